@@ -1,0 +1,95 @@
+"""What the engine needs of an inference library. `llama/` and `fake.py` implement it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from .params import SamplingParams
+from .scheduler import Chunk
+
+
+class DecodeError(Exception):
+    """A decode call failed with llama.cpp's return code (llama.h: llama_decode).
+
+    1: no room in the KV cache; 2: aborted; -1: invalid batch; below -1: fatal, part of the batch may be computed.
+    """
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"llama_decode returned {code}")
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What a loaded model is."""
+
+    architecture: str
+    description: str  # llama.cpp's own words, for instance "llama 1B Q8_0"
+    n_params: int
+    size_bytes: int
+    n_ctx_train: int
+    n_vocab: int
+    n_embd: int
+
+
+class Vocabulary(Protocol):
+    """Text to tokens and back. Any thread may use it at any time."""
+
+    def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]: ...
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes a token stands for; none for a control token."""
+        ...
+
+    def is_end(self, token: int) -> bool:
+        """True for tokens that end a generation."""
+        ...
+
+
+class Sampler(Protocol):
+    """Chooses tokens for one sequence. Engine thread only."""
+
+    def sample(self, slot: int) -> int:
+        """The next token, from the logits that the last decode left for this slot."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Backend(Protocol):
+    """A context with one KV stream per slot. Engine thread only, except `vocabulary`."""
+
+    n_vocab: int
+    ctx_per_slot: int
+
+    @property
+    def vocabulary(self) -> Vocabulary: ...
+
+    def decode(self, chunks: Sequence[Chunk]) -> None:
+        """Fills the KV cells of the chunks, which are in order of slots. Raises DecodeError."""
+        ...
+
+    def new_sampler(self, params: SamplingParams, seed: int, history: Sequence[int], *, ban_end: bool) -> Sampler:
+        """A sampler whose penalties have seen `history`; with `ban_end` it never ends a generation."""
+        ...
+
+    def trim(self, slot: int, num_tokens: int) -> None:
+        """Keeps the first `num_tokens` positions of a slot and frees the cells behind them."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class EmbeddingBackend(Protocol):
+    """A context that turns whole sequences into vectors. Embedder thread only."""
+
+    max_tokens: int  # of one call, and so of one text
+    max_texts: int
+
+    def embed(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """One vector per text, unit length. Together at most `max_tokens` tokens. Raises DecodeError."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,89 @@
+"""What can go wrong in the engine, and what it means outside.
+
+    EngineError
+    ├── InvalidRequest          a parameter or a text is wrong
+    │   └── PromptTooLong       the prompt can never fit
+    ├── TemplateFailed          the chat template refused the messages, or there is none
+    ├── WrongCapability         the model is not loaded for this use
+    ├── UnknownModel            no model of that id
+    ├── ModelLoadFailed         source missing, damaged or not supported
+    ├── QueueFull               the engine's waiting line is at its limit
+    ├── DecodeFailed            llama.cpp refused this request's tokens
+    ├── EmbeddingCancelled      somebody cancelled an embedding (a generation ends as `cancelled` instead)
+    └── EngineStopped           the engine closed, or its thread died
+
+The class attributes are the one table error → code, retryable, HTTP status; codes cross processes, objects don't.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import ClassVar
+
+
+class EngineError(Exception):
+    """The engine could not do what was asked; `str(error)` is written for people."""
+
+    code: ClassVar[str] = "engine_error"
+    retryable: ClassVar[bool] = False
+    http_status: ClassVar[int] = 500
+
+
+class InvalidRequest(EngineError):
+    code = "invalid_request"
+    http_status = 400
+
+
+class PromptTooLong(InvalidRequest):
+    code = "prompt_too_long"
+
+
+class TemplateFailed(EngineError):
+    code = "template_failed"
+    http_status = 400
+
+
+class WrongCapability(EngineError):
+    code = "wrong_capability"
+    http_status = 400
+
+
+class UnknownModel(EngineError):
+    code = "unknown_model"
+    http_status = 404
+
+
+class ModelLoadFailed(EngineError):
+    code = "model_load_failed"
+
+
+class QueueFull(EngineError):
+    code = "queue_full"
+    retryable = True
+    http_status = 429
+
+
+class DecodeFailed(EngineError):
+    code = "decode_failed"
+    retryable = True
+
+
+class EmbeddingCancelled(EngineError):
+    code = "cancelled"
+    http_status = 499
+
+
+class EngineStopped(EngineError):
+    code = "engine_stopped"
+    retryable = True
+    http_status = 503
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown name: the nearest known one, or all of them."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1)
+    if close:
+        return f"did you mean {close[0]!r}?"
+    return f"known: {', '.join(names) or 'none'}"

@@ -1,0 +1,132 @@
+"""What the engine tells: events of requests, once per step, and telemetry."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from .errors import EngineError
+
+FinishReason = Literal["stop", "length", "cancelled", "timeout"]
+Phase = Literal["idle", "prefilling", "generating"]
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of a request; `cached_tokens` of the prompt were not computed again."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Milliseconds from submission, and tokens per second; None where there was nothing to time."""
+
+    queue_ms: float  # until the request got a slot, or ended without one
+    ttft_ms: float | None  # until its first token
+    duration_ms: float
+    prompt_eval_rate: float | None
+    generation_rate: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The end of an accepted request that did not fail. `text` has no stop string and no broken character."""
+
+    text: str
+    tokens: tuple[int, ...]
+    finish_reason: FinishReason
+    stop_sequence: str | None
+    usage: Usage
+    timings: Timings
+    slot: int | None  # None: it never got one
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The request has a slot."""
+
+    request_id: str
+    slot: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Text that is final, and the ids sampled since the last event (some may still hold text back)."""
+
+    request_id: str
+    text: str
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The one terminal event of a request: either a completion or an error."""
+
+    request_id: str
+    completion: Completion | None = None
+    error: EngineError | None = None
+
+
+Event = Started | Text | Finished
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """One step: what its batch held and how long it took."""
+
+    batch_size: int  # tokens
+    decode_tokens: int
+    prefill_tokens: int
+    active_slots: int
+    queue_depth: int
+    eval_ms: float  # inside llama.cpp's decode
+    step_ms: float  # the whole step, sampling included
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStats:
+    """One finished request, in numbers only."""
+
+    request_id: str
+    mode: Literal["generate", "stream"]
+    seq_id: int | None
+    finish_reason: str  # of the completion, or "error"
+    prompt_tokens: int
+    generated_tokens: int
+    duration_ms: float
+    ttft_ms: float | None
+    prompt_eval_rate: float | None
+    generation_rate: float | None
+    prefix_cache_tokens: int
+    prefix_cache_ratio: float
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSnapshot:
+    """The state of an engine after its last step; reading it never waits."""
+
+    phase: Phase
+    slots_total: int
+    slots_prefilling: int
+    slots_decoding: int
+    queue_depth: int
+    kv_used_tokens: int
+    kv_total_tokens: int
+    steps: int
+    mixed_steps: int  # steps whose batch held decode and prefill tokens
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    requests_finished: int
+    requests_failed: int
+    generation_rate: float  # tokens per second, over the last second of work
+
+    @property
+    def slots_busy(self) -> int:
+        return self.slots_prefilling + self.slots_decoding

@@ -1,0 +1,51 @@
+"""A request as its caller sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from .errors import EngineError
+from .events import Completion, Event, Finished
+from .params import Request
+
+
+class Handle:
+    """Waits for, watches or cancels one request. Any thread may use it."""
+
+    def __init__(
+        self, request: Request, cancel: Callable[[Handle], None], on_event: Callable[[Event], None] | None
+    ) -> None:
+        self.request = request
+        self.future: Future[Completion] = Future()
+        self._cancel = cancel
+        self._on_event = on_event
+
+    def result(self, timeout_s: float | None = None) -> Completion:
+        """The completion. Raises the request's EngineError, or TimeoutError after `timeout_s` (it goes on then)."""
+        return self.future.result(timeout_s)
+
+    def cancel(self) -> None:
+        """Asks the engine to end the request; it ends as `cancelled`, at the next step. Idempotent."""
+        self._cancel(self)
+
+    def add_done_callback(self, callback: Callable[[Handle], None]) -> None:
+        """Calls back at the end of the request, on the engine thread, or at once if it ended already."""
+        self.future.add_done_callback(lambda _: callback(self))
+
+    @property
+    def done(self) -> bool:
+        return self.future.done()
+
+    def deliver(self, event: Event) -> None:
+        """Hands one event over. Engine thread only."""
+        if self._on_event is not None:
+            self._on_event(event)
+        if isinstance(event, Finished):
+            self._resolve(event.completion, event.error)
+
+    def _resolve(self, completion: Completion | None, error: EngineError | None) -> None:
+        if error is not None:
+            self.future.set_exception(error)
+        elif completion is not None:
+            self.future.set_result(completion)

@@ -1,0 +1,166 @@
+"""A llama.cpp context with one KV stream per slot, filled through numpy views on the batch arrays."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import llama_cpp.llama_cpp as lib
+import numpy as np
+from numpy.typing import NDArray
+
+from ..backend import DecodeError, Sampler
+from ..errors import ModelLoadFailed
+from ..params import EngineOptions, SamplingParams
+from ..scheduler import Chunk
+from . import log as llama_log
+from .model import LlamaModel
+from .samplers import ChainSampler, GreedySampler
+
+MAX_AUTO_CTX = 4096  # tokens per slot when nobody chose
+_STREAM_PADDING = 256  # llama.cpp pads every KV stream to this many cells
+_FLASH_ATTENTION = {
+    "auto": lib.LLAMA_FLASH_ATTN_TYPE_AUTO,
+    "on": lib.LLAMA_FLASH_ATTN_TYPE_ENABLED,
+    "off": lib.LLAMA_FLASH_ATTN_TYPE_DISABLED,
+}
+_CACHE_TYPES = {
+    "f32": lib.GGML_TYPE_F32,
+    "f16": lib.GGML_TYPE_F16,
+    "bf16": lib.GGML_TYPE_BF16,
+    "q8_0": lib.GGML_TYPE_Q8_0,
+    "q5_1": lib.GGML_TYPE_Q5_1,
+    "q5_0": lib.GGML_TYPE_Q5_0,
+    "q4_1": lib.GGML_TYPE_Q4_1,
+    "q4_0": lib.GGML_TYPE_Q4_0,
+}
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def new_context(model: LlamaModel, options: EngineOptions, **overrides: Any) -> Any:
+    """A llama_context with what `options` say and `overrides` set. Raises ModelLoadFailed."""
+    params = lib.llama_context_default_params()
+    params.n_threads = params.n_threads_batch = options.threads or available_cores()
+    params.flash_attn_type = _FLASH_ATTENTION[options.flash_attention]
+    params.type_k = _CACHE_TYPES[options.cache_type_k]
+    params.type_v = _CACHE_TYPES[options.cache_type_v]
+    for name, value in overrides.items():
+        setattr(params, name, value)
+    llama_log.take_errors()
+    context = lib.llama_init_from_model(model.pointer, params)
+    if not context:
+        raise ModelLoadFailed(
+            f"llama.cpp can't make a context for {str(model.path)!r}: {llama_log.take_errors()}; "
+            "lower n_parallel or ctx_per_slot, or choose another cache type"
+        )
+    return context
+
+
+class TokenBatch:
+    """A llama_batch of at most `capacity` tokens, written by slices."""
+
+    def __init__(self, capacity: int) -> None:
+        self.batch = lib.llama_batch_init(capacity, 0, 1)
+        self._capacity = capacity
+        self._tokens = np.ctypeslib.as_array(self.batch.token, (capacity,))
+        self._positions = np.ctypeslib.as_array(self.batch.pos, (capacity,))
+        self._outputs = np.ctypeslib.as_array(self.batch.logits, (capacity,))
+        np.ctypeslib.as_array(self.batch.n_seq_id, (capacity,))[:] = 1
+        # seq_id is an array of pointers into one block each; the blocks are made contiguous here, once.
+        self._slots: NDArray[np.int32] = np.zeros(capacity, dtype=np.int32)
+        base, size = self._slots.ctypes.data, self._slots.itemsize
+        self._own_pointers = [ctypes.cast(self.batch.seq_id[i], ctypes.c_void_p).value for i in range(capacity)]
+        pointers = ctypes.cast(self.batch.seq_id, ctypes.POINTER(ctypes.c_void_p))
+        for i in range(capacity):
+            pointers[i] = base + i * size
+        self._pointers = pointers
+
+    def clear(self) -> None:
+        self.batch.n_tokens = 0
+
+    def add(self, slot: int, position: int, tokens: Sequence[int], *, all_outputs: bool = False) -> int:
+        """Appends consecutive tokens of a slot; returns the row of the last one, which is the next free minus 1."""
+        start: int = self.batch.n_tokens
+        end = start + len(tokens)
+        if end > self._capacity:  # llama.cpp would end the process
+            raise ValueError(f"a batch of {end} tokens, the capacity is {self._capacity}")
+        self._tokens[start:end] = tokens
+        self._positions[start:end] = np.arange(position, position + len(tokens))
+        self._slots[start:end] = slot
+        self._outputs[start:end] = all_outputs
+        self.batch.n_tokens = end
+        return end - 1
+
+    def want_output(self, row: int) -> None:
+        self._outputs[row] = 1
+
+    def close(self) -> None:
+        """Gives the memory back, with the pointers that llama.cpp allocated."""
+        for i, pointer in enumerate(self._own_pointers):
+            self._pointers[i] = pointer
+        lib.llama_batch_free(self.batch)
+
+
+class LlamaBackend:
+    """The engine's Backend on llama.cpp, KV cache partitioned: every slot has a stream of its own."""
+
+    def __init__(self, model: LlamaModel, options: EngineOptions) -> None:
+        """Allocates context and KV cache. Raises ModelLoadFailed."""
+        wanted = options.ctx_per_slot or min(model.info.n_ctx_train, MAX_AUTO_CTX)
+        self.ctx_per_slot = wanted
+        padded = -(-wanted // _STREAM_PADDING) * _STREAM_PADDING
+        self.vocabulary = model
+        self.n_vocab = model.info.n_vocab
+        self.context = new_context(
+            model,
+            options,
+            n_ctx=padded * options.n_parallel,
+            n_seq_max=options.n_parallel,
+            n_batch=options.n_batch,
+            n_ubatch=min(options.n_ubatch, options.n_batch),
+            kv_unified=False,
+        )
+        self._memory = lib.llama_get_memory(self.context)
+        self._batch = TokenBatch(options.n_batch)
+        self._rows: dict[int, int] = {}  # slot → row of its logits in the last batch
+
+    def decode(self, chunks: Sequence[Chunk]) -> None:
+        batch = self._batch
+        batch.clear()
+        self._rows.clear()
+        for chunk in chunks:
+            row = batch.add(chunk.slot, chunk.position, chunk.tokens)
+            if chunk.samples:
+                batch.want_output(row)
+                self._rows[chunk.slot] = row
+        code = lib.llama_decode(self.context, batch.batch)
+        if code:
+            raise DecodeError(code)
+
+    def row_of(self, slot: int) -> int:
+        """The row of this slot's logits. llama.cpp would end the process on a row that has none."""
+        return self._rows[slot]
+
+    def logits(self, slot: int) -> NDArray[np.float32]:
+        """A view on the logits of this slot, float32 of n_vocab, valid until the next decode."""
+        pointer = lib.llama_get_logits_ith(self.context, self.row_of(slot))
+        return np.ctypeslib.as_array(pointer, (self.n_vocab,))
+
+    def new_sampler(self, params: SamplingParams, seed: int, history: Sequence[int], *, ban_end: bool) -> Sampler:
+        banned = np.array(sorted(self.vocabulary.end_tokens), dtype=np.int64) if ban_end else None
+        if params.is_greedy and not params.has_penalties:
+            return GreedySampler(self, banned)
+        return ChainSampler(self, params, seed, history, banned)
+
+    def trim(self, slot: int, num_tokens: int) -> None:
+        lib.llama_memory_seq_rm(self._memory, slot, num_tokens, -1)
+
+    def close(self) -> None:
+        self._batch.close()
+        lib.llama_free(self.context)

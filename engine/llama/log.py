@@ -1,0 +1,34 @@
+"""llama.cpp's log goes to Python's, and its last errors can be quoted."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections import deque
+
+import llama_cpp.llama_cpp as lib
+
+log = logging.getLogger("cellama.engine.llama")
+_LEVELS = {2: logging.DEBUG, 3: logging.WARNING}  # ggml.h: 2 warn, 3 error; its errors are our warnings
+_last_errors: deque[str] = deque(maxlen=4)
+
+
+@lib.llama_log_callback  # type: ignore[untyped-decorator]
+def _on_log(level: int, text: bytes, _user_data: ctypes.c_void_p) -> None:
+    message = text.decode(errors="replace").strip()
+    if level == 3 and message:
+        _last_errors.append(message)
+    if level in _LEVELS and message:
+        log.log(_LEVELS[level], "%s", message)
+
+
+def install() -> None:
+    """Sends llama.cpp's log to the logger `cellama.engine.llama`."""
+    lib.llama_log_set(_on_log, ctypes.c_void_p(0))
+
+
+def take_errors() -> str:
+    """What llama.cpp complained of since the last call, in one line."""
+    text = "; ".join(_last_errors)
+    _last_errors.clear()
+    return text

@@ -1,0 +1,118 @@
+"""A model file in memory: its weights and its vocabulary."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from pathlib import Path
+
+import llama_cpp.llama_cpp as lib
+
+from ..backend import ModelInfo
+from ..errors import ModelLoadFailed
+from . import log as llama_log
+
+
+@functools.cache
+def _initialise() -> None:
+    llama_log.install()
+    lib.llama_backend_init()
+
+
+class LlamaModel:
+    """The weights of one GGUF file, shared by its contexts, which must be closed before it.
+
+    It is its own Vocabulary: tokenizing and looking up tokens is safe from any thread.
+    """
+
+    def __init__(self, path: Path, *, n_gpu_layers: int = -1) -> None:
+        """Loads the file. Raises ModelLoadFailed with llama.cpp's own words."""
+        _initialise()
+        params = lib.llama_model_default_params()
+        params.n_gpu_layers = n_gpu_layers
+        llama_log.take_errors()
+        self.pointer = lib.llama_model_load_from_file(str(path).encode(), params)
+        if not self.pointer:
+            raise ModelLoadFailed(
+                f"llama.cpp can't load {str(path)!r}: {llama_log.take_errors() or 'no reason given'}; "
+                "the file may be damaged or of an unsupported kind: fetch or convert it again"
+            )
+        self.path = path
+        self.vocab = lib.llama_model_get_vocab(self.pointer)
+        self.info = self._read_info()
+        self._pieces: list[bytes | None] = [None] * self.info.n_vocab
+        self._ends = frozenset(t for t in range(self.info.n_vocab) if lib.llama_vocab_is_eog(self.vocab, t))
+        self._close_lock = threading.Lock()
+
+    def _read_info(self) -> ModelInfo:
+        description = ctypes.create_string_buffer(256)
+        lib.llama_model_desc(self.pointer, description, len(description))
+        return ModelInfo(
+            architecture=self.metadata("general.architecture") or "unknown",
+            description=description.value.decode(errors="replace"),
+            n_params=lib.llama_model_n_params(self.pointer),
+            size_bytes=lib.llama_model_size(self.pointer),
+            n_ctx_train=lib.llama_model_n_ctx_train(self.pointer),
+            n_vocab=lib.llama_vocab_n_tokens(self.vocab),
+            n_embd=lib.llama_model_n_embd(self.pointer),
+        )
+
+    def metadata(self, key: str) -> str | None:
+        """A metadata value of the file as text, None if it has none."""
+        length = lib.llama_model_meta_val_str(self.pointer, key.encode(), None, 0)
+        if length < 0:
+            return None
+        buffer = ctypes.create_string_buffer(length + 1)
+        lib.llama_model_meta_val_str(self.pointer, key.encode(), buffer, length + 1)
+        return buffer.value.decode(errors="replace")
+
+    @property
+    def chat_template(self) -> str | None:
+        """The Jinja source of the model's chat template."""
+        template = lib.llama_model_chat_template(self.pointer, None)
+        return template.decode(errors="replace") if template else None
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        return self._ends
+
+    def special_text(self, which: str) -> str:
+        """The text of the `bos` or `eos` token as templates write it, empty if the model has none."""
+        token = {"bos": lib.llama_vocab_bos, "eos": lib.llama_vocab_eos}[which](self.vocab)
+        return self._piece(token, special=True).decode(errors="replace") if token >= 0 else ""
+
+    def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
+        data = text.encode()
+        size = len(data) + 8  # no more tokens than bytes, and a few special ones
+        tokens = (ctypes.c_int32 * size)()
+        count = lib.llama_tokenize(self.vocab, data, len(data), tokens, size, add_special, parse_special)
+        if count < 0:
+            size = -count
+            tokens = (ctypes.c_int32 * size)()
+            count = lib.llama_tokenize(self.vocab, data, len(data), tokens, size, add_special, parse_special)
+        return list(tokens[:count])
+
+    def token_bytes(self, token: int) -> bytes:
+        piece = self._pieces[token]
+        if piece is None:
+            piece = self._pieces[token] = self._piece(token, special=False)
+        return piece
+
+    def _piece(self, token: int, *, special: bool) -> bytes:
+        buffer = ctypes.create_string_buffer(64)
+        length = lib.llama_token_to_piece(self.vocab, token, buffer, len(buffer), 0, special)
+        if length < 0:
+            buffer = ctypes.create_string_buffer(-length)
+            length = lib.llama_token_to_piece(self.vocab, token, buffer, len(buffer), 0, special)
+        return buffer.raw[:length]
+
+    def is_end(self, token: int) -> bool:
+        return token in self._ends
+
+    def close(self) -> None:
+        """Frees the weights. Idempotent. No context of this model may be in use."""
+        with self._close_lock:
+            if self.pointer:
+                lib.llama_model_free(self.pointer)
+                self.pointer = None

@@ -1,0 +1,135 @@
+"""What the engine is asked, and how it is set up: frozen, and valid once they exist."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from .errors import InvalidRequest, nearest
+
+MAX_SEED = 2**32 - 2  # llama.h: 0xFFFFFFFF means "random"
+DEFAULT_PRIORITY = 3
+CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
+
+FlashAttention = Literal["auto", "on", "off"]
+
+
+def _check(ok: bool, name: str, value: object, wanted: str) -> None:
+    if not ok:
+        raise InvalidRequest(f"{name} is {value!r}; it must be {wanted}")
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
+    ok = isinstance(value, int) and not isinstance(value, bool) and value >= low and (high is None or value <= high)
+    _check(
+        ok, name, value, f"a whole number, {low} or more" if high is None else f"a whole number from {low} to {high}"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen. `temperature=0` is greedy; `seed=None` lets the engine draw one.
+
+    Raises InvalidRequest for a value out of range.
+    """
+
+    temperature: float = 0.8
+    top_k: int = 40  # 0 = all tokens
+    top_p: float = 0.95
+    min_p: float = 0.05
+    seed: int | None = None
+    repeat_penalty: float = 1.0  # 1 = off
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repeat_last_n: int = 64  # tokens that the penalties look back on, prompt included
+
+    def __post_init__(self) -> None:
+        _check(_is_real(self.temperature) and self.temperature >= 0, "temperature", self.temperature, "0 or more")
+        _check_int("top_k", self.top_k, 0)
+        _check(_is_real(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
+        _check(_is_real(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "from 0 to 1")
+        if self.seed is not None:
+            _check_int("seed", self.seed, 0, MAX_SEED)
+        _check(
+            _is_real(self.repeat_penalty) and self.repeat_penalty > 0, "repeat_penalty", self.repeat_penalty, "above 0"
+        )
+        for name in ("frequency_penalty", "presence_penalty"):
+            _check(_is_real(getattr(self, name)), name, getattr(self, name), "a finite number")
+        _check_int("repeat_last_n", self.repeat_last_n, 0)
+
+    @property
+    def has_penalties(self) -> bool:
+        neutral = self.repeat_penalty == 1 and self.frequency_penalty == 0 and self.presence_penalty == 0
+        return not neutral and self.repeat_last_n > 0
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0 or self.top_k == 1
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One generation: a prompt of token ids and how it goes on. Raises InvalidRequest when it can't be meant."""
+
+    id: str
+    prompt: tuple[int, ...]
+    sampling: SamplingParams = SamplingParams()
+    max_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    timeout_s: float | None = None  # from submission
+    priority: int = DEFAULT_PRIORITY  # 0 is the most urgent, 9 the least
+    stream: bool = True  # False: no Text events, only Started and Finished
+    submitted_at: float | None = None  # time.monotonic(); None = when the engine gets it
+
+    def __post_init__(self) -> None:
+        _check(len(self.prompt) > 0, "prompt", self.prompt, "at least one token; give it some text")
+        _check_int("max_tokens", self.max_tokens, 1)
+        _check_int("priority", self.priority, 0, 9)
+        _check(all(isinstance(s, str) and s for s in self.stop), "stop", self.stop, "strings that are not empty")
+        timeout_ok = self.timeout_s is None or (_is_real(self.timeout_s) and self.timeout_s > 0)
+        _check(timeout_ok, "timeout_s", self.timeout_s, "seconds above 0, or None")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How a model is loaded and batched. None stands for "choose for me". Raises InvalidRequest."""
+
+    n_parallel: int = 8  # slots
+    ctx_per_slot: int | None = None  # tokens; None = the model's training context, at most 4096
+    n_batch: int = 512  # token budget of a step
+    n_ubatch: int = 512  # tokens of one pass inside llama.cpp
+    chunk_size: int = 512  # prompt tokens per slot and step, at most
+    max_queue: int = 0  # waiting requests; 0 = unlimited
+    threads: int | None = None  # None = the cores this process may use
+    n_gpu_layers: int = -1  # -1 = all; without a GPU build it means nothing
+    flash_attention: FlashAttention = "auto"
+    cache_type_k: str = "f16"
+    cache_type_v: str = "f16"
+    batch_strategy: str = "decode_maximal"
+
+    def __post_init__(self) -> None:
+        for name in ("n_parallel", "n_batch", "n_ubatch", "chunk_size"):
+            _check_int(name, getattr(self, name), 1)
+        _check_int("n_parallel", self.n_parallel, 1, 256)  # llama.cpp: LLAMA_MAX_SEQ
+        _check_int("max_queue", self.max_queue, 0)
+        _check_int("n_gpu_layers", self.n_gpu_layers, -1)
+        if self.ctx_per_slot is not None:
+            _check_int("ctx_per_slot", self.ctx_per_slot, 1)
+        if self.threads is not None:
+            _check_int("threads", self.threads, 1, 512)
+        _check(self.n_batch >= self.n_parallel, "n_batch", self.n_batch, f"at least n_parallel ({self.n_parallel})")
+        self._check_one_of("flash_attention", ("auto", "on", "off"))
+        self._check_one_of("cache_type_k", CACHE_TYPES)
+        self._check_one_of("cache_type_v", CACHE_TYPES)
+
+    def _check_one_of(self, name: str, known: Iterable[str]) -> None:
+        value = getattr(self, name)
+        if value not in known:
+            raise InvalidRequest(f"{name} is {value!r}; {nearest(str(value), known)}")

@@ -1,0 +1,96 @@
+"""One request's tokens and progress."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from .events import Completion, FinishReason, Timings, Usage
+from .params import Request
+from .text import TextStream
+
+if TYPE_CHECKING:
+    from .backend import Sampler
+
+
+class State(Enum):
+    """Where a sequence is. Only the scheduler changes it."""
+
+    WAITING = "waiting"
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request with its tokens. Owned by the engine thread; `state`, `slot` and `num_computed` by the scheduler.
+
+    Times are `time.monotonic()` seconds.
+    """
+
+    request: Request
+    seed: int
+    submitted_at: float
+    tokens: list[int]  # prompt, then output
+    state: State = State.WAITING
+    slot: int | None = None
+    num_computed: int = 0  # leading tokens whose KV cells are filled
+    num_cached: int = 0  # of these, reused instead of computed
+    sampler: Sampler | None = None
+    admitted_at: float | None = None
+    first_token_at: float | None = None
+    last_token_at: float | None = None
+    texts: list[str] = field(default_factory=list)
+    text_stream: TextStream = field(init=False)
+    num_reported: int = 0  # output tokens that Text events have carried
+
+    def __post_init__(self) -> None:
+        self.text_stream = TextStream(self.request.stop)
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.prompt)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens that still have to be decoded before the next one can be sampled."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def deadline(self) -> float | None:
+        timeout_s = self.request.timeout_s
+        return None if timeout_s is None else self.submitted_at + timeout_s
+
+    def completion(self, reason: FinishReason, stop_sequence: str | None, now: float) -> Completion:
+        return Completion(
+            text="".join(self.texts),
+            tokens=tuple(self.tokens[self.num_prompt :]),
+            finish_reason=reason,
+            stop_sequence=stop_sequence,
+            usage=Usage(self.num_prompt, self.num_output, self.num_cached),
+            timings=self.timings(now),
+            slot=self.slot,
+            seed=self.seed,
+        )
+
+    def timings(self, now: float) -> Timings:
+        start, first, last = self.admitted_at, self.first_token_at, self.last_token_at
+        prefill_s = first - start if first is not None and start is not None else None
+        decode_s = last - first if first is not None and last is not None else None
+        return Timings(
+            queue_ms=((start if start is not None else now) - self.submitted_at) * 1e3,
+            ttft_ms=None if first is None else (first - self.submitted_at) * 1e3,
+            duration_ms=(now - self.submitted_at) * 1e3,
+            prompt_eval_rate=_rate(self.num_prompt - self.num_cached, prefill_s),
+            generation_rate=_rate(self.num_output - 1, decode_s),
+        )
+
+
+def _rate(count: int, seconds: float | None) -> float | None:
+    return count / seconds if seconds and count > 0 else None

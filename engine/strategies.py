@@ -1,0 +1,73 @@
+"""How the token budget of a step is split between slots that decode and slots that prefill. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Protocol
+
+from .errors import InvalidRequest, nearest
+
+
+@dataclass(frozen=True, slots=True)
+class SlotView:
+    """What a strategy sees of a slot: its index, and the tokens to decode before it can sample.
+
+    A slot that decodes has exactly one; a slot that prefills may have one left, too.
+    """
+
+    slot: int
+    num_pending: int
+    decoding: bool
+
+
+Share = tuple[int, int]  # slot, number of its pending tokens in this step's batch
+
+
+class Strategy(Protocol):
+    """A pure function of the slots; the scheduler checks what it returns."""
+
+    def build_batch(self, slots: Seq[SlotView], budget: int, chunk_size: int, queue_depth: int) -> list[Share]:
+        """The shares of this step, each slot at most once, together at most `budget` tokens.
+
+        `slots` are in the order in which prefilling slots should be served; a chunk is at most `chunk_size`.
+        """
+        ...
+
+
+class DecodeMaximal:
+    """Every decode token first, then equal prefill chunks from what is left of the budget."""
+
+    def build_batch(self, slots: Seq[SlotView], budget: int, chunk_size: int, queue_depth: int) -> list[Share]:
+        shares = [(view.slot, 1) for view in slots if view.decoding][:budget]
+        prefilling = [view for view in slots if not view.decoding]
+        return shares + equal_chunks(prefilling, budget - len(shares), chunk_size)
+
+
+MIN_CHUNK = 32  # tokens: below this a pass costs more than the fairness is worth
+
+
+def equal_chunks(slots: Seq[SlotView], budget: int, chunk_size: int) -> list[Share]:
+    """Chunks of one size for as many slots as the budget serves, in their order; short prompts take less.
+
+    Equal sizes matter: llama.cpp splits a batch of sequences of different lengths into passes of equal length.
+    """
+    shares: list[Share] = []
+    for count, view in enumerate(slots):
+        if budget <= 0:
+            break
+        fair = max(budget // (len(slots) - count), min(MIN_CHUNK, budget))
+        take = min(view.num_pending, chunk_size, fair)
+        shares.append((view.slot, take))
+        budget -= take
+    return shares
+
+
+STRATEGIES: dict[str, type[Strategy]] = {"decode_maximal": DecodeMaximal}
+
+
+def make_strategy(name: str) -> Strategy:
+    """The strategy of that name. Raises InvalidRequest with the nearest known name."""
+    if name not in STRATEGIES:
+        raise InvalidRequest(f"batch_strategy is {name!r}; {nearest(name, STRATEGIES)}")
+    return STRATEGIES[name]()

@@ -1,0 +1,109 @@
+"""Counters of one engine, its snapshot, and the callbacks that want numbers. Written by the engine thread only."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Literal
+
+from .events import Completion, EngineSnapshot, Phase, RequestStats, StepStats
+from .scheduler import Chunk, Scheduler
+from .sequence import Sequence, State
+
+RATE_WINDOW_S = 1.0
+
+
+class Telemetry:
+    """Counts what happens. `snapshot` is replaced as a whole, so any thread can read it without waiting."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._steps = self._mixed_steps = 0
+        self._prompt_tokens = self._cached_tokens = self._generated_tokens = 0
+        self._finished = self._failed = 0
+        self._rate = 0.0
+        self._window = (time.monotonic(), 0)  # start, generated tokens at the start
+        self.on_step: list[Callable[[StepStats], None]] = []
+        self.on_request: list[Callable[[RequestStats], None]] = []
+        self.snapshot = self._snapshot()
+
+    def step(self, chunks: list[Chunk], eval_s: float, step_s: float) -> None:
+        """Accounts one step; with no chunks only the snapshot is renewed."""
+        if chunks:
+            decode = sum(1 for chunk in chunks if chunk.decode)
+            total = sum(len(chunk.tokens) for chunk in chunks)
+            self._steps += 1
+            self._mixed_steps += 0 < decode < total
+            if self.on_step:
+                waiting = self._scheduler.num_waiting
+                stats = StepStats(total, decode, total - decode, len(chunks), waiting, eval_s * 1e3, step_s * 1e3)
+                for callback in self.on_step:
+                    callback(stats)
+        self._measure_rate(idle=not self._scheduler.has_work)
+        self.snapshot = self._snapshot()
+
+    def request(self, sequence: Sequence, completion: Completion | None, now: float) -> None:
+        """Accounts the end of a request; without a completion it failed."""
+        self._finished += completion is not None
+        self._failed += completion is None
+        self._prompt_tokens += sequence.num_prompt
+        self._cached_tokens += sequence.num_cached
+        if self.on_request:
+            stats = _request_stats(sequence, completion, now)
+            for callback in self.on_request:
+                callback(stats)
+
+    def token(self) -> None:
+        self._generated_tokens += 1
+
+    def _measure_rate(self, idle: bool) -> None:
+        now = time.monotonic()
+        start, tokens = self._window
+        if idle:
+            self._rate = 0.0
+            self._window = (now, self._generated_tokens)
+        elif now - start >= RATE_WINDOW_S:
+            self._rate = (self._generated_tokens - tokens) / (now - start)
+            self._window = (now, self._generated_tokens)
+
+    def _snapshot(self) -> EngineSnapshot:
+        scheduler = self._scheduler
+        decoding = sum(1 for s in scheduler.slots if s is not None and s.state is State.DECODING)
+        busy = sum(1 for s in scheduler.slots if s is not None)
+        phase: Phase = "generating" if decoding else "prefilling" if busy else "idle"
+        return EngineSnapshot(
+            phase=phase,
+            slots_total=len(scheduler.slots),
+            slots_prefilling=busy - decoding,
+            slots_decoding=decoding,
+            queue_depth=scheduler.num_waiting,
+            kv_used_tokens=scheduler.kv_used_tokens,
+            kv_total_tokens=scheduler.limits.ctx_per_slot * len(scheduler.slots),
+            steps=self._steps,
+            mixed_steps=self._mixed_steps,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
+            generated_tokens=self._generated_tokens,
+            requests_finished=self._finished,
+            requests_failed=self._failed,
+            generation_rate=self._rate,
+        )
+
+
+def _request_stats(sequence: Sequence, completion: Completion | None, now: float) -> RequestStats:
+    timings = sequence.timings(now)
+    mode: Literal["generate", "stream"] = "stream" if sequence.request.stream else "generate"
+    return RequestStats(
+        request_id=sequence.request.id,
+        mode=mode,
+        seq_id=sequence.slot,
+        finish_reason=completion.finish_reason if completion else "error",
+        prompt_tokens=sequence.num_prompt,
+        generated_tokens=sequence.num_output,
+        duration_ms=timings.duration_ms,
+        ttft_ms=timings.ttft_ms,
+        prompt_eval_rate=timings.prompt_eval_rate,
+        generation_rate=timings.generation_rate,
+        prefix_cache_tokens=sequence.num_cached,
+        prefix_cache_ratio=sequence.num_cached / sequence.num_prompt,
+    )
