@@ -48,19 +48,29 @@ MIN_CHUNK = 32  # tokens: below this a pass costs more than the fairness is wort
 
 
 def equal_chunks(slots: Seq[SlotView], budget: int, chunk_size: int) -> list[Share]:
-    """Chunks of one size for as many slots as the budget serves, in their order; short prompts take less.
+    """Chunks of one size for as many slots as the budget serves well, in their order; short prompts take less.
 
     Equal sizes matter: llama.cpp splits a batch of sequences of different lengths into passes of equal length.
     """
     shares: list[Share] = []
-    for count, view in enumerate(slots):
-        if budget <= 0:
-            break
-        fair = max(budget // (len(slots) - count), min(MIN_CHUNK, budget))
-        take = min(view.num_pending, chunk_size, fair)
-        shares.append((view.slot, take))
-        budget -= take
+    while slots and budget > 0:
+        served, slots = slots[: max(1, budget // MIN_CHUNK)], slots[max(1, budget // MIN_CHUNK) :]
+        needs = [min(view.num_pending, chunk_size) for view in served]
+        size = _largest_equal_size(needs, budget)
+        takes = [(view.slot, min(need, size)) for view, need in zip(served, needs, strict=True) if size]
+        shares += takes
+        budget -= sum(count for _, count in takes)
     return shares
+
+
+def _largest_equal_size(needs: list[int], budget: int) -> int:
+    """The largest size for which everybody can take it, or all of a smaller need, within the budget."""
+    for position, need in enumerate(sorted(needs)):
+        fair = budget // (len(needs) - position)
+        if need > fair:
+            return fair
+        budget -= need
+    return max(needs)
 
 
 STRATEGIES: dict[str, type[Strategy]] = {"decode_maximal": DecodeMaximal}

@@ -1,0 +1,74 @@
+"""Text is released when it is final, whatever way its bytes are split."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cellama.engine.text import StopMatch, TextStream
+
+ALPHABET = st.sampled_from(list("abc é日🦊"))
+TEXTS = st.text(ALPHABET, max_size=30)
+STOPS = st.lists(st.text(ALPHABET, min_size=1, max_size=4), max_size=3).map(tuple)
+
+
+def run(data: bytes, stops: tuple[str, ...], cuts: list[int]) -> tuple[list[str], str | None]:
+    """The released pieces, and the stop string that ended them."""
+    stream = TextStream(stops)
+    edges = [0, *sorted(cut % (len(data) + 1) for cut in cuts), len(data)]
+    pieces: list[str] = []
+    for start, end in itertools.pairwise(edges):
+        released = stream.push(data[start:end])
+        if isinstance(released, StopMatch):
+            return [*pieces, released.released], released.stop
+        pieces.append(released)
+    return [*pieces, stream.flush()], None
+
+
+def expected(text: str, stops: tuple[str, ...]) -> tuple[str, str | None]:
+    """Brute force: the match that ends first, the longest of these."""
+    matches = [(text.find(s) + len(s), text.find(s), s) for s in stops if s in text]
+    if not matches:
+        return text, None
+    _, start, stop = min(matches)
+    return text[:start], stop
+
+
+@given(TEXTS, STOPS, st.lists(st.integers(0, 200), max_size=8))
+def test_text_stream_gives_the_same_text_for_every_split(text: str, stops: tuple[str, ...], cuts: list[int]) -> None:
+    pieces, stop = run(text.encode(), stops, cuts)
+    assert ("".join(pieces), stop) == expected(text, stops)
+
+
+@given(TEXTS, STOPS)
+def test_text_stream_never_releases_the_beginning_of_a_stop_that_follows(text: str, stops: tuple[str, ...]) -> None:
+    final, _ = expected(text, stops)
+    so_far = ""
+    stream = TextStream(stops)
+    for byte in text.encode():
+        released = stream.push(bytes([byte]))
+        so_far += released.released if isinstance(released, StopMatch) else released
+        assert final.startswith(so_far)
+        if isinstance(released, StopMatch):
+            break
+
+
+@given(st.binary(max_size=40), st.lists(st.integers(0, 200), max_size=8))
+def test_text_stream_replaces_invalid_bytes_the_same_way_for_every_split(data: bytes, cuts: list[int]) -> None:
+    assert "".join(run(data, (), cuts)[0]) == "".join(run(data, (), [])[0])
+
+
+def test_text_stream_drops_an_unfinished_character_at_the_end() -> None:
+    stream = TextStream()
+    assert stream.push("é日".encode()[:-1]) == "é"
+    assert stream.flush() == ""
+
+
+@pytest.mark.parametrize(("stops", "text", "stop"), [(("bc", "abcd"), "a", "bc"), (("b", "ab"), "", "ab")])
+def test_text_stream_takes_the_stop_that_ends_first_and_is_longest(
+    stops: tuple[str, ...], text: str, stop: str
+) -> None:
+    assert TextStream(stops).push(b"abcd") == StopMatch(text, stop)
