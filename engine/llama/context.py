@@ -29,7 +29,7 @@ _FLASH_ATTENTION = {
 _CACHE_TYPES = {
     "f32": lib.GGML_TYPE_F32,
     "f16": lib.GGML_TYPE_F16,
-    "bf16": lib.GGML_TYPE_BF16,
+    "bf16": 30,  # ggml.h: GGML_TYPE_BF16, which llama_cpp does not name
     "q8_0": lib.GGML_TYPE_Q8_0,
     "q5_1": lib.GGML_TYPE_Q5_1,
     "q5_0": lib.GGML_TYPE_Q5_0,

@@ -1,0 +1,1 @@
+"""Workloads, benchmarks and model writers of the project."""

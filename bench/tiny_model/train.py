@@ -1,0 +1,186 @@
+"""Trains the bundled model on the CPU and writes its GGUF file.
+
+    python -m cellama.bench.tiny_model.train --minutes 28 --out engine/bundled/tiny.gguf
+
+Needs PyTorch, `tokenizers` and `gguf`, which are no dependencies of the project (see README.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from .corpus import documents
+from .export import write_gguf
+from .tokenizer import encode_document, train_tokenizer
+
+PROMPT_WEIGHT = 0.05  # of the loss on tokens that the model is given, not asked for
+TOKENS_PER_STEP = 4096
+SHORT_WINDOW, LONG_WINDOW = 512, 2048
+LONG_FROM = 0.7  # part of the time after which windows are long
+PEAK_LR, FINAL_LR, WARMUP_STEPS = 4e-3, 1e-4, 60
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Llama shape; `n_ctx` is what the GGUF file promises."""
+
+    n_vocab: int
+    n_embd: int = 192
+    n_layer: int = 5
+    n_head: int = 6
+    n_head_kv: int = 2
+    n_ff: int = 512
+    n_ctx: int = LONG_WINDOW
+    rope_base: float = 10000.0
+    eps: float = 1e-5
+
+
+class Block(nn.Module):
+    """Attention with grouped queries and rotary positions, then SwiGLU; names as llama.cpp's tensors."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape, self.d_head = shape, shape.n_embd // shape.n_head
+        kv = self.d_head * shape.n_head_kv
+        self.attn_norm = nn.RMSNorm(shape.n_embd, eps=shape.eps)
+        self.attn_q = nn.Linear(shape.n_embd, shape.n_embd, bias=False)
+        self.attn_k = nn.Linear(shape.n_embd, kv, bias=False)
+        self.attn_v = nn.Linear(shape.n_embd, kv, bias=False)
+        self.attn_output = nn.Linear(shape.n_embd, shape.n_embd, bias=False)
+        self.ffn_norm = nn.RMSNorm(shape.n_embd, eps=shape.eps)
+        self.ffn_gate = nn.Linear(shape.n_embd, shape.n_ff, bias=False)
+        self.ffn_up = nn.Linear(shape.n_embd, shape.n_ff, bias=False)
+        self.ffn_down = nn.Linear(shape.n_ff, shape.n_embd, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        h = self.attn_norm(x)
+        q = self.attn_q(h).view(batch, length, self.shape.n_head, self.d_head).transpose(1, 2)
+        k = self.attn_k(h).view(batch, length, self.shape.n_head_kv, self.d_head).transpose(1, 2)
+        v = self.attn_v(h).view(batch, length, self.shape.n_head_kv, self.d_head).transpose(1, 2)
+        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+        repeat = self.shape.n_head // self.shape.n_head_kv
+        k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
+        a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.attn_output(a.transpose(1, 2).reshape(batch, length, -1))
+        h = self.ffn_norm(x)
+        down: Tensor = self.ffn_down(F.silu(self.ffn_gate(h)) * self.ffn_up(h))
+        return x + down
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates neighbouring pairs, the layout that llama.cpp expects of this architecture."""
+    even, odd = x[..., 0::2], x[..., 1::2]
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
+
+
+class TinyLlama(nn.Module):
+    """A Llama with tied embeddings."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.token_embd = nn.Embedding(shape.n_vocab, shape.n_embd)
+        self.blk = nn.ModuleList(Block(shape) for _ in range(shape.n_layer))
+        self.output_norm = nn.RMSNorm(shape.n_embd, eps=shape.eps)
+        d_head = shape.n_embd // shape.n_head
+        inverse = shape.rope_base ** (-torch.arange(0, d_head, 2).float() / d_head)
+        angles = torch.outer(torch.arange(shape.n_ctx).float(), inverse)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                scale = 0.02 / math.sqrt(2 * shape.n_layer) if "output" in name or "down" in name else 0.02
+                nn.init.normal_(parameter, std=scale)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits [batch, length, vocabulary] of token ids [batch, length]."""
+        length = tokens.shape[1]
+        x = self.token_embd(tokens)
+        for block in self.blk:
+            x = block(x, self.cos[:length], self.sin[:length])
+        return F.linear(self.output_norm(x), self.token_embd.weight)
+
+
+def windows(tokenizer: object, seed: int, length: int) -> Iterator[tuple[list[int], list[float]]]:
+    """Endless windows of `length` + 1 tokens packed from documents, and the loss weight of each token."""
+    ids: list[int] = []
+    weights: list[float] = []
+    for document in documents(seed):
+        new, targets = encode_document(tokenizer, document)
+        ids += new
+        weights += [1.0 if target else PROMPT_WEIGHT for target in targets]
+        while len(ids) > length:
+            yield ids[: length + 1], weights[: length + 1]
+            del ids[: length + 1], weights[: length + 1]
+
+
+def learning_rate(step: int, progress: float) -> float:
+    """Warm-up in steps, then a cosine over the time budget."""
+    cosine = FINAL_LR + (PEAK_LR - FINAL_LR) * (1 + math.cos(math.pi * min(progress, 1.0))) / 2
+    return min(1.0, (step + 1) / WARMUP_STEPS) * cosine
+
+
+def loss_of(model: nn.Module, batch: list[tuple[list[int], list[float]]]) -> Tensor:
+    ids = torch.tensor([ids for ids, _ in batch])
+    weights = torch.tensor([weights for _, weights in batch])[:, 1:]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = model(ids[:, :-1])
+    losses = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+    return (losses * weights.flatten()).sum() / weights.sum()
+
+
+def train(model: TinyLlama, tokenizer: object, minutes: float, seed: int) -> None:
+    """Trains for so many minutes of wall time."""
+    decay = [p for p in model.parameters() if p.dim() == 2]
+    plain = [p for p in model.parameters() if p.dim() != 2]
+    groups = [{"params": decay, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=PEAK_LR, betas=(0.9, 0.98))
+    streams = {length: windows(tokenizer, seed + length, length) for length in (SHORT_WINDOW, LONG_WINDOW)}
+    started, step, average = time.monotonic(), 0, 0.0
+    while (progress := (time.monotonic() - started) / (60 * minutes)) < 1:
+        length = LONG_WINDOW if progress > LONG_FROM else SHORT_WINDOW
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, progress)
+        loss = loss_of(model, [next(streams[length]) for _ in range(TOKENS_PER_STEP // length)])
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        average = loss.item() if step == 0 else 0.98 * average + 0.02 * loss.item()
+        step += 1
+        if step % 25 == 0:
+            rate = step * TOKENS_PER_STEP / (time.monotonic() - started)
+            print(f"{100 * progress:5.1f} %  step {step}  loss {average:.4f}  {rate:.0f} tokens/s", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=28.0, help="wall time of the training (default: 28)")
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path, required=True, help="the GGUF file to write")
+    args = parser.parse_args()
+    torch.manual_seed(args.seed)
+    torch.set_num_threads(args.threads)
+    tokenizer = train_tokenizer()
+    model = TinyLlama(Shape(tokenizer.get_vocab_size()))
+    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters", flush=True)
+    train(model, tokenizer, args.minutes, args.seed)
+    tensors = {name: p.detach().numpy().astype(np.float32) for name, p in model.named_parameters()}
+    write_gguf(args.out, model.shape, tensors, tokenizer)
+    print(f"wrote {args.out}, {args.out.stat().st_size / 1e6:.2f} MB")
+
+
+if __name__ == "__main__":
+    main()
