@@ -15,13 +15,13 @@ import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 from uuid import uuid4
 
 from .backend import Backend, DecodeError
 from .errors import DecodeFailed, EngineError, EngineStopped, InvalidRequest
 from .events import EngineSnapshot, Event, Finished, FinishReason, RequestStats, Started, StepStats, Text
-from .handle import Handle
+from .handle import CancelReason, Handle
 from .params import MAX_SEED, EngineOptions, Request, SamplingParams
 from .scheduler import Chunk, Limits, Scheduler
 from .sequence import Sequence
@@ -36,6 +36,7 @@ GENERATE_TIMEOUT_S = 60.0
 CHUNK_TIMEOUT_S = 30.0
 CLOSE_TIMEOUT_S = 30.0
 
+Errand = Literal["submit", "stop"] | CancelReason
 Listener = Callable[[tuple[Event, ...]], None]
 
 
@@ -54,7 +55,7 @@ class Engine:
         self._events: list[Event] = []
         self._sequences: dict[Handle, Sequence] = {}
         self._handles: dict[Sequence, Handle] = {}
-        self._inbox: queue.SimpleQueue[tuple[str, Handle | None]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[Errand, Handle | None]] = queue.SimpleQueue()
         self._closed = False
         self._hand_over = threading.Lock()  # nothing enters the inbox after `_closed`
         self._thread = threading.Thread(target=self._run, name=f"cellama-{name}", daemon=True)
@@ -141,16 +142,16 @@ class Engine:
             request_id, tuple(tokens), SamplingParams(**sampling), timeout_s=timeout_s, stream=stream, **params
         )
 
-    def _put(self, what: str, handle: Handle | None) -> bool:
+    def _put(self, what: Errand, handle: Handle | None) -> bool:
         with self._hand_over:
             if self._closed:
                 return False
             self._inbox.put((what, handle))
             return True
 
-    def _ask_to_cancel(self, handle: Handle) -> None:
+    def _ask_to_cancel(self, handle: Handle, reason: CancelReason) -> None:
         if not handle.done:
-            self._put("cancel", handle)
+            self._put(reason, handle)
 
     # The engine thread
 
@@ -181,12 +182,12 @@ class Engine:
         """Takes everything from the inbox, waiting only when there is nothing else to do; False to stop."""
         while not self._inbox.empty() or not self._scheduler.has_work:
             what, handle = self._inbox.get()
-            if handle is None:
+            if what == "stop" or handle is None:
                 return False
             if what == "submit":
                 self._enqueue(handle)
             elif handle in self._sequences:
-                self._finish(self._sequences[handle], "cancelled")
+                self._finish(self._sequences[handle], what)
             if not self._scheduler.has_work:
                 self._tell()
                 self._telemetry.step([], 0.0, 0.0)

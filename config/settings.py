@@ -1,0 +1,194 @@
+"""The one settings class: environment `CELLAMA_*` over the file `cellama.toml` over defaults."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+import os
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit, urlunsplit
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
+
+PREFIX = "CELLAMA_"
+CONFIG_VARIABLE = "CELLAMA_CONFIG"  # names the file; default: cellama.toml in the working folder
+DEFAULT_FILE = "cellama.toml"
+Capability = Literal["generate", "chat", "embed"]
+CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
+
+
+class SettingsError(Exception):
+    """The settings are wrong; the message lists every problem with its remedy."""
+
+
+class ModelSettings(BaseModel):
+    """One model that a worker loads, and how its engine is set up. None stands for "choose for me"."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    id: str = Field(min_length=1, pattern=r"^[^:\s]+$", description="its name in queues and calls")
+    source: str = Field(min_length=1, description="path of a GGUF file, or bundled://tiny")
+    default: bool = Field(default=False, description="serves jobs for the model `:default`")
+    capabilities: tuple[Capability, ...] = Field(default=("generate", "chat", "embed"), min_length=1)
+    n_parallel: int = Field(default=8, ge=1, le=256, description="slots: requests in one batch")
+    ctx_per_slot: int | None = Field(default=None, ge=1, description="context of each slot, in tokens")
+    n_batch: int = Field(default=512, ge=1, description="tokens per step")
+    n_ubatch: int = Field(default=512, ge=1, description="tokens per pass inside llama.cpp")
+    chunk_size: int = Field(default=512, ge=1, description="prompt tokens per slot and step, at most")
+    max_queue: int = Field(default=0, ge=0, description="requests that may wait in the engine; 0 = unlimited")
+    threads: int | None = Field(default=None, ge=1, le=512, description="CPU threads")
+    n_gpu_layers: int = Field(default=-1, ge=-1, description="layers on the GPU; -1 = all")
+    flash_attention: Literal["auto", "on", "off"] = "auto"
+    cache_type_k: CacheType = "f16"
+    cache_type_v: CacheType = "f16"
+    batch_strategy: Literal["decode_maximal"] = "decode_maximal"
+
+
+TINY = ModelSettings(id="tiny", source="bundled://tiny", default=True, n_parallel=16)
+
+
+class Settings(BaseSettings):
+    """Everything that can be configured. Made by `get_settings()`."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True, validate_default=True)
+
+    redis_url: str = Field(default="redis://127.0.0.1:6379/0", repr=False)
+    models: Annotated[tuple[ModelSettings, ...], NoDecode] = Field(default=(TINY,), min_length=1)
+    look_ahead: int = Field(default=4, ge=0, description="jobs that a worker takes beyond its slots")
+    event_ttl_s: int = Field(default=3600, ge=1, description="life of a journal after the end of its job")
+    journal_ttl_s: int = Field(default=86400, ge=1, description="life of a journal whose job never ends")
+    journal_max_events: int = Field(default=100_000, ge=1, description="events kept per job, about")
+    result_ttl_s: int = Field(default=86400, ge=1, description="life of a result")
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    data_dir: Path = Field(default_factory=lambda: _default_data_dir(), description="data of the embedded Redis")
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Environment first; what the file says comes in as init arguments (see `get_settings`)."""
+        return (env_settings, init_settings)
+
+    @field_validator("redis_url")
+    @classmethod
+    def _check_redis_url(cls, value: str) -> str:
+        if urlsplit(value).scheme not in ("redis", "rediss") or not urlsplit(value).hostname:
+            raise ValueError("it must look like redis://HOST:PORT/DB, or rediss:// with TLS")
+        return value
+
+    @field_validator("models", mode="before")
+    @classmethod
+    def _parse_models(cls, value: Any) -> Any:
+        return parse_models(value) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _check_models(self) -> Settings:
+        ids = [model.id for model in self.models]
+        twice = sorted({model_id for model_id in ids if ids.count(model_id) > 1})
+        if twice:
+            raise ValueError(f"models: {', '.join(map(repr, twice))} stand(s) there more than once; ids must differ")
+        if sum(model.default for model in self.models) > 1:
+            raise ValueError("models: more than one has default = true; choose one")
+        return self
+
+    @property
+    def default_model(self) -> ModelSettings:
+        """The model that says so, else the first."""
+        return next((model for model in self.models if model.default), self.models[0])
+
+    @property
+    def redis_url_masked(self) -> str:
+        """The URL for people and logs: without its password."""
+        return mask_url(self.redis_url)
+
+
+def _default_data_dir() -> Path:
+    return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "cellama"
+
+
+def mask_url(url: str) -> str:
+    """The URL with `***` in place of its password."""
+    parts = urlsplit(url)
+    if not parts.password:
+        return url
+    host = parts.netloc.rpartition("@")[2]
+    return urlunsplit(parts._replace(netloc=f"{parts.username or ''}:***@{host}"))
+
+
+def parse_models(text: str) -> list[dict[str, Any]]:
+    """Models from `tiny=bundled://tiny,big=/models/big.gguf` or a JSON list. Raises ValueError."""
+    if text.lstrip().startswith("["):
+        parsed = json.loads(text)
+        return list(parsed)
+    models = []
+    for entry in filter(None, (part.strip() for part in text.split(","))):
+        model_id, equals, source = entry.partition("=")
+        if not equals:
+            raise ValueError(f"{entry!r} is no ID=SOURCE; write for instance tiny=bundled://tiny")
+        models.append({"id": model_id.strip(), "source": source.strip()})
+    return models
+
+
+@functools.cache
+def get_settings() -> Settings:
+    """The settings of this process, read once. Raises SettingsError with all problems at once."""
+    values = _read_file()
+    problems = _unknown_names(values, Settings.model_fields, "in the settings file")
+    environment = {name.removeprefix(PREFIX).lower() for name in os.environ if name.startswith(PREFIX)}
+    environment.discard(CONFIG_VARIABLE.removeprefix(PREFIX).lower())
+    problems += _unknown_names(environment, Settings.model_fields, "in the environment", PREFIX)
+    if problems:
+        raise SettingsError("\n".join(problems))
+    try:
+        return Settings(**values)
+    except ValidationError as error:
+        raise SettingsError("\n".join(_explain(problem) for problem in error.errors())) from None
+
+
+def _read_file() -> dict[str, Any]:
+    named = os.environ.get(CONFIG_VARIABLE)
+    path = Path(named or DEFAULT_FILE)
+    if not path.exists():
+        if named:
+            raise SettingsError(f"{CONFIG_VARIABLE} names {named!r}, but there is no such file; correct or unset it")
+        return {}
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        raise SettingsError(f"the settings file {str(path)!r} can't be read: {error}") from None
+
+
+def _unknown_names(names: Any, known: Any, where: str, prefix: str = "") -> list[str]:
+    problems = []
+    for name in sorted(set(names) - set(known)):
+        shown = prefix + name.upper() if prefix else name
+        problems.append(f"{shown}: no such setting ({where}); {_hint(name, known, prefix)}")
+    return problems
+
+
+def _hint(name: str, known: Any, prefix: str = "") -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    shown = [prefix + match.upper() if prefix else match for match in close or sorted(known)]
+    return f"did you mean {shown[0]}?" if close else f"known: {', '.join(shown)}"
+
+
+def _explain(problem: Any) -> str:
+    """One line for one problem of pydantic: setting, value, what it must be."""
+    where = ".".join(str(part) for part in problem["loc"]) or "settings"
+    if problem["type"] == "extra_forbidden":
+        name = str(problem["loc"][-1])
+        return f"{where}: no such setting; {_hint(name, ModelSettings.model_fields)}"
+    message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "missing" or not problem["loc"]:
+        return f"{where}: {message}" if problem["loc"] else message
+    value = mask_url(str(problem["input"])) if where == "redis_url" else problem["input"]
+    return f"{where} is {value!r}: {message}"

@@ -1,0 +1,10 @@
+"""The Celery tasks of cellama. Importing this needs neither llama.cpp nor a running Redis.
+
+from cellama.tasks import generate
+generate.delay("tiny", "Once upon a time", max_tokens=64).get(timeout=60)["text"]
+"""
+
+from .app import app
+from .jobs import chat, embed, generate
+
+__all__ = ["app", "chat", "embed", "generate"]

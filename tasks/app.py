@@ -1,0 +1,90 @@
+"""The Celery application. Reading the settings is put off until something needs them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from celery import Celery
+from kombu import Queue
+
+from cellama.config import Settings, get_settings
+
+from .contract.names import DEFAULT_MODEL, PRIORITIES, PRIORITY_SEPARATOR, queue_name
+
+if TYPE_CHECKING:
+    from .runtime import Runtime
+
+# Until leases are renewed, a job must not run longer than this, or Redis hands it to a second worker.
+VISIBILITY_TIMEOUT_S = 6 * 3600
+CONNECT_TIMEOUT_S = 5
+EMBEDDING_JOBS = 4  # that run beside those in slots, when a model embeds
+
+
+class CellamaApp(Celery):  # type: ignore[misc]
+    """A Celery app that, inside a worker, holds what the worker runs on."""
+
+    runtime: Runtime | None = None  # set by the worker's lifecycle
+
+
+def make_app() -> CellamaApp:
+    """An app of its own: a web backend's current app stays what it is."""
+    from . import lifecycle
+
+    new = CellamaApp("cellama", set_as_current=False, include=["cellama.tasks.jobs"])
+    new.add_defaults(lambda: celery_config(get_settings()))
+    lifecycle.install(new)
+    return new
+
+
+def celery_config(settings: Settings) -> dict[str, Any]:
+    """Celery's configuration from our settings (docs/architecture.md says why where it is not plain)."""
+    redis = {"socket_timeout": 30, "socket_connect_timeout": CONNECT_TIMEOUT_S, "socket_keepalive": True}
+    return {
+        "broker_url": settings.redis_url,
+        "result_backend": settings.redis_url,
+        "result_expires": settings.result_ttl_s,
+        "result_backend_always_retry": True,
+        "result_backend_thread_safe": True,
+        "result_backend_transport_options": {"retry_policy": {"timeout": 5.0}},
+        **{f"redis_{name}": value for name, value in redis.items()},
+        "broker_transport_options": {
+            **redis,
+            "health_check_interval": 10,
+            "visibility_timeout": VISIBILITY_TIMEOUT_S,
+            "priority_steps": list(PRIORITIES),
+            "sep": PRIORITY_SEPARATOR,
+            "queue_order_strategy": "priority",
+        },
+        "broker_connection_timeout": CONNECT_TIMEOUT_S,
+        "broker_connection_retry_on_startup": True,
+        "broker_connection_max_retries": None,
+        "task_serializer": "json",
+        "result_serializer": "json",
+        "accept_content": ["json"],
+        "task_queues": [Queue(queue_name(model)) for model in (*_model_ids(settings), DEFAULT_MODEL)],
+        "task_default_queue": queue_name(DEFAULT_MODEL),
+        "task_acks_late": True,
+        "task_track_started": True,
+        "task_send_sent_event": True,
+        "worker_pool": "cellama.tasks.pool:TaskPool",
+        "worker_concurrency": concurrency(settings),
+        "worker_prefetch_multiplier": 1,
+        "worker_deduplicate_successful_tasks": True,
+        "worker_send_task_events": True,
+        "worker_hijack_root_logger": False,
+        "worker_redirect_stdouts": False,
+    }
+
+
+def _model_ids(settings: Settings) -> list[str]:
+    return [model.id for model in settings.models]
+
+
+def concurrency(settings: Settings) -> int:
+    """Jobs that a worker holds at once: one per slot, some for embeddings, and the look-ahead."""
+    slots = sum(m.n_parallel for m in settings.models if {"generate", "chat"} & set(m.capabilities))
+    embedding = any("embed" in m.capabilities for m in settings.models)
+    return slots + EMBEDDING_JOBS * embedding + settings.look_ahead
+
+
+app = make_app()

@@ -1,0 +1,54 @@
+"""What can go wrong with a job, as its producer sees it.
+
+JobError
+├── InvalidJob          the call is wrong: nothing was queued
+├── JobFailed           the job ran and failed; travels through Celery's result backend
+├── JobTimeout          nothing came within the time that the caller gave
+├── UnknownModel        no live worker serves the model
+├── StreamTrimmed       events that the caller asked for are gone
+└── RedisUnreachable    Redis does not answer
+"""
+
+from __future__ import annotations
+
+
+class JobError(Exception):
+    """A job could not be submitted, done or read; `str(error)` is written for people."""
+
+    code: str = "job_error"
+    retryable: bool = False
+
+
+class InvalidJob(JobError, ValueError):
+    code = "invalid_request"
+
+
+class JobFailed(JobError):
+    """The job ended with an error. `code` and `retryable` are those of its `error` event."""
+
+    def __init__(self, code: str, message: str, retryable: bool = False) -> None:
+        super().__init__(code, message, retryable)  # args survive JSON: Celery makes the error again from them
+        self.code = code
+        self.message = message
+        self.retryable = retryable
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class JobTimeout(JobError, TimeoutError):
+    code = "timeout"
+    retryable = True
+
+
+class UnknownModel(JobError):
+    code = "unknown_model"
+
+
+class StreamTrimmed(JobError):
+    code = "stream_trimmed"
+
+
+class RedisUnreachable(JobError):
+    code = "redis_unreachable"
+    retryable = True

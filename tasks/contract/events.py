@@ -1,0 +1,35 @@
+"""The events of a job, as JSON objects (docs/architecture.md: Events of a job)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Event = dict[str, Any]
+
+EVENT_FIELD = "event"  # the one field of a journal entry
+TERMINAL_TYPES = frozenset({"done", "error"})
+
+
+def started(model: str, prompt_tokens: int, worker: str) -> Event:
+    """The job has a slot."""
+    return {"type": "started", "model": model, "prompt_tokens": prompt_tokens, "worker": worker}
+
+
+def token(text: str, tokens: list[int]) -> Event:
+    """Text that is final, and the token ids sampled since the last event."""
+    return {"type": "token", "text": text, "tokens": tokens}
+
+
+def done(finish_reason: str, usage: dict[str, int], **details: Any) -> Event:
+    """The job ended without failing. `usage` as in its result."""
+    return {"type": "done", "finish_reason": finish_reason, "usage": usage, **details}
+
+
+def error(code: str, message: str, retryable: bool) -> Event:
+    """The job failed."""
+    return {"type": "error", "code": code, "message": message, "retryable": retryable}
+
+
+def is_terminal(event: Event) -> bool:
+    """True for the one event that ends a stream."""
+    return event.get("type") in TERMINAL_TYPES

@@ -1,0 +1,26 @@
+"""Names of tasks and queues, and priorities. On Redis, priority 0 is the most urgent and 9 the least."""
+
+from __future__ import annotations
+
+TASK_GENERATE = "cellama.generate"
+TASK_CHAT = "cellama.chat"
+TASK_EMBED = "cellama.embed"
+
+DEFAULT_MODEL = ":default"
+PRIORITY_INTERACTIVE = 3
+PRIORITY_BULK = 9
+PRIORITIES = range(10)
+PRIORITY_SEPARATOR = "\x06\x16"  # kombu's default, see docs/adr/001-priority-separator.md
+
+SUBMITTED_AT_HEADER = "cellama_submitted_at"  # unix seconds; absent when the producer is plain Celery
+
+
+def queue_name(model_id: str) -> str:
+    """The Celery queue of a model."""
+    return "cellama:default" if model_id == DEFAULT_MODEL else f"cellama:{model_id}"
+
+
+def queue_keys(model_id: str) -> list[str]:
+    """The Redis lists behind a model's queue, most urgent first (kombu: one list per priority)."""
+    queue = queue_name(model_id)
+    return [queue if priority == 0 else f"{queue}{PRIORITY_SEPARATOR}{priority}" for priority in PRIORITIES]

@@ -1,0 +1,155 @@
+"""The payloads of jobs: validated where they are made, and again where they are run."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    StrictStr,
+    Tag,
+    ValidationError,
+)
+
+from .errors import InvalidJob
+from .names import PRIORITY_INTERACTIVE
+
+MAX_SEED = 2**32 - 2
+MAX_TEXTS = 10_000  # of one embedding job
+
+
+def _check_text(text: str) -> str:
+    if "\0" in text:
+        raise ValueError("it holds a NUL character; remove it")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        at = error.start
+        raise ValueError(f"it is not valid UTF-8 at character {at} ({text[at]!r}); decode it properly") from None
+    return text
+
+
+def _check_filled(text: str) -> str:
+    if not text:
+        raise ValueError("it is empty; give it some text")
+    return text
+
+
+def _to_tuple(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+_TEXT, _TOKENS = "<text>", "<tokens>"  # tags that pydantic writes into the place of an error; not shown
+
+Text = Annotated[StrictStr, AfterValidator(_check_text)]
+FilledText = Annotated[Text, AfterValidator(_check_filled)]
+Finite = Annotated[StrictFloat, Field(allow_inf_nan=False)]  # takes whole numbers, too
+
+
+class _Payload(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class _Job(_Payload):
+    model: Annotated[FilledText, Field(description="id of the model, or :default")]
+    priority: StrictInt = Field(default=PRIORITY_INTERACTIVE, ge=0, le=9, description="0 = most urgent, 9 = least")
+    timeout: Finite | None = Field(default=None, gt=0, description="seconds from submission")
+
+
+class _GenerationJob(_Job):
+    max_tokens: StrictInt = Field(default=256, ge=1, description="tokens to generate at most")
+    temperature: Finite = Field(default=0.8, ge=0, description="0 = greedy")
+    top_k: StrictInt = Field(default=40, ge=0, description="candidates kept; 0 = all")
+    top_p: Finite = Field(default=0.95, gt=0, le=1, description="probability mass kept")
+    min_p: Finite = Field(default=0.05, ge=0, le=1, description="least probability relative to the best")
+    seed: StrictInt | None = Field(default=None, ge=0, le=MAX_SEED, description="same seed, same text")
+    repeat_penalty: Finite = Field(default=1.0, gt=0, description="1 = off")
+    frequency_penalty: Finite = 0.0
+    presence_penalty: Finite = 0.0
+    repeat_last_n: StrictInt = Field(default=64, ge=0, description="tokens the penalties look back on")
+    stop: Annotated[tuple[FilledText, ...], BeforeValidator(_to_tuple)] = ()
+    ignore_eos: StrictBool = False
+    stream: StrictBool = Field(default=True, description="publish the text token by token")
+
+
+def _prompt_kind(value: Any) -> str:
+    return _TOKENS if isinstance(value, list | tuple) else _TEXT
+
+
+TokenIds = Annotated[list[Annotated[StrictInt, Field(ge=0)]], Field(min_length=1)]
+Prompt = Annotated[Annotated[FilledText, Tag(_TEXT)] | Annotated[TokenIds, Tag(_TOKENS)], Discriminator(_prompt_kind)]
+
+
+class GenerateJob(_GenerationJob):
+    """Text that follows a prompt: text, or token ids."""
+
+    prompt: Prompt
+
+
+class Message(_Payload):
+    """One turn of a conversation."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: Text
+
+
+class ChatJob(_GenerationJob):
+    """The assistant's next turn. `template_args` are variables of the model's chat template."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    template_args: dict[StrictStr, Any] = Field(default_factory=dict)
+
+
+class EmbedJob(_Job):
+    """One vector per text."""
+
+    texts: Annotated[tuple[FilledText, ...], BeforeValidator(_to_tuple), Field(min_length=1, max_length=MAX_TEXTS)]
+
+
+Job = TypeVar("Job", bound=_Job)
+
+
+def parse_job(kind: type[Job], positional: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Job:
+    """The job of a Celery call whose `positional` parameters may be given by position.
+
+    Raises InvalidJob that lists every problem: parameter, value, remedy.
+    """
+    if len(args) > len(positional):
+        raise InvalidJob(f"{len(args)} positional arguments, at most {len(positional)}: {', '.join(positional)}")
+    values = dict(zip(positional, args, strict=False))
+    twice = values.keys() & kwargs.keys()
+    if twice:
+        raise InvalidJob(f"{', '.join(sorted(twice))}: given twice, by position and by name")
+    try:
+        return kind.model_validate({**values, **kwargs})
+    except ValidationError as error:
+        known = kind.model_fields
+        raise InvalidJob("; ".join(dict.fromkeys(_explain(problem, known) for problem in error.errors()))) from None
+
+
+def _explain(problem: Any, known: Mapping[str, Any]) -> str:
+    where = ".".join(str(part) for part in problem["loc"] if part not in (_TEXT, _TOKENS))
+    if problem["type"] == "extra_forbidden" and len(problem["loc"]) == 1:
+        name = str(problem["loc"][0])
+        close = difflib.get_close_matches(name, list(known), n=1)
+        return f"unknown parameter {name!r}; " + (
+            f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(known))}"
+        )
+    if problem["type"] == "missing":
+        return f"{where} is missing"
+    return f"{where} is {_shorten(problem['input'])}: {problem['msg'].removeprefix('Value error, ')}"
+
+
+def _shorten(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

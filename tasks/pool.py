@@ -1,0 +1,194 @@
+"""Celery's threads pool, with what the stock one lacks: cancel, time limits, and acks while it drains.
+
+Each running job has a JobControl, by which Celery's main thread or a timer ends the wait of the job's thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextvars import ContextVar
+from enum import IntEnum
+from typing import Any
+
+from celery.concurrency.base import BasePool, apply_target
+from celery.concurrency.prefork import _run_ready_callbacks
+from kombu.asynchronous import get_event_loop
+
+log = logging.getLogger(__name__)
+
+DRAIN_PUMP_S = 0.1
+
+
+class Interruption(IntEnum):
+    """Why a job must end before its time; a higher one replaces a lower one."""
+
+    SOFT_LIMIT = 1
+    HARD_LIMIT = 2
+    CANCELLED = 3
+
+
+class JobControl:
+    """Ends one job from another thread. Its `terminate` is the interface that Celery's Request expects."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.interruption: Interruption | None = None
+        self._stop: Callable[[Interruption], None] | None = None
+        self._ended = False
+        self._lock = threading.Lock()
+
+    def when_interrupted(self, stop: Callable[[Interruption], None]) -> None:
+        """Calls `stop` when the job is interrupted, at once if it is already."""
+        with self._lock:
+            self._stop = stop
+            reason = self.interruption
+        if reason is not None:
+            stop(reason)
+
+    def interrupt(self, reason: Interruption) -> None:
+        """Ends the job for this reason. Idempotent."""
+        with self._lock:
+            if self._ended or (self.interruption is not None and self.interruption >= reason):
+                return
+            self.interruption = reason
+            stop = self._stop
+        if stop is not None:
+            stop(reason)
+
+    def terminate(self, signal: int | None = None) -> None:
+        self.interrupt(Interruption.CANCELLED)
+
+    def claim_end(self) -> bool:
+        """True for the one caller that may tell Celery how the job ended."""
+        with self._lock:
+            first, self._ended = not self._ended, True
+        return first
+
+
+_current: ContextVar[JobControl | None] = ContextVar("cellama_job_control", default=None)
+
+
+def current_job() -> JobControl:
+    """The control of the job that runs in this thread; one that nobody else holds outside a pool."""
+    return _current.get() or JobControl(0)
+
+
+class TaskPool(BasePool):  # type: ignore[misc]
+    """One thread per job that waits; the work itself is done by the engine threads."""
+
+    limit: int  # jobs at once
+    signal_safe = False
+    body_can_be_buffer = True
+    task_join_will_block = False
+
+    def on_start(self) -> None:
+        self._numbers = itertools.count(1)
+        self._jobs: dict[int, tuple[JobControl, Future[None]]] = {}
+        self._executor = ThreadPoolExecutor(max_workers=1024, thread_name_prefix="cellama-job")
+
+    def on_apply(
+        self,
+        target: Callable[..., Any],
+        args: Any = None,
+        kwargs: Any = None,
+        callback: Callable[..., Any] | None = None,
+        accept_callback: Callable[..., Any] | None = None,
+        timeout: float | None = None,
+        soft_timeout: float | None = None,
+        timeout_callback: Callable[[bool, float], None] | None = None,
+        **_: Any,
+    ) -> JobControl:
+        """Runs a job in a thread. Returns what Celery terminates it by."""
+        control = JobControl(next(self._numbers))
+        soft_timeout = soft_timeout or self.options.get("soft_timeout")
+        timeout = timeout or self.options.get("timeout")
+        timers = self._start_timers(control, soft_timeout, timeout, timeout_callback)
+
+        def run() -> None:
+            _current.set(control)
+            try:
+                apply_target(target, args, kwargs, _once(control, callback), accept_callback, pid=control.number)
+            finally:
+                self._jobs.pop(control.number, None)
+                for timer in timers:
+                    timer.cancel()
+
+        # The strong reference that Celery's Request does not keep. The job may end before it stands there.
+        future = self._executor.submit(run)
+        self._jobs[control.number] = (control, future)
+        future.add_done_callback(lambda _: self._jobs.pop(control.number, None))
+        return control
+
+    def _start_timers(
+        self,
+        control: JobControl,
+        soft_timeout: float | None,
+        timeout: float | None,
+        timeout_callback: Callable[[bool, float], None] | None,
+    ) -> list[threading.Timer]:
+        def soft() -> None:
+            if timeout_callback is not None:
+                timeout_callback(True, soft_timeout or 0)
+            control.interrupt(Interruption.SOFT_LIMIT)
+
+        def hard() -> None:
+            control.interrupt(Interruption.HARD_LIMIT)
+            if control.claim_end() and timeout_callback is not None:
+                timeout_callback(False, timeout or 0)
+
+        timers = [threading.Timer(s, f) for s, f in ((soft_timeout, soft), (timeout, hard)) if s]
+        for timer in timers:
+            timer.daemon = True
+            timer.start()
+        return timers
+
+    def terminate_job(self, pid: int, signal: int | None = None) -> None:
+        """Cancels a job by its number. Must not raise: Celery then marks it revoked and acks it."""
+        job = self._jobs.get(pid)
+        if job is not None:
+            job[0].terminate(signal)
+
+    def on_stop(self) -> None:
+        """Lets running jobs finish, and Celery's acks and timers go on meanwhile."""
+        hub = get_event_loop()
+        while jobs := [future for _, future in list(self._jobs.values())]:
+            wait(jobs, timeout=DRAIN_PUMP_S)
+            if hub is not None:
+                hub.fire_timers()
+                _run_ready_callbacks(hub)
+        self._executor.shutdown()
+        if hub is not None:
+            _run_ready_callbacks(hub)
+
+    def on_terminate(self) -> None:
+        """Ends running jobs at once; Celery hands back what is not acked."""
+        for control, _ in list(self._jobs.values()):
+            control.terminate()
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def grow(self, n: int = 1) -> None:
+        self.limit += n
+
+    def shrink(self, n: int = 1) -> None:
+        self.limit = max(1, self.limit - n)
+
+    @property
+    def num_processes(self) -> int:
+        return int(self.limit)
+
+    def _get_info(self) -> dict[str, Any]:
+        return {**super()._get_info(), "max-concurrency": self.limit, "running-jobs": len(self._jobs)}
+
+
+def _once(control: JobControl, callback: Callable[..., Any] | None) -> Callable[..., Any]:
+    """The callback of a job that ends by itself; nothing if a time limit ended it before."""
+
+    def call(*args: Any, **kwargs: Any) -> None:
+        if callback is not None and control.claim_end():
+            callback(*args, **kwargs)
+
+    return call

@@ -1,0 +1,136 @@
+"""Reads the events of a job: what is in the journal, then what is published live, without gap or repetition.
+
+The order is in one pure class; the sync and the async loop only wait.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+from redis import Redis
+from redis.asyncio import Redis as AsyncRedis
+
+from .contract.errors import JobTimeout, StreamTrimmed
+from .contract.events import EVENT_FIELD, Event, is_terminal
+from .contract.keys import events_channel, journal_key, stream_id
+
+QUIET_S = 1.0  # after so long without a message the journal is read again: pub/sub may lose one
+PAGE = 1000  # journal entries per read
+STREAM_TIMEOUT_S = 30.0
+
+
+class EventCursor:
+    """Knows which event comes next, and who has it. Pure: it neither reads nor waits."""
+
+    def __init__(self, job_id: str, after: int = -1) -> None:
+        self.job_id = job_id
+        self.last_seq = after
+        self.ended = False
+        self.needs_journal = True  # until the journal has nothing more to say
+
+    def from_journal(self, entries: list[Any]) -> list[Event]:
+        """The new events of a page of the journal. Raises StreamTrimmed when the next one is gone."""
+        self.needs_journal = len(entries) >= PAGE
+        new = [event for event in map(_parse_entry, entries) if self._is_new(event)]
+        if new and new[0]["seq"] != self.last_seq + 1:
+            raise StreamTrimmed(
+                f"events {self.last_seq + 1} to {new[0]['seq'] - 1} of job {self.job_id} are gone; "
+                "read from a later one, or take the result"
+            )
+        return self._take(new)
+
+    def from_message(self, message: Any) -> list[Event]:
+        """The new event of a pub/sub message, if it is the next one; otherwise the journal is asked."""
+        if message is None:
+            self.needs_journal = True
+        elif message["type"] == "message":
+            event: Event = json.loads(message["data"])
+            if event["seq"] == self.last_seq + 1:
+                return self._take([event])
+            self.needs_journal |= self._is_new(event)
+        return []
+
+    @property
+    def journal_start(self) -> str:
+        """Id of the journal entry to read from."""
+        return stream_id(self.last_seq + 1)
+
+    def _is_new(self, event: Event) -> bool:
+        return bool(event["seq"] > self.last_seq)
+
+    def _take(self, events: list[Event]) -> list[Event]:
+        if events:
+            self.last_seq = events[-1]["seq"]
+            self.ended = is_terminal(events[-1])
+        return events
+
+
+def _parse_entry(entry: Any) -> Event:
+    _, fields = entry
+    event: Event = json.loads(fields.get(EVENT_FIELD.encode()) or fields[EVENT_FIELD])
+    return event
+
+
+class _Patience:
+    """How long to wait for the next message, and when to give up."""
+
+    def __init__(self, job_id: str, timeout_s: float) -> None:
+        self._job_id = job_id
+        self._timeout_s = timeout_s
+        self.heard()
+
+    def heard(self) -> None:
+        self._deadline = time.monotonic() + self._timeout_s
+
+    def wait_s(self) -> float:
+        """Seconds to wait now. Raises JobTimeout."""
+        remaining_s = self._deadline - time.monotonic()
+        if remaining_s <= 0:
+            raise JobTimeout(
+                f"job {self._job_id} told nothing for {self._timeout_s:g} s; it may still wait in its queue: "
+                "see `cellama status`, or wait longer"
+            )
+        return min(QUIET_S, remaining_s)
+
+
+def stream_events(redis: Redis, job_id: str, after: int = -1, timeout_s: float = STREAM_TIMEOUT_S) -> Iterator[Event]:
+    """The events of a job with a `seq` above `after`, to the terminal one; any number of readers may do so.
+
+    Raises JobTimeout when nothing comes for `timeout_s`, StreamTrimmed when events are gone.
+    """
+    cursor, patience = EventCursor(job_id, after), _Patience(job_id, timeout_s)
+    with redis.pubsub() as pubsub:
+        pubsub.subscribe(events_channel(job_id))
+        pubsub.get_message(timeout=timeout_s)  # subscribed from here on: the journal can't miss what is live
+        while not cursor.ended:
+            if cursor.needs_journal:
+                entries: Any = redis.xrange(journal_key(job_id), min=cursor.journal_start, count=PAGE)
+                new = cursor.from_journal(entries)
+            else:
+                new = cursor.from_message(pubsub.get_message(timeout=patience.wait_s()))
+            if new:
+                yield from new
+                patience.heard()
+
+
+async def astream_events(
+    redis: AsyncRedis, job_id: str, after: int = -1, timeout_s: float = STREAM_TIMEOUT_S
+) -> AsyncIterator[Event]:
+    """`stream_events` for asyncio."""
+    cursor, patience = EventCursor(job_id, after), _Patience(job_id, timeout_s)
+    async with redis.pubsub() as pubsub:
+        await pubsub.subscribe(events_channel(job_id))
+        await pubsub.get_message(timeout=timeout_s)
+        while not cursor.ended:
+            if cursor.needs_journal:
+                entries: Any = await redis.xrange(journal_key(job_id), min=cursor.journal_start, count=PAGE)
+                new = cursor.from_journal(entries)
+            else:
+                new = cursor.from_message(await pubsub.get_message(timeout=patience.wait_s()))
+            for event in new:
+                yield event
+            if new:
+                patience.heard()

@@ -1,0 +1,66 @@
+"""What the engine says, in the words of the contract: results and events. Used in workers only."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from cellama.engine import Completion, EngineError, Finished, Started, Text
+from cellama.engine import Event as EngineEvent
+
+from .contract import events
+from .contract.errors import JobFailed
+from .contract.events import Event
+
+NO_USAGE = {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0}
+
+
+def event_of(event: EngineEvent, model_id: str, worker: str) -> Event:
+    """The contract's event for an engine's."""
+    if isinstance(event, Started):
+        return events.started(model_id, event.num_prompt_tokens, worker)
+    if isinstance(event, Text):
+        return events.token(event.text, list(event.tokens))
+    return _terminal_event(event)
+
+
+def _terminal_event(event: Finished) -> Event:
+    if event.error is not None:
+        return error_event(failure_of(event.error))
+    completion = event.completion
+    assert completion is not None
+    return events.done(
+        completion.finish_reason,
+        asdict(completion.usage),
+        stop_sequence=completion.stop_sequence,
+        timings=_timings(completion),
+        seed=completion.seed,
+    )
+
+
+def result_of(completion: Completion, model_id: str) -> dict[str, Any]:
+    """The result of a generation job."""
+    return {
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+        "stop_sequence": completion.stop_sequence,
+        "usage": asdict(completion.usage),
+        "timings": _timings(completion),
+        "model": model_id,
+        "seq_id": completion.slot,
+        "seed": completion.seed,
+    }
+
+
+def _timings(completion: Completion) -> dict[str, float | None]:
+    values: dict[str, float | None] = asdict(completion.timings)
+    return {name: None if value is None else round(value, 3) for name, value in values.items()}
+
+
+def failure_of(error: EngineError) -> JobFailed:
+    """The job's failure for an engine's error."""
+    return JobFailed(error.code, str(error), error.retryable)
+
+
+def error_event(failure: JobFailed) -> Event:
+    return events.error(failure.code, failure.message, failure.retryable)
