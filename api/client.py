@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import math
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -26,6 +27,7 @@ from cellama.tasks.reader import STREAM_TIMEOUT_S, astream_events, stream_events
 from cellama.tasks.registry import WorkerEntry, live_workers
 
 CONNECT_TIMEOUT_S = 3.0
+RESULT_AFTER_END_S = 30.0  # the result is stored right after the terminal event
 _UNREACHABLE = (RedisConnectionError, RedisTimeoutError, OperationalError)
 
 
@@ -74,9 +76,17 @@ class _Core:
                 result: dict[str, Any] = AsyncResult(job_id, app=app).get(timeout=timeout_s, interval=0.05)
                 return result
             except CeleryTimeoutError:
-                raise JobTimeout(f"job {job_id} has no result after {timeout_s:g} s; it goes on") from None
+                raise self.too_late(job_id, timeout_s) from None
             except TaskRevokedError:
                 raise JobCancelled(f"job {job_id} was cancelled") from None
+
+    @staticmethod
+    def too_late(job_id: str, timeout_s: float | None) -> JobTimeout:
+        return JobTimeout(f"job {job_id} has no result after {timeout_s} s; it goes on: ask again, or cancel it")
+
+    def is_ready(self, job_id: str) -> bool:
+        with self.reaching_redis():
+            return bool(AsyncResult(job_id, app=app).ready())
 
     def cancel(self, job_id: str) -> None:
         with self.reaching_redis():
@@ -254,11 +264,15 @@ class AsyncClient:
                 yield event
 
     async def result(self, job_id: str, timeout: float | None = None) -> dict[str, Any]:
-        """The result. It waits for the end of the stream first, so that no thread is held meanwhile."""
-        async with asyncio.timeout(timeout):
-            async for _ in self.stream(job_id, timeout=timeout or 10**9):
-                pass
-        return await asyncio.to_thread(self._core.result, job_id, timeout)
+        """The result. It follows the stream to its end first, so that no thread is held meanwhile."""
+        if not await asyncio.to_thread(self._core.is_ready, job_id):
+            try:
+                async with asyncio.timeout(timeout):
+                    async for _ in self.stream(job_id, timeout=math.inf):
+                        pass
+            except TimeoutError:
+                raise self._core.too_late(job_id, timeout) from None
+        return await asyncio.to_thread(self._core.result, job_id, RESULT_AFTER_END_S)
 
     async def cancel(self, job_id: str) -> None:
         await asyncio.to_thread(self._core.cancel, job_id)

@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -90,13 +89,12 @@ class RedisServer:
         check_port_free(self.port, "choose another port, or stop that program")
         data_dir = self.data_dir.resolve()
         data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # A child that dies with the *thread* that made it would die too early; _die_with_parent names the process.
         self.process = subprocess.Popen(
             [str(find_redis_binary()), "-"],
             stdin=subprocess.PIPE,
             stdout=(data_dir / "redis.log").open("wb"),
             stderr=subprocess.STDOUT,
-            preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+            preexec_fn=die_with_parent,
             start_new_session=True,  # Ctrl-C in the terminal is for the owner, which stops Redis last
         )
         assert self.process.stdin is not None
@@ -164,18 +162,14 @@ class RedisServer:
         self.stop()
 
 
-@contextlib.contextmanager
-def embedded_redis(data_dir: Path, *, port: int | None = None) -> Iterator[RedisServer]:
-    """A server for the length of a `with` block."""
-    with RedisServer.start(data_dir, port=port) as server:
-        yield server
-
-
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
-def _die_with_parent() -> None:
-    """In the child: asks the kernel for SIGTERM when the parent goes, however it goes."""
+def die_with_parent() -> None:
+    """In a new child: asks Linux for SIGTERM when the parent goes, however it goes.
+
+    Linux means the parent *thread*: start children from a thread that lives as long as they shall.
+    """
     if _libc is not None:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() == 1:  # it went before we asked

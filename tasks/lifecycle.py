@@ -54,8 +54,10 @@ def install(app: CellamaApp) -> None:
 
 
 def _set_up_logging(loglevel: int | None = None, **_: Any) -> None:
-    chosen = loglevel not in (None, logging.WARNING)  # WARNING is what Celery says when nobody chose
-    configure_logging(logging.getLevelName(loglevel) if chosen else get_settings().log_level)
+    if loglevel is None or loglevel == logging.WARNING:  # WARNING is what Celery says when nobody chose
+        configure_logging(get_settings().log_level)
+    else:
+        configure_logging(logging.getLevelName(loglevel))
 
 
 def _tell_revoked(sender: Any = None, request: Any = None, terminated: bool = False, **_: Any) -> None:

@@ -18,6 +18,7 @@ from .contract.events import EVENT_FIELD, Event, is_terminal
 from .contract.keys import events_channel, journal_key, stream_id
 
 QUIET_S = 1.0  # after so long without a message the journal is read again: pub/sub may lose one
+SUBSCRIBE_S = 10.0  # for Redis to confirm a subscription
 PAGE = 1000  # journal entries per read
 STREAM_TIMEOUT_S = 30.0
 
@@ -102,9 +103,9 @@ def stream_events(redis: Redis, job_id: str, after: int = -1, timeout_s: float =
     Raises JobTimeout when nothing comes for `timeout_s`, StreamTrimmed when events are gone.
     """
     cursor, patience = EventCursor(job_id, after), _Patience(job_id, timeout_s)
-    with redis.pubsub() as pubsub:
+    with redis.pubsub() as pubsub:  # type: ignore[no-untyped-call]
         pubsub.subscribe(events_channel(job_id))
-        pubsub.get_message(timeout=timeout_s)  # subscribed from here on: the journal can't miss what is live
+        pubsub.get_message(timeout=SUBSCRIBE_S)  # subscribed from here on: the journal can't miss what is live
         while not cursor.ended:
             if cursor.needs_journal:
                 entries: Any = redis.xrange(journal_key(job_id), min=cursor.journal_start, count=PAGE)
@@ -123,7 +124,7 @@ async def astream_events(
     cursor, patience = EventCursor(job_id, after), _Patience(job_id, timeout_s)
     async with redis.pubsub() as pubsub:
         await pubsub.subscribe(events_channel(job_id))
-        await pubsub.get_message(timeout=timeout_s)
+        await pubsub.get_message(timeout=SUBSCRIBE_S)
         while not cursor.ended:
             if cursor.needs_journal:
                 entries: Any = await redis.xrange(journal_key(job_id), min=cursor.journal_start, count=PAGE)

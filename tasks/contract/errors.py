@@ -3,6 +3,7 @@
 JobError
 ├── InvalidJob          the call is wrong: nothing was queued
 ├── JobFailed           the job ran and failed; travels through Celery's result backend
+├── JobCancelled        somebody cancelled the job
 ├── JobTimeout          nothing came within the time that the caller gave
 ├── UnknownModel        no live worker serves the model
 ├── StreamTrimmed       events that the caller asked for are gone
@@ -34,6 +35,10 @@ class JobFailed(JobError):
 
     def __str__(self) -> str:
         return self.message
+
+
+class JobCancelled(JobError):
+    code = "cancelled"
 
 
 class JobTimeout(JobError, TimeoutError):

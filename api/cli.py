@@ -1,0 +1,93 @@
+"""The command line `cellama`. Exit codes: 0 ok, 1 failed, 2 wrong usage, 3 unreachable, 4 timeout, 130 Ctrl-C."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Annotated
+
+import click
+import typer
+
+from cellama.config import SettingsError
+from cellama.tasks.contract.errors import InvalidJob, JobError, JobTimeout, RedisUnreachable, UnknownModel
+
+from .demo import demo_command
+from .generation import chat_command, embed_command, generate_command
+from .local import up_command, worker_command
+from .output import Exit, print_error
+from .redis_server import RedisServerError
+from .status import cancel_command, status_command
+
+EPILOGUE = """
+Settings come from CELLAMA_* variables or cellama.toml.
+Exit codes: 0 ok, 1 failed, 2 wrong usage, 3 Redis or worker not there, 4 timeout, 130 Ctrl-C.
+"""
+
+app = typer.Typer(
+    name="cellama",
+    help="Run open models on your own machines as a job queue: llama.cpp behind Celery and Redis.",
+    epilog=EPILOGUE,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+_COMMANDS: dict[str, Callable[..., None]] = {
+    "demo": demo_command,
+    "up": up_command,
+    "worker": worker_command,
+    "generate": generate_command,
+    "chat": chat_command,
+    "embed": embed_command,
+    "status": status_command,
+    "cancel": cancel_command,
+}
+for _name, _command in _COMMANDS.items():
+    app.command(_name)(_command)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"cellama {version('cellama')}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _options(
+    _debug: Annotated[bool, typer.Option("--debug", help="Show the trace of an error.")] = False,
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """The command line of cellama."""
+
+
+def exit_code_of(error: Exception) -> Exit:
+    """The exit code that tells what kind of error it was."""
+    if isinstance(error, InvalidJob | SettingsError):
+        return Exit.USAGE
+    if isinstance(error, RedisUnreachable | UnknownModel):
+        return Exit.UNREACHABLE
+    if isinstance(error, JobTimeout):
+        return Exit.TIMEOUT
+    if isinstance(error, JobError) and error.code in ("invalid_request", "prompt_too_long", "wrong_capability"):
+        return Exit.USAGE
+    return Exit.FAILED
+
+
+def main() -> None:
+    """Runs the command line. Mistakes end in a message and an exit code, never in a trace."""
+    try:
+        code = app(standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        code = Exit.USAGE
+    except (KeyboardInterrupt, click.Abort):
+        code = Exit.INTERRUPTED
+    except (JobError, SettingsError, RedisServerError, OSError) as error:
+        if "--debug" in sys.argv:
+            raise
+        print_error(str(error))
+        code = exit_code_of(error)
+    sys.exit(int(code or 0))

@@ -1,0 +1,145 @@
+"""The commands that make jobs: generate, chat, embed."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+from rich.prompt import Prompt
+
+from cellama.tasks.contract.errors import InvalidJob, JobCancelled, JobFailed
+from cellama.tasks.contract.events import Event
+
+from .client import Client, Job
+from .options import with_generation_options
+from .output import err, out, print_json
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Write JSON lines for machines.")]
+WaitOption = Annotated[bool, typer.Option("--wait", help="Queue the job even if nobody serves the model now.")]
+PatienceOption = Annotated[float, typer.Option("--patience", help="Seconds to wait for the next event.")]
+
+
+@with_generation_options
+def generate_command(
+    model: Annotated[str, typer.Argument(help="Model id, or :default.")],
+    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from stdin.")],
+    json: JsonOption = False,
+    wait: WaitOption = False,
+    patience: PatienceOption = 60.0,
+    params: dict[str, Any] = {},  # noqa: B006  (filled by the decorator)
+) -> None:
+    """Continue a prompt, streaming the text.
+
+    Example:  cellama generate tiny "Once upon a time" --max-tokens 80 --temperature 0
+    """
+    with Client() as client:
+        _show(client.generate(model, _read(prompt), wait=wait, **params), json, patience)
+
+
+@with_generation_options
+def chat_command(
+    model: Annotated[str, typer.Argument(help="Model id, or :default.")],
+    message: Annotated[str | None, typer.Argument(help="What to say; without it, a conversation begins.")] = None,
+    system: Annotated[str | None, typer.Option(help="The system message.")] = None,
+    json: JsonOption = False,
+    wait: WaitOption = False,
+    patience: PatienceOption = 60.0,
+    params: dict[str, Any] = {},  # noqa: B006  (filled by the decorator)
+) -> None:
+    """Chat with a model: one answer, or a conversation when no message is given (/exit ends it).
+
+    Example:  cellama chat tiny "What is the capital of France?"
+    """
+    messages = [{"role": "system", "content": system}] if system else []
+    with Client() as client:
+        if message is not None or not sys.stdin.isatty():
+            messages.append({"role": "user", "content": _read(message or "-")})
+            _show(client.chat(model, messages, wait=wait, **params), json, patience)
+            return
+        out.print(f"[dim]Chatting with {model}. /exit or Ctrl-D ends it.[/]")
+        while (said := _ask()) is not None:
+            messages.append({"role": "user", "content": said})
+            answer = _show(client.chat(model, messages, wait=wait, **params), json, patience)
+            messages.append({"role": "assistant", "content": answer})
+
+
+def embed_command(
+    model: Annotated[str, typer.Argument(help="Model id, or :default.")],
+    texts: Annotated[list[str], typer.Argument(help="Texts to embed; - reads one per line from stdin.")],
+    json: JsonOption = False,
+    wait: WaitOption = False,
+    patience: PatienceOption = 60.0,
+) -> None:
+    """Turn texts into vectors of unit length.
+
+    Example:  cellama embed tiny "a red fox" "a green frog" --json
+    """
+    if texts == ["-"]:
+        texts = sys.stdin.read().splitlines()
+    with Client() as client:
+        result = client.embed(model, texts, wait=wait).result(patience)
+    if json:
+        print_json(result)
+        return
+    for text, vector in zip(texts, result["embeddings"], strict=True):
+        head = ", ".join(f"{value:.4f}" for value in vector[:6])
+        out.print(f"{text!r}: [{head}, …] ({len(vector)} dimensions)", markup=False)
+
+
+def _read(text: str) -> str:
+    if text != "-":
+        return text
+    try:
+        return sys.stdin.buffer.read().decode("utf-8").rstrip("\n")
+    except UnicodeDecodeError as error:
+        raise InvalidJob(f"stdin is not valid UTF-8 at byte {error.start}; convert it first") from None
+
+
+def _ask() -> str | None:
+    try:
+        said = Prompt.ask("[bold green]you[/]", console=out)
+    except EOFError:
+        return None
+    return None if said.strip() in ("/exit", "/quit") else said
+
+
+def _show(job: Job, json: bool, patience_s: float) -> str:
+    """Streams a job to stdout and returns its text. Ctrl-C cancels the job."""
+    text = ""
+    try:
+        for event in job.stream(timeout=patience_s):
+            text += event.get("text", "")
+            if json:
+                print_json({"job_id": job.id, **event})
+            elif event["type"] == "token":
+                sys.stdout.write(event["text"])
+                sys.stdout.flush()
+            _raise_if_failed(event, job.id)
+            if event["type"] == "done" and not json:
+                _summarise(event)
+    except KeyboardInterrupt:
+        job.cancel()
+        err.print(f"\n[yellow]cancelled job {job.id}[/]")
+        raise
+    return text
+
+
+def _raise_if_failed(event: Event, job_id: str) -> None:
+    if event["type"] == "error":
+        raise JobFailed(event["code"], event["message"], event["retryable"])
+    if event.get("finish_reason") == "cancelled":
+        sys.stdout.write("\n")
+        raise JobCancelled(f"job {job_id} was cancelled")
+
+
+def _summarise(event: Event) -> None:
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    usage, timings = event["usage"], event["timings"]
+    parts = [f"{usage['completion_tokens']} tokens", event["finish_reason"]]
+    if timings["generation_rate"]:
+        parts.append(f"{timings['generation_rate']:.0f} tok/s")
+    if timings["ttft_ms"] is not None:
+        parts.append(f"first after {timings['ttft_ms']:.0f} ms")
+    err.print(f"[dim]{' · '.join(parts)}[/]")

@@ -1,0 +1,152 @@
+"""The commands that run things on this machine: worker, up."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+from urllib.parse import urlsplit
+
+import typer
+from redis import Redis
+from redis.exceptions import AuthenticationError, RedisError
+from rich.panel import Panel
+from rich.table import Table
+
+from cellama.config import Settings, get_settings
+from cellama.tasks.contract.errors import RedisUnreachable
+from cellama.tasks.registry import live_workers
+
+from .output import Exit, err, out
+from .redis_server import LOOPBACK, RedisServer, RedisServerError, check_port_free
+from .supervisor import EXIT_CONFIG, Child, Supervisor, flower_child, worker_child
+
+START_TIMEOUT_S = 300.0  # a large model takes its time
+FLOWER_PORT = 5555
+ModelsOption = Annotated[
+    list[str] | None,
+    typer.Option("--model", "-m", help="A model to serve as ID=SOURCE; may be given more than once."),
+]
+RedisOption = Annotated[str | None, typer.Option("--redis", help="Redis URL, instead of CELLAMA_REDIS_URL.")]
+
+
+def worker_command(model: ModelsOption = None, redis: RedisOption = None) -> None:
+    """Run a worker: it loads the models and serves their queues. A worker process that dies is replaced.
+
+    SIGTERM or Ctrl-C lets running jobs finish; a second one ends them.
+
+    Example:  cellama worker -m chat=/models/llama-3.2-1b-q8_0.gguf
+    """
+    settings = _apply(model, redis)
+    if not is_reachable(settings.redis_url):
+        raise RedisUnreachable(
+            f"Redis at {settings.redis_url_masked} does not answer; start it, or use `cellama up`, which brings one"
+        )
+    supervisor = Supervisor([worker_child()])
+    with supervisor.handling_signals():
+        supervisor.start()
+        code = supervisor.run()
+        supervisor.stop()
+    raise typer.Exit(Exit.USAGE if code == EXIT_CONFIG else code)
+
+
+def up_command(
+    model: ModelsOption = None,
+    redis: RedisOption = None,
+    flower_port: Annotated[int, typer.Option(help="Port of Flower on loopback.")] = FLOWER_PORT,
+    flower: Annotated[bool, typer.Option(help="Run Flower.")] = True,
+) -> None:
+    """Run everything on this machine: Redis (unless one is reachable), a worker, Flower. Ctrl-C ends it all.
+
+    Example:  cellama up
+    """
+    settings = _apply(model, redis)
+    if flower:
+        if importlib.util.find_spec("flower") is None:
+            raise RedisServerError("Flower is not installed; `pip install 'cellama[flower]'`, or use --no-flower")
+        check_port_free(flower_port, "choose another with --flower-port, or use --no-flower")
+    logs = settings.data_dir / "logs"
+    logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with _redis_for(settings) as embedded:
+        children = [worker_child(log_path=logs / "worker.log")]
+        if flower:
+            children.append(flower_child(flower_port, log_path=logs / "flower.log"))
+        supervisor = Supervisor(children)
+        with supervisor.handling_signals():
+            supervisor.start()
+            try:
+                wait_for_worker(settings.redis_url, children[0])
+                _say_ready(settings, embedded, flower_port if flower else None, logs)
+                code = supervisor.run()
+            finally:
+                err.print("[dim]stopping: running jobs finish first; Ctrl-C again ends them[/]")
+                supervisor.stop()
+    raise typer.Exit(code)
+
+
+def _apply(models: list[str] | None, redis: str | None) -> Settings:
+    """Puts options over the environment, so that child processes see them too. Raises SettingsError."""
+    if models:
+        os.environ["CELLAMA_MODELS"] = ",".join(models)
+    if redis:
+        os.environ["CELLAMA_REDIS_URL"] = redis
+    get_settings.cache_clear()
+    return get_settings()
+
+
+def is_reachable(url: str) -> bool:
+    """True when a Redis answers there. Raises RedisUnreachable when it answers but lets nobody in."""
+    try:
+        with Redis.from_url(url, socket_connect_timeout=2, socket_timeout=2) as client:
+            return bool(client.ping())
+    except AuthenticationError as error:
+        raise RedisUnreachable(f"Redis refuses the credentials in CELLAMA_REDIS_URL: {error}") from None
+    except RedisError:
+        return False
+
+
+@contextlib.contextmanager
+def _redis_for(settings: Settings) -> Iterator[RedisServer | None]:
+    """The configured Redis if it answers (None), else an embedded one on the same loopback port."""
+    if is_reachable(settings.redis_url):
+        yield None
+        return
+    url = urlsplit(settings.redis_url)
+    if url.hostname not in (LOOPBACK, "localhost") or url.scheme != "redis":
+        raise RedisUnreachable(
+            f"Redis at {settings.redis_url_masked} does not answer, and only a loopback one can be started here; "
+            "start it, or unset CELLAMA_REDIS_URL"
+        )
+    with RedisServer.start(settings.data_dir / "redis", port=url.port or 6379, password=url.password) as server:
+        yield server
+
+
+def wait_for_worker(url: str, worker: Child) -> None:
+    """Returns when the worker serves its models. Raises RedisServerError with the end of its log if it ends."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    with Redis.from_url(url) as client, err.status("loading the models …"):
+        while time.monotonic() < deadline:
+            if any(entry.pid == worker.process.pid for entry in live_workers(client) if worker.process):
+                return
+            if not worker.running:
+                raise RedisServerError(f"the worker did not start; its log ends:\n{worker.log_tail()}")
+            time.sleep(0.05)
+    raise RedisServerError(f"the worker was not ready after {START_TIMEOUT_S:g} s; its log ends:\n{worker.log_tail()}")
+
+
+def _say_ready(settings: Settings, embedded: RedisServer | None, flower_port: int | None, logs: Path) -> None:
+    table = Table.grid(padding=(0, 2))
+    kept = f" (embedded, data in {embedded.data_dir})" if embedded else ""
+    table.add_row("[bold]Redis[/]", settings.redis_url_masked + kept)
+    table.add_row("[bold]Models[/]", ", ".join(f"{m.id} ({m.n_parallel} slots)" for m in settings.models))
+    if flower_port:
+        table.add_row("[bold]Flower[/]", f"http://{LOOPBACK}:{flower_port}")
+    table.add_row("[bold]Logs[/]", str(logs))
+    table.add_row("[bold]Try[/]", f'cellama generate {settings.default_model.id} "Once upon a time"')
+    out.print(Panel(table, title="cellama is up", subtitle="Ctrl-C ends it", expand=False, border_style="green"))
+    sys.stdout.flush()

@@ -1,0 +1,155 @@
+"""Keeps child processes running: one that dies is replaced, and all end with their owner."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .redis_server import die_with_parent
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.1
+FIRST_BACK_OFF_S, LAST_BACK_OFF_S = 1.0, 30.0
+HEALTHY_S = 60.0  # a child that lived so long starts again without delay
+EXIT_CONFIG = 78  # sysexits.h: EX_CONFIG; starting again would not help
+
+
+@dataclass
+class Child:
+    """A process to keep. Without `log_path` it writes where its owner does."""
+
+    name: str
+    argv: Sequence[str]
+    env: Mapping[str, str] = field(default_factory=dict)
+    log_path: Path | None = None
+    process: subprocess.Popen[bytes] | None = None
+    started_at: float = 0.0
+    back_off_s: float = 0.0
+    starts_again_at: float = 0.0
+
+    def start(self) -> None:
+        """Starts the process in a session of its own: Ctrl-C in the terminal is for the owner."""
+        output = self.log_path.open("ab") if self.log_path else None
+        try:
+            self.process = subprocess.Popen(
+                self.argv,
+                env={**os.environ, **self.env},
+                stdout=output,
+                stderr=subprocess.STDOUT if output else None,
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
+        finally:
+            if output is not None:
+                output.close()
+        self.started_at = time.monotonic()
+
+    def log_tail(self, lines: int = 8) -> str:
+        """The last lines of its log, empty if it has none."""
+        if self.log_path is None or not self.log_path.exists():
+            return ""
+        return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
+
+    def signal(self, number: int) -> None:
+        """Sends a signal if the process runs."""
+        if self.process is not None and self.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.send_signal(number)
+
+    @property
+    def running(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+
+class Supervisor:
+    """Runs children until a stop is asked for, or one ends that must not be started again."""
+
+    def __init__(self, children: Sequence[Child]) -> None:
+        self.children = children
+        self._stops = 0  # how often a stop was asked for
+        self._wake = threading.Event()
+
+    def start(self) -> None:
+        for child in self.children:
+            child.start()
+
+    def run(self) -> int:
+        """Watches the children; returns the exit code for the owner."""
+        while not self._stops:
+            for child in self.children:
+                code = self._watch(child)
+                if code is not None:
+                    return code
+            self._wake.wait(POLL_S)
+        return 0
+
+    def _watch(self, child: Child) -> int | None:
+        """Replaces a dead child; returns an exit code when it must not come back."""
+        if child.running or child.process is None:
+            if child.process is None and time.monotonic() >= child.starts_again_at:
+                child.start()
+            return None
+        code = child.process.returncode
+        if code in (0, EXIT_CONFIG):
+            return code
+        lived_s = time.monotonic() - child.started_at
+        again = 0.0 if lived_s > HEALTHY_S else min(LAST_BACK_OFF_S, child.back_off_s * 2 or FIRST_BACK_OFF_S)
+        child.back_off_s = again
+        child.starts_again_at = time.monotonic() + again
+        log.warning("%s ended with code %s after %.0f s; it starts again in %.0f s", child.name, code, lived_s, again)
+        child.process = None
+        return None
+
+    def ask_to_stop(self) -> None:
+        """First: ends `run`. While `stop` waits: the second time ends running jobs, the third kills."""
+        self._stops += 1
+        self._wake.set()
+        if self._stops > 1:
+            for child in self.children:
+                child.signal(signal.SIGQUIT if self._stops == 2 else signal.SIGKILL)
+
+    def stop(self, timeout_s: float = 600.0) -> None:
+        """Ends the children in order, each after it finished what it does; kills what takes longer."""
+        deadline = time.monotonic() + timeout_s
+        for child in self.children:
+            child.signal(signal.SIGTERM)
+            while child.running and time.monotonic() < deadline:
+                time.sleep(POLL_S)
+            child.signal(signal.SIGKILL)
+            if child.process is not None:
+                child.process.wait()
+
+    @contextlib.contextmanager
+    def handling_signals(self) -> Iterator[None]:
+        """SIGTERM and SIGINT ask for a stop, for the length of a `with` block."""
+        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, *_: object) -> None:
+        self.ask_to_stop()
+
+
+def worker_child(*, log_path: Path | None = None, env: Mapping[str, str] | None = None) -> Child:
+    """The Celery worker with our pool and queues, as a child process."""
+    argv = [sys.executable, "-m", "celery", "-A", "cellama.tasks.app", "worker", "--without-gossip", "--without-mingle"]
+    return Child("worker", argv, env or {}, log_path)
+
+
+def flower_child(port: int, *, log_path: Path | None = None, env: Mapping[str, str] | None = None) -> Child:
+    """Flower on loopback, as a child process."""
+    argv = [sys.executable, "-m", "celery", "-A", "cellama.tasks.app", "flower", "--address=127.0.0.1"]
+    return Child("flower", [*argv, f"--port={port}"], env or {}, log_path)
