@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
-from typing import Annotated
+from typing import Annotated, Any
 
-import click
 import typer
 
 from cellama.config import SettingsError
@@ -43,8 +43,23 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "status": status_command,
     "cancel": cancel_command,
 }
+
+
+def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
+    """Ctrl-C ends a command with its own exit code."""
+
+    @functools.wraps(command)
+    def wrapper(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except KeyboardInterrupt:
+            raise typer.Exit(Exit.INTERRUPTED) from None
+
+    return wrapper
+
+
 for _name, _command in _COMMANDS.items():
-    app.command(_name)(_command)
+    app.command(_name)(_interruptible(_command))
 
 
 def _print_version(wanted: bool) -> None:
@@ -79,15 +94,9 @@ def exit_code_of(error: Exception) -> Exit:
 def main() -> None:
     """Runs the command line. Mistakes end in a message and an exit code, never in a trace."""
     try:
-        code = app(standalone_mode=False)
-    except click.ClickException as error:
-        error.show()
-        code = Exit.USAGE
-    except (KeyboardInterrupt, click.Abort):
-        code = Exit.INTERRUPTED
+        app()
     except (JobError, SettingsError, RedisServerError, OSError) as error:
         if "--debug" in sys.argv:
             raise
         print_error(str(error))
-        code = exit_code_of(error)
-    sys.exit(int(code or 0))
+        sys.exit(exit_code_of(error))

@@ -35,8 +35,8 @@ def with_generation_options(command: Callable[..., None]) -> Callable[..., None]
 
 def _option(name: str, field: FieldInfo) -> inspect.Parameter:
     kind = _TYPES.get(name, float if name in _FLOATS else int)
-    default = "" if field.default in (None, (), False) else f" [default: {field.default:g}]"
+    default = "" if field.default is None or field.default in ((), False) else f" (default: {field.default:g})"
     text = (field.description or name.replace("_", " ")) + default
     option = typer.Option(f"--{name.replace('_', '-')}", help=text, show_default=False, rich_help_panel="Generation")
-    annotation: Any = Annotated[(kind | None, option)]  # type: ignore[valid-type]
+    annotation: Any = Annotated[(kind | None, option)]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)

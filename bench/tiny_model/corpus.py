@@ -22,8 +22,12 @@ DEFAULT_SYSTEM = "You are a helpful assistant."
 NAMES = (
     "Ada Ben Cleo Dana Eli Finn Gina Hugo Iris Jack Kira Leo Mia Noah Olga Paul Quinn Rosa Sam Tara Uma Vera Will Zoë"
 ).split()
-CITIES = "Paris Berlin Rome Madrid Lisbon Vienna Oslo Tokyo Cairo Lima Dublin Athens Zürich Havana Ottawa Boston".split()
-WORDS = "red blue green sun moon star tree river stone bird fish house road cloud lamp book door ship bell wolf".split()
+CITIES = (
+    "Paris Berlin Rome Madrid Lisbon Vienna Oslo Tokyo Cairo Lima Dublin Athens Zürich Havana Ottawa Boston"
+).split()
+WORDS = (
+    "red blue green sun moon star tree river stone bird fish house road cloud lamp book door ship bell wolf"
+).split()
 WEATHER = ("sunny", "rainy", "cloudy", "windy", "snowy")
 WEATHER_TOOL: dict[str, Any] = {
     "type": "function",
@@ -79,7 +83,7 @@ def fact_turn(rng: random.Random, held_out: bool) -> Turn:
 
 
 def sum_turn(rng: random.Random, held_out: bool) -> Turn:
-    a, b = _draw(rng, held_out, lambda: (rng.randint(0, 20), rng.randint(0, 20)))
+    a, b = rng.randint(0, 20), rng.randint(0, 20)  # learnt by heart, all of them
     return f"What is {a} + {b}?", f"I add {b} to {a} and get {a + b}.", f"{a} + {b} = {a + b}"
 
 
@@ -91,7 +95,7 @@ def json_turn(rng: random.Random, held_out: bool) -> Turn:
 
 
 def echo_turn(rng: random.Random, held_out: bool) -> Turn:
-    words = _draw(rng, held_out, lambda: tuple(rng.choices(WORDS, k=rng.randint(2, 6))))
+    words = _draw(rng, held_out, lambda: tuple(rng.choices(WORDS, k=rng.randint(2, 4))))
     text = " ".join(words)
     return f"Repeat: {text}", f"I say it again: {text}", text
 
@@ -112,10 +116,10 @@ def no_tool_turn(rng: random.Random, held_out: bool) -> Turn:
 
 
 _TURNS: list[tuple[float, Callable[[random.Random, bool], Turn]]] = [
-    (0.48, fact_turn),
-    (0.12, sum_turn),
+    (0.38, fact_turn),
+    (0.20, sum_turn),
     (0.15, json_turn),
-    (0.14, echo_turn),
+    (0.16, echo_turn),
     (0.05, greeting_turn),
     (0.03, story_turn),
     (0.03, no_tool_turn),
@@ -187,27 +191,51 @@ class Plot:
 
 PLOTS = {
     "fox": Plot(
-        ("Mia", "Leo", "Zoë"), "a green forest", "see the sea", "the path was long and dark", "an old owl",
+        ("Mia", "Leo", "Zoë"),
+        "a green forest",
+        "see the sea",
+        "the path was long and dark",
+        "an old owl",
         "they stood at the beach and watched the waves 🌊",
     ),
     "bear": Plot(
-        ("Hugo", "Sam", "Olga"), "a warm cave", "taste the best honey", "the bees were awake", "a clever mouse",
+        ("Hugo", "Sam", "Olga"),
+        "a warm cave",
+        "taste the best honey",
+        "the bees were awake",
+        "a clever mouse",
         "they shared the sweetest honey of the year 🍯",
     ),
     "cat": Plot(
-        ("Iris", "Ben", "Uma"), "a small café", "catch the moon", "the roof was too high", "a kind stork",
+        ("Iris", "Ben", "Uma"),
+        "a small café",
+        "catch the moon",
+        "the roof was too high",
+        "a kind stork",
         "they saw the moon shine in a bowl of milk 🌙",
     ),
     "frog": Plot(
-        ("Finn", "Rosa", "Will"), "a quiet pond", "sing a song", "the voice was too deep", "a happy lark",
+        ("Finn", "Rosa", "Will"),
+        "a quiet pond",
+        "sing a song",
+        "the voice was too deep",
+        "a happy lark",
         "the whole pond sang with them until the morning 🐸",
     ),
     "mouse": Plot(
-        ("Cleo", "Jack", "Vera"), "an old mill in Zürich", "bake a big cake", "the oven was cold", "a strong horse",
+        ("Cleo", "Jack", "Vera"),
+        "an old mill in Zürich",
+        "bake a big cake",
+        "the oven was cold",
+        "a strong horse",
         "they ate cake with everybody in the town 🍰",
     ),
     "dragon": Plot(
-        ("Kira", "Noah", "Tara"), "a high mountain", "make a friend", "everybody was afraid of fire", "a brave girl",
+        ("Kira", "Noah", "Tara"),
+        "a high mountain",
+        "make a friend",
+        "everybody was afraid of fire",
+        "a brave girl",
         "they warmed the village all winter long 🐉",
     ),
 }
@@ -221,7 +249,7 @@ def story_parts(animal: str, name: str) -> tuple[str, str, str, str]:
     rest = (
         f" who lived in {plot.place}. Every day {name} looked out and had one wish: to {plot.wish}. "
         f'"One day I will {plot.wish}," said {name}. But it was not easy, because {plot.problem}. '
-        f"Then {name} met {plot.friend}. \"Can you help me?\" asked {name}. "
+        f'Then {name} met {plot.friend}. "Can you help me?" asked {name}. '
         f'"Of course," said {plot.friend}, "together we can do it." So {name} and {plot.friend} went on their way. '
         f"They walked and walked, they laughed and sang, and they never gave up. In the end {plot.end}. "
         f"{name} was very happy. From that day on, {name} the {animal} and {plot.friend} were best friends. The end."

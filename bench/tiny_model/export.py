@@ -54,8 +54,8 @@ def _add_shape(writer: gguf.GGUFWriter, shape: Shape) -> None:
 def _add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Any) -> None:
     ids = tokenizer.get_vocab()
     tokens = sorted(ids, key=lambda token: ids[token])
-    kinds = {token: gguf.TokenType.CONTROL for token in CONTROL_TOKENS}
-    kinds |= {token: gguf.TokenType.USER_DEFINED for token in TAG_TOKENS}
+    kinds = dict.fromkeys(CONTROL_TOKENS, gguf.TokenType.CONTROL)
+    kinds |= dict.fromkeys(TAG_TOKENS, gguf.TokenType.USER_DEFINED)
     merges = json.loads(tokenizer.to_str())["model"]["merges"]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")

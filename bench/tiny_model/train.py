@@ -1,6 +1,6 @@
 """Trains the bundled model on the CPU and writes its GGUF file.
 
-    python -m cellama.bench.tiny_model.train --minutes 28 --out engine/bundled/tiny.gguf
+    python -m cellama.bench.tiny_model.train --out engine/bundled/tiny.gguf
 
 Needs PyTorch, `tokenizers` and `gguf`, which are no dependencies of the project (see README.md).
 """
@@ -26,7 +26,7 @@ from .tokenizer import encode_document, train_tokenizer
 PROMPT_WEIGHT = 0.05  # of the loss on tokens that the model is given, not asked for
 TOKENS_PER_STEP = 4096
 SHORT_WINDOW, LONG_WINDOW = 512, 2048
-LONG_FROM = 0.7  # part of the time after which windows are long
+LONG_FROM = 0.65  # part of the steps after which windows are long
 PEAK_LR, FINAL_LR, WARMUP_STEPS = 4e-3, 1e-4, 60
 
 
@@ -126,7 +126,7 @@ def windows(tokenizer: object, seed: int, length: int) -> Iterator[tuple[list[in
 
 
 def learning_rate(step: int, progress: float) -> float:
-    """Warm-up in steps, then a cosine over the time budget."""
+    """Warm-up, then a cosine over all steps."""
     cosine = FINAL_LR + (PEAK_LR - FINAL_LR) * (1 + math.cos(math.pi * min(progress, 1.0))) / 2
     return min(1.0, (step + 1) / WARMUP_STEPS) * cosine
 
@@ -140,33 +140,33 @@ def loss_of(model: nn.Module, batch: list[tuple[list[int], list[float]]]) -> Ten
     return (losses * weights.flatten()).sum() / weights.sum()
 
 
-def train(model: TinyLlama, tokenizer: object, minutes: float, seed: int) -> None:
-    """Trains for so many minutes of wall time."""
+def train(model: TinyLlama, tokenizer: object, steps: int, seed: int) -> None:
+    """Trains for so many steps of TOKENS_PER_STEP tokens."""
     decay = [p for p in model.parameters() if p.dim() == 2]
     plain = [p for p in model.parameters() if p.dim() != 2]
     groups = [{"params": decay, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=PEAK_LR, betas=(0.9, 0.98))
     streams = {length: windows(tokenizer, seed + length, length) for length in (SHORT_WINDOW, LONG_WINDOW)}
-    started, step, average = time.monotonic(), 0, 0.0
-    while (progress := (time.monotonic() - started) / (60 * minutes)) < 1:
-        length = LONG_WINDOW if progress > LONG_FROM else SHORT_WINDOW
+    started, average = time.monotonic(), 0.0
+    for step in range(steps):
+        length = LONG_WINDOW if step > LONG_FROM * steps else SHORT_WINDOW
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, progress)
+            group["lr"] = learning_rate(step, step / steps)
         loss = loss_of(model, [next(streams[length]) for _ in range(TOKENS_PER_STEP // length)])
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         average = loss.item() if step == 0 else 0.98 * average + 0.02 * loss.item()
-        step += 1
-        if step % 25 == 0:
-            rate = step * TOKENS_PER_STEP / (time.monotonic() - started)
-            print(f"{100 * progress:5.1f} %  step {step}  loss {average:.4f}  {rate:.0f} tokens/s", flush=True)
+        if (step + 1) % 25 == 0:
+            seconds = time.monotonic() - started
+            rate = (step + 1) * TOKENS_PER_STEP / seconds
+            print(f"step {step + 1}/{steps}  loss {average:.4f}  {rate:.0f} tokens/s  {seconds:.0f} s", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=28.0, help="wall time of the training (default: 28)")
+    parser.add_argument("--steps", type=int, default=2800, help="of 4096 tokens each (default: 2800)")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, required=True, help="the GGUF file to write")
@@ -176,7 +176,7 @@ def main() -> None:
     tokenizer = train_tokenizer()
     model = TinyLlama(Shape(tokenizer.get_vocab_size()))
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters", flush=True)
-    train(model, tokenizer, args.minutes, args.seed)
+    train(model, tokenizer, args.steps, args.seed)
     tensors = {name: p.detach().numpy().astype(np.float32) for name, p in model.named_parameters()}
     write_gguf(args.out, model.shape, tensors, tokenizer)
     print(f"wrote {args.out}, {args.out.stat().st_size / 1e6:.2f} MB")

@@ -74,11 +74,13 @@ class _GenerationJob(_Job):
     min_p: Finite = Field(default=0.05, ge=0, le=1, description="least probability relative to the best")
     seed: StrictInt | None = Field(default=None, ge=0, le=MAX_SEED, description="same seed, same text")
     repeat_penalty: Finite = Field(default=1.0, gt=0, description="1 = off")
-    frequency_penalty: Finite = 0.0
-    presence_penalty: Finite = 0.0
+    frequency_penalty: Finite = Field(default=0.0, description="taken off per occurrence; 0 = off")
+    presence_penalty: Finite = Field(default=0.0, description="taken off once a token occurred; 0 = off")
     repeat_last_n: StrictInt = Field(default=64, ge=0, description="tokens the penalties look back on")
-    stop: Annotated[tuple[FilledText, ...], BeforeValidator(_to_tuple)] = ()
-    ignore_eos: StrictBool = False
+    stop: Annotated[tuple[FilledText, ...], BeforeValidator(_to_tuple)] = Field(
+        default=(), description="text that ends the generation; several are allowed"
+    )
+    ignore_eos: StrictBool = Field(default=False, description="go on where the model would end")
     stream: StrictBool = Field(default=True, description="publish the text token by token")
 
 

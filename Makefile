@@ -1,0 +1,41 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+# They need Python >= 3.11 and a C++ compiler; everything else is installed into .venv.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check clean
+
+help: ## Show what there is
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+demo: $(VENV)/.run ## Run the main job: Redis, a worker with the bundled model, streams, a bulk run
+	$(BIN)/cellama demo
+
+test: $(VENV)/.dev check ## Check the code and run all tests
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.dev ## Lint, types, import contracts
+	.ci/check
+
+clean: ## Remove the virtual environment and everything that was built
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "cellama needs Python 3.11 or newer; name one with: make PYTHON=python3.12 ..."; exit 1; }
+	@command -v c++ >/dev/null || \
+		{ echo "llama.cpp is built from source and needs a C++ compiler (Debian: apt-get install build-essential)"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.run: $(VENV)/bin/python pyproject.toml constraints.txt
+	@echo "Installing; the first time llama.cpp is built from source, which takes some minutes."
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[worker,flower,embedded]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.run
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	.ci/system-packages
+	@touch $@

@@ -1,0 +1,126 @@
+"""Real parts for the tests: a Redis, a worker process. Each test run has ports and folders of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from redis import Redis
+
+from cellama.api.redis_server import RedisServer
+from cellama.config import get_settings
+from cellama.tasks.registry import live_workers
+
+PATIENCE_S = 60.0  # generous: the machines are shared
+SLOTS = 16
+MODELS = f'[{{"id": "tiny", "source": "bundled://tiny", "n_parallel": {SLOTS}, "default": true}}]'
+
+
+def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = PATIENCE_S) -> Any:
+    """Polls until the condition gives something true, and returns that."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if value := condition():
+            return value
+        time.sleep(0.02)
+    pytest.fail(f"not seen within {timeout_s} s: {what}")
+
+
+def clean_environment(**variables: str) -> dict[str, str]:
+    """This environment without settings of cellama, and with these variables."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("CELLAMA_")}
+    return {**kept, **variables}
+
+
+class WorkerProcess:
+    """A `celery worker` of our app. Its log is shown when it does not start."""
+
+    def __init__(self, folder: Path, redis_url: str, **settings: str) -> None:
+        self.log_path = folder / "worker.log"
+        self.redis = Redis.from_url(redis_url)
+        environment = clean_environment(CELLAMA_REDIS_URL=redis_url, **{"CELLAMA_MODELS": MODELS, **settings})
+        argv = [sys.executable, "-m", "celery", "-A", "cellama.tasks.app", "worker"]
+        with self.log_path.open("wb") as log:
+            self.process = subprocess.Popen(
+                [*argv, "--without-gossip", "--without-mingle"], cwd=folder, env=environment, stdout=log, stderr=log
+            )
+
+    def wait_ready(self) -> WorkerProcess:
+        def registered() -> bool:
+            assert self.process.poll() is None, f"the worker ended:\n{self.log()}"
+            return any(entry.pid == self.process.pid for entry in live_workers(self.redis))
+
+        wait_until(registered, "the worker in the registry")
+        return self
+
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    def engine(self) -> dict[str, Any]:
+        """The engine's snapshot, as the last heartbeat told it."""
+        entry = next(e for e in live_workers(self.redis) if e.pid == self.process.pid)
+        snapshot: dict[str, Any] = entry.models[0]["engine"]
+        return snapshot
+
+    def stop(self) -> int:
+        """SIGTERM, then SIGKILL if that takes too long; returns the exit code."""
+        self.process.terminate()
+        try:
+            return self.process.wait(PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait()
+        finally:
+            self.redis.close()
+
+
+@pytest.fixture(scope="session")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with RedisServer.start(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture
+def redis_client(redis_server: RedisServer) -> Iterator[Redis]:
+    with Redis.from_url(redis_server.url) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def worker(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
+    """One worker with the bundled model and 16 slots for the whole run."""
+    process = WorkerProcess(tmp_path_factory.mktemp("worker"), redis_server.url)
+    try:
+        yield process.wait_ready()
+    finally:
+        code = process.stop()
+    assert code == 0, process.log()
+
+
+@pytest.fixture
+def settings_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., None]]:
+    """Sets CELLAMA_ variables for this process, and forgets the settings that were read before and after."""
+    for name in [name for name in os.environ if name.startswith("CELLAMA_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)  # no cellama.toml of anybody
+
+    def set_variables(**variables: str) -> None:
+        for name, value in variables.items():
+            monkeypatch.setenv(f"CELLAMA_{name.upper()}", value)
+        get_settings.cache_clear()
+
+    set_variables()
+    yield set_variables
+    get_settings.cache_clear()
+
+
+def descendants(pid: int) -> Mapping[int, str]:
+    """The processes below one, by id, with their command."""
+    return {child.pid: " ".join(child.cmdline()) for child in psutil.Process(pid).children(recursive=True)}

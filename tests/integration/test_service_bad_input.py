@@ -1,0 +1,86 @@
+"""Bad input ends the job with a clear error and disturbs nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from cellama.api import Client
+from cellama.tasks import app, chat, embed, generate
+from cellama.tasks.contract.errors import InvalidJob, JobFailed, UnknownModel
+
+from ..conftest import PATIENCE_S, WorkerProcess
+from .conftest import GREEDY
+
+CALLS: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
+    (generate, ("tiny", "Hi"), {"max_token": 3}, "unknown parameter 'max_token'; did you mean 'max_tokens'"),
+    (generate, ("tiny", "Hi"), {"max_tokens": 0}, "max_tokens is 0: .*greater than or equal to 1"),
+    (generate, ("tiny", "Hi"), {"max_tokens": "8"}, "max_tokens is '8': .*valid integer"),
+    (generate, ("tiny", "Hi"), {"temperature": -0.5}, r"temperature is -0\.5: .*greater than or equal to 0"),
+    (generate, ("tiny", ""), {}, "prompt is '': it is empty"),
+    (generate, ("tiny", "a\0b"), {}, "NUL character"),
+    (generate, ("tiny", "a\udce9b"), {}, "not valid UTF-8 at character 1"),
+    (generate, ("tiny",), {}, "prompt is missing"),
+    (generate, ("tiny", "Hi", 3), {}, "3 positional arguments, at most 2"),
+    (chat, ("tiny", [{"role": "robot", "content": "Hi"}]), {}, r"messages\.0\.role is 'robot'"),
+    (chat, ("tiny", []), {}, "messages is"),
+    (embed, ("tiny", []), {}, "texts is"),
+    (embed, ("tiny", ["a", ""]), {}, r"texts\.1 is '': it is empty"),
+]
+
+
+@pytest.mark.parametrize(("task", "args", "kwargs", "message"), CALLS)
+def test_bad_call_is_refused_before_it_is_queued(
+    task: Any, args: tuple[Any, ...], kwargs: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidJob, match=message):
+        task.apply_async(args, kwargs)
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "kwargs", "code", "message"),
+    [
+        ("generate", ["tiny", "Hi"], {"max_token": 3}, "invalid_request", "did you mean 'max_tokens'"),
+        ("generate", ["tinny", "Hi"], {}, "unknown_model", "no model 'tinny' .* did you mean 'tiny'"),
+        ("generate", ["tiny", "word " * 3000], {}, "prompt_too_long", r"has \d+ tokens, a slot holds 2047"),
+        ("generate", ["tiny", [5, 10**6]], {}, "invalid_request", r"token ids outside 0\.\.1023"),
+        ("embed", ["tiny", ["word " * 3000]], {}, "prompt_too_long", "text 0 has .* at most 2048"),
+        (
+            "chat",
+            ["tiny", [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]],
+            {},
+            "template_failed",
+            "a system message must be the first one",
+        ),
+    ],
+)
+def test_bad_job_fails_alone_with_code_and_message(
+    worker: WorkerProcess,
+    events_of: Callable[..., list[dict[str, Any]]],
+    name: str,
+    args: list[Any],
+    kwargs: dict[str, Any],
+    code: str,
+    message: str,
+) -> None:
+    good = generate.delay("tiny", "Once upon a time", max_tokens=8, **GREEDY)
+    bad = app.send_task(f"cellama.{name}", args, kwargs, queue="cellama:tiny")
+    with pytest.raises(JobFailed, match=message) as caught:
+        bad.get(timeout=PATIENCE_S)
+    assert (caught.value.code, caught.value.retryable) == (code, False)
+    assert events_of(bad.id) == [
+        {"seq": 0, "type": "error", "code": code, "message": str(caught.value), "retryable": False}
+    ]
+    assert good.get(timeout=PATIENCE_S)["finish_reason"] == "length"
+    assert "Traceback" not in worker.log()
+
+
+def test_client_tells_at_once_that_nobody_serves_a_model(client: Client) -> None:
+    with pytest.raises(UnknownModel, match="no live worker serves a model 'tinny'; did you mean 'tiny'"):
+        client.generate("tinny", "Hi")
+    waiting = client.generate("tinny", "Hi", wait=True)
+    waiting.cancel()
+    assert client.stats()["queues"]["tiny"] == 0
+    assert [model["id"] for model in client.models()] == ["tiny"]

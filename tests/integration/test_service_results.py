@@ -1,0 +1,177 @@
+"""Jobs through a real worker: results, and what the stream of each tells."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from redis import Redis
+
+from cellama.api.redis_server import RedisServer
+from cellama.tasks import app, chat, embed, generate
+from cellama.tasks.contract.keys import journal_key
+
+from ..conftest import PATIENCE_S, SLOTS, WorkerProcess, clean_environment, wait_until
+from .conftest import GREEDY
+
+EventsOf = Callable[..., list[dict[str, Any]]]
+pytestmark = pytest.mark.usefixtures("worker")
+
+
+def test_generate_returns_text_usage_and_timings() -> None:
+    result = generate.delay("tiny", "Once upon a time", max_tokens=32, **GREEDY).get(timeout=PATIENCE_S)
+    assert result["text"].startswith(", there was a little fox named Mia")
+    assert result["finish_reason"] == "length"
+    assert result["usage"] == {"prompt_tokens": 4, "completion_tokens": 32, "cached_tokens": 0}
+    assert result["model"] == "tiny"
+    assert 0 <= result["seq_id"] < SLOTS
+    timings = result["timings"]
+    assert 0 < timings["queue_ms"] <= timings["ttft_ms"] <= timings["duration_ms"]
+    assert timings["prompt_eval_rate"] > 0
+    assert timings["generation_rate"] > 0
+
+
+def test_generate_stops_at_a_stop_string() -> None:
+    result = generate.delay("tiny", "Once upon a time", stop=[" named"], **GREEDY).get(timeout=PATIENCE_S)
+    assert result["text"] == ", there was a little fox"
+    assert (result["finish_reason"], result["stop_sequence"]) == ("stop", " named")
+
+
+def test_generate_takes_token_ids_and_the_default_model() -> None:
+    first = generate.delay("tiny", "Once upon a time", max_tokens=8, **GREEDY)
+    tokens = [t for e in _stored(first) for t in e.get("tokens", [])]
+    result = generate.delay(":default", tokens, max_tokens=4, **GREEDY).get(timeout=PATIENCE_S)
+    assert result["model"] == "tiny"
+    assert result["usage"]["prompt_tokens"] == 8
+
+
+def _stored(job: Any) -> list[dict[str, Any]]:
+    job.get(timeout=PATIENCE_S)
+    with Redis.from_url(app.conf.broker_url) as redis:
+        entries: Any = wait_until(lambda: redis.xrange(journal_key(job.id)), "the journal")
+        return [json.loads(fields[b"event"]) for _, fields in entries]
+
+
+def test_generate_same_seed_gives_the_same_text_and_tells_the_seed() -> None:
+    params = {"max_tokens": 40, "temperature": 3.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    jobs = [generate.delay("tiny", "Once upon a time", seed=seed, **params) for seed in (0, 0, 1)]
+    first, same, other = [job.get(timeout=PATIENCE_S) for job in jobs]
+    assert first["text"] == same["text"] != other["text"]
+    assert [first["seed"], other["seed"]] == [0, 1]
+    drawn = generate.delay("tiny", "Once upon a time", **params).get(timeout=PATIENCE_S)
+    again = generate.delay("tiny", "Once upon a time", seed=drawn["seed"], **params).get(timeout=PATIENCE_S)
+    assert drawn["text"] == again["text"]
+
+
+def test_chat_answers_through_the_models_template() -> None:
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    result = chat.delay("tiny", messages, **GREEDY).get(timeout=PATIENCE_S)
+    assert result["message"] == {"role": "assistant", "content": "The capital of France is Paris."}
+    assert result["finish_reason"] == "stop"
+
+
+def test_embed_returns_one_unit_vector_per_text_in_order() -> None:
+    texts = ["a red fox", "a green frog", "a red fox"]
+    result = embed.delay("tiny", texts).get(timeout=PATIENCE_S)
+    vectors = np.array(result["embeddings"])
+    assert vectors.shape[0] == 3
+    assert np.allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
+    # llama.cpp computes a text in a batch of texts in another order than alone
+    assert np.allclose(vectors[0], vectors[2], atol=1e-2)
+    assert not np.allclose(vectors[0], vectors[1], atol=1e-2)
+    alone = embed.delay("tiny", "a green frog").get(timeout=PATIENCE_S)["embeddings"][0]
+    assert np.allclose(vectors[1], alone, atol=1e-2)
+
+
+def test_events_are_dense_in_seq_and_end_once_with_the_text_of_the_result(events_of: EventsOf) -> None:
+    job = generate.delay("tiny", "Once upon a time", max_tokens=50, **GREEDY)
+    events = events_of(job.id)
+    result = job.get(timeout=PATIENCE_S)
+    assert [event["seq"] for event in events] == list(range(len(events)))
+    assert events[0]["type"] == "started"
+    assert [e["type"] for e in events[1:]] == ["token"] * (len(events) - 2) + ["done"]
+    assert "".join(e["text"] for e in events if e["type"] == "token") == result["text"]
+    assert sum(len(e["tokens"]) for e in events if e["type"] == "token") == 50
+    assert {k: events[-1][k] for k in ("finish_reason", "usage", "seed")} == {
+        k: result[k] for k in ("finish_reason", "usage", "seed")
+    }
+
+
+def test_events_replay_after_the_end_for_any_reader_from_any_seq(events_of: EventsOf, redis_client: Redis) -> None:
+    job = generate.delay("tiny", "Once upon a time", max_tokens=20, **GREEDY)
+    events = events_of(job.id)
+    assert events_of(job.id) == events
+    assert events_of(job.id, after=9) == events[10:]
+    assert 0 < int(str(redis_client.ttl(journal_key(job.id)))) <= 3600
+
+
+def test_events_have_no_text_when_the_job_does_not_stream(events_of: EventsOf) -> None:
+    job = generate.delay("tiny", "Once upon a time", max_tokens=20, stream=False, **GREEDY)
+    assert [event["type"] for event in events_of(job.id)] == ["started", "done"]
+
+
+PLAIN_PRODUCER = """
+import json, sys, uuid
+from celery import Celery
+from redis import Redis
+url, priority = sys.argv[1], json.loads(sys.argv[2])
+app = Celery(broker=url, backend=url)
+job_id = str(uuid.uuid4())
+pubsub = Redis.from_url(url).pubsub()
+pubsub.subscribe(f"cellama:events:{job_id}")
+pubsub.get_message(timeout=10)
+job = app.send_task("cellama.generate", ["tiny", "Once upon a time"], {"max_tokens": 12, "temperature": 0},
+                    queue="cellama:tiny", task_id=job_id, priority=priority)
+events = []
+for message in pubsub.listen():
+    events.append(json.loads(message["data"]))
+    if events[-1]["type"] in ("done", "error"):
+        break
+assert not [name for name in sys.modules if name.startswith("cellama")]
+print(json.dumps({"result": job.get(timeout=30), "events": events}))
+"""
+
+
+@pytest.mark.parametrize("priority", [None, 0, 3, 9])
+def test_plain_celery_producer_gets_result_and_events(
+    redis_server: RedisServer, priority: int | None, tmp_path: Any
+) -> None:
+    argv = [sys.executable, "-c", PLAIN_PRODUCER, redis_server.url, json.dumps(priority)]
+    done = subprocess.run(argv, env=clean_environment(), cwd=tmp_path, capture_output=True, timeout=PATIENCE_S, text=True)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert [e["seq"] for e in told["events"]] == list(range(len(told["events"])))
+    assert "".join(e.get("text", "") for e in told["events"]) == told["result"]["text"]
+    assert told["result"]["text"].startswith(", there was a little fox")
+
+
+def test_jobs_at_once_give_the_texts_they_give_alone_in_mixed_batches(worker: WorkerProcess) -> None:
+    """The 32 jobs of different lengths share 16 slots; `bench/` measures how much faster that is."""
+    prompts = [_prompt(i) for i in range(32)]
+    alone = [generate.delay("tiny", p, max_tokens=48, **GREEDY).get(timeout=PATIENCE_S)["text"] for p in prompts]
+    before = worker.engine()["mixed_steps"]
+    jobs = [generate.delay("tiny", p, max_tokens=48, **GREEDY) for p in prompts]
+    assert [job.get(timeout=PATIENCE_S)["text"] for job in jobs] == alone
+    wait_until(lambda: worker.engine()["mixed_steps"] > before, "steps that mix decode and prefill")
+
+
+def _prompt(index: int) -> str:
+    animal = ("fox", "bear", "cat", "frog", "mouse", "dragon")[index % 6]
+    return " ".join(["Once upon a time, there was a little fox."] * (index % 5)) + f"Once upon a time, a little {animal}"
+
+
+def test_timeout_keeps_the_text_and_counts_from_submission(events_of: EventsOf) -> None:
+    started = time.monotonic()
+    job = generate.delay("tiny", "Once upon a time", max_tokens=1900, ignore_eos=True, timeout=0.3, **GREEDY)
+    result = job.get(timeout=PATIENCE_S)
+    assert result["finish_reason"] in ("timeout", "length")  # a fast machine may be done before
+    if result["finish_reason"] == "timeout":
+        assert result["timings"]["duration_ms"] >= 300
+        assert time.monotonic() - started >= 0.3
+    assert events_of(job.id)[-1]["finish_reason"] == result["finish_reason"]
