@@ -89,14 +89,15 @@ class RedisServer:
         check_port_free(self.port, "choose another port, or stop that program")
         data_dir = self.data_dir.resolve()
         data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.process = subprocess.Popen(
-            [str(find_redis_binary()), "-"],
-            stdin=subprocess.PIPE,
-            stdout=(data_dir / "redis.log").open("wb"),
-            stderr=subprocess.STDOUT,
-            preexec_fn=die_with_parent,
-            start_new_session=True,  # Ctrl-C in the terminal is for the owner, which stops Redis last
-        )
+        with (data_dir / "redis.log").open("wb") as log:
+            self.process = subprocess.Popen(
+                [str(find_redis_binary()), "-"],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                preexec_fn=die_with_parent,
+                start_new_session=True,  # Ctrl-C in the terminal is for the owner, which stops Redis last
+            )
         assert self.process.stdin is not None
         self.process.stdin.write(self._config(data_dir).encode())
         self.process.stdin.close()

@@ -63,11 +63,9 @@ class JobRun:
             if self._control.interruption is Interruption.CANCELLED:
                 raise Ignore()
             return body(self)
-        except Ignore:
-            self._end_stream(events.done("cancelled", NO_USAGE))
-            raise
-        except SoftTimeLimitExceeded:
-            self._end_stream(events.done("timeout", NO_USAGE))
+        except (Ignore, SoftTimeLimitExceeded):
+            cancelled = self._control.interruption is Interruption.CANCELLED
+            self._end_stream(events.done("cancelled" if cancelled else "timeout", NO_USAGE))
             raise
         except EngineError as error:
             raise self._fail(failure_of(error)) from None
@@ -120,10 +118,8 @@ class JobRun:
             *(self._job_id, model.id, completion.finish_reason),
             *(completion.usage.prompt_tokens, completion.usage.completion_tokens, completion.timings.duration_ms),
         )
-        if completion.finish_reason == "cancelled":
-            raise Ignore()
-        if completion.finish_reason == "timeout":
-            self._raise_for_time_limit()
+        if completion.finish_reason in ("cancelled", "timeout"):
+            self._raise_if_interrupted()
         return completion
 
     def _request(self, job: GenerateJob | ChatJob, tokens: list[int]) -> Request:
@@ -150,13 +146,15 @@ class JobRun:
             message = f"the texts were not embedded within the timeout of {timeout_s} s; raise it, or send fewer texts"
             raise JobFailed("timeout", message, retryable=True) from None
         except EmbeddingCancelled:
-            self._raise_for_time_limit()
-            raise Ignore() from None
+            self._raise_if_interrupted()
+            raise
 
-    def _raise_for_time_limit(self) -> None:
-        """Raises SoftTimeLimitExceeded when one of Celery's limits ended the job (a hard one it has told itself)."""
-        if self._control.interruption in (Interruption.SOFT_LIMIT, Interruption.HARD_LIMIT):
+    def _raise_if_interrupted(self) -> None:
+        """Raises what Celery expects of a job that it ended itself: the state of a revoke or hard limit stands already."""
+        if self._control.interruption is Interruption.SOFT_LIMIT:
             raise SoftTimeLimitExceeded()
+        if self._control.interruption is not None:
+            raise Ignore()
 
 
 def _stop(handle: Handle, reason: Interruption) -> None:

@@ -14,13 +14,24 @@ import psutil
 import pytest
 from redis import Redis
 
-from cellama.api.redis_server import RedisServer
+from cellama.api.redis_server import RedisServer, free_port
 from cellama.config import get_settings
 from cellama.tasks.registry import live_workers
 
 PATIENCE_S = 60.0  # generous: the machines are shared
 SLOTS = 16
 MODELS = f'[{{"id": "tiny", "source": "bundled://tiny", "n_parallel": {SLOTS}, "default": true}}]'
+
+
+REDIS_PORT = free_port()
+
+
+def pytest_configure() -> None:
+    """This process is a producer for the Redis of the test run. Collecting tests makes Celery read the settings."""
+    for name in [name for name in os.environ if name.startswith("CELLAMA_")]:
+        del os.environ[name]
+    os.environ["CELLAMA_REDIS_URL"] = f"redis://127.0.0.1:{REDIS_PORT}/0"
+    get_settings.cache_clear()
 
 
 def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = PATIENCE_S) -> Any:
@@ -83,7 +94,7 @@ class WorkerProcess:
 
 @pytest.fixture(scope="session")
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with RedisServer.start(tmp_path_factory.mktemp("redis")) as server:
+    with RedisServer.start(tmp_path_factory.mktemp("redis"), port=REDIS_PORT) as server:
         yield server
 
 

@@ -1,4 +1,4 @@
-"""A producer in this process, on the Redis and the worker of the test run."""
+"""Clients and readers on the Redis and the worker of the test run."""
 
 from __future__ import annotations
 
@@ -9,24 +9,12 @@ import pytest
 from redis import Redis
 
 from cellama.api import Client
-from cellama.api.redis_server import RedisServer
-from cellama.config import get_settings
 from cellama.tasks.reader import stream_events
 
 from ..conftest import PATIENCE_S, WorkerProcess
 
 GREEDY: dict[str, Any] = {"temperature": 0}
 LONG: dict[str, Any] = {"max_tokens": 1900, "ignore_eos": True, **GREEDY}  # runs until somebody ends it
-
-
-@pytest.fixture(scope="session", autouse=True)
-def producer_settings(redis_server: RedisServer) -> Iterator[None]:
-    """This process is a producer for the test run's Redis. The Celery app reads the settings once."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CELLAMA_REDIS_URL", redis_server.url)
-        get_settings.cache_clear()
-        yield
-    get_settings.cache_clear()
 
 
 @pytest.fixture

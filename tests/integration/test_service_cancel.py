@@ -35,7 +35,9 @@ def run_after_first_token(redis: Redis, job_id: str) -> list[dict[str, Any]]:
     return [next(stream), next(stream)]
 
 
-def test_revoke_of_a_running_job_frees_its_slot(worker: WorkerProcess, redis_client: Redis, events_of: EventsOf) -> None:
+def test_revoke_of_a_running_job_frees_its_slot(
+    worker: WorkerProcess, redis_client: Redis, events_of: EventsOf
+) -> None:
     job = generate.delay("tiny", "Once upon a time", **LONG)
     run_after_first_token(redis_client, job.id)
     job.revoke(terminate=True)

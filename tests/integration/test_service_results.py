@@ -143,7 +143,9 @@ def test_plain_celery_producer_gets_result_and_events(
     redis_server: RedisServer, priority: int | None, tmp_path: Any
 ) -> None:
     argv = [sys.executable, "-c", PLAIN_PRODUCER, redis_server.url, json.dumps(priority)]
-    done = subprocess.run(argv, env=clean_environment(), cwd=tmp_path, capture_output=True, timeout=PATIENCE_S, text=True)
+    done = subprocess.run(
+        argv, env=clean_environment(), cwd=tmp_path, capture_output=True, timeout=PATIENCE_S, text=True
+    )
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert [e["seq"] for e in told["events"]] == list(range(len(told["events"])))
@@ -163,7 +165,9 @@ def test_jobs_at_once_give_the_texts_they_give_alone_in_mixed_batches(worker: Wo
 
 def _prompt(index: int) -> str:
     animal = ("fox", "bear", "cat", "frog", "mouse", "dragon")[index % 6]
-    return " ".join(["Once upon a time, there was a little fox."] * (index % 5)) + f"Once upon a time, a little {animal}"
+    return (
+        " ".join(["Once upon a time, there was a little fox."] * (index % 5)) + f"Once upon a time, a little {animal}"
+    )
 
 
 def test_timeout_keeps_the_text_and_counts_from_submission(events_of: EventsOf) -> None:
