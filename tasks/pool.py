@@ -111,7 +111,9 @@ class TaskPool(BasePool):  # type: ignore[misc]
         def run() -> None:
             _current.set(control)
             try:
-                apply_target(target, args, kwargs, _once(control, callback), accept_callback, pid=control.number)
+                apply_target(target, args or (), kwargs, _once(control, callback), accept_callback, pid=control.number)
+            except Exception:
+                log.exception("Celery could not take the end of a job")
             finally:
                 self._jobs.pop(control.number, None)
                 for timer in timers:

@@ -150,7 +150,7 @@ class JobRun:
             raise
 
     def _raise_if_interrupted(self) -> None:
-        """Raises what Celery expects of a job that it ended itself: the state of a revoke or hard limit stands already."""
+        """Raises what Celery expects of a job that it ended itself; it has stored revokes and hard limits already."""
         if self._control.interruption is Interruption.SOFT_LIMIT:
             raise SoftTimeLimitExceeded()
         if self._control.interruption is not None:

@@ -1,0 +1,35 @@
+"""The writer of random-weight models makes files that llama.cpp runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cellama.bench.synthetic import Shape, write_model
+from cellama.engine import EngineOptions, ModelManager
+
+SMALL = Shape(n_embd=64, n_layer=2, n_head=4, n_head_kv=2, n_ff=96, n_vocab=320, n_ctx=512)
+
+
+@pytest.mark.parametrize("file_type", ["F32", "F16", "Q8_0"])
+def test_synthetic_model_loads_and_generates(tmp_path: Path, file_type: str) -> None:
+    write_model(tmp_path / "small.gguf", SMALL, file_type=file_type, seed=1)
+    manager = ModelManager()
+    try:
+        model = manager.load("small", str(tmp_path / "small.gguf"), options=EngineOptions(n_parallel=2))
+        assert model.info.n_params == SMALL.n_params
+        assert model.detokenize(model.tokenize("a tíny 🦊")) == "a tíny 🦊"
+        first = model.engine.generate("a tíny 🦊", max_tokens=8, temperature=0, ignore_eos=True)
+        assert first == model.engine.generate("a tíny 🦊", max_tokens=8, temperature=0, ignore_eos=True)
+    finally:
+        manager.close()
+
+
+def test_benchmark_shape_has_174_million_parameters() -> None:
+    assert round(Shape().n_params / 1e6) == 174
+
+
+def test_synthetic_shape_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match="n_head must divide n_embd"):
+        Shape(n_embd=65)

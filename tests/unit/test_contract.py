@@ -1,0 +1,61 @@
+"""The contract: parameters are those of the engine, names and keys are as documented."""
+
+from __future__ import annotations
+
+import pytest
+
+from cellama.engine import Request, SamplingParams
+from cellama.tasks.contract.errors import InvalidJob, JobFailed
+from cellama.tasks.contract.keys import stream_id
+from cellama.tasks.contract.names import queue_keys, queue_name
+from cellama.tasks.contract.payloads import MAX_SEED, ChatJob, EmbedJob, GenerateJob, parse_job
+
+
+def test_payload_parameters_have_the_engines_names_and_defaults() -> None:
+    engine = {n: f.default for c in (SamplingParams, Request) for n, f in c.__dataclass_fields__.items()}
+    engine["timeout"] = engine.pop("timeout_s")
+    for internal in ("id", "sampling", "submitted_at", "prompt"):
+        del engine[internal]
+    payload = {n: f.default for n, f in GenerateJob.model_fields.items() if n not in ("model", "prompt")}
+    assert payload == engine
+
+
+@pytest.mark.parametrize("value", [MAX_SEED, 0, None])
+def test_payload_takes_every_seed_that_the_engine_takes(value: int | None) -> None:
+    assert parse_job(GenerateJob, ("model", "prompt"), ("m", "p"), {"seed": value}).seed == value
+    assert SamplingParams(seed=value).seed == value
+
+
+def test_payload_is_the_same_by_position_and_by_name() -> None:
+    by_position = parse_job(GenerateJob, ("model", "prompt"), ("m", "p"), {"stop": "x"})
+    by_name = parse_job(GenerateJob, ("model", "prompt"), (), {"model": "m", "prompt": "p", "stop": ["x"]})
+    assert by_position == by_name
+    assert by_position.stop == ("x",)
+    with pytest.raises(InvalidJob, match="model: given twice"):
+        parse_job(GenerateJob, ("model", "prompt"), ("m", "p"), {"model": "n"})
+
+
+def test_payload_error_lists_every_problem_and_shortens_long_values() -> None:
+    with pytest.raises(InvalidJob) as caught:
+        parse_job(ChatJob, ("model", "messages"), ("m", "x" * 500), {"top_p": 2, "min_p": float("nan")})
+    message = str(caught.value)
+    assert all(name in message for name in ("messages is 'xxx", "top_p is 2", "min_p is nan"))
+    assert len(message) < 400
+
+
+def test_payload_takes_one_text_or_several() -> None:
+    assert parse_job(EmbedJob, ("model", "texts"), ("m", "a"), {}).texts == ("a",)
+    assert parse_job(EmbedJob, ("model", "texts"), ("m", ["a", "b"]), {}).texts == ("a", "b")
+
+
+def test_job_failed_survives_celerys_json() -> None:
+    failed = JobFailed("queue_full", "try later", True)
+    again = JobFailed(*failed.args)
+    assert (again.code, str(again), again.retryable) == ("queue_full", "try later", True)
+
+
+def test_queues_and_journal_ids_are_as_documented() -> None:
+    assert queue_name("tiny") == "cellama:tiny"
+    assert queue_name(":default") == "cellama:default"
+    assert queue_keys("tiny")[:2] == ["cellama:tiny", "cellama:tiny\x06\x161"]
+    assert stream_id(0) == "1-0"

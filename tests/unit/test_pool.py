@@ -1,0 +1,109 @@
+"""The pool: cancel, time limits, drain."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from cellama.tasks.pool import Interruption, JobControl, TaskPool, current_job
+
+PATIENCE_S = 30
+
+
+@pytest.fixture
+def pool() -> Iterator[TaskPool]:
+    pool = TaskPool(limit=4)
+    pool.start()
+    yield pool
+    pool.stop()
+
+
+class Job:
+    """A target that waits until it is interrupted or released."""
+
+    def __init__(self) -> None:
+        self.started, self.end = threading.Event(), threading.Event()
+        self.interruption: Interruption | None = None
+        self.results: list[Any] = []
+        self.returned = threading.Event()
+
+    def __call__(self) -> str:
+        control = current_job()
+        control.when_interrupted(lambda _: self.end.set())
+        self.started.set()
+        assert self.end.wait(PATIENCE_S)
+        self.interruption = control.interruption
+        self.returned.set()
+        return "result"
+
+
+def test_pool_runs_jobs_side_by_side_and_tells_each_result_once(pool: TaskPool) -> None:
+    jobs = [Job() for _ in range(4)]
+    numbers: list[int] = []
+    for job in jobs:
+        pool.on_apply(job, callback=job.results.append, accept_callback=lambda pid, _: numbers.append(pid))
+    assert all(job.started.wait(PATIENCE_S) for job in jobs)
+    assert pool.info["running-jobs"] == 4
+    for job in jobs:
+        job.end.set()
+    pool.on_stop()
+    assert [job.results for job in jobs] == [["result"]] * 4
+    assert len(set(numbers)) == 4
+
+
+def test_pool_terminate_job_interrupts_the_job_of_that_number(pool: TaskPool) -> None:
+    first, second = Job(), Job()
+    numbers: dict[str, int] = {}
+    pool.on_apply(first, callback=first.results.append, accept_callback=lambda pid, _: numbers.update(first=pid))
+    pool.on_apply(second, callback=second.results.append)
+    assert first.started.wait(PATIENCE_S)
+    assert second.started.wait(PATIENCE_S)
+    pool.terminate_job(numbers["first"])
+    pool.terminate_job(999)
+    assert first.returned.wait(PATIENCE_S)
+    assert first.interruption is Interruption.CANCELLED
+    assert not second.returned.is_set()
+    second.end.set()
+
+
+def test_pool_hard_limit_tells_celery_and_drops_the_jobs_own_result(pool: TaskPool) -> None:
+    job = Job()
+    told: list[tuple[bool, float]] = []
+    arguments: dict[str, Any] = {"soft_timeout": 0.05, "timeout": 0.1, "timeout_callback": lambda *a: told.append(a)}
+    job.end = Unstoppable()
+    pool.on_apply(job, callback=job.results.append, **arguments)
+    assert job.returned.wait(PATIENCE_S)
+    pool.on_stop()
+    assert told == [(True, 0.05), (False, 0.1)]
+    assert job.interruption is Interruption.HARD_LIMIT
+    assert job.results == []
+
+
+class Unstoppable(threading.Event):
+    """Takes two interruptions to be set: the soft limit alone does not end the job."""
+
+    calls = 0
+
+    def set(self) -> None:
+        self.calls += 1
+        if self.calls == 2:
+            super().set()
+
+
+def test_control_interrupted_before_the_job_listens_stops_it_at_once() -> None:
+    control = JobControl(1)
+    control.terminate()
+    stopped: list[Interruption] = []
+    control.when_interrupted(stopped.append)
+    control.interrupt(Interruption.SOFT_LIMIT)
+    assert stopped == [Interruption.CANCELLED]
+
+
+def test_pool_grows_and_shrinks() -> None:
+    pool = TaskPool(limit=2)
+    pool.grow(3)
+    pool.shrink(1)
+    assert pool.num_processes == 4

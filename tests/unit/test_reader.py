@@ -1,0 +1,70 @@
+"""Reading a stream: replay, then live, no gap, no repetition, whatever pub/sub does."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import fakeredis
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cellama.tasks.contract.errors import JobTimeout, StreamTrimmed
+from cellama.tasks.contract.keys import journal_key, stream_id
+from cellama.tasks.reader import PAGE, EventCursor, stream_events
+
+
+def event(seq: int, last: int = 10**9) -> dict[str, Any]:
+    return {"seq": seq, "type": "done" if seq == last else "token"}
+
+
+def entry(seq: int, last: int = 10**9) -> tuple[bytes, dict[bytes, bytes]]:
+    return stream_id(seq).encode(), {b"event": json.dumps(event(seq, last)).encode()}
+
+
+def message(seq: int, last: int = 10**9) -> dict[str, Any]:
+    return {"type": "message", "data": json.dumps(event(seq, last)).encode()}
+
+
+@given(st.integers(0, 30), st.lists(st.integers(-1, 30), max_size=60), st.integers(-1, 10))
+def test_cursor_yields_each_event_once_in_order_whatever_is_lost(last: int, arrivals: list[int], after: int) -> None:
+    """The journal holds everything; live messages come in any order, twice or not at all (-1: silence)."""
+    cursor, got = EventCursor("j", after), []
+    for live in [*arrivals, -1, -1]:
+        while cursor.needs_journal and not cursor.ended:
+            got += cursor.from_journal([entry(s, last) for s in range(cursor.last_seq + 1, last + 1)][:PAGE])
+        if cursor.ended:
+            break
+        got += cursor.from_message(None if live < 0 else message(live, last))
+    assert [e["seq"] for e in got] == list(range(after + 1, last + 1))
+
+
+def test_cursor_takes_live_events_without_asking_the_journal() -> None:
+    cursor = EventCursor("j")
+    assert cursor.from_journal([entry(0)]) == [event(0)]
+    assert cursor.from_message({"type": "subscribe", "data": 1}) == []
+    assert cursor.from_message(message(0)) == []
+    assert cursor.from_message(message(1)) == [event(1)]
+    assert not cursor.needs_journal
+    assert cursor.from_message(message(3)) == []
+    assert cursor.needs_journal
+    assert cursor.journal_start == stream_id(2)
+
+
+def test_cursor_says_so_when_events_are_gone() -> None:
+    with pytest.raises(StreamTrimmed, match="events 0 to 4 of job j are gone"):
+        EventCursor("j").from_journal([entry(5)])
+
+
+def test_stream_reads_a_journal_of_several_pages() -> None:
+    redis = fakeredis.FakeRedis()
+    last = 2 * PAGE + 10
+    for seq in range(last + 1):
+        redis.xadd(journal_key("j"), {"event": json.dumps(event(seq, last))}, id=stream_id(seq))
+    assert [e["seq"] for e in stream_events(redis, "j", after=4)] == list(range(5, last + 1))
+
+
+def test_stream_of_a_silent_job_ends_with_a_timeout_that_names_it() -> None:
+    with pytest.raises(JobTimeout, match=r"job nobody told nothing for 0\.1 s"):
+        list(stream_events(fakeredis.FakeRedis(), "nobody", timeout_s=0.1))

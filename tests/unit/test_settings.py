@@ -1,0 +1,102 @@
+"""Settings: sources, and a clear error for every mistake."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cellama.config import Settings, SettingsError, get_settings, mask_url
+from cellama.engine import EngineOptions
+from cellama.tasks.runtime import _NOT_OPTIONS
+
+SetVariables = Callable[..., None]
+
+
+def test_settings_default_to_a_local_redis_and_the_bundled_model(settings_environment: SetVariables) -> None:
+    settings = get_settings()
+    assert settings.redis_url == "redis://127.0.0.1:6379/0"
+    assert [(m.id, m.source) for m in settings.models] == [("tiny", "bundled://tiny")]
+    assert settings.default_model.id == "tiny"
+
+
+def test_settings_environment_wins_over_the_file(settings_environment: SetVariables, tmp_path: Path) -> None:
+    (tmp_path / "cellama.toml").write_text(
+        'look_ahead = 7\nlog_level = "DEBUG"\n[[models]]\nid = "a"\nsource = "a.gguf"\nn_parallel = 3\n'
+    )
+    settings_environment(look_ahead="2")
+    settings = get_settings()
+    assert (settings.look_ahead, settings.log_level) == (2, "DEBUG")
+    assert [(m.id, m.n_parallel) for m in settings.models] == [("a", 3)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "tiny=bundled://tiny, big=/m/big.gguf",
+        '[{"id":"tiny","source":"bundled://tiny"},{"id":"big","source":"/m/big.gguf"}]',
+    ],
+)
+def test_settings_models_have_a_short_form_and_json(settings_environment: SetVariables, text: str) -> None:
+    settings_environment(models=text)
+    settings = get_settings()
+    assert [(m.id, m.source) for m in settings.models] == [("tiny", "bundled://tiny"), ("big", "/m/big.gguf")]
+    assert settings.default_model.id == "tiny"
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"redis_ulr": "x"}, r"CELLAMA_REDIS_ULR: no such setting .* did you mean CELLAMA_REDIS_URL\?"),
+        ({"redis_url": "http://x"}, "redis_url is 'http://x': it must look like redis://"),
+        ({"look_ahead": "-1"}, "look_ahead is '-1': .*greater than or equal to 0"),
+        ({"look_ahead": "many"}, "look_ahead is 'many': .*valid integer"),
+        ({"log_level": "LOUD"}, "log_level is 'LOUD'"),
+        ({"models": "tiny"}, "'tiny' is no ID=SOURCE; write for instance tiny=bundled://tiny"),
+        ({"models": "a=x,a=y"}, "'a' stand"),
+        (
+            {"models": '[{"id":"a","source":"x","n_paralel":4}]'},
+            r"n_paralel: no such setting; did you mean n_parallel\?",
+        ),
+        ({"models": '[{"id":"a","source":"x","n_parallel":0}]'}, r"models\.0\.n_parallel is 0"),
+        ({"models": '[{"id":"a b","source":"x"}]'}, r"models\.0\.id is 'a b'"),
+        ({"config": "nowhere.toml"}, "CELLAMA_CONFIG names 'nowhere.toml', but there is no such file"),
+    ],
+)
+def test_settings_mistake_names_setting_value_and_remedy(
+    settings_environment: SetVariables, variables: dict[str, str], message: str
+) -> None:
+    settings_environment(**variables)
+    with pytest.raises(SettingsError, match=message):
+        get_settings()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("redis_ulr = 1", r"redis_ulr: no such setting .* did you mean redis_url\?"), ("= 3", "can't be read: Invalid")],
+)
+def test_settings_file_mistake_is_told(
+    settings_environment: SetVariables, tmp_path: Path, text: str, message: str
+) -> None:
+    (tmp_path / "cellama.toml").write_text(text)
+    with pytest.raises(SettingsError, match=message):
+        get_settings()
+
+
+def test_settings_hide_the_password(settings_environment: SetVariables) -> None:
+    settings_environment(redis_url="redis://me:secret@host:1/0")
+    settings = get_settings()
+    assert "secret" not in repr(settings) + str(settings) + settings.redis_url_masked
+    assert mask_url("redis://:secret@host/0") == "redis://:***@host/0"
+    settings_environment(redis_url="http://me:secret@host:1/0")
+    with pytest.raises(SettingsError) as caught:
+        get_settings()
+    assert "secret" not in str(caught.value)
+
+
+def test_settings_of_a_model_are_the_engine_options() -> None:
+    """Each option is said twice, for people and for the library; names and defaults must not drift apart."""
+    model = Settings.model_fields["models"].default[0].__class__
+    options = {n: f.default for n, f in model.model_fields.items() if n not in _NOT_OPTIONS}
+    assert options == {name: f.default for name, f in EngineOptions.__dataclass_fields__.items()}
