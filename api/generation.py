@@ -115,9 +115,9 @@ def _show(job: Job, json: bool, patience_s: float) -> str:
             elif event["type"] == "token":
                 sys.stdout.write(event["text"])
                 sys.stdout.flush()
-            _raise_if_failed(event, job.id)
             if event["type"] == "done" and not json:
                 _summarise(event)
+            _raise_if_failed(event, job.id)
     except KeyboardInterrupt:
         job.cancel()
         err.print(f"\n[yellow]cancelled job {job.id}[/]")
@@ -129,7 +129,6 @@ def _raise_if_failed(event: Event, job_id: str) -> None:
     if event["type"] == "error":
         raise JobFailed(event["code"], event["message"], event["retryable"])
     if event.get("finish_reason") == "cancelled":
-        sys.stdout.write("\n")
         raise JobCancelled(f"job {job_id} was cancelled")
 
 

@@ -44,7 +44,7 @@ class DecodeMaximal:
         return shares + equal_chunks(prefilling, budget - len(shares), chunk_size)
 
 
-MIN_CHUNK = 32  # tokens: below this a pass costs more than the fairness is worth
+MIN_CHUNK = 128  # tokens: docs/adr/002-prefill-chunks.md
 
 
 def equal_chunks(slots: Seq[SlotView], budget: int, chunk_size: int) -> list[Share]:

@@ -20,7 +20,7 @@ from cellama.tasks.registry import live_workers
 
 PATIENCE_S = 60.0  # generous: the machines are shared
 SLOTS = 16
-MODELS = f'[{{"id": "tiny", "source": "bundled://tiny", "n_parallel": {SLOTS}, "default": true}}]'
+MODELS = f'[{{"id": "tiny", "source": "bundled://tiny", "n_parallel": {SLOTS}, "threads": 1, "default": true}}]'
 
 
 REDIS_PORT = free_port()

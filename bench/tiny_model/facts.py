@@ -86,6 +86,7 @@ _SINGLE: dict[tuple[str, ...], str] = {
 
 def _all() -> list[tuple[tuple[str, ...], str]]:
     facts = list(_SINGLE.items())
+    asks: tuple[str, ...]
     for country, city in _CAPITALS.items():
         asks = (
             f"What is the capital of {country}?",

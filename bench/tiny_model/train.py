@@ -45,7 +45,7 @@ class Shape:
     eps: float = 1e-5
 
 
-class Block(nn.Module):
+class Block(nn.Module):  # type: ignore[misc]  # torch is no dependency
     """Attention with grouped queries and rotary positions, then SwiGLU; names as llama.cpp's tensors."""
 
     def __init__(self, shape: Shape) -> None:
@@ -84,7 +84,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
 
 
-class TinyLlama(nn.Module):
+class TinyLlama(nn.Module):  # type: ignore[misc]
     """A Llama with tied embeddings."""
 
     def __init__(self, shape: Shape) -> None:

@@ -22,7 +22,7 @@ GREEDY = SamplingParams(temperature=0)
 @pytest.fixture(scope="module")
 def tiny() -> Iterator[Model]:
     manager = ModelManager()
-    yield manager.load("tiny", "bundled://tiny", options=EngineOptions(n_parallel=16))
+    yield manager.load("tiny", "bundled://tiny", options=EngineOptions(n_parallel=16, threads=1))
     manager.close()
 
 
@@ -60,7 +60,7 @@ def test_bundled_model_answers_after_1800_tokens_of_other_text(tiny: Model) -> N
 def test_bundled_model_is_sure_of_what_it_writes_on_held_out_documents() -> None:
     """Mean top-1 probability over the tokens that the model shall write."""
     model = LlamaModel(TINY_PATH)
-    backend = LlamaBackend(model, EngineOptions(n_parallel=1))
+    backend = LlamaBackend(model, EngineOptions(n_parallel=1, threads=1))
     try:
         sure = [p for d in itertools.islice(documents(99, held_out=True), 40) for p in top_1(model, backend, d)]
     finally:

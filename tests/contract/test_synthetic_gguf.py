@@ -17,7 +17,7 @@ def test_synthetic_model_loads_and_generates(tmp_path: Path, file_type: str) -> 
     write_model(tmp_path / "small.gguf", SMALL, file_type=file_type, seed=1)
     manager = ModelManager()
     try:
-        model = manager.load("small", str(tmp_path / "small.gguf"), options=EngineOptions(n_parallel=2))
+        model = manager.load("small", str(tmp_path / "small.gguf"), options=EngineOptions(n_parallel=2, threads=1))
         assert model.info.n_params == SMALL.n_params
         assert model.detokenize(model.tokenize("a tíny 🦊")) == "a tíny 🦊"
         first = model.engine.generate("a tíny 🦊", max_tokens=8, temperature=0, ignore_eos=True)

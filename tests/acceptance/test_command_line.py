@@ -1,0 +1,210 @@
+"""What a person does on one machine: `cellama up`, generate, chat, status, Flower, Ctrl-C; and the demo."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from cellama.api.redis_server import free_port
+
+from ..conftest import MODELS, PATIENCE_S, clean_environment, descendants, wait_until
+
+CELLAMA = [sys.executable, "-c", "from cellama.api.cli import main; main()"]
+
+
+@dataclass
+class Machine:
+    """A running `cellama up` with ports and data of its own."""
+
+    folder: Path
+    environment: dict[str, str]
+    flower_port: int
+    process: subprocess.Popen[str]
+
+    def run(self, *argv: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*CELLAMA, *argv],
+            cwd=self.folder,
+            env=self.environment,
+            input=stdin,
+            capture_output=True,
+            timeout=PATIENCE_S,
+            text=True,
+        )
+
+    def output(self) -> str:
+        return (self.folder / "up.log").read_text()
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
+    folder = tmp_path_factory.mktemp("machine")
+    flower_port = free_port()
+    environment = clean_environment(
+        CELLAMA_REDIS_URL=f"redis://127.0.0.1:{free_port()}/0",
+        CELLAMA_DATA_DIR=str(folder / "data"),
+        CELLAMA_MODELS=MODELS,
+        COLUMNS="120",
+    )
+    with (folder / "up.log").open("w") as log:
+        argv = [*CELLAMA, "up", "--flower-port", str(flower_port)]
+        process = subprocess.Popen(argv, cwd=folder, env=environment, stdout=log, stderr=log, text=True)
+    machine = Machine(folder, environment, flower_port, process)
+    try:
+        wait_until(lambda: "cellama is up" in machine.output() or process.poll() is not None, "cellama up")
+        assert process.poll() is None, machine.output()
+        yield machine
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(PATIENCE_S)
+
+
+def test_up_says_what_runs_and_what_to_try(machine: Machine) -> None:
+    output = machine.output()
+    assert f"http://127.0.0.1:{machine.flower_port}" in output
+    assert 'cellama generate tiny "Once upon a time"' in output
+    assert "tiny (16 slots)" in output
+
+
+def test_generate_streams_text_in_pieces(machine: Machine) -> None:
+    done = machine.run("generate", "tiny", "Once upon a time", "--temperature", "0", "--max-tokens", "40")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(", there was a little fox named Mia who lived in a green forest.")
+    assert re.search(r"40 tokens · length · \d+ tok/s · first after \d+ ms", done.stderr)
+    lines = machine.run("generate", "tiny", "Once upon a time", "--temperature", "0", "--max-tokens", "40", "--json")
+    events = [json.loads(line) for line in lines.stdout.splitlines()]
+    assert [event["seq"] for event in events] == list(range(len(events)))
+    assert len([e for e in events if e["type"] == "token"]) > 20
+    assert "".join(e.get("text", "") for e in events) + "\n" == done.stdout
+
+
+def test_chat_and_embed_take_arguments_and_stdin(machine: Machine) -> None:
+    done = machine.run("chat", "tiny", "-", "--temperature", "0", stdin="What is the capital of Norway?\n")
+    assert done.stdout == "The capital of Norway is Oslo.\n"
+    embedded = machine.run("embed", "tiny", "-", "--json", stdin="a\nb\n")
+    assert len(json.loads(embedded.stdout)["embeddings"]) == 2
+    assert "192 dimensions" in machine.run("embed", "tiny", "a fox").stdout
+
+
+def test_status_shows_worker_model_and_slots(machine: Machine) -> None:
+    assert re.search(r"celery@.*tiny \(default\).*chat, embed, generate.*0/16", machine.run("status").stdout)
+    status = json.loads(machine.run("status", "--json").stdout)
+    assert (status["workers"], status["slots_total"], status["queues"]) == (1, 16, {"tiny": 0, ":default": 0})
+
+
+def test_unknown_model_and_failed_job_have_messages_and_exit_codes(machine: Machine) -> None:
+    unknown = machine.run("generate", "tinny", "Hi")
+    assert (unknown.returncode, "did you mean 'tiny'" in unknown.stderr) == (3, True)
+    too_long = machine.run("generate", "tiny", "-", stdin="word " * 3000)
+    assert too_long.returncode == 2
+    assert "a slot holds 2047" in too_long.stderr
+    assert "Traceback" not in unknown.stderr + too_long.stderr
+
+
+def test_cancel_ends_a_job_of_another_process(machine: Machine) -> None:
+    argv = [*CELLAMA, "generate", "tiny", "Once upon a time", "--json", "--ignore-eos", "--max-tokens", "1900"]
+    with subprocess.Popen(argv, cwd=machine.folder, env=machine.environment, stdout=subprocess.PIPE, text=True) as job:
+        assert job.stdout is not None
+        first = json.loads(job.stdout.readline())
+        assert machine.run("cancel", first["job_id"]).returncode == 0
+        events = [json.loads(line) for line in job.stdout]
+    assert events[-1]["finish_reason"] in ("cancelled", "length")
+    if events[-1]["finish_reason"] == "cancelled":
+        assert job.returncode == 1
+
+
+def test_ctrl_c_cancels_the_job_and_says_so(machine: Machine) -> None:
+    argv = [*CELLAMA, "generate", "tiny", "Once upon a time", "--ignore-eos", "--max-tokens", "1900"]
+    with subprocess.Popen(
+        argv, cwd=machine.folder, env=machine.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as job:
+        assert job.stdout is not None
+        assert job.stderr is not None
+        job.stdout.read(10)
+        job.send_signal(signal.SIGINT)
+        told = job.stderr.read()
+    assert "Traceback" not in told
+    if job.returncode:  # a fast machine may be done before the signal
+        assert (job.returncode, "cancelled job" in told) == (130, True)
+
+
+def test_flower_shows_the_worker_and_its_tasks(machine: Machine) -> None:
+    def workers() -> dict[str, Any]:
+        url = f"http://127.0.0.1:{machine.flower_port}/workers?json=1"
+        try:
+            with urllib.request.urlopen(url, timeout=10) as answer:
+                data: dict[str, Any] = json.load(answer)
+                return data
+        except OSError:
+            return {}
+
+    listed = wait_until(lambda: workers().get("data"), "the worker in Flower")
+    assert [entry["status"] for entry in listed] == [True]
+
+
+def test_second_up_says_that_the_port_of_flower_is_taken(machine: Machine) -> None:
+    second = machine.run("up", "--flower-port", str(machine.flower_port))
+    assert second.returncode == 1
+    assert f"port {machine.flower_port} on 127.0.0.1 is taken" in second.stderr
+
+
+def test_worker_that_dies_is_replaced(machine: Machine) -> None:
+    def worker() -> int | None:
+        status = json.loads(machine.run("status", "--json").stdout)
+        alive = [entry["pid"] for entry in status["live"] if psutil.pid_exists(entry["pid"])]
+        return alive[0] if alive else None
+
+    before = wait_until(worker, "a worker")
+    os.kill(before, signal.SIGKILL)
+    wait_until(lambda: worker() not in (None, before), "another worker")
+    assert machine.run("generate", "tiny", "Once", "--max-tokens", "2").returncode == 0
+
+
+def test_ctrl_c_ends_everything_that_up_started(machine: Machine) -> None:
+    children = descendants(machine.process.pid)
+    assert len(children) >= 3
+    machine.process.send_signal(signal.SIGINT)
+    assert machine.process.wait(PATIENCE_S) == 0
+    wait_until(lambda: not any(map(psutil.pid_exists, children)), "the end of all children")
+
+
+@pytest.mark.parametrize(
+    ("models", "message"),
+    [("m=nowhere.gguf", "there is no model file at 'nowhere.gguf'"), ("m=text.gguf", "is no GGUF file")],
+)
+def test_worker_with_a_bad_model_says_so_once_and_ends(
+    redis_server: Any, tmp_path: Path, models: str, message: str
+) -> None:
+    (tmp_path / "text.gguf").write_text("I am no model")
+    environment = clean_environment(CELLAMA_REDIS_URL=redis_server.url, CELLAMA_MODELS=models)
+    argv = [*CELLAMA, "worker"]
+    done = subprocess.run(argv, cwd=tmp_path, env=environment, capture_output=True, timeout=PATIENCE_S, text=True)
+    assert done.returncode == 2
+    assert (done.stdout + done.stderr).count(message) == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_demo_streams_and_finishes_its_bulk_run(tmp_path: Path) -> None:
+    argv = [*CELLAMA, "demo"]
+    done = subprocess.run(
+        argv, cwd=tmp_path, env=clean_environment(), capture_output=True, timeout=2 * PATIENCE_S, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Once upon a time, there was a little fox named Mia" in done.stdout
+    assert "The capital of France is Paris." in done.stdout
+    told = re.search(r"(\d+) lines, \d+ tokens in [\d.]+ s: (\d+) tokens per second", done.stdout)
+    assert told is not None
+    assert int(told[1]) >= 32
+    assert int(told[2]) > 0

@@ -1,0 +1,157 @@
+"""The engine on the real llama.cpp and the bundled model."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cellama.bench.synthetic import Shape, write_model
+from cellama.engine import (
+    EngineOptions,
+    ModelLoadFailed,
+    ModelManager,
+    PromptTooLong,
+    Request,
+    SamplingParams,
+    StepStats,
+    TemplateFailed,
+    UnknownModel,
+    WrongCapability,
+)
+from cellama.engine.bundled import TINY_PATH
+
+PATIENCE_S = 60
+GREEDY = SamplingParams(temperature=0)
+ANIMALS = ("fox", "bear", "cat", "frog", "mouse", "dragon")
+STORY = "Once upon a time, there was a little fox. "
+PROMPTS = [STORY * (i % 6) + f"Once upon a time, a {ANIMALS[i % 6]}" for i in range(24)]
+
+
+def options(**values: int) -> EngineOptions:
+    """Options with one thread: on a busy machine several would wait for each other."""
+    return EngineOptions(threads=1, **values)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def manager() -> Iterator[ModelManager]:
+    manager = ModelManager()
+    yield manager
+    manager.close()
+
+
+def texts(manager: ModelManager, name: str, sampling: SamplingParams = GREEDY, **values: int) -> list[str]:
+    model = manager.load(name, "bundled://tiny", options=options(**values), capabilities=["generate"])
+    handles = [
+        model.engine.submit(Request(str(i), tuple(model.tokenize(p)), sampling, max_tokens=40))
+        for i, p in enumerate(PROMPTS)
+    ]
+    return [handle.result(PATIENCE_S).text for handle in handles]
+
+
+def test_greedy_text_is_the_same_alone_and_in_every_kind_of_batch(manager: ModelManager) -> None:
+    alone = texts(manager, "alone", n_parallel=1)
+    assert len(set(alone)) >= 6
+    assert texts(manager, "batched", n_parallel=16) == alone
+    assert texts(manager, "small chunks", n_parallel=8, chunk_size=7, n_batch=24, n_ubatch=16) == alone
+
+
+def test_sampled_text_depends_on_the_seed_alone(manager: ModelManager) -> None:
+    wild = SamplingParams(temperature=1.2, seed=42, repeat_penalty=1.1, frequency_penalty=0.2)
+    alone = texts(manager, "alone", wild, n_parallel=1)
+    assert texts(manager, "batched", wild, n_parallel=16) == alone
+
+
+def test_steps_mix_decode_and_prefill_tokens_within_the_budget(manager: ModelManager) -> None:
+    model = manager.load("tiny", "bundled://tiny", options=options(n_parallel=4, n_batch=64, chunk_size=32))
+    steps: list[StepStats] = []
+    model.engine.add_step_listener(steps.append)
+    handles = [model.engine.submit(Request(p, tuple(model.tokenize(p)), GREEDY, max_tokens=20)) for p in PROMPTS]
+    assert all(handle.result(PATIENCE_S).usage.completion_tokens == 20 for handle in handles)
+    assert any(s.decode_tokens and s.prefill_tokens for s in steps)
+    assert max(s.batch_size for s in steps) <= 64
+    assert any(s.active_slots == 4 for s in steps)
+
+
+def test_penalties_change_greedy_text_and_ban_of_the_end_goes_on(manager: ModelManager) -> None:
+    model = manager.load("tiny", "bundled://tiny", options=options())
+    plain = model.engine.generate("Once upon a time", temperature=0, max_tokens=400)
+    assert plain.endswith("The end.")
+    on = model.engine.generate("Once upon a time", temperature=0, max_tokens=400, ignore_eos=True)
+    assert on.startswith(plain)
+    assert len(on) > len(plain)
+    penalised = model.engine.generate("Once upon a time", temperature=0, max_tokens=60, presence_penalty=50.0)
+    assert not plain.startswith(penalised)
+
+
+def test_slot_is_clean_for_the_next_request_after_every_kind_of_end(manager: ModelManager) -> None:
+    model = manager.load("tiny", "bundled://tiny", options=options(n_parallel=1))
+    expected = model.engine.generate("Once upon a time", temperature=0, max_tokens=30)
+    rng = random.Random(3)
+    for _ in range(20):
+        handle = model.engine.submit(Request("x", tuple(model.tokenize(rng.choice(PROMPTS))), GREEDY, max_tokens=500))
+        if rng.random() < 0.7:
+            handle.cancel()
+        handle.result(PATIENCE_S)
+    assert model.engine.generate("Once upon a time", temperature=0, max_tokens=30) == expected
+    assert model.engine.snapshot().kv_used_tokens == 0
+
+
+def test_embeddings_of_many_callers_share_batches_and_keep_their_order(manager: ModelManager) -> None:
+    model = manager.load("tiny", "bundled://tiny", options=options(), capabilities=["embed"])
+    words = [model.tokenize(f"{a} and {b}") for a in ANIMALS for b in ANIMALS]
+    alone = [model.embedder.submit([w]).result(PATIENCE_S)[0] for w in words]
+    handles = [model.embedder.submit(words[i : i + 9]) for i in range(0, 36, 9)]
+    together = [vector for handle in handles for vector in handle.result(PATIENCE_S)]
+    assert np.allclose(np.linalg.norm(together, axis=1), 1, atol=1e-6)
+    similarity = np.array(together) @ np.array(alone).T
+    assert (similarity.argmax(axis=1) == np.arange(36)).all()
+    assert similarity.diagonal().min() > 0.999
+
+
+def test_model_that_is_not_there_or_damaged_is_refused_with_a_remedy(manager: ModelManager, tmp_path: Path) -> None:
+    (tmp_path / "text.gguf").write_text("I am no model")
+    (tmp_path / "cut.gguf").write_bytes(TINY_PATH.read_bytes()[: TINY_PATH.stat().st_size // 2])
+    for source, message in {
+        str(tmp_path / "missing.gguf"): "there is no model file at .*missing.gguf'; check the path",
+        str(tmp_path): "is a folder; name one of its files: cut.gguf, text.gguf",
+        str(tmp_path / "text.gguf"): "is no GGUF file .*fetch a GGUF version",
+        str(tmp_path / "cut.gguf"): "llama.cpp can't load .*the file may be damaged",
+        "bundled://tinny": "no bundled model is called 'tinny'; did you mean 'tiny'",
+        "ftp://x/y.gguf": "source 'ftp://x/y.gguf' is of no known kind",
+    }.items():
+        with pytest.raises(ModelLoadFailed, match=message):
+            manager.load("m", source)
+    assert manager.models() == {}
+    assert manager.load("m", "bundled://tiny", options=options()).engine.generate("Once", temperature=0, max_tokens=2)
+
+
+def test_manager_names_what_it_has_and_models_name_what_they_can(manager: ModelManager) -> None:
+    model = manager.load("tiny", "bundled://tiny", options=options(), capabilities=["embed"])
+    assert manager.get(":default") is model
+    with pytest.raises(UnknownModel, match="no model 'tinny' is loaded here; did you mean 'tiny'"):
+        manager.get("tinny")
+    with pytest.raises(ModelLoadFailed, match="'tiny' is loaded already"):
+        manager.load("tiny", "bundled://tiny", options=options())
+    for use in (lambda: model.engine, lambda: model.require("chat")):
+        with pytest.raises(WrongCapability, match="model 'tiny' is loaded for embed, not for"):
+            use()
+
+
+def test_prompt_that_fits_no_slot_is_refused_with_the_numbers(manager: ModelManager) -> None:
+    model = manager.load("tiny", "bundled://tiny", options=options(ctx_per_slot=100))
+    with pytest.raises(PromptTooLong, match="has 100 tokens, a slot holds 99"):
+        model.engine.submit(Request("x", (5,) * 100))
+    completion = model.engine.submit(Request("x", (5,) * 99, GREEDY)).result(PATIENCE_S)
+    assert completion.usage.completion_tokens <= 1
+
+
+def test_model_without_a_chat_template_says_so(manager: ModelManager, tmp_path: Path) -> None:
+    shape = Shape(n_embd=64, n_layer=1, n_head=2, n_head_kv=2, n_ff=64, n_vocab=320, n_ctx=256)
+    write_model(tmp_path / "plain.gguf", shape, file_type="F32")
+    model = manager.load("plain", str(tmp_path / "plain.gguf"))
+    with pytest.raises(TemplateFailed, match="has no chat template; use `generate`"):
+        model.render_chat([{"role": "user", "content": "Hi"}])

@@ -1,0 +1,75 @@
+"""The asyncio client does what the blocking one does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from cellama.api import AsyncClient
+from cellama.tasks.contract.errors import InvalidJob, JobCancelled, JobTimeout, UnknownModel
+
+from ..conftest import PATIENCE_S
+from .conftest import GREEDY, LONG
+
+pytestmark = pytest.mark.usefixtures("worker")
+
+
+def with_client(body: Callable[[AsyncClient], Awaitable[None]]) -> None:
+    async def run() -> None:
+        async with AsyncClient() as client:
+            await body(client)
+
+    asyncio.run(run())
+
+
+def test_async_client_streams_and_returns_the_same_text() -> None:
+    async def body(client: AsyncClient) -> None:
+        job = await client.generate("tiny", "Once upon a time", max_tokens=30, **GREEDY)
+        events = [event async for event in job.stream(timeout=PATIENCE_S)]
+        result = await job.result(timeout=PATIENCE_S)
+        assert "".join(e.get("text", "") for e in events) == result["text"]
+        assert [e["seq"] for e in events] == list(range(len(events)))
+        assert [e async for e in client.stream(job.id, after=5)] == events[6:]
+
+    with_client(body)
+
+
+def test_async_client_serves_many_jobs_at_once() -> None:
+    async def body(client: AsyncClient) -> None:
+        async def ask(question: str) -> dict[str, Any]:
+            job = await client.chat("tiny", [{"role": "user", "content": question}], **GREEDY)
+            return await job.result(timeout=PATIENCE_S)
+
+        results = await asyncio.gather(*(ask(f"What is {i} + 1?") for i in range(12)))
+        assert all(result["finish_reason"] == "stop" for result in results)
+        embedded = await (await client.embed("tiny", ["a", "b"])).result(timeout=PATIENCE_S)
+        assert len(embedded["embeddings"]) == 2
+        assert [m["id"] for m in await client.models()] == ["tiny"]
+        assert (await client.stats())["workers"] == 1
+
+    with_client(body)
+
+
+def test_async_client_cancel_and_timeout_are_told_apart() -> None:
+    async def body(client: AsyncClient) -> None:
+        job = await client.generate("tiny", "Once upon a time", **LONG)
+        with pytest.raises(JobTimeout, match="it goes on"):
+            await job.result(timeout=0.05)
+        await job.cancel()
+        with pytest.raises(JobCancelled):
+            await job.result(timeout=PATIENCE_S)
+
+    with_client(body)
+
+
+def test_async_client_refuses_bad_input_at_once() -> None:
+    async def body(client: AsyncClient) -> None:
+        with pytest.raises(InvalidJob, match="max_tokens is 0"):
+            await client.generate("tiny", "Hi", max_tokens=0)
+        with pytest.raises(UnknownModel, match="did you mean 'tiny'"):
+            await client.chat("tinny", [{"role": "user", "content": "Hi"}])
+
+    with_client(body)

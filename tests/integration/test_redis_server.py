@@ -1,0 +1,84 @@
+"""The embedded Redis: keeps its data, ends with its owner, says what is wrong."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from redis import Redis
+from redis.exceptions import AuthenticationError
+
+from cellama.api.redis_server import PortTaken, RedisServer, RedisServerError, find_redis_binary
+
+from ..conftest import wait_until
+
+
+def test_redis_server_keeps_its_data_over_a_restart(tmp_path: Path) -> None:
+    with RedisServer.start(tmp_path / "data") as server:
+        Redis.from_url(server.url).set("key", "value")
+        server.stop()
+        server.run()
+        with Redis.from_url(server.url) as client:
+            assert client.get("key") == b"value"
+            assert client.config_get("appendonly") == {"appendonly": "yes"}
+    assert (tmp_path / "data").stat().st_mode & 0o777 == 0o700
+
+
+def test_redis_server_that_was_killed_has_what_was_synced(tmp_path: Path) -> None:
+    with RedisServer.start(tmp_path) as server:
+        with Redis.from_url(server.url) as client:
+            client.config_set("appendfsync", "always")
+            client.set("key", "value")
+        assert server.process is not None
+        server.process.kill()
+        server.process.wait()
+        server.run()
+        with Redis.from_url(server.url) as client:
+            assert client.get("key") == b"value"
+
+
+def test_redis_server_says_that_its_port_is_taken(tmp_path: Path) -> None:
+    with RedisServer.start(tmp_path / "a") as server, pytest.raises(PortTaken, match=f"port {server.port} .* is taken"):
+        RedisServer.start(tmp_path / "b", port=server.port)
+
+
+def test_redis_server_with_a_password_lets_only_its_url_in(tmp_path: Path) -> None:
+    with RedisServer.start(tmp_path, password="secret") as server:
+        assert "secret" not in repr(server)
+        with Redis.from_url(server.url) as client:
+            assert client.ping()
+        with Redis(port=server.port) as client, pytest.raises(AuthenticationError):
+            client.ping()
+
+
+def test_redis_server_that_cannot_start_shows_its_log(tmp_path: Path) -> None:
+    (tmp_path / "appendonlydir").write_text("in the way")
+    (tmp_path / "appendonly.aof").mkdir()
+    with pytest.raises(RedisServerError, match="did not start on port"):
+        RedisServer.start(tmp_path)
+
+
+def test_redis_server_ends_when_its_owner_is_killed(tmp_path: Path) -> None:
+    code = (
+        "import pathlib, sys, time\nfrom cellama.api.redis_server import RedisServer\n"
+        "print(RedisServer.start(pathlib.Path(sys.argv[1])).pid, flush=True)\nsys.stdin.read()"
+    )
+    argv = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stdin=subprocess.PIPE, cwd=tmp_path, text=True) as owner:
+        assert owner.stdout is not None
+        pid = int(owner.stdout.readline())
+        assert psutil.pid_exists(pid)
+        os.kill(owner.pid, signal.SIGKILL)
+    wait_until(lambda: not psutil.pid_exists(pid), "the end of the server")
+
+
+def test_redis_binary_that_is_nowhere_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(RedisServerError, match=r"apt-get install redis-server.*cellama\[embedded\]"):
+        find_redis_binary()
