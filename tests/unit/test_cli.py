@@ -68,7 +68,7 @@ def test_exit_code_tells_what_kind_of_error_it_was(error: Exception, code: Exit)
         (["worker"], {}, 3, "does not answer; start it, or use `cellama up`"),
         (["generate", "tiny", "Hi", "--max-tokens", "0"], {}, 2, "max_tokens is 0"),
         (["generate", "tiny", "Hi", "--temperature", "-1"], {}, 2, "temperature is -1.0"),
-        (["generate", "tiny", "Hi", "--max-tokens", "many"], {}, 2, "many"),
+        (["generate", "tiny", "Hi", "--max-tokens", "many"], {}, 2, "valid integer"),
         (["generate", "tiny", ""], {}, 2, "prompt is '': it is empty"),
         (["generate", "tiny"], {}, 2, "Missing argument"),
         (["generate", "tiny", "Hi", "--max-token", "3"], {}, 2, "--max-tokens"),
