@@ -29,10 +29,10 @@ MODEL = "tiny"
 ANIMALS = ("fox", "bear", "cat", "frog", "mouse", "dragon")
 NEXT_STEPS = """\
 [bold]Where to go next[/]
-  cellama up                                        everything on this machine, with Flower
-  cellama chat tiny "What is the capital of France?"
-  cellama up -m chat=/path/to/your-model.gguf       your own model
-  README.md                                         jobs from Python, settings, deployment"""
+  cellama up                           everything on this machine, with Flower
+  cellama chat tiny "Who are you?"     in another terminal
+  cellama up -m chat=/path/to/my.gguf  your own model
+  README.md                            jobs from Python, settings, deployment"""
 
 
 def demo_command() -> None:
