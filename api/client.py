@@ -6,52 +6,36 @@ import asyncio
 import difflib
 import math
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import redis
 from celery.exceptions import TaskRevokedError
 from celery.exceptions import TimeoutError as CeleryTimeoutError
 from celery.result import AsyncResult
-from kombu.exceptions import OperationalError
 from redis.asyncio import Redis as AsyncRedis
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from cellama.config import get_settings
 from cellama.tasks import app, chat, embed, generate
-from cellama.tasks.contract.errors import JobCancelled, JobTimeout, RedisUnreachable, UnknownModel
+from cellama.tasks.contract.errors import JobCancelled, JobTimeout, UnknownModel
 from cellama.tasks.contract.events import Event
 from cellama.tasks.contract.names import DEFAULT_MODEL, queue_keys
+from cellama.tasks.reaching import reaching_redis
 from cellama.tasks.reader import STREAM_TIMEOUT_S, astream_events, stream_events
 from cellama.tasks.registry import WorkerEntry, live_workers
 
 CONNECT_TIMEOUT_S = 3.0
 RESULT_AFTER_END_S = 30.0  # the result is stored right after the terminal event
-_UNREACHABLE = (RedisConnectionError, RedisTimeoutError, OperationalError)
 
 
 class _Core:
     """What both clients do, blocking. Redis is that of the settings."""
 
     def __init__(self) -> None:
-        self._url = get_settings().redis_url
-        self._redis = redis.Redis.from_url(self._url, socket_connect_timeout=CONNECT_TIMEOUT_S)
-
-    @contextmanager
-    def reaching_redis(self) -> Iterator[None]:
-        """Turns the many ways in which Redis does not answer into RedisUnreachable."""
-        try:
-            yield
-        except _UNREACHABLE as error:
-            masked = get_settings().redis_url_masked
-            raise RedisUnreachable(
-                f"Redis at {masked} does not answer ({error}); start it (`cellama up` does), or set CELLAMA_REDIS_URL"
-            ) from None
+        self._redis = redis.Redis.from_url(get_settings().redis_url, socket_connect_timeout=CONNECT_TIMEOUT_S)
 
     def submit(self, task: Any, model: str, content: Any, wait: bool, params: dict[str, Any]) -> AsyncResult:
         task.parse((model, content), params)  # the caller's mistakes first, then the world's
-        with self.reaching_redis():
+        with reaching_redis():
             self._redis.ping()  # Celery itself would retry for a long time
             if not wait:
                 self._check_served(model)
@@ -71,7 +55,7 @@ class _Core:
         raise UnknownModel(f"no live worker serves a model {model!r}; {hint}")
 
     def result(self, job_id: str, timeout_s: float | None) -> dict[str, Any]:
-        with self.reaching_redis():
+        with reaching_redis():
             try:
                 result: dict[str, Any] = AsyncResult(job_id, app=app).get(timeout=timeout_s, interval=0.05)
                 return result
@@ -85,24 +69,24 @@ class _Core:
         return JobTimeout(f"job {job_id} has no result after {timeout_s} s; it goes on: ask again, or cancel it")
 
     def is_ready(self, job_id: str) -> bool:
-        with self.reaching_redis():
+        with reaching_redis():
             return bool(AsyncResult(job_id, app=app).ready())
 
     def cancel(self, job_id: str) -> None:
-        with self.reaching_redis():
+        with reaching_redis():
             self._redis.ping()
             app.control.revoke(job_id, terminate=True)
 
     def stream(self, job_id: str, after: int, timeout_s: float) -> Iterator[Event]:
-        with self.reaching_redis():
+        with reaching_redis():
             yield from stream_events(self._redis, job_id, after, timeout_s)
 
     def workers(self) -> list[WorkerEntry]:
-        with self.reaching_redis():
+        with reaching_redis():
             return live_workers(self._redis)
 
     def queue_depths(self, models: list[str]) -> dict[str, int]:
-        with self.reaching_redis():
+        with reaching_redis():
             pipeline = self._redis.pipeline(transaction=False)
             for model in models:
                 for key in queue_keys(model):
@@ -259,7 +243,7 @@ class AsyncClient:
         return await self._submit(embed, model, texts, wait, params)
 
     async def stream(self, job_id: str, after: int = -1, timeout: float = STREAM_TIMEOUT_S) -> AsyncIterator[Event]:
-        with self._core.reaching_redis():
+        with reaching_redis():
             async for event in astream_events(self._redis, job_id, after, timeout):
                 yield event
 

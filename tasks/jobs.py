@@ -13,6 +13,7 @@ from .app import app
 from .contract.errors import JobFailed
 from .contract.names import SUBMITTED_AT_HEADER, TASK_CHAT, TASK_EMBED, TASK_GENERATE, queue_name
 from .contract.payloads import ChatJob, EmbedJob, GenerateJob, parse_job
+from .reaching import reaching_redis
 
 Payload = GenerateJob | ChatJob | EmbedJob
 Result = dict[str, Any]
@@ -27,7 +28,7 @@ class JobTask(Task):  # type: ignore[misc]
     throws = (JobFailed,)  # expected: Celery logs one line, without a trace
 
     def apply_async(self, args: Any = None, kwargs: Any = None, **options: Any) -> AsyncResult:
-        """Queues the job on its model's queue with its priority. Raises InvalidJob."""
+        """Queues the job on its model's queue with its priority. Raises InvalidJob, RedisUnreachable."""
         job = self.parse(args or (), kwargs or {})
         options.setdefault("queue", queue_name(job.model))
         options.setdefault("priority", job.priority)
@@ -35,7 +36,8 @@ class JobTask(Task):  # type: ignore[misc]
         # Flower and the logs show these instead of the arguments: prompts are nobody else's business.
         options.setdefault("argsrepr", f"({job.model!r}, …)")
         options.setdefault("kwargsrepr", repr({k: v for k, v in (kwargs or {}).items() if k not in self.positional}))
-        return super().apply_async(args, kwargs, **options)
+        with reaching_redis():
+            return super().apply_async(args, kwargs, **options)
 
     def parse(self, args: Any, kwargs: Any) -> Any:
         """The payload of a call. Raises InvalidJob."""

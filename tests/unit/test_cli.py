@@ -95,6 +95,17 @@ def test_prompt_from_stdin_must_be_utf8(tmp_path: Path) -> None:
     assert b"stdin is not valid UTF-8 at byte 3" in done.stderr
 
 
+def test_delay_without_redis_raises_what_says_so(tmp_path: Path) -> None:
+    code = (
+        "from cellama.tasks import generate\nfrom cellama.tasks.contract.errors import RedisUnreachable\n"
+        "try:\n    generate.delay('tiny', 'Hi')\nexcept RedisUnreachable as error:\n    print(error)"
+    )
+    environment = clean_environment(CELLAMA_REDIS_URL="redis://:secret@127.0.0.1:1/0")
+    argv = [sys.executable, "-c", code]
+    done = subprocess.run(argv, cwd=tmp_path, env=environment, capture_output=True, timeout=60, text=True)
+    assert done.stdout.startswith("Redis at redis://:***@127.0.0.1:1/0 does not answer"), done.stderr
+
+
 IMPORTS = """
 import json, sys, time
 import celery, celery.app.task, celery.result, kombu, redis
