@@ -2,8 +2,8 @@
 
     python -m cellama.bench.concurrency            32 jobs on one worker with 16 slots
 
-Prints a table and one JSON line. The model is the bundled one padded to the cost of 150M parameters (see padded.py): as it is,
-it fits into the CPU's cache, and a batch gains little. The worker, Redis and the producer share this machine.
+Prints a table and one JSON line. The model is the bundled one padded to the cost of 160M parameters (see padded.py):
+as it is, it fits into the CPU's cache, and a batch gains little. Worker, Redis and producer share this machine.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from cellama.api.local import wait_for_worker
 from cellama.api.redis_server import RedisServer
 from cellama.api.supervisor import Supervisor, worker_child
 
 from .padded import write_padded
 
-PATIENCE_S = 600.0
+PATIENCE_S = 120.0
 ANIMALS = ("fox", "bear", "cat", "frog", "mouse", "dragon")
 
 
@@ -55,7 +56,7 @@ def measure(count: int, max_tokens: int, rounds: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--params", type=float, default=150.0, help="pad the bundled model to so many million")
+    parser.add_argument("--params", type=float, default=160.0, help="pad the bundled model to so many million")
     parser.add_argument("--jobs", type=int, default=32)
     parser.add_argument("--slots", type=int, default=16)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
@@ -70,6 +71,7 @@ def main() -> None:
         worker = Supervisor([worker_child(log_path=Path(folder) / "worker.log")])
         worker.start()
         try:
+            wait_for_worker(redis.url, worker.children[0])
             found = measure(args.jobs, args.max_tokens, args.rounds)
         finally:
             worker.stop()

@@ -1,9 +1,10 @@
-"""Makes the bundled model as slow as a real one without changing what it writes.
+"""Makes the bundled model as slow as a real one without making it less sure.
 
-    python -m cellama.bench.padded big.gguf --params 150
+    python -m cellama.bench.padded big.gguf --params 160
 
-Extra layers read and multiply random weights (Q8_0) like any layer, but their output matrices are zero, so they add nothing.
-Benchmarks that compare texts need this: random-weight models have near ties, and the bundled one fits into the CPU's cache.
+Every layer's feed-forward part is widened, and layers are added: they read and multiply random weights like any other,
+but what leads out of them is zero, so they add nothing. Then all matrices become Q8_0. Benchmarks that compare
+texts need this: random-weight models have near ties, and the bundled model fits into the CPU's cache.
 """
 
 from __future__ import annotations
@@ -18,35 +19,43 @@ from numpy.typing import NDArray
 from cellama.engine.bundled import TINY_PATH
 
 Q8_0 = gguf.GGMLQuantizationType.Q8_0
-EXTRA_FF = 8192  # width of the extra layers
-_REPLACED = ("llama.block_count", "llama.feed_forward_length", "general.architecture")
+N_FF = 8192  # of every layer of the padded model
+_REPLACED = ("llama.block_count", "llama.feed_forward_length", "general.architecture", "general.file_type")
+Array = NDArray[np.float16]
 
 
 def write_padded(path: Path, params_m: float, *, seed: int = 0) -> None:
-    """Writes the bundled model with extra layers up to about `params_m` million parameters."""
+    """Writes the bundled model padded to about `params_m` million parameters, matrices in Q8_0."""
     reader = gguf.GGUFReader(TINY_PATH)
-    n_embd, n_layer, n_ff = (
-        int(_value(reader, key)) for key in ("embedding_length", "block_count", "feed_forward_length")
-    )
-    d_kv = n_embd // int(_value(reader, "attention.head_count")) * int(_value(reader, "attention.head_count_kv"))
-    per_layer = 2 * n_embd * n_embd + 2 * n_embd * d_kv + 3 * n_embd * EXTRA_FF
-    extra = max(0, round(params_m * 1e6 / per_layer))
+    n_embd, n_layer = _value(reader, "embedding_length"), _value(reader, "block_count")
+    total = max(n_layer, round(params_m * 1e6 / (3 * n_embd * N_FF)))
     writer = gguf.GGUFWriter(path, "llama")
     for field in reader.fields.values():
         if not field.name.startswith("GGUF.") and field.name not in _REPLACED:
             array = field.types[0] == gguf.GGUFValueType.ARRAY
             writer.add_key_value(field.name, field.contents(), field.types[0], field.types[-1] if array else None)
-    writer.add_block_count(n_layer + extra)
-    writer.add_feed_forward_length([n_ff] * n_layer + [EXTRA_FF] * extra)
-    for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
+    writer.add_block_count(total)
+    writer.add_feed_forward_length(N_FF)
     rng = np.random.default_rng(seed)
-    for layer in range(n_layer, n_layer + extra):
-        _add_layer(writer, layer, n_embd, d_kv, rng)
+    tensors = {tensor.name: tensor.data for tensor in reader.tensors}
+    for name, data in tensors.items():
+        _add(writer, name, _widen(name, data, rng))
+    for layer in range(n_layer, total):
+        for name, data in tensors.items():
+            if name.startswith("blk.0."):
+                _add(writer, name.replace("blk.0.", f"blk.{layer}."), _silent(name, _widen(name, data, rng)))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _add(writer: gguf.GGUFWriter, name: str, data: Array) -> None:
+    if data.ndim == 2:
+        writer.add_tensor(name, gguf.quantize(data.astype(np.float32), Q8_0), raw_dtype=Q8_0)
+    else:
+        writer.add_tensor(name, data)
 
 
 def _value(reader: gguf.GGUFReader, key: str) -> int:
@@ -55,27 +64,25 @@ def _value(reader: gguf.GGUFReader, key: str) -> int:
     return int(field.contents())
 
 
-def _add_layer(writer: gguf.GGUFWriter, layer: int, n_embd: int, d_kv: int, rng: np.random.Generator) -> None:
-    shapes = {"attn_q": (n_embd, n_embd), "attn_k": (d_kv, n_embd), "attn_v": (d_kv, n_embd)}
-    shapes |= {"ffn_gate": (EXTRA_FF, n_embd), "ffn_up": (EXTRA_FF, n_embd)}
-    zeros = {"attn_output": (n_embd, n_embd), "ffn_down": (n_embd, EXTRA_FF)}
-    for name in ("attn_norm", "ffn_norm"):
-        writer.add_tensor(f"blk.{layer}.{name}.weight", np.ones(n_embd, dtype=np.float32))
-    for name, shape in shapes.items():
-        values = rng.standard_normal(shape, dtype=np.float32) / np.float32(np.sqrt(n_embd))
-        _add_quantized(writer, f"blk.{layer}.{name}.weight", values)
-    for name, shape in zeros.items():
-        _add_quantized(writer, f"blk.{layer}.{name}.weight", np.zeros(shape, dtype=np.float32))
+def _widen(name: str, data: Array, rng: np.random.Generator) -> Array:
+    """A feed-forward matrix at the new width: random rows lead in, zero columns lead out."""
+    if "ffn_gate" in name or "ffn_up" in name:
+        more = rng.standard_normal((N_FF - data.shape[0], data.shape[1]), dtype=np.float32)
+        return np.concatenate([data, (more / np.sqrt(data.shape[1])).astype(np.float16)])
+    if "ffn_down" in name:
+        return np.concatenate([data, np.zeros((data.shape[0], N_FF - data.shape[1]), dtype=np.float16)], axis=1)
+    return data
 
 
-def _add_quantized(writer: gguf.GGUFWriter, name: str, values: NDArray[np.float32]) -> None:
-    writer.add_tensor(name, gguf.quantize(values, Q8_0), raw_dtype=Q8_0)
+def _silent(name: str, data: Array) -> Array:
+    """Zeros for what leads out of an added layer."""
+    return np.zeros_like(data) if "attn_output" in name or "ffn_down" in name else data
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", type=Path)
-    parser.add_argument("--params", type=float, default=150.0, help="millions of parameters in all, about")
+    parser.add_argument("--params", type=float, default=160.0, help="millions of parameters in all, about")
     args = parser.parse_args()
     write_padded(args.path, args.params)
     print(f"{args.path}: {args.path.stat().st_size / 1e6:.1f} MB")

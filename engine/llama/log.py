@@ -9,14 +9,15 @@ from collections import deque
 import llama_cpp.llama_cpp as lib
 
 log = logging.getLogger("cellama.engine.llama")
-_LEVELS = {2: logging.DEBUG, 3: logging.WARNING}  # ggml.h: 2 warn, 3 error; its errors are our warnings
+_WARN, _ERROR = 3, 4  # ggml.h: ggml_log_level
+_LEVELS = {_WARN: logging.DEBUG, _ERROR: logging.WARNING}  # what matters to us is raised, with its words
 _last_errors: deque[str] = deque(maxlen=4)
 
 
 @lib.llama_log_callback  # type: ignore[untyped-decorator]
 def _on_log(level: int, text: bytes, _user_data: ctypes.c_void_p) -> None:
     message = text.decode(errors="replace").strip()
-    if level == 3 and message:
+    if level == _ERROR and message:
         _last_errors.append(message)
     if level in _LEVELS and message:
         log.log(_LEVELS[level], "%s", message)
