@@ -19,7 +19,7 @@ from typing import Any, Literal
 from uuid import uuid4
 
 from .backend import Backend, DecodeError
-from .errors import DecodeFailed, EngineError, EngineStopped, InvalidRequest
+from .errors import DecodeFailed, EngineError, EngineStopped, InvalidRequest, nearest
 from .events import EngineSnapshot, Event, Finished, FinishReason, RequestStats, Started, StepStats, Text
 from .handle import CancelReason, Handle
 from .params import MAX_SEED, EngineOptions, Request, SamplingParams
@@ -134,9 +134,9 @@ class Engine:
     def _request(self, prompt: str | Seq[int], timeout_s: float | None, *, stream: bool, **params: Any) -> Request:
         tokens = self._vocabulary.tokenize(prompt) if isinstance(prompt, str) else list(prompt)
         sampling = {name: params.pop(name) for name in SamplingParams.__dataclass_fields__ if name in params}
-        unknown = params.keys() - Request.__dataclass_fields__.keys()
-        if unknown:
-            raise InvalidRequest(f"unknown parameter {', '.join(sorted(unknown))}")
+        known = Request.__dataclass_fields__.keys() | SamplingParams.__dataclass_fields__.keys()
+        for name in params.keys() - known:
+            raise InvalidRequest(f"unknown parameter {name!r}; {nearest(name, known)}")
         request_id = params.pop("id", None) or uuid4().hex
         return Request(
             request_id, tuple(tokens), SamplingParams(**sampling), timeout_s=timeout_s, stream=stream, **params

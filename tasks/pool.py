@@ -88,6 +88,7 @@ class TaskPool(BasePool):  # type: ignore[misc]
     def on_start(self) -> None:
         self._numbers = itertools.count(1)
         self._jobs: dict[int, tuple[JobControl, Future[None]]] = {}
+        # Celery takes no more jobs than `limit`, which grows and shrinks; this is only a bound on threads.
         self._executor = ThreadPoolExecutor(max_workers=1024, thread_name_prefix="cellama-job")
 
     def on_apply(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from redis import Redis
 from redis.client import Pipeline
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import OutOfMemoryError, ReadOnlyError, RedisError, ResponseError
 
 from .contract import events
 from .contract.events import EVENT_FIELD, Event
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.5
+CLOSING_ATTEMPTS = 4
 ALREADY_WRITTEN = "equal or smaller"  # Redis on an XADD whose id stands there: the reply of the first was lost
 
 Batch = list[tuple[str, Event]]  # job id, event without its seq
@@ -79,17 +80,17 @@ class Publisher:
     def _write(self, batch: Batch) -> None:
         """Writes a batch until Redis took it. Entries have fixed ids, so writing them twice changes nothing."""
         numbered = [(job_id, self._number(job_id, event)) for job_id, event in batch]
-        attempts = 3 if self._closing.is_set() else None
-        while attempts is None or attempts > 0:
+        failures = failures_while_closing = 0
+        while failures_while_closing < CLOSING_ATTEMPTS:
             try:
                 self._check(self._pipeline(numbered).execute(raise_on_error=False))
                 return
             except RedisError as error:
-                log.warning("events of %d job(s) wait for Redis: %s", len({j for j, _ in batch}), error)
-                if self._closing.wait(RETRY_S) and attempts is None:
-                    attempts = 3
-                attempts = None if attempts is None else attempts - 1
-                time.sleep(RETRY_S if attempts else 0)
+                if not failures:
+                    log.warning("events of %d job(s) wait for Redis: %s", len({j for j, _ in batch}), error)
+            failures += 1
+            failures_while_closing += self._closing.is_set()
+            time.sleep(RETRY_S)
         log.error("%d events were not written: Redis did not answer before the worker ended", len(batch))
 
     def _number(self, job_id: str, event: Event) -> Event:
@@ -113,8 +114,10 @@ class Publisher:
         return pipeline
 
     def _check(self, replies: list[object]) -> None:
+        """Raises what may pass, so that the batch is written again; one event that Redis refuses holds up no other."""
         for reply in replies:
-            if isinstance(reply, ResponseError) and ALREADY_WRITTEN in str(reply):
-                continue
-            if isinstance(reply, Exception):
+            if isinstance(reply, ResponseError) and not isinstance(reply, OutOfMemoryError | ReadOnlyError):
+                if ALREADY_WRITTEN not in str(reply):
+                    log.error("Redis refused an event: %s", reply)
+            elif isinstance(reply, Exception):
                 raise reply

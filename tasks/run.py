@@ -53,7 +53,7 @@ class JobRun:
         self._runtime = runtime
         self._control = current_job()
         self._engine_ends_stream = False
-        sent = getattr(task.request, SUBMITTED_AT_HEADER, None) or (task.request.headers or {}).get(SUBMITTED_AT_HEADER)
+        sent = getattr(task.request, SUBMITTED_AT_HEADER, None)  # Celery makes attributes of message headers
         waited_s = max(0.0, time.time() - sent) if isinstance(sent, int | float) else 0.0
         self._submitted_at = time.monotonic() - waited_s
 

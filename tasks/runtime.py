@@ -15,7 +15,7 @@ from .registry import Registration
 log = logging.getLogger(__name__)
 
 SOCKET_TIMEOUT_S = 10
-_NOT_OPTIONS = {"id", "source", "default", "capabilities"}
+NOT_OPTIONS = {"id", "source", "default", "capabilities"}
 
 
 class Runtime:
@@ -40,7 +40,7 @@ class Runtime:
         self._redis = redis
 
     def _load(self, model: ModelSettings) -> None:
-        options = EngineOptions(**model.model_dump(exclude=_NOT_OPTIONS))
+        options = EngineOptions(**model.model_dump(exclude=NOT_OPTIONS))
         self.manager.load(
             model.id,
             model.source,

@@ -16,6 +16,7 @@ from redis import Redis
 from cellama.api.redis_server import RedisServer
 from cellama.tasks import app, chat, embed, generate
 from cellama.tasks.contract.keys import journal_key
+from cellama.tasks.contract.names import SUBMITTED_AT_HEADER
 
 from ..conftest import PATIENCE_S, SLOTS, WorkerProcess, clean_environment, wait_until
 from .conftest import GREEDY
@@ -168,6 +169,15 @@ def _prompt(index: int) -> str:
     return (
         " ".join(["Once upon a time, there was a little fox."] * (index % 5)) + f"Once upon a time, a little {animal}"
     )
+
+
+def test_times_count_from_the_submission_that_the_message_tells(events_of: EventsOf) -> None:
+    headers = {SUBMITTED_AT_HEADER: time.time() - 100}
+    job = generate.apply_async(("tiny", "Once"), {"max_tokens": 2}, headers=headers)
+    assert 100_000 <= job.get(timeout=PATIENCE_S)["timings"]["queue_ms"] < 200_000
+    late = generate.apply_async(("tiny", "Once"), {"max_tokens": 2, "timeout": 50}, headers=headers)
+    assert late.get(timeout=PATIENCE_S)["finish_reason"] == "timeout"
+    assert events_of(late.id)[-1]["usage"]["completion_tokens"] == 0
 
 
 def test_timeout_keeps_the_text_and_counts_from_submission(events_of: EventsOf) -> None:

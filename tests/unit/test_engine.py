@@ -244,7 +244,7 @@ def test_engine_refuses_at_once_what_can_never_run(make_engine: MakeEngine) -> N
         engine.submit(request("x" * 256))
     with pytest.raises(InvalidRequest, match=r"token ids outside 0\.\.256"):
         engine.submit(Request("r", (5, 999)))
-    with pytest.raises(InvalidRequest, match="unknown parameter max_token"):
+    with pytest.raises(InvalidRequest, match="unknown parameter 'max_token'; did you mean 'max_tokens'"):
         engine.generate("hi", max_token=3)
 
 

@@ -52,6 +52,15 @@ def test_publisher_journal_of_an_unfinished_job_goes_away_too(redis: fakeredis.F
     assert 3600 < redis.ttl(journal_key("a")) <= 86400
 
 
+def test_publisher_goes_on_when_redis_refuses_the_events_of_one_job(redis: fakeredis.FakeRedis) -> None:
+    redis.set(journal_key("broken"), "not a stream")
+    publisher = Publisher(redis, Settings(), "w")
+    publisher.publish("broken", events.done("stop", {}))
+    publisher.publish("good", events.done("stop", {}))
+    assert publisher.close()
+    assert [e["seq"] for e in journal(redis, "good")] == [0]
+
+
 class Flaky(fakeredis.FakeRedis):
     """Loses the reply of the first pipeline after it was executed, and never gets the second one."""
 

@@ -9,7 +9,7 @@ import pytest
 
 from cellama.config import Settings, SettingsError, get_settings, mask_url
 from cellama.engine import EngineOptions
-from cellama.tasks.runtime import _NOT_OPTIONS
+from cellama.tasks.runtime import NOT_OPTIONS
 
 SetVariables = Callable[..., None]
 
@@ -98,5 +98,5 @@ def test_settings_hide_the_password(settings_environment: SetVariables) -> None:
 def test_settings_of_a_model_are_the_engine_options() -> None:
     """Each option is said twice, for people and for the library; names and defaults must not drift apart."""
     model = Settings.model_fields["models"].default[0].__class__
-    options = {n: f.default for n, f in model.model_fields.items() if n not in _NOT_OPTIONS}
+    options = {n: f.default for n, f in model.model_fields.items() if n not in NOT_OPTIONS}
     assert options == {name: f.default for name, f in EngineOptions.__dataclass_fields__.items()}
