@@ -25,6 +25,7 @@ class JobTask(Task):  # type: ignore[misc]
     abstract = True
     payload: type[Payload]
     positional: tuple[str, str]
+    Request = "cellama.tasks.request:JobRequest"
     throws = (JobFailed,)  # expected: Celery logs one line, without a trace
 
     def apply_async(self, args: Any = None, kwargs: Any = None, **options: Any) -> AsyncResult:

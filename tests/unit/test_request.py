@@ -1,0 +1,49 @@
+"""The message of a job is settled once, whoever comes first."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from kombu.message import Message
+
+from cellama.tasks import app, generate
+from cellama.tasks.request import JobRequest
+
+
+def a_request(**handlers: Any) -> JobRequest:
+    headers = {"id": str(uuid.uuid4()), "task": generate.name, "lang": "py"}
+    body = ((), {}, {})
+    message = Message(body=body, headers=headers)
+    return JobRequest(message, app=app, body=body, headers=headers, decoded=True, **handlers)
+
+
+@pytest.mark.parametrize("second", ["acknowledge", "reject"])
+@pytest.mark.parametrize("first", ["acknowledge", "reject"])
+def test_a_message_is_settled_once_when_two_threads_end_its_job(first: str, second: str) -> None:
+    settled: list[str] = []
+
+    def settle(kind: str) -> Callable[..., None]:
+        def settled_as(*_: Any) -> None:
+            settled.append(kind)
+            # Just then, before Celery notes that the first has settled it, another thread settles it too.
+            if len(settled) == 1:
+                other = threading.Thread(target=getattr(request, second))
+                other.start()
+                other.join(10)
+
+        return settled_as
+
+    request = a_request(on_ack=settle("acknowledge"), on_reject=settle("reject"))
+    getattr(request, first)()
+    assert settled == [first]
+    assert request.acknowledged
+
+
+def test_jobs_are_held_by_such_requests() -> None:
+    from kombu.utils.imports import symbol_by_name
+
+    assert symbol_by_name(generate.Request) is JobRequest
