@@ -45,7 +45,11 @@ class ModelSettings(BaseModel):
     flash_attention: Literal["auto", "on", "off"] = "auto"
     cache_type_k: CacheType = "f16"
     cache_type_v: CacheType = "f16"
-    batch_strategy: Literal["decode_maximal"] = "decode_maximal"
+    batch_strategy: str = Field(
+        default="adaptive",
+        pattern=r"^(adaptive|decode_maximal|prefill_priority|balanced|[\w.]+:\w+)$",
+        description="adaptive, decode_maximal, prefill_priority, balanced, or package.module:Class",
+    )
 
 
 # A second thread makes so small a model slower when anything else runs: llama.cpp's threads wait for each other.

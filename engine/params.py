@@ -112,7 +112,7 @@ class EngineOptions:
     flash_attention: FlashAttention = "auto"
     cache_type_k: str = "f16"
     cache_type_v: str = "f16"
-    batch_strategy: str = "decode_maximal"
+    batch_strategy: str = "adaptive"  # see strategies.py; or the import path of your own, package.module:Class
 
     def __post_init__(self) -> None:
         for name in ("n_parallel", "n_batch", "n_ubatch", "chunk_size"):

@@ -115,7 +115,7 @@ class Scheduler:
     def _views(self) -> list[SlotView]:
         busy = [s for s in self.slots if s is not None]
         busy.sort(key=lambda s: s.admitted_at or 0.0)
-        return [SlotView(_slot_of(s), s.num_pending, s.state is State.DECODING) for s in busy]
+        return [_view(s) for s in busy]
 
     def _check_shares(self, shares: list[Share], views: list[SlotView]) -> None:
         pending = {view.slot: min(view.num_pending, self.limits.chunk_size) for view in views}
@@ -171,6 +171,7 @@ class Scheduler:
         return sum(s.num_computed for s in self.slots if s is not None)
 
 
-def _slot_of(sequence: Sequence) -> int:
+def _view(sequence: Sequence) -> SlotView:
     assert sequence.slot is not None
-    return sequence.slot
+    decoding = sequence.state is State.DECODING
+    return SlotView(sequence.slot, sequence.num_pending, decoding, sequence.request.priority)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,6 +20,7 @@ class SlotView:
     slot: int
     num_pending: int
     decoding: bool
+    priority: int = 3  # of its request: 0 is the most urgent, 9 the least
 
 
 Share = tuple[int, int]  # slot, number of its pending tokens in this step's batch
@@ -42,6 +44,43 @@ class DecodeMaximal:
         shares = [(view.slot, 1) for view in slots if view.decoding][:budget]
         prefilling = [view for view in slots if not view.decoding]
         return shares + equal_chunks(prefilling, budget - len(shares), chunk_size)
+
+
+class PrefillPriority:
+    """Prefill chunks first, decode tokens from what is left: for throughput. Prefill ends, so no decode starves."""
+
+    def build_batch(self, slots: Seq[SlotView], budget: int, chunk_size: int, queue_depth: int) -> list[Share]:
+        prefilling = [view for view in slots if not view.decoding]
+        shares = equal_chunks(prefilling, budget, chunk_size)
+        left = budget - sum(count for _, count in shares)
+        return shares + [(view.slot, 1) for view in slots if view.decoding][:left]
+
+
+class Balanced:
+    """Half of the budget for decode tokens, half for prefill; what one side does not need goes to the other."""
+
+    def build_batch(self, slots: Seq[SlotView], budget: int, chunk_size: int, queue_depth: int) -> list[Share]:
+        decoding = [view.slot for view in slots if view.decoding]
+        prefilling = [view for view in slots if not view.decoding]
+        wanted = sum(min(view.num_pending, chunk_size) for view in prefilling)
+        num_decode = min(len(decoding), max(budget - wanted, (budget + 1) // 2))
+        shares = [(slot, 1) for slot in decoding[:num_decode]]
+        return shares + equal_chunks(prefilling, budget - num_decode, chunk_size)
+
+
+INTERACTIVE_PRIORITY = 5  # requests up to this priority have somebody who waits for each token
+
+
+class Adaptive:
+    """PrefillPriority while only bulk requests have slots, DecodeMaximal as soon as an interactive one does."""
+
+    def __init__(self) -> None:
+        self._bulk, self._interactive = PrefillPriority(), DecodeMaximal()
+
+    def build_batch(self, slots: Seq[SlotView], budget: int, chunk_size: int, queue_depth: int) -> list[Share]:
+        interactive = any(view.priority <= INTERACTIVE_PRIORITY for view in slots)
+        chosen: Strategy = self._interactive if interactive else self._bulk
+        return chosen.build_batch(slots, budget, chunk_size, queue_depth)
 
 
 MIN_CHUNK = 128  # tokens: docs/adr/002-prefill-chunks.md
@@ -73,11 +112,32 @@ def _largest_equal_size(needs: list[int], budget: int) -> int:
     return max(needs)
 
 
-STRATEGIES: dict[str, type[Strategy]] = {"decode_maximal": DecodeMaximal}
+STRATEGIES: dict[str, type[Strategy]] = {
+    "adaptive": Adaptive,
+    "balanced": Balanced,
+    "decode_maximal": DecodeMaximal,
+    "prefill_priority": PrefillPriority,
+}
 
 
 def make_strategy(name: str) -> Strategy:
-    """The strategy of that name. Raises InvalidRequest with the nearest known name."""
+    """The strategy of that name, or of an import path `package.module:Class`. Raises InvalidRequest."""
+    if ":" in name:
+        return _import_strategy(name)
     if name not in STRATEGIES:
-        raise InvalidRequest(f"batch_strategy is {name!r}; {nearest(name, STRATEGIES)}")
+        raise InvalidRequest(
+            f"batch_strategy is {name!r}; {nearest(name, STRATEGIES)}, or the import path of your own (module:Class)"
+        )
     return STRATEGIES[name]()
+
+
+def _import_strategy(path: str) -> Strategy:
+    module, _, attribute = path.partition(":")
+    try:
+        strategy = getattr(importlib.import_module(module), attribute)()
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise InvalidRequest(f"batch_strategy {path!r} can't be made: {error}") from None
+    if not callable(getattr(strategy, "build_batch", None)):
+        raise InvalidRequest(f"batch_strategy {path!r} has no method build_batch (see cellama.engine.strategies)")
+    made: Strategy = strategy
+    return made

@@ -23,6 +23,7 @@ from cellama.engine import (
     WrongCapability,
 )
 from cellama.engine.bundled import TINY_PATH
+from cellama.engine.strategies import STRATEGIES
 
 PATIENCE_S = 60
 GREEDY = SamplingParams(temperature=0)
@@ -31,7 +32,7 @@ STORY = "Once upon a time, there was a little fox. "
 PROMPTS = [STORY * (i % 6) + f"Once upon a time, a {ANIMALS[i % 6]}" for i in range(24)]
 
 
-def options(**values: int) -> EngineOptions:
+def options(**values: int | str) -> EngineOptions:
     """Options with one thread: on a busy machine several would wait for each other."""
     return EngineOptions(threads=1, **values)  # type: ignore[arg-type]
 
@@ -43,7 +44,7 @@ def manager() -> Iterator[ModelManager]:
     manager.close()
 
 
-def texts(manager: ModelManager, name: str, sampling: SamplingParams = GREEDY, **values: int) -> list[str]:
+def texts(manager: ModelManager, name: str, sampling: SamplingParams = GREEDY, **values: int | str) -> list[str]:
     model = manager.load(name, "bundled://tiny", options=options(**values), capabilities=["generate"])
     handles = [
         model.engine.submit(Request(str(i), tuple(model.tokenize(p)), sampling, max_tokens=40))
@@ -57,6 +58,8 @@ def test_greedy_text_is_the_same_alone_and_in_every_kind_of_batch(manager: Model
     assert len(set(alone)) >= 6
     assert texts(manager, "batched", n_parallel=16) == alone
     assert texts(manager, "small chunks", n_parallel=8, chunk_size=7, n_batch=24, n_ubatch=16) == alone
+    for strategy in STRATEGIES:
+        assert texts(manager, strategy, n_parallel=8, n_batch=64, batch_strategy=strategy) == alone
 
 
 def test_sampled_text_depends_on_the_seed_alone(manager: ModelManager) -> None:

@@ -7,10 +7,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from cellama.engine import PromptTooLong, QueueFull, Request
+from cellama.engine import InvalidRequest, PromptTooLong, QueueFull, Request
 from cellama.engine.scheduler import Chunk, Limits, Scheduler
 from cellama.engine.sequence import Sequence, State
-from cellama.engine.strategies import MIN_CHUNK, DecodeMaximal, Share, SlotView, equal_chunks
+from cellama.engine.strategies import (
+    MIN_CHUNK,
+    STRATEGIES,
+    DecodeMaximal,
+    Share,
+    SlotView,
+    equal_chunks,
+    make_strategy,
+)
 
 LIMITS = Limits(n_slots=3, ctx_per_slot=40, budget=8, chunk_size=4)
 
@@ -128,21 +136,77 @@ def test_scheduler_refuses_a_batch_that_a_strategy_got_wrong(shares: list[Share]
         scheduler.schedule()
 
 
-@given(
-    st.lists(st.tuples(st.integers(1, 200), st.booleans()), min_size=1, max_size=20),
-    st.integers(20, 300),
-    st.integers(1, 128),
+VIEWS = st.lists(st.tuples(st.integers(1, 200), st.booleans(), st.integers(0, 9)), min_size=1, max_size=20).map(
+    lambda slots: [SlotView(i, 1 if d else pending, d, priority) for i, (pending, d, priority) in enumerate(slots)]
 )
-def test_decode_maximal_takes_every_decode_and_fills_the_budget(
-    slots: list[tuple[int, bool]], budget: int, chunk_size: int
+
+
+@pytest.mark.parametrize("name", sorted(STRATEGIES))
+@given(views=VIEWS, budget=st.integers(20, 300), chunk_size=st.integers(1, 128))
+def test_strategy_keeps_to_the_budget_and_leaves_nothing_idle(
+    name: str, views: list[SlotView], budget: int, chunk_size: int
 ) -> None:
-    views = [SlotView(i, 1 if decoding else pending, decoding) for i, (pending, decoding) in enumerate(slots)]
+    shares = make_strategy(name).build_batch(views, budget, chunk_size, 0)
+    allowed = {view.slot: min(view.num_pending, chunk_size) for view in views}
+    assert len(dict(shares)) == len(shares)
+    assert all(1 <= count <= allowed[slot] for slot, count in shares)
+    total = sum(count for _, count in shares)
+    assert total <= budget
+    # Equal chunks may leave a rest smaller than the number of slots.
+    assert total >= min(budget, sum(allowed.values())) - len(views)
+
+
+@given(views=VIEWS, budget=st.integers(20, 300), chunk_size=st.integers(1, 128))
+def test_decode_maximal_takes_every_decode(views: list[SlotView], budget: int, chunk_size: int) -> None:
     shares = dict(DecodeMaximal().build_batch(views, budget, chunk_size, 0))
     assert all(shares.get(view.slot) == 1 for view in views if view.decoding)
-    wanted = sum(min(view.num_pending, chunk_size) for view in views)
-    assert sum(shares.values()) <= budget
-    if wanted <= budget:
-        assert sum(shares.values()) == wanted
+
+
+def test_strategies_split_a_tight_budget_as_they_say() -> None:
+    views = [SlotView(i, 1, True, 9) for i in range(8)] + [SlotView(8 + i, 500, False, 9) for i in range(2)]
+
+    def tokens(name: str) -> tuple[int, int]:
+        shares = make_strategy(name).build_batch(views, 10, 512, 0)
+        return sum(c for s, c in shares if s < 8), sum(c for s, c in shares if s >= 8)
+
+    assert tokens("decode_maximal") == (8, 2)
+    assert tokens("prefill_priority") == (0, 10)
+    assert tokens("balanced") == (5, 5)
+    assert tokens("adaptive") == tokens("prefill_priority")
+    views[0] = SlotView(0, 1, True, 3)
+    assert tokens("adaptive") == tokens("decode_maximal")
+
+
+class Mine:
+    """A strategy of a user: one slot at a time."""
+
+    def build_batch(self, slots: list[SlotView], budget: int, chunk_size: int, queue_depth: int) -> list[Share]:
+        return [(slots[0].slot, min(slots[0].num_pending, budget, chunk_size))]
+
+
+def test_strategy_by_import_path_is_used() -> None:
+    assert type(make_strategy(f"{__name__}:Mine")).__name__ == "Mine"
+    for path, message in {
+        "nowhere.module:X": "can't be made: No module",
+        f"{__name__}:Nothing": "has no attribute 'Nothing'",
+        f"{__name__}:State": "can't be made",
+        "builtins:dict": "has no method build_batch",
+        "decode_maximum": "did you mean 'decode_maximal'",
+    }.items():
+        with pytest.raises(InvalidRequest, match=message):
+            make_strategy(path)
+
+
+@pytest.mark.parametrize("name", [*sorted(STRATEGIES), "mine"])
+def test_nobody_starves_under_any_strategy(name: str) -> None:
+    strategy = Mine() if name == "mine" else make_strategy(name)
+    scheduler = Scheduler(LIMITS, strategy)
+    waiting = [sequence(1 + i % 30, priority=i % 10) for i in range(12)]
+    for new in waiting:
+        scheduler.enqueue(new)
+    for _ in range(12 * 40):
+        run_step(scheduler)
+    assert all(s.state is State.FINISHED for s in waiting)
 
 
 def test_equal_chunks_are_equal_when_the_budget_serves_everybody() -> None:
