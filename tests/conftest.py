@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import psutil
 import pytest
 from redis import Redis
@@ -21,7 +22,9 @@ from cellama.tasks.registry import live_workers
 PATIENCE_S = 60.0  # generous: the machines are shared
 SLOTS = 16
 MODELS = f'[{{"id": "tiny", "source": "bundled://tiny", "n_parallel": {SLOTS}, "threads": 1, "default": true}}]'
-
+# The same examples in every run; HYPOTHESIS_PROFILE=default looks for new ones.
+hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 REDIS_PORT = free_port()
 
