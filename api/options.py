@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -12,9 +13,8 @@ from pydantic.fields import FieldInfo
 
 from cellama.tasks.contract.payloads import GenerateJob
 
-_NOT_OPTIONS = {"model", "prompt", "stream"}
-_TYPES: dict[str, Any] = {"stop": list[str], "ignore_eos": bool}
-_FLOATS = {"temperature", "top_p", "min_p", "repeat_penalty", "frequency_penalty", "presence_penalty", "timeout"}
+_NOT_OPTIONS = {"model", "prompt", "stream", "n"}
+_FROM_FILE = {"grammar", "json_schema"}
 
 
 def with_generation_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -24,7 +24,8 @@ def with_generation_options(command: Callable[..., None]) -> Callable[..., None]
     @functools.wraps(command)
     def wrapper(**kwargs: Any) -> None:
         given = {name: kwargs.pop(name) for name in fields}
-        command(**kwargs, params={name: value for name, value in given.items() if value not in (None, [])})
+        params = {name: _read(name, value) for name, value in given.items() if value not in (None, [])}
+        command(**kwargs, params=params)
 
     own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "params"]
     options = [_option(name, field) for name, field in fields.items()]
@@ -33,10 +34,39 @@ def with_generation_options(command: Callable[..., None]) -> Callable[..., None]
     return wrapper
 
 
+def _read(name: str, value: Any) -> Any:
+    """The value of an option, or the text of the file that it names."""
+    if name not in _FROM_FILE or not value.startswith("@"):
+        return value
+    try:
+        return Path(value[1:]).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"{value!r}: the file can't be read: {error}", param_hint=_flag(name)) from None
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
 def _option(name: str, field: FieldInfo) -> inspect.Parameter:
-    kind = _TYPES.get(name, float if name in _FLOATS else int)
-    default = "" if field.default is None or field.default in ((), False) else f" (default: {field.default:g})"
-    text = (field.description or name.replace("_", " ")) + default
-    option = typer.Option(f"--{name.replace('_', '-')}", help=text, show_default=False, rich_help_panel="Generation")
-    annotation: Any = Annotated[(kind | None, option)]
+    text = (field.description or name.replace("_", " ")) + _default_text(field.default)
+    flags = f"{_flag(name)}/--no-{_flag(name)[2:]}" if field.default is True else _flag(name)
+    option = typer.Option(flags, help=text, show_default=False, rich_help_panel="Generation")
+    annotation: Any = Annotated[(_kind(field) | None, option)]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _default_text(default: Any) -> str:
+    if default in (None, (), "") or isinstance(default, bool):
+        return ""
+    return f" (default: {default:g})" if isinstance(default, int | float) else f" (default: {default!r})"
+
+
+def _kind(field: FieldInfo) -> Any:
+    """What typer parses an option as, from the default and the annotation of the field."""
+    if isinstance(field.default, tuple):
+        return list[str]
+    if field.default is not None:
+        return type(field.default)
+    names = str(field.annotation)
+    return float if "float" in names else int if "int" in names else str

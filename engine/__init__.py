@@ -8,6 +8,7 @@ from .errors import (
     EmbeddingCancelled,
     EngineError,
     EngineStopped,
+    GrammarFailed,
     InvalidRequest,
     ModelLoadFailed,
     PromptTooLong,
@@ -26,6 +27,7 @@ from .events import (
     StepStats,
     Text,
     Timings,
+    TokenLogprob,
     Usage,
 )
 from .handle import Handle
@@ -45,6 +47,7 @@ __all__ = [
     "EngineStopped",
     "Event",
     "Finished",
+    "GrammarFailed",
     "Handle",
     "InvalidRequest",
     "Model",
@@ -61,6 +64,7 @@ __all__ = [
     "TemplateFailed",
     "Text",
     "Timings",
+    "TokenLogprob",
     "UnknownModel",
     "Usage",
     "WrongCapability",

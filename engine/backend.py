@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from .events import TokenLogprob
+from .kvcache import KvMemory
 from .params import SamplingParams
 from .scheduler import Chunk
 
@@ -51,32 +53,40 @@ class Vocabulary(Protocol):
 class Sampler(Protocol):
     """Chooses tokens for one sequence. Engine thread only."""
 
-    def sample(self, slot: int) -> int:
-        """The next token, from the logits that the last decode left for this slot."""
+    def sample(self, slot: int) -> tuple[int, TokenLogprob | None]:
+        """The next token, from the logits that the last decode left for this slot. Raises GrammarFailed."""
         ...
 
     def close(self) -> None: ...
 
 
-class Backend(Protocol):
-    """A context with one KV stream per slot. Engine thread only, except `vocabulary`."""
+class Backend(KvMemory, Protocol):
+    """A context with the cells of all slots. Engine thread only, except `vocabulary`, `check` and `abort`."""
 
     n_vocab: int
-    ctx_per_slot: int
 
     @property
     def vocabulary(self) -> Vocabulary: ...
+
+    def check(self, params: SamplingParams) -> None:
+        """Raises InvalidRequest for what `new_sampler` could not do: a wrong grammar, an unknown token."""
+        ...
 
     def decode(self, chunks: Sequence[Chunk]) -> None:
         """Fills the KV cells of the chunks, which are in order of slots. Raises DecodeError."""
         ...
 
-    def new_sampler(self, params: SamplingParams, seed: int, history: Sequence[int], *, ban_end: bool) -> Sampler:
-        """A sampler whose penalties have seen `history`; with `ban_end` it never ends a generation."""
+    def abort(self) -> None:
+        """Ends the decode call that runs now, or the next one, with code 2."""
         ...
 
-    def trim(self, slot: int, num_tokens: int) -> None:
-        """Keeps the first `num_tokens` positions of a slot and frees the cells behind them."""
+    def new_sampler(
+        self, params: SamplingParams, seed: int, history: Sequence[int], *, ban_end: bool, num_chosen: int = 0
+    ) -> Sampler:
+        """A sampler for what follows `history`, of whose tokens the last `num_chosen` were sampled before.
+
+        With `ban_end` it never ends a generation. Raises InvalidRequest.
+        """
         ...
 
     def close(self) -> None: ...

@@ -2,7 +2,8 @@
 
     while there is work:  receive → expire → admit → schedule → forward → update → tell
 
-The thread owns the backend, the scheduler and all sequences. Others reach it through the inbox and read snapshots.
+The thread owns the backend, the scheduler, the cache and all sequences. Others reach it through the inbox and read
+snapshots.
 """
 
 from __future__ import annotations
@@ -12,17 +13,18 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal
-from uuid import uuid4
+from typing import Literal
 
-from .backend import Backend, DecodeError
-from .errors import DecodeFailed, EngineError, EngineStopped, InvalidRequest, nearest
+from .backend import Backend, DecodeError, Vocabulary
+from .calling import Generating
+from .errors import DecodeFailed, EngineError, EngineStopped, InvalidRequest
 from .events import EngineSnapshot, Event, Finished, FinishReason, RequestStats, Started, StepStats, Text
+from .group import Group
 from .handle import CancelReason, Handle
-from .params import MAX_SEED, EngineOptions, Request, SamplingParams
+from .kvcache import KvCache
+from .params import MAX_SEED, EngineOptions, Request
 from .scheduler import Chunk, Limits, Scheduler
 from .sequence import Sequence
 from .strategies import make_strategy
@@ -31,37 +33,40 @@ from .text import StopMatch
 
 log = logging.getLogger(__name__)
 
-ABORTED = 2  # llama.h: llama_decode; nothing of the batch counts, the same batch may be tried again
-GENERATE_TIMEOUT_S = 60.0
-CHUNK_TIMEOUT_S = 30.0
+NO_ROOM, ABORTED = 1, 2  # llama.h: llama_decode; nothing of the batch counts, it may be tried again
 CLOSE_TIMEOUT_S = 30.0
 
 Errand = Literal["submit", "stop"] | CancelReason
 Listener = Callable[[tuple[Event, ...]], None]
 
 
-class Engine:
+class Engine(Generating):
     """Serves many requests at once on one backend. Every method may be called from any thread."""
 
     def __init__(self, backend: Backend, options: EngineOptions, name: str = "engine") -> None:
+        """Starts the engine thread, which owns the backend from now on. Raises InvalidRequest."""
         self._backend = backend
-        self._vocabulary = backend.vocabulary
-        limits = Limits(
-            options.n_parallel, backend.ctx_per_slot, options.n_batch, options.chunk_size, options.max_queue
-        )
-        self._scheduler = Scheduler(limits, make_strategy(options.batch_strategy))
+        self._options = options
+        self._cache = KvCache(backend, options.cache_ram_bytes if options.cache_prompt else 0)
+        limits = Limits(options.n_batch, options.chunk_size, options.max_queue)
+        self._scheduler = Scheduler(limits, make_strategy(options.batch_strategy), self._cache)
         self._telemetry = Telemetry(self._scheduler)
         self._listeners: list[Listener] = []
         self._events: list[Event] = []
-        self._sequences: dict[Handle, Sequence] = {}
-        self._handles: dict[Sequence, Handle] = {}
+        self._groups: dict[Handle, Group] = {}
         self._inbox: queue.SimpleQueue[tuple[Errand, Handle | None]] = queue.SimpleQueue()
         self._closed = False
         self._hand_over = threading.Lock()  # nothing enters the inbox after `_closed`
+        self._worth_aborting: Handle | None = None  # whose cancel ends the decode call that runs now
         self._thread = threading.Thread(target=self._run, name=f"cellama-{name}", daemon=True)
         self._thread.start()
 
-    # For callers
+    # For callers, with generate and stream from Generating
+
+    @property
+    def vocabulary(self) -> Vocabulary:  # type: ignore[override]
+        """Text to tokens and back, from any thread."""
+        return self._backend.vocabulary
 
     def submit(self, request: Request, on_event: Callable[[Event], None] | None = None) -> Handle:
         """Hands a request to the engine. `on_event` is called on the engine thread: it must only hand over.
@@ -71,43 +76,16 @@ class Engine:
         self._scheduler.check(len(request.prompt))
         if not all(0 <= token < self._backend.n_vocab for token in request.prompt):
             raise InvalidRequest(f"the prompt has token ids outside 0..{self._backend.n_vocab - 1}")
-        if request.submitted_at is None:
-            request = replace(request, submitted_at=time.monotonic())
+        self._backend.check(request.sampling)
+        request = replace(
+            request,
+            submitted_at=time.monotonic() if request.submitted_at is None else request.submitted_at,
+            cache_prompt=request.cache_prompt and self._options.cache_prompt,
+        )
         handle = Handle(request, self._ask_to_cancel, on_event)
         if not self._put("submit", handle):
             raise EngineStopped("the engine is closed; the request was not taken")
         return handle
-
-    def generate(self, prompt: str | Seq[int], *, timeout_s: float = GENERATE_TIMEOUT_S, **params: Any) -> str:
-        """The text that follows a prompt (text or token ids). `params` as in Request and SamplingParams.
-
-        Raises TimeoutError when it takes longer than `timeout_s`; the slot is free then.
-        """
-        completion = self.submit(self._request(prompt, timeout_s, stream=False, **params)).result()
-        if completion.finish_reason == "timeout":
-            raise TimeoutError(f"the generation took longer than {timeout_s} s; raise timeout_s or lower max_tokens")
-        return completion.text
-
-    def stream(self, prompt: str | Seq[int], *, timeout_s: float = CHUNK_TIMEOUT_S, **params: Any) -> Iterator[str]:
-        """Chunks of text as they become final; leaving the loop cancels the request.
-
-        Raises TimeoutError when a chunk takes longer than `timeout_s`, and the request's EngineError.
-        """
-        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        handle = self.submit(self._request(prompt, None, stream=True, **params), events.put)
-        try:
-            while True:
-                try:
-                    event = events.get(timeout=timeout_s)
-                except queue.Empty:
-                    raise TimeoutError(f"no text for {timeout_s} s; raise timeout_s or see the engine's load") from None
-                if isinstance(event, Text):
-                    yield event.text
-                elif isinstance(event, Finished):
-                    handle.result()
-                    return
-        finally:
-            handle.cancel()
 
     def add_listener(self, listener: Listener) -> None:
         """Calls `listener` once per step with all events, on the engine thread: it must only hand over."""
@@ -127,20 +105,10 @@ class Engine:
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> bool:
         """Fails what is unfinished with EngineStopped and frees the backend; False if a step takes longer."""
-        self._put("stop", None)
+        if self._put("stop", None):
+            self._backend.abort()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
-
-    def _request(self, prompt: str | Seq[int], timeout_s: float | None, *, stream: bool, **params: Any) -> Request:
-        tokens = self._vocabulary.tokenize(prompt) if isinstance(prompt, str) else list(prompt)
-        sampling = {name: params.pop(name) for name in SamplingParams.__dataclass_fields__ if name in params}
-        known = Request.__dataclass_fields__.keys() | SamplingParams.__dataclass_fields__.keys()
-        for name in params.keys() - known:
-            raise InvalidRequest(f"unknown parameter {name!r}; {nearest(name, known)}")
-        request_id = params.pop("id", None) or uuid4().hex
-        return Request(
-            request_id, tuple(tokens), SamplingParams(**sampling), timeout_s=timeout_s, stream=stream, **params
-        )
 
     def _put(self, what: Errand, handle: Handle | None) -> bool:
         with self._hand_over:
@@ -150,8 +118,9 @@ class Engine:
             return True
 
     def _ask_to_cancel(self, handle: Handle, reason: CancelReason) -> None:
-        if not handle.done:
-            self._put(reason, handle)
+        # An abort that comes late hits the next decode call, which is tried again.
+        if not handle.done and self._put(reason, handle) and self._worth_aborting is handle:
+            self._backend.abort()
 
     # The engine thread
 
@@ -172,25 +141,27 @@ class Engine:
             what, handle = self._inbox.get()
             if what == "submit" and handle is not None:
                 self._enqueue(handle)
-        for sequence in self._scheduler.unfinished():
-            self._fail(sequence, error)
+        for group in list(self._groups.values()):
+            self._fail(group, error)
         self._tell()
-        self._telemetry.step([], 0.0, 0.0)
+        self._telemetry.idle()
         self._backend.close()
 
     def _receive(self) -> bool:
         """Takes everything from the inbox, waiting only when there is nothing else to do; False to stop."""
         while not self._inbox.empty() or not self._scheduler.has_work:
+            if self._inbox.empty() and self._cache.save_one_idle():
+                continue  # states go to RAM while nobody waits for a step
             what, handle = self._inbox.get()
             if what == "stop" or handle is None:
                 return False
             if what == "submit":
                 self._enqueue(handle)
-            elif handle in self._sequences:
-                self._finish(self._sequences[handle], what)
+            elif handle in self._groups:
+                self._end_all(self._groups[handle], what)
             if not self._scheduler.has_work:
                 self._tell()
-                self._telemetry.step([], 0.0, 0.0)
+                self._telemetry.idle()
         return True
 
     def _enqueue(self, handle: Handle) -> None:
@@ -198,80 +169,121 @@ class Engine:
         assert request.submitted_at is not None
         seed = request.sampling.seed
         seed = secrets.randbelow(MAX_SEED + 1) if seed is None else seed
-        sequence = Sequence(request, seed, request.submitted_at, list(request.prompt))
+        group = Group(handle)
+        self._groups[handle] = group
         try:
-            self._scheduler.enqueue(sequence)
+            for index in range(request.n):
+                sequence = Sequence(
+                    request, (seed + index) % (MAX_SEED + 1), request.submitted_at, list(request.prompt), index
+                )
+                sequence.group = group
+                self._scheduler.enqueue(sequence, time.monotonic())
+                group.running.append(sequence)
         except EngineError as error:
-            handle.deliver(self._report(Finished(request.id, error=error)))
-            return
-        self._sequences[handle] = sequence
-        self._handles[sequence] = handle
+            self._fail(group, error)
 
     def _step(self) -> None:
-        started = time.monotonic()
-        for sequence in self._scheduler.expired(started):
-            self._finish(sequence, "timeout")
-        for sequence in self._scheduler.admit():
-            self._start(sequence, started)
-        chunks = self._scheduler.schedule()
+        started, cpu_started = time.monotonic(), time.thread_time()
+        for sequence in self._scheduler.line.expired(started):
+            self._end_all(sequence.group, "timeout")
+        for sequence in self._scheduler.admit(started):
+            self._start(sequence)
+        chunks = self._scheduler.schedule(started)
         eval_s = self._forward(chunks) if chunks else 0.0
         self._tell()
-        self._telemetry.step(chunks, eval_s, time.monotonic() - started)
+        step_s = time.monotonic() - started
+        self._telemetry.step(chunks, eval_s, step_s, step_s - (time.thread_time() - cpu_started))
 
-    def _start(self, sequence: Sequence, now: float) -> None:
+    def _start(self, sequence: Sequence) -> None:
         request = sequence.request
-        sequence.admitted_at = now
-        sequence.sampler = self._backend.new_sampler(
-            request.sampling, sequence.seed, request.prompt, ban_end=request.ignore_eos
-        )
-        assert sequence.slot is not None
-        self._emit(sequence, Started(request.id, sequence.slot, sequence.num_prompt, sequence.num_cached))
+        if sequence.sampler is not None:
+            return  # it was preempted, and goes on
+        try:
+            sequence.sampler = self._backend.new_sampler(
+                request.sampling, sequence.seed, request.prompt, ban_end=request.ignore_eos
+            )
+        except EngineError as error:
+            self._fail(sequence.group, error)
+            return
+        if sequence.index == 0:
+            assert sequence.slot is not None
+            self._emit(sequence, Started(request.id, sequence.slot, sequence.num_prompt, sequence.num_cached))
 
     def _forward(self, chunks: list[Chunk]) -> float:
         """Decodes and samples; returns the seconds inside decode. A failure is traced to its request."""
+        self._worth_aborting = self._main_request(chunks)
         started = time.monotonic()
         try:
             self._backend.decode(chunks)
         except DecodeError as error:
             return time.monotonic() - started + self._recover(chunks, error)
+        finally:
+            self._worth_aborting = None
         now = time.monotonic()
-        for chunk in chunks:
-            sequence = self._scheduler.computed(chunk)
-            if chunk.samples:
-                assert sequence.sampler is not None
-                self._take(sequence, sequence.sampler.sample(chunk.slot), now)
+        decoded = [(self._scheduler.computed(chunk), chunk) for chunk in chunks]
+        for sequence, chunk in decoded:
+            if chunk.samples and sequence.slot is not None:  # None: it ended with another one of its request
+                self._sample(sequence, chunk.slot, now)
         return now - started
+
+    def _main_request(self, chunks: list[Chunk]) -> Handle | None:
+        """The request that most of the batch is computed for: without it the others are better served anew."""
+        largest = max(chunks, key=lambda chunk: len(chunk.tokens))
+        if 2 * len(largest.tokens) <= sum(len(chunk.tokens) for chunk in chunks):
+            return None
+        sequence = self._scheduler.slots[largest.slot]
+        return sequence.group.handle if sequence is not None and self._backend.partial_reuse else None
 
     def _recover(self, chunks: list[Chunk], error: DecodeError) -> float:
         """Puts the slots back to where they were, then tries each alone: only what fails alone is failed."""
         for chunk in chunks:
-            self._backend.trim(chunk.slot, chunk.position)
+            self._scheduler.undo(chunk)
         if error.code == ABORTED:
             return 0.0
+        if error.code == NO_ROOM and self._backend.unified and self._scheduler.make_room(1, time.monotonic()):
+            return 0.0  # the next step tries with what is left
         if len(chunks) > 1:
             log.warning("%s for a batch of %d requests; trying them one by one", error, len(chunks))
-            return sum(self._forward([chunk]) for chunk in chunks)
+            return sum(self._forward([chunk]) for chunk in chunks if self._stands(chunk))
         sequence = self._scheduler.slots[chunks[0].slot]
-        assert sequence is not None
-        self._fail(sequence, DecodeFailed(f"{error} for this request alone; the others were not affected"))
+        if sequence is not None:
+            failure = DecodeFailed(f"{error} for this request alone; the others were not affected")
+            self._fail(sequence.group, failure)
         return 0.0
+
+    def _stands(self, chunk: Chunk) -> bool:
+        """True if the chunk is still what its slot has to compute next."""
+        sequence = self._scheduler.slots[chunk.slot]
+        return sequence is not None and sequence.num_computed == chunk.position
+
+    def _sample(self, sequence: Sequence, slot: int, now: float) -> None:
+        assert sequence.sampler is not None
+        try:
+            token, logprob = sequence.sampler.sample(slot)
+        except EngineError as error:
+            self._fail(sequence.group, error)
+            return
+        if logprob is not None:
+            sequence.logprobs.append(logprob)
+        self._take(sequence, token, now)
 
     def _take(self, sequence: Sequence, token: int, now: float) -> None:
         """Accounts a sampled token: text, stop strings, end."""
         sequence.last_token_at = now
         if sequence.first_token_at is None:
             sequence.first_token_at = now
-        if self._vocabulary.is_end(token):
-            return self._finish(sequence, "stop")
+        if self.vocabulary.is_end(token):
+            del sequence.logprobs[sequence.num_output :]
+            return self._end(sequence, "stop")
         sequence.tokens.append(token)
         self._telemetry.token()
-        released = sequence.text_stream.push(self._vocabulary.token_bytes(token))
+        released = sequence.text_stream.push(self.vocabulary.token_bytes(token))
         if isinstance(released, StopMatch):
             self._release_text(sequence, released.released)
-            return self._finish(sequence, "stop", released.stop)
+            return self._end(sequence, "stop", released.stop)
         self._release_text(sequence, released)
         if sequence.num_output >= sequence.request.max_tokens or self._scheduler.is_full(sequence):
-            return self._finish(sequence, "length")
+            return self._end(sequence, "length")
         return None
 
     def _release_text(self, sequence: Sequence, text: str) -> None:
@@ -279,34 +291,46 @@ class Engine:
             return
         sequence.texts.append(text)
         if sequence.request.stream:
-            first = sequence.num_prompt + sequence.num_reported
-            new = tuple(sequence.tokens[first:])
-            sequence.num_reported += len(new)
-            self._emit(sequence, Text(sequence.request.id, text, new))
+            first, end = sequence.num_reported, sequence.num_output
+            sequence.num_reported = end
+            tokens = tuple(sequence.tokens[sequence.num_prompt + first :])
+            logprobs = tuple(sequence.logprobs[first:end])
+            self._emit(sequence, Text(sequence.request.id, text, tokens, sequence.index, logprobs))
 
-    def _finish(self, sequence: Sequence, reason: FinishReason, stop_sequence: str | None = None) -> None:
+    def _end_all(self, group: Group, reason: FinishReason) -> None:
+        for sequence in list(group.running):
+            self._end(sequence, reason)
+
+    def _end(self, sequence: Sequence, reason: FinishReason, stop_sequence: str | None = None) -> None:
+        """Ends one sequence; its request ends with the last of them."""
         if stop_sequence is None:
             self._release_text(sequence, sequence.text_stream.flush())
-        completion = sequence.completion(reason, stop_sequence, time.monotonic())
-        self._end(sequence, Finished(sequence.request.id, completion=completion))
+        group = sequence.group
+        group.finished.append(sequence.completion(reason, stop_sequence, time.monotonic()))
+        self._free(sequence)
+        if not group.running:
+            self._close_group(group, Finished(sequence.request.id, completion=group.completion()))
 
-    def _fail(self, sequence: Sequence, error: EngineError) -> None:
-        self._end(sequence, Finished(sequence.request.id, error=error))
+    def _fail(self, group: Group, error: EngineError) -> None:
+        for sequence in list(group.running):
+            self._free(sequence, keep=False)
+        self._close_group(group, Finished(group.handle.request.id, error=error))
 
-    def _end(self, sequence: Sequence, event: Finished) -> None:
-        """The only way out: slot, cells and sampler are free before anybody hears of it."""
-        slot = self._scheduler.release(sequence)
-        if slot is not None:
-            self._backend.trim(slot, 0)
+    def _free(self, sequence: Sequence, *, keep: bool = True) -> None:
+        """The only way out: slot and sampler are free before anybody hears of it."""
+        sequence.group.running.remove(sequence)
+        self._scheduler.release(sequence, keep=keep)
+        sequence.slot = None
         if sequence.sampler is not None:
             sequence.sampler.close()
-        self._telemetry.request(sequence, event.completion, time.monotonic())
-        handle = self._handles.pop(sequence)
-        del self._sequences[handle]
-        handle.deliver(self._report(event))
+
+    def _close_group(self, group: Group, event: Finished) -> None:
+        del self._groups[group.handle]
+        self._telemetry.request(group.handle.request, event.completion, time.monotonic())
+        group.handle.deliver(self._report(event))
 
     def _emit(self, sequence: Sequence, event: Event) -> None:
-        self._handles[sequence].deliver(self._report(event))
+        sequence.group.handle.deliver(self._report(event))
 
     def _report(self, event: Event) -> Event:
         if self._listeners:

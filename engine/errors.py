@@ -9,6 +9,7 @@
     ├── ModelLoadFailed         source missing, damaged or not supported
     ├── QueueFull               the engine's waiting line is at its limit
     ├── DecodeFailed            llama.cpp refused this request's tokens
+    ├── GrammarFailed           the grammar allows no token that the model knows
     ├── EmbeddingCancelled      somebody cancelled an embedding (a generation ends as `cancelled` instead)
     └── EngineStopped           the engine closed, or its thread died
 
@@ -67,6 +68,11 @@ class QueueFull(EngineError):
 class DecodeFailed(EngineError):
     code = "decode_failed"
     retryable = True
+
+
+class GrammarFailed(EngineError):
+    code = "grammar_failed"
+    http_status = 400
 
 
 class EmbeddingCancelled(EngineError):

@@ -32,6 +32,15 @@ class Timings:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural logarithms of probabilities, as the model gave them: before penalties, temperature and filters."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # the most likely tokens and theirs, best first
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """The end of an accepted request that did not fail. `text` has no stop string and no broken character."""
 
@@ -41,8 +50,11 @@ class Completion:
     stop_sequence: str | None
     usage: Usage
     timings: Timings
-    slot: int | None  # None: it never got one
+    slot: int | None  # the last one; None: it never got one
     seed: int
+    index: int = 0
+    logprobs: tuple[TokenLogprob, ...] | None = None  # one per token, if asked for
+    alternatives: tuple[Completion, ...] = ()  # with n > 1: the others, by index; `usage` counts all then
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +74,8 @@ class Text:
     request_id: str
     text: str
     tokens: tuple[int, ...]
+    index: int = 0  # which of the n completions
+    logprobs: tuple[TokenLogprob, ...] = ()  # of these tokens, if asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +101,12 @@ class StepStats:
     queue_depth: int
     eval_ms: float  # inside llama.cpp's decode
     step_ms: float  # the whole step, sampling included
+    wait_ms: float  # of these the engine thread did not run: it waited for the GIL, a core, or a device
+
+    @property
+    def python_ms(self) -> float:
+        """Everything outside llama.cpp's decode, sampling included."""
+        return self.step_ms - self.eval_ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +136,14 @@ class EngineSnapshot:
     slots_prefilling: int
     slots_decoding: int
     queue_depth: int
-    kv_used_tokens: int
+    kv_used_tokens: int  # held by running sequences
+    kv_cached_tokens: int  # held by idle slots for whoever begins alike
     kv_total_tokens: int
+    ram_states: int  # saved in RAM
+    ram_used_bytes: int
+    preemptions: int
+    cache_hits: int  # admissions that took over a prefix
+    cache_misses: int
     steps: int
     mixed_steps: int  # steps whose batch held decode and prefill tokens
     prompt_tokens: int

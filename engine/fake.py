@@ -6,13 +6,13 @@ position, a lost cell or a mix-up of slots shows as a different text.
 
 from __future__ import annotations
 
-import random
 import zlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .backend import DecodeError
+from .events import TokenLogprob
 from .params import SamplingParams
 from .scheduler import Chunk
 
@@ -33,6 +33,26 @@ class FakeVocabulary:
         return token == END
 
 
+class Cell:
+    """One KV cell. Slots may share it: what they hold is the same object."""
+
+    __slots__ = ("token",)
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+
+@dataclass(frozen=True)
+class FakeState:
+    """What was saved of a slot."""
+
+    tokens: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.tokens)
+
+
 @dataclass
 class FakeBackend:
     """Keeps the tokens of every slot as its KV cache. `failures` are return codes for the next decode calls."""
@@ -40,18 +60,54 @@ class FakeBackend:
     n_slots: int = 4
     ctx_per_slot: int = 256
     n_batch: int = 64
+    n_cells: int = 0  # 0 = as many as all slots can use
+    unified: bool = False
+    partial_reuse: bool = True
     end_every: int = 0  # about one token in so many ends the text; 0 = none does
     failures: deque[int] = field(default_factory=deque)
     poison: int | None = None  # a token that makes every batch that holds it fail
     vocabulary: FakeVocabulary = field(default_factory=FakeVocabulary)
     n_vocab: int = 257
-    cells: list[list[int]] = field(init=False)
+    cells: list[list[Cell]] = field(init=False)
     batches: list[list[Chunk]] = field(default_factory=list)  # every batch that was asked for
     closed: bool = False
 
     def __post_init__(self) -> None:
         self.cells = [[] for _ in range(self.n_slots)]
+        self.n_cells = self.n_cells or self.n_slots * self.ctx_per_slot
         self._logits: set[int] = set()
+        self._aborted = False
+
+    # KvMemory
+
+    def trim(self, slot: int, num_tokens: int) -> bool:
+        if num_tokens and not self.partial_reuse and num_tokens != len(self.cells[slot]):
+            self.cells[slot] = []
+            return False
+        del self.cells[slot][num_tokens:]
+        return True
+
+    def copy(self, source: int, target: int, num_tokens: int) -> bool:
+        if self.cells[target]:
+            raise AssertionError(f"slot {target} is not empty")
+        copied = self.cells[source][:num_tokens]
+        self.cells[target] = copied if self.unified and self.partial_reuse else [Cell(cell.token) for cell in copied]
+        return self.trim(source, len(self.cells[source])) and len(self.cells[target]) == num_tokens
+
+    def save(self, slot: int) -> FakeState:
+        return FakeState(tuple(cell.token for cell in self.cells[slot]))
+
+    def restore(self, slot: int, data: FakeState, num_tokens: int) -> bool:
+        if self.cells[slot]:
+            raise AssertionError(f"slot {slot} is not empty")
+        self.cells[slot] = [Cell(token) for token in data.tokens]
+        return self.trim(slot, num_tokens)
+
+    def num_used(self) -> int:
+        """Distinct cells."""
+        return len({id(cell) for cells in self.cells for cell in cells})
+
+    # Decoding
 
     def decode(self, chunks: Sequence[Chunk]) -> None:
         self.batches.append(list(chunks))
@@ -59,8 +115,12 @@ class FakeBackend:
             raise AssertionError("more tokens than n_batch would kill the process")
         self._logits.clear()
         code = self.failures.popleft() if self.failures else 0
+        if self._aborted:
+            code, self._aborted = 2, False
         if self.poison is not None and any(self.poison in chunk.tokens for chunk in chunks):
             code = -1
+        if code == 0 and self.num_used() + sum(len(chunk.tokens) for chunk in chunks) > self.n_cells:
+            code = 1
         if code:
             self._fail(chunks, code)
         for chunk in chunks:
@@ -75,23 +135,28 @@ class FakeBackend:
         cells = self.cells[chunk.slot]
         if chunk.position != len(cells) or len(cells) + len(chunk.tokens) > self.ctx_per_slot:
             raise DecodeError(-1)
-        cells.extend(chunk.tokens)
+        cells.extend(Cell(token) for token in chunk.tokens)
         if chunk.samples:
             self._logits.add(chunk.slot)
 
-    def new_sampler(self, params: SamplingParams, seed: int, history: Sequence[int], *, ban_end: bool) -> FakeSampler:
-        return FakeSampler(self, params.is_greedy, random.Random(seed), ban_end)
+    def abort(self) -> None:
+        self._aborted = True
+
+    def check(self, params: SamplingParams) -> None:
+        pass
+
+    def new_sampler(
+        self, params: SamplingParams, seed: int, history: Sequence[int], *, ban_end: bool, num_chosen: int = 0
+    ) -> FakeSampler:
+        return FakeSampler(self, None if params.is_greedy else seed, ban_end, num_chosen)
 
     def next_token(self, slot: int, draw: int, ban_end: bool) -> int:
         if slot not in self._logits:
             raise AssertionError(f"sampling slot {slot} without logits would kill the process")
-        value = zlib.crc32(repr((self.cells[slot], draw)).encode())
+        value = zlib.crc32(repr(([cell.token for cell in self.cells[slot]], draw)).encode())
         if self.end_every and not ban_end and value % self.end_every == 0:
             return END
         return _ALPHABET[value % len(_ALPHABET)]
-
-    def trim(self, slot: int, num_tokens: int) -> None:
-        del self.cells[slot][num_tokens:]
 
     def close(self) -> None:
         self.closed = True
@@ -99,16 +164,17 @@ class FakeBackend:
 
 @dataclass
 class FakeSampler:
-    """Greedy ignores the seed; otherwise every draw of the generator changes the token."""
+    """Greedy ignores the seed; otherwise seed and position change every token."""
 
     backend: FakeBackend
-    greedy: bool
-    generator: random.Random
+    seed: int | None
     ban_end: bool
+    num_chosen: int = 0
 
-    def sample(self, slot: int) -> int:
-        draw = 0 if self.greedy else self.generator.getrandbits(32)
-        return self.backend.next_token(slot, draw, self.ban_end)
+    def sample(self, slot: int) -> tuple[int, TokenLogprob | None]:
+        draw = 0 if self.seed is None else hash((self.seed, self.num_chosen)) + 1
+        self.num_chosen += 1
+        return self.backend.next_token(slot, draw, self.ban_end), None
 
     def close(self) -> None:
         pass

@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from .errors import InvalidRequest, nearest
 
 MAX_SEED = 2**32 - 2  # llama.h: 0xFFFFFFFF means "random"
 DEFAULT_PRIORITY = 3
+MAX_COMPLETIONS = 128
+MAX_LOGPROBS = 100
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 
 FlashAttention = Literal["auto", "on", "off"]
+KvLayout = Literal["auto", "unified", "partitioned"]
 
 
 def _check(ok: bool, name: str, value: object, wanted: str) -> None:
@@ -43,25 +46,54 @@ class SamplingParams:
     top_k: int = 40  # 0 = all tokens
     top_p: float = 0.95
     min_p: float = 0.05
+    typical_p: float = 1.0  # 1 = off
     seed: int | None = None
     repeat_penalty: float = 1.0  # 1 = off
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     repeat_last_n: int = 64  # tokens that the penalties look back on, prompt included
+    logit_bias: tuple[tuple[int, float], ...] = ()  # token, what is added to its logit; -inf forbids it
+    dry_multiplier: float = 0.0  # 0 = off
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2  # tokens that may repeat without a penalty
+    dry_penalty_last_n: int = -1  # tokens that DRY looks back on; -1 = the whole context
+    dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
+    xtc_probability: float = 0.0  # 0 = off
+    xtc_threshold: float = 0.1  # above 0.5 it never applies
+    mirostat: int = 0  # 1 and 2 replace top_k, top_p, min_p, typical_p and XTC
+    mirostat_tau: float = 5.0  # wanted surprise, bits
+    mirostat_eta: float = 0.1
+    grammar: str | None = None  # GBNF, see llama.cpp's grammars/README.md
+    grammar_root: str = "root"
+    json_schema: str | None = None  # JSON Schema as JSON text, instead of a grammar
+    logprobs: int | None = None  # top alternatives to report with each token's log-probability; None = no report
 
     def __post_init__(self) -> None:
         _check(_is_real(self.temperature) and self.temperature >= 0, "temperature", self.temperature, "0 or more")
-        _check_int("top_k", self.top_k, 0)
-        _check(_is_real(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
-        _check(_is_real(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "from 0 to 1")
+        for name in ("top_p", "typical_p"):
+            value = getattr(self, name)
+            _check(_is_real(value) and 0 < value <= 1, name, value, "above 0 and at most 1")
+        for name in ("min_p", "xtc_probability", "xtc_threshold"):
+            value = getattr(self, name)
+            _check(_is_real(value) and 0 <= value <= 1, name, value, "from 0 to 1")
+        for name in ("repeat_penalty", "dry_base", "mirostat_tau", "mirostat_eta"):
+            value = getattr(self, name)
+            _check(_is_real(value) and value > 0, name, value, "above 0")
+        for name in ("frequency_penalty", "presence_penalty", "dry_multiplier"):
+            _check(_is_real(getattr(self, name)), name, getattr(self, name), "a finite number")
+        for name in ("top_k", "repeat_last_n", "dry_allowed_length"):
+            _check_int(name, getattr(self, name), 0)
+        _check_int("dry_penalty_last_n", self.dry_penalty_last_n, -1)
+        _check_int("mirostat", self.mirostat, 0, 2)
         if self.seed is not None:
             _check_int("seed", self.seed, 0, MAX_SEED)
-        _check(
-            _is_real(self.repeat_penalty) and self.repeat_penalty > 0, "repeat_penalty", self.repeat_penalty, "above 0"
-        )
-        for name in ("frequency_penalty", "presence_penalty"):
-            _check(_is_real(getattr(self, name)), name, getattr(self, name), "a finite number")
-        _check_int("repeat_last_n", self.repeat_last_n, 0)
+        if self.logprobs is not None:
+            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.grammar is not None and self.json_schema is not None:
+            raise InvalidRequest("grammar and json_schema are both given; choose one")
+        for token, bias in self.logit_bias:
+            _check_int("a token of logit_bias", token, 0)
+            _check(not math.isnan(bias) and bias != math.inf, f"logit_bias of {token}", bias, "a number, or -inf")
 
     @property
     def has_penalties(self) -> bool:
@@ -72,6 +104,17 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         return self.temperature == 0 or self.top_k == 1
 
+    @property
+    def keeps_by_min_p_alone(self) -> bool:
+        """No filter needs the tokens in order."""
+        return self.top_k == 0 and self.top_p == 1 and self.typical_p == 1 and self.xtc_probability == 0
+
+    @property
+    def is_plainly_greedy(self) -> bool:
+        """Greedy, and nothing changes or watches the logits."""
+        changed = self.has_penalties or self.logit_bias or self.dry_multiplier or self.logprobs is not None
+        return self.is_greedy and not changed and self.grammar is None and self.json_schema is None
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -81,16 +124,20 @@ class Request:
     prompt: tuple[int, ...]
     sampling: SamplingParams = SamplingParams()
     max_tokens: int = 256
+    n: int = 1  # completions of the one prompt, with seeds counting up
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     timeout_s: float | None = None  # from submission
     priority: int = DEFAULT_PRIORITY  # 0 is the most urgent, 9 the least
     stream: bool = True  # False: no Text events, only Started and Finished
+    cache_prompt: bool = True  # take over what is in the cache, and leave what was computed to others
+    cache_scope: str = ""  # only requests of the same scope share prefixes
     submitted_at: float | None = None  # time.monotonic(); None = when the engine gets it
 
     def __post_init__(self) -> None:
         _check(len(self.prompt) > 0, "prompt", self.prompt, "at least one token; give it some text")
         _check_int("max_tokens", self.max_tokens, 1)
+        _check_int("n", self.n, 1, MAX_COMPLETIONS)
         _check_int("priority", self.priority, 0, 9)
         _check(all(isinstance(s, str) and s for s in self.stop), "stop", self.stop, "strings that are not empty")
         timeout_ok = self.timeout_s is None or (_is_real(self.timeout_s) and self.timeout_s > 0)
@@ -102,7 +149,11 @@ class EngineOptions:
     """How a model is loaded and batched. None stands for "choose for me". Raises InvalidRequest."""
 
     n_parallel: int = 8  # slots
-    ctx_per_slot: int | None = None  # tokens; None = the model's training context, at most 4096
+    n_ctx: int | None = None  # tokens of the KV cache in all; None = n_parallel × ctx_per_slot
+    ctx_per_slot: int | None = None  # tokens; None = from n_ctx, else the training context as far as memory goes
+    kv_layout: KvLayout = "auto"  # docs/adr/003-kv-layout.md
+    cache_prompt: bool = True  # False: no request shares its prefix
+    cache_ram_bytes: int = 1 << 30  # quota of states kept in RAM; 0 = none
     n_batch: int = 512  # token budget of a step
     n_ubatch: int = 512  # tokens of one pass inside llama.cpp
     chunk_size: int = 512  # prompt tokens per slot and step, at most
@@ -119,13 +170,16 @@ class EngineOptions:
             _check_int(name, getattr(self, name), 1)
         _check_int("n_parallel", self.n_parallel, 1, 256)  # llama.cpp: LLAMA_MAX_SEQ
         _check_int("max_queue", self.max_queue, 0)
+        _check_int("cache_ram_bytes", self.cache_ram_bytes, 0)
         _check_int("n_gpu_layers", self.n_gpu_layers, -1)
-        if self.ctx_per_slot is not None:
-            _check_int("ctx_per_slot", self.ctx_per_slot, 1)
+        for name in ("ctx_per_slot", "n_ctx"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), 1)
         if self.threads is not None:
             _check_int("threads", self.threads, 1, 512)
         _check(self.n_batch >= self.n_parallel, "n_batch", self.n_batch, f"at least n_parallel ({self.n_parallel})")
-        self._check_one_of("flash_attention", ("auto", "on", "off"))
+        self._check_one_of("flash_attention", get_args(FlashAttention))
+        self._check_one_of("kv_layout", get_args(KvLayout))
         self._check_one_of("cache_type_k", CACHE_TYPES)
         self._check_one_of("cache_type_v", CACHE_TYPES)
 

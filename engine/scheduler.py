@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import heapq
-import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .errors import PromptTooLong, QueueFull
+from .errors import PromptTooLong
+from .kvcache import KvCache, Plan
+from .line import WaitingLine, rank_if_preempted
 from .sequence import Sequence, State
-from .strategies import Share, SlotView, Strategy
+from .strategies import INTERACTIVE_PRIORITY, Share, SlotView, Strategy
 
-AGEING_S = 30.0  # waiting this long counts as much as one step of priority
+WORTH_WAITING_TOKENS = 64  # a prefix shorter than this is computed twice rather than waited for
+MAX_PASSED_OVER = 64  # sequences that wait for a prefix, beyond which the line is not searched for others
+GROWTH_TOKENS = 16  # cells kept free for each running sequence when a new one is admitted
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,84 +28,167 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the scheduler may use. All but `n_slots` and `max_queue` are tokens."""
+    """What a step and the waiting line may hold."""
 
-    n_slots: int
-    ctx_per_slot: int
-    budget: int
-    chunk_size: int
+    budget: int  # tokens of a step
+    chunk_size: int  # prompt tokens of one slot in a step
     max_queue: int = 0  # 0 = unlimited
 
 
 class Scheduler:
     """Owns every sequence from `enqueue` to `release`. Each slot holds one sequence or none."""
 
-    def __init__(self, limits: Limits, strategy: Strategy) -> None:
+    def __init__(self, limits: Limits, strategy: Strategy, cache: KvCache) -> None:
         self.limits = limits
         self.strategy = strategy
-        self.slots: list[Sequence | None] = [None] * limits.n_slots
-        self.num_waiting = 0
-        self._arrivals = itertools.count()
-        # Heaps hold finished sequences until they come up: removal by state, not by search.
-        self._waiting: list[tuple[float, int, Sequence]] = []
-        self._deadlines: list[tuple[float, int, Sequence]] = []
+        self.cache = cache
+        self.slots: list[Sequence | None] = [None] * cache.memory.n_slots
+        self.line = WaitingLine(limits.max_queue)
+        self.num_preemptions = 0
 
     def check(self, num_prompt_tokens: int) -> None:
         """Raises PromptTooLong for a prompt that no slot can ever hold."""
-        room = self.limits.ctx_per_slot - 1  # one place for the first generated token
+        room = self.cache.memory.ctx_per_slot - 1  # one place for the first generated token
         if num_prompt_tokens > room:
             raise PromptTooLong(
                 f"the prompt has {num_prompt_tokens} tokens, a slot holds {room} and the answer; "
                 "shorten the prompt, or raise ctx_per_slot"
             )
 
-    def enqueue(self, sequence: Sequence) -> None:
+    def enqueue(self, sequence: Sequence, now: float) -> None:
         """Puts a new sequence into the waiting line. Raises PromptTooLong, QueueFull."""
         self.check(sequence.num_prompt)
-        if self.limits.max_queue and self.num_waiting >= self.limits.max_queue:
-            raise QueueFull(
-                f"{self.num_waiting} requests wait already, max_queue is {self.limits.max_queue}; try later"
-            )
-        order = next(self._arrivals)
-        # Ageing without a clock: everybody who waits ages alike, so the order at arrival stays right.
-        rank = sequence.submitted_at + AGEING_S * sequence.request.priority
-        heapq.heappush(self._waiting, (rank, order, sequence))
-        self.num_waiting += 1
-        if sequence.deadline is not None:
-            heapq.heappush(self._deadlines, (sequence.deadline, order, sequence))
+        self.line.join(sequence, now)
 
-    def expired(self, now: float) -> Iterator[Sequence]:
-        """Every unfinished sequence whose deadline has passed, once."""
-        while self._deadlines and self._deadlines[0][0] <= now:
-            sequence = heapq.heappop(self._deadlines)[2]
-            if sequence.state is not State.FINISHED:
-                yield sequence
+    # Admission and preemption
 
-    def admit(self) -> list[Sequence]:
-        """Moves sequences from the waiting line into free slots, lowest index first: llama.cpp likes dense ids."""
-        admitted = []
-        for slot, holder in enumerate(self.slots):
-            if holder is not None:
+    def admit(self, now: float) -> list[Sequence]:
+        """Gives slots to waiting sequences, the most urgent first, each with the longest prefix that there is.
+
+        A sequence whose prefix somebody else is computing right now is passed over until that is done. A sequence
+        that is less urgent than one in the line loses its slot to it.
+        """
+        admitted: list[Sequence] = []
+        passed_over: list[Sequence] = []
+        while len(passed_over) < MAX_PASSED_OVER and (sequence := self.line.pop()) is not None:
+            if self._prefix_is_coming(sequence):
+                passed_over.append(sequence)
                 continue
-            sequence = self._next_waiting()
-            if sequence is None:
+            plan = self._room_for(sequence, now)
+            if plan is None:
+                passed_over.append(sequence)
                 break
-            self.num_waiting -= 1
-            self.slots[slot] = sequence
-            sequence.slot = slot
-            sequence.state = State.PREFILLING
+            self._place(sequence, plan, now)
             admitted.append(sequence)
+        for sequence in passed_over:
+            self.line.put_back(sequence)
         return admitted
 
-    def _next_waiting(self) -> Sequence | None:
-        while self._waiting:
-            sequence = heapq.heappop(self._waiting)[2]
-            if sequence.state is State.WAITING:
-                return sequence
-        return None
+    def _prefix_is_coming(self, sequence: Sequence) -> bool:
+        """True while another slot computes a prefix that this sequence could take over a moment later."""
+        if sequence.waits_for is not None:
+            other, length = sequence.waits_for
+            if other.state is State.PREFILLING and other.num_computed < length:
+                return True
+            sequence.waits_for = None
+        if None not in self.slots:
+            return False  # it can't have a slot now, or only somebody's who is less urgent: no reason to search
+        ready = max((n for _, n in self.cache.longest(sequence.tokens, sequence.scope)), default=0)
+        for slot, length in self.cache.soon(sequence.tokens, sequence.scope):
+            other_ = self.slots[slot]
+            if length < ready + WORTH_WAITING_TOKENS:
+                break  # the longest come first
+            if other_ is not None and other_.state is State.PREFILLING and other_.num_computed < length:
+                sequence.waits_for = (other_, length)
+                return True
+        return False
 
-    def schedule(self) -> list[Chunk]:
-        """The batch of this step in order of slots; empty when no slot is busy."""
+    def _room_for(self, sequence: Sequence, now: float) -> Plan | None:
+        """A place for the sequence, for which others may lose theirs; None if it has to wait."""
+        while True:
+            idle = [slot for slot, holder in enumerate(self.slots) if holder is None]
+            if idle:
+                plan = self.cache.plan(sequence.tokens, sequence.scope, idle)
+                missing = self.cache.missing_cells(plan, self._cells_wanted(sequence))
+                others = [slot for slot in idle if slot not in (plan.slot, plan.source)]
+                if missing <= 0 or self.cache.reclaim(others, missing):
+                    return plan
+                if len(idle) == len(self.slots):  # nobody runs, so a prompt that `check` let pass fits
+                    return Plan(plan.slot, None, 0) if self.cache.reclaim(idle, missing) else plan
+            victim = self._less_urgent_than(sequence, now)
+            if victim is None:
+                return None
+            self.preempt(victim, now)
+
+    def _cells_wanted(self, sequence: Sequence) -> int:
+        if not self.cache.memory.unified:
+            return 0  # each slot has its own
+        running = sum(1 for holder in self.slots if holder is not None)
+        return len(sequence.tokens) + 1 + GROWTH_TOKENS * running
+
+    def _less_urgent_than(self, sequence: Sequence, now: float) -> Sequence | None:
+        """The running sequence that should rather wait, if there is one.
+
+        The line's order decides, in which only time spent waiting makes a sequence older: so an urgent one takes
+        the slot of a bulk one, but not again and again from one that has waited long.
+        """
+        victim = self._victim()
+        if victim is None or victim.request.priority <= sequence.request.priority:
+            return None
+        return victim if rank_if_preempted(victim, now) > sequence.rank else None
+
+    def _victim(self) -> Sequence | None:
+        """The least urgent running sequence, and of these the youngest."""
+        running = [s for s in self.slots if s is not None]
+        return max(running, key=lambda s: (s.request.priority, s.admitted_at or 0.0, s.order), default=None)
+
+    def preempt(self, sequence: Sequence, now: float) -> None:
+        """Takes the slot away. The sequence waits again, with its cells saved if the quota allows it."""
+        assert sequence.slot is not None
+        computed = sequence.tokens[: sequence.num_computed]
+        self.cache.save(sequence.slot, computed, sequence.scope)
+        self.cache.clear(sequence.slot)
+        self.slots[sequence.slot] = None
+        sequence.slot, sequence.num_computed, sequence.state = None, 0, State.WAITING
+        self.line.rejoin(sequence, now)
+        self.num_preemptions += 1
+
+    def _place(self, sequence: Sequence, plan: Plan, now: float) -> None:
+        sequence.num_computed = self.cache.place(plan, sequence.tokens, sequence.scope)
+        if sequence.admitted_at is None:
+            sequence.admitted_at = now
+            sequence.num_cached = sequence.num_computed
+        sequence.placed_at = now
+        sequence.slot, sequence.state, sequence.waits_for = plan.slot, State.PREFILLING, None
+        self.slots[plan.slot] = sequence
+        self.line.leave()
+
+    # The batch of a step
+
+    def schedule(self, now: float) -> list[Chunk]:
+        """The batch of this step in order of slots; empty when no slot is busy.
+
+        When the cells do not suffice for it, idle slots are emptied; then one running sequence after another waits.
+        """
+        while True:
+            chunks = self._build_batch()
+            missing = sum(len(chunk.tokens) for chunk in chunks) - self.cache.cells.free
+            if missing <= 0 or not self.cache.memory.unified or not self.make_room(missing, now):
+                return chunks
+
+    def make_room(self, missing: int, now: float) -> bool:
+        """Frees cells for running sequences; False when only one is left, which has them all."""
+        idle = [slot for slot, holder in enumerate(self.slots) if holder is None and self.cache.cells.of(slot)]
+        if idle:
+            self.cache.reclaim(idle, missing)
+            return True
+        victim = self._victim()
+        if victim is None or sum(1 for s in self.slots if s is not None) == 1:
+            return False
+        self.preempt(victim, now)
+        return True
+
+    def _build_batch(self) -> list[Chunk]:
         views = self._views()
         if not views:
             return []
@@ -140,27 +224,47 @@ class Scheduler:
         sequence = self.slots[chunk.slot]
         assert sequence is not None
         sequence.num_computed += len(chunk.tokens)
+        self.cache.extend(chunk.slot, len(chunk.tokens))
         if chunk.samples:
             sequence.state = State.DECODING
         return sequence
 
+    def undo(self, chunk: Chunk) -> None:
+        """Puts a slot back to where it was before a chunk that failed; to its beginning where that can't be done."""
+        sequence = self.slots[chunk.slot]
+        if sequence is not None and not self.cache.truncate(chunk.slot, chunk.position):
+            sequence.num_computed, sequence.state = 0, State.PREFILLING
+
+    # The end
+
     def is_full(self, sequence: Sequence) -> bool:
         """True when the slot has no room for one more token."""
-        return len(sequence.tokens) >= self.limits.ctx_per_slot
+        return len(sequence.tokens) >= self.cache.memory.ctx_per_slot
 
-    def release(self, sequence: Sequence) -> int | None:
-        """Ends a sequence; returns the slot that is free now, None if it had none."""
+    def release(self, sequence: Sequence, *, keep: bool = True) -> None:
+        """Ends a sequence. With `keep`, and if it may, its slot's cells wait for another one."""
         if sequence.state is State.WAITING:
-            self.num_waiting -= 1
-        sequence.state = State.FINISHED
-        if sequence.slot is not None:
-            self.slots[sequence.slot] = None
-        return sequence.slot
+            self.line.leave()
+        sequence.state, slot = State.FINISHED, sequence.slot
+        if not sequence.request.cache_prompt:
+            self.cache.forget_scope(sequence.scope)
+        if slot is None:
+            return
+        self.slots[slot] = None
+        if keep and sequence.request.cache_prompt:
+            computed = sequence.tokens[: sequence.num_computed]
+            interactive = sequence.request.priority <= INTERACTIVE_PRIORITY
+            self.cache.retire(slot, computed, sequence.scope, save=interactive)
+        else:
+            self.cache.clear(slot)
 
     def unfinished(self) -> list[Sequence]:
         """Every sequence that waits or has a slot."""
-        waiting = [entry[2] for entry in self._waiting if entry[2].state is State.WAITING]
-        return [s for s in self.slots if s is not None] + waiting
+        return [s for s in self.slots if s is not None] + self.line.waiting()
+
+    @property
+    def num_waiting(self) -> int:
+        return self.line.num_waiting
 
     @property
     def has_work(self) -> bool:
@@ -168,7 +272,13 @@ class Scheduler:
 
     @property
     def kv_used_tokens(self) -> int:
+        """Positions that running sequences hold."""
         return sum(s.num_computed for s in self.slots if s is not None)
+
+    @property
+    def kv_cached_tokens(self) -> int:
+        """Positions that wait in idle slots for somebody whose prompt begins alike."""
+        return sum(self.cache.cells.of(slot) for slot, holder in enumerate(self.slots) if holder is None)
 
 
 def _view(sequence: Sequence) -> SlotView:

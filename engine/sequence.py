@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from .events import Completion, FinishReason, Timings, Usage
+from .events import Completion, FinishReason, Timings, TokenLogprob, Usage
 from .params import Request
 from .text import TextStream
 
 if TYPE_CHECKING:
     from .backend import Sampler
+    from .group import Group
 
 
 class State(Enum):
-    """Where a sequence is. Only the scheduler changes it."""
+    """Where a sequence is. Only the scheduler changes it; a preempted one waits again."""
 
     WAITING = "waiting"
     PREFILLING = "prefilling"
@@ -34,15 +36,22 @@ class Sequence:
     seed: int
     submitted_at: float
     tokens: list[int]  # prompt, then output
+    index: int = 0  # among the n completions of its request
+    group: Group = field(init=False)
     state: State = State.WAITING
     slot: int | None = None
+    rank: float = 0.0  # in the waiting line: smaller is sooner
+    order: int = 0  # of arrival, among equal ranks
+    waits_for: tuple[Sequence, int] | None = None  # another one's prefill of so many tokens, which they share
     num_computed: int = 0  # leading tokens whose KV cells are filled
-    num_cached: int = 0  # of these, reused instead of computed
+    num_cached: int = 0  # of the prompt, reused instead of computed when it first got a slot
     sampler: Sampler | None = None
-    admitted_at: float | None = None
+    admitted_at: float | None = None  # the first time
+    placed_at: float | None = None  # the last time
     first_token_at: float | None = None
     last_token_at: float | None = None
     texts: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # of the output tokens, if asked for
     text_stream: TextStream = field(init=False)
     num_reported: int = 0  # output tokens that Text events have carried
 
@@ -63,6 +72,11 @@ class Sequence:
         return len(self.tokens) - self.num_computed
 
     @property
+    def scope(self) -> Hashable:
+        """Only sequences of the same scope take over each other's states."""
+        return self.request.cache_scope if self.request.cache_prompt else id(self)
+
+    @property
     def deadline(self) -> float | None:
         timeout_s = self.request.timeout_s
         return None if timeout_s is None else self.submitted_at + timeout_s
@@ -77,6 +91,8 @@ class Sequence:
             timings=self.timings(now),
             slot=self.slot,
             seed=self.seed,
+            index=self.index,
+            logprobs=None if self.request.sampling.logprobs is None else tuple(self.logprobs),
         )
 
     def timings(self, now: float) -> Timings:

@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
-from .events import Completion, EngineSnapshot, Phase, RequestStats, StepStats
+from .events import Completion, EngineSnapshot, Phase, RequestStats, StepStats, Usage
+from .params import Request
 from .scheduler import Chunk, Scheduler
-from .sequence import Sequence, State
+from .sequence import State
 
 RATE_WINDOW_S = 1.0
 
@@ -27,8 +28,12 @@ class Telemetry:
         self.on_request: list[Callable[[RequestStats], None]] = []
         self.snapshot = self._snapshot()
 
-    def step(self, chunks: list[Chunk], eval_s: float, step_s: float) -> None:
-        """Accounts one step; with no chunks only the snapshot is renewed."""
+    def idle(self) -> None:
+        """Renews the snapshot when there is no step to do it."""
+        self.step([], 0.0, 0.0, 0.0)
+
+    def step(self, chunks: list[Chunk], eval_s: float, step_s: float, wait_s: float) -> None:
+        """Accounts one step."""
         if chunks:
             decode = sum(1 for chunk in chunks if chunk.decode)
             total = sum(len(chunk.tokens) for chunk in chunks)
@@ -36,20 +41,22 @@ class Telemetry:
             self._mixed_steps += 0 < decode < total
             if self.on_step:
                 waiting = self._scheduler.num_waiting
-                stats = StepStats(total, decode, total - decode, len(chunks), waiting, eval_s * 1e3, step_s * 1e3)
+                times = (eval_s * 1e3, step_s * 1e3, max(0.0, wait_s) * 1e3)
+                stats = StepStats(total, decode, total - decode, len(chunks), waiting, *times)
                 for callback in self.on_step:
                     callback(stats)
         self._measure_rate(idle=not self._scheduler.has_work)
         self.snapshot = self._snapshot()
 
-    def request(self, sequence: Sequence, completion: Completion | None, now: float) -> None:
+    def request(self, request: Request, completion: Completion | None, now: float) -> None:
         """Accounts the end of a request; without a completion it failed."""
         self._finished += completion is not None
         self._failed += completion is None
-        self._prompt_tokens += sequence.num_prompt
-        self._cached_tokens += sequence.num_cached
+        if completion is not None:
+            self._prompt_tokens += completion.usage.prompt_tokens
+            self._cached_tokens += completion.usage.cached_tokens
         if self.on_request:
-            stats = _request_stats(sequence, completion, now)
+            stats = _request_stats(request, completion, now)
             for callback in self.on_request:
                 callback(stats)
 
@@ -67,7 +74,8 @@ class Telemetry:
             self._window = (now, self._generated_tokens)
 
     def _snapshot(self) -> EngineSnapshot:
-        scheduler = self._scheduler
+        scheduler, cache = self._scheduler, self._scheduler.cache
+        counters = cache.counters
         decoding = sum(1 for s in scheduler.slots if s is not None and s.state is State.DECODING)
         busy = sum(1 for s in scheduler.slots if s is not None)
         phase: Phase = "generating" if decoding else "prefilling" if busy else "idle"
@@ -78,7 +86,13 @@ class Telemetry:
             slots_decoding=decoding,
             queue_depth=scheduler.num_waiting,
             kv_used_tokens=scheduler.kv_used_tokens,
-            kv_total_tokens=scheduler.limits.ctx_per_slot * len(scheduler.slots),
+            kv_cached_tokens=scheduler.kv_cached_tokens,
+            kv_total_tokens=cache.cells.total,
+            ram_states=cache.num_saved,
+            ram_used_bytes=cache.ram_used_bytes,
+            preemptions=scheduler.num_preemptions,
+            cache_hits=counters.hits_slot + counters.hits_copy + counters.hits_ram,
+            cache_misses=counters.misses,
             steps=self._steps,
             mixed_steps=self._mixed_steps,
             prompt_tokens=self._prompt_tokens,
@@ -90,20 +104,21 @@ class Telemetry:
         )
 
 
-def _request_stats(sequence: Sequence, completion: Completion | None, now: float) -> RequestStats:
-    timings = sequence.timings(now)
-    mode: Literal["generate", "stream"] = "stream" if sequence.request.stream else "generate"
+def _request_stats(request: Request, completion: Completion | None, now: float) -> RequestStats:
+    mode: Literal["generate", "stream"] = "stream" if request.stream else "generate"
+    usage = completion.usage if completion else Usage(len(request.prompt), 0)
+    timings = completion.timings if completion else None
     return RequestStats(
-        request_id=sequence.request.id,
+        request_id=request.id,
         mode=mode,
-        seq_id=sequence.slot,
+        seq_id=completion.slot if completion else None,
         finish_reason=completion.finish_reason if completion else "error",
-        prompt_tokens=sequence.num_prompt,
-        generated_tokens=sequence.num_output,
-        duration_ms=timings.duration_ms,
-        ttft_ms=timings.ttft_ms,
-        prompt_eval_rate=timings.prompt_eval_rate,
-        generation_rate=timings.generation_rate,
-        prefix_cache_tokens=sequence.num_cached,
-        prefix_cache_ratio=sequence.num_cached / sequence.num_prompt,
+        prompt_tokens=usage.prompt_tokens,
+        generated_tokens=usage.completion_tokens,
+        duration_ms=(now - (request.submitted_at or now)) * 1e3,
+        ttft_ms=timings.ttft_ms if timings else None,
+        prompt_eval_rate=timings.prompt_eval_rate if timings else None,
+        generation_rate=timings.generation_rate if timings else None,
+        prefix_cache_tokens=usage.cached_tokens,
+        prefix_cache_ratio=usage.cached_tokens / usage.prompt_tokens,
     )

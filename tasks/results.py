@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from cellama.engine import Completion, EngineError, Finished, Started, Text
+from cellama.engine import Completion, EngineError, Finished, Started, Text, TokenLogprob
 from cellama.engine import Event as EngineEvent
 
 from .contract import events
@@ -20,7 +21,10 @@ def event_of(event: EngineEvent, model_id: str, worker: str) -> Event:
     if isinstance(event, Started):
         return events.started(model_id, event.num_prompt_tokens, worker)
     if isinstance(event, Text):
-        return events.token(event.text, list(event.tokens))
+        details: dict[str, Any] = {"index": event.index} if event.index else {}
+        if event.logprobs:
+            details["logprobs"] = _logprobs(event.logprobs)
+        return events.token(event.text, list(event.tokens), **details)
     return _terminal_event(event)
 
 
@@ -39,17 +43,38 @@ def _terminal_event(event: Finished) -> Event:
 
 
 def result_of(completion: Completion, model_id: str) -> dict[str, Any]:
-    """The result of a generation job."""
-    return {
-        "text": completion.text,
-        "finish_reason": completion.finish_reason,
-        "stop_sequence": completion.stop_sequence,
+    """The result of a generation job: its first completion, and all of them as `choices` if there are several."""
+    result = {
+        **_choice(completion),
         "usage": asdict(completion.usage),
         "timings": _timings(completion),
         "model": model_id,
         "seq_id": completion.slot,
         "seed": completion.seed,
     }
+    if completion.alternatives:
+        result["choices"] = [
+            {"index": choice.index, **_choice(choice)} for choice in (completion, *completion.alternatives)
+        ]
+    return result
+
+
+def _choice(completion: Completion) -> dict[str, Any]:
+    choice: dict[str, Any] = {
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+        "stop_sequence": completion.stop_sequence,
+    }
+    if completion.logprobs is not None:
+        choice["logprobs"] = _logprobs(completion.logprobs)
+    return choice
+
+
+def _logprobs(logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+    return [
+        {"token": entry.token, "logprob": entry.logprob, "top": [list(pair) for pair in entry.top]}
+        for entry in logprobs
+    ]
 
 
 def _timings(completion: Completion) -> dict[str, float | None]:

@@ -94,7 +94,9 @@ class JobRun:
         model.require("chat")
         tokens = model.tokenize_chat([m.model_dump() for m in job.messages], **job.template_args)
         result = result_of(self._complete(model, job, tokens), model.id)
-        return {**result, "message": {"role": "assistant", "content": result["text"]}}
+        for choice in [result, *result.get("choices", [])]:
+            choice["message"] = {"role": "assistant", "content": choice["text"]}
+        return result
 
     def embed(self, job: EmbedJob) -> Result:
         model = self._model(job.model)
@@ -128,6 +130,9 @@ class JobRun:
             prompt=tuple(tokens),
             sampling=SamplingParams(**{name: getattr(job, name) for name in SAMPLING}),
             max_tokens=job.max_tokens,
+            n=job.n,
+            cache_prompt=job.cache_prompt,
+            cache_scope=job.cache_scope,
             stop=job.stop,
             ignore_eos=job.ignore_eos,
             timeout_s=job.timeout,

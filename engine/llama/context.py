@@ -1,4 +1,4 @@
-"""A llama.cpp context with one KV stream per slot, filled through numpy views on the batch arrays."""
+"""A llama.cpp context for generation, filled through numpy views on the batch arrays."""
 
 from __future__ import annotations
 
@@ -12,29 +12,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..backend import DecodeError, Sampler
-from ..errors import ModelLoadFailed
+from ..errors import InvalidRequest, ModelLoadFailed
 from ..params import EngineOptions, SamplingParams
 from ..scheduler import Chunk
 from . import log as llama_log
+from .abort import AbortFlag
+from .grammar import Grammar, grammar_of
+from .memory import CACHE_TYPES, KvShape, LlamaMemory
 from .model import LlamaModel
-from .samplers import ChainSampler, GreedySampler
+from .samplers import GreedySampler, LlamaSampler
 
-MAX_AUTO_CTX = 4096  # tokens per slot when nobody chose
-_STREAM_PADDING = 256  # llama.cpp pads every KV stream to this many cells
 _FLASH_ATTENTION = {
     "auto": lib.LLAMA_FLASH_ATTN_TYPE_AUTO,
     "on": lib.LLAMA_FLASH_ATTN_TYPE_ENABLED,
     "off": lib.LLAMA_FLASH_ATTN_TYPE_DISABLED,
-}
-_CACHE_TYPES = {
-    "f32": lib.GGML_TYPE_F32,
-    "f16": lib.GGML_TYPE_F16,
-    "bf16": 30,  # ggml.h: GGML_TYPE_BF16, which llama_cpp does not name
-    "q8_0": lib.GGML_TYPE_Q8_0,
-    "q5_1": lib.GGML_TYPE_Q5_1,
-    "q5_0": lib.GGML_TYPE_Q5_0,
-    "q4_1": lib.GGML_TYPE_Q4_1,
-    "q4_0": lib.GGML_TYPE_Q4_0,
 }
 
 
@@ -48,8 +39,8 @@ def new_context(model: LlamaModel, options: EngineOptions, **overrides: Any) -> 
     params = lib.llama_context_default_params()
     params.n_threads = params.n_threads_batch = options.threads or available_cores()
     params.flash_attn_type = _FLASH_ATTENTION[options.flash_attention]
-    params.type_k = _CACHE_TYPES[options.cache_type_k]
-    params.type_v = _CACHE_TYPES[options.cache_type_v]
+    params.type_k = CACHE_TYPES[options.cache_type_k].code
+    params.type_v = CACHE_TYPES[options.cache_type_v].code
     for name, value in overrides.items():
         setattr(params, name, value)
     llama_log.take_errors()
@@ -107,28 +98,27 @@ class TokenBatch:
         lib.llama_batch_free(self.batch)
 
 
-class LlamaBackend:
-    """The engine's Backend on llama.cpp, KV cache partitioned: every slot has a stream of its own."""
+class LlamaBackend(LlamaMemory):
+    """The engine's Backend on llama.cpp."""
 
     def __init__(self, model: LlamaModel, options: EngineOptions) -> None:
-        """Allocates context and KV cache. Raises ModelLoadFailed."""
-        wanted = options.ctx_per_slot or min(model.info.n_ctx_train, MAX_AUTO_CTX)
-        self.ctx_per_slot = wanted
-        padded = -(-wanted // _STREAM_PADDING) * _STREAM_PADDING
+        """Allocates context and KV cache. Raises ModelLoadFailed, InvalidRequest."""
+        shape = KvShape.choose(model, options)
         self.vocabulary = model
         self.n_vocab = model.info.n_vocab
         self.context = new_context(
             model,
             options,
-            n_ctx=padded * options.n_parallel,
+            n_ctx=shape.n_ctx,
             n_seq_max=options.n_parallel,
             n_batch=options.n_batch,
             n_ubatch=min(options.n_ubatch, options.n_batch),
-            kv_unified=False,
+            kv_unified=shape.unified,
         )
-        self._memory = lib.llama_get_memory(self.context)
+        super().__init__(model, self.context, shape, options.n_parallel)
         self._batch = TokenBatch(options.n_batch)
         self._rows: dict[int, int] = {}  # slot → row of its logits in the last batch
+        self._abort = AbortFlag(self.context)
 
     def decode(self, chunks: Sequence[Chunk]) -> None:
         batch = self._batch
@@ -140,8 +130,12 @@ class LlamaBackend:
                 batch.want_output(row)
                 self._rows[chunk.slot] = row
         code = lib.llama_decode(self.context, batch.batch)
+        self._abort.lower()
         if code:
             raise DecodeError(code)
+
+    def abort(self) -> None:
+        self._abort.raise_()
 
     def row_of(self, slot: int) -> int:
         """The row of this slot's logits. llama.cpp would end the process on a row that has none."""
@@ -152,14 +146,21 @@ class LlamaBackend:
         pointer = lib.llama_get_logits_ith(self.context, self.row_of(slot))
         return np.ctypeslib.as_array(pointer, (self.n_vocab,))
 
-    def new_sampler(self, params: SamplingParams, seed: int, history: Sequence[int], *, ban_end: bool) -> Sampler:
-        banned = np.array(sorted(self.vocabulary.end_tokens), dtype=np.int64) if ban_end else None
-        if params.is_greedy and not params.has_penalties:
-            return GreedySampler(self, banned)
-        return ChainSampler(self, params, seed, history, banned)
+    def check(self, params: SamplingParams) -> None:
+        for token, _ in params.logit_bias:
+            if token >= self.n_vocab:
+                raise InvalidRequest(f"logit_bias names token {token}; the model has tokens 0..{self.n_vocab - 1}")
+        grammar = grammar_of(params)
+        if grammar is not None:
+            Grammar(self.vocabulary, *grammar).close()
 
-    def trim(self, slot: int, num_tokens: int) -> None:
-        lib.llama_memory_seq_rm(self._memory, slot, num_tokens, -1)
+    def new_sampler(
+        self, params: SamplingParams, seed: int, history: Sequence[int], *, ban_end: bool, num_chosen: int = 0
+    ) -> Sampler:
+        if params.is_plainly_greedy and not ban_end:
+            return GreedySampler(self)
+        banned = np.array(sorted(self.vocabulary.end_tokens), dtype=np.int64) if ban_end else None
+        return LlamaSampler(self, params, seed, history, banned, num_chosen)
 
     def close(self) -> None:
         self._batch.close()

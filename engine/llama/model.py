@@ -67,6 +67,11 @@ class LlamaModel:
         lib.llama_model_meta_val_str(self.pointer, key.encode(), buffer, length + 1)
         return buffer.value.decode(errors="replace")
 
+    def number(self, name: str) -> int | None:
+        """A whole number from the metadata of the model's architecture, for instance "attention.key_length"."""
+        value = self.metadata(f"{self.info.architecture}.{name}")
+        return int(value) if value is not None and value.isdigit() else None
+
     @property
     def chat_template(self) -> str | None:
         """The Jinja source of the model's chat template."""

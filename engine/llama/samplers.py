@@ -1,7 +1,8 @@
-"""How one sequence chooses its next token from llama.cpp's logits."""
+"""The sampler of one sequence on llama.cpp's logits: a Chooser, with llama.cpp's grammar and DRY where asked for."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -9,75 +10,98 @@ import llama_cpp.llama_cpp as lib
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import GrammarFailed
+from ..events import TokenLogprob
 from ..params import SamplingParams
+from ..sampling import Chooser, Logits, NothingAllowed
+from .grammar import CANDIDATE, Grammar, apply, grammar_of
 
 if TYPE_CHECKING:
     from .context import LlamaBackend
 
-Banned = NDArray[np.int64] | None
-
 
 class GreedySampler:
-    """The most likely token, straight from the logits: no chain, no copy of the vocabulary."""
+    """The most likely token, straight from the logits, for requests that want nothing else."""
 
-    def __init__(self, backend: LlamaBackend, banned: Banned) -> None:
+    def __init__(self, backend: LlamaBackend) -> None:
         self._backend = backend
-        self._banned = banned
 
-    def sample(self, slot: int) -> int:
-        logits = self._backend.logits(slot)
-        if self._banned is not None:
-            logits[self._banned] = -np.inf
-        return int(logits.argmax())
+    def sample(self, slot: int) -> tuple[int, TokenLogprob | None]:
+        return int(self._backend.logits(slot).argmax()), None
 
     def close(self) -> None:
         pass
 
 
-class ChainSampler:
-    """A llama.cpp sampler chain: penalties, then top_k early, then the rest on few candidates."""
+class LlamaSampler:
+    """Everything that SamplingParams can ask for."""
 
     def __init__(
-        self, backend: LlamaBackend, params: SamplingParams, seed: int, history: Sequence[int], banned: Banned
+        self,
+        backend: LlamaBackend,
+        params: SamplingParams,
+        seed: int,
+        history: Sequence[int],
+        banned: NDArray[np.int64] | None,
+        num_chosen: int,
     ) -> None:
+        """Raises InvalidRequest for a grammar that llama.cpp can't take."""
         self._backend = backend
-        self._banned = banned
-        self._chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
-        if params.has_penalties:
-            self._add(
-                lib.llama_sampler_init_penalties(
-                    backend.n_vocab,
-                    params.repeat_last_n,
-                    params.repeat_penalty,
-                    params.frequency_penalty,
-                    params.presence_penalty,
-                )
-            )
-        if params.is_greedy:
-            self._add(lib.llama_sampler_init_greedy())
-        else:
-            self._add_distribution(params, seed)
-        if params.has_penalties:
-            for token in history[-params.repeat_last_n :]:
-                lib.llama_sampler_accept(self._chain, token)
+        grammar = grammar_of(params)
+        self._grammar = Grammar(backend.vocabulary, *grammar) if grammar else None
+        self._repetition = _Repetition(backend, params, history) if params.dry_multiplier else None
+        self._chooser = Chooser(params, seed, history, banned=banned, constraint=self._grammar, num_chosen=num_chosen)
+        if self._grammar is not None:
+            for token in history[len(history) - num_chosen :]:
+                self._grammar.accept(token)
 
-    def _add_distribution(self, params: SamplingParams, seed: int) -> None:
-        if params.top_k:
-            self._add(lib.llama_sampler_init_top_k(params.top_k))
-        if params.top_p < 1:
-            self._add(lib.llama_sampler_init_top_p(params.top_p, 1))
-        if params.min_p > 0:
-            self._add(lib.llama_sampler_init_min_p(params.min_p, 1))
-        self._add(lib.llama_sampler_init_temp(params.temperature))
-        self._add(lib.llama_sampler_init_dist(seed))
-
-    def _add(self, sampler: object) -> None:
-        lib.llama_sampler_chain_add(self._chain, sampler)
-
-    def sample(self, slot: int) -> int:
-        if self._banned is not None:
-            self._backend.logits(slot)[self._banned] = -np.inf
-        return int(lib.llama_sampler_sample(self._chain, self._backend.context, self._backend.row_of(slot)))
+    def sample(self, slot: int) -> tuple[int, TokenLogprob | None]:
+        logits = self._backend.logits(slot)
+        if self._repetition is not None:
+            self._repetition.apply(logits)
+        try:
+            token, logprob = self._chooser.choose(logits)
+        except NothingAllowed:
+            raise GrammarFailed(
+                "the grammar allows none of the model's tokens here; let it also allow an end"
+            ) from None
+        if self._repetition is not None:
+            self._repetition.accept(token)
+        return token, logprob
 
     def close(self) -> None:
-        lib.llama_sampler_free(self._chain)
+        for part in (self._grammar, self._repetition):
+            if part is not None:
+                part.close()
+
+
+class _Repetition:
+    """DRY: makes tokens that would continue a repetition less likely. llama.h: llama_sampler_init_dry."""
+
+    def __init__(self, backend: LlamaBackend, params: SamplingParams, history: Sequence[int]) -> None:
+        breakers = [text.encode() for text in params.dry_sequence_breakers]
+        last_n = backend.ctx_per_slot if params.dry_penalty_last_n < 0 else params.dry_penalty_last_n
+        self._sampler = lib.llama_sampler_init_dry(
+            backend.vocabulary.vocab,
+            params.dry_multiplier,
+            params.dry_base,
+            params.dry_allowed_length,
+            last_n,
+            (ctypes.c_char_p * len(breakers))(*breakers),
+            len(breakers),
+        )
+        self._candidates = np.zeros(backend.n_vocab, CANDIDATE)
+        self._candidates["id"] = np.arange(backend.n_vocab)
+        for token in history:
+            self.accept(token)
+
+    def apply(self, logits: Logits) -> None:
+        self._candidates["logit"] = logits
+        apply(self._sampler, self._candidates)
+        logits[:] = self._candidates["logit"]
+
+    def accept(self, token: int) -> None:
+        lib.llama_sampler_accept(self._sampler, token)
+
+    def close(self) -> None:
+        lib.llama_sampler_free(self._sampler)

@@ -15,9 +15,9 @@ def started(model: str, prompt_tokens: int, worker: str) -> Event:
     return {"type": "started", "model": model, "prompt_tokens": prompt_tokens, "worker": worker}
 
 
-def token(text: str, tokens: list[int]) -> Event:
+def token(text: str, tokens: list[int], **details: Any) -> Event:
     """Text that is final, and the token ids sampled since the last event."""
-    return {"type": "token", "text": text, "tokens": tokens}
+    return {"type": "token", "text": text, "tokens": tokens, **details}
 
 
 def done(finish_reason: str, usage: dict[str, int], **details: Any) -> Event:

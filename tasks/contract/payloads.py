@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -49,11 +50,33 @@ def _to_tuple(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
 
+def _to_json(value: Any) -> Any:
+    return json.dumps(value) if isinstance(value, dict | bool) else value
+
+
+def _to_pairs(value: Any) -> Any:
+    """{"17": -1.5} as in the OpenAI API, or ["17=-1.5"], or pairs."""
+    if isinstance(value, dict):
+        value = list(value.items())
+    if not isinstance(value, list | tuple):
+        raise ValueError('it must map token ids to biases, for instance {"17": -1.5}')
+    return tuple(_to_pair(entry) for entry in value)
+
+
+def _to_pair(entry: Any) -> tuple[int, float]:
+    try:
+        token, bias = entry.split("=") if isinstance(entry, str) else entry
+        return int(token), float(bias)
+    except (TypeError, ValueError):
+        raise ValueError(f'{entry!r} is no token id with a bias; write {{"17": -1.5}} or 17=-1.5') from None
+
+
 _TEXT, _TOKENS = "<text>", "<tokens>"  # tags that pydantic writes into the place of an error; not shown
 
 Text = Annotated[StrictStr, AfterValidator(_check_text)]
 FilledText = Annotated[Text, AfterValidator(_check_filled)]
 Finite = Annotated[StrictFloat, Field(allow_inf_nan=False)]  # takes whole numbers, too
+LogitBias = Annotated[tuple[tuple[int, float], ...], BeforeValidator(_to_pairs)]
 
 
 class _Payload(BaseModel):
@@ -72,14 +95,37 @@ class _GenerationJob(_Job):
     top_k: StrictInt = Field(default=40, ge=0, description="candidates kept; 0 = all")
     top_p: Finite = Field(default=0.95, gt=0, le=1, description="probability mass kept")
     min_p: Finite = Field(default=0.05, ge=0, le=1, description="least probability relative to the best")
+    typical_p: Finite = Field(default=1.0, gt=0, le=1, description="mass kept of typical tokens; 1 = off")
     seed: StrictInt | None = Field(default=None, ge=0, le=MAX_SEED, description="same seed, same text")
     repeat_penalty: Finite = Field(default=1.0, gt=0, description="1 = off")
     frequency_penalty: Finite = Field(default=0.0, description="taken off per occurrence; 0 = off")
     presence_penalty: Finite = Field(default=0.0, description="taken off once a token occurred; 0 = off")
     repeat_last_n: StrictInt = Field(default=64, ge=0, description="tokens the penalties look back on")
+    logit_bias: LogitBias = Field(default=(), description="TOKEN=BIAS added to its logit; several are allowed")
+    dry_multiplier: Finite = Field(default=0.0, description="DRY, against repeated sequences; 0 = off")
+    dry_base: Finite = Field(default=1.75, gt=0, description="DRY: growth of the penalty per token")
+    dry_allowed_length: StrictInt = Field(default=2, ge=0, description="DRY: repeated tokens that are free")
+    dry_penalty_last_n: StrictInt = Field(default=-1, ge=-1, description="DRY: tokens looked back on; -1 = all")
+    dry_sequence_breakers: Annotated[tuple[FilledText, ...], BeforeValidator(_to_tuple)] = Field(
+        default=("\n", ":", '"', "*"), description="DRY: text that a repetition does not cross"
+    )
+    xtc_probability: Finite = Field(default=0.0, ge=0, le=1, description="XTC: how often top choices go; 0 = off")
+    xtc_threshold: Finite = Field(default=0.1, ge=0, le=1, description="XTC: probability of a top choice")
+    mirostat: StrictInt = Field(default=0, ge=0, le=2, description="1 or 2 keep the surprise steady; 0 = off")
+    mirostat_tau: Finite = Field(default=5.0, gt=0, description="mirostat: wanted surprise in bits")
+    mirostat_eta: Finite = Field(default=0.1, gt=0, description="mirostat: how fast it follows")
+    grammar: FilledText | None = Field(default=None, description="GBNF that the text must follow, or @FILE")
+    grammar_root: FilledText = Field(default="root", description="the rule that the grammar begins with")
+    json_schema: Annotated[FilledText | None, BeforeValidator(_to_json)] = Field(
+        default=None, description="JSON Schema that the text must follow, or @FILE"
+    )
+    logprobs: StrictInt | None = Field(default=None, ge=0, le=100, description="report so many alternatives per token")
+    n: StrictInt = Field(default=1, ge=1, le=128, description="completions of the one prompt")
     stop: Annotated[tuple[FilledText, ...], BeforeValidator(_to_tuple)] = Field(
         default=(), description="text that ends the generation; several are allowed"
     )
+    cache_prompt: StrictBool = Field(default=True, description="share prefixes with other requests")
+    cache_scope: Text = Field(default="", description="share prefixes only within this scope")
     ignore_eos: StrictBool = Field(default=False, description="go on where the model would end")
     stream: StrictBool = Field(default=True, description="publish the text token by token")
 

@@ -137,11 +137,11 @@ def test_engine_ends_at_the_end_token_unless_it_is_ignored(make_engine: MakeEngi
 
 
 def test_engine_ends_with_length_when_the_slot_is_full(make_engine: MakeEngine) -> None:
-    engine, backend = make_engine(FakeBackend(ctx_per_slot=32))
+    engine, _ = make_engine(FakeBackend(ctx_per_slot=32))
     completion = engine.submit(request("x" * 20, max_tokens=500)).result(PATIENCE_S)
     assert completion.finish_reason == "length"
     assert completion.usage.prompt_tokens + completion.usage.completion_tokens == 32
-    assert backend.cells == [[], [], [], []]
+    assert engine.snapshot().kv_used_tokens == 0
 
 
 def test_engine_same_seed_gives_the_same_text_and_another_does_not(make_engine: MakeEngine) -> None:
@@ -162,7 +162,7 @@ def test_engine_cancel_frees_the_slot_and_says_so(make_engine: MakeEngine) -> No
     assert [h.result(PATIENCE_S).finish_reason for h in (running, waiting)] == ["cancelled", "cancelled"]
     assert waiting.result().slot is None
     assert engine.submit(request()).result(PATIENCE_S).finish_reason == "length"
-    assert backend.cells == [[]]
+    assert engine.snapshot().kv_used_tokens == 0
 
 
 def test_engine_timeout_keeps_the_text_so_far(make_engine: MakeEngine) -> None:

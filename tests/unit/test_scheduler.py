@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from cellama.engine import InvalidRequest, PromptTooLong, QueueFull, Request
+from cellama.engine.fake import FakeBackend
+from cellama.engine.kvcache import KvCache
 from cellama.engine.scheduler import Chunk, Limits, Scheduler
 from cellama.engine.sequence import Sequence, State
 from cellama.engine.strategies import (
@@ -16,22 +20,34 @@ from cellama.engine.strategies import (
     DecodeMaximal,
     Share,
     SlotView,
+    Strategy,
     equal_chunks,
     make_strategy,
 )
 
-LIMITS = Limits(n_slots=3, ctx_per_slot=40, budget=8, chunk_size=4)
+LIMITS = Limits(budget=8, chunk_size=4)
 
 
-def sequence(num_prompt: int = 5, priority: int = 3, at: float = 0.0, timeout_s: float | None = None) -> Sequence:
-    request = Request("r", tuple(range(num_prompt)), priority=priority, timeout_s=timeout_s)
-    return Sequence(request, seed=0, submitted_at=at, tokens=list(request.prompt))
+def new_scheduler(
+    strategy: Strategy | None = None, limits: Limits = LIMITS, ram_bytes: int = 0, **memory: Any
+) -> Scheduler:
+    backend = FakeBackend(**{"n_slots": 3, "ctx_per_slot": 40, **memory})
+    return Scheduler(limits, strategy or DecodeMaximal(), KvCache(backend, ram_bytes))
 
 
-def run_step(scheduler: Scheduler) -> list[Chunk]:
+def sequence(num_prompt: int = 5, priority: int = 3, timeout_s: float | None = None, **params: Any) -> Sequence:
+    request = Request("r", tuple(range(num_prompt)), priority=priority, timeout_s=timeout_s, **params)
+    return Sequence(request, seed=0, submitted_at=0.0, tokens=list(request.prompt))
+
+
+def run_step(scheduler: Scheduler, now: float = 0.0) -> list[Chunk]:
     """One step as the engine does it, each sampled token being 7."""
-    scheduler.admit()
-    chunks = scheduler.schedule()
+    scheduler.admit(now)
+    chunks = scheduler.schedule(now)
+    backend = scheduler.cache.memory
+    assert isinstance(backend, FakeBackend)
+    if chunks:
+        backend.decode(chunks)
     for chunk in chunks:
         owner = scheduler.computed(chunk)
         if chunk.samples:
@@ -42,85 +58,142 @@ def run_step(scheduler: Scheduler) -> list[Chunk]:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Any order of submitting, stepping and ending."""
+    """Any order of submitting, stepping, failing, preempting and ending, in every kind of memory."""
+
+    LIMITS = Limits(budget=64, chunk_size=40)
 
     def __init__(self) -> None:
         super().__init__()
-        self.scheduler = Scheduler(LIMITS, DecodeMaximal())
         self.alive: list[Sequence] = []
+        self.now = 0.0
 
-    @rule(num_prompt=st.integers(1, 30), priority=st.integers(0, 9))
-    def submit(self, num_prompt: int, priority: int) -> None:
-        new = sequence(num_prompt, priority)
-        self.scheduler.enqueue(new)
-        self.alive.append(new)
+    @initialize(
+        unified=st.booleans(),
+        partial_reuse=st.booleans(),
+        n_cells=st.integers(250, 750),
+        ram_bytes=st.sampled_from([0, 300, 10_000]),
+        strategy=st.sampled_from(sorted(STRATEGIES)),
+    )
+    def begin(self, unified: bool, partial_reuse: bool, n_cells: int, ram_bytes: int, strategy: str) -> None:
+        self.scheduler = new_scheduler(
+            make_strategy(strategy),
+            self.LIMITS,
+            ram_bytes=ram_bytes,
+            ctx_per_slot=250,
+            unified=unified,
+            partial_reuse=partial_reuse,
+            n_cells=n_cells if unified else 0,
+        )
 
-    @rule()
-    def step(self) -> None:
-        self.scheduler.admit()
-        decoding = {s.slot for s in self.alive if s.state is State.DECODING}
-        chunks = run_step(self.scheduler)
-        assert sum(len(chunk.tokens) for chunk in chunks) <= LIMITS.budget
-        assert all(len(chunk.tokens) <= LIMITS.chunk_size for chunk in chunks)
+    @rule(lengths=st.lists(st.integers(1, 240), max_size=4), priority=st.integers(0, 9), family=st.integers(0, 2))
+    def submit(self, lengths: list[int], priority: int, family: int) -> None:
+        for length in lengths:
+            tokens = (family, *range(1, length))  # prompts of a family share prefixes
+            request = Request("r", tokens, priority=priority, cache_prompt=length % 8 != 0)
+            new = Sequence(request, seed=0, submitted_at=self.now, tokens=list(tokens))
+            self.scheduler.enqueue(new, self.now)
+            self.alive.append(new)
+
+    @rule(count=st.integers(1, 30), elapsed_s=st.sampled_from([0.1, 20.0]))
+    def steps(self, count: int, elapsed_s: float) -> None:
+        for _ in range(count):
+            self.step(elapsed_s)
+            self.slots_and_cells_are_conserved()
+
+    def step(self, elapsed_s: float) -> None:
+        self.now += elapsed_s
+        chunks = run_step(self.scheduler, self.now)
+        assert sum(len(chunk.tokens) for chunk in chunks) <= self.LIMITS.budget
+        assert all(len(chunk.tokens) <= self.LIMITS.chunk_size for chunk in chunks)
         assert [chunk.slot for chunk in chunks] == sorted({chunk.slot for chunk in chunks})
-        assert decoding <= {chunk.slot for chunk in chunks if chunk.samples}
-        assert bool(chunks) == (decoding != set() or any(s.state is not State.FINISHED for s in self.alive))
+        assert bool(chunks) == bool(self.alive)
+        if isinstance(self.scheduler.strategy, DecodeMaximal):
+            decoding = {s.slot for s in self.alive if s.state is State.DECODING}
+            assert decoding <= {chunk.slot for chunk in chunks if chunk.samples}
         self.alive = [s for s in self.alive if s.state is not State.FINISHED]
 
+    @rule()
+    def fail_a_step(self) -> None:
+        self.scheduler.admit(self.now)
+        for chunk in self.scheduler.schedule(self.now):
+            self.scheduler.undo(chunk)
+
     @rule(index=st.integers(0, 100))
-    def end(self, index: int) -> None:
+    def preempt(self, index: int) -> None:
+        running = [s for s in self.alive if s.slot is not None]
+        if running:
+            self.scheduler.preempt(running[index % len(running)], self.now)
+
+    @rule(index=st.integers(0, 100), keep=st.booleans())
+    def end(self, index: int, keep: bool) -> None:
         if self.alive:
-            self.scheduler.release(self.alive.pop(index % len(self.alive)))
+            ended = self.alive.pop(index % len(self.alive))
+            self.scheduler.release(ended, keep=keep)
+            ended.slot = None
 
     @invariant()
-    def slots_are_conserved(self) -> None:
+    def slots_and_cells_are_conserved(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        scheduler, backend = self.scheduler, self.scheduler.cache.memory
+        assert isinstance(backend, FakeBackend)
         held = [s for s in self.alive if s.slot is not None]
-        assert [s for s in self.scheduler.slots if s is not None] == sorted(held, key=lambda s: s.slot or 0)
-        assert self.scheduler.num_waiting == sum(1 for s in self.alive if s.state is State.WAITING)
-        assert sorted(map(id, self.scheduler.unfinished())) == sorted(map(id, self.alive))
-        assert self.scheduler.kv_used_tokens == sum(s.num_computed for s in held)
+        assert [s for s in scheduler.slots if s is not None] == sorted(held, key=lambda s: s.slot or 0)
+        assert scheduler.num_waiting == sum(1 for s in self.alive if s.state is State.WAITING)
+        assert sorted(map(id, scheduler.unfinished())) == sorted(map(id, self.alive))
+        assert all(s.num_computed == len(backend.cells[s.slot or 0]) for s in held)
+        assert [scheduler.cache.cells.of(slot) for slot in range(3)] == [len(cells) for cells in backend.cells]
+        assert scheduler.cache.cells.used == backend.num_used() <= backend.n_cells
+        for s in held:  # what was taken over is what would have been computed
+            assert [cell.token for cell in backend.cells[s.slot or 0]] == s.tokens[: s.num_computed]
+
+    @invariant()
+    def saved_states_keep_to_the_quota(self) -> None:
+        if hasattr(self, "scheduler"):
+            cache = self.scheduler.cache
+            assert cache.ram_used_bytes == sum(state.num_bytes for state in cache._saved) <= cache.ram_bytes
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestSchedulerMachine.settings = settings(max_examples=400, stateful_step_count=30, deadline=None)
 
 
 def test_scheduler_refuses_a_prompt_that_no_slot_can_hold() -> None:
-    scheduler = Scheduler(LIMITS, DecodeMaximal())
-    scheduler.enqueue(sequence(39))
+    scheduler = new_scheduler()
+    scheduler.enqueue(sequence(39), 0)
     with pytest.raises(PromptTooLong, match=r"40 tokens, a slot holds 39 .* raise ctx_per_slot"):
-        scheduler.enqueue(sequence(40))
+        scheduler.enqueue(sequence(40), 0)
 
 
 def test_scheduler_refuses_more_than_max_queue_and_names_it() -> None:
-    scheduler = Scheduler(Limits(1, 40, 8, 4, max_queue=2), DecodeMaximal())
-    scheduler.enqueue(sequence())
-    scheduler.enqueue(sequence())
+    scheduler = new_scheduler(limits=Limits(8, 4, max_queue=2))
+    scheduler.enqueue(sequence(), 0)
+    scheduler.enqueue(sequence(), 0)
     with pytest.raises(QueueFull, match="max_queue is 2"):
-        scheduler.enqueue(sequence())
+        scheduler.enqueue(sequence(), 0)
 
 
 def test_scheduler_admits_the_urgent_first_but_lets_the_others_age() -> None:
-    scheduler = Scheduler(Limits(1, 40, 8, 4), DecodeMaximal())
-    old_bulk, bulk, urgent = sequence(priority=9, at=0), sequence(priority=9, at=280), sequence(priority=0, at=300)
-    for waiting in (bulk, urgent, old_bulk):
-        scheduler.enqueue(waiting)
+    scheduler = new_scheduler(n_slots=1)
+    old_bulk, bulk, urgent = sequence(priority=9), sequence(priority=9), sequence(priority=0)
+    for waiting, at in ((bulk, 280), (urgent, 300), (old_bulk, 0)):
+        scheduler.enqueue(waiting, at)
     order = []
     for _ in range(3):
-        order += scheduler.admit()
+        order += scheduler.admit(301)
         scheduler.release(order[-1])
     assert order == [old_bulk, urgent, bulk]
 
 
 def test_scheduler_expires_waiting_and_running_sequences_once() -> None:
-    scheduler = Scheduler(Limits(1, 40, 8, 4), DecodeMaximal())
+    scheduler = new_scheduler(n_slots=1)
     running, waiting, patient = sequence(timeout_s=1), sequence(timeout_s=2), sequence()
     for new in (running, waiting, patient):
-        scheduler.enqueue(new)
-    scheduler.admit()
-    assert list(scheduler.expired(0.5)) == []
-    assert list(scheduler.expired(3.0)) == [running, waiting]
-    assert list(scheduler.expired(3.0)) == []
+        scheduler.enqueue(new, 0)
+    scheduler.admit(0)
+    assert list(scheduler.line.expired(0.5)) == []
+    assert list(scheduler.line.expired(3.0)) == [running, waiting]
+    assert list(scheduler.line.expired(3.0)) == []
 
 
 @pytest.mark.parametrize("shares", [[(0, 9)], [(0, 5)], [(0, 0)], [(0, 1), (0, 1)], [(2, 1)], []])
@@ -129,11 +202,11 @@ def test_scheduler_refuses_a_batch_that_a_strategy_got_wrong(shares: list[Share]
         def build_batch(self, slots: object, budget: int, chunk_size: int, queue_depth: int) -> list[Share]:
             return shares
 
-    scheduler = Scheduler(LIMITS, Wrong())
-    scheduler.enqueue(sequence(20))
-    scheduler.admit()
+    scheduler = new_scheduler(Wrong())
+    scheduler.enqueue(sequence(20), 0)
+    scheduler.admit(0)
     with pytest.raises(ValueError, match="the batch strategy"):
-        scheduler.schedule()
+        scheduler.schedule(0)
 
 
 VIEWS = st.lists(st.tuples(st.integers(1, 200), st.booleans(), st.integers(0, 9)), min_size=1, max_size=20).map(
@@ -200,10 +273,10 @@ def test_strategy_by_import_path_is_used() -> None:
 @pytest.mark.parametrize("name", [*sorted(STRATEGIES), "mine"])
 def test_nobody_starves_under_any_strategy(name: str) -> None:
     strategy = Mine() if name == "mine" else make_strategy(name)
-    scheduler = Scheduler(LIMITS, strategy)
+    scheduler = new_scheduler(strategy)
     waiting = [sequence(1 + i % 30, priority=i % 10) for i in range(12)]
     for new in waiting:
-        scheduler.enqueue(new)
+        scheduler.enqueue(new, 0)
     for _ in range(12 * 40):
         run_step(scheduler)
     assert all(s.state is State.FINISHED for s in waiting)

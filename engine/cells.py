@@ -1,0 +1,83 @@
+"""How many KV cells are in use, exactly: cells that slots share count once. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(eq=False, slots=True)
+class _Block:
+    """Consecutive cells with the same owners."""
+
+    size: int
+    owners: int = 1
+
+
+class Cells:
+    """The cells of every slot, in the order of positions. With `shared`, a prefix can belong to several slots."""
+
+    def __init__(self, n_slots: int, total: int, *, shared: bool) -> None:
+        self.total = total
+        self.shared = shared
+        self.used = 0
+        self._blocks: list[list[_Block]] = [[] for _ in range(n_slots)]
+
+    @property
+    def free(self) -> int:
+        return self.total - self.used
+
+    def of(self, slot: int) -> int:
+        """Positions that the slot holds."""
+        return sum(block.size for block in self._blocks[slot])
+
+    def own(self, slot: int) -> int:
+        """Cells that would be free without this slot."""
+        return sum(block.size for block in self._blocks[slot] if block.owners == 1)
+
+    def extend(self, slot: int, count: int) -> None:
+        """The slot takes `count` new cells."""
+        blocks = self._blocks[slot]
+        if blocks and blocks[-1].owners == 1:
+            blocks[-1].size += count
+        else:
+            blocks.append(_Block(count))
+        self.used += count
+
+    def trim(self, slot: int, count: int) -> None:
+        """The slot keeps its first `count` positions; cells behind them are free when nobody else has them."""
+        kept = self._cut(slot, count)
+        for block in self._blocks[slot][kept:]:
+            block.owners -= 1
+            if block.owners == 0:
+                self.used -= block.size
+        del self._blocks[slot][kept:]
+
+    def copy(self, source: int, target: int, count: int) -> None:
+        """The empty slot `target` gets the first `count` positions of `source`: the same cells, or new ones."""
+        assert not self._blocks[target]
+        if not self.shared:
+            self.extend(target, count)
+            return
+        blocks = self._blocks[source][: self._cut(source, count)]
+        for block in blocks:
+            block.owners += 1
+        self._blocks[target] = blocks
+
+    def _cut(self, slot: int, count: int) -> int:
+        """Number of blocks that hold the first `count` positions; a block across that border is cut in two."""
+        position = 0
+        for index, block in enumerate(self._blocks[slot]):
+            if position >= count:
+                return index
+            if position + block.size > count:
+                self._split(block, count - position)
+                return index + 1
+            position += block.size
+        return len(self._blocks[slot])
+
+    def _split(self, block: _Block, size: int) -> None:
+        behind = _Block(block.size - size, block.owners)
+        block.size = size
+        for blocks in self._blocks:
+            if block in blocks:  # by identity: blocks do not compare
+                blocks.insert(blocks.index(block) + 1, behind)

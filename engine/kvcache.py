@@ -1,0 +1,301 @@
+"""Which tokens lie in which slot, what a new sequence can take over, and what is kept in RAM.
+
+A slot's cells outlive its sequence: they wait there for somebody whose prompt begins alike, until their place is
+needed. Then they move to RAM, if they are worth it. Every change of the device's cells goes through this class.
+Engine thread only.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from .cells import Cells
+from .prefix import PrefixIndex
+
+MOVE_COST_TOKENS = 16  # a copy or a restore takes about as long as so many tokens of prefill
+WORTH_SAVING_TOKENS = 64  # fewer are faster computed again than kept
+
+
+class KvMemory(Protocol):
+    """The device's cells. Positions of a slot are dense from 0."""
+
+    n_slots: int
+    ctx_per_slot: int
+    n_cells: int  # in all
+    unified: bool  # one pool for all slots, in which slots can share cells; else each has its own
+    partial_reuse: bool  # a state can be cut back to any length; else it is used whole or not at all
+
+    def trim(self, slot: int, num_tokens: int) -> bool:
+        """Keeps the first positions of a slot. False: the memory can't, and the slot is empty now."""
+        ...
+
+    def copy(self, source: int, target: int, num_tokens: int) -> bool:
+        """Gives the empty slot `target` the first positions of `source`. False: `target` is still empty."""
+        ...
+
+    def save(self, slot: int) -> Any:
+        """All cells of a slot as something with `nbytes`."""
+        ...
+
+    def restore(self, slot: int, data: Any, num_tokens: int) -> bool:
+        """Gives an empty slot the first positions of what was saved. False: it is still empty."""
+        ...
+
+
+@dataclass(eq=False, slots=True)
+class SavedState:
+    """The cells of one slot in RAM."""
+
+    num_tokens: int
+    scope: Hashable
+    data: Any
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.data.nbytes)
+
+
+Source = int | SavedState
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Where a sequence goes, and the first tokens that it takes over from `source`."""
+
+    slot: int
+    source: Source | None
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class CacheCounters:
+    """What the cache did since the start."""
+
+    hits_slot: int = 0  # continued where it was
+    hits_copy: int = 0  # from another slot
+    hits_ram: int = 0
+    misses: int = 0
+    saves: int = 0
+    evictions: int = 0  # saved states dropped for the quota
+
+
+class KvCache:
+    """The states of all slots and of RAM, and how a sequence comes by its prefix."""
+
+    def __init__(self, memory: KvMemory, ram_bytes: int = 0) -> None:
+        """`ram_bytes` is the quota of saved states; 0 saves nothing."""
+        self.memory = memory
+        self.cells = Cells(memory.n_slots, memory.n_cells, shared=memory.unified)
+        self.counters = CacheCounters()
+        self.ram_bytes = ram_bytes
+        self.ram_used_bytes = 0
+        self._index: PrefixIndex[Source] = PrefixIndex()
+        self._scopes: dict[int, Hashable] = {}  # of slots that have an entry in the index
+        self._saved: OrderedDict[SavedState, None] = OrderedDict()  # least recently used first
+        self._unsaved: dict[int, None] = {}  # idle slots worth saving, longest idle first
+        self._last_used = [0] * memory.n_slots
+        self._clock = 0
+
+    # What there is
+
+    @property
+    def num_saved(self) -> int:
+        return len(self._saved)
+
+    def longest(self, tokens: Sequence[int], scope: Hashable) -> list[tuple[Source, int]]:
+        """Sources that hold a usable prefix of `tokens`, and its length; at least one token is left to compute."""
+        found = [(source, self._usable(source, n)) for source, n in self._matches(tokens, scope)]
+        return [(source, n) for source, n in found if n > 0]
+
+    def _matches(self, tokens: Sequence[int], scope: Hashable) -> Iterable[tuple[Source, int]]:
+        limit = len(tokens) - 1
+        return ((source, min(n, limit)) for source, n in self._index.matches(tokens, scope))
+
+    def _usable(self, source: Source, shared: int) -> int:
+        held = source.num_tokens if isinstance(source, SavedState) else self.cells.of(source)
+        if self.memory.partial_reuse:
+            return min(shared, held)
+        return held if held <= shared else 0
+
+    def soon(self, tokens: Sequence[int], scope: Hashable) -> list[tuple[int, int]]:
+        """Slots whose planned tokens share a prefix with `tokens`, computed yet or not, and its length."""
+        return [(source, n) for source, n in self._matches(tokens, scope) if not isinstance(source, SavedState)]
+
+    # Planning
+
+    def plan(self, tokens: Sequence[int], scope: Hashable, idle: Sequence[int]) -> Plan:
+        """The cheapest way to place a sequence in one of the `idle` slots."""
+        best = max(self.longest(tokens, scope), key=lambda match: _gain(match[0], match[1], idle), default=None)
+        if best is None or _gain(*best, idle) <= 0:
+            return Plan(self._cheapest(idle), None, 0)
+        source, count = best
+        if isinstance(source, int) and source in idle and self._may_overwrite(source, count, idle):
+            return Plan(source, source, count)
+        others = [slot for slot in idle if slot != source]
+        return Plan(self._cheapest(others), source, count) if others else Plan(idle[0], None, 0)
+
+    def _may_overwrite(self, slot: int, count: int, idle: Sequence[int]) -> bool:
+        """True if continuing in the slot loses less than it takes over, or there is no other place."""
+        return len(idle) == 1 or self.cells.of(slot) - count <= count
+
+    def _cheapest(self, idle: Sequence[int]) -> int:
+        """An empty slot, lowest index first (llama.cpp likes dense ids); else the longest unused one."""
+        return min(idle, key=lambda slot: (self.cells.of(slot) > 0, self._last_used[slot], slot))
+
+    def missing_cells(self, plan: Plan, num_tokens: int) -> int:
+        """Cells that `num_tokens` positions would need beyond those that are free once the plan is carried out."""
+        source = plan.source
+        saved_by_sharing = (
+            plan.num_tokens if source == plan.slot or (source is not None and self._shares(source)) else 0
+        )
+        freed = 0 if source == plan.slot else self.cells.own(plan.slot)
+        return num_tokens - saved_by_sharing - self.cells.free - freed
+
+    def _shares(self, source: Source) -> bool:
+        return self.memory.unified and not isinstance(source, SavedState) and self.memory.partial_reuse
+
+    # Carrying out
+
+    def place(self, plan: Plan, tokens: Sequence[int], scope: Hashable) -> int:
+        """Carries a plan out for a sequence of these tokens; returns how many of them its slot holds now."""
+        if plan.source is not None and plan.source == plan.slot:
+            count = self._continue_in(plan.slot, plan.num_tokens)
+        else:
+            if isinstance(plan.source, SavedState) and plan.source in self._saved:
+                self._saved.move_to_end(plan.source)  # what is saved now should not push it out
+            self.clear(plan.slot)
+            count = self._bring(plan)
+        self.counters.misses += count == 0
+        self._note(plan.slot, tokens, scope)
+        return count
+
+    def _continue_in(self, slot: int, count: int) -> int:
+        if self.cells.of(slot) - count >= WORTH_SAVING_TOKENS:
+            self._save_unsaved(slot)
+        self._unsaved.pop(slot, None)
+        kept = count if self.truncate(slot, count) else 0
+        self.counters.hits_slot += kept > 0
+        return kept
+
+    def _bring(self, plan: Plan) -> int:
+        source, slot, count = plan.source, plan.slot, plan.num_tokens
+        if isinstance(source, SavedState):
+            if not self.memory.restore(slot, source.data, count):
+                self._forget(source)  # a damaged state is a miss, never a wrong text
+                return 0
+            self.cells.extend(slot, count)
+            self.counters.hits_ram += 1
+            return count
+        if source is None or not self.memory.copy(source, slot, count):
+            return 0
+        self._copy_cells(source, slot, count)
+        self.counters.hits_copy += 1
+        self._touch(source)
+        return count
+
+    def _copy_cells(self, source: int, slot: int, count: int) -> None:
+        if self._shares(source):
+            self.cells.copy(source, slot, count)
+        else:
+            self.cells.extend(slot, count)
+
+    def _note(self, slot: int, tokens: Sequence[int], scope: Hashable) -> None:
+        self._index.insert(slot, tokens, scope)
+        self._scopes[slot] = scope
+        self._touch(slot)
+
+    def _touch(self, slot: int) -> None:
+        self._clock += 1
+        self._last_used[slot] = self._clock
+
+    def extend(self, slot: int, count: int) -> None:
+        """Accounts `count` positions that were computed."""
+        self.cells.extend(slot, count)
+
+    def truncate(self, slot: int, count: int) -> bool:
+        """Keeps the first positions of a slot; False if it is empty now, and all has to be computed again."""
+        if self.memory.trim(slot, count):
+            self.cells.trim(slot, count)
+            return True
+        self.cells.trim(slot, 0)
+        return False
+
+    def retire(self, slot: int, tokens: Sequence[int], scope: Hashable, *, save: bool) -> None:
+        """The sequence of a slot has ended; its cells, which hold `tokens`, wait for somebody else."""
+        self._note(slot, tokens, scope)
+        if save and self.ram_bytes and len(tokens) >= WORTH_SAVING_TOKENS:
+            self._unsaved[slot] = None
+
+    def clear(self, slot: int) -> None:
+        """Empties a slot, after saving what is worth it."""
+        self._save_unsaved(slot)
+        self._index.remove(slot)
+        self._scopes.pop(slot, None)
+        self.truncate(slot, 0)
+
+    def reclaim(self, idle: Iterable[int], missing: int) -> bool:
+        """Empties idle slots, longest unused first, until `missing` cells are free; False if that is not enough."""
+        for slot in sorted(idle, key=lambda slot: self._last_used[slot]):
+            if missing <= 0:
+                break
+            before = self.cells.free
+            self.clear(slot)
+            missing -= self.cells.free - before
+        return missing <= 0
+
+    # RAM
+
+    def save(self, slot: int, tokens: Sequence[int], scope: Hashable) -> None:
+        """Keeps a copy of a slot's cells, which hold `tokens`, as far as the quota goes."""
+        self._unsaved.pop(slot, None)
+        if not self.ram_bytes or len(tokens) < WORTH_SAVING_TOKENS or self._is_saved(tokens, scope):
+            return
+        state = SavedState(len(tokens), scope, self.memory.save(slot))
+        if state.num_bytes > self.ram_bytes:
+            return
+        while self.ram_used_bytes + state.num_bytes > self.ram_bytes:
+            self._forget(next(iter(self._saved)))
+            self.counters.evictions += 1
+        self._saved[state] = None
+        self.ram_used_bytes += state.num_bytes
+        self._index.insert(state, tokens, scope)
+        self.counters.saves += 1
+
+    def _is_saved(self, tokens: Sequence[int], scope: Hashable) -> bool:
+        for source, n in self._index.matches(tokens, scope):
+            if n < len(tokens):
+                break
+            if isinstance(source, SavedState):
+                return True
+        return False
+
+    def _save_unsaved(self, slot: int) -> None:
+        if slot in self._unsaved:
+            self.save(slot, self._index.tokens_of(slot), self._scopes[slot])
+
+    def save_one_idle(self) -> bool:
+        """Saves the slot that has waited for it longest; False when none waits. For when nobody else does."""
+        slot = next(iter(self._unsaved), None)
+        if slot is None:
+            return False
+        self._save_unsaved(slot)
+        return True
+
+    def forget_scope(self, scope: Hashable) -> None:
+        """Drops the saved states of a scope that nobody will ask for again."""
+        for state in [state for state in self._saved if state.scope == scope]:
+            self._forget(state)
+
+    def _forget(self, state: SavedState) -> None:
+        if state in self._saved:
+            del self._saved[state]
+            self.ram_used_bytes -= state.num_bytes
+            self._index.remove(state)
+
+
+def _gain(source: Source, count: int, idle: Sequence[int]) -> int:
+    stays = isinstance(source, int) and source in idle
+    return count if stays else count - MOVE_COST_TOKENS

@@ -1,0 +1,154 @@
+"""The KV cache of a context: its shape, and moving cells between slots and RAM. Implements KvMemory."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import llama_cpp.llama_cpp as lib
+import numpy as np
+import psutil
+from numpy.typing import NDArray
+
+from ..errors import InvalidRequest
+from ..params import EngineOptions
+from .model import LlamaModel
+
+STREAM_PADDING = 256  # llama.cpp pads a KV stream to a multiple of so many cells
+UNIFIED_UP_TO = 1  # slots; docs/adr/003-kv-layout.md
+MEMORY_SHARE = 0.5  # of the free RAM, at most, for a KV cache whose size nobody chose
+LEAST_AUTO_CTX = 512
+
+
+@dataclass(frozen=True, slots=True)
+class CacheType:
+    """A type of KV cells: its number in ggml.h, and bytes per value."""
+
+    code: int
+    num_bytes: float
+
+
+CACHE_TYPES = {
+    "f32": CacheType(lib.GGML_TYPE_F32, 4),
+    "f16": CacheType(lib.GGML_TYPE_F16, 2),
+    "bf16": CacheType(30, 2),  # llama_cpp does not name it
+    "q8_0": CacheType(lib.GGML_TYPE_Q8_0, 34 / 32),
+    "q5_1": CacheType(lib.GGML_TYPE_Q5_1, 24 / 32),
+    "q5_0": CacheType(lib.GGML_TYPE_Q5_0, 22 / 32),
+    "q4_1": CacheType(lib.GGML_TYPE_Q4_1, 20 / 32),
+    "q4_0": CacheType(lib.GGML_TYPE_Q4_0, 18 / 32),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class KvShape:
+    """How the cells are laid out, in tokens."""
+
+    unified: bool  # one pool, or a stream per slot
+    n_ctx: int  # what llama.cpp is told
+    ctx_per_slot: int
+    n_cells: int
+
+    @staticmethod
+    def choose(model: LlamaModel, options: EngineOptions) -> KvShape:
+        """What the options say, and what they leave open from the model and the memory. Raises InvalidRequest."""
+        slots = options.n_parallel
+        unified = options.kv_layout == "unified" or (options.kv_layout == "auto" and slots <= UNIFIED_UP_TO)
+        if unified:
+            total = options.n_ctx or slots * (options.ctx_per_slot or _auto_ctx(model, options))
+            per_slot = min(options.ctx_per_slot or total, total)
+            return KvShape(True, _padded(total), per_slot, total)
+        if options.n_ctx is not None and options.ctx_per_slot is None and options.n_ctx < slots:
+            raise InvalidRequest(f"n_ctx is {options.n_ctx}, less than a token for each of {slots} slots; raise it")
+        per_slot = options.ctx_per_slot or (options.n_ctx or 0) // slots or _auto_ctx(model, options)
+        if options.n_ctx is not None and per_slot * slots > options.n_ctx:
+            raise InvalidRequest(
+                f"{slots} slots of {per_slot} tokens need {per_slot * slots}, n_ctx is {options.n_ctx}; "
+                "give one of n_ctx and ctx_per_slot, or choose kv_layout unified"
+            )
+        return KvShape(False, _padded(per_slot) * slots, per_slot, per_slot * slots)
+
+
+def _padded(num_tokens: int) -> int:
+    return -(-num_tokens // STREAM_PADDING) * STREAM_PADDING
+
+
+def _auto_ctx(model: LlamaModel, options: EngineOptions) -> int:
+    """The training context, or less when the memory does not hold it for every slot."""
+    room = psutil.virtual_memory().available * MEMORY_SHARE / options.n_parallel
+    affordable = int(room / max(1.0, bytes_per_token(model, options)))
+    return max(min(model.info.n_ctx_train, affordable), min(LEAST_AUTO_CTX, model.info.n_ctx_train))
+
+
+def bytes_per_token(model: LlamaModel, options: EngineOptions) -> float:
+    """Bytes of KV cells for one token, in all layers that have attention over the whole context."""
+    heads = lib.llama_model_n_head(model.pointer)
+    head_size = int(model.number("attention.key_length") or model.info.n_embd // max(1, heads))
+    values = lib.llama_model_n_layer(model.pointer) * lib.llama_model_n_head_kv(model.pointer) * head_size
+    return float(values) * (CACHE_TYPES[options.cache_type_k].num_bytes + CACHE_TYPES[options.cache_type_v].num_bytes)
+
+
+class LlamaMemory:
+    """The cells of a context's slots. Engine thread only."""
+
+    def __init__(self, model: LlamaModel, context: Any, shape: KvShape, n_slots: int) -> None:
+        self.n_slots = n_slots
+        self.ctx_per_slot = shape.ctx_per_slot
+        self.n_cells = shape.n_cells
+        self.unified = shape.unified
+        recurrent = lib.llama_model_is_recurrent(model.pointer) or lib.llama_model_is_hybrid(model.pointer)
+        self._window = lib.llama_model_n_swa(model.pointer)
+        self.partial_reuse = not recurrent and not self._window
+        self._context = context
+        self._memory = lib.llama_get_memory(context)
+        self._scratch: NDArray[np.uint8] = np.empty(0, np.uint8)
+
+    def trim(self, slot: int, num_tokens: int) -> bool:
+        if lib.llama_memory_seq_rm(self._memory, slot, num_tokens, -1) and self._is_whole(slot, num_tokens):
+            return True
+        lib.llama_memory_seq_rm(self._memory, slot, -1, -1)  # removing all of a sequence never fails
+        return False
+
+    def _is_whole(self, slot: int, num_tokens: int) -> bool:
+        """True if the next token can be computed from what is left: a window may have lost what it looks back on."""
+        if num_tokens == 0:
+            return True
+        if lib.llama_memory_seq_pos_max(self._memory, slot) != num_tokens - 1:
+            return False
+        first_needed = max(0, num_tokens - self._window)
+        return not self._window or lib.llama_memory_seq_pos_min(self._memory, slot) <= first_needed
+
+    def copy(self, source: int, target: int, num_tokens: int) -> bool:
+        if self.unified and self.partial_reuse:
+            lib.llama_memory_seq_cp(self._memory, source, target, 0, num_tokens)
+            return True
+        # Between streams llama.cpp copies whole streams; the state of the used cells alone takes less time.
+        size = self._state_size(source)
+        if len(self._scratch) < size:
+            self._scratch = np.empty(size, np.uint8)
+        return self._get(source, self._scratch) and self._set(target, self._scratch[:size], num_tokens)
+
+    def save(self, slot: int) -> NDArray[np.uint8]:
+        data = np.empty(self._state_size(slot), np.uint8)
+        self._get(slot, data)
+        return data
+
+    def restore(self, slot: int, data: NDArray[np.uint8], num_tokens: int) -> bool:
+        return self._set(slot, data, num_tokens)
+
+    def _state_size(self, slot: int) -> int:
+        return int(lib.llama_state_seq_get_size(self._context, slot))
+
+    def _get(self, slot: int, data: NDArray[np.uint8]) -> bool:
+        return bool(lib.llama_state_seq_get_data(self._context, _pointer(data), len(data), slot))
+
+    def _set(self, slot: int, data: NDArray[np.uint8], num_tokens: int) -> bool:
+        if not lib.llama_state_seq_set_data(self._context, _pointer(data), len(data), slot):
+            lib.llama_memory_seq_rm(self._memory, slot, -1, -1)
+            return False
+        return self.trim(slot, num_tokens)
+
+
+def _pointer(data: NDArray[np.uint8]) -> Any:
+    return data.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
