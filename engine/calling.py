@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import time
 from abc import ABC, abstractmethod
@@ -72,7 +73,7 @@ class Generating(ABC):
         loop = asyncio.get_running_loop()
 
         def hand_over(event: Event) -> None:
-            if not loop.is_closed():
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
         handle = self._submit(prompt, None, stream=True, on_event=hand_over, **params)

@@ -34,6 +34,7 @@ from .text import StopMatch
 log = logging.getLogger(__name__)
 
 NO_ROOM, ABORTED = 1, 2  # llama.h: llama_decode; nothing of the batch counts, it may be tried again
+ATTEMPTS_ALONE = 2  # of a request in a batch of its own, before it fails
 CLOSE_TIMEOUT_S = 30.0
 
 Errand = Literal["submit", "stop"] | CancelReason
@@ -222,6 +223,7 @@ class Engine(Generating):
         now = time.monotonic()
         decoded = [(self._scheduler.computed(chunk), chunk) for chunk in chunks]
         for sequence, chunk in decoded:
+            sequence.failures_alone = 0
             if chunk.samples and sequence.slot is not None:  # None: it ended with another one of its request
                 self._sample(sequence, chunk.slot, now)
         return now - started
@@ -246,7 +248,9 @@ class Engine(Generating):
             log.warning("%s for a batch of %d requests; trying them one by one", error, len(chunks))
             return sum(self._forward([chunk]) for chunk in chunks if self._stands(chunk))
         sequence = self._scheduler.slots[chunks[0].slot]
-        if sequence is not None:
+        assert sequence is not None
+        sequence.failures_alone += 1
+        if sequence.failures_alone >= ATTEMPTS_ALONE:
             failure = DecodeFailed(f"{error} for this request alone; the others were not affected")
             self._fail(sequence.group, failure)
         return 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Literal
@@ -9,6 +10,8 @@ from typing import Literal
 from .errors import EngineError
 from .events import Completion, Event, Finished
 from .params import Request
+
+log = logging.getLogger(__name__)
 
 CancelReason = Literal["cancelled", "timeout"]
 
@@ -21,6 +24,7 @@ class Handle:
     ) -> None:
         self.request = request
         self.future: Future[Completion] = Future()
+        self.future.set_running_or_notify_cancel()  # so nobody ends it but the engine: see `cancel`
         self._cancel = cancel
         self._on_event = on_event
 
@@ -43,7 +47,11 @@ class Handle:
     def deliver(self, event: Event) -> None:
         """Hands one event over. Engine thread only."""
         if self._on_event is not None:
-            self._on_event(event)
+            try:
+                self._on_event(event)
+            except Exception:  # other people's code, on the engine thread
+                log.exception("the event callback of request %s failed and is not called again", self.request.id)
+                self._on_event = None
         if isinstance(event, Finished):
             self._resolve(event.completion, event.error)
 

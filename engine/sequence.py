@@ -45,6 +45,7 @@ class Sequence:
     waits_for: tuple[Sequence, int] | None = None  # another one's prefill of so many tokens, which they share
     num_computed: int = 0  # leading tokens whose KV cells are filled
     num_cached: int = 0  # of the prompt, reused instead of computed when it first got a slot
+    failures_alone: int = 0  # decode calls in a row that failed with nothing else in the batch
     sampler: Sampler | None = None
     admitted_at: float | None = None  # the first time
     placed_at: float | None = None  # the last time

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
 from cellama.engine import (
     Completion,
     DecodeFailed,
-    Engine,
-    EngineOptions,
     EngineStopped,
     Event,
     Finished,
@@ -28,43 +24,7 @@ from cellama.engine import (
 )
 from cellama.engine.fake import FakeBackend
 
-PATIENCE_S = 30
-GREEDY = SamplingParams(temperature=0)
-MakeEngine = Callable[..., tuple[Engine, FakeBackend]]
-
-
-@pytest.fixture
-def make_engine() -> Iterator[MakeEngine]:
-    engines: list[Engine] = []
-
-    def make(backend: FakeBackend | None = None, **options: Any) -> tuple[Engine, FakeBackend]:
-        backend = backend or FakeBackend()
-        engines.append(Engine(backend, EngineOptions(n_parallel=backend.n_slots, n_batch=backend.n_batch, **options)))
-        return engines[-1], backend
-
-    yield make
-    for engine in engines:
-        assert engine.close()
-
-
-def request(prompt: str = "hello", name: str = "r", **params: Any) -> Request:
-    return Request(name, tuple(prompt.encode()), params.pop("sampling", GREEDY), **{"max_tokens": 20, **params})
-
-
-class Gate:
-    """Holds the engine thread before its next decode, so that a test can arrange what happens meanwhile."""
-
-    def __init__(self, backend: FakeBackend) -> None:
-        self.open = threading.Event()
-        self.reached = threading.Event()
-        decode = backend.decode
-
-        def gated(chunks: Any) -> None:
-            self.reached.set()
-            assert self.open.wait(PATIENCE_S)
-            decode(chunks)
-
-        backend.decode = gated  # type: ignore[method-assign]
+from .conftest import PATIENCE_S, Gate, MakeEngine, request
 
 
 def test_engine_gives_each_request_the_text_it_gets_alone(make_engine: MakeEngine) -> None:
@@ -211,6 +171,19 @@ def test_engine_fails_only_the_request_that_fails_alone(make_engine: MakeEngine)
         bad.result(PATIENCE_S)
     assert all(h.result(PATIENCE_S).finish_reason == "length" for h in good)
     assert engine.snapshot().requests_failed == 1
+
+
+def test_engine_lives_on_when_a_callback_fails(make_engine: MakeEngine) -> None:
+    engine, _ = make_engine()
+    calls: list[Event] = []
+
+    def bad(event: Event) -> None:
+        calls.append(event)
+        raise RuntimeError("not ours")
+
+    assert engine.submit(request(), bad).result(PATIENCE_S).finish_reason == "length"
+    assert len(calls) == 1
+    assert not engine.submit(request()).future.cancel()
 
 
 def test_engine_fails_everything_with_a_reason_when_its_thread_dies(make_engine: MakeEngine) -> None:
