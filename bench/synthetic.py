@@ -10,6 +10,7 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import ClassVar
 
 import gguf
 import numpy as np
@@ -20,6 +21,7 @@ FILE_TYPES = {
     "F16": (gguf.GGMLQuantizationType.F16, gguf.LlamaFileType.MOSTLY_F16),
     "Q8_0": (gguf.GGMLQuantizationType.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
 }
+Tensor = tuple[str, tuple[int, ...]]  # name; rows and columns, or the length of a vector
 NUM_BYTES, CONTROL = 256, ("<|end|>",)
 
 
@@ -27,6 +29,7 @@ NUM_BYTES, CONTROL = 256, ("<|end|>",)
 class Shape:
     """A Llama shape; the default has 174M parameters. Rows must be multiples of 32 for Q8_0."""
 
+    architecture: ClassVar[str] = "llama"
     n_embd: int = 576
     n_layer: int = 30
     n_head: int = 9
@@ -41,33 +44,54 @@ class Shape:
         if self.n_vocab < NUM_BYTES + len(CONTROL) + 1:
             raise ValueError(f"n_vocab is {self.n_vocab}; it must be {NUM_BYTES + len(CONTROL) + 1} or more")
 
+    def add_metadata(self, writer: gguf.GGUFWriter) -> None:
+        """Everything about the shape that goes into the head of a file."""
+        writer.add_context_length(self.n_ctx)
+        writer.add_embedding_length(self.n_embd)
+        writer.add_block_count(self.n_layer)
+        writer.add_feed_forward_length(self.n_ff)
+        writer.add_head_count(self.n_head)
+        writer.add_head_count_kv(self.n_head_kv)
+        writer.add_layer_norm_rms_eps(1e-5)
+        writer.add_rope_freq_base(10000.0)
+        writer.add_rope_dimension_count(self.n_embd // self.n_head)
+        writer.add_vocab_size(self.n_vocab)
+
     @property
     def n_params(self) -> int:
         return sum(int(np.prod(dims)) for _, dims in self.tensors())
 
-    def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+    def tensors(self) -> Iterator[Tensor]:
         """Name and dimensions (rows, columns) of every tensor, in the order of the file."""
-        d_kv = self.n_embd // self.n_head * self.n_head_kv
         yield "token_embd.weight", (self.n_vocab, self.n_embd)
         for i in range(self.n_layer):
             yield f"blk.{i}.attn_norm.weight", (self.n_embd,)
-            yield f"blk.{i}.attn_q.weight", (self.n_embd, self.n_embd)
-            yield f"blk.{i}.attn_k.weight", (d_kv, self.n_embd)
-            yield f"blk.{i}.attn_v.weight", (d_kv, self.n_embd)
-            yield f"blk.{i}.attn_output.weight", (self.n_embd, self.n_embd)
-            yield f"blk.{i}.ffn_norm.weight", (self.n_embd,)
-            yield f"blk.{i}.ffn_gate.weight", (self.n_ff, self.n_embd)
-            yield f"blk.{i}.ffn_up.weight", (self.n_ff, self.n_embd)
-            yield f"blk.{i}.ffn_down.weight", (self.n_embd, self.n_ff)
+            yield from self.attention(i)
+            yield from self.feed_forward(i)
         yield "output_norm.weight", (self.n_embd,)
         yield "output.weight", (self.n_vocab, self.n_embd)
+
+    def attention(self, i: int) -> Iterator[Tensor]:
+        """The tensors of layer i's attention."""
+        d_kv = self.n_embd // self.n_head * self.n_head_kv
+        yield f"blk.{i}.attn_q.weight", (self.n_embd, self.n_embd)
+        yield f"blk.{i}.attn_k.weight", (d_kv, self.n_embd)
+        yield f"blk.{i}.attn_v.weight", (d_kv, self.n_embd)
+        yield f"blk.{i}.attn_output.weight", (self.n_embd, self.n_embd)
+
+    def feed_forward(self, i: int) -> Iterator[Tensor]:
+        """The tensors of layer i's feed-forward part."""
+        yield f"blk.{i}.ffn_norm.weight", (self.n_embd,)
+        yield f"blk.{i}.ffn_gate.weight", (self.n_ff, self.n_embd)
+        yield f"blk.{i}.ffn_up.weight", (self.n_ff, self.n_embd)
+        yield f"blk.{i}.ffn_down.weight", (self.n_embd, self.n_ff)
 
 
 def write_model(path: Path, shape: Shape | None = None, *, file_type: str = "Q8_0", seed: int = 0) -> None:
     """Writes the file tensor by tensor: one is in memory at a time."""
     shape = shape or Shape()
     kind, label = FILE_TYPES[file_type]
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, shape.architecture)
     _add_metadata(writer, shape, label)
     for name, dims in shape.tensors():
         raw = kind if len(dims) == 2 else gguf.GGMLQuantizationType.F32
@@ -78,16 +102,18 @@ def write_model(path: Path, shape: Shape | None = None, *, file_type: str = "Q8_
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     rng = np.random.default_rng(seed)
-    for _, dims in shape.tensors():
-        writer.write_tensor_data(_random_tensor(rng, dims, kind))
+    for name, dims in shape.tensors():
+        writer.write_tensor_data(_random_tensor(rng, name, dims, kind))
     writer.close()
 
 
 def _random_tensor(
-    rng: np.random.Generator, dims: tuple[int, ...], kind: gguf.GGMLQuantizationType
+    rng: np.random.Generator, name: str, dims: tuple[int, ...], kind: gguf.GGMLQuantizationType
 ) -> NDArray[np.float32] | NDArray[np.float16] | NDArray[np.uint8]:
-    if len(dims) == 1:
-        return np.ones(dims, dtype=np.float32)  # norms
+    if len(dims) == 1:  # norms, and biases that do no harm; what follows attention must outweigh the last token
+        return np.full(dims, 4.0 if "post_" in name else 1.0, dtype=np.float32)
+    if name.endswith("ssm_a"):
+        return -rng.random(dims, dtype=np.float32)  # how fast a state fades
     values = rng.standard_normal(dims, dtype=np.float32) / np.float32(np.sqrt(dims[1]))
     if kind == gguf.GGMLQuantizationType.F32:
         return values
@@ -100,16 +126,7 @@ def _random_tensor(
 def _add_metadata(writer: gguf.GGUFWriter, shape: Shape, label: gguf.LlamaFileType) -> None:
     writer.add_name(f"synthetic {shape.n_params / 1e6:.0f}M")
     writer.add_file_type(label)
-    writer.add_context_length(shape.n_ctx)
-    writer.add_embedding_length(shape.n_embd)
-    writer.add_block_count(shape.n_layer)
-    writer.add_feed_forward_length(shape.n_ff)
-    writer.add_head_count(shape.n_head)
-    writer.add_head_count_kv(shape.n_head_kv)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_rope_dimension_count(shape.n_embd // shape.n_head)
-    writer.add_vocab_size(shape.n_vocab)
+    shape.add_metadata(writer)
     _add_tokenizer(writer, shape.n_vocab)
 
 

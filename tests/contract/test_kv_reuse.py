@@ -1,0 +1,225 @@
+"""Texts do not depend on where their cells came from: the real llama.cpp, every layout and kind of memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cellama.bench.memory_shapes import HybridShape, RecurrentShape, WindowShape
+from cellama.bench.synthetic import Shape, write_model
+from cellama.engine import Completion, EngineOptions, InvalidRequest, Model, ModelManager, Request, SamplingParams, Text
+
+PATIENCE_S = 60
+GREEDY = SamplingParams(temperature=0)
+STORY = "Once upon a time, there was a little fox. The fox liked to play in the park. One day, the fox found a ball. "
+LAYOUTS = ("partitioned", "unified")
+SMALL: dict[str, int] = {
+    "n_embd": 64,
+    "n_layer": 4,
+    "n_head": 4,
+    "n_head_kv": 2,
+    "n_ff": 96,
+    "n_vocab": 320,
+    "n_ctx": 1024,
+}
+# llama.cpp's attention on the CPU rounds differently for chunks of different lengths: "off" and F32 leave 1e-5.
+EXACT: dict[str, Any] = {
+    "cache_type_k": "f32",
+    "cache_type_v": "f32",
+    "flash_attention": "off",
+    "ctx_per_slot": 512,
+}
+
+
+@pytest.fixture
+def manager() -> Iterator[ModelManager]:
+    manager = ModelManager()
+    yield manager
+    manager.close()
+
+
+def load(manager: ModelManager, source: str = "bundled://tiny", **options: Any) -> Model:
+    name = str(len(manager.models()))
+    return manager.load(name, source, options=EngineOptions(**{"threads": 1, **options}), capabilities=["generate"])
+
+
+def run(model: Model, prompt: str | list[int], **params: Any) -> Completion:
+    tokens = model.tokenize(prompt) if isinstance(prompt, str) else prompt
+    request = Request("r", tuple(tokens), GREEDY, **{"max_tokens": 30, "ignore_eos": True, **params})
+    return model.engine.submit(request).result(PATIENCE_S)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_second_request_computes_only_its_suffix_of_a_1500_token_prefix(manager: ModelManager, layout: str) -> None:
+    cold = load(manager, n_parallel=1, cache_prompt=False)
+    model = load(manager, n_parallel=3, kv_layout=layout, cache_ram_bytes=0)
+    prefix = (model.tokenize(STORY) * 100)[:1500]
+    ends = [model.tokenize(text) for text in ("The fox said", "But a bear came", "What did the cat")]
+    computed: list[int] = []
+    model.engine.add_step_listener(lambda step: computed.append(step.prefill_tokens))
+    for index, end in enumerate(ends):
+        done = run(model, prefix + end)
+        assert done.tokens == run(cold, prefix + end).tokens
+        assert done.usage.cached_tokens == (1500 if index else 0)
+    assert sum(computed) == 1500 + sum(map(len, ends))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_prefix_is_shared_with_a_request_that_still_runs(manager: ModelManager, layout: str) -> None:
+    cold = load(manager, n_parallel=1, cache_prompt=False)
+    model = load(manager, n_parallel=2, kv_layout=layout)
+    prefix = (model.tokenize(STORY) * 100)[:1500]
+    streams = threading.Event()
+    first = model.engine.submit(
+        Request("first", (*prefix, *model.tokenize("The fox")), GREEDY, max_tokens=500, ignore_eos=True),
+        lambda event: streams.set() if isinstance(event, Text) else None,
+    )
+    assert streams.wait(PATIENCE_S)
+    middle = prefix[:1234] + model.tokenize("Then a bear came")  # ends inside what the first one holds
+    done = run(model, middle)
+    assert (done.usage.cached_tokens, first.done) == (1234, False)
+    assert done.tokens == run(cold, middle).tokens
+    first.cancel()
+    whole = first.result(PATIENCE_S).tokens
+    expected = run(cold, [*prefix, *model.tokenize("The fox")], max_tokens=500).tokens
+    assert whole == expected[: len(whole)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("ram_bytes", [0, 1 << 28])
+def test_text_is_the_same_preempted_and_continued(manager: ModelManager, layout: str, ram_bytes: int) -> None:
+    cold = load(manager, n_parallel=1, cache_prompt=False)
+    model = load(manager, n_parallel=2, kv_layout=layout, cache_ram_bytes=ram_bytes)
+    prompts = [STORY * 3 + "The fox", STORY * 2 + "A bear"]
+    streams = threading.Semaphore(0)
+    bulk = [
+        model.engine.submit(
+            Request(p, tuple(model.tokenize(p)), GREEDY, max_tokens=400, ignore_eos=True, priority=9),
+            lambda event: streams.release() if isinstance(event, Text) else None,
+        )
+        for p in prompts
+    ]
+    for index in range(6):  # an urgent request comes again and again
+        for _ in range(20):
+            assert streams.acquire(timeout=PATIENCE_S)
+        run(model, f"Once upon a time, a {index}", priority=0, max_tokens=5)
+    expected = [run(cold, prompt, max_tokens=400).tokens for prompt in prompts]
+    assert [handle.result(PATIENCE_S).tokens for handle in bulk] == expected
+    assert model.engine.snapshot().preemptions >= 3
+
+
+def test_text_is_the_same_when_the_cells_of_a_pool_run_out(manager: ModelManager) -> None:
+    cold = load(manager, n_parallel=1, cache_prompt=False)
+    model = load(manager, n_parallel=8, kv_layout="unified", n_ctx=1024, cache_ram_bytes=1 << 24)
+    prompts = [f"{i} " + STORY * (1 + i % 4) for i in range(16)]
+    requests = [
+        Request(p, tuple(model.tokenize(p)), GREEDY, max_tokens=150, ignore_eos=True, priority=3 + 3 * (i % 3))
+        for i, p in enumerate(prompts)
+    ]
+    handles = [model.engine.submit(request) for request in requests]
+    assert [h.result(PATIENCE_S).tokens for h in handles] == [run(cold, p, max_tokens=150).tokens for p in prompts]
+    snapshot = model.engine.snapshot()
+    assert snapshot.preemptions > 0
+    assert snapshot.kv_used_tokens == 0
+    assert snapshot.kv_cached_tokens <= snapshot.kv_total_tokens == 1024
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_conversations_beyond_the_slots_come_back_from_ram(manager: ModelManager, layout: str) -> None:
+    cold = load(manager, n_parallel=1, cache_prompt=False)
+    model = load(manager, n_parallel=2, kv_layout=layout, cache_ram_bytes=1 << 28)
+    talks = [model.tokenize(f"Talk number {i}. " + STORY * 2) for i in range(5)]
+    known = [0] * len(talks)
+    for _ in range(3):
+        for index, talk in enumerate(talks):
+            done = run(model, talk)
+            assert done.tokens == run(cold, talk).tokens
+            assert done.usage.cached_tokens >= known[index]
+            known[index] = len(talk) + len(done.tokens) - 1  # the last token is never computed
+            talks[index] = [*talk, *done.tokens, *model.tokenize(" And then, the next day, ")]
+    assert model.engine.snapshot().ram_states >= 5
+
+
+SHAPES = [Shape, WindowShape, RecurrentShape, HybridShape]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: str(shape.architecture))
+def test_every_kind_of_memory_gives_the_text_it_gives_cold(
+    manager: ModelManager, tmp_path: Path, shape: type[Shape], layout: str
+) -> None:
+    """Turns of a conversation, forks, other prompts, more than slots: F32, so that rounding decides nothing."""
+    path = tmp_path / "model.gguf"
+    write_model(path, shape(**SMALL), file_type="F32", seed=1)
+    cold = load(manager, str(path), n_parallel=1, cache_prompt=False, **EXACT)
+    model = load(manager, str(path), n_parallel=2, kv_layout=layout, n_batch=64, **EXACT)
+    talks = [model.tokenize(f"{i} talk " + STORY[: 60 + 20 * i]) for i in range(3)]
+    cached = 0
+    for turn in range(3):
+        for index, talk in enumerate(talks):
+            done = run(model, talk)
+            assert done.tokens == run(cold, talk).tokens, f"{shape.architecture}, turn {turn}, talk {index}"
+            cached += done.usage.cached_tokens
+            talks[index] = [*talk, *done.tokens, *model.tokenize(" and then")]
+            fork = talk[: len(talk) // 2] + model.tokenize(" something else")
+            assert run(model, fork).tokens == run(cold, fork).tokens
+    assert cached > 0, "nothing was reused: the test shows nothing"
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: str(shape.architecture))
+def test_every_kind_of_memory_survives_preemption(manager: ModelManager, tmp_path: Path, shape: type[Shape]) -> None:
+    path = tmp_path / "model.gguf"
+    write_model(path, shape(**SMALL), file_type="F32", seed=2)
+    cold = load(manager, str(path), n_parallel=1, cache_prompt=False, **EXACT)
+    model = load(manager, str(path), n_parallel=1, **EXACT)
+    streams = threading.Semaphore(0)
+    prompt = model.tokenize(STORY)
+    bulk = model.engine.submit(
+        Request("bulk", tuple(prompt), GREEDY, max_tokens=300, ignore_eos=True, priority=9),
+        lambda event: streams.release() if isinstance(event, Text) else None,
+    )
+    for _ in range(3):
+        for _ in range(20):
+            assert streams.acquire(timeout=PATIENCE_S)
+        urgent = run(model, "urgent " + STORY[:50], priority=0, max_tokens=4)
+        assert urgent.tokens == run(cold, "urgent " + STORY[:50], max_tokens=4).tokens
+    assert bulk.result(PATIENCE_S).tokens == run(cold, prompt, max_tokens=300).tokens
+    assert model.engine.snapshot().preemptions >= 2
+
+
+def test_context_is_what_the_options_say(manager: ModelManager) -> None:
+    def room(**options: Any) -> tuple[int, int]:
+        snapshot = load(manager, **options).engine.snapshot()
+        return snapshot.slots_total, snapshot.kv_total_tokens
+
+    assert room(n_parallel=4) == (4, 4 * 2048)  # the model's training context
+    assert room(n_parallel=4, n_ctx=1000) == (4, 1000)
+    assert room(n_parallel=4, n_ctx=1000, kv_layout="unified") == (4, 1000)
+    assert room(n_parallel=4, ctx_per_slot=300) == (4, 1200)
+    assert room(n_parallel=4, ctx_per_slot=300, n_ctx=600, kv_layout="unified") == (4, 600)
+    with pytest.raises(InvalidRequest, match="4 slots of 300 tokens need 1200, n_ctx is 600"):
+        load(manager, n_parallel=4, ctx_per_slot=300, n_ctx=600, kv_layout="partitioned")
+
+
+def test_cancel_ends_a_long_decode_call(manager: ModelManager, tmp_path: Path) -> None:
+    """Without the abort flag the one prefill call would run for seconds; with it nothing of it is left."""
+    write_model(tmp_path / "slow.gguf", Shape(n_layer=12, n_vocab=1024), seed=1)
+    model = load(manager, str(tmp_path / "slow.gguf"), n_parallel=1, n_batch=2048, n_ubatch=2048, chunk_size=2048)
+    reached = threading.Event()
+    decode = model.engine._backend.decode
+
+    def decode_and_tell(chunks: Any) -> None:
+        reached.set()
+        decode(chunks)
+
+    model.engine._backend.decode = decode_and_tell  # type: ignore[method-assign]
+    handle = model.engine.submit(Request("long", tuple(range(10, 1010)) * 2, GREEDY))
+    assert reached.wait(PATIENCE_S)
+    handle.cancel()
+    assert handle.result(PATIENCE_S).finish_reason == "cancelled"
+    assert model.engine.snapshot().kv_cached_tokens == 0
+    assert run(model, list(range(10, 40)), max_tokens=3).usage.cached_tokens == 0
