@@ -9,7 +9,7 @@
     ├── ModelLoadFailed         source missing, damaged or not supported
     ├── QueueFull               the engine's waiting line is at its limit
     ├── DecodeFailed            llama.cpp refused this request's tokens
-    ├── GrammarFailed           the grammar allows no token that the model knows
+    ├── GrammarFailed           grammar, biases and ignore_eos together allow no token
     ├── EmbeddingCancelled      somebody cancelled an embedding (a generation ends as `cancelled` instead)
     └── EngineStopped           the engine closed, or its thread died
 

@@ -114,6 +114,7 @@ class Chooser:
         needed = 1 if self._params.is_greedy else self._params.top_k
         if needed:
             ids = top_ids(logits, max(_FIRST_LOOK, 4 * needed))
+            ids = ids[logits[ids] > -np.inf]
             allowed = ids[constraint.allows(ids)]
             if len(allowed) >= needed:
                 return self._pick(_only(logits, allowed), "second draw")
@@ -124,6 +125,8 @@ class Chooser:
         return self._pick(_only(logits, allowed), "second draw")
 
     def _pick(self, logits: Logits, purpose: str) -> int:
+        if not logits.max() > -np.inf:  # or there is no number at all
+            raise NothingAllowed
         if self._params.is_greedy:
             return int(logits.argmax())
         if self._params.mirostat:
@@ -181,7 +184,7 @@ class Chooser:
 
 
 class NothingAllowed(Exception):
-    """The constraint allows none of the tokens that have a probability."""
+    """No token that the constraint and the biases allow has a probability."""
 
 
 class _LogprobReport:

@@ -63,7 +63,7 @@ class LlamaSampler:
             token, logprob = self._chooser.choose(logits)
         except NothingAllowed:
             raise GrammarFailed(
-                "the grammar allows none of the model's tokens here; let it also allow an end"
+                "none of the model's tokens is allowed here by grammar, logit_bias and ignore_eos; loosen one of them"
             ) from None
         if self._repetition is not None:
             self._repetition.accept(token)
