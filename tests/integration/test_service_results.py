@@ -61,7 +61,7 @@ def _stored(job: Any) -> list[dict[str, Any]]:
 
 
 def test_generate_takes_schemas_several_completions_and_logprobs() -> None:
-    schema = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+    schema = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 9}}, "required": ["name"]}
     result = generate.delay("tiny", "A fox:", json_schema=schema, max_tokens=60, **GREEDY).get(timeout=PATIENCE_S)
     assert set(json.loads(result["text"])) == {"name"}
     job = generate.delay("tiny", "Once upon a time", n=3, seed=1, max_tokens=8, logprobs=1, logit_bias={"0": -1.0})
