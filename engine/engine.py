@@ -47,9 +47,11 @@ class Engine(Generating):
     def __init__(self, backend: Backend, options: EngineOptions, name: str = "engine") -> None:
         """Starts the engine thread, which owns the backend from now on. Raises InvalidRequest."""
         self._backend = backend
+        self._vocabulary = backend.vocabulary
         self._options = options
         self._cache = KvCache(backend, options.cache_ram_bytes if options.cache_prompt else 0)
-        limits = Limits(options.n_batch, options.chunk_size, options.max_queue)
+        # One pass of llama.cpp per step: it would cut a larger batch into pieces of all sequences, too small to be fast.
+        limits = Limits(min(options.n_batch, options.n_ubatch), options.chunk_size, options.max_queue)
         self._scheduler = Scheduler(limits, make_strategy(options.batch_strategy), self._cache)
         self._telemetry = Telemetry(self._scheduler)
         self._listeners: list[Listener] = []
@@ -101,7 +103,7 @@ class Engine(Generating):
         self._telemetry.on_request.append(listener)
 
     def snapshot(self) -> EngineSnapshot:
-        """The state after the last step. Never waits."""
+        """The state a moment ago. Never waits."""
         return self._telemetry.snapshot
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> bool:
@@ -273,15 +275,16 @@ class Engine(Generating):
 
     def _take(self, sequence: Sequence, token: int, now: float) -> None:
         """Accounts a sampled token: text, stop strings, end."""
+        vocabulary = self._vocabulary
         sequence.last_token_at = now
         if sequence.first_token_at is None:
             sequence.first_token_at = now
-        if self.vocabulary.is_end(token):
+        if vocabulary.is_end(token):
             del sequence.logprobs[sequence.num_output :]
             return self._end(sequence, "stop")
         sequence.tokens.append(token)
         self._telemetry.token()
-        released = sequence.text_stream.push(self.vocabulary.token_bytes(token))
+        released = sequence.text_stream.push(vocabulary.token_bytes(token))
         if isinstance(released, StopMatch):
             self._release_text(sequence, released.released)
             return self._end(sequence, "stop", released.stop)
@@ -295,10 +298,9 @@ class Engine(Generating):
             return
         sequence.texts.append(text)
         if sequence.request.stream:
-            first, end = sequence.num_reported, sequence.num_output
-            sequence.num_reported = end
+            first, sequence.num_reported = sequence.num_reported, sequence.num_output
             tokens = tuple(sequence.tokens[sequence.num_prompt + first :])
-            logprobs = tuple(sequence.logprobs[first:end])
+            logprobs = tuple(sequence.logprobs[first:]) if sequence.logprobs else ()
             self._emit(sequence, Text(sequence.request.id, text, tokens, sequence.index, logprobs))
 
     def _end_all(self, group: Group, reason: FinishReason) -> None:

@@ -129,7 +129,7 @@ class RequestStats:
 
 @dataclass(frozen=True, slots=True)
 class EngineSnapshot:
-    """The state of an engine after its last step; reading it never waits."""
+    """The state of an engine a moment ago (20 ms when it works, exact when it is idle); reading it never waits."""
 
     phase: Phase
     slots_total: int

@@ -12,6 +12,7 @@ from .scheduler import Chunk, Scheduler
 from .sequence import State
 
 RATE_WINDOW_S = 1.0
+SNAPSHOT_S = 0.02  # a snapshot costs as much as a slot's share of a step: not one for each
 
 
 class Telemetry:
@@ -24,29 +25,33 @@ class Telemetry:
         self._finished = self._failed = 0
         self._rate = 0.0
         self._window = (time.monotonic(), 0)  # start, generated tokens at the start
+        self._renewed_at = 0.0
         self.on_step: list[Callable[[StepStats], None]] = []
         self.on_request: list[Callable[[RequestStats], None]] = []
         self.snapshot = self._snapshot()
 
     def idle(self) -> None:
         """Renews the snapshot when there is no step to do it."""
-        self.step([], 0.0, 0.0, 0.0)
+        self._measure_rate(time.monotonic(), idle=not self._scheduler.has_work)
+        self.snapshot = self._snapshot()
 
     def step(self, chunks: list[Chunk], eval_s: float, step_s: float, wait_s: float) -> None:
         """Accounts one step."""
-        if chunks:
-            decode = sum(1 for chunk in chunks if chunk.decode)
-            total = sum(len(chunk.tokens) for chunk in chunks)
-            self._steps += 1
-            self._mixed_steps += 0 < decode < total
-            if self.on_step:
-                waiting = self._scheduler.num_waiting
-                times = (eval_s * 1e3, step_s * 1e3, max(0.0, wait_s) * 1e3)
-                stats = StepStats(total, decode, total - decode, len(chunks), waiting, *times)
-                for callback in self.on_step:
-                    callback(stats)
-        self._measure_rate(idle=not self._scheduler.has_work)
-        self.snapshot = self._snapshot()
+        decode = sum(1 for chunk in chunks if chunk.decode)
+        total = sum(len(chunk.tokens) for chunk in chunks)
+        self._steps += bool(chunks)
+        self._mixed_steps += 0 < decode < total
+        if self.on_step and chunks:
+            waiting = self._scheduler.num_waiting
+            times = (eval_s * 1e3, step_s * 1e3, max(0.0, wait_s) * 1e3)
+            stats = StepStats(total, decode, total - decode, len(chunks), waiting, *times)
+            for callback in self.on_step:
+                callback(stats)
+        now = time.monotonic()
+        if now - self._renewed_at >= SNAPSHOT_S or not self._scheduler.has_work:
+            self._renewed_at = now
+            self._measure_rate(now, idle=not self._scheduler.has_work)
+            self.snapshot = self._snapshot()
 
     def request(self, request: Request, completion: Completion | None, now: float) -> None:
         """Accounts the end of a request; without a completion it failed."""
@@ -63,8 +68,7 @@ class Telemetry:
     def token(self) -> None:
         self._generated_tokens += 1
 
-    def _measure_rate(self, idle: bool) -> None:
-        now = time.monotonic()
+    def _measure_rate(self, now: float, *, idle: bool) -> None:
         start, tokens = self._window
         if idle:
             self._rate = 0.0

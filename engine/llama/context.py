@@ -29,6 +29,10 @@ _FLASH_ATTENTION = {
 }
 
 
+# llama.h: llama_get_logits_ith, with the plain address as its result
+_logits_address = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32)(("llama_get_logits_ith", lib._lib))
+
+
 def available_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -118,6 +122,7 @@ class LlamaBackend(LlamaMemory):
         super().__init__(model, self.context, shape, options.n_parallel)
         self._batch = TokenBatch(options.n_batch)
         self._rows: dict[int, int] = {}  # slot → row of its logits in the last batch
+        self._views: dict[int, NDArray[np.float32]] = {}  # by address
         self._abort = AbortFlag(self.context)
 
     def decode(self, chunks: Sequence[Chunk]) -> None:
@@ -143,8 +148,11 @@ class LlamaBackend(LlamaMemory):
 
     def logits(self, slot: int) -> NDArray[np.float32]:
         """A view on the logits of this slot, float32 of n_vocab, valid until the next decode."""
-        pointer = lib.llama_get_logits_ith(self.context, self.row_of(slot))
-        return np.ctypeslib.as_array(pointer, (self.n_vocab,))
+        address = _logits_address(self.context, self.row_of(slot))
+        view = self._views.get(address)
+        if view is None:  # llama.cpp keeps its buffer, and making a view takes as long as searching it for the maximum
+            view = self._views[address] = np.ctypeslib.as_array((ctypes.c_float * self.n_vocab).from_address(address))
+        return view
 
     def check(self, params: SamplingParams) -> None:
         for token, _ in params.logit_bias:
@@ -157,9 +165,9 @@ class LlamaBackend(LlamaMemory):
     def new_sampler(
         self, params: SamplingParams, seed: int, history: Sequence[int], *, ban_end: bool, num_chosen: int = 0
     ) -> Sampler:
-        if params.is_plainly_greedy and not ban_end:
-            return GreedySampler(self)
         banned = np.array(sorted(self.vocabulary.end_tokens), dtype=np.int64) if ban_end else None
+        if params.is_plainly_greedy:
+            return GreedySampler(self, banned)
         return LlamaSampler(self, params, seed, history, banned, num_chosen)
 
     def close(self) -> None:

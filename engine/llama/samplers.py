@@ -23,11 +23,15 @@ if TYPE_CHECKING:
 class GreedySampler:
     """The most likely token, straight from the logits, for requests that want nothing else."""
 
-    def __init__(self, backend: LlamaBackend) -> None:
+    def __init__(self, backend: LlamaBackend, banned: NDArray[np.int64] | None) -> None:
         self._backend = backend
+        self._banned = banned
 
     def sample(self, slot: int) -> tuple[int, TokenLogprob | None]:
-        return int(self._backend.logits(slot).argmax()), None
+        logits = self._backend.logits(slot)
+        if self._banned is not None:
+            logits[self._banned] = -np.inf
+        return int(logits.argmax()), None
 
     def close(self) -> None:
         pass

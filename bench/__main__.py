@@ -1,0 +1,54 @@
+"""`python -m cellama.bench NAME`: runs one benchmark, prints a table and one JSON line."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+
+from .report import show
+
+NAMES = {
+    "decode": "decode rate against llama-batched-bench, the limit",
+    "mixed": "many requests at once, prefill and decode, against llama-server",
+    "shared_prefix": "requests that share a prefix, against llama-server",
+    "prefix_cache": "four-turn chats, more of them than slots: cache on against off",
+    "strategies": "throughput and time to the first token under each batch strategy",
+    "tokenize_overhead": "what tokenizing costs beside generating, and how it scales over threads",
+    "single_generate": "one request at a time: time to the first token, time per token",
+    "server_concurrent": "growing numbers of callers at once: rate and latency",
+    "python_time": "time outside llama.cpp per step, by slots and by context length",
+    "interactive": "an interactive request into an engine full of bulk work",
+    "layouts": "unified against partitioned KV cache by number of slots",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="cellama bench",
+        description="Benchmarks of the engine, seeded, side by side with peers in one run.",
+        epilog="\n".join(f"  {name:18} {text}" for name, text in NAMES.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", choices=sorted(NAMES), metavar="NAME", help="see below")
+    parser.add_argument("rest", nargs=argparse.REMAINDER, help="options of that benchmark; --help lists them")
+    chosen = parser.parse_args()
+    benchmark = importlib.import_module(f".{chosen.name}", __package__)
+    own = argparse.ArgumentParser(prog=f"cellama bench {chosen.name}", description=benchmark.__doc__)
+    own.add_argument("--model", type=Path, help="a GGUF file; default: 174M random weights, Q8_0, written once")
+    own.add_argument("--save", action="store_true", help="keep the JSON line under bench/results/")
+    benchmark.add_arguments(own)
+    args = own.parse_args(chosen.rest)
+    workload = {name: value for name, value in vars(args).items() if name not in ("model", "save")}
+    report = benchmark.run(args)
+    show(
+        chosen.name,
+        {"model": str(args.model.name if args.model else "synthetic 174M Q8_0"), **workload},
+        report,
+        save=args.save,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

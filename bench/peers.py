@@ -1,0 +1,134 @@
+"""llama.cpp's own programs as peers, when somebody has built them (bench/README.md says how).
+
+CELLAMA_BATCHED_BENCH and CELLAMA_LLAMA_SERVER name the programs `llama-batched-bench` and `llama-server`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cellama.api.redis_server import free_port
+
+BATCHED_BENCH, LLAMA_SERVER = "CELLAMA_BATCHED_BENCH", "CELLAMA_LLAMA_SERVER"
+START_S = 120.0
+REQUEST_S = 1200.0
+
+
+def program(variable: str) -> Path | None:
+    """The peer that an environment variable names; None, and a word about it, if there is none."""
+    named = os.environ.get(variable)
+    if named and Path(named).is_file():
+        return Path(named)
+    print(f"{variable} names no program, so this peer is left out; bench/README.md says how to build it")
+    return None
+
+
+def _environment(path: Path) -> dict[str, str]:
+    """Its shared libraries lie beside it."""
+    libraries = os.pathsep.join(filter(None, [str(path.parent), os.environ.get("LD_LIBRARY_PATH")]))
+    return {**os.environ, "LD_LIBRARY_PATH": libraries}
+
+
+def batched_bench(path: Path, model: Path, num_sequences: int, num_prompt: int, num_new: int, *args: str) -> Any:
+    """What `llama-batched-bench` measures for one number of sequences, as it says it."""
+    command = [str(path), "-m", str(model), "-npp", str(num_prompt), "-ntg", str(num_new)]
+    command += ["-npl", str(num_sequences), "--output-format", "jsonl", *args]
+    done = subprocess.run(command, env=_environment(path), capture_output=True, text=True, check=True)
+    return next(json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One request to llama-server, in seconds from its submission."""
+
+    ttft_s: float
+    total_s: float
+    num_tokens: int
+    num_computed: int  # prompt tokens that it did not have in its cache
+
+
+class LlamaServer:
+    """A running llama-server."""
+
+    def __init__(self, process: subprocess.Popen[bytes], port: int) -> None:
+        self.process = process
+        self._port = port
+
+    @classmethod
+    @contextlib.contextmanager
+    def start(cls, path: Path, model: Path, *args: str) -> Iterator[LlamaServer]:
+        """A server for one model, ended with the block."""
+        port = free_port()
+        command = [str(path), "-m", str(model), "--port", str(port), "--threads-http", "160", *args]
+        process = subprocess.Popen(
+            command, env=_environment(path), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        server = cls(process, port)
+        try:
+            server._wait_ready()
+            yield server
+        finally:
+            process.terminate()
+            process.wait(30)
+
+    def _wait_ready(self) -> None:
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline and self.process.poll() is None:
+            with contextlib.suppress(OSError):
+                connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=5)
+                connection.request("GET", "/health")
+                if connection.getresponse().status == 200:
+                    return
+            time.sleep(0.2)
+        raise RuntimeError(f"llama-server did not start (exit code {self.process.poll()})")
+
+    def complete(self, prompt: Sequence[int], num_new: int) -> Reply:
+        """One greedy request over a connection of its own: the server closes kept ones under load."""
+        started = time.monotonic()
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=REQUEST_S)
+        body = {
+            "prompt": list(prompt),
+            "n_predict": num_new,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "cache_prompt": True,
+        }
+        connection.request("POST", "/completion", json.dumps(body), {"Content-Type": "application/json"})
+        response, first, last = connection.getresponse(), None, {}
+        if response.status != 200:
+            raise RuntimeError(f"llama-server answered {response.status}: {response.read()[:200]!r}")
+        for line in response:
+            if line.startswith(b"data: "):
+                first = first or time.monotonic()
+                last = json.loads(line[6:])
+        ended = time.monotonic()
+        connection.close()
+        computed = int(last.get("timings", {}).get("prompt_n", -1))
+        return Reply((first or ended) - started, ended - started, int(last.get("tokens_predicted", 0)), computed)
+
+    def complete_all(self, prompts: Sequence[Sequence[int]], num_new: int) -> tuple[float, list[Reply]]:
+        """All at once, each from a thread; seconds until the last, and the replies in order."""
+        replies: list[Reply | None] = [None] * len(prompts)
+
+        def run(index: int) -> None:
+            replies[index] = self.complete(prompts[index], num_new)
+
+        threads = [threading.Thread(target=run, args=(index,)) for index in range(len(prompts))]
+        started = time.monotonic()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        seconds = time.monotonic() - started
+        return seconds, [reply for reply in replies if reply is not None]
