@@ -13,6 +13,7 @@ import typer
 from cellama.config import SettingsError
 from cellama.tasks.contract.errors import InvalidJob, JobError, JobTimeout, RedisUnreachable, UnknownModel
 
+from .bench import bench_command
 from .demo import demo_command
 from .generation import chat_command, embed_command, generate_command
 from .local import up_command, worker_command
@@ -60,6 +61,10 @@ def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
 
 for _name, _command in _COMMANDS.items():
     app.command(_name)(_interruptible(_command))
+# Its options are those of the benchmark that it runs.
+app.command("bench", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
+    _interruptible(bench_command)
+)
 
 
 def _print_version(wanted: bool) -> None:

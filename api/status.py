@@ -67,7 +67,7 @@ def _render(status: dict[str, Any]) -> RenderableType:
 
 def _workers(workers: list[dict[str, Any]]) -> Table:
     table = Table(title="Workers", title_justify="left", header_style="bold")
-    for column in ("worker", "model", "slots", "waiting", "tok/s", "KV", "done"):
+    for column in ("worker", "model", "slots", "waiting", "tok/s", "KV", "prefix hits", "done"):
         table.add_column(column, justify="left" if column in ("worker", "model") else "right", no_wrap=True)
     for worker in workers:
         name = f"{worker['name']} [dim]{worker['pid']}[/]"
@@ -80,7 +80,7 @@ def _workers(workers: list[dict[str, Any]]) -> Table:
 
 def _engine_cells(engine: dict[str, Any] | None) -> tuple[str, ...]:
     if engine is None:
-        return ("-",) * 5
+        return ("-",) * 6
     busy = engine["slots_prefilling"] + engine["slots_decoding"]
     kv = 100 * engine["kv_used_tokens"] / engine["kv_total_tokens"]
     return (
@@ -88,6 +88,7 @@ def _engine_cells(engine: dict[str, Any] | None) -> tuple[str, ...]:
         str(engine["queue_depth"]),
         f"{engine['generation_rate']:.0f}",
         f"{kv:.0f} %",
+        f"{engine['cache_hits']}/{engine['cache_hits'] + engine['cache_misses']}",
         str(engine["requests_finished"]),
     )
 

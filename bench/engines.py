@@ -16,7 +16,7 @@ from .synthetic import Shape, write_model
 
 GREEDY = SamplingParams(temperature=0)
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-FIRST_WORD = 300  # of the synthetic vocabulary: no control token, no byte
+FIRST_WORD, LAST_WORD = 300, 1000  # neither control tokens nor bytes, and in every vocabulary, the bundled one's too
 
 
 def model_path(given: Path | None) -> Path:
@@ -45,14 +45,12 @@ def loaded(path: Path, **options: Any) -> Iterator[Model]:
         manager.close()
 
 
-def random_prompts(
-    count: int, length: int, *, shared: int = 0, seed: int = 0, n_vocab: int = 40_000
-) -> list[list[int]]:
+def random_prompts(count: int, length: int, *, shared: int = 0, seed: int = 0) -> list[list[int]]:
     """Prompts of `length` random tokens, the first `shared` of which are the same in all."""
     rng = random.Random(seed)
 
     def words(number: int) -> list[int]:
-        return [rng.randrange(FIRST_WORD, n_vocab) for _ in range(number)]
+        return [rng.randrange(FIRST_WORD, LAST_WORD) for _ in range(number)]
 
     head = words(shared)
     return [head + words(length - shared) for _ in range(count)]

@@ -50,7 +50,7 @@ class Engine(Generating):
         self._vocabulary = backend.vocabulary
         self._options = options
         self._cache = KvCache(backend, options.cache_ram_bytes if options.cache_prompt else 0)
-        # One pass of llama.cpp per step: it would cut a larger batch into pieces of all sequences, too small to be fast.
+        # One pass of llama.cpp: it would cut a larger batch into pieces of all sequences, each too small to be fast.
         limits = Limits(min(options.n_batch, options.n_ubatch), options.chunk_size, options.max_queue)
         self._scheduler = Scheduler(limits, make_strategy(options.batch_strategy), self._cache)
         self._telemetry = Telemetry(self._scheduler)
@@ -192,7 +192,7 @@ class Engine(Generating):
         for sequence in self._scheduler.admit(started):
             self._start(sequence)
         chunks = self._scheduler.schedule(started)
-        eval_s = self._forward(chunks) if chunks else 0.0
+        eval_s = sum(self._forward(part) for part in self._passes(chunks) if part)
         self._tell()
         step_s = time.monotonic() - started
         self._telemetry.step(chunks, eval_s, step_s, step_s - (time.thread_time() - cpu_started))
@@ -212,8 +212,21 @@ class Engine(Generating):
             assert sequence.slot is not None
             self._emit(sequence, Started(request.id, sequence.slot, sequence.num_prompt, sequence.num_cached))
 
+    def _passes(self, chunks: list[Chunk]) -> list[list[Chunk]]:
+        """What goes into one decode call each: with a stream per slot, single tokens apart from longer chunks.
+
+        Together llama.cpp would run the first token of every slot in one pass and the rest of the chunks in another,
+        and these rests, a token short, would miss its tiles of 64 (docs/adr/002-prefill-chunks.md).
+        """
+        if self._backend.unified:
+            return [chunks]
+        return [[chunk for chunk in chunks if (len(chunk.tokens) == 1) is single] for single in (True, False)]
+
     def _forward(self, chunks: list[Chunk]) -> float:
         """Decodes and samples; returns the seconds inside decode. A failure is traced to its request."""
+        chunks = [chunk for chunk in chunks if self._stands(chunk)]  # not that of a request that just ended elsewhere
+        if not chunks:
+            return 0.0
         self._worth_aborting = self._main_request(chunks)
         started = time.monotonic()
         try:
@@ -248,7 +261,7 @@ class Engine(Generating):
             return 0.0  # the next step tries with what is left
         if len(chunks) > 1:
             log.warning("%s for a batch of %d requests; trying them one by one", error, len(chunks))
-            return sum(self._forward([chunk]) for chunk in chunks if self._stands(chunk))
+            return sum(self._forward([chunk]) for chunk in chunks)
         sequence = self._scheduler.slots[chunks[0].slot]
         assert sequence is not None
         sequence.failures_alone += 1

@@ -256,6 +256,7 @@ class KvCache:
         state = SavedState(len(tokens), scope, self.memory.save(slot))
         if state.num_bytes > self.ram_bytes:
             return
+        self._forget_shorter(tokens, scope)
         while self.ram_used_bytes + state.num_bytes > self.ram_bytes:
             self._forget(next(iter(self._saved)))
             self.counters.evictions += 1
@@ -271,6 +272,13 @@ class KvCache:
             if isinstance(source, SavedState):
                 return True
         return False
+
+    def _forget_shorter(self, tokens: Sequence[int], scope: Hashable) -> None:
+        """Drops states that a longer one makes superfluous: the turns of a conversation before the last."""
+        if self.memory.partial_reuse:
+            for source, shared in list(self._index.matches(tokens, scope)):
+                if isinstance(source, SavedState) and shared == source.num_tokens:
+                    self._forget(source)
 
     def _save_unsaved(self, slot: int) -> None:
         if slot in self._unsaved:

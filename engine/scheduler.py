@@ -86,20 +86,18 @@ class Scheduler:
 
     def _prefix_is_coming(self, sequence: Sequence) -> bool:
         """True while another slot computes a prefix that this sequence could take over a moment later."""
-        if sequence.waits_for is not None:
-            other, length = sequence.waits_for
-            if other.state is State.PREFILLING and other.num_computed < length:
-                return True
-            sequence.waits_for = None
+        if sequence.waits_for is not None and _will_compute(*sequence.waits_for):
+            return True
+        sequence.waits_for = None
         if None not in self.slots:
             return False  # it can't have a slot now, or only somebody's who is less urgent: no reason to search
         ready = max((n for _, n in self.cache.longest(sequence.tokens, sequence.scope)), default=0)
         for slot, length in self.cache.soon(sequence.tokens, sequence.scope):
-            other_ = self.slots[slot]
+            holder = self.slots[slot]
             if length < ready + WORTH_WAITING_TOKENS:
                 break  # the longest come first
-            if other_ is not None and other_.state is State.PREFILLING and other_.num_computed < length:
-                sequence.waits_for = (other_, length)
+            if holder is not None and _will_compute(holder, length):
+                sequence.waits_for = (holder, length)
                 return True
         return False
 
@@ -279,6 +277,10 @@ class Scheduler:
     def kv_cached_tokens(self) -> int:
         """Positions that wait in idle slots for somebody whose prompt begins alike."""
         return sum(self.cache.cells.of(slot) for slot, holder in enumerate(self.slots) if holder is None)
+
+
+def _will_compute(sequence: Sequence, length: int) -> bool:
+    return sequence.state is State.PREFILLING and sequence.num_computed < length
 
 
 def _view(sequence: Sequence) -> SlotView:

@@ -84,6 +84,7 @@ class Adaptive:
 
 
 MIN_CHUNK = 128  # tokens: docs/adr/002-prefill-chunks.md
+TILE = 64  # rows that llama.cpp's attention on the CPU computes together
 
 
 def equal_chunks(slots: Seq[SlotView], budget: int, chunk_size: int) -> list[Share]:
@@ -96,6 +97,7 @@ def equal_chunks(slots: Seq[SlotView], budget: int, chunk_size: int) -> list[Sha
         served, slots = slots[: max(1, budget // MIN_CHUNK)], slots[max(1, budget // MIN_CHUNK) :]
         needs = [min(view.num_pending, chunk_size) for view in served]
         size = _largest_equal_size(needs, budget)
+        size -= size % TILE if size > TILE else 0
         takes = [(view.slot, min(need, size)) for view, need in zip(served, needs, strict=True) if size]
         shares += takes
         budget -= sum(count for _, count in takes)

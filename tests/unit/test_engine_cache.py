@@ -99,6 +99,15 @@ def test_state_that_lost_its_slot_comes_back_from_ram(make_engine: MakeEngine) -
     assert engine.snapshot().ram_states >= 2
 
 
+def test_ram_keeps_the_last_turn_of_a_conversation_only(make_engine: MakeEngine) -> None:
+    engine, _ = make_engine(FakeBackend(n_slots=1, ctx_per_slot=2000))
+    talk = HEAD
+    for turn in range(4):
+        talk += engine.submit(request(talk, max_tokens=5)).result(PATIENCE_S).text + f" turn {turn} "
+        engine.submit(request(f"{turn} somebody else " + HEAD, max_tokens=5)).result(PATIENCE_S)
+    assert engine.snapshot().ram_states <= 1 + 4
+
+
 def test_ram_keeps_to_its_quota_and_forgets_the_least_used(make_engine: MakeEngine) -> None:
     engine, _ = make_engine(FakeBackend(n_slots=1), cache_ram_bytes=250)  # the fake's states have a byte per token
     for name in "abcd":

@@ -1,0 +1,53 @@
+"""The reference's benchmarks run by `cellama bench NAME`, here small and on the bundled model: figures mean nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from cellama.engine.bundled import TINY_PATH
+
+from ..conftest import clean_environment
+
+SMALL = {
+    "prefix_cache": "--conversations 3 --slots 2 --turns 2 --system 64 --message 16 --new 4 --think 0.05",
+    "strategies": "--requests 6 --slots 3 --new 4",
+    "tokenize_overhead": "--prompt 30 --repeats 3",
+    "single_generate": "--prompts 16 64 --new 4 --samples 1",
+    "server_concurrent": "--callers 1 4 --slots 2 --prompt 16 --new 4",
+    "python_time": "--slots 2 --contexts 64 128 --new 4",
+    "interactive": "--slots 2 --prompt 32 --samples 2",
+    "layouts": "--slots 2 --prompt 300 --new 4",
+    "decode": "--slots 2 --prompt 16 --new 8 --rounds 1",
+    "mixed": "--requests 4 --prompt 16 --new 4 --slots 2 --best-slots 4",
+    "shared_prefix": "--requests 6 --prompt 200 --shared 150 --new 4 --slots 2",
+}
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from cellama.api.cli import main; main()", "bench", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=clean_environment())
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_benchmark_prints_a_table_and_one_json_line(name: str) -> None:
+    done = bench(name, "--model", str(TINY_PATH), *SMALL[name].split())
+    assert done.returncode == 0, done.stderr[-2000:]
+    report = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    assert report["bench"] == name
+    assert report["rows"]
+    assert {"machine", "commit", "ratios", "caveats"} <= report.keys()
+    if name == "shared_prefix":
+        assert report["ratios"]["prefill tokens over a trie's optimum"] <= 1.05
+
+
+def test_benchmarks_are_listed_and_unknown_ones_refused() -> None:
+    listed = bench()
+    assert listed.returncode == 0
+    assert all(name in listed.stdout for name in SMALL)
+    unknown = bench("prefix_cash")
+    assert unknown.returncode == 2
+    assert "invalid choice: 'prefix_cash'" in unknown.stderr
