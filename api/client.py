@@ -18,7 +18,9 @@ from cellama.config import get_settings
 from cellama.tasks import app, chat, embed, generate
 from cellama.tasks.contract.errors import JobCancelled, JobTimeout, UnknownModel
 from cellama.tasks.contract.events import Event
+from cellama.tasks.contract.keys import cancel_key
 from cellama.tasks.contract.names import DEFAULT_MODEL, queue_keys
+from cellama.tasks.ledger import UNENDED_TTL_S
 from cellama.tasks.reaching import reaching_redis
 from cellama.tasks.reader import STREAM_TIMEOUT_S, astream_events, stream_events
 from cellama.tasks.registry import WorkerEntry, live_workers
@@ -74,7 +76,8 @@ class _Core:
 
     def cancel(self, job_id: str) -> None:
         with reaching_redis():
-            self._redis.ping()
+            # The key holds for workers that start later, the broadcast is for those that run it now.
+            self._redis.set(cancel_key(job_id), "1", ex=UNENDED_TTL_S)
             app.control.revoke(job_id, terminate=True)
 
     def stream(self, job_id: str, after: int, timeout_s: float) -> Iterator[Event]:

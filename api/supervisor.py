@@ -111,12 +111,12 @@ class Supervisor:
         return None
 
     def ask_to_stop(self) -> None:
-        """First: ends `run`. While `stop` waits: the second time ends running jobs, the third kills."""
+        """First: ends `run`. While `stop` waits: the second time hands running jobs back, the third kills."""
         self._stops += 1
         self._wake.set()
         if self._stops > 1:
             for child in self.children:
-                child.signal(signal.SIGQUIT if self._stops == 2 else signal.SIGKILL)
+                child.signal(signal.SIGTERM if self._stops == 2 else signal.SIGKILL)
 
     def stop(self, timeout_s: float = 600.0) -> None:
         """Ends the children in order, each after it finished what it does; kills what takes longer."""

@@ -19,6 +19,7 @@ NAMES = {
     "server_concurrent": "growing numbers of callers at once: rate and latency",
     "python_time": "time outside llama.cpp per step, by slots and by context length",
     "interactive": "an interactive request into an engine full of bulk work",
+    "chaos": "workers killed, Redis restarted, a worker frozen, a job that kills",
     "layouts": "unified against partitioned KV cache by number of slots",
 }
 
@@ -43,7 +44,7 @@ def main() -> None:
     report = benchmark.run(args)
     show(
         chosen.name,
-        {"model": str(args.model.name if args.model else "synthetic 174M Q8_0"), **workload},
+        {"model": args.model.name if args.model else getattr(benchmark, "MODEL", "synthetic 174M Q8_0"), **workload},
         report,
         save=args.save,
     )

@@ -27,12 +27,12 @@ from .events import (
     StepStats,
     Text,
     Timings,
-    TokenLogprob,
     Usage,
 )
 from .handle import Handle
+from .logprobs import TokenLogprob
 from .models import Model, ModelManager
-from .params import EngineOptions, Request, SamplingParams
+from .params import EngineOptions, Request, Resumed, SamplingParams
 
 __all__ = [
     "Completion",
@@ -58,6 +58,7 @@ __all__ = [
     "QueueFull",
     "Request",
     "RequestStats",
+    "Resumed",
     "SamplingParams",
     "Started",
     "StepStats",

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from .events import TokenLogprob
 from .kvcache import KvMemory
+from .logprobs import TokenLogprob
 from .params import SamplingParams
 from .scheduler import Chunk
 

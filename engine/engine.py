@@ -182,8 +182,31 @@ class Engine(Generating):
                 sequence.group = group
                 self._scheduler.enqueue(sequence, time.monotonic())
                 group.running.append(sequence)
+            self._resume(group)
         except EngineError as error:
             self._fail(group, error)
+
+    def _resume(self, group: Group) -> None:
+        """Gives the sequences of a request the output that they have already; some may be at their end with it."""
+        for sequence, resumed in zip(list(group.running), group.handle.request.resume, strict=False):
+            sequence.tokens += resumed.tokens
+            sequence.logprobs += resumed.logprobs
+            sequence.num_reported = len(resumed.tokens)
+            stop = self._replay_text(sequence, resumed.tokens)
+            if stop is not None:
+                self._end(sequence, "stop", stop)
+            elif self._is_complete(sequence):
+                self._end(sequence, "length")
+
+    def _replay_text(self, sequence: Sequence, tokens: tuple[int, ...]) -> str | None:
+        """Releases the text of these tokens without telling it again; returns the stop string that it ends with."""
+        for token in tokens:
+            released = sequence.text_stream.push(self._vocabulary.token_bytes(token))
+            if isinstance(released, StopMatch):
+                sequence.texts.append(released.released)
+                return released.stop
+            sequence.texts.append(released)
+        return None
 
     def _step(self) -> None:
         started, cpu_started = time.monotonic(), time.thread_time()
@@ -203,14 +226,19 @@ class Engine(Generating):
             return  # it was preempted, and goes on
         try:
             sequence.sampler = self._backend.new_sampler(
-                request.sampling, sequence.seed, request.prompt, ban_end=request.ignore_eos
+                request.sampling,
+                sequence.seed,
+                sequence.tokens,
+                ban_end=request.ignore_eos,
+                num_chosen=sequence.num_output,
             )
         except EngineError as error:
             self._fail(sequence.group, error)
             return
         if sequence.index == 0:
             assert sequence.slot is not None
-            self._emit(sequence, Started(request.id, sequence.slot, sequence.num_prompt, sequence.num_cached))
+            started = Started(request.id, sequence.slot, sequence.num_prompt, sequence.num_cached, sequence.seed)
+            self._emit(sequence, started)
 
     def _passes(self, chunks: list[Chunk]) -> list[list[Chunk]]:
         """What goes into one decode call each: with a stream per slot, single tokens apart from longer chunks.
@@ -288,23 +316,23 @@ class Engine(Generating):
 
     def _take(self, sequence: Sequence, token: int, now: float) -> None:
         """Accounts a sampled token: text, stop strings, end."""
-        vocabulary = self._vocabulary
         sequence.last_token_at = now
         if sequence.first_token_at is None:
             sequence.first_token_at = now
-        if vocabulary.is_end(token):
+        if self._vocabulary.is_end(token):
             del sequence.logprobs[sequence.num_output :]
             return self._end(sequence, "stop")
         sequence.tokens.append(token)
         self._telemetry.token()
-        released = sequence.text_stream.push(vocabulary.token_bytes(token))
+        released = sequence.text_stream.push(self._vocabulary.token_bytes(token))
         if isinstance(released, StopMatch):
             self._release_text(sequence, released.released)
             return self._end(sequence, "stop", released.stop)
         self._release_text(sequence, released)
-        if sequence.num_output >= sequence.request.max_tokens or self._scheduler.is_full(sequence):
-            return self._end(sequence, "length")
-        return None
+        return self._end(sequence, "length") if self._is_complete(sequence) else None
+
+    def _is_complete(self, sequence: Sequence) -> bool:
+        return sequence.num_output >= sequence.request.max_tokens or self._scheduler.is_full(sequence)
 
     def _release_text(self, sequence: Sequence, text: str) -> None:
         if not text:

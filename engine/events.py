@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .errors import EngineError
+from .logprobs import TokenLogprob
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout"]
 Phase = Literal["idle", "prefilling", "generating"]
@@ -29,15 +30,6 @@ class Timings:
     duration_ms: float
     prompt_eval_rate: float | None
     generation_rate: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """Natural logarithms of probabilities, as the model gave them: before penalties, temperature and filters."""
-
-    token: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()  # the most likely tokens and theirs, best first
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +57,7 @@ class Started:
     slot: int
     num_prompt_tokens: int
     num_cached_tokens: int
+    seed: int
 
 
 @dataclass(frozen=True, slots=True)

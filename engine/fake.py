@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .backend import DecodeError
-from .events import TokenLogprob
+from .logprobs import TokenLogprob
 from .params import SamplingParams
 from .scheduler import Chunk
 

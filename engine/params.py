@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from .errors import InvalidRequest, nearest
+from .logprobs import TokenLogprob
 
 MAX_SEED = 2**32 - 2  # llama.h: 0xFFFFFFFF means "random"
 DEFAULT_PRIORITY = 3
@@ -117,6 +118,14 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class Resumed:
+    """Output that a request has already: it goes on after that, as if nothing had happened between."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One generation: a prompt of token ids and how it goes on. Raises InvalidRequest when it can't be meant."""
 
@@ -133,6 +142,7 @@ class Request:
     cache_prompt: bool = True  # take over what is in the cache, and leave what was computed to others
     cache_scope: str = ""  # only requests of the same scope share prefixes
     submitted_at: float | None = None  # time.monotonic(); None = when the engine gets it
+    resume: tuple[Resumed, ...] = ()  # of the first completions; the seed must be that of the first time
 
     def __post_init__(self) -> None:
         _check(len(self.prompt) > 0, "prompt", self.prompt, "at least one token; give it some text")

@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from .events import TokenLogprob
+from .logprobs import TokenLogprob
 from .params import SamplingParams
 
 Logits = NDArray[np.float32]  # of the whole vocabulary

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from .events import Completion, FinishReason, Timings, TokenLogprob, Usage
+from .events import Completion, FinishReason, Timings, Usage
+from .logprobs import TokenLogprob
 from .params import Request
 from .text import TextStream
 

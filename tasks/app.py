@@ -14,8 +14,6 @@ from .contract.names import DEFAULT_MODEL, PRIORITIES, PRIORITY_SEPARATOR, queue
 if TYPE_CHECKING:
     from .runtime import Runtime
 
-# Until leases are renewed, a job must not run longer than this, or Redis hands it to a second worker.
-VISIBILITY_TIMEOUT_S = 6 * 3600
 CONNECT_TIMEOUT_S = 5
 EMBEDDING_JOBS = 4  # that run beside those in slots, when a model embeds
 
@@ -23,6 +21,7 @@ EMBEDDING_JOBS = 4  # that run beside those in slots, when a model embeds
 class CellamaApp(Celery):  # type: ignore[misc]
     """A Celery app that, inside a worker, holds what the worker runs on."""
 
+    control_cls = "cellama.tasks.control:LastingControl"
     runtime: Runtime | None = None  # set by the worker's lifecycle
 
 
@@ -50,7 +49,11 @@ def celery_config(settings: Settings) -> dict[str, Any]:
         "broker_transport_options": {
             **redis,
             "health_check_interval": 10,
-            "visibility_timeout": VISIBILITY_TIMEOUT_S,
+            "visibility_timeout": settings.lease_s,  # renewed by every worker that lives: tasks/lease.py
+            "unacked_restore_interval": max(1, settings.lease_s // 4),  # seconds between two looks for ended leases
+            "unacked_restore_throttle": 1,
+            "unacked_restore_limit": None,  # all at once
+            "unacked_mutex_expire": 30,
             "priority_steps": list(PRIORITIES),
             "sep": PRIORITY_SEPARATOR,
             "queue_order_strategy": "priority",
@@ -67,6 +70,9 @@ def celery_config(settings: Settings) -> dict[str, Any]:
         "task_track_started": True,
         "task_send_sent_event": True,
         "worker_pool": "cellama.tasks.pool:TaskPool",
+        "worker_consumer": "cellama.tasks.consumer:SteadyConsumer",
+        "worker_cancel_long_running_tasks_on_connection_loss": False,
+        "worker_enable_prefetch_count_reduction": False,
         "worker_concurrency": concurrency(settings),
         "worker_prefetch_multiplier": 1,
         "worker_deduplicate_successful_tasks": True,

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import time
 from collections.abc import Callable
 from typing import Any
+from uuid import UUID, uuid5
 
-from celery import Task
+from celery import Task, states, uuid
 from celery.result import AsyncResult
+from redis.exceptions import RedisError
+
+from cellama.config import get_settings
 
 from .app import app
-from .contract.errors import JobFailed
+from .contract.errors import InvalidJob, JobFailed
 from .contract.names import SUBMITTED_AT_HEADER, TASK_CHAT, TASK_EMBED, TASK_GENERATE, queue_name
 from .contract.payloads import ChatJob, EmbedJob, GenerateJob, parse_job
+from .ledger import Call, Ledger
 from .reaching import reaching_redis
 
 Payload = GenerateJob | ChatJob | EmbedJob
 Result = dict[str, Any]
+IDEMPOTENCY = UUID("6d1f5a0e-3a0c-4b57-9d5a-5f0a1c7e2b44")  # the namespace of job ids that are made from keys
 
 
 class JobTask(Task):  # type: ignore[misc]
@@ -29,16 +37,55 @@ class JobTask(Task):  # type: ignore[misc]
     throws = (JobFailed,)  # expected: Celery logs one line, without a trace
 
     def apply_async(self, args: Any = None, kwargs: Any = None, **options: Any) -> AsyncResult:
-        """Queues the job on its model's queue with its priority. Raises InvalidJob, RedisUnreachable."""
+        """Queues the job on its model's queue with its priority.
+
+        With `idempotency_key`, a second call with the same key gives the job of the first, as long as its result is
+        kept. Raises InvalidJob, RedisUnreachable.
+        """
         job = self.parse(args or (), kwargs or {})
+        _check_size(args, kwargs, get_settings().max_payload_bytes)
+        key = options.pop("idempotency_key", None)
         options.setdefault("queue", queue_name(job.model))
         options.setdefault("priority", job.priority)
+        options.setdefault("task_id", uuid() if key is None else str(uuid5(IDEMPOTENCY, f"{self.name} {key}")))
         options["headers"] = {SUBMITTED_AT_HEADER: time.time(), **(options.get("headers") or {})}
-        # Flower and the logs show these instead of the arguments: prompts are nobody else's business.
-        options.setdefault("argsrepr", f"({job.model!r}, …)")
-        options.setdefault("kwargsrepr", repr({k: v for k, v in (kwargs or {}).items() if k not in self.positional}))
+        if not get_settings().show_prompts:  # Flower and the logs show these instead of the arguments
+            shown = {name: value for name, value in (kwargs or {}).items() if name not in self.positional}
+            options.setdefault("argsrepr", f"({job.model!r}, …)")
+            options.setdefault("kwargsrepr", repr(shown))
         with reaching_redis():
+            return self._queue(args, kwargs, options, idempotent=key is not None)
+
+    def _queue(self, args: Any, kwargs: Any, options: dict[str, Any], *, idempotent: bool) -> AsyncResult:
+        """The ledger's entry first, then the message: what Redis loses of the one is found in the other."""
+        ledger, job_id = Ledger(self.backend.client), options["task_id"]
+        call = self._call(args, kwargs, options["queue"], options["priority"], options["headers"])
+        if not ledger.submit(job_id, call, idempotent=idempotent):
+            return self.AsyncResult(job_id)
+        try:
             return super().apply_async(args, kwargs, **options)
+        except Exception:
+            ledger.forget(job_id)
+            raise
+
+    def _call(self, args: Any, kwargs: Any, queue: str, priority: int, headers: dict[str, Any]) -> Call:
+        timeout = (kwargs or {}).get("timeout")
+        timeout_s = float(timeout) if isinstance(timeout, int | float) else None
+        return Call(self.name, list(args or ()), dict(kwargs or {}), queue, priority, timeout_s, headers)
+
+    def call_of_message(self) -> Call | None:
+        """How the job that runs here was called, if its producer was plain Celery and told the ledger nothing."""
+        request = self.request
+        if getattr(request, SUBMITTED_AT_HEADER, None) is not None:
+            return None
+        delivery = request.delivery_info
+        return self._call(request.args, request.kwargs, delivery["routing_key"], delivery.get("priority") or 0, {})
+
+    def after_return(self, status: str, retval: Any, task_id: str, args: Any, kwargs: Any, einfo: Any) -> None:
+        """Celery has stored the result: the ledger need not keep it."""
+        if status == states.SUCCESS and self.app.runtime is not None:
+            with contextlib.suppress(RedisError):  # it goes with the entry, then
+                self.app.runtime.ledger.forget_result(task_id)
 
     def parse(self, args: Any, kwargs: Any) -> Any:
         """The payload of a call. Raises InvalidJob."""
@@ -50,7 +97,8 @@ class JobTask(Task):  # type: ignore[misc]
             raise JobFailed("no_worker", "this task runs in a cellama worker only; start one with `cellama worker`")
         from .run import JobRun
 
-        return JobRun(self, self.app.runtime).execute(lambda run: body(run, self.parse(args, kwargs)))
+        streams = kwargs.get("stream", True) is not False
+        return JobRun(self, self.app.runtime).execute(streams, lambda run: body(run, self.parse(args, kwargs)))
 
 
 def _task(name: str, payload: type[Payload], second: str) -> Callable[[Callable[..., Result]], JobTask]:
@@ -58,6 +106,15 @@ def _task(name: str, payload: type[Payload], second: str) -> Callable[[Callable[
         bind=True, base=JobTask, name=name, payload=payload, positional=("model", second)
     )
     return decorate
+
+
+def _check_size(args: Any, kwargs: Any, limit: int) -> None:
+    """Raises InvalidJob when a call is larger than messages may be."""
+    size = len(json.dumps([list(args or ()), dict(kwargs or {})], ensure_ascii=False).encode())
+    if size > limit:
+        raise InvalidJob(
+            f"the job is {size} bytes long, and the limit is {limit}: split it, or raise CELLAMA_MAX_PAYLOAD_BYTES"
+        )
 
 
 @_task(TASK_GENERATE, GenerateJob, "prompt")

@@ -11,7 +11,7 @@ from cellama.config import get_settings
 from cellama.config.logging import configure_logging
 
 from .app import CellamaApp
-from .contract import events
+from .contract.errors import JobFailed
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +29,14 @@ class LoadModels(bootsteps.StartStopStep):  # type: ignore[misc]
 
         from .runtime import Runtime
 
+        signals.worker_shutting_down.connect(_Hurry(worker.pool), weak=False)
         try:
-            worker.app.runtime = Runtime(get_settings(), worker.hostname)
+            worker.app.runtime = Runtime(
+                get_settings(),
+                worker.hostname,
+                requeue=lambda *job: _requeue(worker.app, *job),
+                expire=lambda *job: _store_end(worker.app, *job),
+            )
         except EngineError as error:
             log.critical("the worker can't start: %s", error)
             raise SystemExit(EXIT_CONFIG) from None
@@ -45,12 +51,51 @@ class LoadModels(bootsteps.StartStopStep):  # type: ignore[misc]
         return {"models": [describe(m, m.id == manager.default) for m in manager.models().values()]}
 
 
+class _Hurry:
+    """The first signal lets running jobs finish, the second one hands them back."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+        self._num_signals = 0
+
+    def __call__(self, **_: Any) -> None:
+        self._num_signals += 1
+        if self._num_signals > 1:
+            self._pool.hurry()
+
+
+class KeepLeases(bootsteps.StartStopStep):  # type: ignore[misc]
+    """Renews the leases of the consumer's messages, also while it reconnects or drains."""
+
+    requires = ("cellama.tasks.consumer:Intake",)
+
+    def start(self, consumer: Any) -> None:
+        """Starts the thread with the first connection; it goes on through all others."""
+        consumer.app.runtime.keep_leases(consumer)
+
+
 def install(app: CellamaApp) -> None:
     """Connects worker and app; called once, when the app is made."""
     app.steps["worker"].add(LoadModels)
+    app.steps["consumer"].add("cellama.tasks.consumer:Intake")
+    app.steps["consumer"].add(KeepLeases)
     signals.setup_logging.connect(_set_up_logging, weak=False)
     signals.task_revoked.connect(_tell_revoked, weak=False)
     signals.worker_shutdown.connect(_close, weak=False)
+
+
+def _requeue(app: CellamaApp, job_id: str, call: dict[str, Any]) -> None:
+    """Queues a job again as its producer did, past the checks and the ledger."""
+    options = {name: call[name] for name in ("queue", "priority", "headers")}
+    app.send_task(call["task"], call["args"], call["kwargs"], task_id=job_id, **options)
+
+
+def _store_end(app: CellamaApp, job_id: str, end: dict[str, Any] | JobFailed) -> None:
+    """Stores in Celery how a job ended that no worker ever took."""
+    if isinstance(end, JobFailed):
+        app.backend.mark_as_failure(job_id, end)
+    else:
+        app.backend.mark_as_done(job_id, end)
 
 
 def _set_up_logging(loglevel: int | None = None, **_: Any) -> None:
@@ -64,9 +109,9 @@ def _tell_revoked(sender: Any = None, request: Any = None, terminated: bool = Fa
     """Ends the stream of a job that was revoked before a thread had it; a running one ends its own."""
     runtime = getattr(sender.app, "runtime", None)
     if runtime is not None and not terminated:
-        from .results import NO_USAGE
+        from .run import end_revoked
 
-        runtime.publisher.publish(request.id, events.done("cancelled", NO_USAGE))
+        end_revoked(runtime, request.id)
 
 
 def _close(sender: Any = None, **_: Any) -> None:

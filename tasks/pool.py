@@ -8,8 +8,9 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextvars import ContextVar
 from enum import IntEnum
 from typing import Any
@@ -17,6 +18,8 @@ from typing import Any
 from celery.concurrency.base import BasePool, apply_target
 from celery.concurrency.prefork import _run_ready_callbacks
 from kombu.asynchronous import get_event_loop
+
+from cellama.config import get_settings
 
 log = logging.getLogger(__name__)
 
@@ -26,9 +29,11 @@ DRAIN_PUMP_S = 0.1
 class Interruption(IntEnum):
     """Why a job must end before its time; a higher one replaces a lower one."""
 
-    SOFT_LIMIT = 1
-    HARD_LIMIT = 2
-    CANCELLED = 3
+    HANDED_BACK = 1  # the worker ends; another one goes on with it
+    SOFT_LIMIT = 2
+    HARD_LIMIT = 3
+    CANCELLED = 4
+    SUPERSEDED = 5  # another attempt of the job has begun, or it has ended, so this run is void
 
 
 class JobControl:
@@ -87,6 +92,7 @@ class TaskPool(BasePool):  # type: ignore[misc]
 
     def on_start(self) -> None:
         self._numbers = itertools.count(1)
+        self._in_a_hurry = False
         self._jobs: dict[int, tuple[JobControl, Future[None]]] = {}
         # Celery takes no more jobs than `limit`, which grows and shrinks; this is only a bound on threads.
         self._executor = ThreadPoolExecutor(max_workers=1024, thread_name_prefix="cellama-job")
@@ -156,10 +162,14 @@ class TaskPool(BasePool):  # type: ignore[misc]
             job[0].terminate(signal)
 
     def on_stop(self) -> None:
-        """Lets running jobs finish, and Celery's acks and timers go on meanwhile."""
+        """Lets running jobs finish, and Celery's acks and timers go on meanwhile; hands back what takes too long."""
         hub = get_event_loop()
-        while jobs := [future for _, future in list(self._jobs.values())]:
-            wait(jobs, timeout=DRAIN_PUMP_S)
+        deadline = time.monotonic() + get_settings().drain_s
+        while jobs := list(self._jobs.values()):
+            if self._in_a_hurry or time.monotonic() >= deadline:
+                for control, _ in jobs:
+                    control.interrupt(Interruption.HANDED_BACK)
+            wait([future for _, future in jobs], timeout=DRAIN_PUMP_S, return_when=FIRST_COMPLETED)
             if hub is not None:
                 hub.fire_timers()
                 _run_ready_callbacks(hub)
@@ -167,10 +177,14 @@ class TaskPool(BasePool):  # type: ignore[misc]
         if hub is not None:
             _run_ready_callbacks(hub)
 
+    def hurry(self) -> None:
+        """Hands running jobs back instead of letting them finish, now or when the pool stops."""
+        self._in_a_hurry = True
+
     def on_terminate(self) -> None:
-        """Ends running jobs at once; Celery hands back what is not acked."""
+        """Hands running jobs back at once."""
         for control, _ in list(self._jobs.values()):
-            control.terminate()
+            control.interrupt(Interruption.HANDED_BACK)
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     def grow(self, n: int = 1) -> None:

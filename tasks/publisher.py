@@ -1,56 +1,124 @@
-"""The publisher thread: what engines tell in one step becomes one Redis pipeline."""
+"""The publisher thread: what engines tell in one step becomes one call of Redis, fenced by each run's attempt."""
 
 from __future__ import annotations
 
-import json
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from redis import Redis
-from redis.client import Pipeline
 from redis.exceptions import OutOfMemoryError, ReadOnlyError, RedisError, ResponseError
 
 from .contract import events
-from .contract.events import EVENT_FIELD, Event
-from .contract.keys import events_channel, journal_key, stream_id
+from .contract.events import Event
+from .ledger import Attempt, Entry, Ledger
 
 if TYPE_CHECKING:
-    from cellama.config import Settings
     from cellama.engine import Event as EngineEvent
 
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.5
 CLOSING_ATTEMPTS = 4
-ALREADY_WRITTEN = "equal or smaller"  # Redis on an XADD whose id stands there: the reply of the first was lost
+HAND_BACK = "hand_back"  # between this class and itself: no event of a job
+STRIDE = 8  # tokens per event of a job that does not stream
+MAX_BATCH = 1000  # events per call of Redis: it serves nobody else meanwhile
 
-Batch = list[tuple[str, Event]]  # job id, event without its seq
+Result = dict[str, Any]
+Told = list[tuple[str, Event, Result | None]]  # run id, event without its seq, result with a terminal event
+
+
+@dataclass(slots=True)
+class _Run:
+    """An attempt that writes events here."""
+
+    attempt: Attempt
+    next_seq: int
+    streams: bool
+    started: bool
+    on_token: Callable[[], None]
+    handed_back: bool = False
+    ended: Future[bool] = field(default_factory=Future)
+    gathered: dict[int, list[Event]] = field(default_factory=dict)  # of a job that does not stream, by index
+
+    def number(self, event: Event) -> Event:
+        seq, self.next_seq = self.next_seq, self.next_seq + 1
+        return {"seq": seq, **event}
+
+    def gather(self, event: Event) -> Iterator[Event]:
+        """The event to write instead of this one and those before, if there are enough tokens."""
+        gathered = self.gathered.setdefault(event.get("index", 0), [])
+        gathered.append(event)
+        if sum(len(each["tokens"]) for each in gathered) >= STRIDE:
+            yield self._join(event.get("index", 0))
+
+    def rest(self) -> Iterator[Event]:
+        """What is still gathered."""
+        for index in list(self.gathered):
+            yield self._join(index)
+
+    def _join(self, index: int) -> Event:
+        parts = self.gathered.pop(index)
+        text = "".join(part["text"] for part in parts)
+        joined = {**parts[0], "text": text, "tokens": [token for part in parts for token in part["tokens"]]}
+        if "logprobs" in joined:
+            joined["logprobs"] = [entry for part in parts for entry in part["logprobs"]]
+        return joined
 
 
 class Publisher:
-    """Numbers, journals and publishes the events of all jobs of a worker."""
+    """Numbers, journals and publishes the events of all runs of a worker. Owns the `seq` of each."""
 
-    def __init__(self, redis: Redis, settings: Settings, worker: str) -> None:
-        self._redis = redis
-        self._settings = settings
+    def __init__(self, ledger: Ledger, worker: str, on_void: Callable[[str], None]) -> None:
+        """`on_void` is told, on this thread, the id of a run whose job has another attempt or an end already."""
+        self._ledger = ledger
         self._worker = worker
-        self._next_seq: dict[str, int] = {}
-        self._inbox: queue.SimpleQueue[Callable[[], Batch] | None] = queue.SimpleQueue()
+        self._on_void = on_void
+        self._runs: dict[str, _Run] = {}
+        self._inbox: queue.SimpleQueue[Callable[[], Told] | None] = queue.SimpleQueue()
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="cellama-publisher", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="cellama-publisher", daemon=True)
         self._thread.start()
+
+    # For other threads
+
+    def open(
+        self,
+        attempt: Attempt,
+        next_seq: int = 0,
+        *,
+        streams: bool = True,
+        started: bool = False,
+        on_token: Callable[[], None] = lambda: None,
+    ) -> Future[bool]:
+        """Takes the events of a run from now on. The future tells whether its terminal event counts.
+
+        `on_token` is called, on this thread, once its first token is in Redis.
+        """
+        run = _Run(attempt, next_seq, streams, started, on_token)
+
+        def register() -> Told:
+            self._runs[attempt.run_id] = run
+            return []
+
+        self._inbox.put(register)
+        return run.ended
 
     def listener(self, model_id: str) -> Callable[[tuple[EngineEvent, ...]], None]:
         """What an engine calls once per step; the conversion is left to the publisher thread."""
         return lambda engine_events: self._inbox.put(lambda: self._convert(model_id, engine_events))
 
-    def publish(self, job_id: str, event: Event) -> None:
-        """Publishes an event that no engine tells. Any thread."""
-        self._inbox.put(lambda: [(job_id, event)])
+    def publish(self, run_id: str, event: Event, result: Result | None = None) -> None:
+        """Publishes an event that no engine tells."""
+        self._inbox.put(lambda: [(run_id, event, result)])
+
+    def hand_back(self, run_id: str) -> None:
+        """Writes what is gathered, and nothing more of this run. Its future says False then."""
+        self._inbox.put(lambda: [(run_id, {"type": HAND_BACK}, None)])
 
     def close(self, timeout_s: float = 5.0) -> bool:
         """Writes what is there, then ends; False if Redis did not take it in time."""
@@ -59,65 +127,99 @@ class Publisher:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def _convert(self, model_id: str, engine_events: tuple[EngineEvent, ...]) -> Batch:
-        from .results import event_of
+    def _convert(self, model_id: str, engine_events: tuple[EngineEvent, ...]) -> Told:
+        from .results import event_of, result_of_end
 
-        return [(event.request_id, event_of(event, model_id, self._worker)) for event in engine_events]
+        return [
+            (event.request_id, event_of(event, model_id, self._worker), result_of_end(event, model_id))
+            for event in engine_events
+        ]
 
     # The publisher thread
 
-    def _run(self) -> None:
+    def _work(self) -> None:
         while (make := self._inbox.get()) is not None:
-            batch = make()
-            while not self._inbox.empty() and len(batch) < 1000:  # a slow Redis must not make it slower still
+            told = make()
+            while not self._inbox.empty() and len(told) < MAX_BATCH:  # a slow Redis must not make it slower still
                 make = self._inbox.get()
                 if make is None:
-                    self._write(batch)
+                    self._tell(told)
                     return
-                batch += make()
-            self._write(batch)
+                told += make()
+            self._tell(told)
 
-    def _write(self, batch: Batch) -> None:
-        """Writes a batch until Redis took it. Entries have fixed ids, so writing them twice changes nothing."""
-        numbered = [(job_id, self._number(job_id, event)) for job_id, event in batch]
+    def _tell(self, told: Told) -> None:
+        self._write([entry for each in told for entry in self._entries(*each)])
+        for run_id, event, _ in told:
+            if event["type"] == HAND_BACK and (run := self._runs.pop(run_id, None)) is not None:
+                run.ended.set_result(False)
+
+    def _entries(self, run_id: str, event: Event, result: Result | None) -> Iterator[tuple[str, Entry]]:
+        """What is written for an event of a run: nothing yet, or several."""
+        run = self._runs.get(run_id)
+        if run is None or run.handed_back or (event["type"] == "started" and run.started):
+            return  # it is void, or goes on elsewhere, or from an earlier attempt
+        if event["type"] == "token" and not run.streams:
+            for joined in run.gather(event):
+                yield run_id, self._entry(run, joined)
+            return
+        if event["type"] == HAND_BACK or events.is_terminal(event):
+            for joined in run.rest():
+                yield run_id, self._entry(run, joined)
+        if event["type"] == HAND_BACK:
+            run.handed_back = True
+        else:
+            yield run_id, self._entry(run, event, result)
+
+    @staticmethod
+    def _entry(run: _Run, event: Event, result: Result | None = None) -> Entry:
+        return Entry(run.attempt.job_id, run.attempt.number, run.number(event), result)
+
+    def _write(self, entries: list[tuple[str, Entry]]) -> None:
+        """Writes until Redis took it. Entries have fixed ids, so writing them twice changes nothing."""
         failures = failures_while_closing = 0
-        while failures_while_closing < CLOSING_ATTEMPTS:
+        while entries and failures_while_closing < CLOSING_ATTEMPTS:
             try:
-                self._check(self._pipeline(numbered).execute(raise_on_error=False))
-                return
+                return self._settle(entries, self._ledger.write([entry for _, entry in entries]))
             except RedisError as error:
+                if isinstance(error, ResponseError) and not isinstance(error, OutOfMemoryError | ReadOnlyError):
+                    return self._write_one_by_one(entries, error)
                 if not failures:
-                    log.warning("events of %d job(s) wait for Redis: %s", len({j for j, _ in batch}), error)
+                    log.warning("events of %d run(s) wait for Redis: %s", len({run for run, _ in entries}), error)
             failures += 1
             failures_while_closing += self._closing.is_set()
             time.sleep(RETRY_S)
-        log.error("%d events were not written: Redis did not answer before the worker ended", len(batch))
+        if entries:
+            log.error("%d events were not written: Redis did not answer before the worker ended", len(entries))
+            for run_id in {run_id for run_id, _ in entries}:
+                self._give_up(run_id)
+        return None
 
-    def _number(self, job_id: str, event: Event) -> Event:
-        seq = self._next_seq.pop(job_id, 0)
-        if not events.is_terminal(event):
-            self._next_seq[job_id] = seq + 1
-        return {"seq": seq, **event}
+    def _write_one_by_one(self, entries: list[tuple[str, Entry]], error: ResponseError) -> None:
+        """One event that Redis refuses holds up no other."""
+        if len(entries) == 1:
+            log.error("Redis refuses an event of run %s: %s", entries[0][0], error)
+            self._give_up(entries[0][0])
+        else:
+            for each in entries:
+                self._write([each])
 
-    def _pipeline(self, numbered: list[tuple[str, Event]]) -> Pipeline:
-        settings = self._settings
-        pipeline = self._redis.pipeline(transaction=False)
-        for job_id, event in numbered:
-            data = json.dumps(event, ensure_ascii=False, separators=(",", ":"))
-            key = journal_key(job_id)
-            pipeline.xadd(key, {EVENT_FIELD: data}, id=stream_id(event["seq"]), maxlen=settings.journal_max_events)
-            pipeline.publish(events_channel(job_id), data)
-            if events.is_terminal(event):
-                pipeline.expire(key, settings.event_ttl_s)
-            elif event["seq"] == 0:
-                pipeline.expire(key, settings.journal_ttl_s)
-        return pipeline
+    def _settle(self, entries: list[tuple[str, Entry]], void: set[int]) -> None:
+        for place, (run_id, entry) in enumerate(entries):
+            run = self._runs.get(run_id)
+            if run is None:
+                continue
+            if place in void:
+                log.warning("run %s is void: its job has another attempt, or an end", run_id)
+                self._give_up(run_id)
+            elif events.is_terminal(entry.event):
+                del self._runs[run_id]
+                run.ended.set_result(True)
+            elif entry.event["type"] == "token":
+                run.on_token()
 
-    def _check(self, replies: list[object]) -> None:
-        """Raises what may pass, so that the batch is written again; one event that Redis refuses holds up no other."""
-        for reply in replies:
-            if isinstance(reply, ResponseError) and not isinstance(reply, OutOfMemoryError | ReadOnlyError):
-                if ALREADY_WRITTEN not in str(reply):
-                    log.error("Redis refused an event: %s", reply)
-            elif isinstance(reply, Exception):
-                raise reply
+    def _give_up(self, run_id: str) -> None:
+        run = self._runs.pop(run_id, None)
+        if run is not None:
+            self._on_void(run_id)  # before anybody draws conclusions from the end
+            run.ended.set_result(False)

@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -45,10 +46,11 @@ def live_workers(redis: Redis) -> list[WorkerEntry]:
 
 
 class Registration:
-    """Keeps one worker's entry fresh, and prunes what dead workers left."""
+    """Keeps one worker's entry fresh, prunes what dead workers left, and does what else is due with every beat."""
 
-    def __init__(self, redis: Redis, worker: str, manager: ModelManager) -> None:
+    def __init__(self, redis: Redis, worker: str, manager: ModelManager, chores: Sequence[Callable[[], Any]]) -> None:
         self._redis = redis
+        self._chores = chores
         self._worker = worker
         self._manager = manager
         self._started_at = time.time()
@@ -65,6 +67,8 @@ class Registration:
         while True:
             try:
                 self._beat()
+                for chore in self._chores:
+                    chore()
             except RedisError as error:
                 log.warning("the worker's heartbeat waits for Redis: %s", error)
             if self._closing.wait(HEARTBEAT_S):

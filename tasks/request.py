@@ -6,6 +6,9 @@ import threading
 from typing import Any
 
 from celery.worker.request import Request
+from kombu.transport.virtual import QoS
+
+from .pool import Interruption, JobControl
 
 
 class JobRequest(Request):  # type: ignore[misc]
@@ -13,6 +16,8 @@ class JobRequest(Request):  # type: ignore[misc]
 
     Celery checks and sets `acknowledged` in two steps, which is safe with one thread. Here a job may end in its
     own thread while the main thread revokes it; the second ack would raise in Celery's event loop and end the worker.
+
+    The message of a superseded run is not its own any more: whoever runs the job now holds it, under the same tag.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -25,10 +30,38 @@ class JobRequest(Request):  # type: ignore[misc]
             first, self._settled = not self._settled, True
         return first
 
+    @property
+    def _control(self) -> JobControl | None:
+        return self._apply_result() if self._apply_result is not None else None  # a weak reference
+
+    @property
+    def _is_superseded(self) -> bool:
+        control = self._control
+        return control is not None and control.interruption is Interruption.SUPERSEDED
+
+    def _forget_message(self) -> None:
+        """Gives back the place that the message takes among those that this worker may hold, and nothing else."""
+        message, qos = self._message, self._message.channel.qos
+        if qos._delivered.get(message.delivery_tag) is message:
+            QoS.ack(qos, message.delivery_tag)  # past the one on Redis
+        self.acknowledged = True
+
     def acknowledge(self) -> None:
         if self._claim_settlement():
-            super().acknowledge()
+            if self._is_superseded:
+                self._forget_message()
+            else:
+                super().acknowledge()
 
     def reject(self, requeue: bool = False) -> None:
         if self._claim_settlement():
-            super().reject(requeue)
+            if self._is_superseded:
+                self._forget_message()
+            else:
+                super().reject(requeue)
+
+    def cancel(self, pool: Any, signal: Any = None, emit_retry: bool = True) -> None:
+        """Celery ends at once: the job goes back into its queue."""
+        control = self._control
+        if control is not None:
+            control.interrupt(Interruption.HANDED_BACK)

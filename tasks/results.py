@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from cellama.engine import Completion, EngineError, Finished, Started, Text, TokenLogprob
+from cellama.engine import Completion, EngineError, Finished, Resumed, Started, Text, TokenLogprob
 from cellama.engine import Event as EngineEvent
 
 from .contract import events
 from .contract.errors import JobFailed
 from .contract.events import Event
+from .past import Output, Past
 
 NO_USAGE = {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0}
 
@@ -19,7 +20,7 @@ NO_USAGE = {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0}
 def event_of(event: EngineEvent, model_id: str, worker: str) -> Event:
     """The contract's event for an engine's."""
     if isinstance(event, Started):
-        return events.started(model_id, event.num_prompt_tokens, worker)
+        return events.started(model_id, event.num_prompt_tokens, worker, event.seed)
     if isinstance(event, Text):
         details: dict[str, Any] = {"index": event.index} if event.index else {}
         if event.logprobs:
@@ -59,6 +60,14 @@ def result_of(completion: Completion, model_id: str) -> dict[str, Any]:
     return result
 
 
+def result_of_end(event: EngineEvent, model_id: str) -> dict[str, Any] | None:
+    """The result that comes with an engine's event: with the end of a request that did not fail."""
+    completion = event.completion if isinstance(event, Finished) else None
+    if completion is None or completion.finish_reason == "cancelled":
+        return None
+    return result_of(completion, model_id)
+
+
 def _choice(completion: Completion) -> dict[str, Any]:
     choice: dict[str, Any] = {
         "text": completion.text,
@@ -75,6 +84,18 @@ def _logprobs(logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
         {"token": entry.token, "logprob": entry.logprob, "top": [list(pair) for pair in entry.top]}
         for entry in logprobs
     ]
+
+
+def resume_of(past: Past, n: int) -> tuple[Resumed, ...]:
+    """What an engine needs to go on where earlier attempts of a job ended."""
+    if not past.num_tokens:
+        return ()
+    outputs = [past.outputs.get(index, Output()) for index in range(n)]
+    return tuple(Resumed(tuple(o.tokens), tuple(_logprob(entry) for entry in o.logprobs)) for o in outputs)
+
+
+def _logprob(entry: dict[str, Any]) -> TokenLogprob:
+    return TokenLogprob(entry["token"], entry["logprob"], tuple((int(t), float(p)) for t, p in entry["top"]))
 
 
 def _timings(completion: Completion) -> dict[str, float | None]:

@@ -1,11 +1,14 @@
 """One run of one job in a worker: whatever happens, its stream ends once and Celery hears the right thing.
 
-| what happens                     | stream ends with   | Celery state           |
-|----------------------------------|--------------------|------------------------|
-| finished, or `timeout` reached   | done               | SUCCESS                |
-| revoked with terminate           | done, `cancelled`  | REVOKED (Celery's own) |
-| soft or hard time limit          | done, `timeout`    | FAILURE                |
-| wrong payload, engine error, bug | error              | FAILURE with JobFailed |
+| what happens                     | stream ends with   | Celery state            |
+|----------------------------------|--------------------|-------------------------|
+| finished, or `timeout` reached   | done               | SUCCESS                 |
+| revoked, or cancelled in Redis   | done, `cancelled`  | REVOKED                 |
+| soft or hard time limit          | done, `timeout`    | FAILURE                 |
+| wrong payload, engine error, bug | error              | FAILURE with JobFailed  |
+| it ended workers again and again | error, `dead`      | FAILURE with JobFailed  |
+| the worker ends before it does   | (goes on elsewhere)| none, message is queued |
+| another attempt has begun        | (that one's end)   | none: the other sets it |
 """
 
 from __future__ import annotations
@@ -13,10 +16,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from celery import Task
-from celery.exceptions import Ignore, SoftTimeLimitExceeded
+from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
+from redis.exceptions import RedisError
 
 from cellama.engine import (
     Completion,
@@ -31,10 +36,12 @@ from cellama.engine import (
 
 from .contract import events
 from .contract.errors import InvalidJob, JobFailed
-from .contract.names import SUBMITTED_AT_HEADER
+from .contract.names import SUBMITTED_AT_HEADER, TASK_CHAT
 from .contract.payloads import ChatJob, EmbedJob, GenerateJob
+from .ledger import DEAD, Attempt, new_run
+from .past import Past, read_past
 from .pool import Interruption, current_job
-from .results import NO_USAGE, error_event, failure_of, result_of
+from .results import NO_USAGE, error_event, failure_of, result_of, resume_of
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -42,6 +49,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Result = dict[str, Any]
+T = TypeVar("T")
+RETRY_S = 0.5
+DEAD_MESSAGE = (
+    "its worker died {} times in a row while it ran, before it had a token; see the workers' logs, and "
+    "`cellama dead requeue` to try again"
+)
 SAMPLING = tuple(SamplingParams.__dataclass_fields__)
 
 
@@ -50,22 +63,78 @@ class JobRun:
 
     def __init__(self, task: Task, runtime: Runtime) -> None:
         self._job_id: str = task.request.id
+        self._task = task
         self._runtime = runtime
         self._control = current_job()
+        self._attempt: Attempt
+        self._ended: Future[bool]  # whether the terminal event of this run counts
         self._engine_ends_stream = False
+        self._past = Past()
         sent = getattr(task.request, SUBMITTED_AT_HEADER, None)  # Celery makes attributes of message headers
-        waited_s = max(0.0, time.time() - sent) if isinstance(sent, int | float) else 0.0
-        self._submitted_at = time.monotonic() - waited_s
+        self._waited_s = max(0.0, time.time() - sent) if isinstance(sent, int | float) else 0.0
+        self._submitted_at = time.monotonic() - self._waited_s
 
-    def execute(self, body: Callable[[JobRun], Result]) -> Result:
-        """The result of `body`. Raises what Celery expects: JobFailed, Ignore, SoftTimeLimitExceeded."""
+    def execute(self, streams: bool, body: Callable[[JobRun], Result]) -> Result:
+        """The result of `body`. Raises what Celery expects: JobFailed, Ignore, Reject, SoftTimeLimitExceeded."""
+        run = new_run()
+        attempt = self._begin(run, alone=False)
+        if attempt.verdict != "suspect":
+            return self._run(attempt, streams, body, lambda: None)
+        with self._runtime.quarantine.hold(lambda: self._control.interruption is not None) as leave:
+            return self._run(self._begin(run, alone=True), streams, body, leave)
+
+    def _begin(self, run: str, *, alone: bool) -> Attempt:
+        if self._control.interruption is Interruption.HANDED_BACK:
+            raise Reject("the worker ends", requeue=True)
+        ledger, worker, call = self._runtime.ledger, self._runtime.incarnation, self._task.call_of_message()
+        waited_s = self._waited_s
+        return self._reaching_redis(
+            lambda: ledger.begin(self._job_id, run, worker, alone=alone, call=call, waited_s=waited_s)
+        )
+
+    def _run(
+        self, attempt: Attempt, streams: bool, body: Callable[[JobRun], Result], on_token: Callable[[], None]
+    ) -> Result:
+        self._attempt = attempt
+        if attempt.number > 1 or attempt.verdict == "done":
+            self._past = self._reaching_redis(lambda: read_past(self._runtime.redis, self._job_id))
+        if self._past.end is not None:
+            return self._result_of_past(self._past.end)
+        with self._runtime.running(attempt, self._control):
+            self._ended = self._runtime.publisher.open(
+                attempt, self._past.next_seq, streams=streams, started=self._past.started, on_token=on_token
+            )
+            return self._execute(body)
+
+    def _reaching_redis(self, action: Callable[[], T]) -> T:
+        """Waits out an outage of Redis; the worker's end hands the job back."""
+        while True:
+            try:
+                return action()
+            except RedisError as error:
+                log.warning("job %s waits for Redis: %s", self._job_id, error)
+            if self._control.interruption is Interruption.HANDED_BACK:
+                raise Reject("the worker ends", requeue=True)
+            time.sleep(RETRY_S)
+
+    def _execute(self, body: Callable[[JobRun], Result]) -> Result:
         try:
-            if self._control.interruption is Interruption.CANCELLED:
-                raise Ignore()
-            return body(self)
+            if self._attempt.verdict == "dead":
+                raise JobFailed(DEAD, DEAD_MESSAGE.format(self._attempt.num_failures - 1))
+            if self._past.trimmed:
+                raise JobFailed("stream_trimmed", "its worker died, and what it had done is beyond journal_max_events")
+            if self._attempt.verdict == "cancelled":
+                self._control.interrupt(Interruption.CANCELLED)
+            self._raise_if_interrupted()
+            result = body(self)
         except (Ignore, SoftTimeLimitExceeded):
+            if self._control.interruption is Interruption.HANDED_BACK:
+                self._hand_back()
             cancelled = self._control.interruption is Interruption.CANCELLED
-            self._end_stream(events.done("cancelled" if cancelled else "timeout", NO_USAGE))
+            self._end_stream(events.done("cancelled" if cancelled else "timeout", self._usage_so_far()))
+            self._ignore_unless_mine()
+            if cancelled:
+                self._task.backend.mark_as_revoked(self._job_id, "cancelled", self._task.request)
             raise
         except EngineError as error:
             raise self._fail(failure_of(error)) from None
@@ -74,14 +143,49 @@ class JobRun:
         except Exception as error:
             log.exception("job %s failed in a way that nobody foresaw", self._job_id)
             raise self._fail(JobFailed("internal_error", f"{type(error).__name__}: {error}")) from None
+        self._ignore_unless_mine()
+        return result
 
     def _fail(self, failure: JobFailed) -> JobFailed:
         self._end_stream(error_event(failure))
+        self._ignore_unless_mine()
         return failure
 
-    def _end_stream(self, event: events.Event) -> None:
+    def _end_stream(self, event: events.Event, result: Result | None = None) -> None:
         if not self._engine_ends_stream:
-            self._runtime.publisher.publish(self._job_id, event)
+            self._runtime.publisher.publish(self._attempt.run_id, event, result)
+
+    def _ignore_unless_mine(self) -> None:
+        """Waits until the terminal event is in Redis; raises Ignore if another attempt has the job."""
+        if not self._ended.result():
+            if self._control.interruption is Interruption.HANDED_BACK:  # it came to its end meanwhile, too late
+                self._hand_back()
+            raise Ignore()
+
+    def _hand_back(self) -> None:
+        """Raises Reject, so that the message is queued again, once everything that was generated is in the journal."""
+        self._runtime.publisher.hand_back(self._attempt.run_id)
+        self._ended.result()
+        try:
+            self._runtime.ledger.hand_back(self._attempt)
+        except RedisError as error:
+            log.warning("job %s is not handed back: %s; it is recovered when its lease ends", self._job_id, error)
+        raise Reject("the worker ends", requeue=True)
+
+    def _usage_so_far(self) -> dict[str, int]:
+        return {**NO_USAGE, "completion_tokens": self._past.num_tokens}
+
+    def _result_of_past(self, end: events.Event) -> Result:
+        """The result of a job whose worker died between the terminal event and the result."""
+        if end["type"] == "error":
+            raise JobFailed(end["code"], end["message"], end["retryable"])
+        if end["finish_reason"] == "cancelled":
+            self._task.backend.mark_as_revoked(self._job_id, "cancelled", self._task.request)
+            raise Ignore()
+        result = self._runtime.ledger.result(self._job_id)
+        if result is None:
+            raise JobFailed("result_lost", f"job {self._job_id} has ended, and its result is older than its events")
+        return _with_messages(result) if self._task.name == TASK_CHAT else result
 
     def generate(self, job: GenerateJob) -> Result:
         model = self._model(job.model)
@@ -93,10 +197,7 @@ class JobRun:
         model = self._model(job.model)
         model.require("chat")
         tokens = model.tokenize_chat([m.model_dump() for m in job.messages], **job.template_args)
-        result = result_of(self._complete(model, job, tokens), model.id)
-        for choice in [result, *result.get("choices", [])]:
-            choice["message"] = {"role": "assistant", "content": choice["text"]}
-        return result
+        return _with_messages(result_of(self._complete(model, job, tokens), model.id))
 
     def embed(self, job: EmbedJob) -> Result:
         model = self._model(job.model)
@@ -104,8 +205,9 @@ class JobRun:
         tokens = [model.tokenize(text) for text in job.texts]
         vectors = self._wait_for_vectors(model.embedder.submit(tokens), job.timeout)
         usage = {**NO_USAGE, "prompt_tokens": sum(map(len, tokens))}
-        self._end_stream(events.done("stop", usage))
-        return {"embeddings": vectors, "usage": usage, "model": model.id}
+        result = {"embeddings": vectors, "usage": usage, "model": model.id}
+        self._end_stream(events.done("stop", usage), result)
+        return result
 
     def _model(self, model_id: str) -> Model:
         return self._runtime.manager.get(model_id)
@@ -113,7 +215,7 @@ class JobRun:
     def _complete(self, model: Model, job: GenerateJob | ChatJob, tokens: list[int]) -> Completion:
         handle = model.engine.submit(self._request(job, tokens))
         self._engine_ends_stream = True
-        self._control.when_interrupted(lambda reason: _stop(handle, reason))
+        self._control.when_interrupted(lambda reason: self._stop(handle, reason))
         completion = handle.result()
         log.info(
             "job %s on %s: %s, %d + %d tokens in %.0f ms",
@@ -124,11 +226,19 @@ class JobRun:
             self._raise_if_interrupted()
         return completion
 
+    def _stop(self, handle: Handle, reason: Interruption) -> None:
+        if reason is Interruption.HANDED_BACK:  # nobody shall hear of this end
+            self._runtime.publisher.hand_back(self._attempt.run_id)
+        handle.cancel("timeout" if reason in (Interruption.SOFT_LIMIT, Interruption.HARD_LIMIT) else "cancelled")
+
     def _request(self, job: GenerateJob | ChatJob, tokens: list[int]) -> Request:
+        sampling = {name: getattr(job, name) for name in SAMPLING}
+        if self._past.seed is not None:
+            sampling["seed"] = self._past.seed
         return Request(
-            id=self._job_id,
+            id=self._attempt.run_id,
             prompt=tuple(tokens),
-            sampling=SamplingParams(**{name: getattr(job, name) for name in SAMPLING}),
+            sampling=SamplingParams(**sampling),
             max_tokens=job.max_tokens,
             n=job.n,
             cache_prompt=job.cache_prompt,
@@ -137,8 +247,8 @@ class JobRun:
             ignore_eos=job.ignore_eos,
             timeout_s=job.timeout,
             priority=job.priority,
-            stream=job.stream,
             submitted_at=self._submitted_at,
+            resume=resume_of(self._past, job.n),
         )
 
     def _wait_for_vectors(self, handle: EmbeddingHandle, timeout_s: float | None) -> list[list[float]]:
@@ -162,5 +272,20 @@ class JobRun:
             raise Ignore()
 
 
-def _stop(handle: Handle, reason: Interruption) -> None:
-    handle.cancel("cancelled" if reason is Interruption.CANCELLED else "timeout")
+def end_revoked(runtime: Runtime, job_id: str) -> None:
+    """Ends the stream of a job that was revoked before anything of it ran here."""
+    runtime.ledger.cancel(job_id, running=True)
+    attempt = runtime.ledger.begin(job_id, new_run(), runtime.incarnation, alone=True)
+    if attempt.verdict == "done":
+        return
+    past = read_past(runtime.redis, job_id)
+    runtime.publisher.open(attempt, past.next_seq, started=past.started)
+    usage = {**NO_USAGE, "completion_tokens": past.num_tokens}
+    runtime.publisher.publish(attempt.run_id, events.done("cancelled", usage))
+
+
+def _with_messages(result: Result) -> Result:
+    """A chat's result has the text as the assistant's message, too."""
+    for choice in [result, *result.get("choices", [])]:
+        choice["message"] = {"role": "assistant", "content": choice["text"]}
+    return result

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
 
 from redis import Redis
 
 from cellama.config import ModelSettings, Settings
 from cellama.engine import EngineOptions, ModelManager
 
+from .contract.keys import cancel_key
+from .lease import LeaseKeeper
+from .ledger import Attempt, Ledger
+from .pool import Interruption, JobControl
 from .publisher import Publisher
+from .quarantine import Quarantine
+from .reaper import Expire, Reaper, Requeue
 from .registry import Registration
 
 log = logging.getLogger(__name__)
@@ -21,8 +32,11 @@ NOT_OPTIONS = {"id", "source", "default", "capabilities"}
 class Runtime:
     """Owns the models and the threads that serve them, from the start of a worker to its end."""
 
-    def __init__(self, settings: Settings, worker: str) -> None:
-        """Loads all models of the settings. Raises ModelLoadFailed, InvalidRequest; nothing is left then."""
+    def __init__(self, settings: Settings, worker: str, requeue: Requeue, expire: Expire) -> None:
+        """Loads all models of the settings; `requeue` and `expire` are what the reaper does to jobs.
+
+        Raises ModelLoadFailed, InvalidRequest; nothing is left then.
+        """
         self.settings = settings
         self.manager = ModelManager()
         try:
@@ -32,12 +46,24 @@ class Runtime:
             self.manager.close()
             raise
         redis = Redis.from_url(settings.redis_url, socket_timeout=SOCKET_TIMEOUT_S, health_check_interval=10)
-        self.publisher = Publisher(redis, settings, worker)
+        self.redis = redis
+        self.incarnation = f"{worker} {os.getpid()} {time.time():.3f}"
+        self.ledger = Ledger(
+            redis,
+            max_events=settings.journal_max_events,
+            event_ttl_s=settings.event_ttl_s,
+            journal_ttl_s=settings.journal_ttl_s,
+            result_ttl_s=settings.result_ttl_s,
+        )
+        self._running: dict[str, tuple[str, JobControl]] = {}  # run id → job id
+        self.quarantine = Quarantine()
+        self._lease: LeaseKeeper | None = None
+        self.publisher = Publisher(self.ledger, worker, self._end_void_run)
         for model_id, loaded in self.manager.models().items():
             if loaded.capabilities & {"generate", "chat"}:
                 loaded.engine.add_listener(self.publisher.listener(model_id))
-        self._registration = Registration(redis, worker, self.manager)
-        self._redis = redis
+        reaper = Reaper(redis, self.ledger, requeue, expire, settings.lease_s)
+        self._registration = Registration(redis, worker, self.manager, (reaper.look, self._end_cancelled))
 
     def _load(self, model: ModelSettings) -> None:
         options = EngineOptions(**model.model_dump(exclude=NOT_OPTIONS))
@@ -49,10 +75,40 @@ class Runtime:
             default=model == self.settings.default_model,
         )
 
+    @contextlib.contextmanager
+    def running(self, attempt: Attempt, control: JobControl) -> Iterator[None]:
+        """The run of a job, which ends when its job is found to be cancelled, or to run elsewhere."""
+        self._running[attempt.run_id] = (attempt.job_id, control)
+        try:
+            yield
+        finally:
+            del self._running[attempt.run_id]
+
+    def _end_void_run(self, run_id: str) -> None:
+        if run_id in self._running:
+            self._running[run_id][1].interrupt(Interruption.SUPERSEDED)
+
+    def _end_cancelled(self) -> None:
+        """Ends what was cancelled while this worker did not hear of it."""
+        running = list(self._running.values())
+        if running:
+            wanted: Any = self.redis.mget([cancel_key(job_id) for job_id, _ in running])
+            for (_, control), cancelled in zip(running, wanted, strict=True):
+                if cancelled:
+                    control.interrupt(Interruption.CANCELLED)
+
+    def keep_leases(self, consumer: Any) -> None:
+        """Renews, from now on, the leases of what this consumer of Celery's takes."""
+        if self._lease is None:
+            own = Redis.from_url(self.settings.redis_url, socket_timeout=SOCKET_TIMEOUT_S, health_check_interval=10)
+            self._lease = LeaseKeeper(own, consumer, self.settings.lease_s)
+
     def close(self) -> None:
         """Ends everything in order: nobody is told of a worker that is gone, no event is lost."""
         self._registration.close()
         self.manager.close()
         if not self.publisher.close():
             log.error("the publisher did not end: Redis does not answer")
-        self._redis.close()
+        if self._lease is not None:
+            self._lease.close()
+        self.redis.close()

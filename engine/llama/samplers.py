@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import GrammarFailed
-from ..events import TokenLogprob
+from ..logprobs import TokenLogprob
 from ..params import SamplingParams
 from ..sampling import Chooser, Logits, NothingAllowed
 from .grammar import CANDIDATE, Grammar, apply, grammar_of

@@ -10,9 +10,9 @@ EVENT_FIELD = "event"  # the one field of a journal entry
 TERMINAL_TYPES = frozenset({"done", "error"})
 
 
-def started(model: str, prompt_tokens: int, worker: str) -> Event:
+def started(model: str, prompt_tokens: int, worker: str, seed: int) -> Event:
     """The job has a slot."""
-    return {"type": "started", "model": model, "prompt_tokens": prompt_tokens, "worker": worker}
+    return {"type": "started", "model": model, "prompt_tokens": prompt_tokens, "worker": worker, "seed": seed}
 
 
 def token(text: str, tokens: list[int], **details: Any) -> Event:

@@ -2,6 +2,14 @@
 
 cellama:journal:{job_id}   stream   the events of a job, entry (seq+1)-0; publisher; TTL
 cellama:events:{job_id}    channel  the same events, live; publisher
+cellama:job:{job_id}       hash     ledger entry (docs/delivery.md); producer, then the worker that runs it; TTL
+cellama:cancel:{job_id}    string   somebody wants the job to end; TTL
+cellama:waiting:{queue}    zset     jobs that have no slot yet, the next one first (see `waiting_score`)
+cellama:running            zset     jobs that have started and not ended, by time of start
+cellama:deadlines          zset     jobs with a timeout that have not ended, by the time at which it is over
+cellama:queues             set      queues that had jobs
+cellama:dead               zset     jobs that ended workers again and again, by time of death
+cellama:reaper             string   lock of the worker that looks for lost jobs; expires
 cellama:workers            hash     worker name → JSON entry; each worker its own, renewed every 2 s
 cellama:{model}[…1..9]     list     Celery's queues (see names.py)
 celery-task-meta-{job_id}  string   Celery's results; TTL
@@ -10,10 +18,33 @@ celery-task-meta-{job_id}  string   Celery's results; TTL
 from __future__ import annotations
 
 WORKERS_KEY = "cellama:workers"
+RUNNING_KEY = "cellama:running"
+DEADLINES_KEY = "cellama:deadlines"
+QUEUES_KEY = "cellama:queues"
+DEAD_KEY = "cellama:dead"
+REAPER_KEY = "cellama:reaper"
+PRIORITY_WEIGHT = 1e11  # seconds; more than any time of submission
 
 
 def journal_key(job_id: str) -> str:
     return f"cellama:journal:{job_id}"
+
+
+def job_key(job_id: str) -> str:
+    return f"cellama:job:{job_id}"
+
+
+def cancel_key(job_id: str) -> str:
+    return f"cellama:cancel:{job_id}"
+
+
+def waiting_key(queue: str) -> str:
+    return f"cellama:waiting:{queue}"
+
+
+def waiting_score(priority: int, submitted_at: float) -> float:
+    """The place of a job among those that wait: by priority, then by time of submission (unix s)."""
+    return priority * PRIORITY_WEIGHT + submitted_at
 
 
 def events_channel(job_id: str) -> str:

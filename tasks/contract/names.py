@@ -10,6 +10,8 @@ DEFAULT_MODEL = ":default"
 PRIORITY_INTERACTIVE = 3
 PRIORITY_BULK = 9
 PRIORITIES = range(10)
+URGENT_PRIORITIES = PRIORITIES[:6]
+BULK_PRIORITIES = PRIORITIES[6:]  # as the engine has it: it saves nothing of these for others
 PRIORITY_SEPARATOR = "\x06\x16"  # kombu's default, see docs/adr/001-priority-separator.md
 
 SUBMITTED_AT_HEADER = "cellama_submitted_at"  # unix seconds; absent when the producer is plain Celery

@@ -129,9 +129,12 @@ def test_events_replay_after_the_end_for_any_reader_from_any_seq(events_of: Even
     assert 0 < int(str(redis_client.ttl(journal_key(job.id)))) <= 3600
 
 
-def test_events_have_no_text_when_the_job_does_not_stream(events_of: EventsOf) -> None:
-    job = generate.delay("tiny", "Once upon a time", max_tokens=20, stream=False, **GREEDY)
-    assert [event["type"] for event in events_of(job.id)] == ["started", "done"]
+def test_events_of_a_job_that_does_not_stream_come_in_larger_pieces(events_of: EventsOf) -> None:
+    job = generate.delay("tiny", "Once upon a time", max_tokens=20, logprobs=0, stream=False, **GREEDY)
+    events = events_of(job.id)
+    assert [len(event.get("tokens", [])) for event in events] == [0, 8, 8, 4, 0]
+    assert [len(event.get("logprobs", [])) for event in events] == [0, 8, 8, 4, 0]
+    assert "".join(event.get("text", "") for event in events) == job.get(timeout=PATIENCE_S)["text"]
 
 
 PLAIN_PRODUCER = """

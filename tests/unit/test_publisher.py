@@ -1,99 +1,152 @@
-"""The publisher: numbering, one pipeline for many events, retries that change nothing."""
+"""The publisher: numbering, one write for many events, retries that change nothing, runs that are void."""
 
 from __future__ import annotations
 
-import json
-import threading
+from collections.abc import Sequence
 from typing import Any
 
-import fakeredis
-import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import ResponseError
 
-from cellama.config import Settings
 from cellama.engine import Completion, DecodeFailed, Finished, Started, Text, Timings, Usage
 from cellama.tasks.contract import events
-from cellama.tasks.contract.keys import journal_key
-from cellama.tasks.publisher import Publisher
+from cellama.tasks.ledger import Attempt, Entry
+from cellama.tasks.publisher import STRIDE, Publisher
 
 COMPLETION = Completion("ab", (1, 2), "stop", None, Usage(3, 2), Timings(1.0, 2.0, 3.0, None, None), 0, 7)
 
 
-@pytest.fixture
-def redis() -> fakeredis.FakeRedis:
-    return fakeredis.FakeRedis()
+def attempt(job_id: str, number: int = 1) -> Attempt:
+    return Attempt(job_id, number, 1, "run")
 
 
-def journal(redis: fakeredis.FakeRedis, job_id: str) -> list[dict[str, Any]]:
-    entries: Any = redis.xrange(journal_key(job_id))
-    return [json.loads(fields[b"event"]) for _, fields in entries]
+class MemoryLedger:
+    """Keeps what is written; `failures` are raised first, one per call."""
+
+    def __init__(self, *failures: Exception, void: str = "", refused: str = "") -> None:
+        self.entries: list[Entry] = []
+        self.num_calls = 0
+        self._failures = list(failures)
+        self._void = void
+        self._refused = refused
+
+    def write(self, entries: Sequence[Entry]) -> set[int]:
+        self.num_calls += 1
+        if self._failures:
+            raise self._failures.pop(0)
+        if any(entry.job_id == self._refused for entry in entries):
+            raise ResponseError("WRONGTYPE")
+        self.entries += entries
+        return {place for place, entry in enumerate(entries) if entry.job_id == self._void}
+
+    def journal(self, job_id: str) -> list[dict[str, Any]]:
+        return [entry.event for entry in self.entries if entry.job_id == job_id]
 
 
-def test_publisher_numbers_each_job_by_itself(redis: fakeredis.FakeRedis) -> None:
-    publisher = Publisher(redis, Settings(), "w")
+def publisher_of(ledger: MemoryLedger, void: list[str] | None = None) -> Publisher:
+    return Publisher(ledger, "w", (void if void is not None else []).append)  # type: ignore[arg-type]
+
+
+def test_publisher_numbers_each_run_by_itself_and_tells_the_attempt() -> None:
+    ledger = MemoryLedger()
+    publisher = publisher_of(ledger)
+    ends = [publisher.open(attempt("a")), publisher.open(attempt("b", 3), next_seq=5)]
     tell = publisher.listener("tiny")
-    tell((Started("a", 0, 3, 0), Started("b", 1, 3, 0)))
-    tell((Text("a", "x", (1,)), Text("b", "y", (2,)), Text("a", "z", (3,))))
-    tell((Finished("a", COMPLETION), Finished("b", error=DecodeFailed("no"))))
+    tell((Started("a#1", 0, 3, 0, 7), Started("b#3", 1, 3, 0, 8)))
+    tell((Text("a#1", "x", (1,)), Text("b#3", "y", (2,)), Text("a#1", "z", (3,))))
+    tell((Finished("a#1", COMPLETION), Finished("b#3", error=DecodeFailed("no"))))
     assert publisher.close()
-    assert [(e["seq"], e["type"]) for e in journal(redis, "a")] == [
+    assert [(e["seq"], e["type"]) for e in ledger.journal("a")] == [
         *((0, "started"), (1, "token"), (2, "token"), (3, "done"))
     ]
-    assert journal(redis, "a")[0] == {"seq": 0, "type": "started", "model": "tiny", "prompt_tokens": 3, "worker": "w"}
-    assert journal(redis, "b")[-1] == {"seq": 2, **events.error("decode_failed", "no", True)}
-    assert 0 < redis.ttl(journal_key("a")) <= 3600
-    assert publisher._next_seq == {}
+    assert ledger.journal("a")[0] == {"seq": 0, **events.started("tiny", 3, "w", 7)}
+    assert ledger.journal("b")[-1] == {"seq": 7, **events.error("decode_failed", "no", True)}
+    assert {entry.attempt for entry in ledger.entries if entry.job_id == "b"} == {3}
+    assert [entry.result is not None for entry in ledger.entries if entry.kind == "end"] == [True, False]
+    assert [end.result(1) for end in ends] == [True, True]
 
 
-def test_publisher_journal_of_an_unfinished_job_goes_away_too(redis: fakeredis.FakeRedis) -> None:
-    publisher = Publisher(redis, Settings(), "w")
-    publisher.publish("a", events.started("tiny", 1, "w"))
+def test_publisher_goes_on_where_an_earlier_attempt_ended() -> None:
+    ledger = MemoryLedger()
+    publisher = publisher_of(ledger)
+    publisher.open(attempt("a", 2), next_seq=4, started=True)
+    publisher.listener("tiny")((Started("a#2", 0, 3, 0, 7), Text("a#2", "x", (1,))))
     assert publisher.close()
-    assert 3600 < redis.ttl(journal_key("a")) <= 86400
+    assert ledger.journal("a") == [{"seq": 4, **events.token("x", [1])}]
 
 
-def test_publisher_goes_on_when_redis_refuses_the_events_of_one_job(redis: fakeredis.FakeRedis) -> None:
-    redis.set(journal_key("broken"), "not a stream")
-    publisher = Publisher(redis, Settings(), "w")
-    publisher.publish("broken", events.done("stop", {}))
-    publisher.publish("good", events.done("stop", {}))
+def test_publisher_gathers_the_tokens_of_a_job_that_does_not_stream() -> None:
+    ledger = MemoryLedger()
+    publisher = publisher_of(ledger)
+    publisher.open(attempt("a"), streams=False)
+    tell = publisher.listener("tiny")
+    for token in range(STRIDE + 1):
+        tell((Text("a#1", str(token), (token,)),))
+    tell((Text("a#1", "x", (1, 2), index=1), Finished("a#1", COMPLETION)))
     assert publisher.close()
-    assert [e["seq"] for e in journal(redis, "good")] == [0]
+    first, second, other, end = ledger.journal("a")
+    assert first == {"seq": 0, **events.token("01234567", list(range(STRIDE)))}
+    assert second == {"seq": 1, **events.token(str(STRIDE), [STRIDE])}
+    assert other == {"seq": 2, **events.token("x", [1, 2], index=1)}
+    assert (end["seq"], end["type"]) == (3, "done")
 
 
-class Flaky(fakeredis.FakeRedis):
-    """Loses the reply of the first pipeline after it was executed, and never gets the second one."""
-
-    calls = 0
-
-    def pipeline(self, *args: Any, **kwargs: Any) -> Any:
-        pipeline = super().pipeline(*args, **kwargs)
-        execute = pipeline.execute
-        Flaky.calls += 1
-        call = Flaky.calls
-
-        def broken(*args: Any, **kwargs: Any) -> Any:
-            if call == 2:
-                raise RedisConnectionError("gone")
-            replies = execute(*args, **kwargs)
-            if call == 1:
-                raise RedisConnectionError("the reply is lost")
-            return replies
-
-        pipeline.execute = broken
-        return pipeline
-
-
-def test_publisher_writes_each_event_once_although_replies_are_lost() -> None:
-    redis = Flaky()
-    publisher = Publisher(redis, Settings(), "w")
-    publisher.publish("a", events.started("tiny", 1, "w"))
-    publisher.publish("a", events.done("stop", {}))
-    done = threading.Event()
-    for _ in range(600):
-        if len(journal(redis, "a")) == 2 and Flaky.calls >= 3:
-            break
-        done.wait(0.05)
+def test_publisher_tells_of_the_first_token_once_it_is_written() -> None:
+    ledger, told = MemoryLedger(), []
+    publisher = publisher_of(ledger)
+    publisher.open(attempt("a"), on_token=lambda: told.append(len(ledger.entries)))
+    publisher.listener("tiny")((Started("a#1", 0, 3, 0, 7),))
+    publisher.listener("tiny")((Text("a#1", "x", (1,)),))
     assert publisher.close()
-    assert [e["seq"] for e in journal(redis, "a")] == [0, 1]
-    assert Flaky.calls >= 3
+    assert told == [2]
+
+
+def test_publisher_ends_a_run_whose_attempt_is_void() -> None:
+    ledger, void = MemoryLedger(void="a"), []
+    publisher = publisher_of(ledger, void)
+    ended, other = publisher.open(attempt("a")), publisher.open(attempt("b"))
+    publisher.publish("a#1", events.token("x", [1]))
+    assert ended.result(10) is False
+    assert void == ["a#1"]
+    publisher.publish("a#1", events.done("stop", {}))
+    publisher.publish("b#1", events.done("stop", {}))
+    assert publisher.close()
+    assert len(ledger.journal("a")) == 1
+    assert other.result(1) is True
+
+
+def test_publisher_writes_what_is_gathered_and_nothing_more_of_a_run_that_is_handed_back() -> None:
+    ledger, void = MemoryLedger(), []
+    publisher = publisher_of(ledger, void)
+    ended = publisher.open(attempt("a"), streams=False)
+    tell = publisher.listener("tiny")
+    tell((Text("a#1", "x", (1,)),))
+    publisher.hand_back("a#1")
+    tell((Text("a#1", "y", (2,)), Finished("a#1", COMPLETION)))
+    assert publisher.close()
+    assert ended.result(1) is False
+    assert ledger.journal("a") == [{"seq": 0, **events.token("x", [1])}]
+    assert void == []
+
+
+def test_publisher_goes_on_when_redis_refuses_the_events_of_one_job() -> None:
+    ledger, void = MemoryLedger(refused="broken"), []
+    publisher = publisher_of(ledger, void)
+    ended = publisher.open(attempt("broken"))
+    publisher.open(attempt("good"))
+    publisher.listener("tiny")((Finished("broken#1", COMPLETION), Finished("good#1", COMPLETION)))
+    assert publisher.close()
+    assert [e["seq"] for e in ledger.journal("good")] == [0]
+    assert ended.result(1) is False
+    assert void == ["broken#1"]
+
+
+def test_publisher_writes_again_what_redis_did_not_take() -> None:
+    ledger = MemoryLedger(RedisConnectionError("gone"), RedisConnectionError("still gone"))
+    publisher = publisher_of(ledger)
+    ended = publisher.open(attempt("a"))
+    publisher.publish("a#1", events.done("stop", {}))
+    assert ended.result(10) is True
+    assert publisher.close()
+    assert ledger.num_calls == 3
+    assert [e["seq"] for e in ledger.journal("a")] == [0]

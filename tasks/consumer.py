@@ -1,0 +1,155 @@
+"""Celery's consumer, taught two things: to survive a Redis that restarts while jobs run, and urgent before bulk.
+
+On a lost connection Celery 5.7 on Redis gives back everything that is not acked, although it still runs here, and its
+acks go to the channel of yesterday. This consumer keeps what runs: after a reconnect the new channels take it over.
+
+It has two channels, on two connections: one waits for urgent jobs, one for bulk jobs. A worker that is full of bulk
+jobs takes no more of them, but urgent ones as before; the engine makes room (docs/delivery.md).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from queue import Empty
+from typing import Any
+
+from celery import bootsteps
+from celery.worker import state
+from celery.worker.consumer import Consumer
+from kombu.common import ignore_errors
+from kombu.transport.redis import QoS
+
+from .contract.names import BULK_PRIORITIES, URGENT_PRIORITIES
+
+log = logging.getLogger(__name__)
+
+ACK_RETRY_S = 1.0
+
+
+class SteadyConsumer(Consumer):  # type: ignore[misc]
+    """Acks on the channels that are there now, and gives nothing back that still runs."""
+
+    bulk_connection: Any = None
+    bulk_consumer: Any = None
+
+    @property
+    def channels(self) -> list[Any]:
+        """Of the urgent and of the bulk jobs; none while there is no connection."""
+        if self.connection is None or self.task_consumer is None or self.bulk_consumer is None:
+            return []
+        return [self.task_consumer.channel, self.bulk_consumer.channel]
+
+    def channel_of(self, message: Any) -> Any:
+        """The channel that answers for a message now; None while there is no connection."""
+        channels = self.channels
+        if not channels or any(channel.connection is None for channel in channels):
+            return None
+        if message.channel in channels:
+            return message.channel
+        return channels[(message.delivery_info.get("priority") or 0) in BULK_PRIORITIES]
+
+    def on_connection_error_after_connected(self, exc: Exception) -> Any:
+        """The connection is gone; what was taken stays ours until its lease ends."""
+        for connection in (self.connection, self.bulk_connection):
+            channel = getattr(connection, "_default_channel", None)
+            qos = getattr(channel, "_qos", None)
+            if qos is not None:
+                qos.restore_at_shutdown = False
+        self.close_bulk()
+        return super().on_connection_error_after_connected(exc)
+
+    def close_bulk(self) -> None:
+        connection, self.bulk_connection, self.bulk_consumer = self.bulk_connection, None, None
+        if connection is not None:
+            with contextlib.suppress(Exception):  # whatever a dead connection says to that
+                connection.collect(socket_timeout=1)
+            ignore_errors(connection, connection.close)
+
+    def call_soon_ack(self, p: Any, *args: Any, **kwargs: Any) -> Any:
+        """Runs an ack or a reject on the event loop, as soon as there is a channel."""
+        message = getattr(p, "__self__", None)
+
+        def run(*run_args: Any, **run_kwargs: Any) -> Any:
+            if message is not None:
+                channel = self.channel_of(message)
+                if channel is None:
+                    self.timer.call_after(ACK_RETRY_S, run, run_args, run_kwargs)
+                    return None
+                message.channel = channel
+            return p(*run_args, **run_kwargs)
+
+        return super().call_soon_ack(run, *args, **kwargs)
+
+
+class _BulkQoS(QoS):  # type: ignore[misc]
+    """Takes bulk jobs only as long as the worker holds fewer jobs of any kind than `limit`."""
+
+    def __init__(self, channel: Any, others: QoS, limit: Callable[[], int]) -> None:
+        super().__init__(channel)
+        self._others = others
+        self._limit = limit
+
+    def can_consume(self) -> bool:
+        return _num_held(self) + _num_held(self._others) < self._limit()
+
+
+def _num_held(qos: Any) -> int:
+    return len(qos._delivered) - len(qos._dirty)
+
+
+def _wait_only_for(channel: Any, priorities: Sequence[int]) -> None:
+    """Lets a channel take messages of these priorities only; it still puts others where they belong."""
+    start = channel._brpop_start
+
+    def start_for_these(timeout: float | None = None) -> None:
+        every, channel.priority_steps = channel.priority_steps, priorities
+        try:
+            start(timeout)
+        finally:
+            channel.priority_steps = every
+
+    channel._brpop_start = start_for_these
+
+
+class Intake(bootsteps.StartStopStep):  # type: ignore[misc]
+    """The second channel; and after a reconnect, the new channels answer for the messages of jobs that still run."""
+
+    requires = ("celery.worker.consumer.tasks:Tasks",)
+
+    def start(self, consumer: SteadyConsumer) -> None:
+        urgent = consumer.task_consumer.channel
+        consumer.bulk_connection = consumer.connect()
+        bulk = consumer.bulk_connection.default_channel
+        bulk.QoS = lambda channel: _BulkQoS(channel, urgent.qos, lambda: consumer.initial_prefetch_count)
+        _wait_only_for(urgent, URGENT_PRIORITIES)
+        _wait_only_for(bulk, BULK_PRIORITIES)
+        consumer.bulk_consumer = consumer.app.amqp.TaskConsumer(bulk, on_decode_error=consumer.on_decode_error)
+        self._adopt(consumer)
+
+    @staticmethod
+    def _adopt(consumer: SteadyConsumer) -> None:
+        for request in list(state.requests.values()):
+            message = request.message
+            if not request.acknowledged and message.channel not in consumer.channels:
+                message.channel = consumer.channel_of(message)
+                QoS.append(message.channel.qos, message, message.delivery_tag)
+
+    def register_with_event_loop(self, consumer: SteadyConsumer, hub: Any) -> None:
+        """Both take messages in the same way, from here on."""
+        consumer.bulk_consumer.on_message = consumer.task_consumer.on_message
+        consumer.bulk_consumer.consume()
+
+    def stop(self, consumer: SteadyConsumer) -> None:
+        """Takes no more jobs; a message that is on its way from Redis goes back at once."""
+        for task_consumer in (consumer.task_consumer, consumer.bulk_consumer):
+            if task_consumer is None or consumer.connection is None:
+                continue
+            ignore_errors(consumer, task_consumer.cancel)
+            with contextlib.suppress(Empty, *consumer.connection_errors):
+                if task_consumer.channel._in_poll:
+                    task_consumer.channel._brpop_read()
+
+    def shutdown(self, consumer: SteadyConsumer) -> None:
+        consumer.close_bulk()

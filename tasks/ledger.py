@@ -1,0 +1,371 @@
+"""The ledger of jobs in Redis: who runs which attempt, and what has ended (docs/delivery.md).
+
+Every step is one Lua script, so that a worker that dies, or two that run the same job, leave nothing half done.
+Times are those of Redis: one clock for all machines.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from redis import Redis
+from redis.commands.core import Script
+
+from .contract.events import EVENT_FIELD, Event, is_terminal
+from .contract.keys import (
+    DEAD_KEY,
+    DEADLINES_KEY,
+    PRIORITY_WEIGHT,
+    QUEUES_KEY,
+    RUNNING_KEY,
+    cancel_key,
+    events_channel,
+    job_key,
+    journal_key,
+    stream_id,
+    waiting_key,
+)
+
+DEAD = "dead"  # error code of jobs that ended their workers again and again
+MAX_ATTEMPTS = 3  # in a row that end without a token and without an end
+UNENDED_TTL_S = 7 * 86400  # of what belongs to a job that never ends
+
+# Shared by the scripts: notes a job that nobody has noted yet.
+_NOTE = """
+local function clock()
+  local time = redis.call('TIME')
+  return tonumber(time[1]) + tonumber(time[2]) / 1e6
+end
+local function note(job, id, queue, priority, timeout, call, waited)
+  local now = clock() - tonumber(waited)
+  redis.call('HSET', job, 'state', 'queued', 'queue', queue, 'priority', priority,
+             'submitted_at', string.format('%.6f', now), 'call', call)
+  redis.call('ZADD', 'cellama:waiting:' .. queue, string.format('%.6f', priority * WEIGHT + now), id)
+  redis.call('SADD', QUEUES, queue)
+  if timeout ~= '' then redis.call('ZADD', DEADLINES, string.format('%.6f', now + timeout), id) end
+end
+"""
+
+_SUBMIT = """
+local job, id, queue, priority, timeout, call = KEYS[1], ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
+local ttl, idempotent = ARGV[6], ARGV[7]
+if redis.call('EXISTS', job) == 1 then return 0 end
+note(job, id, queue, priority, timeout, call, 0)
+if idempotent == '1' then redis.call('HSET', job, 'idempotent', 1) end
+redis.call('EXPIRE', job, ttl)
+return 1
+"""
+
+_FORGET = """
+local job, id = KEYS[1], ARGV[1]
+if redis.call('HGET', job, 'state') ~= 'queued' then return 0 end
+redis.call('ZREM', 'cellama:waiting:' .. redis.call('HGET', job, 'queue'), id)
+redis.call('ZREM', DEADLINES, id)
+return redis.call('DEL', job)
+"""
+
+_BEGIN = """
+local job, cancel = KEYS[1], KEYS[2]
+local id, run, worker, limit, ttl = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4]), ARGV[5]
+local queue, priority, timeout, call, waited, alone = ARGV[6], ARGV[7], ARGV[8], ARGV[9], ARGV[10], ARGV[11]
+local state = redis.call('HGET', job, 'state')
+if state == 'done' then return {'done', 0, 0} end
+if not state then note(job, id, queue, priority, timeout, call, waited) end
+if alone ~= '1' and tonumber(redis.call('HGET', job, 'failures') or 0) > 0 then return {'suspect', 0, 0} end
+if redis.call('HGET', job, 'run') ~= run then -- else the reply was lost, and this is the second question
+  redis.call('HINCRBY', job, 'attempt', 1)
+  redis.call('HINCRBY', job, 'failures', 1) -- until this attempt shows a token
+end
+redis.call('HSET', job, 'state', 'running', 'run', run, 'worker', worker)
+redis.call('EXPIRE', job, ttl)
+local attempt, failures = tonumber(redis.call('HGET', job, 'attempt')), tonumber(redis.call('HGET', job, 'failures'))
+if redis.call('EXISTS', cancel) == 1 then return {'cancelled', attempt, failures} end
+if failures > limit then return {'dead', attempt, failures} end
+return {'run', attempt, failures}
+"""
+
+# KEYS: job, journal, cancel for each entry; ARGV: five values, then seven for each entry.
+_WRITE = """
+local field, max_events, event_ttl, journal_ttl, result_ttl = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
+local void = {}
+for i = 0, (#ARGV - 5) / 7 - 1 do
+  local job, journal, cancel = KEYS[3*i+1], KEYS[3*i+2], KEYS[3*i+3]
+  local id, attempt, kind = ARGV[7*i+6], ARGV[7*i+7], ARGV[7*i+8]
+  local entry, channel, data, result = ARGV[7*i+9], ARGV[7*i+10], ARGV[7*i+11], ARGV[7*i+12]
+  local ends = kind == 'end' or kind == 'dead'
+  local found = redis.call('HMGET', job, 'attempt', 'state', 'queue', 'ended_by')
+  local mine
+  if attempt == '' then mine = found[2] == 'queued' else mine = found[2] == 'running' and found[1] == attempt end
+  if not mine then
+    -- what is written a second time after a lost reply is not void
+    if not (found[2] == 'done' and found[4] == attempt) then void[#void+1] = tostring(i) end
+  else
+    local reply = redis.pcall('XADD', journal, 'MAXLEN', '~', max_events, entry, field, data)
+    if type(reply) ~= 'table' or not reply.err then
+      redis.call('PUBLISH', channel, data)
+    elseif not string.find(reply.err, 'equal or smaller') then -- that it says of an entry which stands there
+      return redis.error_reply(reply.err)
+    end
+    if kind == 'started' or ends then redis.call('ZREM', 'cellama:waiting:' .. found[3], id) end
+    if ends then
+      redis.call('HSET', job, 'state', 'done', 'ended_by', attempt)
+      if result ~= '' then redis.call('HSET', job, 'result', result) end
+      redis.call('ZREM', RUNNING, id)
+      redis.call('ZREM', DEADLINES, id)
+      redis.call('DEL', cancel)
+      redis.call('EXPIRE', journal, event_ttl)
+      if kind == 'dead' then
+        redis.call('ZADD', DEAD, clock(), id) -- with its call, so that it can be queued again
+      else
+        redis.call('HDEL', job, 'call')
+        redis.call('EXPIRE', job, redis.call('HEXISTS', job, 'idempotent') == 1 and result_ttl or event_ttl)
+      end
+    else
+      redis.call('EXPIRE', journal, journal_ttl)
+      if kind == 'started' then redis.call('ZADD', RUNNING, clock(), id) end
+      if kind == 'token' then redis.call('HSET', job, 'failures', 0) end
+    end
+  end
+end
+return void
+"""
+
+_HAND_BACK = """
+local job, id, attempt = KEYS[1], ARGV[1], ARGV[2]
+local found = redis.call('HMGET', job, 'attempt', 'state', 'queue', 'priority', 'submitted_at')
+if found[1] ~= attempt or found[2] ~= 'running' then return 0 end
+redis.call('HSET', job, 'state', 'handed_back')
+redis.call('HINCRBY', job, 'failures', -1)
+redis.call('ZREM', RUNNING, id)
+redis.call('ZADD', 'cellama:waiting:' .. found[3], string.format('%.6f', found[4] * WEIGHT + found[5]), id)
+return 1
+"""
+
+Verdict = Literal["run", "done", "cancelled", "dead", "suspect"]  # what to do with an attempt
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What it takes to queue a job. `priority` and `timeout_s` are those of its payload."""
+
+    task: str
+    args: list[Any]
+    kwargs: dict[str, Any]
+    queue: str
+    priority: int
+    timeout_s: float | None
+    headers: dict[str, Any]
+
+    def to_json(self) -> str:
+        return json.dumps({name: getattr(self, name) for name in self.__slots__}, separators=(",", ":"))
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One run of a job. `number` is its fence; `num_failures` counts this and those before it without a token."""
+
+    job_id: str
+    number: int
+    num_failures: int
+    verdict: Verdict
+
+    @property
+    def run_id(self) -> str:
+        """Names this run among all others, also of the same job."""
+        return f"{self.job_id}#{self.number}"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An event to write. `attempt` None stands for nobody: it counts only as long as no worker has begun the job."""
+
+    job_id: str
+    attempt: int | None
+    event: Event  # with its seq
+    result: dict[str, Any] | None = None  # with the end of a job that ends well, until Celery has it
+
+    @property
+    def kind(self) -> str:
+        if not is_terminal(self.event):
+            return str(self.event["type"])
+        return "dead" if self.event.get("code") == DEAD else "end"
+
+
+@functools.cache
+def _script(source: str) -> Script:
+    names = {"WEIGHT": PRIORITY_WEIGHT, "QUEUES": QUEUES_KEY, "DEADLINES": DEADLINES_KEY}
+    names |= {"RUNNING": RUNNING_KEY, "DEAD": DEAD_KEY}
+    constants = "".join(f"local {name} = {value!r}\n" for name, value in names.items())
+    text = (constants + _NOTE + source).encode()
+    return Script(None, text)  # type: ignore[arg-type]  # each call names its client
+
+
+class Ledger:
+    """Reads and writes the ledger. Safe from any thread."""
+
+    def __init__(
+        self,
+        redis: Redis,
+        *,
+        max_events: int = 100_000,
+        event_ttl_s: int = 3600,
+        journal_ttl_s: int = 86400,
+        result_ttl_s: int = 86400,
+    ) -> None:
+        self._redis = redis
+        self._limits = (EVENT_FIELD, max_events, event_ttl_s, journal_ttl_s, result_ttl_s)
+
+    def _run(self, source: str, keys: list[str], args: list[Any]) -> Any:
+        return _script(source)(keys=keys, args=args, client=self._redis)
+
+    # For producers
+
+    def submit(self, job_id: str, call: Call, *, idempotent: bool = False) -> bool:
+        """Notes a job before its message is queued; False if it stands there already.
+
+        An idempotent one is remembered as long as its result, others as long as their events.
+        """
+        timeout = "" if call.timeout_s is None else call.timeout_s
+        args = [job_id, call.queue, call.priority, timeout, call.to_json(), UNENDED_TTL_S, int(idempotent)]
+        return bool(self._run(_SUBMIT, [job_key(job_id)], args))
+
+    def forget(self, job_id: str) -> None:
+        """Takes back `submit`: the message could not be queued."""
+        self._run(_FORGET, [job_key(job_id)], [job_id])
+
+    def cancel(self, job_id: str, *, running: bool) -> bool:
+        """Wants a job to end. True if that ended it, because nobody had begun it.
+
+        With `running`, a worker that runs it, or will, ends it too.
+        """
+        if running:  # first: who begins it from now on sees the key
+            self._redis.set(cancel_key(job_id), "1", ex=UNENDED_TTL_S)
+        no_usage = {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0}
+        ended = self.end_waiting(job_id, {"type": "done", "finish_reason": "cancelled", "usage": no_usage})
+        if self.state(job_id) == "done":
+            self._redis.delete(cancel_key(job_id))
+        return ended
+
+    def end_waiting(self, job_id: str, event: Event, result: dict[str, Any] | None = None) -> bool:
+        """Ends a job with this event if no worker has begun it yet."""
+        if self.state(job_id) != "queued":
+            return False
+        return not self.write([Entry(job_id, None, {"seq": 0, **event}, result)])
+
+    def state(self, job_id: str) -> str | None:
+        """queued, running, handed_back or done; None if there is no such job, or not any more."""
+        found: Any = self._redis.hget(job_key(job_id), "state")
+        return found.decode() if found else None
+
+    # For workers
+
+    def begin(
+        self,
+        job_id: str,
+        run: str,
+        worker: str,
+        *,
+        alone: bool = False,
+        call: Call | None = None,
+        waited_s: float = 0.0,
+    ) -> Attempt:
+        """This worker runs the job from now on, unless the verdict says otherwise.
+
+        `run` tells this question from others, so that it may be asked again. The verdict is "suspect", and nothing
+        has begun, if the last attempt ended without a token and without an end, because that may have ended its
+        worker, and this one would not be `alone`. `call` is noted if the producer did not: it was plain Celery.
+        """
+        known = call or Call("", [], {}, "", 0, None, {})
+        timeout = "" if known.timeout_s is None else known.timeout_s
+        noted = [known.queue, known.priority, timeout, known.to_json(), waited_s, int(alone)]
+        args = [job_id, run, worker, MAX_ATTEMPTS, UNENDED_TTL_S, *noted]
+        reply: Any = self._run(_BEGIN, [job_key(job_id), cancel_key(job_id)], args)
+        return Attempt(job_id, int(reply[1]), int(reply[2]), reply[0].decode())
+
+    def write(self, entries: Sequence[Entry]) -> set[int]:
+        """Journals and publishes events, in order; returns the places of those whose attempt is void."""
+        keys: list[str] = []
+        args: list[Any] = list(self._limits)
+        for entry in entries:
+            job_id, seq = entry.job_id, entry.event["seq"]
+            keys += [job_key(job_id), journal_key(job_id), cancel_key(job_id)]
+            data = json.dumps(entry.event, ensure_ascii=False, separators=(",", ":"))
+            attempt = "" if entry.attempt is None else entry.attempt
+            result = "" if entry.result is None else json.dumps(entry.result, separators=(",", ":"))
+            args += [job_id, attempt, entry.kind, stream_id(seq), events_channel(job_id), data, result]
+        reply: Any = self._run(_WRITE, keys, args)
+        return {int(place) for place in reply}
+
+    def hand_back(self, attempt: Attempt) -> None:
+        """Another worker may go on with the job; this attempt was no failure."""
+        self._run(_HAND_BACK, [job_key(attempt.job_id)], [attempt.job_id, attempt.number])
+
+    def result(self, job_id: str) -> dict[str, Any] | None:
+        """The result of a job that has ended well, until `forget_result`."""
+        stored: Any = self._redis.hget(job_key(job_id), "result")
+        found: dict[str, Any] | None = json.loads(stored) if stored else None
+        return found
+
+    def forget_result(self, job_id: str) -> None:
+        """Celery has it now."""
+        self._redis.hdel(job_key(job_id), "result")
+
+    def drop(self, job_id: str) -> None:
+        """Notes no more that a job has not ended."""
+        queue = self.queue(job_id)
+        if queue is not None:
+            self._redis.zrem(waiting_key(queue), job_id)
+        for key in (RUNNING_KEY, DEADLINES_KEY):
+            self._redis.zrem(key, job_id)
+
+    # For people
+
+    def place(self, job_id: str) -> int | None:
+        """How many jobs are before this one in its queue; None if it does not wait."""
+        queue = self.queue(job_id)
+        if queue is None:
+            return None
+        rank: Any = self._redis.zrank(waiting_key(queue), job_id)
+        return None if rank is None else int(rank)
+
+    def queue(self, job_id: str) -> str | None:
+        found: Any = self._redis.hget(job_key(job_id), "queue")
+        return found.decode() if found else None
+
+    def num_waiting(self, queue: str) -> int:
+        """Jobs of a queue that have no slot yet."""
+        return int(self._redis.zcard(waiting_key(queue)))
+
+    def dead(self) -> list[dict[str, Any]]:
+        """The jobs that ended their workers again and again, the last one first: id, at, task, queue, attempts."""
+        entries: Any = self._redis.zrevrange(DEAD_KEY, 0, -1, withscores=True)
+        found = []
+        for raw, at in entries:
+            job_id = raw.decode()
+            stored: Any = self._redis.hmget(job_key(job_id), "call", "attempt", "worker", "queue")
+            if stored[0] is None:  # its entry has expired
+                self._redis.zrem(DEAD_KEY, job_id)
+                continue
+            call = json.loads(stored[0])
+            attempts, worker, queue = int(stored[1]), stored[2].decode(), stored[3].decode()
+            dead = {"id": job_id, "at": at, "task": call["task"], "queue": queue, "attempts": attempts}
+            found.append({**dead, "last_worker": worker, "error": "dead"})
+        return found
+
+    def take_dead(self, job_id: str) -> dict[str, Any] | None:
+        """The call of a dead job, which leaves the list; None if it is not there."""
+        stored: Any = self._redis.hget(job_key(job_id), "call")
+        if stored is None or not self._redis.zrem(DEAD_KEY, job_id):
+            return None
+        call: dict[str, Any] = json.loads(stored)
+        return call
+
+
+def new_run() -> str:
+    """A token that tells one question of `begin` from all others."""
+    return uuid.uuid4().hex

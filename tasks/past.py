@@ -1,0 +1,61 @@
+"""What earlier attempts of a job have done, read from its journal: where the next one goes on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from redis import Redis
+
+from .contract.events import EVENT_FIELD, Event, is_terminal
+from .contract.keys import journal_key
+
+
+@dataclass(slots=True)
+class Output:
+    """One completion so far. `logprobs` are as in the events."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Past:
+    """The events of a job so far, added up. `outputs` is by index of the completion."""
+
+    next_seq: int = 0
+    seed: int | None = None
+    outputs: dict[int, Output] = field(default_factory=dict)
+    end: Event | None = None
+    trimmed: bool = False  # the first events are gone
+
+    def add(self, event: Event) -> None:
+        """Takes the next event into account."""
+        self.trimmed |= event["seq"] != self.next_seq
+        self.next_seq = event["seq"] + 1
+        if event["type"] == "started":
+            self.seed = event["seed"]
+        elif event["type"] == "token":
+            output = self.outputs.setdefault(event.get("index", 0), Output())
+            output.tokens += event["tokens"]
+            output.logprobs += event.get("logprobs", [])
+        elif is_terminal(event):
+            self.end = event
+
+    @property
+    def started(self) -> bool:
+        return self.seed is not None
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(output.tokens) for output in self.outputs.values())
+
+
+def read_past(redis: Redis, job_id: str) -> Past:
+    """The past of a job; an empty one if it has none."""
+    past = Past()
+    entries: Any = redis.xrange(journal_key(job_id))
+    for _, fields in entries:
+        past.add(json.loads(fields[EVENT_FIELD.encode()]))
+    return past

@@ -1,0 +1,84 @@
+"""A request that goes on after output which it has already: as if nothing had happened between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from cellama.engine import Completion, EngineOptions, Event, Model, ModelManager, Request, Resumed, SamplingParams, Text
+
+SCHEMA = '{"type": "object", "properties": {"name": {"type": "string", "maxLength": 12}}, "required": ["name"]}'
+PROMPT = "Once upon a time"
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[Model]:
+    manager = ModelManager()
+    yield manager.load("tiny", "bundled://tiny", options=EngineOptions(n_parallel=4, threads=1))
+    manager.close()
+
+
+def run(model: Model, resume: tuple[Resumed, ...] = (), **params: Any) -> tuple[Completion, list[Event]]:
+    """The completion, and the events that were told on the way."""
+    own = {name: params.pop(name) for name in ("n", "stop", "ignore_eos") if name in params}
+    request = Request(
+        id="r",
+        prompt=tuple(model.tokenize(PROMPT)),
+        sampling=SamplingParams(**params),
+        max_tokens=40,
+        cache_prompt=False,
+        resume=resume,
+        **own,
+    )
+    told: list[Event] = []
+    return model.engine.submit(request, on_event=told.append).result(60), told
+
+
+def resumed(completion: Completion, count: int) -> Resumed:
+    return Resumed(completion.tokens[:count], tuple(completion.logprobs or ())[:count])
+
+
+@pytest.mark.parametrize("count", [1, 7, 39])
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 0},
+        {"temperature": 1.5, "seed": 3, "repeat_penalty": 1.2, "presence_penalty": 0.5},
+        {"temperature": 1.0, "seed": 5, "dry_multiplier": 0.8, "xtc_probability": 0.5},
+        {"temperature": 1.0, "seed": 8, "json_schema": SCHEMA},
+        {"temperature": 0, "stop": (" forest",)},
+        {"temperature": 0, "logprobs": 2},
+    ],
+    ids=["greedy", "penalties", "dry and xtc", "grammar", "stop", "logprobs"],
+)
+def test_continued_request_ends_like_an_undisturbed_one(model: Model, params: dict[str, Any], count: int) -> None:
+    whole, _ = run(model, **params)
+    count = min(count, len(whole.tokens) - 1)
+    rest, told = run(model, (resumed(whole, count),), **params)
+    assert rest.text == whole.text
+    assert rest.tokens == whole.tokens
+    assert (rest.finish_reason, rest.stop_sequence) == (whole.finish_reason, whole.stop_sequence)
+    assert rest.usage.completion_tokens == whole.usage.completion_tokens
+    assert sum(len(event.tokens) for event in told if isinstance(event, Text)) <= len(whole.tokens) - count
+    assert whole.text.endswith("".join(event.text for event in told if isinstance(event, Text)))
+    if whole.logprobs is not None:
+        assert [entry.token for entry in rest.logprobs or ()] == [entry.token for entry in whole.logprobs]
+
+
+def test_several_completions_continue_each_where_it_was(model: Model) -> None:
+    params: dict[str, Any] = {"n": 3, "temperature": 1.0, "seed": 4, "ignore_eos": True}
+    whole, _ = run(model, **params)
+    every = (whole, *whole.alternatives)
+    resume = tuple(resumed(completion, 10 * completion.index) for completion in every)
+    rest, _ = run(model, resume, **params)
+    assert [c.tokens for c in (rest, *rest.alternatives)] == [c.tokens for c in every]
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0, "ignore_eos": True}, {"temperature": 0, "stop": (" fox",)}])
+def test_request_whose_output_is_complete_ends_without_a_token(model: Model, params: dict[str, Any]) -> None:
+    whole, _ = run(model, **params)
+    again, told = run(model, (resumed(whole, len(whole.tokens)),), **params)
+    assert (again.text, again.finish_reason) == (whole.text, whole.finish_reason)
+    assert not [event for event in told if isinstance(event, Text)]
