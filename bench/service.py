@@ -13,19 +13,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from redis import Redis
 
-from cellama.api.redis_server import RedisServer
+from cellama.api.redis_server import RedisServer, die_with_parent
 from cellama.config import get_settings
 from cellama.engine.strategies import Adaptive, Share, SlotView
 from cellama.tasks.registry import live_workers
 
 PATIENCE_S = 300.0
 POISON_TOKENS = 666  # a prompt of so many tokens ends the worker that takes it
-COUNTER_DIR = "CELLAMA_BENCH_COUNTERS"  # not a setting: read by the strategy below only
+COUNTER_DIR = "BENCH_COUNTERS"  # environment variable, for the strategy below
 
 
 class CountingStrategy(Adaptive):
@@ -60,6 +61,8 @@ class Service:
         self._models = [dict(model) for model in models]
         self._settings = settings
         self._names = (f"worker{number}" for number in itertools.count())
+        # Children end with the thread that started them: it must live as long as they.
+        self._starter = ThreadPoolExecutor(max_workers=1)
 
     def __enter__(self) -> Service:
         self.redis_server = RedisServer.start(self.folder / "redis")
@@ -80,6 +83,7 @@ class Service:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        self._starter.shutdown()
         self.redis.close()
         self.redis_server.stop()
 
@@ -92,22 +96,42 @@ class Service:
     def start_worker(self, name: str | None = None) -> str:
         """Starts a worker, under a new name or that of one which ended; returns the name."""
         name = name or next(self._names)
-        argv = [sys.executable, "-m", "celery", "-A", "cellama.tasks.app", "worker", "-n", f"{name}@bench"]
-        with (self.folder / f"{name}.log").open("ab") as log:
-            self.processes[name] = subprocess.Popen(
-                [*argv, "--without-gossip", "--without-mingle"], stdout=log, stderr=log, cwd=self.folder
-            )
+        self.processes[name] = self._starter.submit(self._start, name).result()
         self.num_starts += 1
         return name
+
+    def _start(self, name: str) -> subprocess.Popen[bytes]:
+        argv = [sys.executable, "-m", "celery", "-A", "cellama.tasks.app", "worker", "-n", f"{name}@bench"]
+        with (self.folder / f"{name}.log").open("ab") as log:
+            return subprocess.Popen(
+                [*argv, "--without-gossip", "--without-mingle"],
+                stdout=log,
+                stderr=log,
+                cwd=self.folder,
+                preexec_fn=die_with_parent,
+            )
 
     def wait_ready(self) -> None:
         """Until every worker is in the registry. Raises RuntimeError with the end of a log."""
         pids = {process.pid for process in self.processes.values()}
-        wait_until(lambda: pids <= {entry.pid for entry in live_workers(self.redis)}, "workers in the registry")
+
+        def registered() -> bool:
+            for name, process in self.processes.items():
+                if process.poll() is not None:
+                    raise RuntimeError(f"{name} ended; its log ends:\n{self.log(name)[-2000:]}")
+            return pids <= {entry.pid for entry in live_workers(self.redis)}
+
+        wait_until(registered, "workers in the registry")
 
     def kill(self, name: str) -> None:
         self.processes[name].kill()
         self.processes[name].wait()
+
+    def restart_redis(self, away_s: float = 0.5) -> None:
+        """Ends Redis, and starts it again on what it has written."""
+        self.redis_server.stop()
+        time.sleep(away_s)
+        self._starter.submit(self.redis_server.run).result()
 
     def num_decoded(self) -> int:
         """Tokens decoded by all workers that ever were, dead ones too."""
