@@ -14,6 +14,7 @@ from cellama.config import SettingsError
 from cellama.tasks.contract.errors import InvalidJob, JobError, JobTimeout, RedisUnreachable, UnknownModel
 
 from .bench import bench_command
+from .dead import dead_list_command, dead_requeue_command
 from .demo import demo_command
 from .generation import chat_command, embed_command, generate_command
 from .local import up_command, worker_command
@@ -61,6 +62,10 @@ def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
 
 for _name, _command in _COMMANDS.items():
     app.command(_name)(_interruptible(_command))
+_dead = typer.Typer(no_args_is_help=True, help="Jobs that were put aside because their workers died.")
+_dead.command("list")(_interruptible(dead_list_command))
+_dead.command("requeue")(_interruptible(dead_requeue_command))
+app.add_typer(_dead, name="dead")
 # Its options are those of the benchmark that it runs.
 app.command("bench", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
     _interruptible(bench_command)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import difflib
 import math
+import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -16,16 +18,18 @@ from redis.asyncio import Redis as AsyncRedis
 
 from cellama.config import get_settings
 from cellama.tasks import app, chat, embed, generate
-from cellama.tasks.contract.errors import JobCancelled, JobTimeout, UnknownModel
-from cellama.tasks.contract.events import Event
-from cellama.tasks.contract.keys import cancel_key
-from cellama.tasks.contract.names import DEFAULT_MODEL, queue_keys
-from cellama.tasks.ledger import UNENDED_TTL_S
+from cellama.tasks.contract.errors import JobCancelled, JobTimeout, RedisUnreachable, UnknownJob, UnknownModel
+from cellama.tasks.contract.events import Event, is_terminal
+from cellama.tasks.contract.names import DEFAULT_MODEL, queue_keys, queue_name
+from cellama.tasks.ledger import Ledger
+from cellama.tasks.position import Position, estimate_s, position_of
 from cellama.tasks.reaching import reaching_redis
 from cellama.tasks.reader import STREAM_TIMEOUT_S, astream_events, stream_events
 from cellama.tasks.registry import WorkerEntry, live_workers
 
 CONNECT_TIMEOUT_S = 3.0
+OUTAGE_S = 15.0  # a reader waits so long for Redis to come back
+OUTAGE_RETRY_S = 0.5
 RESULT_AFTER_END_S = 30.0  # the result is stored right after the terminal event
 
 
@@ -36,12 +40,13 @@ class _Core:
         self._redis = redis.Redis.from_url(get_settings().redis_url, socket_connect_timeout=CONNECT_TIMEOUT_S)
 
     def submit(self, task: Any, model: str, content: Any, wait: bool, params: dict[str, Any]) -> AsyncResult:
+        key = params.pop("idempotency_key", None)
         task.parse((model, content), params)  # the caller's mistakes first, then the world's
         with reaching_redis():
             self._redis.ping()  # Celery itself would retry for a long time
             if not wait:
                 self._check_served(model)
-            return task.apply_async((model, content), params)
+            return task.apply_async((model, content), params, idempotency_key=key)
 
     def _check_served(self, model: str) -> None:
         served = [entry["id"] for worker in live_workers(self._redis) for entry in worker.models]
@@ -76,13 +81,41 @@ class _Core:
 
     def cancel(self, job_id: str) -> None:
         with reaching_redis():
-            # The key holds for workers that start later, the broadcast is for those that run it now.
-            self._redis.set(cancel_key(job_id), "1", ex=UNENDED_TTL_S)
             app.control.revoke(job_id, terminate=True)
 
-    def stream(self, job_id: str, after: int, timeout_s: float) -> Iterator[Event]:
+    def stream(self, job_id: str, after: int, timeout_s: float, ping_s: float, cancel_on_exit: bool) -> Iterator[Event]:
+        outage, ended = _Outage(), False
+        try:
+            while not ended:
+                with outage.watching():
+                    for event in stream_events(self._redis, job_id, after, timeout_s, ping_s):
+                        outage.is_over()
+                        after = event.get("seq", after)
+                        ended = is_terminal(event)
+                        yield event
+                if not ended:
+                    time.sleep(OUTAGE_RETRY_S)
+        finally:
+            if cancel_on_exit and not ended:
+                self.cancel(job_id)
+
+    def position(self, job_id: str) -> Position:
         with reaching_redis():
-            yield from stream_events(self._redis, job_id, after, timeout_s)
+            return position_of(self._redis, job_id)
+
+    def dead(self) -> list[dict[str, Any]]:
+        with reaching_redis():
+            return Ledger(self._redis).dead()
+
+    def requeue_dead(self, job_id: str) -> str:
+        with reaching_redis():
+            call = Ledger(self._redis).take_dead(job_id)
+            if call is None:
+                raise UnknownJob(f"no dead job {job_id}; `cellama dead list` shows those that there are")
+            task = app.tasks[call["task"]]
+            return str(
+                task.apply_async(call["args"], call["kwargs"], queue=call["queue"], priority=call["priority"]).id
+            )
 
     def workers(self) -> list[WorkerEntry]:
         with reaching_redis():
@@ -96,6 +129,15 @@ class _Core:
                     pipeline.llen(key)
             lengths = iter(pipeline.execute())
             return {model: sum(next(lengths) for _ in queue_keys(model)) for model in models}
+
+    def num_waiting(self, models: list[str]) -> dict[str, int]:
+        with reaching_redis():
+            return {model: Ledger(self._redis).num_waiting(queue_name(model)) for model in models}
+
+    def stats(self) -> dict[str, Any]:
+        workers = self.workers()
+        models = _queues(workers)
+        return _stats(workers, self.queue_depths(models), self.num_waiting(models))
 
     def close(self) -> None:
         self._redis.close()
@@ -111,8 +153,9 @@ def _models(workers: list[WorkerEntry]) -> list[dict[str, Any]]:
     return [models[model_id] for model_id in sorted(models)]
 
 
-def _stats(workers: list[WorkerEntry], depths: dict[str, int]) -> dict[str, Any]:
-    """Totals over all workers, and the jobs that wait per model."""
+def _stats(workers: list[WorkerEntry], depths: dict[str, int], waiting: dict[str, int]) -> dict[str, Any]:
+    """Totals over all workers; per model the messages in its queue, the jobs without a slot, and when a new one's
+    turn would come."""
     engines = [entry["engine"] for worker in workers for entry in worker.models if entry["engine"]]
     return {
         "workers": len(workers),
@@ -120,11 +163,33 @@ def _stats(workers: list[WorkerEntry], depths: dict[str, int]) -> dict[str, Any]
         "slots_busy": sum(engine["slots_prefilling"] + engine["slots_decoding"] for engine in engines),
         "generation_rate": round(sum(engine["generation_rate"] for engine in engines), 1),
         "queues": depths,
+        "waiting": waiting,
+        "eta_s": {model: estimate_s(workers, queue_name(model), count) for model, count in waiting.items()},
     }
 
 
 def _queues(workers: list[WorkerEntry]) -> list[str]:
     return [*sorted({entry["id"] for worker in workers for entry in worker.models}), DEFAULT_MODEL]
+
+
+class _Outage:
+    """Lets a reader wait for a Redis that comes back soon. Raises RedisUnreachable when it does not."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+
+    def is_over(self) -> None:
+        self._since = None
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        try:
+            with reaching_redis():
+                yield
+        except RedisUnreachable:
+            self._since = self._since or time.monotonic()
+            if time.monotonic() - self._since > OUTAGE_S:
+                raise
 
 
 class Job:
@@ -138,9 +203,20 @@ class Job:
         """The result. Raises JobFailed, JobCancelled, or JobTimeout after `timeout` seconds (the job goes on)."""
         return self._client.result(self.id, timeout)
 
-    def stream(self, after: int = -1, timeout: float = STREAM_TIMEOUT_S) -> Iterator[Event]:
+    def stream(
+        self,
+        after: int = -1,
+        timeout: float = STREAM_TIMEOUT_S,
+        *,
+        ping: float = math.inf,
+        cancel_on_exit: bool = False,
+    ) -> Iterator[Event]:
         """Its events (see Client.stream)."""
-        return self._client.stream(self.id, after, timeout)
+        return self._client.stream(self.id, after, timeout, ping=ping, cancel_on_exit=cancel_on_exit)
+
+    def position(self) -> Position:
+        """Whether it waits, runs or is done, and how many jobs are before it."""
+        return self._client.position(self.id)
 
     def cancel(self) -> None:
         """Ends the job wherever it is; its slot is free within one step."""
@@ -157,7 +233,10 @@ class Client:
         self._core = _Core()
 
     def generate(self, model: str, prompt: str | list[int], *, wait: bool = False, **params: Any) -> Job:
-        """Submits a generation. Raises InvalidJob, and UnknownModel if nobody serves the model (unless `wait`)."""
+        """Submits a generation. Raises InvalidJob, and UnknownModel if nobody serves the model (unless `wait`).
+
+        With `idempotency_key=`, the same key gives the same job, as long as its result is kept.
+        """
         return Job(self, self._core.submit(generate, model, prompt, wait, params).id)
 
     def chat(self, model: str, messages: list[dict[str, str]], *, wait: bool = False, **params: Any) -> Job:
@@ -168,13 +247,22 @@ class Client:
         """Submits texts to embed; raises as `generate`."""
         return Job(self, self._core.submit(embed, model, texts, wait, params).id)
 
-    def stream(self, job_id: str, after: int = -1, timeout: float = STREAM_TIMEOUT_S) -> Iterator[Event]:
+    def stream(
+        self,
+        job_id: str,
+        after: int = -1,
+        timeout: float = STREAM_TIMEOUT_S,
+        *,
+        ping: float = math.inf,
+        cancel_on_exit: bool = False,
+    ) -> Iterator[Event]:
         """The job's events with a `seq` above `after`: replayed, then live, to the terminal one.
 
-        Raises JobTimeout when nothing comes for `timeout` seconds, StreamTrimmed when events are gone.
-        Leaving the loop does not cancel the job.
+        It goes on by itself when Redis was away for less than 15 s. After each `ping` seconds without an event there
+        is one of type `ping`. Leaving the loop does not cancel the job, unless `cancel_on_exit` is set.
+        Raises JobTimeout when nothing comes for `timeout` seconds, StreamTrimmed when events are gone, UnknownJob.
         """
-        return self._core.stream(job_id, after, timeout)
+        return self._core.stream(job_id, after, timeout, ping, cancel_on_exit)
 
     def result(self, job_id: str, timeout: float | None = None) -> dict[str, Any]:
         """The result of any job (see Job.result)."""
@@ -183,6 +271,18 @@ class Client:
     def cancel(self, job_id: str) -> None:
         """Ends any job wherever it is. Idempotent; an unknown or finished job is left alone."""
         self._core.cancel(job_id)
+
+    def position(self, job_id: str) -> Position:
+        """Whether a job waits, runs or is done, how many jobs are before it, and an estimate. Raises UnknownJob."""
+        return self._core.position(job_id)
+
+    def dead(self) -> list[dict[str, Any]]:
+        """Jobs that were put aside because their workers died again and again, the last one first."""
+        return self._core.dead()
+
+    def requeue_dead(self, job_id: str) -> Job:
+        """Queues a dead job again, as a new job. Raises UnknownJob."""
+        return Job(self, self._core.requeue_dead(job_id))
 
     def workers(self) -> list[WorkerEntry]:
         """The live workers."""
@@ -194,8 +294,7 @@ class Client:
 
     def stats(self) -> dict[str, Any]:
         """Slots, rate and waiting jobs over all workers."""
-        workers = self._core.workers()
-        return _stats(workers, self._core.queue_depths(_queues(workers)))
+        return self._core.stats()
 
     def close(self) -> None:
         """Gives the connections back."""
@@ -218,8 +317,18 @@ class AsyncJob:
     async def result(self, timeout: float | None = None) -> dict[str, Any]:
         return await self._client.result(self.id, timeout)
 
-    def stream(self, after: int = -1, timeout: float = STREAM_TIMEOUT_S) -> AsyncIterator[Event]:
-        return self._client.stream(self.id, after, timeout)
+    def stream(
+        self,
+        after: int = -1,
+        timeout: float = STREAM_TIMEOUT_S,
+        *,
+        ping: float = math.inf,
+        cancel_on_exit: bool = False,
+    ) -> AsyncIterator[Event]:
+        return self._client.stream(self.id, after, timeout, ping=ping, cancel_on_exit=cancel_on_exit)
+
+    async def position(self) -> Position:
+        return await self._client.position(self.id)
 
     async def cancel(self) -> None:
         await self._client.cancel(self.id)
@@ -245,10 +354,29 @@ class AsyncClient:
     async def embed(self, model: str, texts: str | list[str], *, wait: bool = False, **params: Any) -> AsyncJob:
         return await self._submit(embed, model, texts, wait, params)
 
-    async def stream(self, job_id: str, after: int = -1, timeout: float = STREAM_TIMEOUT_S) -> AsyncIterator[Event]:
-        with reaching_redis():
-            async for event in astream_events(self._redis, job_id, after, timeout):
-                yield event
+    async def stream(
+        self,
+        job_id: str,
+        after: int = -1,
+        timeout: float = STREAM_TIMEOUT_S,
+        *,
+        ping: float = math.inf,
+        cancel_on_exit: bool = False,
+    ) -> AsyncIterator[Event]:
+        outage, ended = _Outage(), False
+        try:
+            while not ended:
+                with outage.watching():
+                    async for event in astream_events(self._redis, job_id, after, timeout, ping):
+                        outage.is_over()
+                        after = event.get("seq", after)
+                        ended = is_terminal(event)
+                        yield event
+                if not ended:
+                    await asyncio.sleep(OUTAGE_RETRY_S)
+        finally:
+            if cancel_on_exit and not ended:
+                await self.cancel(job_id)
 
     async def result(self, job_id: str, timeout: float | None = None) -> dict[str, Any]:
         """The result. It follows the stream to its end first, so that no thread is held meanwhile."""
@@ -264,6 +392,15 @@ class AsyncClient:
     async def cancel(self, job_id: str) -> None:
         await asyncio.to_thread(self._core.cancel, job_id)
 
+    async def position(self, job_id: str) -> Position:
+        return await asyncio.to_thread(self._core.position, job_id)
+
+    async def dead(self) -> list[dict[str, Any]]:
+        return await asyncio.to_thread(self._core.dead)
+
+    async def requeue_dead(self, job_id: str) -> AsyncJob:
+        return AsyncJob(self, await asyncio.to_thread(self._core.requeue_dead, job_id))
+
     async def workers(self) -> list[WorkerEntry]:
         return await asyncio.to_thread(self._core.workers)
 
@@ -271,8 +408,7 @@ class AsyncClient:
         return _models(await self.workers())
 
     async def stats(self) -> dict[str, Any]:
-        workers = await self.workers()
-        return _stats(workers, await asyncio.to_thread(self._core.queue_depths, _queues(workers)))
+        return await asyncio.to_thread(self._core.stats)
 
     async def close(self) -> None:
         await self._redis.aclose()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
@@ -10,11 +11,14 @@ from rich.prompt import Prompt
 
 from cellama.tasks.contract.errors import InvalidJob, JobCancelled, JobFailed
 from cellama.tasks.contract.events import Event
+from cellama.tasks.position import Position
+from cellama.tasks.reader import PING
 
 from .client import Client, Job
 from .options import with_generation_options
 from .output import err, out, print_json
 
+PING_S = 1.0
 JsonOption = Annotated[bool, typer.Option("--json", help="Write JSON lines for machines.")]
 WaitOption = Annotated[bool, typer.Option("--wait", help="Queue the job even if nobody serves the model now.")]
 PatienceOption = Annotated[float, typer.Option("--patience", help="Seconds to wait for the next event.")]
@@ -108,7 +112,7 @@ def _show(job: Job, json: bool, patience_s: float) -> str:
     """Streams a job to stdout and returns its text. Ctrl-C cancels the job."""
     text = ""
     try:
-        for event in job.stream(timeout=patience_s):
+        for event in _with_spinner(job, job.stream(timeout=patience_s, ping=PING_S)):
             text += event.get("text", "")
             if json:
                 print_json({"job_id": job.id, **event})
@@ -123,6 +127,26 @@ def _show(job: Job, json: bool, patience_s: float) -> str:
         err.print(f"\n[yellow]cancelled job {job.id}[/]")
         raise
     return text
+
+
+def _with_spinner(job: Job, events: Iterator[Event]) -> Iterator[Event]:
+    """The events without the pings; while those come, stderr shows where the job is."""
+    with err.status("…") as spinner:
+        spinner.stop()
+        for event in events:
+            if event["type"] != PING:
+                spinner.stop()
+                yield event
+                continue
+            spinner.update(_describe(job.position()))
+            spinner.start()
+
+
+def _describe(position: Position) -> str:
+    if position.state != "waiting":
+        return "[dim]the prompt is being read …[/]"
+    when = "no worker serves it now" if position.eta_s is None else f"about {position.eta_s:.0f} s"
+    return f"[dim]waiting: {position.ahead} job(s) ahead, {when}[/]"
 
 
 def _raise_if_failed(event: Event, job_id: str) -> None:

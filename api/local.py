@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import secrets
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -58,7 +60,10 @@ def worker_command(model: ModelsOption = None, redis: RedisOption = None) -> Non
 def up_command(
     model: ModelsOption = None,
     redis: RedisOption = None,
-    flower_port: Annotated[int, typer.Option(help="Port of Flower on loopback.")] = FLOWER_PORT,
+    flower_port: Annotated[int, typer.Option(help="Port of Flower.")] = FLOWER_PORT,
+    flower_address: Annotated[
+        str, typer.Option(help="Where Flower listens; outside loopback it asks for a password.")
+    ] = LOOPBACK,
     flower: Annotated[bool, typer.Option(help="Run Flower.")] = True,
 ) -> None:
     """Run everything on this machine: Redis (unless one is reachable), a worker, Flower. Ctrl-C ends it all.
@@ -75,13 +80,16 @@ def up_command(
     with _redis_for(settings) as embedded:
         children = [worker_child(log_path=logs / "worker.log")]
         if flower:
-            children.append(flower_child(flower_port, log_path=logs / "flower.log"))
+            credentials = _flower_credentials(flower_address)
+            environment = {"FLOWER_BASIC_AUTH": credentials} if credentials else {}
+            children.append(flower_child(flower_address, flower_port, log_path=logs / "flower.log", env=environment))
         supervisor = Supervisor(children)
         with supervisor.handling_signals():
             supervisor.start()
             try:
                 wait_for_worker(settings.redis_url, children[0])
-                _say_ready(settings, embedded, flower_port if flower else None, logs)
+                where = _describe_flower(flower_address, flower_port) if flower else None
+                _say_ready(settings, embedded, where, logs)
                 code = supervisor.run()
             finally:
                 err.print("[dim]stopping: running jobs finish first; Ctrl-C again ends them[/]")
@@ -139,13 +147,28 @@ def wait_for_worker(url: str, worker: Child) -> None:
     raise RedisServerError(f"the worker was not ready after {START_TIMEOUT_S:g} s; its log ends:\n{worker.log_tail()}")
 
 
-def _say_ready(settings: Settings, embedded: RedisServer | None, flower_port: int | None, logs: Path) -> None:
+def _flower_credentials(address: str) -> str | None:
+    """USER:PASSWORD for Flower: those of the environment, else new ones unless it listens on loopback only."""
+    given = os.environ.get("FLOWER_BASIC_AUTH")
+    if given or address in (LOOPBACK, "localhost", "::1"):
+        return given
+    os.environ["FLOWER_BASIC_AUTH"] = f"cellama:{secrets.token_urlsafe(9)}"
+    return os.environ["FLOWER_BASIC_AUTH"]
+
+
+def _describe_flower(address: str, port: int) -> str:
+    credentials = os.environ.get("FLOWER_BASIC_AUTH")
+    host = socket.gethostname() if address in ("0.0.0.0", "::") else address
+    return f"http://{host}:{port}" + (f"  (user:password {credentials})" if credentials else "")
+
+
+def _say_ready(settings: Settings, embedded: RedisServer | None, flower: str | None, logs: Path) -> None:
     table = Table.grid(padding=(0, 2))
     kept = f" (embedded, data in {embedded.data_dir})" if embedded else ""
     table.add_row("[bold]Redis[/]", settings.redis_url_masked + kept)
     table.add_row("[bold]Models[/]", ", ".join(f"{m.id} ({m.n_parallel} slots)" for m in settings.models))
-    if flower_port:
-        table.add_row("[bold]Flower[/]", f"http://{LOOPBACK}:{flower_port}")
+    if flower:
+        table.add_row("[bold]Flower[/]", flower)
     table.add_row("[bold]Logs[/]", str(logs))
     table.add_row("[bold]Try[/]", f'cellama generate {settings.default_model.id} "Once upon a time"')
     out.print(Panel(table, title="cellama is up", subtitle="Ctrl-C ends it", expand=False, border_style="green"))

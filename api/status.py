@@ -19,23 +19,29 @@ WATCH_S = 1.0
 
 
 def status_command(
+    job_id: Annotated[str | None, typer.Argument(help="Id of a job: where it is, and when its turn comes.")] = None,
     json: JsonOption = False,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh every second; Ctrl-C ends it.")] = False,
 ) -> None:
-    """Show workers, models, slots, queues and the token rate.
+    """Show workers, models, slots, queues and the token rate; or where one job is.
 
     Example:  cellama status --watch
     """
     with Client() as client:
+
+        def read() -> dict[str, Any]:
+            return asdict(client.position(job_id)) if job_id else _read(client)
+
+        render = _render_position if job_id else _render
         if json:
-            print_json(_read(client))
+            print_json(read())
         elif not watch:
-            out.print(_render(_read(client)))
+            out.print(render(read()))
         else:
-            with Live(_render(_read(client)), console=out, screen=False, auto_refresh=False) as live:
+            with Live(render(read()), console=out, screen=False, auto_refresh=False) as live:
                 while True:
                     time.sleep(WATCH_S)
-                    live.update(_render(_read(client)), refresh=True)
+                    live.update(render(read()), refresh=True)
 
 
 def cancel_command(
@@ -94,5 +100,17 @@ def _engine_cells(engine: dict[str, Any] | None) -> tuple[str, ...]:
 
 
 def _totals(status: dict[str, Any]) -> str:
-    queues = ", ".join(f"{model} {depth}" for model, depth in status["queues"].items())
-    return f"[dim]jobs waiting in Redis: {queues}[/]"
+    queues = [_queue(model, count, status["eta_s"][model]) for model, count in status["waiting"].items() if count]
+    return "[dim]jobs without a slot: " + (", ".join(queues) or "none") + "[/]"
+
+
+def _queue(model: str, count: int, eta_s: float | None) -> str:
+    return f"{model} {count}" + ("" if eta_s is None else f" (a new one waits about {eta_s:.1f} s)")
+
+
+def _render_position(position: dict[str, Any]) -> str:
+    if position["state"] != "waiting":
+        return f"job {position['job_id']} {'runs' if position['state'] == 'running' else 'is done'}"
+    eta_s = position["eta_s"]
+    when = "nobody serves its model now" if eta_s is None else f"a slot is free in about {eta_s:.1f} s"
+    return f"job {position['job_id']} waits: {position['ahead']} job(s) ahead, {when}"

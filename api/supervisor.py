@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -144,12 +145,15 @@ class Supervisor:
 
 
 def worker_child(*, log_path: Path | None = None, env: Mapping[str, str] | None = None) -> Child:
-    """The Celery worker with our pool and queues, as a child process."""
-    argv = [sys.executable, "-m", "celery", "-A", "cellama.tasks.app", "worker", "--without-gossip", "--without-mingle"]
-    return Child("worker", argv, env or {}, log_path)
+    """The Celery worker with our pool and queues, as a child process; its name differs from those of its neighbours."""
+    name = f"cellama-{secrets.token_hex(2)}@%h"
+    argv = [sys.executable, "-m", "celery", "-A", "cellama.tasks.app", "worker", "-n", name]
+    return Child("worker", [*argv, "--without-gossip", "--without-mingle"], env or {}, log_path)
 
 
-def flower_child(port: int, *, log_path: Path | None = None, env: Mapping[str, str] | None = None) -> Child:
-    """Flower on loopback, as a child process."""
-    argv = [sys.executable, "-m", "celery", "-A", "cellama.tasks.app", "flower", "--address=127.0.0.1"]
-    return Child("flower", [*argv, f"--port={port}"], env or {}, log_path)
+def flower_child(
+    address: str, port: int, *, log_path: Path | None = None, env: Mapping[str, str] | None = None
+) -> Child:
+    """Flower, as a child process. Its credentials, if any, are in FLOWER_BASIC_AUTH."""
+    argv = [sys.executable, "-m", "celery", "-A", "cellama.tasks.app", "flower"]
+    return Child("flower", [*argv, f"--address={address}", f"--port={port}"], env or {}, log_path)

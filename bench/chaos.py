@@ -11,6 +11,7 @@ import argparse
 import json
 import random
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -57,6 +58,7 @@ def run(args: argparse.Namespace) -> Report:
                 scenario = _Scenario(service, args)
                 undisturbed = undisturbed or scenario.undisturbed()
                 rows.append(scenario.run(name, undisturbed))
+                print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     caveats = ["The workers share the cores with Redis and the producer; times say little."]
     return Report(rows, caveats=caveats)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import mmap
@@ -19,7 +20,7 @@ from typing import Any
 
 from redis import Redis
 
-from cellama.api.redis_server import RedisServer, die_with_parent
+from cellama.api.redis_server import RedisServer, die_with_parent, free_port
 from cellama.config import get_settings
 from cellama.engine.strategies import Adaptive, Share, SlotView
 from cellama.tasks.registry import live_workers
@@ -50,6 +51,12 @@ class CountingStrategy(Adaptive):
         return shares
 
 
+@functools.cache
+def _redis_port() -> int:
+    """One for all services of this process: Celery reads its configuration once."""
+    return free_port()
+
+
 class Service:
     """Redis and workers. Use as a context manager; this process is a producer for them inside."""
 
@@ -65,7 +72,7 @@ class Service:
         self._starter = ThreadPoolExecutor(max_workers=1)
 
     def __enter__(self) -> Service:
-        self.redis_server = RedisServer.start(self.folder / "redis")
+        self.redis_server = RedisServer.start(self.folder / "redis", port=_redis_port())
         (self.folder / "counters").mkdir(exist_ok=True)
         os.environ |= self._environment()
         get_settings.cache_clear()

@@ -9,7 +9,7 @@ import os
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import parse_qs, urlsplit, urlunsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
@@ -96,6 +96,9 @@ class Settings(BaseSettings):
     def _check_redis_url(cls, value: str) -> str:
         if urlsplit(value).scheme not in ("redis", "rediss") or not urlsplit(value).hostname:
             raise ValueError("it must look like redis://HOST:PORT/DB, or rediss:// with TLS")
+        checks = parse_qs(urlsplit(value).query).get("ssl_cert_reqs", ["required"])[-1]
+        if checks.lower().removeprefix("cert_") not in ("none", "optional", "required"):
+            raise ValueError(f"ssl_cert_reqs is {checks!r}; it must be required, optional or none")
         return value
 
     @field_validator("models", mode="before")

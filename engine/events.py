@@ -145,6 +145,7 @@ class EngineSnapshot:
     requests_finished: int
     requests_failed: int
     generation_rate: float  # tokens per second, over the last second of work
+    mean_slot_s: float  # how long recent requests were in a slot, on average; 0 before the first
 
     @property
     def slots_busy(self) -> int:

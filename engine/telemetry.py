@@ -12,6 +12,7 @@ from .scheduler import Chunk, Scheduler
 from .sequence import State
 
 RATE_WINDOW_S = 1.0
+MEAN_WEIGHT = 0.05  # of a new value in a running mean
 SNAPSHOT_S = 0.02  # a snapshot costs as much as a slot's share of a step: not one for each
 
 
@@ -24,6 +25,7 @@ class Telemetry:
         self._prompt_tokens = self._cached_tokens = self._generated_tokens = 0
         self._finished = self._failed = 0
         self._rate = 0.0
+        self._mean_slot_s = 0.0
         self._window = (time.monotonic(), 0)  # start, generated tokens at the start
         self._renewed_at = 0.0
         self.on_step: list[Callable[[StepStats], None]] = []
@@ -60,6 +62,8 @@ class Telemetry:
         if completion is not None:
             self._prompt_tokens += completion.usage.prompt_tokens
             self._cached_tokens += completion.usage.cached_tokens
+            slot_s = max(0.0, completion.timings.duration_ms - completion.timings.queue_ms) / 1e3
+            self._mean_slot_s += (slot_s - self._mean_slot_s) * (MEAN_WEIGHT if self._mean_slot_s else 1.0)
         if self.on_request:
             stats = _request_stats(request, completion, now)
             for callback in self.on_request:
@@ -105,6 +109,7 @@ class Telemetry:
             requests_finished=self._finished,
             requests_failed=self._failed,
             generation_rate=self._rate,
+            mean_slot_s=self._mean_slot_s,
         )
 
 

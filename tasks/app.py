@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ssl
 from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs, urlsplit
 
 from celery import Celery
 from kombu import Queue
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from .runtime import Runtime
 
 CONNECT_TIMEOUT_S = 5
+_CERTIFICATE_CHECKS = {"none": ssl.CERT_NONE, "optional": ssl.CERT_OPTIONAL, "required": ssl.CERT_REQUIRED}
 EMBEDDING_JOBS = 4  # that run beside those in slots, when a model embeds
 
 
@@ -46,6 +49,7 @@ def celery_config(settings: Settings) -> dict[str, Any]:
         "result_backend_thread_safe": True,
         "result_backend_transport_options": {"retry_policy": {"timeout": 5.0}},
         **{f"redis_{name}": value for name, value in redis.items()},
+        **{name: tls_options(settings.redis_url) for name in ("broker_use_ssl", "redis_backend_use_ssl")},
         "broker_transport_options": {
             **redis,
             "health_check_interval": 10,
@@ -80,6 +84,17 @@ def celery_config(settings: Settings) -> dict[str, Any]:
         "worker_hijack_root_logger": False,
         "worker_redirect_stdouts": False,
     }
+
+
+def tls_options(url: str) -> dict[str, Any] | None:
+    """What Celery must be told for a rediss:// URL; by itself it would not check the server's certificate."""
+    parts = urlsplit(url)
+    if parts.scheme != "rediss":
+        return None
+    given = {name: values[-1] for name, values in parse_qs(parts.query).items()}
+    checks = given.get("ssl_cert_reqs", "required").lower().removeprefix("cert_")
+    options: dict[str, Any] = {"ssl_cert_reqs": _CERTIFICATE_CHECKS[checks]}
+    return options | {name: given[name] for name in ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile") if name in given}
 
 
 def _model_ids(settings: Settings) -> list[str]:

@@ -122,7 +122,7 @@ class Intake(bootsteps.StartStopStep):  # type: ignore[misc]
         urgent = consumer.task_consumer.channel
         consumer.bulk_connection = consumer.connect()
         bulk = consumer.bulk_connection.default_channel
-        bulk.QoS = lambda channel: _BulkQoS(channel, urgent.qos, lambda: consumer.initial_prefetch_count)
+        bulk._qos = _BulkQoS(bulk, urgent.qos, lambda: consumer.initial_prefetch_count)
         _wait_only_for(urgent, URGENT_PRIORITIES)
         _wait_only_for(bulk, BULK_PRIORITIES)
         consumer.bulk_consumer = consumer.app.amqp.TaskConsumer(bulk, on_decode_error=consumer.on_decode_error)

@@ -36,6 +36,11 @@ class JobTask(Task):  # type: ignore[misc]
     Request = "cellama.tasks.request:JobRequest"
     throws = (JobFailed,)  # expected: Celery logs one line, without a trace
 
+    @property
+    def resultrepr_maxsize(self) -> int:
+        """How much of a result Flower and the logs show."""
+        return 1024 if get_settings().show_prompts else 0
+
     def apply_async(self, args: Any = None, kwargs: Any = None, **options: Any) -> AsyncResult:
         """Queues the job on its model's queue with its priority.
 

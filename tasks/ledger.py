@@ -334,6 +334,7 @@ class Ledger:
         return None if rank is None else int(rank)
 
     def queue(self, job_id: str) -> str | None:
+        """The Celery queue that a job was put into."""
         found: Any = self._redis.hget(job_key(job_id), "queue")
         return found.decode() if found else None
 

@@ -198,7 +198,9 @@ class TaskPool(BasePool):  # type: ignore[misc]
         return int(self.limit)
 
     def _get_info(self) -> dict[str, Any]:
-        return {**super()._get_info(), "max-concurrency": self.limit, "running-jobs": len(self._jobs)}
+        info = {**super()._get_info(), "max-concurrency": self.limit, "running-jobs": len(self._jobs)}
+        runtime = getattr(self.app, "runtime", None)
+        return info if runtime is None else {**info, "slots": runtime.describe_slots()}
 
 
 def _once(control: JobControl, callback: Callable[..., Any] | None) -> Callable[..., Any]:

@@ -55,6 +55,7 @@ DEAD_MESSAGE = (
     "its worker died {} times in a row while it ran, before it had a token; see the workers' logs, and "
     "`cellama dead requeue` to try again"
 )
+MOST_URGENT = 0  # a suspect gets a slot at once: it shall not be blamed for a death while it only waited
 SAMPLING = tuple(SamplingParams.__dataclass_fields__)
 
 
@@ -246,7 +247,7 @@ class JobRun:
             stop=job.stop,
             ignore_eos=job.ignore_eos,
             timeout_s=job.timeout,
-            priority=job.priority,
+            priority=MOST_URGENT if self._attempt.num_failures > 1 else job.priority,
             submitted_at=self._submitted_at,
             resume=resume_of(self._past, job.n),
         )

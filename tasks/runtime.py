@@ -75,6 +75,18 @@ class Runtime:
             default=model == self.settings.default_model,
         )
 
+    def describe_slots(self) -> str:
+        """The slots of each model, for people who look at the worker in Flower."""
+        engines = {
+            model_id: model.engine.snapshot()
+            for model_id, model in self.manager.models().items()
+            if model.capabilities & {"generate", "chat"}
+        }
+        return "; ".join(
+            f"{model_id}: {engine.slots_busy} of {engine.slots_total} busy, {engine.queue_depth} waiting"
+            for model_id, engine in engines.items()
+        )
+
     @contextlib.contextmanager
     def running(self, attempt: Attempt, control: JobControl) -> Iterator[None]:
         """The run of a job, which ends when its job is found to be cancelled, or to run elsewhere."""

@@ -56,11 +56,11 @@ def clean_environment(**variables: str) -> dict[str, str]:
 class WorkerProcess:
     """A `celery worker` of our app. Its log is shown when it does not start."""
 
-    def __init__(self, folder: Path, redis_url: str, **settings: str) -> None:
+    def __init__(self, folder: Path, redis_url: str, name: str = "worker", **settings: str) -> None:
         self.log_path = folder / "worker.log"
         self.redis = Redis.from_url(redis_url)
         environment = clean_environment(CELLAMA_REDIS_URL=redis_url, **{"CELLAMA_MODELS": MODELS, **settings})
-        argv = [sys.executable, "-m", "celery", "-A", "cellama.tasks.app", "worker"]
+        argv = [sys.executable, "-m", "celery", "-A", "cellama.tasks.app", "worker", "-n", f"{name}@%h"]
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(
                 [*argv, "--without-gossip", "--without-mingle"], cwd=folder, env=environment, stdout=log, stderr=log

@@ -99,9 +99,29 @@ def test_chat_and_embed_take_arguments_and_stdin(machine: Machine) -> None:
 
 
 def test_status_shows_worker_model_and_slots(machine: Machine) -> None:
-    assert re.search(r"celery@.*tiny \(default\).*0/16", machine.run("status").stdout)
+    shown = machine.run("status").stdout
+    assert re.search(r"cellama-[0-9a-f]{4}@.*tiny \(default\).*0/16", shown)
+    assert "jobs without a slot: none" in shown
     status = json.loads(machine.run("status", "--json").stdout)
-    assert (status["workers"], status["slots_total"], status["queues"]) == (1, 16, {"tiny": 0, ":default": 0})
+    none = {"tiny": 0, ":default": 0}
+    assert (status["workers"], status["slots_total"], status["queues"]) == (1, 16, none)
+    assert (status["waiting"], status["eta_s"]) == (none, {"tiny": 0.0, ":default": 0.0})
+
+
+def test_status_of_a_job_tells_where_it_is(machine: Machine) -> None:
+    done = json.loads(machine.run("generate", "tiny", "Once", "--max-tokens", "2", "--json").stdout.splitlines()[0])
+    assert machine.run("status", done["job_id"]).stdout == f"job {done['job_id']} is done\n"
+    unknown = machine.run("status", "nothing")
+    assert (unknown.returncode, unknown.stdout) == (1, "")
+    assert "there is no job nothing" in unknown.stderr
+
+
+def test_dead_jobs_are_listed_on_the_command_line(machine: Machine) -> None:
+    assert machine.run("dead", "list").stdout == "no job was put aside\n"
+    assert json.loads(machine.run("dead", "list", "--json").stdout) == []
+    refused = machine.run("dead", "requeue", "nothing")
+    assert refused.returncode == 1
+    assert "no dead job nothing; `cellama dead list` shows those that there are" in refused.stderr
 
 
 def test_unknown_model_and_failed_job_have_messages_and_exit_codes(machine: Machine) -> None:

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cellama.tasks.contract.errors import JobTimeout, StreamTrimmed
-from cellama.tasks.contract.keys import journal_key, stream_id
-from cellama.tasks.reader import PAGE, EventCursor, stream_events
+from cellama.tasks.contract.keys import job_key, journal_key, stream_id
+from cellama.tasks.reader import PAGE, PING, EventCursor, stream_events
 
 
 def event(seq: int, last: int = 10**9) -> dict[str, Any]:
@@ -66,5 +66,15 @@ def test_stream_reads_a_journal_of_several_pages() -> None:
 
 
 def test_stream_of_a_silent_job_ends_with_a_timeout_that_names_it() -> None:
-    with pytest.raises(JobTimeout, match=r"job nobody told nothing for 0\.1 s"):
-        list(stream_events(fakeredis.FakeRedis(), "nobody", timeout_s=0.1))
+    redis = fakeredis.FakeRedis()
+    redis.hset(job_key("silent"), "state", "queued")
+    with pytest.raises(JobTimeout, match=r"job silent told nothing for 0\.1 s"):
+        list(stream_events(redis, "silent", timeout_s=0.1))
+
+
+def test_stream_pings_when_nothing_comes_and_not_otherwise() -> None:
+    redis = fakeredis.FakeRedis()
+    redis.hset(job_key("j"), "state", "queued")
+    redis.xadd(journal_key("j"), {"event": json.dumps(event(0))}, id=stream_id(0))
+    stream = stream_events(redis, "j", ping_s=0.05)
+    assert [next(stream) for _ in range(3)] == [event(0), {"type": PING}, {"type": PING}]
