@@ -23,6 +23,9 @@ SMALL = {
     "layouts": "--slots 2 --prompt 300 --new 4",
     "decode": "--slots 2 --prompt 16 --new 8 --rounds 1",
     "mixed": "--requests 4 --prompt 16 --new 4 --slots 2 --best-slots 4",
+    "queue_tax": "--slots 2 --requests 6 --prompt 16 --new 8 --samples 2 --rounds 1 --threads 1",
+    "urgent": "--slots 2 --bulk 10 --prompt 32 --new 400 --samples 1 --threads 1",
+    "cancel": "--slots 2 --prompt 1500 --chunk 32 --samples 1 --threads 1",
     "shared_prefix": "--requests 6 --prompt 200 --shared 150 --new 4 --slots 2",
 }
 
@@ -42,6 +45,10 @@ def test_benchmark_prints_a_table_and_one_json_line(name: str) -> None:
     assert {"machine", "commit", "ratios", "caveats"} <= report.keys()
     if name == "shared_prefix":
         assert report["ratios"]["prefill tokens over a trie's optimum"] <= 1.05
+    if name == "urgent":
+        assert report["ratios"]["bulk jobs finished"] == 10
+    if name == "cancel":
+        assert report["ratios"]["events after the end"] == 0
 
 
 def test_benchmarks_are_listed_and_unknown_ones_refused() -> None:
