@@ -30,6 +30,7 @@ from .contract.keys import (
     stream_id,
     waiting_key,
 )
+from .contract.names import queue_key
 
 DEAD = "dead"  # error code of jobs that ended their workers again and again
 MAX_ATTEMPTS = 3  # in a row that end without a token and without an end
@@ -144,6 +145,15 @@ redis.call('HINCRBY', job, 'failures', -1)
 redis.call('ZREM', RUNNING, id)
 redis.call('ZADD', 'cellama:waiting:' .. found[3], string.format('%.6f', found[4] * WEIGHT + found[5]), id)
 return 1
+"""
+
+# What was queued last becomes what is taken next, if it is this job.
+_TO_THE_FRONT = """
+local key, id = KEYS[1], ARGV[1]
+local last = redis.call('LINDEX', key, 0)
+if not last or not string.find(last, id, 1, true) then return 0 end
+redis.call('LPOP', key)
+return redis.call('RPUSH', key, last)
 """
 
 Verdict = Literal["run", "done", "cancelled", "dead", "suspect"]  # what to do with an attempt
@@ -314,6 +324,10 @@ class Ledger:
     def forget_result(self, job_id: str) -> None:
         """Celery has it now."""
         self._redis.hdel(job_key(job_id), "result")
+
+    def to_the_front(self, job_id: str, queue: str, priority: int) -> None:
+        """A job that was just queued again is the next to be taken, as its place among the waiting ones says."""
+        self._run(_TO_THE_FRONT, [queue_key(queue, priority)], [job_id])
 
     def drop(self, job_id: str) -> None:
         """Notes no more that a job has not ended."""

@@ -88,6 +88,8 @@ def _requeue(app: CellamaApp, job_id: str, call: dict[str, Any]) -> None:
     """Queues a job again as its producer did, past the checks and the ledger."""
     options = {name: call[name] for name in ("queue", "priority", "headers")}
     app.send_task(call["task"], call["args"], call["kwargs"], task_id=job_id, **options)
+    if app.runtime is not None:
+        app.runtime.ledger.to_the_front(job_id, call["queue"], call["priority"])
 
 
 def _store_end(app: CellamaApp, job_id: str, end: dict[str, Any] | JobFailed) -> None:

@@ -28,7 +28,7 @@ from .contract.keys import (
     waiting_key,
     waiting_score,
 )
-from .contract.names import PRIORITIES, PRIORITY_SEPARATOR, TASK_EMBED
+from .contract.names import PRIORITIES, TASK_EMBED, queue_key
 from .ledger import Ledger
 
 log = logging.getLogger(__name__)
@@ -85,10 +85,11 @@ class Reaper:
     def _not_in_queue(self, queue: str, priority: int) -> set[str]:
         """The waiting jobs of a queue and priority that were submitted before the first one which is in the queue."""
         settled = self._now() - SETTLED_S
-        key = queue if priority == 0 else f"{queue}{PRIORITY_SEPARATOR}{priority}"
-        heads: Any = self._redis.lrange(key, -HEADS, -1)  # what is taken first stands last
-        places = [self._redis.zscore(waiting_key(queue), _id_of(json.loads(message))) for message in heads]
-        known = [float(place) for place in places if place is not None]
+        heads: Any = self._redis.lrange(queue_key(queue, priority), -HEADS, -1)  # what is taken first stands last
+        if heads:
+            ids = [_id_of(json.loads(message)) for message in heads]
+            places: Any = self._redis.zmscore(waiting_key(queue), ids)
+        known = [place for place in places if place is not None] if heads else []
         if heads and not known:
             return set()  # nothing there but jobs that have ended, or of which the ledger has not heard
         end = min([waiting_score(priority, settled), *(place - SETTLED_S for place in known)])

@@ -24,5 +24,9 @@ def queue_name(model_id: str) -> str:
 
 def queue_keys(model_id: str) -> list[str]:
     """The Redis lists behind a model's queue, most urgent first (kombu: one list per priority)."""
-    queue = queue_name(model_id)
-    return [queue if priority == 0 else f"{queue}{PRIORITY_SEPARATOR}{priority}" for priority in PRIORITIES]
+    return [queue_key(queue_name(model_id), priority) for priority in PRIORITIES]
+
+
+def queue_key(queue: str, priority: int) -> str:
+    """The Redis list with the messages of one priority of a Celery queue."""
+    return queue if priority == 0 else f"{queue}{PRIORITY_SEPARATOR}{priority}"
