@@ -91,6 +91,7 @@ class _Scenario:
             troubled.start()
             texts = [self._result(job) for job in jobs]
             seconds = time.monotonic() - started
+            end_of_poison = self._end_of(poison) if name == "poison" else ""
             done.set()
             troubled.join()
         row: dict[str, Any] = {
@@ -104,9 +105,7 @@ class _Scenario:
         row["unacked"] = wait_until(lambda: self._is_clean() and "0", "every message acked", 60)
         alive = {n: p.pid for n, p in self._service.processes.items() if p.poll() is None}
         row["alive"] = f"{len(pids.items() & alive.items())}/{len(pids)}"
-        if name == "poison":
-            row["poison"] = self._end_of(poison)
-        return {**row, "poison": row.get("poison", "")}
+        return {**row, "poison": end_of_poison}
 
     def _submit(self) -> list[Any]:
         from cellama.tasks import generate

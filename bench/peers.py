@@ -1,6 +1,6 @@
 """llama.cpp's own programs as peers, when somebody has built them (bench/README.md says how).
 
-CELLAMA_BATCHED_BENCH and CELLAMA_LLAMA_SERVER name the programs `llama-batched-bench` and `llama-server`.
+BENCH_LLAMA_BATCHED_BENCH and BENCH_LLAMA_SERVER name the programs `llama-batched-bench` and `llama-server`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from cellama.api.redis_server import free_port
 
-BATCHED_BENCH, LLAMA_SERVER = "CELLAMA_BATCHED_BENCH", "CELLAMA_LLAMA_SERVER"
+BATCHED_BENCH, LLAMA_SERVER = "BENCH_LLAMA_BATCHED_BENCH", "BENCH_LLAMA_SERVER"
 START_S = 120.0
 REQUEST_S = 1200.0
 

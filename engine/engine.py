@@ -27,7 +27,7 @@ from .kvcache import KvCache
 from .params import MAX_SEED, EngineOptions, Request
 from .scheduler import Chunk, Limits, Scheduler
 from .sequence import Sequence
-from .strategies import make_strategy
+from .strategies import INTERACTIVE_PRIORITY, make_strategy
 from .telemetry import Telemetry
 from .text import StopMatch
 
@@ -215,9 +215,12 @@ class Engine(Generating):
         for sequence in self._scheduler.admit(started):
             self._start(sequence)
         chunks = self._scheduler.schedule(started)
-        eval_s = sum(self._forward(part) for part in self._passes(chunks) if part)
-        self._tell()
+        eval_s = 0.0
+        for part in self._passes(chunks):
+            eval_s += self._forward(part)
+            self._tell()
         step_s = time.monotonic() - started
+        self._scheduler.observe(sum(len(chunk.tokens) for chunk in chunks), eval_s)
         self._telemetry.step(chunks, eval_s, step_s, step_s - (time.thread_time() - cpu_started))
 
     def _start(self, sequence: Sequence) -> None:
@@ -244,11 +247,19 @@ class Engine(Generating):
         """What goes into one decode call each: with a stream per slot, single tokens apart from longer chunks.
 
         Together llama.cpp would run the first token of every slot in one pass and the rest of the chunks in another,
-        and these rests, a token short, would miss its tiles of 64 (docs/adr/002-prefill-chunks.md).
+        and these rests, a token short, would miss its tiles of 64 (docs/adr/002-prefill-chunks.md). The longer ones
+        go first when somebody waits for the first token of theirs.
         """
         if self._backend.unified:
             return [chunks]
-        return [[chunk for chunk in chunks if (len(chunk.tokens) == 1) is single] for single in (True, False)]
+        single = [chunk for chunk in chunks if len(chunk.tokens) == 1]
+        longer = [chunk for chunk in chunks if len(chunk.tokens) > 1]
+        return [longer, single] if any(map(self._is_awaited, longer)) else [single, longer]
+
+    def _is_awaited(self, chunk: Chunk) -> bool:
+        """True if an interactive request has its first token after this chunk."""
+        sequence = self._scheduler.slots[chunk.slot]
+        return chunk.samples and sequence is not None and sequence.request.priority <= INTERACTIVE_PRIORITY
 
     def _forward(self, chunks: list[Chunk]) -> float:
         """Decodes and samples; returns the seconds inside decode. A failure is traced to its request."""

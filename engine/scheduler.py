@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from .errors import PromptTooLong
@@ -12,6 +13,7 @@ from .strategies import INTERACTIVE_PRIORITY, Share, SlotView, Strategy
 
 WORTH_WAITING_TOKENS = 64  # a prefix shorter than this is computed twice rather than waited for
 MAX_PASSED_OVER = 64  # sequences that wait for a prefix, beyond which the line is not searched for others
+BULK_PATIENCE_S = 20.0  # an interactive request that has its slot so much later still reads its prompt first
 GROWTH_TOKENS = 16  # cells kept free for each running sequence when a new one is admitted
 
 
@@ -41,6 +43,7 @@ class Scheduler:
     def __init__(self, limits: Limits, strategy: Strategy, cache: KvCache) -> None:
         self.limits = limits
         self.strategy = strategy
+        self.observe: Callable[[int, float], None] = getattr(strategy, "observe", lambda num_tokens, seconds: None)
         self.cache = cache
         self.slots: list[Sequence | None] = [None] * cache.memory.n_slots
         self.line = WaitingLine(limits.max_queue)
@@ -196,7 +199,7 @@ class Scheduler:
 
     def _views(self) -> list[SlotView]:
         busy = [s for s in self.slots if s is not None]
-        busy.sort(key=lambda s: s.admitted_at or 0.0)
+        busy.sort(key=_prefill_order)
         return [_view(s) for s in busy]
 
     def _check_shares(self, shares: list[Share], views: list[SlotView]) -> None:
@@ -281,6 +284,12 @@ class Scheduler:
 
 def _will_compute(sequence: Sequence, length: int) -> bool:
     return sequence.state is State.PREFILLING and sequence.num_computed < length
+
+
+def _prefill_order(sequence: Sequence) -> float:
+    """By admission, but bulk requests let interactive ones that come in soon after them go first."""
+    bulk = sequence.request.priority > INTERACTIVE_PRIORITY
+    return (sequence.admitted_at or 0.0) + (BULK_PATIENCE_S if bulk else 0.0)
 
 
 def _view(sequence: Sequence) -> SlotView:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import math
+import sys
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
@@ -33,6 +35,7 @@ class Strategy(Protocol):
         """The shares of this step, each slot at most once, together at most `budget` tokens.
 
         `slots` are in the order in which prefilling slots should be served; a chunk is at most `chunk_size`.
+        A strategy may have a method `observe(num_tokens, seconds)` as well, which is told what each step took.
         """
         ...
 
@@ -68,19 +71,43 @@ class Balanced:
         return shares + equal_chunks(prefilling, budget - num_decode, chunk_size)
 
 
+BULK_STEP_S = 0.3
+RATE_WEIGHT = 0.2  # of a new value in a running mean
 INTERACTIVE_PRIORITY = 5  # requests up to this priority have somebody who waits for each token
 
 
 class Adaptive:
-    """PrefillPriority while only bulk requests have slots, DecodeMaximal as soon as an interactive one does."""
+    """PrefillPriority while only bulk requests have slots, DecodeMaximal as soon as an interactive one does.
+
+    An interactive request shall not wait long for the step that runs when it comes, nor for prompts that come after it:
+    bulk prompts are read in steps of about `BULK_STEP_S`, and wait while an interactive one is read.
+    """
 
     def __init__(self) -> None:
         self._bulk, self._interactive = PrefillPriority(), DecodeMaximal()
+        self._rate = math.inf  # tokens per second of late, when prompts were read
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """Learns how fast prompts are read."""
+        if num_tokens >= MIN_CHUNK and seconds > 0:
+            rate = num_tokens / seconds
+            self._rate = rate if math.isinf(self._rate) else self._rate + (rate - self._rate) * RATE_WEIGHT
 
     def build_batch(self, slots: Seq[SlotView], budget: int, chunk_size: int, queue_depth: int) -> list[Share]:
-        interactive = any(view.priority <= INTERACTIVE_PRIORITY for view in slots)
-        chosen: Strategy = self._interactive if interactive else self._bulk
-        return chosen.build_batch(slots, budget, chunk_size, queue_depth)
+        if not any(map(_is_interactive, slots)):
+            return self._bulk.build_batch(slots, min(budget, self._bulk_budget()), chunk_size, queue_depth)
+        prompts = [view for view in slots if not view.decoding]
+        last = max((place for place, view in enumerate(prompts) if _is_interactive(view)), default=len(prompts))
+        slots = [*(view for view in slots if view.decoding), *prompts[: last + 1]]
+        return self._interactive.build_batch(slots, budget, chunk_size, queue_depth)
+
+    def _bulk_budget(self) -> int:
+        """Whole chunks of MIN_CHUNK, at least one."""
+        return sys.maxsize if math.isinf(self._rate) else math.ceil(self._rate * BULK_STEP_S / MIN_CHUNK) * MIN_CHUNK
+
+
+def _is_interactive(view: SlotView) -> bool:
+    return view.priority <= INTERACTIVE_PRIORITY
 
 
 MIN_CHUNK = 128  # tokens: docs/adr/002-prefill-chunks.md

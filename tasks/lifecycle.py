@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 from celery import bootsteps, signals
+from celery.exceptions import Reject
 
 from cellama.config import get_settings
 from cellama.config.logging import configure_logging
@@ -105,6 +106,14 @@ def _set_up_logging(loglevel: int | None = None, **_: Any) -> None:
         configure_logging(get_settings().log_level)
     else:
         configure_logging(logging.getLevelName(loglevel))
+    logging.getLogger("celery.app.trace").addFilter(_without_trace_of_hand_backs)
+
+
+def _without_trace_of_hand_backs(record: logging.LogRecord) -> bool:
+    """Celery shows where a Reject was raised; here it is an orderly end."""
+    if record.exc_info and isinstance(record.exc_info[1], Reject):
+        record.exc_info = None
+    return True
 
 
 def _tell_revoked(sender: Any = None, request: Any = None, terminated: bool = False, **_: Any) -> None:

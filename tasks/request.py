@@ -8,7 +8,12 @@ from typing import Any
 from celery.worker.request import Request
 from kombu.transport.virtual import QoS
 
+from cellama.config import get_settings
+
+from .contract.names import SUBMITTED_AT_HEADER
 from .pool import Interruption, JobControl
+
+HIDDEN = "(…)"  # what Flower shows of prompts
 
 
 class JobRequest(Request):  # type: ignore[misc]
@@ -24,6 +29,8 @@ class JobRequest(Request):  # type: ignore[misc]
         self._settle_lock = threading.Lock()
         self._settled = False
         super().__init__(*args, **kwargs)
+        if SUBMITTED_AT_HEADER not in self._request_dict and not get_settings().show_prompts:
+            self._argsrepr = self._kwargsrepr = HIDDEN  # plain Celery sends them in full
 
     def _claim_settlement(self) -> bool:
         with self._settle_lock:

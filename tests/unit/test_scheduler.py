@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from cellama.engine import InvalidRequest, PromptTooLong, QueueFull, Request
 from cellama.engine.fake import FakeBackend
 from cellama.engine.kvcache import KvCache
-from cellama.engine.scheduler import Chunk, Limits, Scheduler
+from cellama.engine.scheduler import BULK_PATIENCE_S, Chunk, Limits, Scheduler
 from cellama.engine.sequence import Sequence, State
 from cellama.engine.strategies import (
     MIN_CHUNK,
@@ -251,6 +251,24 @@ def test_strategies_split_a_tight_budget_as_they_say() -> None:
     assert tokens("adaptive") == tokens("decode_maximal")
 
 
+def test_adaptive_reads_bulk_prompts_in_short_steps_and_not_beside_an_interactive_one() -> None:
+    adaptive = make_strategy("adaptive")
+    views = [SlotView(i, 500, False, 9) for i in range(4)]
+
+    def num_tokens() -> int:
+        return sum(count for _, count in adaptive.build_batch(views, 512, 512, 0))
+
+    assert num_tokens() == 512
+    for _ in range(50):
+        adaptive.observe(512, 1.0)  # type: ignore[attr-defined]
+        adaptive.observe(1, 1.0)  # type: ignore[attr-defined]  # decoding says nothing about prompts
+    assert num_tokens() == 2 * MIN_CHUNK
+    views = [SlotView(0, 500, False, 9), SlotView(1, 100, False, 3), *views[2:], SlotView(4, 1, True, 9)]
+    shares = dict(adaptive.build_batch(views, 512, 512, 0))
+    assert shares.keys() == {0, 1, 4}  # the older bulk prompt, the interactive one, and who decodes
+    assert shares[1] == 100
+
+
 class Mine:
     """A strategy of a user: one slot at a time."""
 
@@ -281,6 +299,20 @@ def test_nobody_starves_under_any_strategy(name: str) -> None:
     for _ in range(12 * 40):
         run_step(scheduler)
     assert all(s.state is State.FINISHED for s in waiting)
+
+
+@pytest.mark.parametrize(("later_s", "first"), [(1.0, 3), (BULK_PATIENCE_S + 1, 9)])
+def test_prompt_of_an_interactive_request_is_read_first_unless_bulk_ones_are_much_older(
+    later_s: float, first: int
+) -> None:
+    scheduler = new_scheduler(limits=Limits(budget=MIN_CHUNK, chunk_size=MIN_CHUNK), n_slots=3, ctx_per_slot=500)
+    for now, priority in ((0.0, 9), (0.1, 9), (later_s, 3)):
+        scheduler.enqueue(sequence(400, priority=priority, cache_prompt=False), now)
+        scheduler.admit(now)
+    (chunk,) = scheduler.schedule(later_s)
+    owner = scheduler.slots[chunk.slot]
+    assert owner is not None
+    assert owner.request.priority == first
 
 
 def test_equal_chunks_are_equal_when_the_budget_serves_everybody() -> None:
