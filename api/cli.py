@@ -18,6 +18,13 @@ from .dead import dead_list_command, dead_requeue_command
 from .demo import demo_command
 from .generation import chat_command, embed_command, generate_command
 from .local import up_command, worker_command
+from .models import (
+    models_default_command,
+    models_info_command,
+    models_list_command,
+    models_load_command,
+    models_unload_command,
+)
 from .output import Exit, print_error
 from .redis_server import RedisServerError
 from .status import cancel_command, status_command
@@ -62,6 +69,17 @@ def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
 
 for _name, _command in _COMMANDS.items():
     app.command(_name)(_interruptible(_command))
+_models = typer.Typer(no_args_is_help=True, help="Models on running workers.")
+_MODEL_COMMANDS: dict[str, Callable[..., None]] = {
+    "list": models_list_command,
+    "info": models_info_command,
+    "load": models_load_command,
+    "unload": models_unload_command,
+    "default": models_default_command,
+}
+for _name, _command in _MODEL_COMMANDS.items():
+    _models.command(_name)(_interruptible(_command))
+app.add_typer(_models, name="models")
 _dead = typer.Typer(no_args_is_help=True, help="Jobs that were put aside because their workers died.")
 _dead.command("list")(_interruptible(dead_list_command))
 _dead.command("requeue")(_interruptible(dead_requeue_command))

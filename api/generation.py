@@ -71,18 +71,22 @@ def chat_command(
 def embed_command(
     model: Annotated[str, typer.Argument(help="Model id, or :default.")],
     texts: Annotated[list[str], typer.Argument(help="Texts to embed; - reads one per line from stdin.")],
+    dimensions: Annotated[int | None, typer.Option(help="Numbers to keep of each vector.")] = None,
+    normalize: Annotated[bool, typer.Option(help="Vectors of unit length.")] = True,
+    truncate: Annotated[bool, typer.Option(help="Cut texts that are too long instead of refusing them.")] = False,
     json: JsonOption = False,
     wait: WaitOption = False,
     patience: PatienceOption = 60.0,
 ) -> None:
-    """Turn texts into vectors of unit length.
+    """Turn texts into vectors.
 
     Example:  cellama embed tiny "a red fox" "a green frog" --json
     """
     if texts == ["-"]:
         texts = sys.stdin.read().splitlines()
     with Client() as client:
-        result = client.embed(model, texts, wait=wait).result(patience)
+        params = {"dimensions": dimensions, "normalize": normalize, "truncate": truncate}
+        result = client.embed(model, texts, wait=wait, **params).result(patience)
     if json:
         print_json(result)
         return

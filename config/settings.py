@@ -31,7 +31,11 @@ class ModelSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     id: str = Field(min_length=1, pattern=r"^[^:\s]+$", description="its name in queues and calls")
-    source: str = Field(min_length=1, description="path of a GGUF file, or bundled://tiny")
+    source: str = Field(min_length=1, description="path of a GGUF file, hf://ORG/REPO/FILE, or bundled://tiny")
+    hub_cache_dir: str | None = Field(default=None, description="of files from the hub; default: the hub's own")
+    hub_token: str | None = Field(default=None, repr=False, description="for the hub; default: HF_TOKEN")
+    hub_force: bool = Field(default=False, description="fetch from the hub what is in the cache already")
+    hub_offline: bool = Field(default=False, description="use the hub's cache only")
     default: bool = Field(default=False, description="serves jobs for the model `:default`")
     capabilities: tuple[Capability, ...] = Field(default=("generate", "chat", "embed"), min_length=1)
     n_parallel: int = Field(default=8, ge=1, le=256, description="slots: requests in one batch")
@@ -49,6 +53,7 @@ class ModelSettings(BaseModel):
     flash_attention: Literal["auto", "on", "off"] = "auto"
     cache_type_k: CacheType = "f16"
     cache_type_v: CacheType = "f16"
+    pooling: Literal["auto", "mean", "cls", "last"] = Field(default="auto", description="of embeddings")
     batch_strategy: str = Field(
         default="adaptive",
         pattern=r"^(adaptive|decode_maximal|prefill_priority|balanced|[\w.]+:\w+)$",
@@ -167,7 +172,7 @@ def get_settings() -> Settings:
     try:
         return Settings(**values)
     except ValidationError as error:
-        raise SettingsError("\n".join(_explain(problem) for problem in error.errors())) from None
+        raise SettingsError("\n".join(explain(problem) for problem in error.errors())) from None
 
 
 def _read_file() -> dict[str, Any]:
@@ -197,7 +202,7 @@ def _hint(name: str, known: Any, prefix: str = "") -> str:
     return f"did you mean {shown[0]}?" if close else f"known: {', '.join(shown)}"
 
 
-def _explain(problem: Any) -> str:
+def explain(problem: Any) -> str:
     """One line for one problem of pydantic: setting, value, what it must be."""
     where = ".".join(str(part) for part in problem["loc"]) or "settings"
     if problem["type"] == "extra_forbidden":

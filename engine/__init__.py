@@ -9,7 +9,10 @@ from .errors import (
     EngineError,
     EngineStopped,
     GrammarFailed,
+    IdTaken,
     InvalidRequest,
+    ManagerExists,
+    ModelBusy,
     ModelLoadFailed,
     PromptTooLong,
     QueueFull,
@@ -30,9 +33,12 @@ from .events import (
     Usage,
 )
 from .handle import Handle
+from .hub import HubOptions
 from .logprobs import TokenLogprob
-from .models import Model, ModelManager
+from .manager import ModelEntry, ModelManager
+from .models import Model
 from .params import EngineOptions, Request, Resumed, SamplingParams
+from .texts import Tokenizer
 
 __all__ = [
     "Completion",
@@ -49,8 +55,13 @@ __all__ = [
     "Finished",
     "GrammarFailed",
     "Handle",
+    "HubOptions",
+    "IdTaken",
     "InvalidRequest",
+    "ManagerExists",
     "Model",
+    "ModelBusy",
+    "ModelEntry",
     "ModelInfo",
     "ModelLoadFailed",
     "ModelManager",
@@ -66,6 +77,7 @@ __all__ = [
     "Text",
     "Timings",
     "TokenLogprob",
+    "Tokenizer",
     "UnknownModel",
     "Usage",
     "WrongCapability",

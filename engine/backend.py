@@ -97,9 +97,10 @@ class EmbeddingBackend(Protocol):
 
     max_tokens: int  # of one call, and so of one text
     max_texts: int
+    n_embd: int  # numbers in a vector
 
     def embed(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """One vector per text, unit length. Together at most `max_tokens` tokens. Raises DecodeError."""
+        """One vector per text, as the model gives it. Together at most `max_tokens` tokens. Raises DecodeError."""
         ...
 
     def close(self) -> None: ...

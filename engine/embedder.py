@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 from collections import deque
@@ -24,11 +25,13 @@ class EmbeddingHandle:
     """The texts of one caller and what became of them."""
 
     texts: list[tuple[int, ...]]
+    normalize: bool = True
+    dimensions: int | None = None
     future: Future[list[Vector]] = field(default_factory=Future)
     vectors: list[Vector] = field(default_factory=list)
 
     def result(self, timeout_s: float | None = None) -> list[Vector]:
-        """One unit vector per text, in order. Raises the EngineError of the request, or TimeoutError."""
+        """One vector per text, in order. Raises the EngineError of the request, or TimeoutError."""
         try:
             return self.future.result(timeout_s)
         except CancelledError:
@@ -37,6 +40,12 @@ class EmbeddingHandle:
     def cancel(self) -> None:
         """Ends the request; texts that are not in a running batch are not computed. Idempotent."""
         self.future.cancel()
+
+    def finish(self, vector: Vector) -> Vector:
+        """The first `dimensions` numbers of a vector, at unit length if wanted."""
+        vector = vector[: self.dimensions]
+        length = math.sqrt(math.fsum(number * number for number in vector)) if self.normalize else 0.0
+        return [number / length for number in vector] if length > 0 else vector
 
 
 class Embedder:
@@ -47,29 +56,58 @@ class Embedder:
         self._inbox: queue.SimpleQueue[EmbeddingHandle | None] = queue.SimpleQueue()
         self._waiting: deque[tuple[EmbeddingHandle, tuple[int, ...]]] = deque()
         self._closed = False
+        self._num_open = 0  # requests that have not ended
         self._hand_over = threading.Lock()  # nothing enters the inbox after `_closed`
         self._thread = threading.Thread(target=self._run, name=f"cellama-{name}-embed", daemon=True)
         self._thread.start()
 
-    def submit(self, texts: Sequence[Sequence[int]]) -> EmbeddingHandle:
-        """Hands token ids of one or more texts over. Raises InvalidRequest, PromptTooLong, EngineStopped."""
+    def submit(
+        self,
+        texts: Sequence[Sequence[int]],
+        *,
+        normalize: bool = True,
+        dimensions: int | None = None,
+        truncate: bool = False,
+    ) -> EmbeddingHandle:
+        """Hands token ids of one or more texts over.
+
+        `dimensions` keeps so many numbers of each vector (for models trained for that), then `normalize` gives it unit
+        length. `truncate` cuts texts that are too long instead of refusing them.
+        Raises InvalidRequest, PromptTooLong, EngineStopped.
+        """
         if not texts:
             raise InvalidRequest("there are no texts to embed; give at least one")
+        if dimensions is not None and not 1 <= dimensions <= self._backend.n_embd:
+            raise InvalidRequest(f"dimensions is {dimensions}; the model's vectors have {self._backend.n_embd}")
+        if truncate:
+            texts = [text[: self._backend.max_tokens] for text in texts]
         for index, text in enumerate(texts):
             self._check(index, len(text))
-        handle = EmbeddingHandle([tuple(text) for text in texts])
+        handle = EmbeddingHandle([tuple(text) for text in texts], normalize, dimensions)
         with self._hand_over:
             if self._closed:
                 raise EngineStopped("the embedder is closed; the request was not taken")
             self._inbox.put(handle)
+            self._num_open += 1
+        handle.future.add_done_callback(self._note_end)
         return handle
+
+    def _note_end(self, _: Future[list[Vector]]) -> None:
+        with self._hand_over:
+            self._num_open -= 1
+
+    @property
+    def is_busy(self) -> bool:
+        """True while requests have not ended."""
+        return self._num_open > 0
 
     def _check(self, index: int, num_tokens: int) -> None:
         if num_tokens == 0:
             raise InvalidRequest(f"text {index} is empty; give it some text")
         if num_tokens > self._backend.max_tokens:
             raise PromptTooLong(
-                f"text {index} has {num_tokens} tokens, the model embeds at most {self._backend.max_tokens}; split it"
+                f"text {index} has {num_tokens} tokens, the model embeds at most {self._backend.max_tokens}: "
+                "split it, or set truncate"
             )
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> bool:
@@ -135,7 +173,7 @@ class Embedder:
             self._isolate(batch, error)
             return
         for (handle, _), vector in zip(batch, vectors, strict=True):
-            handle.vectors.append(vector)
+            handle.vectors.append(handle.finish(vector))
             if len(handle.vectors) == len(handle.texts) and handle.future.set_running_or_notify_cancel():
                 handle.future.set_result(handle.vectors)
 

@@ -59,6 +59,7 @@ class Engine(Generating):
         self._groups: dict[Handle, Group] = {}
         self._inbox: queue.SimpleQueue[tuple[Errand, Handle | None]] = queue.SimpleQueue()
         self._closed = False
+        self._num_open = 0  # requests that have not ended
         self._hand_over = threading.Lock()  # nothing enters the inbox after `_closed`
         self._worth_aborting: Handle | None = None  # whose cancel ends the decode call that runs now
         self._thread = threading.Thread(target=self._run, name=f"cellama-{name}", daemon=True)
@@ -88,7 +89,17 @@ class Engine(Generating):
         handle = Handle(request, self._ask_to_cancel, on_event)
         if not self._put("submit", handle):
             raise EngineStopped("the engine is closed; the request was not taken")
+        handle.add_done_callback(self._note_end)
         return handle
+
+    def _note_end(self, _: Handle) -> None:
+        with self._hand_over:
+            self._num_open -= 1
+
+    @property
+    def is_busy(self) -> bool:
+        """True while requests have not ended."""
+        return self._num_open > 0
 
     def add_listener(self, listener: Listener) -> None:
         """Calls `listener` once per step with all events, on the engine thread: it must only hand over."""
@@ -118,6 +129,7 @@ class Engine(Generating):
             if self._closed:
                 return False
             self._inbox.put((what, handle))
+            self._num_open += what == "submit"
             return True
 
     def _ask_to_cancel(self, handle: Handle, reason: CancelReason) -> None:

@@ -7,6 +7,9 @@
     ├── WrongCapability         the model is not loaded for this use
     ├── UnknownModel            no model of that id
     ├── ModelLoadFailed         source missing, damaged or not supported
+    │   └── IdTaken             another model has the id
+    ├── ManagerExists           this process has a model manager already
+    ├── ModelBusy               the model is in use and can't be unloaded now
     ├── QueueFull               the engine's waiting line is at its limit
     ├── DecodeFailed            llama.cpp refused this request's tokens
     ├── GrammarFailed           grammar, biases and ignore_eos together allow no token
@@ -57,6 +60,21 @@ class UnknownModel(EngineError):
 
 class ModelLoadFailed(EngineError):
     code = "model_load_failed"
+
+
+class IdTaken(ModelLoadFailed):
+    code = "id_taken"
+    http_status = 409
+
+
+class ManagerExists(EngineError):
+    code = "manager_exists"
+
+
+class ModelBusy(EngineError):
+    code = "model_busy"
+    retryable = True
+    http_status = 409
 
 
 class QueueFull(EngineError):

@@ -186,6 +186,7 @@ class FakeEmbeddingBackend:
 
     max_tokens: int = 64
     max_texts: int = 8
+    n_embd: int = 2
     calls: list[int] = field(default_factory=list)  # texts per call
 
     def embed(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:

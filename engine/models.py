@@ -1,23 +1,20 @@
-"""The models that one process holds, by id."""
+"""A loaded model: what it can do, through its weights, its engine, its embedder and its template."""
 
 from __future__ import annotations
 
 import logging
-import threading
-import time
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
 
 from .backend import ModelInfo
-from .chat import ChatTemplate, Message
+from .chat import Message
 from .embedder import Embedder
 from .engine import Engine
-from .errors import ModelLoadFailed, TemplateFailed, UnknownModel, WrongCapability, nearest
+from .errors import WrongCapability
+from .hub import HubOptions
 from .params import EngineOptions
 from .sources import resolve
-
-if TYPE_CHECKING:
-    from .llama import LlamaModel
+from .texts import Texts
 
 log = logging.getLogger(__name__)
 
@@ -26,10 +23,17 @@ CAPABILITIES: tuple[Capability, ...] = get_args(Capability)
 DEFAULT_MODEL = ":default"
 
 
-class Model:
+class Model(Texts):
     """A loaded model: its weights, once, and an engine and an embedder where its capabilities ask for them."""
 
-    def __init__(self, model_id: str, source: str, options: EngineOptions, capabilities: frozenset[Capability]) -> None:
+    def __init__(
+        self,
+        model_id: str,
+        source: str,
+        options: EngineOptions,
+        capabilities: frozenset[Capability],
+        hub: HubOptions | None = None,
+    ) -> None:
         """Loads everything; a failure leaves nothing behind. Raises ModelLoadFailed."""
         from .llama import LlamaBackend, LlamaEmbeddingBackend, LlamaModel
 
@@ -37,25 +41,20 @@ class Model:
         self.source = source
         self.options = options
         self.capabilities = capabilities
-        self._weights: LlamaModel = LlamaModel(resolve(source), n_gpu_layers=options.n_gpu_layers)
         self._engine: Engine | None = None
         self._embedder: Embedder | None = None
+        self._weights = LlamaModel(resolve(source, hub or HubOptions()), n_gpu_layers=options.n_gpu_layers)
         try:
+            super().__init__(model_id, self._weights)
+            if "chat" in capabilities and self._weights.chat_template is not None:
+                self.template  # noqa: B018  (a broken one is a reason not to load the model)
             if capabilities & {"generate", "chat"}:
                 self._engine = Engine(LlamaBackend(self._weights, options), options, name=model_id)
             if "embed" in capabilities:
                 self._embedder = Embedder(LlamaEmbeddingBackend(self._weights, options), name=model_id)
-            self._template = self._load_template()
         except Exception:
             self.close()
             raise
-
-    def _load_template(self) -> ChatTemplate | None:
-        source = self._weights.chat_template
-        if source is None or "chat" not in self.capabilities:
-            return None
-        weights = self._weights
-        return ChatTemplate(source, bos=weights.special_text("bos"), eos=weights.special_text("eos"))
 
     @property
     def info(self) -> ModelInfo:
@@ -86,89 +85,24 @@ class Model:
             f"model {self.id!r} is loaded for {able}, not for {capability}; add {capability!r} to its capabilities"
         )
 
-    def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
-        """Token ids of a text; `parse_special` turns the text of special tokens into them."""
-        return self._weights.tokenize(text, add_special=add_special, parse_special=parse_special)
-
-    def detokenize(self, tokens: Iterable[int]) -> str:
-        """The text of tokens; control tokens have none."""
-        return b"".join(self._weights.token_bytes(token) for token in tokens).decode(errors="replace")
-
     def render_chat(self, messages: Sequence[Message], **template_args: Any) -> str:
-        """The prompt of a conversation (see ChatTemplate.render). Raises TemplateFailed, WrongCapability."""
+        """As Texts.render_chat. Raises WrongCapability, too."""
         self.require("chat")
-        if self._template is None:
-            raise TemplateFailed(
-                f"model {self.id!r} has no chat template; use `generate` with a prompt, or a model made for chat"
-            )
-        return self._template.render(messages, **template_args)
+        return super().render_chat(messages, **template_args)
 
-    def tokenize_chat(self, messages: Sequence[Message], **template_args: Any) -> list[int]:
-        """Token ids of a conversation's prompt; the template writes the special tokens, none is added twice."""
-        text = self.render_chat(messages, **template_args)
-        bos = self._weights.special_text("bos")
-        return self.tokenize(text, add_special=not (bos and text.startswith(bos)), parse_special=True)
+    @property
+    def is_busy(self) -> bool:
+        """True while requests of it have not ended."""
+        return any(part.is_busy for part in (self._engine, self._embedder) if part is not None)
 
-    def close(self) -> None:
-        """Ends its threads, then frees contexts and weights. What runs fails with EngineStopped."""
+    def close(self) -> bool:
+        """Ends its threads, then frees contexts and weights. What runs fails with EngineStopped.
+
+        False, and nothing is freed, if a step does not end: freeing weights under it would end the process.
+        """
         closed = [part.close() for part in (self._engine, self._embedder) if part is not None]
         if all(closed):
             self._weights.close()
-        else:  # freeing weights under a running step would end the process
+        else:
             log.error("model %s is still in a step; its memory is not freed", self.id)
-
-
-class ModelManager:
-    """Holds models by id and routes to them. Safe from any thread."""
-
-    def __init__(self) -> None:
-        self._models: dict[str, Model] = {}
-        self._default: str | None = None
-        self._lock = threading.Lock()
-
-    def load(
-        self,
-        model_id: str,
-        source: str,
-        *,
-        options: EngineOptions | None = None,
-        capabilities: Iterable[Capability] = CAPABILITIES,
-        default: bool = False,
-    ) -> Model:
-        """Loads a model under an id; the first one is the default until another says so. Raises ModelLoadFailed."""
-        started = time.monotonic()
-        if model_id in self._models:
-            raise ModelLoadFailed(f"a model {model_id!r} is loaded already; choose another id")
-        model = Model(model_id, source, options or EngineOptions(), frozenset(capabilities))
-        with self._lock:
-            self._models[model_id] = model
-            if default or self._default is None:
-                self._default = model_id
-        info, seconds = model.info, time.monotonic() - started
-        log.info("model %s: %s, %.1f MB, loaded in %.2f s", model_id, info.description, info.size_bytes / 1e6, seconds)
-        return model
-
-    def get(self, model_id: str) -> Model:
-        """The model of that id, or the default one for ":default". Raises UnknownModel."""
-        with self._lock:
-            model = self._models.get(self._default or "" if model_id == DEFAULT_MODEL else model_id)
-        if model is None:
-            raise UnknownModel(f"no model {model_id!r} is loaded here; {nearest(model_id, self._models)}")
-        return model
-
-    @property
-    def default(self) -> str | None:
-        """The id of the default model."""
-        return self._default
-
-    def models(self) -> Mapping[str, Model]:
-        """All models by id, as they are now."""
-        with self._lock:
-            return dict(self._models)
-
-    def close(self) -> None:
-        """Closes every model."""
-        with self._lock:
-            models, self._models, self._default = list(self._models.values()), {}, None
-        for model in models:
-            model.close()
+        return all(closed)

@@ -17,6 +17,7 @@ MAX_LOGPROBS = 100
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 
 FlashAttention = Literal["auto", "on", "off"]
+Pooling = Literal["auto", "mean", "cls", "last"]
 KvLayout = Literal["auto", "unified", "partitioned"]
 
 
@@ -174,6 +175,7 @@ class EngineOptions:
     cache_type_k: str = "f16"
     cache_type_v: str = "f16"
     batch_strategy: str = "adaptive"  # see strategies.py; or the import path of your own, package.module:Class
+    pooling: Pooling = "auto"  # of embeddings; auto = as the model says, by the mean if it says nothing
 
     def __post_init__(self) -> None:
         for name in ("n_parallel", "n_batch", "n_ubatch", "chunk_size"):
@@ -190,6 +192,7 @@ class EngineOptions:
         _check(self.n_batch >= self.n_parallel, "n_batch", self.n_batch, f"at least n_parallel ({self.n_parallel})")
         self._check_one_of("flash_attention", get_args(FlashAttention))
         self._check_one_of("kv_layout", get_args(KvLayout))
+        self._check_one_of("pooling", get_args(Pooling))
         self._check_one_of("cache_type_k", CACHE_TYPES)
         self._check_one_of("cache_type_v", CACHE_TYPES)
 

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from . import hub
 from .bundled import TINY_PATH
 from .errors import ModelLoadFailed, nearest
+from .hub import HubOptions
 
 BUNDLED = {"tiny": TINY_PATH}
 _MAGIC = b"GGUF"
 
 
-def resolve(source: str) -> Path:
-    """The checked file of `bundled://NAME` or a path. Raises ModelLoadFailed naming source and remedy."""
+def resolve(source: str, hub_options: HubOptions = HubOptions()) -> Path:  # noqa: B008  (it is frozen)
+    """The checked file of `bundled://NAME`, `hf://ORG/REPO/FILE` or a path. Raises ModelLoadFailed with a remedy."""
     if source.startswith("bundled://"):
         return _bundled(source.removeprefix("bundled://"))
+    if source.startswith(hub.PREFIX):
+        return _check(hub.fetch(source, hub_options))
     if "://" in source:
-        raise ModelLoadFailed(f"source {source!r} is of no known kind; give a path to a GGUF file or bundled://tiny")
+        raise ModelLoadFailed(
+            f"source {source!r} is of no known kind; give a path to a GGUF file, hf://ORG/REPO/FILE, or bundled://tiny"
+        )
     return _check(Path(source).expanduser())
 
 

@@ -9,7 +9,7 @@ from urllib.parse import parse_qs, urlsplit
 from celery import Celery
 from kombu import Queue
 
-from cellama.config import Settings, get_settings
+from cellama.config import ModelSettings, Settings, get_settings
 
 from .contract.names import DEFAULT_MODEL, PRIORITIES, PRIORITY_SEPARATOR, queue_name
 
@@ -102,10 +102,14 @@ def _model_ids(settings: Settings) -> list[str]:
 
 
 def concurrency(settings: Settings) -> int:
-    """Jobs that a worker holds at once: one per slot, some for embeddings, and the look-ahead."""
-    slots = sum(m.n_parallel for m in settings.models if {"generate", "chat"} & set(m.capabilities))
-    embedding = any("embed" in m.capabilities for m in settings.models)
-    return slots + EMBEDDING_JOBS * embedding + settings.look_ahead
+    """Jobs that a worker holds at once: those of its models, and the look-ahead."""
+    return sum(num_jobs_of(model) for model in settings.models) + settings.look_ahead
+
+
+def num_jobs_of(model: ModelSettings) -> int:
+    """Jobs that a model works on at once: one per slot, and some for embeddings."""
+    slots = model.n_parallel if {"generate", "chat"} & set(model.capabilities) else 0
+    return slots + EMBEDDING_JOBS * ("embed" in model.capabilities)
 
 
 app = make_app()

@@ -67,6 +67,19 @@ class SteadyConsumer(Consumer):  # type: ignore[misc]
                 connection.collect(socket_timeout=1)
             ignore_errors(connection, connection.close)
 
+    def add_task_queue(self, queue: str, *args: Any, **kwargs: Any) -> None:
+        """Takes messages of one more queue, on both channels."""
+        super().add_task_queue(queue, *args, **kwargs)
+        if self.bulk_consumer is not None and not self.bulk_consumer.consuming_from(queue):
+            self.bulk_consumer.add_queue(self.app.amqp.queues[queue])
+            self.bulk_consumer.consume()
+
+    def cancel_task_queue(self, queue: str) -> None:
+        """Takes no more messages of a queue."""
+        super().cancel_task_queue(queue)
+        if self.bulk_consumer is not None:
+            self.bulk_consumer.cancel_by_queue(queue)
+
     def call_soon_ack(self, p: Any, *args: Any, **kwargs: Any) -> Any:
         """Runs an ack or a reject on the event loop, as soon as there is a channel."""
         message = getattr(p, "__self__", None)

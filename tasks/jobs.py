@@ -17,12 +17,29 @@ from cellama.config import get_settings
 
 from .app import app
 from .contract.errors import InvalidJob, JobFailed
-from .contract.names import SUBMITTED_AT_HEADER, TASK_CHAT, TASK_EMBED, TASK_GENERATE, queue_name
-from .contract.payloads import ChatJob, EmbedJob, GenerateJob, parse_job
+from .contract.names import (
+    SUBMITTED_AT_HEADER,
+    TASK_APPLY_CHAT_TEMPLATE,
+    TASK_CHAT,
+    TASK_DETOKENIZE,
+    TASK_EMBED,
+    TASK_GENERATE,
+    TASK_TOKENIZE,
+    queue_name,
+)
+from .contract.payloads import (
+    ApplyChatTemplateJob,
+    ChatJob,
+    DetokenizeJob,
+    EmbedJob,
+    GenerateJob,
+    TokenizeJob,
+    parse_job,
+)
 from .ledger import Call, Ledger
 from .reaching import reaching_redis
 
-Payload = GenerateJob | ChatJob | EmbedJob
+Payload = GenerateJob | ChatJob | EmbedJob | TokenizeJob | DetokenizeJob | ApplyChatTemplateJob
 Result = dict[str, Any]
 IDEMPOTENCY = UUID("6d1f5a0e-3a0c-4b57-9d5a-5f0a1c7e2b44")  # the namespace of job ids that are made from keys
 
@@ -138,3 +155,21 @@ def chat(self: JobTask, *args: Any, **kwargs: Any) -> Result:
 def embed(self: JobTask, *args: Any, **kwargs: Any) -> Result:
     """`embed(model, texts)`: one vector of unit length per text."""
     return self.run_job(args, kwargs, lambda run, job: run.embed(job))
+
+
+@_task(TASK_TOKENIZE, TokenizeJob, "text")
+def tokenize(self: JobTask, *args: Any, **kwargs: Any) -> Result:
+    """`tokenize(model, text)`: its token ids."""
+    return self.run_job(args, kwargs, lambda run, job: run.tokenize(job))
+
+
+@_task(TASK_DETOKENIZE, DetokenizeJob, "tokens")
+def detokenize(self: JobTask, *args: Any, **kwargs: Any) -> Result:
+    """`detokenize(model, tokens)`: their text."""
+    return self.run_job(args, kwargs, lambda run, job: run.detokenize(job))
+
+
+@_task(TASK_APPLY_CHAT_TEMPLATE, ApplyChatTemplateJob, "messages")
+def apply_chat_template(self: JobTask, *args: Any, **kwargs: Any) -> Result:
+    """`apply_chat_template(model, messages)`: the prompt that `chat` would give to the model."""
+    return self.run_job(args, kwargs, lambda run, job: run.apply_chat_template(job))

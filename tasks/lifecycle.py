@@ -28,6 +28,7 @@ class LoadModels(bootsteps.StartStopStep):  # type: ignore[misc]
         """Makes the runtime; a mistake in the settings or a model file ends the process with EXIT_CONFIG."""
         from cellama.engine import EngineError
 
+        from . import commands  # noqa: F401  (being imported makes them known to Celery)
         from .runtime import Runtime
 
         signals.worker_shutting_down.connect(_Hurry(worker.pool), weak=False)
@@ -49,7 +50,7 @@ class LoadModels(bootsteps.StartStopStep):  # type: ignore[misc]
         if runtime is None:
             return {}
         manager = runtime.manager
-        return {"models": [describe(m, m.id == manager.default) for m in manager.models().values()]}
+        return {"models": [describe(entry, entry.id == manager.default) for entry in manager.entries()]}
 
 
 class _Hurry:
@@ -65,21 +66,25 @@ class _Hurry:
             self._pool.hurry()
 
 
-class KeepLeases(bootsteps.StartStopStep):  # type: ignore[misc]
-    """Renews the leases of the consumer's messages, also while it reconnects or drains."""
+class Attach(bootsteps.StartStopStep):  # type: ignore[misc]
+    """Keeps the leases of the consumer's messages, also while it reconnects or drains, and its queues."""
 
     requires = ("cellama.tasks.consumer:Intake",)
 
     def start(self, consumer: Any) -> None:
         """Starts the thread with the first connection; it goes on through all others."""
-        consumer.app.runtime.keep_leases(consumer)
+        consumer.app.runtime.attach(consumer)
+
+    def register_with_event_loop(self, consumer: Any, hub: Any) -> None:
+        """Announces the worker after the loop's first round, in which it begins to listen."""
+        hub.call_soon(consumer.app.runtime.announce)
 
 
 def install(app: CellamaApp) -> None:
     """Connects worker and app; called once, when the app is made."""
     app.steps["worker"].add(LoadModels)
     app.steps["consumer"].add("cellama.tasks.consumer:Intake")
-    app.steps["consumer"].add(KeepLeases)
+    app.steps["consumer"].add(Attach)
     signals.setup_logging.connect(_set_up_logging, weak=False)
     signals.task_revoked.connect(_tell_revoked, weak=False)
     signals.worker_shutdown.connect(_close, weak=False)

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from redis import Redis
@@ -18,7 +18,7 @@ from redis.exceptions import RedisError
 from .contract.keys import WORKERS_KEY
 
 if TYPE_CHECKING:
-    from cellama.engine import Model, ModelManager
+    from cellama.engine import ModelEntry, ModelManager
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ STALE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class WorkerEntry:
-    """A live worker. `models` are as `_describe` below makes them; `at` is unix seconds."""
+    """A live worker. `models` are as `describe` below makes them; `at` is unix seconds."""
 
     name: str
     host: str
@@ -36,6 +36,7 @@ class WorkerEntry:
     started_at: float
     at: float
     models: list[dict[str, Any]]
+    failures: dict[str, str] = field(default_factory=dict)  # models that lately could not be loaded or unloaded
 
 
 def live_workers(redis: Redis) -> list[WorkerEntry]:
@@ -48,39 +49,54 @@ def live_workers(redis: Redis) -> list[WorkerEntry]:
 class Registration:
     """Keeps one worker's entry fresh, prunes what dead workers left, and does what else is due with every beat."""
 
-    def __init__(self, redis: Redis, worker: str, manager: ModelManager, chores: Sequence[Callable[[], Any]]) -> None:
+    def __init__(
+        self,
+        redis: Redis,
+        worker: str,
+        manager: ModelManager,
+        chores: Sequence[Callable[[], Any]],
+        failures: Callable[[], dict[str, str]],
+    ) -> None:
         self._redis = redis
         self._chores = chores
+        self._failures = failures
         self._worker = worker
         self._manager = manager
         self._started_at = time.time()
-        self._closing = threading.Event()
+        self._closing = False
+        self._due = threading.Event()  # the next beat, without waiting for its time
         self._thread = threading.Thread(target=self._run, name="cellama-registry", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Takes the entry out."""
-        self._closing.set()
+        self._closing = True
+        self._due.set()
         self._thread.join(timeout=HEARTBEAT_S)
 
+    def beat_now(self) -> None:
+        """Tells of a change at once."""
+        self._due.set()
+
     def _run(self) -> None:
-        while True:
+        while not self._closing:
             try:
                 self._beat()
                 for chore in self._chores:
                     chore()
             except RedisError as error:
                 log.warning("the worker's heartbeat waits for Redis: %s", error)
-            if self._closing.wait(HEARTBEAT_S):
-                break
+            self._due.wait(HEARTBEAT_S)
+            self._due.clear()
         try:
             self._redis.hdel(WORKERS_KEY, self._worker)
         except RedisError:
             log.warning("the worker's entry stays until it is stale: Redis does not answer")
 
     def _beat(self) -> None:
-        models = [describe(model, model.id == self._manager.default) for model in self._manager.models().values()]
-        entry = WorkerEntry(self._worker, socket.gethostname(), os.getpid(), self._started_at, time.time(), models)
+        models = [describe(entry, entry.id == self._manager.default) for entry in self._manager.entries()]
+        host, pid, now = socket.gethostname(), os.getpid(), time.time()
+        entry = WorkerEntry(self._worker, host, pid, self._started_at, now, models, self._failures())
         self._redis.hset(WORKERS_KEY, self._worker, json.dumps(asdict(entry)))
         stored: Any = self._redis.hgetall(WORKERS_KEY)
         stale = [name for name, data in stored.items() if time.time() - json.loads(data)["at"] > 6 * STALE_S]
@@ -88,8 +104,11 @@ class Registration:
             self._redis.hdel(WORKERS_KEY, *stale)
 
 
-def describe(model: Model, default: bool) -> dict[str, Any]:
-    """A model and the state of its engine, in JSON."""
-    able = sorted(model.capabilities)
+def describe(entry: ModelEntry, default: bool) -> dict[str, Any]:
+    """A model and the state of its engine, in JSON; while it is loading there is no more to tell than its source."""
+    able, model = sorted(entry.capabilities), entry.model
+    known = {"id": entry.id, "status": entry.status, "source": entry.source, "default": default, "capabilities": able}
+    if model is None:
+        return {**known, "engine": None}
     engine = asdict(model.engine.snapshot()) if {"generate", "chat"} & model.capabilities else None
-    return {"id": model.id, "default": default, "capabilities": able, **asdict(model.info), "engine": engine}
+    return {**known, **asdict(model.info), "engine": engine}

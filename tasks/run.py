@@ -32,16 +32,24 @@ from cellama.engine import (
     Model,
     Request,
     SamplingParams,
+    UnknownModel,
 )
 
 from .contract import events
 from .contract.errors import InvalidJob, JobFailed
 from .contract.names import SUBMITTED_AT_HEADER, TASK_CHAT
-from .contract.payloads import ChatJob, EmbedJob, GenerateJob
+from .contract.payloads import (
+    ApplyChatTemplateJob,
+    ChatJob,
+    DetokenizeJob,
+    EmbedJob,
+    GenerateJob,
+    TokenizeJob,
+)
 from .ledger import DEAD, Attempt, new_run
 from .past import Past, read_past
 from .pool import Interruption, current_job
-from .results import NO_USAGE, error_event, failure_of, result_of, resume_of
+from .results import NO_USAGE, base64_of, error_event, failure_of, result_of, resume_of
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -204,14 +212,46 @@ class JobRun:
         model = self._model(job.model)
         model.require("embed")
         tokens = [model.tokenize(text) for text in job.texts]
-        vectors = self._wait_for_vectors(model.embedder.submit(tokens), job.timeout)
-        usage = {**NO_USAGE, "prompt_tokens": sum(map(len, tokens))}
-        result = {"embeddings": vectors, "usage": usage, "model": model.id}
+        handle = model.embedder.submit(
+            tokens, normalize=job.normalize, dimensions=job.dimensions, truncate=job.truncate
+        )
+        vectors = self._wait_for_vectors(handle, job.timeout)
+        usage = {**NO_USAGE, "prompt_tokens": sum(map(len, handle.texts))}
+        embeddings = vectors if job.encoding == "list" else [base64_of(vector) for vector in vectors]
+        result = {"embeddings": embeddings, "usage": usage, "model": model.id}
         self._end_stream(events.done("stop", usage), result)
         return result
 
+    # What follows needs the vocabulary only, and no engine: it waits for nobody.
+
+    def tokenize(self, job: TokenizeJob) -> Result:
+        model = self._model(job.model)
+        tokens = model.tokenize(job.text, add_special=job.add_special, parse_special=job.parse_special)
+        return self._end_light({"tokens": tokens, "model": model.id})
+
+    def detokenize(self, job: DetokenizeJob) -> Result:
+        model = self._model(job.model)
+        return self._end_light({"text": model.detokenize(job.tokens), "model": model.id})
+
+    def apply_chat_template(self, job: ApplyChatTemplateJob) -> Result:
+        model = self._model(job.model)
+        messages = [message.model_dump() for message in job.messages]
+        prompt = model.render_chat(messages, **job.template_args)
+        tokens = model.tokenize_chat(messages, **job.template_args)
+        return self._end_light({"prompt": prompt, "tokens": tokens, "model": model.id})
+
+    def _end_light(self, result: Result) -> Result:
+        self._end_stream(events.done("stop", NO_USAGE), result)
+        return result
+
     def _model(self, model_id: str) -> Model:
-        return self._runtime.manager.get(model_id)
+        try:
+            return self._runtime.manager.get(model_id)
+        except UnknownModel:
+            if not self._runtime.manager.is_leaving(model_id):
+                raise
+        self._control.interrupt(Interruption.HANDED_BACK)  # others serve it, or this worker does again
+        raise Ignore()
 
     def _complete(self, model: Model, job: GenerateJob | ChatJob, tokens: list[int]) -> Completion:
         handle = model.engine.submit(self._request(job, tokens))

@@ -12,8 +12,9 @@ from typing import Any
 from redis import Redis
 
 from cellama.config import ModelSettings, Settings
-from cellama.engine import EngineOptions, ModelManager
+from cellama.engine import EngineOptions, HubOptions, ModelManager
 
+from .app import num_jobs_of
 from .contract.keys import cancel_key
 from .lease import LeaseKeeper
 from .ledger import Attempt, Ledger
@@ -22,11 +23,12 @@ from .publisher import Publisher
 from .quarantine import Quarantine
 from .reaper import Expire, Reaper, Requeue
 from .registry import Registration
+from .residency import Residency
 
 log = logging.getLogger(__name__)
 
 SOCKET_TIMEOUT_S = 10
-NOT_OPTIONS = {"id", "source", "default", "capabilities"}
+NOT_OPTIONS = {name for name in ModelSettings.model_fields if name not in EngineOptions.__dataclass_fields__}
 
 
 class Runtime:
@@ -38,13 +40,6 @@ class Runtime:
         Raises ModelLoadFailed, InvalidRequest; nothing is left then.
         """
         self.settings = settings
-        self.manager = ModelManager()
-        try:
-            for model in settings.models:
-                self._load(model)
-        except Exception:
-            self.manager.close()
-            raise
         redis = Redis.from_url(settings.redis_url, socket_timeout=SOCKET_TIMEOUT_S, health_check_interval=10)
         self.redis = redis
         self.incarnation = f"{worker} {os.getpid()} {time.time():.3f}"
@@ -59,21 +54,35 @@ class Runtime:
         self.quarantine = Quarantine()
         self._lease: LeaseKeeper | None = None
         self.publisher = Publisher(self.ledger, worker, self._end_void_run)
-        for model_id, loaded in self.manager.models().items():
-            if loaded.capabilities & {"generate", "chat"}:
-                loaded.engine.add_listener(self.publisher.listener(model_id))
-        reaper = Reaper(redis, self.ledger, requeue, expire, settings.lease_s)
-        self._registration = Registration(redis, worker, self.manager, (reaper.look, self._end_cancelled))
+        self.manager = ModelManager()
+        try:
+            for model in settings.models:
+                self._load(model)
+        except Exception:
+            self.manager.close()
+            self.publisher.close()
+            raise
+        self.residency: Residency | None = None  # once there is a consumer
+        self._worker = worker
+        self._reaper = Reaper(redis, self.ledger, requeue, expire, settings.lease_s)
+        self._registration: Registration | None = None  # once it hears commands
 
     def _load(self, model: ModelSettings) -> None:
         options = EngineOptions(**model.model_dump(exclude=NOT_OPTIONS))
-        self.manager.load(
-            model.id,
-            model.source,
-            options=options,
-            capabilities=model.capabilities,
-            default=model == self.settings.default_model,
+        default = model.default or model == self.settings.default_model
+        hub = HubOptions(model.hub_cache_dir, model.hub_token, model.hub_force, model.hub_offline)
+        loaded = self.manager.load(
+            model.id, model.source, options=options, capabilities=model.capabilities, default=default, hub=hub
         )
+        if loaded.capabilities & {"generate", "chat"}:
+            loaded.engine.add_listener(self.publisher.listener(model.id))
+
+    def _failures(self) -> dict[str, str]:
+        return {} if self.residency is None else self.residency.failures()
+
+    def _tell_change(self) -> None:
+        if self._registration is not None:
+            self._registration.beat_now()
 
     def describe_slots(self) -> str:
         """The slots of each model, for people who look at the worker in Flower."""
@@ -109,15 +118,24 @@ class Runtime:
                 if cancelled:
                     control.interrupt(Interruption.CANCELLED)
 
-    def keep_leases(self, consumer: Any) -> None:
-        """Renews, from now on, the leases of what this consumer of Celery's takes."""
+    def attach(self, consumer: Any) -> None:
+        """Renews, from now on, the leases of what this consumer of Celery's takes; lets models come and go."""
         if self._lease is None:
+            jobs = {model.id: num_jobs_of(model) for model in self.settings.models}
+            self.residency = Residency(self.manager, consumer, self._load, jobs, self._tell_change)
             own = Redis.from_url(self.settings.redis_url, socket_timeout=SOCKET_TIMEOUT_S, health_check_interval=10)
             self._lease = LeaseKeeper(own, consumer, self.settings.lease_s)
 
+    def announce(self) -> None:
+        """Enters this worker into the registry; it takes jobs and commands now."""
+        if self._registration is None:
+            chores = (self._reaper.look, self._end_cancelled)
+            self._registration = Registration(self.redis, self._worker, self.manager, chores, self._failures)
+
     def close(self) -> None:
         """Ends everything in order: nobody is told of a worker that is gone, no event is lost."""
-        self._registration.close()
+        if self._registration is not None:
+            self._registration.close()
         self.manager.close()
         if not self.publisher.close():
             log.error("the publisher did not end: Redis does not answer")

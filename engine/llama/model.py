@@ -26,11 +26,12 @@ class LlamaModel:
     It is its own Vocabulary: tokenizing and looking up tokens is safe from any thread.
     """
 
-    def __init__(self, path: Path, *, n_gpu_layers: int = -1) -> None:
-        """Loads the file. Raises ModelLoadFailed with llama.cpp's own words."""
+    def __init__(self, path: Path, *, n_gpu_layers: int = -1, vocab_only: bool = False) -> None:
+        """Loads the file; with `vocab_only` it can do no more than tokenize. Raises ModelLoadFailed."""
         _initialise()
         params = lib.llama_model_default_params()
         params.n_gpu_layers = n_gpu_layers
+        params.vocab_only = vocab_only
         llama_log.take_errors()
         self.pointer = lib.llama_model_load_from_file(str(path).encode(), params)
         if not self.pointer:

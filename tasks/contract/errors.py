@@ -6,6 +6,7 @@ JobError
 ├── JobCancelled        somebody cancelled the job
 ├── JobTimeout          nothing came within the time that the caller gave
 ├── UnknownModel        no live worker serves the model
+├── UnknownWorker       no live worker has that name
 ├── UnknownJob          there is no such job, or not any more
 ├── StreamTrimmed       events that the caller asked for are gone
 └── RedisUnreachable    Redis does not answer
@@ -49,6 +50,10 @@ class JobTimeout(JobError, TimeoutError):
 
 class UnknownModel(JobError):
     code = "unknown_model"
+
+
+class UnknownWorker(JobError):
+    code = "unknown_worker"
 
 
 class UnknownJob(JobError):

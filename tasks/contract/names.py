@@ -5,6 +5,9 @@ from __future__ import annotations
 TASK_GENERATE = "cellama.generate"
 TASK_CHAT = "cellama.chat"
 TASK_EMBED = "cellama.embed"
+TASK_TOKENIZE = "cellama.tokenize"
+TASK_DETOKENIZE = "cellama.detokenize"
+TASK_APPLY_CHAT_TEMPLATE = "cellama.apply_chat_template"
 
 DEFAULT_MODEL = ":default"
 PRIORITY_INTERACTIVE = 3

@@ -162,6 +162,31 @@ class EmbedJob(_Job):
     """One vector per text."""
 
     texts: Annotated[tuple[FilledText, ...], BeforeValidator(_to_tuple), Field(min_length=1, max_length=MAX_TEXTS)]
+    normalize: StrictBool = Field(default=True, description="vectors of unit length")
+    dimensions: StrictInt | None = Field(default=None, ge=1, description="numbers kept of each vector; default: all")
+    truncate: StrictBool = Field(default=False, description="cut texts that are too long instead of refusing them")
+    encoding: Literal["list", "base64"] = Field(default="list", description="base64 is of little-endian float32")
+
+
+class TokenizeJob(_Job):
+    """The token ids of a text."""
+
+    text: Text
+    add_special: StrictBool = Field(default=True, description="with the tokens that begin and end a text")
+    parse_special: StrictBool = Field(default=False, description="take the text of special tokens for them")
+
+
+class DetokenizeJob(_Job):
+    """The text of token ids."""
+
+    tokens: list[Annotated[StrictInt, Field(ge=0)]]
+
+
+class ApplyChatTemplateJob(_Job):
+    """The prompt of a conversation, as text and as token ids."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    template_args: dict[StrictStr, Any] = Field(default_factory=dict)
 
 
 Job = TypeVar("Job", bound=_Job)

@@ -10,7 +10,7 @@ import pytest
 
 from cellama.bench.tiny_model.corpus import WEATHER_TOOL, Document, documents
 from cellama.bench.tiny_model.facts import FACTS
-from cellama.engine import EngineOptions, Model, ModelManager, Request, SamplingParams
+from cellama.engine import EngineOptions, Model, ModelManager, Request, SamplingParams, Tokenizer
 from cellama.engine.bundled import TINY_PATH
 from cellama.engine.llama import LlamaBackend, LlamaModel
 from cellama.engine.scheduler import Chunk
@@ -107,3 +107,12 @@ def test_bundled_model_writes_characters_that_are_split_across_tokens(tiny: Mode
 def test_bundled_model_template_ends_at_the_assistants_turn(tiny: Model) -> None:
     assert tiny.render_chat([user("Hi")]) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     assert tiny.render_chat([user("Hi")], enable_thinking=True).endswith("<|im_start|>assistant\n<think>\n")
+
+
+def test_tokenizer_needs_no_engine_and_agrees_with_the_model(tiny: Model) -> None:
+    messages = [{"role": "user", "content": "Once upon a time 🦊"}]
+    with Tokenizer("bundled://tiny") as tokenizer:
+        assert tokenizer.tokenize("café 🦊") == tiny.tokenize("café 🦊")
+        assert tokenizer.detokenize(tokenizer.tokenize("café 🦊")) == "café 🦊"
+        assert tokenizer.render_chat(messages) == tiny.render_chat(messages)
+        assert tokenizer.tokenize_chat(messages) == tiny.tokenize_chat(messages)

@@ -137,7 +137,7 @@ def test_manager_names_what_it_has_and_models_name_what_they_can(manager: ModelM
     assert manager.get(":default") is model
     with pytest.raises(UnknownModel, match="no model 'tinny' is loaded here; did you mean 'tiny'"):
         manager.get("tinny")
-    with pytest.raises(ModelLoadFailed, match="'tiny' is loaded already"):
+    with pytest.raises(ModelLoadFailed, match="there is a model 'tiny' already"):
         manager.load("tiny", "bundled://tiny", options=options())
     for use in (lambda: model.engine, lambda: model.require("chat")):
         with pytest.raises(WrongCapability, match="model 'tiny' is loaded for embed, not for"):

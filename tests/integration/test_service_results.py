@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import subprocess
 import sys
@@ -14,7 +15,8 @@ import pytest
 from redis import Redis
 
 from cellama.api.redis_server import RedisServer
-from cellama.tasks import app, chat, embed, generate
+from cellama.tasks import app, apply_chat_template, chat, detokenize, embed, generate, tokenize
+from cellama.tasks.contract.errors import JobFailed
 from cellama.tasks.contract.keys import journal_key
 from cellama.tasks.contract.names import SUBMITTED_AT_HEADER
 
@@ -94,6 +96,20 @@ def test_chat_answers_through_the_models_template() -> None:
     assert result["finish_reason"] == "stop"
 
 
+def test_light_tasks_answer_without_the_engine(worker: WorkerProcess) -> None:
+    text, messages = "Once upon a time, café 🦊", [{"role": "user", "content": "Hi"}]
+    before = worker.engine()["requests_finished"]
+    tokens = tokenize.delay("tiny", text).get(timeout=PATIENCE_S)["tokens"]
+    assert detokenize.delay("tiny", tokens).get(timeout=PATIENCE_S) == {"text": text, "model": "tiny"}
+    rendered = apply_chat_template.delay("tiny", messages).get(timeout=PATIENCE_S)
+    assert rendered["prompt"] == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    parsed = tokenize.delay("tiny", rendered["prompt"], parse_special=True).get(timeout=PATIENCE_S)["tokens"]
+    assert parsed == rendered["tokens"]
+    assert worker.engine()["requests_finished"] == before
+    with pytest.raises(JobFailed, match=r"outside 0\.\."):
+        detokenize.delay("tiny", [10**6]).get(timeout=PATIENCE_S)
+
+
 def test_embed_returns_one_unit_vector_per_text_in_order() -> None:
     texts = ["a red fox", "a green frog", "a red fox"]
     result = embed.delay("tiny", texts).get(timeout=PATIENCE_S)
@@ -105,6 +121,23 @@ def test_embed_returns_one_unit_vector_per_text_in_order() -> None:
     assert not np.allclose(vectors[0], vectors[1], atol=1e-2)
     alone = embed.delay("tiny", "a green frog").get(timeout=PATIENCE_S)["embeddings"][0]
     assert np.allclose(vectors[1], alone, atol=1e-2)
+
+
+def test_embed_keeps_dimensions_normalizes_truncates_and_encodes_as_asked() -> None:
+    texts, whole = ["a red fox"], {"normalize": False}
+    raw = np.array(embed.delay("tiny", texts, **whole).get(timeout=PATIENCE_S)["embeddings"][0])
+    assert abs(np.linalg.norm(raw) - 1) > 0.01
+    short = np.array(embed.delay("tiny", texts, dimensions=16).get(timeout=PATIENCE_S)["embeddings"][0])
+    assert np.allclose(short, raw[:16] / np.linalg.norm(raw[:16]), atol=1e-2)
+    encoded = embed.delay("tiny", texts, encoding="base64").get(timeout=PATIENCE_S)["embeddings"][0]
+    decoded = np.frombuffer(base64.b64decode(encoded), dtype="<f4")
+    assert np.allclose(decoded, raw / np.linalg.norm(raw), atol=1e-2)
+    with pytest.raises(JobFailed, match=r"dimensions is 999; the model's vectors have 192"):
+        embed.delay("tiny", texts, dimensions=999).get(timeout=PATIENCE_S)
+    long = "fox " * 3000
+    with pytest.raises(JobFailed, match=r"has \d+ tokens, the model embeds at most 2048: split it, or set truncate"):
+        embed.delay("tiny", long).get(timeout=PATIENCE_S)
+    assert len(embed.delay("tiny", long, truncate=True).get(timeout=PATIENCE_S)["embeddings"]) == 1
 
 
 def test_events_are_dense_in_seq_and_end_once_with_the_text_of_the_result(events_of: EventsOf) -> None:

@@ -1,0 +1,245 @@
+"""What both clients do, blocking: everything but their shape."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import redis
+from celery.exceptions import TaskRevokedError
+from celery.exceptions import TimeoutError as CeleryTimeoutError
+from celery.result import AsyncResult
+
+from cellama.config import get_settings
+from cellama.tasks import app
+from cellama.tasks.contract.errors import (
+    JobCancelled,
+    JobFailed,
+    JobTimeout,
+    RedisUnreachable,
+    UnknownJob,
+    UnknownModel,
+    UnknownWorker,
+)
+from cellama.tasks.contract.events import Event, is_terminal
+from cellama.tasks.contract.names import DEFAULT_MODEL, queue_keys, queue_name
+from cellama.tasks.ledger import Ledger
+from cellama.tasks.position import Position, estimate_s, position_of
+from cellama.tasks.reaching import reaching_redis
+from cellama.tasks.reader import stream_events
+from cellama.tasks.registry import WorkerEntry, live_workers
+
+CONNECT_TIMEOUT_S = 3.0
+REPLY_S = 5.0  # for workers to answer a command
+REGISTRY_POLL_S = 0.1
+OUTAGE_S = 15.0  # a reader waits so long for Redis to come back
+OUTAGE_RETRY_S = 0.5
+
+
+class Outage:
+    """Lets a reader wait for a Redis that comes back soon. Raises RedisUnreachable when it does not."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+
+    def is_over(self) -> None:
+        self._since = None
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        try:
+            with reaching_redis():
+                yield
+        except RedisUnreachable:
+            self._since = self._since or time.monotonic()
+            if time.monotonic() - self._since > OUTAGE_S:
+                raise
+
+
+class Core:
+    """Redis is that of the settings. Threads may share one."""
+
+    def __init__(self) -> None:
+        self._redis = redis.Redis.from_url(get_settings().redis_url, socket_connect_timeout=CONNECT_TIMEOUT_S)
+
+    def submit(self, task: Any, model: str, content: Any, wait: bool, params: dict[str, Any]) -> AsyncResult:
+        key = params.pop("idempotency_key", None)
+        task.parse((model, content), params)  # the caller's mistakes first, then the world's
+        with reaching_redis():
+            self._redis.ping()  # Celery itself would retry for a long time
+            if not wait:
+                self._check_served(model)
+            return task.apply_async((model, content), params, idempotency_key=key)
+
+    def _check_served(self, model: str) -> None:
+        served = [m["id"] for worker in live_workers(self._redis) for m in worker.models if m["status"] == "ready"]
+        if model in served or (model == DEFAULT_MODEL and served):
+            return
+        if not served:
+            raise UnknownModel(
+                f"no worker is running, so nobody serves {model!r}; start one with `cellama up` or `cellama worker`, "
+                "or pass wait=True to queue the job all the same"
+            )
+        close = difflib.get_close_matches(model, served, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"served: {', '.join(sorted(set(served)))}"
+        raise UnknownModel(f"no live worker serves a model {model!r}; {hint}")
+
+    def result(self, job_id: str, timeout_s: float | None) -> dict[str, Any]:
+        with reaching_redis():
+            try:
+                result: dict[str, Any] = AsyncResult(job_id, app=app).get(timeout=timeout_s, interval=0.05)
+                return result
+            except CeleryTimeoutError:
+                raise self.too_late(job_id, timeout_s) from None
+            except TaskRevokedError:
+                raise JobCancelled(f"job {job_id} was cancelled") from None
+
+    @staticmethod
+    def too_late(job_id: str, timeout_s: float | None) -> JobTimeout:
+        return JobTimeout(f"job {job_id} has no result after {timeout_s} s; it goes on: ask again, or cancel it")
+
+    def is_ready(self, job_id: str) -> bool:
+        with reaching_redis():
+            return bool(AsyncResult(job_id, app=app).ready())
+
+    def cancel(self, job_id: str) -> None:
+        with reaching_redis():
+            app.control.revoke(job_id, terminate=True)
+
+    def stream(self, job_id: str, after: int, timeout_s: float, ping_s: float, cancel_on_exit: bool) -> Iterator[Event]:
+        outage, ended = Outage(), False
+        try:
+            while not ended:
+                with outage.watching():
+                    for event in stream_events(self._redis, job_id, after, timeout_s, ping_s):
+                        outage.is_over()
+                        after = event.get("seq", after)
+                        ended = is_terminal(event)
+                        yield event
+                if not ended:
+                    time.sleep(OUTAGE_RETRY_S)
+        finally:
+            if cancel_on_exit and not ended:
+                self.cancel(job_id)
+
+    def position(self, job_id: str) -> Position:
+        with reaching_redis():
+            return position_of(self._redis, job_id)
+
+    def dead(self) -> list[dict[str, Any]]:
+        with reaching_redis():
+            return Ledger(self._redis).dead()
+
+    def requeue_dead(self, job_id: str) -> str:
+        with reaching_redis():
+            call = Ledger(self._redis).take_dead(job_id)
+            if call is None:
+                raise UnknownJob(f"no dead job {job_id}; `cellama dead list` shows those that there are")
+            task = app.tasks[call["task"]]
+            return str(
+                task.apply_async(call["args"], call["kwargs"], queue=call["queue"], priority=call["priority"]).id
+            )
+
+    def load_model(self, model: dict[str, Any], worker: str | None, timeout_s: float) -> None:
+        names = self._command("cellama_load", {"model": model}, worker)
+        self._wait_for_status(names, model["id"], "ready", timeout_s)
+
+    def unload_model(self, model_id: str, worker: str | None, timeout_s: float) -> None:
+        names = self._command("cellama_unload", {"model_id": model_id, "timeout_s": timeout_s}, worker)
+        self._wait_for_status(names, model_id, None, timeout_s + REPLY_S)
+
+    def set_default_model(self, model_id: str, worker: str | None) -> None:
+        self._command("cellama_default", {"model_id": model_id}, worker)
+
+    def _command(self, command: str, arguments: dict[str, Any], worker: str | None) -> list[str]:
+        """The names of the workers that took a command. Raises what the first one that refuses says."""
+        with reaching_redis():
+            alive = [entry.name for entry in live_workers(self._redis)]
+            chosen = alive if worker is None else [name for name in alive if worker in (name, name.partition("@")[0])]
+            if not chosen:
+                raise UnknownWorker(f"no live worker {worker!r}; live: {', '.join(alive) or 'none'}")
+            options = {"destination": chosen, "reply": True, "timeout": REPLY_S, "limit": len(chosen)}
+            replies = app.control.broadcast(command, arguments=arguments, **options)
+        answers = {name: answer for reply in replies or [] for name, answer in reply.items()}
+        for name in chosen:
+            answer = answers.get(name, {"error": f"it did not answer within {REPLY_S:g} s", "code": "timeout"})
+            if "error" in answer:
+                raise JobFailed(answer.get("code", "failed"), f"worker {name}: {answer['error']}")
+        return chosen
+
+    def _wait_for_status(self, names: list[str], model_id: str, wanted: str | None, timeout_s: float) -> None:
+        """Until the model has a status on these workers; None stands for being gone."""
+        deadline, before = time.monotonic() + timeout_s, time.time()
+        while time.monotonic() < deadline:
+            entries = [worker for worker in self.workers() if worker.name in names and worker.at > before]
+            for worker in entries:
+                if model_id in worker.failures:
+                    raise JobFailed("model_load_failed", f"worker {worker.name}: {worker.failures[model_id]}")
+            found = [next((m["status"] for m in w.models if m["id"] == model_id), None) for w in entries]
+            if len(found) == len(names) and all(status == wanted for status in found):
+                return
+            time.sleep(REGISTRY_POLL_S)
+        doing = "loaded" if wanted else "unloaded"
+        raise JobTimeout(
+            f"model {model_id!r} is not {doing} after {timeout_s:g} s; `cellama models list` shows its state"
+        )
+
+    def workers(self) -> list[WorkerEntry]:
+        with reaching_redis():
+            return live_workers(self._redis)
+
+    def queue_depths(self, models: list[str]) -> dict[str, int]:
+        with reaching_redis():
+            pipeline = self._redis.pipeline(transaction=False)
+            for model in models:
+                for key in queue_keys(model):
+                    pipeline.llen(key)
+            lengths = iter(pipeline.execute())
+            return {model: sum(next(lengths) for _ in queue_keys(model)) for model in models}
+
+    def num_waiting(self, models: list[str]) -> dict[str, int]:
+        with reaching_redis():
+            return {model: Ledger(self._redis).num_waiting(queue_name(model)) for model in models}
+
+    def stats(self) -> dict[str, Any]:
+        workers = self.workers()
+        models = _queues(workers)
+        return _stats(workers, self.queue_depths(models), self.num_waiting(models))
+
+    def close(self) -> None:
+        self._redis.close()
+
+
+def models_of(workers: list[WorkerEntry]) -> list[dict[str, Any]]:
+    """Each model once, with the names of its workers; its `status` is the best that it has on one of them."""
+    models: dict[str, dict[str, Any]] = {}
+    for worker in workers:
+        for entry in worker.models:
+            described = {k: v for k, v in entry.items() if k != "engine"}
+            known = models.setdefault(entry["id"], {**described, "workers": []})
+            known["workers"].append(worker.name)
+            if known["status"] != "ready" and entry["status"] == "ready":
+                known.update(described)
+    return [models[model_id] for model_id in sorted(models)]
+
+
+def _stats(workers: list[WorkerEntry], depths: dict[str, int], waiting: dict[str, int]) -> dict[str, Any]:
+    """Totals over all workers; per model the messages in its queue, the jobs without a slot, and when a new one's
+    turn would come."""
+    engines = [entry["engine"] for worker in workers for entry in worker.models if entry["engine"]]
+    return {
+        "workers": len(workers),
+        "slots_total": sum(engine["slots_total"] for engine in engines),
+        "slots_busy": sum(engine["slots_prefilling"] + engine["slots_decoding"] for engine in engines),
+        "generation_rate": round(sum(engine["generation_rate"] for engine in engines), 1),
+        "queues": depths,
+        "waiting": waiting,
+        "eta_s": {model: estimate_s(workers, queue_name(model), count) for model, count in waiting.items()},
+    }
+
+
+def _queues(workers: list[WorkerEntry]) -> list[str]:
+    return [*sorted({entry["id"] for worker in workers for entry in worker.models}), DEFAULT_MODEL]

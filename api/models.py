@@ -1,0 +1,126 @@
+"""The commands for models on running workers: models list, info, load, unload, default."""
+
+from __future__ import annotations
+
+import json as json_module
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from cellama.tasks.contract.errors import InvalidJob, UnknownModel
+
+from .client import LOAD_TIMEOUT_S, UNLOAD_TIMEOUT_S, Client
+from .generation import JsonOption
+from .output import err, out, print_json
+
+WorkerOption = Annotated[str | None, typer.Option("--worker", "-w", help="Only this worker, instead of all.")]
+IdArgument = Annotated[str, typer.Argument(help="Id of the model.")]
+
+
+def models_list_command(json: JsonOption = False) -> None:
+    """List the models that live workers have, or are loading.
+
+    Example:  cellama models list
+    """
+    with Client() as client:
+        models = client.models()
+    if json:
+        print_json(models)
+        return
+    if not models:
+        out.print("no worker is running; start one with `cellama up` or `cellama worker`")
+        return
+    table = Table(header_style="bold")
+    for column in ("model", "status", "for", "architecture", "parameters", "workers"):
+        table.add_column(column)
+    for model in models:
+        label = model["id"] + (" [dim](default)[/]" if model["default"] else "")
+        size = f"{model['n_params'] / 1e6:.0f} M" if "n_params" in model else ""
+        able = ", ".join(model["capabilities"])
+        table.add_row(label, model["status"], able, model.get("architecture", ""), size, "\n".join(model["workers"]))
+    out.print(table)
+
+
+def models_info_command(model_id: IdArgument, json: JsonOption = False) -> None:
+    """Show what is known of a model.
+
+    Example:  cellama models info tiny
+    """
+    with Client() as client:
+        models = {model["id"]: model for model in client.models()}
+    if model_id not in models:
+        raise UnknownModel(f"no live worker has a model {model_id!r}; there are: {', '.join(models) or 'none'}")
+    if json:
+        print_json(models[model_id])
+        return
+    table = Table.grid(padding=(0, 2))
+    for name, value in models[model_id].items():
+        table.add_row(f"[bold]{name}[/]", ", ".join(value) if isinstance(value, list) else str(value))
+    out.print(table)
+
+
+def models_load_command(
+    model_id: IdArgument,
+    source: Annotated[str, typer.Argument(help="Path of a GGUF file as the workers see it, or bundled://tiny.")],
+    option: Annotated[
+        list[str] | None, typer.Option("--set", help="NAME=VALUE as in a [[models]] table; several are allowed.")
+    ] = None,
+    default: Annotated[bool, typer.Option("--default", help="Serve `:default` from it.")] = False,
+    worker: WorkerOption = None,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait until it takes jobs.")] = LOAD_TIMEOUT_S,
+    json: JsonOption = False,
+) -> None:
+    """Load a model on running workers; others serve on meanwhile.
+
+    Example:  cellama models load big /models/big.gguf --set n_parallel=16
+    """
+    with Client() as client, err.status(f"loading {model_id} …"):
+        client.load_model(model_id, source, worker=worker, default=default, timeout=timeout, **_options(option or []))
+    _say(json, {"model": model_id, "status": "ready"}, f"model {model_id} takes jobs")
+
+
+def models_unload_command(
+    model_id: IdArgument,
+    worker: WorkerOption = None,
+    timeout: Annotated[float, typer.Option(help="Seconds for its running jobs to end.")] = UNLOAD_TIMEOUT_S,
+    json: JsonOption = False,
+) -> None:
+    """Unload a model from running workers after its jobs have ended.
+
+    Example:  cellama models unload big
+    """
+    with Client() as client, err.status(f"unloading {model_id} …"):
+        client.unload_model(model_id, worker=worker, timeout=timeout)
+    _say(json, {"model": model_id, "status": "unloaded"}, f"model {model_id} is unloaded")
+
+
+def models_default_command(model_id: IdArgument, worker: WorkerOption = None, json: JsonOption = False) -> None:
+    """Serve jobs for `:default` from a model.
+
+    Example:  cellama models default big
+    """
+    with Client() as client:
+        client.set_default_model(model_id, worker=worker)
+    _say(json, {"default": model_id}, f"model {model_id} serves :default")
+
+
+def _options(given: list[str]) -> dict[str, Any]:
+    """NAME=VALUE; values are JSON where they can be, else text."""
+    options: dict[str, Any] = {}
+    for entry in given:
+        name, equals, text = entry.partition("=")
+        if not equals:
+            raise InvalidJob(f"--set {entry!r} is no NAME=VALUE; write for instance --set n_parallel=16")
+        try:
+            options[name] = json_module.loads(text)
+        except ValueError:
+            options[name] = text
+    return options
+
+
+def _say(json: bool, value: dict[str, Any], text: str) -> None:
+    if json:
+        print_json(value)
+    else:
+        out.print(text)

@@ -1,0 +1,77 @@
+"""Text to tokens and back, and chat templates: what needs a model's vocabulary only. Safe from any thread."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .chat import ChatTemplate, Message
+from .errors import InvalidRequest, TemplateFailed
+from .hub import HubOptions
+from .sources import resolve
+
+if TYPE_CHECKING:
+    from .llama import LlamaModel
+
+
+class Texts:
+    """The text side of a model."""
+
+    def __init__(self, name: str, weights: LlamaModel) -> None:
+        self._name = name
+        self._weights = weights
+
+    @functools.cached_property
+    def template(self) -> ChatTemplate:
+        """The model's own chat template. Raises TemplateFailed if it has none, or one that does not compile."""
+        weights, source = self._weights, self._weights.chat_template
+        if source is None:
+            raise TemplateFailed(
+                f"model {self._name!r} has no chat template; use `generate` with a prompt, or a model made for chat"
+            )
+        return ChatTemplate(source, bos=weights.special_text("bos"), eos=weights.special_text("eos"))
+
+    def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
+        """Token ids of a text; `parse_special` turns the text of special tokens into them."""
+        return self._weights.tokenize(text, add_special=add_special, parse_special=parse_special)
+
+    def detokenize(self, tokens: Iterable[int]) -> str:
+        """The text of tokens; control tokens have none. Raises InvalidRequest."""
+        ids, n_vocab = list(tokens), self._weights.info.n_vocab
+        if not all(0 <= token < n_vocab for token in ids):
+            raise InvalidRequest(f"there are token ids outside 0..{n_vocab - 1}")
+        return b"".join(self._weights.token_bytes(token) for token in ids).decode(errors="replace")
+
+    def render_chat(self, messages: Sequence[Message], **template_args: Any) -> str:
+        """The prompt of a conversation (see ChatTemplate.render). Raises TemplateFailed."""
+        return self.template.render(messages, **template_args)
+
+    def tokenize_chat(self, messages: Sequence[Message], **template_args: Any) -> list[int]:
+        """Token ids of a conversation's prompt; the template writes the special tokens, none is added twice."""
+        text = self.render_chat(messages, **template_args)
+        bos = self._weights.special_text("bos")
+        return self.tokenize(text, add_special=not (bos and text.startswith(bos)), parse_special=True)
+
+
+class Tokenizer(Texts):
+    """A model's vocabulary and template without its weights: loaded in moments, no engine.
+
+    Use as a context manager, or close it.
+    """
+
+    def __init__(self, source: str, hub: HubOptions | None = None) -> None:
+        """Raises ModelLoadFailed."""
+        from .llama import LlamaModel
+
+        super().__init__(source, LlamaModel(resolve(source, hub or HubOptions()), vocab_only=True))
+
+    def close(self) -> None:
+        """Frees its memory. Idempotent."""
+        self._weights.close()
+
+    def __enter__(self) -> Tokenizer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

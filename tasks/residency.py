@@ -1,0 +1,119 @@
+"""Models that come and go while a worker runs: loaded in the background, served from then on, drained before they go.
+
+Celery's remote control calls `load`, `unload` and `set_default` on the worker's main thread; each returns at once, and
+what becomes of it is in the worker's registry entry.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from celery.worker import state
+
+from cellama.config import ModelSettings
+from cellama.engine import EngineError, ModelManager
+
+from .app import num_jobs_of
+from .contract.names import DEFAULT_MODEL, queue_name
+
+log = logging.getLogger(__name__)
+
+DRAIN_POLL_S = 0.05
+FAILURES_KEPT_S = 60.0
+
+
+class Residency:
+    """Loads and unloads, and keeps the consumer's queues and the pool's size in step with what is there."""
+
+    def __init__(
+        self,
+        manager: ModelManager,
+        consumer: Any,
+        load: Callable[[ModelSettings], None],
+        jobs: dict[str, int],
+        on_change: Callable[[], None],
+    ) -> None:
+        """`load` loads a model and makes it tell its events; `jobs` has the jobs that each model adds to the pool."""
+        self._manager = manager
+        self._consumer = consumer
+        self._load_now = load
+        self._jobs = jobs
+        self._on_change = on_change
+        self._failures: dict[str, tuple[float, str]] = {}
+
+    def failures(self) -> dict[str, str]:
+        """Model id → why it could not be loaded or unloaded lately."""
+        now = time.monotonic()
+        self._failures = {id_: entry for id_, entry in self._failures.items() if now - entry[0] < FAILURES_KEPT_S}
+        return {id_: message for id_, (_, message) in self._failures.items()}
+
+    def load(self, model: ModelSettings) -> None:
+        """Begins to load a model; its queue is taken from once it is there."""
+        self._failures.pop(model.id, None)
+        self._in_background(model.id, lambda: self._load(model))
+
+    def _load(self, model: ModelSettings) -> None:
+        self._load_now(model)
+        self._jobs[model.id] = num_jobs_of(model)
+        self._consumer.call_soon(self._begin_serving, model.id)
+
+    def _begin_serving(self, model_id: str) -> None:
+        self._resize(self._jobs[model_id])
+        self._consumer.add_task_queue(queue_name(model_id))
+        log.info("model %s is served from now on", model_id)
+        self._on_change()
+
+    def unload(self, model_id: str, timeout_s: float) -> None:
+        """Takes no more jobs of a model; when the last one has ended, it goes. Main thread only."""
+        self._failures.pop(model_id, None)
+        self._manager.get(model_id)  # raises UnknownModel, at once
+        self._consumer.cancel_task_queue(queue_name(model_id))
+        self._in_background(model_id, lambda: self._unload(model_id, timeout_s))
+
+    def _unload(self, model_id: str, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        queue = queue_name(model_id)
+        try:
+            while _num_held(queue) and time.monotonic() < deadline:
+                time.sleep(DRAIN_POLL_S)
+            self._manager.unload(model_id, max(0.0, deadline - time.monotonic()))
+        except EngineError:
+            if self._manager.is_loaded(model_id):
+                self._consumer.call_soon(self._consumer.add_task_queue, queue)
+            raise
+        self._consumer.call_soon(self._resize, -self._jobs.pop(model_id, 0))
+
+    def set_default(self, model_id: str) -> None:
+        """Serves jobs for `:default` from this model. Raises UnknownModel."""
+        self._manager.set_default(model_id)
+        self._consumer.add_task_queue(queue_name(DEFAULT_MODEL))
+        self._on_change()
+
+    def _resize(self, num_jobs: int) -> None:
+        """So many more jobs, or fewer, may be in this worker."""
+        pool = self._consumer.pool
+        (pool.grow if num_jobs >= 0 else pool.shrink)(abs(num_jobs))
+        self._consumer._update_prefetch_count(num_jobs)
+
+    def _in_background(self, model_id: str, action: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                action()
+            except EngineError as error:
+                log.error("model %s: %s", model_id, error)
+                self._failures[model_id] = (time.monotonic(), str(error))
+            except Exception as error:
+                log.exception("model %s could not be loaded or unloaded", model_id)
+                self._failures[model_id] = (time.monotonic(), repr(error))
+            self._on_change()
+
+        threading.Thread(target=run, name=f"cellama-residency-{model_id}", daemon=True).start()
+
+
+def _num_held(queue: str) -> int:
+    """Jobs of a queue that this worker has taken and not ended."""
+    return sum(request.delivery_info.get("routing_key") == queue for request in list(state.requests.values()))

@@ -1,0 +1,133 @@
+"""Models come and go while others serve, and leave no memory behind."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from cellama.bench.synthetic import Shape, write_model
+from cellama.engine import (
+    EngineOptions,
+    EngineStopped,
+    IdTaken,
+    ManagerExists,
+    ModelBusy,
+    ModelLoadFailed,
+    ModelManager,
+    Request,
+    SamplingParams,
+    UnknownModel,
+)
+
+TINY = "bundled://tiny"
+OPTIONS = EngineOptions(n_parallel=2, threads=1)
+GREEDY = SamplingParams(temperature=0)
+
+
+@pytest.fixture
+def manager() -> Iterator[ModelManager]:
+    manager = ModelManager()
+    yield manager
+    manager.close()
+
+
+def long_request(manager: ModelManager, model_id: str) -> Request:
+    prompt = tuple(manager.get(model_id).tokenize("Once upon a time"))
+    return Request("r", prompt, GREEDY, max_tokens=1900, ignore_eos=True)
+
+
+def test_ids_are_any_text_and_made_from_the_source_when_none_is_given(manager: ModelManager) -> None:
+    ids = [manager.load(model_id, TINY, options=OPTIONS).id for model_id in (None, None, "a b/ü:1")]
+    assert ids == ["tiny", "tiny-2", "a b/ü:1"]
+    assert [entry.id for entry in manager.entries()] == ids
+    assert manager.default == "tiny"
+    assert all(map(manager.is_loaded, ids))
+    with pytest.raises(IdTaken, match="there is a model 'tiny' already"):
+        manager.load("tiny", TINY)
+
+
+def test_default_is_the_first_until_another_is_named_or_it_goes(manager: ModelManager) -> None:
+    for model_id in ("a", "b", "c"):
+        manager.load(model_id, TINY, options=OPTIONS)
+    manager.set_default("b")
+    assert manager.get(":default").id == "b"
+    manager.unload("b")
+    assert manager.get(":default").id == "a"
+    with pytest.raises(UnknownModel, match="no model 'b' is loaded here"):
+        manager.set_default("b")
+    manager.unload("a")
+    manager.unload("c")
+    with pytest.raises(UnknownModel, match="no model is the default here"):
+        manager.get(":default")
+
+
+def test_unload_waits_for_what_runs_and_takes_nothing_new(manager: ModelManager) -> None:
+    manager.load("m", TINY, options=OPTIONS)
+    model = manager.get("m")
+    handle = model.engine.submit(long_request(manager, "m"))
+    unloading = threading.Thread(target=manager.unload, args=("m",))
+    unloading.start()
+    while manager.is_loaded("m"):
+        pass
+    with pytest.raises(UnknownModel, match="model 'm' is unloading"):
+        manager.get("m")
+    assert handle.result(60).usage.completion_tokens == 1900
+    unloading.join(60)
+    assert manager.entries() == []
+    with pytest.raises(EngineStopped):
+        model.engine.submit(handle.request)
+
+
+def test_unload_says_when_a_model_stays_in_use_and_leaves_it_as_it_was(manager: ModelManager) -> None:
+    manager.load("m", TINY, options=OPTIONS)
+    handle = manager.get("m").engine.submit(long_request(manager, "m"))
+    with pytest.raises(ModelBusy, match=r"'m' is still in use after 0\.05 s"):
+        manager.unload("m", timeout_s=0.05)
+    assert manager.get("m").engine.generate("Once", max_tokens=2)
+    assert handle.result(60).finish_reason == "length"
+
+
+def test_loads_run_beside_each_other_and_a_failed_one_leaves_nothing(manager: ModelManager, tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged.gguf"
+    damaged.write_bytes(b"GGUF" + bytes(100))
+    loads = [manager.load_in_background(f"m{i}", TINY, options=OPTIONS) for i in range(3)]
+    failing = manager.load_in_background("bad", str(damaged))
+    assert [load.result(60).id for load in loads] == ["m0", "m1", "m2"]
+    with pytest.raises(ModelLoadFailed, match=r"damaged\.gguf"):
+        failing.result(60)
+    assert sorted(entry.id for entry in manager.entries()) == ["m0", "m1", "m2"]
+    assert manager.load("bad", TINY, options=OPTIONS).id == "bad"  # the id is free again
+
+
+def test_second_manager_of_a_process_is_refused_until_the_first_is_closed(manager: ModelManager) -> None:
+    with pytest.raises(ManagerExists, match="has a ModelManager already"):
+        ModelManager()
+    manager.close()
+    ModelManager().close()
+
+
+def test_memory_is_back_at_its_level_after_unload(manager: ModelManager, tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_model(path, Shape(n_embd=512, n_layer=8, n_head=8, n_head_kv=8, n_ff=1536, n_vocab=2000))
+    process = psutil.Process()
+
+    def resident() -> int:
+        return int(process.memory_info().rss)
+
+    def load_and_use() -> int:
+        model = manager.load("m", str(path), options=EngineOptions(n_parallel=8, ctx_per_slot=2048, threads=1))
+        model.engine.submit(Request("r", tuple(range(300, 800)), GREEDY, max_tokens=4, ignore_eos=True)).result(60)
+        level = resident()
+        manager.unload("m")
+        return level
+
+    for _ in range(2):
+        load_and_use()  # what llama.cpp and the allocator keep for good
+    before = resident()
+    loaded = load_and_use()
+    assert loaded > before + 40e6
+    assert resident() <= 1.05 * before
