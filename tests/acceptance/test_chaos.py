@@ -12,23 +12,27 @@ import pytest
 from ..conftest import clean_environment
 
 JOBS = 40
+TIMEOUT_S = 400.0
 
 
 def chaos(scenario: str, *options: str) -> dict[str, Any]:
     """The one row of a scenario."""
     command = [sys.executable, "-m", "cellama.bench", "chaos", "--scenarios", scenario, "--jobs", str(JOBS)]
-    done = subprocess.run([*command, *options], capture_output=True, timeout=400, text=True, env=clean_environment())
+    done = subprocess.run(
+        [*command, *options], capture_output=True, timeout=TIMEOUT_S, text=True, env=clean_environment()
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
     row: dict[str, Any] = report["rows"][0]
     return row
 
 
+@pytest.mark.timeout(TIMEOUT_S + 30)
 @pytest.mark.parametrize(
     ("scenario", "options"),
     [
-        ("kills", ("--new", "400", "--kills", "3", "--period", "2")),
-        ("outages", ("--new", "400", "--outages", "4", "--period", "1.5")),
+        ("kills", ("--new", "400", "--kills", "3", "--period", "1.5")),
+        ("outages", ("--new", "400", "--outages", "4", "--period", "1")),
         ("freeze", ("--new", "200", "--period", "1")),
         ("poison", ("--new", "100")),
     ],
