@@ -20,7 +20,20 @@ from cellama.tasks.contract.payloads import GenerateJob
 from ..conftest import clean_environment
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ("demo", "up", "worker", "generate", "chat", "embed", "status", "cancel")
+COMMANDS = (
+    "demo",
+    "up",
+    "worker",
+    "generate",
+    "chat",
+    "embed",
+    "status",
+    "cancel",
+    "bench",
+    "dead list",
+    "dead requeue",
+)
+COMMANDS += tuple(f"models {name}" for name in ("list", "info", "load", "unload", "default"))
 
 
 def run_cli(*argv: str, folder: Path, stdin: bytes = b"", **variables: str) -> subprocess.CompletedProcess[bytes]:
@@ -32,7 +45,7 @@ def run_cli(*argv: str, folder: Path, stdin: bytes = b"", **variables: str) -> s
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_of_every_command_has_an_example(command: str) -> None:
-    result = CliRunner().invoke(app, [command, "--help"])
+    result = CliRunner().invoke(app, [*command.split(), "--help"])
     assert result.exit_code == 0
     assert f"cellama {command}" in result.output
     assert "Example:" in result.output
