@@ -99,7 +99,7 @@ for i = 0, (#ARGV - 5) / 7 - 1 do
   local id, attempt, kind = ARGV[7*i+6], ARGV[7*i+7], ARGV[7*i+8]
   local entry, channel, data, result = ARGV[7*i+9], ARGV[7*i+10], ARGV[7*i+11], ARGV[7*i+12]
   local ends = kind == 'end' or kind == 'dead'
-  local found = redis.call('HMGET', job, 'attempt', 'state', 'queue', 'ended_by')
+  local found = redis.call('HMGET', job, 'attempt', 'state', 'queue', 'ended_by', 'failures')
   local mine
   if attempt == '' then mine = found[2] == 'queued' else mine = found[2] == 'running' and found[1] == attempt end
   if not mine then
@@ -126,10 +126,11 @@ for i = 0, (#ARGV - 5) / 7 - 1 do
         redis.call('HDEL', job, 'call')
         redis.call('EXPIRE', job, redis.call('HEXISTS', job, 'idempotent') == 1 and result_ttl or event_ttl)
       end
+    elseif kind == 'token' then
+      if found[5] ~= '0' then redis.call('HSET', job, 'failures', 0) end
     else
       redis.call('EXPIRE', journal, journal_ttl)
-      if kind == 'started' then redis.call('ZADD', RUNNING, clock(), id) end
-      if kind == 'token' then redis.call('HSET', job, 'failures', 0) end
+      redis.call('ZADD', RUNNING, clock(), id)
     end
   end
 end

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -28,6 +29,7 @@ from .residency import Residency
 log = logging.getLogger(__name__)
 
 SOCKET_TIMEOUT_S = 10
+SWITCH_INTERVAL_S = 0.0005  # an engine that comes out of llama.cpp waits no longer for the GIL; Python's own is 5 ms
 NOT_OPTIONS = {name for name in ModelSettings.model_fields if name not in EngineOptions.__dataclass_fields__}
 
 
@@ -39,6 +41,7 @@ class Runtime:
 
         Raises ModelLoadFailed, InvalidRequest; nothing is left then.
         """
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         self.settings = settings
         redis = Redis.from_url(settings.redis_url, socket_timeout=SOCKET_TIMEOUT_S, health_check_interval=10)
         self.redis = redis
