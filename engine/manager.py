@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Literal
+from typing import Any, Literal
 
 from .errors import IdTaken, ManagerExists, ModelBusy, UnknownModel, nearest
 from .hub import HubOptions
@@ -91,25 +91,14 @@ class ModelManager:
         log.info("model %s: %s, %.1f MB, loaded in %.2f s", entry.id, info.description, info.size_bytes / 1e6, seconds)
         return model
 
-    def load_in_background(
-        self,
-        model_id: str | None,
-        source: str,
-        *,
-        options: EngineOptions | None = None,
-        capabilities: Iterable[Capability] = CAPABILITIES,
-        default: bool = False,
-        hub: HubOptions | None = None,
-    ) -> Future[Model]:
-        """`load` in a thread of its own; the future gives the model, or raises what `load` does."""
+    def load_in_background(self, model_id: str | None, source: str, **options: Any) -> Future[Model]:
+        """`load`, with its options, in a thread of its own; the future gives the model, or raises what `load` does."""
         future: Future[Model] = Future()
         future.set_running_or_notify_cancel()
 
         def run() -> None:
             try:
-                loaded = self.load(
-                    model_id, source, options=options, capabilities=capabilities, default=default, hub=hub
-                )
+                loaded = self.load(model_id, source, **options)
             except BaseException as error:
                 future.set_exception(error)
             else:

@@ -60,7 +60,7 @@ class Reaper:
         if time.monotonic() < self._next:
             return 0
         self._next = time.monotonic() + self._period_s
-        if not self._redis.set(REAPER_KEY, "1", nx=True, px=int(self._period_s * 900)):
+        if not self._redis.set(REAPER_KEY, "1", nx=True, px=max(1, int(self._period_s * 900))):
             self._missing = set()
             return 0
         missing = self._find_missing()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -99,9 +98,9 @@ def test_ending_worker_hands_its_jobs_back(
     undisturbed = generate.delay(model, STORY, **MEDIUM).get(timeout=PATIENCE_S)["text"]
     jobs = [generate.delay(model, STORY, stream=bool(i % 2), **MEDIUM) for i in range(6)]
     wait_for_token(redis_client, jobs[1].id)
-    for _ in range(num_signals):
+    for number in range(num_signals):
         first.process.send_signal(signal.SIGTERM)
-        time.sleep(0.3)
+        wait_until(lambda n=number: first.log().count("Warm shutdown") > n, "the signal in the log")
     assert first.process.wait(PATIENCE_S) == 0, first.log()
     handed_back = [job for job in jobs if redis_client.hget(job_key(job.id), "state") == b"handed_back"]
     assert handed_back
