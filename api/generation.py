@@ -15,7 +15,7 @@ from cellama.tasks.position import Position
 from cellama.tasks.reader import PING
 
 from .client import Client, Job
-from .options import with_generation_options
+from .options import with_chat_options, with_generation_options
 from .output import err, out, print_json
 
 PING_S = 1.0
@@ -41,7 +41,7 @@ def generate_command(
         _show(client.generate(model, _read(prompt), wait=wait, **params), json, patience)
 
 
-@with_generation_options
+@with_chat_options
 def chat_command(
     model: Annotated[str, typer.Argument(help="Model id, or :default.")],
     message: Annotated[str | None, typer.Argument(help="What to say; without it, a conversation begins.")] = None,
@@ -53,7 +53,9 @@ def chat_command(
 ) -> None:
     """Chat with a model: one answer, or a conversation when no message is given (/exit ends it).
 
-    Example:  cellama chat tiny "What is the capital of France?"
+    Example:  cellama chat tiny "What is the capital of France?" --enable-thinking
+
+    Tools are a JSON list in the OpenAI form:  --tools @tools.json
     """
     messages = [{"role": "system", "content": system}] if system else []
     with Client() as client:
@@ -117,20 +119,32 @@ def _show(job: Job, json: bool, patience_s: float) -> str:
     text = ""
     try:
         for event in _with_spinner(job, job.stream(timeout=patience_s, ping=PING_S)):
-            text += event.get("text", "")
+            text += event["text"] if event["type"] == "token" else ""
             if json:
                 print_json({"job_id": job.id, **event})
-            elif event["type"] == "token":
-                sys.stdout.write(event["text"])
-                sys.stdout.flush()
-            if event["type"] == "done" and not json:
-                _summarise(event)
+            else:
+                _show_event(event)
             _raise_if_failed(event, job.id)
     except KeyboardInterrupt:
         job.cancel()
         err.print(f"\n[yellow]cancelled job {job.id}[/]")
         raise
     return text
+
+
+def _show_event(event: Event) -> None:
+    """The answer goes to stdout, thoughts and the summary to stderr."""
+    if event["type"] == "token":
+        sys.stdout.write(event["text"])
+        sys.stdout.flush()
+    elif event["type"] == "reasoning":
+        err.print(event["text"], style="dim italic", end="", markup=False, highlight=False, soft_wrap=True)
+    elif event["type"] == "reasoning_end":
+        err.print("\n")
+    elif event["type"] == "done":
+        for call in event.get("tool_calls", []):
+            sys.stdout.write(f"{call['function']['name']}({call['function']['arguments']})")
+        _summarise(event)
 
 
 def _with_spinner(job: Job, events: Iterator[Event]) -> Iterator[Event]:

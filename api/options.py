@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,15 +12,25 @@ from typing import Annotated, Any
 import typer
 from pydantic.fields import FieldInfo
 
-from cellama.tasks.contract.payloads import GenerateJob
+from cellama.tasks.contract.payloads import ChatJob, GenerateJob
 
-_NOT_OPTIONS = {"model", "prompt", "stream", "n"}
-_FROM_FILE = {"grammar", "json_schema"}
+_NOT_OPTIONS = {"model", "prompt", "messages", "stream", "n"}
+_FROM_FILE = {"grammar", "json_schema", "tools", "template_args"}
+_JSON = {"tools", "template_args"}
 
 
 def with_generation_options(command: Callable[..., None]) -> Callable[..., None]:
     """Adds one option per generation parameter; the command gets those that were given as `params`."""
-    fields = {name: field for name, field in GenerateJob.model_fields.items() if name not in _NOT_OPTIONS}
+    return _with_options(GenerateJob, command)
+
+
+def with_chat_options(command: Callable[..., None]) -> Callable[..., None]:
+    """As `with_generation_options`, with what only chats have."""
+    return _with_options(ChatJob, command)
+
+
+def _with_options(job: type[GenerateJob | ChatJob], command: Callable[..., None]) -> Callable[..., None]:
+    fields = {name: field for name, field in job.model_fields.items() if name not in _NOT_OPTIONS}
 
     @functools.wraps(command)
     def wrapper(**kwargs: Any) -> None:
@@ -35,13 +46,18 @@ def with_generation_options(command: Callable[..., None]) -> Callable[..., None]
 
 
 def _read(name: str, value: Any) -> Any:
-    """The value of an option, or the text of the file that it names."""
-    if name not in _FROM_FILE or not value.startswith("@"):
+    """The value of an option, or what is in the file that it names."""
+    if name in _FROM_FILE and value.startswith("@"):
+        try:
+            value = Path(value[1:]).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise typer.BadParameter(f"{value!r}: the file can't be read: {error}", param_hint=_flag(name)) from None
+    if name not in _JSON:
         return value
     try:
-        return Path(value[1:]).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise typer.BadParameter(f"{value!r}: the file can't be read: {error}", param_hint=_flag(name)) from None
+        return json.loads(value)
+    except ValueError as error:
+        raise typer.BadParameter(f"it is no JSON: {error}", param_hint=_flag(name)) from None
 
 
 def _flag(name: str) -> str:
@@ -50,9 +66,10 @@ def _flag(name: str) -> str:
 
 def _option(name: str, field: FieldInfo) -> inspect.Parameter:
     text = (field.description or name.replace("_", " ")) + _default_text(field.default)
-    flags = f"{_flag(name)}/--no-{_flag(name)[2:]}" if field.default is True else _flag(name)
+    two_sided = field.default is True or (field.default is None and _kind(name, field) is bool)
+    flags = f"{_flag(name)}/--no-{_flag(name)[2:]}" if two_sided else _flag(name)
     option = typer.Option(flags, help=text, show_default=False, rich_help_panel="Generation")
-    annotation: Any = Annotated[(_kind(field) | None, option)]
+    annotation: Any = Annotated[(_kind(name, field) | None, option)]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
@@ -62,11 +79,13 @@ def _default_text(default: Any) -> str:
     return f" (default: {default:g})" if isinstance(default, int | float) else f" (default: {default!r})"
 
 
-def _kind(field: FieldInfo) -> Any:
+def _kind(name: str, field: FieldInfo) -> Any:
     """What typer parses an option as, from the default and the annotation of the field."""
+    if name in _JSON:
+        return str
     if isinstance(field.default, tuple):
         return list[str]
     if field.default is not None:
         return type(field.default)
     names = str(field.annotation)
-    return float if "float" in names else int if "int" in names else str
+    return next((kind for kind in (float, bool, int) if kind.__name__ in names), str)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import parse_qs, urlsplit, urlunsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 PREFIX = "CELLAMA_"
@@ -77,6 +77,9 @@ class Settings(BaseSettings):
     drain_s: int = Field(default=30, ge=0, description="after so long an ending worker gives its jobs to others")
     max_payload_bytes: int = Field(default=4 << 20, ge=1024, description="size of a job, as JSON")
     show_prompts: bool = Field(default=False, description="let Flower and the logs show prompts and texts")
+    reasoning_key: SecretStr | None = Field(
+        default=None, description="signs reasoning, so that it can't be changed by those who send it back"
+    )
     event_ttl_s: int = Field(default=3600, ge=1, description="life of a journal after the end of its job")
     journal_ttl_s: int = Field(default=86400, ge=1, description="life of a journal whose job never ends")
     journal_max_events: int = Field(default=100_000, ge=1, description="events kept per job, about")

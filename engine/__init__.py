@@ -1,6 +1,7 @@
 """The inference engine: continuous batching on llama.cpp, usable as a library without Celery and Redis."""
 
 from .backend import ModelInfo
+from .chat import ChatOptions, ChatPrompt, Message
 from .embedder import Embedder, EmbeddingHandle
 from .engine import Engine
 from .errors import (
@@ -38,9 +39,13 @@ from .logprobs import TokenLogprob
 from .manager import ModelEntry, ModelManager
 from .models import Model
 from .params import EngineOptions, Request, Resumed, SamplingParams
+from .reply import ReplyFormat
 from .texts import Tokenizer
+from .tool_calls import ToolCall
 
 __all__ = [
+    "ChatOptions",
+    "ChatPrompt",
     "Completion",
     "DecodeFailed",
     "Embedder",
@@ -59,6 +64,7 @@ __all__ = [
     "IdTaken",
     "InvalidRequest",
     "ManagerExists",
+    "Message",
     "Model",
     "ModelBusy",
     "ModelEntry",
@@ -67,6 +73,7 @@ __all__ = [
     "ModelManager",
     "PromptTooLong",
     "QueueFull",
+    "ReplyFormat",
     "Request",
     "RequestStats",
     "Resumed",
@@ -78,6 +85,7 @@ __all__ = [
     "Timings",
     "TokenLogprob",
     "Tokenizer",
+    "ToolCall",
     "UnknownModel",
     "Usage",
     "WrongCapability",

@@ -53,8 +53,15 @@ class Vocabulary(Protocol):
 class Sampler(Protocol):
     """Chooses tokens for one sequence. Engine thread only."""
 
-    def sample(self, slot: int) -> tuple[int, TokenLogprob | None]:
-        """The next token, from the logits that the last decode left for this slot. Raises GrammarFailed."""
+    def sample(self, slot: int, forced: int | None = None) -> tuple[int, TokenLogprob | None]:
+        """The next token, from the logits that the last decode left for this slot. Raises GrammarFailed.
+
+        It is `forced`, if that is given and no grammar forbids it.
+        """
+        ...
+
+    def bind(self) -> None:
+        """The grammar, if there is one, holds for the tokens from now on."""
         ...
 
     def close(self) -> None: ...
@@ -81,10 +88,18 @@ class Backend(KvMemory, Protocol):
         ...
 
     def new_sampler(
-        self, params: SamplingParams, seed: int, history: Sequence[int], *, ban_end: bool, num_chosen: int = 0
+        self,
+        params: SamplingParams,
+        seed: int,
+        history: Sequence[int],
+        *,
+        ban_end: bool,
+        num_chosen: int = 0,
+        num_unbound: int | None = 0,
     ) -> Sampler:
         """A sampler for what follows `history`, of whose tokens the last `num_chosen` were sampled before.
 
+        The grammar does not hold for the first `num_unbound` of these; None: it holds once `bind` was called.
         With `ban_end` it never ends a generation. Raises InvalidRequest.
         """
         ...

@@ -25,6 +25,7 @@ from .group import Group
 from .handle import CancelReason, Handle
 from .kvcache import KvCache
 from .params import MAX_SEED, EngineOptions, Request
+from .reply import Kind, Part
 from .scheduler import Chunk, Limits, Scheduler
 from .sequence import Sequence
 from .strategies import INTERACTIVE_PRIORITY, make_strategy
@@ -35,6 +36,7 @@ log = logging.getLogger(__name__)
 
 NO_ROOM, ABORTED = 1, 2  # llama.h: llama_decode; nothing of the batch counts, it may be tried again
 ATTEMPTS_ALONE = 2  # of a request in a batch of its own, before it fails
+HELD_BACK_TOKENS = 16  # after so many without final text they are told all the same, so that another can go on
 CLOSE_TIMEOUT_S = 30.0
 
 Errand = Literal["submit", "stop"] | CancelReason
@@ -213,12 +215,20 @@ class Engine(Generating):
     def _replay_text(self, sequence: Sequence, tokens: tuple[int, ...]) -> str | None:
         """Releases the text of these tokens without telling it again; returns the stop string that it ends with."""
         for token in tokens:
-            released = sequence.text_stream.push(self._vocabulary.token_bytes(token))
+            released = self._text_after(sequence, token)
+            text = released.released if isinstance(released, StopMatch) else released
+            sequence.keep([Part("text", text)] if sequence.reply is None else sequence.reply.push(text))
             if isinstance(released, StopMatch):
-                sequence.texts.append(released.released)
                 return released.stop
-            sequence.texts.append(released)
         return None
+
+    def _text_after(self, sequence: Sequence, token: int) -> str | StopMatch:
+        """What is released with one more token."""
+        if sequence.reply is None:
+            return sequence.text_stream.push(self._vocabulary.token_bytes(token))
+        sequence.reply.note_token()
+        shown = sequence.reply.text_of(token)
+        return sequence.text_stream.push(self._vocabulary.token_bytes(token) if shown is None else shown)
 
     def _step(self) -> None:
         started, cpu_started = time.monotonic(), time.thread_time()
@@ -246,6 +256,7 @@ class Engine(Generating):
                 sequence.tokens,
                 ban_end=request.ignore_eos,
                 num_chosen=sequence.num_output,
+                num_unbound=0 if sequence.reply is None else sequence.reply.num_unbound,
             )
         except EngineError as error:
             self._fail(sequence.group, error)
@@ -329,7 +340,8 @@ class Engine(Generating):
     def _sample(self, sequence: Sequence, slot: int, now: float) -> None:
         assert sequence.sampler is not None
         try:
-            token, logprob = sequence.sampler.sample(slot)
+            forced = None if sequence.reply is None else sequence.reply.forced_token
+            token, logprob = sequence.sampler.sample(slot, forced)
         except EngineError as error:
             self._fail(sequence.group, error)
             return
@@ -347,7 +359,7 @@ class Engine(Generating):
             return self._end(sequence, "stop")
         sequence.tokens.append(token)
         self._telemetry.token()
-        released = sequence.text_stream.push(self._vocabulary.token_bytes(token))
+        released = self._text_after(sequence, token)
         if isinstance(released, StopMatch):
             self._release_text(sequence, released.released)
             return self._end(sequence, "stop", released.stop)
@@ -358,14 +370,30 @@ class Engine(Generating):
         return sequence.num_output >= sequence.request.max_tokens or self._scheduler.is_full(sequence)
 
     def _release_text(self, sequence: Sequence, text: str) -> None:
-        if not text:
-            return
-        sequence.texts.append(text)
+        if sequence.reply is not None:
+            self._release_parts(sequence, sequence.reply.push(text))
+        elif text:
+            sequence.texts.append(text)
+            self._tell_text(sequence, text, "text")
+
+    def _release_parts(self, sequence: Sequence, parts: list[Part]) -> None:
+        """Tells what is final of a chat's reply; now and then also that it goes on, while a tool call is held back."""
+        sequence.keep(parts)
+        for part in parts:
+            if part.kind == "reasoning_end" and sequence.sampler is not None:
+                sequence.sampler.bind()
+            self._tell_text(
+                sequence, sequence.reasoning or "" if part.kind == "reasoning_end" else part.text, part.kind
+            )
+        if not parts and sequence.num_output - sequence.num_reported >= HELD_BACK_TOKENS:
+            self._tell_text(sequence, "", "text")
+
+    def _tell_text(self, sequence: Sequence, text: str, kind: Kind) -> None:
         if sequence.request.stream:
             first, sequence.num_reported = sequence.num_reported, sequence.num_output
             tokens = tuple(sequence.tokens[sequence.num_prompt + first :])
             logprobs = tuple(sequence.logprobs[first:]) if sequence.logprobs else ()
-            self._emit(sequence, Text(sequence.request.id, text, tokens, sequence.index, logprobs))
+            self._emit(sequence, Text(sequence.request.id, text, tokens, sequence.index, logprobs, kind))
 
     def _end_all(self, group: Group, reason: FinishReason) -> None:
         for sequence in list(group.running):
@@ -375,6 +403,9 @@ class Engine(Generating):
         """Ends one sequence; its request ends with the last of them."""
         if stop_sequence is None:
             self._release_text(sequence, sequence.text_stream.flush())
+        if sequence.reply is not None:
+            parts, sequence.tool_calls = sequence.reply.finish()
+            self._release_parts(sequence, parts)
         group = sequence.group
         group.finished.append(sequence.completion(reason, stop_sequence, time.monotonic()))
         self._free(sequence)

@@ -7,6 +7,8 @@ from typing import Literal
 
 from .errors import EngineError
 from .logprobs import TokenLogprob
+from .reply import Kind
+from .tool_calls import ToolCall
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout"]
 Phase = Literal["idle", "prefilling", "generating"]
@@ -34,7 +36,10 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The end of an accepted request that did not fail. `text` has no stop string and no broken character."""
+    """The end of an accepted request that did not fail. `text` has no stop string and no broken character.
+
+    `tokens` and `usage` are of all that was generated; of a chat, `text` is without reasoning and tool calls.
+    """
 
     text: str
     tokens: tuple[int, ...]
@@ -46,6 +51,8 @@ class Completion:
     seed: int
     index: int = 0
     logprobs: tuple[TokenLogprob, ...] | None = None  # one per token, if asked for
+    reasoning: str | None = None  # what the model thought, if it did
+    tool_calls: tuple[ToolCall, ...] = ()
     alternatives: tuple[Completion, ...] = ()  # with n > 1: the others, by index; `usage` counts all then
 
 
@@ -62,13 +69,17 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Text that is final, and the ids sampled since the last event (some may still hold text back)."""
+    """Text that is final, and the ids sampled since the last event (some may still hold text back).
+
+    The end of a block of reasoning has all of the reasoning as its text.
+    """
 
     request_id: str
     text: str
     tokens: tuple[int, ...]
     index: int = 0  # which of the n completions
     logprobs: tuple[TokenLogprob, ...] = ()  # of these tokens, if asked for
+    kind: Kind = "text"
 
 
 @dataclass(frozen=True, slots=True)

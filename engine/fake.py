@@ -146,7 +146,14 @@ class FakeBackend:
         pass
 
     def new_sampler(
-        self, params: SamplingParams, seed: int, history: Sequence[int], *, ban_end: bool, num_chosen: int = 0
+        self,
+        params: SamplingParams,
+        seed: int,
+        history: Sequence[int],
+        *,
+        ban_end: bool,
+        num_chosen: int = 0,
+        num_unbound: int | None = 0,
     ) -> FakeSampler:
         return FakeSampler(self, None if params.is_greedy else seed, ban_end, num_chosen)
 
@@ -171,10 +178,14 @@ class FakeSampler:
     ban_end: bool
     num_chosen: int = 0
 
-    def sample(self, slot: int) -> tuple[int, TokenLogprob | None]:
+    def sample(self, slot: int, forced: int | None = None) -> tuple[int, TokenLogprob | None]:
         draw = 0 if self.seed is None else hash((self.seed, self.num_chosen)) + 1
         self.num_chosen += 1
-        return self.backend.next_token(slot, draw, self.ban_end), None
+        token = self.backend.next_token(slot, draw, self.ban_end)
+        return token if forced is None else forced, None
+
+    def bind(self) -> None:
+        pass
 
     def close(self) -> None:
         pass

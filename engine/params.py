@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 from .errors import InvalidRequest, nearest
 from .logprobs import TokenLogprob
+from .reply import ReplyFormat
 
 MAX_SEED = 2**32 - 2  # llama.h: 0xFFFFFFFF means "random"
 DEFAULT_PRIORITY = 3
@@ -143,6 +144,7 @@ class Request:
     cache_prompt: bool = True  # take over what is in the cache, and leave what was computed to others
     cache_scope: str = ""  # only requests of the same scope share prefixes
     submitted_at: float | None = None  # time.monotonic(); None = when the engine gets it
+    reply: ReplyFormat | None = None  # of a chat: how thinking and tool calls are told from the text
     resume: tuple[Resumed, ...] = ()  # of the first completions; the seed must be that of the first time
 
     def __post_init__(self) -> None:

@@ -89,15 +89,26 @@ class Chooser:
         self.num_chosen = num_chosen
         self.mirostat_mu = 2 * params.mirostat_tau if mirostat_mu is None else mirostat_mu
 
-    def choose(self, logits: Logits) -> tuple[int, TokenLogprob | None]:
-        """The next token, which counts as chosen. Changes `logits`. Raises NothingAllowed."""
+    def constrain(self, constraint: Constraint) -> None:
+        """From now on the constraint holds."""
+        self._constraint = constraint
+
+    def choose(self, logits: Logits, forced: int | None = None) -> tuple[int, TokenLogprob | None]:
+        """The next token, which counts as chosen: `forced`, unless that is None or the constraint forbids it.
+
+        Changes `logits`. Raises NothingAllowed.
+        """
         top = self._params.logprobs
         raw = logits.copy() if top is not None and self._changes_logits else logits
         report = _LogprobReport(raw, top) if top is not None else None
+        if forced is not None and (self._constraint is None or self._constraint.allows(np.array([forced]))[0]):
+            self._accept(forced)
+            return forced, report.of(forced) if report else None
         self._adjust(logits)
         token = self._pick(logits, "draw")
         if self._constraint is not None and not self._constraint.allows(np.array([token]))[0]:
             token = self._pick_allowed(logits, self._constraint)
+        self._learn_surprise()
         self._accept(token)
         return token, report.of(token) if report else None
 
@@ -173,9 +184,11 @@ class Chooser:
         self._surprise = -math.log2(kept[at] / kept.sum())
         return int(ids[at])
 
-    def _accept(self, token: int) -> None:
+    def _learn_surprise(self) -> None:
         if self._params.mirostat and not self._params.is_greedy:
             self.mirostat_mu -= self._params.mirostat_eta * (self._surprise - self._params.mirostat_tau)
+
+    def _accept(self, token: int) -> None:
         if self._penalties is not None:
             self._penalties.accept(token)
         if self._constraint is not None:

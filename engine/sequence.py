@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 from .events import Completion, FinishReason, Timings, Usage
 from .logprobs import TokenLogprob
 from .params import Request
+from .reply import Part, ReplyReader
 from .text import TextStream
+from .tool_calls import ToolCall
 
 if TYPE_CHECKING:
     from .backend import Sampler
@@ -53,12 +55,16 @@ class Sequence:
     first_token_at: float | None = None
     last_token_at: float | None = None
     texts: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)  # the reasoning, apart from the text
+    tool_calls: tuple[ToolCall, ...] = ()
     logprobs: list[TokenLogprob] = field(default_factory=list)  # of the output tokens, if asked for
     text_stream: TextStream = field(init=False)
+    reply: ReplyReader | None = field(init=False)  # of a chat
     num_reported: int = 0  # output tokens that Text events have carried
 
     def __post_init__(self) -> None:
         self.text_stream = TextStream(self.request.stop)
+        self.reply = None if self.request.reply is None else ReplyReader(self.request.reply)
 
     @property
     def num_prompt(self) -> int:
@@ -83,6 +89,16 @@ class Sequence:
         timeout_s = self.request.timeout_s
         return None if timeout_s is None else self.submitted_at + timeout_s
 
+    def keep(self, parts: list[Part]) -> None:
+        """Adds final parts of the reply to what the completion will say."""
+        self.texts += [part.text for part in parts if part.kind == "text"]
+        self.thoughts += [part.text for part in parts if part.kind == "reasoning"]
+
+    @property
+    def reasoning(self) -> str | None:
+        """What the model has thought so far, None if nothing."""
+        return "".join(self.thoughts) or None
+
     def completion(self, reason: FinishReason, stop_sequence: str | None, now: float) -> Completion:
         return Completion(
             text="".join(self.texts),
@@ -94,6 +110,8 @@ class Sequence:
             slot=self.slot,
             seed=self.seed,
             index=self.index,
+            reasoning=self.reasoning,
+            tool_calls=self.tool_calls,
             logprobs=None if self.request.sampling.logprobs is None else tuple(self.logprobs),
         )
 

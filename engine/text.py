@@ -38,7 +38,7 @@ class TextStream:
         if found is not None:
             start, stop = found
             return StopMatch(self._held[:start], stop)
-        return self._release(len(self._held) - self._possible_stop_length())
+        return self._release(len(self._held) - possible_marker(self._held, self._stops))
 
     def flush(self) -> str:
         """Ends the stream without a stop string; returns the text that was held back for one."""
@@ -55,11 +55,12 @@ class TextStream:
         _, start, stop = min(found)
         return start, stop
 
-    def _possible_stop_length(self) -> int:
-        """Length of the longest tail of the held text that a stop string begins with."""
-        longest = max(len(stop) for stop in self._stops) - 1
-        for length in range(min(longest, len(self._held)), 0, -1):
-            tail = self._held[-length:]
-            if any(stop.startswith(tail) for stop in self._stops):
-                return length
-        return 0
+
+def possible_marker(text: str, markers: tuple[str, ...]) -> int:
+    """Length of the longest tail of `text` that a marker begins with; a whole marker does not count."""
+    longest = max(map(len, markers), default=1) - 1
+    for length in range(min(longest, len(text)), 0, -1):
+        tail = text[-length:]
+        if any(marker.startswith(tail) for marker in markers):
+            return length
+    return 0

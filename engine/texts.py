@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .chat import ChatTemplate, Message
+from .chat import ChatOptions, ChatPrompt, ChatTemplate, Message, grammar_of_choice, reply_format_of
 from .errors import InvalidRequest, TemplateFailed
 from .hub import HubOptions
 from .sources import resolve
@@ -49,9 +49,23 @@ class Texts:
 
     def tokenize_chat(self, messages: Sequence[Message], **template_args: Any) -> list[int]:
         """Token ids of a conversation's prompt; the template writes the special tokens, none is added twice."""
-        text = self.render_chat(messages, **template_args)
+        return self._tokens_of_prompt(self.render_chat(messages, **template_args))
+
+    def _tokens_of_prompt(self, text: str) -> list[int]:
         bos = self._weights.special_text("bos")
         return self.tokenize(text, add_special=not (bos and text.startswith(bos)), parse_special=True)
+
+    def prepare_chat(self, messages: Sequence[Message], options: ChatOptions) -> ChatPrompt:
+        """A conversation's prompt, and how the reply to it is read. Raises TemplateFailed, InvalidRequest."""
+        from .llama.json_schema import schema_to_gbnf
+
+        text = self.render_chat(messages, **options.variables)
+        reply = reply_format_of(self._name, self.template, text, options, self._ids_of_markup)
+        grammar = grammar_of_choice(self._name, reply, options, schema_to_gbnf)
+        return ChatPrompt(text, self._tokens_of_prompt(text), reply, grammar)
+
+    def _ids_of_markup(self, text: str) -> list[int]:
+        return self.tokenize(text, add_special=False, parse_special=True)
 
 
 class Tokenizer(Texts):

@@ -8,7 +8,7 @@ from typing import Any
 
 from redis import Redis
 
-from .contract.events import EVENT_FIELD, Event, is_terminal
+from .contract.events import EVENT_FIELD, OUTPUT_TYPES, Event, is_terminal
 from .contract.keys import journal_key
 
 
@@ -36,7 +36,7 @@ class Past:
         self.next_seq = event["seq"] + 1
         if event["type"] == "started":
             self.seed = event["seed"]
-        elif event["type"] == "token":
+        elif event["type"] in OUTPUT_TYPES:
             output = self.outputs.setdefault(event.get("index", 0), Output())
             output.tokens += event["tokens"]
             output.logprobs += event.get("logprobs", [])

@@ -16,6 +16,7 @@ from redis.exceptions import OutOfMemoryError, ReadOnlyError, RedisError, Respon
 from .contract import events
 from .contract.events import Event
 from .ledger import Attempt, Entry, Ledger
+from .signing import Signer
 
 if TYPE_CHECKING:
     from cellama.engine import Event as EngineEvent
@@ -50,11 +51,17 @@ class _Run:
         return {"seq": seq, **event}
 
     def gather(self, event: Event) -> Iterator[Event]:
-        """The event to write instead of this one and those before, if there are enough tokens."""
-        gathered = self.gathered.setdefault(event.get("index", 0), [])
+        """The event to write instead of this one and those before, if there are enough tokens.
+
+        An event without tokens goes at once: those that its text comes from are told, and nobody would say it again.
+        """
+        index = event.get("index", 0)
+        if index in self.gathered and self.gathered[index][0]["type"] != event["type"]:
+            yield self._join(index)
+        gathered = self.gathered.setdefault(index, [])
         gathered.append(event)
-        if sum(len(each["tokens"]) for each in gathered) >= STRIDE:
-            yield self._join(event.get("index", 0))
+        if not event["tokens"] or sum(len(each["tokens"]) for each in gathered) >= STRIDE:
+            yield self._join(index)
 
     def rest(self) -> Iterator[Event]:
         """What is still gathered."""
@@ -63,8 +70,9 @@ class _Run:
 
     def _join(self, index: int) -> Event:
         parts = self.gathered.pop(index)
-        text = "".join(part["text"] for part in parts)
-        joined = {**parts[0], "text": text, "tokens": [token for part in parts for token in part["tokens"]]}
+        joined = {**parts[0], "tokens": [token for part in parts for token in part["tokens"]]}
+        if "text" in joined:
+            joined["text"] = "".join(part["text"] for part in parts)
         if "logprobs" in joined:
             joined["logprobs"] = [entry for part in parts for entry in part["logprobs"]]
         return joined
@@ -73,11 +81,12 @@ class _Run:
 class Publisher:
     """Numbers, journals and publishes the events of all runs of a worker. Owns the `seq` of each."""
 
-    def __init__(self, ledger: Ledger, worker: str, on_void: Callable[[str], None]) -> None:
+    def __init__(self, ledger: Ledger, worker: str, on_void: Callable[[str], None], signer: Signer) -> None:
         """`on_void` is told, on this thread, the id of a run whose job has another attempt or an end already."""
         self._ledger = ledger
         self._worker = worker
         self._on_void = on_void
+        self._signer = signer
         self._runs: dict[str, _Run] = {}
         self._inbox: queue.SimpleQueue[Callable[[], Told] | None] = queue.SimpleQueue()
         self._closing = threading.Event()
@@ -131,7 +140,11 @@ class Publisher:
         from .results import event_of, result_of_end
 
         return [
-            (event.request_id, event_of(event, model_id, self._worker), result_of_end(event, model_id))
+            (
+                event.request_id,
+                event_of(event, model_id, self._worker, self._signer),
+                result_of_end(event, model_id, self._signer),
+            )
             for event in engine_events
         ]
 
@@ -159,7 +172,7 @@ class Publisher:
         run = self._runs.get(run_id)
         if run is None or run.handed_back or (event["type"] == "started" and run.started):
             return  # it is void, or goes on elsewhere, or from an earlier attempt
-        if event["type"] == "token" and not run.streams:
+        if event["type"] in events.OUTPUT_TYPES and not run.streams:
             for joined in run.gather(event):
                 yield run_id, self._entry(run, joined)
             return
@@ -215,7 +228,7 @@ class Publisher:
             elif events.is_terminal(entry.event):
                 del self._runs[run_id]
                 run.ended.set_result(True)
-            elif entry.event["type"] == "token":
+            elif entry.event["type"] in events.OUTPUT_TYPES:
                 run.on_token()
 
     def _give_up(self, run_id: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import struct
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -15,11 +16,13 @@ from .contract import events
 from .contract.errors import JobFailed
 from .contract.events import Event
 from .past import Output, Past
+from .signing import Signer
 
+CALL_ID_CHARS = 9  # what Mistral's templates insist on
 NO_USAGE = {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0}
 
 
-def event_of(event: EngineEvent, model_id: str, worker: str) -> Event:
+def event_of(event: EngineEvent, model_id: str, worker: str, signer: Signer) -> Event:
     """The contract's event for an engine's."""
     if isinstance(event, Started):
         return events.started(model_id, event.num_prompt_tokens, worker, event.seed)
@@ -27,7 +30,10 @@ def event_of(event: EngineEvent, model_id: str, worker: str) -> Event:
         details: dict[str, Any] = {"index": event.index} if event.index else {}
         if event.logprobs:
             details["logprobs"] = _logprobs(event.logprobs)
-        return events.token(event.text, list(event.tokens), **details)
+        if event.kind == "reasoning_end":
+            return events.reasoning_end(signer.sign(event.text), list(event.tokens), **details)
+        tell = events.token if event.kind == "text" else events.reasoning
+        return tell(event.text, list(event.tokens), **details)
     return _terminal_event(event)
 
 
@@ -36,19 +42,21 @@ def _terminal_event(event: Finished) -> Event:
         return error_event(failure_of(event.error))
     completion = event.completion
     assert completion is not None
+    calls = {"tool_calls": _tool_calls(completion)} if completion.tool_calls else {}
     return events.done(
         completion.finish_reason,
         asdict(completion.usage),
         stop_sequence=completion.stop_sequence,
         timings=_timings(completion),
         seed=completion.seed,
+        **calls,
     )
 
 
-def result_of(completion: Completion, model_id: str) -> dict[str, Any]:
+def result_of(completion: Completion, model_id: str, signer: Signer) -> dict[str, Any]:
     """The result of a generation job: its first completion, and all of them as `choices` if there are several."""
     result = {
-        **_choice(completion),
+        **_choice(completion, signer),
         "usage": asdict(completion.usage),
         "timings": _timings(completion),
         "model": model_id,
@@ -57,28 +65,52 @@ def result_of(completion: Completion, model_id: str) -> dict[str, Any]:
     }
     if completion.alternatives:
         result["choices"] = [
-            {"index": choice.index, **_choice(choice)} for choice in (completion, *completion.alternatives)
+            {"index": choice.index, **_choice(choice, signer)} for choice in (completion, *completion.alternatives)
         ]
     return result
 
 
-def result_of_end(event: EngineEvent, model_id: str) -> dict[str, Any] | None:
+def result_of_end(event: EngineEvent, model_id: str, signer: Signer) -> dict[str, Any] | None:
     """The result that comes with an engine's event: with the end of a request that did not fail."""
     completion = event.completion if isinstance(event, Finished) else None
     if completion is None or completion.finish_reason == "cancelled":
         return None
-    return result_of(completion, model_id)
+    return result_of(completion, model_id, signer)
 
 
-def _choice(completion: Completion) -> dict[str, Any]:
+def with_messages(result: dict[str, Any]) -> dict[str, Any]:
+    """A chat's result has the assistant's message, too, in the form in which it can be sent back."""
+    for choice in [result, *result.get("choices", [])]:
+        own = {name: choice.pop(name) for name in ("reasoning", "signature", "tool_calls") if name in choice}
+        choice["message"] = {"role": "assistant", "content": choice["text"], **own}
+    return result
+
+
+def _choice(completion: Completion, signer: Signer) -> dict[str, Any]:
     choice: dict[str, Any] = {
         "text": completion.text,
         "finish_reason": completion.finish_reason,
         "stop_sequence": completion.stop_sequence,
     }
+    if completion.reasoning is not None:
+        choice["reasoning"], choice["signature"] = completion.reasoning, signer.sign(completion.reasoning)
+    if completion.tool_calls:
+        choice["tool_calls"] = _tool_calls(completion)
     if completion.logprobs is not None:
         choice["logprobs"] = _logprobs(completion.logprobs)
     return choice
+
+
+def _tool_calls(completion: Completion) -> list[dict[str, Any]]:
+    """In the OpenAI form. The ids depend on the output alone, so that an event and a result name a call alike."""
+    return [
+        {
+            "id": hashlib.sha256(f"{completion.seed} {place} {completion.tokens}".encode()).hexdigest()[:CALL_ID_CHARS],
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+        for place, call in enumerate(completion.tool_calls)
+    ]
 
 
 def _logprobs(logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:

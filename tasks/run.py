@@ -24,12 +24,15 @@ from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
 from redis.exceptions import RedisError
 
 from cellama.engine import (
+    ChatOptions,
     Completion,
     EmbeddingCancelled,
     EmbeddingHandle,
     EngineError,
     Handle,
+    Message,
     Model,
+    ReplyFormat,
     Request,
     SamplingParams,
     UnknownModel,
@@ -49,7 +52,7 @@ from .contract.payloads import (
 from .ledger import DEAD, Attempt, new_run
 from .past import Past, read_past
 from .pool import Interruption, current_job
-from .results import NO_USAGE, base64_of, error_event, failure_of, result_of, resume_of
+from .results import NO_USAGE, base64_of, error_event, failure_of, result_of, resume_of, with_messages
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -194,19 +197,29 @@ class JobRun:
         result = self._runtime.ledger.result(self._job_id)
         if result is None:
             raise JobFailed("result_lost", f"job {self._job_id} has ended, and its result is older than its events")
-        return _with_messages(result) if self._task.name == TASK_CHAT else result
+        return with_messages(result) if self._task.name == TASK_CHAT else result
 
     def generate(self, job: GenerateJob) -> Result:
         model = self._model(job.model)
         model.require("generate")
         tokens = model.tokenize(job.prompt) if isinstance(job.prompt, str) else job.prompt
-        return result_of(self._complete(model, job, tokens), model.id)
+        return result_of(self._complete(model, job, tokens), model.id, self._runtime.signer)
 
     def chat(self, job: ChatJob) -> Result:
         model = self._model(job.model)
         model.require("chat")
-        tokens = model.tokenize_chat([m.model_dump() for m in job.messages], **job.template_args)
-        return _with_messages(result_of(self._complete(model, job, tokens), model.id))
+        self._check_signatures(job)
+        prompt = model.prepare_chat(*_conversation(job, job.thinking_budget))
+        completion = self._complete(model, job, prompt.tokens, prompt.reply, prompt.grammar)
+        return with_messages(result_of(completion, model.id, self._runtime.signer))
+
+    def _check_signatures(self, job: ChatJob) -> None:
+        for place, message in enumerate(job.messages):
+            if message.signature and not self._runtime.signer.verifies(message.reasoning or "", message.signature):
+                raise InvalidJob(
+                    f"messages.{place}: the signature is not that of its reasoning; "
+                    "send both as they came, or leave the signature out"
+                )
 
     def embed(self, job: EmbedJob) -> Result:
         model = self._model(job.model)
@@ -235,10 +248,8 @@ class JobRun:
 
     def apply_chat_template(self, job: ApplyChatTemplateJob) -> Result:
         model = self._model(job.model)
-        messages = [message.model_dump() for message in job.messages]
-        prompt = model.render_chat(messages, **job.template_args)
-        tokens = model.tokenize_chat(messages, **job.template_args)
-        return self._end_light({"prompt": prompt, "tokens": tokens, "model": model.id})
+        prompt = model.prepare_chat(*_conversation(job))
+        return self._end_light({"prompt": prompt.text, "tokens": prompt.tokens, "model": model.id})
 
     def _end_light(self, result: Result) -> Result:
         self._end_stream(events.done("stop", NO_USAGE), result)
@@ -253,8 +264,15 @@ class JobRun:
         self._control.interrupt(Interruption.HANDED_BACK)  # others serve it, or this worker does again
         raise Ignore()
 
-    def _complete(self, model: Model, job: GenerateJob | ChatJob, tokens: list[int]) -> Completion:
-        handle = model.engine.submit(self._request(job, tokens))
+    def _complete(
+        self,
+        model: Model,
+        job: GenerateJob | ChatJob,
+        tokens: list[int],
+        reply: ReplyFormat | None = None,
+        grammar: str | None = None,
+    ) -> Completion:
+        handle = model.engine.submit(self._request(job, tokens, reply, grammar))
         self._engine_ends_stream = True
         self._control.when_interrupted(lambda reason: self._stop(handle, reason))
         completion = handle.result()
@@ -272,8 +290,14 @@ class JobRun:
             self._runtime.publisher.hand_back(self._attempt.run_id)
         handle.cancel("timeout" if reason in (Interruption.SOFT_LIMIT, Interruption.HARD_LIMIT) else "cancelled")
 
-    def _request(self, job: GenerateJob | ChatJob, tokens: list[int]) -> Request:
+    def _request(
+        self, job: GenerateJob | ChatJob, tokens: list[int], reply: ReplyFormat | None, grammar: str | None
+    ) -> Request:
         sampling = {name: getattr(job, name) for name in SAMPLING}
+        if grammar is not None:
+            if job.grammar is not None or job.json_schema is not None:
+                raise InvalidJob("tool_choice forces a call, so there can be no grammar and no json_schema; choose one")
+            sampling["grammar"] = grammar
         if self._past.seed is not None:
             sampling["seed"] = self._past.seed
         return Request(
@@ -289,6 +313,7 @@ class JobRun:
             timeout_s=job.timeout,
             priority=MOST_URGENT if self._attempt.num_failures > 1 else job.priority,
             submitted_at=self._submitted_at,
+            reply=reply,
             resume=resume_of(self._past, job.n),
         )
 
@@ -325,8 +350,10 @@ def end_revoked(runtime: Runtime, job_id: str) -> None:
     runtime.publisher.publish(attempt.run_id, events.done("cancelled", usage))
 
 
-def _with_messages(result: Result) -> Result:
-    """A chat's result has the text as the assistant's message, too."""
-    for choice in [result, *result.get("choices", [])]:
-        choice["message"] = {"role": "assistant", "content": choice["text"]}
-    return result
+def _conversation(
+    job: ChatJob | ApplyChatTemplateJob, thinking_budget: int | None = None
+) -> tuple[list[Message], ChatOptions]:
+    """What a model's template gets."""
+    messages: list[Message] = [message.model_dump(exclude_none=True) for message in job.messages]
+    tools = [tool.model_dump(exclude_none=True) for tool in job.tools]
+    return messages, ChatOptions(tools, job.tool_choice, job.enable_thinking, thinking_budget, job.template_args)

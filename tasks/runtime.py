@@ -25,6 +25,7 @@ from .quarantine import Quarantine
 from .reaper import Expire, Reaper, Requeue
 from .registry import Registration
 from .residency import Residency
+from .signing import Signer
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,9 @@ class Runtime:
         self._running: dict[str, tuple[str, JobControl]] = {}  # run id → job id
         self.quarantine = Quarantine()
         self._lease: LeaseKeeper | None = None
-        self.publisher = Publisher(self.ledger, worker, self._end_void_run)
+        key = settings.reasoning_key
+        self.signer = Signer(key.get_secret_value() if key else None)
+        self.publisher = Publisher(self.ledger, worker, self._end_void_run, self.signer)
         self.manager = ModelManager()
         try:
             for model in settings.models:

@@ -163,12 +163,19 @@ class LlamaBackend(LlamaMemory):
             Grammar(self.vocabulary, *grammar).close()
 
     def new_sampler(
-        self, params: SamplingParams, seed: int, history: Sequence[int], *, ban_end: bool, num_chosen: int = 0
+        self,
+        params: SamplingParams,
+        seed: int,
+        history: Sequence[int],
+        *,
+        ban_end: bool,
+        num_chosen: int = 0,
+        num_unbound: int | None = 0,
     ) -> Sampler:
         banned = np.array(sorted(self.vocabulary.end_tokens), dtype=np.int64) if ban_end else None
         if params.is_plainly_greedy:
             return GreedySampler(self, banned)
-        return LlamaSampler(self, params, seed, history, banned, num_chosen)
+        return LlamaSampler(self, params, seed, history, banned, num_chosen, num_unbound)
 
     def close(self) -> None:
         self._batch.close()

@@ -27,11 +27,16 @@ class GreedySampler:
         self._backend = backend
         self._banned = banned
 
-    def sample(self, slot: int) -> tuple[int, TokenLogprob | None]:
+    def sample(self, slot: int, forced: int | None = None) -> tuple[int, TokenLogprob | None]:
+        if forced is not None:
+            return forced, None
         logits = self._backend.logits(slot)
         if self._banned is not None:
             logits[self._banned] = -np.inf
         return int(logits.argmax()), None
+
+    def bind(self) -> None:
+        pass
 
     def close(self) -> None:
         pass
@@ -48,23 +53,29 @@ class LlamaSampler:
         history: Sequence[int],
         banned: NDArray[np.int64] | None,
         num_chosen: int,
+        num_unbound: int | None,
     ) -> None:
         """Raises InvalidRequest for a grammar that llama.cpp can't take."""
         self._backend = backend
         grammar = grammar_of(params)
         self._grammar = Grammar(backend.vocabulary, *grammar) if grammar else None
         self._repetition = _Repetition(backend, params, history) if params.dry_multiplier else None
-        self._chooser = Chooser(params, seed, history, banned=banned, constraint=self._grammar, num_chosen=num_chosen)
-        if self._grammar is not None:
-            for token in history[len(history) - num_chosen :]:
+        self._chooser = Chooser(params, seed, history, banned=banned, num_chosen=num_chosen)
+        if self._grammar is not None and num_unbound is not None:
+            for token in history[len(history) - num_chosen + num_unbound :]:
                 self._grammar.accept(token)
+            self.bind()
 
-    def sample(self, slot: int) -> tuple[int, TokenLogprob | None]:
+    def bind(self) -> None:
+        if self._grammar is not None:
+            self._chooser.constrain(self._grammar)
+
+    def sample(self, slot: int, forced: int | None = None) -> tuple[int, TokenLogprob | None]:
         logits = self._backend.logits(slot)
         if self._repetition is not None:
             self._repetition.apply(logits)
         try:
-            token, logprob = self._chooser.choose(logits)
+            token, logprob = self._chooser.choose(logits, forced)
         except NothingAllowed:
             raise GrammarFailed(
                 "none of the model's tokens is allowed here by grammar, logit_bias and ignore_eos; loosen one of them"

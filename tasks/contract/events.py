@@ -8,6 +8,7 @@ Event = dict[str, Any]
 
 EVENT_FIELD = "event"  # the one field of a journal entry
 TERMINAL_TYPES = frozenset({"done", "error"})
+OUTPUT_TYPES = frozenset({"token", "reasoning", "reasoning_end"})  # they carry the ids of sampled tokens
 
 
 def started(model: str, prompt_tokens: int, worker: str, seed: int) -> Event:
@@ -18,6 +19,16 @@ def started(model: str, prompt_tokens: int, worker: str, seed: int) -> Event:
 def token(text: str, tokens: list[int], **details: Any) -> Event:
     """Text that is final, and the token ids sampled since the last event."""
     return {"type": "token", "text": text, "tokens": tokens, **details}
+
+
+def reasoning(text: str, tokens: list[int], **details: Any) -> Event:
+    """What the model thinks before it answers, as `token` tells its answer."""
+    return {"type": "reasoning", "text": text, "tokens": tokens, **details}
+
+
+def reasoning_end(signature: str, tokens: list[int], **details: Any) -> Event:
+    """The block of reasoning is closed. `signature` is of its whole text; empty if the workers have no key."""
+    return {"type": "reasoning_end", "signature": signature, "tokens": tokens, **details}
 
 
 def done(finish_reason: str, usage: dict[str, int], **details: Any) -> Event:

@@ -20,6 +20,7 @@ from pydantic import (
     StrictStr,
     Tag,
     ValidationError,
+    model_validator,
 )
 
 from .errors import InvalidJob
@@ -52,6 +53,44 @@ def _to_tuple(value: Any) -> Any:
 
 def _to_json(value: Any) -> Any:
     return json.dumps(value) if isinstance(value, dict | bool) else value
+
+
+def _join_parts(value: Any) -> Any:
+    """Content in parts, as in the OpenAI API, is their text."""
+    if not isinstance(value, list):
+        return value
+    if not all(isinstance(part, dict) and part.get("type") == "text" for part in value):
+        raise ValueError("of content in parts only those of type text are taken")
+    return "".join(part.get("text", "") for part in value)
+
+
+def _to_choice(value: Any) -> Any:
+    """{"type": "function", "function": {"name": …}} as in the OpenAI API is the name."""
+    if not isinstance(value, dict):
+        return value
+    function = value.get("function")
+    return function.get("name") if isinstance(function, dict) else function
+
+
+def _check_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    """A tool's parameters; whether every keyword of it is understood only matters to a forced call."""
+    if schema and schema.get("type") != "object":
+        raise ValueError(f'its type is {schema.get("type")!r}; parameters must be a JSON Schema of type "object"')
+    properties = schema.get("properties", {})
+    if not isinstance(properties, dict) or not all(isinstance(p, dict | bool) for p in properties.values()):
+        raise ValueError("its properties must map names to schemas")
+    required = schema.get("required", [])
+    if not isinstance(required, list) or not all(name in properties for name in required):
+        raise ValueError("required must list names of its properties")
+    return schema
+
+
+def _check_names(tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
+    names = [tool.function.name for tool in tools]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"{', '.join(twice)}: given twice; names of tools must differ")
+    return tools
 
 
 def _to_pairs(value: Any) -> Any:
@@ -144,18 +183,75 @@ class GenerateJob(_GenerationJob):
     prompt: Prompt
 
 
+class ToolCallFunction(_Payload):
+    """What is called, and with what: a JSON object as text."""
+
+    name: FilledText
+    arguments: Annotated[Text, BeforeValidator(_to_json)] = "{}"
+
+
+class ToolCall(_Payload):
+    """A call of a tool in an assistant's message, as a result has it."""
+
+    id: Text | None = None
+    type: Literal["function"] = "function"
+    function: ToolCallFunction
+
+
 class Message(_Payload):
-    """One turn of a conversation."""
+    """One turn of a conversation. An assistant's may be the `message` of a result, a tool's is the answer to a call."""
 
     role: Literal["system", "user", "assistant", "tool"]
-    content: Text
+    content: Annotated[Text | None, BeforeValidator(_join_parts)] = None
+    reasoning: Text | None = None
+    signature: Text | None = None
+    tool_calls: Annotated[tuple[ToolCall, ...], Field(min_length=1)] | None = None
+    tool_call_id: Text | None = None
+    name: Text | None = None
+
+    @model_validator(mode="after")
+    def _check_content(self) -> Message:
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise ValueError("content is missing; only an assistant's message with tool_calls may have none")
+        if self.role != "assistant" and (self.tool_calls or self.reasoning or self.signature):
+            raise ValueError(f"a {self.role}'s message has no tool_calls, reasoning or signature")
+        return self
 
 
-class ChatJob(_GenerationJob):
+class ToolFunction(_Payload):
+    """What a model may call; `parameters` is a JSON Schema of type object."""
+
+    name: Annotated[StrictStr, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: Text | None = None
+    parameters: Annotated[dict[str, Any], AfterValidator(_check_schema)] | None = None
+    strict: StrictBool | None = None
+
+
+class Tool(_Payload):
+    """A tool in the OpenAI form."""
+
+    type: Literal["function"]
+    function: ToolFunction
+
+
+class _Conversation(_Job):
+    messages: Annotated[tuple[Message, ...], Field(min_length=1)]
+    tools: Annotated[tuple[Tool, ...], AfterValidator(_check_names)] = Field(
+        default=(), description="what the model may call: JSON list of tools in the OpenAI form"
+    )
+    tool_choice: Annotated[FilledText, BeforeValidator(_to_choice)] = Field(
+        default="auto", description="auto, none, required, or the name of a tool that must be called"
+    )
+    enable_thinking: StrictBool | None = Field(default=None, description="let the model think first, or not")
+    template_args: dict[StrictStr, Any] = Field(
+        default_factory=dict, description="variables of the model's chat template, as JSON"
+    )
+
+
+class ChatJob(_Conversation, _GenerationJob):
     """The assistant's next turn. `template_args` are variables of the model's chat template."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
-    template_args: dict[StrictStr, Any] = Field(default_factory=dict)
+    thinking_budget: StrictInt | None = Field(default=None, ge=0, description="tokens for thinking, at most")
 
 
 class EmbedJob(_Job):
@@ -182,11 +278,8 @@ class DetokenizeJob(_Job):
     tokens: list[Annotated[StrictInt, Field(ge=0)]]
 
 
-class ApplyChatTemplateJob(_Job):
+class ApplyChatTemplateJob(_Conversation):
     """The prompt of a conversation, as text and as token ids."""
-
-    messages: Annotated[list[Message], Field(min_length=1)]
-    template_args: dict[StrictStr, Any] = Field(default_factory=dict)
 
 
 Job = TypeVar("Job", bound=_Job)

@@ -12,6 +12,7 @@ from cellama.engine import Completion, DecodeFailed, Finished, Started, Text, Ti
 from cellama.tasks.contract import events
 from cellama.tasks.ledger import Attempt, Entry
 from cellama.tasks.publisher import STRIDE, Publisher
+from cellama.tasks.signing import Signer
 
 COMPLETION = Completion("ab", (1, 2), "stop", None, Usage(3, 2), Timings(1.0, 2.0, 3.0, None, None), 0, 7)
 
@@ -44,7 +45,8 @@ class MemoryLedger:
 
 
 def publisher_of(ledger: MemoryLedger, void: list[str] | None = None) -> Publisher:
-    return Publisher(ledger, "w", (void if void is not None else []).append)  # type: ignore[arg-type]
+    void = void if void is not None else []
+    return Publisher(ledger, "w", void.append, Signer(None))  # type: ignore[arg-type]
 
 
 def test_publisher_numbers_each_run_by_itself_and_tells_the_attempt() -> None:
