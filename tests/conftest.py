@@ -110,7 +110,7 @@ def redis_client(redis_server: RedisServer) -> Iterator[Redis]:
 @pytest.fixture(scope="session")
 def worker(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
     """One worker with the bundled model and 16 slots for the whole run."""
-    process = WorkerProcess(tmp_path_factory.mktemp("worker"), redis_server.url)
+    process = WorkerProcess(tmp_path_factory.mktemp("worker"), redis_server.url, CELLAMA_REASONING_KEY="a secret")
     try:
         yield process.wait_ready()
     finally:

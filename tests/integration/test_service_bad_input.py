@@ -14,6 +14,13 @@ from cellama.tasks.contract.errors import InvalidJob, JobFailed, UnknownModel
 from ..conftest import PATIENCE_S, WorkerProcess
 from .conftest import GREEDY
 
+HELLO = [{"role": "user", "content": "Hi"}]
+
+
+def tool(name: str = "f", **parameters: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
 CALLS: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
     (generate, ("tiny", "Hi"), {"max_token": 3}, "unknown parameter 'max_token'; did you mean 'max_tokens'"),
     (generate, ("tiny", "Hi"), {"max_tokens": 0}, "max_tokens is 0: .*greater than or equal to 1"),
@@ -26,6 +33,15 @@ CALLS: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
     (generate, ("tiny", "Hi", 3), {}, "3 positional arguments, at most 2"),
     (chat, ("tiny", [{"role": "robot", "content": "Hi"}]), {}, r"messages\.0\.role is 'robot'"),
     (chat, ("tiny", []), {}, "messages is"),
+    (chat, ("tiny", [{"role": "user"}]), {}, "content is missing"),
+    (chat, ("tiny", [{"role": "user", "content": "a", "reasoning": "b"}]), {}, "a user's message has no tool_calls"),
+    (chat, ("tiny", [{"role": "user", "content": [{"type": "image"}]}]), {}, "only those of type text"),
+    (chat, ("tiny", HELLO), {"tools": [{"type": "function"}]}, r"tools\.0\.function is missing"),
+    (chat, ("tiny", HELLO), {"tools": [tool("get weather")]}, r"tools\.0\.function\.name is 'get weather'"),
+    (chat, ("tiny", HELLO), {"tools": [tool(type="string")]}, 'must be a JSON Schema of type "object"'),
+    (chat, ("tiny", HELLO), {"tools": [tool(type="object", required=["x"])]}, "required must list names"),
+    (chat, ("tiny", HELLO), {"tools": [tool(), tool()]}, "f: given twice"),
+    (chat, ("tiny", HELLO), {"thinking_budget": -1}, "thinking_budget is -1"),
     (embed, ("tiny", []), {}, "texts is"),
     (embed, ("tiny", ["a", ""]), {}, r"texts\.1 is '': it is empty"),
 ]
@@ -53,6 +69,29 @@ def test_bad_call_is_refused_before_it_is_queued(
             {},
             "template_failed",
             "a system message must be the first one",
+        ),
+        ("chat", ["tiny", HELLO], {"tool_choice": "required"}, "invalid_request", "there are no tools"),
+        ("chat", ["tiny", HELLO], {"tools": [tool()], "tool_choice": "g"}, "invalid_request", "which is no tool"),
+        (
+            "chat",
+            ["tiny", HELLO],
+            {"tools": [tool(type="object", minProperties=2)], "tool_choice": "f"},
+            "invalid_request",
+            "minProperties",
+        ),
+        (
+            "chat",
+            ["tiny", HELLO],
+            {"tools": [tool()], "tool_choice": "f", "json_schema": "{}"},
+            "invalid_request",
+            "there can be no grammar and no json_schema",
+        ),
+        (
+            "chat",
+            ["tiny", [{"role": "assistant", "content": "a", "reasoning": "b", "signature": "forged"}]],
+            {},
+            "invalid_request",
+            r"messages\.0: the signature is not that of its reasoning",
         ),
     ],
 )

@@ -1,0 +1,87 @@
+"""Chats through a real worker: thinking and tool turns, streamed and not."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from cellama.api import Client
+from cellama.bench.tiny_model.corpus import WEATHER_TOOL
+from cellama.tasks import apply_chat_template, chat
+
+from ..conftest import PATIENCE_S
+from .conftest import GREEDY
+
+EventsOf = Callable[..., list[dict[str, Any]]]
+pytestmark = pytest.mark.usefixtures("worker")
+
+FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
+WEATHER = [{"role": "user", "content": "What is the weather in Paris?"}]
+THOUGHT, ANSWER = "I know this one. The capital of France is Paris.", "The capital of France is Paris."
+
+
+def told(events: list[dict[str, Any]], kind: str) -> str:
+    return "".join(event["text"] for event in events if event["type"] == kind)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_thinking_turn_says_the_same_streamed_and_not(events_of: EventsOf, stream: bool) -> None:
+    job = chat.delay("tiny", FRANCE, enable_thinking=True, stream=stream, **GREEDY)
+    result, events = job.get(timeout=PATIENCE_S), events_of(job.id)
+    signature = hmac.new(b"a secret", THOUGHT.encode(), hashlib.sha256).hexdigest()
+    message = {"role": "assistant", "content": ANSWER, "reasoning": THOUGHT, "signature": signature}
+    assert result["message"] == message
+    assert result["text"] == told(events, "token") == ANSWER
+    assert told(events, "reasoning") == THOUGHT
+    ends = [event for event in events if event["type"] == "reasoning_end"]
+    assert [end["signature"] for end in ends] == [signature]
+    assert [event["seq"] for event in events] == list(range(len(events)))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_tool_turn_calls_the_tool_and_uses_its_answer(events_of: EventsOf, stream: bool) -> None:
+    job = chat.delay("tiny", WEATHER, tools=[WEATHER_TOOL], stream=stream, **GREEDY)
+    result = job.get(timeout=PATIENCE_S)
+    done = events_of(job.id)[-1]
+    (call,) = result["message"]["tool_calls"]
+    assert done["tool_calls"] == [call]
+    assert call["function"] == {"name": "get_weather", "arguments": '{"city": "Paris"}'}
+    assert result["text"] == told(events_of(job.id), "token") == ""
+    answer = {"role": "tool", "tool_call_id": call["id"], "content": '{"sky": "sunny", "degrees": 21}'}
+    turns = [*WEATHER, result["message"], answer]
+    final = chat.delay("tiny", turns, tools=[WEATHER_TOOL], stream=stream, **GREEDY).get(timeout=PATIENCE_S)
+    assert "21" in final["text"]
+    assert "tool_calls" not in final["message"]
+
+
+def test_signed_reasoning_can_be_sent_back_and_a_changed_one_cannot(client: Client) -> None:
+    message = client.chat("tiny", FRANCE, enable_thinking=True, **GREEDY).result(PATIENCE_S)["message"]
+    turns = [*FRANCE, message, {"role": "user", "content": "What does a cat say?"}]
+    assert "meow" in client.chat("tiny", turns, **GREEDY).result(PATIENCE_S)["text"]
+    with pytest.raises(Exception, match="not that of its reasoning"):
+        client.chat("tiny", [*FRANCE, {**message, "reasoning": "Nothing."}], **GREEDY).result(PATIENCE_S)
+
+
+def test_thinking_has_a_budget(client: Client) -> None:
+    result = client.chat("tiny", FRANCE, enable_thinking=True, thinking_budget=3, **GREEDY).result(PATIENCE_S)
+    assert result["message"]["reasoning"] == "I know this"
+    assert result["text"] == ANSWER
+
+
+def test_several_answers_have_a_message_each(client: Client) -> None:
+    result = client.chat("tiny", FRANCE, enable_thinking=True, n=3, **GREEDY).result(PATIENCE_S)
+    messages = [choice["message"] for choice in result["choices"]]
+    assert [(m["content"], m["reasoning"]) for m in messages] == [(ANSWER, THOUGHT)] * 3
+
+
+def test_template_is_rendered_as_for_the_chat(client: Client) -> None:
+    job = apply_chat_template.delay("tiny", WEATHER, tools=[WEATHER_TOOL], enable_thinking=True)
+    rendered = job.get(timeout=PATIENCE_S)
+    assert rendered["prompt"].endswith("<|im_start|>assistant\n<think>\n")
+    assert '"name": "get_weather"' in rendered["prompt"]
+    usage = client.chat("tiny", WEATHER, tools=[WEATHER_TOOL], enable_thinking=True).result(PATIENCE_S)["usage"]
+    assert usage["prompt_tokens"] == len(rendered["tokens"])
