@@ -23,6 +23,7 @@ NAMES = {
     "urgent": "an urgent job while a worker is full of bulk jobs and more wait",
     "cancel": "from a cancel to the end, wherever the job is",
     "chaos": "workers killed, Redis restarted, a worker frozen, a job that kills",
+    "loads": "two models loaded at once while a third streams: its longest gap",
     "layouts": "unified against partitioned KV cache by number of slots",
 }
 

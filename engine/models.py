@@ -13,6 +13,7 @@ from .engine import Engine
 from .errors import WrongCapability
 from .hub import HubOptions
 from .params import EngineOptions
+from .priority import at_low_priority
 from .sources import resolve
 from .texts import Texts
 
@@ -43,15 +44,19 @@ class Model(Texts):
         self.capabilities = capabilities
         self._engine: Engine | None = None
         self._embedder: Embedder | None = None
-        self._weights = LlamaModel(resolve(source, hub or HubOptions()), n_gpu_layers=options.n_gpu_layers)
+        self._weights = at_low_priority(
+            lambda: LlamaModel(resolve(source, hub or HubOptions()), n_gpu_layers=options.n_gpu_layers)
+        )
         try:
             super().__init__(model_id, self._weights)
             if "chat" in capabilities and self._weights.chat_template is not None:
                 self.template  # noqa: B018  (a broken one is a reason not to load the model)
             if capabilities & {"generate", "chat"}:
-                self._engine = Engine(LlamaBackend(self._weights, options), options, name=model_id)
+                backend = at_low_priority(lambda: LlamaBackend(self._weights, options))
+                self._engine = Engine(backend, options, name=model_id)
             if "embed" in capabilities:
-                self._embedder = Embedder(LlamaEmbeddingBackend(self._weights, options), name=model_id)
+                embedding = at_low_priority(lambda: LlamaEmbeddingBackend(self._weights, options))
+                self._embedder = Embedder(embedding, name=model_id)
         except Exception:
             self.close()
             raise

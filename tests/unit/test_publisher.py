@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -91,6 +92,36 @@ def test_publisher_gathers_the_tokens_of_a_job_that_does_not_stream() -> None:
     assert second == {"seq": 1, **events.token(str(STRIDE), [STRIDE])}
     assert other == {"seq": 2, **events.token("x", [1, 2], index=1)}
     assert (end["seq"], end["type"]) == (3, "done")
+
+
+def test_publisher_writes_the_parts_of_one_token_together() -> None:
+    ledger = MemoryLedger()
+    publisher = publisher_of(ledger)
+    publisher.open(attempt("a"), streams=False)
+    tell = publisher.listener("tiny")
+    tell((Text("a#1", "I ", (1,), kind="reasoning"),))
+    tell(
+        (
+            Text("a#1", "see", (2, 3), kind="reasoning"),
+            Text("a#1", "I see", (), kind="reasoning_end"),
+            Text("a#1", "Yes", ()),
+        )
+    )
+    tell((Text("a#1", ".", (4,)),))
+    assert wait_for(lambda: len(ledger.entries) == 3)
+    assert ledger.journal("a") == [
+        {"seq": 0, **events.reasoning("I see", [1, 2, 3])},
+        {"seq": 1, **events.reasoning_end("", [])},
+        {"seq": 2, **events.token("Yes", [])},
+    ]
+    assert publisher.close()
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
 
 
 def test_publisher_tells_of_the_first_token_once_it_is_written() -> None:
