@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
 
 from cellama.tasks.contract.payloads import ChatJob, GenerateJob
 
@@ -65,7 +66,8 @@ def _flag(name: str) -> str:
 
 
 def _option(name: str, field: FieldInfo) -> inspect.Parameter:
-    text = (field.description or name.replace("_", " ")) + _default_text(field.default)
+    default = None if field.default is PydanticUndefined else field.default
+    text = (field.description or name.replace("_", " ")) + _default_text(default)
     two_sided = field.default is True or (field.default is None and _kind(name, field) is bool)
     flags = f"{_flag(name)}/--no-{_flag(name)[2:]}" if two_sided else _flag(name)
     option = typer.Option(flags, help=text, show_default=False, rich_help_panel="Generation")
