@@ -15,6 +15,7 @@ from cellama.tasks.contract.payloads import GenerateJob
 
 _NOT_OPTIONS = {"model", "prompt", "stream", "n"}
 _FROM_FILE = {"grammar", "json_schema"}
+_SINGULAR = {"adapters": "adapter"}  # options that are given once per entry
 
 
 def with_generation_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -45,7 +46,7 @@ def _read(name: str, value: Any) -> Any:
 
 
 def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+    return f"--{_SINGULAR.get(name, name).replace('_', '-')}"
 
 
 def _option(name: str, field: FieldInfo) -> inspect.Parameter:
@@ -64,9 +65,9 @@ def _default_text(default: Any) -> str:
 
 def _kind(field: FieldInfo) -> Any:
     """What typer parses an option as, from the default and the annotation of the field."""
-    if isinstance(field.default, tuple):
+    names = str(field.annotation)
+    if isinstance(field.default, tuple) or "tuple[" in names:
         return list[str]
     if field.default is not None:
         return type(field.default)
-    names = str(field.annotation)
     return float if "float" in names else int if "int" in names else str

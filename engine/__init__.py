@@ -1,9 +1,12 @@
 """The inference engine: continuous batching on llama.cpp, usable as a library without Celery and Redis."""
 
+from .adapters import AdapterInfo
 from .backend import ModelInfo
 from .embedder import Embedder, EmbeddingHandle
 from .engine import Engine
 from .errors import (
+    AdapterBusy,
+    AdapterLoadFailed,
     DecodeFailed,
     EmbeddingCancelled,
     EngineError,
@@ -17,6 +20,7 @@ from .errors import (
     PromptTooLong,
     QueueFull,
     TemplateFailed,
+    UnknownAdapter,
     UnknownModel,
     WrongCapability,
 )
@@ -41,6 +45,9 @@ from .params import EngineOptions, Request, Resumed, SamplingParams
 from .texts import Tokenizer
 
 __all__ = [
+    "AdapterBusy",
+    "AdapterInfo",
+    "AdapterLoadFailed",
     "Completion",
     "DecodeFailed",
     "Embedder",
@@ -78,6 +85,7 @@ __all__ = [
     "Timings",
     "TokenLogprob",
     "Tokenizer",
+    "UnknownAdapter",
     "UnknownModel",
     "Usage",
     "WrongCapability",

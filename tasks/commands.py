@@ -1,4 +1,4 @@
-"""Celery remote control of a worker: cellama_load, cellama_unload, cellama_default. Imported in workers only."""
+"""Celery remote control of a worker: models and their adapters come and go. Imported in workers only."""
 
 from __future__ import annotations
 
@@ -45,3 +45,24 @@ def cellama_default(state: Any, model_id: str, **_: Any) -> Reply:
     """Serves `:default` from a model."""
     residency = state.app.runtime.residency
     return _answer(lambda: residency.set_default(model_id), f"{model_id} is the default")
+
+
+@control_command(args=[("model_id", str), ("name", str), ("source", str), ("scale", float)])  # type: ignore[untyped-decorator]
+def cellama_load_adapter(state: Any, model_id: str, name: str, source: str, scale: float, **_: Any) -> Reply:
+    """Begins to load a LoRA adapter for a model."""
+    residency = state.app.runtime.residency
+    return _answer(lambda: residency.load_adapter(model_id, name, source, scale), f"loading {name}")
+
+
+@control_command(args=[("model_id", str), ("name", str), ("scale", float)])  # type: ignore[untyped-decorator]
+def cellama_scale_adapter(state: Any, model_id: str, name: str, scale: float, **_: Any) -> Reply:
+    """Sets the scale of an adapter for jobs that do not choose."""
+    residency = state.app.runtime.residency
+    return _answer(lambda: residency.set_adapter_scale(model_id, name, scale), f"{name} has scale {scale:g}")
+
+
+@control_command(args=[("model_id", str), ("name", str), ("timeout_s", float)])  # type: ignore[untyped-decorator]
+def cellama_unload_adapter(state: Any, model_id: str, name: str, timeout_s: float, **_: Any) -> Reply:
+    """Gives an adapter to no more jobs, and begins to drain it."""
+    residency = state.app.runtime.residency
+    return _answer(lambda: residency.unload_adapter(model_id, name, timeout_s), f"unloading {name}")

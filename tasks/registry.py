@@ -36,7 +36,9 @@ class WorkerEntry:
     started_at: float
     at: float
     models: list[dict[str, Any]]
-    failures: dict[str, str] = field(default_factory=dict)  # models that lately could not be loaded or unloaded
+    failures: dict[str, str] = field(
+        default_factory=dict
+    )  # what lately could not be loaded or unloaded (`failure_key`)
 
 
 def live_workers(redis: Redis) -> list[WorkerEntry]:
@@ -111,4 +113,5 @@ def describe(entry: ModelEntry, default: bool) -> dict[str, Any]:
     if model is None:
         return {**known, "engine": None}
     engine = asdict(model.engine.snapshot()) if {"generate", "chat"} & model.capabilities else None
-    return {**known, **asdict(model.info), "engine": engine}
+    adapters = [asdict(adapter) for adapter in model.adapters()]
+    return {**known, **asdict(model.info), "adapters": adapters, "engine": engine}
