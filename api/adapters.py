@@ -9,7 +9,7 @@ from cellama.tasks.contract.errors import UnknownModel
 from cellama.tasks.contract.names import failure_key
 from cellama.tasks.registry import WorkerEntry
 
-from .core import Core
+from .core import REPLY_S, Core
 
 ADAPTER_LOAD_TIMEOUT_S = 120.0
 ADAPTER_UNLOAD_TIMEOUT_S = 60.0
@@ -103,8 +103,8 @@ def _load(
     core: Core, model_id: str, name: str, source: str, scale: float, worker: str | None, timeout_s: float
 ) -> None:
     arguments = {"model_id": model_id, "name": name, "source": source, "scale": scale}
-    workers = core.command("cellama_load_adapter", arguments, worker, model_id)
-    _wait(core, workers, model_id, name, "ready", timeout_s)
+    begun = core.command("cellama_load_adapter", arguments, worker, model_id)
+    _wait(core, begun, model_id, name, "ready", timeout_s)
 
 
 def _set_scale(core: Core, model_id: str, name: str, scale: float, worker: str | None) -> None:
@@ -113,15 +113,15 @@ def _set_scale(core: Core, model_id: str, name: str, scale: float, worker: str |
 
 def _unload(core: Core, model_id: str, name: str, worker: str | None, timeout_s: float) -> None:
     arguments = {"model_id": model_id, "name": name, "timeout_s": timeout_s}
-    workers = core.command("cellama_unload_adapter", arguments, worker, model_id)
-    _wait(core, workers, model_id, name, None, timeout_s)
+    begun = core.command("cellama_unload_adapter", arguments, worker, model_id)
+    _wait(core, begun, model_id, name, None, timeout_s + REPLY_S)
 
 
-def _wait(core: Core, workers: list[str], model_id: str, name: str, wanted: str | None, timeout_s: float) -> None:
+def _wait(core: Core, begun: dict[str, float], model_id: str, name: str, wanted: str | None, timeout_s: float) -> None:
     def status(worker: WorkerEntry) -> str | None:
         return next((str(a["status"]) for a in _adapters(worker, model_id) if a["name"] == name), None)
 
-    core.wait_for_status(workers, failure_key(model_id, name), status, wanted, timeout_s)
+    core.wait_for_status(begun, failure_key(model_id, name), status, wanted, timeout_s)
 
 
 def _adapters(worker: WorkerEntry, model_id: str) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from cellama.config import ModelSettings
 from cellama.config.settings import explain
 from cellama.engine import EngineError
 
-Reply = dict[str, str]
+Reply = dict[str, Any]  # what was begun, and when by this worker's clock; or an error
 
 
 def _answer(action: Callable[[], None], done: str) -> Reply:
@@ -23,7 +24,7 @@ def _answer(action: Callable[[], None], done: str) -> Reply:
     except ValidationError as error:
         problems = "; ".join(explain(problem) for problem in error.errors())
         return {"error": problems, "code": "invalid_request"}
-    return {"ok": done}
+    return {"ok": done, "at": time.time()}
 
 
 @control_command(args=[("model", dict)])  # type: ignore[untyped-decorator]

@@ -96,8 +96,8 @@ class Registration:
             log.warning("the worker's entry stays until it is stale: Redis does not answer")
 
     def _beat(self) -> None:
+        host, pid, now = socket.gethostname(), os.getpid(), time.time()  # before the look at what is there
         models = [describe(entry, entry.id == self._manager.default) for entry in self._manager.entries()]
-        host, pid, now = socket.gethostname(), os.getpid(), time.time()
         entry = WorkerEntry(self._worker, host, pid, self._started_at, now, models, self._failures())
         self._redis.hset(WORKERS_KEY, self._worker, json.dumps(asdict(entry)))
         stored: Any = self._redis.hgetall(WORKERS_KEY)
