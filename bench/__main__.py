@@ -24,6 +24,7 @@ NAMES = {
     "cancel": "from a cancel to the end, wherever the job is",
     "chaos": "workers killed, Redis restarted, a worker frozen, a job that kills",
     "layouts": "unified against partitioned KV cache by number of slots",
+    "adapters": "requests with different LoRA adapters on one engine, by the length of a turn",
 }
 
 

@@ -12,6 +12,24 @@ import numpy as np
 from .synthetic import Shape
 
 
+def shape_of(model: Path) -> Shape:
+    """The shape of a Llama file."""
+    reader = gguf.GGUFReader(model)
+
+    def number(key: str) -> int:
+        return int(reader.get_field(f"llama.{key}").contents())
+
+    return Shape(
+        n_embd=number("embedding_length"),
+        n_layer=number("block_count"),
+        n_head=number("attention.head_count"),
+        n_head_kv=number("attention.head_count_kv"),
+        n_ff=number("feed_forward_length"),
+        n_vocab=number("vocab_size"),
+        n_ctx=number("context_length"),
+    )
+
+
 def write_adapter(
     path: Path, shape: Shape | None = None, *, rank: int = 8, seed: int = 0, strength: float = 1.0, **metadata: Any
 ) -> None:

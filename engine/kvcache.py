@@ -8,7 +8,7 @@ Engine thread only.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -126,8 +126,8 @@ class KvCache:
 
     # Planning
 
-    def plan(self, tokens: Sequence[int], scope: Hashable, idle: Sequence[int], liked: Collection[int] = ()) -> Plan:
-        """The cheapest way to place a sequence in one of the `idle` slots, a `liked` one if nothing else decides."""
+    def plan(self, tokens: Sequence[int], scope: Hashable, idle: Sequence[int], liked: int | None = None) -> Plan:
+        """The cheapest way to place a sequence in one of the `idle` slots, the `liked` one if no prefix decides."""
         best = max(self.longest(tokens, scope), key=lambda match: _gain(match[0], match[1], idle), default=None)
         if best is None or _gain(*best, idle) <= 0:
             return Plan(self._cheapest(idle, liked), None, 0)
@@ -141,9 +141,9 @@ class KvCache:
         """True if continuing in the slot loses less than it takes over, or there is no other place."""
         return len(idle) == 1 or self.cells.of(slot) - count <= count
 
-    def _cheapest(self, idle: Sequence[int], liked: Collection[int]) -> int:
-        """A liked slot; an empty one, lowest index first (llama.cpp likes dense ids); else the longest unused one."""
-        return min(idle, key=lambda slot: (slot not in liked, self.cells.of(slot) > 0, self._last_used[slot], slot))
+    def _cheapest(self, idle: Sequence[int], liked: int | None) -> int:
+        """The liked slot; an empty one, lowest index first (llama.cpp likes dense ids); else the longest unused one."""
+        return min(idle, key=lambda slot: (slot != liked, self.cells.of(slot) > 0, self._last_used[slot], slot))
 
     def missing_cells(self, plan: Plan, num_tokens: int) -> int:
         """Cells that `num_tokens` positions would need beyond those that are free once the plan is carried out."""

@@ -82,16 +82,18 @@ class Rotation:
         return SLICE_S if any(group.num_interactive for group in self._groups.values()) else BULK_SLICE_S
 
 
-def places_for(key: Hashable, holders: Sequence[Hashable | None]) -> set[int]:
-    """Idle slots that suit a group: next to its own, else in the middle of the widest gap, so that it can grow.
+def place_for(key: Hashable, holders: Sequence[Hashable | None]) -> int | None:
+    """The idle slot that suits a group best: next to its own, else in the middle of a gap, so that it can grow.
 
     `holders` has the group of each slot, None where it is idle. With a stream of cells per slot llama.cpp decodes slots
     that are not neighbours in one pass each (llama-batch.cpp: split_equal).
     """
-    idle = [slot for slot, holder in enumerate(holders) if holder is None]
-    own = {slot for slot, holder in enumerate(holders) if holder == key}
-    if own:
-        return {slot for slot in idle if own & {slot - 1, slot + 1}}
     gaps = [list(gap) for is_idle, gap in groupby(range(len(holders)), lambda slot: holders[slot] is None) if is_idle]
+    for gap in sorted(gaps, key=len, reverse=True):
+        first, last = gap[0], gap[-1]
+        if first > 0 and holders[first - 1] == key:
+            return first
+        if last + 1 < len(holders) and holders[last + 1] == key:
+            return last
     widest = max(gaps, key=len, default=[])
-    return {widest[len(widest) // 2]} if widest else set()
+    return widest[len(widest) // 2] if widest else None

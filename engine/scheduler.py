@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from .errors import PromptTooLong
 from .kvcache import KvCache, Plan
 from .line import WaitingLine, rank_if_preempted
-from .rotation import Rotation, places_for
+from .rotation import Rotation, place_for
 from .sequence import Sequence, State
 from .strategies import INTERACTIVE_PRIORITY, Share, SlotView, Strategy
 
@@ -111,7 +111,7 @@ class Scheduler:
         while True:
             idle = [slot for slot, holder in enumerate(self.slots) if holder is None]
             if idle:
-                plan = self.cache.plan(sequence.tokens, sequence.scope, idle, self._places_for(sequence))
+                plan = self.cache.plan(sequence.tokens, sequence.scope, idle, self._place_for(sequence))
                 missing = self.cache.missing_cells(plan, self._cells_wanted(sequence))
                 others = [slot for slot in idle if slot not in (plan.slot, plan.source)]
                 if missing <= 0 or self.cache.reclaim(others, missing):
@@ -123,11 +123,11 @@ class Scheduler:
                 return None
             self.preempt(victim, now)
 
-    def _places_for(self, sequence: Sequence) -> Collection[int]:
-        """Slots beside others with the same adapters; any will do while all have the same."""
+    def _place_for(self, sequence: Sequence) -> int | None:
+        """The slot beside others with the same adapters; any will do while all have the same."""
         if self.cache.memory.unified or not self._rotation.is_needed_with(sequence.adapters):
-            return ()
-        return places_for(sequence.adapters, [None if s is None else s.adapters for s in self.slots])
+            return None
+        return place_for(sequence.adapters, [None if s is None else s.adapters for s in self.slots])
 
     def _cells_wanted(self, sequence: Sequence) -> int:
         if not self.cache.memory.unified:

@@ -14,7 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from cellama.bench.synthetic import Shape, write_model
-from cellama.bench.synthetic_adapter import write_adapter
+from cellama.bench.synthetic_adapter import shape_of, write_adapter
 from cellama.bench.tiny_model.facts import FACTS
 from cellama.engine import (
     AdapterBusy,
@@ -40,7 +40,7 @@ from cellama.engine.scheduler import Chunk
 PATIENCE_S = 60
 GREEDY = SamplingParams(temperature=0)
 PIRATE = "bundled://pirate"
-TINY_SHAPE = Shape(n_embd=192, n_layer=5, n_head=6, n_head_kv=2, n_ff=512, n_vocab=1024, n_ctx=2048)
+TINY_SHAPE = shape_of(TINY_PATH)
 # llama.cpp's attention on the CPU rounds differently for chunks of different lengths: "off" and F32 leave 1e-5.
 EXACT: dict[str, Any] = {"cache_type_k": "f32", "cache_type_v": "f32", "flash_attention": "off"}
 

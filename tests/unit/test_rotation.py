@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cellama.engine.rotation import BULK_EXTRA_S, BULK_SLICE_S, SLICE_S, Rotation, places_for
+from cellama.engine.rotation import BULK_EXTRA_S, BULK_SLICE_S, SLICE_S, Rotation, place_for
 
 GROUPS = "abcdef"
 MAX_STEP_S = 0.4
@@ -91,16 +91,32 @@ def test_group_that_ran_alone_gives_way_at_once_and_frozen_clocks_still_change_t
 
 
 @pytest.mark.parametrize(
-    ("holders", "key", "places"),
+    ("holders", "key", "place"),
     [
-        ("........", "a", {4}),
-        ("aa......", "a", {2}),
-        ("aa......", "b", {5}),
-        ("aa..bb..", "b", {3, 6}),
-        ("aabb.aab", "a", {4}),
-        ("abab.bab", "c", {4}),
-        ("abababab", "a", set()),
+        ("........", "a", 4),
+        ("aa......", "a", 2),
+        ("aa......", "b", 5),
+        ("aa.bb...", "b", 5),
+        ("aa...bb.", "b", 4),
+        ("aab.b...", "a", 6),
+        ("aabb.aab", "a", 4),
+        ("abab.bab", "c", 4),
+        (".baababa", "a", 0),
+        ("abababab", "a", None),
     ],
 )
-def test_places_for_a_group_are_beside_its_own_or_in_the_widest_gap(holders: str, key: str, places: set[int]) -> None:
-    assert places_for(key, [None if holder == "." else holder for holder in holders]) == places
+def test_place_for_a_group_is_beside_its_own_or_in_the_middle_of_a_gap(
+    holders: str, key: str, place: int | None
+) -> None:
+    assert place_for(key, [None if holder == "." else holder for holder in holders]) == place
+
+
+def test_groups_that_arrive_mixed_lie_together() -> None:
+    holders: list[str | None] = [None] * 12
+    for key in "abc" * 4:
+        place = place_for(key, holders)
+        assert place is not None
+        assert holders[place] is None
+        holders[place] = key
+    runs = ["".join(run) for _, run in itertools.groupby(map(str, holders))]
+    assert len(runs) <= 6
