@@ -10,6 +10,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+import psutil
 import pytest
 from numpy.typing import NDArray
 
@@ -263,3 +264,32 @@ def test_adapters_are_loaded_with_the_model_or_the_model_is_not(manager: ModelMa
     embedding = manager.load("e", "bundled://tiny", options=options, capabilities=["embed"])
     with pytest.raises(WrongCapability):
         embedding.load_adapter("pirate", PIRATE)
+
+
+def test_memory_of_an_adapter_is_back_when_it_is_unloaded_or_its_model_is(
+    manager: ModelManager, tmp_path: Path
+) -> None:
+    shape = Shape(n_embd=512, n_layer=4, n_head=8, n_head_kv=8, n_ff=1536, n_vocab=2000)
+    write_model(tmp_path / "m.gguf", shape)
+    write_adapter(tmp_path / "a.gguf", shape, rank=512)
+    size, process = (tmp_path / "a.gguf").stat().st_size, psutil.Process()
+
+    def load_and_use(*, unload: bool) -> int:
+        options = EngineOptions(n_parallel=2, ctx_per_slot=256, threads=1)
+        model = manager.load("m", str(tmp_path / "m.gguf"), options=options, capabilities=["generate"])
+        request = Request("r", tuple(range(300, 400)), GREEDY, max_tokens=4, ignore_eos=True)
+        model.engine.submit(request).result(PATIENCE_S)
+        before = process.memory_info().rss
+        model.load_adapter("a", str(tmp_path / "a.gguf"))
+        model.engine.submit(request).result(PATIENCE_S)
+        assert process.memory_info().rss > before + 0.8 * size
+        if unload:
+            model.unload_adapter("a", PATIENCE_S)
+            assert process.memory_info().rss < before + 0.5 * size
+        manager.unload("m")
+        return int(process.memory_info().rss)
+
+    load_and_use(unload=True)
+    level = load_and_use(unload=False)
+    assert size > 20e6
+    assert all(load_and_use(unload=unload) < level + 0.2 * size for unload in (True, False, False))

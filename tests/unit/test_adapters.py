@@ -55,6 +55,25 @@ def test_requests_with_different_adapters_get_what_they_get_alone(
     assert len(set(backend.adapter_sets)) == len(CHOICES)
 
 
+@pytest.mark.parametrize("unified", [False, True])
+def test_preempted_requests_go_on_with_their_adapters(make_engine: MakeEngine, folder: Path, unified: bool) -> None:
+    engine, backend = make_engine(FakeBackend(n_slots=2, unified=unified))
+    alone, _ = make_engine(FakeBackend(n_slots=1))
+    for name, one in itertools.product("pq", (engine, alone)):
+        add(one, folder, name)
+    asked = [(f"{PREFIX}{i}", CHOICES[i % len(CHOICES)]) for i in range(12)]
+    gate = Gate(backend)
+    handles = [
+        engine.submit(request(prompt, adapters=choice, max_tokens=30, priority=9 if i < 4 else 0))
+        for i, (prompt, choice) in enumerate(asked)
+        if i < 2 or gate.reached.wait(PATIENCE_S)
+    ]
+    gate.open.set()
+    texts = [handle.result(PATIENCE_S).text for handle in handles]
+    assert texts == [text_of(alone, prompt, choice, 30) for prompt, choice in asked]
+    assert engine.snapshot().preemptions > 0
+
+
 def test_prefixes_are_shared_within_an_adapter_set_and_never_across(make_engine: MakeEngine, folder: Path) -> None:
     engine, _ = make_engine(FakeBackend(n_slots=3))
     for name in "pq":
