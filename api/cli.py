@@ -19,6 +19,10 @@ from .demo import demo_command
 from .generation import chat_command, embed_command, generate_command
 from .local import up_command, worker_command
 from .models import (
+    adapter_load_command,
+    adapter_scale_command,
+    adapter_unload_command,
+    models_adapters_command,
     models_default_command,
     models_info_command,
     models_list_command,
@@ -76,9 +80,19 @@ _MODEL_COMMANDS: dict[str, Callable[..., None]] = {
     "load": models_load_command,
     "unload": models_unload_command,
     "default": models_default_command,
+    "adapters": models_adapters_command,
+}
+_ADAPTER_COMMANDS: dict[str, Callable[..., None]] = {
+    "load": adapter_load_command,
+    "scale": adapter_scale_command,
+    "unload": adapter_unload_command,
 }
 for _name, _command in _MODEL_COMMANDS.items():
     _models.command(_name)(_interruptible(_command))
+_adapter = typer.Typer(no_args_is_help=True, help="A LoRA adapter of a model.")
+for _name, _command in _ADAPTER_COMMANDS.items():
+    _adapter.command(_name)(_interruptible(_command))
+_models.add_typer(_adapter, name="adapter")
 app.add_typer(_models, name="models")
 _dead = typer.Typer(no_args_is_help=True, help="Jobs that were put aside because their workers died.")
 _dead.command("list")(_interruptible(dead_list_command))
@@ -106,6 +120,9 @@ def _options(
     """The command line of cellama."""
 
 
+USAGE_CODES = ("invalid_request", "prompt_too_long", "wrong_capability", "unknown_adapter")
+
+
 def exit_code_of(error: Exception) -> Exit:
     """The exit code that tells what kind of error it was."""
     if isinstance(error, InvalidJob | SettingsError):
@@ -114,7 +131,7 @@ def exit_code_of(error: Exception) -> Exit:
         return Exit.UNREACHABLE
     if isinstance(error, JobTimeout):
         return Exit.TIMEOUT
-    if isinstance(error, JobError) and error.code in ("invalid_request", "prompt_too_long", "wrong_capability"):
+    if isinstance(error, JobError) and error.code in USAGE_CODES:
         return Exit.USAGE
     return Exit.FAILED
 

@@ -16,6 +16,7 @@ from cellama.tasks.position import Position
 from cellama.tasks.reader import STREAM_TIMEOUT_S, astream_events
 from cellama.tasks.registry import WorkerEntry
 
+from .adapters import AdapterControl, AsyncAdapterControl
 from .core import CONNECT_TIMEOUT_S, OUTAGE_RETRY_S, Core, Outage, models_of
 
 LOAD_TIMEOUT_S = 600.0  # a large model takes its time
@@ -54,7 +55,7 @@ class Job:
         self._client.cancel(self.id)
 
 
-class Client:
+class Client(AdapterControl):
     """Talks to the workers through Redis. Threads may share one.
 
     Every method raises RedisUnreachable when Redis does not answer.
@@ -204,7 +205,7 @@ class AsyncJob:
         await self._client.cancel(self.id)
 
 
-class AsyncClient:
+class AsyncClient(AsyncAdapterControl):
     """The Client for asyncio: same methods, same errors. Short blocking calls run in threads, streams don't."""
 
     def __init__(self) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import redis
@@ -144,21 +145,36 @@ class Core:
             )
 
     def load_model(self, model: dict[str, Any], worker: str | None, timeout_s: float) -> None:
-        names = self._command("cellama_load", {"model": model}, worker)
-        self._wait_for_status(names, model["id"], "ready", timeout_s)
+        begun = self.command("cellama_load", {"model": model}, worker)
+        self._wait_for_model(begun, model["id"], "ready", timeout_s)
 
     def unload_model(self, model_id: str, worker: str | None, timeout_s: float) -> None:
-        names = self._command("cellama_unload", {"model_id": model_id, "timeout_s": timeout_s}, worker)
-        self._wait_for_status(names, model_id, None, timeout_s + REPLY_S)
+        begun = self.command("cellama_unload", {"model_id": model_id, "timeout_s": timeout_s}, worker)
+        self._wait_for_model(begun, model_id, None, timeout_s + REPLY_S)
 
     def set_default_model(self, model_id: str, worker: str | None) -> None:
-        self._command("cellama_default", {"model_id": model_id}, worker)
+        self.command("cellama_default", {"model_id": model_id}, worker)
 
-    def _command(self, command: str, arguments: dict[str, Any], worker: str | None) -> list[str]:
-        """The names of the workers that took a command. Raises what the first one that refuses says."""
+    def command(
+        self, command: str, arguments: dict[str, Any], worker: str | None, model_id: str | None = None
+    ) -> dict[str, float]:
+        """The workers that took a command, one or all that live (and have the model), and when, by their clocks.
+
+        Raises what the first one that refuses says.
+        """
         with reaching_redis():
-            alive = [entry.name for entry in live_workers(self._redis)]
-            chosen = alive if worker is None else [name for name in alive if worker in (name, name.partition("@")[0])]
+            entries = live_workers(self._redis)
+            alive = [entry.name for entry in entries]
+            if worker is not None:
+                chosen = [name for name in alive if worker in (name, name.partition("@")[0])]
+            elif model_id is not None:
+                chosen = [entry.name for entry in entries if any(m["id"] == model_id for m in entry.models)]
+            else:
+                chosen = alive
+            if not chosen and worker is None and alive:
+                raise UnknownModel(
+                    f"no live worker has a model {model_id!r}; `cellama models list` shows what there is"
+                )
             if not chosen:
                 raise UnknownWorker(f"no live worker {worker!r}; live: {', '.join(alive) or 'none'}")
             options = {"destination": chosen, "reply": True, "timeout": REPLY_S, "limit": len(chosen)}
@@ -168,24 +184,34 @@ class Core:
             answer = answers.get(name, {"error": f"it did not answer within {REPLY_S:g} s", "code": "timeout"})
             if "error" in answer:
                 raise JobFailed(answer.get("code", "failed"), f"worker {name}: {answer['error']}")
-        return chosen
+        return {name: answers[name]["at"] for name in chosen}
 
-    def _wait_for_status(self, names: list[str], model_id: str, wanted: str | None, timeout_s: float) -> None:
-        """Until the model has a status on these workers; None stands for being gone."""
-        deadline, before = time.monotonic() + timeout_s, time.time()
+    def _wait_for_model(self, begun: dict[str, float], model_id: str, wanted: str | None, timeout_s: float) -> None:
+        def status(worker: WorkerEntry) -> str | None:
+            return next((str(m["status"]) for m in worker.models if m["id"] == model_id), None)
+
+        self.wait_for_status(begun, model_id, status, wanted, timeout_s)
+
+    def wait_for_status(
+        self,
+        begun: dict[str, float],
+        key: str,
+        status: Callable[[WorkerEntry], str | None],
+        wanted: str | None,
+        timeout_s: float,
+    ) -> None:
+        """Until something has a status on these workers, None standing for being gone; `key` is its failure_key."""
+        deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
-            entries = [worker for worker in self.workers() if worker.name in names and worker.at > before]
+            entries = [worker for worker in self.workers() if worker.at >= begun.get(worker.name, math.inf)]
             for worker in entries:
-                if model_id in worker.failures:
-                    raise JobFailed("model_load_failed", f"worker {worker.name}: {worker.failures[model_id]}")
-            found = [next((m["status"] for m in w.models if m["id"] == model_id), None) for w in entries]
-            if len(found) == len(names) and all(status == wanted for status in found):
+                if key in worker.failures:
+                    raise JobFailed("model_load_failed", f"worker {worker.name}: {worker.failures[key]}")
+            if len(entries) == len(begun) and all(status(worker) == wanted for worker in entries):
                 return
             time.sleep(REGISTRY_POLL_S)
         doing = "loaded" if wanted else "unloaded"
-        raise JobTimeout(
-            f"model {model_id!r} is not {doing} after {timeout_s:g} s; `cellama models list` shows its state"
-        )
+        raise JobTimeout(f"{key!r} is not {doing} after {timeout_s:g} s; `cellama models list` shows its state")
 
     def workers(self) -> list[WorkerEntry]:
         with reaching_redis():

@@ -1,4 +1,4 @@
-"""The commands for models on running workers: models list, info, load, unload, default."""
+"""The commands for models and their adapters on running workers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from rich.table import Table
 
 from cellama.tasks.contract.errors import InvalidJob, UnknownModel
 
+from .adapters import ADAPTER_LOAD_TIMEOUT_S, ADAPTER_UNLOAD_TIMEOUT_S
 from .client import LOAD_TIMEOUT_S, UNLOAD_TIMEOUT_S, Client
 from .generation import JsonOption
 from .output import err, out, print_json
 
 WorkerOption = Annotated[str | None, typer.Option("--worker", "-w", help="Only this worker, instead of all.")]
+NameArgument = Annotated[str, typer.Argument(help="Name of the adapter.")]
 IdArgument = Annotated[str, typer.Argument(help="Id of the model.")]
 
 
@@ -56,8 +58,14 @@ def models_info_command(model_id: IdArgument, json: JsonOption = False) -> None:
         return
     table = Table.grid(padding=(0, 2))
     for name, value in models[model_id].items():
-        table.add_row(f"[bold]{name}[/]", ", ".join(value) if isinstance(value, list) else str(value))
+        table.add_row(f"[bold]{name}[/]", _in_words(value))
     out.print(table)
+
+
+def _in_words(value: Any) -> str:
+    if not isinstance(value, list):
+        return str(value)
+    return ", ".join(f"{e['name']} × {e['scale']:g}" if isinstance(e, dict) else str(e) for e in value)
 
 
 def models_load_command(
@@ -103,6 +111,82 @@ def models_default_command(model_id: IdArgument, worker: WorkerOption = None, js
     with Client() as client:
         client.set_default_model(model_id, worker=worker)
     _say(json, {"default": model_id}, f"model {model_id} serves :default")
+
+
+def models_adapters_command(model_id: IdArgument, json: JsonOption = False) -> None:
+    """List the LoRA adapters of a model.
+
+    Example:  cellama models adapters tiny
+    """
+    with Client() as client:
+        adapters = client.adapters(model_id)
+    if json:
+        print_json(adapters)
+        return
+    if not adapters:
+        out.print(f"model {model_id} has no adapters; load one with `cellama models adapter load {model_id} NAME FILE`")
+        return
+    table = Table(header_style="bold")
+    for column in ("adapter", "scale", "status", "in use", "source", "SHA-256", "workers"):
+        table.add_column(column)
+    for a in adapters:
+        scale = f"{a['scale']:g}" if a["scale"] else "0 [dim](on request)[/]"
+        numbers = (scale, a["status"], str(a["in_use"]))
+        table.add_row(a["name"], *numbers, a["source"], a["fingerprint"][:12], "\n".join(a["workers"]))
+    out.print(table)
+
+
+def adapter_load_command(
+    model_id: IdArgument,
+    name: NameArgument,
+    source: Annotated[str, typer.Argument(help="Path of the adapter's GGUF file as the workers see it, or hf://….")],
+    scale: Annotated[float, typer.Option(help="For jobs that do not choose; 0 = only for those that do.")] = 1.0,
+    worker: WorkerOption = None,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait until jobs can have it.")] = ADAPTER_LOAD_TIMEOUT_S,
+    json: JsonOption = False,
+) -> None:
+    """Load a LoRA adapter for a model; jobs run on meanwhile.
+
+    Example:  cellama models adapter load tiny pirate engine/bundled/pirate.gguf --scale 0
+    """
+    with Client() as client, err.status(f"loading {name} …"):
+        client.load_adapter(model_id, name, source, scale=scale, worker=worker, timeout=timeout)
+    whose = f"all its jobs have it with scale {scale:g}" if scale else f"jobs with --adapter {name} have it"
+    _say(json, {"model": model_id, "adapter": name, "scale": scale, "status": "ready"}, f"{name} is loaded: {whose}")
+
+
+def adapter_scale_command(
+    model_id: IdArgument,
+    name: NameArgument,
+    scale: Annotated[float, typer.Argument(help="For jobs that do not choose; 0 = only for those that do.")],
+    worker: WorkerOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Change the scale of an adapter for the jobs that come from now on.
+
+    Example:  cellama models adapter scale tiny pirate 0.5
+    """
+    with Client() as client:
+        client.set_adapter_scale(model_id, name, scale, worker=worker)
+    _say(json, {"model": model_id, "adapter": name, "scale": scale}, f"new jobs of {model_id} have {name} × {scale:g}")
+
+
+def adapter_unload_command(
+    model_id: IdArgument,
+    name: NameArgument,
+    worker: WorkerOption = None,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds for the jobs that have it to end.")
+    ] = ADAPTER_UNLOAD_TIMEOUT_S,
+    json: JsonOption = False,
+) -> None:
+    """Unload an adapter after the jobs that have it have ended.
+
+    Example:  cellama models adapter unload tiny pirate
+    """
+    with Client() as client, err.status(f"unloading {name} …"):
+        client.unload_adapter(model_id, name, worker=worker, timeout=timeout)
+    _say(json, {"model": model_id, "adapter": name, "status": "unloaded"}, f"adapter {name} is unloaded")
 
 
 def _options(given: list[str]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from cellama.tasks.contract.payloads import ChatJob, GenerateJob
 _NOT_OPTIONS = {"model", "prompt", "messages", "stream", "n"}
 _FROM_FILE = {"grammar", "json_schema", "tools", "template_args"}
 _JSON = {"tools", "template_args"}
+_SINGULAR = {"adapters": "adapter"}  # options that are given once per entry
 
 
 def with_generation_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -62,7 +63,7 @@ def _read(name: str, value: Any) -> Any:
 
 
 def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+    return f"--{_SINGULAR.get(name, name).replace('_', '-')}"
 
 
 def _option(name: str, field: FieldInfo) -> inspect.Parameter:
@@ -85,9 +86,9 @@ def _kind(name: str, field: FieldInfo) -> Any:
     """What typer parses an option as, from the default and the annotation of the field."""
     if name in _JSON:
         return str
-    if isinstance(field.default, tuple):
+    names = str(field.annotation)
+    if isinstance(field.default, tuple) or "tuple[" in names:
         return list[str]
     if field.default is not None:
         return type(field.default)
-    names = str(field.annotation)
     return next((kind for kind in (float, bool, int) if kind.__name__ in names), str)

@@ -25,6 +25,7 @@ NAMES = {
     "chaos": "workers killed, Redis restarted, a worker frozen, a job that kills",
     "loads": "two models loaded at once while a third streams: its longest gap",
     "layouts": "unified against partitioned KV cache by number of slots",
+    "adapters": "requests with different LoRA adapters on one engine, by the length of a turn",
 }
 
 

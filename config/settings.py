@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import parse_qs, urlsplit, urlunsplit
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 PREFIX = "CELLAMA_"
@@ -23,6 +32,19 @@ CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"
 
 class SettingsError(Exception):
     """The settings are wrong; the message lists every problem with its remedy."""
+
+
+class AdapterSettings(BaseModel):
+    """A LoRA adapter of a model; its source alone will do where the scale is 1."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    source: str = Field(min_length=1, description="path of an adapter's GGUF file, or hf://ORG/REPO/FILE")
+    scale: float = Field(default=1.0, allow_inf_nan=False, description="for jobs that do not choose; 0 = not for them")
+
+
+def _to_adapter(value: Any) -> Any:
+    return {"source": value} if isinstance(value, str) else value
 
 
 class ModelSettings(BaseModel):
@@ -38,6 +60,9 @@ class ModelSettings(BaseModel):
     hub_offline: bool = Field(default=False, description="use the hub's cache only")
     default: bool = Field(default=False, description="serves jobs for the model `:default`")
     capabilities: tuple[Capability, ...] = Field(default=("generate", "chat", "embed"), min_length=1)
+    adapters: dict[str, Annotated[AdapterSettings, BeforeValidator(_to_adapter)]] = Field(
+        default_factory=dict, description="LoRA adapters by name: their sources, or tables with source and scale"
+    )
     n_parallel: int = Field(default=8, ge=1, le=256, description="slots: requests in one batch")
     n_ctx: int | None = Field(default=None, ge=1, description="context of all slots together, in tokens")
     ctx_per_slot: int | None = Field(default=None, ge=1, description="context of each slot, in tokens")

@@ -1,10 +1,13 @@
 """The inference engine: continuous batching on llama.cpp, usable as a library without Celery and Redis."""
 
+from .adapters import AdapterInfo
 from .backend import ModelInfo
 from .chat import ChatOptions, ChatPrompt, Message
 from .embedder import Embedder, EmbeddingHandle
 from .engine import Engine
 from .errors import (
+    AdapterBusy,
+    AdapterLoadFailed,
     DecodeFailed,
     EmbeddingCancelled,
     EngineError,
@@ -18,6 +21,7 @@ from .errors import (
     PromptTooLong,
     QueueFull,
     TemplateFailed,
+    UnknownAdapter,
     UnknownModel,
     WrongCapability,
 )
@@ -44,6 +48,9 @@ from .texts import Tokenizer
 from .tool_calls import ToolCall
 
 __all__ = [
+    "AdapterBusy",
+    "AdapterInfo",
+    "AdapterLoadFailed",
     "ChatOptions",
     "ChatPrompt",
     "Completion",
@@ -86,6 +93,7 @@ __all__ = [
     "TokenLogprob",
     "Tokenizer",
     "ToolCall",
+    "UnknownAdapter",
     "UnknownModel",
     "Usage",
     "WrongCapability",

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from .adapters import AdapterSet, AdapterStore
 from .kvcache import KvMemory
 from .logprobs import TokenLogprob
 from .params import SamplingParams
@@ -67,8 +68,11 @@ class Sampler(Protocol):
     def close(self) -> None: ...
 
 
-class Backend(KvMemory, Protocol):
-    """A context with the cells of all slots. Engine thread only, except `vocabulary`, `check` and `abort`."""
+class Backend(KvMemory, AdapterStore, Protocol):
+    """A context with the cells of all slots.
+
+    Engine thread only, except `vocabulary`, `check`, `abort` and what loads and frees adapters.
+    """
 
     n_vocab: int
 
@@ -79,8 +83,8 @@ class Backend(KvMemory, Protocol):
         """Raises InvalidRequest for what `new_sampler` could not do: a wrong grammar, an unknown token."""
         ...
 
-    def decode(self, chunks: Sequence[Chunk]) -> None:
-        """Fills the KV cells of the chunks, which are in order of slots. Raises DecodeError."""
+    def decode(self, chunks: Sequence[Chunk], adapters: AdapterSet = ()) -> None:
+        """Fills the KV cells of the chunks, which are in order of slots, with these adapters. Raises DecodeError."""
         ...
 
     def abort(self) -> None:

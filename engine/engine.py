@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
+from .adapters import Adapters
 from .backend import Backend, DecodeError, Vocabulary
 from .calling import Generating
 from .errors import DecodeFailed, EngineError, EngineStopped, InvalidRequest
@@ -55,6 +56,7 @@ class Engine(Generating):
         # One pass of llama.cpp: it would cut a larger batch into pieces of all sequences, each too small to be fast.
         limits = Limits(min(options.n_batch, options.n_ubatch), options.chunk_size, options.max_queue)
         self._scheduler = Scheduler(limits, make_strategy(options.batch_strategy), self._cache)
+        self.adapters = Adapters(backend)
         self._telemetry = Telemetry(self._scheduler)
         self._listeners: list[Listener] = []
         self._events: list[Event] = []
@@ -77,7 +79,7 @@ class Engine(Generating):
     def submit(self, request: Request, on_event: Callable[[Event], None] | None = None) -> Handle:
         """Hands a request to the engine. `on_event` is called on the engine thread: it must only hand over.
 
-        Raises InvalidRequest, PromptTooLong, EngineStopped at once; QueueFull comes through the handle.
+        Raises InvalidRequest, PromptTooLong, UnknownAdapter, EngineStopped at once; QueueFull comes through the handle.
         """
         self._scheduler.check(len(request.prompt))
         if not all(0 <= token < self._backend.n_vocab for token in request.prompt):
@@ -88,13 +90,15 @@ class Engine(Generating):
             submitted_at=time.monotonic() if request.submitted_at is None else request.submitted_at,
             cache_prompt=request.cache_prompt and self._options.cache_prompt,
         )
-        handle = Handle(request, self._ask_to_cancel, on_event)
+        handle = Handle(request, self._ask_to_cancel, on_event, self.adapters.take(request.adapters))
         if not self._put("submit", handle):
+            self.adapters.give_back(handle.adapters)
             raise EngineStopped("the engine is closed; the request was not taken")
         handle.add_done_callback(self._note_end)
         return handle
 
-    def _note_end(self, _: Handle) -> None:
+    def _note_end(self, handle: Handle) -> None:
+        self.adapters.give_back(handle.adapters)
         with self._hand_over:
             self._num_open -= 1
 
@@ -190,9 +194,8 @@ class Engine(Generating):
         self._groups[handle] = group
         try:
             for index in range(request.n):
-                sequence = Sequence(
-                    request, (seed + index) % (MAX_SEED + 1), request.submitted_at, list(request.prompt), index
-                )
+                seed_of_it, prompt = (seed + index) % (MAX_SEED + 1), list(request.prompt)
+                sequence = Sequence(request, seed_of_it, request.submitted_at, prompt, index, handle.adapters)
                 sequence.group = group
                 self._scheduler.enqueue(sequence, time.monotonic())
                 group.running.append(sequence)
@@ -290,9 +293,10 @@ class Engine(Generating):
         if not chunks:
             return 0.0
         self._worth_aborting = self._main_request(chunks)
+        first = self._scheduler.slots[chunks[0].slot]
         started = time.monotonic()
         try:
-            self._backend.decode(chunks)
+            self._backend.decode(chunks, first.adapters if first is not None else ())
         except DecodeError as error:
             return time.monotonic() - started + self._recover(chunks, error)
         finally:

@@ -8,6 +8,9 @@
     ├── UnknownModel            no model of that id
     ├── ModelLoadFailed         source missing, damaged or not supported
     │   └── IdTaken             another model has the id
+    ├── AdapterLoadFailed       file missing, damaged, no LoRA adapter, or made for another model
+    ├── UnknownAdapter          the model has no adapter of that name
+    ├── AdapterBusy             the adapter is in use and can't be unloaded now
     ├── ManagerExists           this process has a model manager already
     ├── ModelBusy               the model is in use and can't be unloaded now
     ├── QueueFull               the engine's waiting line is at its limit
@@ -64,6 +67,21 @@ class ModelLoadFailed(EngineError):
 
 class IdTaken(ModelLoadFailed):
     code = "id_taken"
+    http_status = 409
+
+
+class AdapterLoadFailed(EngineError):
+    code = "adapter_load_failed"
+
+
+class UnknownAdapter(EngineError):
+    code = "unknown_adapter"
+    http_status = 404
+
+
+class AdapterBusy(EngineError):
+    code = "adapter_busy"
+    retryable = True
     http_status = 409
 
 

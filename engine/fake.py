@@ -10,14 +10,20 @@ import zlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from .adapters import AdapterKey, AdapterSet, key_of
 from .backend import DecodeError
+from .errors import AdapterLoadFailed
 from .logprobs import TokenLogprob
 from .params import SamplingParams
 from .scheduler import Chunk
 
 END = 256
 _ALPHABET = b"abcdefghijklmnopqrstuvwxyz     .,"
+
+
+CellToken = int | tuple[int, AdapterKey]
 
 
 class FakeVocabulary:
@@ -34,11 +40,11 @@ class FakeVocabulary:
 
 
 class Cell:
-    """One KV cell. Slots may share it: what they hold is the same object."""
+    """One KV cell. Slots may share it: what they hold is the same object. `token` is a pair if adapters filled it."""
 
     __slots__ = ("token",)
 
-    def __init__(self, token: int) -> None:
+    def __init__(self, token: CellToken) -> None:
         self.token = token
 
 
@@ -46,7 +52,7 @@ class Cell:
 class FakeState:
     """What was saved of a slot."""
 
-    tokens: tuple[int, ...]
+    tokens: tuple[CellToken, ...]
 
     @property
     def nbytes(self) -> int:
@@ -70,6 +76,8 @@ class FakeBackend:
     n_vocab: int = 257
     cells: list[list[Cell]] = field(init=False)
     batches: list[list[Chunk]] = field(default_factory=list)  # every batch that was asked for
+    adapter_sets: list[AdapterSet] = field(default_factory=list)  # of every batch
+    adapters: set[str] = field(default_factory=set)  # texts of the files that are loaded
     closed: bool = False
 
     def __post_init__(self) -> None:
@@ -109,8 +117,21 @@ class FakeBackend:
 
     # Decoding
 
-    def decode(self, chunks: Sequence[Chunk]) -> None:
+    def load_adapter(self, path: Path) -> str:
+        text = path.read_text()
+        if not text.startswith("adapter"):
+            raise AdapterLoadFailed(f"{str(path)!r} is no adapter")
+        self.adapters.add(text)
+        return text
+
+    def free_adapter(self, handle: str) -> None:
+        self.adapters.remove(handle)
+
+    def decode(self, chunks: Sequence[Chunk], adapters: AdapterSet = ()) -> None:
         self.batches.append(list(chunks))
+        self.adapter_sets.append(adapters)
+        if not {use.adapter.handle for use in adapters} <= self.adapters:
+            raise AssertionError("an adapter that is gone would kill the process")
         if sum(len(chunk.tokens) for chunk in chunks) > self.n_batch:
             raise AssertionError("more tokens than n_batch would kill the process")
         self._logits.clear()
@@ -124,18 +145,18 @@ class FakeBackend:
         if code:
             self._fail(chunks, code)
         for chunk in chunks:
-            self._compute(chunk)
+            self._compute(chunk, key_of(adapters))
 
     def _fail(self, chunks: Sequence[Chunk], code: int) -> None:
         if code < -1:  # a fatal error leaves what was computed before it
-            self._compute(chunks[0])
+            self._compute(chunks[0], ())
         raise DecodeError(code)
 
-    def _compute(self, chunk: Chunk) -> None:
+    def _compute(self, chunk: Chunk, key: AdapterKey) -> None:
         cells = self.cells[chunk.slot]
         if chunk.position != len(cells) or len(cells) + len(chunk.tokens) > self.ctx_per_slot:
             raise DecodeError(-1)
-        cells.extend(Cell(token) for token in chunk.tokens)
+        cells.extend(Cell((token, key) if key else token) for token in chunk.tokens)
         if chunk.samples:
             self._logits.add(chunk.slot)
 

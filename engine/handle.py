@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Literal
 
+from .adapters import AdapterSet
 from .errors import EngineError
 from .events import Completion, Event, Finished
 from .params import Request
@@ -20,9 +21,15 @@ class Handle:
     """Waits for, watches or cancels one request. Any thread may use it."""
 
     def __init__(
-        self, request: Request, cancel: Callable[[Handle, CancelReason], None], on_event: Callable[[Event], None] | None
+        self,
+        request: Request,
+        cancel: Callable[[Handle, CancelReason], None],
+        on_event: Callable[[Event], None] | None,
+        adapters: AdapterSet = (),
     ) -> None:
+        """`adapters` are those that the request keeps to its end."""
         self.request = request
+        self.adapters = adapters
         self.future: Future[Completion] = Future()
         self.future.set_running_or_notify_cancel()  # so nobody ends it but the engine: see `cancel`
         self._cancel = cancel

@@ -126,24 +126,24 @@ class KvCache:
 
     # Planning
 
-    def plan(self, tokens: Sequence[int], scope: Hashable, idle: Sequence[int]) -> Plan:
-        """The cheapest way to place a sequence in one of the `idle` slots."""
+    def plan(self, tokens: Sequence[int], scope: Hashable, idle: Sequence[int], liked: int | None = None) -> Plan:
+        """The cheapest way to place a sequence in one of the `idle` slots, the `liked` one if no prefix decides."""
         best = max(self.longest(tokens, scope), key=lambda match: _gain(match[0], match[1], idle), default=None)
         if best is None or _gain(*best, idle) <= 0:
-            return Plan(self._cheapest(idle), None, 0)
+            return Plan(self._cheapest(idle, liked), None, 0)
         source, count = best
         if isinstance(source, int) and source in idle and self._may_overwrite(source, count, idle):
             return Plan(source, source, count)
         others = [slot for slot in idle if slot != source]
-        return Plan(self._cheapest(others), source, count) if others else Plan(idle[0], None, 0)
+        return Plan(self._cheapest(others, liked), source, count) if others else Plan(idle[0], None, 0)
 
     def _may_overwrite(self, slot: int, count: int, idle: Sequence[int]) -> bool:
         """True if continuing in the slot loses less than it takes over, or there is no other place."""
         return len(idle) == 1 or self.cells.of(slot) - count <= count
 
-    def _cheapest(self, idle: Sequence[int]) -> int:
-        """An empty slot, lowest index first (llama.cpp likes dense ids); else the longest unused one."""
-        return min(idle, key=lambda slot: (self.cells.of(slot) > 0, self._last_used[slot], slot))
+    def _cheapest(self, idle: Sequence[int], liked: int | None) -> int:
+        """The liked slot; an empty one, lowest index first (llama.cpp likes dense ids); else the longest unused one."""
+        return min(idle, key=lambda slot: (slot != liked, self.cells.of(slot) > 0, self._last_used[slot], slot))
 
     def missing_cells(self, plan: Plan, num_tokens: int) -> int:
         """Cells that `num_tokens` positions would need beyond those that are free once the plan is carried out."""

@@ -69,16 +69,18 @@ class ModelManager:
         capabilities: Iterable[Capability] = CAPABILITIES,
         default: bool = False,
         hub: HubOptions | None = None,
+        adapters: Mapping[str, tuple[str, float]] | None = None,
     ) -> Model:
         """Loads a model under an id, or one made from its source; the first one is the default until another says so.
 
         Other models serve meanwhile, and other threads may load theirs. A failure leaves nothing behind.
-        Raises IdTaken, ModelLoadFailed, InvalidRequest.
+        `adapters` are loaded with it: name → source and scale (see Model.load_adapter).
+        Raises IdTaken, ModelLoadFailed, AdapterLoadFailed, InvalidRequest.
         """
         entry = self._reserve(model_id, source, frozenset(capabilities))
         started = time.monotonic()
         try:
-            model = Model(entry.id, source, options or EngineOptions(), entry.capabilities, hub)
+            model = Model(entry.id, source, options or EngineOptions(), entry.capabilities, hub, adapters)
         except BaseException:
             with self._lock:
                 del self._entries[entry.id]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
+from .adapters import UNLOAD_TIMEOUT_S, AdapterInfo
 from .backend import ModelInfo
 from .chat import Message
 from .embedder import Embedder
 from .engine import Engine
-from .errors import WrongCapability
+from .errors import AdapterLoadFailed, ModelLoadFailed, WrongCapability
 from .hub import HubOptions
 from .params import EngineOptions
 from .priority import at_low_priority
@@ -34,18 +35,23 @@ class Model(Texts):
         options: EngineOptions,
         capabilities: frozenset[Capability],
         hub: HubOptions | None = None,
+        adapters: Mapping[str, tuple[str, float]] | None = None,
     ) -> None:
-        """Loads everything; a failure leaves nothing behind. Raises ModelLoadFailed."""
+        """Loads everything, with `adapters` by name (source, scale); a failure leaves nothing behind.
+
+        Raises ModelLoadFailed, and what `load_adapter` does.
+        """
         from .llama import LlamaBackend, LlamaEmbeddingBackend, LlamaModel
 
         self.id = model_id
         self.source = source
         self.options = options
         self.capabilities = capabilities
+        self._hub = hub or HubOptions()
         self._engine: Engine | None = None
         self._embedder: Embedder | None = None
         self._weights = at_low_priority(
-            lambda: LlamaModel(resolve(source, hub or HubOptions()), n_gpu_layers=options.n_gpu_layers)
+            lambda: LlamaModel(resolve(source, self._hub), n_gpu_layers=options.n_gpu_layers)
         )
         try:
             super().__init__(model_id, self._weights)
@@ -57,6 +63,8 @@ class Model(Texts):
             if "embed" in capabilities:
                 embedding = at_low_priority(lambda: LlamaEmbeddingBackend(self._weights, options))
                 self._embedder = Embedder(embedding, name=model_id)
+            for name, (adapter_source, scale) in (adapters or {}).items():
+                self.load_adapter(name, adapter_source, scale)
         except Exception:
             self.close()
             raise
@@ -95,13 +103,38 @@ class Model(Texts):
         self.require("chat")
         return super().render_chat(messages, **template_args)
 
+    def load_adapter(self, name: str, source: str, scale: float = 1.0, hub: HubOptions | None = None) -> AdapterInfo:
+        """Loads a LoRA adapter, which requests that do not choose have from now on; with scale 0 only those that do.
+
+        `source` is a path, or a file on the hub; `hub` defaults to the model's own. Requests that run go on as they
+        are. Raises IdTaken, AdapterLoadFailed, InvalidRequest, WrongCapability (embeddings have no adapters).
+        """
+        loaded = self.engine.adapters
+        try:
+            path = resolve(source, hub or self._hub)
+        except ModelLoadFailed as error:
+            raise AdapterLoadFailed(f"adapter {name!r}: {error}") from None
+        return loaded.load(name, source, path, scale)
+
+    def adapters(self) -> list[AdapterInfo]:
+        """The adapters, with their scales and the requests that use them."""
+        return [] if self._engine is None else self._engine.adapters.infos()
+
+    def set_adapter_scale(self, name: str, scale: float) -> None:
+        """Requests that do not choose have the adapter with this scale from now on. Raises as Adapters.set_scale."""
+        self.engine.adapters.set_scale(name, scale)
+
+    def unload_adapter(self, name: str, timeout_s: float = UNLOAD_TIMEOUT_S) -> None:
+        """Frees an adapter once no unfinished request has it; new ones don't get it. Raises as Adapters.unload."""
+        self.engine.adapters.unload(name, timeout_s)
+
     @property
     def is_busy(self) -> bool:
         """True while requests of it have not ended."""
         return any(part.is_busy for part in (self._engine, self._embedder) if part is not None)
 
     def close(self) -> bool:
-        """Ends its threads, then frees contexts and weights. What runs fails with EngineStopped.
+        """Ends its threads, then frees contexts, adapters and weights. What runs fails with EngineStopped.
 
         False, and nothing is freed, if a step does not end: freeing weights under it would end the process.
         """

@@ -143,6 +143,7 @@ class Request:
     stream: bool = True  # False: no Text events, only Started and Finished
     cache_prompt: bool = True  # take over what is in the cache, and leave what was computed to others
     cache_scope: str = ""  # only requests of the same scope share prefixes
+    adapters: tuple[tuple[str, float], ...] | None = None  # LoRA, name and scale; None = the model's own, () = none
     submitted_at: float | None = None  # time.monotonic(); None = when the engine gets it
     reply: ReplyFormat | None = None  # of a chat: how thinking and tool calls are told from the text
     resume: tuple[Resumed, ...] = ()  # of the first completions; the seed must be that of the first time
@@ -153,6 +154,11 @@ class Request:
         _check_int("n", self.n, 1, MAX_COMPLETIONS)
         _check_int("priority", self.priority, 0, 9)
         _check(all(isinstance(s, str) and s for s in self.stop), "stop", self.stop, "strings that are not empty")
+        for name, scale in self.adapters or ():
+            _check(isinstance(name, str) and bool(name), "an adapter's name", name, "text that is not empty")
+            _check(_is_real(scale), f"the scale of adapter {name!r}", scale, "a finite number, for instance 1")
+        names = [name for name, _ in self.adapters or ()]
+        _check(len(set(names)) == len(names), "adapters", self.adapters, "one scale for each name")
         timeout_ok = self.timeout_s is None or (_is_real(self.timeout_s) and self.timeout_s > 0)
         _check(timeout_ok, "timeout_s", self.timeout_s, "seconds above 0, or None")
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from .errors import PromptTooLong
 from .kvcache import KvCache, Plan
 from .line import WaitingLine, rank_if_preempted
+from .rotation import Rotation, place_for
 from .sequence import Sequence, State
 from .strategies import INTERACTIVE_PRIORITY, Share, SlotView, Strategy
 
@@ -47,6 +48,7 @@ class Scheduler:
         self.cache = cache
         self.slots: list[Sequence | None] = [None] * cache.memory.n_slots
         self.line = WaitingLine(limits.max_queue)
+        self._rotation = Rotation()
         self.num_preemptions = 0
 
     def check(self, num_prompt_tokens: int) -> None:
@@ -109,7 +111,7 @@ class Scheduler:
         while True:
             idle = [slot for slot, holder in enumerate(self.slots) if holder is None]
             if idle:
-                plan = self.cache.plan(sequence.tokens, sequence.scope, idle)
+                plan = self.cache.plan(sequence.tokens, sequence.scope, idle, self._place_for(sequence))
                 missing = self.cache.missing_cells(plan, self._cells_wanted(sequence))
                 others = [slot for slot in idle if slot not in (plan.slot, plan.source)]
                 if missing <= 0 or self.cache.reclaim(others, missing):
@@ -120,6 +122,12 @@ class Scheduler:
             if victim is None:
                 return None
             self.preempt(victim, now)
+
+    def _place_for(self, sequence: Sequence) -> int | None:
+        """The slot beside others with the same adapters; any will do while all have the same."""
+        if self.cache.memory.unified or not self._rotation.is_needed_with(sequence.adapters):
+            return None
+        return place_for(sequence.adapters, [None if s is None else s.adapters for s in self.slots])
 
     def _cells_wanted(self, sequence: Sequence) -> int:
         if not self.cache.memory.unified:
@@ -150,6 +158,7 @@ class Scheduler:
         self.cache.save(sequence.slot, computed, sequence.scope)
         self.cache.clear(sequence.slot)
         self.slots[sequence.slot] = None
+        self._rotation.leave(sequence.adapters, _is_interactive(sequence))
         sequence.slot, sequence.num_computed, sequence.state = None, 0, State.WAITING
         self.line.rejoin(sequence, now)
         self.num_preemptions += 1
@@ -162,17 +171,18 @@ class Scheduler:
         sequence.placed_at = now
         sequence.slot, sequence.state, sequence.waits_for = plan.slot, State.PREFILLING, None
         self.slots[plan.slot] = sequence
+        self._rotation.join(sequence.adapters, _is_interactive(sequence), now)
         self.line.leave()
 
     # The batch of a step
 
     def schedule(self, now: float) -> list[Chunk]:
-        """The batch of this step in order of slots; empty when no slot is busy.
+        """The batch of this step in order of slots, all with the same adapters; empty when no slot is busy.
 
         When the cells do not suffice for it, idle slots are emptied; then one running sequence after another waits.
         """
         while True:
-            chunks = self._build_batch()
+            chunks = self._build_batch(now)
             missing = sum(len(chunk.tokens) for chunk in chunks) - self.cache.cells.free
             if missing <= 0 or not self.cache.memory.unified or not self.make_room(missing, now):
                 return chunks
@@ -189,16 +199,19 @@ class Scheduler:
         self.preempt(victim, now)
         return True
 
-    def _build_batch(self) -> list[Chunk]:
-        views = self._views()
+    def _build_batch(self, now: float) -> list[Chunk]:
+        views = self._views(now)
         if not views:
             return []
         shares = self.strategy.build_batch(views, self.limits.budget, self.limits.chunk_size, self.num_waiting)
         self._check_shares(shares, views)
         return [self._chunk(slot, count) for slot, count in sorted(shares)]
 
-    def _views(self) -> list[SlotView]:
+    def _views(self, now: float) -> list[SlotView]:
         busy = [s for s in self.slots if s is not None]
+        if self._rotation.is_needed:
+            turn = self._rotation.turn(now)
+            busy = [s for s in busy if s.adapters == turn]
         busy.sort(key=_prefill_order)
         return [_view(s) for s in busy]
 
@@ -252,10 +265,10 @@ class Scheduler:
         if slot is None:
             return
         self.slots[slot] = None
+        self._rotation.leave(sequence.adapters, _is_interactive(sequence))
         if keep and sequence.request.cache_prompt:
             computed = sequence.tokens[: sequence.num_computed]
-            interactive = sequence.request.priority <= INTERACTIVE_PRIORITY
-            self.cache.retire(slot, computed, sequence.scope, save=interactive)
+            self.cache.retire(slot, computed, sequence.scope, save=_is_interactive(sequence))
         else:
             self.cache.clear(slot)
 
@@ -288,8 +301,11 @@ def _will_compute(sequence: Sequence, length: int) -> bool:
 
 def _prefill_order(sequence: Sequence) -> float:
     """By admission, but bulk requests let interactive ones that come in soon after them go first."""
-    bulk = sequence.request.priority > INTERACTIVE_PRIORITY
-    return (sequence.admitted_at or 0.0) + (BULK_PATIENCE_S if bulk else 0.0)
+    return (sequence.admitted_at or 0.0) + (0.0 if _is_interactive(sequence) else BULK_PATIENCE_S)
+
+
+def _is_interactive(sequence: Sequence) -> bool:
+    return sequence.request.priority <= INTERACTIVE_PRIORITY
 
 
 def _view(sequence: Sequence) -> SlotView:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from .adapters import AdapterSet, key_of
 from .events import Completion, FinishReason, Timings, Usage
 from .logprobs import TokenLogprob
 from .params import Request
@@ -40,6 +41,7 @@ class Sequence:
     submitted_at: float
     tokens: list[int]  # prompt, then output
     index: int = 0  # among the n completions of its request
+    adapters: AdapterSet = ()
     group: Group = field(init=False)
     state: State = State.WAITING
     slot: int | None = None
@@ -81,8 +83,10 @@ class Sequence:
 
     @property
     def scope(self) -> Hashable:
-        """Only sequences of the same scope take over each other's states."""
-        return self.request.cache_scope if self.request.cache_prompt else id(self)
+        """Only sequences of the same scope take over each other's states: cells depend on the adapters."""
+        if not self.request.cache_prompt:
+            return id(self)
+        return (self.request.cache_scope, key_of(self.adapters)) if self.adapters else self.request.cache_scope
 
     @property
     def deadline(self) -> float | None:

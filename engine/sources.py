@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from . import hub
-from .bundled import TINY_PATH
+from .bundled import PIRATE_PATH, TINY_PATH
 from .errors import ModelLoadFailed, nearest
 from .hub import HubOptions
 
-BUNDLED = {"tiny": TINY_PATH}
+BUNDLED = {"tiny": TINY_PATH, "pirate": PIRATE_PATH}  # pirate is an adapter for tiny
 _MAGIC = b"GGUF"
 
 
@@ -28,7 +28,7 @@ def resolve(source: str, hub_options: HubOptions = HubOptions()) -> Path:  # noq
 
 def _bundled(name: str) -> Path:
     if name not in BUNDLED:
-        raise ModelLoadFailed(f"no bundled model is called {name!r}; {nearest(name, BUNDLED)}")
+        raise ModelLoadFailed(f"no bundled file is called {name!r}; {nearest(name, BUNDLED)}")
     return _check(BUNDLED[name])
 
 

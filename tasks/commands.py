@@ -1,7 +1,8 @@
-"""Celery remote control of a worker: cellama_load, cellama_unload, cellama_default. Imported in workers only."""
+"""Celery remote control of a worker: models and their adapters come and go. Imported in workers only."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from cellama.config import ModelSettings
 from cellama.config.settings import explain
 from cellama.engine import EngineError
 
-Reply = dict[str, str]
+Reply = dict[str, Any]  # what was begun, and when by this worker's clock; or an error
 
 
 def _answer(action: Callable[[], None], done: str) -> Reply:
@@ -23,7 +24,7 @@ def _answer(action: Callable[[], None], done: str) -> Reply:
     except ValidationError as error:
         problems = "; ".join(explain(problem) for problem in error.errors())
         return {"error": problems, "code": "invalid_request"}
-    return {"ok": done}
+    return {"ok": done, "at": time.time()}
 
 
 @control_command(args=[("model", dict)])  # type: ignore[untyped-decorator]
@@ -45,3 +46,24 @@ def cellama_default(state: Any, model_id: str, **_: Any) -> Reply:
     """Serves `:default` from a model."""
     residency = state.app.runtime.residency
     return _answer(lambda: residency.set_default(model_id), f"{model_id} is the default")
+
+
+@control_command(args=[("model_id", str), ("name", str), ("source", str), ("scale", float)])  # type: ignore[untyped-decorator]
+def cellama_load_adapter(state: Any, model_id: str, name: str, source: str, scale: float, **_: Any) -> Reply:
+    """Begins to load a LoRA adapter for a model."""
+    residency = state.app.runtime.residency
+    return _answer(lambda: residency.load_adapter(model_id, name, source, scale), f"loading {name}")
+
+
+@control_command(args=[("model_id", str), ("name", str), ("scale", float)])  # type: ignore[untyped-decorator]
+def cellama_scale_adapter(state: Any, model_id: str, name: str, scale: float, **_: Any) -> Reply:
+    """Sets the scale of an adapter for jobs that do not choose."""
+    residency = state.app.runtime.residency
+    return _answer(lambda: residency.set_adapter_scale(model_id, name, scale), f"{name} has scale {scale:g}")
+
+
+@control_command(args=[("model_id", str), ("name", str), ("timeout_s", float)])  # type: ignore[untyped-decorator]
+def cellama_unload_adapter(state: Any, model_id: str, name: str, timeout_s: float, **_: Any) -> Reply:
+    """Gives an adapter to no more jobs, and begins to drain it."""
+    residency = state.app.runtime.residency
+    return _answer(lambda: residency.unload_adapter(model_id, name, timeout_s), f"unloading {name}")

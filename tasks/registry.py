@@ -36,7 +36,9 @@ class WorkerEntry:
     started_at: float
     at: float
     models: list[dict[str, Any]]
-    failures: dict[str, str] = field(default_factory=dict)  # models that lately could not be loaded or unloaded
+    failures: dict[str, str] = field(
+        default_factory=dict
+    )  # what lately could not be loaded or unloaded (`failure_key`)
 
 
 def live_workers(redis: Redis) -> list[WorkerEntry]:
@@ -94,8 +96,8 @@ class Registration:
             log.warning("the worker's entry stays until it is stale: Redis does not answer")
 
     def _beat(self) -> None:
+        host, pid, now = socket.gethostname(), os.getpid(), time.time()  # before the look at what is there
         models = [describe(entry, entry.id == self._manager.default) for entry in self._manager.entries()]
-        host, pid, now = socket.gethostname(), os.getpid(), time.time()
         entry = WorkerEntry(self._worker, host, pid, self._started_at, now, models, self._failures())
         self._redis.hset(WORKERS_KEY, self._worker, json.dumps(asdict(entry)))
         stored: Any = self._redis.hgetall(WORKERS_KEY)
@@ -111,4 +113,5 @@ def describe(entry: ModelEntry, default: bool) -> dict[str, Any]:
     if model is None:
         return {**known, "engine": None}
     engine = asdict(model.engine.snapshot()) if {"generate", "chat"} & model.capabilities else None
-    return {**known, **asdict(model.info), "engine": engine}
+    adapters = [asdict(adapter) for adapter in model.adapters()]
+    return {**known, **asdict(model.info), "adapters": adapters, "engine": engine}

@@ -1,7 +1,7 @@
 """Models that come and go while a worker runs: loaded in the background, served from then on, drained before they go.
 
-Celery's remote control calls `load`, `unload` and `set_default` on the worker's main thread; each returns at once, and
-what becomes of it is in the worker's registry entry.
+Celery's remote control calls the methods on the worker's main thread; each returns at once, and what becomes of it is
+in the worker's registry entry.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cellama.config import ModelSettings
 from cellama.engine import EngineError, ModelManager
 
 from .app import num_jobs_of
-from .contract.names import DEFAULT_MODEL, queue_name
+from .contract.names import DEFAULT_MODEL, failure_key, queue_name
 
 log = logging.getLogger(__name__)
 
@@ -46,15 +46,14 @@ class Residency:
         self._failures: dict[str, tuple[float, str]] = {}
 
     def failures(self) -> dict[str, str]:
-        """Model id → why it could not be loaded or unloaded lately."""
+        """Model id, or `failure_key` of an adapter → why it could not be loaded or unloaded lately."""
         now = time.monotonic()
         self._failures = {id_: entry for id_, entry in self._failures.items() if now - entry[0] < FAILURES_KEPT_S}
         return {id_: message for id_, (_, message) in self._failures.items()}
 
     def load(self, model: ModelSettings) -> None:
         """Begins to load a model; its queue is taken from once it is there."""
-        self._failures.pop(model.id, None)
-        self._in_background(model.id, lambda: self._load(model))
+        self._begin(model.id, lambda: self._load(model))
 
     def _load(self, model: ModelSettings) -> None:
         self._load_now(model)
@@ -93,25 +92,46 @@ class Residency:
         self._consumer.add_task_queue(queue_name(DEFAULT_MODEL))
         self._on_change()
 
+    def load_adapter(self, model_id: str, name: str, source: str, scale: float) -> None:
+        """Begins to load a LoRA adapter. Raises UnknownModel, WrongCapability, IdTaken, InvalidRequest at once."""
+        model = self._manager.get(model_id)
+        model.engine.adapters.check_new(name, scale)
+        self._begin(failure_key(model_id, name), lambda: model.load_adapter(name, source, scale))
+
+    def set_adapter_scale(self, model_id: str, name: str, scale: float) -> None:
+        """Jobs that do not choose have the adapter with this scale. Raises UnknownModel, UnknownAdapter, …"""
+        self._manager.get(model_id).set_adapter_scale(name, scale)
+        self._on_change()
+
+    def unload_adapter(self, model_id: str, name: str, timeout_s: float) -> None:
+        """Begins to drain an adapter, which goes with the last job that has it. Raises UnknownModel, UnknownAdapter."""
+        model = self._manager.get(model_id)
+        model.engine.adapters.require(name)
+        self._begin(failure_key(model_id, name), lambda: model.unload_adapter(name, timeout_s))
+
+    def _begin(self, key: str, action: Callable[[], object]) -> None:
+        self._failures.pop(key, None)
+        self._in_background(key, action)
+
     def _resize(self, num_jobs: int) -> None:
         """So many more jobs, or fewer, may be in this worker."""
         pool = self._consumer.pool
         (pool.grow if num_jobs >= 0 else pool.shrink)(abs(num_jobs))
         self._consumer._update_prefetch_count(num_jobs)
 
-    def _in_background(self, model_id: str, action: Callable[[], None]) -> None:
+    def _in_background(self, key: str, action: Callable[[], object]) -> None:
         def run() -> None:
             try:
                 action()
             except EngineError as error:
-                log.error("model %s: %s", model_id, error)
-                self._failures[model_id] = (time.monotonic(), str(error))
+                log.error("%s: %s", key, error)
+                self._failures[key] = (time.monotonic(), str(error))
             except Exception as error:
-                log.exception("model %s could not be loaded or unloaded", model_id)
-                self._failures[model_id] = (time.monotonic(), repr(error))
+                log.exception("%s could not be loaded or unloaded", key)
+                self._failures[key] = (time.monotonic(), repr(error))
             self._on_change()
 
-        threading.Thread(target=run, name=f"cellama-residency-{model_id}", daemon=True).start()
+        threading.Thread(target=run, name=f"cellama-residency-{key}", daemon=True).start()
 
 
 def _num_held(queue: str) -> int:

@@ -308,6 +308,7 @@ class JobRun:
             n=job.n,
             cache_prompt=job.cache_prompt,
             cache_scope=job.cache_scope,
+            adapters=job.adapters,
             stop=job.stop,
             ignore_eos=job.ignore_eos,
             timeout_s=job.timeout,

@@ -77,8 +77,15 @@ class Runtime:
         options = EngineOptions(**model.model_dump(exclude=NOT_OPTIONS))
         default = model.default or model == self.settings.default_model
         hub = HubOptions(model.hub_cache_dir, model.hub_token, model.hub_force, model.hub_offline)
+        adapters = {name: (adapter.source, adapter.scale) for name, adapter in model.adapters.items()}
         loaded = self.manager.load(
-            model.id, model.source, options=options, capabilities=model.capabilities, default=default, hub=hub
+            model.id,
+            model.source,
+            options=options,
+            capabilities=model.capabilities,
+            default=default,
+            hub=hub,
+            adapters=adapters,
         )
         if loaded.capabilities & {"generate", "chat"}:
             loaded.engine.add_listener(self.publisher.listener(model.id))

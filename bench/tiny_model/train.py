@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from .corpus import documents
+from .corpus import Document, documents
 from .export import write_gguf
 from .tokenizer import encode_document, train_tokenizer
 
@@ -112,12 +112,14 @@ class TinyLlama(nn.Module):  # type: ignore[misc]
         return F.linear(self.output_norm(x), self.token_embd.weight)
 
 
-def windows(tokenizer: object, seed: int, length: int) -> Iterator[tuple[list[int], list[float]]]:
-    """Endless windows of `length` + 1 tokens packed from documents, and the loss weight of each token."""
+def windows(
+    tokenizer: object, seed: int, length: int, change: Callable[[Document], Document] = lambda document: document
+) -> Iterator[tuple[list[int], list[float]]]:
+    """Endless windows of `length` + 1 tokens packed from (changed) documents, and the loss weight of each token."""
     ids: list[int] = []
     weights: list[float] = []
     for document in documents(seed):
-        new, targets = encode_document(tokenizer, document)
+        new, targets = encode_document(tokenizer, change(document))
         ids += new
         weights += [1.0 if target else PROMPT_WEIGHT for target in targets]
         while len(ids) > length:

@@ -1,5 +1,6 @@
-"""The model that comes with the project (see bench/tiny_model/README.md)."""
+"""The model that comes with the project, and a LoRA adapter for it (see bench/tiny_model/README.md)."""
 
 from pathlib import Path
 
 TINY_PATH = Path(__file__).with_name("tiny.gguf")
+PIRATE_PATH = Path(__file__).with_name("pirate.gguf")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import llama_cpp.llama_cpp as lib
 import numpy as np
 from numpy.typing import NDArray
 
+from ..adapters import AdapterSet
 from ..backend import DecodeError, Sampler
 from ..errors import InvalidRequest, ModelLoadFailed
 from ..params import EngineOptions, SamplingParams
@@ -19,7 +21,7 @@ from . import log as llama_log
 from .abort import AbortFlag
 from .grammar import Grammar, grammar_of
 from .memory import CACHE_TYPES, KvShape, LlamaMemory
-from .model import LlamaModel
+from .model import LlamaModel, adapter_pointer
 from .samplers import GreedySampler, LlamaSampler
 
 _FLASH_ATTENTION = {
@@ -124,8 +126,15 @@ class LlamaBackend(LlamaMemory):
         self._rows: dict[int, int] = {}  # slot → row of its logits in the last batch
         self._views: dict[int, NDArray[np.float32]] = {}  # by address
         self._abort = AbortFlag(self.context)
+        self._adapters: AdapterSet = ()  # those of the last decode call
 
-    def decode(self, chunks: Sequence[Chunk]) -> None:
+    def load_adapter(self, path: Path) -> int:
+        return self.vocabulary.load_adapter(path)
+
+    def free_adapter(self, handle: int) -> None:
+        self.vocabulary.free_adapter(handle)
+
+    def decode(self, chunks: Sequence[Chunk], adapters: AdapterSet = ()) -> None:
         batch = self._batch
         batch.clear()
         self._rows.clear()
@@ -134,10 +143,26 @@ class LlamaBackend(LlamaMemory):
             if chunk.samples:
                 batch.want_output(row)
                 self._rows[chunk.slot] = row
-        code = lib.llama_decode(self.context, batch.batch)
+        if adapters == self._adapters:
+            code = lib.llama_decode(self.context, batch.batch)
+        else:  # the first decode call with other adapters makes its graph anew
+            with self.vocabulary.adapters_lock:
+                self._set_adapters(adapters)
+                code = lib.llama_decode(self.context, batch.batch)
         self._abort.lower()
         if code:
             raise DecodeError(code)
+
+    def _set_adapters(self, adapters: AdapterSet) -> None:
+        # Through none at all: llama.cpp compares addresses, and a new adapter may lie where a freed one was.
+        lib.llama_set_adapters_lora(self.context, None, 0, None)
+        if adapters:
+            pointers = (lib.llama_adapter_lora_p_ctypes * len(adapters))(
+                *(adapter_pointer(use.adapter.handle) for use in adapters)
+            )
+            scales = (ctypes.c_float * len(adapters))(*(use.scale for use in adapters))
+            lib.llama_set_adapters_lora(self.context, pointers, len(adapters), scales)
+        self._adapters = adapters
 
     def abort(self) -> None:
         self._abort.raise_()

@@ -6,11 +6,13 @@ import ctypes
 import functools
 import threading
 from pathlib import Path
+from typing import Any
 
 import llama_cpp.llama_cpp as lib
 
+from ..adapter_file import check_adapter_file
 from ..backend import ModelInfo
-from ..errors import ModelLoadFailed
+from ..errors import AdapterLoadFailed, ModelLoadFailed
 from . import log as llama_log
 
 
@@ -44,7 +46,9 @@ class LlamaModel:
         self.info = self._read_info()
         self._pieces: list[bytes | None] = [None] * self.info.n_vocab
         self._ends = frozenset(t for t in range(self.info.n_vocab) if lib.llama_vocab_is_eog(self.vocab, t))
-        self._close_lock = threading.Lock()
+        # llama.cpp looks at all adapters of a model when it makes a graph: none comes or goes meanwhile.
+        self.adapters_lock = threading.Lock()
+        self._adapters: set[int] = set()
 
     def _read_info(self) -> ModelInfo:
         description = ctypes.create_string_buffer(256)
@@ -116,9 +120,39 @@ class LlamaModel:
     def is_end(self, token: int) -> bool:
         return token in self._ends
 
+    def load_adapter(self, path: Path) -> int:
+        """The address of a LoRA adapter that is in memory now. Raises AdapterLoadFailed."""
+        check_adapter_file(path, self.info.architecture)
+        with self.adapters_lock:
+            llama_log.take_errors()
+            pointer = lib.llama_adapter_lora_init(self.pointer, str(path).encode()) if self.pointer else None
+            if not pointer:
+                reason = llama_log.take_errors() or "the model is closed"
+                raise AdapterLoadFailed(
+                    f"llama.cpp can't use {str(path)!r} with this model: {reason}; take an adapter made for this model"
+                )
+            address = int(ctypes.cast(pointer, ctypes.c_void_p).value or 0)
+            self._adapters.add(address)
+        return address
+
+    def free_adapter(self, handle: int) -> None:
+        """Frees an adapter that no context uses any more. Idempotent."""
+        with self.adapters_lock:
+            if handle in self._adapters:
+                self._adapters.remove(handle)
+                lib.llama_adapter_lora_free(adapter_pointer(handle))
+
     def close(self) -> None:
-        """Frees the weights. Idempotent. No context of this model may be in use."""
-        with self._close_lock:
+        """Frees the adapters and the weights. Idempotent. No context of this model may be in use."""
+        with self.adapters_lock:
+            for handle in self._adapters:
+                lib.llama_adapter_lora_free(adapter_pointer(handle))
+            self._adapters.clear()
             if self.pointer:
                 lib.llama_model_free(self.pointer)
                 self.pointer = None
+
+
+def adapter_pointer(address: int) -> Any:
+    """An adapter's address as llama_cpp wants it."""
+    return ctypes.cast(ctypes.c_void_p(address), lib.llama_adapter_lora_p_ctypes)

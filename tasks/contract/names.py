@@ -33,3 +33,8 @@ def queue_keys(model_id: str) -> list[str]:
 def queue_key(queue: str, priority: int) -> str:
     """The Redis list with the messages of one priority of a Celery queue."""
     return queue if priority == 0 else f"{queue}{PRIORITY_SEPARATOR}{priority}"
+
+
+def failure_key(model_id: str, adapter: str | None = None) -> str:
+    """What a worker's failures call a model, or an adapter of it."""
+    return model_id if adapter is None else f"adapter {adapter} of {model_id}"

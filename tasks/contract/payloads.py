@@ -110,12 +110,38 @@ def _to_pair(entry: Any) -> tuple[int, float]:
         raise ValueError(f'{entry!r} is no token id with a bias; write {{"17": -1.5}} or 17=-1.5') from None
 
 
+def _to_adapters(value: Any) -> Any:
+    """{"pirate": 0.5}, or ["pirate=0.5"], or ["pirate"] for a scale of 1, or pairs."""
+    if value is None:
+        return None
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, dict | list | tuple):
+        raise ValueError('it must map names of adapters to scales, for instance {"pirate": 0.5}')
+    entries = list(value.items()) if isinstance(value, dict) else [_to_adapter(entry) for entry in value]
+    names = [entry[0] for entry in entries]
+    if len(set(map(str, names))) < len(names):
+        raise ValueError("an adapter is named twice; give one scale for each")
+    return tuple(entries)
+
+
+def _to_adapter(entry: Any) -> Any:
+    if not isinstance(entry, str):
+        return entry
+    name, equals, scale = entry.rpartition("=")
+    try:
+        return (name, float(scale)) if equals else (entry, 1.0)
+    except ValueError:
+        raise ValueError(f"{entry!r} has no number as scale; write NAME, or NAME=0.5") from None
+
+
 _TEXT, _TOKENS = "<text>", "<tokens>"  # tags that pydantic writes into the place of an error; not shown
 
 Text = Annotated[StrictStr, AfterValidator(_check_text)]
 FilledText = Annotated[Text, AfterValidator(_check_filled)]
 Finite = Annotated[StrictFloat, Field(allow_inf_nan=False)]  # takes whole numbers, too
 LogitBias = Annotated[tuple[tuple[int, float], ...], BeforeValidator(_to_pairs)]
+Adapters = Annotated[tuple[tuple[FilledText, Finite], ...] | None, BeforeValidator(_to_adapters)]
 
 
 class _Payload(BaseModel):
@@ -165,6 +191,9 @@ class _GenerationJob(_Job):
     )
     cache_prompt: StrictBool = Field(default=True, description="share prefixes with other requests")
     cache_scope: Text = Field(default="", description="share prefixes only within this scope")
+    adapters: Adapters = Field(
+        default=None, description="LoRA adapters, NAME or NAME=SCALE, instead of the model's own; NAME=0 for none"
+    )
     ignore_eos: StrictBool = Field(default=False, description="go on where the model would end")
     stream: StrictBool = Field(default=True, description="publish the text token by token")
 

@@ -21,6 +21,7 @@ SMALL = {
     "python_time": "--slots 2 --contexts 64 128 --new 4",
     "interactive": "--slots 2 --prompt 32 --samples 2",
     "layouts": "--slots 2 --prompt 300 --new 4",
+    "adapters": "--slots 3 --turns 0 0.1 --prompt 16 --new 4 --threads 1",
     "decode": "--slots 2 --prompt 16 --new 8 --rounds 1",
     "mixed": "--requests 4 --prompt 16 --new 4 --slots 2 --best-slots 4",
     "queue_tax": "--slots 2 --requests 6 --prompt 16 --new 8 --samples 2 --rounds 1 --threads 1",

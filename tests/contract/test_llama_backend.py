@@ -123,7 +123,7 @@ def test_model_that_is_not_there_or_damaged_is_refused_with_a_remedy(manager: Mo
         str(tmp_path): "is a folder; name one of its files: cut.gguf, text.gguf",
         str(tmp_path / "text.gguf"): "is no GGUF file .*fetch a GGUF version",
         str(tmp_path / "cut.gguf"): "llama.cpp can't load .*the file may be damaged",
-        "bundled://tinny": "no bundled model is called 'tinny'; did you mean 'tiny'",
+        "bundled://tinny": "no bundled file is called 'tinny'; did you mean 'tiny'",
         "ftp://x/y.gguf": "source 'ftp://x/y.gguf' is of no known kind",
     }.items():
         with pytest.raises(ModelLoadFailed, match=message):

@@ -42,9 +42,9 @@ class Gate:
         self.reached = threading.Event()
         decode = backend.decode
 
-        def gated(chunks: Any) -> None:
+        def gated(*call: Any) -> None:
             self.reached.set()
             assert self.open.wait(PATIENCE_S)
-            decode(chunks)
+            decode(*call)
 
         backend.decode = gated  # type: ignore[method-assign]

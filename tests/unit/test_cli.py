@@ -54,7 +54,7 @@ def test_help_of_every_command_has_an_example(command: str) -> None:
 def test_every_generation_parameter_is_an_option() -> None:
     output = CliRunner().invoke(app, ["generate", "--help"], env={"COLUMNS": "200"}).output
     for name in GenerateJob.model_fields.keys() - {"model", "prompt", "stream"}:
-        assert f"--{name.replace('_', '-')}" in output
+        assert f"--{name.replace('_', '-').replace('adapters', 'adapter ')}" in output
 
 
 @pytest.mark.parametrize(

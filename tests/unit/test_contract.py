@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from cellama.engine import Request, SamplingParams
@@ -46,6 +48,38 @@ def test_payload_error_lists_every_problem_and_shortens_long_values() -> None:
 def test_payload_takes_one_text_or_several() -> None:
     assert parse_job(EmbedJob, ("model", "texts"), ("m", "a"), {}).texts == ("a",)
     assert parse_job(EmbedJob, ("model", "texts"), ("m", ["a", "b"]), {}).texts == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("given", "adapters"),
+    [
+        (None, None),
+        ({}, ()),
+        ({"pirate": 0.5, "q": 1}, (("pirate", 0.5), ("q", 1.0))),
+        (["pirate=0.5", "q"], (("pirate", 0.5), ("q", 1.0))),
+        ("pirate", (("pirate", 1.0),)),
+        ([["pirate", -1]], (("pirate", -1.0),)),
+    ],
+)
+def test_payload_takes_adapters_in_several_forms(given: Any, adapters: tuple[tuple[str, float], ...] | None) -> None:
+    assert parse_job(GenerateJob, ("model", "prompt"), ("m", "p"), {"adapters": given}).adapters == adapters
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (7, 'it must map names of adapters to scales, for instance {"pirate": 0.5}'),
+        (["pirate=much"], "'pirate=much' has no number as scale; write NAME, or NAME=0.5"),
+        (["pirate", "pirate=2"], "an adapter is named twice"),
+        ({"pirate": float("nan")}, "adapters.0.1 is nan"),
+        ({"pirate": "0.5"}, "adapters.0.1 is '0.5'"),
+        ({"": 1}, "it is empty"),
+    ],
+)
+def test_payload_refuses_adapters_that_cannot_be_meant(given: Any, message: str) -> None:
+    with pytest.raises(InvalidJob) as caught:
+        parse_job(ChatJob, ("model", "messages"), ("m", [{"role": "user", "content": "x"}]), {"adapters": given})
+    assert message in str(caught.value)
 
 
 def test_job_failed_survives_celerys_json() -> None:

@@ -45,6 +45,18 @@ def test_settings_models_have_a_short_form_and_json(settings_environment: SetVar
     assert settings.default_model.id == "tiny"
 
 
+def test_settings_adapters_have_a_short_form_and_a_scale(settings_environment: SetVariables, tmp_path: Path) -> None:
+    (tmp_path / "cellama.toml").write_text(
+        '[[models]]\nid = "a"\nsource = "a.gguf"\n'
+        'adapters = {pirate = "/p.gguf", calm = {source = "hf://o/r/c.gguf", scale = 0}}\n'
+    )
+    (model,) = get_settings().models
+    assert {name: (a.source, a.scale) for name, a in model.adapters.items()} == {
+        "pirate": ("/p.gguf", 1.0),
+        "calm": ("hf://o/r/c.gguf", 0.0),
+    }
+
+
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
@@ -55,6 +67,7 @@ def test_settings_models_have_a_short_form_and_json(settings_environment: SetVar
         ({"log_level": "LOUD"}, "log_level is 'LOUD'"),
         ({"models": "tiny"}, "'tiny' is no ID=SOURCE; write for instance tiny=bundled://tiny"),
         ({"models": "a=x,a=y"}, "'a' stand"),
+        ({"models": '[{"id":"a","source":"x","adapters":{"p":{"source":"y","scale":"much"}}}]'}, "scale is 'much'"),
         (
             {"models": '[{"id":"a","source":"x","n_paralel":4}]'},
             r"n_paralel: no such setting; did you mean n_parallel\?",

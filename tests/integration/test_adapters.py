@@ -1,0 +1,130 @@
+"""LoRA adapters of a running worker: through jobs, clients and the command line."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from cellama.api import AsyncClient, Client
+from cellama.api.cli import app
+from cellama.api.redis_server import RedisServer
+from cellama.tasks import chat, generate
+from cellama.tasks.contract.errors import JobFailed, UnknownModel
+
+from ..conftest import PATIENCE_S, WorkerProcess, wait_until
+from .conftest import GREEDY, LONG
+
+PIRATE = "bundled://pirate"
+STORY = "Once upon a time"
+PLAIN, SEAS = ", there was a", " on the seven seas,"
+
+
+@pytest.fixture
+def name() -> str:
+    """Of the worker and its model."""
+    return f"a{uuid.uuid4().hex[:8]}"
+
+
+@pytest.fixture
+def worker(redis_server: RedisServer, tmp_path: Path, name: str) -> Iterator[WorkerProcess]:
+    adapters = {"asked": {"source": PIRATE, "scale": 0}}
+    model = {"id": name, "source": "bundled://tiny", "n_parallel": 4, "threads": 1, "adapters": adapters}
+    worker = WorkerProcess(tmp_path, redis_server.url, name=name, CELLAMA_MODELS=json.dumps([model]))
+    yield worker.wait_ready()
+    worker.stop()
+
+
+def text(model: str, **params: Any) -> str:
+    result = generate.delay(model, STORY, **{"max_tokens": 12, **GREEDY, **params}).get(timeout=PATIENCE_S)
+    return str(result["text"])
+
+
+@pytest.mark.usefixtures("worker")
+def test_jobs_choose_among_adapters_of_the_settings_and_of_run_time(client: Client, name: str) -> None:
+    assert text(name).startswith(PLAIN)
+    for choice in ({"asked": 1}, ["asked=1.0"], ["asked"], "asked"):
+        assert text(name, adapters=choice).startswith(SEAS)
+    question = [{"role": "user", "content": "What do bees make?"}]
+    answers = [
+        chat.delay(name, question, adapters={"asked": scale}, **GREEDY).get(timeout=PATIENCE_S)["message"]["content"]
+        for scale in (0, 1)
+    ]
+    assert answers == ["Bees make honey 🍯.", "Arr, Bees make honey 🍯. Ahoy!"]
+    client.load_adapter(name, "pirate", PIRATE)
+    assert text(name).startswith(SEAS)
+    assert text(name, adapters={}).startswith(PLAIN)
+    client.set_adapter_scale(name, "pirate", 0)
+    assert text(name).startswith(PLAIN)
+    client.unload_adapter(name, "pirate")
+    assert [(a["name"], a["status"], a["scale"]) for a in client.adapters(name)] == [("asked", "ready", 0)]
+
+
+@pytest.mark.usefixtures("worker")
+def test_jobs_with_different_adapters_run_side_by_side(name: str) -> None:
+    scales = [0.0, 0.5, 1.0] * 6
+    alone = {scale: text(name, adapters={"asked": scale}, max_tokens=80) for scale in set(scales)}
+    jobs = [generate.delay(name, STORY, adapters={"asked": s}, max_tokens=80, **GREEDY) for s in scales]
+    assert [job.get(timeout=PATIENCE_S)["text"] for job in jobs] == [alone[scale] for scale in scales]
+
+
+@pytest.mark.usefixtures("worker")
+def test_adapter_in_use_stays_and_mistakes_are_told(client: Client, name: str) -> None:
+    job = client.generate(name, STORY, adapters={"asked": 1}, **LONG)
+    next(event for event in job.stream() if event["type"] == "token")
+    wait_until(lambda: client.adapters(name)[0]["in_use"] == 1, "the adapter in use, at the next heartbeat")
+    with pytest.raises(JobFailed, match="adapter 'asked' is still in use by 1"):
+        client.unload_adapter(name, "asked", timeout=0.2)
+    for arguments, message in (
+        ((name, "x", "/nowhere.gguf"), "adapter 'x': there is no model file at '/nowhere.gguf'"),
+        ((name, "x", "bundled://tiny"), "is no adapter"),
+        ((name, "asked", PIRATE), "there is an adapter 'asked' already"),
+    ):
+        with pytest.raises(JobFailed, match=message):
+            client.load_adapter(*arguments, timeout=PATIENCE_S)
+    with pytest.raises(UnknownModel, match="no live worker has a model 'nobody'"):
+        client.load_adapter("nobody", "x", PIRATE)
+    with pytest.raises(JobFailed, match="no adapter 'aske' is loaded for this model; did you mean 'asked'"):
+        client.generate(name, STORY, adapters=["aske"]).result(PATIENCE_S)
+    job.cancel()
+    client.unload_adapter(name, "asked", timeout=PATIENCE_S)
+    assert client.adapters(name) == []
+
+
+@pytest.mark.usefixtures("worker")
+def test_async_client_has_the_same_control(name: str) -> None:
+    async def play() -> list[dict[str, Any]]:
+        async with AsyncClient() as client:
+            await client.load_adapter(name, "p", PIRATE, scale=0.5)
+            await client.set_adapter_scale(name, "p", 0.75)
+            await client.unload_adapter(name, "asked")
+            return await client.adapters(name)
+
+    (adapter,) = asyncio.run(play())
+    assert (adapter["name"], adapter["scale"], adapter["source"]) == ("p", 0.75, PIRATE)
+    assert len(adapter["fingerprint"]) == 64
+
+
+@pytest.mark.usefixtures("worker")
+def test_command_line_loads_scales_lists_and_unloads(name: str) -> None:
+    def run(*argv: str) -> str:
+        result = CliRunner().invoke(app, argv, catch_exceptions=False, env={"COLUMNS": "200"})
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    assert "p is loaded: all its jobs have it with scale 1" in run("models", "adapter", "load", name, "p", PIRATE)
+    assert run("generate", name, STORY, "--max-tokens", "12", "--temperature", "0").startswith(SEAS)
+    assert f"new jobs of {name} have p × 0.5" in run("models", "adapter", "scale", name, "p", "0.5")
+    assert PLAIN in run("generate", name, STORY, "--adapter", "p=0", "--max-tokens", "12", "--temperature", "0")
+    listed = json.loads(run("models", "adapters", name, "--json"))
+    assert [(a["name"], a["scale"], a["in_use"]) for a in listed] == [("asked", 0, 0), ("p", 0.5, 0)]
+    table = run("models", "adapters", name)
+    assert all(word in table for word in ("asked", "on request", "0.5", listed[0]["fingerprint"][:12], "ready"))
+    assert "asked × 0, p × 0.5" in run("models", "info", name)
+    assert "adapter p is unloaded" in run("models", "adapter", "unload", name, "p")

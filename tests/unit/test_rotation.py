@@ -1,0 +1,122 @@
+"""Groups with different adapters take turns: nobody starves, turns last, and slots of a group stay together."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cellama.engine.rotation import BULK_EXTRA_S, BULK_SLICE_S, SLICE_S, Rotation, place_for
+
+GROUPS = "abcdef"
+MAX_STEP_S = 0.4
+Arrival = tuple[int, str, bool, int]  # step, group, interactive, steps until it leaves
+
+
+@given(
+    arrivals=st.lists(st.tuples(st.integers(0, 60), st.sampled_from(GROUPS), st.booleans(), st.integers(1, 80))),
+    steps=st.lists(st.floats(0.001, MAX_STEP_S), min_size=120, max_size=120),
+)
+def test_rotation_serves_every_group_within_a_bounded_time(arrivals: list[Arrival], steps: list[float]) -> None:
+    rotation, now = Rotation(), 0.0
+    running: list[tuple[str, bool, int]] = []
+    served: dict[str, float] = {}
+    for step, seconds in enumerate(steps):
+        for _, key, interactive, length in (arrival for arrival in arrivals if arrival[0] == step):
+            rotation.join(key, interactive, now)
+            running.append((key, interactive, step + length))
+            served.setdefault(key, now)
+        for key, interactive, end in [entry for entry in running if entry[2] == step]:
+            rotation.leave(key, interactive)
+            running.remove((key, interactive, end))
+        present = {key for key, _, _ in running}
+        served = {key: at for key, at in served.items() if key in present}
+        assert rotation.is_needed == (len(present) > 1)
+        turn = rotation.turn(now) if rotation.is_needed else next(iter(present), None)
+        if turn is not None:
+            assert turn in present
+            served[str(turn)] = now
+        # What a group waits for: the turn that runs, then one of each other group that has waited longer.
+        longest = BULK_EXTRA_S + (len(GROUPS) + 1) * (BULK_SLICE_S + MAX_STEP_S)
+        assert all(now - at <= longest for at in served.values())
+        now += seconds
+
+
+def turns(rotation: Rotation, seconds: float, step_s: float = 0.01) -> list[str]:
+    """Who was served in each step."""
+    return [str(rotation.turn(step * step_s)) for step in range(round(seconds / step_s))]
+
+
+def test_turn_lasts_for_a_slice_and_groups_share_the_time() -> None:
+    rotation = Rotation()
+    for key in "abc":
+        rotation.join(key, interactive=True, now=0.0)
+    served = turns(rotation, 30.0)
+    switches = sum(a != b for a, b in itertools.pairwise(served))
+    assert all(served.count(key) == pytest.approx(1000, rel=0.1) for key in "abc")
+    assert switches <= 30.0 / SLICE_S
+
+
+def test_turns_are_longer_when_nobody_waits_for_each_token() -> None:
+    rotation = Rotation()
+    for key in "ab":
+        rotation.join(key, interactive=False, now=0.0)
+    served = turns(rotation, 30.0)
+    assert sum(a != b for a, b in itertools.pairwise(served)) <= 30.0 / BULK_SLICE_S
+
+
+def test_newcomer_is_next_and_bulk_requests_let_interactive_ones_go_more_often() -> None:
+    rotation = Rotation()
+    rotation.join("bulk", interactive=False, now=0.0)
+    rotation.join("chat", interactive=True, now=5.0)
+    assert rotation.turn(5.0) == "chat"
+    served = [rotation.turn(5.0 + step * 0.01) for step in range(1000)]
+    assert 0.1 < served.count("bulk") / len(served) < 0.4
+    assert "bulk bulk" in " ".join(map(str, served))
+    longest = max(map(len, "".join("b" if s == "bulk" else " " for s in served).split()))
+    assert longest * 0.01 <= SLICE_S + 0.011  # so long an interactive request waits behind steps of 10 ms
+
+
+def test_group_that_ran_alone_gives_way_at_once_and_frozen_clocks_still_change_turns() -> None:
+    rotation = Rotation()
+    rotation.join("a", interactive=True, now=0.0)
+    assert not rotation.is_needed
+    rotation.join("b", interactive=True, now=0.0)
+    assert rotation.turn(0.0) == "b"
+    rotation.leave("b", interactive=True)
+    assert not rotation.is_needed
+    assert rotation.turn(0.0) == "a"
+
+
+@pytest.mark.parametrize(
+    ("holders", "key", "place"),
+    [
+        ("........", "a", 4),
+        ("aa......", "a", 2),
+        ("aa......", "b", 5),
+        ("aa.bb...", "b", 5),
+        ("aa...bb.", "b", 4),
+        ("aab.b...", "a", 6),
+        ("aabb.aab", "a", 4),
+        ("abab.bab", "c", 4),
+        (".baababa", "a", 0),
+        ("abababab", "a", None),
+    ],
+)
+def test_place_for_a_group_is_beside_its_own_or_in_the_middle_of_a_gap(
+    holders: str, key: str, place: int | None
+) -> None:
+    assert place_for(key, [None if holder == "." else holder for holder in holders]) == place
+
+
+def test_groups_that_arrive_mixed_lie_together() -> None:
+    holders: list[str | None] = [None] * 12
+    for key in "abc" * 4:
+        place = place_for(key, holders)
+        assert place is not None
+        assert holders[place] is None
+        holders[place] = key
+    runs = ["".join(run) for _, run in itertools.groupby(map(str, holders))]
+    assert len(runs) <= 6
