@@ -38,6 +38,7 @@ from .logprobs import TokenLogprob
 from .manager import ModelEntry, ModelManager
 from .models import Model
 from .params import EngineOptions, Request, Resumed, SamplingParams
+from .reranker import Reranker, scores_of
 from .texts import Tokenizer
 
 __all__ = [
@@ -69,6 +70,7 @@ __all__ = [
     "QueueFull",
     "Request",
     "RequestStats",
+    "Reranker",
     "Resumed",
     "SamplingParams",
     "Started",
@@ -81,4 +83,5 @@ __all__ = [
     "UnknownModel",
     "Usage",
     "WrongCapability",
+    "scores_of",
 ]
