@@ -23,6 +23,8 @@ NAMES = {
     "urgent": "an urgent job while a worker is full of bulk jobs and more wait",
     "cancel": "from a cancel to the end, wherever the job is",
     "chaos": "workers killed, Redis restarted, a worker frozen, a job that kills",
+    "embeddings": "1000 texts in one call or job against one text per call or job",
+    "embed_beside": "gaps of a stream while another model embeds",
     "layouts": "unified against partitioned KV cache by number of slots",
 }
 
