@@ -16,7 +16,7 @@ from cellama.tasks.contract.errors import InvalidJob, JobError, JobTimeout, Redi
 from .bench import bench_command
 from .dead import dead_list_command, dead_requeue_command
 from .demo import demo_command
-from .generation import chat_command, embed_command, generate_command
+from .generation import chat_command, generate_command
 from .local import up_command, worker_command
 from .models import (
     adapter_load_command,
@@ -30,6 +30,7 @@ from .models import (
     models_unload_command,
 )
 from .output import Exit, print_error
+from .reading import embed_command, rerank_command
 from .redis_server import RedisServerError
 from .status import cancel_command, status_command
 
@@ -53,6 +54,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "generate": generate_command,
     "chat": chat_command,
     "embed": embed_command,
+    "rerank": rerank_command,
     "status": status_command,
     "cancel": cancel_command,
 }

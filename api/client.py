@@ -10,7 +10,7 @@ from typing import Any
 from redis.asyncio import Redis as AsyncRedis
 
 from cellama.config import get_settings
-from cellama.tasks import apply_chat_template, chat, detokenize, embed, generate, tokenize
+from cellama.tasks import apply_chat_template, chat, detokenize, embed, generate, rerank, tokenize
 from cellama.tasks.contract.events import Event, is_terminal
 from cellama.tasks.position import Position
 from cellama.tasks.reader import STREAM_TIMEOUT_S, astream_events
@@ -78,6 +78,10 @@ class Client(AdapterControl):
     def embed(self, model: str, texts: str | list[str], *, wait: bool = False, **params: Any) -> Job:
         """Submits texts to embed; raises as `generate`."""
         return Job(self, self._core.submit(embed, model, texts, wait, params).id)
+
+    def rerank(self, model: str, query: str, documents: str | list[str], *, wait: bool = False, **params: Any) -> Job:
+        """Submits documents to rank for a query; raises as `generate`."""
+        return Job(self, self._core.submit(rerank, model, query, wait, {"documents": documents, **params}).id)
 
     def tokenize(self, model: str, text: str, *, wait: bool = False, **params: Any) -> Job:
         """Submits a text whose token ids are wanted; raises as `generate`."""
@@ -224,6 +228,11 @@ class AsyncClient(AsyncAdapterControl):
 
     async def embed(self, model: str, texts: str | list[str], *, wait: bool = False, **params: Any) -> AsyncJob:
         return await self._submit(embed, model, texts, wait, params)
+
+    async def rerank(
+        self, model: str, query: str, documents: str | list[str], *, wait: bool = False, **params: Any
+    ) -> AsyncJob:
+        return await self._submit(rerank, model, query, wait, {"documents": documents, **params})
 
     async def tokenize(self, model: str, text: str, *, wait: bool = False, **params: Any) -> AsyncJob:
         return await self._submit(tokenize, model, text, wait, params)

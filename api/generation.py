@@ -1,4 +1,4 @@
-"""The commands that make jobs: generate, chat, embed."""
+"""The commands that generate text: generate, chat."""
 
 from __future__ import annotations
 
@@ -68,33 +68,6 @@ def chat_command(
             messages.append({"role": "user", "content": said})
             answer = _show(client.chat(model, messages, wait=wait, **params), json, patience)
             messages.append({"role": "assistant", "content": answer})
-
-
-def embed_command(
-    model: Annotated[str, typer.Argument(help="Model id, or :default.")],
-    texts: Annotated[list[str], typer.Argument(help="Texts to embed; - reads one per line from stdin.")],
-    dimensions: Annotated[int | None, typer.Option(help="Numbers to keep of each vector.")] = None,
-    normalize: Annotated[bool, typer.Option(help="Vectors of unit length.")] = True,
-    truncate: Annotated[bool, typer.Option(help="Cut texts that are too long instead of refusing them.")] = False,
-    json: JsonOption = False,
-    wait: WaitOption = False,
-    patience: PatienceOption = 60.0,
-) -> None:
-    """Turn texts into vectors.
-
-    Example:  cellama embed tiny "a red fox" "a green frog" --json
-    """
-    if texts == ["-"]:
-        texts = sys.stdin.read().splitlines()
-    with Client() as client:
-        params = {"dimensions": dimensions, "normalize": normalize, "truncate": truncate}
-        result = client.embed(model, texts, wait=wait, **params).result(patience)
-    if json:
-        print_json(result)
-        return
-    for text, vector in zip(texts, result["embeddings"], strict=True):
-        head = ", ".join(f"{value:.4f}" for value in vector[:6])
-        out.print(f"{text!r}: [{head}, …] ({len(vector)} dimensions)", markup=False)
 
 
 def _read(text: str) -> str:

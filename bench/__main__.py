@@ -24,6 +24,8 @@ NAMES = {
     "cancel": "from a cancel to the end, wherever the job is",
     "chaos": "workers killed, Redis restarted, a worker frozen, a job that kills",
     "loads": "two models loaded at once while a third streams: its longest gap",
+    "embeddings": "1000 texts in one call or job against one text per call or job",
+    "embed_beside": "gaps of a stream while another model embeds",
     "layouts": "unified against partitioned KV cache by number of slots",
     "adapters": "requests with different LoRA adapters on one engine, by the length of a turn",
 }

@@ -21,14 +21,17 @@ FIRST_WORD, LAST_WORD = 300, 1000  # neither control tokens nor bytes, and in ev
 
 def model_path(given: Path | None) -> Path:
     """The model of a benchmark: the given file, else the 174M one with random weights, written once."""
-    if given is not None:
-        return given
+    return given or cached_model("synthetic-174m-q8_0.gguf", Shape(), "Q8_0")
+
+
+def cached_model(name: str, shape: Shape, file_type: str) -> Path:
+    """A file with random weights in the cache folder, written if it is not there."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cellama"
-    path = folder / "synthetic-174m-q8_0.gguf"
+    path = folder / name
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(f".{os.getpid()}")
-        write_model(partial, Shape())
+        write_model(partial, shape, file_type=file_type)
         partial.rename(path)
     return path
 

@@ -71,6 +71,28 @@ class Shape:
         yield "output_norm.weight", (self.n_embd,)
         yield "output.weight", (self.n_vocab, self.n_embd)
 
+    def kind_of(self, name: str, dims: tuple[int, ...], wanted: gguf.GGMLQuantizationType) -> gguf.GGMLQuantizationType:
+        """How a tensor is stored in a file whose matrices are of the wanted kind."""
+        return wanted if len(dims) == 2 else gguf.GGMLQuantizationType.F32
+
+    def vector(self, rng: np.random.Generator, name: str, dims: tuple[int, ...]) -> NDArray[np.float32]:
+        """Norms, and biases that do no harm; what follows attention must outweigh the last token."""
+        return np.full(dims, 4.0 if "post_" in name else 1.0, dtype=np.float32)
+
+    def add_tokenizer(self, writer: gguf.GGUFWriter) -> None:
+        """Byte-level BPE with one merge (llama.cpp wants some); words fill the vocabulary."""
+        tokens = [*CONTROL, *_byte_alphabet(), "Ġt"]
+        tokens += [f"w{i}" for i in range(self.n_vocab - len(tokens))]
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("gpt-2")
+        writer.add_token_list(tokens)
+        types = [gguf.TokenType.CONTROL] * len(CONTROL) + [gguf.TokenType.NORMAL] * (self.n_vocab - len(CONTROL))
+        writer.add_token_types(types)
+        writer.add_token_merges(["Ġ t"])
+        writer.add_bos_token_id(0)
+        writer.add_eos_token_id(0)
+        writer.add_add_bos_token(False)
+
     def attention(self, i: int) -> Iterator[Tensor]:
         """The tensors of layer i's attention."""
         d_kv = self.n_embd // self.n_head * self.n_head_kv
@@ -94,7 +116,7 @@ def write_model(path: Path, shape: Shape | None = None, *, file_type: str = "Q8_
     writer = gguf.GGUFWriter(path, shape.architecture)
     _add_metadata(writer, shape, label)
     for name, dims in shape.tensors():
-        raw = kind if len(dims) == 2 else gguf.GGMLQuantizationType.F32
+        raw = shape.kind_of(name, dims, kind)
         stored = gguf.quant_shape_to_byte_shape(dims, raw) if raw == FILE_TYPES["Q8_0"][0] else dims
         dtype = np.dtype({"F32": np.float32, "F16": np.float16}.get(raw.name, np.uint8))
         writer.add_tensor_info(name, stored, dtype, int(np.prod(stored)) * dtype.itemsize, raw_dtype=raw)
@@ -103,15 +125,15 @@ def write_model(path: Path, shape: Shape | None = None, *, file_type: str = "Q8_
     writer.write_ti_data_to_file()
     rng = np.random.default_rng(seed)
     for name, dims in shape.tensors():
-        writer.write_tensor_data(_random_tensor(rng, name, dims, kind))
+        writer.write_tensor_data(_random_tensor(rng, shape, name, dims, shape.kind_of(name, dims, kind)))
     writer.close()
 
 
 def _random_tensor(
-    rng: np.random.Generator, name: str, dims: tuple[int, ...], kind: gguf.GGMLQuantizationType
+    rng: np.random.Generator, shape: Shape, name: str, dims: tuple[int, ...], kind: gguf.GGMLQuantizationType
 ) -> NDArray[np.float32] | NDArray[np.float16] | NDArray[np.uint8]:
-    if len(dims) == 1:  # norms, and biases that do no harm; what follows attention must outweigh the last token
-        return np.full(dims, 4.0 if "post_" in name else 1.0, dtype=np.float32)
+    if len(dims) == 1:
+        return shape.vector(rng, name, dims)
     if name.endswith("ssm_a"):
         return -rng.random(dims, dtype=np.float32)  # how fast a state fades
     values = rng.standard_normal(dims, dtype=np.float32) / np.float32(np.sqrt(dims[1]))
@@ -127,22 +149,7 @@ def _add_metadata(writer: gguf.GGUFWriter, shape: Shape, label: gguf.LlamaFileTy
     writer.add_name(f"synthetic {shape.n_params / 1e6:.0f}M")
     writer.add_file_type(label)
     shape.add_metadata(writer)
-    _add_tokenizer(writer, shape.n_vocab)
-
-
-def _add_tokenizer(writer: gguf.GGUFWriter, n_vocab: int) -> None:
-    """Byte-level BPE with one merge (llama.cpp wants some); words fill the vocabulary."""
-    tokens = [*CONTROL, *_byte_alphabet(), "Ġt"]
-    tokens += [f"w{i}" for i in range(n_vocab - len(tokens))]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(tokens)
-    types = [gguf.TokenType.CONTROL] * len(CONTROL) + [gguf.TokenType.NORMAL] * (n_vocab - len(CONTROL))
-    writer.add_token_types(types)
-    writer.add_token_merges(["Ġ t"])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(0)
-    writer.add_add_bos_token(False)
+    shape.add_tokenizer(writer)
 
 
 def _byte_alphabet() -> list[str]:

@@ -26,7 +26,7 @@ from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource
 PREFIX = "CELLAMA_"
 CONFIG_VARIABLE = "CELLAMA_CONFIG"  # names the file; default: cellama.toml in the working folder
 DEFAULT_FILE = "cellama.toml"
-Capability = Literal["generate", "chat", "embed"]
+Capability = Literal["generate", "chat", "embed", "rerank"]
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
 
 
@@ -59,7 +59,9 @@ class ModelSettings(BaseModel):
     hub_force: bool = Field(default=False, description="fetch from the hub what is in the cache already")
     hub_offline: bool = Field(default=False, description="use the hub's cache only")
     default: bool = Field(default=False, description="serves jobs for the model `:default`")
-    capabilities: tuple[Capability, ...] = Field(default=("generate", "chat", "embed"), min_length=1)
+    capabilities: tuple[Capability, ...] | None = Field(
+        default=None, min_length=1, description="generate, chat, embed, rerank; default: what suits the file"
+    )
     adapters: dict[str, Annotated[AdapterSettings, BeforeValidator(_to_adapter)]] = Field(
         default_factory=dict, description="LoRA adapters by name: their sources, or tables with source and scale"
     )
@@ -78,7 +80,9 @@ class ModelSettings(BaseModel):
     flash_attention: Literal["auto", "on", "off"] = "auto"
     cache_type_k: CacheType = "f16"
     cache_type_v: CacheType = "f16"
-    pooling: Literal["auto", "mean", "cls", "last"] = Field(default="auto", description="of embeddings")
+    pooling: Literal["auto", "mean", "cls", "last", "none", "rank"] = Field(
+        default="auto", description="of embeddings; none = a vector per token, rank = no embeddings, scores"
+    )
     batch_strategy: str = Field(
         default="adaptive",
         pattern=r"^(adaptive|decode_maximal|prefill_priority|balanced|[\w.]+:\w+)$",

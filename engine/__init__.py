@@ -44,6 +44,7 @@ from .manager import ModelEntry, ModelManager
 from .models import Model
 from .params import EngineOptions, Request, Resumed, SamplingParams
 from .reply import ReplyFormat
+from .reranker import Reranker, scores_of
 from .texts import Tokenizer
 from .tool_calls import ToolCall
 
@@ -83,6 +84,7 @@ __all__ = [
     "ReplyFormat",
     "Request",
     "RequestStats",
+    "Reranker",
     "Resumed",
     "SamplingParams",
     "Started",
@@ -97,4 +99,5 @@ __all__ = [
     "UnknownModel",
     "Usage",
     "WrongCapability",
+    "scores_of",
 ]

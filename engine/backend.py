@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from .adapters import AdapterSet, AdapterStore
 from .kvcache import KvMemory
 from .logprobs import TokenLogprob
@@ -114,12 +117,17 @@ class Backend(KvMemory, AdapterStore, Protocol):
 class EmbeddingBackend(Protocol):
     """A context that turns whole sequences into vectors. Embedder thread only."""
 
-    max_tokens: int  # of one call, and so of one text
+    max_tokens: int  # of one text
+    batch_tokens: int  # of several texts in one call that pay; at most `max_tokens`
     max_texts: int
     n_embd: int  # numbers in a vector
+    per_token: bool  # a vector per token, not per text
 
-    def embed(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """One vector per text, as the model gives it. Together at most `max_tokens` tokens. Raises DecodeError."""
+    def embed(self, texts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
+        """One array per text, as the model gives it: [n_embd], or [tokens, n_embd] if `per_token`.
+
+        Together at most `max_tokens` tokens. Raises DecodeError.
+        """
         ...
 
     def close(self) -> None: ...

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
-import math
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
 
 from .backend import DecodeError, EmbeddingBackend
 from .errors import DecodeFailed, EmbeddingCancelled, EngineStopped, InvalidRequest, PromptTooLong
@@ -17,7 +20,9 @@ from .errors import DecodeFailed, EmbeddingCancelled, EngineStopped, InvalidRequ
 log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 30.0
-Vector = list[float]
+BATCH_S = 0.05  # a batch is to take no longer: what else computes here, and other callers, need not wait for more
+MIN_BATCH_TOKENS = 64  # fewer together don't pay on any machine
+Vectors = list[NDArray[np.float32]]
 
 
 @dataclass(eq=False)
@@ -27,11 +32,15 @@ class EmbeddingHandle:
     texts: list[tuple[int, ...]]
     normalize: bool = True
     dimensions: int | None = None
-    future: Future[list[Vector]] = field(default_factory=Future)
-    vectors: list[Vector] = field(default_factory=list)
+    future: Future[Vectors] = field(default_factory=Future)
+    vectors: Vectors = field(default_factory=list)
+    num_taken: int = 0  # texts that went into a batch
 
-    def result(self, timeout_s: float | None = None) -> list[Vector]:
-        """One vector per text, in order. Raises the EngineError of the request, or TimeoutError."""
+    def result(self, timeout_s: float | None = None) -> Vectors:
+        """One array per text, in order: [n], or [tokens, n] where the model gives a vector per token.
+
+        Raises the EngineError of the request, or TimeoutError.
+        """
         try:
             return self.future.result(timeout_s)
         except CancelledError:
@@ -41,25 +50,53 @@ class EmbeddingHandle:
         """Ends the request; texts that are not in a running batch are not computed. Idempotent."""
         self.future.cancel()
 
-    def finish(self, vector: Vector) -> Vector:
-        """The first `dimensions` numbers of a vector, at unit length if wanted."""
-        vector = vector[: self.dimensions]
-        length = math.sqrt(math.fsum(number * number for number in vector)) if self.normalize else 0.0
-        return [number / length for number in vector] if length > 0 else vector
+    def finished(self) -> Vectors:
+        """The first `dimensions` numbers of each vector, at unit length if wanted; all vectors in one go."""
+        rows = np.vstack(self.vectors)[:, : self.dimensions]
+        if self.normalize:
+            lengths = np.linalg.norm(rows, axis=1, keepdims=True)
+            rows /= np.where(lengths > 0, lengths, 1).astype(np.float32)
+        if self.vectors[0].ndim == 1:
+            return list(rows)
+        return np.split(rows, np.cumsum([len(vector) for vector in self.vectors])[:-1])
+
+
+Batch = list[tuple[EmbeddingHandle, tuple[int, ...]]]
 
 
 class Embedder:
-    """Embeds texts in the order of arrival; each batch is filled across callers."""
+    """Embeds texts; each batch is filled across callers, who take turns, so that a few texts never wait for many."""
 
     def __init__(self, backend: EmbeddingBackend, name: str = "embedder") -> None:
         self._backend = backend
         self._inbox: queue.SimpleQueue[EmbeddingHandle | None] = queue.SimpleQueue()
-        self._waiting: deque[tuple[EmbeddingHandle, tuple[int, ...]]] = deque()
+        self._waiting: deque[EmbeddingHandle] = deque()  # the next one's turn is first
+        self._token_s: float | None = None  # seconds per token, as the last batches took
         self._closed = False
         self._num_open = 0  # requests that have not ended
         self._hand_over = threading.Lock()  # nothing enters the inbox after `_closed`
         self._thread = threading.Thread(target=self._run, name=f"cellama-{name}-embed", daemon=True)
         self._thread.start()
+
+    @property
+    def max_tokens(self) -> int:
+        """The longest text, in tokens."""
+        return self._backend.max_tokens
+
+    @property
+    def n_embd(self) -> int:
+        """Numbers in a vector."""
+        return self._backend.n_embd
+
+    @property
+    def per_token(self) -> bool:
+        """True when texts become a vector per token."""
+        return self._backend.per_token
+
+    @property
+    def is_closed(self) -> bool:
+        """True when it takes no more requests."""
+        return self._closed
 
     def submit(
         self,
@@ -77,10 +114,10 @@ class Embedder:
         """
         if not texts:
             raise InvalidRequest("there are no texts to embed; give at least one")
-        if dimensions is not None and not 1 <= dimensions <= self._backend.n_embd:
-            raise InvalidRequest(f"dimensions is {dimensions}; the model's vectors have {self._backend.n_embd}")
+        if dimensions is not None and not 1 <= dimensions <= self.n_embd:
+            raise InvalidRequest(f"dimensions is {dimensions}; the model's vectors have {self.n_embd}")
         if truncate:
-            texts = [text[: self._backend.max_tokens] for text in texts]
+            texts = [text[: self.max_tokens] for text in texts]
         for index, text in enumerate(texts):
             self._check(index, len(text))
         handle = EmbeddingHandle([tuple(text) for text in texts], normalize, dimensions)
@@ -92,7 +129,7 @@ class Embedder:
         handle.future.add_done_callback(self._note_end)
         return handle
 
-    def _note_end(self, _: Future[list[Vector]]) -> None:
+    def _note_end(self, _: Future[Vectors]) -> None:
         with self._hand_over:
             self._num_open -= 1
 
@@ -104,9 +141,9 @@ class Embedder:
     def _check(self, index: int, num_tokens: int) -> None:
         if num_tokens == 0:
             raise InvalidRequest(f"text {index} is empty; give it some text")
-        if num_tokens > self._backend.max_tokens:
+        if num_tokens > self.max_tokens:
             raise PromptTooLong(
-                f"text {index} has {num_tokens} tokens, the model embeds at most {self._backend.max_tokens}: "
+                f"text {index} has {num_tokens} tokens, the model embeds at most {self.max_tokens}: "
                 "split it, or set truncate"
             )
 
@@ -133,7 +170,7 @@ class Embedder:
             self._closed = True
         while not self._inbox.empty():
             self._take(self._inbox.get())
-        for handle, _ in self._waiting:
+        for handle in self._waiting:
             _fail(handle, EngineStopped(reason))
         self._backend.close()
 
@@ -147,37 +184,55 @@ class Embedder:
 
     def _take(self, handle: EmbeddingHandle | None) -> None:
         if handle is not None:
-            self._waiting.extend((handle, text) for text in handle.texts)
+            self._waiting.append(handle)
 
-    def _next_batch(self) -> list[tuple[EmbeddingHandle, tuple[int, ...]]]:
-        """As many waiting texts as one call takes, in order."""
-        batch: list[tuple[EmbeddingHandle, tuple[int, ...]]] = []
-        room = self._backend.max_tokens
+    def _next_batch(self) -> Batch:
+        """As many waiting texts as one batch takes, one of each caller in turn; a long one may be alone in it."""
+        batch: Batch = []
+        room = self._batch_tokens()
         while self._waiting and len(batch) < self._backend.max_texts:
-            handle, text = self._waiting[0]
+            handle = self._waiting[0]
             if handle.future.done():
                 self._waiting.popleft()
                 continue
-            if len(text) > room:
+            text = handle.texts[handle.num_taken]
+            if batch and len(text) > room:
                 break
-            batch.append(self._waiting.popleft())
+            batch.append((handle, text))
             room -= len(text)
+            handle.num_taken += 1
+            self._waiting.popleft()
+            if handle.num_taken < len(handle.texts):
+                self._waiting.append(handle)
         return batch
 
-    def _embed(self, batch: list[tuple[EmbeddingHandle, tuple[int, ...]]]) -> None:
+    def _batch_tokens(self) -> int:
+        """As many as BATCH_S allows at the speed of the last batches."""
+        affordable = 0 if self._token_s is None else int(BATCH_S / self._token_s)
+        return min(max(affordable, MIN_BATCH_TOKENS), self._backend.batch_tokens)
+
+    def _embed(self, batch: Batch) -> None:
         if not batch:
             return
+        started = time.perf_counter()
         try:
             vectors = self._backend.embed([text for _, text in batch])
         except DecodeError as error:
             self._isolate(batch, error)
             return
+        self._note_speed(batch, time.perf_counter() - started)
         for (handle, _), vector in zip(batch, vectors, strict=True):
-            handle.vectors.append(handle.finish(vector))
+            handle.vectors.append(vector)  # in order: batches are, and so are a caller's texts within one
             if len(handle.vectors) == len(handle.texts) and handle.future.set_running_or_notify_cancel():
-                handle.future.set_result(handle.vectors)
+                handle.future.set_result(handle.finished())
 
-    def _isolate(self, batch: list[tuple[EmbeddingHandle, tuple[int, ...]]], error: DecodeError) -> None:
+    def _note_speed(self, batch: Batch, seconds: float) -> None:
+        num_tokens = sum(len(text) for _, text in batch)
+        if num_tokens >= MIN_BATCH_TOKENS // 2:  # the cost per call would count for the tokens of smaller ones
+            token_s = max(seconds, 1e-9) / num_tokens
+            self._token_s = token_s if self._token_s is None else (self._token_s + token_s) / 2
+
+    def _isolate(self, batch: Batch, error: DecodeError) -> None:
         """Tries each text alone; only what fails alone is failed."""
         if len(batch) > 1:
             log.warning("%s for a batch of %d texts; trying them one by one", error, len(batch))

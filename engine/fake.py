@@ -12,6 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from .adapters import AdapterKey, AdapterSet, key_of
 from .backend import DecodeError
 from .errors import AdapterLoadFailed
@@ -217,13 +220,26 @@ class FakeEmbeddingBackend:
     """A vector is a hash of its text's tokens."""
 
     max_tokens: int = 64
+    batch_tokens: int = 64
     max_texts: int = 8
     n_embd: int = 2
-    calls: list[int] = field(default_factory=list)  # texts per call
+    per_token: bool = False
+    poison: int | None = None  # a token that makes every call that holds it fail
+    calls: list[list[tuple[int, ...]]] = field(default_factory=list)  # the texts of every call
 
-    def embed(self, texts: Sequence[Sequence[int]]) -> list[list[float]]:
-        self.calls.append(len(texts))
-        return [[float(zlib.crc32(bytes(t % 256 for t in text)) % 1000), 1.0] for text in texts]
+    def embed(self, texts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
+        self.calls.append([tuple(text) for text in texts])
+        if sum(map(len, texts)) > self.max_tokens:
+            raise AssertionError("more tokens than max_tokens would kill the process")
+        if self.poison is not None and any(self.poison in text for text in texts):
+            raise DecodeError(-1)
+        if self.per_token:
+            return [np.stack([self._vector([token]) for token in text]) for text in texts]
+        return [self._vector(text) for text in texts]
+
+    @staticmethod
+    def _vector(tokens: Sequence[int]) -> NDArray[np.float32]:
+        return np.array([zlib.crc32(bytes(t % 256 for t in tokens)) % 1000, 1.0], dtype=np.float32)
 
     def close(self) -> None:
         pass

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from .errors import IdTaken, ManagerExists, ModelBusy, UnknownModel, nearest
 from .hub import HubOptions
-from .models import CAPABILITIES, DEFAULT_MODEL, Capability, Model
+from .models import DEFAULT_MODEL, Capability, Model
 from .params import EngineOptions
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ Status = Literal["loading", "ready", "unloading"]
 
 @dataclass(slots=True)
 class ModelEntry:
-    """A model by its id. `model` is None while it is loading."""
+    """A model by its id. While it is loading `model` is None, and `capabilities` are those that were asked for."""
 
     id: str
     source: str
@@ -66,7 +66,7 @@ class ModelManager:
         source: str,
         *,
         options: EngineOptions | None = None,
-        capabilities: Iterable[Capability] = CAPABILITIES,
+        capabilities: Iterable[Capability] | None = None,
         default: bool = False,
         hub: HubOptions | None = None,
         adapters: Mapping[str, tuple[str, float]] | None = None,
@@ -74,19 +74,22 @@ class ModelManager:
         """Loads a model under an id, or one made from its source; the first one is the default until another says so.
 
         Other models serve meanwhile, and other threads may load theirs. A failure leaves nothing behind.
+        Without capabilities it gets those that suit its file (see choose_uses).
         `adapters` are loaded with it: name → source and scale (see Model.load_adapter).
-        Raises IdTaken, ModelLoadFailed, AdapterLoadFailed, InvalidRequest.
+        Raises IdTaken, ModelLoadFailed, AdapterLoadFailed, WrongCapability, InvalidRequest.
         """
-        entry = self._reserve(model_id, source, frozenset(capabilities))
+        wanted = None if capabilities is None else frozenset(capabilities)
+        entry = self._reserve(model_id, source, wanted or frozenset())
         started = time.monotonic()
         try:
-            model = Model(entry.id, source, options or EngineOptions(), entry.capabilities, hub, adapters)
+            model = Model(entry.id, source, options or EngineOptions(), wanted, hub, adapters)
         except BaseException:
             with self._lock:
                 del self._entries[entry.id]
             raise
         with self._lock:
             entry.model, entry.status, entry.since = model, "ready", time.time()
+            entry.capabilities = model.capabilities
             if default or self._default is None:
                 self._default = entry.id
         info, seconds = model.info, time.monotonic() - started

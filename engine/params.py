@@ -18,7 +18,7 @@ MAX_LOGPROBS = 100
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 
 FlashAttention = Literal["auto", "on", "off"]
-Pooling = Literal["auto", "mean", "cls", "last"]
+Pooling = Literal["auto", "mean", "cls", "last", "none", "rank"]
 KvLayout = Literal["auto", "unified", "partitioned"]
 
 
@@ -183,7 +183,9 @@ class EngineOptions:
     cache_type_k: str = "f16"
     cache_type_v: str = "f16"
     batch_strategy: str = "adaptive"  # see strategies.py; or the import path of your own, package.module:Class
-    pooling: Pooling = "auto"  # of embeddings; auto = as the model says, by the mean if it says nothing
+    # Of embeddings; auto = as the model says, by the mean if it says nothing; none = a vector per token; rank = scores
+    # of its classification head, for a model that is loaded to rerank.
+    pooling: Pooling = "auto"
 
     def __post_init__(self) -> None:
         for name in ("n_parallel", "n_batch", "n_ubatch", "chunk_size"):

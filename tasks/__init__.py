@@ -5,6 +5,6 @@ generate.delay("tiny", "Once upon a time", max_tokens=64).get(timeout=60)["text"
 """
 
 from .app import app
-from .jobs import apply_chat_template, chat, detokenize, embed, generate, tokenize
+from .jobs import apply_chat_template, chat, detokenize, embed, generate, rerank, tokenize
 
-__all__ = ["app", "apply_chat_template", "chat", "detokenize", "embed", "generate", "tokenize"]
+__all__ = ["app", "apply_chat_template", "chat", "detokenize", "embed", "generate", "rerank", "tokenize"]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 CONNECT_TIMEOUT_S = 5
 _CERTIFICATE_CHECKS = {"none": ssl.CERT_NONE, "optional": ssl.CERT_OPTIONAL, "required": ssl.CERT_REQUIRED}
-EMBEDDING_JOBS = 4  # that run beside those in slots, when a model embeds
+EMBEDDING_JOBS = 16  # that run beside those in slots, when a model embeds or reranks: they fill its batches
 
 
 class CellamaApp(Celery):  # type: ignore[misc]
@@ -107,9 +107,13 @@ def concurrency(settings: Settings) -> int:
 
 
 def num_jobs_of(model: ModelSettings) -> int:
-    """Jobs that a model works on at once: one per slot, and some for embeddings."""
-    slots = model.n_parallel if {"generate", "chat"} & set(model.capabilities) else 0
-    return slots + EMBEDDING_JOBS * ("embed" in model.capabilities)
+    """Jobs that a model works on at once: one per slot, and some for embeddings and reranking.
+
+    One that gets its capabilities from its file counts as if it could do everything: threads that wait cost nothing.
+    """
+    able = set(model.capabilities or ("generate", "embed"))
+    slots = model.n_parallel if {"generate", "chat"} & able else 0
+    return slots + EMBEDDING_JOBS * bool({"embed", "rerank"} & able)
 
 
 app = make_app()

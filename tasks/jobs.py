@@ -24,6 +24,7 @@ from .contract.names import (
     TASK_DETOKENIZE,
     TASK_EMBED,
     TASK_GENERATE,
+    TASK_RERANK,
     TASK_TOKENIZE,
     queue_name,
 )
@@ -33,13 +34,14 @@ from .contract.payloads import (
     DetokenizeJob,
     EmbedJob,
     GenerateJob,
+    RerankJob,
     TokenizeJob,
     parse_job,
 )
 from .ledger import Call, Ledger
 from .reaching import reaching_redis
 
-Payload = GenerateJob | ChatJob | EmbedJob | TokenizeJob | DetokenizeJob | ApplyChatTemplateJob
+Payload = GenerateJob | ChatJob | EmbedJob | RerankJob | TokenizeJob | DetokenizeJob | ApplyChatTemplateJob
 Result = dict[str, Any]
 IDEMPOTENCY = UUID("6d1f5a0e-3a0c-4b57-9d5a-5f0a1c7e2b44")  # the namespace of job ids that are made from keys
 
@@ -49,7 +51,7 @@ class JobTask(Task):  # type: ignore[misc]
 
     abstract = True
     payload: type[Payload]
-    positional: tuple[str, str]
+    positional: tuple[str, ...]
     Request = "cellama.tasks.request:JobRequest"
     throws = (JobFailed,)  # expected: Celery logs one line, without a trace
 
@@ -123,9 +125,9 @@ class JobTask(Task):  # type: ignore[misc]
         return JobRun(self, self.app.runtime).execute(streams, lambda run: body(run, self.parse(args, kwargs)))
 
 
-def _task(name: str, payload: type[Payload], second: str) -> Callable[[Callable[..., Result]], JobTask]:
+def _task(name: str, payload: type[Payload], *others: str) -> Callable[[Callable[..., Result]], JobTask]:
     decorate: Callable[[Callable[..., Result]], JobTask] = app.task(
-        bind=True, base=JobTask, name=name, payload=payload, positional=("model", second)
+        bind=True, base=JobTask, name=name, payload=payload, positional=("model", *others)
     )
     return decorate
 
@@ -155,6 +157,12 @@ def chat(self: JobTask, *args: Any, **kwargs: Any) -> Result:
 def embed(self: JobTask, *args: Any, **kwargs: Any) -> Result:
     """`embed(model, texts)`: one vector of unit length per text."""
     return self.run_job(args, kwargs, lambda run, job: run.embed(job))
+
+
+@_task(TASK_RERANK, RerankJob, "query", "documents")
+def rerank(self: JobTask, *args: Any, **kwargs: Any) -> Result:
+    """`rerank(model, query, documents)`: the documents' indices and scores, the best first."""
+    return self.run_job(args, kwargs, lambda run, job: run.rerank(job))
 
 
 @_task(TASK_TOKENIZE, TokenizeJob, "text")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
-import struct
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -144,8 +142,3 @@ def failure_of(error: EngineError) -> JobFailed:
 
 def error_event(failure: JobFailed) -> Event:
     return events.error(failure.code, failure.message, failure.retryable)
-
-
-def base64_of(vector: Sequence[float]) -> str:
-    """A vector as little-endian float32, in base64 as in the OpenAI API."""
-    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()

@@ -47,12 +47,14 @@ from .contract.payloads import (
     DetokenizeJob,
     EmbedJob,
     GenerateJob,
+    RerankJob,
     TokenizeJob,
 )
 from .ledger import DEAD, Attempt, new_run
 from .past import Past, read_past
 from .pool import Interruption, current_job
-from .results import NO_USAGE, base64_of, error_event, failure_of, result_of, resume_of, with_messages
+from .results import NO_USAGE, error_event, failure_of, result_of, resume_of, with_messages
+from .vectors import embed, rerank
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -222,17 +224,13 @@ class JobRun:
                 )
 
     def embed(self, job: EmbedJob) -> Result:
-        model = self._model(job.model)
-        model.require("embed")
-        tokens = [model.tokenize(text) for text in job.texts]
-        handle = model.embedder.submit(
-            tokens, normalize=job.normalize, dimensions=job.dimensions, truncate=job.truncate
-        )
-        vectors = self._wait_for_vectors(handle, job.timeout)
-        usage = {**NO_USAGE, "prompt_tokens": sum(map(len, handle.texts))}
-        embeddings = vectors if job.encoding == "list" else [base64_of(vector) for vector in vectors]
-        result = {"embeddings": embeddings, "usage": usage, "model": model.id}
-        self._end_stream(events.done("stop", usage), result)
+        return self._end_with(embed(self._model(job.model), job, self._wait_for))
+
+    def rerank(self, job: RerankJob) -> Result:
+        return self._end_with(rerank(self._model(job.model), job, self._wait_for))
+
+    def _end_with(self, result: Result) -> Result:
+        self._end_stream(events.done("stop", result["usage"]), result)
         return result
 
     # What follows needs the vocabulary only, and no engine: it waits for nobody.
@@ -318,14 +316,15 @@ class JobRun:
             resume=resume_of(self._past, job.n),
         )
 
-    def _wait_for_vectors(self, handle: EmbeddingHandle, timeout_s: float | None) -> list[list[float]]:
+    def _wait_for(self, handle: EmbeddingHandle, timeout_s: float | None) -> None:
+        """Until the vectors are there. Raises what the run ends with otherwise."""
         self._control.when_interrupted(lambda _: handle.cancel())
         remaining_s = None if timeout_s is None else max(0.0, self._submitted_at + timeout_s - time.monotonic())
         try:
-            return handle.result(remaining_s)
+            handle.result(remaining_s)
         except TimeoutError:
             handle.cancel()
-            message = f"the texts were not embedded within the timeout of {timeout_s} s; raise it, or send fewer texts"
+            message = f"the texts were not read within the timeout of {timeout_s} s; raise it, or send fewer texts"
             raise JobFailed("timeout", message, retryable=True) from None
         except EmbeddingCancelled:
             self._raise_if_interrupted()

@@ -5,6 +5,7 @@ from __future__ import annotations
 TASK_GENERATE = "cellama.generate"
 TASK_CHAT = "cellama.chat"
 TASK_EMBED = "cellama.embed"
+TASK_RERANK = "cellama.rerank"
 TASK_TOKENIZE = "cellama.tokenize"
 TASK_DETOKENIZE = "cellama.detokenize"
 TASK_APPLY_CHAT_TEMPLATE = "cellama.apply_chat_template"

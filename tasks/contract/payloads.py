@@ -27,7 +27,7 @@ from .errors import InvalidJob
 from .names import PRIORITY_INTERACTIVE
 
 MAX_SEED = 2**32 - 2
-MAX_TEXTS = 10_000  # of one embedding job
+MAX_TEXTS = 10_000  # of one embedding job; documents of one reranking job
 
 
 def _check_text(text: str) -> str:
@@ -49,6 +49,14 @@ def _check_filled(text: str) -> str:
 
 def _to_tuple(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
+
+
+def _to_texts(value: Any) -> Any:
+    value = _to_tuple(value)
+    if isinstance(value, list | tuple) and not 1 <= len(value) <= MAX_TEXTS:
+        advice = "split them into several jobs" if value else "give at least one"
+        raise ValueError(f"these are {len(value)} texts, and one job takes 1 to {MAX_TEXTS}: {advice}")
+    return value
 
 
 def _to_json(value: Any) -> Any:
@@ -142,6 +150,9 @@ FilledText = Annotated[Text, AfterValidator(_check_filled)]
 Finite = Annotated[StrictFloat, Field(allow_inf_nan=False)]  # takes whole numbers, too
 LogitBias = Annotated[tuple[tuple[int, float], ...], BeforeValidator(_to_pairs)]
 Adapters = Annotated[tuple[tuple[FilledText, Finite], ...] | None, BeforeValidator(_to_adapters)]
+
+
+Texts = Annotated[tuple[FilledText, ...], BeforeValidator(_to_texts)]
 
 
 class _Payload(BaseModel):
@@ -286,11 +297,20 @@ class ChatJob(_Conversation, _GenerationJob):
 class EmbedJob(_Job):
     """One vector per text."""
 
-    texts: Annotated[tuple[FilledText, ...], BeforeValidator(_to_tuple), Field(min_length=1, max_length=MAX_TEXTS)]
+    texts: Texts
     normalize: StrictBool = Field(default=True, description="vectors of unit length")
     dimensions: StrictInt | None = Field(default=None, ge=1, description="numbers kept of each vector; default: all")
     truncate: StrictBool = Field(default=False, description="cut texts that are too long instead of refusing them")
     encoding: Literal["list", "base64"] = Field(default="list", description="base64 is of little-endian float32")
+
+
+class RerankJob(_Job):
+    """Documents by how well they answer a query."""
+
+    query: FilledText
+    documents: Texts
+    top_n: StrictInt | None = Field(default=None, ge=1, description="results to return, the best; default: all")
+    truncate: StrictBool = Field(default=False, description="cut documents that are too long instead of refusing them")
 
 
 class TokenizeJob(_Job):

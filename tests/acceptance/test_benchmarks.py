@@ -27,6 +27,8 @@ SMALL = {
     "queue_tax": "--slots 2 --requests 6 --prompt 16 --new 8 --samples 2 --rounds 1 --threads 1",
     "urgent": "--slots 2 --bulk 10 --prompt 32 --new 400 --samples 1 --threads 1",
     "cancel": "--slots 2 --prompt 1500 --chunk 32 --samples 1 --threads 1",
+    "embeddings": "--texts 12 --words 2 6 --rounds 1 --threads 1",
+    "embed_beside": "--texts 12 --words 2 6 --context 512 --threads 1",
     "shared_prefix": "--requests 6 --prompt 200 --shared 150 --new 4 --slots 2",
 }
 

@@ -27,6 +27,7 @@ COMMANDS = (
     "generate",
     "chat",
     "embed",
+    "rerank",
     "status",
     "cancel",
     "bench",

@@ -10,7 +10,7 @@ from cellama.engine import Request, SamplingParams
 from cellama.tasks.contract.errors import InvalidJob, JobFailed
 from cellama.tasks.contract.keys import stream_id
 from cellama.tasks.contract.names import queue_keys, queue_name
-from cellama.tasks.contract.payloads import MAX_SEED, ChatJob, EmbedJob, GenerateJob, parse_job
+from cellama.tasks.contract.payloads import MAX_SEED, MAX_TEXTS, ChatJob, EmbedJob, GenerateJob, RerankJob, parse_job
 
 
 def test_payload_parameters_have_the_engines_names_and_defaults() -> None:
@@ -80,6 +80,16 @@ def test_payload_refuses_adapters_that_cannot_be_meant(given: Any, message: str)
     with pytest.raises(InvalidJob) as caught:
         parse_job(ChatJob, ("model", "messages"), ("m", [{"role": "user", "content": "x"}]), {"adapters": given})
     assert message in str(caught.value)
+
+
+def test_more_texts_than_one_job_takes_are_refused_with_the_limit() -> None:
+    message = rf"these are {MAX_TEXTS + 1} texts, and one job takes 1 to {MAX_TEXTS}: split them into several jobs"
+    texts = ["a"] * (MAX_TEXTS + 1)
+    with pytest.raises(InvalidJob, match=f"texts is .*: {message}"):
+        parse_job(EmbedJob, ("model", "texts"), ("m", texts), {})
+    with pytest.raises(InvalidJob, match=f"documents is .*: {message}"):
+        parse_job(RerankJob, ("model", "query", "documents"), ("m", "q", texts), {})
+    assert len(parse_job(EmbedJob, ("model", "texts"), ("m", texts[1:]), {}).texts) == MAX_TEXTS
 
 
 def test_job_failed_survives_celerys_json() -> None:

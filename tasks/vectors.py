@@ -1,0 +1,69 @@
+"""Jobs that read texts and give numbers: embeddings and reranking. Used in workers only."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from cellama.engine import EmbeddingHandle, InvalidRequest, Model, scores_of
+
+from .contract.payloads import EmbedJob, RerankJob
+from .results import NO_USAGE
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+MAX_NUMBERS = 1 << 24  # of one result: Redis keeps up to 512 MB under a key, and JSON writes some 20 bytes for each
+Wait = Callable[[EmbeddingHandle, float | None], None]
+
+
+def embed(model: Model, job: EmbedJob, wait: Wait) -> dict[str, Any]:
+    """The vectors of a job's texts. `wait` returns when they are there. Raises EngineError, JobFailed."""
+    model.require("embed")
+    embedder = model.embedder
+    tokens = [model.tokenize(text) for text in job.texts]
+    num_tokens = sum(min(len(text), embedder.max_tokens) for text in tokens)
+    _check_size(num_tokens if embedder.per_token else len(tokens), job.dimensions or embedder.n_embd)
+    handle = embedder.submit(tokens, normalize=job.normalize, dimensions=job.dimensions, truncate=job.truncate)
+    wait(handle, job.timeout)
+    vectors = handle.result()
+    result = {"embeddings": _encoded(vectors, job), "usage": _usage(handle), "model": model.id}
+    if embedder.per_token and job.encoding == "base64":
+        result["shapes"] = [list(vector.shape) for vector in vectors]
+    return result
+
+
+def rerank(model: Model, job: RerankJob, wait: Wait) -> dict[str, Any]:
+    """The documents' indices and scores, best first, equal ones in their order. Raises EngineError, JobFailed."""
+    model.require("rerank")
+    handle = model.reranker.submit(job.query, job.documents, truncate=job.truncate)
+    wait(handle, job.timeout)
+    ranked = sorted(enumerate(scores_of(handle)), key=lambda entry: -entry[1])
+    results = [{"index": index, "score": score} for index, score in ranked[: job.top_n]]
+    return {"results": results, "usage": _usage(handle), "model": model.id}
+
+
+def _check_size(num_vectors: int, dimensions: int) -> None:
+    if num_vectors * dimensions > MAX_NUMBERS:
+        raise InvalidRequest(
+            f"the result would hold {num_vectors} vectors of {dimensions} numbers, and the limit is {MAX_NUMBERS} "
+            "numbers: send fewer texts per job, or ask for fewer dimensions"
+        )
+
+
+def _encoded(vectors: Sequence[NDArray[np.float32]], job: EmbedJob) -> list[Any]:
+    """Numbers, or little-endian float32 in base64 as in the OpenAI API (row by row, if a text has several vectors).
+
+    Numbers of unit vectors have 8 decimals, as many as float32 can tell of them: the JSON takes half the time and room.
+    """
+    if job.encoding == "list" and job.normalize:
+        return [vector.astype("f8").round(8).tolist() for vector in vectors]
+    if job.encoding == "list":
+        return [vector.tolist() for vector in vectors]
+    return [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in vectors]
+
+
+def _usage(handle: EmbeddingHandle) -> dict[str, int]:
+    return {**NO_USAGE, "prompt_tokens": sum(map(len, handle.texts))}

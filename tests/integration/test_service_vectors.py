@@ -1,0 +1,177 @@
+"""Encoders and rerankers in a real worker: `embed` and `rerank` through Celery, and how they are refused."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from cellama.api import AsyncClient, Client
+from cellama.api.cli import app as commands
+from cellama.api.redis_server import RedisServer
+from cellama.bench.bert import BertShape
+from cellama.bench.synthetic import write_model
+from cellama.engine.llama import LlamaModel
+from cellama.tasks import app, embed, generate, rerank
+from cellama.tasks.contract.errors import InvalidJob, JobFailed
+
+from ..conftest import PATIENCE_S, WorkerProcess
+from ..contract.bert_reference import BertReference
+
+TOLERANCE = 1e-3
+SMALL: dict[str, Any] = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_head_kv": 4, "n_ff": 128, "n_vocab": 300}
+TEXTS = ["w1 w2 w3", "w4", "w5 w6 w7 w8 w9"]
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("encoder") / "encoder.gguf"
+    write_model(path, BertShape(**SMALL, n_ctx=128, head=True, pooling=gguf.PoolingType.RANK), file_type="F32", seed=5)
+    return path
+
+
+@pytest.fixture(scope="module", autouse=True)
+def encoders(redis_server: RedisServer, encoder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A worker that has the file as a model that embeds, one that gives a vector per token, and one that ranks."""
+    models = [
+        {"id": "texts", "source": str(encoder), "threads": 1, "pooling": "mean", "capabilities": ["embed"]},
+        {"id": "tokens", "source": str(encoder), "threads": 1, "pooling": "none"},
+        {"id": "ranks", "source": str(encoder), "threads": 1},
+    ]
+    folder = tmp_path_factory.mktemp("encoders")
+    worker = WorkerProcess(folder, redis_server.url, name="encoders", CELLAMA_MODELS=json.dumps(models))
+    try:
+        worker.wait_ready()
+        yield
+    finally:
+        worker.stop()
+
+
+@pytest.fixture(scope="module")
+def reference(encoder: Path) -> BertReference:
+    return BertReference(encoder, n_head=4)
+
+
+@pytest.fixture(scope="module")
+def vocabulary(encoder: Path) -> Iterator[LlamaModel]:
+    model = LlamaModel(encoder, vocab_only=True)
+    yield model
+    model.close()
+
+
+def expected_scores(reference: BertReference, vocabulary: LlamaModel, query: str, documents: list[str]) -> list[float]:
+    head = vocabulary.tokenize(query)
+    return [reference.score([*head, *vocabulary.tokenize(document)[1:]]) for document in documents]
+
+
+def test_workers_tell_what_models_can_do_that_got_it_from_their_file() -> None:
+    with Client() as client:
+        able = {model["id"]: model["capabilities"] for model in client.models()}
+    assert {model: able[model] for model in ("texts", "tokens", "ranks")} == {
+        "texts": ["embed"],
+        "tokens": ["embed", "rerank"],
+        "ranks": ["rerank"],
+    }
+
+
+def test_embed_of_an_encoder_equals_the_reference(reference: BertReference, vocabulary: LlamaModel) -> None:
+    result = embed.delay("texts", TEXTS).get(timeout=PATIENCE_S)
+    for text, vector in zip(TEXTS, result["embeddings"], strict=True):
+        expected = reference.pooled(vocabulary.tokenize(text), "mean")
+        assert np.abs(np.array(vector) - expected / np.linalg.norm(expected)).max() < TOLERANCE
+    assert result["usage"]["prompt_tokens"] == sum(len(vocabulary.tokenize(text)) for text in TEXTS)
+
+
+def test_embed_gives_a_vector_per_token_as_lists_or_with_shapes_in_base64() -> None:
+    listed = embed.delay("tokens", TEXTS, dimensions=16).get(timeout=PATIENCE_S)
+    packed = embed.delay("tokens", TEXTS, dimensions=16, encoding="base64").get(timeout=PATIENCE_S)
+    assert packed["shapes"] == [[5, 16], [3, 16], [7, 16]]
+    for rows, data, shape in zip(listed["embeddings"], packed["embeddings"], packed["shapes"], strict=True):
+        decoded = np.frombuffer(base64.b64decode(data), dtype="<f4").reshape(shape)
+        assert np.allclose(decoded, rows, atol=1e-6)
+        assert np.allclose(np.linalg.norm(decoded, axis=1), 1, atol=1e-5)
+    assert "shapes" not in embed.delay("texts", TEXTS, encoding="base64").get(timeout=PATIENCE_S)
+
+
+def test_rerank_gives_documents_and_scores_the_best_first(reference: BertReference, vocabulary: LlamaModel) -> None:
+    documents = [f"w{i} w{i + 1} w{3 * i}" for i in range(30)]
+    result = rerank.delay("ranks", "w1 w2", documents).get(timeout=PATIENCE_S)
+    expected = expected_scores(reference, vocabulary, "w1 w2", documents)
+    scores = {entry["index"]: entry["score"] for entry in result["results"]}
+    assert [scores[i] for i in range(30)] == pytest.approx(expected, abs=TOLERANCE)
+    in_order = [entry["score"] for entry in result["results"]]
+    assert in_order == sorted(in_order, reverse=True)
+    assert result["usage"]["prompt_tokens"] == 30 * (4 + 4)
+    best = rerank.delay("ranks", "w1 w2", documents, top_n=3).get(timeout=PATIENCE_S)["results"]
+    assert [entry["index"] for entry in best] == [entry["index"] for entry in result["results"][:3]]
+
+
+async def _ranked(query: str, documents: list[str]) -> list[dict[str, Any]]:
+    async with AsyncClient() as client:
+        result = await (await client.rerank("ranks", query, documents)).result(timeout=PATIENCE_S)
+    found: list[dict[str, Any]] = result["results"]
+    return found
+
+
+def test_clients_and_plain_celery_rerank_alike() -> None:
+    with Client() as client:
+        ours = client.rerank("ranks", "w1", TEXTS).result(timeout=PATIENCE_S)["results"]
+    plain = app.send_task("cellama.rerank", ["ranks", "w1", TEXTS], queue="cellama:ranks").get(timeout=PATIENCE_S)
+    orders = [
+        [entry["index"] for entry in found] for found in (ours, plain["results"], asyncio.run(_ranked("w1", TEXTS)))
+    ]
+    assert orders[0] == orders[1] == orders[2]
+
+
+@pytest.mark.parametrize(
+    ("call", "code", "message"),
+    [
+        (lambda: rerank.delay("texts", "w1", TEXTS), "wrong_capability", "'texts' is loaded for embed, not for rerank"),
+        (lambda: embed.delay("ranks", TEXTS), "wrong_capability", "'ranks' is loaded for rerank, not for embed"),
+        (lambda: generate.delay("texts", "w1"), "wrong_capability", "'texts' is loaded for embed, not for generate"),
+        (lambda: rerank.delay("ranks", "w1", ["w2", "w3 " * 200]), "prompt_too_long", "document 1 .* at most 128"),
+        (lambda: embed.delay("tokens", ["w1 " * 126] * 9999), "invalid_request", "the limit is 16777216 numbers"),
+    ],
+)
+def test_wrong_use_fails_with_what_is_wrong(call: Any, code: str, message: str) -> None:
+    with pytest.raises(JobFailed, match=message) as caught:
+        call().get(timeout=PATIENCE_S)
+    assert caught.value.code == code
+
+
+def test_wrong_rerank_calls_are_refused_before_they_are_queued() -> None:
+    for arguments, message in (
+        (("ranks", "", ["a"]), "query is '': it is empty"),
+        (("ranks", "q", []), "documents is .*give at least one"),
+        (("ranks", "q"), "documents is missing"),
+    ):
+        with pytest.raises(InvalidJob, match=message):
+            rerank.delay(*arguments)
+    with pytest.raises(InvalidJob, match="top_n is 0"):
+        rerank.delay("ranks", "q", ["a"], top_n=0)
+
+
+def test_long_documents_are_cut_on_request() -> None:
+    result = rerank.delay("ranks", "w1", ["w2", "w3 " * 200], truncate=True).get(timeout=PATIENCE_S)
+    assert sorted(entry["index"] for entry in result["results"]) == [0, 1]
+    assert result["usage"]["prompt_tokens"] == 5 + 128
+
+
+def test_command_shows_a_ranking_as_a_table_or_as_json() -> None:
+    ranked = rerank.delay("ranks", "w1", TEXTS).get(timeout=PATIENCE_S)
+    shown = CliRunner().invoke(commands, ["rerank", "ranks", "w1", *TEXTS])
+    assert shown.exit_code == 0, shown.output
+    order = [line.split("│")[2].strip() for line in shown.output.splitlines() if line.count("│") == 4]
+    assert order == [str(entry["index"]) for entry in ranked["results"]]
+    piped = CliRunner().invoke(
+        commands, ["rerank", "ranks", "w1", "-", "--json", "--top-n", "1"], input="\n".join(TEXTS)
+    )
+    assert [entry["index"] for entry in json.loads(piped.output)["results"]] == [ranked["results"][0]["index"]]
