@@ -21,27 +21,24 @@ from .adapters import Adapters
 from .backend import Backend, DecodeError, Vocabulary
 from .calling import Generating
 from .errors import DecodeFailed, EngineError, EngineStopped, InvalidRequest
-from .events import EngineSnapshot, Event, Finished, FinishReason, RequestStats, Started, StepStats, Text
+from .events import EngineSnapshot, Event, Finished, FinishReason, RequestStats, Started, StepStats
 from .group import Group
 from .handle import CancelReason, Handle
 from .kvcache import KvCache
+from .output import Listener, Output
 from .params import MAX_SEED, EngineOptions, Request
-from .reply import Kind, Part
 from .scheduler import Chunk, Limits, Scheduler
 from .sequence import Sequence
 from .strategies import INTERACTIVE_PRIORITY, make_strategy
 from .telemetry import Telemetry
-from .text import StopMatch
 
 log = logging.getLogger(__name__)
 
 NO_ROOM, ABORTED = 1, 2  # llama.h: llama_decode; nothing of the batch counts, it may be tried again
 ATTEMPTS_ALONE = 2  # of a request in a batch of its own, before it fails
-HELD_BACK_TOKENS = 16  # after so many without final text they are told all the same, so that another can go on
 CLOSE_TIMEOUT_S = 30.0
 
 Errand = Literal["submit", "stop"] | CancelReason
-Listener = Callable[[tuple[Event, ...]], None]
 
 
 class Engine(Generating):
@@ -58,8 +55,7 @@ class Engine(Generating):
         self._scheduler = Scheduler(limits, make_strategy(options.batch_strategy), self._cache)
         self.adapters = Adapters(backend)
         self._telemetry = Telemetry(self._scheduler)
-        self._listeners: list[Listener] = []
-        self._events: list[Event] = []
+        self._output = Output(backend.vocabulary)
         self._groups: dict[Handle, Group] = {}
         self._inbox: queue.SimpleQueue[tuple[Errand, Handle | None]] = queue.SimpleQueue()
         self._closed = False
@@ -109,7 +105,7 @@ class Engine(Generating):
 
     def add_listener(self, listener: Listener) -> None:
         """Calls `listener` once per step with all events, on the engine thread: it must only hand over."""
-        self._listeners.append(listener)
+        self._output.listeners.append(listener)
 
     def add_step_listener(self, listener: Callable[[StepStats], None]) -> None:
         """Calls `listener` after every step, on the engine thread."""
@@ -164,7 +160,7 @@ class Engine(Generating):
                 self._enqueue(handle)
         for group in list(self._groups.values()):
             self._fail(group, error)
-        self._tell()
+        self._output.tell()
         self._telemetry.idle()
         self._backend.close()
 
@@ -181,7 +177,7 @@ class Engine(Generating):
             elif handle in self._groups:
                 self._end_all(self._groups[handle], what)
             if not self._scheduler.has_work:
-                self._tell()
+                self._output.tell()
                 self._telemetry.idle()
         return True
 
@@ -209,29 +205,11 @@ class Engine(Generating):
             sequence.tokens += resumed.tokens
             sequence.logprobs += resumed.logprobs
             sequence.num_reported = len(resumed.tokens)
-            stop = self._replay_text(sequence, resumed.tokens)
+            stop = self._output.replay(sequence, resumed.tokens)
             if stop is not None:
                 self._end(sequence, "stop", stop)
             elif self._is_complete(sequence):
                 self._end(sequence, "length")
-
-    def _replay_text(self, sequence: Sequence, tokens: tuple[int, ...]) -> str | None:
-        """Releases the text of these tokens without telling it again; returns the stop string that it ends with."""
-        for token in tokens:
-            released = self._text_after(sequence, token)
-            text = released.released if isinstance(released, StopMatch) else released
-            sequence.keep([Part("text", text)] if sequence.reply is None else sequence.reply.push(text))
-            if isinstance(released, StopMatch):
-                return released.stop
-        return None
-
-    def _text_after(self, sequence: Sequence, token: int) -> str | StopMatch:
-        """What is released with one more token."""
-        if sequence.reply is None:
-            return sequence.text_stream.push(self._vocabulary.token_bytes(token))
-        sequence.reply.note_token()
-        shown = sequence.reply.text_of(token)
-        return sequence.text_stream.push(self._vocabulary.token_bytes(token) if shown is None else shown)
 
     def _step(self) -> None:
         started, cpu_started = time.monotonic(), time.thread_time()
@@ -243,7 +221,7 @@ class Engine(Generating):
         eval_s = 0.0
         for part in self._passes(chunks):
             eval_s += self._forward(part)
-            self._tell()
+            self._output.tell()
         step_s = time.monotonic() - started
         self._scheduler.observe(sum(len(chunk.tokens) for chunk in chunks), eval_s)
         self._telemetry.step(chunks, eval_s, step_s, step_s - (time.thread_time() - cpu_started))
@@ -267,7 +245,7 @@ class Engine(Generating):
         if sequence.index == 0:
             assert sequence.slot is not None
             started = Started(request.id, sequence.slot, sequence.num_prompt, sequence.num_cached, sequence.seed)
-            self._emit(sequence, started)
+            self._output.emit(sequence.group.handle, started)
 
     def _passes(self, chunks: list[Chunk]) -> list[list[Chunk]]:
         """What goes into one decode call each: with a stream per slot, single tokens apart from longer chunks.
@@ -363,41 +341,13 @@ class Engine(Generating):
             return self._end(sequence, "stop")
         sequence.tokens.append(token)
         self._telemetry.token()
-        released = self._text_after(sequence, token)
-        if isinstance(released, StopMatch):
-            self._release_text(sequence, released.released)
-            return self._end(sequence, "stop", released.stop)
-        self._release_text(sequence, released)
+        stop = self._output.take(sequence, token)
+        if stop is not None:
+            return self._end(sequence, "stop", stop)
         return self._end(sequence, "length") if self._is_complete(sequence) else None
 
     def _is_complete(self, sequence: Sequence) -> bool:
         return sequence.num_output >= sequence.request.max_tokens or self._scheduler.is_full(sequence)
-
-    def _release_text(self, sequence: Sequence, text: str) -> None:
-        if sequence.reply is not None:
-            self._release_parts(sequence, sequence.reply.push(text))
-        elif text:
-            sequence.texts.append(text)
-            self._tell_text(sequence, text, "text")
-
-    def _release_parts(self, sequence: Sequence, parts: list[Part]) -> None:
-        """Tells what is final of a chat's reply; now and then also that it goes on, while a tool call is held back."""
-        sequence.keep(parts)
-        for part in parts:
-            if part.kind == "reasoning_end" and sequence.sampler is not None:
-                sequence.sampler.bind()
-            self._tell_text(
-                sequence, sequence.reasoning or "" if part.kind == "reasoning_end" else part.text, part.kind
-            )
-        if not parts and sequence.num_output - sequence.num_reported >= HELD_BACK_TOKENS:
-            self._tell_text(sequence, "", "text")
-
-    def _tell_text(self, sequence: Sequence, text: str, kind: Kind) -> None:
-        if sequence.request.stream:
-            first, sequence.num_reported = sequence.num_reported, sequence.num_output
-            tokens = tuple(sequence.tokens[sequence.num_prompt + first :])
-            logprobs = tuple(sequence.logprobs[first:]) if sequence.logprobs else ()
-            self._emit(sequence, Text(sequence.request.id, text, tokens, sequence.index, logprobs, kind))
 
     def _end_all(self, group: Group, reason: FinishReason) -> None:
         for sequence in list(group.running):
@@ -405,11 +355,7 @@ class Engine(Generating):
 
     def _end(self, sequence: Sequence, reason: FinishReason, stop_sequence: str | None = None) -> None:
         """Ends one sequence; its request ends with the last of them."""
-        if stop_sequence is None:
-            self._release_text(sequence, sequence.text_stream.flush())
-        if sequence.reply is not None:
-            parts, sequence.tool_calls = sequence.reply.finish()
-            self._release_parts(sequence, parts)
+        self._output.finish(sequence, stopped=stop_sequence is not None)
         group = sequence.group
         group.finished.append(sequence.completion(reason, stop_sequence, time.monotonic()))
         self._free(sequence)
@@ -432,19 +378,4 @@ class Engine(Generating):
     def _close_group(self, group: Group, event: Finished) -> None:
         del self._groups[group.handle]
         self._telemetry.request(group.handle.request, event.completion, time.monotonic())
-        group.handle.deliver(self._report(event))
-
-    def _emit(self, sequence: Sequence, event: Event) -> None:
-        sequence.group.handle.deliver(self._report(event))
-
-    def _report(self, event: Event) -> Event:
-        if self._listeners:
-            self._events.append(event)
-        return event
-
-    def _tell(self) -> None:
-        if not self._events:
-            return
-        events, self._events = tuple(self._events), []
-        for listener in self._listeners:
-            listener(events)
+        self._output.emit(group.handle, event)
