@@ -282,14 +282,16 @@ def test_memory_of_an_adapter_is_back_when_it_is_unloaded_or_its_model_is(
         before = process.memory_info().rss
         model.load_adapter("a", str(tmp_path / "a.gguf"))
         model.engine.submit(request).result(PATIENCE_S)
-        assert process.memory_info().rss > before + 0.8 * size
+        assert process.memory_info().rss > before + 0.6 * size
         if unload:
             model.unload_adapter("a", PATIENCE_S)
             assert process.memory_info().rss < before + 0.5 * size
         manager.unload("m")
         return int(process.memory_info().rss)
 
-    load_and_use(unload=True)
-    level = load_and_use(unload=False)
     assert size > 20e6
-    assert all(load_and_use(unload=unload) < level + 0.2 * size for unload in (True, False, False))
+    for unload in (True, False):
+        level = load_and_use(unload=unload)  # with what llama.cpp and the allocator keep for good
+    for unload in (True, False) * 3:
+        last = load_and_use(unload=unload)
+    assert last < level + size  # a leak would have added six times as much

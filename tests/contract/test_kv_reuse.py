@@ -212,9 +212,9 @@ def test_cancel_ends_a_long_decode_call(manager: ModelManager, tmp_path: Path) -
     reached = threading.Event()
     decode = model.engine._backend.decode
 
-    def decode_and_tell(chunks: Any) -> None:
+    def decode_and_tell(*call: Any) -> None:
         reached.set()
-        decode(chunks)
+        decode(*call)
 
     model.engine._backend.decode = decode_and_tell  # type: ignore[method-assign]
     handle = model.engine.submit(Request("long", tuple(range(10, 1010)) * 2, GREEDY))
