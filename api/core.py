@@ -177,7 +177,8 @@ class Core:
             entries = [worker for worker in self.workers() if worker.name in names and worker.at > before]
             for worker in entries:
                 if model_id in worker.failures:
-                    raise JobFailed("model_load_failed", f"worker {worker.name}: {worker.failures[model_id]}")
+                    failure = worker.failures[model_id]
+                    raise JobFailed(failure["code"], f"worker {worker.name}: {failure['message']}")
             found = [next((m["status"] for m in w.models if m["id"] == model_id), None) for w in entries]
             if len(found) == len(names) and all(status == wanted for status in found):
                 return

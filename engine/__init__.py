@@ -1,6 +1,7 @@
 """The inference engine: continuous batching on llama.cpp, usable as a library without Celery and Redis."""
 
 from .backend import ModelInfo
+from .budget import Device, Footprint
 from .embedder import Embedder, EmbeddingHandle
 from .engine import Engine
 from .errors import (
@@ -10,6 +11,7 @@ from .errors import (
     EngineStopped,
     GrammarFailed,
     IdTaken,
+    InsufficientMemory,
     InvalidRequest,
     ManagerExists,
     ModelBusy,
@@ -35,7 +37,7 @@ from .events import (
 from .handle import Handle
 from .hub import HubOptions
 from .logprobs import TokenLogprob
-from .manager import ModelEntry, ModelManager
+from .manager import ModelEntry, ModelManager, devices
 from .models import Model
 from .params import EngineOptions, Request, Resumed, SamplingParams
 from .texts import Tokenizer
@@ -43,6 +45,7 @@ from .texts import Tokenizer
 __all__ = [
     "Completion",
     "DecodeFailed",
+    "Device",
     "Embedder",
     "EmbeddingCancelled",
     "EmbeddingHandle",
@@ -53,10 +56,12 @@ __all__ = [
     "EngineStopped",
     "Event",
     "Finished",
+    "Footprint",
     "GrammarFailed",
     "Handle",
     "HubOptions",
     "IdTaken",
+    "InsufficientMemory",
     "InvalidRequest",
     "ManagerExists",
     "Model",
@@ -81,4 +86,5 @@ __all__ = [
     "UnknownModel",
     "Usage",
     "WrongCapability",
+    "devices",
 ]

@@ -6,6 +6,7 @@ import logging
 import math
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future
@@ -57,6 +58,7 @@ class Embedder:
         self._waiting: deque[tuple[EmbeddingHandle, tuple[int, ...]]] = deque()
         self._closed = False
         self._num_open = 0  # requests that have not ended
+        self.last_submit = 0.0  # unix seconds
         self._hand_over = threading.Lock()  # nothing enters the inbox after `_closed`
         self._thread = threading.Thread(target=self._run, name=f"cellama-{name}-embed", daemon=True)
         self._thread.start()
@@ -89,6 +91,7 @@ class Embedder:
                 raise EngineStopped("the embedder is closed; the request was not taken")
             self._inbox.put(handle)
             self._num_open += 1
+        self.last_submit = time.time()
         handle.future.add_done_callback(self._note_end)
         return handle
 

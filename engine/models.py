@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from .backend import ModelInfo
+from .budget import Footprint
 from .chat import Message
 from .embedder import Embedder
 from .engine import Engine
 from .errors import WrongCapability
-from .hub import HubOptions
 from .params import EngineOptions
-from .sources import resolve
 from .texts import Texts
+
+if TYPE_CHECKING:
+    from .llama.backends import Backends
 
 log = logging.getLogger(__name__)
 
@@ -30,35 +34,59 @@ class Model(Texts):
         self,
         model_id: str,
         source: str,
+        path: Path,
         options: EngineOptions,
         capabilities: frozenset[Capability],
-        hub: HubOptions | None = None,
     ) -> None:
-        """Loads everything; a failure leaves nothing behind. Raises ModelLoadFailed."""
-        from .llama import LlamaBackend, LlamaEmbeddingBackend, LlamaModel
+        """Loads everything from the file of its source; a failure leaves nothing behind. Raises ModelLoadFailed."""
+        from .llama import LlamaModel, load_contexts
 
+        started = time.monotonic()
         self.id = model_id
         self.source = source
         self.options = options
         self.capabilities = capabilities
+        self.memory: Footprint  # what llama.cpp says it took
+        self.devices: dict[str, int]  # on which devices its layers lie, and how many of them
         self._engine: Engine | None = None
         self._embedder: Embedder | None = None
-        self._weights = LlamaModel(resolve(source, hub or HubOptions()), n_gpu_layers=options.n_gpu_layers)
+        self.ctx_per_slot: int | None = None  # tokens; None without an engine
+        self._weights = LlamaModel(path, n_gpu_layers=options.n_gpu_layers)
         try:
             super().__init__(model_id, self._weights)
             if "chat" in capabilities and self._weights.chat_template is not None:
                 self.template  # noqa: B018  (a broken one is a reason not to load the model)
-            if capabilities & {"generate", "chat"}:
-                self._engine = Engine(LlamaBackend(self._weights, options), options, name=model_id)
-            if "embed" in capabilities:
-                self._embedder = Embedder(LlamaEmbeddingBackend(self._weights, options), name=model_id)
+            backends, self.memory, self.devices = load_contexts(self._weights, options, capabilities)
+            self._start(backends)
         except Exception:
             self.close()
+            raise
+        self.load_s = time.monotonic() - started
+        self._loaded_at = time.time()
+
+    def _start(self, backends: Backends) -> None:
+        """Gives the backends to their threads; one that no thread took is freed."""
+        try:
+            if backends.generation is not None:
+                self.ctx_per_slot = backends.generation.ctx_per_slot
+                self._engine = Engine(backends.generation, self.options, name=self.id)
+            if backends.embedding is not None:
+                self._embedder = Embedder(backends.embedding, name=self.id)
+        except Exception:
+            for taken, backend in ((self._engine, backends.generation), (self._embedder, backends.embedding)):
+                if taken is None and backend is not None:
+                    backend.close()
             raise
 
     @property
     def info(self) -> ModelInfo:
         return self._weights.info
+
+    @property
+    def last_used(self) -> float:
+        """Unix seconds of the last request, or of the end of the load."""
+        parts = (self._engine, self._embedder)
+        return max(self._loaded_at, *(part.last_submit for part in parts if part is not None))
 
     @property
     def engine(self) -> Engine:

@@ -15,7 +15,7 @@ from typing import Any
 from celery.worker import state
 
 from cellama.config import ModelSettings
-from cellama.engine import EngineError, ModelManager
+from cellama.engine import EngineError, ModelBusy, ModelManager
 
 from .app import num_jobs_of
 from .contract.names import DEFAULT_MODEL, queue_name
@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 DRAIN_POLL_S = 0.05
 FAILURES_KEPT_S = 60.0
+EVICT_TIMEOUT_S = 10.0  # for jobs that came just then
 
 
 class Residency:
@@ -43,13 +44,13 @@ class Residency:
         self._load_now = load
         self._jobs = jobs
         self._on_change = on_change
-        self._failures: dict[str, tuple[float, str]] = {}
+        self._failures: dict[str, tuple[float, dict[str, str]]] = {}
 
-    def failures(self) -> dict[str, str]:
-        """Model id → why it could not be loaded or unloaded lately."""
+    def failures(self) -> dict[str, dict[str, str]]:
+        """Model id → code and message of why it could not be loaded or unloaded lately."""
         now = time.monotonic()
         self._failures = {id_: entry for id_, entry in self._failures.items() if now - entry[0] < FAILURES_KEPT_S}
-        return {id_: message for id_, (_, message) in self._failures.items()}
+        return {id_: failure for id_, (_, failure) in self._failures.items()}
 
     def load(self, model: ModelSettings) -> None:
         """Begins to load a model; its queue is taken from once it is there."""
@@ -87,6 +88,20 @@ class Residency:
             raise
         self._consumer.call_soon(self._resize, -self._jobs.pop(model_id, 0))
 
+    def evict(self, model_id: str) -> None:
+        """Unloads an idle model to make room, on the thread of the load that needs it. Raises as `_unload`."""
+        stopped = threading.Event()
+
+        def stop_intake() -> None:
+            self._consumer.cancel_task_queue(queue_name(model_id))
+            stopped.set()
+
+        self._consumer.call_soon(stop_intake)
+        if not stopped.wait(EVICT_TIMEOUT_S):
+            raise ModelBusy(f"the worker did not stop taking jobs of {model_id!r} within {EVICT_TIMEOUT_S:g} s")
+        self._unload(model_id, EVICT_TIMEOUT_S)
+        self._on_change()
+
     def set_default(self, model_id: str) -> None:
         """Serves jobs for `:default` from this model. Raises UnknownModel."""
         self._manager.set_default(model_id)
@@ -99,16 +114,19 @@ class Residency:
         (pool.grow if num_jobs >= 0 else pool.shrink)(abs(num_jobs))
         self._consumer._update_prefetch_count(num_jobs)
 
+    def _note_failure(self, model_id: str, code: str, message: str) -> None:
+        self._failures[model_id] = (time.monotonic(), {"code": code, "message": message})
+
     def _in_background(self, model_id: str, action: Callable[[], None]) -> None:
         def run() -> None:
             try:
                 action()
             except EngineError as error:
                 log.error("model %s: %s", model_id, error)
-                self._failures[model_id] = (time.monotonic(), str(error))
+                self._note_failure(model_id, error.code, str(error))
             except Exception as error:
                 log.exception("model %s could not be loaded or unloaded", model_id)
-                self._failures[model_id] = (time.monotonic(), repr(error))
+                self._note_failure(model_id, "internal_error", repr(error))
             self._on_change()
 
         threading.Thread(target=run, name=f"cellama-residency-{model_id}", daemon=True).start()

@@ -57,7 +57,7 @@ class Runtime:
         self.quarantine = Quarantine()
         self._lease: LeaseKeeper | None = None
         self.publisher = Publisher(self.ledger, worker, self._end_void_run)
-        self.manager = ModelManager()
+        self.manager = ModelManager(settings.memory_budget)
         try:
             for model in settings.models:
                 self._load(model)
@@ -80,7 +80,7 @@ class Runtime:
         if loaded.capabilities & {"generate", "chat"}:
             loaded.engine.add_listener(self.publisher.listener(model.id))
 
-    def _failures(self) -> dict[str, str]:
+    def _failures(self) -> dict[str, dict[str, str]]:
         return {} if self.residency is None else self.residency.failures()
 
     def _tell_change(self) -> None:
@@ -126,6 +126,8 @@ class Runtime:
         if self._lease is None:
             jobs = {model.id: num_jobs_of(model) for model in self.settings.models}
             self.residency = Residency(self.manager, consumer, self._load, jobs, self._tell_change)
+            if self.settings.on_full == "evict":  # only now: the models of the settings don't push each other out
+                self.manager.evict_through(self.residency.evict)
             own = Redis.from_url(self.settings.redis_url, socket_timeout=SOCKET_TIMEOUT_S, health_check_interval=10)
             self._lease = LeaseKeeper(own, consumer, self.settings.lease_s)
 

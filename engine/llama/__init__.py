@@ -1,7 +1,17 @@
 """llama.cpp behind the engine's protocols: the only importer of llama_cpp."""
 
 from .context import LlamaBackend
+from .devices import devices
 from .embedding import LlamaEmbeddingBackend
+from .footprint import Plan, load_contexts, plan_load
 from .model import LlamaModel
 
-__all__ = ["LlamaBackend", "LlamaEmbeddingBackend", "LlamaModel"]
+__all__ = [
+    "LlamaBackend",
+    "LlamaEmbeddingBackend",
+    "LlamaModel",
+    "Plan",
+    "devices",
+    "load_contexts",
+    "plan_load",
+]

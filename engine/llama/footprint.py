@@ -1,0 +1,132 @@
+"""What a model will take, before it is loaded: llama.cpp loads it dry, without weights and cells, and says so.
+
+A dry load reads the file's head and plans the compute graphs, as a real one does; that takes some hundredths of a
+second and, for a moment, a few MB. Two things it does allocate: the states of recurrent layers, which are counted
+from one slot's first, and the outputs of a batch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Set
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import llama_cpp.llama_cpp as lib
+
+from ..budget import CPU, Footprint, Room, Usage
+from ..context_size import LEAST_TOKENS, choose_ctx
+from ..params import EngineOptions
+from . import buffers
+from . import log as llama_log
+from .backends import Backends
+from .devices import gpu_names
+from .embedding import MAX_TEXTS
+from .gguf_file import parts, tensors
+from .model import LlamaModel
+
+_FLOAT = 4  # bytes
+CHEAP_CELLS = 1 << 20  # even a dry context keeps some 50 bytes of bookkeeping per cell
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a model will be loaded: its options with the context that was chosen, and what it will take."""
+
+    options: EngineOptions
+    footprint: Footprint
+
+
+def plan_load(path: Path, options: EngineOptions, capabilities: Set[str], room: Room) -> Plan:
+    """A load that fits into the room if one does with these options. Raises ModelLoadFailed, InvalidRequest."""
+    dry = LlamaModel(path, n_gpu_layers=options.n_gpu_layers, dry=True)
+    try:
+        return _DryLoad(dry, options, capabilities, room).plan()
+    finally:
+        dry.close()
+
+
+def load_contexts(
+    model: LlamaModel, options: EngineOptions, capabilities: Set[str]
+) -> tuple[Backends, Footprint, dict[str, int]]:
+    """The contexts of a model that is loaded, what it takes now by llama.cpp's own word, and its layers per device.
+
+    Raises ModelLoadFailed, InvalidRequest.
+    """
+    with llama_log.capture() as lines:
+        backends = Backends.make(model, options, capabilities)
+    weights = buffers.loaded_weights(model.load_log, gpu_names(), model.info.size_bytes)
+    return backends, _measure(model, lines, backends, weights), buffers.layers_per_device(model.load_log)
+
+
+def _measure(model: LlamaModel, load_log: Iterable[str], backends: Backends, weights: dict[str, Usage]) -> Footprint:
+    """What a model takes with these contexts, which logged `load_log`; the largest output they can have counted."""
+    usage = Counter[str](), Counter[str]()
+    for device, one in buffers.kv_and_compute(load_log, gpu_names()).items():
+        usage[0][device] += one.kv_bytes
+        usage[1][device] += one.compute_bytes
+    if backends.embedding is not None:
+        # llama.cpp begins with one output per text, and has one per token, logits included, as soon as there are more
+        rows = max(0, backends.embedding.max_tokens - backends.embedding.max_texts)
+        usage[1][CPU] += rows * (model.info.n_vocab + model.info.n_embd) * _FLOAT
+    return Footprint(
+        {
+            device: replace(weights.get(device, Usage()), kv_bytes=usage[0][device], compute_bytes=usage[1][device])
+            for device in dict.fromkeys([CPU, *weights, *usage[0], *usage[1]])
+        }
+    )
+
+
+class _DryLoad:
+    """One dry model, and contexts of it with other options until one fits."""
+
+    def __init__(self, model: LlamaModel, options: EngineOptions, capabilities: Set[str], room: Room) -> None:
+        self._model = model
+        self._options = options
+        self._capabilities = capabilities
+        self._room = room
+        self._weights = self._plan_weights()
+
+    def _plan_weights(self) -> dict[str, Usage]:
+        size = self._model.info.size_bytes
+        if set(buffers.layers_per_device(self._model.load_log)) <= {CPU}:
+            return {CPU: Usage(size, mapped_bytes=size)}
+        sizes = {tensor.name: tensor.num_bytes for part in parts(self._model.path) for tensor in tensors(part)}
+        return buffers.planned_weights(self._model.load_log, sizes)
+
+    def plan(self) -> Plan:
+        states = self._too_large_states()
+        if states is not None:
+            return Plan(self._options, states)
+        options = self._options
+        if options.n_ctx is None and options.ctx_per_slot is None and self._capabilities & {"generate", "chat"}:
+            trained = self._model.info.n_ctx_train
+            first = max(2 * LEAST_TOKENS, CHEAP_CELLS // options.n_parallel)
+            ctx, footprint = choose_ctx(self._footprint, self._room, trained, first=first)
+            return Plan(replace(options, ctx_per_slot=ctx), footprint)
+        return Plan(options, self._footprint(options.ctx_per_slot))
+
+    def _footprint(self, ctx_per_slot: int | None) -> Footprint:
+        return self._measure(replace(self._options, ctx_per_slot=ctx_per_slot), self._capabilities)
+
+    def _measure(self, options: EngineOptions, capabilities: Set[str]) -> Footprint:
+        with llama_log.capture() as lines:
+            backends = Backends.make(self._model, options, capabilities)
+            backends.close()
+        return _measure(self._model, lines, backends, self._weights)
+
+    def _too_large_states(self) -> Footprint | None:
+        """What the states of a recurrent model take at least, if that is too much already; else None."""
+        pointer = self._model.pointer
+        if not (lib.llama_model_is_recurrent(pointer) or lib.llama_model_is_hybrid(pointer)):
+            return None
+        options = replace(self._options, n_parallel=1, n_ctx=None, ctx_per_slot=1)
+        with llama_log.capture() as lines:
+            Backends.make(self._model, options, {"generate"}).close()
+        one = buffers.states(lines, gpu_names())
+        slots = self._options.n_parallel * bool(self._capabilities & {"generate", "chat"})
+        slots += MAX_TEXTS * ("embed" in self._capabilities)
+        devices = dict.fromkeys([*self._weights, *one])
+        usage = {name: replace(self._weights.get(name, Usage()), kv_bytes=slots * one.get(name, 0)) for name in devices}
+        least = Footprint(usage)
+        return least if self._room.shortage(least) else None
