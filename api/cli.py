@@ -23,6 +23,7 @@ from .models import (
     models_info_command,
     models_list_command,
     models_load_command,
+    models_memory_command,
     models_unload_command,
 )
 from .output import Exit, print_error
@@ -76,6 +77,7 @@ _MODEL_COMMANDS: dict[str, Callable[..., None]] = {
     "load": models_load_command,
     "unload": models_unload_command,
     "default": models_default_command,
+    "memory": models_memory_command,
 }
 for _name, _command in _MODEL_COMMANDS.items():
     _models.command(_name)(_interruptible(_command))

@@ -16,7 +16,7 @@ from cellama.tasks.position import Position
 from cellama.tasks.reader import STREAM_TIMEOUT_S, astream_events
 from cellama.tasks.registry import WorkerEntry
 
-from .core import CONNECT_TIMEOUT_S, OUTAGE_RETRY_S, Core, Outage, models_of
+from .core import CONNECT_TIMEOUT_S, OUTAGE_RETRY_S, Core, Outage, memory_of, models_of
 
 LOAD_TIMEOUT_S = 600.0  # a large model takes its time
 UNLOAD_TIMEOUT_S = 60.0
@@ -136,6 +136,13 @@ class Client:
     def models(self) -> list[dict[str, Any]]:
         """The models that live workers serve."""
         return models_of(self._core.workers())
+
+    def memory(self, worker: str | None = None) -> list[dict[str, Any]]:
+        """Per worker: its memory budget, the devices' total and free bytes, and what each model takes of them.
+
+        Raises UnknownWorker.
+        """
+        return memory_of(self._core.workers(), worker)
 
     def load_model(
         self,
@@ -287,6 +294,9 @@ class AsyncClient:
 
     async def models(self) -> list[dict[str, Any]]:
         return models_of(await self.workers())
+
+    async def memory(self, worker: str | None = None) -> list[dict[str, Any]]:
+        return memory_of(await self.workers(), worker)
 
     async def load_model(
         self,

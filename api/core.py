@@ -227,6 +227,24 @@ def models_of(workers: list[WorkerEntry]) -> list[dict[str, Any]]:
     return [models[model_id] for model_id in sorted(models)]
 
 
+def memory_of(workers: list[WorkerEntry], name: str | None) -> list[dict[str, Any]]:
+    """Per worker, or of the one of that name: budget, devices, and what its models take. Raises UnknownWorker."""
+    chosen = workers if name is None else [w for w in workers if name in (w.name, w.name.partition("@")[0])]
+    if name is not None and not chosen:
+        raise UnknownWorker(f"no live worker {name!r}; live: {', '.join(w.name for w in workers) or 'none'}")
+    return [
+        {
+            "worker": worker.name,
+            **worker.memory,
+            "models": [
+                {key: model[key] for key in ("id", "status", "default", "memory", "memory_bytes") if key in model}
+                for model in worker.models
+            ],
+        }
+        for worker in chosen
+    ]
+
+
 def _stats(workers: list[WorkerEntry], depths: dict[str, int], waiting: dict[str, int]) -> dict[str, Any]:
     """Totals over all workers; per model the messages in its queue, the jobs without a slot, and when a new one's
     turn would come."""

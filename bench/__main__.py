@@ -23,6 +23,7 @@ NAMES = {
     "urgent": "an urgent job while a worker is full of bulk jobs and more wait",
     "cancel": "from a cancel to the end, wherever the job is",
     "chaos": "workers killed, Redis restarted, a worker frozen, a job that kills",
+    "footprint": "memory of a model: planned before the load, logged by llama.cpp, resident",
     "layouts": "unified against partitioned KV cache by number of slots",
 }
 

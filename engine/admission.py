@@ -107,8 +107,7 @@ class Admission:
         device, limit = shortage.device, self._budget.limit
         with self._lock:
             others = [(other, size) for other, taken in self._budget.items() if (size := taken.on(device).total_bytes)]
-        largest = max(others, key=lambda other: other[1], default=None)
-        unload = f", or unload {largest[0]!r} ({readable(largest[1])})" if largest else ""
+        unload = _whom_to_unload(others, shortage.required_bytes - shortage.available_bytes)
         return InsufficientMemory(
             f"model {model_id!r} does not fit: it needs {readable(shortage.required_bytes)} of {device} "
             f"({_in_words(plan, device)}), available are {readable(shortage.available_bytes)} "
@@ -116,6 +115,16 @@ class Admission:
             f"ctx_per_slot, choose q8_0 as cache_type_k and cache_type_v, raise memory_budget{unload}",
             *(device, shortage.required_bytes, shortage.available_bytes),
         )
+
+
+def _whom_to_unload(others: list[tuple[str, int]], missing_bytes: int) -> str:
+    """The end of the remedy: the smallest model that would do, or all if only all would; nothing if not even they."""
+    enough = [other for other in others if other[1] >= missing_bytes]
+    if enough:
+        others = [min(enough, key=lambda other: other[1])]
+    elif sum(size for _, size in others) < missing_bytes:
+        return ""
+    return ", or unload " + " and ".join(f"{other!r} ({readable(size)})" for other, size in others)
 
 
 def _in_words(plan: Plan, device: str) -> str:

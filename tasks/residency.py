@@ -36,13 +36,18 @@ class Residency:
         consumer: Any,
         load: Callable[[ModelSettings], None],
         jobs: dict[str, int],
+        num_waiting: Callable[[str], int],
         on_change: Callable[[], None],
     ) -> None:
-        """`load` loads a model and makes it tell its events; `jobs` has the jobs that each model adds to the pool."""
+        """`load` loads a model and makes it tell its events; `jobs` has the jobs that each model adds to the pool.
+
+        `num_waiting` counts the jobs of a queue that have no slot.
+        """
         self._manager = manager
         self._consumer = consumer
         self._load_now = load
         self._jobs = jobs
+        self._num_waiting = num_waiting
         self._on_change = on_change
         self._failures: dict[str, tuple[float, dict[str, str]]] = {}
 
@@ -89,15 +94,18 @@ class Residency:
         self._consumer.call_soon(self._resize, -self._jobs.pop(model_id, 0))
 
     def evict(self, model_id: str) -> None:
-        """Unloads an idle model to make room, on the thread of the load that needs it. Raises as `_unload`."""
-        stopped = threading.Event()
+        """Unloads an idle model to make room, on the thread of the load that needs it. Raises ModelBusy."""
+        queue, stopped = queue_name(model_id), threading.Event()
+        if self._num_waiting(queue):
+            raise ModelBusy(f"jobs wait for model {model_id!r}")
 
         def stop_intake() -> None:
-            self._consumer.cancel_task_queue(queue_name(model_id))
+            self._consumer.cancel_task_queue(queue)
             stopped.set()
 
         self._consumer.call_soon(stop_intake)
         if not stopped.wait(EVICT_TIMEOUT_S):
+            self._consumer.call_soon(self._consumer.add_task_queue, queue)  # after the other, whenever that is
             raise ModelBusy(f"the worker did not stop taking jobs of {model_id!r} within {EVICT_TIMEOUT_S:g} s")
         self._unload(model_id, EVICT_TIMEOUT_S)
         self._on_change()

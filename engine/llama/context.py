@@ -117,6 +117,7 @@ class LlamaBackend(LlamaMemory):
             n_seq_max=options.n_parallel,
             n_batch=options.n_batch,
             n_ubatch=min(options.n_ubatch, options.n_batch),
+            n_outputs_max=options.n_parallel,  # a slot samples once per step; n_batch rows of logits would be reserved
             kv_unified=shape.unified,
         )
         super().__init__(model, self.context, shape, options.n_parallel)
