@@ -75,7 +75,7 @@ class Settings(BaseSettings):
 
     redis_url: str = Field(default="redis://127.0.0.1:6379/0", repr=False)
     models: Annotated[tuple[ModelSettings, ...], NoDecode] = Field(default=(TINY,), min_length=1)
-    memory_budget: Literal["auto", "unlimited"] | Annotated[int, Field(ge=1)] = Field(
+    memory_budget: int | Literal["auto", "unlimited"] = Field(
         default="auto", description="for all models of a worker: auto, unlimited, or a size such as 8GB or 8GiB"
     )
     on_full: OnFull = Field(default="refuse", description="a model that does not fit: refuse it, or evict idle ones")
@@ -121,12 +121,12 @@ class Settings(BaseSettings):
     @field_validator("memory_budget", mode="before")
     @classmethod
     def _parse_memory_budget(cls, value: Any) -> Any:
-        if not isinstance(value, str) or value in ("auto", "unlimited"):
+        if value in ("auto", "unlimited"):
             return value
-        try:
-            return parse_size(value)
-        except ValueError:
-            raise ValueError("it must be auto, unlimited, or a size such as 8GB, 8GiB or 8000000000") from None
+        size = parse_size(str(value))
+        if not size:
+            raise ValueError("it must be auto, unlimited, or a size such as 8GB, 8GiB or 8000000000")
+        return size
 
     @model_validator(mode="after")
     def _check_models(self) -> Settings:
@@ -162,11 +162,11 @@ def mask_url(url: str) -> str:
     return urlunsplit(parts._replace(netloc=f"{parts.username or ''}:***@{host}"))
 
 
-def parse_size(text: str) -> int:
-    """Bytes of `8GB` (8·10⁹), `8GiB` (8·2³⁰), `8G` (as GB) or plain digits. Raises ValueError."""
+def parse_size(text: str) -> int | None:
+    """Bytes of `8GB` (8·10⁹), `8GiB` (8·2³⁰), `8G` (as GB) or plain digits; None for what is no size."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise ValueError(f"{text!r} is no size")
+        return None
     step = 1024 if match[3] else 1000
     return int(float(match[1]) * step ** " kmgt".index(match[2].lower() or " "))
 

@@ -1,8 +1,9 @@
 """What a model will take, before it is loaded: llama.cpp loads it dry, without weights and cells, and says so.
 
 A dry load reads the file's head and plans the compute graphs, as a real one does; that takes some hundredths of a
-second and, for a moment, a few MB. Two things it does allocate: the states of recurrent layers, which are counted
-from one slot's first, and the outputs of a batch.
+second and, for a moment, a few MB. Three things it does allocate: the outputs of a batch, the states of recurrent
+layers, and some 50 bytes of bookkeeping per cell. The last two are approached from below: one slot's states, and
+contexts of more and more cells, until one does not fit.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from .gguf_file import parts, tensors
 from .model import LlamaModel
 
 _FLOAT = 4  # bytes
-CHEAP_CELLS = 1 << 20  # even a dry context keeps some 50 bytes of bookkeeping per cell
+CHEAP_CELLS = 1 << 20  # that a dry context may have without a second thought
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,10 @@ def _measure(model: LlamaModel, load_log: Iterable[str], backends: Backends, wei
     )
 
 
+def _divided(num_tokens: int | None, divisor: int) -> int | None:
+    return None if num_tokens is None else max(1, num_tokens // divisor)
+
+
 class _DryLoad:
     """One dry model, and contexts of it with other options until one fits."""
 
@@ -102,12 +107,26 @@ class _DryLoad:
         if options.n_ctx is None and options.ctx_per_slot is None and self._capabilities & {"generate", "chat"}:
             trained = self._model.info.n_ctx_train
             first = max(2 * LEAST_TOKENS, CHEAP_CELLS // options.n_parallel)
-            ctx, footprint = choose_ctx(self._footprint, self._room, trained, first=first)
+            ctx, footprint = choose_ctx(
+                lambda ctx: self._approach(replace(options, ctx_per_slot=ctx)), self._room, trained, first=first
+            )
             return Plan(replace(options, ctx_per_slot=ctx), footprint)
-        return Plan(options, self._footprint(options.ctx_per_slot))
+        return Plan(options, self._approach(options))
 
-    def _footprint(self, ctx_per_slot: int | None) -> Footprint:
-        return self._measure(replace(self._options, ctx_per_slot=ctx_per_slot), self._capabilities)
+    def _approach(self, options: EngineOptions) -> Footprint:
+        """What a context takes; for one that can't fit, about what it would, judged by a smaller one."""
+        num_cells = options.n_ctx or options.n_parallel * (options.ctx_per_slot or 0)
+        divisor = 1 << max(0, (num_cells // CHEAP_CELLS).bit_length())
+        while divisor > 1:
+            n_ctx, per_slot = _divided(options.n_ctx, divisor), _divided(options.ctx_per_slot, divisor)
+            footprint = self._measure(replace(options, n_ctx=n_ctx, ctx_per_slot=per_slot), self._capabilities)
+            if self._room.shortage(footprint) is not None:
+                grown = {
+                    name: replace(usage, kv_bytes=usage.kv_bytes * divisor) for name, usage in footprint.devices.items()
+                }
+                return Footprint(grown)
+            divisor //= 2
+        return self._measure(options, self._capabilities)
 
     def _measure(self, options: EngineOptions, capabilities: Set[str]) -> Footprint:
         with llama_log.capture() as lines:
