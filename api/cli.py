@@ -27,6 +27,7 @@ from .models import (
     models_info_command,
     models_list_command,
     models_load_command,
+    models_memory_command,
     models_unload_command,
 )
 from .output import Exit, print_error
@@ -82,6 +83,7 @@ _MODEL_COMMANDS: dict[str, Callable[..., None]] = {
     "load": models_load_command,
     "unload": models_unload_command,
     "default": models_default_command,
+    "memory": models_memory_command,
     "adapters": models_adapters_command,
 }
 _ADAPTER_COMMANDS: dict[str, Callable[..., None]] = {

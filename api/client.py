@@ -17,7 +17,7 @@ from cellama.tasks.reader import STREAM_TIMEOUT_S, astream_events
 from cellama.tasks.registry import WorkerEntry
 
 from .adapters import AdapterControl, AsyncAdapterControl
-from .core import CONNECT_TIMEOUT_S, OUTAGE_RETRY_S, Core, Outage, models_of
+from .core import CONNECT_TIMEOUT_S, OUTAGE_RETRY_S, Core, Outage, memory_of, models_of
 
 LOAD_TIMEOUT_S = 600.0  # a large model takes its time
 UNLOAD_TIMEOUT_S = 60.0
@@ -141,6 +141,13 @@ class Client(AdapterControl):
     def models(self) -> list[dict[str, Any]]:
         """The models that live workers serve."""
         return models_of(self._core.workers())
+
+    def memory(self, worker: str | None = None) -> list[dict[str, Any]]:
+        """Per worker: its memory budget, the devices' total and free bytes, and what each model takes of them.
+
+        Raises UnknownWorker.
+        """
+        return memory_of(self._core.workers(), worker)
 
     def load_model(
         self,
@@ -297,6 +304,9 @@ class AsyncClient(AsyncAdapterControl):
 
     async def models(self) -> list[dict[str, Any]]:
         return models_of(await self.workers())
+
+    async def memory(self, worker: str | None = None) -> list[dict[str, Any]]:
+        return memory_of(await self.workers(), worker)
 
     async def load_model(
         self,

@@ -206,7 +206,8 @@ class Core:
             entries = [worker for worker in self.workers() if worker.at >= begun.get(worker.name, math.inf)]
             for worker in entries:
                 if key in worker.failures:
-                    raise JobFailed("model_load_failed", f"worker {worker.name}: {worker.failures[key]}")
+                    failure = worker.failures[key]
+                    raise JobFailed(failure["code"], f"worker {worker.name}: {failure['message']}")
             if len(entries) == len(begun) and all(status(worker) == wanted for worker in entries):
                 return
             time.sleep(REGISTRY_POLL_S)
@@ -250,6 +251,24 @@ def models_of(workers: list[WorkerEntry]) -> list[dict[str, Any]]:
             if known["status"] != "ready" and entry["status"] == "ready":
                 known.update(described)
     return [models[model_id] for model_id in sorted(models)]
+
+
+def memory_of(workers: list[WorkerEntry], name: str | None) -> list[dict[str, Any]]:
+    """Per worker, or of the one of that name: budget, devices, and what its models take. Raises UnknownWorker."""
+    chosen = workers if name is None else [w for w in workers if name in (w.name, w.name.partition("@")[0])]
+    if name is not None and not chosen:
+        raise UnknownWorker(f"no live worker {name!r}; live: {', '.join(w.name for w in workers) or 'none'}")
+    return [
+        {
+            "worker": worker.name,
+            **worker.memory,
+            "models": [
+                {key: model[key] for key in ("id", "status", "default", "memory", "memory_bytes") if key in model}
+                for model in worker.models
+            ],
+        }
+        for worker in chosen
+    ]
 
 
 def _stats(workers: list[WorkerEntry], depths: dict[str, int], waiting: dict[str, int]) -> dict[str, Any]:

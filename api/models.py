@@ -13,6 +13,7 @@ from cellama.tasks.contract.errors import InvalidJob, UnknownModel
 from .adapters import ADAPTER_LOAD_TIMEOUT_S, ADAPTER_UNLOAD_TIMEOUT_S
 from .client import LOAD_TIMEOUT_S, UNLOAD_TIMEOUT_S, Client
 from .generation import JsonOption
+from .memory import num_params, readable, render_info, render_memory
 from .output import err, out, print_json
 
 WorkerOption = Annotated[str | None, typer.Option("--worker", "-w", help="Only this worker, instead of all.")]
@@ -34,18 +35,20 @@ def models_list_command(json: JsonOption = False) -> None:
         out.print("no worker is running; start one with `cellama up` or `cellama worker`")
         return
     table = Table(header_style="bold")
-    for column in ("model", "status", "for", "architecture", "parameters", "workers"):
-        table.add_column(column)
+    for column in ("model", "status", "for", "architecture", "parameters", "file type", "backend", "memory", "workers"):
+        table.add_column(column, justify="right" if column in ("parameters", "memory") else "left")
     for model in models:
         label = model["id"] + (" [dim](default)[/]" if model["default"] else "")
-        size = f"{model['n_params'] / 1e6:.0f} M" if "n_params" in model else ""
-        able = ", ".join(model["capabilities"])
-        table.add_row(label, model["status"], able, model.get("architecture", ""), size, "\n".join(model["workers"]))
+        cells = [label, model["status"], ", ".join(model["capabilities"])]
+        if "n_params" in model:
+            cells += [model["architecture"], num_params(model["n_params"]), model["file_type"], model["backend"]]
+            cells += [readable(model["memory_bytes"])]
+        table.add_row(*cells, *[""] * (8 - len(cells)), "\n".join(model["workers"]))
     out.print(table)
 
 
 def models_info_command(model_id: IdArgument, json: JsonOption = False) -> None:
-    """Show what is known of a model.
+    """Show what is known of a model: what it is, how it is loaded, and the memory that it takes.
 
     Example:  cellama models info tiny
     """
@@ -55,11 +58,23 @@ def models_info_command(model_id: IdArgument, json: JsonOption = False) -> None:
         raise UnknownModel(f"no live worker has a model {model_id!r}; there are: {', '.join(models) or 'none'}")
     if json:
         print_json(models[model_id])
-        return
-    table = Table.grid(padding=(0, 2))
-    for name, value in models[model_id].items():
-        table.add_row(f"[bold]{name}[/]", _in_words(value))
-    out.print(table)
+    else:
+        out.print(render_info(models[model_id]))
+
+
+def models_memory_command(worker: WorkerOption = None, json: JsonOption = False) -> None:
+    """Show the memory of each worker's devices, its budget, and what each model takes of it.
+
+    Example:  cellama models memory
+    """
+    with Client() as client:
+        workers = client.memory(worker)
+    if json:
+        print_json(workers)
+    elif not workers:
+        out.print("no worker is running; start one with `cellama up` or `cellama worker`")
+    else:
+        out.print(render_memory(workers))
 
 
 def _in_words(value: Any) -> str:

@@ -26,6 +26,7 @@ NAMES = {
     "loads": "two models loaded at once while a third streams: its longest gap",
     "embeddings": "1000 texts in one call or job against one text per call or job",
     "embed_beside": "gaps of a stream while another model embeds",
+    "footprint": "memory of a model: planned before the load, logged by llama.cpp, resident",
     "layouts": "unified against partitioned KV cache by number of slots",
     "adapters": "requests with different LoRA adapters on one engine, by the length of a turn",
 }

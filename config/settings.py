@@ -6,6 +6,7 @@ import difflib
 import functools
 import json
 import os
+import re
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -27,6 +28,8 @@ PREFIX = "CELLAMA_"
 CONFIG_VARIABLE = "CELLAMA_CONFIG"  # names the file; default: cellama.toml in the working folder
 DEFAULT_FILE = "cellama.toml"
 Capability = Literal["generate", "chat", "embed", "rerank"]
+OnFull = Literal["refuse", "evict"]
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
 
 
@@ -101,6 +104,10 @@ class Settings(BaseSettings):
 
     redis_url: str = Field(default="redis://127.0.0.1:6379/0", repr=False)
     models: Annotated[tuple[ModelSettings, ...], NoDecode] = Field(default=(TINY,), min_length=1)
+    memory_budget: int | Literal["auto", "unlimited"] = Field(
+        default="auto", description="for all models of a worker: auto, unlimited, or a size such as 8GB or 8GiB"
+    )
+    on_full: OnFull = Field(default="refuse", description="a model that does not fit: refuse it, or evict idle ones")
     look_ahead: int = Field(default=4, ge=0, description="jobs that a worker takes beyond its slots")
     lease_s: int = Field(default=6, ge=3, description="after so long without a sign of its worker a job is given away")
     drain_s: int = Field(default=30, ge=0, description="after so long an ending worker gives its jobs to others")
@@ -143,6 +150,16 @@ class Settings(BaseSettings):
     def _parse_models(cls, value: Any) -> Any:
         return parse_models(value) if isinstance(value, str) else value
 
+    @field_validator("memory_budget", mode="before")
+    @classmethod
+    def _parse_memory_budget(cls, value: Any) -> Any:
+        if value in ("auto", "unlimited"):
+            return value
+        size = parse_size(str(value))
+        if not size:
+            raise ValueError("it must be auto, unlimited, or a size such as 8GB, 8GiB or 8000000000")
+        return size
+
     @model_validator(mode="after")
     def _check_models(self) -> Settings:
         ids = [model.id for model in self.models]
@@ -175,6 +192,15 @@ def mask_url(url: str) -> str:
         return url
     host = parts.netloc.rpartition("@")[2]
     return urlunsplit(parts._replace(netloc=f"{parts.username or ''}:***@{host}"))
+
+
+def parse_size(text: str) -> int | None:
+    """Bytes of `8GB` (8·10⁹), `8GiB` (8·2³⁰), `8G` (as GB) or plain digits; None for what is no size."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        return None
+    step = 1024 if match[3] else 1000
+    return int(float(match[1]) * step ** " kmgt".index(match[2].lower() or " "))
 
 
 def parse_models(text: str) -> list[dict[str, Any]]:

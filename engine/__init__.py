@@ -2,6 +2,7 @@
 
 from .adapters import AdapterInfo
 from .backend import ModelInfo
+from .budget import Device, Footprint
 from .chat import ChatOptions, ChatPrompt, Message
 from .embedder import Embedder, EmbeddingHandle
 from .engine import Engine
@@ -14,6 +15,7 @@ from .errors import (
     EngineStopped,
     GrammarFailed,
     IdTaken,
+    InsufficientMemory,
     InvalidRequest,
     ManagerExists,
     ModelBusy,
@@ -40,7 +42,7 @@ from .events import (
 from .handle import Handle
 from .hub import HubOptions
 from .logprobs import TokenLogprob
-from .manager import ModelEntry, ModelManager
+from .manager import ModelEntry, ModelManager, devices
 from .models import Model
 from .params import EngineOptions, Request, Resumed, SamplingParams
 from .reply import ReplyFormat
@@ -56,6 +58,7 @@ __all__ = [
     "ChatPrompt",
     "Completion",
     "DecodeFailed",
+    "Device",
     "Embedder",
     "EmbeddingCancelled",
     "EmbeddingHandle",
@@ -66,10 +69,12 @@ __all__ = [
     "EngineStopped",
     "Event",
     "Finished",
+    "Footprint",
     "GrammarFailed",
     "Handle",
     "HubOptions",
     "IdTaken",
+    "InsufficientMemory",
     "InvalidRequest",
     "ManagerExists",
     "Message",
@@ -99,5 +104,6 @@ __all__ = [
     "UnknownModel",
     "Usage",
     "WrongCapability",
+    "devices",
     "scores_of",
 ]

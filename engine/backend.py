@@ -38,6 +38,8 @@ class ModelInfo:
     n_ctx_train: int
     n_vocab: int
     n_embd: int
+    file_type: str = ""  # quantisation, for instance "Q8_0"
+    fingerprint: str = ""  # of the file's content (llama/gguf_file.py says how); empty for a vocabulary alone
 
 
 class Vocabulary(Protocol):

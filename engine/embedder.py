@@ -74,6 +74,7 @@ class Embedder:
         self._token_s: float | None = None  # seconds per token, as the last batches took
         self._closed = False
         self._num_open = 0  # requests that have not ended
+        self.last_submit = 0.0  # unix seconds
         self._hand_over = threading.Lock()  # nothing enters the inbox after `_closed`
         self._thread = threading.Thread(target=self._run, name=f"cellama-{name}-embed", daemon=True)
         self._thread.start()
@@ -126,6 +127,7 @@ class Embedder:
                 raise EngineStopped("the embedder is closed; the request was not taken")
             self._inbox.put(handle)
             self._num_open += 1
+        self.last_submit = time.time()
         handle.future.add_done_callback(self._note_end)
         return handle
 

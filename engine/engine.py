@@ -60,6 +60,7 @@ class Engine(Generating):
         self._inbox: queue.SimpleQueue[tuple[Errand, Handle | None]] = queue.SimpleQueue()
         self._closed = False
         self._num_open = 0  # requests that have not ended
+        self.last_submit = 0.0  # unix seconds
         self._hand_over = threading.Lock()  # nothing enters the inbox after `_closed`
         self._worth_aborting: Handle | None = None  # whose cancel ends the decode call that runs now
         self._thread = threading.Thread(target=self._run, name=f"cellama-{name}", daemon=True)
@@ -90,6 +91,7 @@ class Engine(Generating):
         if not self._put("submit", handle):
             self.adapters.give_back(handle.adapters)
             raise EngineStopped("the engine is closed; the request was not taken")
+        self.last_submit = time.time()
         handle.add_done_callback(self._note_end)
         return handle
 

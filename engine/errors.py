@@ -7,7 +7,8 @@
     ├── WrongCapability         the model is not loaded for this use
     ├── UnknownModel            no model of that id
     ├── ModelLoadFailed         source missing, damaged or not supported
-    │   └── IdTaken             another model has the id
+    │   ├── IdTaken             another model has the id
+    │   └── InsufficientMemory  the model does not fit into the memory budget
     ├── AdapterLoadFailed       file missing, damaged, no LoRA adapter, or made for another model
     ├── UnknownAdapter          the model has no adapter of that name
     ├── AdapterBusy             the adapter is in use and can't be unloaded now
@@ -68,6 +69,19 @@ class ModelLoadFailed(EngineError):
 class IdTaken(ModelLoadFailed):
     code = "id_taken"
     http_status = 409
+
+
+class InsufficientMemory(ModelLoadFailed):
+    """Nothing was allocated. The attributes say where, how much was wanted and how much there was."""
+
+    code = "insufficient_memory"
+    http_status = 507
+
+    def __init__(self, message: str, device: str, required_bytes: int, available_bytes: int) -> None:
+        super().__init__(message)
+        self.device = device
+        self.required_bytes = required_bytes
+        self.available_bytes = available_bytes
 
 
 class AdapterLoadFailed(EngineError):

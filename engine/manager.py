@@ -14,20 +14,26 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, Literal
 
+from .admission import Admission
+from .budget import Device, MemoryBudget, OnFull, readable
 from .errors import IdTaken, ManagerExists, ModelBusy, UnknownModel, nearest
 from .hub import HubOptions
-from .models import DEFAULT_MODEL, Capability, Model
+from .models import DEFAULT_MODEL, Model
 from .params import EngineOptions
+from .priority import at_low_priority
+from .sources import resolve
+from .uses import Capability
 
 log = logging.getLogger(__name__)
 
 UNLOAD_TIMEOUT_S = 30.0
+EVICT_TIMEOUT_S = 10.0  # for an idle model that comes into use just then
 DRAIN_POLL_S = 0.02
 Status = Literal["loading", "ready", "unloading"]
 
@@ -50,8 +56,13 @@ class ModelManager:
     _open: ModelManager | None = None
     _class_lock = threading.Lock()
 
-    def __init__(self) -> None:
-        """Raises ManagerExists if another one is open in this process."""
+    def __init__(self, memory_budget: MemoryBudget = "auto", on_full: OnFull = "refuse") -> None:
+        """`memory_budget` is for all models together, in bytes; "auto" goes by what the devices have free.
+
+        A load that does not fit is refused, or with "evict" idle models are unloaded first, the least recently used
+        before others, if that is enough. Raises ManagerExists if another one is open in this process, InvalidRequest.
+        """
+        self._admission = Admission(memory_budget, on_full, self._idle, self._evict)
         with ModelManager._class_lock:
             if ModelManager._open is not None:
                 raise ManagerExists("this process has a ModelManager already; use that one, or close it first")
@@ -74,26 +85,31 @@ class ModelManager:
         """Loads a model under an id, or one made from its source; the first one is the default until another says so.
 
         Other models serve meanwhile, and other threads may load theirs. A failure leaves nothing behind.
-        Without capabilities it gets those that suit its file (see choose_uses).
-        `adapters` are loaded with it: name → source and scale (see Model.load_adapter).
-        Raises IdTaken, ModelLoadFailed, AdapterLoadFailed, WrongCapability, InvalidRequest.
+        Without capabilities it gets those that suit its file. `adapters` are loaded with it: name → source and scale
+        (see Model.load_adapter).
+        Raises IdTaken, InsufficientMemory, ModelLoadFailed, AdapterLoadFailed, WrongCapability, InvalidRequest.
         """
         wanted = None if capabilities is None else frozenset(capabilities)
         entry = self._reserve(model_id, source, wanted or frozenset())
-        started = time.monotonic()
+        hub = hub or HubOptions()
         try:
-            model = Model(entry.id, source, options or EngineOptions(), wanted, hub, adapters)
+            path = at_low_priority(lambda: resolve(source, hub))
+            plan = self._admission.admit(entry.id, path, options or EngineOptions(), wanted)
+            model = Model(entry.id, source, path, plan.options, plan.uses, hub, adapters)
         except BaseException:
+            self._admission.release(entry.id)
             with self._lock:
                 del self._entries[entry.id]
+            _give_memory_back()
             raise
+        self._admission.settle(entry.id, model.memory)
         with self._lock:
             entry.model, entry.status, entry.since = model, "ready", time.time()
             entry.capabilities = model.capabilities
             if default or self._default is None:
                 self._default = entry.id
-        info, seconds = model.info, time.monotonic() - started
-        log.info("model %s: %s, %.1f MB, loaded in %.2f s", entry.id, info.description, info.size_bytes / 1e6, seconds)
+        taken = readable(model.memory.total_bytes)
+        log.info("model %s: %s, takes %s, loaded in %.2f s", entry.id, model.info.description, taken, model.load_s)
         return model
 
     def load_in_background(self, model_id: str | None, source: str, **options: Any) -> Future[Model]:
@@ -149,14 +165,33 @@ class ModelManager:
             raise ModelBusy(
                 f"model {model_id!r} takes no more requests, but a step of it does not end; restart the worker"
             )
+        entry.model = None
+        del model
+        _give_memory_back()
+        self._admission.release(model_id)
         with self._lock:
             del self._entries[model_id]
             if self._default == model_id:
                 self._default = next((id_ for id_, other in self._entries.items() if other.status == "ready"), None)
-        entry.model = None
-        del model
-        _give_memory_back()
         log.info("model %s is unloaded", model_id)
+
+    def evict_through(self, evict: Callable[[str], None]) -> None:
+        """From now on idle models make room, and this function unloads one; it returns when the model is gone."""
+        self._admission.evict, self._admission.on_full = evict, "evict"
+
+    def memory(self) -> dict[str, Any]:
+        """The budget, what is done when it is full, and the devices with their total and free bytes."""
+        return self._admission.report()
+
+    def _idle(self) -> list[str]:
+        """The models that nobody uses, the least recently used first. The default one is not among them."""
+        with self._lock:
+            ready = [e.model for e in self._entries.values() if e.status == "ready" and e.id != self._default]
+        idle = [model for model in ready if model is not None and not model.is_busy]
+        return [model.id for model in sorted(idle, key=lambda model: model.last_used)]
+
+    def _evict(self, model_id: str) -> None:
+        self.unload(model_id, EVICT_TIMEOUT_S)
 
     def get(self, model_id: str) -> Model:
         """The model of that id, or the default one for ":default". Raises UnknownModel."""
@@ -216,6 +251,13 @@ class ModelManager:
         with ModelManager._class_lock:
             if ModelManager._open is self:
                 ModelManager._open = None
+
+
+def devices() -> list[Device]:
+    """The devices that models can use, with total and free bytes; without a GPU build that is the CPU alone."""
+    from .llama import devices
+
+    return devices()
 
 
 def _give_memory_back() -> None:

@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from .adapters import UNLOAD_TIMEOUT_S, AdapterInfo
 from .backend import ModelInfo
+from .budget import Footprint
 from .chat import Message
 from .embedder import Embedder
 from .engine import Engine
-from .errors import AdapterLoadFailed, InvalidRequest, ModelLoadFailed, WrongCapability, nearest
+from .errors import AdapterLoadFailed, ModelLoadFailed, WrongCapability
 from .hub import HubOptions
-from .params import EngineOptions, Pooling
+from .params import EngineOptions
 from .priority import at_low_priority
 from .reranker import Reranker
 from .sources import resolve
 from .texts import Texts
+from .uses import Capability, Uses
 
 if TYPE_CHECKING:
-    from .llama import LlamaModel
+    from .llama.backends import Backends
 
 log = logging.getLogger(__name__)
 
-Capability = Literal["generate", "chat", "embed", "rerank"]
-CAPABILITIES: tuple[Capability, ...] = get_args(Capability)
 DEFAULT_MODEL = ":default"
 
 
@@ -36,59 +38,76 @@ class Model(Texts):
         self,
         model_id: str,
         source: str,
+        path: Path,
         options: EngineOptions,
-        capabilities: frozenset[Capability] | None = None,
-        hub: HubOptions | None = None,
+        uses: Uses,
+        hub: HubOptions,
         adapters: Mapping[str, tuple[str, float]] | None = None,
     ) -> None:
-        """Loads everything, with `adapters` by name (source, scale); a failure leaves nothing behind.
+        """Loads everything from the file of its source, with `adapters` by name (source, scale).
 
-        Without capabilities it gets those that suit its file. Raises ModelLoadFailed, WrongCapability, and what
-        `load_adapter` does.
+        A failure leaves nothing behind. Raises ModelLoadFailed, and what `load_adapter` does.
         """
-        from .llama import LlamaModel
+        from .llama import LlamaModel, load_contexts
 
+        started = time.monotonic()
         self.id = model_id
         self.source = source
         self.options = options
-        self.capabilities = capabilities or frozenset()
-        self._hub = hub or HubOptions()
+        self.capabilities = uses.capabilities
+        self.memory: Footprint  # what llama.cpp says it took
+        self.devices: dict[str, int]  # on which devices its layers lie, and how many of them
+        self.ctx_per_slot: int | None = None  # tokens; None without an engine
+        self._hub = hub
         self._engine: Engine | None = None
         self._embedder: Embedder | None = None
         self._reranker: Reranker | None = None
-        self._weights = at_low_priority(
-            lambda: LlamaModel(resolve(source, self._hub), n_gpu_layers=options.n_gpu_layers)
-        )
+        self._weights = at_low_priority(lambda: LlamaModel(path, n_gpu_layers=options.n_gpu_layers))
         try:
             super().__init__(model_id, self._weights)
-            self.capabilities, pooling = choose_uses(model_id, self._weights, capabilities, options)
             if "chat" in self.capabilities and self._weights.chat_template is not None:
                 self.template  # noqa: B018  (a broken one is a reason not to load the model)
-            self._open_contexts(pooling)
+            backends, self.memory, self.devices = at_low_priority(lambda: load_contexts(self._weights, options, uses))
+            self._start(backends)
             for name, (adapter_source, scale) in (adapters or {}).items():
                 self.load_adapter(name, adapter_source, scale)
         except Exception:
             self.close()
             raise
+        self.load_s = time.monotonic() - started
+        self._loaded_at = time.time()
 
-    def _open_contexts(self, pooling: Pooling) -> None:
-        """A context of its own for each use, and the thread that it belongs to, which runs at normal priority."""
-        from .llama import LlamaBackend, LlamaEmbeddingBackend, PairFormat
+    def _start(self, backends: Backends) -> None:
+        """Gives the backends to their threads, which run at normal priority; one that no thread took is freed."""
+        from .llama import PairFormat
 
-        weights, options = self._weights, self.options
-        if self.capabilities & {"generate", "chat"}:
-            backend = at_low_priority(lambda: LlamaBackend(weights, options))
-            self._engine = Engine(backend, options, name=self.id)
-        if "embed" in self.capabilities:
-            embedding = at_low_priority(lambda: LlamaEmbeddingBackend(weights, options, pooling))
-            self._embedder = Embedder(embedding, name=self.id)
-        if "rerank" in self.capabilities:
-            scoring = at_low_priority(lambda: LlamaEmbeddingBackend(weights, options, "rank"))
-            self._reranker = Reranker(PairFormat(weights), Embedder(scoring, name=f"{self.id}-rank"))
+        try:
+            if backends.generation is not None:
+                self.ctx_per_slot = backends.generation.ctx_per_slot
+                self._engine = Engine(backends.generation, self.options, name=self.id)
+            if backends.embedding is not None:
+                self._embedder = Embedder(backends.embedding, name=self.id)
+            if backends.ranking is not None:
+                scoring = Embedder(backends.ranking, name=f"{self.id}-rank")
+                self._reranker = Reranker(PairFormat(self._weights), scoring)
+        except Exception:
+            for part, backend in (
+                (self._engine, backends.generation),
+                (self._embedder, backends.embedding),
+                (self._reranker, backends.ranking),
+            ):
+                if part is None and backend is not None:
+                    backend.close()
+            raise
 
     @property
     def info(self) -> ModelInfo:
         return self._weights.info
+
+    @property
+    def last_used(self) -> float:
+        """Unix seconds of the last request, or of the end of the load."""
+        return max(self._loaded_at, *(part.last_submit for part in self._parts))
 
     @property
     def engine(self) -> Engine:
@@ -172,37 +191,3 @@ class Model(Texts):
         else:
             log.error("model %s is still in a step; its memory is not freed", self.id)
         return all(closed)
-
-
-def choose_uses(
-    model_id: str, weights: LlamaModel, wanted: frozenset[Capability] | None, options: EngineOptions
-) -> tuple[frozenset[Capability], Pooling]:
-    """What a model is loaded for, and how its embeddings are pooled. Raises WrongCapability for what it can't do.
-
-    None wants what its file is made for: a reranker ranks, other encoders embed, all others generate, chat and embed.
-    """
-    from .llama import can_generate, has_head, is_reranker, own_pooling
-
-    for name in (wanted or frozenset()) - set(CAPABILITIES):
-        raise InvalidRequest(f"capability {name!r} is unknown; {nearest(name, CAPABILITIES)}")
-    generates, head = can_generate(weights), has_head(weights)
-    pooling = own_pooling(weights) if options.pooling == "auto" else options.pooling
-    if wanted is None:
-        texts: set[Capability] = {"generate", "chat"} if generates else set()
-        ranks: set[Capability] = {"rerank"} if head and (is_reranker(weights) or not generates) else set()
-        vectors: set[Capability] = {"embed"}
-        wanted = frozenset({"rerank"} if pooling == "rank" else vectors | texts | ranks)
-    kind = f"model {model_id!r} ({weights.info.description})"
-    if wanted & {"generate", "chat"} and not generates:
-        raise WrongCapability(f"{kind} can't generate: it only reads texts; load it with capabilities = ['embed']")
-    if "rerank" in wanted and not head:
-        raise WrongCapability(
-            f"{kind} can't rerank: its file has no classification head; take a model that was made for it and "
-            "converted as a reranker, or leave out 'rerank'"
-        )
-    if "embed" in wanted and pooling == "rank":
-        raise WrongCapability(
-            f"{kind} is pooled by rank, which gives scores and no vectors; set pooling to mean, cls, last or none, or "
-            "load it with capabilities = ['rerank']"
-        )
-    return wanted, pooling

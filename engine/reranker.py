@@ -57,6 +57,11 @@ class Reranker:
         return scores_of(self.submit(query, documents, truncate=truncate))
 
     @property
+    def last_submit(self) -> float:
+        """Unix seconds of the last request; 0 before the first."""
+        return self._embedder.last_submit
+
+    @property
     def is_busy(self) -> bool:
         """True while requests have not ended."""
         return self._embedder.is_busy

@@ -36,9 +36,8 @@ class WorkerEntry:
     started_at: float
     at: float
     models: list[dict[str, Any]]
-    failures: dict[str, str] = field(
-        default_factory=dict
-    )  # what lately could not be loaded or unloaded (`failure_key`)
+    failures: dict[str, dict[str, str]] = field(default_factory=dict)  # by `failure_key`: code, message; of lately
+    memory: dict[str, Any] = field(default_factory=dict)  # as ModelManager.memory has it
 
 
 def live_workers(redis: Redis) -> list[WorkerEntry]:
@@ -57,7 +56,7 @@ class Registration:
         worker: str,
         manager: ModelManager,
         chores: Sequence[Callable[[], Any]],
-        failures: Callable[[], dict[str, str]],
+        failures: Callable[[], dict[str, dict[str, str]]],
     ) -> None:
         self._redis = redis
         self._chores = chores
@@ -98,7 +97,8 @@ class Registration:
     def _beat(self) -> None:
         host, pid, now = socket.gethostname(), os.getpid(), time.time()  # before the look at what is there
         models = [describe(entry, entry.id == self._manager.default) for entry in self._manager.entries()]
-        entry = WorkerEntry(self._worker, host, pid, self._started_at, now, models, self._failures())
+        memory = self._manager.memory()
+        entry = WorkerEntry(self._worker, host, pid, self._started_at, now, models, self._failures(), memory)
         self._redis.hset(WORKERS_KEY, self._worker, json.dumps(asdict(entry)))
         stored: Any = self._redis.hgetall(WORKERS_KEY)
         stale = [name for name, data in stored.items() if time.time() - json.loads(data)["at"] > 6 * STALE_S]
@@ -113,5 +113,15 @@ def describe(entry: ModelEntry, default: bool) -> dict[str, Any]:
     if model is None:
         return {**known, "engine": None}
     engine = asdict(model.engine.snapshot()) if {"generate", "chat"} & model.capabilities else None
-    adapters = [asdict(adapter) for adapter in model.adapters()]
-    return {**known, **asdict(model.info), "adapters": adapters, "engine": engine}
+    resident = {
+        "backend": " + ".join(model.devices),
+        "slots": engine["slots_total"] if engine else 0,
+        "ctx_per_slot": model.ctx_per_slot,
+        "memory": {device: asdict(usage) for device, usage in model.memory.devices.items()},
+        "memory_bytes": model.memory.total_bytes,
+        "load_s": round(model.load_s, 3),
+        "ready_at": entry.since,
+        "last_used_at": model.last_used,
+        "adapters": [asdict(adapter) for adapter in model.adapters()],
+    }
+    return {**known, **asdict(model.info), **resident, "engine": engine}

@@ -15,7 +15,7 @@ from typing import Any
 from celery.worker import state
 
 from cellama.config import ModelSettings
-from cellama.engine import EngineError, ModelManager
+from cellama.engine import EngineError, ModelBusy, ModelManager
 
 from .app import num_jobs_of
 from .contract.names import DEFAULT_MODEL, failure_key, queue_name
@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 DRAIN_POLL_S = 0.05
 FAILURES_KEPT_S = 60.0
+EVICT_TIMEOUT_S = 10.0  # for jobs that came just then
 
 
 class Residency:
@@ -35,21 +36,26 @@ class Residency:
         consumer: Any,
         load: Callable[[ModelSettings], None],
         jobs: dict[str, int],
+        num_waiting: Callable[[str], int],
         on_change: Callable[[], None],
     ) -> None:
-        """`load` loads a model and makes it tell its events; `jobs` has the jobs that each model adds to the pool."""
+        """`load` loads a model and makes it tell its events; `jobs` has the jobs that each model adds to the pool.
+
+        `num_waiting` counts the jobs of a queue that have no slot.
+        """
         self._manager = manager
         self._consumer = consumer
         self._load_now = load
         self._jobs = jobs
+        self._num_waiting = num_waiting
         self._on_change = on_change
-        self._failures: dict[str, tuple[float, str]] = {}
+        self._failures: dict[str, tuple[float, dict[str, str]]] = {}
 
-    def failures(self) -> dict[str, str]:
-        """Model id, or `failure_key` of an adapter → why it could not be loaded or unloaded lately."""
+    def failures(self) -> dict[str, dict[str, str]]:
+        """Model id, or `failure_key` of an adapter → code and message of why it could not be (un)loaded lately."""
         now = time.monotonic()
         self._failures = {id_: entry for id_, entry in self._failures.items() if now - entry[0] < FAILURES_KEPT_S}
-        return {id_: message for id_, (_, message) in self._failures.items()}
+        return {id_: failure for id_, (_, failure) in self._failures.items()}
 
     def load(self, model: ModelSettings) -> None:
         """Begins to load a model; its queue is taken from once it is there."""
@@ -86,6 +92,23 @@ class Residency:
             raise
         self._consumer.call_soon(self._resize, -self._jobs.pop(model_id, 0))
 
+    def evict(self, model_id: str) -> None:
+        """Unloads an idle model to make room, on the thread of the load that needs it. Raises ModelBusy."""
+        queue, stopped = queue_name(model_id), threading.Event()
+        if self._num_waiting(queue):
+            raise ModelBusy(f"jobs wait for model {model_id!r}")
+
+        def stop_intake() -> None:
+            self._consumer.cancel_task_queue(queue)
+            stopped.set()
+
+        self._consumer.call_soon(stop_intake)
+        if not stopped.wait(EVICT_TIMEOUT_S):
+            self._consumer.call_soon(self._consumer.add_task_queue, queue)  # after the other, whenever that is
+            raise ModelBusy(f"the worker did not stop taking jobs of {model_id!r} within {EVICT_TIMEOUT_S:g} s")
+        self._unload(model_id, EVICT_TIMEOUT_S)
+        self._on_change()
+
     def set_default(self, model_id: str) -> None:
         """Serves jobs for `:default` from this model. Raises UnknownModel."""
         self._manager.set_default(model_id)
@@ -119,16 +142,19 @@ class Residency:
         (pool.grow if num_jobs >= 0 else pool.shrink)(abs(num_jobs))
         self._consumer._update_prefetch_count(num_jobs)
 
+    def _note_failure(self, key: str, code: str, message: str) -> None:
+        self._failures[key] = (time.monotonic(), {"code": code, "message": message})
+
     def _in_background(self, key: str, action: Callable[[], object]) -> None:
         def run() -> None:
             try:
                 action()
             except EngineError as error:
                 log.error("%s: %s", key, error)
-                self._failures[key] = (time.monotonic(), str(error))
+                self._note_failure(key, error.code, str(error))
             except Exception as error:
                 log.exception("%s could not be loaded or unloaded", key)
-                self._failures[key] = (time.monotonic(), repr(error))
+                self._note_failure(key, "internal_error", repr(error))
             self._on_change()
 
         threading.Thread(target=run, name=f"cellama-residency-{key}", daemon=True).start()

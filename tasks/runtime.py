@@ -60,7 +60,7 @@ class Runtime:
         key = settings.reasoning_key
         self.signer = Signer(key.get_secret_value() if key else None)
         self.publisher = Publisher(self.ledger, worker, self._end_void_run, self.signer)
-        self.manager = ModelManager()
+        self.manager = ModelManager(settings.memory_budget)
         try:
             for model in settings.models:
                 self._load(model)
@@ -90,7 +90,7 @@ class Runtime:
         if loaded.capabilities & {"generate", "chat"}:
             loaded.engine.add_listener(self.publisher.listener(model.id))
 
-    def _failures(self) -> dict[str, str]:
+    def _failures(self) -> dict[str, dict[str, str]]:
         return {} if self.residency is None else self.residency.failures()
 
     def _tell_change(self) -> None:
@@ -135,7 +135,10 @@ class Runtime:
         """Renews, from now on, the leases of what this consumer of Celery's takes; lets models come and go."""
         if self._lease is None:
             jobs = {model.id: num_jobs_of(model) for model in self.settings.models}
-            self.residency = Residency(self.manager, consumer, self._load, jobs, self._tell_change)
+            waiting = self.ledger.num_waiting
+            self.residency = Residency(self.manager, consumer, self._load, jobs, waiting, self._tell_change)
+            if self.settings.on_full == "evict":  # only now: the models of the settings don't push each other out
+                self.manager.evict_through(self.residency.evict)
             own = Redis.from_url(self.settings.redis_url, socket_timeout=SOCKET_TIMEOUT_S, health_check_interval=10)
             self._lease = LeaseKeeper(own, consumer, self.settings.lease_s)
 

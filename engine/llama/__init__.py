@@ -1,8 +1,9 @@
 """llama.cpp behind the engine's protocols: the only importer of llama_cpp."""
 
-from .abilities import can_generate, has_head, is_reranker
 from .context import LlamaBackend
-from .embedding import LlamaEmbeddingBackend, own_pooling
+from .devices import devices
+from .embedding import LlamaEmbeddingBackend
+from .footprint import Plan, load_contexts, plan_load
 from .model import LlamaModel
 from .pairs import PairFormat
 
@@ -11,8 +12,8 @@ __all__ = [
     "LlamaEmbeddingBackend",
     "LlamaModel",
     "PairFormat",
-    "can_generate",
-    "has_head",
-    "is_reranker",
-    "own_pooling",
+    "Plan",
+    "devices",
+    "load_contexts",
+    "plan_load",
 ]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Iterator
-from pathlib import Path
-
 import llama_cpp.llama_cpp as lib
 
+from ..errors import InvalidRequest, WrongCapability, nearest
+from ..params import EngineOptions
+from ..uses import CAPABILITIES, Capability, Uses
+from .embedding import own_pooling
+from .gguf_file import parts, tensors
 from .model import LlamaModel
 
 # llama.cpp, llama-model.cpp: create_memory gives these no KV cache; some of them don't say so in their metadata.
@@ -15,13 +16,7 @@ ENCODERS = frozenset(
     "bert jina-bert-v2 jina-bert-v3 nomic-bert nomic-bert-moe neo-bert eurobert modern-bert gemma-embedding "
     "wavtokenizer-dec".split()
 )
-_HEADS = (b"cls.weight", b"cls.output.weight")
-
-
-class _GgufParams(ctypes.Structure):
-    """gguf.h: gguf_init_params."""
-
-    _fields_ = (("no_alloc", ctypes.c_bool), ("ctx", ctypes.c_void_p))
+_HEADS = ("cls.weight", "cls.output.weight")
 
 
 def can_generate(model: LlamaModel) -> bool:
@@ -38,23 +33,36 @@ def is_reranker(model: LlamaModel) -> bool:
 
 def has_head(model: LlamaModel) -> bool:
     """True when a file of it holds a classification head. Without one, pooling by rank gives noise as a score."""
-    return any(_holds(path, name) for path in _files(model) for name in _HEADS)
+    return any(tensor.name in _HEADS for part in parts(model.path) for tensor in tensors(part))
 
 
-def _files(model: LlamaModel) -> Iterator[Path]:
-    """The file, or all files of a split model, of which it is the first."""
-    count = int(model.metadata("split.count") or 1)
-    for number in range(1, count + 1):
-        yield model.path.with_name(model.path.name.replace("-00001-of-", f"-{number:05}-of-"))
+def choose_uses(
+    model_id: str, weights: LlamaModel, wanted: frozenset[Capability] | None, options: EngineOptions
+) -> Uses:
+    """What a model is loaded for, and how its embeddings are pooled. Raises WrongCapability for what it can't do.
 
-
-def _holds(path: Path, tensor: bytes) -> bool:
-    init, find, free = (getattr(lib._lib, f"gguf_{name}") for name in ("init_from_file", "find_tensor", "free"))
-    init.argtypes, init.restype = [ctypes.c_char_p, _GgufParams], ctypes.c_void_p
-    find.argtypes, find.restype = [ctypes.c_void_p, ctypes.c_char_p], ctypes.c_int64
-    free.argtypes = [ctypes.c_void_p]
-    head = init(str(path).encode(), _GgufParams(True, None))
-    try:
-        return bool(head) and find(head, tensor) >= 0
-    finally:
-        free(head)
+    None wants what its file is made for: a reranker ranks, other encoders embed, all others generate, chat and embed.
+    """
+    for name in (wanted or frozenset()) - set(CAPABILITIES):
+        raise InvalidRequest(f"capability {name!r} is unknown; {nearest(name, CAPABILITIES)}")
+    generates, head = can_generate(weights), has_head(weights)
+    pooling = own_pooling(weights) if options.pooling == "auto" else options.pooling
+    if wanted is None:
+        texts: set[Capability] = {"generate", "chat"} if generates else set()
+        ranks: set[Capability] = {"rerank"} if head and (is_reranker(weights) or not generates) else set()
+        vectors: set[Capability] = {"embed"}
+        wanted = frozenset({"rerank"} if pooling == "rank" else vectors | texts | ranks)
+    kind = f"model {model_id!r} ({weights.info.description})"
+    if wanted & {"generate", "chat"} and not generates:
+        raise WrongCapability(f"{kind} can't generate: it only reads texts; load it with capabilities = ['embed']")
+    if "rerank" in wanted and not head:
+        raise WrongCapability(
+            f"{kind} can't rerank: its file has no classification head; take a model that was made for it and "
+            "converted as a reranker, or leave out 'rerank'"
+        )
+    if "embed" in wanted and pooling == "rank":
+        raise WrongCapability(
+            f"{kind} is pooled by rank, which gives scores and no vectors; set pooling to mean, cls, last or none, or "
+            "load it with capabilities = ['rerank']"
+        )
+    return Uses(wanted, pooling)

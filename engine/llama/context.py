@@ -45,8 +45,8 @@ def new_context(model: LlamaModel, options: EngineOptions, **overrides: Any) -> 
     params = lib.llama_context_default_params()
     params.n_threads = params.n_threads_batch = options.threads or available_cores()
     params.flash_attn_type = _FLASH_ATTENTION[options.flash_attention]
-    params.type_k = CACHE_TYPES[options.cache_type_k].code
-    params.type_v = CACHE_TYPES[options.cache_type_v].code
+    params.type_k = CACHE_TYPES[options.cache_type_k]
+    params.type_v = CACHE_TYPES[options.cache_type_v]
     for name, value in overrides.items():
         setattr(params, name, value)
     llama_log.take_errors()
@@ -119,6 +119,7 @@ class LlamaBackend(LlamaMemory):
             n_seq_max=options.n_parallel,
             n_batch=options.n_batch,
             n_ubatch=min(options.n_ubatch, options.n_batch),
+            n_outputs_max=options.n_parallel,  # a slot samples once per step; n_batch rows of logits would be reserved
             kv_unified=shape.unified,
         )
         super().__init__(model, self.context, shape, options.n_parallel)

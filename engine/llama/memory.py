@@ -8,7 +8,6 @@ from typing import Any
 
 import llama_cpp.llama_cpp as lib
 import numpy as np
-import psutil
 from numpy.typing import NDArray
 
 from ..errors import InvalidRequest
@@ -17,27 +16,17 @@ from .model import LlamaModel
 
 STREAM_PADDING = 256  # llama.cpp pads a KV stream to a multiple of so many cells
 UNIFIED_UP_TO = 1  # slots; docs/adr/003-kv-layout.md
-MEMORY_SHARE = 0.5  # of the free RAM, at most, for a KV cache whose size nobody chose
-LEAST_AUTO_CTX = 512
 
 
-@dataclass(frozen=True, slots=True)
-class CacheType:
-    """A type of KV cells: its number in ggml.h, and bytes per value."""
-
-    code: int
-    num_bytes: float
-
-
-CACHE_TYPES = {
-    "f32": CacheType(lib.GGML_TYPE_F32, 4),
-    "f16": CacheType(lib.GGML_TYPE_F16, 2),
-    "bf16": CacheType(30, 2),  # llama_cpp does not name it
-    "q8_0": CacheType(lib.GGML_TYPE_Q8_0, 34 / 32),
-    "q5_1": CacheType(lib.GGML_TYPE_Q5_1, 24 / 32),
-    "q5_0": CacheType(lib.GGML_TYPE_Q5_0, 22 / 32),
-    "q4_1": CacheType(lib.GGML_TYPE_Q4_1, 20 / 32),
-    "q4_0": CacheType(lib.GGML_TYPE_Q4_0, 18 / 32),
+CACHE_TYPES = {  # types of KV cells → their numbers in ggml.h
+    "f32": lib.GGML_TYPE_F32,
+    "f16": lib.GGML_TYPE_F16,
+    "bf16": 30,  # llama_cpp does not name it
+    "q8_0": lib.GGML_TYPE_Q8_0,
+    "q5_1": lib.GGML_TYPE_Q5_1,
+    "q5_0": lib.GGML_TYPE_Q5_0,
+    "q4_1": lib.GGML_TYPE_Q4_1,
+    "q4_0": lib.GGML_TYPE_Q4_0,
 }
 
 
@@ -52,16 +41,16 @@ class KvShape:
 
     @staticmethod
     def choose(model: LlamaModel, options: EngineOptions) -> KvShape:
-        """What the options say, and what they leave open from the model and the memory. Raises InvalidRequest."""
+        """What the options say; a context that they leave open is the training context. Raises InvalidRequest."""
         slots = options.n_parallel
         unified = options.kv_layout == "unified" or (options.kv_layout == "auto" and slots <= UNIFIED_UP_TO)
         if unified:
-            total = options.n_ctx or slots * (options.ctx_per_slot or _auto_ctx(model, options))
+            total = options.n_ctx or slots * (options.ctx_per_slot or model.info.n_ctx_train)
             per_slot = min(options.ctx_per_slot or total, total)
             return KvShape(True, _padded(total), per_slot, total)
         if options.n_ctx is not None and options.ctx_per_slot is None and options.n_ctx < slots:
             raise InvalidRequest(f"n_ctx is {options.n_ctx}, less than a token for each of {slots} slots; raise it")
-        per_slot = options.ctx_per_slot or (options.n_ctx or 0) // slots or _auto_ctx(model, options)
+        per_slot = options.ctx_per_slot or (options.n_ctx or 0) // slots or model.info.n_ctx_train
         if options.n_ctx is not None and per_slot * slots > options.n_ctx:
             raise InvalidRequest(
                 f"{slots} slots of {per_slot} tokens need {per_slot * slots}, n_ctx is {options.n_ctx}; "
@@ -72,21 +61,6 @@ class KvShape:
 
 def _padded(num_tokens: int) -> int:
     return -(-num_tokens // STREAM_PADDING) * STREAM_PADDING
-
-
-def _auto_ctx(model: LlamaModel, options: EngineOptions) -> int:
-    """The training context, or less when the memory does not hold it for every slot."""
-    room = psutil.virtual_memory().available * MEMORY_SHARE / options.n_parallel
-    affordable = int(room / max(1.0, bytes_per_token(model, options)))
-    return max(min(model.info.n_ctx_train, affordable), min(LEAST_AUTO_CTX, model.info.n_ctx_train))
-
-
-def bytes_per_token(model: LlamaModel, options: EngineOptions) -> float:
-    """Bytes of KV cells for one token, in all layers that have attention over the whole context."""
-    heads = lib.llama_model_n_head(model.pointer)
-    head_size = int(model.number("attention.key_length") or model.info.n_embd // max(1, heads))
-    values = lib.llama_model_n_layer(model.pointer) * lib.llama_model_n_head_kv(model.pointer) * head_size
-    return float(values) * (CACHE_TYPES[options.cache_type_k].num_bytes + CACHE_TYPES[options.cache_type_v].num_bytes)
 
 
 class LlamaMemory:

@@ -14,10 +14,12 @@ from ..adapter_file import check_adapter_file
 from ..backend import ModelInfo
 from ..errors import AdapterLoadFailed, ModelLoadFailed
 from . import log as llama_log
+from .gguf_file import fingerprint
 
 
 @functools.cache
-def _initialise() -> None:
+def initialise() -> None:
+    """Makes llama.cpp ready, once."""
     llama_log.install()
     lib.llama_backend_init()
 
@@ -28,14 +30,22 @@ class LlamaModel:
     It is its own Vocabulary: tokenizing and looking up tokens is safe from any thread.
     """
 
-    def __init__(self, path: Path, *, n_gpu_layers: int = -1, vocab_only: bool = False) -> None:
-        """Loads the file; with `vocab_only` it can do no more than tokenize. Raises ModelLoadFailed."""
-        _initialise()
+    def __init__(self, path: Path, *, n_gpu_layers: int = -1, vocab_only: bool = False, dry: bool = False) -> None:
+        """Loads the file. Raises ModelLoadFailed.
+
+        With `vocab_only` it can do no more than tokenize. With `dry` there are no weights, and its contexts have no
+        cells: they say in the log what they would take (llama.h: no_alloc), and must not be used.
+        """
+        initialise()
         params = lib.llama_model_default_params()
         params.n_gpu_layers = n_gpu_layers
         params.vocab_only = vocab_only
+        if dry:
+            params.no_alloc = True
+            params.load_mode = lib.LLAMA_LOAD_MODE_NONE
         llama_log.take_errors()
-        self.pointer = lib.llama_model_load_from_file(str(path).encode(), params)
+        with llama_log.capture() as self.load_log:
+            self.pointer = lib.llama_model_load_from_file(str(path).encode(), params)
         if not self.pointer:
             raise ModelLoadFailed(
                 f"llama.cpp can't load {str(path)!r}: {llama_log.take_errors() or 'no reason given'}; "
@@ -43,14 +53,14 @@ class LlamaModel:
             )
         self.path = path
         self.vocab = lib.llama_model_get_vocab(self.pointer)
-        self.info = self._read_info()
+        self.info = self._read_info("" if vocab_only or dry else fingerprint(path))
         self._pieces: list[bytes | None] = [None] * self.info.n_vocab
         self._ends = frozenset(t for t in range(self.info.n_vocab) if lib.llama_vocab_is_eog(self.vocab, t))
         # llama.cpp looks at all adapters of a model when it makes a graph: none comes or goes meanwhile.
         self.adapters_lock = threading.Lock()
         self._adapters: set[int] = set()
 
-    def _read_info(self) -> ModelInfo:
+    def _read_info(self, fingerprint: str) -> ModelInfo:
         description = ctypes.create_string_buffer(256)
         lib.llama_model_desc(self.pointer, description, len(description))
         return ModelInfo(
@@ -61,6 +71,8 @@ class LlamaModel:
             n_ctx_train=lib.llama_model_n_ctx_train(self.pointer),
             n_vocab=lib.llama_vocab_n_tokens(self.vocab),
             n_embd=lib.llama_model_n_embd(self.pointer),
+            file_type=(lib.llama_ftype_name(lib.llama_model_ftype(self.pointer)) or b"unknown").decode(),
+            fingerprint=fingerprint,
         )
 
     def metadata(self, key: str) -> str | None:

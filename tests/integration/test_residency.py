@@ -20,6 +20,7 @@ from ..conftest import PATIENCE_S, WorkerProcess, wait_until
 from .conftest import GREEDY
 
 STORY = "Once upon a time"
+SMALL: dict[str, Any] = {"n_parallel": 8, "ctx_per_slot": 1024, "threads": 1, "capabilities": ["generate"]}
 OPTIONS: dict[str, Any] = {"n_parallel": 2, "threads": 1, "capabilities": ["generate"]}
 
 
@@ -111,3 +112,54 @@ def test_model_that_stays_in_use_is_not_unloaded_and_serves_on(client: Client, n
     again = client.generate(first, STORY, max_tokens=4, wait=True, **GREEDY)
     assert again.result(timeout=PATIENCE_S)["text"] == ", there was a"
     job.cancel()
+
+
+@pytest.fixture
+def tight_worker(redis_server: RedisServer, tmp_path: Path, name: str) -> Iterator[WorkerProcess]:
+    """Its budget holds the default model and two more, and idle ones make room."""
+    models = [{"id": f"{name}-first", "source": "bundled://tiny", "default": True, **SMALL}]
+    settings = {"CELLAMA_MEMORY_BUDGET": "70MiB", "CELLAMA_ON_FULL": "evict"}
+    worker = WorkerProcess(tmp_path, redis_server.url, name=name, CELLAMA_MODELS=json.dumps(models), **settings)
+    yield worker.wait_ready()
+    worker.stop()
+
+
+def test_idle_model_leaves_the_worker_and_its_queue_to_make_room(tight_worker: WorkerProcess, name: str) -> None:
+    first, used, idle, new = (f"{name}-{which}" for which in ("first", "used", "idle", "new"))
+    with Client() as client:
+
+        def loaded() -> list[str]:
+            return sorted(model["id"] for model in client.models() if model["id"].startswith(name))
+
+        for model in (used, idle):
+            client.load_model(model, "bundled://tiny", worker=name, timeout=PATIENCE_S, **SMALL)
+        taken = client.memory(name)[0]["models"][0]["memory_bytes"]
+        assert 3 * taken < 70 << 20 < 4 * taken  # else this tests something else
+        assert generate.delay(used, STORY, max_tokens=4, **GREEDY).get(timeout=PATIENCE_S)["text"] == ", there was a"
+        client.load_model(new, "bundled://tiny", worker=name, timeout=PATIENCE_S, **SMALL)
+        wait_until(lambda: loaded() == sorted([first, used, new]), "the idle model to be gone from the registry")
+        with pytest.raises(UnknownModel):
+            client.generate(idle, STORY)
+        for model in (first, used, new):
+            job = client.generate(model, STORY, max_tokens=4, wait=True, **GREEDY)
+            assert job.result(timeout=PATIENCE_S)["text"] == ", there was a"
+        client.load_model(idle, "bundled://tiny", worker=name, timeout=PATIENCE_S, **SMALL)  # and takes jobs again
+        assert generate.delay(idle, STORY, max_tokens=4, **GREEDY).get(timeout=PATIENCE_S)["text"] == ", there was a"
+
+
+def test_refusal_names_device_required_and_available_and_the_worker_serves_on(
+    tight_worker: WorkerProcess, name: str
+) -> None:
+    first = f"{name}-first"
+    with Client() as client:
+        with pytest.raises(JobFailed, match=r"needs .* MiB of all devices .* available are .* MiB") as refused:
+            client.load_model("x", "bundled://tiny", worker=name, timeout=PATIENCE_S, **{**SMALL, "n_parallel": 64})
+        assert refused.value.code == "insufficient_memory"
+        assert generate.delay(first, STORY, max_tokens=4, **GREEDY).get(timeout=PATIENCE_S)["text"] == ", there was a"
+        memory = client.memory(name)[0]
+        assert (memory["budget"], memory["on_full"]) == (70 << 20, "evict")
+        assert [device["name"] for device in memory["devices"]][:1] == ["CPU"]
+        info = next(model for model in client.models() if model["id"] == first)
+        assert (info["backend"], info["file_type"], info["slots"]) == ("CPU", "F16", SMALL["n_parallel"])
+        assert len(info["fingerprint"]) == 64
+        assert info["memory_bytes"] == sum(model["memory_bytes"] for model in memory["models"])

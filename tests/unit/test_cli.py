@@ -34,7 +34,7 @@ COMMANDS = (
     "dead list",
     "dead requeue",
 )
-COMMANDS += tuple(f"models {name}" for name in ("list", "info", "load", "unload", "default"))
+COMMANDS += tuple(f"models {name}" for name in ("list", "info", "load", "unload", "default", "memory"))
 
 
 def run_cli(*argv: str, folder: Path, stdin: bytes = b"", **variables: str) -> subprocess.CompletedProcess[bytes]:

@@ -113,3 +113,27 @@ def test_settings_of_a_model_are_the_engine_options() -> None:
     model = Settings.model_fields["models"].default[0].__class__
     options = {n: f.default for n, f in model.model_fields.items() if n not in NOT_OPTIONS}
     assert options == {name: f.default for name, f in EngineOptions.__dataclass_fields__.items()}
+
+
+@pytest.mark.parametrize(
+    ("text", "budget"),
+    [
+        ("auto", "auto"),
+        ("unlimited", "unlimited"),
+        ("8GB", 8 * 10**9),
+        ("8 gib", 8 << 30),
+        ("1.5G", 1_500_000_000),
+        ("512MiB", 512 << 20),
+        ("8000000000", 8_000_000_000),
+    ],
+)
+def test_memory_budget_is_a_word_or_a_size(settings_environment: SetVariables, text: str, budget: int | str) -> None:
+    settings_environment(memory_budget=text)
+    assert get_settings().memory_budget == budget
+
+
+@pytest.mark.parametrize("text", ["much", "-1GB", "0", "8GB RAM", "1e9", "8XB"])
+def test_memory_budget_that_is_none_is_told(settings_environment: SetVariables, text: str) -> None:
+    settings_environment(memory_budget=text)
+    with pytest.raises(SettingsError, match=f"memory_budget.* is '?{text}'?: "):
+        get_settings()

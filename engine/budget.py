@@ -1,0 +1,198 @@
+"""What models may take of the machine's memory: the arithmetic, without a model or a device.
+
+In "auto", what is left is what the devices have free, less a margin, less what loads in flight will take. Mapped
+weights need a care of their own: a system counts their pages as free, because it can drop and read them again, but a
+model that lost its weights is no faster than the disk. So they count in full, from the load to the unload.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+MemoryBudget = int | Literal["auto", "unlimited"]
+OnFull = Literal["refuse", "evict"]
+DeviceKind = Literal["cpu", "gpu", "integrated gpu"]
+CPU = "CPU"
+ALL_DEVICES = "all devices"  # what a budget in bytes is for
+MARGIN_SHARE = 0.05  # of a device's memory, which "auto" leaves alone …
+MAX_MARGIN_BYTES = 1 << 30  # … up to this
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A device with memory of its own, named as ggml names it: "CPU", "CUDA0" …"""
+
+    name: str
+    kind: DeviceKind
+    description: str
+    total_bytes: int
+    free_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Bytes that a model takes on one device. `mapped_bytes` of the weights lie in the page cache."""
+
+    weights_bytes: int = 0
+    kv_bytes: int = 0  # cells, and the states of recurrent layers
+    compute_bytes: int = 0  # scratch and output buffers
+    mapped_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weights_bytes + self.kv_bytes + self.compute_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes that a model takes, by device."""
+
+    devices: Mapping[str, Usage] = field(default_factory=dict)
+
+    @property
+    def total_bytes(self) -> int:
+        return self.on(ALL_DEVICES).total_bytes
+
+    def on(self, device: str) -> Usage:
+        """What it takes of one device, or of ALL_DEVICES."""
+        if device != ALL_DEVICES:
+            return self.devices.get(device, Usage())
+        parts = self.devices.values()
+        return Usage(*(sum(getattr(usage, name) for usage in parts) for name in Usage.__slots__))
+
+    def by_device(self) -> dict[str, int]:
+        """Bytes per device."""
+        return {name: usage.total_bytes for name, usage in self.devices.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """Where a footprint does not fit."""
+
+    device: str
+    required_bytes: int
+    available_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Bytes that may still be taken: of each device, or of all together under the name ALL_DEVICES."""
+
+    free: Mapping[str, int]
+
+    def needed(self, footprint: Footprint) -> dict[str, int]:
+        """What a footprint takes, under the names that this room has; a device that it does not know is left out."""
+        if ALL_DEVICES in self.free:
+            return {ALL_DEVICES: footprint.total_bytes}
+        return {name: size for name, size in footprint.by_device().items() if name in self.free}
+
+    def shortage(self, footprint: Footprint) -> Shortage | None:
+        """The device where most is missing, None if the footprint fits."""
+        lacking = [
+            Shortage(name, size, max(0, self.free[name]))
+            for name, size in self.needed(footprint).items()
+            if size > self.free[name]
+        ]
+        return max(lacking, key=lambda shortage: shortage.required_bytes - shortage.available_bytes, default=None)
+
+    def with_back(self, footprints: Iterable[Footprint]) -> Room:
+        """The room after these have gone."""
+        free = dict(self.free)
+        for footprint in footprints:
+            for name, size in self.needed(footprint).items():
+                free[name] += size
+        return Room(free)
+
+
+def margin(device: Device) -> int:
+    """Bytes of a device that "auto" leaves to others."""
+    return min(MAX_MARGIN_BYTES, int(device.total_bytes * MARGIN_SHARE))
+
+
+class Budget:
+    """Who has taken what, and what is left. Its owner has a lock around every call."""
+
+    def __init__(self, limit: MemoryBudget, devices: Callable[[], Sequence[Device]]) -> None:
+        self.limit = limit
+        self._devices = devices
+        self._taken: dict[str, Footprint] = {}
+        self._in_flight: set[str] = set()
+        # While loads are in flight, what the devices report falls, sooner or later, by what they take. It is known
+        # what they will take: so it is subtracted from what was free before the first of them.
+        self._before: dict[str, int] = {}
+
+    def reserve(self, model_id: str, footprint: Footprint) -> None:
+        """Counts a model from now on; it is in flight until `settle`."""
+        if not self._in_flight:
+            self._before = self._measured()
+        for name, size in footprint.by_device().items():
+            self._before[name] = self._before.get(name, 0) - size
+        self._taken[model_id] = footprint
+        self._in_flight.add(model_id)
+
+    def settle(self, model_id: str, footprint: Footprint) -> None:
+        """A load is over; what it really took counts."""
+        self._taken[model_id] = footprint
+        self._in_flight.discard(model_id)
+
+    def release(self, model_id: str) -> None:
+        """A model is gone, or could not be loaded."""
+        footprint = self._taken.pop(model_id, Footprint())
+        self._in_flight.discard(model_id)
+        for name, size in footprint.by_device().items():
+            self._before[name] = self._before.get(name, 0) + size
+
+    def items(self) -> list[tuple[str, Footprint]]:
+        """All models and what they count for."""
+        return list(self._taken.items())
+
+    def taken(self, model_id: str) -> Footprint:
+        """What a model counts for; nothing if there is none of that id."""
+        return self._taken.get(model_id, Footprint())
+
+    def room(self) -> Room:
+        """What the budget leaves. "unlimited" leaves what "auto" does: the sizes that nobody chose go by it."""
+        if isinstance(self.limit, int):
+            return Room({ALL_DEVICES: self.limit - sum(taken.total_bytes for taken in self._taken.values())})
+        free = self._measured()
+        if self._in_flight:
+            free = {name: min(size, self._before.get(name, size)) for name, size in free.items()}
+        return Room(free)
+
+    def _measured(self) -> dict[str, int]:
+        free = {device.name: device.free_bytes - margin(device) for device in self._devices()}
+        for model_id in self._taken.keys() - self._in_flight:
+            for name, usage in self._taken[model_id].devices.items():
+                if name in free:
+                    free[name] -= usage.mapped_bytes
+        return free
+
+
+def choose_victims(room: Room, footprint: Footprint, idle: Sequence[tuple[str, Footprint]]) -> list[str]:
+    """The first of these, as few as will do, without which a footprint fits; none if all of them are too few."""
+    chosen: list[tuple[str, Footprint]] = []
+    for victim in idle:
+        chosen.append(victim)
+        if room.with_back(taken for _, taken in chosen).shortage(footprint) is None:
+            return _spare_needless(room, footprint, chosen)
+    return []
+
+
+def _spare_needless(room: Room, footprint: Footprint, chosen: list[tuple[str, Footprint]]) -> list[str]:
+    """Spares, the last used first, those that a later and larger one made needless."""
+    for victim in reversed(chosen[:-1]):
+        others = [other for other in chosen if other is not victim]
+        if room.with_back(taken for _, taken in others).shortage(footprint) is None:
+            chosen = others
+    return [model_id for model_id, _ in chosen]
+
+
+def readable(num_bytes: float) -> str:
+    """A size for people: "1.5 GiB"."""
+    size, unit = float(num_bytes), 0
+    while abs(size) >= 1024 and unit < len(_UNITS) - 1:
+        size, unit = size / 1024, unit + 1
+    return f"{size:.0f} {_UNITS[unit]}" if unit == 0 or abs(size) >= 100 else f"{size:.1f} {_UNITS[unit]}"

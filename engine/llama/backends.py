@@ -1,0 +1,41 @@
+"""The contexts that a model's capabilities ask for. Real and dry loads make them here, so that they are the same."""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import closing
+from dataclasses import dataclass
+
+from ..params import EngineOptions
+from ..uses import Uses
+from .context import LlamaBackend
+from .embedding import LlamaEmbeddingBackend
+from .model import LlamaModel
+
+
+@dataclass(frozen=True, slots=True)
+class Backends:
+    """What runs a model; None where no capability asks for it."""
+
+    generation: LlamaBackend | None
+    embedding: LlamaEmbeddingBackend | None
+    ranking: LlamaEmbeddingBackend | None
+
+    @staticmethod
+    def make(model: LlamaModel, options: EngineOptions, uses: Uses) -> Backends:
+        """Allocates the contexts; a failure leaves none. Raises ModelLoadFailed, InvalidRequest."""
+        with contextlib.ExitStack() as made:
+            generation = made.enter_context(closing(LlamaBackend(model, options))) if uses.generates else None
+            embedding = ranking = None
+            if uses.embeds:
+                embedding = made.enter_context(closing(LlamaEmbeddingBackend(model, options, uses.pooling)))
+            if uses.ranks:
+                ranking = made.enter_context(closing(LlamaEmbeddingBackend(model, options, "rank")))
+            made.pop_all()
+        return Backends(generation, embedding, ranking)
+
+    def close(self) -> None:
+        """Frees the contexts. No thread may use them."""
+        for backend in (self.generation, self.embedding, self.ranking):
+            if backend is not None:
+                backend.close()

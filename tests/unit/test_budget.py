@@ -1,0 +1,185 @@
+"""The arithmetic of memory: what is left, who must go, which context fits. No model, no device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cellama.engine.budget import (
+    ALL_DEVICES,
+    Budget,
+    Device,
+    Footprint,
+    MemoryBudget,
+    Room,
+    Shortage,
+    Usage,
+    choose_victims,
+    margin,
+    readable,
+)
+from cellama.engine.context_size import KV_SHARE, choose_ctx
+from cellama.engine.free_memory import group_limit
+
+GIB = 1 << 30
+SMALL = 100  # devices so small that their margin is easy: 5 %
+
+
+def on_cpu(weights: int = 0, kv: int = 0, compute: int = 0, mapped: int = 0) -> Footprint:
+    return Footprint({"CPU": Usage(weights, kv, compute, mapped)})
+
+
+class Machine:
+    """A CPU and a GPU that report what they have free."""
+
+    def __init__(self, cpu: int = SMALL, gpu: int = SMALL) -> None:
+        self.free = {"CPU": cpu, "CUDA0": gpu}
+
+    def devices(self) -> list[Device]:
+        return [Device(name, "gpu" if name != "CPU" else "cpu", "", SMALL, free) for name, free in self.free.items()]
+
+    def budget(self, limit: MemoryBudget = "auto") -> Budget:
+        return Budget(limit, self.devices)
+
+
+def test_auto_leaves_what_devices_have_free_less_a_margin() -> None:
+    assert Machine(80, 60).budget().room() == Room({"CPU": 75, "CUDA0": 55})
+    assert margin(Device("CPU", "cpu", "", 1000 * GIB, 0)) == GIB
+
+
+def test_number_is_a_limit_for_all_devices_and_models_together() -> None:
+    budget = Machine().budget(50)
+    budget.reserve("a", Footprint({"CPU": Usage(10, 5), "CUDA0": Usage(20)}))
+    assert budget.room() == Room({ALL_DEVICES: 15})
+    assert budget.room().shortage(on_cpu(16)) == Shortage(ALL_DEVICES, 16, 15)
+    assert budget.room().shortage(on_cpu(15)) is None
+    budget.release("a")
+    assert budget.room() == Room({ALL_DEVICES: 50})
+
+
+def test_load_in_flight_counts_once_while_the_device_fills_up() -> None:
+    machine = Machine()
+    budget = machine.budget()
+    budget.reserve("a", on_cpu(40))
+    for free in (100, 80, 60):  # as its pages come in
+        machine.free["CPU"] = free
+        assert budget.room().free["CPU"] == 55
+    budget.settle("a", on_cpu(40))
+    assert budget.room().free["CPU"] == 55
+    machine.free["CPU"] = 20  # somebody else took memory, too
+    budget.reserve("b", on_cpu(5))
+    assert budget.room().free["CPU"] == 10
+
+
+def test_room_is_back_when_a_load_in_flight_fails_or_another_model_goes() -> None:
+    machine = Machine()
+    budget = machine.budget()
+    budget.reserve("gone", on_cpu(30))
+    machine.free["CPU"] = 70
+    budget.settle("gone", on_cpu(30))
+    budget.reserve("a", on_cpu(20))
+    budget.reserve("failing", on_cpu(25))
+    assert budget.room().free["CPU"] == 20
+    budget.release("failing")
+    assert budget.room().free["CPU"] == 45
+    machine.free["CPU"] = 100
+    budget.release("gone")
+    assert budget.room().free["CPU"] == 75
+
+
+def test_mapped_weights_count_although_the_system_calls_their_pages_free() -> None:
+    machine = Machine()
+    budget = machine.budget()
+    budget.reserve("a", on_cpu(weights=40, kv=10, mapped=40))
+    machine.free["CPU"] = 90  # the cells alone
+    budget.settle("a", on_cpu(weights=40, kv=10, mapped=40))
+    assert budget.room().free["CPU"] == 45
+
+
+def test_shortage_names_the_device_where_most_is_missing() -> None:
+    room = Room({"CPU": 10, "CUDA0": 10})
+    footprint = Footprint({"CPU": Usage(12), "CUDA0": Usage(5, 30), "unknown": Usage(99)})
+    assert room.shortage(footprint) == Shortage("CUDA0", 35, 10)
+    assert room.shortage(Footprint({"CUDA0": Usage(10)})) is None
+
+
+def test_least_recently_used_models_go_and_no_more_than_needed() -> None:
+    room = Room({"CPU": 10})
+    idle = [("oldest", on_cpu(5)), ("old", on_cpu(30)), ("new", on_cpu(30))]
+    assert choose_victims(room, on_cpu(15), idle) == ["oldest"]
+    assert choose_victims(room, on_cpu(40), idle) == ["old"]
+    assert choose_victims(room, on_cpu(45), idle) == ["oldest", "old"]
+    assert choose_victims(room, on_cpu(76), idle) == []
+
+
+@given(st.integers(0, 50), st.integers(1, 200), st.lists(st.integers(0, 40), max_size=6))
+def test_victims_suffice_and_each_of_them_is_needed(free: int, wanted: int, sizes: list[int]) -> None:
+    room, idle = Room({"CPU": free}), [(str(i), on_cpu(size)) for i, size in enumerate(sizes)]
+    if room.shortage(on_cpu(wanted)) is None:
+        return
+    victims = choose_victims(room, on_cpu(wanted), idle)
+    gained = sum(sizes[int(victim)] for victim in victims)
+    assert bool(victims) == (free + sum(sizes) >= wanted)
+    if victims:
+        assert free + gained >= wanted
+        assert all(free + gained - sizes[int(victim)] < wanted for victim in victims)
+
+
+@pytest.mark.parametrize("per_token", [1, 7, 1000])
+@pytest.mark.parametrize("bend", [0, 3000], ids=["line", "window"])  # a sliding window's cells grow no further
+def test_context_that_nobody_chose_is_the_largest_that_fits(per_token: int, bend: int) -> None:
+    room = Room({"CPU": 20_000_000})
+
+    def measure(ctx: int) -> Footprint:
+        return on_cpu(weights=1_000_000, kv=per_token * ctx + 500 * min(ctx, bend), compute=10 * ctx)
+
+    ctx, footprint = choose_ctx(measure, room, 131_072)
+    assert room.shortage(footprint) is None
+    assert footprint.on("CPU").kv_bytes <= KV_SHARE * room.free["CPU"]
+    larger = measure(ctx + max(512, ctx // 4))
+    assert ctx == 131_072 or larger.on("CPU").kv_bytes > KV_SHARE * room.free["CPU"]
+
+
+def test_context_is_the_least_there_is_when_nothing_fits() -> None:
+    ctx, footprint = choose_ctx(lambda ctx: on_cpu(kv=ctx), Room({"CPU": 100}), 4096)
+    assert (ctx, footprint) == (512, on_cpu(kv=512))
+    assert choose_ctx(lambda ctx: on_cpu(kv=ctx), Room({"CPU": 100}), 64)[0] == 64
+
+
+def test_limit_of_a_container_is_the_nearest_of_its_groups(tmp_path: Path) -> None:
+    group = tmp_path / "outer" / "inner"
+    group.mkdir(parents=True)
+    own = tmp_path / "own"
+    own.write_text("0::/outer/inner\n")
+    assert group_limit(tmp_path, own) is None
+    for folder, limit, usage in ((group, "max", "5"), (group.parent, "1000", "700"), (tmp_path, "5000", "4900")):
+        (folder / "memory.max").write_text(limit)
+        (folder / "memory.current").write_text(usage)
+    (group.parent / "memory.stat").write_text("anon 1\ninactive_file 150\nactive_file 50\n")
+    assert group_limit(tmp_path, own) == (1000, 100)
+
+
+def test_limit_of_the_older_kind_of_control_groups_counts(tmp_path: Path) -> None:
+    folder = tmp_path / "memory"
+    folder.mkdir()
+    own = tmp_path / "own"
+    own.write_text("9:name=systemd:/\n4:memory:/of/the/host\n0::/\n")
+    (folder / "memory.limit_in_bytes").write_text("1000")
+    (folder / "memory.usage_in_bytes").write_text("400")
+    (folder / "memory.stat").write_text("cache 70\ntotal_inactive_file 40\ntotal_active_file 10\n")
+    assert group_limit(tmp_path, own) == (1000, 650)
+    (folder / "memory.limit_in_bytes").write_text(str(2**63 - 4096))
+    assert group_limit(tmp_path, own) is None
+
+
+def test_sizes_are_readable() -> None:
+    assert [readable(n) for n in (0, 1023, 1536, 3.5 * GIB, 200 * GIB)] == [
+        "0 B",
+        "1023 B",
+        "1.5 KiB",
+        "3.5 GiB",
+        "200 GiB",
+    ]
