@@ -77,12 +77,6 @@ def models_memory_command(worker: WorkerOption = None, json: JsonOption = False)
         out.print(render_memory(workers))
 
 
-def _in_words(value: Any) -> str:
-    if not isinstance(value, list):
-        return str(value)
-    return ", ".join(f"{e['name']} × {e['scale']:g}" if isinstance(e, dict) else str(e) for e in value)
-
-
 def models_load_command(
     model_id: IdArgument,
     source: Annotated[str, typer.Argument(help="Path of a GGUF file as the workers see it, or bundled://tiny.")],

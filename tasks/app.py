@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 CONNECT_TIMEOUT_S = 5
 _CERTIFICATE_CHECKS = {"none": ssl.CERT_NONE, "optional": ssl.CERT_OPTIONAL, "required": ssl.CERT_REQUIRED}
-EMBEDDING_JOBS = 16  # that run beside those in slots, when a model embeds or reranks: they fill its batches
+EMBEDDING_JOBS = 16  # of a model that only embeds or reranks: they fill its batches
+EMBEDDING_JOBS_BESIDE_SLOTS = 4  # more would let a worker hold more bulk jobs than it has slots for
 
 
 class CellamaApp(Celery):  # type: ignore[misc]
@@ -113,7 +114,9 @@ def num_jobs_of(model: ModelSettings) -> int:
     """
     able = set(model.capabilities or ("generate", "embed"))
     slots = model.n_parallel if {"generate", "chat"} & able else 0
-    return slots + EMBEDDING_JOBS * bool({"embed", "rerank"} & able)
+    if not {"embed", "rerank"} & able:
+        return slots
+    return slots + EMBEDDING_JOBS_BESIDE_SLOTS if slots else EMBEDDING_JOBS
 
 
 app = make_app()
