@@ -35,15 +35,16 @@ def models_list_command(json: JsonOption = False) -> None:
         out.print("no worker is running; start one with `cellama up` or `cellama worker`")
         return
     table = Table(header_style="bold")
-    for column in ("model", "status", "for", "architecture", "parameters", "file type", "backend", "memory", "workers"):
-        table.add_column(column, justify="right" if column in ("parameters", "memory") else "left")
+    for column in ("model", "status", "for", "file", "memory", "workers"):
+        table.add_column(column, justify="right" if column == "memory" else "left")
     for model in models:
         label = model["id"] + (" [dim](default)[/]" if model["default"] else "")
-        cells = [label, model["status"], ", ".join(model["capabilities"])]
+        file, memory = "", ""
         if "n_params" in model:
-            cells += [model["architecture"], num_params(model["n_params"]), model["file_type"], model["backend"]]
-            cells += [readable(model["memory_bytes"])]
-        table.add_row(*cells, *[""] * (8 - len(cells)), "\n".join(model["workers"]))
+            file = f"{model['architecture']} {num_params(model['n_params'])} {model['file_type']}"
+            memory = f"{readable(model['memory_bytes'])} [dim]{model['backend']}[/]"
+        workers = "\n".join(model["workers"])
+        table.add_row(label, model["status"], ", ".join(model["capabilities"]), file, memory, workers)
     out.print(table)
 
 

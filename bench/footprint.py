@@ -25,9 +25,9 @@ MODEL = "synthetic 174M Q8_0, and three shapes in F32"
 MIB = 1 << 20
 WIDE = {"n_embd": 512, "n_layer": 8, "n_head": 8, "n_head_kv": 4, "n_ff": 1536, "n_vocab": 16000, "n_ctx": 8192}
 SHAPES: dict[str, Shape] = {
-    "window (gemma2)": WindowShape(**WIDE, window=1024),
-    "recurrent (mamba)": RecurrentShape(**WIDE, d_state=16),
-    "hybrid (lfm2)": HybridShape(**WIDE),
+    "gemma2": WindowShape(**WIDE, window=1024),
+    "mamba": RecurrentShape(**WIDE, d_state=16),
+    "lfm2": HybridShape(**WIDE),
 }
 Q8 = {"cache_type_k": "q8_0", "cache_type_v": "q8_0"}
 CASES: list[tuple[str, str, dict[str, Any]]] = [
@@ -41,14 +41,15 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--cases", type=int, default=len(CASES), help="only the first ones of each shape")
+    parser.add_argument("--cases", type=int, default=len(CASES), help="only the first ones of each model")
+    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="other shapes to measure beside the model")
 
 
 def run(args: argparse.Namespace) -> Report:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        models = {"llama 174M": model_path(args.model)}
-        for name, shape in SHAPES.items():
+        models = {"llama": model_path(args.model)}
+        for name, shape in list(SHAPES.items())[: args.shapes]:
             models[name] = Path(folder) / f"{len(models)}.gguf"
             write_model(models[name], shape, file_type="F32")
         for name, path in models.items():

@@ -22,6 +22,7 @@ SMALL = {
     "interactive": "--slots 2 --prompt 32 --samples 2",
     "layouts": "--slots 2 --prompt 300 --new 4",
     "adapters": "--slots 3 --turns 0 0.1 --prompt 16 --new 4 --threads 1",
+    "footprint": "--cases 2 --shapes 0",
     "decode": "--slots 2 --prompt 16 --new 8 --rounds 1",
     "mixed": "--requests 4 --prompt 16 --new 4 --slots 2 --best-slots 4",
     "queue_tax": "--slots 2 --requests 6 --prompt 16 --new 8 --samples 2 --rounds 1 --threads 1",
@@ -48,6 +49,10 @@ def test_benchmark_prints_a_table_and_one_json_line(name: str) -> None:
     assert {"machine", "commit", "ratios", "caveats"} <= report.keys()
     if name == "shared_prefix":
         assert report["ratios"]["prefill tokens over a trie's optimum"] <= 1.05
+    if name == "footprint":
+        assert (
+            0.9 <= report["ratios"]["planned over logged, min"] <= report["ratios"]["planned over logged, max"] <= 1.1
+        )
     if name == "urgent":
         assert report["ratios"]["bulk jobs finished"] == 10
     if name == "cancel":

@@ -108,6 +108,21 @@ def test_status_shows_worker_model_and_slots(machine: Machine) -> None:
     assert (status["waiting"], status["eta_s"]) == (none, {"tiny": 0.0, ":default": 0.0})
 
 
+def test_models_and_their_memory_are_shown(machine: Machine) -> None:
+    info = machine.run("models", "info", "tiny").stdout
+    for shown in ("ready", "serves :default", "F16", "16 slots of 2048 tokens", "fingerprint", "KV cache", "MiB"):
+        assert shown in info
+    assert re.search(r"backend +CPU\b", info)
+    assert re.search(r"tiny \(default\).*F16.*CPU", machine.run("models", "list").stdout)
+    memory = machine.run("models", "memory").stdout
+    assert "memory_budget auto, on_full refuse" in memory
+    assert re.search(r"tiny .* MiB", memory)
+    worker = json.loads(machine.run("models", "memory", "--json").stdout)[0]
+    assert [device["kind"] for device in worker["devices"]][:1] == ["cpu"]
+    known = json.loads(machine.run("models", "info", "tiny", "--json").stdout)
+    assert worker["models"][0]["memory"] == known["memory"]
+
+
 def test_status_of_a_job_tells_where_it_is(machine: Machine) -> None:
     done = json.loads(machine.run("generate", "tiny", "Once", "--max-tokens", "2", "--json").stdout.splitlines()[0])
     assert machine.run("status", done["job_id"]).stdout == f"job {done['job_id']} is done\n"
