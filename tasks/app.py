@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 CONNECT_TIMEOUT_S = 5
 _CERTIFICATE_CHECKS = {"none": ssl.CERT_NONE, "optional": ssl.CERT_OPTIONAL, "required": ssl.CERT_REQUIRED}
 EMBEDDING_JOBS = 16  # of a model that only embeds or reranks: they fill its batches
-EMBEDDING_JOBS_BESIDE_SLOTS = 4  # more would let a worker hold more bulk jobs than it has slots for
+EMBEDDING_JOBS_BESIDE = 4  # of one that generates, too: jobs of both kinds take them, so more would wait here
 
 
 class CellamaApp(Celery):  # type: ignore[misc]
@@ -110,13 +110,13 @@ def concurrency(settings: Settings) -> int:
 def num_jobs_of(model: ModelSettings) -> int:
     """Jobs that a model works on at once: one per slot, and some for embeddings and reranking.
 
-    One that gets its capabilities from its file counts as if it could do everything: threads that wait cost nothing.
+    One that gets its capabilities from its file counts as if it could do everything.
     """
     able = set(model.capabilities or ("generate", "embed"))
-    slots = model.n_parallel if {"generate", "chat"} & able else 0
-    if not {"embed", "rerank"} & able:
-        return slots
-    return slots + EMBEDDING_JOBS_BESIDE_SLOTS if slots else EMBEDDING_JOBS
+    reads = bool({"embed", "rerank"} & able)
+    if not {"generate", "chat"} & able:
+        return EMBEDDING_JOBS * reads
+    return model.n_parallel + EMBEDDING_JOBS_BESIDE * reads
 
 
 app = make_app()
