@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import sys
@@ -43,6 +44,7 @@ class Runtime:
         Raises ModelLoadFailed, InvalidRequest; nothing is left then.
         """
         sys.setswitchinterval(SWITCH_INTERVAL_S)
+        gc.freeze()  # what is there now stays: collecting after an unload need not look at it while engines wait
         self.settings = settings
         redis = Redis.from_url(settings.redis_url, socket_timeout=SOCKET_TIMEOUT_S, health_check_interval=10)
         self.redis = redis

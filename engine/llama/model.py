@@ -55,7 +55,8 @@ class LlamaModel:
         self.vocab = lib.llama_model_get_vocab(self.pointer)
         self.info = self._read_info("" if vocab_only or dry else fingerprint(path))
         self._pieces: list[bytes | None] = [None] * self.info.n_vocab
-        self._ends = frozenset(t for t in range(self.info.n_vocab) if lib.llama_vocab_is_eog(self.vocab, t))
+        ids = range(0 if vocab_only or dry else self.info.n_vocab)  # what does not generate needs none
+        self._ends = frozenset(token for token in ids if lib.llama_vocab_is_eog(self.vocab, token))
         # llama.cpp looks at all adapters of a model when it makes a graph: none comes or goes meanwhile.
         self.adapters_lock = threading.Lock()
         self._adapters: set[int] = set()
