@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 
@@ -26,6 +27,7 @@ from cellama.engine.bundled import TINY_PATH
 from cellama.engine.strategies import STRATEGIES
 
 PATIENCE_S = 60
+SMALL = {"n_embd": 64, "n_layer": 1, "n_head": 2, "n_head_kv": 2, "n_ff": 64, "n_vocab": 320, "n_ctx": 256}
 GREEDY = SamplingParams(temperature=0)
 ANIMALS = ("fox", "bear", "cat", "frog", "mouse", "dragon")
 STORY = "Once upon a time, there was a little fox. "
@@ -152,9 +154,32 @@ def test_prompt_that_fits_no_slot_is_refused_with_the_numbers(manager: ModelMana
     assert completion.usage.completion_tokens <= 1
 
 
+class MartianShape(Shape):
+    architecture = "martian"
+
+
+class BrokenTemplateShape(Shape):
+    def add_metadata(self, writer: gguf.GGUFWriter) -> None:
+        super().add_metadata(writer)
+        writer.add_chat_template("{% for message in messages %}")
+
+
+def test_model_of_an_unknown_architecture_or_with_a_broken_template_is_refused(
+    manager: ModelManager, tmp_path: Path
+) -> None:
+    manager.load("tiny", "bundled://tiny", options=options())
+    write_model(tmp_path / "martian.gguf", MartianShape(**SMALL), file_type="F32")
+    write_model(tmp_path / "broken.gguf", BrokenTemplateShape(**SMALL), file_type="F32")
+    with pytest.raises(ModelLoadFailed, match=r"unknown model architecture: 'martian'.*of an unsupported kind"):
+        manager.load("martian", str(tmp_path / "martian.gguf"))
+    with pytest.raises(TemplateFailed, match="the model's chat template does not compile"):
+        manager.load("broken", str(tmp_path / "broken.gguf"))
+    assert list(manager.models()) == ["tiny"]
+    assert manager.load("broken", str(tmp_path / "broken.gguf"), capabilities=["generate"])  # it needs no template then
+
+
 def test_model_without_a_chat_template_says_so(manager: ModelManager, tmp_path: Path) -> None:
-    shape = Shape(n_embd=64, n_layer=1, n_head=2, n_head_kv=2, n_ff=64, n_vocab=320, n_ctx=256)
-    write_model(tmp_path / "plain.gguf", shape, file_type="F32")
+    write_model(tmp_path / "plain.gguf", Shape(**SMALL), file_type="F32")
     model = manager.load("plain", str(tmp_path / "plain.gguf"))
     with pytest.raises(TemplateFailed, match="has no chat template; use `generate`"):
         model.render_chat([{"role": "user", "content": "Hi"}])
