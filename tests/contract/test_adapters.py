@@ -284,9 +284,7 @@ def test_memory_of_an_adapter_is_back_when_it_is_unloaded_or_its_model_is(
         if unload:
             model.unload_adapter("a", PATIENCE_S)
         manager.unload("m")
-        return int(
-            process.memory_info().rss
-        )  # in one long process no single load can be seen: it reuses what was freed
+        return int(process.memory_info().rss)  # no single load can be seen: a long process reuses what was freed
 
     assert size > 20e6
     for unload in (True, False):
