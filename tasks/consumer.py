@@ -21,7 +21,7 @@ from celery.worker.consumer import Consumer
 from kombu.common import ignore_errors
 from kombu.transport.redis import QoS
 
-from .contract.names import BULK_PRIORITIES, URGENT_PRIORITIES
+from .contract.names import BULK_PRIORITIES, URGENT_PRIORITIES, WEIGHT_HEADER
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +97,11 @@ class SteadyConsumer(Consumer):  # type: ignore[misc]
 
 
 class _BulkQoS(QoS):  # type: ignore[misc]
-    """Takes bulk jobs only as long as the worker holds fewer jobs of any kind than `limit`."""
+    """Takes bulk jobs only as long as the worker holds fewer jobs of any kind than `limit`.
+
+    A chunk of a bulk run counts as many, but for no more than half of the limit: so a worker has two, and its slots
+    go from the one to the other.
+    """
 
     def __init__(self, channel: Any, others: QoS, limit: Callable[[], int]) -> None:
         super().__init__(channel)
@@ -105,11 +109,13 @@ class _BulkQoS(QoS):  # type: ignore[misc]
         self._limit = limit
 
     def can_consume(self) -> bool:
-        return _num_held(self) + _num_held(self._others) < self._limit()
+        limit = self._limit()
+        return _num_held(self, limit) + _num_held(self._others, limit) < limit
 
 
-def _num_held(qos: Any) -> int:
-    return len(qos._delivered) - len(qos._dirty)
+def _num_held(qos: Any, limit: int) -> int:
+    held = [message for tag, message in qos._delivered.items() if tag not in qos._dirty]
+    return sum(min(message.headers.get(WEIGHT_HEADER, 1), (limit + 1) // 2) for message in held)
 
 
 def _wait_only_for(channel: Any, priorities: Sequence[int]) -> None:

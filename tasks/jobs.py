@@ -16,11 +16,13 @@ from redis.exceptions import RedisError
 from cellama.config import get_settings
 
 from .app import app
+from .contract.chunks import ChunkJob
 from .contract.errors import InvalidJob, JobFailed
 from .contract.names import (
     SUBMITTED_AT_HEADER,
     TASK_APPLY_CHAT_TEMPLATE,
     TASK_CHAT,
+    TASK_CHUNK,
     TASK_DETOKENIZE,
     TASK_EMBED,
     TASK_GENERATE,
@@ -41,7 +43,7 @@ from .contract.payloads import (
 from .ledger import Call, Ledger
 from .reaching import reaching_redis
 
-Payload = GenerateJob | ChatJob | EmbedJob | RerankJob | TokenizeJob | DetokenizeJob | ApplyChatTemplateJob
+Payload = GenerateJob | ChatJob | EmbedJob | RerankJob | TokenizeJob | DetokenizeJob | ApplyChatTemplateJob | ChunkJob
 Result = dict[str, Any]
 IDEMPOTENCY = UUID("6d1f5a0e-3a0c-4b57-9d5a-5f0a1c7e2b44")  # the namespace of job ids that are made from keys
 
@@ -121,7 +123,7 @@ class JobTask(Task):  # type: ignore[misc]
             raise JobFailed("no_worker", "this task runs in a cellama worker only; start one with `cellama worker`")
         from .run import JobRun
 
-        streams = kwargs.get("stream", True) is not False
+        streams = self.name != TASK_CHUNK and kwargs.get("stream", True) is not False
         return JobRun(self, self.app.runtime).execute(streams, lambda run: body(run, self.parse(args, kwargs)))
 
 
@@ -163,6 +165,12 @@ def embed(self: JobTask, *args: Any, **kwargs: Any) -> Result:
 def rerank(self: JobTask, *args: Any, **kwargs: Any) -> Result:
     """`rerank(model, query, documents)`: the documents' indices and scores, the best first."""
     return self.run_job(args, kwargs, lambda run, job: run.rerank(job))
+
+
+@_task(TASK_CHUNK, ChunkJob, "lines")
+def chunk(self: JobTask, *args: Any, **kwargs: Any) -> Result:
+    """`chunk(model, lines)`: lines of a bulk run; their results are `line` events."""
+    return self.run_job(args, kwargs, lambda run, job: run.chunk(job))
 
 
 @_task(TASK_TOKENIZE, TokenizeJob, "text")

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from redis import Redis
 from redis.commands.core import Script
 
-from .contract.events import EVENT_FIELD, OUTPUT_TYPES, Event, is_terminal
+from .contract.events import EVENT_FIELD, PROGRESS_TYPES, Event, is_terminal
 from .contract.keys import (
     DEAD_KEY,
     DEADLINES_KEY,
@@ -203,7 +203,7 @@ class Entry:
     @property
     def kind(self) -> str:
         if not is_terminal(self.event):
-            return "token" if self.event["type"] in OUTPUT_TYPES else str(self.event["type"])
+            return "token" if self.event["type"] in PROGRESS_TYPES else str(self.event["type"])
         return "dead" if self.event.get("code") == DEAD else "end"
 
 

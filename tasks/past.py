@@ -11,6 +11,8 @@ from redis import Redis
 from .contract.events import EVENT_FIELD, OUTPUT_TYPES, Event, is_terminal
 from .contract.keys import journal_key
 
+MAX_COMPLETIONS = 128  # of one line, as of one job
+
 
 @dataclass(slots=True)
 class Output:
@@ -29,6 +31,7 @@ class Past:
     outputs: dict[int, Output] = field(default_factory=dict)
     end: Event | None = None
     trimmed: bool = False  # the first events are gone
+    lines: set[int] = field(default_factory=set)  # of a chunk, that have ended
 
     def add(self, event: Event) -> None:
         """Takes the next event into account."""
@@ -40,6 +43,10 @@ class Past:
             output = self.outputs.setdefault(event.get("index", 0), Output())
             output.tokens += event["tokens"]
             output.logprobs += event.get("logprobs", [])
+        elif event["type"] == "line":
+            self.lines.add(event["line"])
+            for index in outputs_of_line(event["line"]):
+                self.outputs.pop(index, None)
         elif is_terminal(event):
             self.end = event
 
@@ -50,6 +57,11 @@ class Past:
     @property
     def num_tokens(self) -> int:
         return sum(len(output.tokens) for output in self.outputs.values())
+
+
+def outputs_of_line(line: int) -> range:
+    """The indices that the completions of a chunk's line have in its events."""
+    return range(line * MAX_COMPLETIONS, (line + 1) * MAX_COMPLETIONS)
 
 
 def read_past(redis: Redis, job_id: str) -> Past:

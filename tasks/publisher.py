@@ -16,6 +16,7 @@ from redis.exceptions import OutOfMemoryError, ReadOnlyError, RedisError, Respon
 from .contract import events
 from .contract.events import Event
 from .ledger import Attempt, Entry, Ledger
+from .past import outputs_of_line
 from .signing import Signer
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 0.5
 CLOSING_ATTEMPTS = 4
+LINE_MARK = "\x1f"  # in the id of a request: between the run of a chunk and the number of its line
 HAND_BACK = "hand_back"  # between this class and itself: no event of a job
 STRIDE = 8  # tokens per event of a job that does not stream
 MAX_BATCH = 1000  # events per call of Redis: it serves nobody else meanwhile
@@ -42,6 +44,7 @@ class _Run:
     streams: bool
     started: bool
     on_token: Callable[[], None]
+    on_line: Callable[[int], None] = lambda line: None
     handed_back: bool = False
     ended: Future[bool] = field(default_factory=Future)
     gathered: dict[int, list[Event]] = field(default_factory=dict)  # of a job that does not stream, by index
@@ -62,6 +65,11 @@ class _Run:
         gathered.append(event)
         if not event["tokens"] or sum(len(each["tokens"]) for each in gathered) >= STRIDE:
             yield self._join(index)
+
+    def forget(self, line: int) -> None:
+        """Drops what is gathered of a line that has ended: its result says it all."""
+        for index in outputs_of_line(line):
+            self.gathered.pop(index, None)
 
     def rest(self) -> Iterator[Event]:
         """What is still gathered."""
@@ -121,6 +129,16 @@ class Publisher:
         """What an engine calls once per step; the conversion is left to the publisher thread."""
         return lambda engine_events: self._inbox.put(lambda: self._convert(model_id, engine_events))
 
+    def watch_lines(self, run_id: str, on_line: Callable[[int], None]) -> None:
+        """Calls `on_line`, on this thread, with each line of a chunk whose end is in Redis."""
+
+        def register() -> Told:
+            if run_id in self._runs:
+                self._runs[run_id].on_line = on_line
+            return []
+
+        self._inbox.put(register)
+
     def publish(self, run_id: str, event: Event, result: Result | None = None) -> None:
         """Publishes an event that no engine tells."""
         self._inbox.put(lambda: [(run_id, event, result)])
@@ -137,16 +155,17 @@ class Publisher:
         return not self._thread.is_alive()
 
     def _convert(self, model_id: str, engine_events: tuple[EngineEvent, ...]) -> Told:
-        from .results import event_of, result_of_end
+        from .results import event_of, line_event_of, result_of_end
 
-        return [
-            (
-                event.request_id,
-                event_of(event, model_id, self._worker, self._signer),
-                result_of_end(event, model_id, self._signer),
-            )
-            for event in engine_events
-        ]
+        told: Told = []
+        for event in engine_events:
+            run_id, mark, line = event.request_id.partition(LINE_MARK)
+            if not mark:
+                own = event_of(event, model_id, self._worker, self._signer)
+                told.append((run_id, own, result_of_end(event, model_id, self._signer)))
+            elif (of_line := line_event_of(event, int(line), model_id, self._signer)) is not None:
+                told.append((run_id, of_line, None))
+        return told
 
     # The publisher thread
 
@@ -176,6 +195,8 @@ class Publisher:
             for joined in run.gather(event):
                 yield run_id, self._entry(run, joined)
             return
+        if event["type"] == "line":
+            run.forget(event["line"])
         if event["type"] == HAND_BACK or events.is_terminal(event):
             for joined in run.rest():
                 yield run_id, self._entry(run, joined)
@@ -228,8 +249,10 @@ class Publisher:
             elif events.is_terminal(entry.event):
                 del self._runs[run_id]
                 run.ended.set_result(True)
-            elif entry.event["type"] in events.OUTPUT_TYPES:
+            elif entry.event["type"] in events.PROGRESS_TYPES:
                 run.on_token()
+                if entry.event["type"] == "line":
+                    run.on_line(entry.event["line"])
 
     def _give_up(self, run_id: str) -> None:
         run = self._runs.pop(run_id, None)

@@ -11,9 +11,9 @@ from cellama.engine import Completion, EngineError, Finished, Resumed, Started, 
 from cellama.engine import Event as EngineEvent
 
 from .contract import events
-from .contract.errors import JobFailed
+from .contract.errors import InvalidJob, JobFailed
 from .contract.events import Event
-from .past import Output, Past
+from .past import Output, Past, outputs_of_line
 from .signing import Signer
 
 CALL_ID_CHARS = 9  # what Mistral's templates insist on
@@ -118,11 +118,29 @@ def _logprobs(logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
     ]
 
 
-def resume_of(past: Past, n: int) -> tuple[Resumed, ...]:
-    """What an engine needs to go on where earlier attempts of a job ended."""
-    if not past.num_tokens:
+def line_event_of(event: EngineEvent, line: int, model_id: str, signer: Signer) -> Event | None:
+    """The chunk's event for an engine's event of one of its lines; None if there is nothing to tell."""
+    if isinstance(event, Started):
+        return None
+    if isinstance(event, Text):
+        told = event_of(event, model_id, "", signer)
+        return {**told, "index": outputs_of_line(line)[event.index]}
+    if event.error is not None:
+        return events.line(line, {"error": error_of(failure_of(event.error))})
+    result = result_of_end(event, model_id, signer)
+    return None if result is None else events.line(line, {"result": result})
+
+
+def error_of(failure: JobFailed | InvalidJob) -> dict[str, Any]:
+    """What a line says of its failure."""
+    return {"code": failure.code, "message": str(failure), "retryable": failure.retryable}
+
+
+def resume_of(past: Past, n: int, line: int = 0) -> tuple[Resumed, ...]:
+    """What an engine needs to go on where earlier attempts of a job, or of a chunk's line, ended."""
+    outputs = [past.outputs.get(index, Output()) for index in outputs_of_line(line)[:n]]
+    if not any(output.tokens for output in outputs):
         return ()
-    outputs = [past.outputs.get(index, Output()) for index in range(n)]
     return tuple(Resumed(tuple(o.tokens), tuple(_logprob(entry) for entry in o.logprobs)) for o in outputs)
 
 

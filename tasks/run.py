@@ -24,21 +24,19 @@ from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
 from redis.exceptions import RedisError
 
 from cellama.engine import (
-    ChatOptions,
     Completion,
     EmbeddingCancelled,
     EmbeddingHandle,
     EngineError,
     Handle,
-    Message,
     Model,
-    ReplyFormat,
-    Request,
-    SamplingParams,
     UnknownModel,
 )
 
+from .asking import Asked, conversation_of, request_of
+from .chunk import ChunkRun
 from .contract import events
+from .contract.chunks import ChunkJob
 from .contract.errors import InvalidJob, JobFailed
 from .contract.names import SUBMITTED_AT_HEADER, TASK_CHAT
 from .contract.payloads import (
@@ -69,7 +67,6 @@ DEAD_MESSAGE = (
     "`cellama dead requeue` to try again"
 )
 MOST_URGENT = 0  # a suspect gets a slot at once: it shall not be blamed for a death while it only waited
-SAMPLING = tuple(SamplingParams.__dataclass_fields__)
 
 
 class JobRun:
@@ -203,31 +200,31 @@ class JobRun:
 
     def generate(self, job: GenerateJob) -> Result:
         model = self._model(job.model)
-        model.require("generate")
-        tokens = model.tokenize(job.prompt) if isinstance(job.prompt, str) else job.prompt
-        return result_of(self._complete(model, job, tokens), model.id, self._runtime.signer)
+        return result_of(self._complete(model, job), model.id, self._runtime.signer)
 
     def chat(self, job: ChatJob) -> Result:
         model = self._model(job.model)
-        model.require("chat")
-        self._check_signatures(job)
-        prompt = model.prepare_chat(*_conversation(job, job.thinking_budget))
-        completion = self._complete(model, job, prompt.tokens, prompt.reply, prompt.grammar)
-        return with_messages(result_of(completion, model.id, self._runtime.signer))
-
-    def _check_signatures(self, job: ChatJob) -> None:
-        for place, message in enumerate(job.messages):
-            if message.signature and not self._runtime.signer.verifies(message.reasoning or "", message.signature):
-                raise InvalidJob(
-                    f"messages.{place}: the signature is not that of its reasoning; "
-                    "send both as they came, or leave the signature out"
-                )
+        return with_messages(result_of(self._complete(model, job), model.id, self._runtime.signer))
 
     def embed(self, job: EmbedJob) -> Result:
         return self._end_with(embed(self._model(job.model), job, self._wait_for))
 
     def rerank(self, job: RerankJob) -> Result:
         return self._end_with(rerank(self._model(job.model), job, self._wait_for))
+
+    def chunk(self, job: ChunkJob) -> Result:
+        model = self._model(job.model)
+        lines = ChunkRun(model, job, self._attempt.run_id, self._past, self._runtime)
+        self._control.when_interrupted(lambda reason: self._stop_lines(lines, reason))
+        self._ended.add_done_callback(lambda _: lines.stop())
+        lines.run()
+        self._raise_if_interrupted()
+        return self._end_with({"lines": len(job.lines), "usage": NO_USAGE, "model": model.id})
+
+    def _stop_lines(self, lines: ChunkRun, reason: Interruption) -> None:
+        if reason is Interruption.HANDED_BACK:
+            self._runtime.publisher.hand_back(self._attempt.run_id)
+        lines.stop()
 
     def _end_with(self, result: Result) -> Result:
         self._end_stream(events.done("stop", result["usage"]), result)
@@ -246,7 +243,7 @@ class JobRun:
 
     def apply_chat_template(self, job: ApplyChatTemplateJob) -> Result:
         model = self._model(job.model)
-        prompt = model.prepare_chat(*_conversation(job))
+        prompt = model.prepare_chat(*conversation_of(job))
         return self._end_light({"prompt": prompt.text, "tokens": prompt.tokens, "model": model.id})
 
     def _end_light(self, result: Result) -> Result:
@@ -262,15 +259,15 @@ class JobRun:
         self._control.interrupt(Interruption.HANDED_BACK)  # others serve it, or this worker does again
         raise Ignore()
 
-    def _complete(
-        self,
-        model: Model,
-        job: GenerateJob | ChatJob,
-        tokens: list[int],
-        reply: ReplyFormat | None = None,
-        grammar: str | None = None,
-    ) -> Completion:
-        handle = model.engine.submit(self._request(job, tokens, reply, grammar))
+    def _complete(self, model: Model, job: GenerateJob | ChatJob) -> Completion:
+        asked = Asked(
+            id=self._attempt.run_id,
+            submitted_at=self._submitted_at,
+            seed=self._past.seed,
+            priority=MOST_URGENT if self._attempt.num_failures > 1 else job.priority,
+            resume=resume_of(self._past, job.n),
+        )
+        handle = model.engine.submit(request_of(model, job, asked, self._runtime.signer))
         self._engine_ends_stream = True
         self._control.when_interrupted(lambda reason: self._stop(handle, reason))
         completion = handle.result()
@@ -287,34 +284,6 @@ class JobRun:
         if reason is Interruption.HANDED_BACK:  # nobody shall hear of this end
             self._runtime.publisher.hand_back(self._attempt.run_id)
         handle.cancel("timeout" if reason in (Interruption.SOFT_LIMIT, Interruption.HARD_LIMIT) else "cancelled")
-
-    def _request(
-        self, job: GenerateJob | ChatJob, tokens: list[int], reply: ReplyFormat | None, grammar: str | None
-    ) -> Request:
-        sampling = {name: getattr(job, name) for name in SAMPLING}
-        if grammar is not None:
-            if job.grammar is not None or job.json_schema is not None:
-                raise InvalidJob("tool_choice forces a call, so there can be no grammar and no json_schema; choose one")
-            sampling["grammar"] = grammar
-        if self._past.seed is not None:
-            sampling["seed"] = self._past.seed
-        return Request(
-            id=self._attempt.run_id,
-            prompt=tuple(tokens),
-            sampling=SamplingParams(**sampling),
-            max_tokens=job.max_tokens,
-            n=job.n,
-            cache_prompt=job.cache_prompt,
-            cache_scope=job.cache_scope,
-            adapters=job.adapters,
-            stop=job.stop,
-            ignore_eos=job.ignore_eos,
-            timeout_s=job.timeout,
-            priority=MOST_URGENT if self._attempt.num_failures > 1 else job.priority,
-            submitted_at=self._submitted_at,
-            reply=reply,
-            resume=resume_of(self._past, job.n),
-        )
 
     def _wait_for(self, handle: EmbeddingHandle, timeout_s: float | None) -> None:
         """Until the vectors are there. Raises what the run ends with otherwise."""
@@ -348,12 +317,3 @@ def end_revoked(runtime: Runtime, job_id: str) -> None:
     runtime.publisher.open(attempt, past.next_seq, started=past.started)
     usage = {**NO_USAGE, "completion_tokens": past.num_tokens}
     runtime.publisher.publish(attempt.run_id, events.done("cancelled", usage))
-
-
-def _conversation(
-    job: ChatJob | ApplyChatTemplateJob, thinking_budget: int | None = None
-) -> tuple[list[Message], ChatOptions]:
-    """What a model's template gets."""
-    messages: list[Message] = [message.model_dump(exclude_none=True) for message in job.messages]
-    tools = [tool.model_dump(exclude_none=True) for tool in job.tools]
-    return messages, ChatOptions(tools, job.tool_choice, job.enable_thinking, thinking_budget, job.template_args)

@@ -21,14 +21,24 @@ Wait = Callable[[EmbeddingHandle, float | None], None]
 
 def embed(model: Model, job: EmbedJob, wait: Wait) -> dict[str, Any]:
     """The vectors of a job's texts. `wait` returns when they are there. Raises EngineError, JobFailed."""
+    handle = submit_texts(model, job)
+    wait(handle, job.timeout)
+    return vectors_of(model, job, handle)
+
+
+def submit_texts(model: Model, job: EmbedJob) -> EmbeddingHandle:
+    """Hands a job's texts to the embedder. Raises EngineError."""
     model.require("embed")
     embedder = model.embedder
     tokens = [model.tokenize(text) for text in job.texts]
     num_tokens = sum(min(len(text), embedder.max_tokens) for text in tokens)
     _check_size(num_tokens if embedder.per_token else len(tokens), job.dimensions or embedder.n_embd)
-    handle = embedder.submit(tokens, normalize=job.normalize, dimensions=job.dimensions, truncate=job.truncate)
-    wait(handle, job.timeout)
-    vectors = handle.result()
+    return embedder.submit(tokens, normalize=job.normalize, dimensions=job.dimensions, truncate=job.truncate)
+
+
+def vectors_of(model: Model, job: EmbedJob, handle: EmbeddingHandle) -> dict[str, Any]:
+    """The result of a job, once its texts are embedded; waits for that. Raises EngineError."""
+    embedder, vectors = model.embedder, handle.result()
     result = {"embeddings": _encoded(vectors, job), "usage": _usage(handle), "model": model.id}
     if embedder.per_token and job.encoding == "base64":
         result["shapes"] = [list(vector.shape) for vector in vectors]

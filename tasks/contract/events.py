@@ -9,6 +9,7 @@ Event = dict[str, Any]
 EVENT_FIELD = "event"  # the one field of a journal entry
 TERMINAL_TYPES = frozenset({"done", "error"})
 OUTPUT_TYPES = frozenset({"token", "reasoning", "reasoning_end"})  # they carry the ids of sampled tokens
+PROGRESS_TYPES = OUTPUT_TYPES | {"line"}
 
 
 def started(model: str, prompt_tokens: int, worker: str, seed: int) -> Event:
@@ -29,6 +30,11 @@ def reasoning(text: str, tokens: list[int], **details: Any) -> Event:
 def reasoning_end(signature: str, tokens: list[int], **details: Any) -> Event:
     """The block of reasoning is closed. `signature` is of its whole text; empty if the workers have no key."""
     return {"type": "reasoning_end", "signature": signature, "tokens": tokens, **details}
+
+
+def line(place: int, outcome: dict[str, Any]) -> Event:
+    """A line of a chunk has ended: `result`, as of a job of its own, or `error` with code, message, retryable."""
+    return {"type": "line", "line": place, **outcome}
 
 
 def done(finish_reason: str, usage: dict[str, int], **details: Any) -> Event:

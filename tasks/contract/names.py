@@ -9,6 +9,7 @@ TASK_RERANK = "cellama.rerank"
 TASK_TOKENIZE = "cellama.tokenize"
 TASK_DETOKENIZE = "cellama.detokenize"
 TASK_APPLY_CHAT_TEMPLATE = "cellama.apply_chat_template"
+TASK_CHUNK = "cellama.chunk"
 
 DEFAULT_MODEL = ":default"
 PRIORITY_INTERACTIVE = 3
@@ -18,6 +19,7 @@ URGENT_PRIORITIES = PRIORITIES[:6]
 BULK_PRIORITIES = PRIORITIES[6:]  # as the engine has it: it saves nothing of these for others
 PRIORITY_SEPARATOR = "\x06\x16"  # kombu's default, see docs/adr/001-priority-separator.md
 
+WEIGHT_HEADER = "cellama_weight"  # so many jobs' worth of work is in a message; absent: one
 SUBMITTED_AT_HEADER = "cellama_submitted_at"  # unix seconds; absent when the producer is plain Celery
 
 

@@ -1,0 +1,115 @@
+"""The lines of a chunk on their way through the engine. Each has a request of its own; the chunk has the journal."""
+
+from __future__ import annotations
+
+import threading
+import time
+import zlib
+from concurrent.futures import CancelledError
+from typing import TYPE_CHECKING, Any
+
+from cellama.engine import EmbeddingCancelled, EmbeddingHandle, EngineError, Handle, Model
+
+from .asking import Asked, request_of
+from .contract import events
+from .contract.chunks import ChunkJob, job_of_line
+from .contract.errors import InvalidJob
+from .contract.payloads import EmbedJob
+from .past import Past
+from .publisher import LINE_MARK
+from .results import error_of, failure_of, resume_of
+from .vectors import submit_texts, vectors_of
+
+if TYPE_CHECKING:
+    from .runtime import Runtime
+
+
+class ChunkRun:
+    """One attempt at a chunk. Pool thread, but for `stop` and `_note_line`."""
+
+    def __init__(self, model: Model, job: ChunkJob, run_id: str, past: Past, runtime: Runtime) -> None:
+        self._model = model
+        self._job = job
+        self._run_id = run_id
+        self._past = past
+        self._runtime = runtime
+        self._left = set(range(len(job.lines))) - past.lines
+        self._handles: list[Handle | EmbeddingHandle] = []
+        self._stopped = False
+        self._changed = threading.Condition()
+
+    def run(self) -> None:
+        """Returns when the end of every line is in Redis, or after `stop`."""
+        self._runtime.publisher.watch_lines(self._run_id, self._note_line)
+        self._tell(events.started(self._model.id, 0, self._runtime.incarnation.split()[0], 0))
+        texts: list[tuple[int, EmbedJob, EmbeddingHandle]] = []
+        for place in sorted(self._left):
+            if self._stopped:
+                break
+            try:
+                self._begin(place, texts)
+            except (InvalidJob, EngineError) as error:
+                self._tell_failure(place, error)
+        for place, job, handle in texts:
+            self._finish_texts(place, job, handle)
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped or not self._left)
+
+    def stop(self) -> None:
+        """Ends what runs; nothing more is told of it. Any thread."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+            handles = list(self._handles)
+        for handle in handles:
+            handle.cancel()
+
+    def _note_line(self, place: int) -> None:
+        with self._changed:
+            self._left.discard(place)
+            if not self._left:
+                self._changed.notify_all()
+
+    def _begin(self, place: int, texts: list[tuple[int, EmbedJob, EmbeddingHandle]]) -> None:
+        job = job_of_line(self._job.lines[place], self._model.id, self._job.priority)
+        if isinstance(job, EmbedJob):
+            vectors = submit_texts(self._model, job)
+            texts.append((place, job, vectors))
+            self._keep(vectors)
+            return
+        asked = Asked(
+            id=f"{self._run_id}{LINE_MARK}{place}",
+            submitted_at=time.monotonic(),
+            seed=self._seed_of(place) if job.seed is None else job.seed,
+            priority=job.priority,
+            resume=resume_of(self._past, job.n, place),
+        )
+        self._keep(self._model.engine.submit(request_of(self._model, job, asked, self._runtime.signer)))
+
+    def _keep(self, handle: Handle | EmbeddingHandle) -> None:
+        with self._changed:
+            self._handles.append(handle)
+            late = self._stopped
+        if late:
+            handle.cancel()
+
+    def _seed_of(self, place: int) -> int:
+        """The same in every attempt, so that a line goes on as it began."""
+        return zlib.crc32(f"{self._run_id.partition('#')[0]} {place}".encode()) & 0x7FFFFFFF
+
+    def _finish_texts(self, place: int, job: EmbedJob, handle: EmbeddingHandle) -> None:
+        try:
+            result = vectors_of(self._model, job, handle)
+        except (EmbeddingCancelled, CancelledError):
+            return  # by `stop`
+        except EngineError as error:
+            self._tell_failure(place, error)
+        else:
+            self._tell(events.line(place, {"result": result}))
+
+    def _tell_failure(self, place: int, error: InvalidJob | EngineError) -> None:
+        failure = error if isinstance(error, InvalidJob) else failure_of(error)
+        self._tell(events.line(place, {"error": error_of(failure)}))
+
+    def _tell(self, event: dict[str, Any]) -> None:
+        self._runtime.publisher.publish(self._run_id, event)

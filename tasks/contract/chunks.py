@@ -1,0 +1,36 @@
+"""Chunks of bulk runs: many lines in one job. Each line is checked where it is read, and again where it is run."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, StrictStr
+
+from .payloads import ChatJob, EmbedJob, GenerateJob, _Job, _Payload, parse_job
+
+MAX_CHUNK_LINES = 1024
+LineKind = Literal["generate", "chat", "embed"]
+LINE_JOBS: dict[LineKind, type[GenerateJob] | type[ChatJob] | type[EmbedJob]] = {
+    "generate": GenerateJob,
+    "chat": ChatJob,
+    "embed": EmbedJob,
+}
+
+
+class ChunkLine(_Payload):
+    """A line: the parameters of the job that it would be by itself, but for its model and its priority."""
+
+    kind: LineKind
+    params: dict[StrictStr, Any]
+
+
+class ChunkJob(_Job):
+    """Lines that one worker runs together, in this order as far as slots go."""
+
+    lines: Annotated[tuple[ChunkLine, ...], Field(min_length=1, max_length=MAX_CHUNK_LINES)]
+
+
+def job_of_line(line: ChunkLine, model: str, priority: int) -> GenerateJob | ChatJob | EmbedJob:
+    """The job that a line would be by itself. Raises InvalidJob."""
+    params = {**line.params, "model": model, "priority": priority}
+    return parse_job(LINE_JOBS[line.kind], (), (), params)
