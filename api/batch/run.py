@@ -65,7 +65,7 @@ class Progress:
     @property
     def rate(self) -> float:
         """Generated tokens per second."""
-        return self.completion_tokens / max(1e-9, self.seconds)
+        return self.completion_tokens / max(0.5, self.seconds)  # the first moments say nothing
 
 
 @dataclass(slots=True)
@@ -301,7 +301,7 @@ class BatchRun:
             for name in ("total", "finished", "failed", "prompt_tokens", "cached_tokens", "completion_tokens")
         }
         try:
-            self._batches.write(self.id, state=state, output=str(self._output.path), **progress)
+            self._batches.write(self.id, state=state, output=str(self._output.path.absolute()), **progress)
         except RedisError as error:
             log.warning("Redis does not hear of run %s: %s", self.id, error)
 

@@ -1,0 +1,241 @@
+"""Bulk runs through real workers: each line once, whatever dies."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis import Redis
+
+from cellama.api import Client
+from cellama.api.redis_server import RedisServer
+from cellama.tasks.batches import Batches
+
+from ..conftest import PATIENCE_S, WorkerProcess, clean_environment, wait_until
+
+CELLAMA = (sys.executable, "-c", "from cellama.api.cli import main; main()")
+ANIMALS = ("fox", "cat", "bear", "frog", "mouse")
+StartWorker = Callable[[], WorkerProcess]
+
+
+@pytest.fixture
+def model() -> str:
+    return f"b{uuid.uuid4().hex[:8]}"
+
+
+@pytest.fixture
+def start_worker(redis_server: RedisServer, tmp_path: Path, model: str) -> Iterator[StartWorker]:
+    """Starts workers of this test with 8 slots."""
+    started: list[WorkerProcess] = []
+    models = [{"id": model, "source": "bundled://tiny", "n_parallel": 8, "threads": 1}]
+
+    def start() -> WorkerProcess:
+        folder = tmp_path / f"worker{len(started)}"
+        folder.mkdir()
+        name = f"{model}-{len(started)}"
+        started.append(WorkerProcess(folder, redis_server.url, name=name, CELLAMA_MODELS=json.dumps(models)))
+        return started[-1].wait_ready()
+
+    yield start
+    for worker in started:
+        if worker.process.poll() is None:
+            worker.stop()
+
+
+class Commands:
+    """`cellama batch` in a folder of its own."""
+
+    def __init__(self, folder: Path, url: str, model: str) -> None:
+        self.folder = folder
+        self.output = folder / "out.jsonl"
+        self.environment = clean_environment(CELLAMA_REDIS_URL=url)
+        self._model = model
+
+    def write(self, lines: list[Any], name: str = "in.jsonl") -> None:
+        texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+        (self.folder / name).write_text("".join(text + "\n" for text in texts))
+
+    def start(self, *argv: str) -> subprocess.Popen[str]:
+        with (self.folder / "command.log").open("a") as log:
+            command = [*CELLAMA, "batch", *argv]
+            return subprocess.Popen(command, cwd=self.folder, env=self.environment, stdout=log, stderr=log, text=True)
+
+    def start_run(self, *more: str) -> subprocess.Popen[str]:
+        return self.start("run", "in.jsonl", "-o", "out.jsonl", "-m", self._model, "--json", *more)
+
+    def run(self, *more: str) -> int:
+        return self.start_run(*more).wait(PATIENCE_S)
+
+    def results(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.output.read_text().splitlines()] if self.output.exists() else []
+
+    def errors(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / "out.errors.jsonl").read_text().splitlines()]
+
+    def log(self) -> str:
+        return (self.folder / "command.log").read_text()
+
+
+@pytest.fixture
+def commands(tmp_path: Path, redis_server: RedisServer, model: str) -> Commands:
+    return Commands(tmp_path, redis_server.url, model)
+
+
+def stories(count: int, max_tokens: int = 48) -> list[dict[str, Any]]:
+    greedy = {"temperature": 0, "ignore_eos": True, "max_tokens": max_tokens}
+    return [
+        {"id": f"s{i}", "prompt": f"Once upon a time, there was a little {ANIMALS[i % 5]} {i}", **greedy}
+        for i in range(count)
+    ]
+
+
+def test_lines_of_all_kinds_are_done_and_bad_ones_are_told(start_worker: StartWorker, commands: Commands) -> None:
+    start_worker()
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    body = {"messages": question, "temperature": 0}
+    commands.write(
+        [
+            {"id": "story", "prompt": "Once upon a time", "max_tokens": 4, "temperature": 0},
+            {"custom_id": "chat", "method": "POST", "url": "/v1/chat/completions", "body": body},
+            {"id": "vectors", "text": "a red fox"},
+            "{broken",
+            {"id": "story", "prompt": "twice"},
+            {"id": "long", "prompt": "word " * 3000},
+        ]
+    )
+    assert commands.run() == 1
+    found = {each.get("custom_id", each.get("id")): each for each in commands.results()}
+    assert found["story"]["text"] == ", there was a"
+    choice = found["chat"]["response"]["body"]["choices"][0]
+    assert choice["message"] == {"role": "assistant", "content": "The capital of France is Paris."}
+    assert len(found["vectors"]["embeddings"][0]) == 192
+    told = {(each["line"], each["error"]["code"]) for each in commands.errors()}
+    assert told == {(4, "invalid_request"), (5, "invalid_request"), (6, "prompt_too_long")}
+    assert '"state": "completed"' in commands.log()
+    assert commands.run() == 1  # the same again: nothing is left to do, and the same lines are wrong
+    assert len(commands.results()) == 3
+    assert len(commands.errors()) == 3
+
+
+def test_killed_command_and_workers_lose_and_double_nothing(
+    start_worker: StartWorker, commands: Commands, redis_client: Redis
+) -> None:
+    workers = [start_worker(), start_worker()]
+    commands.write(stories(120))
+    assert commands.run() == 0
+    undisturbed = {each["id"]: each["text"] for each in commands.results()}
+    assert commands.run("--overwrite", "--order", "input") == 0
+    assert [each["id"] for each in commands.results()] == [f"s{i}" for i in range(120)]
+    for path in (commands.output, commands.folder / "out.jsonl.work"):
+        path.unlink()
+    command = commands.start_run()
+    for count in (10, 40):
+        wait_until(lambda count=count: len(commands.results()) >= count, f"{count} results")
+        command.kill()
+        command.wait()
+        victim = workers.pop(0)
+        victim.process.kill()
+        victim.process.wait()
+        workers.append(start_worker())
+        command = commands.start_run()
+    assert command.wait(PATIENCE_S) == 0, commands.log()
+    results = commands.results()
+    assert len(results) == 120
+    assert {each["id"]: each["text"] for each in results} == undisturbed
+
+
+def test_changed_lines_are_done_again_and_others_are_kept(start_worker: StartWorker, commands: Commands) -> None:
+    start_worker()
+    lines = stories(6, max_tokens=4)
+    commands.write(lines)
+    assert commands.run() == 0
+    before = {each["id"]: each for each in commands.results()}
+    lines[2]["prompt"] = "What"
+    commands.write([*lines[:5], {"id": "new", "prompt": "Hi", "max_tokens": 2}])
+    assert commands.run() == 0
+    after = {each["id"]: each for each in commands.results()}
+    assert set(after) == {"s0", "s1", "s2", "s3", "s4", "new"}
+    assert after["s2"] != before["s2"]
+    assert all(after[each] == before[each] for each in ("s0", "s1", "s3", "s4"))
+    assert len(commands.results()) == 6
+
+
+def test_run_is_cancelled_and_resumed_from_elsewhere(
+    start_worker: StartWorker, commands: Commands, redis_client: Redis
+) -> None:
+    start_worker()
+    commands.write(stories(40, max_tokens=400))
+    command = commands.start_run()
+    wait_until(lambda: len(commands.results()) >= 2, "results")
+    assert commands.start("cancel", "out.jsonl").wait(PATIENCE_S) == 0
+    assert command.wait(PATIENCE_S) == 1
+    record = next(run for run in Batches(redis_client).all() if run["output"] == str(commands.output))
+    assert record["state"] == "cancelled"
+    count = len(commands.results())
+    assert 2 <= count < 40
+    assert commands.start("resume", "out.jsonl", "--json").wait(PATIENCE_S) == 0, commands.log()
+    assert len({each["id"] for each in commands.results()}) == len(commands.results()) == 40
+
+
+def test_deadline_ends_a_run(start_worker: StartWorker, commands: Commands) -> None:
+    start_worker()
+    commands.write(stories(60, max_tokens=1500))
+    assert commands.run("--deadline", "2s") == 1
+    assert '"state": "expired"' in commands.log()
+    assert len(commands.results()) < 60
+
+
+def test_interactive_job_is_answered_while_a_run_fills_the_worker(
+    start_worker: StartWorker, commands: Commands, model: str
+) -> None:
+    start_worker()
+    commands.write(stories(60, max_tokens=800))
+    command = commands.start_run()
+    wait_until(lambda: len(commands.results()) >= 1, "the run to be under way")
+    with Client() as client:
+        job = client.generate(model, "Once upon a time", max_tokens=4, temperature=0)
+        assert job.result(timeout=PATIENCE_S)["text"] == ", there was a"
+    assert command.poll() is None
+    command.kill()
+    command.wait()
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["run", "nowhere.jsonl", "-o", "x.jsonl"], "there is no file 'nowhere.jsonl'"),
+        (["run", "in.jsonl", "-o", "mine.jsonl"], "no run of this command has made it"),
+        (["run", "in.jsonl", "-o", "no/such/folder/x.jsonl"], "unable to open|can't be written|No such file"),
+        (["run", "in.jsonl", "-o", "x.jsonl", "--order", "random"], "must be one of completion, input"),
+        (["run", "in.jsonl", "-o", "x.jsonl", "--deadline", "soon"], "'soon' is no time"),
+        (["resume", "nothing.jsonl"], "there is no run for 'nothing.jsonl'"),
+        (["status", "nothing"], "no run 'nothing'"),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
+)
+def test_mistakes_are_told_before_anything_runs(commands: Commands, argv: list[str], message: str) -> None:
+    commands.write(stories(1))
+    commands.write(['{"id": 1}'], name="mine.jsonl")
+    assert commands.start(*argv).wait(PATIENCE_S) != 0
+    text = " ".join(commands.log().replace("│", " ").split())
+    assert any(part in text for part in message.split("|")), text
+
+
+def test_lines_come_from_stdin_and_results_go_to_stdout(
+    start_worker: StartWorker, commands: Commands, model: str
+) -> None:
+    start_worker()
+    text = "".join(json.dumps(line) + "\n" for line in stories(3, max_tokens=2))
+    argv = [*CELLAMA, "batch", "run", "-", "-o", "-", "-m", model]
+    done = subprocess.run(
+        argv, input=text, env=commands.environment, capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(json.loads(line)["id"] for line in done.stdout.splitlines()) == ["s0", "s1", "s2"]
+    assert "3 lines done" in done.stderr

@@ -1,0 +1,134 @@
+"""The files of a bulk run: whole lines only, states that survive, nobody twice."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from cellama.api.batch.files import LineFile, rewrite_without
+from cellama.api.batch.lines import Line
+from cellama.api.batch.work import FAILED, FINISHED, IN_FLIGHT, PENDING, WorkFile
+
+
+def line(number: int, prompt: str, line_id: str | None = None, model: str = "m") -> Line:
+    return Line(number, line_id or f"id{number}", "short", "generate", model, {"prompt": prompt})
+
+
+def read(work: WorkFile, *lines: Line) -> set[str]:
+    """Reads an input of these lines; the ids whose results are outdated."""
+    work.begin_reading()
+    assert [work.add(each) for each in lines] == [None] * len(lines)
+    return work.end_reading()
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> WorkFile:
+    return WorkFile(tmp_path / "w")
+
+
+def test_half_a_line_at_the_end_is_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(b'{"id": 1}\n{"id": 2}\n{"id": ' + b"x" * 100_000)
+    with contextlib.closing(LineFile(path)) as file:
+        file.append([{"id": 3}])
+        assert [value["id"] for value in file.lines()] == [1, 2, 3]
+    assert file.size == path.stat().st_size
+
+
+def test_full_disk_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = os.write, []
+
+    def write_half(fd: int, data: bytes) -> int:
+        calls.append(fd)
+        if len(calls) > 1:
+            raise OSError(28, "No space left on device")
+        return real(fd, data[: len(data) // 2])
+
+    with contextlib.closing(LineFile(tmp_path / "out")) as file:
+        file.append([{"id": 1}])
+        monkeypatch.setattr(os, "write", write_half)
+        with pytest.raises(OSError, match="No space left"):
+            file.append([{"id": 2}, {"id": 3}])
+        monkeypatch.undo()
+        file.append([{"id": 4}])
+    assert (tmp_path / "out").read_text() == '{"id": 1}\n{"id": 4}\n'
+
+
+def test_outdated_results_are_dropped_in_both_forms(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    path.write_text('{"id": "a"}\n{"id": "x", "custom_id": "b"}\n{"id": "c"}\n')
+    rewrite_without(path, {"a", "b"})
+    assert path.read_text() == '{"id": "c"}\n'
+
+
+def test_second_command_on_one_output_is_refused(work: WorkFile) -> None:
+    with pytest.raises(sqlite3.OperationalError):
+        WorkFile(work.path)
+
+
+def test_lines_go_out_with_those_that_begin_alike(work: WorkFile) -> None:
+    prompts = ["fox a", "cat a", "fox b", "cat b", "ant"]
+    read(work, *(line(i + 1, prompt) for i, prompt in enumerate(prompts)), line(9, "aaa", model="other"))
+    assert work.pending_models() == ["m", "other"]
+    assert [each.params["prompt"] for each in work.next_lines("m", 4)] == ["ant", "cat a", "cat b", "fox a"]
+    assert work.count(PENDING, "m") == 5
+
+
+def test_line_goes_through_its_states_and_comes_back_when_its_chunk_is_lost(work: WorkFile) -> None:
+    read(work, line(1, "a"), line(2, "b"), line(3, "c"))
+    work.take("chunk", work.next_lines("m", 3))
+    assert work.chunks() == ["chunk"]
+    first = work.line("chunk", 0)
+    assert first is not None
+    work.finish(first.number)
+    assert work.line("chunk", 0) is None
+    assert work.give_back("chunk", tried=True) == 2
+    assert [work.count(state) for state in (PENDING, IN_FLIGHT, FINISHED, FAILED)] == [2, 0, 1, 0]
+    assert [each.number for each in work.next_lines("m", 5)] == [2]  # one that was tried before goes alone
+    assert work.tried_out(1)
+    assert not work.tried_out(2)
+
+
+def test_same_input_keeps_states_and_a_changed_line_loses_its_result(work: WorkFile) -> None:
+    read(work, line(1, "a"), line(2, "b"), line(3, "c"))
+    for number in (1, 2):
+        work.finish(number)
+    work.finish(3, failed=True)
+    assert read(work, line(1, "a"), line(2, "b"), line(3, "c")) == set()
+    assert work.count(FINISHED) == 2
+    assert work.has_failed("id3")
+    # the second has changed, the first is gone, the third has moved
+    assert read(work, line(1, "B", "id2"), line(2, "c", "id3"), line(3, "new", "id4")) == {"id1", "id2"}
+    assert [work.count(state) for state in (PENDING, FINISHED, FAILED)] == [2, 0, 1]
+
+
+def test_id_that_stands_twice_is_told_with_the_earlier_line(work: WorkFile) -> None:
+    work.begin_reading()
+    assert work.add(line(1, "a", "x")) is None
+    assert work.add(line(2, "b", "x")) == 1
+
+
+def test_results_wait_for_those_before_them(work: WorkFile) -> None:
+    read(work, line(1, "a"), line(2, "b"), line(3, "c"), line(4, "d"))
+    work.finish(1, outcome="one")
+    work.finish(3, outcome="three")
+    assert list(work.in_order(0)) == [(1, FINISHED, "one")]
+    work.finish(2, failed=True)
+    assert [entry[0] for entry in work.in_order(1)] == [2, 3]
+
+
+def test_finished_run_keeps_little_and_still_knows_its_lines(work: WorkFile) -> None:
+    read(work, *(line(i, f"{i} " * 5000) for i in range(1, 50)))
+    with work.transaction():
+        for number in range(1, 50):
+            work.finish(number)
+    work.shrink()
+    work.close()
+    assert work.path.stat().st_size < 100_000
+    again = WorkFile(work.path)
+    assert read(again, *(line(i, f"{i} " * 5000) for i in range(1, 50))) == set()
+    assert again.count(FINISHED) == 49

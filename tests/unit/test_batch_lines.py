@@ -1,0 +1,120 @@
+"""What a bulk run reads: every line is understood, or refused with its number and a remedy."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import pytest
+
+from cellama.api.batch.lines import BadLine, Defaults, Format, Line, format_of, read_lines
+from cellama.api.batch.openai import params_of_body, response_of
+from cellama.tasks.contract.errors import InvalidJob
+
+DEFAULTS = Defaults("m", {"max_tokens": 7})
+HELLO = [{"role": "user", "content": "Hi"}]
+
+
+def read(*lines: Any, format_: Format = "jsonl", column: str | None = None, limit: int = 10_000) -> list[Any]:
+    texts = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
+    return list(read_lines(io.BytesIO(b"\n".join(texts) + b"\n"), format_, DEFAULTS, limit, column))
+
+
+def test_short_lines_get_ids_models_and_parameters() -> None:
+    generate, chat, embed = read(
+        {"prompt": "a"}, {"id": "x", "messages": HELLO, "max_tokens": 3}, {"text": "t", "model": "n"}
+    )
+    assert (generate.id, generate.kind, generate.model, generate.params) == (
+        "1", "generate", "m", {"prompt": "a", "max_tokens": 7},
+    )  # fmt: skip
+    assert (chat.id, chat.kind, chat.params["max_tokens"]) == ("x", "chat", 3)
+    assert (embed.kind, embed.model, embed.params) == ("embed", "n", {"texts": "t"})
+
+
+def test_openai_lines_become_the_same_jobs() -> None:
+    schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}
+    body = {"model": "n", "messages": HELLO, "max_completion_tokens": 5, "response_format": schema, "user": "u",
+            "logprobs": True, "top_logprobs": 2, "seed": None}  # fmt: skip
+    (line,) = read({"custom_id": "c", "method": "POST", "url": "/v1/chat/completions", "body": body})
+    assert (line.id, line.form, line.kind, line.model) == ("c", "openai", "chat", "n")
+    assert line.params == {"messages": HELLO, "max_tokens": 5, "json_schema": {"type": "object"}, "logprobs": 2}
+    assert params_of_body("/v1/embeddings", {"input": "a", "encoding_format": "float"}) == {
+        "texts": "a",
+        "encoding": "list",
+    }
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"{broken", "it is no JSON"),
+        (b'"text"', "it is str, not an object"),
+        ({"max_tokens": 3}, "a line has one of prompt, messages, text, texts; this one has none of them"),
+        ({"prompt": "a", "text": "b"}, "this one has prompt and text"),
+        ({"prompt": "a", "temperture": 1}, "unknown parameter 'temperture'; did you mean 'temperature'"),
+        ({"prompt": ""}, "prompt is '': it is empty"),
+        ({"prompt": "a", "id": ""}, "its id is ''"),
+        ({"prompt": "a", "stream": True}, "priority and stream mean nothing in a bulk run"),
+        ({"prompt": "x" * 20_000}, "bytes, and the limit is 10000; split it"),
+        ({"url": "/v1/completions", "body": {"prompt": "a"}}, "custom_id is missing"),
+        ({"custom_id": "c", "url": "/v1/images", "body": {}}, "url is '/v1/images'; known: /v1/chat/completions"),
+        ({"custom_id": "c", "url": "/v1/completions", "body": {}}, "body.prompt is missing"),
+        ({"custom_id": "c", "url": "/v1/completions", "method": "GET", "body": {"prompt": "a"}}, "method is 'GET'"),
+        ({"custom_id": "c", "url": "/v1/completions", "body": {"prompt": "a", "stream": True}}, "body.stream is true"),
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+def test_bad_line_is_refused_with_its_number_and_the_next_one_is_read(line: Any, message: str) -> None:
+    bad, good = read(line, {"prompt": "fine"})
+    assert isinstance(bad, BadLine)
+    assert bad.number == 1
+    assert message in bad.message
+    assert isinstance(good, Line)
+    assert good.number == 2
+
+
+def test_line_without_a_model_is_refused_if_the_run_has_none() -> None:
+    (bad,) = read_lines(io.BytesIO(b'{"prompt": "a"}\n'), "jsonl", Defaults(None, {}), 1000)
+    assert isinstance(bad, BadLine)
+    assert "it names no model" in bad.message
+
+
+def test_text_and_csv_have_a_prompt_per_line() -> None:
+    texts = read(b"one", b"", b"two", format_="text")
+    assert [(line.number, line.params["prompt"]) for line in texts] == [(1, "one"), (3, "two")]
+    rows = read(b"id,question", b'1,"a ""b"""', b"2,c", format_="csv", column="question")
+    assert [line.params["prompt"] for line in rows] == ['a "b"', "c"]
+    with pytest.raises(InvalidJob, match="no --column is given; the file has: id, question"):
+        read(b"id,question", b"1,a", format_="csv")
+
+
+def test_hash_tells_changed_lines_and_keys_put_alike_ones_together() -> None:
+    one, same, other = read({"id": "a", "prompt": "x"}, {"id": "b", "prompt": "x"}, {"id": "a", "prompt": "y"})
+    assert one.hash == same.hash != other.hash
+    chats = read({"messages": [*HELLO, {"role": "assistant", "content": "A"}]}, {"messages": HELLO})
+    assert chats[0].key.startswith(chats[1].key)
+    tokens = read({"prompt": [5, 6, 7]}, {"prompt": [5, 6]})
+    assert tokens[0].key.startswith(tokens[1].key)
+
+
+def test_form_of_a_file_is_known_by_its_name() -> None:
+    from pathlib import Path
+
+    assert [format_of(Path(name), "auto") for name in ("a.jsonl", "a.txt", "a.csv", "a.parquet", "a")] == [
+        "jsonl", "text", "csv", "parquet", "jsonl",
+    ]  # fmt: skip
+    assert format_of(Path("a.txt"), "jsonl") == "jsonl"
+
+
+def test_openai_response_has_choices_and_usage() -> None:
+    usage = {"prompt_tokens": 3, "completion_tokens": 2, "cached_tokens": 1}
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    message = {"role": "assistant", "content": "", "tool_calls": calls}
+    result = {"text": "", "message": message, "finish_reason": "stop", "usage": usage, "model": "m"}
+    response = response_of("c", "line_1", "chat", result)
+    body = response["response"]["body"]
+    assert (response["custom_id"], response["error"], body["object"]) == ("c", None, "chat.completion")
+    assert body["choices"][0]["finish_reason"] == "tool_calls"
+    assert body["choices"][0]["message"] == message
+    assert body["usage"]["total_tokens"] == 5
