@@ -49,9 +49,9 @@ class Batches:
         """Its command will end it, now or when it is resumed."""
         self._redis.hset(batch_key(run_id), "cancel", "1")
 
-    def is_asked_to_cancel(self, run_id: str) -> bool:
-        """True once somebody has asked for it."""
-        return self._redis.hget(batch_key(run_id), "cancel") == b"1"
+    def take_cancel(self, run_id: str) -> bool:
+        """True if somebody has asked for it since the last time."""
+        return bool(self._redis.hdel(batch_key(run_id), "cancel"))
 
 
 def _parsed(value: str) -> Any:

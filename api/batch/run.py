@@ -134,7 +134,7 @@ class BatchRun:
             self._workers = _workers_of(self._redis)
             self.progress.workers = max((count for count, _ in self._workers.values()), default=0)
             self._tell("in_progress")
-            if self._batches.is_asked_to_cancel(self.id):
+            if self._batches.take_cancel(self.id):
                 return self._stop("cancelled")
             self._find_lost()
         if self._deadline is not None and time.monotonic() >= self._deadline:
