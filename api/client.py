@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from redis.asyncio import Redis as AsyncRedis
@@ -17,6 +18,8 @@ from cellama.tasks.reader import STREAM_TIMEOUT_S, astream_events
 from cellama.tasks.registry import WorkerEntry
 
 from .adapters import AdapterControl, AsyncAdapterControl
+from .batch.run import Progress
+from .batch.start import BatchOptions, Summary
 from .core import CONNECT_TIMEOUT_S, OUTAGE_RETRY_S, Core, Outage, memory_of, models_of
 
 LOAD_TIMEOUT_S = 600.0  # a large model takes its time
@@ -96,6 +99,23 @@ class Client(AdapterControl):
     ) -> Job:
         """Submits a conversation whose prompt is wanted; raises as `generate`."""
         return Job(self, self._core.submit(apply_chat_template, model, messages, wait, params).id)
+
+    def batch(
+        self,
+        input: str | Path,
+        output: str | Path,
+        *,
+        model: str | None = None,
+        ordered: bool = False,
+        on_progress: Callable[[Progress], None] = lambda progress: None,
+        **params: Any,
+    ) -> Summary:
+        """Runs every line of a file as `cellama batch run` does, to its end; the same call goes on where it ended.
+
+        `params` are for lines that do not say otherwise. Raises InvalidJob, OSError; what was finished is kept.
+        """
+        options = BatchOptions(Path(input), Path(output), model=model, ordered=ordered, params=params)
+        return self._core.batch(options, on_progress)
 
     def stream(
         self,

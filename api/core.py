@@ -33,6 +33,9 @@ from cellama.tasks.reaching import reaching_redis
 from cellama.tasks.reader import stream_events
 from cellama.tasks.registry import WorkerEntry, live_workers
 
+from .batch.run import Progress
+from .batch.start import BatchOptions, Summary, run_batch
+
 CONNECT_TIMEOUT_S = 3.0
 REPLY_S = 5.0  # for workers to answer a command
 REGISTRY_POLL_S = 0.1
@@ -143,6 +146,11 @@ class Core:
             return str(
                 task.apply_async(call["args"], call["kwargs"], queue=call["queue"], priority=call["priority"]).id
             )
+
+    def batch(self, options: BatchOptions, on_progress: Callable[[Progress], None]) -> Summary:
+        with reaching_redis():
+            self._redis.ping()
+        return run_batch(self._redis, options, on_progress=on_progress)
 
     def load_model(self, model: dict[str, Any], worker: str | None, timeout_s: float) -> None:
         begun = self.command("cellama_load", {"model": model}, worker)

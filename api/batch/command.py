@@ -22,13 +22,13 @@ from cellama.tasks.batches import Batches
 from cellama.tasks.contract.errors import InvalidJob, UnknownJob
 from cellama.tasks.reaching import reaching_redis
 
-from ..core import CONNECT_TIMEOUT_S
 from ..generation import JsonOption
 from ..options import with_chat_options
 from ..output import err, out, print_json
 from .run import Progress
 from .start import STANDARD, BatchOptions, Summary, options_of, run_batch
 
+CONNECT_TIMEOUT_S = 3.0
 LOG_S = 10.0  # between lines where there is no terminal
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd]?)")
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}

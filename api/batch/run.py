@@ -23,7 +23,7 @@ from cellama.tasks.registry import live_workers
 
 from .files import LineFile
 from .forms import error_line, result_line
-from .work import FAILED, FINISHED, IN_FLIGHT, PENDING, Stored, WorkFile
+from .work import FAILED, FINISHED, Stored, WorkFile
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class BatchRun:
         self._chunks = {chunk: _Chunk() for chunk in self._work.chunks()}
         self._tell("in_progress")
         ended = None
-        while ended is None and (self._chunks or self._work.count(PENDING)):
+        while ended is None and (self._chunks or self._work.pending):
             try:
                 ended = self._turn()
                 self.progress.notice = self._waits_for()
@@ -146,7 +146,7 @@ class BatchRun:
     # Chunks out
 
     def _send_chunks(self) -> None:
-        for model in self._work.pending_models():
+        for model in self._work.pending:
             workers, slots = self._workers.get(model, (0, 0))
             while workers and len(self._chunks) < CHUNKS_PER_WORKER * workers:
                 if not self._send_chunk(model, workers, slots):
@@ -154,7 +154,7 @@ class BatchRun:
 
     def _send_chunk(self, model: str, workers: int, slots: int) -> bool:
         """The next lines of a model, fewer towards the end, so that all workers end at about the same time."""
-        share = -(-self._work.count(PENDING, model) // (CHUNKS_PER_WORKER * workers))
+        share = -(-self._work.pending.get(model, 0) // (CHUNKS_PER_WORKER * workers))
         lines = _that_fit(self._work.next_lines(model, max(1, min(slots, share))))
         if not lines:
             return False
@@ -182,7 +182,7 @@ class BatchRun:
                     self._end_chunk(name, tried=False)
 
     def _waits_for(self) -> str:
-        missing = [model for model in self._work.pending_models() if model not in self._workers]
+        missing = [model for model in self._work.pending if model not in self._workers]
         return f"no live worker serves {', '.join(missing)}; start one with `cellama worker`" if missing else ""
 
     # Events in
@@ -224,7 +224,7 @@ class BatchRun:
         if error is None:
             results.append((line, event["result"]))
         elif error["retryable"] and line.tries + 1 < MAX_TRIES:
-            self._work.try_again(line.number)
+            self._work.try_again(line)
         else:
             failures.append((line, error))
 
@@ -239,9 +239,9 @@ class BatchRun:
         with self._work.transaction():
             for line, outcome in outcomes:
                 kept = json.dumps(outcome, ensure_ascii=False) if self._ordered else None
-                self._work.finish(line.number, outcome=kept)
+                self._work.finish(line, outcome=kept)
             for line, _ in failures:
-                self._work.finish(line.number, failed=True)
+                self._work.finish(line, failed=True)
             self._work.note(output_size=self._output.size, errors_size=self._errors.size)
         self._count(results, failures)
         if self._ordered and (results or failures):
@@ -254,7 +254,7 @@ class BatchRun:
         for _, result in results:
             for name in ("prompt_tokens", "cached_tokens", "completion_tokens"):
                 setattr(progress, name, getattr(progress, name) + result["usage"][name])
-        progress.in_flight = self._work.count(IN_FLIGHT)
+        progress.in_flight = self._work.in_flight()
 
     def _write_in_order(self) -> None:
         ready = []
@@ -273,12 +273,12 @@ class BatchRun:
         """Nothing more comes of a chunk; lines of it that have not ended wait again, or have failed often enough."""
         with self._work.transaction():
             self._work.give_back(name, tried=tried)
-        for line in self._work.tried_out(MAX_TRIES):
+        for line in self._work.tried_out(MAX_TRIES) if tried else ():
             code = {"code": "dead", "message": f"its workers died, {MAX_TRIES} times in a row", "retryable": False}
             self._keep([], [(line, code)])
         del self._chunks[name]
         self._redis.delete(journal_key(name))
-        self.progress.in_flight = self._work.count(IN_FLIGHT)
+        self.progress.in_flight = self._work.in_flight()
 
     # The end
 

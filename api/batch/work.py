@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ class WorkFile:
         """Opens or makes the file and locks it. Raises sqlite3.OperationalError if another command has it."""
         self.path = path
         self._outdated: list[str] = []
+        self._pending: Counter[str] | None = None
         self._db = sqlite3.connect(path, isolation_level=None, timeout=0.5)
         try:
             self._db.execute("PRAGMA locking_mode = EXCLUSIVE")
@@ -119,18 +121,25 @@ class WorkFile:
 
     # Planning
 
-    def count(self, state: int, model: str | None = None) -> int:
-        """Lines in a state."""
-        query, values = "SELECT count(*) FROM lines WHERE state = ?", [state]
-        if model is not None:
-            row = self._db.execute(query + " AND model = ?", (*values, model)).fetchone()
-        else:
-            row = self._db.execute(query, values).fetchone()
-        return int(row[0])
+    def count(self, state: int) -> int:
+        """Lines in a state; looks at all lines."""
+        return int(self._db.execute("SELECT count(*) FROM lines WHERE state = ?", (state,)).fetchone()[0])
 
-    def pending_models(self) -> list[str]:
-        """The models that lines wait for."""
-        return [row[0] for row in self._db.execute("SELECT DISTINCT model FROM lines WHERE state = 0")]
+    def in_flight(self) -> int:
+        """Lines in flight."""
+        return int(self._db.execute("SELECT count(*) FROM lines WHERE state = 1").fetchone()[0])  # by the index
+
+    @property
+    def pending(self) -> Mapping[str, int]:
+        """Model → lines that wait for it, if there are any. Counted once, then kept."""
+        if self._pending is None:
+            rows = self._db.execute("SELECT model, count(*) FROM lines WHERE state = 0 GROUP BY model")
+            self._pending = Counter(dict(rows.fetchall()))
+        return +self._pending
+
+    def _now_pending(self, models: Iterable[str]) -> None:
+        if self._pending is not None:
+            self._pending.update(models)
 
     def next_lines(self, model: str, count: int) -> list[Stored]:
         """Neighbours that wait, in the order of their keys. One that failed before comes last, and alone."""
@@ -143,11 +152,15 @@ class WorkFile:
 
     def take(self, chunk: str, lines: Sequence[Stored]) -> None:
         """These are in flight now, in this chunk."""
+        if self._pending is not None:
+            self._pending.subtract(line.model for line in lines)
         rows = [(IN_FLIGHT, chunk, place, line.number) for place, line in enumerate(lines)]
         self._db.executemany("UPDATE lines SET state = ?, chunk = ?, place = ? WHERE number = ?", rows)
 
     def give_back(self, chunk: str, *, tried: bool) -> int:
         """What is still in flight of a chunk waits again; returns how many lines. `tried` counts as an attempt."""
+        models = self._db.execute("SELECT model FROM lines WHERE state = 1 AND chunk = ?", (chunk,)).fetchall()
+        self._now_pending(row[0] for row in models)
         query = (
             "UPDATE lines SET state = 0, chunk = NULL, place = NULL, tries = tries + ? WHERE state = 1 AND chunk = ?"
         )
@@ -165,18 +178,21 @@ class WorkFile:
 
     # Results
 
-    def finish(self, number: int, *, failed: bool = False, outcome: str | None = None) -> None:
+    def finish(self, line: Stored, *, failed: bool = False, outcome: str | None = None) -> None:
         """A line has ended; `outcome` is kept until it is its turn to be written."""
+        if line.place is None and self._pending is not None:
+            self._pending[line.model] -= 1
         state = FAILED if failed else FINISHED
         self._db.execute(
             "UPDATE lines SET state = ?, chunk = NULL, place = NULL, outcome = ? WHERE number = ?",
-            (state, outcome, number),
+            (state, outcome, line.number),
         )
 
-    def try_again(self, number: int) -> None:
-        """A line waits again, after one more attempt."""
+    def try_again(self, line: Stored) -> None:
+        """A line in flight waits again, after one more attempt."""
+        self._now_pending([line.model])
         self._db.execute(
-            "UPDATE lines SET state = 0, chunk = NULL, place = NULL, tries = tries + 1 WHERE number = ?", (number,)
+            "UPDATE lines SET state = 0, chunk = NULL, place = NULL, tries = tries + 1 WHERE number = ?", (line.number,)
         )
 
     def tried_out(self, max_tries: int) -> list[Stored]:

@@ -227,6 +227,20 @@ def test_mistakes_are_told_before_anything_runs(commands: Commands, argv: list[s
     assert any(part in text for part in message.split("|")), text
 
 
+def test_client_runs_a_file_and_tells_how_it_goes(start_worker: StartWorker, commands: Commands, model: str) -> None:
+    start_worker()
+    commands.write([{"id": i, "prompt": f"Once upon a time {i}"} for i in range(5)])
+    seen: list[int] = []
+    with Client() as client:
+        summary = client.batch(
+            commands.folder / "in.jsonl", commands.output, model=model, ordered=True, max_tokens=3,
+            on_progress=lambda progress: seen.append(progress.finished),
+        )  # fmt: skip
+    assert (summary.state, summary.progress.finished, summary.errors) == ("completed", 5, None)
+    assert [each["id"] for each in commands.results()] == ["0", "1", "2", "3", "4"]
+    assert seen[-1] == 5
+
+
 def test_lines_come_from_stdin_and_results_go_to_stdout(
     start_worker: StartWorker, commands: Commands, model: str
 ) -> None:

@@ -73,9 +73,10 @@ def test_second_command_on_one_output_is_refused(work: WorkFile) -> None:
 def test_lines_go_out_with_those_that_begin_alike(work: WorkFile) -> None:
     prompts = ["fox a", "cat a", "fox b", "cat b", "ant"]
     read(work, *(line(i + 1, prompt) for i, prompt in enumerate(prompts)), line(9, "aaa", model="other"))
-    assert work.pending_models() == ["m", "other"]
+    assert work.pending == {"m": 5, "other": 1}
     assert [each.params["prompt"] for each in work.next_lines("m", 4)] == ["ant", "cat a", "cat b", "fox a"]
-    assert work.count(PENDING, "m") == 5
+    work.take("chunk", work.next_lines("m", 4))
+    assert work.pending == {"m": 1, "other": 1}
 
 
 def test_line_goes_through_its_states_and_comes_back_when_its_chunk_is_lost(work: WorkFile) -> None:
@@ -84,7 +85,7 @@ def test_line_goes_through_its_states_and_comes_back_when_its_chunk_is_lost(work
     assert work.chunks() == ["chunk"]
     first = work.line("chunk", 0)
     assert first is not None
-    work.finish(first.number)
+    work.finish(first)
     assert work.line("chunk", 0) is None
     assert work.give_back("chunk", tried=True) == 2
     assert [work.count(state) for state in (PENDING, IN_FLIGHT, FINISHED, FAILED)] == [2, 0, 1, 0]
@@ -95,9 +96,10 @@ def test_line_goes_through_its_states_and_comes_back_when_its_chunk_is_lost(work
 
 def test_same_input_keeps_states_and_a_changed_line_loses_its_result(work: WorkFile) -> None:
     read(work, line(1, "a"), line(2, "b"), line(3, "c"))
-    for number in (1, 2):
-        work.finish(number)
-    work.finish(3, failed=True)
+    first, second, third = work.next_lines("m", 3)
+    for each in (first, second):
+        work.finish(each)
+    work.finish(third, failed=True)
     assert read(work, line(1, "a"), line(2, "b"), line(3, "c")) == set()
     assert work.count(FINISHED) == 2
     assert work.has_failed("id3")
@@ -114,18 +116,19 @@ def test_id_that_stands_twice_is_told_with_the_earlier_line(work: WorkFile) -> N
 
 def test_results_wait_for_those_before_them(work: WorkFile) -> None:
     read(work, line(1, "a"), line(2, "b"), line(3, "c"), line(4, "d"))
-    work.finish(1, outcome="one")
-    work.finish(3, outcome="three")
+    first, second, third, _ = work.next_lines("m", 4)
+    work.finish(first, outcome="one")
+    work.finish(third, outcome="three")
     assert list(work.in_order(0)) == [(1, FINISHED, "one")]
-    work.finish(2, failed=True)
+    work.finish(second, failed=True)
     assert [entry[0] for entry in work.in_order(1)] == [2, 3]
 
 
 def test_finished_run_keeps_little_and_still_knows_its_lines(work: WorkFile) -> None:
     read(work, *(line(i, f"{i} " * 5000) for i in range(1, 50)))
     with work.transaction():
-        for number in range(1, 50):
-            work.finish(number)
+        for each in work.next_lines("m", 49):
+            work.finish(each)
     work.shrink()
     work.close()
     assert work.path.stat().st_size < 100_000
