@@ -26,6 +26,7 @@ MEASURED_WITH = (
     *("n_batch", "chunk_size", "batch_strategy", "pooling"),
 )
 END_TIMEOUT_S = 10.0
+BUSY = 0.25  # of the cores
 
 Row = dict[str, Any]  # as engine/tuning_process.py writes it
 
@@ -46,7 +47,7 @@ def tune_command(
         raise typer.Exit(Exit.USAGE)
     settings = _find(model)
     with _Process(_request(settings, seconds, threads, slots)) as process:
-        rows, end = _watch(model, process, json)
+        end = _watch(model, process, json)
     if "result" not in end:
         print_error(end.get("error") or f"the measuring process ended with exit code {process.returncode}")
         if end.get("code") == "model_load_failed" and settings.id == _UNNAMED:
@@ -57,7 +58,7 @@ def tune_command(
     if json:
         print_json({"model": model, **result})
     else:
-        out.print(_table(rows, result["generates"], result["chosen"]["setup"], result["work"]))
+        out.print(_table(result["rows"], result["generates"], result["chosen"]["setup"], result["work"]))
         _explain(result, settings)
     if result["problem"]:
         print_error(f"the result can't be kept: {result['problem']}; set XDG_CACHE_HOME to a folder of yours")
@@ -121,16 +122,16 @@ class _Process:
             yield json_module.loads(line)
 
 
-def _watch(model: str, process: _Process, json: bool) -> tuple[list[Row], dict[str, Any]]:
-    """Shows each measurement as it comes; returns all, and what came last. Ctrl-C tells what was found until then."""
+def _watch(model: str, process: _Process, json: bool) -> dict[str, Any]:
+    """Shows each measurement as it comes; returns what came last. Ctrl-C tells what was found until then."""
     rows: list[Row] = []
     live = out.is_terminal and not json
     try:
         with Live(console=out, transient=True, auto_refresh=False) if live else _Plain() as view:
             for message in process.messages():
                 if "row" not in message:
-                    return rows, message
-                rows.append(message["row"])
+                    return message
+                rows = [row for row in rows if row["setup"] != message["row"]["setup"]] + [message["row"]]
                 generates = rows[0]["setup"]["n_parallel"] is not None
                 if live:
                     best = max(rows, key=lambda row: float(row["tokens_per_s"]))
@@ -143,7 +144,7 @@ def _watch(model: str, process: _Process, json: bool) -> tuple[list[Row], dict[s
             best = max(rows, key=lambda row: float(row["tokens_per_s"]))
             err.print(f"the fastest so far: {_in_words(best['setup'])}: {_rates(best)}", markup=False)
         raise
-    return rows, {}
+    return {}
 
 
 class _Plain:
@@ -191,6 +192,8 @@ def _explain(result: dict[str, Any], settings: ModelSettings) -> None:
     machine = result["machine"]
     if not result["generates"]:
         out.print("this model only reads texts, for vectors or scores: there is nothing to tune but threads")
+    if result["load"] > BUSY:
+        out.print(f"other programs kept {result['load']:.0%} of the cores busy before: these figures are less sure")
     if result["num_skipped"]:
         out.print(f"there was no time for {result['num_skipped']} more; --seconds allows more")
     out.print(f"best: {_in_words(result['chosen']['setup'])}", style="bold", markup=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
 import statistics
 import time
@@ -62,6 +63,7 @@ class Tuning:
     chosen: Measured
     num_skipped: int  # setups that there was no time for
     took_s: float
+    load: float  # what other programs used of the cores before, 0 to 1 and above; 0 where the system does not tell
 
 
 def tune(
@@ -86,6 +88,7 @@ def tune(
         raise InvalidRequest("seconds, slots and threads must be above 0")
     options = _without_choices(options or EngineOptions())
     path = resolve(source, hub or HubOptions())
+    load = _load()
     started = time.monotonic()
     wanted = None if capabilities is None else frozenset(capabilities)
     plan, slots = _plan(path, options, wanted, min(max_slots, MAX_SLOTS, options.n_batch))
@@ -112,13 +115,22 @@ def tune(
     info, took_s = weights.info, time.monotonic() - started
     rows = tuple(search.rows)
     generates = plan.uses.generates
-    return Tuning(info.fingerprint, info.description, generates, bed.work, rows, chosen, search.num_skipped, took_s)
+    return Tuning(
+        info.fingerprint, info.description, generates, bed.work, rows, chosen, search.num_skipped, took_s, load
+    )
 
 
 def keep(result: Tuning, options: EngineOptions | None = None) -> Path:
     """Loads of this model on this machine read the result from now on. Raises OSError."""
     given = tuned.conditions(options or EngineOptions())
     return tuned.keep(result.fingerprint, given, result.chosen, result.rows)
+
+
+def _load() -> float:
+    try:
+        return os.getloadavg()[0] / (os.cpu_count() or 1)
+    except (AttributeError, OSError):  # Windows
+        return 0.0
 
 
 def _without_choices(options: EngineOptions) -> EngineOptions:

@@ -14,6 +14,7 @@ from .params import DEFAULT_SLOTS, DEFAULT_UBATCH
 
 TIE = 0.98  # of the best rate: from there on fewer slots and threads are better
 FALLING = 0.9  # of the best rate: fewer threads than these are not worth a look
+DOUBTFUL = 0.6  # of the best rate: it is measured twice, in case something else ran just then
 HOPELESS = 0.8  # of the other layout's rate: with more slots it is not tried again
 UBATCHES = (256, 128, 64)  # tokens, beside the default
 MAX_SLOTS = 64
@@ -69,7 +70,7 @@ class Search:
     """A walk through setups, each from the best one so far: threads, slots with both layouts, tokens per pass.
 
     `measure` gives None for what does not fit or took too long. Nothing is begun that would not end before the
-    deadline, judged by what was measured so far; `rows` has the results in order.
+    deadline, judged by what was measured so far; `rows` has the results in order, each setup once.
     """
 
     measure: Callable[[Setup], Measured | None]
@@ -104,15 +105,16 @@ class Search:
         row = self.measure(setup)
         if row is None:
             return 0.0
+        best = max((other.tokens_per_s for other in self.rows), default=0.0)
+        if row.tokens_per_s < DOUBTFUL * best and self.clock() + self._expected_s(setup) <= self.deadline:
+            row = max(filter(None, (row, self.measure(setup))), key=lambda measured: measured.tokens_per_s)
         self.rows.append(row)
         return row.tokens_per_s
 
     def _expected_s(self, setup: Setup) -> float:
-        """About as long as the one before, and longer with more slots: each has the same work."""
-        if not self.rows:
-            return 0.0
-        last = self.rows[-1]
-        return last.took_s * max(1.0, (setup.n_parallel or 1) / (last.setup.n_parallel or 1))
+        """At best as long as others took, and longer with more slots: each has the same work."""
+        slots = setup.n_parallel or 1
+        return min((row.took_s * max(1.0, slots / (row.setup.n_parallel or 1)) for row in self.rows), default=0.0)
 
     def _best(self) -> Measured | None:
         return choose(self.rows)

@@ -75,6 +75,21 @@ def test_search_begins_nothing_that_would_not_end_in_time() -> None:
     assert chosen == choose(search.rows)
 
 
+def test_search_measures_twice_what_was_disturbed() -> None:
+    disturbed = {Setup(threads=8, n_parallel=16, kv_layout="partitioned", n_ubatch=512)}
+
+    def rate(setup: Setup) -> float:
+        slow = setup in disturbed
+        disturbed.discard(setup)
+        return (1.0 if slow else 10.0) * (setup.n_parallel or 1) * setup.threads
+
+    search = Bench(rate).search(slots=16)
+    chosen = search.run()
+    assert chosen is not None
+    assert (chosen.setup.n_parallel, chosen.setup.kv_layout) == (16, "partitioned")
+    assert len({row.setup for row in search.rows}) == len(search.rows)
+
+
 def test_search_passes_over_what_can_not_be_measured() -> None:
     """As with slots whose cells don't fit into memory."""
     chosen = Bench(lambda setup: 0.0 if (setup.n_parallel or 0) > 8 else hills(setup)).search().run()
