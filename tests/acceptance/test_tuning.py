@@ -61,10 +61,18 @@ def test_tuned_options_are_those_of_a_worker_that_leaves_them_open(redis_server:
         assert served["slots"] == chosen["n_parallel"]
         room = chosen["n_parallel"] + EMBEDDING_JOBS_BESIDE + LOOK_AHEAD
         assert wait_until(pool_size, "the pool") == room
+        info = show_info(tmp_path, redis_server.url)
+        assert re.search(rf"tuned +.*n_parallel {chosen['n_parallel']}\b", info)
         job = app.send_task("cellama.generate", ["open", "Once upon a time"], {"max_tokens": 4}, queue="cellama:open")
         assert job.get(timeout=PATIENCE_S)["usage"]["completion_tokens"] == 4
     finally:
         assert worker.stop() == 0, worker.log()
+
+
+def show_info(folder: Path, redis_url: str) -> str:
+    command = [*CELLAMA, "models", "info", "open"]
+    variables = {**environment(folder), "CELLAMA_REDIS_URL": redis_url}
+    return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=PATIENCE_S).stdout
 
 
 def served_by(worker: WorkerProcess) -> dict[str, Any]:
