@@ -41,6 +41,7 @@ from .output import Exit, print_error
 from .reading import embed_command, rerank_command
 from .redis_server import RedisServerError
 from .status import cancel_command, status_command
+from .tune import tune_command
 
 EPILOGUE = """
 Settings come from CELLAMA_* variables or cellama.toml.
@@ -65,6 +66,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "rerank": rerank_command,
     "status": status_command,
     "cancel": cancel_command,
+    "tune": tune_command,
 }
 
 

@@ -20,7 +20,7 @@ from redis.exceptions import AuthenticationError, RedisError
 from rich.panel import Panel
 from rich.table import Table
 
-from cellama.config import Settings, get_settings
+from cellama.config import ModelSettings, Settings, get_settings
 from cellama.tasks.contract.errors import RedisUnreachable
 from cellama.tasks.registry import live_workers
 
@@ -162,11 +162,15 @@ def _describe_flower(address: str, port: int) -> str:
     return f"http://{host}:{port}" + (f"  (user:password {credentials})" if credentials else "")
 
 
+def _describe_model(model: ModelSettings) -> str:
+    return model.id if model.n_parallel is None else f"{model.id} ({model.n_parallel} slots)"
+
+
 def _say_ready(settings: Settings, embedded: RedisServer | None, flower: str | None, logs: Path) -> None:
     table = Table.grid(padding=(0, 2))
     kept = f" (embedded, data in {embedded.data_dir})" if embedded else ""
     table.add_row("[bold]Redis[/]", settings.redis_url_masked + kept)
-    table.add_row("[bold]Models[/]", ", ".join(f"{m.id} ({m.n_parallel} slots)" for m in settings.models))
+    table.add_row("[bold]Models[/]", ", ".join(map(_describe_model, settings.models)))
     if flower:
         table.add_row("[bold]Flower[/]", flower)
     table.add_row("[bold]Logs[/]", str(logs))

@@ -50,6 +50,8 @@ def _facts(model: dict[str, Any]) -> dict[str, str]:
             "loaded": f"{_time(model['ready_at'])}, in {model['load_s']:.2f} s",
             "last used": _time(model["last_used_at"]),
         }
+    if model.get("tuned"):
+        facts["tuned"] = ", ".join(f"{name} {value}" for name, value in model["tuned"].items())
     if model.get("adapters"):
         facts["adapters"] = ", ".join(f"{adapter['name']} × {adapter['scale']:g}" for adapter in model["adapters"])
     return {**facts, "workers": "\n".join(model["workers"])}

@@ -112,8 +112,8 @@ def _mib(footprint: Footprint, part: str) -> float:
 def _use(model: Any, options: EngineOptions, capabilities: frozenset[str]) -> None:
     """Puts something into every slot, and through a full batch."""
     if "generate" in capabilities:
-        length = max(16, -(-options.n_batch // options.n_parallel))
-        prompts = [tuple(range(300 + slot, 300 + slot + length)) for slot in range(options.n_parallel)]
+        length = max(16, -(-options.n_batch // options.num_slots))
+        prompts = [tuple(range(300 + slot, 300 + slot + length)) for slot in range(options.num_slots)]
         greedy = SamplingParams(temperature=0)
         requests = [Request(str(i), prompt, greedy, max_tokens=2, ignore_eos=True) for i, prompt in enumerate(prompts)]
         for handle in [model.engine.submit(request) for request in requests]:

@@ -30,6 +30,7 @@ DEFAULT_FILE = "cellama.toml"
 Capability = Literal["generate", "chat", "embed", "rerank"]
 OnFull = Literal["refuse", "evict"]
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
+DEFAULT_SLOTS = 8  # of a model that leaves n_parallel to us, and was never tuned
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
 
 
@@ -50,8 +51,18 @@ def _to_adapter(value: Any) -> Any:
     return {"source": value} if isinstance(value, str) else value
 
 
+def _from_auto(value: Any) -> Any:
+    return None if value == "auto" else value
+
+
+AutoInt = Annotated[int | None, BeforeValidator(_from_auto)]  # "auto" and None: choose for me
+
+
 class ModelSettings(BaseModel):
-    """One model that a worker loads, and how its engine is set up. None stands for "choose for me"."""
+    """One model that a worker loads, and how its engine is set up. None stands for "choose for me".
+
+    n_parallel, n_ubatch, threads and kv_layout are then as `cellama tune` found them best, if it was run.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -68,17 +79,17 @@ class ModelSettings(BaseModel):
     adapters: dict[str, Annotated[AdapterSettings, BeforeValidator(_to_adapter)]] = Field(
         default_factory=dict, description="LoRA adapters by name: their sources, or tables with source and scale"
     )
-    n_parallel: int = Field(default=8, ge=1, le=256, description="slots: requests in one batch")
+    n_parallel: AutoInt = Field(default=None, ge=1, le=256, description="slots: requests in one batch; auto: 8")
     n_ctx: int | None = Field(default=None, ge=1, description="context of all slots together, in tokens")
     ctx_per_slot: int | None = Field(default=None, ge=1, description="context of each slot, in tokens")
     kv_layout: Literal["auto", "unified", "partitioned"] = Field(default="auto", description="of the KV cache")
     cache_prompt: bool = Field(default=True, description="share prefixes between requests")
     cache_ram_bytes: int = Field(default=1 << 30, ge=0, description="quota of KV states kept in RAM; 0 = none")
     n_batch: int = Field(default=512, ge=1, description="tokens per step, as far as n_ubatch goes")
-    n_ubatch: int = Field(default=512, ge=1, description="tokens per pass inside llama.cpp")
+    n_ubatch: AutoInt = Field(default=None, ge=1, description="tokens per pass inside llama.cpp; auto: 512")
     chunk_size: int = Field(default=512, ge=1, description="prompt tokens per slot and step, at most")
     max_queue: int = Field(default=0, ge=0, description="requests that may wait in the engine; 0 = unlimited")
-    threads: int | None = Field(default=None, ge=1, le=512, description="CPU threads")
+    threads: AutoInt = Field(default=None, ge=1, le=512, description="CPU threads; auto: all cores")
     n_gpu_layers: int = Field(default=-1, ge=-1, description="layers on the GPU; -1 = all")
     flash_attention: Literal["auto", "on", "off"] = "auto"
     cache_type_k: CacheType = "f16"

@@ -138,6 +138,6 @@ def _whom_to_unload(others: list[tuple[str, int]], missing_bytes: int) -> str:
 def _in_words(plan: Plan, device: str) -> str:
     usage, context = plan.footprint.on(device), ""
     if plan.options.ctx_per_slot:
-        context = f" for {plan.options.n_parallel} slots of {plan.options.ctx_per_slot} tokens"
+        context = f" for {plan.options.num_slots} slots of {plan.options.ctx_per_slot} tokens"
     parts = (("weights", usage.weights_bytes), ("KV cache" + context, usage.kv_bytes), ("compute", usage.compute_bytes))
     return ", ".join(f"{name} {readable(size)}" for name, size in parts if size)

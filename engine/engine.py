@@ -51,7 +51,7 @@ class Engine(Generating):
         self._options = options
         self._cache = KvCache(backend, options.cache_ram_bytes if options.cache_prompt else 0)
         # One pass of llama.cpp: it would cut a larger batch into pieces of all sequences, each too small to be fast.
-        limits = Limits(min(options.n_batch, options.n_ubatch), options.chunk_size, options.max_queue)
+        limits = Limits(options.pass_tokens, options.chunk_size, options.max_queue)
         self._scheduler = Scheduler(limits, make_strategy(options.batch_strategy), self._cache)
         self.adapters = Adapters(backend)
         self._telemetry = Telemetry(self._scheduler)

@@ -43,9 +43,11 @@ class Model(Texts):
         uses: Uses,
         hub: HubOptions,
         adapters: Mapping[str, tuple[str, float]] | None = None,
+        tuned: tuple[str, ...] = (),
     ) -> None:
         """Loads everything from the file of its source, with `adapters` by name (source, scale).
 
+        `tuned` names the options that are as `cellama tune` found them best.
         A failure leaves nothing behind. Raises ModelLoadFailed, and what `load_adapter` does.
         """
         from .llama import LlamaModel, load_contexts
@@ -54,6 +56,7 @@ class Model(Texts):
         self.id = model_id
         self.source = source
         self.options = options
+        self.tuned = tuned
         self.capabilities = uses.capabilities
         self.memory: Footprint  # what llama.cpp says it took
         self.devices: dict[str, int]  # on which devices its layers lie, and how many of them
@@ -103,6 +106,11 @@ class Model(Texts):
     @property
     def info(self) -> ModelInfo:
         return self._weights.info
+
+    @property
+    def tuned_text(self) -> str:
+        """The tuned options and their values, for people."""
+        return ", ".join(f"{name} {getattr(self.options, name)}" for name in self.tuned)
 
     @property
     def last_used(self) -> float:

@@ -15,6 +15,9 @@ MAX_SEED = 2**32 - 2  # llama.h: 0xFFFFFFFF means "random"
 DEFAULT_PRIORITY = 3
 MAX_COMPLETIONS = 128
 MAX_LOGPROBS = 100
+DEFAULT_SLOTS = 8
+MAX_SLOTS = 256  # llama.cpp: LLAMA_MAX_SEQ
+DEFAULT_UBATCH = 512  # tokens
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 
 FlashAttention = Literal["auto", "on", "off"]
@@ -165,16 +168,20 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """How a model is loaded and batched. None stands for "choose for me". Raises InvalidRequest."""
+    """How a model is loaded and batched. None stands for "choose for me". Raises InvalidRequest.
 
-    n_parallel: int = 8  # slots
+    What a load finds left open of n_parallel, n_ubatch, threads and kv_layout is as `cellama tune` found it best, if
+    it did for this model on this machine (tuned.py).
+    """
+
+    n_parallel: int | None = None  # slots; `num_slots` has the number
     n_ctx: int | None = None  # tokens of the KV cache in all; None = n_parallel × ctx_per_slot
     ctx_per_slot: int | None = None  # tokens; None = from n_ctx, else the training context as far as memory goes
     kv_layout: KvLayout = "auto"  # docs/adr/003-kv-layout.md
     cache_prompt: bool = True  # False: no request shares its prefix
     cache_ram_bytes: int = 1 << 30  # quota of states kept in RAM; 0 = none
     n_batch: int = 512  # token budget of a step, as far as n_ubatch goes
-    n_ubatch: int = 512  # tokens of one pass inside llama.cpp; a step is one pass
+    n_ubatch: int | None = None  # tokens of one pass inside llama.cpp; a step is one pass; `pass_tokens` has the number
     chunk_size: int = 512  # prompt tokens per slot and step, at most
     max_queue: int = 0  # waiting requests; 0 = unlimited
     threads: int | None = None  # None = the cores this process may use
@@ -188,9 +195,10 @@ class EngineOptions:
     pooling: Pooling = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("n_parallel", "n_batch", "n_ubatch", "chunk_size"):
+        for name in ("n_batch", "chunk_size"):
             _check_int(name, getattr(self, name), 1)
-        _check_int("n_parallel", self.n_parallel, 1, 256)  # llama.cpp: LLAMA_MAX_SEQ
+        _check_int("n_parallel", self.num_slots, 1, MAX_SLOTS)
+        _check_int("n_ubatch", DEFAULT_UBATCH if self.n_ubatch is None else self.n_ubatch, 1)
         _check_int("max_queue", self.max_queue, 0)
         _check_int("cache_ram_bytes", self.cache_ram_bytes, 0)
         _check_int("n_gpu_layers", self.n_gpu_layers, -1)
@@ -199,12 +207,22 @@ class EngineOptions:
                 _check_int(name, getattr(self, name), 1)
         if self.threads is not None:
             _check_int("threads", self.threads, 1, 512)
-        _check(self.n_batch >= self.n_parallel, "n_batch", self.n_batch, f"at least n_parallel ({self.n_parallel})")
+        _check(self.n_batch >= self.num_slots, "n_batch", self.n_batch, f"at least n_parallel ({self.num_slots})")
         self._check_one_of("flash_attention", get_args(FlashAttention))
         self._check_one_of("kv_layout", get_args(KvLayout))
         self._check_one_of("pooling", get_args(Pooling))
         self._check_one_of("cache_type_k", CACHE_TYPES)
         self._check_one_of("cache_type_v", CACHE_TYPES)
+
+    @property
+    def num_slots(self) -> int:
+        """`n_parallel`, or what it is when nobody chose."""
+        return DEFAULT_SLOTS if self.n_parallel is None else self.n_parallel
+
+    @property
+    def pass_tokens(self) -> int:
+        """Tokens of one pass: `n_ubatch`, or what it is when nobody chose, and never more than a step has."""
+        return min(DEFAULT_UBATCH if self.n_ubatch is None else self.n_ubatch, self.n_batch)
 
     def _check_one_of(self, name: str, known: Iterable[str]) -> None:
         value = getattr(self, name)

@@ -10,6 +10,7 @@ from celery import Celery
 from kombu import Queue
 
 from cellama.config import ModelSettings, Settings, get_settings
+from cellama.config.settings import DEFAULT_SLOTS
 
 from .contract.names import DEFAULT_MODEL, PRIORITIES, PRIORITY_SEPARATOR, queue_name
 
@@ -103,20 +104,24 @@ def _model_ids(settings: Settings) -> list[str]:
 
 
 def concurrency(settings: Settings) -> int:
-    """Jobs that a worker holds at once: those of its models, and the look-ahead."""
+    """Jobs that a worker holds at once: those of its models, and the look-ahead.
+
+    Once they are loaded, it is corrected for those whose number of slots was tuned (Runtime.attach).
+    """
     return sum(num_jobs_of(model) for model in settings.models) + settings.look_ahead
 
 
-def num_jobs_of(model: ModelSettings) -> int:
+def num_jobs_of(model: ModelSettings, slots: int | None = None) -> int:
     """Jobs that a model works on at once: one per slot, and some for embeddings and reranking.
 
+    `slots` are those of the loaded model; without them it is what the settings say, or the default.
     One that gets its capabilities from its file counts as if it could do everything.
     """
     able = set(model.capabilities or ("generate", "embed"))
     reads = bool({"embed", "rerank"} & able)
     if not {"generate", "chat"} & able:
         return EMBEDDING_JOBS * reads
-    return model.n_parallel + EMBEDDING_JOBS_BESIDE * reads
+    return (slots or model.n_parallel or DEFAULT_SLOTS) + EMBEDDING_JOBS_BESIDE * reads
 
 
 app = make_app()

@@ -122,6 +122,7 @@ def describe(entry: ModelEntry, default: bool) -> dict[str, Any]:
         "load_s": round(model.load_s, 3),
         "ready_at": entry.since,
         "last_used_at": model.last_used,
+        "tuned": {name: getattr(model.options, name) for name in model.tuned},
         "adapters": [asdict(adapter) for adapter in model.adapters()],
     }
     return {**known, **asdict(model.info), **resident, "engine": engine}

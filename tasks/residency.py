@@ -63,11 +63,11 @@ class Residency:
 
     def _load(self, model: ModelSettings) -> None:
         self._load_now(model)
-        self._jobs[model.id] = num_jobs_of(model)
+        self._jobs[model.id] = num_jobs_of(model, self._manager.get(model.id).options.num_slots)
         self._consumer.call_soon(self._begin_serving, model.id)
 
     def _begin_serving(self, model_id: str) -> None:
-        self._resize(self._jobs[model_id])
+        self.resize(self._jobs[model_id])
         self._consumer.add_task_queue(queue_name(model_id))
         log.info("model %s is served from now on", model_id)
         self._on_change()
@@ -90,7 +90,7 @@ class Residency:
             if self._manager.is_loaded(model_id):
                 self._consumer.call_soon(self._consumer.add_task_queue, queue)
             raise
-        self._consumer.call_soon(self._resize, -self._jobs.pop(model_id, 0))
+        self._consumer.call_soon(self.resize, -self._jobs.pop(model_id, 0))
 
     def evict(self, model_id: str) -> None:
         """Unloads an idle model to make room, on the thread of the load that needs it. Raises ModelBusy."""
@@ -136,8 +136,10 @@ class Residency:
         self._failures.pop(key, None)
         self._in_background(key, action)
 
-    def _resize(self, num_jobs: int) -> None:
-        """So many more jobs, or fewer, may be in this worker."""
+    def resize(self, num_jobs: int) -> None:
+        """So many more jobs, or fewer, may be in this worker from now on. Main thread only."""
+        if num_jobs == 0:
+            return
         pool = self._consumer.pool
         (pool.grow if num_jobs >= 0 else pool.shrink)(abs(num_jobs))
         self._consumer._update_prefetch_count(num_jobs)

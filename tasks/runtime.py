@@ -136,9 +136,12 @@ class Runtime:
     def attach(self, consumer: Any) -> None:
         """Renews, from now on, the leases of what this consumer of Celery's takes; lets models come and go."""
         if self._lease is None:
-            jobs = {model.id: num_jobs_of(model) for model in self.settings.models}
+            loaded = {id_: model.options.num_slots for id_, model in self.manager.models().items()}
+            jobs = {model.id: num_jobs_of(model, loaded.get(model.id)) for model in self.settings.models}
             waiting = self.ledger.num_waiting
             self.residency = Residency(self.manager, consumer, self._load, jobs, waiting, self._tell_change)
+            assumed = sum(num_jobs_of(model) for model in self.settings.models)
+            self.residency.resize(sum(jobs.values()) - assumed)  # tuned models have other slots than were assumed
             if self.settings.on_full == "evict":  # only now: the models of the settings don't push each other out
                 self.manager.evict_through(self.residency.evict)
             own = Redis.from_url(self.settings.redis_url, socket_timeout=SOCKET_TIMEOUT_S, health_check_interval=10)

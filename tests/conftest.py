@@ -27,6 +27,7 @@ hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=No
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 REDIS_PORT = free_port()
+CACHE = Path(__file__).parents[1] / "build" / "test-cache"  # nothing that a person has tuned counts in tests
 
 
 def pytest_configure() -> None:
@@ -34,6 +35,7 @@ def pytest_configure() -> None:
     for name in [name for name in os.environ if name.startswith("CELLAMA_")]:
         del os.environ[name]
     os.environ["CELLAMA_REDIS_URL"] = f"redis://127.0.0.1:{REDIS_PORT}/0"
+    os.environ["XDG_CACHE_HOME"] = str(CACHE)
     get_settings.cache_clear()
 
 

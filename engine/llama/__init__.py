@@ -1,9 +1,10 @@
 """llama.cpp behind the engine's protocols: the only importer of llama_cpp."""
 
-from .context import LlamaBackend
-from .devices import devices
+from .context import LlamaBackend, available_cores
+from .devices import devices, machine
 from .embedding import LlamaEmbeddingBackend
 from .footprint import Plan, load_contexts, plan_load
+from .gguf_file import fingerprint
 from .model import LlamaModel
 from .pairs import PairFormat
 
@@ -13,7 +14,10 @@ __all__ = [
     "LlamaModel",
     "PairFormat",
     "Plan",
+    "available_cores",
     "devices",
+    "fingerprint",
     "load_contexts",
+    "machine",
     "plan_load",
 ]

@@ -116,13 +116,13 @@ class LlamaBackend(LlamaMemory):
             model,
             options,
             n_ctx=shape.n_ctx,
-            n_seq_max=options.n_parallel,
+            n_seq_max=options.num_slots,
             n_batch=options.n_batch,
-            n_ubatch=min(options.n_ubatch, options.n_batch),
-            n_outputs_max=options.n_parallel,  # a slot samples once per step; n_batch rows of logits would be reserved
+            n_ubatch=options.pass_tokens,
+            n_outputs_max=options.num_slots,  # a slot samples once per step; n_batch rows of logits would be reserved
             kv_unified=shape.unified,
         )
-        super().__init__(model, self.context, shape, options.n_parallel)
+        super().__init__(model, self.context, shape, options.num_slots)
         self._batch = TokenBatch(options.n_batch)
         self._rows: dict[int, int] = {}  # slot → row of its logits in the last batch
         self._views: dict[int, NDArray[np.float32]] = {}  # by address

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
+import llama_cpp
 import llama_cpp.llama_cpp as lib
 
 from ..budget import CPU, Device, DeviceKind
 from ..free_memory import ram
+from .context import available_cores
 from .model import initialise
 
 _KINDS: dict[int, DeviceKind] = {0: "cpu", 1: "gpu", 2: "integrated gpu"}  # ggml_backend_dev_type; 3: no own memory
@@ -52,3 +55,14 @@ def _device(pointer: int) -> Device | None:
 def gpu_names() -> list[str]:
     """The names of the devices that are not the CPU."""
     return [device.name for device in devices() if device.kind != "cpu"]
+
+
+def machine() -> dict[str, Any]:
+    """What the speed of a model depends on here: CPU, cores that this process may use, GPUs, version of llama.cpp."""
+    found = devices()
+    return {
+        "cpu": next((device.description for device in found if device.kind == "cpu"), "unknown"),
+        "cores": available_cores(),
+        "gpus": [device.description for device in found if device.kind != "cpu"],
+        "llama_cpp": llama_cpp.__version__,
+    }

@@ -31,7 +31,7 @@ class LlamaEmbeddingBackend:
     def __init__(self, model: LlamaModel, options: EngineOptions, pooling: Pooling) -> None:
         """Allocates the context; `pooling` is not "auto". Raises ModelLoadFailed."""
         self.max_tokens = min(model.info.n_ctx_train, MAX_EMBED_TOKENS)
-        self.batch_tokens = min(options.n_batch, options.n_ubatch, self.max_tokens)
+        self.batch_tokens = min(options.pass_tokens, self.max_tokens)
         self.max_texts = min(MAX_TEXTS, self.max_tokens)
         self.per_token = pooling == "none"
         rank = pooling == "rank"

@@ -112,7 +112,7 @@ class _DryLoad:
         options = self._options
         if options.n_ctx is None and options.ctx_per_slot is None and self._uses.generates:
             trained = self._model.info.n_ctx_train
-            first = max(2 * LEAST_TOKENS, CHEAP_CELLS // options.n_parallel)
+            first = max(2 * LEAST_TOKENS, CHEAP_CELLS // options.num_slots)
             ctx, footprint = choose_ctx(
                 lambda ctx: self._approach(replace(options, ctx_per_slot=ctx)), self._room, trained, first=first
             )
@@ -121,7 +121,7 @@ class _DryLoad:
 
     def _approach(self, options: EngineOptions) -> Footprint:
         """What a context takes; for one that can't fit, about what it would, judged by a smaller one."""
-        num_cells = options.n_ctx or options.n_parallel * (options.ctx_per_slot or 0)
+        num_cells = options.n_ctx or options.num_slots * (options.ctx_per_slot or 0)
         divisor = 1 << max(0, (num_cells // CHEAP_CELLS).bit_length())
         while divisor > 1:
             n_ctx, per_slot = _divided(options.n_ctx, divisor), _divided(options.ctx_per_slot, divisor)
@@ -149,7 +149,7 @@ class _DryLoad:
         with llama_log.capture() as lines:
             Backends.make(self._model, options, Uses(frozenset({"generate"}))).close()
         one = buffers.states(lines, gpu_names())
-        slots = self._options.n_parallel * self._uses.generates + MAX_TEXTS * (self._uses.embeds + self._uses.ranks)
+        slots = self._options.num_slots * self._uses.generates + MAX_TEXTS * (self._uses.embeds + self._uses.ranks)
         devices = dict.fromkeys([*self._weights, *one])
         usage = {name: replace(self._weights.get(name, Usage()), kv_bytes=slots * one.get(name, 0)) for name in devices}
         least = Footprint(usage)

@@ -42,7 +42,7 @@ class KvShape:
     @staticmethod
     def choose(model: LlamaModel, options: EngineOptions) -> KvShape:
         """What the options say; a context that they leave open is the training context. Raises InvalidRequest."""
-        slots = options.n_parallel
+        slots = options.num_slots
         unified = options.kv_layout == "unified" or (options.kv_layout == "auto" and slots <= UNIFIED_UP_TO)
         if unified:
             total = options.n_ctx or slots * (options.ctx_per_slot or model.info.n_ctx_train)

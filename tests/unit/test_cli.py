@@ -30,6 +30,7 @@ COMMANDS = (
     "rerank",
     "status",
     "cancel",
+    "tune",
     "bench",
     "dead list",
     "dead requeue",

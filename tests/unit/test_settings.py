@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from cellama.config import Settings, SettingsError, get_settings, mask_url
+from cellama.config.settings import DEFAULT_SLOTS
 from cellama.engine import EngineOptions
+from cellama.tasks.app import EMBEDDING_JOBS_BESIDE, concurrency, num_jobs_of
 from cellama.tasks.runtime import NOT_OPTIONS
 
 SetVariables = Callable[..., None]
@@ -106,6 +108,18 @@ def test_settings_hide_the_password(settings_environment: SetVariables) -> None:
     with pytest.raises(SettingsError) as caught:
         get_settings()
     assert "secret" not in str(caught.value)
+
+
+def test_settings_of_a_model_may_be_left_to_what_was_tuned(settings_environment: SetVariables) -> None:
+    settings_environment(
+        models='[{"id":"a","source":"x","n_parallel":"auto","n_ubatch":"auto","threads":"auto","kv_layout":"auto"}]',
+        look_ahead="0",
+    )
+    (model,) = get_settings().models
+    assert (model.n_parallel, model.n_ubatch, model.threads, model.kv_layout) == (None, None, None, "auto")
+    assert num_jobs_of(model) == DEFAULT_SLOTS + EMBEDDING_JOBS_BESIDE == concurrency(get_settings())
+    assert num_jobs_of(model, 20) == 20 + EMBEDDING_JOBS_BESIDE
+    assert EngineOptions().num_slots == DEFAULT_SLOTS
 
 
 def test_settings_of_a_model_are_the_engine_options() -> None:

@@ -1,0 +1,136 @@
+"""`cellama tune` in a process of its own, and a worker whose model has the options that it found."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cellama.api.redis_server import RedisServer
+from cellama.bench.bert import BertShape
+from cellama.bench.synthetic import write_model
+from cellama.tasks.app import EMBEDDING_JOBS_BESIDE, app
+from cellama.tasks.registry import live_workers
+
+from ..conftest import PATIENCE_S, WorkerProcess, clean_environment, wait_until
+
+CELLAMA = [sys.executable, "-c", "from cellama.api.cli import main; main()"]
+SHORT = ("--seconds", "6", "--threads", "1", "--slots", "4")
+LOOK_AHEAD = 4
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """With no settings, and a cache of its own."""
+    return clean_environment(XDG_CACHE_HOME=str(folder), COLUMNS="120")
+
+
+def tune(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
+    command = [*CELLAMA, "tune", *argv]
+    return subprocess.run(
+        command, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=PATIENCE_S
+    )
+
+
+def results(folder: Path) -> list[Path]:
+    return list((folder / "cellama" / "tuned").glob("*.json"))
+
+
+def test_tuned_options_are_those_of_a_worker_that_leaves_them_open(redis_server: RedisServer, tmp_path: Path) -> None:
+    done = tune(tmp_path, "bundled://tiny", *SHORT, "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    chosen = found["chosen"]["setup"]
+    assert found["took_s"] < PATIENCE_S / 2
+    assert chosen["threads"] == 1
+    assert chosen["n_parallel"] <= 4
+    assert [str(path) for path in results(tmp_path)] == [found["kept"]]
+    model = {"id": "open", "source": "bundled://tiny", "n_parallel": "auto", "threads": "auto", "default": True}
+    settings = {"CELLAMA_MODELS": json.dumps([model]), "XDG_CACHE_HOME": str(tmp_path)}
+    worker = WorkerProcess(tmp_path, redis_server.url, name="tuned", **settings).wait_ready()
+    try:
+        served = served_by(worker)
+        assert served["tuned"] == {name: chosen[name] for name in served["tuned"]}
+        assert set(served["tuned"]) == {"n_parallel", "threads", "n_ubatch", "kv_layout"}
+        assert served["slots"] == chosen["n_parallel"]
+        room = chosen["n_parallel"] + EMBEDDING_JOBS_BESIDE + LOOK_AHEAD
+        assert wait_until(pool_size, "the pool") == room
+        info = show_info(tmp_path, redis_server.url)
+        assert re.search(rf"tuned +.*n_parallel {chosen['n_parallel']}\b", info)
+        job = app.send_task("cellama.generate", ["open", "Once upon a time"], {"max_tokens": 4}, queue="cellama:open")
+        assert job.get(timeout=PATIENCE_S)["usage"]["completion_tokens"] == 4
+    finally:
+        assert worker.stop() == 0, worker.log()
+
+
+def show_info(folder: Path, redis_url: str) -> str:
+    command = [*CELLAMA, "models", "info", "open"]
+    variables = {**environment(folder), "CELLAMA_REDIS_URL": redis_url}
+    return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=PATIENCE_S).stdout
+
+
+def served_by(worker: WorkerProcess) -> dict[str, Any]:
+    return next(entry for entry in live_workers(worker.redis) if entry.pid == worker.process.pid).models[0]
+
+
+def pool_size() -> int | None:
+    """As the worker named `tuned` tells it."""
+    answers = app.control.inspect(timeout=2.0).stats() or {}
+    mine = next((stats for name, stats in answers.items() if name.startswith("tuned@")), None)
+    return None if mine is None else int(mine["pool"]["max-concurrency"])
+
+
+def test_tune_without_a_terminal_prints_a_line_per_setup_then_the_table(tmp_path: Path) -> None:
+    done = tune(tmp_path, "tiny", *SHORT)
+    assert done.returncode == 0, done.stderr
+    lines = re.findall(r"^n_parallel \d+, kv_layout \w+, n_ubatch \d+, threads 1: \d+ tokens/s", done.stdout, re.M)
+    assert len(lines) >= 2
+    assert done.stdout.count("►") == 1
+    assert "kept for " in done.stdout
+    assert 'the settings of tiny say n_parallel = 16, threads = 1; write "auto" there' in done.stdout
+
+
+def test_tune_of_an_embedding_model_has_only_threads_to_choose(tmp_path: Path) -> None:
+    path = tmp_path / "bert.gguf"
+    write_model(path, BertShape(n_layer=1), file_type="F16")
+    done = tune(tmp_path, str(path), "--seconds", "6")
+    assert done.returncode == 0, done.stderr
+    assert "there is nothing to tune but threads" in done.stdout
+    assert re.search(r"best: threads \d+$", done.stdout, re.M)
+    assert len(results(tmp_path)) == 1
+
+
+def test_interrupted_tune_keeps_nothing_and_tells_the_fastest_so_far(tmp_path: Path) -> None:
+    argv = [*CELLAMA, "tune", "bundled://tiny", "--seconds", "60", "--threads", "1"]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(
+            argv, cwd=tmp_path, env=environment(tmp_path), stdout=log, stderr=log, start_new_session=True
+        )
+    try:
+        wait_until(lambda: "tokens/s" in (tmp_path / "log").read_text(), "the first measurement")
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        assert process.wait(PATIENCE_S) == 130
+    finally:
+        process.kill()
+    said = (tmp_path / "log").read_text()
+    assert "interrupted: nothing was kept" in said
+    assert re.search(r"the fastest so far: n_parallel \d+", said)
+    assert "Traceback" not in said
+    assert results(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [(("nowhere.gguf",), "there is no model file at 'nowhere.gguf'"), (("tiny", "--seconds", "0"), "--seconds")],
+)
+def test_tune_that_can_not_be_done_says_why(tmp_path: Path, argv: tuple[str, ...], message: str) -> None:
+    done = tune(tmp_path, *argv)
+    assert done.returncode in (1, 2)
+    assert message in done.stderr
+    assert results(tmp_path) == []
