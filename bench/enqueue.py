@@ -1,4 +1,4 @@
-"""How fast jobs get into Redis: one by one, from several threads, in bulk; and plain Celery's send_task in the same run.
+"""How fast jobs get into Redis: one by one, from threads, in bulk; and by plain Celery's send_task in the same run.
 
 No worker runs. send_task writes a message and a task-sent event; the others check the job and write its entry, too.
 Rounds take turns, so that whatever else the machine does meets all ways alike; the median counts.
@@ -62,7 +62,7 @@ def _ways(num_threads: int) -> dict[str, Callable[[list[str]], None]]:
     from cellama.api import Client
     from cellama.tasks import app, generate
 
-    plain = Celery(broker=app.conf.broker_url, backend=app.conf.result_backend)
+    plain = Celery(broker=app.conf.broker_url, backend=app.conf.broker_url)
     plain.conf.task_send_sent_event = True
     client = Client()
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from uuid import UUID, uuid5
 
-from celery import Task, states, uuid
+from celery import Task, uuid
 from celery.result import AsyncResult
 from kombu import Producer
-from redis.exceptions import RedisError
 
 from cellama.config import get_settings
 
@@ -166,12 +164,6 @@ class JobTask(Task):  # type: ignore[misc]
             return None
         delivery = request.delivery_info
         return self._call(request.args, request.kwargs, delivery["routing_key"], delivery.get("priority") or 0, {})
-
-    def after_return(self, status: str, retval: Any, task_id: str, args: Any, kwargs: Any, einfo: Any) -> None:
-        """Celery has stored the result: the ledger need not keep it."""
-        if status == states.SUCCESS and self.app.runtime is not None:
-            with contextlib.suppress(RedisError):  # it goes with the entry, then
-                self.app.runtime.ledger.forget_result(task_id)
 
     def parse(self, args: Any, kwargs: Any) -> Any:
         """The payload of a call. Raises InvalidJob."""

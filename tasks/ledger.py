@@ -350,14 +350,10 @@ class Ledger:
         self._run(_HAND_BACK, [job_key(attempt.job_id)], [attempt.job_id, attempt.number])
 
     def result(self, job_id: str) -> dict[str, Any] | None:
-        """The result of a job that has ended well, until `forget_result`."""
+        """The result of a job that has ended well, until Celery has stored it (result_backend.py)."""
         stored: Any = self._redis.hget(job_key(job_id), "result")
         found: dict[str, Any] | None = json.loads(stored) if stored else None
         return found
-
-    def forget_result(self, job_id: str) -> None:
-        """Celery has it now."""
-        self._redis.hdel(job_key(job_id), "result")
 
     def to_the_front(self, job_id: str, queue: str, priority: int) -> None:
         """A job that was just queued again is the next to be taken, as its place among the waiting ones says."""

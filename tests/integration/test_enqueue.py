@@ -74,7 +74,7 @@ def test_messages_and_places_of_many_jobs_are_in_their_order(unserved: str, redi
 
 
 def test_message_of_a_bulk_is_that_of_plain_celery(unserved: str, redis_client: Redis) -> None:
-    plain = Celery(broker=app.conf.broker_url, backend=app.conf.result_backend)
+    plain = Celery(broker=app.conf.broker_url, backend=app.conf.broker_url)
     plain.conf.broker_transport_options = {"priority_steps": list(range(10))}
     kwargs = {"seed": 1, "priority": 5}
     plain.send_task("cellama.generate", [unserved, "Hi"], kwargs, queue=queue_name(unserved), priority=5)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from redis import Redis
 
+from cellama.tasks import app
 from cellama.tasks.contract import events
 from cellama.tasks.contract.keys import (
     DEADLINES_KEY,
@@ -20,6 +21,8 @@ from cellama.tasks.contract.keys import (
 )
 from cellama.tasks.ledger import MAX_ATTEMPTS, Attempt, Call, Entry, Ledger, Message, Submission, new_run
 from cellama.tasks.past import read_past
+
+from ..conftest import PATIENCE_S
 
 QUEUE = "cellama:ledger-test"
 
@@ -175,9 +178,14 @@ def test_places_go_by_priority_then_by_time(ledger: Ledger, redis_client: Redis)
     assert [ledger.place(job_id) for job_id in ids] == [2, 1, 3, 0]
 
 
-def test_results_are_kept_until_celery_has_them(ledger: Ledger, job_id: str) -> None:
+def test_results_are_kept_until_celery_has_them(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
     attempt = begin(ledger, job_id)
     ledger.write([Entry(job_id, attempt.number, {"seq": 0, **DONE}, {"text": "x"})])
     assert ledger.result(job_id) == {"text": "x"}
-    ledger.forget_result(job_id)
+    app.backend.store_result(job_id, {"text": "x"}, "STARTED")
+    assert ledger.result(job_id) == {"text": "x"}
+    app.backend.store_result(job_id, {"text": "x"}, "SUCCESS")
     assert ledger.result(job_id) is None
+    app.backend.store_result(job_id, {"text": "y"}, "STARTED")  # a late copy replaces no success
+    assert app.AsyncResult(job_id).get(timeout=PATIENCE_S) == {"text": "x"}
+    assert redis_client.ttl(f"celery-task-meta-{job_id}") > 0
