@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Sequence
 from queue import Empty
 from typing import Any
@@ -35,7 +36,7 @@ class SteadyConsumer(Consumer):  # type: ignore[misc]
 
     bulk_connection: Any = None
     bulk_consumer: Any = None
-    _flush_due = False
+    _next_flush_at = 0.0  # monotonic s
 
     @property
     def channels(self) -> list[Any]:
@@ -85,13 +86,10 @@ class SteadyConsumer(Consumer):  # type: ignore[misc]
 
     def _flush_events(self) -> None:
         """Sends what Flower is told together with what comes within EVENTS_EVERY_S; Celery sends it at each turn."""
-        if not self._flush_due:
-            self._flush_due = True
-            self.timer.call_after(EVENTS_EVERY_S, self._flush_gathered_events)
-
-    def _flush_gathered_events(self) -> None:
-        self._flush_due = False
-        super()._flush_events()
+        now = time.monotonic()
+        if now >= self._next_flush_at:  # a reconnect clears the timer: what was planned is not waited for
+            self._next_flush_at = now + EVENTS_EVERY_S
+            self.timer.call_after(EVENTS_EVERY_S, super()._flush_events)
 
     def call_soon_ack(self, p: Any, *args: Any, **kwargs: Any) -> Any:
         """Runs an ack or a reject on the event loop, as soon as there is a channel."""
@@ -147,7 +145,8 @@ def _wait_only_for(channel: Any, priorities: Sequence[int]) -> None:
 
 def _keep_client(channel: Any) -> None:
     """Lets a channel use one client for its commands; kombu makes one for each, which takes longer than the command."""
-    create, kept = channel._create_client, {}
+    create = channel._create_client
+    kept: dict[Any, Any] = {}  # pool → its client
 
     def create_once(asynchronous: bool = False) -> Any:
         if asynchronous:  # for the connections that the event loop listens on
