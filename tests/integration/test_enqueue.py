@@ -59,7 +59,7 @@ def test_many_chats_and_embeddings_run_as_single_ones(client: Client) -> None:
 def test_async_client_submits_many_jobs(client: Client) -> None:
     async def run() -> list[str]:
         async with AsyncClient() as own:
-            jobs = await own.generate_many("tiny", ["Hi", "Ho"], max_tokens=4)
+            jobs = await own.generate_many("tiny", ["Hi", "Ho"], max_tokens=4, ignore_eos=True)
             return [(await job.result(PATIENCE_S))["finish_reason"] for job in jobs]
 
     assert asyncio.run(run()) == ["length", "length"]
