@@ -6,7 +6,7 @@ import contextlib
 import difflib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import redis
@@ -39,6 +39,7 @@ from .batch.start import BatchOptions, Summary, run_batch
 CONNECT_TIMEOUT_S = 3.0
 REPLY_S = 5.0  # for workers to answer a command
 REGISTRY_POLL_S = 0.1
+RESULT_LOOK_S = 5.0
 OUTAGE_S = 15.0  # a reader waits so long for Redis to come back
 OUTAGE_RETRY_S = 0.5
 
@@ -78,6 +79,18 @@ class Core:
                 self._check_served(model)
             return task.apply_async((model, content), params, idempotency_key=key)
 
+    def submit_many(
+        self, task: Any, model: str, contents: Iterable[Any], wait: bool, params: dict[str, Any]
+    ) -> list[str]:
+        keys = params.pop("idempotency_keys", None)
+        jobs = task.check_many([((model, content), params) for content in contents], keys)
+        with reaching_redis():
+            self._redis.ping()
+            if not wait:
+                self._check_served(model)
+            ids: list[str] = task.queue_many(jobs)
+            return ids
+
     def _check_served(self, model: str) -> None:
         served = [m["id"] for worker in live_workers(self._redis) for m in worker.models if m["status"] == "ready"]
         if model in served or (model == DEFAULT_MODEL and served):
@@ -92,14 +105,20 @@ class Core:
         raise UnknownModel(f"no live worker serves a model {model!r}; {hint}")
 
     def result(self, job_id: str, timeout_s: float | None) -> dict[str, Any]:
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         with reaching_redis():
-            try:
-                result: dict[str, Any] = AsyncResult(job_id, app=app).get(timeout=timeout_s, interval=0.05)
-                return result
-            except CeleryTimeoutError:
-                raise self.too_late(job_id, timeout_s) from None
-            except TaskRevokedError:
-                raise JobCancelled(f"job {job_id} was cancelled") from None
+            while True:  # a result that comes while Celery subscribes may be missed: it asks again now and then
+                remaining_s = max(0.0, deadline - time.monotonic())
+                try:
+                    result: dict[str, Any] = AsyncResult(job_id, app=app).get(
+                        timeout=min(RESULT_LOOK_S, remaining_s), interval=0.05
+                    )
+                    return result
+                except CeleryTimeoutError:
+                    if remaining_s <= RESULT_LOOK_S:
+                        raise self.too_late(job_id, timeout_s) from None
+                except TaskRevokedError:
+                    raise JobCancelled(f"job {job_id} was cancelled") from None
 
     @staticmethod
     def too_late(job_id: str, timeout_s: float | None) -> JobTimeout:

@@ -19,6 +19,7 @@ NAMES = {
     "server_concurrent": "growing numbers of callers at once: rate and latency",
     "python_time": "time outside llama.cpp per step, by slots and by context length",
     "interactive": "an interactive request into an engine full of bulk work",
+    "enqueue": "jobs into Redis: one by one, from threads, in bulk, and by plain Celery",
     "queue_tax": "jobs through Celery and Redis against requests given to the engine",
     "urgent": "an urgent job while a worker is full of bulk jobs and more wait",
     "cancel": "from a cancel to the end, wherever the job is",

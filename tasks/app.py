@@ -45,7 +45,7 @@ def celery_config(settings: Settings) -> dict[str, Any]:
     redis = {"socket_timeout": 30, "socket_connect_timeout": CONNECT_TIMEOUT_S, "socket_keepalive": True}
     return {
         "broker_url": settings.redis_url,
-        "result_backend": settings.redis_url,
+        "result_backend": f"cellama.tasks.result_backend:ResultBackend+{settings.redis_url}",
         "result_expires": settings.result_ttl_s,
         "result_backend_always_retry": True,
         "result_backend_thread_safe": True,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Sequence
 from queue import Empty
 from typing import Any
@@ -26,6 +27,8 @@ from .contract.names import BULK_PRIORITIES, URGENT_PRIORITIES, WEIGHT_HEADER
 log = logging.getLogger(__name__)
 
 ACK_RETRY_S = 1.0
+EVENTS_EVERY_S = 0.1
+MAX_EVENTS = 1000  # gathered
 
 
 class SteadyConsumer(Consumer):  # type: ignore[misc]
@@ -33,6 +36,7 @@ class SteadyConsumer(Consumer):  # type: ignore[misc]
 
     bulk_connection: Any = None
     bulk_consumer: Any = None
+    _next_flush_at = 0.0  # monotonic s
 
     @property
     def channels(self) -> list[Any]:
@@ -79,6 +83,13 @@ class SteadyConsumer(Consumer):  # type: ignore[misc]
         super().cancel_task_queue(queue)
         if self.bulk_consumer is not None:
             self.bulk_consumer.cancel_by_queue(queue)
+
+    def _flush_events(self) -> None:
+        """Sends what Flower is told together with what comes within EVENTS_EVERY_S; Celery sends it at each turn."""
+        now = time.monotonic()
+        if now >= self._next_flush_at:  # a reconnect clears the timer: what was planned is not waited for
+            self._next_flush_at = now + EVENTS_EVERY_S
+            self.timer.call_after(EVENTS_EVERY_S, super()._flush_events)
 
     def call_soon_ack(self, p: Any, *args: Any, **kwargs: Any) -> Any:
         """Runs an ack or a reject on the event loop, as soon as there is a channel."""
@@ -132,6 +143,23 @@ def _wait_only_for(channel: Any, priorities: Sequence[int]) -> None:
     channel._brpop_start = start_for_these
 
 
+def _keep_client(channel: Any) -> None:
+    """Lets a channel use one client for its commands; kombu makes one for each, which takes longer than the command."""
+    create = channel._create_client
+    kept: dict[Any, Any] = {}  # pool → its client
+
+    def create_once(asynchronous: bool = False) -> Any:
+        if asynchronous:  # for the connections that the event loop listens on
+            return create(asynchronous=True)
+        pool = channel.pool
+        if pool not in kept:
+            kept.clear()
+            kept[pool] = create()
+        return kept[pool]
+
+    channel._create_client = create_once
+
+
 class Intake(bootsteps.StartStopStep):  # type: ignore[misc]
     """The second channel; and after a reconnect, the new channels answer for the messages of jobs that still run."""
 
@@ -142,6 +170,11 @@ class Intake(bootsteps.StartStopStep):  # type: ignore[misc]
         consumer.bulk_connection = consumer.connect()
         bulk = consumer.bulk_connection.default_channel
         bulk._qos = _BulkQoS(bulk, urgent.qos, lambda: consumer.initial_prefetch_count)
+        _keep_client(urgent)
+        _keep_client(bulk)
+        if consumer.event_dispatcher is not None and consumer.event_dispatcher.enabled:
+            _keep_client(consumer.event_dispatcher.producer.channel)
+            consumer.event_dispatcher.buffer_limit = MAX_EVENTS
         _wait_only_for(urgent, URGENT_PRIORITIES)
         _wait_only_for(bulk, BULK_PRIORITIES)
         consumer.bulk_consumer = consumer.app.amqp.TaskConsumer(bulk, on_decode_error=consumer.on_decode_error)

@@ -5,19 +5,20 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from uuid import UUID, uuid5
 
 from celery import Task, states, uuid
 from celery.result import AsyncResult
+from kombu import Producer
 from redis.exceptions import RedisError
 
 from cellama.config import get_settings
 
 from .app import app
 from .contract.chunks import ChunkJob
-from .contract.errors import InvalidJob, JobFailed
+from .contract.errors import InvalidJob, JobFailed, RedisUnreachable
 from .contract.names import (
     SUBMITTED_AT_HEADER,
     TASK_APPLY_CHAT_TEMPLATE,
@@ -40,6 +41,7 @@ from .contract.payloads import (
     TokenizeJob,
     parse_job,
 )
+from .enqueue import PAGE_JOBS, Checked, enqueue, ranges
 from .ledger import Call, Ledger
 from .reaching import reaching_redis
 
@@ -68,31 +70,89 @@ class JobTask(Task):  # type: ignore[misc]
         With `idempotency_key`, a second call with the same key gives the job of the first, as long as its result is
         kept. Raises InvalidJob, RedisUnreachable.
         """
-        job = self.parse(args or (), kwargs or {})
-        _check_size(args, kwargs, get_settings().max_payload_bytes)
+        job = self._check(args or (), kwargs or {}, options)
+        results: list[AsyncResult] = []
+
+        def publish(producer: Producer, job: Checked) -> None:
+            call = job.call
+            results.append(
+                Task.apply_async(self, call.args, call.kwargs, producer=producer, retry=False, **job.options)
+            )
+
+        with reaching_redis():
+            list(enqueue(self.app, Ledger(self.backend.client), [job], publish))
+        return results[0]
+
+    def apply_many(
+        self, calls: Iterable[tuple[Sequence[Any], dict[str, Any]]], keys: Sequence[str] | None = None
+    ) -> list[str]:
+        """Queues many calls (args, kwargs), none before all are checked; gives the ids of their jobs in this order.
+
+        With `keys`, one idempotency key per call, it may be repeated. Raises as `check_many` and `queue_many`.
+        """
+        return self.queue_many(self.check_many(calls, keys))
+
+    def check_many(
+        self, calls: Iterable[tuple[Sequence[Any], dict[str, Any]]], keys: Sequence[str] | None = None
+    ) -> list[Checked]:
+        """The jobs of many calls. Raises InvalidJob with each problem and the places, from 0, of calls that have it."""
+        calls = list(calls)
+        if keys is not None and len(keys) != len(calls):
+            raise InvalidJob(f"{len(keys)} idempotency keys for {len(calls)} jobs; give one for each")
+        jobs: list[Checked] = []
+        problems: dict[str, list[int]] = {}
+        for place, (args, kwargs) in enumerate(calls):
+            try:
+                jobs.append(self._check(args, kwargs, {} if keys is None else {"idempotency_key": keys[place]}))
+            except InvalidJob as problem:
+                problems.setdefault(str(problem), []).append(place)
+        if problems:
+            raise InvalidJob("; ".join(f"job {ranges(places)}: {text}" for text, places in problems.items()))
+        return jobs
+
+    def queue_many(self, jobs: Sequence[Checked]) -> list[str]:
+        """Queues jobs in pages of one call of Redis each. Raises RedisUnreachable, which says how many are queued."""
+        num_queued = 0
+        try:
+            with reaching_redis():
+                for _ in enqueue(self.app, Ledger(self.backend.client), jobs, self._publish):
+                    num_queued += 1
+        except RedisUnreachable as error:
+            some = f"the first {num_queued} of {len(jobs)} jobs are queued, and perhaps up to {PAGE_JOBS} more"
+            raise RedisUnreachable(f"{error}; {some}") from None
+        return [job.job_id for job in jobs]
+
+    def _check(self, args: Any, kwargs: Any, options: dict[str, Any]) -> Checked:
+        """A job that is fit to be queued. Raises InvalidJob."""
+        settings = get_settings()
+        job = self.parse(args, kwargs)
         key = options.pop("idempotency_key", None)
         options.setdefault("queue", queue_name(job.model))
         options.setdefault("priority", job.priority)
         options.setdefault("task_id", uuid() if key is None else str(uuid5(IDEMPOTENCY, f"{self.name} {key}")))
         options["headers"] = {SUBMITTED_AT_HEADER: time.time(), **(options.get("headers") or {})}
-        if not get_settings().show_prompts:  # Flower and the logs show these instead of the arguments
-            shown = {name: value for name, value in (kwargs or {}).items() if name not in self.positional}
+        if not settings.show_prompts:  # Flower and the logs show these instead of the arguments
+            shown = {name: value for name, value in kwargs.items() if name not in self.positional}
             options.setdefault("argsrepr", f"({job.model!r}, …)")
             options.setdefault("kwargsrepr", repr(shown))
-        with reaching_redis():
-            return self._queue(args, kwargs, options, idempotent=key is not None)
-
-    def _queue(self, args: Any, kwargs: Any, options: dict[str, Any], *, idempotent: bool) -> AsyncResult:
-        """The ledger's entry first, then the message: what Redis loses of the one is found in the other."""
-        ledger, job_id = Ledger(self.backend.client), options["task_id"]
         call = self._call(args, kwargs, options["queue"], options["priority"], options["headers"])
-        if not ledger.submit(job_id, call, idempotent=idempotent):
-            return self.AsyncResult(job_id)
-        try:
-            return super().apply_async(args, kwargs, **options)
-        except Exception:
-            ledger.forget(job_id)
-            raise
+        _check_size(call, settings.max_payload_bytes)
+        return Checked(call, options, idempotent=key is not None)
+
+    def _publish(self, producer: Producer, job: Checked) -> None:
+        """As Celery does, but for its subscription to the result: who asks for that subscribes."""
+        amqp, options = self.app.amqp, job.options
+        message = amqp.create_task_message(
+            options["task_id"],
+            self.name,
+            *(job.call.args, job.call.kwargs),
+            reply_to=self.app.thread_oid,
+            argsrepr=options.get("argsrepr"),
+            kwargsrepr=options.get("kwargsrepr"),
+            create_sent_event=self.app.conf.task_send_sent_event,
+        )
+        sent = {name: options[name] for name in ("queue", "priority", "headers")}
+        amqp.send_task_message(producer, self.name, message, retry=False, **sent)
 
     def _call(self, args: Any, kwargs: Any, queue: str, priority: int, headers: dict[str, Any]) -> Call:
         timeout = (kwargs or {}).get("timeout")
@@ -108,12 +168,10 @@ class JobTask(Task):  # type: ignore[misc]
         return self._call(request.args, request.kwargs, delivery["routing_key"], delivery.get("priority") or 0, {})
 
     def after_return(self, status: str, retval: Any, task_id: str, args: Any, kwargs: Any, einfo: Any) -> None:
-        """Celery has stored the result: the ledger need not keep it."""
-        if status == states.SUCCESS and self.app.runtime is not None:
-            with contextlib.suppress(RedisError):  # it goes with the entry, then
-                self.app.runtime.ledger.forget_result(task_id)
-                if self.name == TASK_CHUNK:
-                    self.app.runtime.ledger.keep_journal(task_id)
+        """The results of a chunk's lines are in its journal, which stays as long as results do."""
+        if self.name == TASK_CHUNK and status == states.SUCCESS and self.app.runtime is not None:
+            with contextlib.suppress(RedisError):  # they go with the events, then
+                self.app.runtime.ledger.keep_journal(task_id)
 
     def parse(self, args: Any, kwargs: Any) -> Any:
         """The payload of a call. Raises InvalidJob."""
@@ -136,9 +194,11 @@ def _task(name: str, payload: type[Payload], *others: str) -> Callable[[Callable
     return decorate
 
 
-def _check_size(args: Any, kwargs: Any, limit: int) -> None:
+def _check_size(call: Call, limit: int) -> None:
     """Raises InvalidJob when a call is larger than messages may be."""
-    size = len(json.dumps([list(args or ()), dict(kwargs or {})], ensure_ascii=False).encode())
+    if len(call.to_json()) <= limit:  # ASCII: longer than what is counted
+        return
+    size = len(json.dumps([call.args, call.kwargs], ensure_ascii=False).encode())
     if size > limit:
         raise InvalidJob(
             f"the job is {size} bytes long, and the limit is {limit}: split it, or raise CELLAMA_MAX_PAYLOAD_BYTES"

@@ -33,6 +33,7 @@ from .contract.keys import (
 from .contract.names import queue_key
 
 DEAD = "dead"  # error code of jobs that ended their workers again and again
+PLACE_STEP_S = 2e-4  # between jobs that are queued at once: as near as scores of `waiting_score` can be told apart
 MAX_ATTEMPTS = 3  # in a row that end without a token and without an end
 UNENDED_TTL_S = 7 * 86400  # of what belongs to a job that never ends
 
@@ -52,22 +53,25 @@ local function note(job, id, queue, priority, timeout, call, waited)
 end
 """
 
+# KEYS: job, message list for each job; ARGV: ttl, step, how many jobs follow in other calls, then eight values for each
+# job, and topic and event for each of its events. A job that stands there already is left as it is.
 _SUBMIT = """
-local job, id, queue, priority, timeout, call = KEYS[1], ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
-local ttl, idempotent = ARGV[6], ARGV[7]
-if redis.call('EXISTS', job) == 1 then return 0 end
-note(job, id, queue, priority, timeout, call, 0)
-if idempotent == '1' then redis.call('HSET', job, 'idempotent', 1) end
-redis.call('EXPIRE', job, ttl)
-return 1
-"""
-
-_FORGET = """
-local job, id = KEYS[1], ARGV[1]
-if redis.call('HGET', job, 'state') ~= 'queued' then return 0 end
-redis.call('ZREM', 'cellama:waiting:' .. redis.call('HGET', job, 'queue'), id)
-redis.call('ZREM', DEADLINES, id)
-return redis.call('DEL', job)
+local ttl, step, following, next, new = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), 4, {}
+for i = 1, #KEYS / 2 do
+  local job, list = KEYS[2*i-1], KEYS[2*i]
+  local id, queue, priority, timeout, call, idempotent, message, events = unpack(ARGV, next, next + 7)
+  local first = next + 8
+  next = first + 2 * events
+  new[i] = 1 - redis.call('EXISTS', job)
+  if new[i] == 1 then
+    note(job, id, queue, priority, timeout, call, math.min(1, (#KEYS / 2 - i + following) * step))
+    if idempotent == '1' then redis.call('HSET', job, 'idempotent', 1) end
+    redis.call('EXPIRE', job, ttl)
+    if message ~= '' then redis.call('LPUSH', list, message) end
+    for at = first, next - 2, 2 do redis.call('PUBLISH', ARGV[at], ARGV[at+1]) end
+  end
+end
+return new
 """
 
 _BEGIN = """
@@ -177,6 +181,30 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
+class Message:
+    """A message in kombu's form: the list that it is pushed to, and Celery's events of it as (topic, event)."""
+
+    key: str = ""
+    payload: str = ""
+    events: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A job to note, and to queue if there is a message. An idempotent one is remembered as long as its result."""
+
+    job_id: str
+    call: Call
+    idempotent: bool = False
+    message: Message = Message()
+
+    @property
+    def num_bytes(self) -> int:
+        """About what it sends to Redis."""
+        return 2 * len(self.message.payload)
+
+
+@dataclass(frozen=True, slots=True)
 class Attempt:
     """One run of a job. `number` is its fence; `num_failures` counts this and those before it without a token."""
 
@@ -237,17 +265,25 @@ class Ledger:
     # For producers
 
     def submit(self, job_id: str, call: Call, *, idempotent: bool = False) -> bool:
-        """Notes a job before its message is queued; False if it stands there already.
+        """Notes a job without a message; False if it stands there already."""
+        return self.submit_all([Submission(job_id, call, idempotent)])[0]
 
-        An idempotent one is remembered as long as its result, others as long as their events.
+    def submit_all(self, jobs: Sequence[Submission], following: int = 0) -> list[bool]:
+        """Notes jobs and queues their messages, all at once; tells which ones did not stand there already.
+
+        So many are `following` in later calls: their places are behind these, although Redis' clock hardly moves.
         """
-        timeout = "" if call.timeout_s is None else call.timeout_s
-        args = [job_id, call.queue, call.priority, timeout, call.to_json(), UNENDED_TTL_S, int(idempotent)]
-        return bool(self._run(_SUBMIT, [job_key(job_id)], args))
-
-    def forget(self, job_id: str) -> None:
-        """Takes back `submit`: the message could not be queued."""
-        self._run(_FORGET, [job_key(job_id)], [job_id])
+        if not jobs:
+            return []
+        keys: list[str] = []
+        args: list[Any] = [UNENDED_TTL_S, PLACE_STEP_S, following]
+        for job in jobs:
+            call, message = job.call, job.message
+            keys += [job_key(job.job_id), message.key]
+            timeout = "" if call.timeout_s is None else call.timeout_s
+            args += [job.job_id, call.queue, call.priority, timeout, call.to_json(), int(job.idempotent)]
+            args += [message.payload, len(message.events), *(part for event in message.events for part in event)]
+        return [bool(new) for new in self._run(_SUBMIT, keys, args)]
 
     def cancel(self, job_id: str, *, running: bool) -> bool:
         """Wants a job to end. True if that ended it, because nobody had begun it.
@@ -317,7 +353,7 @@ class Ledger:
         self._run(_HAND_BACK, [job_key(attempt.job_id)], [attempt.job_id, attempt.number])
 
     def result(self, job_id: str) -> dict[str, Any] | None:
-        """The result of a job that has ended well, until `forget_result`."""
+        """The result of a job that has ended well, until Celery has stored it (result_backend.py)."""
         stored: Any = self._redis.hget(job_key(job_id), "result")
         found: dict[str, Any] | None = json.loads(stored) if stored else None
         return found
@@ -325,10 +361,6 @@ class Ledger:
     def keep_journal(self, job_id: str) -> None:
         """The events of an ended job stay as long as results do."""
         self._redis.expire(journal_key(job_id), self._limits[-1])
-
-    def forget_result(self, job_id: str) -> None:
-        """Celery has it now."""
-        self._redis.hdel(job_key(job_id), "result")
 
     def to_the_front(self, job_id: str, queue: str, priority: int) -> None:
         """A job that was just queued again is the next to be taken, as its place among the waiting ones says."""

@@ -25,6 +25,7 @@ SMALL = {
     "footprint": "--cases 2 --shapes 0",
     "decode": "--slots 2 --prompt 16 --new 8 --rounds 1",
     "mixed": "--requests 4 --prompt 16 --new 4 --slots 2 --best-slots 4",
+    "enqueue": "--jobs 50 --threads 2 --rounds 1",
     "queue_tax": "--slots 2 --requests 6 --prompt 16 --new 8 --samples 2 --rounds 1 --threads 1",
     "urgent": "--slots 2 --bulk 10 --prompt 32 --new 400 --samples 1 --threads 1",
     "cancel": "--slots 2 --prompt 1500 --chunk 32 --samples 1 --threads 1",

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from redis import Redis
 
+from cellama.tasks import app
 from cellama.tasks.contract import events
 from cellama.tasks.contract.keys import (
     DEADLINES_KEY,
@@ -18,8 +19,10 @@ from cellama.tasks.contract.keys import (
     job_key,
     journal_key,
 )
-from cellama.tasks.ledger import MAX_ATTEMPTS, Attempt, Call, Entry, Ledger, new_run
+from cellama.tasks.ledger import MAX_ATTEMPTS, Attempt, Call, Entry, Ledger, Message, Submission, new_run
 from cellama.tasks.past import read_past
+
+from ..conftest import PATIENCE_S
 
 QUEUE = "cellama:ledger-test"
 
@@ -156,13 +159,15 @@ def test_a_job_is_submitted_once(ledger: Ledger, job_id: str) -> None:
     assert not ledger.submit(job_id, call())
 
 
-def test_what_could_not_be_queued_is_forgotten(ledger: Ledger, redis_client: Redis) -> None:
-    job_id = str(uuid.uuid4())
-    ledger.submit(job_id, call(timeout_s=5))
-    assert redis_client.zscore(DEADLINES_KEY, job_id)
-    ledger.forget(job_id)
-    assert ledger.state(job_id) is ledger.place(job_id) is None
-    assert redis_client.zscore(DEADLINES_KEY, job_id) is None
+def test_message_is_pushed_with_the_entry_and_not_again(ledger: Ledger, redis_client: Redis) -> None:
+    ids = [str(uuid.uuid4()) for _ in range(3)]
+    key = f"ledger-test:{ids[0]}"
+    jobs = [Submission(job_id, call(timeout_s=5), message=Message(key, job_id)) for job_id in ids]
+    assert ledger.submit_all(jobs[:2]) == [True, True]
+    assert ledger.submit_all(jobs) == [False, False, True]
+    assert redis_client.lrange(key, 0, -1) == [job_id.encode() for job_id in reversed(ids)]
+    assert all(redis_client.zscore(DEADLINES_KEY, job_id) for job_id in ids)
+    assert sorted(ids, key=lambda job_id: ledger.place(job_id) or 0) == ids
 
 
 def test_places_go_by_priority_then_by_time(ledger: Ledger, redis_client: Redis) -> None:
@@ -173,9 +178,14 @@ def test_places_go_by_priority_then_by_time(ledger: Ledger, redis_client: Redis)
     assert [ledger.place(job_id) for job_id in ids] == [2, 1, 3, 0]
 
 
-def test_results_are_kept_until_celery_has_them(ledger: Ledger, job_id: str) -> None:
+def test_results_are_kept_until_celery_has_them(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
     attempt = begin(ledger, job_id)
     ledger.write([Entry(job_id, attempt.number, {"seq": 0, **DONE}, {"text": "x"})])
     assert ledger.result(job_id) == {"text": "x"}
-    ledger.forget_result(job_id)
+    app.backend.store_result(job_id, {"text": "x"}, "STARTED")
+    assert ledger.result(job_id) == {"text": "x"}
+    app.backend.store_result(job_id, {"text": "x"}, "SUCCESS")
     assert ledger.result(job_id) is None
+    app.backend.store_result(job_id, {"text": "y"}, "STARTED")  # a late copy replaces no success
+    assert app.AsyncResult(job_id).get(timeout=PATIENCE_S) == {"text": "x"}
+    assert redis_client.ttl(f"celery-task-meta-{job_id}") > 0

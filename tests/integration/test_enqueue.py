@@ -1,0 +1,148 @@
+"""Many jobs queued at once: in order, all or none when one is wrong, each message with its ledger entry."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import uuid
+from typing import Any
+
+import pytest
+from celery import Celery
+from redis import Redis
+
+from cellama.api import AsyncClient, Client
+from cellama.api.redis_server import RedisServer
+from cellama.tasks import app, generate
+from cellama.tasks.contract.errors import InvalidJob, UnknownModel
+from cellama.tasks.contract.keys import REAPER_KEY, waiting_key
+from cellama.tasks.contract.names import queue_key, queue_name
+from cellama.tasks.enqueue import PAGE_JOBS, ranges
+from cellama.tasks.ledger import Ledger
+from cellama.tasks.lifecycle import _requeue
+from cellama.tasks.reaper import SETTLED_S, Reaper
+
+from ..conftest import PATIENCE_S
+from .conftest import GREEDY
+
+NUM = PAGE_JOBS + 7
+
+
+@pytest.fixture
+def unserved(redis_server: RedisServer) -> str:
+    """A model that no worker has: its jobs stay where they were put."""
+    return f"nobody-{uuid.uuid4().hex[:8]}"
+
+
+def messages(redis: Redis, model: str, priority: int = 3) -> list[dict[str, Any]]:
+    """What is in a queue, the next one first."""
+    found: Any = redis.lrange(queue_key(queue_name(model), priority), 0, -1)
+    return [json.loads(message) for message in reversed(found)]
+
+
+def test_many_jobs_give_their_results_in_the_order_of_the_prompts(client: Client) -> None:
+    prompts = [f"What is {i} + 1?" for i in range(12)]
+    jobs = client.generate_many("tiny", prompts, max_tokens=8, **GREEDY)
+    together = [job.result(PATIENCE_S)["text"] for job in jobs]
+    assert together == [client.generate("tiny", p, max_tokens=8, **GREEDY).result(PATIENCE_S)["text"] for p in prompts]
+
+
+def test_many_chats_and_embeddings_run_as_single_ones(client: Client) -> None:
+    conversation = [{"role": "user", "content": "What do bees make?"}]
+    chats = client.chat_many("tiny", [conversation, conversation], **GREEDY)
+    embedded = client.embed_many("tiny", ["a", ["b", "c"]])
+    assert len({job.result(PATIENCE_S)["text"] for job in chats}) == 1
+    assert [len(job.result(PATIENCE_S)["embeddings"]) for job in embedded] == [1, 2]
+
+
+def test_async_client_submits_many_jobs(client: Client) -> None:
+    async def run() -> list[str]:
+        async with AsyncClient() as own:
+            jobs = await own.generate_many("tiny", ["Hi", "Ho"], max_tokens=4, ignore_eos=True)
+            return [(await job.result(PATIENCE_S))["finish_reason"] for job in jobs]
+
+    assert asyncio.run(run()) == ["length", "length"]
+
+
+def test_messages_and_places_of_many_jobs_are_in_their_order(unserved: str, redis_client: Redis) -> None:
+    ids = generate.apply_many([((unserved, f"prompt {i}"), {}) for i in range(NUM)])
+    assert [message["headers"]["id"] for message in messages(redis_client, unserved)] == ids
+    bodies = [json.loads(base64.b64decode(message["body"])) for message in messages(redis_client, unserved)]
+    assert [body[0][1] for body in bodies] == [f"prompt {i}" for i in range(NUM)]
+    assert [Ledger(redis_client).place(job_id) for job_id in ids] == list(range(NUM))
+
+
+def test_message_of_a_bulk_is_that_of_plain_celery(unserved: str, redis_client: Redis) -> None:
+    plain = Celery(broker=app.conf.broker_url, backend=app.conf.broker_url)
+    plain.conf.broker_transport_options = {"priority_steps": list(range(10))}
+    kwargs = {"seed": 1, "priority": 5}
+    plain.send_task("cellama.generate", [unserved, "Hi"], kwargs, queue=queue_name(unserved), priority=5)
+    generate.apply_async((unserved, "Hi"), kwargs)
+    generate.apply_many([((unserved, "Hi"), kwargs)])
+    theirs, single, many = messages(redis_client, unserved, 5)
+    for ours in (single, many):
+        assert ours["body"] == theirs["body"]
+        assert ours.keys() == theirs.keys()
+        assert theirs["properties"].keys() <= ours["properties"].keys()
+        assert ours["properties"]["delivery_info"] == theirs["properties"]["delivery_info"]
+        assert ours["headers"].keys() - theirs["headers"].keys() == {"cellama_submitted_at"}
+        assert theirs["headers"].keys() <= ours["headers"].keys()
+    assert single["headers"].keys() == many["headers"].keys()
+    assert "Hi" not in json.dumps([single["headers"], many["headers"]])
+
+
+def test_all_wrong_jobs_are_named_and_none_is_queued(unserved: str, redis_client: Redis) -> None:
+    calls: list[Any] = [((unserved, "Hi"), {}), ((unserved, ""), {}), ((unserved, "Hi"), {"top_k": -1})]
+    with pytest.raises(InvalidJob, match=r"job 1, 3-4: prompt is ''.*; job 2: top_k is -1"):
+        generate.apply_many([*calls, calls[1], calls[1]])
+    assert messages(redis_client, unserved) == []
+    assert Ledger(redis_client).num_waiting(queue_name(unserved)) == 0
+
+
+def test_ranges_join_neighbours() -> None:
+    assert ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
+
+
+def test_many_jobs_with_keys_are_queued_once(unserved: str, redis_client: Redis) -> None:
+    keys = [f"{unserved} {i}" for i in range(3)]
+    calls = [((unserved, "Hi"), {})] * 3
+    first = generate.apply_many(calls[:2], keys[:2])
+    assert generate.apply_many(calls, keys)[:2] == first
+    assert generate.apply_async(calls[0][0], {}, idempotency_key=keys[2]).id not in first
+    assert len(messages(redis_client, unserved)) == 3
+    with pytest.raises(InvalidJob, match="1 idempotency keys for 3 jobs"):
+        generate.apply_many(calls, keys[:1])
+
+
+def test_many_jobs_for_a_model_that_nobody_serves_are_refused(client: Client, unserved: str) -> None:
+    with pytest.raises(UnknownModel, match="no live worker serves"):
+        client.generate_many(unserved, ["Hi"])
+    assert len(client.generate_many(unserved, ["Hi"], wait=True)) == 1
+    assert client.generate_many("tiny", []) == []
+
+
+def test_sent_events_tell_of_many_jobs(unserved: str, redis_client: Redis) -> None:
+    with redis_client.pubsub() as pubsub:
+        pubsub.psubscribe("*celeryev/task.sent")
+        assert pubsub.get_message(timeout=PATIENCE_S)["type"] == "psubscribe"
+        ids = generate.apply_many([((unserved, "a secret"), {})] * 2)
+        told = [pubsub.get_message(timeout=PATIENCE_S)["data"] for _ in ids]
+    events = [json.loads(base64.b64decode(json.loads(data)["body"])) for data in told]
+    assert [(event["type"], event["uuid"], event["queue"]) for event in events] == [
+        ("task-sent", job_id, queue_name(unserved)) for job_id in ids
+    ]
+    assert "a secret" not in json.dumps(events)
+
+
+def test_job_whose_message_is_lost_is_found_by_the_reaper(unserved: str, redis_client: Redis) -> None:
+    first, second = generate.apply_many([((unserved, "Hi"), {"seed": 5})] * 2)
+    redis_client.delete(queue_key(queue_name(unserved), 3))
+    redis_client.zincrby(waiting_key(queue_name(unserved)), -3 * SETTLED_S, first)
+    reaper = Reaper(redis_client, Ledger(redis_client), lambda *job: _requeue(app, *job), lambda *_: None, period_s=0.0)
+    for _ in range(2):
+        redis_client.delete(REAPER_KEY)
+        reaper.look()
+    (found,) = messages(redis_client, unserved)
+    assert found["headers"]["id"] == first != second
+    assert json.loads(base64.b64decode(found["body"]))[:2] == [[unserved, "Hi"], {"seed": 5}]
