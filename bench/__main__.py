@@ -27,6 +27,8 @@ NAMES = {
     "embeddings": "1000 texts in one call or job against one text per call or job",
     "embed_beside": "gaps of a stream while another model embeds",
     "footprint": "memory of a model: planned before the load, logged by llama.cpp, resident",
+    "offline": "bulk runs from file to file, against llama-server and the naive Celery task",
+    "online": "Poisson arrivals, alone and beside a bulk load, against llama-server",
     "layouts": "unified against partitioned KV cache by number of slots",
     "adapters": "requests with different LoRA adapters on one engine, by the length of a turn",
 }

@@ -62,7 +62,7 @@ class LlamaServer:
 
     def __init__(self, process: subprocess.Popen[bytes], port: int) -> None:
         self.process = process
-        self._port = port
+        self.port = port
 
     @classmethod
     @contextlib.contextmanager
@@ -79,13 +79,17 @@ class LlamaServer:
             yield server
         finally:
             process.terminate()
-            process.wait(30)
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:  # it waits for connections that clients gave up
+                process.kill()
+                process.wait()
 
     def _wait_ready(self) -> None:
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline and self.process.poll() is None:
             with contextlib.suppress(OSError):
-                connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=5)
+                connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
                 connection.request("GET", "/health")
                 if connection.getresponse().status == 200:
                     return
@@ -95,7 +99,7 @@ class LlamaServer:
     def complete(self, prompt: Sequence[int], num_new: int) -> Reply:
         """One greedy request over a connection of its own: the server closes kept ones under load."""
         started = time.monotonic()
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=REQUEST_S)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=REQUEST_S)
         body = {
             "prompt": list(prompt),
             "n_predict": num_new,
