@@ -13,6 +13,13 @@ import typer
 from cellama.config import SettingsError
 from cellama.tasks.contract.errors import InvalidJob, JobError, JobTimeout, RedisUnreachable, UnknownModel
 
+from .batch.command import (
+    batch_cancel_command,
+    batch_list_command,
+    batch_resume_command,
+    batch_run_command,
+    batch_status_command,
+)
 from .bench import bench_command
 from .dead import dead_list_command, dead_requeue_command
 from .demo import demo_command
@@ -98,6 +105,17 @@ for _name, _command in _ADAPTER_COMMANDS.items():
     _adapter.command(_name)(_interruptible(_command))
 _models.add_typer(_adapter, name="adapter")
 app.add_typer(_models, name="models")
+_batch = typer.Typer(no_args_is_help=True, help="Bulk runs: a file of lines in, a file of results out.")
+_BATCH_COMMANDS: dict[str, Callable[..., None]] = {
+    "run": batch_run_command,
+    "resume": batch_resume_command,
+    "list": batch_list_command,
+    "status": batch_status_command,
+    "cancel": batch_cancel_command,
+}
+for _name, _command in _BATCH_COMMANDS.items():
+    _batch.command(_name)(_interruptible(_command))
+app.add_typer(_batch, name="batch")
 _dead = typer.Typer(no_args_is_help=True, help="Jobs that were put aside because their workers died.")
 _dead.command("list")(_interruptible(dead_list_command))
 _dead.command("requeue")(_interruptible(dead_requeue_command))

@@ -112,6 +112,8 @@ class JobTask(Task):  # type: ignore[misc]
         if status == states.SUCCESS and self.app.runtime is not None:
             with contextlib.suppress(RedisError):  # it goes with the entry, then
                 self.app.runtime.ledger.forget_result(task_id)
+                if self.name == TASK_CHUNK:
+                    self.app.runtime.ledger.keep_journal(task_id)
 
     def parse(self, args: Any, kwargs: Any) -> Any:
         """The payload of a call. Raises InvalidJob."""

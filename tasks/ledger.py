@@ -322,6 +322,10 @@ class Ledger:
         found: dict[str, Any] | None = json.loads(stored) if stored else None
         return found
 
+    def keep_journal(self, job_id: str) -> None:
+        """The events of an ended job stay as long as results do."""
+        self._redis.expire(journal_key(job_id), self._limits[-1])
+
     def forget_result(self, job_id: str) -> None:
         """Celery has it now."""
         self._redis.hdel(job_key(job_id), "result")

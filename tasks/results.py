@@ -76,14 +76,6 @@ def result_of_end(event: EngineEvent, model_id: str, signer: Signer) -> dict[str
     return result_of(completion, model_id, signer)
 
 
-def with_messages(result: dict[str, Any]) -> dict[str, Any]:
-    """A chat's result has the assistant's message, too, in the form in which it can be sent back."""
-    for choice in [result, *result.get("choices", [])]:
-        own = {name: choice.pop(name) for name in ("reasoning", "signature", "tool_calls") if name in choice}
-        choice["message"] = {"role": "assistant", "content": choice["text"], **own}
-    return result
-
-
 def _choice(completion: Completion, signer: Signer) -> dict[str, Any]:
     choice: dict[str, Any] = {
         "text": completion.text,

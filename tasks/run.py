@@ -48,10 +48,11 @@ from .contract.payloads import (
     RerankJob,
     TokenizeJob,
 )
+from .contract.results import with_messages
 from .ledger import DEAD, Attempt, new_run
 from .past import Past, read_past
 from .pool import Interruption, current_job
-from .results import NO_USAGE, error_event, failure_of, result_of, resume_of, with_messages
+from .results import NO_USAGE, error_event, failure_of, result_of, resume_of
 from .vectors import embed, rerank
 
 if TYPE_CHECKING:

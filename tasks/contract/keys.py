@@ -10,6 +10,8 @@ cellama:deadlines          zset     jobs with a timeout that have not ended, by 
 cellama:queues             set      queues that had jobs
 cellama:dead               zset     jobs that ended workers again and again, by time of death
 cellama:reaper             string   lock of the worker that looks for lost jobs; expires
+cellama:batch:{run_id}     hash     a bulk run, as its command sees it; that command; TTL
+cellama:batches            zset     bulk runs by their last word; entries go with their TTL
 cellama:workers            hash     worker name → JSON entry; each worker its own, renewed every 2 s
 cellama:{model}[…1..9]     list     Celery's queues (see names.py)
 celery-task-meta-{job_id}  string   Celery's results; TTL
@@ -23,11 +25,16 @@ DEADLINES_KEY = "cellama:deadlines"
 QUEUES_KEY = "cellama:queues"
 DEAD_KEY = "cellama:dead"
 REAPER_KEY = "cellama:reaper"
+BATCHES_KEY = "cellama:batches"
 PRIORITY_WEIGHT = 1e11  # seconds; more than any time of submission
 
 
 def journal_key(job_id: str) -> str:
     return f"cellama:journal:{job_id}"
+
+
+def batch_key(run_id: str) -> str:
+    return f"cellama:batch:{run_id}"
 
 
 def job_key(job_id: str) -> str:

@@ -1,0 +1,1 @@
+"""Bulk runs: a file of lines in, a file of results out (docs/batch.md)."""

@@ -1,0 +1,42 @@
+"""How results and failures of lines are written: in the form in which the line came."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from cellama.tasks.contract.results import with_messages
+
+from . import openai
+from .work import Stored
+
+
+def result_line(line: Stored, result: dict[str, Any]) -> dict[str, Any]:
+    """A line of the output."""
+    if line.kind == "chat":
+        result = with_messages(result)
+    if line.form == "openai":
+        return openai.response_of(line.id, _request_id(line), line.kind, result)
+    names = {"generate": ("text",), "chat": ("message",), "embed": ("embeddings",)}[line.kind]
+    own = (*names, "finish_reason", "stop_sequence", "choices", "logprobs", "shapes", "usage", "model", "seed")
+    return {"id": line.id, **{name: result[name] for name in own if result.get(name) is not None}}
+
+
+def error_line(line: Stored, error: Mapping[str, Any]) -> dict[str, Any]:
+    """A line of the error file for a line that was run."""
+    return _numbered(line.form, line.number, line.id, _request_id(line), error)
+
+
+def bad_line(form: str, number: int, line_id: str | None, message: str) -> dict[str, Any]:
+    """A line of the error file for one that could not be run at all."""
+    return _numbered(form, number, line_id, f"line_{number}", {"code": "invalid_request", "message": message})
+
+
+def _numbered(form: str, number: int, line_id: str | None, request_id: str, error: Mapping[str, Any]) -> dict[str, Any]:
+    if form == "openai":
+        return {**openai.failure_of(line_id, request_id, error), "line": number}
+    return {"id": line_id, "line": number, "error": {"code": error["code"], "message": error["message"]}}
+
+
+def _request_id(line: Stored) -> str:
+    return f"line_{line.number}"

@@ -1,0 +1,217 @@
+"""What a bulk run reads: files of lines in several forms → lines that are checked, one at a time."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+from cellama.tasks.contract.chunks import LINE_JOBS, LineKind
+from cellama.tasks.contract.errors import InvalidJob
+from cellama.tasks.contract.names import PRIORITY_BULK
+from cellama.tasks.contract.payloads import parse_job
+
+from .openai import params_of_body
+
+Form = Literal["openai", "short"]
+Format = Literal["auto", "jsonl", "text", "csv", "parquet"]
+_BY_SUFFIX: dict[str, Format] = {".txt": "text", ".csv": "csv", ".parquet": "parquet"}
+_KINDS: dict[str, tuple[LineKind, str]] = {  # the field that tells the kind of a short line, and the job's own name
+    "prompt": ("generate", "prompt"),
+    "messages": ("chat", "messages"),
+    "text": ("embed", "texts"),
+    "texts": ("embed", "texts"),
+}
+KEY_CHARS = 4096  # of a prompt, by which lines are put in order
+READ_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line that can be run. `params` are those of its job; `number` counts from 1."""
+
+    number: int
+    id: str
+    form: Form
+    kind: LineKind
+    model: str
+    params: Mapping[str, Any]
+
+    @property
+    def hash(self) -> str:
+        """What its result depends on."""
+        text = json.dumps([self.kind, self.model, self.params], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    @property
+    def key(self) -> str:
+        """Lines with keys that begin alike have prompts that begin alike."""
+        return _key_of(self.kind, self.params)[:KEY_CHARS]
+
+
+@dataclass(frozen=True, slots=True)
+class BadLine:
+    """A line that can't be run, and why."""
+
+    number: int
+    id: str | None
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """What lines get that don't say it themselves."""
+
+    model: str | None
+    params: Mapping[str, Any]
+
+
+def read_lines(
+    stream: BinaryIO, format_: Format, defaults: Defaults, max_bytes: int, column: str | None = None
+) -> Iterator[Line | BadLine]:
+    """Every line of a file that is not blank. Raises InvalidJob for a file that can't be read in this form."""
+    if format_ == "jsonl":
+        for number, raw in _raw_lines(stream, max_bytes):
+            yield _from_json(number, raw, defaults) if isinstance(raw, bytes) else BadLine(number, None, raw)
+        return
+    for number, text in _texts(stream, format_, max_bytes, column):
+        if isinstance(text, BadLine):
+            yield text
+        else:
+            yield _checked(number, str(number), "short", {"prompt": text}, defaults)
+
+
+def format_of(path: Path | None, given: Format) -> Format:
+    """The form of a file: as given, else by its name; JSON lines if that says nothing."""
+    if given != "auto" or path is None:
+        return "jsonl" if given == "auto" else given
+    return _BY_SUFFIX.get(path.suffix.lower(), "jsonl")
+
+
+def _raw_lines(stream: BinaryIO, max_bytes: int) -> Iterator[tuple[int, bytes | str]]:
+    """Number and bytes of each line that is not blank, or what is wrong with one that is too long to be read."""
+    number = 0
+    while raw := stream.readline(max_bytes + 1):
+        number += 1
+        if len(raw) > max_bytes and not raw.endswith(b"\n"):
+            size = len(raw)
+            while not raw.endswith(b"\n") and (raw := stream.readline(READ_BYTES)):
+                size += len(raw)
+            yield number, f"it has {size} bytes, and the limit is {max_bytes}; split it, or raise max_payload_bytes"
+        elif raw.strip():
+            yield number, raw
+
+
+def _texts(
+    stream: BinaryIO, format_: Format, max_bytes: int, column: str | None
+) -> Iterator[tuple[int, str | BadLine]]:
+    if format_ == "text":
+        for number, raw in _raw_lines(stream, max_bytes):
+            try:
+                yield number, raw.decode().rstrip("\r\n") if isinstance(raw, bytes) else BadLine(number, None, raw)
+            except UnicodeDecodeError as error:
+                yield number, BadLine(number, None, f"it is not valid UTF-8 at byte {error.start}; convert the file")
+    elif format_ == "csv":
+        yield from _from_csv(stream, column)
+    else:
+        yield from _from_parquet(stream, column)
+
+
+def _from_csv(stream: BinaryIO, column: str | None) -> Iterator[tuple[int, str | BadLine]]:
+    csv.field_size_limit(1 << 30)
+    reader = csv.DictReader(io.TextIOWrapper(stream, encoding="utf-8", newline=""))
+    name = _column(column, list(reader.fieldnames or []))
+    for number, row in enumerate(reader, start=1):
+        yield number, row.get(name) or ""
+
+
+def _from_parquet(stream: BinaryIO, column: str | None) -> Iterator[tuple[int, str | BadLine]]:
+    try:
+        import pyarrow.parquet as parquet
+    except ImportError:
+        raise InvalidJob("Parquet files need pyarrow; install cellama[parquet]") from None
+    file = parquet.ParquetFile(stream)
+    name = _column(column, file.schema_arrow.names)
+    number = 0
+    for batch in file.iter_batches(batch_size=1024, columns=[name]):
+        for value in batch.column(0).to_pylist():
+            number += 1
+            yield number, str(value) if value is not None else ""
+
+
+def _column(wanted: str | None, names: list[str]) -> str:
+    if wanted is None and len(names) == 1:
+        return names[0]
+    if wanted not in names:
+        said = "no --column is given" if wanted is None else f"there is no column {wanted!r}"
+        raise InvalidJob(f"{said}; the file has: {', '.join(names) or 'none'}")
+    return wanted
+
+
+def _from_json(number: int, raw: bytes, defaults: Defaults) -> Line | BadLine:
+    try:
+        value = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        return BadLine(number, None, f"it is no JSON: {error}")
+    if not isinstance(value, dict):
+        return BadLine(number, None, f"it is {type(value).__name__}, not an object")
+    if "url" in value or "body" in value:
+        return _from_openai(number, value, defaults)
+    custom_id = value.pop("custom_id", value.pop("id", str(number)))
+    return _checked(number, custom_id, "short", value, defaults)
+
+
+def _from_openai(number: int, value: dict[str, Any], defaults: Defaults) -> Line | BadLine:
+    custom_id = value.get("custom_id")
+    if custom_id is None:
+        return BadLine(number, None, "custom_id is missing; each line needs one of its own")
+    if not isinstance(custom_id, str):
+        return BadLine(number, None, f"custom_id is {custom_id!r}; it must be a text")
+    try:
+        if value.get("method", "POST") != "POST":
+            raise InvalidJob(f"method is {value['method']!r}; it must be POST")
+        params = params_of_body(value.get("url"), value.get("body"))
+    except InvalidJob as error:
+        return BadLine(number, custom_id, str(error))
+    return _checked(number, custom_id, "openai", params, defaults)
+
+
+def _checked(number: int, custom_id: Any, form: Form, given: dict[str, Any], defaults: Defaults) -> Line | BadLine:
+    """The line, if its job would be accepted."""
+    if isinstance(custom_id, int) and not isinstance(custom_id, bool):
+        custom_id = str(custom_id)
+    if not isinstance(custom_id, str) or not custom_id:
+        return BadLine(number, None, f"its id is {custom_id!r}; it must be a text")
+    found = [name for name in _KINDS if name in given]
+    if len(found) != 1:
+        what = " and ".join(found) if found else "none of them"
+        return BadLine(number, custom_id, f"a line has one of {', '.join(_KINDS)}; this one has {what}")
+    kind, name = _KINDS[found[0]]
+    params = {name: given[found[0]], **{key: value for key, value in given.items() if key != found[0]}}
+    model = params.pop("model", None) or defaults.model
+    if model is None:
+        return BadLine(number, custom_id, "it names no model; add one, or give the run one with --model")
+    known = LINE_JOBS[kind].model_fields
+    params = {**{key: value for key, value in defaults.params.items() if key in known}, **params}
+    try:
+        if "priority" in params or "stream" in params:
+            raise InvalidJob("priority and stream mean nothing in a bulk run; leave them out")
+        parse_job(LINE_JOBS[kind], (), (), {**params, "model": model, "priority": PRIORITY_BULK})
+    except InvalidJob as error:
+        return BadLine(number, custom_id, str(error))
+    return Line(number, custom_id, form, kind, model, params)
+
+
+def _key_of(kind: LineKind, params: Mapping[str, Any]) -> str:
+    if kind == "chat":
+        head = json.dumps([params.get("tools"), params.get("template_args")]) if params.get("tools") else ""
+        return head + "\n".join(f"{turn.get('role')}\x02{turn.get('content')}" for turn in params["messages"])
+    if kind == "embed":
+        return ""  # nothing is shared
+    prompt = params["prompt"]
+    return prompt if isinstance(prompt, str) else "".join(chr(0x10000 + token % 0xF0000) for token in prompt)

@@ -1,0 +1,331 @@
+"""A bulk run: lines go out in chunks, results come back and are on disk before they count."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from redis import Redis
+from redis.exceptions import RedisError
+
+from cellama.tasks.batches import Batches
+from cellama.tasks.contract.errors import RedisUnreachable
+from cellama.tasks.contract.events import EVENT_FIELD, is_terminal
+from cellama.tasks.contract.keys import job_key, journal_key
+from cellama.tasks.contract.names import PRIORITY_BULK, WEIGHT_HEADER
+from cellama.tasks.jobs import chunk as chunk_task
+from cellama.tasks.registry import live_workers
+
+from .files import LineFile
+from .forms import error_line, result_line
+from .work import FAILED, FINISHED, IN_FLIGHT, PENDING, Stored, WorkFile
+
+log = logging.getLogger(__name__)
+
+BLOCK_MS = 200  # that a look for events waits for them
+EVENTS_PER_LOOK = 2000
+RETRY_S = 1.0
+LOOK_S = 1.0  # between looks at workers, at the wish to cancel, and words to Redis
+LOST_S = 15.0  # a chunk of which nothing was heard for so long may be lost
+MAX_TRIES = 3  # of a line that fails with an error that may pass, or whose workers die
+CHUNKS_PER_WORKER = 2
+TEXTS_PER_CHUNK = 256
+MAX_CHUNK_BYTES = 2 << 20
+
+
+@dataclass(slots=True)
+class Progress:
+    """Where a run is."""
+
+    total: int = 0
+    finished: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    in_flight: int = 0
+    workers: int = 0
+    notice: str = ""  # what it waits for, if it waits
+    started_at: float = field(default_factory=time.monotonic)
+    already: int = 0  # lines that were done before this command
+
+    @property
+    def left(self) -> int:
+        return self.total - self.finished - self.failed
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.started_at
+
+    @property
+    def rate(self) -> float:
+        """Generated tokens per second."""
+        return self.completion_tokens / max(1e-9, self.seconds)
+
+
+@dataclass(slots=True)
+class _Chunk:
+    last_id: str = "0-0"
+    heard_at: float = field(default_factory=time.monotonic)
+
+
+class BatchRun:
+    """Drives one run to its end. One thread; everything that must survive it is in the work file."""
+
+    def __init__(
+        self,
+        redis: Redis,
+        work: WorkFile,
+        output: LineFile,
+        errors: LineFile,
+        deadline_s: float | None = None,
+        *,
+        ordered: bool = False,
+        on_progress: Callable[[Progress], None] = lambda progress: None,
+    ) -> None:
+        """`deadline_s` counts from now. `ordered` writes results in the order of the input."""
+        self._redis = redis
+        self._batches = Batches(redis)
+        self._work = work
+        self._output = output
+        self._errors = errors
+        self._ordered = ordered
+        self._deadline = None if deadline_s is None else time.monotonic() + deadline_s
+        self._on_progress = on_progress
+        self.id = work.get("run_id")
+        self.progress = Progress(total=sum(work.count(state) for state in range(4)))
+        self.progress.finished, self.progress.failed = work.count(FINISHED), work.count(FAILED)
+        self.progress.already = self.progress.finished + self.progress.failed
+        self._written = int(work.get("written", "0"))  # number of the last line that is written, if they are in order
+        self._chunks: dict[str, _Chunk] = {}
+        self._workers: dict[str, tuple[int, int]] = {}  # model → live workers, slots of one
+        self._next_look = 0.0
+
+    def run(self) -> str:
+        """Returns the state in which the run ends: completed, cancelled, expired. Raises OSError if a file is full.
+
+        What is in flight when this raises, or is interrupted, is computed to its end and taken by the next command.
+        """
+        self._chunks = {chunk: _Chunk() for chunk in self._work.chunks()}
+        self._tell("in_progress")
+        ended = None
+        while ended is None and (self._chunks or self._work.count(PENDING)):
+            try:
+                ended = self._turn()
+                self.progress.notice = self._waits_for()
+            except (RedisError, RedisUnreachable) as error:
+                self.progress.notice = f"Redis does not answer ({type(error).__name__}); trying again"
+                time.sleep(RETRY_S)
+            self._on_progress(self.progress)
+        self._write_in_order()
+        state = ended or "completed"
+        self._tell(state)
+        return state
+
+    def _turn(self) -> str | None:
+        """One round: chunks out, events in. Returns a state that ends the run before its end."""
+        if time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + LOOK_S
+            self._workers = _workers_of(self._redis)
+            self.progress.workers = max((count for count, _ in self._workers.values()), default=0)
+            self._tell("in_progress")
+            if self._batches.is_asked_to_cancel(self.id):
+                return self._stop("cancelled")
+            self._find_lost()
+        if self._deadline is not None and time.monotonic() >= self._deadline:
+            return self._stop("expired")
+        self._send_chunks()
+        self._take_events()
+        return None
+
+    # Chunks out
+
+    def _send_chunks(self) -> None:
+        for model in self._work.pending_models():
+            workers, slots = self._workers.get(model, (0, 0))
+            while workers and len(self._chunks) < CHUNKS_PER_WORKER * workers:
+                if not self._send_chunk(model, workers, slots):
+                    break
+
+    def _send_chunk(self, model: str, workers: int, slots: int) -> bool:
+        """The next lines of a model, fewer towards the end, so that all workers end at about the same time."""
+        share = -(-self._work.count(PENDING, model) // (CHUNKS_PER_WORKER * workers))
+        lines = _that_fit(self._work.next_lines(model, max(1, min(slots, share))))
+        if not lines:
+            return False
+        name = str(uuid.uuid4())
+        with self._work.transaction():
+            self._work.take(name, lines)
+        params = [{"kind": line.kind, "params": line.params} for line in lines]
+        try:
+            headers = {WEIGHT_HEADER: len(lines)}
+            chunk_task.apply_async((model, params), {"priority": PRIORITY_BULK}, task_id=name, headers=headers)
+        except BaseException:
+            self._work.give_back(name, tried=False)
+            raise
+        self._chunks[name] = _Chunk()
+        self.progress.in_flight += len(lines)
+        return True
+
+    def _find_lost(self) -> None:
+        """Chunks that Redis knows no more wait again: it lost them, or they are older than its memory."""
+        for name, chunk in list(self._chunks.items()):
+            if time.monotonic() - chunk.heard_at > LOST_S:
+                chunk.heard_at = time.monotonic()
+                if not self._redis.exists(job_key(name), journal_key(name)):
+                    log.warning("chunk %s is lost; its lines are sent again", name)
+                    self._end_chunk(name, tried=False)
+
+    def _waits_for(self) -> str:
+        missing = [model for model in self._work.pending_models() if model not in self._workers]
+        return f"no live worker serves {', '.join(missing)}; start one with `cellama worker`" if missing else ""
+
+    # Events in
+
+    def _take_events(self) -> None:
+        if not self._chunks:
+            time.sleep(BLOCK_MS / 1000)
+            return
+        streams: Any = {journal_key(name): chunk.last_id for name, chunk in self._chunks.items()}
+        reply: Any = self._redis.xread(streams, count=EVENTS_PER_LOOK, block=BLOCK_MS)
+        results: list[tuple[Stored, dict[str, Any]]] = []
+        failures: list[tuple[Stored, dict[str, Any]]] = []
+        ended: list[tuple[str, dict[str, Any]]] = []
+        for key, entries in reply or []:
+            name = key.decode().removeprefix(journal_key(""))
+            chunk = self._chunks[name]
+            chunk.heard_at, chunk.last_id = time.monotonic(), entries[-1][0].decode()
+            for _, fields in entries:
+                event = json.loads(fields[EVENT_FIELD.encode()])
+                if event["type"] == "line":
+                    self._sort_line(name, event, results, failures)
+                elif is_terminal(event):
+                    ended.append((name, event))
+        self._keep(results, failures)
+        for name, event in ended:
+            self._end_chunk(name, tried=event["type"] == "error")
+
+    def _sort_line(
+        self,
+        chunk: str,
+        event: dict[str, Any],
+        results: list[tuple[Stored, dict[str, Any]]],
+        failures: list[tuple[Stored, dict[str, Any]]],
+    ) -> None:
+        line = self._work.line(chunk, event["line"])
+        if line is None:
+            return  # it was taken before
+        error = event.get("error")
+        if error is None:
+            results.append((line, event["result"]))
+        elif error["retryable"] and line.tries + 1 < MAX_TRIES:
+            self._work.try_again(line.number)
+        else:
+            failures.append((line, error))
+
+    def _keep(
+        self, results: list[tuple[Stored, dict[str, Any]]], failures: list[tuple[Stored, dict[str, Any]]]
+    ) -> None:
+        """On disk first, then in the work file: a crash between the two is found by reading the output's end."""
+        outcomes = [(line, result_line(line, result)) for line, result in results]
+        if not self._ordered:
+            self._output.append([outcome for _, outcome in outcomes])
+        self._errors.append([error_line(line, error) for line, error in failures])
+        with self._work.transaction():
+            for line, outcome in outcomes:
+                kept = json.dumps(outcome, ensure_ascii=False) if self._ordered else None
+                self._work.finish(line.number, outcome=kept)
+            for line, _ in failures:
+                self._work.finish(line.number, failed=True)
+            self._work.note(output_size=self._output.size, errors_size=self._errors.size)
+        self._count(results, failures)
+        if self._ordered and (results or failures):
+            self._write_in_order()
+
+    def _count(self, results: list[tuple[Stored, dict[str, Any]]], failures: list[Any]) -> None:
+        progress = self.progress
+        progress.finished += len(results)
+        progress.failed += len(failures)
+        for _, result in results:
+            for name in ("prompt_tokens", "cached_tokens", "completion_tokens"):
+                setattr(progress, name, getattr(progress, name) + result["usage"][name])
+        progress.in_flight = self._work.count(IN_FLIGHT)
+
+    def _write_in_order(self) -> None:
+        ready = []
+        for number, _, outcome in self._work.in_order(self._written):
+            ready.append((number, outcome))
+        if not self._ordered or not ready:
+            return
+        self._output.append([json.loads(outcome) for _, outcome in ready if outcome is not None])
+        with self._work.transaction():
+            for number, _ in ready:
+                self._work.drop_outcome(number)
+            self._written = ready[-1][0]
+            self._work.note(written=self._written, output_size=self._output.size)
+
+    def _end_chunk(self, name: str, *, tried: bool) -> None:
+        """Nothing more comes of a chunk; lines of it that have not ended wait again, or have failed often enough."""
+        with self._work.transaction():
+            self._work.give_back(name, tried=tried)
+        for line in self._work.tried_out(MAX_TRIES):
+            code = {"code": "dead", "message": f"its workers died, {MAX_TRIES} times in a row", "retryable": False}
+            self._keep([], [(line, code)])
+        del self._chunks[name]
+        self._redis.delete(journal_key(name))
+        self.progress.in_flight = self._work.count(IN_FLIGHT)
+
+    # The end
+
+    def _stop(self, state: str) -> str:
+        """Ends what is in flight; what has come of it until then counts."""
+        self._tell("cancelling" if state == "cancelled" else "finalizing")
+        for name in self._chunks:
+            chunk_task.AsyncResult(name).revoke(terminate=True)
+        until = time.monotonic() + 10
+        while self._chunks and time.monotonic() < until:
+            self._take_events()
+        for name in list(self._chunks):
+            self._end_chunk(name, tried=False)
+        return state
+
+    def _tell(self, state: str) -> None:
+        """A run goes on without Redis knowing of it; only who asks there sees an older state."""
+        progress: Mapping[str, Any] = {
+            name: getattr(self.progress, name)
+            for name in ("total", "finished", "failed", "prompt_tokens", "cached_tokens", "completion_tokens")
+        }
+        try:
+            self._batches.write(self.id, state=state, output=str(self._output.path), **progress)
+        except RedisError as error:
+            log.warning("Redis does not hear of run %s: %s", self.id, error)
+
+
+def _workers_of(redis: Redis) -> dict[str, tuple[int, int]]:
+    """Model → how many live workers serve it, and the lines that one of them runs at once."""
+    found: dict[str, tuple[int, int]] = {}
+    for worker in live_workers(redis):
+        for model in worker.models:
+            if model["status"] == "ready":
+                slots = (model.get("engine") or {}).get("slots_total") or TEXTS_PER_CHUNK
+                for name in {model["id"], ":default" if model["default"] else model["id"]}:
+                    count, most = found.get(name, (0, 0))
+                    found[name] = (count + 1, max(most, slots))
+    return found
+
+
+def _that_fit(lines: list[Stored]) -> list[Stored]:
+    """As many as one message may hold."""
+    size = 0
+    fitting: list[Stored] = []
+    for line in lines:
+        size += len(json.dumps(line.params))
+        if fitting and size > MAX_CHUNK_BYTES:
+            break
+        fitting.append(line)
+    return fitting

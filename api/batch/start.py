@@ -1,0 +1,220 @@
+"""From a file to a run that can begin, or go on: what is in the input, what the output has already."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sqlite3
+import sys
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+from redis import Redis
+
+from cellama.config import get_settings
+from cellama.tasks.contract.errors import InvalidJob
+
+from .files import LineFile, id_of, rewrite_without
+from .forms import bad_line
+from .lines import BadLine, Defaults, Format, Line, format_of, read_lines
+from .run import BatchRun, Progress
+from .work import WorkFile
+
+LINES_PER_TRANSACTION = 2000
+STANDARD = Path("-")
+OutputForm = Literal["auto", "openai", "short"]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchOptions:
+    """What a run is asked to do. `-` as input is stdin, as output stdout."""
+
+    input: Path
+    output: Path
+    errors: Path | None = None  # default: beside the output
+    format: Format = "auto"
+    column: str | None = None
+    form: OutputForm = "auto"  # as each line came
+    ordered: bool = False
+    model: str | None = None
+    params: Mapping[str, Any] = field(default_factory=dict)
+    deadline_s: float | None = None
+    overwrite: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """How a run ended."""
+
+    id: str
+    state: str
+    progress: Progress
+    errors: Path | None  # the error file, if there is something in it
+
+
+OnRead = Callable[[int], None]
+OnProgress = Callable[[Progress], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Paths:
+    """The files of a run."""
+
+    output: Path
+    errors: Path
+    work: Path
+
+
+def paths_of(output: Path, errors: Path | None = None) -> Paths:
+    """The error file and the work file lie beside the output."""
+    return Paths(
+        output, errors or output.with_name(f"{output.stem}.errors.jsonl"), output.with_name(output.name + ".work")
+    )
+
+
+def run_batch(
+    redis: Redis,
+    options: BatchOptions,
+    on_read: OnRead = lambda count: None,
+    on_progress: OnProgress = lambda progress: None,
+) -> Summary:
+    """Runs a file to its end, or goes on with it. Raises InvalidJob, OSError; what was finished stays finished."""
+    with contextlib.ExitStack() as opened:
+        output = options.output
+        if output == STANDARD:
+            output = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="cellama-batch-"))) / "output.jsonl"
+        paths = paths_of(output, options.errors)
+        work = opened.enter_context(contextlib.closing(_open_work(paths, options)))
+        errors = opened.enter_context(contextlib.closing(_read_input(work, options, paths, on_read)))
+        results = opened.enter_context(contextlib.closing(_open_output(work, paths)))
+        run = BatchRun(
+            redis, work, results, errors, options.deadline_s, ordered=options.ordered, on_progress=on_progress
+        )
+        run.progress.failed += int(work.get("unreadable", "0"))
+        run.progress.total += int(work.get("unreadable", "0"))
+        state = run.run()
+        if options.output == STANDARD:
+            for value in results.lines():
+                sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
+        if state == "completed":
+            work.shrink()
+        return Summary(run.id, state, run.progress, paths.errors if errors.size else None)
+
+
+def _open_work(paths: Paths, options: BatchOptions) -> WorkFile:
+    """The work file of this output. Raises InvalidJob if the output is not that of such a run."""
+    if options.overwrite:
+        for path in (paths.output, paths.errors, paths.work):
+            path.unlink(missing_ok=True)
+    if paths.output.exists() and paths.output.stat().st_size and not paths.work.exists():
+        raise InvalidJob(
+            f"{str(paths.output)!r} is there already, and no run of this command has made it ({paths.work.name} is "
+            "missing); name another file, or say --overwrite"
+        )
+    try:
+        work = WorkFile(paths.work)
+    except sqlite3.OperationalError:
+        raise InvalidJob(
+            f"{str(paths.work)!r} is in use or can't be written; does another command run on this output?"
+        ) from None
+    if not work.get("run_id"):
+        work.note(run_id=str(uuid.uuid4()))
+    work.note(options=_stored(options))
+    return work
+
+
+def _read_input(work: WorkFile, options: BatchOptions, paths: Paths, on_read: OnRead) -> LineFile:
+    """Notes every line of the input, and opens the error file with those that can't be run."""
+    fresh = paths.errors.with_name(paths.errors.name + ".part")
+    fresh.unlink(missing_ok=True)
+    unreadable = LineFile(fresh)
+    try:
+        lines = _lines_of(options)
+        work.begin_reading()
+        count = 0
+        while True:
+            with work.transaction():
+                size = sum(_note(work, line, options.form, unreadable) for line in _some(lines))
+            if not size:
+                break
+            count += size
+            on_read(count)
+        work.note(unreadable=unreadable.count)
+        if paths.errors.exists():
+            unreadable.append([value for value in LineFile(paths.errors).lines() if work.has_failed(id_of(value))])
+    finally:
+        unreadable.close()
+    fresh.replace(paths.errors)
+    return LineFile(paths.errors)
+
+
+def _lines_of(options: BatchOptions) -> Iterator[Line | BadLine]:
+    max_bytes = get_settings().max_payload_bytes // 2
+    path = None if options.input == STANDARD else options.input
+    if path is not None and not path.is_file():
+        raise InvalidJob(f"there is no file {str(path)!r}; check the path")
+    stream: BinaryIO = sys.stdin.buffer if path is None else path.open("rb")
+    with stream:
+        defaults = Defaults(options.model, options.params)
+        yield from read_lines(stream, format_of(path, options.format), defaults, max_bytes, options.column)
+
+
+def _some(lines: Iterator[Line | BadLine]) -> Iterator[Line | BadLine]:
+    for _, line in zip(range(LINES_PER_TRANSACTION), lines, strict=False):
+        yield line
+
+
+def _note(work: WorkFile, line: Line | BadLine, form: OutputForm, unreadable: LineFile) -> int:
+    if isinstance(line, Line):
+        if form != "auto":
+            line = replace(line, form=form)
+        earlier = work.add(line)
+        if earlier is None:
+            return 1
+        line = BadLine(line.number, line.id, f"its id {line.id!r} is that of line {earlier}, too; ids must differ")
+    unreadable.append([bad_line(form, line.number, line.id, line.message)])
+    return 1
+
+
+def _open_output(work: WorkFile, paths: Paths) -> LineFile:
+    """The output, without results of lines that have changed, and with nothing in it that the work file misses."""
+    output = LineFile(paths.output)
+    known = int(work.get("output_size", "0"))
+    if output.size < known:
+        output.close()
+        raise InvalidJob(
+            f"{str(paths.output)!r} is shorter than this run has left it; put it back, or say --overwrite to begin anew"
+        )
+    work.finish_by_id(str(id_of(value)) for value in output.lines(known))
+    outdated = work.end_reading()
+    if outdated:
+        output.close()
+        rewrite_without(paths.output, outdated)
+        output = LineFile(paths.output)
+    work.note(output_size=output.size)
+    return output
+
+
+def _stored(options: BatchOptions) -> str:
+    values = {name: getattr(options, name) for name in BatchOptions.__slots__ if name not in ("overwrite", "output")}
+    values |= {name: str(Path(value).absolute()) for name, value in values.items() if isinstance(value, Path)}
+    if options.input == STANDARD:
+        values["input"] = str(STANDARD)
+    return json.dumps(values)
+
+
+def options_of(output: Path) -> BatchOptions:
+    """The options with which the run of an output was started. Raises InvalidJob."""
+    paths = paths_of(output)
+    if not paths.work.exists():
+        raise InvalidJob(f"there is no run for {str(output)!r}: {paths.work.name} is not beside it")
+    with contextlib.closing(WorkFile(paths.work)) as work:
+        values = json.loads(work.get("options", "{}"))
+    if values.get("input") == str(STANDARD):
+        raise InvalidJob("this run read stdin; give the same lines to `cellama batch run - -o OUT` again")
+    values |= {name: Path(values[name]) for name in ("input", "errors") if values.get(name)}
+    return BatchOptions(output=output, **values)

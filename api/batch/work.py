@@ -1,0 +1,216 @@
+"""The work file of a run: its lines and what became of them, on disk. Memory does not grow with the lines."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sqlite3
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .lines import Line
+
+PENDING, IN_FLIGHT, FINISHED, FAILED = range(4)
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT);
+CREATE TABLE IF NOT EXISTS lines (
+  number INTEGER PRIMARY KEY, id TEXT UNIQUE NOT NULL, hash TEXT NOT NULL, form TEXT NOT NULL, kind TEXT NOT NULL,
+  model TEXT NOT NULL, key TEXT NOT NULL, params TEXT NOT NULL,
+  state INTEGER NOT NULL DEFAULT 0, tries INTEGER NOT NULL DEFAULT 0, chunk TEXT, place INTEGER, outcome TEXT
+);
+CREATE INDEX IF NOT EXISTS plan ON lines (model, tries > 0, key, number) WHERE state = 0;
+CREATE INDEX IF NOT EXISTS chunks ON lines (chunk) WHERE state = 1;
+CREATE INDEX IF NOT EXISTS held ON lines (number) WHERE outcome IS NOT NULL;
+"""
+_LINE = "number, id, form, kind, model, params, tries, place"
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A line as the work file has it."""
+
+    number: int
+    id: str
+    form: str
+    kind: str
+    model: str
+    params: dict[str, Any]
+    tries: int
+    place: int | None  # in its chunk
+
+
+class WorkFile:
+    """Owned by one command at a time: a second one is refused by `open`."""
+
+    def __init__(self, path: Path) -> None:
+        """Opens or makes the file and locks it. Raises sqlite3.OperationalError if another command has it."""
+        self.path = path
+        self._outdated: list[str] = []
+        self._db = sqlite3.connect(path, isolation_level=None, timeout=0.5)
+        try:
+            self._db.execute("PRAGMA locking_mode = EXCLUSIVE")
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("PRAGMA synchronous = FULL")
+            self._db.execute("PRAGMA temp_store = FILE")
+            self._db.execute("PRAGMA cache_size = -8192")
+            self._db.executescript(_SCHEMA)
+        except BaseException:
+            self._db.close()
+            raise
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[None]:
+        """All of it on disk at the end, or nothing."""
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            raise
+        self._db.execute("COMMIT")
+
+    def get(self, name: str, default: str = "") -> str:
+        """A fact about the run."""
+        row = self._db.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()
+        return str(row[0]) if row else default
+
+    def note(self, **facts: str | int) -> None:
+        rows = [(name, str(value)) for name, value in facts.items()]
+        self._db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", rows)
+
+    # Reading the input
+
+    def add(self, line: Line) -> int | None:
+        """Notes a line of the input; returns the number of an earlier one with its id, if there is one.
+
+        A line that was there with the same content keeps its state.
+        """
+        known = self._db.execute("SELECT number, hash, state FROM lines WHERE id = ?", (line.id,)).fetchone()
+        if known is not None and known[0] > 0:
+            return int(known[0])
+        if known is not None and known[1] == line.hash:
+            self._db.execute("UPDATE lines SET number = ? WHERE id = ?", (line.number, line.id))
+            return None
+        if known is not None and known[2] == FINISHED:
+            self._outdated.append(line.id)
+        self._db.execute("DELETE FROM lines WHERE id = ?", (line.id,))
+        row = (line.number, line.id, line.hash, line.form, line.kind, line.model, line.key, json.dumps(line.params))
+        names = "number, id, hash, form, kind, model, key, params"
+        self._db.execute(f"INSERT INTO lines ({names}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
+        return None
+
+    def begin_reading(self) -> None:
+        """Lines of an earlier reading have negative numbers until the input has them again."""
+        self._db.execute("UPDATE lines SET number = -number WHERE number > 0")
+
+    def end_reading(self) -> set[str]:
+        """Forgets the lines that the input has no more; returns the ids whose results are not wanted any more."""
+        rows = self._db.execute("SELECT id FROM lines WHERE number < 0 AND state = ?", (FINISHED,)).fetchall()
+        self._db.execute("DELETE FROM lines WHERE number < 0")
+        outdated, self._outdated = {*self._outdated, *(row[0] for row in rows)}, []
+        return outdated
+
+    def has_failed(self, line_id: Any) -> bool:
+        """True for a line that has failed for good."""
+        row = self._db.execute("SELECT state FROM lines WHERE id = ?", (line_id,)).fetchone()
+        return row is not None and row[0] == FAILED
+
+    # Planning
+
+    def count(self, state: int, model: str | None = None) -> int:
+        """Lines in a state."""
+        query, values = "SELECT count(*) FROM lines WHERE state = ?", [state]
+        if model is not None:
+            row = self._db.execute(query + " AND model = ?", (*values, model)).fetchone()
+        else:
+            row = self._db.execute(query, values).fetchone()
+        return int(row[0])
+
+    def pending_models(self) -> list[str]:
+        """The models that lines wait for."""
+        return [row[0] for row in self._db.execute("SELECT DISTINCT model FROM lines WHERE state = 0")]
+
+    def next_lines(self, model: str, count: int) -> list[Stored]:
+        """Neighbours that wait, in the order of their keys. One that failed before comes last, and alone."""
+        query = (
+            f"SELECT {_LINE} FROM lines WHERE state = 0 AND model = ? ORDER BY model, tries > 0, key, number LIMIT ?"
+        )
+        found = [_stored(row) for row in self._db.execute(query, (model, count))]
+        fresh = [line for line in found if not line.tries]
+        return fresh or found[:1]
+
+    def take(self, chunk: str, lines: Sequence[Stored]) -> None:
+        """These are in flight now, in this chunk."""
+        rows = [(IN_FLIGHT, chunk, place, line.number) for place, line in enumerate(lines)]
+        self._db.executemany("UPDATE lines SET state = ?, chunk = ?, place = ? WHERE number = ?", rows)
+
+    def give_back(self, chunk: str, *, tried: bool) -> int:
+        """What is still in flight of a chunk waits again; returns how many lines. `tried` counts as an attempt."""
+        query = (
+            "UPDATE lines SET state = 0, chunk = NULL, place = NULL, tries = tries + ? WHERE state = 1 AND chunk = ?"
+        )
+        return self._db.execute(query, (int(tried), chunk)).rowcount
+
+    def chunks(self) -> list[str]:
+        """Chunks in flight."""
+        return [row[0] for row in self._db.execute("SELECT DISTINCT chunk FROM lines WHERE state = 1")]
+
+    def line(self, chunk: str, place: int) -> Stored | None:
+        """A line in flight by its place in its chunk; None if it has ended already."""
+        query = f"SELECT {_LINE} FROM lines WHERE state = 1 AND chunk = ? AND place = ?"
+        row = self._db.execute(query, (chunk, place)).fetchone()
+        return None if row is None else _stored(row)
+
+    # Results
+
+    def finish(self, number: int, *, failed: bool = False, outcome: str | None = None) -> None:
+        """A line has ended; `outcome` is kept until it is its turn to be written."""
+        state = FAILED if failed else FINISHED
+        self._db.execute(
+            "UPDATE lines SET state = ?, chunk = NULL, place = NULL, outcome = ? WHERE number = ?",
+            (state, outcome, number),
+        )
+
+    def try_again(self, number: int) -> None:
+        """A line waits again, after one more attempt."""
+        self._db.execute(
+            "UPDATE lines SET state = 0, chunk = NULL, place = NULL, tries = tries + 1 WHERE number = ?", (number,)
+        )
+
+    def tried_out(self, max_tries: int) -> list[Stored]:
+        """Lines that wait although they have been tried so often."""
+        query = f"SELECT {_LINE} FROM lines WHERE state = 0 AND tries >= ?"
+        return [_stored(row) for row in self._db.execute(query, (max_tries,))]
+
+    def finish_by_id(self, ids: Iterable[str]) -> int:
+        """Lines that the output has, although this file does not know it; returns how many there were."""
+        query = "UPDATE lines SET state = 2, chunk = NULL, place = NULL WHERE id = ? AND state < 2"
+        return sum(self._db.execute(query, (id_,)).rowcount for id_ in ids)
+
+    def in_order(self, after: int) -> Iterator[tuple[int, int, str | None]]:
+        """Number, state and outcome of ended lines after this one, up to the first that has not ended."""
+        for number, state, outcome in self._db.execute(
+            "SELECT number, state, outcome FROM lines WHERE number > ? ORDER BY number", (after,)
+        ):
+            if state < FINISHED:
+                return
+            yield number, state, outcome
+
+    def drop_outcome(self, number: int) -> None:
+        """It is written."""
+        self._db.execute("UPDATE lines SET outcome = NULL WHERE number = ?", (number,))
+
+    def shrink(self) -> None:
+        """Keeps ids, hashes and states only: what a finished run needs to be known again."""
+        self._db.execute("UPDATE lines SET key = '', params = '{}' WHERE state >= 2")
+        self._db.execute("VACUUM")
+
+    def close(self) -> None:
+        self._db.close()
+
+
+def _stored(row: tuple[Any, ...]) -> Stored:
+    number, id_, form, kind, model, params, tries, place = row
+    return Stored(number, id_, form, kind, model, json.loads(params), tries, place)
