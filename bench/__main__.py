@@ -6,8 +6,10 @@ import argparse
 import importlib
 from pathlib import Path
 
+from . import suite
 from .report import show
 
+ALL = "all"
 NAMES = {
     "decode": "decode rate against llama-batched-bench, the limit",
     "mixed": "many requests at once, prefill and decode, against llama-server",
@@ -38,12 +40,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="cellama bench",
         description="Benchmarks of the engine, seeded, side by side with peers in one run.",
-        epilog="\n".join(f"  {name:18} {text}" for name, text in NAMES.items()),
+        epilog="\n".join(f"  {name:18} {text}" for name, text in (NAMES | {ALL: "every one in turn; --short"}).items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("name", choices=sorted(NAMES), metavar="NAME", help="see below")
+    parser.add_argument("name", choices=[*sorted(NAMES), ALL], metavar="NAME", help="see below")
     parser.add_argument("rest", nargs=argparse.REMAINDER, help="options of that benchmark; --help lists them")
     chosen = parser.parse_args()
+    if chosen.name == ALL:
+        raise SystemExit(1 if suite.run(list(NAMES), chosen.rest) else 0)
     benchmark = importlib.import_module(f".{chosen.name}", __package__)
     own = argparse.ArgumentParser(prog=f"cellama bench {chosen.name}", description=benchmark.__doc__)
     own.add_argument("--model", type=Path, help="a GGUF file; default: 174M random weights, Q8_0, written once")

@@ -17,7 +17,7 @@ from typing import Any
 from . import offline_ours as ours
 from . import offline_peers as peers
 from .decode import context
-from .engines import model_path
+from .engines import CORES, model_path
 from .offline_peers import Outcome
 from .peers import BATCHED_BENCH, LLAMA_SERVER, program
 from .report import Report
@@ -44,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--try-lines", type=int, default=256, help="lines for trying each -np")
     parser.add_argument("--naive-lines", type=int, default=0, help="lines for the naive task; 0: all")
     parser.add_argument("--naive-processes", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=CORES, help="of every side")
     parser.add_argument("--seed", type=int, default=0)
 
 
@@ -91,31 +92,43 @@ class _Workload:
         write_lines(source, self._lines)
         size = self._length + args.new
         options = {"n_parallel": args.slots, "n_ctx": context(args.slots, self._length, args.new)}
-        options |= {"kv_layout": "partitioned", "n_batch": 2048, "n_ubatch": 512, **args.options}
+        options |= {
+            "kv_layout": "partitioned",
+            "n_batch": 2048,
+            "n_ubatch": 512,
+            "threads": args.threads,
+            **args.options,
+        }
         for way in args.ours:
             if way != "batch" or ours.has_batch():
                 self._note(OURS[way], getattr(ours, way)(self._path, source, target, options), self._lines)
         if server := program(LLAMA_SERVER):
-            self._note(SERVER, peers.llama_server(server, self._path, source, target, 0, size), self._lines)
+            self._note(
+                SERVER, peers.llama_server(server, self._path, source, target, 0, size, args.threads), self._lines
+            )
             self._best_server(server, source, target)
         naive = self._lines[: args.naive_lines or None]
         write_lines(source, naive)
-        outcome = peers.naive_celery(self._path, source, target, args.naive_processes, context(1, size, 0))
+        outcome = peers.naive_celery(
+            self._path, source, target, args.naive_processes, context(1, size, 0), args.threads
+        )
         self._note(NAIVE, outcome, naive)
         if bench := program(BATCHED_BENCH):
             optimum = trie_optimum(line.prompt for line in self._lines)
-            limit = peers.limit(bench, self._path, self._lines, optimum, args.slots)
+            limit = peers.limit(bench, self._path, self._lines, optimum, args.slots, args.threads)
             self._note("limit, from llama-batched-bench's rates", limit, self._lines)
 
     def _best_server(self, server: Path, source: Path, target: Path) -> None:
-        sizes, size = self._args.server_slots, context(1, self._length, self._args.new)
+        args, sizes, size = self._args, self._args.server_slots, context(1, self._length, self._args.new)
         if not sizes:
             return
         some = source.with_suffix(".some.jsonl")
-        write_lines(some, self._lines[: self._args.try_lines])
-        tried = {slots: peers.llama_server(server, self._path, some, target, slots, size) for slots in sizes}
+        write_lines(some, self._lines[: args.try_lines])
+        tried = {
+            slots: peers.llama_server(server, self._path, some, target, slots, size, args.threads) for slots in sizes
+        }
         best = min(tried, key=lambda slots: tried[slots].seconds)
-        outcome = peers.llama_server(server, self._path, source, target, best, size)
+        outcome = peers.llama_server(server, self._path, source, target, best, size, args.threads)
         self._note(BEST_SERVER, outcome, self._lines, f" ({best})")
 
     def _note(self, who: str, outcome: Outcome, lines: Sequence[Line], more: str = "") -> None:

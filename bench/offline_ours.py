@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from .engines import CORES, loaded, run_all, warm_up
+from .engines import loaded, run_all, warm_up
 from .offline_peers import PATIENCE_S, Outcome, timed, write_result
 from .service import Service
 from .workloads import read_lines
@@ -64,15 +64,15 @@ def batch(model: Path, source: Path, target: Path, options: dict[str, Any]) -> O
             raise RuntimeError(f"`cellama batch run` ended with {done.returncode}: {done.stderr[-2000:]}")
         for text in result.read_text(encoding="utf-8").splitlines():
             found = json.loads(text)
-            _write_ours(out, found["custom_id"], found)
+            _write_ours(out, found["id"], found)
 
     with tempfile.TemporaryDirectory() as folder, _worker(Path(folder), model, options):
         return timed(target, run, next(read_lines(source)).num_new)
 
 
 def batch_command(source: Path, target: Path) -> list[str]:
-    """The command of a bulk run; Redis and the default model come from the environment and the worker."""
-    return [*_BATCH, "run", str(source), "-o", str(target)]
+    """The command of a bulk run; Redis comes from the environment."""
+    return [*_BATCH, "run", str(source), "-o", str(target), "--model", "bench"]
 
 
 def has_batch() -> bool:
@@ -93,7 +93,7 @@ def _write_ours(out: IO[str], custom_id: str, found: dict[str, Any]) -> None:
 def _worker(folder: Path, path: Path, options: dict[str, Any]) -> Iterator[None]:
     """A worker with one warm model."""
     model = {"id": "bench", "source": str(path), "default": True, "capabilities": ["generate"]}
-    with Service(folder, [{**model, "threads": CORES, "batch_strategy": "adaptive", **options}]) as service:
+    with Service(folder, [{**model, "batch_strategy": "adaptive", **options}]) as service:
         service.start_worker()
         service.wait_ready()
         from cellama.tasks import generate

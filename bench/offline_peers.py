@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from .engines import CORES
 from .naive import naive_worker
 from .peers import LlamaServer, batched_bench
 from .server_client import complete
@@ -52,10 +51,12 @@ def write_result(out: IO[str], custom_id: str, text: str, num_tokens: int, num_c
     out.write(json.dumps(result) + "\n")
 
 
-def llama_server(program: Path, model: Path, source: Path, target: Path, slots: int, context: int) -> Outcome:
+def llama_server(
+    program: Path, model: Path, source: Path, target: Path, slots: int, context: int, threads: int
+) -> Outcome:
     """llama-server with `slots` slots of `context` tokens (0: as it chooses), kept busy by an asynchronous client."""
     options = ["-np", str(slots), "-c", str(slots * context)] if slots else []
-    with LlamaServer.start(program, model, "-t", str(CORES), *options) as server:
+    with LlamaServer.start(program, model, "-t", str(threads), *options) as server:
         server.complete(range(300, 316), 4)
         num_new = next(read_lines(source)).num_new
         limit = CONNECTIONS_PER_SLOT * (slots or 4)
@@ -74,9 +75,8 @@ async def _ask_server(port: int, source: Path, out: IO[str], num_connections: in
     await asyncio.gather(*(ask() for _ in range(num_connections)))
 
 
-def naive_celery(model: Path, source: Path, target: Path, processes: int, context: int) -> Outcome:
-    """The naive task: one message per line, one `llama_cpp.Llama` per process; the cores are shared out."""
-    threads = max(1, CORES // processes)
+def naive_celery(model: Path, source: Path, target: Path, processes: int, context: int, threads: int) -> Outcome:
+    """The naive task: one message per line, one `llama_cpp.Llama` per process; they share the threads out."""
 
     def run(out: IO[str]) -> None:
         lines = list(read_lines(source))
@@ -86,18 +86,20 @@ def naive_celery(model: Path, source: Path, target: Path, processes: int, contex
 
     with (
         tempfile.TemporaryDirectory() as folder,
-        naive_worker(Path(folder), model, processes=processes, threads=threads, context=context) as submit,
+        naive_worker(
+            Path(folder), model, processes=processes, threads=max(1, threads // processes), context=context
+        ) as submit,
     ):
         for job in [submit(list(range(300, 316)), 4) for _ in range(4 * processes)]:
             job.get(timeout=300)
         return timed(target, run, next(read_lines(source)).num_new)
 
 
-def limit(program: Path, model: Path, lines: Sequence[Line], num_computed: int, slots: int) -> Outcome:
+def limit(program: Path, model: Path, lines: Sequence[Line], num_computed: int, slots: int, threads: int) -> Outcome:
     """Not run but computed: so many prompt tokens and all new ones at the rates of llama-batched-bench."""
     length, num_new = len(lines[0].prompt), lines[0].num_new
     context = -(-(length + num_new) // 256) * 256 * slots
-    options = ("-c", str(context), "-b", "2048", "-ub", "512", "-no-kvu", "-t", str(CORES))
+    options = ("-c", str(context), "-b", "2048", "-ub", "512", "-no-kvu", "-t", str(threads))
     found = batched_bench(program, model, slots, length, num_new, *options)
     seconds = num_computed / found["speed_pp"] + len(lines) * num_new / found["speed_tg"]
     return Outcome(len(lines), float(seconds), num_computed)

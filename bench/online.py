@@ -38,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--new", type=int, default=64, help="tokens, of all requests")
     parser.add_argument("--slots", type=int, default=32, help="of both sides")
     parser.add_argument("--server-bulk", type=int, default=16, help="bulk requests in flight at llama-server")
+    parser.add_argument("--threads", type=int, default=CORES, help="of both sides")
     parser.add_argument("--seed", type=int, default=0)
 
 
@@ -74,7 +75,7 @@ class Cellama:
                 raise RuntimeError(f"a job failed: {event}")
 
     async def bulk(self, prompt: list[int], num_new: int) -> None:
-        params = {"temperature": 0, "ignore_eos": True, "priority": BULK_PRIORITY, "stream": False}
+        params: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "priority": BULK_PRIORITY, "stream": False}
         job = await self.client.generate("bench", prompt, max_tokens=num_new, **params)
         try:
             await job.result(timeout=3600)
@@ -167,7 +168,14 @@ def run(args: argparse.Namespace) -> Report:
     path, program_ = model_path(args.model), program(LLAMA_SERVER)
     rows = _ask_ours(path, args)
     if program_:
-        options = ["-np", str(args.slots), "-c", str(context(args.slots, args.prompt, args.new)), "-t", str(CORES)]
+        options = [
+            "-np",
+            str(args.slots),
+            "-c",
+            str(context(args.slots, args.prompt, args.new)),
+            "-t",
+            str(args.threads),
+        ]
         with LlamaServer.start(program_, path, *options) as server:
             server.complete(range(300, 316), 4)
             rows += asyncio.run(_measure(Server(server.port, args.server_bulk), args))
@@ -179,7 +187,7 @@ def run(args: argparse.Namespace) -> Report:
 
 
 def _ask_ours(path: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
-    model = {"id": "bench", "source": str(path), "n_parallel": args.slots, "default": True, "threads": CORES}
+    model = {"id": "bench", "source": str(path), "n_parallel": args.slots, "default": True, "threads": args.threads}
     model |= {"n_ctx": context(args.slots, args.prompt, args.new), "capabilities": ["generate"]}
     model["batch_strategy"] = "adaptive"
 

@@ -22,6 +22,7 @@ from cellama.api.redis_server import free_port
 BATCHED_BENCH, LLAMA_SERVER = "BENCH_LLAMA_BATCHED_BENCH", "BENCH_LLAMA_SERVER"
 START_S = 120.0
 REQUEST_S = 1200.0
+LOST_OUTPUTS = 5  # it prints from a thread, and now and then ends before that has printed
 
 
 def program(variable: str) -> Path | None:
@@ -43,8 +44,12 @@ def batched_bench(path: Path, model: Path, num_sequences: int, num_prompt: int, 
     """What `llama-batched-bench` measures for one number of sequences, as it says it."""
     command = [str(path), "-m", str(model), "-npp", str(num_prompt), "-ntg", str(num_new)]
     command += ["-npl", str(num_sequences), "--output-format", "jsonl", *args]
-    done = subprocess.run(command, env=_environment(path), capture_output=True, text=True, check=True)
-    return next(json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
+    for _ in range(LOST_OUTPUTS):
+        done = subprocess.run(command, env=_environment(path), capture_output=True, text=True, check=True)
+        for line in done.stdout.splitlines():
+            if line.startswith("{"):
+                return json.loads(line)
+    raise RuntimeError(f"{path.name} printed no result in {LOST_OUTPUTS} runs; try: {' '.join(command)}")
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ import matplotlib
 
 from .report import RESULTS
 
-matplotlib.use("Agg")
-from matplotlib import pyplot  # noqa: E402 - the backend is chosen first
+matplotlib.use("Agg")  # before pyplot chooses one
+from matplotlib import pyplot
 
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
 # Okabe and Ito's colours, which the colour-blind can tell apart: https://jfly.uni-koeln.de/color/
@@ -126,7 +126,7 @@ def _kept_bars(results: Results) -> tuple[list[Bar], list[dict[str, Any]]]:
     """The bars that there are results for, and the lines they are from."""
     wanted: tuple[tuple[str, str, str], ...] = (
         ("mixed", "best against best", "128 prompts at once, over llama-server"),
-        ("shared_prefix", "llama-server over the engine's best", "the same, a shared prefix, over llama-server"),
+        ("shared_prefix", "llama-server over the engine's best", "128 that share a prefix, over llama-server"),
         ("prefix_cache", "median ms", "first token in a chat, cache on over off"),
         ("decode", "64 slots", "decoding, 64 slots, over llama-batched-bench"),
         ("queue_tax", "throughput, queue over engine", "through Celery and Redis, over the engine"),
