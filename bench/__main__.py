@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import signal
+import sys
 from pathlib import Path
 
 from . import suite
@@ -37,6 +39,7 @@ NAMES = {
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that peers and workers are ended
     parser = argparse.ArgumentParser(
         prog="cellama bench",
         description="Benchmarks of the engine, seeded, side by side with peers in one run.",

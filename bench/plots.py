@@ -100,7 +100,7 @@ def comparisons(results: Results) -> Any:
         return None
     figure, axes = pyplot.subplots(figsize=(9.6, 1.5 + 0.42 * len(bars)))
     _draw_bars(axes, bars)
-    axes.set(title="How many times faster (1 = the same)")
+    _title(figure, "How many times faster (1 = the same)")
     _caption(figure, lines)
     return figure
 
@@ -113,7 +113,9 @@ def _draw_bars(axes: Any, bars: Sequence[Bar]) -> None:
         if bar.hoped:
             axes.plot([bar.hoped] * 2, [place - 0.4, place + 0.4], color="black", linewidth=2)
         text = max(bar.ratio, bar.hoped or 0)
-        axes.annotate(f"{bar.ratio:.2f}", (text, place), xytext=(5, 0), textcoords="offset points", va="center")
+        white = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+        place_of = {"xytext": (8, 0), "textcoords": "offset points", "va": "center"}
+        axes.annotate(f"{bar.ratio:.2f}", (text, place), bbox=white, **place_of)
     axes.axvline(1, color=GREY, linewidth=1.5)
     axes.plot([], [], color="black", linewidth=2, label="hoped for")
     axes.set_yticks(range(len(bars)), [bar.label for bar in bars])
@@ -150,17 +152,22 @@ def offline(results: Results) -> Any:
     if not line:
         return None
     bars = [
-        Bar(key.replace(": over ", ", over ").replace("llama-server, ", "llama-server with "), ratio)
-        if key not in line["targets"]
-        else Bar(key.replace(": over ", ", over "), ratio, _number(line["targets"][key]))
+        Bar(_offline_label(key), ratio, _number(line["targets"].get(key, "")))
         for key, ratio in line["ratios"].items()
         if ": over " in key
     ]
     figure, axes = pyplot.subplots(figsize=(9.6, 1.5 + 0.42 * len(bars)))
     _draw_bars(axes, bars)
-    axes.set(title=f"Bulk runs of {line['lines']} lines, from file to file: lines per second over")
+    _title(figure, f"Bulk runs of {line['lines']} lines, from file to file: lines per second over those of others")
     _caption(figure, [line])
     return figure
+
+
+def _offline_label(key: str) -> str:
+    """Of "families: over naive Celery task"."""
+    workload, _, peer = key.partition(": over ")
+    kind = {"independent": "nothing shared", "families": "shared prefixes"}[workload]
+    return f"{kind}: {peer.replace(', from', ' by').replace(', its', ' with its')}"
 
 
 def online(results: Results) -> Any:
@@ -176,9 +183,11 @@ def online(results: Results) -> Any:
             for share, style in (("p50", "-"), ("p95", "--")):
                 values = [row[f"ttft {share} ms"] / 1e3 for row in rows]
                 axes.plot(at, values, style, color=color, marker=mark, label=f"{who}, {share}")
-        axes.set(title=f"First token, {load}", xlabel="arrivals per second", yscale="log")
+        axes.set(title=f"First token, {load}", xlabel="arrivals per second", yscale="log", xticks=at)
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.grid(axis="y", which="minor", color="#F2F2F2")
     both[0].set_ylabel("seconds")
-    both[1].legend(loc="best")
+    both[0].legend(loc="best", handlelength=3.5, markerscale=0.8)
     _caption(figure, [line])
     return figure
 
@@ -189,6 +198,11 @@ FIGURES: dict[str, Callable[[Results], Any]] = {
     "offline": offline,
     "online": online,
 }
+
+
+def _title(figure: Any, text: str) -> None:
+    """Over the labels, too."""
+    figure.suptitle(text, x=0.01, ha="left", fontsize=11, fontweight="bold")
 
 
 def _caption(figure: Any, lines: Sequence[dict[str, Any]]) -> None:
