@@ -65,7 +65,8 @@ def _run_one(name: str, arguments: Sequence[str], limit_s: float | None) -> str:
     try:
         code = process.wait(limit_s)
     except subprocess.TimeoutExpired:
-        process.terminate()  # what it started ends with it
-        process.wait()
         return f"ended after its {limit_s:g} s"
+    finally:
+        process.terminate()  # no more than a word to one that has ended; what it started ends with it
+        process.wait()
     return "ok" if code == 0 else f"failed with {code}"
