@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check clean
+.PHONY: help demo test check bench clean
 
 help: ## Show what there is
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -19,6 +19,9 @@ test: $(VENV)/.dev check ## Check the code and run all tests
 
 check: $(VENV)/.dev ## Lint, types, import contracts
 	.ci/check
+
+bench: $(VENV)/.dev ## A short form of every benchmark, in under 10 minutes; bench/README.md has the peers
+	$(BIN)/cellama bench all --short
 
 clean: ## Remove the virtual environment and everything that was built
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import signal
+import sys
 from pathlib import Path
 
+from . import suite
 from .report import show
 
+ALL = "all"
 NAMES = {
     "decode": "decode rate against llama-batched-bench, the limit",
     "mixed": "many requests at once, prefill and decode, against llama-server",
@@ -28,21 +32,26 @@ NAMES = {
     "embeddings": "1000 texts in one call or job against one text per call or job",
     "embed_beside": "gaps of a stream while another model embeds",
     "footprint": "memory of a model: planned before the load, logged by llama.cpp, resident",
+    "offline": "bulk runs from file to file, against llama-server and the naive Celery task",
+    "online": "Poisson arrivals, alone and beside a bulk load, against llama-server",
     "layouts": "unified against partitioned KV cache by number of slots",
     "adapters": "requests with different LoRA adapters on one engine, by the length of a turn",
 }
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that peers and workers are ended
     parser = argparse.ArgumentParser(
         prog="cellama bench",
         description="Benchmarks of the engine, seeded, side by side with peers in one run.",
-        epilog="\n".join(f"  {name:18} {text}" for name, text in NAMES.items()),
+        epilog="\n".join(f"  {name:18} {text}" for name, text in (NAMES | {ALL: "every one in turn; --short"}).items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("name", choices=sorted(NAMES), metavar="NAME", help="see below")
+    parser.add_argument("name", choices=[*sorted(NAMES), ALL], metavar="NAME", help="see below")
     parser.add_argument("rest", nargs=argparse.REMAINDER, help="options of that benchmark; --help lists them")
     chosen = parser.parse_args()
+    if chosen.name == ALL:
+        raise SystemExit(1 if suite.run(list(NAMES), chosen.rest) else 0)
     benchmark = importlib.import_module(f".{chosen.name}", __package__)
     own = argparse.ArgumentParser(prog=f"cellama bench {chosen.name}", description=benchmark.__doc__)
     own.add_argument("--model", type=Path, help="a GGUF file; default: 174M random weights, Q8_0, written once")

@@ -21,7 +21,7 @@ FIRST_WORD, LAST_WORD = 300, 1000  # neither control tokens nor bytes, and in ev
 
 def model_path(given: Path | None) -> Path:
     """The model of a benchmark: the given file, else the 174M one with random weights, written once."""
-    return given or cached_model("synthetic-174m-q8_0.gguf", Shape(), "Q8_0")
+    return given.absolute() if given else cached_model("synthetic-174m-q8_0.gguf", Shape(), "Q8_0")
 
 
 def cached_model(name: str, shape: Shape, file_type: str) -> Path:

@@ -22,6 +22,7 @@ from cellama.api.redis_server import free_port
 BATCHED_BENCH, LLAMA_SERVER = "BENCH_LLAMA_BATCHED_BENCH", "BENCH_LLAMA_SERVER"
 START_S = 120.0
 REQUEST_S = 1200.0
+LOST_OUTPUTS = 5  # it prints from a thread, and now and then ends before that has printed
 
 
 def program(variable: str) -> Path | None:
@@ -43,8 +44,12 @@ def batched_bench(path: Path, model: Path, num_sequences: int, num_prompt: int, 
     """What `llama-batched-bench` measures for one number of sequences, as it says it."""
     command = [str(path), "-m", str(model), "-npp", str(num_prompt), "-ntg", str(num_new)]
     command += ["-npl", str(num_sequences), "--output-format", "jsonl", *args]
-    done = subprocess.run(command, env=_environment(path), capture_output=True, text=True, check=True)
-    return next(json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
+    for _ in range(LOST_OUTPUTS):
+        done = subprocess.run(command, env=_environment(path), capture_output=True, text=True, check=True)
+        for line in done.stdout.splitlines():
+            if line.startswith("{"):
+                return json.loads(line)
+    raise RuntimeError(f"{path.name} printed no result in {LOST_OUTPUTS} runs; try: {' '.join(command)}")
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,7 @@ class LlamaServer:
 
     def __init__(self, process: subprocess.Popen[bytes], port: int) -> None:
         self.process = process
-        self._port = port
+        self.port = port
 
     @classmethod
     @contextlib.contextmanager
@@ -79,13 +84,17 @@ class LlamaServer:
             yield server
         finally:
             process.terminate()
-            process.wait(30)
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:  # it waits for connections that clients gave up
+                process.kill()
+                process.wait()
 
     def _wait_ready(self) -> None:
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline and self.process.poll() is None:
             with contextlib.suppress(OSError):
-                connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=5)
+                connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
                 connection.request("GET", "/health")
                 if connection.getresponse().status == 200:
                     return
@@ -95,7 +104,7 @@ class LlamaServer:
     def complete(self, prompt: Sequence[int], num_new: int) -> Reply:
         """One greedy request over a connection of its own: the server closes kept ones under load."""
         started = time.monotonic()
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=REQUEST_S)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=REQUEST_S)
         body = {
             "prompt": list(prompt),
             "n_predict": num_new,

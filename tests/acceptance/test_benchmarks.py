@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
 import pytest
 
+from cellama.bench.__main__ import NAMES
+from cellama.bench.suite import SHORT
 from cellama.engine.bundled import TINY_PATH
 
 from ..conftest import clean_environment
@@ -31,6 +34,9 @@ SMALL = {
     "cancel": "--slots 2 --prompt 1500 --chunk 32 --samples 1 --threads 1",
     "embeddings": "--texts 12 --words 2 6 --rounds 1 --threads 1",
     "embed_beside": "--texts 12 --words 2 6 --context 512 --threads 1",
+    "offline": "--ours batch engine jobs --lines 12 --prompt 24 --shared-prompt 60 --shared 40 --families 3 --new 6 "
+    "--slots 4 --server-slots 2 4 --try-lines 6 --threads 1",
+    "online": "--rates 8 --requests 6 --prompt 16 --new 6 --slots 3 --server-bulk 2 --threads 1",
     "shared_prefix": "--requests 6 --prompt 200 --shared 150 --new 4 --slots 2",
 }
 
@@ -54,10 +60,32 @@ def test_benchmark_prints_a_table_and_one_json_line(name: str) -> None:
         assert (
             0.9 <= report["ratios"]["planned over logged, min"] <= report["ratios"]["planned over logged, max"] <= 1.1
         )
+    if name == "offline":
+        assert {row["lines"] for row in report["rows"]} == {12}
+    if name == "online":
+        assert {(row["load"], row["requests"]) for row in report["rows"]} == {("alone", 6), ("beside bulk", 6)}
     if name == "urgent":
         assert report["ratios"]["bulk jobs finished"] == 10
     if name == "cancel":
         assert report["ratios"]["events after the end"] == 0
+
+
+def test_all_runs_the_short_forms_and_tells_how_each_ended() -> None:
+    done = bench("all", "--short", "--only", "tokenize_overhead", "strategies", "--model", str(TINY_PATH))
+    assert done.returncode == 0, done.stderr[-2000:]
+    reports = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [report["bench"] for report in reports] == ["tokenize_overhead", "strategies"]
+    assert len(re.findall(r"^(?:tokenize_overhead|strategies) +ok +\d", done.stdout, re.MULTILINE)) == 2
+
+
+def test_all_fails_when_a_benchmark_does() -> None:
+    done = bench("all", "--short", "--only", "tokenize_overhead", "--model", "no-such.gguf")
+    assert done.returncode == 1
+    assert re.search(r"^tokenize_overhead +failed with 1", done.stdout, re.MULTILINE)
+
+
+def test_every_benchmark_has_a_short_form() -> None:
+    assert SHORT.keys() == NAMES.keys()
 
 
 def test_benchmarks_are_listed_and_unknown_ones_refused() -> None:

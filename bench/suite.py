@@ -1,0 +1,72 @@
+"""`cellama bench all`: every benchmark in turn, each in a process of its own; with --short in a few minutes."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+# Options of a short form: enough to see that it works and about where we stand, not for figures to keep.
+SHORT = {
+    "decode": "--slots 1 16 --new 32 --rounds 1",
+    "mixed": "--requests 16 --new 32 --slots 16 --best-slots 16 --server-slots 16",
+    "shared_prefix": "--requests 16 --new 16 --slots 16 --best-slots 16",
+    "prefix_cache": "--conversations 4 --slots 2 --turns 2 --system 128 --message 32 --new 8 --think 0.2",
+    "strategies": "--requests 6 --slots 3 --new 16",
+    "tokenize_overhead": "--repeats 20",
+    "single_generate": "--prompts 16 128 --new 32 --samples 1",
+    "server_concurrent": "--callers 1 4 8 --slots 8 --new 16",
+    "python_time": "--slots 1 8 --contexts 1024 4096 --new 16",
+    "interactive": "--slots 8 --prompt 64 --samples 2",
+    "queue_tax": "--slots 8 --requests 16 --new 32 --samples 3 --rounds 1",
+    "urgent": "--slots 8 --bulk 24 --prompt 64 --new 100 --samples 2",
+    "cancel": "--prompt 600 --chunk 64 --samples 1",
+    "chaos": "--scenarios kills poison --jobs 40 --new 200 --kills 2 --period 2",
+    "loads": "--rounds 1 --tokens 40",
+    "embeddings": "--shape tiny --texts 100 --rounds 1",
+    "embed_beside": "--texts 100",
+    "footprint": "--cases 2 --shapes 0",
+    "layouts": "--slots 1 4 --prompt 300 --new 8",
+    "adapters": "--slots 4 --turns 0 0.1 --prompt 32 --new 8",
+    "offline": "--lines 24 --new 32 --families 4 --slots 16 --server-slots 16 --try-lines 8 --naive-lines 8",
+    "online": "--rates 1 --requests 8 --slots 8 --server-bulk 4 --new 32",
+}
+
+
+def run(names: Sequence[str], arguments: Sequence[str]) -> int:
+    """Runs the named benchmarks and prints how each went; the number of those that failed."""
+    parser = argparse.ArgumentParser(prog="cellama bench all", description=__doc__)
+    parser.add_argument("--short", action="store_true", help="small forms, for a look at all of them")
+    parser.add_argument("--only", nargs="+", choices=names, default=list(names), metavar="NAME")
+    parser.add_argument("--model", type=Path, help="a GGUF file; default: that of each benchmark")
+    parser.add_argument("--save", action="store_true", help="keep the JSON lines under bench/results/")
+    parser.add_argument("--limit", type=float, help="seconds for each benchmark; default: 120 with --short, else none")
+    args = parser.parse_args(arguments)
+    shared = [*(["--model", str(args.model)] if args.model else []), *(["--save"] if args.save else [])]
+    ends: dict[str, tuple[str, float]] = {}
+    for name in args.only:
+        started = time.monotonic()
+        own = SHORT[name].split() if args.short else []
+        how = _run_one(name, [*shared, *own], args.limit or (120 if args.short else None))
+        ends[name] = how, time.monotonic() - started
+    print(f"\n{'benchmark':20} {'end':30} seconds")
+    for name, (how, seconds) in ends.items():
+        print(f"{name:20} {how:30} {seconds:.1f}")
+    print(f"{'all':20} {'':30} {sum(seconds for _, seconds in ends.values()):.1f}")
+    return sum(how != "ok" for how, _ in ends.values())
+
+
+def _run_one(name: str, arguments: Sequence[str], limit_s: float | None) -> str:
+    print(f"\n# {name} {' '.join(arguments)}", flush=True)
+    process = subprocess.Popen([sys.executable, "-m", "cellama.bench", name, *arguments])
+    try:
+        code = process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        return f"ended after its {limit_s:g} s"
+    finally:
+        process.terminate()  # no more than a word to one that has ended; what it started ends with it
+        process.wait()
+    return "ok" if code == 0 else f"failed with {code}"

@@ -1,0 +1,73 @@
+"""Bulk workloads of comparisons: seeded lines of token ids, written in the short form of `cellama batch run`.
+
+Token ids, because every peer takes them; how many tokens a text has depends on the vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .engines import random_prompts
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line: a prompt, and how many tokens are generated for it, greedily and past any end mark."""
+
+    custom_id: str
+    prompt: tuple[int, ...]
+    num_new: int
+
+
+def independent(count: int, length: int, num_new: int, *, seed: int = 0) -> list[Line]:
+    """Lines whose prompts share nothing."""
+    return _lines(random_prompts(count, length, seed=seed), num_new)
+
+
+def families(count: int, length: int, num_new: int, *, shared: int, num_families: int, seed: int = 0) -> list[Line]:
+    """Shuffled lines; those of one family share their first `shared` tokens. Families differ in size by one at most."""
+    prompts: list[list[int]] = []
+    for family in range(num_families):
+        size = (count - family + num_families - 1) // num_families
+        prompts += random_prompts(size, length, shared=shared, seed=seed * num_families + family)
+    random.Random(seed).shuffle(prompts)
+    return _lines(prompts, num_new)
+
+
+def _lines(prompts: Iterable[Sequence[int]], num_new: int) -> list[Line]:
+    return [Line(f"line-{number}", tuple(prompt), num_new) for number, prompt in enumerate(prompts)]
+
+
+def write_lines(path: Path, lines: Iterable[Line]) -> None:
+    """Writes them as JSONL."""
+    with path.open("w", encoding="utf-8") as file:
+        for line in lines:
+            body = {"max_tokens": line.num_new, "temperature": 0, "ignore_eos": True}
+            file.write(json.dumps({"custom_id": line.custom_id, "prompt": line.prompt, **body}) + "\n")
+
+
+def read_lines(path: Path) -> Iterator[Line]:
+    """The lines of a file that `write_lines` wrote, one at a time."""
+    with path.open(encoding="utf-8") as file:
+        for text in file:
+            found = json.loads(text)
+            yield Line(found["custom_id"], tuple(found["prompt"]), found["max_tokens"])
+
+
+def trie_optimum(prompts: Iterable[Sequence[int]]) -> int:
+    """The least number of prompt tokens to compute: each different prefix once."""
+    optimum, last = 0, ()  # type: int, Sequence[int]
+    for prompt in sorted(map(tuple, prompts)):
+        optimum += len(prompt) - num_common(last, prompt)
+        last = prompt
+    return optimum
+
+
+def num_common(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    differing = (index for index, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(differing, min(len(one), len(other)))

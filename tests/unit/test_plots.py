@@ -1,0 +1,49 @@
+"""Pictures of kept results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cellama.bench.report import RESULTS
+
+pytest.importorskip("matplotlib", reason="pictures need matplotlib, which cellama[bench] brings")
+
+ONLINE = {
+    "rows": [
+        {"who": who, "load": load, "rate/s": rate, "ttft p50 ms": 100.0 * rate, "ttft p95 ms": 300.0 * rate}
+        for who in ("cellama", "llama-server")
+        for load in ("alone", "beside bulk")
+        for rate in (0.5, 1.0)
+    ]
+}
+OFFLINE = {
+    "lines": 24,
+    "ratios": {"families: over naive Celery task": 3.5, "families: prefilled over the optimum": 1.0},
+    "targets": {"families: over naive Celery task": ">= 3", "families: prefilled over the optimum": "<= 1.05"},
+}
+
+
+def keep(folder: Path, name: str, line: dict[str, Any]) -> None:
+    told = {"bench": name, "model": "m", "machine": "a machine", "commit": "abc", "ratios": {}, "targets": {}}
+    (folder / f"{name}.jsonl").write_text(json.dumps(told | line) + "\n")
+
+
+def test_pictures_are_drawn_from_the_kept_results(tmp_path: Path) -> None:
+    from cellama.bench.plots import draw
+
+    written = draw(RESULTS, tmp_path)
+    assert {"slots.png", "comparisons.png"} <= {path.name for path in written}
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
+
+
+def test_only_what_has_results_is_drawn(tmp_path: Path) -> None:
+    from cellama.bench.plots import draw
+
+    assert draw(tmp_path, tmp_path / "none") == []
+    keep(tmp_path, "offline", OFFLINE)
+    keep(tmp_path, "online", ONLINE)
+    assert [path.name for path in draw(tmp_path, tmp_path)] == ["offline.png", "online.png"]
