@@ -13,7 +13,8 @@ from typing import Any
 from celery import Celery
 from kombu import Producer
 
-from .ledger import Call, Ledger, Message, Submission
+from .ledger import Ledger
+from .records import Call, Message, Submission
 
 PAGE_JOBS = 100  # per script: Redis serves nobody else meanwhile
 PAGE_BYTES = 4 * 2**20

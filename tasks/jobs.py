@@ -42,8 +42,9 @@ from .contract.payloads import (
     parse_job,
 )
 from .enqueue import PAGE_JOBS, Checked, enqueue, ranges
-from .ledger import Call, Ledger
+from .ledger import Ledger
 from .reaching import reaching_redis
+from .records import Call
 
 Payload = GenerateJob | ChatJob | EmbedJob | RerankJob | TokenizeJob | DetokenizeJob | ApplyChatTemplateJob | ChunkJob
 Result = dict[str, Any]

@@ -15,8 +15,9 @@ from redis.exceptions import OutOfMemoryError, ReadOnlyError, RedisError, Respon
 
 from .contract import events
 from .contract.events import Event
-from .ledger import Attempt, Entry, Ledger
+from .ledger import Ledger
 from .past import outputs_of_line
+from .records import Attempt, Entry
 from .signing import Signer
 
 if TYPE_CHECKING:

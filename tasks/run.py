@@ -49,9 +49,10 @@ from .contract.payloads import (
     TokenizeJob,
 )
 from .contract.results import with_messages
-from .ledger import DEAD, Attempt, new_run
+from .ledger import new_run
 from .past import Past, read_past
 from .pool import Interruption, current_job
+from .records import DEAD, Attempt
 from .results import NO_USAGE, error_event, failure_of, result_of, resume_of
 from .vectors import embed, rerank
 

@@ -19,11 +19,12 @@ from cellama.engine import EngineOptions, HubOptions, ModelManager
 from .app import num_jobs_of
 from .contract.keys import cancel_key
 from .lease import LeaseKeeper
-from .ledger import Attempt, Ledger
+from .ledger import Ledger
 from .pool import Interruption, JobControl
 from .publisher import Publisher
 from .quarantine import Quarantine
 from .reaper import Expire, Reaper, Requeue
+from .records import Attempt
 from .registry import Registration
 from .residency import Residency
 from .signing import Signer

@@ -20,8 +20,9 @@ from cellama.tasks import app, generate
 from cellama.tasks.contract.errors import InvalidJob, JobCancelled, JobFailed, UnknownJob
 from cellama.tasks.contract.keys import DEAD_KEY, cancel_key, job_key
 from cellama.tasks.contract.names import queue_keys
-from cellama.tasks.ledger import Call, Entry, Ledger, new_run
+from cellama.tasks.ledger import Ledger, new_run
 from cellama.tasks.reader import PING, stream_events
+from cellama.tasks.records import Call, Entry
 
 from ..conftest import PATIENCE_S, WorkerProcess, wait_until
 from .conftest import GREEDY, LONG

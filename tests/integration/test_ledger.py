@@ -19,8 +19,9 @@ from cellama.tasks.contract.keys import (
     job_key,
     journal_key,
 )
-from cellama.tasks.ledger import MAX_ATTEMPTS, Attempt, Call, Entry, Ledger, Message, Submission, new_run
+from cellama.tasks.ledger import MAX_ATTEMPTS, Ledger, new_run
 from cellama.tasks.past import read_past
+from cellama.tasks.records import Attempt, Call, Entry, Message, Submission
 
 from ..conftest import PATIENCE_S
 

@@ -11,8 +11,8 @@ from redis.exceptions import ResponseError
 
 from cellama.engine import Completion, DecodeFailed, Finished, Started, Text, Timings, Usage
 from cellama.tasks.contract import events
-from cellama.tasks.ledger import Attempt, Entry
 from cellama.tasks.publisher import STRIDE, Publisher
+from cellama.tasks.records import Attempt, Entry
 from cellama.tasks.signing import Signer
 
 COMPLETION = Completion("ab", (1, 2), "stop", None, Usage(3, 2), Timings(1.0, 2.0, 3.0, None, None), 0, 7)
