@@ -14,6 +14,7 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from cellama.tasks.batches import Batches
+from cellama.tasks.contract.chunks import MAX_CHUNK_LINES
 from cellama.tasks.contract.errors import RedisUnreachable
 from cellama.tasks.contract.events import EVENT_FIELD, is_terminal
 from cellama.tasks.contract.keys import job_key, journal_key
@@ -33,7 +34,8 @@ RETRY_S = 1.0
 LOOK_S = 1.0  # between looks at workers, at the wish to cancel, and words to Redis
 LOST_S = 15.0  # a chunk of which nothing was heard for so long may be lost
 MAX_TRIES = 3  # of a line that fails with an error that may pass, or whose workers die
-CHUNKS_PER_WORKER = 2
+SLOTS_PER_CHUNK = 2  # a chunk has lines for so many times a worker's slots …
+CHUNKS_PER_WORKER = 2  # … and a worker has so many chunks: there is always a line for a slot that becomes free
 TEXTS_PER_CHUNK = 256
 MAX_CHUNK_BYTES = 2 << 20
 
@@ -112,6 +114,7 @@ class BatchRun:
         What is in flight when this raises, or is interrupted, is computed to its end and taken by the next command.
         """
         self._chunks = {chunk: _Chunk() for chunk in self._work.chunks()}
+        self.progress.in_flight = self._work.in_flight()
         self._tell("in_progress")
         ended = None
         while ended is None and (self._chunks or self._work.pending):
@@ -148,14 +151,16 @@ class BatchRun:
     def _send_chunks(self) -> None:
         for model in self._work.pending:
             workers, slots = self._workers.get(model, (0, 0))
-            while workers and len(self._chunks) < CHUNKS_PER_WORKER * workers:
-                if not self._send_chunk(model, workers, slots):
-                    break
+            most = CHUNKS_PER_WORKER * SLOTS_PER_CHUNK * slots * workers
+            while workers and self.progress.in_flight < most and self._send_chunk(model, workers, slots):
+                pass
 
     def _send_chunk(self, model: str, workers: int, slots: int) -> bool:
-        """The next lines of a model, fewer towards the end, so that all workers end at about the same time."""
-        share = -(-self._work.pending.get(model, 0) // (CHUNKS_PER_WORKER * workers))
-        lines = _that_fit(self._work.next_lines(model, max(1, min(slots, share))))
+        """The next lines of a model; towards the end fewer, so that several workers end at about the same time."""
+        count = SLOTS_PER_CHUNK * slots
+        if workers > 1:
+            count = min(count, -(-self._work.pending.get(model, 0) // (CHUNKS_PER_WORKER * workers)))
+        lines = _that_fit(self._work.next_lines(model, max(1, min(count, MAX_CHUNK_LINES))))
         if not lines:
             return False
         name = str(uuid.uuid4())
