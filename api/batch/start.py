@@ -145,7 +145,8 @@ def _read_input(work: WorkFile, options: BatchOptions, paths: Paths, on_read: On
             on_read(count)
         work.note(unreadable=unreadable.count)
         if paths.errors.exists():
-            unreadable.append([value for value in LineFile(paths.errors).lines() if work.has_failed(id_of(value))])
+            with contextlib.closing(LineFile(paths.errors)) as before:
+                unreadable.append([value for value in before.lines() if work.has_failed(id_of(value))])
     finally:
         unreadable.close()
     fresh.replace(paths.errors)
@@ -182,7 +183,13 @@ def _note(work: WorkFile, line: Line | BadLine, form: OutputForm, unreadable: Li
 
 def _open_output(work: WorkFile, paths: Paths) -> LineFile:
     """The output, without results of lines that have changed, and with nothing in it that the work file misses."""
+    outdated = work.end_reading()
     output = LineFile(paths.output)
+    if outdated:  # what is done here may be cut off anywhere, and is done again then
+        output.close()
+        work.note(output_size=0)
+        rewrite_without(paths.output, outdated)
+        output = LineFile(paths.output)
     known = int(work.get("output_size", "0"))
     if output.size < known:
         output.close()
@@ -190,12 +197,9 @@ def _open_output(work: WorkFile, paths: Paths) -> LineFile:
             f"{str(paths.output)!r} is shorter than this run has left it; put it back, or say --overwrite to begin anew"
         )
     work.finish_by_id(str(id_of(value)) for value in output.lines(known))
-    outdated = work.end_reading()
-    if outdated:
-        output.close()
-        rewrite_without(paths.output, outdated)
-        output = LineFile(paths.output)
-    work.note(output_size=output.size)
+    with work.transaction():
+        work.forget_outdated()
+        work.note(output_size=output.size)
     return output
 
 

@@ -16,6 +16,7 @@ from .lines import Line
 PENDING, IN_FLIGHT, FINISHED, FAILED = range(4)
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT);
+CREATE TABLE IF NOT EXISTS outdated (id TEXT PRIMARY KEY);
 CREATE TABLE IF NOT EXISTS lines (
   number INTEGER PRIMARY KEY, id TEXT UNIQUE NOT NULL, hash TEXT NOT NULL, form TEXT NOT NULL, kind TEXT NOT NULL,
   model TEXT NOT NULL, key TEXT NOT NULL, params TEXT NOT NULL,
@@ -48,7 +49,6 @@ class WorkFile:
     def __init__(self, path: Path) -> None:
         """Opens or makes the file and locks it. Raises sqlite3.OperationalError if another command has it."""
         self.path = path
-        self._outdated: list[str] = []
         self._pending: Counter[str] | None = None
         self._db = sqlite3.connect(path, isolation_level=None, timeout=0.5)
         try:
@@ -95,8 +95,8 @@ class WorkFile:
         if known is not None and known[1] == line.hash:
             self._db.execute("UPDATE lines SET number = ? WHERE id = ?", (line.number, line.id))
             return None
-        if known is not None and known[2] == FINISHED:
-            self._outdated.append(line.id)
+        if known is not None and known[2] in (IN_FLIGHT, FINISHED):
+            self._db.execute("INSERT OR IGNORE INTO outdated VALUES (?)", (line.id,))
         self._db.execute("DELETE FROM lines WHERE id = ?", (line.id,))
         row = (line.number, line.id, line.hash, line.form, line.kind, line.model, line.key, json.dumps(line.params))
         names = "number, id, hash, form, kind, model, key, params"
@@ -108,11 +108,19 @@ class WorkFile:
         self._db.execute("UPDATE lines SET number = -number WHERE number > 0")
 
     def end_reading(self) -> set[str]:
-        """Forgets the lines that the input has no more; returns the ids whose results are not wanted any more."""
-        rows = self._db.execute("SELECT id FROM lines WHERE number < 0 AND state = ?", (FINISHED,)).fetchall()
-        self._db.execute("DELETE FROM lines WHERE number < 0")
-        outdated, self._outdated = {*self._outdated, *(row[0] for row in rows)}, []
-        return outdated
+        """Forgets the lines that the input has no more; returns the ids whose results are not wanted any more.
+
+        They are returned again, also after a crash, until `forget_outdated`.
+        """
+        with self.transaction():
+            gone = "SELECT id FROM lines WHERE number < 0 AND state IN (?, ?)"
+            self._db.execute(f"INSERT OR IGNORE INTO outdated {gone}", (IN_FLIGHT, FINISHED))
+            self._db.execute("DELETE FROM lines WHERE number < 0")
+        return {row[0] for row in self._db.execute("SELECT id FROM outdated")}
+
+    def forget_outdated(self) -> None:
+        """The output has their results no more."""
+        self._db.execute("DELETE FROM outdated")
 
     def has_failed(self, line_id: Any) -> bool:
         """True for a line that has failed for good."""

@@ -22,7 +22,9 @@ def read(work: WorkFile, *lines: Line) -> set[str]:
     """Reads an input of these lines; the ids whose results are outdated."""
     work.begin_reading()
     assert [work.add(each) for each in lines] == [None] * len(lines)
-    return work.end_reading()
+    outdated = work.end_reading()
+    work.forget_outdated()
+    return outdated
 
 
 @pytest.fixture
@@ -106,6 +108,23 @@ def test_same_input_keeps_states_and_a_changed_line_loses_its_result(work: WorkF
     # the second has changed, the first is gone, the third has moved
     assert read(work, line(1, "B", "id2"), line(2, "c", "id3"), line(3, "new", "id4")) == {"id1", "id2"}
     assert [work.count(state) for state in (PENDING, FINISHED, FAILED)] == [2, 0, 1]
+
+
+def test_outdated_results_are_known_after_a_crash_until_they_are_dropped(work: WorkFile) -> None:
+    read(work, line(1, "a"), line(2, "b"))
+    for each in work.next_lines("m", 2):
+        work.finish(each)
+    work.begin_reading()
+    work.add(line(1, "A", "id1"))
+    work.close()  # before the second line was read
+    again = WorkFile(work.path)
+    again.begin_reading()
+    again.add(line(1, "A", "id1"))
+    assert again.end_reading() == {"id1", "id2"}
+    assert again.end_reading() == {"id1", "id2"}
+    again.forget_outdated()
+    assert again.end_reading() == set()
+    assert again.count(PENDING) == 1
 
 
 def test_id_that_stands_twice_is_told_with_the_earlier_line(work: WorkFile) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -14,6 +13,8 @@ from cellama.tasks.contract import events
 from cellama.tasks.publisher import STRIDE, Publisher
 from cellama.tasks.records import Attempt, Entry
 from cellama.tasks.signing import Signer
+
+from ..conftest import wait_until
 
 COMPLETION = Completion("ab", (1, 2), "stop", None, Usage(3, 2), Timings(1.0, 2.0, 3.0, None, None), 0, 7)
 
@@ -108,20 +109,13 @@ def test_publisher_writes_the_parts_of_one_token_together() -> None:
         )
     )
     tell((Text("a#1", ".", (4,)),))
-    assert wait_for(lambda: len(ledger.entries) == 3)
+    wait_until(lambda: len(ledger.entries) == 3, "three entries")
     assert ledger.journal("a") == [
         {"seq": 0, **events.reasoning("I see", [1, 2, 3])},
         {"seq": 1, **events.reasoning_end("", [])},
         {"seq": 2, **events.token("Yes", [])},
     ]
     assert publisher.close()
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return condition()
 
 
 def test_publisher_tells_of_the_first_token_once_it_is_written() -> None:
