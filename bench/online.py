@@ -137,10 +137,10 @@ class _Bulk:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        first = asyncio.Event()
+        first, over = asyncio.Event(), asyncio.Event()
 
         async def loop() -> None:
-            while True:
+            while not over.is_set():  # a request may take the cancel for its own end (wait_for before Python 3.12)
                 await self._side.bulk(next(self._prompts), self._num_new)
                 self.num_done += 1
                 first.set()
@@ -153,6 +153,7 @@ class _Bulk:
                 task.result()  # a bulk task ends early only by its error
             yield
         finally:
+            over.set()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
