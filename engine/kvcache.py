@@ -8,12 +8,12 @@ Engine thread only.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from .cells import Cells
-from .prefix import PrefixIndex
+from .prefix import PrefixIndex, Tokens
 
 MOVE_COST_TOKENS = 16  # a copy or a restore takes about as long as so many tokens of prefill
 WORTH_SAVING_TOKENS = 64  # fewer are faster computed again than kept
@@ -91,6 +91,7 @@ class KvCache:
         self.cells = Cells(memory.n_slots, memory.n_cells, shared=memory.unified)
         self.counters = CacheCounters()
         self.ram_bytes = ram_bytes
+        self.wanted: Callable[[Tokens, Hashable], int] = lambda tokens, scope: 0  # of these, by those who wait
         self.ram_used_bytes = 0
         self._index: PrefixIndex[Source] = PrefixIndex()
         self._scopes: dict[int, Hashable] = {}  # of slots that have an entry in the index
@@ -142,8 +143,25 @@ class KvCache:
         return len(idle) == 1 or self.cells.of(slot) - count <= count
 
     def _cheapest(self, idle: Sequence[int], liked: int | None) -> int:
-        """The liked slot; an empty one, lowest index first (llama.cpp likes dense ids); else the longest unused one."""
-        return min(idle, key=lambda slot: (slot != liked, self.cells.of(slot) > 0, self._last_used[slot], slot))
+        """The liked slot; an empty one, lowest index first (llama.cpp likes dense ids); else the longest unused one.
+
+        What somebody in the waiting line begins with goes last.
+        """
+        order = sorted(idle, key=lambda slot: (slot != liked, self.cells.of(slot) > 0, self._last_used[slot], slot))
+        return next((slot for slot in order if not self._is_wanted(slot)), order[0])
+
+    def _is_wanted(self, slot: int) -> bool:
+        """True if somebody waits for a prefix that only this slot has."""
+        if slot not in self._index:
+            return False
+        tokens, scope = self._index.tokens_of(slot), self._scopes[slot]
+        length = self._usable(slot, self.wanted(tokens, scope))
+        if length < WORTH_SAVING_TOKENS or self.cells.of(slot) < len(tokens):  # a running one
+            return False
+        return not any(
+            source != slot and self._usable(source, shared) >= length
+            for source, shared in self._index.matches(tokens, scope)
+        )
 
     def missing_cells(self, plan: Plan, num_tokens: int) -> int:
         """Cells that `num_tokens` positions would need beyond those that are free once the plan is carried out."""
@@ -231,14 +249,21 @@ class KvCache:
 
     def clear(self, slot: int) -> None:
         """Empties a slot, after saving what is worth it."""
+        if self.ram_bytes and self._is_wanted(slot):
+            self._unsaved[slot] = None
         self._save_unsaved(slot)
         self._index.remove(slot)
         self._scopes.pop(slot, None)
         self.truncate(slot, 0)
 
     def reclaim(self, idle: Iterable[int], missing: int) -> bool:
-        """Empties idle slots, longest unused first, until `missing` cells are free; False if that is not enough."""
-        for slot in sorted(idle, key=lambda slot: self._last_used[slot]):
+        """Empties idle slots until `missing` cells are free; False if that is not enough.
+
+        Those that nobody in the waiting line wants go first, and of them the longest unused.
+        """
+        if missing <= 0:
+            return True
+        for slot in sorted(idle, key=lambda slot: (self._is_wanted(slot), self._last_used[slot])):
             if missing <= 0:
                 break
             before = self.cells.free

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 
 from .errors import QueueFull
+from .prefix import PrefixIndex
 from .sequence import Sequence, State
 
 AGEING_S = 30.0  # waiting this long counts as much as one step of priority
@@ -23,6 +24,7 @@ class WaitingLine:
         # Heaps hold finished sequences until they come up: removal by state, not by search.
         self._heap: list[tuple[float, int, Sequence]] = []
         self._deadlines: list[tuple[float, int, Sequence]] = []
+        self._prompts: PrefixIndex[Sequence] = PrefixIndex()
 
     def join(self, sequence: Sequence, now: float) -> None:
         """A new sequence waits from now on. Raises QueueFull."""
@@ -31,15 +33,18 @@ class WaitingLine:
         # Ageing without a clock: everybody who waits ages alike, so the order at arrival stays right.
         sequence.rank = now + AGEING_S * sequence.request.priority
         sequence.order = next(self._arrivals)
-        self.num_waiting += 1
-        self.put_back(sequence)
+        self._enter(sequence)
         if sequence.deadline is not None:
             heapq.heappush(self._deadlines, (sequence.deadline, sequence.order, sequence))
 
     def rejoin(self, sequence: Sequence, now: float) -> None:
         """A sequence that lost its slot waits again, as if it had not waited while it had one."""
         sequence.rank = rank_if_preempted(sequence, now)
+        self._enter(sequence)
+
+    def _enter(self, sequence: Sequence) -> None:
         self.num_waiting += 1
+        self._prompts.insert(sequence, sequence.tokens, sequence.scope)
         self.put_back(sequence)
 
     def pop(self) -> Sequence | None:
@@ -54,9 +59,14 @@ class WaitingLine:
         """A popped sequence goes on waiting in its old place."""
         heapq.heappush(self._heap, (sequence.rank, sequence.order, sequence))
 
-    def leave(self) -> None:
+    def leave(self, sequence: Sequence) -> None:
         """One of those who waited does so no more: it got a slot or has ended."""
         self.num_waiting -= 1
+        self._prompts.remove(sequence)
+
+    def wanted(self, tokens: tuple[int, ...], scope: Hashable) -> int:
+        """How many of these tokens somebody who waits begins with."""
+        return self._prompts.longest(tokens, scope)
 
     def expired(self, now: float) -> Iterator[Sequence]:
         """Every unfinished sequence whose deadline has passed, once, waiting or not."""

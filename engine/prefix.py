@@ -81,6 +81,11 @@ class PrefixIndex(Generic[Holder]):
                 yield holder, length
             seen.update(node.holders)
 
+    def longest(self, tokens: Sequence[int], scope: Hashable = "") -> int:
+        """How many tokens the best match shares with `tokens`; 0 if there is none."""
+        path = self._walk(tuple(tokens), scope)
+        return path[-1][1] if path else 0
+
     def _walk(self, tokens: Tokens, scope: Hashable) -> list[tuple[_Node[Holder], int]]:
         """The nodes that `tokens` run through or end in, each with the number of tokens shared with it."""
         path: list[tuple[_Node[Holder], int]] = []

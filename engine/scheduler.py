@@ -48,6 +48,7 @@ class Scheduler:
         self.cache = cache
         self.slots: list[Sequence | None] = [None] * cache.memory.n_slots
         self.line = WaitingLine(limits.max_queue)
+        cache.wanted = self.line.wanted
         self._rotation = Rotation()
         self.num_preemptions = 0
 
@@ -172,7 +173,7 @@ class Scheduler:
         sequence.slot, sequence.state, sequence.waits_for = plan.slot, State.PREFILLING, None
         self.slots[plan.slot] = sequence
         self._rotation.join(sequence.adapters, _is_interactive(sequence), now)
-        self.line.leave()
+        self.line.leave(sequence)
 
     # The batch of a step
 
@@ -258,7 +259,7 @@ class Scheduler:
     def release(self, sequence: Sequence, *, keep: bool = True) -> None:
         """Ends a sequence. With `keep`, and if it may, its slot's cells wait for another one."""
         if sequence.state is State.WAITING:
-            self.line.leave()
+            self.line.leave(sequence)
         sequence.state, slot = State.FINISHED, sequence.slot
         if not sequence.request.cache_prompt:
             self.cache.forget_scope(sequence.scope)

@@ -14,8 +14,8 @@ from .params import DEFAULT_SLOTS, DEFAULT_UBATCH
 
 TIE = 0.98  # of the best rate: from there on fewer slots and threads are better
 FALLING = 0.9  # of the best rate: fewer threads than these are not worth a look
-DOUBTFUL = 0.6  # of the best rate: it is measured twice, in case something else ran just then
-HOPELESS = 0.8  # of the other layout's rate: with more slots it is not tried again
+DOUBTFUL = 0.6  # of what the best rate promises for so many threads: it is measured again, in case it was disturbed
+HOPELESS = 0.9  # of the other layout's rate: with more slots it is not tried again
 UBATCHES = (256, 128, 64)  # tokens, beside the default
 MAX_SLOTS = 64
 
@@ -105,8 +105,8 @@ class Search:
         row = self.measure(setup)
         if row is None:
             return 0.0
-        best = max((other.tokens_per_s for other in self.rows), default=0.0)
-        if row.tokens_per_s < DOUBTFUL * best and self.clock() + self._expected_s(setup) <= self.deadline:
+        promised = max((other.tokens_per_s * _share(setup, other.setup) for other in self.rows), default=0.0)
+        if row.tokens_per_s < DOUBTFUL * promised and self.clock() + self._expected_s(setup) <= self.deadline:
             row = max(filter(None, (row, self.measure(setup))), key=lambda measured: measured.tokens_per_s)
         self.rows.append(row)
         return row.tokens_per_s
@@ -167,6 +167,11 @@ class Search:
                 continue
             if self._try(replace(best.setup, n_ubatch=size)) < TIE * best.tokens_per_s:
                 return
+
+
+def _share(setup: Setup, other: Setup) -> float:
+    """The part of another's threads that a setup has."""
+    return min(1.0, setup.threads / other.threads)
 
 
 def thread_counts(most: int) -> list[int]:

@@ -66,6 +66,25 @@ def test_requests_that_wait_for_one_prefix_compute_it_once(make_engine: MakeEngi
     assert computed(backend) <= 1.05 * optimum
 
 
+@pytest.mark.parametrize("unified", [False, True])
+@pytest.mark.parametrize("order", ["sorted", "shuffled"])
+def test_prefix_stays_as_long_as_somebody_waits_for_it(make_engine: MakeEngine, unified: bool, order: str) -> None:
+    """Bulk requests, whose states are saved for nobody else."""
+    heads = [f"Family {name}. {HEAD}" for name in "abcd"]
+    engine, backend = make_engine(FakeBackend(n_slots=6, unified=unified, ctx_per_slot=160), chunk_size=16)
+    gate = Gate(backend)
+    prompts = [head + f"{i:02}" for head in heads for i in range(12)]
+    if order == "shuffled":
+        random.Random(1).shuffle(prompts)
+    handles = [engine.submit(request(prompt, max_tokens=3, priority=9)) for prompt in prompts]
+    gate.open.set()
+    for handle in handles:
+        handle.result(PATIENCE_S)
+    suffixes = 2 * len(prompts)
+    optimum = sum(len(head) for head in heads) + suffixes + 2 * len(prompts)
+    assert computed(backend) <= 1.05 * optimum
+
+
 def test_cache_prompt_off_neither_takes_nor_leaves_anything(make_engine: MakeEngine) -> None:
     engine, _ = make_engine()
 

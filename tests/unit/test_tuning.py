@@ -90,6 +90,13 @@ def test_search_measures_twice_what_was_disturbed() -> None:
     assert len({row.setup for row in search.rows}) == len(search.rows)
 
 
+def test_search_does_not_doubt_that_fewer_threads_are_slower() -> None:
+    bench = Bench(lambda setup: 100.0 * setup.threads)
+    search = bench.search(threads=2, slots=8)
+    search.run()
+    assert bench.now == len(search.rows)  # each took a second, once
+
+
 def test_search_passes_over_what_can_not_be_measured() -> None:
     """As with slots whose cells don't fit into memory."""
     chosen = Bench(lambda setup: 0.0 if (setup.n_parallel or 0) > 8 else hills(setup)).search().run()
