@@ -34,6 +34,8 @@ NAMES = {
     "footprint": "memory of a model: planned before the load, logged by llama.cpp, resident",
     "offline": "bulk runs from file to file, against llama-server and the naive Celery task",
     "online": "Poisson arrivals, alone and beside a bulk load, against llama-server",
+    "storm": "a bulk run whose command and workers are killed while Redis restarts",
+    "bulk_lines": "memory and time that the command of a bulk run needs for many lines",
     "layouts": "unified against partitioned KV cache by number of slots",
     "adapters": "requests with different LoRA adapters on one engine, by the length of a turn",
 }

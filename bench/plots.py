@@ -17,6 +17,7 @@ from typing import Any
 
 import matplotlib
 
+from .offline import NAIVE, WORKLOADS
 from .report import RESULTS
 
 matplotlib.use("Agg")  # before pyplot chooses one
@@ -148,26 +149,28 @@ def _number(target: str) -> float | None:
 
 def offline(results: Results) -> Any:
     """Bulk runs over each peer; None without results."""
-    line = results.last("offline")
-    if not line:
+    kept = {kind: results.last("offline", f"{kind}: over {NAIVE}") for kind in WORKLOADS}
+    found = {kind: line for kind, line in kept.items() if line is not None}
+    if not found:
         return None
     bars = [
-        Bar(_offline_label(key), ratio, _number(line["targets"].get(key, "")))
+        Bar(_offline_label(key, line["lines"]), ratio, _number(line["targets"].get(key, "")))
+        for kind, line in found.items()
         for key, ratio in line["ratios"].items()
-        if ": over " in key
+        if key.startswith(f"{kind}: over ")
     ]
     figure, axes = pyplot.subplots(figsize=(9.6, 1.5 + 0.42 * len(bars)))
     _draw_bars(axes, bars)
-    _title(figure, f"Bulk runs of {line['lines']} lines, from file to file: lines per second over those of others")
-    _caption(figure, [line])
+    _title(figure, "Bulk runs from file to file: lines per second over those of others")
+    _caption(figure, list(found.values()))
     return figure
 
 
-def _offline_label(key: str) -> str:
+def _offline_label(key: str, num_lines: int) -> str:
     """Of "families: over naive Celery task"."""
     workload, _, peer = key.partition(": over ")
     kind = {"independent": "nothing shared", "families": "shared prefixes"}[workload]
-    return f"{kind}: {peer.replace(', from', ' by').replace(', its', ' with its')}"
+    return f"{num_lines} lines, {kind}: {peer.replace(', from', ' by').replace(', its', ' with its')}"
 
 
 def online(results: Results) -> Any:

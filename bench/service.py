@@ -31,7 +31,7 @@ COUNTER_DIR = "BENCH_COUNTERS"  # environment variable, for the strategy below
 
 
 class CountingStrategy(Adaptive):
-    """Adaptive, and it counts the tokens that it lets decode, in a file that survives SIGKILL. Poison ends it."""
+    """Adaptive, and it counts the tokens that its steps sample, in a file that survives SIGKILL. Poison ends it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,8 +45,8 @@ class CountingStrategy(Adaptive):
         if any(view.num_pending >= POISON_TOKENS for view in slots):
             os.kill(os.getpid(), signal.SIGKILL)
         shares = super().build_batch(slots, budget, chunk_size, queue_depth)
-        decoding = {view.slot for view in slots if view.decoding}
-        self._count += sum(1 for slot, _ in shares if slot in decoding)
+        pending = {view.slot: view.num_pending for view in slots}
+        self._count += sum(count == pending[slot] for slot, count in shares)
         self._file[:8] = struct.pack("<q", self._count)
         return shares
 
@@ -140,8 +140,8 @@ class Service:
         time.sleep(away_s)
         self._starter.submit(self.redis_server.run).result()
 
-    def num_decoded(self) -> int:
-        """Tokens decoded by all workers that ever were, dead ones too."""
+    def num_sampled(self) -> int:
+        """Tokens sampled by all workers that ever were, dead ones too."""
         files = (self.folder / "counters").iterdir()
         return sum(struct.unpack("<q", path.read_bytes())[0] for path in files)
 

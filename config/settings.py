@@ -85,7 +85,7 @@ class ModelSettings(BaseModel):
     kv_layout: Literal["auto", "unified", "partitioned"] = Field(default="auto", description="of the KV cache")
     cache_prompt: bool = Field(default=True, description="share prefixes between requests")
     cache_ram_bytes: int = Field(default=1 << 30, ge=0, description="quota of KV states kept in RAM; 0 = none")
-    n_batch: int = Field(default=512, ge=1, description="tokens per step, as far as n_ubatch goes")
+    n_batch: int = Field(default=2048, ge=1, description="tokens per step, as far as n_ubatch goes")
     n_ubatch: AutoInt = Field(default=None, ge=1, description="tokens per pass inside llama.cpp; auto: 512")
     chunk_size: int = Field(default=512, ge=1, description="prompt tokens per slot and step, at most")
     max_queue: int = Field(default=0, ge=0, description="requests that may wait in the engine; 0 = unlimited")

@@ -63,6 +63,7 @@ class Engine(Generating):
         self.last_submit = 0.0  # unix seconds
         self._hand_over = threading.Lock()  # nothing enters the inbox after `_closed`
         self._worth_aborting: Handle | None = None  # whose cancel ends the decode call that runs now
+        self._yields = False  # that decode call ends when an interactive request comes
         self._thread = threading.Thread(target=self._run, name=f"cellama-{name}", daemon=True)
         self._thread.start()
 
@@ -91,6 +92,8 @@ class Engine(Generating):
         if not self._put("submit", handle):
             self.adapters.give_back(handle.adapters)
             raise EngineStopped("the engine is closed; the request was not taken")
+        if self._yields and request.priority <= INTERACTIVE_PRIORITY:
+            self._backend.abort()
         self.last_submit = time.time()
         handle.add_done_callback(self._note_end)
         return handle
@@ -273,6 +276,7 @@ class Engine(Generating):
         if not chunks:
             return 0.0
         self._worth_aborting = self._main_request(chunks)
+        self._yields = self._is_long_bulk(chunks)
         first = self._scheduler.slots[chunks[0].slot]
         started = time.monotonic()
         try:
@@ -280,7 +284,7 @@ class Engine(Generating):
         except DecodeError as error:
             return time.monotonic() - started + self._recover(chunks, error)
         finally:
-            self._worth_aborting = None
+            self._worth_aborting, self._yields = None, False
         now = time.monotonic()
         decoded = [(self._scheduler.computed(chunk), chunk) for chunk in chunks]
         for sequence, chunk in decoded:
@@ -296,6 +300,13 @@ class Engine(Generating):
             return None
         sequence = self._scheduler.slots[largest.slot]
         return sequence.group.handle if sequence is not None and self._backend.partial_reuse else None
+
+    def _is_long_bulk(self, chunks: list[Chunk]) -> bool:
+        """True for a pass that is worth giving up for somebody who waits for each token."""
+        if not self._backend.partial_reuse or not self._scheduler.may_yield(sum(len(chunk.tokens) for chunk in chunks)):
+            return False
+        served = [self._scheduler.slots[chunk.slot] for chunk in chunks]
+        return all(sequence is not None and sequence.request.priority > INTERACTIVE_PRIORITY for sequence in served)
 
     def _recover(self, chunks: list[Chunk], error: DecodeError) -> float:
         """Puts the slots back to where they were, then tries each alone: only what fails alone is failed."""

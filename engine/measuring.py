@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PROMPT_TOKENS, NEW_TOKENS = 128, 64
+LEAST_REQUESTS = 16  # of a measurement; with more slots one for each
 LEAST_PROMPT, LEAST_NEW = 16, 8  # tokens, for models that are too slow for more
 CONTEXT = PROMPT_TOKENS + NEW_TOKENS  # tokens per slot
 PROBE = Setup(threads=1, n_parallel=1, kv_layout="unified", n_ubatch=512)
@@ -45,7 +46,7 @@ Round = tuple[float, float | None]  # seconds, milliseconds to the first token; 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What each request of a measurement is; each setup has as many as two for each slot."""
+    """What each request of a measurement is."""
 
     prompt_tokens: int = PROMPT_TOKENS
     new_tokens: int = NEW_TOKENS
@@ -158,6 +159,10 @@ def _plan(path: Path, options: EngineOptions, wanted: frozenset[Capability] | No
         slots //= 2
 
 
+def _num_requests(slots: int) -> int:
+    return max(LEAST_REQUESTS, slots)
+
+
 class _Bed:
     """The weights, and one context at a time on them."""
 
@@ -197,15 +202,16 @@ class _Bed:
         prompt_s = (ttft_ms or 0.0) / 1000 / probe.prompt_tokens
         new_s = max(0.0, seconds - (ttft_ms or 0.0) / 1000) / probe.new_tokens
         # Slots that generate together take a fraction of what they take one by one; a half is careful.
-        return 2 * slots * (prompt_s * PROMPT_TOKENS + new_s * NEW_TOKENS / min(2, slots))
+        return _num_requests(slots) * (prompt_s * PROMPT_TOKENS + new_s * NEW_TOKENS / min(2, slots))
 
     def _generate(self, setup: Setup) -> tuple[float, float | None]:
         """Tokens per second, read and generated, and milliseconds to the first one."""
         slots, work = setup.n_parallel or 1, self.work
-        num_tokens = 2 * slots * (work.prompt_tokens + work.new_tokens)
+        num_requests = _num_requests(slots)
+        num_tokens = num_requests * (work.prompt_tokens + work.new_tokens)
         with self._engine(setup) as engine:
             engine.run(1, Work(LEAST_PROMPT, LEAST_NEW))
-            rounds = self._rounds(lambda: engine.run(2 * slots, work))
+            rounds = self._rounds(lambda: engine.run(num_requests, work))
         whole = [round_ for round_ in rounds if round_[1] is not None]
         if not whole:
             return 0.0, None

@@ -180,7 +180,7 @@ class EngineOptions:
     kv_layout: KvLayout = "auto"  # docs/adr/003-kv-layout.md
     cache_prompt: bool = True  # False: no request shares its prefix
     cache_ram_bytes: int = 1 << 30  # quota of states kept in RAM; 0 = none
-    n_batch: int = 512  # token budget of a step, as far as n_ubatch goes
+    n_batch: int = 2048  # token budget of a step, as far as n_ubatch goes
     n_ubatch: int | None = None  # tokens of one pass inside llama.cpp; a step is one pass; `pass_tokens` has the number
     chunk_size: int = 512  # prompt tokens per slot and step, at most
     max_queue: int = 0  # waiting requests; 0 = unlimited

@@ -45,6 +45,7 @@ class Scheduler:
         self.limits = limits
         self.strategy = strategy
         self.observe: Callable[[int, float], None] = getattr(strategy, "observe", lambda num_tokens, seconds: None)
+        self.may_yield: Callable[[int], bool] = getattr(strategy, "may_yield", lambda num_tokens: False)
         self.cache = cache
         self.slots: list[Sequence | None] = [None] * cache.memory.n_slots
         self.line = WaitingLine(limits.max_queue)

@@ -35,7 +35,9 @@ class Strategy(Protocol):
         """The shares of this step, each slot at most once, together at most `budget` tokens.
 
         `slots` are in the order in which prefilling slots should be served; a chunk is at most `chunk_size`.
-        A strategy may have a method `observe(num_tokens, seconds)` as well, which is told what each step took.
+        A strategy may have two more methods: `observe(num_tokens, seconds)` is told what each step took, and
+        `may_yield(num_tokens)` says whether a pass over so many tokens, all of bulk requests, is to be given up when
+        an interactive one comes.
         """
         ...
 
@@ -72,6 +74,7 @@ class Balanced:
 
 
 BULK_STEP_S = 0.3
+QUIET_S = 30.0
 RATE_WEIGHT = 0.2  # of a new value in a running mean
 INTERACTIVE_PRIORITY = 5  # requests up to this priority have somebody who waits for each token
 
@@ -80,26 +83,35 @@ class Adaptive:
     """PrefillPriority while only bulk requests have slots, DecodeMaximal as soon as an interactive one does.
 
     An interactive request shall not wait long for the step that runs when it comes, nor for prompts that come after it:
-    bulk prompts are read in steps of about `BULK_STEP_S`, and wait while an interactive one is read.
+    bulk prompts are read in steps of about `BULK_STEP_S`, and wait while an interactive one is read. When none has come
+    for `QUIET_S` the steps are as large as they may be, which is faster; the next one that comes ends such a step.
     """
 
     def __init__(self) -> None:
         self._bulk, self._interactive = PrefillPriority(), DecodeMaximal()
         self._rate = math.inf  # tokens per second of late, when prompts were read
+        self._quiet_s = math.inf  # of steps since an interactive request had a slot
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Learns how fast prompts are read."""
+        self._quiet_s += seconds
         if num_tokens >= MIN_CHUNK and seconds > 0:
             rate = num_tokens / seconds
             self._rate = rate if math.isinf(self._rate) else self._rate + (rate - self._rate) * RATE_WEIGHT
 
     def build_batch(self, slots: Seq[SlotView], budget: int, chunk_size: int, queue_depth: int) -> list[Share]:
         if not any(map(_is_interactive, slots)):
-            return self._bulk.build_batch(slots, min(budget, self._bulk_budget()), chunk_size, queue_depth)
+            budget = budget if self._quiet_s >= QUIET_S else min(budget, self._bulk_budget())
+            return self._bulk.build_batch(slots, budget, chunk_size, queue_depth)
+        self._quiet_s = 0.0
         prompts = [view for view in slots if not view.decoding]
         last = max((place for place, view in enumerate(prompts) if _is_interactive(view)), default=len(prompts))
         slots = [*(view for view in slots if view.decoding), *prompts[: last + 1]]
         return self._interactive.build_batch(slots, budget, chunk_size, queue_depth)
+
+    def may_yield(self, num_tokens: int) -> bool:
+        """True for what takes longer than an interactive request should wait."""
+        return num_tokens > self._bulk_budget()
 
     def _bulk_budget(self) -> int:
         """Whole chunks of MIN_CHUNK, at least one."""

@@ -128,6 +128,6 @@ def _to_setup(stored: dict[str, Any]) -> Setup:
         n_parallel=setup.n_parallel,
         n_ubatch=setup.n_ubatch,
         kv_layout=setup.kv_layout or "auto",
-        n_batch=max(512, setup.n_parallel or 0),
+        n_batch=max(2048, setup.n_parallel or 0),
     )
     return setup

@@ -16,7 +16,8 @@ TIE = 0.98  # of the best rate: from there on fewer slots and threads are better
 FALLING = 0.9  # of the best rate: fewer threads than these are not worth a look
 DOUBTFUL = 0.6  # of what the best rate promises for so many threads: it is measured again, in case it was disturbed
 HOPELESS = 0.9  # of the other layout's rate: with more slots it is not tried again
-UBATCHES = (256, 128, 64)  # tokens, beside the default
+LARGER_PASS = 1024  # tokens, beside the default …
+SMALLER_PASSES = (256, 128, 64)  # … and if that gains nothing
 MAX_SLOTS = 64
 
 Layout = Literal["unified", "partitioned"]
@@ -112,7 +113,7 @@ class Search:
         return row.tokens_per_s
 
     def _expected_s(self, setup: Setup) -> float:
-        """At best as long as others took, and longer with more slots: each has the same work."""
+        """At best as long as others took, and longer with more slots: they have more to do."""
         slots = setup.n_parallel or 1
         return min((row.took_s * max(1.0, slots / (row.setup.n_parallel or 1)) for row in self.rows), default=0.0)
 
@@ -162,7 +163,10 @@ class Search:
         best = self._best()
         if best is None:
             return
-        for size in UBATCHES:
+        larger = replace(best.setup, n_ubatch=LARGER_PASS)
+        if self.bounds.step_tokens >= LARGER_PASS and self._try(larger) * TIE > best.tokens_per_s:
+            return
+        for size in SMALLER_PASSES:
             if (best.setup.n_parallel or 0) > size or size >= self.bounds.step_tokens:
                 continue
             if self._try(replace(best.setup, n_ubatch=size)) < TIE * best.tokens_per_s:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json as json_module
 import re
 import time
@@ -19,7 +20,7 @@ from rich.table import Table
 
 from cellama.config import get_settings
 from cellama.tasks.batches import Batches
-from cellama.tasks.contract.errors import InvalidJob, UnknownJob
+from cellama.tasks.contract.errors import UnknownJob
 from cellama.tasks.reaching import reaching_redis
 
 from ..generation import JsonOption
@@ -32,6 +33,7 @@ CONNECT_TIMEOUT_S = 3.0
 LOG_S = 10.0  # between lines where there is no terminal
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd]?)")
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+RetryOption = Annotated[bool, typer.Option("--retry-failed", help="Run lines again that have failed.")]
 OutputOption = Annotated[Path, typer.Option("--output", "-o", help="Results, one JSON object per line; - is stdout.")]
 
 
@@ -46,6 +48,10 @@ def batch_run_command(
     order: Annotated[str, typer.Option(help="Of the results: completion or input.")] = "completion",
     errors: Annotated[Path | None, typer.Option(help="Where failed lines go; default: beside the output.")] = None,
     deadline: Annotated[str | None, typer.Option(help="End the run after so long, for instance 90m or 12h.")] = None,
+    merge_identical: Annotated[
+        bool, typer.Option("--merge-identical", help="Run identical lines once, if they are greedy or embeddings.")
+    ] = False,
+    retry_failed: RetryOption = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Begin anew, whatever the output has.")] = False,
     json: JsonOption = False,
     params: dict[str, Any] = {},  # noqa: B006  (filled by the decorator)
@@ -71,19 +77,23 @@ def batch_run_command(
         model=model,
         params=params,
         deadline_s=_seconds(deadline),
+        merge_identical=merge_identical,
+        retry_failed=retry_failed,
         overwrite=overwrite,
     )
     _run(options, json)
 
 
 def batch_resume_command(
-    output: Annotated[Path, typer.Argument(help="The output of the run.")], json: JsonOption = False
+    output: Annotated[Path, typer.Argument(help="The output of the run.")],
+    retry_failed: RetryOption = False,
+    json: JsonOption = False,
 ) -> None:
     """Go on with a run that was interrupted, with the options that it had.
 
     Example:  cellama batch resume answers.jsonl
     """
-    _run(replace(options_of(output), deadline_s=None), json)
+    _run(replace(options_of(output), deadline_s=None, retry_failed=retry_failed), json)
 
 
 def batch_list_command(json: JsonOption = False) -> None:
@@ -151,9 +161,11 @@ def _run(options: BatchOptions, json: bool) -> None:
         raise
     except OSError as error:
         hint = (
-            "free some room and go on with the same command" if error.errno == 28 else "correct that and run it again"
+            "free some room and go on with the same command"
+            if error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
+            else "correct that and run it again"
         )
-        raise InvalidJob(
+        raise OSError(
             f"{error.filename or options.output}: {error.strerror}; {hint}: what was finished is kept"
         ) from None
     _summarise(summary, time.monotonic() - started, json, to_stdout)
@@ -221,6 +233,7 @@ def _numbers(progress: Progress) -> dict[str, Any]:
         "failed",
         "in_flight",
         "workers",
+        "ahead",
         "prompt_tokens",
         "cached_tokens",
         "completion_tokens",

@@ -49,6 +49,15 @@ class Line:
         return hashlib.sha256(text.encode()).hexdigest()
 
     @property
+    def is_repeatable(self) -> bool:
+        """True if identical lines have the same result: texts that are greedy, and embeddings."""
+        return self.kind == "embed" or (self._is_greedy and self.params.get("n", 1) == 1)
+
+    @property
+    def _is_greedy(self) -> bool:
+        return self.params.get("temperature") == 0 or self.params.get("top_k") == 1
+
+    @property
     def key(self) -> str:
         """Lines with keys that begin alike have prompts that begin alike."""
         return _key_of(self.kind, self.params)[:KEY_CHARS]
@@ -125,23 +134,33 @@ def _texts(
 def _from_csv(stream: BinaryIO, column: str | None) -> Iterator[tuple[int, str | BadLine]]:
     csv.field_size_limit(1 << 30)
     reader = csv.DictReader(io.TextIOWrapper(stream, encoding="utf-8", newline=""))
-    name = _column(column, list(reader.fieldnames or []))
-    for number, row in enumerate(reader, start=1):
-        yield number, row.get(name) or ""
+    number = 0
+    try:
+        name = _column(column, list(reader.fieldnames or []))
+        for number, row in enumerate(reader, start=1):
+            yield number, row.get(name) or ""
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise InvalidJob(f"the CSV can't be read after row {number}: {error}; it must be CSV in UTF-8") from None
 
 
 def _from_parquet(stream: BinaryIO, column: str | None) -> Iterator[tuple[int, str | BadLine]]:
     try:
-        import pyarrow.parquet as parquet
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
     except ImportError:
         raise InvalidJob("Parquet files need pyarrow; install cellama[parquet]") from None
-    file = parquet.ParquetFile(stream)
-    name = _column(column, file.schema_arrow.names)
     number = 0
-    for batch in file.iter_batches(batch_size=1024, columns=[name]):
-        for value in batch.column(0).to_pylist():
-            number += 1
-            yield number, str(value) if value is not None else ""
+    try:
+        file = ParquetFile(stream)
+        name = _column(column, file.schema_arrow.names)
+        for batch in file.iter_batches(batch_size=1024, columns=[name]):
+            for value in batch.column(0).to_pylist():
+                number += 1
+                yield number, str(value) if value is not None else ""
+    except (ArrowException, OSError) as error:  # a pipe has no end to begin at
+        raise InvalidJob(
+            f"the Parquet file can't be read after row {number}: {error}; it can't come from stdin"
+        ) from None
 
 
 def _column(wanted: str | None, names: list[str]) -> str:

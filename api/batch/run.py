@@ -15,16 +15,17 @@ from redis.exceptions import RedisError
 
 from cellama.tasks.batches import Batches
 from cellama.tasks.contract.chunks import MAX_CHUNK_LINES
-from cellama.tasks.contract.errors import RedisUnreachable
+from cellama.tasks.contract.errors import JobError, RedisUnreachable, UnknownJob
 from cellama.tasks.contract.events import EVENT_FIELD, is_terminal
 from cellama.tasks.contract.keys import job_key, journal_key
 from cellama.tasks.contract.names import PRIORITY_BULK, WEIGHT_HEADER
 from cellama.tasks.jobs import chunk as chunk_task
-from cellama.tasks.registry import live_workers
+from cellama.tasks.position import position_of
 
 from .files import LineFile
 from .forms import error_line, result_line
-from .work import FAILED, FINISHED, Stored, WorkFile
+from .serving import Serving
+from .work import FAILED, FINISHED, TWIN, Stored, WorkFile
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +37,8 @@ LOST_S = 15.0  # a chunk of which nothing was heard for so long may be lost
 MAX_TRIES = 3  # of a line that fails with an error that may pass, or whose workers die
 SLOTS_PER_CHUNK = 2  # a chunk has lines for so many times a worker's slots …
 CHUNKS_PER_WORKER = 2  # … and a worker has so many chunks: there is always a line for a slot that becomes free
-TEXTS_PER_CHUNK = 256
 MAX_CHUNK_BYTES = 2 << 20
+LINES_PER_WRITE = 1000  # of those that end without a worker
 
 
 @dataclass(slots=True)
@@ -52,6 +53,7 @@ class Progress:
     completion_tokens: int = 0
     in_flight: int = 0
     workers: int = 0
+    ahead: int = 0  # jobs that get a slot before the first line
     notice: str = ""  # what it waits for, if it waits
     started_at: float = field(default_factory=time.monotonic)
     already: int = 0  # lines that were done before this command
@@ -100,12 +102,13 @@ class BatchRun:
         self._deadline = None if deadline_s is None else time.monotonic() + deadline_s
         self._on_progress = on_progress
         self.id = work.get("run_id")
-        self.progress = Progress(total=sum(work.count(state) for state in range(4)))
+        self.progress = Progress(total=sum(work.count(state) for state in range(5)))
         self.progress.finished, self.progress.failed = work.count(FINISHED), work.count(FAILED)
         self.progress.already = self.progress.finished + self.progress.failed
         self._written = int(work.get("written", "0"))  # number of the last line that is written, if they are in order
         self._chunks: dict[str, _Chunk] = {}
-        self._workers: dict[str, tuple[int, int]] = {}  # model → live workers, slots of one
+        self._serving = Serving(redis)
+        self._merges = work.count(TWIN) > 0
         self._next_look = 0.0
 
     def run(self) -> str:
@@ -134,12 +137,15 @@ class BatchRun:
         """One round: chunks out, events in. Returns a state that ends the run before its end."""
         if time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + LOOK_S
-            self._workers = _workers_of(self._redis)
-            self.progress.workers = max((count for count, _ in self._workers.values()), default=0)
+            self._serving.look(self._work.pending)
+            self.progress.workers = self._serving.num_workers
+            self.progress.ahead = self._jobs_ahead()
             self._tell("in_progress")
             if self._batches.take_cancel(self.id):
                 return self._stop("cancelled")
             self._find_lost()
+            for model, error in self._serving.unknown().items():
+                self._fail_all(model, error)
         if self._deadline is not None and time.monotonic() >= self._deadline:
             return self._stop("expired")
         self._send_chunks()
@@ -150,19 +156,22 @@ class BatchRun:
 
     def _send_chunks(self) -> None:
         for model in self._work.pending:
-            workers, slots = self._workers.get(model, (0, 0))
-            most = CHUNKS_PER_WORKER * SLOTS_PER_CHUNK * slots * workers
-            while workers and self.progress.in_flight < most and self._send_chunk(model, workers, slots):
-                pass
+            workers, slots = self._serving.of(model)
+            room = CHUNKS_PER_WORKER * SLOTS_PER_CHUNK * slots * workers - self._work.in_flight(model)
+            while room > 0 and (sent := self._send_chunk(model, workers, slots)):
+                room -= sent
 
-    def _send_chunk(self, model: str, workers: int, slots: int) -> bool:
-        """The next lines of a model; towards the end fewer, so that several workers end at about the same time."""
+    def _send_chunk(self, model: str, workers: int, slots: int) -> int:
+        """The next lines of a model; towards the end fewer, so that several workers end at about the same time.
+
+        Returns how many lines went out.
+        """
         count = SLOTS_PER_CHUNK * slots
         if workers > 1:
             count = min(count, -(-self._work.pending.get(model, 0) // (CHUNKS_PER_WORKER * workers)))
         lines = _that_fit(self._work.next_lines(model, max(1, min(count, MAX_CHUNK_LINES))))
         if not lines:
-            return False
+            return 0
         name = str(uuid.uuid4())
         with self._work.transaction():
             self._work.take(name, lines)
@@ -175,7 +184,7 @@ class BatchRun:
             raise
         self._chunks[name] = _Chunk()
         self.progress.in_flight += len(lines)
-        return True
+        return len(lines)
 
     def _find_lost(self) -> None:
         """Chunks that Redis knows no more wait again: it lost them, or they are older than its memory."""
@@ -187,8 +196,24 @@ class BatchRun:
                     self._end_chunk(name, tried=False)
 
     def _waits_for(self) -> str:
-        missing = [model for model in self._work.pending if model not in self._workers]
-        return f"no live worker serves {', '.join(missing)}; start one with `cellama worker`" if missing else ""
+        missing = [model for model in self._work.pending if not self._serving.of(model)[0]]
+        if missing:
+            return f"no live worker serves {', '.join(missing)}; start one with `cellama worker`"
+        return f"waits in the queue, {self.progress.ahead} jobs are before it" if self.progress.ahead else ""
+
+    def _jobs_ahead(self) -> int:
+        """Of the chunk that is the first in the queue, while no line has come back."""
+        if self.progress.finished + self.progress.failed > self.progress.already:
+            return 0
+        try:
+            return min((position_of(self._redis, name).ahead for name in self._chunks), default=0)
+        except UnknownJob:
+            return 0
+
+    def _fail_all(self, model: str, error: JobError) -> None:
+        """Every line that waits for a model fails."""
+        while lines := self._work.next_lines(model, LINES_PER_WRITE):
+            self._keep([], [(line, {"code": error.code, "message": str(error)}) for line in lines])
 
     # Events in
 
@@ -237,6 +262,19 @@ class BatchRun:
         self, results: list[tuple[Stored, dict[str, Any]]], failures: list[tuple[Stored, dict[str, Any]]]
     ) -> None:
         """On disk first, then in the work file: a crash between the two is found by reading the output's end."""
+        self._write(results, failures)
+        self._count(results)
+        if self._merges:
+            for line, result in results:
+                while twins := self._work.twins(line, LINES_PER_WRITE):
+                    self._write([(twin, result) for twin in twins], [])
+            for line, error in failures:
+                while twins := self._work.twins(line, LINES_PER_WRITE):
+                    self._write([], [(twin, error) for twin in twins])
+
+    def _write(
+        self, results: list[tuple[Stored, dict[str, Any]]], failures: list[tuple[Stored, dict[str, Any]]]
+    ) -> None:
         outcomes = [(line, result_line(line, result)) for line, result in results]
         if not self._ordered:
             self._output.append([outcome for _, outcome in outcomes])
@@ -248,18 +286,18 @@ class BatchRun:
             for line, _ in failures:
                 self._work.finish(line, failed=True)
             self._work.note(output_size=self._output.size, errors_size=self._errors.size)
-        self._count(results, failures)
+        self.progress.finished += len(results)
+        self.progress.failed += len(failures)
+        self.progress.in_flight = self._work.in_flight()
         if self._ordered and (results or failures):
             self._write_in_order()
 
-    def _count(self, results: list[tuple[Stored, dict[str, Any]]], failures: list[Any]) -> None:
+    def _count(self, results: list[tuple[Stored, dict[str, Any]]]) -> None:
+        """Tokens that were computed for results; those of lines that took over another's are not."""
         progress = self.progress
-        progress.finished += len(results)
-        progress.failed += len(failures)
         for _, result in results:
             for name in ("prompt_tokens", "cached_tokens", "completion_tokens"):
                 setattr(progress, name, getattr(progress, name) + result["usage"][name])
-        progress.in_flight = self._work.in_flight()
 
     def _write_in_order(self) -> None:
         ready = []
@@ -309,19 +347,6 @@ class BatchRun:
             self._batches.write(self.id, state=state, output=str(self._output.path.absolute()), **progress)
         except RedisError as error:
             log.warning("Redis does not hear of run %s: %s", self.id, error)
-
-
-def _workers_of(redis: Redis) -> dict[str, tuple[int, int]]:
-    """Model → how many live workers serve it, and the lines that one of them runs at once."""
-    found: dict[str, tuple[int, int]] = {}
-    for worker in live_workers(redis):
-        for model in worker.models:
-            if model["status"] == "ready":
-                slots = (model.get("engine") or {}).get("slots_total") or TEXTS_PER_CHUNK
-                for name in {model["id"], ":default" if model["default"] else model["id"]}:
-                    count, most = found.get(name, (0, 0))
-                    found[name] = (count + 1, max(most, slots))
-    return found
 
 
 def _that_fit(lines: list[Stored]) -> list[Stored]:

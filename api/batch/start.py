@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import sqlite3
 import sys
@@ -14,8 +15,10 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from redis import Redis
+from redis.exceptions import RedisError
 
 from cellama.config import get_settings
+from cellama.tasks.batches import Batches
 from cellama.tasks.contract.errors import InvalidJob
 
 from .files import LineFile, id_of, rewrite_without
@@ -24,8 +27,9 @@ from .lines import BadLine, Defaults, Format, Line, format_of, read_lines
 from .run import BatchRun, Progress
 from .work import WorkFile
 
-LINES_PER_TRANSACTION = 2000
+LINES_PER_WORD = 2000  # while the input is read
 STANDARD = Path("-")
+_ONCE = ("output", "overwrite", "retry_failed")  # options that `resume` does not take over
 OutputForm = Literal["auto", "openai", "short"]
 
 
@@ -43,6 +47,8 @@ class BatchOptions:
     model: str | None = None
     params: Mapping[str, Any] = field(default_factory=dict)
     deadline_s: float | None = None
+    merge_identical: bool = False  # lines that must have the same result are run once
+    retry_failed: bool = False
     overwrite: bool = False
 
 
@@ -83,12 +89,13 @@ def run_batch(
     on_progress: OnProgress = lambda progress: None,
 ) -> Summary:
     """Runs a file to its end, or goes on with it. Raises InvalidJob, OSError; what was finished stays finished."""
-    with contextlib.ExitStack() as opened:
+    with _disk_errors(options), contextlib.ExitStack() as opened:
         output = options.output
         if output == STANDARD:
             output = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="cellama-batch-"))) / "output.jsonl"
         paths = paths_of(output, options.errors)
         work = opened.enter_context(contextlib.closing(_open_work(paths, options)))
+        opened.enter_context(_told(Batches(redis), work.get("run_id"), paths))
         errors = opened.enter_context(contextlib.closing(_read_input(work, options, paths, on_read)))
         results = opened.enter_context(contextlib.closing(_open_output(work, paths)))
         run = BatchRun(
@@ -105,6 +112,29 @@ def run_batch(
         return Summary(run.id, state, run.progress, paths.errors if errors.size else None)
 
 
+@contextlib.contextmanager
+def _disk_errors(options: BatchOptions) -> Iterator[None]:
+    """The work file's errors are OSErrors like those of the output."""
+    try:
+        yield
+    except sqlite3.OperationalError as error:
+        code = errno.ENOSPC if "full" in str(error) else errno.EIO
+        raise OSError(code, str(error), str(paths_of(options.output).work)) from None
+
+
+@contextlib.contextmanager
+def _told(batches: Batches, run_id: str, paths: Paths) -> Iterator[None]:
+    """Redis knows of the run from its first line on, and if it could not go on."""
+    with contextlib.suppress(RedisError):
+        batches.write(run_id, state="validating", output=str(paths.output.absolute()))
+    try:
+        yield
+    except (InvalidJob, OSError, sqlite3.OperationalError):
+        with contextlib.suppress(RedisError):
+            batches.write(run_id, state="failed")
+        raise
+
+
 def _open_work(paths: Paths, options: BatchOptions) -> WorkFile:
     """The work file of this output. Raises InvalidJob if the output is not that of such a run."""
     if options.overwrite:
@@ -117,10 +147,12 @@ def _open_work(paths: Paths, options: BatchOptions) -> WorkFile:
         )
     try:
         work = WorkFile(paths.work)
-    except sqlite3.OperationalError:
-        raise InvalidJob(
-            f"{str(paths.work)!r} is in use or can't be written; does another command run on this output?"
-        ) from None
+    except sqlite3.OperationalError as error:
+        if "locked" in str(error):
+            raise InvalidJob(f"{str(paths.output)!r} is the output of a command that runs; wait for it") from None
+        if "unable to open" in str(error) or "readonly" in str(error):
+            raise InvalidJob(f"{str(paths.work)!r} can't be written: {error}; name another output") from None
+        raise
     if not work.get("run_id"):
         work.note(run_id=str(uuid.uuid4()))
     work.note(options=_stored(options))
@@ -133,20 +165,22 @@ def _read_input(work: WorkFile, options: BatchOptions, paths: Paths, on_read: On
     fresh.unlink(missing_ok=True)
     unreadable = LineFile(fresh)
     try:
-        lines = _lines_of(options)
-        work.begin_reading()
-        count = 0
-        while True:
-            with work.transaction():
-                size = sum(_note(work, line, options.form, unreadable) for line in _some(lines))
-            if not size:
-                break
-            count += size
-            on_read(count)
-        work.note(unreadable=unreadable.count)
+        with work.reading():
+            count = 0
+            for count, line in enumerate(_lines_of(options), start=1):
+                _note(work, line, options, unreadable)
+                if count % LINES_PER_WORD == 0:
+                    on_read(count)
+            _check_reading(work, count, options, paths)
+            work.note(unreadable=unreadable.count)
+            if options.retry_failed:
+                work.retry_failed()
         if paths.errors.exists():
             with contextlib.closing(LineFile(paths.errors)) as before:
                 unreadable.append([value for value in before.lines() if work.has_failed(id_of(value))])
+    except BaseException:
+        fresh.unlink()
+        raise
     finally:
         unreadable.close()
     fresh.replace(paths.errors)
@@ -164,26 +198,32 @@ def _lines_of(options: BatchOptions) -> Iterator[Line | BadLine]:
         yield from read_lines(stream, format_of(path, options.format), defaults, max_bytes, options.column)
 
 
-def _some(lines: Iterator[Line | BadLine]) -> Iterator[Line | BadLine]:
-    for _, line in zip(range(LINES_PER_TRANSACTION), lines, strict=False):
-        yield line
+def _check_reading(work: WorkFile, count: int, options: BatchOptions, paths: Paths) -> None:
+    """Raises InvalidJob for an input with nothing in it, or one that has nothing to do with the output."""
+    name = "stdin" if options.input == STANDARD else repr(str(options.input))
+    if not count:
+        raise InvalidJob(f"{name} has no lines; is it the right one?")
+    if not work.keeps_results():
+        raise InvalidJob(
+            f"{str(paths.output)!r} has results of another run: none of them fits a line of {name} with these "
+            "parameters; name another output, or say --overwrite to drop them"
+        )
 
 
-def _note(work: WorkFile, line: Line | BadLine, form: OutputForm, unreadable: LineFile) -> int:
+def _note(work: WorkFile, line: Line | BadLine, options: BatchOptions, unreadable: LineFile) -> None:
     if isinstance(line, Line):
-        if form != "auto":
-            line = replace(line, form=form)
-        earlier = work.add(line)
+        if options.form != "auto":
+            line = replace(line, form=options.form)
+        earlier = work.add(line, merge=options.merge_identical and line.is_repeatable)
         if earlier is None:
-            return 1
+            return
         line = BadLine(line.number, line.id, f"its id {line.id!r} is that of line {earlier}, too; ids must differ")
-    unreadable.append([bad_line(form, line.number, line.id, line.message)])
-    return 1
+    unreadable.append([bad_line(options.form, line.number, line.id, line.message)])
 
 
 def _open_output(work: WorkFile, paths: Paths) -> LineFile:
     """The output, without results of lines that have changed, and with nothing in it that the work file misses."""
-    outdated = work.end_reading()
+    outdated = work.outdated()
     output = LineFile(paths.output)
     if outdated:  # what is done here may be cut off anywhere, and is done again then
         output.close()
@@ -204,7 +244,7 @@ def _open_output(work: WorkFile, paths: Paths) -> LineFile:
 
 
 def _stored(options: BatchOptions) -> str:
-    values = {name: getattr(options, name) for name in BatchOptions.__slots__ if name not in ("overwrite", "output")}
+    values = {name: getattr(options, name) for name in BatchOptions.__slots__ if name not in _ONCE}
     values |= {name: str(Path(value).absolute()) for name, value in values.items() if isinstance(value, Path)}
     if options.input == STANDARD:
         values["input"] = str(STANDARD)

@@ -13,20 +13,23 @@ from typing import Any
 
 from .lines import Line
 
-PENDING, IN_FLIGHT, FINISHED, FAILED = range(4)
+PENDING, IN_FLIGHT, FINISHED, FAILED, TWIN = range(5)  # a twin waits for what becomes of an identical line
+LINES_PER_TRANSACTION = 2000  # of a first reading
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT);
 CREATE TABLE IF NOT EXISTS outdated (id TEXT PRIMARY KEY);
 CREATE TABLE IF NOT EXISTS lines (
   number INTEGER PRIMARY KEY, id TEXT UNIQUE NOT NULL, hash TEXT NOT NULL, form TEXT NOT NULL, kind TEXT NOT NULL,
   model TEXT NOT NULL, key TEXT NOT NULL, params TEXT NOT NULL,
-  state INTEGER NOT NULL DEFAULT 0, tries INTEGER NOT NULL DEFAULT 0, chunk TEXT, place INTEGER, outcome TEXT
+  state INTEGER NOT NULL DEFAULT 0, tries INTEGER NOT NULL DEFAULT 0, chunk TEXT, place INTEGER, outcome TEXT,
+  merges INTEGER NOT NULL DEFAULT 0
 );
 CREATE INDEX IF NOT EXISTS plan ON lines (model, tries > 0, key, number) WHERE state = 0;
 CREATE INDEX IF NOT EXISTS chunks ON lines (chunk) WHERE state = 1;
+CREATE INDEX IF NOT EXISTS twins ON lines (hash, number) WHERE merges;
 CREATE INDEX IF NOT EXISTS held ON lines (number) WHERE outcome IS NOT NULL;
 """
-_LINE = "number, id, form, kind, model, params, tries, place"
+_LINE = "number, id, form, kind, model, params, tries, place, state"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,7 @@ class Stored:
     params: dict[str, Any]
     tries: int
     place: int | None  # in its chunk
+    state: int
 
 
 class WorkFile:
@@ -50,6 +54,9 @@ class WorkFile:
         """Opens or makes the file and locks it. Raises sqlite3.OperationalError if another command has it."""
         self.path = path
         self._pending: Counter[str] | None = None
+        self._num_added = 0
+        self._is_first_reading = False
+        self._had_results = False  # before this reading
         self._db = sqlite3.connect(path, isolation_level=None, timeout=0.5)
         try:
             self._db.execute("PRAGMA locking_mode = EXCLUSIVE")
@@ -69,7 +76,8 @@ class WorkFile:
         try:
             yield
         except BaseException:
-            self._db.execute("ROLLBACK")
+            if self._db.in_transaction:  # SQLite itself ends one for which there is no room
+                self._db.execute("ROLLBACK")
             raise
         self._db.execute("COMMIT")
 
@@ -84,38 +92,70 @@ class WorkFile:
 
     # Reading the input
 
-    def add(self, line: Line) -> int | None:
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """The whole input is added inside; lines that it has no more are forgotten at the end.
+
+        If it raises, the lines are those of the reading before. The first one is committed in pieces.
+        """
+        self._is_first_reading = self._db.execute("SELECT 1 FROM lines LIMIT 1").fetchone() is None
+        self._had_results = self.count(FINISHED) > 0
+        with self.transaction():
+            # Lines of an earlier reading have negative numbers until the input has them again.
+            self._db.execute("UPDATE lines SET number = -number WHERE number > 0")
+            yield
+            self._end_reading()
+
+    def add(self, line: Line, *, merge: bool = False) -> int | None:
         """Notes a line of the input; returns the number of an earlier one with its id, if there is one.
 
-        A line that was there with the same content keeps its state.
+        A line that was there with the same content keeps its state. With `merge` it takes over what becomes of an
+        earlier line with the same content.
         """
+        self._save_now_and_then()
         known = self._db.execute("SELECT number, hash, state FROM lines WHERE id = ?", (line.id,)).fetchone()
         if known is not None and known[0] > 0:
             return int(known[0])
         if known is not None and known[1] == line.hash:
-            self._db.execute("UPDATE lines SET number = ? WHERE id = ?", (line.number, line.id))
+            self._db.execute("UPDATE lines SET number = ?, merges = ? WHERE id = ?", (line.number, merge, line.id))
             return None
         if known is not None and known[2] in (IN_FLIGHT, FINISHED):
             self._db.execute("INSERT OR IGNORE INTO outdated VALUES (?)", (line.id,))
         self._db.execute("DELETE FROM lines WHERE id = ?", (line.id,))
         row = (line.number, line.id, line.hash, line.form, line.kind, line.model, line.key, json.dumps(line.params))
-        names = "number, id, hash, form, kind, model, key, params"
-        self._db.execute(f"INSERT INTO lines ({names}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
+        names = "number, id, hash, form, kind, model, key, params, merges"
+        self._db.execute(f"INSERT INTO lines ({names}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", (*row, merge))
         return None
 
-    def begin_reading(self) -> None:
-        """Lines of an earlier reading have negative numbers until the input has them again."""
-        self._db.execute("UPDATE lines SET number = -number WHERE number > 0")
+    def _save_now_and_then(self) -> None:
+        self._num_added += 1
+        if self._num_added % LINES_PER_TRANSACTION == 0 and self._is_first_reading:
+            self._db.execute("COMMIT")
+            self._db.execute("BEGIN IMMEDIATE")
 
-    def end_reading(self) -> set[str]:
-        """Forgets the lines that the input has no more; returns the ids whose results are not wanted any more.
+    def keeps_results(self) -> bool:
+        """Within a reading: False if there are results, but none is of a line that the input has."""
+        query = "SELECT 1 FROM lines WHERE state = ? AND number > 0 LIMIT 1"
+        return not self._had_results or self._db.execute(query, (FINISHED,)).fetchone() is not None
 
-        They are returned again, also after a crash, until `forget_outdated`.
-        """
-        with self.transaction():
-            gone = "SELECT id FROM lines WHERE number < 0 AND state IN (?, ?)"
-            self._db.execute(f"INSERT OR IGNORE INTO outdated {gone}", (IN_FLIGHT, FINISHED))
-            self._db.execute("DELETE FROM lines WHERE number < 0")
+    def _end_reading(self) -> None:
+        gone = "SELECT id FROM lines WHERE number < 0 AND state IN (?, ?)"
+        self._db.execute(f"INSERT OR IGNORE INTO outdated {gone}", (IN_FLIGHT, FINISHED))
+        self._db.execute("DELETE FROM lines WHERE number < 0")
+        self._db.execute("UPDATE lines SET state = 0 WHERE state = ?", (TWIN,))
+        self._db.execute(
+            "UPDATE lines SET state = ? WHERE state = 0 AND merges AND EXISTS (SELECT 1 FROM lines AS first WHERE "
+            "first.merges AND first.hash = lines.hash AND first.number < lines.number AND first.state IN (0, 1, 4))",
+            (TWIN,),
+        )
+        self._pending = None
+
+    def retry_failed(self) -> None:
+        """Lines that have failed wait again."""
+        self._db.execute("UPDATE lines SET state = 0, tries = 0 WHERE state = ?", (FAILED,))
+
+    def outdated(self) -> set[str]:
+        """The ids whose results are not wanted any more; also after a crash, until `forget_outdated`."""
         return {row[0] for row in self._db.execute("SELECT id FROM outdated")}
 
     def forget_outdated(self) -> None:
@@ -133,9 +173,10 @@ class WorkFile:
         """Lines in a state; looks at all lines."""
         return int(self._db.execute("SELECT count(*) FROM lines WHERE state = ?", (state,)).fetchone()[0])
 
-    def in_flight(self) -> int:
-        """Lines in flight."""
-        return int(self._db.execute("SELECT count(*) FROM lines WHERE state = 1").fetchone()[0])  # by the index
+    def in_flight(self, model: str | None = None) -> int:
+        """Lines in flight, of a model or all."""
+        query = "SELECT count(*) FROM lines INDEXED BY chunks WHERE state = 1 AND model = coalesce(?, model)"
+        return int(self._db.execute(query, (model,)).fetchone()[0])
 
     @property
     def pending(self) -> Mapping[str, int]:
@@ -186,9 +227,17 @@ class WorkFile:
 
     # Results
 
+    def twins(self, line: Stored, limit: int) -> list[Stored]:
+        """Lines that wait for what becomes of this one."""
+        query = (
+            f"SELECT {_LINE} FROM lines WHERE merges AND hash = (SELECT hash FROM lines WHERE number = ?) "
+            "AND state = ? LIMIT ?"
+        )
+        return [_stored(row) for row in self._db.execute(query, (line.number, TWIN, limit))]
+
     def finish(self, line: Stored, *, failed: bool = False, outcome: str | None = None) -> None:
         """A line has ended; `outcome` is kept until it is its turn to be written."""
-        if line.place is None and self._pending is not None:
+        if line.state == PENDING and self._pending is not None:
             self._pending[line.model] -= 1
         state = FAILED if failed else FINISHED
         self._db.execute(
@@ -210,7 +259,7 @@ class WorkFile:
 
     def finish_by_id(self, ids: Iterable[str]) -> int:
         """Lines that the output has, although this file does not know it; returns how many there were."""
-        query = "UPDATE lines SET state = 2, chunk = NULL, place = NULL WHERE id = ? AND state < 2"
+        query = "UPDATE lines SET state = 2, chunk = NULL, place = NULL WHERE id = ? AND state IN (0, 1, 4)"
         return sum(self._db.execute(query, (id_,)).rowcount for id_ in ids)
 
     def in_order(self, after: int) -> Iterator[tuple[int, int, str | None]]:
@@ -218,7 +267,7 @@ class WorkFile:
         for number, state, outcome in self._db.execute(
             "SELECT number, state, outcome FROM lines WHERE number > ? ORDER BY number", (after,)
         ):
-            if state < FINISHED:
+            if state not in (FINISHED, FAILED):
                 return
             yield number, state, outcome
 
@@ -236,5 +285,5 @@ class WorkFile:
 
 
 def _stored(row: tuple[Any, ...]) -> Stored:
-    number, id_, form, kind, model, params, tries, place = row
-    return Stored(number, id_, form, kind, model, json.loads(params), tries, place)
+    number, id_, form, kind, model, params, tries, place, state = row
+    return Stored(number, id_, form, kind, model, json.loads(params), tries, place, state)

@@ -34,6 +34,8 @@ SMALL = {
     "cancel": "--slots 2 --prompt 1500 --chunk 32 --samples 1 --threads 1",
     "embeddings": "--texts 12 --words 2 6 --rounds 1 --threads 1",
     "embed_beside": "--texts 12 --words 2 6 --context 512 --threads 1",
+    "bulk_lines": "--lines 20 200 --bytes 200",
+    "storm": "--lines 60 --new 24 --command-kills 1 --worker-kills 1",
     "offline": "--ours batch engine jobs --lines 12 --prompt 24 --shared-prompt 60 --shared 40 --families 3 --new 6 "
     "--slots 4 --server-slots 2 4 --try-lines 6 --threads 1",
     "online": "--rates 8 --requests 6 --prompt 16 --new 6 --slots 3 --server-bulk 2 --threads 1",
@@ -65,7 +67,12 @@ def test_benchmark_prints_a_table_and_one_json_line(name: str) -> None:
     if name == "online":
         assert {(row["load"], row["requests"]) for row in report["rows"]} == {("alone", 6), ("beside bulk", 6)}
     if name == "urgent":
-        assert report["ratios"]["bulk jobs finished"] == 10
+        assert report["ratios"]["bulk finished"] == 10
+    if name == "bulk_lines":
+        assert report["ratios"]["peak MB more with the most lines"] <= 50
+    if name == "storm":
+        assert report["ratios"]["lines lost, doubled or other"] == 0
+        assert [row["errors"] for row in report["rows"]] == [0, 0]
     if name == "cancel":
         assert report["ratios"]["events after the end"] == 0
 

@@ -11,18 +11,18 @@ import pytest
 
 from cellama.api.batch.files import LineFile, rewrite_without
 from cellama.api.batch.lines import Line
-from cellama.api.batch.work import FAILED, FINISHED, IN_FLIGHT, PENDING, WorkFile
+from cellama.api.batch.work import FAILED, FINISHED, IN_FLIGHT, PENDING, TWIN, WorkFile
 
 
 def line(number: int, prompt: str, line_id: str | None = None, model: str = "m") -> Line:
     return Line(number, line_id or f"id{number}", "short", "generate", model, {"prompt": prompt})
 
 
-def read(work: WorkFile, *lines: Line) -> set[str]:
+def read(work: WorkFile, *lines: Line, merge: bool = False) -> set[str]:
     """Reads an input of these lines; the ids whose results are outdated."""
-    work.begin_reading()
-    assert [work.add(each) for each in lines] == [None] * len(lines)
-    outdated = work.end_reading()
+    with work.reading():
+        assert [work.add(each, merge=merge) for each in lines] == [None] * len(lines)
+    outdated = work.outdated()
     work.forget_outdated()
     return outdated
 
@@ -114,23 +114,63 @@ def test_outdated_results_are_known_after_a_crash_until_they_are_dropped(work: W
     read(work, line(1, "a"), line(2, "b"))
     for each in work.next_lines("m", 2):
         work.finish(each)
-    work.begin_reading()
-    work.add(line(1, "A", "id1"))
-    work.close()  # before the second line was read
+    with work.reading():
+        work.add(line(1, "A", "id1"))
+    work.close()  # before the output was written again
     again = WorkFile(work.path)
-    again.begin_reading()
-    again.add(line(1, "A", "id1"))
-    assert again.end_reading() == {"id1", "id2"}
-    assert again.end_reading() == {"id1", "id2"}
+    with again.reading():
+        again.add(line(1, "A", "id1"))
+    assert again.outdated() == {"id1", "id2"}
     again.forget_outdated()
-    assert again.end_reading() == set()
+    assert again.outdated() == set()
     assert again.count(PENDING) == 1
 
 
+def test_reading_that_ends_early_changes_nothing(work: WorkFile) -> None:
+    read(work, *(line(i, "a") for i in range(1, 4)))
+    work.finish(work.next_lines("m", 1)[0])
+
+    def read_until_it_ends() -> None:
+        with work.reading():
+            for i in range(1, 3000):
+                work.add(line(i, "b"))
+            assert not work.keeps_results()
+            raise RuntimeError("cut off")
+
+    with pytest.raises(RuntimeError, match="cut off"):
+        read_until_it_ends()
+    assert work.outdated() == set()
+    assert [work.count(state) for state in (PENDING, FINISHED)] == [2, 1]
+
+
+def test_identical_lines_wait_for_the_first_of_them(work: WorkFile) -> None:
+    lines = [line(1, "a"), line(2, "b"), line(3, "a"), line(4, "a"), line(5, "b")]
+    read(work, *lines, merge=True)
+    assert work.pending == {"m": 2}
+    work.take("chunk", work.next_lines("m", 1))
+    first = work.line("chunk", 0)
+    assert first is not None
+    assert [each.id for each in work.twins(first, 9)] == ["id3", "id4"]
+    for each in (first, *work.twins(first, 9)):
+        work.finish(each)
+    assert work.pending == {"m": 1}
+    assert [work.count(state) for state in (PENDING, FINISHED, TWIN)] == [1, 3, 1]
+    read(work, *lines[2:], merge=True)  # without the one that the last waited for
+    assert [each.id for each in work.next_lines("m", 9)] == ["id5"]
+
+
+def test_failed_lines_wait_again_if_asked_for(work: WorkFile) -> None:
+    read(work, line(1, "a"), line(2, "b"))
+    for each in work.next_lines("m", 2):
+        work.finish(each, failed=True)
+    work.retry_failed()
+    assert [each.id for each in work.next_lines("m", 9)] == ["id1", "id2"]
+
+
 def test_id_that_stands_twice_is_told_with_the_earlier_line(work: WorkFile) -> None:
-    work.begin_reading()
-    assert work.add(line(1, "a", "x")) is None
-    assert work.add(line(2, "b", "x")) == 1
+    with work.reading():
+        assert work.add(line(1, "a", "x")) is None
+        assert work.add(line(2, "b", "x")) == 1
 
 
 def test_results_wait_for_those_before_them(work: WorkFile) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from cellama.api.batch.lines import BadLine, Defaults, Format, Line, format_of, read_lines
 from cellama.api.batch.openai import params_of_body, response_of
@@ -80,6 +83,28 @@ def test_line_without_a_model_is_refused_if_the_run_has_none() -> None:
     assert "it names no model" in bad.message
 
 
+def test_parquet_has_a_prompt_per_row(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.parquet"
+    parquet.write_table(pyarrow.table({"id": [1, 2, 3], "question": ["a", None, "c"]}), path)
+
+    def rows(column: str | None) -> list[Any]:
+        with path.open("rb") as file:
+            return list(read_lines(file, "parquet", DEFAULTS, 10_000, column))
+
+    found = rows("question")
+    assert [(row.id, row.params["prompt"]) for row in found if isinstance(row, Line)] == [("1", "a"), ("3", "c")]
+    assert [row.number for row in found if isinstance(row, BadLine)] == [2]
+    with pytest.raises(InvalidJob, match="no --column is given; the file has: id, question"):
+        rows(None)
+
+
+def test_files_that_are_not_what_they_say_are_refused() -> None:
+    with pytest.raises(InvalidJob, match="Parquet file can't be read after row 0"):
+        read(b"no parquet", format_="parquet")
+    with pytest.raises(InvalidJob, match="CSV can't be read after row"):
+        read(b"question", b"a", *[b"x" * 5000] * 3, b"\xff", format_="csv")
+
+
 def test_text_and_csv_have_a_prompt_per_line() -> None:
     texts = read(b"one", b"", b"two", format_="text")
     assert [(line.number, line.params["prompt"]) for line in texts] == [(1, "one"), (3, "two")]
@@ -99,8 +124,6 @@ def test_hash_tells_changed_lines_and_keys_put_alike_ones_together() -> None:
 
 
 def test_form_of_a_file_is_known_by_its_name() -> None:
-    from pathlib import Path
-
     assert [format_of(Path(name), "auto") for name in ("a.jsonl", "a.txt", "a.csv", "a.parquet", "a")] == [
         "jsonl", "text", "csv", "parquet", "jsonl",
     ]  # fmt: skip

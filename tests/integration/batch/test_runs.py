@@ -4,95 +4,15 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
-import uuid
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 from redis import Redis
 
 from cellama.api import Client
-from cellama.api.redis_server import RedisServer
 from cellama.tasks.batches import Batches
 
-from ..conftest import PATIENCE_S, WorkerProcess, clean_environment, wait_until
-
-CELLAMA = (sys.executable, "-c", "from cellama.api.cli import main; main()")
-ANIMALS = ("fox", "cat", "bear", "frog", "mouse")
-StartWorker = Callable[[], WorkerProcess]
-
-
-@pytest.fixture
-def model() -> str:
-    return f"b{uuid.uuid4().hex[:8]}"
-
-
-@pytest.fixture
-def start_worker(redis_server: RedisServer, tmp_path: Path, model: str) -> Iterator[StartWorker]:
-    """Starts workers of this test with 8 slots."""
-    started: list[WorkerProcess] = []
-    models = [{"id": model, "source": "bundled://tiny", "n_parallel": 8, "threads": 1}]
-
-    def start() -> WorkerProcess:
-        folder = tmp_path / f"worker{len(started)}"
-        folder.mkdir()
-        name = f"{model}-{len(started)}"
-        started.append(WorkerProcess(folder, redis_server.url, name=name, CELLAMA_MODELS=json.dumps(models)))
-        return started[-1].wait_ready()
-
-    yield start
-    for worker in started:
-        if worker.process.poll() is None:
-            worker.stop()
-
-
-class Commands:
-    """`cellama batch` in a folder of its own."""
-
-    def __init__(self, folder: Path, url: str, model: str) -> None:
-        self.folder = folder
-        self.output = folder / "out.jsonl"
-        self.environment = clean_environment(CELLAMA_REDIS_URL=url)
-        self._model = model
-
-    def write(self, lines: list[Any], name: str = "in.jsonl") -> None:
-        texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
-        (self.folder / name).write_text("".join(text + "\n" for text in texts))
-
-    def start(self, *argv: str) -> subprocess.Popen[str]:
-        with (self.folder / "command.log").open("a") as log:
-            command = [*CELLAMA, "batch", *argv]
-            return subprocess.Popen(command, cwd=self.folder, env=self.environment, stdout=log, stderr=log, text=True)
-
-    def start_run(self, *more: str) -> subprocess.Popen[str]:
-        return self.start("run", "in.jsonl", "-o", "out.jsonl", "-m", self._model, "--json", *more)
-
-    def run(self, *more: str) -> int:
-        return self.start_run(*more).wait(PATIENCE_S)
-
-    def results(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.output.read_text().splitlines()] if self.output.exists() else []
-
-    def errors(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.folder / "out.errors.jsonl").read_text().splitlines()]
-
-    def log(self) -> str:
-        return (self.folder / "command.log").read_text()
-
-
-@pytest.fixture
-def commands(tmp_path: Path, redis_server: RedisServer, model: str) -> Commands:
-    return Commands(tmp_path, redis_server.url, model)
-
-
-def stories(count: int, max_tokens: int = 48) -> list[dict[str, Any]]:
-    greedy = {"temperature": 0, "ignore_eos": True, "max_tokens": max_tokens}
-    return [
-        {"id": f"s{i}", "prompt": f"Once upon a time, there was a little {ANIMALS[i % 5]} {i}", **greedy}
-        for i in range(count)
-    ]
+from ...conftest import PATIENCE_S, wait_until
+from .conftest import ANIMALS, CELLAMA, Commands, StartWorker, stories
 
 
 def test_lines_of_all_kinds_are_done_and_bad_ones_are_told(start_worker: StartWorker, commands: Commands) -> None:
@@ -206,27 +126,6 @@ def test_interactive_job_is_answered_while_a_run_fills_the_worker(
     command.wait()
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["run", "nowhere.jsonl", "-o", "x.jsonl"], "there is no file 'nowhere.jsonl'"),
-        (["run", "in.jsonl", "-o", "mine.jsonl"], "no run of this command has made it"),
-        (["run", "in.jsonl", "-o", "no/such/folder/x.jsonl"], "unable to open|can't be written|No such file"),
-        (["run", "in.jsonl", "-o", "x.jsonl", "--order", "random"], "must be one of completion, input"),
-        (["run", "in.jsonl", "-o", "x.jsonl", "--deadline", "soon"], "'soon' is no time"),
-        (["resume", "nothing.jsonl"], "there is no run for 'nothing.jsonl'"),
-        (["status", "nothing"], "no run 'nothing'"),
-    ],
-    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
-)
-def test_mistakes_are_told_before_anything_runs(commands: Commands, argv: list[str], message: str) -> None:
-    commands.write(stories(1))
-    commands.write(['{"id": 1}'], name="mine.jsonl")
-    assert commands.start(*argv).wait(PATIENCE_S) != 0
-    text = " ".join(commands.log().replace("│", " ").split())
-    assert any(part in text for part in message.split("|")), text
-
-
 def test_client_runs_a_file_and_tells_how_it_goes(start_worker: StartWorker, commands: Commands, model: str) -> None:
     start_worker()
     commands.write([{"id": i, "prompt": f"Once upon a time {i}"} for i in range(5)])
@@ -253,3 +152,28 @@ def test_lines_come_from_stdin_and_results_go_to_stdout(
     assert done.returncode == 0, done.stderr
     assert sorted(json.loads(line)["id"] for line in done.stdout.splitlines()) == ["s0", "s1", "s2"]
     assert "3 lines done" in done.stderr
+
+
+@pytest.mark.parametrize("order", ["completion", "input"])
+def test_identical_greedy_lines_are_run_once_if_asked(
+    start_worker: StartWorker, commands: Commands, order: str
+) -> None:
+    start_worker()
+    greedy = {"temperature": 0, "ignore_eos": True, "max_tokens": 4}
+    lines = [{"id": f"{i}", "prompt": f"A little {ANIMALS[i % 3]}", **greedy} for i in range(30)]
+    drawn = [
+        {"id": f"d{i}", "prompt": "A little", "temperature": 1.0, "ignore_eos": True, "max_tokens": 4} for i in "ab"
+    ]
+    commands.write([*lines, *drawn])
+    assert commands.run() == 0
+    plain = {each["id"]: each["text"] for each in commands.results()}
+    assert commands.end()["completion_tokens"] == 4 * 32
+    assert commands.run("--overwrite", "--merge-identical", "--order", order) == 0
+    assert commands.end()["completion_tokens"] == 4 * (3 + 2)
+    results = commands.results()
+    assert {each["id"]: each["text"] for each in results if each["id"].isdigit()} == {
+        name: text for name, text in plain.items() if name.isdigit()
+    }
+    assert len(results) == 32
+    if order == "input":
+        assert [each["id"] for each in results] == [each["id"] for each in [*lines, *drawn]]

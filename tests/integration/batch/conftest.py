@@ -1,0 +1,116 @@
+"""`cellama batch` in a folder of its own, with workers of its own."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cellama.api.redis_server import RedisServer
+
+from ...conftest import PATIENCE_S, WorkerProcess, clean_environment
+
+CELLAMA = (sys.executable, "-c", "from cellama.api.cli import main; main()")
+ANIMALS = ("fox", "cat", "bear", "frog", "mouse")
+StartWorker = Callable[[], WorkerProcess]
+
+
+@pytest.fixture
+def model() -> str:
+    return f"b{uuid.uuid4().hex[:8]}"
+
+
+@pytest.fixture
+def start_worker(redis_server: RedisServer, tmp_path: Path, model: str) -> Iterator[StartWorker]:
+    """Starts workers of this test with 8 slots."""
+    started: list[WorkerProcess] = []
+    models = [{"id": model, "source": "bundled://tiny", "n_parallel": 8, "threads": 1}]
+
+    def start() -> WorkerProcess:
+        folder = tmp_path / f"worker{len(started)}"
+        folder.mkdir()
+        name = f"{model}-{len(started)}"
+        started.append(WorkerProcess(folder, redis_server.url, name=name, CELLAMA_MODELS=json.dumps(models)))
+        return started[-1].wait_ready()
+
+    yield start
+    for worker in started:
+        if worker.process.poll() is None:
+            worker.stop()
+
+
+class Commands:
+    """`cellama batch` in a folder of its own."""
+
+    def __init__(self, folder: Path, url: str, model: str) -> None:
+        self.folder = folder
+        self.output = folder / "out.jsonl"
+        self.environment = clean_environment(CELLAMA_REDIS_URL=url)
+        self._model = model
+
+    def write(self, lines: list[Any], name: str = "in.jsonl") -> None:
+        texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+        (self.folder / name).write_text("".join(text + "\n" for text in texts))
+
+    def start(self, *argv: str, max_file_bytes: int | None = None) -> subprocess.Popen[str]:
+        """Starts the command; none of its files can grow beyond the limit, as on a disk that becomes full."""
+
+        def limit() -> None:
+            if max_file_bytes is not None:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_bytes, max_file_bytes))
+
+        with (self.folder / "command.log").open("a") as log:
+            return subprocess.Popen(
+                [*CELLAMA, "batch", *argv],
+                cwd=self.folder,
+                env=self.environment,
+                stdout=log,
+                stderr=log,
+                text=True,
+                preexec_fn=limit,
+            )
+
+    def start_run(self, *more: str, max_file_bytes: int | None = None) -> subprocess.Popen[str]:
+        argv = ("run", "in.jsonl", "-o", "out.jsonl", "-m", self._model, "--json", *more)
+        return self.start(*argv, max_file_bytes=max_file_bytes)
+
+    def run(self, *more: str, max_file_bytes: int | None = None) -> int:
+        return self.start_run(*more, max_file_bytes=max_file_bytes).wait(PATIENCE_S)
+
+    def results(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.output.read_text().splitlines()] if self.output.exists() else []
+
+    def errors(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / "out.errors.jsonl").read_text().splitlines()]
+
+    def log(self) -> str:
+        return (self.folder / "command.log").read_text()
+
+    def words(self) -> str:
+        """The log without boxes and line breaks."""
+        return " ".join(self.log().replace("│", " ").split())
+
+    def end(self) -> dict[str, Any]:
+        """The last summary."""
+        ends = [json.loads(line) for line in self.log().splitlines() if line.startswith('{"type": "end"')]
+        return dict(ends[-1])
+
+
+@pytest.fixture
+def commands(tmp_path: Path, redis_server: RedisServer, model: str) -> Commands:
+    return Commands(tmp_path, redis_server.url, model)
+
+
+def stories(count: int, max_tokens: int = 48) -> list[dict[str, Any]]:
+    greedy = {"temperature": 0, "ignore_eos": True, "max_tokens": max_tokens}
+    return [
+        {"id": f"s{i}", "prompt": f"Once upon a time, there was a little {ANIMALS[i % 5]} {i}", **greedy}
+        for i in range(count)
+    ]

@@ -1,0 +1,87 @@
+"""What is wrong with lines, files and disks is told, and nothing that is finished is lost."""
+
+from __future__ import annotations
+
+import pytest
+
+from ...conftest import PATIENCE_S
+from .conftest import Commands, StartWorker, stories
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["run", "nowhere.jsonl", "-o", "x.jsonl"], "there is no file 'nowhere.jsonl'"),
+        (["run", "in.jsonl", "-o", "mine.jsonl"], "no run of this command has made it"),
+        (["run", "in.jsonl", "-o", "no/such/folder/x.jsonl"], "can't be written: unable to open"),
+        (["run", "in.jsonl", "-o", "/proc/x.jsonl"], "'/proc/x.jsonl.work' can't be written"),
+        (["run", "empty.jsonl", "-o", "x.jsonl"], "'empty.jsonl' has no lines; is it the right one?"),
+        (["run", "in.jsonl", "-o", "x.jsonl", "--order", "random"], "must be one of completion, input"),
+        (["run", "in.jsonl", "-o", "x.jsonl", "--deadline", "soon"], "'soon' is no time"),
+        (["resume", "nothing.jsonl"], "there is no run for 'nothing.jsonl'"),
+        (["status", "nothing"], "no run 'nothing'"),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
+)
+def test_mistakes_are_told_before_anything_runs(commands: Commands, argv: list[str], message: str) -> None:
+    commands.write(stories(1))
+    commands.write(['{"id": 1}'], name="mine.jsonl")
+    commands.write(["", " "], name="empty.jsonl")
+    assert commands.start(*argv).wait(PATIENCE_S) != 0
+    assert any(part in commands.words() for part in message.split("|")), commands.log()
+
+
+def test_giant_line_is_refused_and_the_others_are_done(start_worker: StartWorker, commands: Commands) -> None:
+    start_worker()
+    commands.write([*stories(2, max_tokens=2), {"id": "giant", "prompt": "x" * 10_000_000}, *stories(3)[2:]])
+    assert commands.run() == 1
+    assert {each["id"] for each in commands.results()} == {"s0", "s1", "s2"}
+    (error,) = commands.errors()
+    assert error["line"] == 3
+    assert "the limit is" in error["error"]["message"]
+
+
+@pytest.mark.parametrize("max_file_bytes", [50_000, 800_000], ids=["at the start", "in the middle"])
+def test_full_disk_ends_a_run_that_can_go_on(
+    start_worker: StartWorker, commands: Commands, max_file_bytes: int
+) -> None:
+    start_worker()
+    commands.write([{"id": f"v{i}", "text": f"a little fox {i}"} for i in range(400)])
+    assert commands.run(max_file_bytes=max_file_bytes) == 1
+    assert "what was finished is kept" in commands.words()
+    before = [each["id"] for each in commands.results()]
+    assert commands.run() == 0, commands.log()
+    results = commands.results()
+    assert [each["id"] for each in results[: len(before)]] == before
+    assert sorted(each["id"] for each in results) == sorted(f"v{i}" for i in range(400))
+
+
+def test_output_of_another_run_is_refused_and_stays(start_worker: StartWorker, commands: Commands) -> None:
+    start_worker()
+    commands.write(stories(3, max_tokens=2))
+    assert commands.run() == 0
+    before = commands.output.read_text()
+    commands.write([{"id": f"s{i}", "prompt": "Something else", "max_tokens": 2} for i in range(3)])
+    assert commands.run() == 2
+    assert "has results of another run" in commands.words()
+    assert commands.output.read_text() == before
+    commands.write(stories(3, max_tokens=2))
+    assert commands.run() == 0
+    assert commands.output.read_text() == before
+
+
+def test_model_that_nobody_serves_fails_its_lines_only(
+    start_worker: StartWorker, commands: Commands, model: str
+) -> None:
+    start_worker()
+    commands.write([*stories(3, max_tokens=2), {"id": "lost", "prompt": "Once", "model": "nowhere"}])
+    assert commands.run() == 1
+    assert len(commands.results()) == 3
+    (error,) = commands.errors()
+    assert (error["id"], error["line"], error["error"]["code"]) == ("lost", 4, "unknown_model")
+    assert f"they serve: {model}" in error["error"]["message"]
+    assert commands.run() == 1  # it is not tried again …
+    assert commands.end()["failed"] == 1
+    commands.write([*stories(3, max_tokens=2), {"id": "lost", "prompt": "Once", "max_tokens": 2}])
+    assert commands.run() == 0  # … before it is corrected
+    assert commands.errors() == []
