@@ -31,8 +31,15 @@ def with_chat_options(command: Callable[..., None]) -> Callable[..., None]:
     return _with_options(ChatJob, command)
 
 
-def _with_options(job: type[GenerateJob | ChatJob], command: Callable[..., None]) -> Callable[..., None]:
-    fields = {name: field for name, field in job.model_fields.items() if name not in _NOT_OPTIONS}
+def with_bulk_options(command: Callable[..., None]) -> Callable[..., None]:
+    """As `with_chat_options`, but for the priority, which a bulk run has from being one."""
+    return _with_options(ChatJob, command, without=frozenset({"priority"}))
+
+
+def _with_options(
+    job: type[GenerateJob | ChatJob], command: Callable[..., None], without: frozenset[str] = frozenset()
+) -> Callable[..., None]:
+    fields = {name: field for name, field in job.model_fields.items() if name not in _NOT_OPTIONS | without}
 
     @functools.wraps(command)
     def wrapper(**kwargs: Any) -> None:

@@ -24,7 +24,7 @@ from cellama.tasks.contract.errors import UnknownJob
 from cellama.tasks.reaching import reaching_redis
 
 from ..generation import JsonOption
-from ..options import with_chat_options
+from ..options import with_bulk_options
 from ..output import err, out, print_json
 from .run import Progress
 from .start import STANDARD, BatchOptions, Summary, options_of, run_batch
@@ -37,7 +37,7 @@ RetryOption = Annotated[bool, typer.Option("--retry-failed", help="Run lines aga
 OutputOption = Annotated[Path, typer.Option("--output", "-o", help="Results, one JSON object per line; - is stdout.")]
 
 
-@with_chat_options
+@with_bulk_options
 def batch_run_command(
     input: Annotated[Path, typer.Argument(help="JSON lines, text with a prompt per line, CSV or Parquet; - is stdin.")],
     output: OutputOption,
@@ -58,8 +58,7 @@ def batch_run_command(
 ) -> None:
     """Run every line of a file; the same command goes on where an earlier one ended.
 
-    Lines: {"prompt": "…"}, {"messages": […]} or {"text": "…"} with any parameters and an "id", or the OpenAI batch
-    form.
+    Lines: {"prompt": "…"}, {"messages": […]} or {"text": "…"}, with an "id" and parameters; or the OpenAI batch form.
 
     Example:  cellama batch run questions.jsonl -o answers.jsonl --model tiny --max-tokens 64
     """

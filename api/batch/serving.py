@@ -58,7 +58,7 @@ class Serving:
         return {
             model: UnknownModel(
                 f"no worker serves model {model!r}; they serve: {there}. Load it (`cellama models load`), or correct "
-                "the line; then `cellama batch resume --retry-failed`"
+                "the line; then `cellama batch resume OUT --retry-failed`"
             )
             for model, since in self._missed_since.items()
             if since <= until

@@ -124,20 +124,24 @@ def _disk_errors(options: BatchOptions) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _told(batches: Batches, run_id: str, paths: Paths) -> Iterator[None]:
-    """Redis knows of the run from its first line on, and if it could not go on."""
+    """Redis knows of the run from its first line on, and if it could not go on. One that was over stays so."""
+    before: dict[str, Any] = {}
     with contextlib.suppress(RedisError):
+        before = batches.read(run_id) or {}
         batches.write(run_id, state="validating", output=str(paths.output.absolute()))
     try:
         yield
     except (InvalidJob, OSError, sqlite3.OperationalError):
         with contextlib.suppress(RedisError):
-            batches.write(run_id, state="failed")
+            batches.write(run_id, state="completed" if before.get("state") == "completed" else "failed")
         raise
 
 
 def _open_work(paths: Paths, options: BatchOptions) -> WorkFile:
     """The work file of this output. Raises InvalidJob if the output is not that of such a run."""
     if options.overwrite:
+        if paths.work.exists():
+            _work_file(paths).close()  # no other command has it
         for path in (paths.output, paths.errors, paths.work):
             path.unlink(missing_ok=True)
     if paths.output.exists() and paths.output.stat().st_size and not paths.work.exists():
@@ -145,18 +149,21 @@ def _open_work(paths: Paths, options: BatchOptions) -> WorkFile:
             f"{str(paths.output)!r} is there already, and no run of this command has made it ({paths.work.name} is "
             "missing); name another file, or say --overwrite"
         )
+    work = _work_file(paths)
+    if not work.get("run_id"):
+        work.note(run_id=str(uuid.uuid4()))
+    return work
+
+
+def _work_file(paths: Paths) -> WorkFile:
     try:
-        work = WorkFile(paths.work)
+        return WorkFile(paths.work)
     except sqlite3.OperationalError as error:
         if "locked" in str(error):
             raise InvalidJob(f"{str(paths.output)!r} is the output of a command that runs; wait for it") from None
         if "unable to open" in str(error) or "readonly" in str(error):
             raise InvalidJob(f"{str(paths.work)!r} can't be written: {error}; name another output") from None
         raise
-    if not work.get("run_id"):
-        work.note(run_id=str(uuid.uuid4()))
-    work.note(options=_stored(options))
-    return work
 
 
 def _read_input(work: WorkFile, options: BatchOptions, paths: Paths, on_read: OnRead) -> LineFile:
@@ -166,6 +173,7 @@ def _read_input(work: WorkFile, options: BatchOptions, paths: Paths, on_read: On
     unreadable = LineFile(fresh)
     try:
         with work.reading():
+            work.note(options=_stored(options))
             count = 0
             for count, line in enumerate(_lines_of(options), start=1):
                 _note(work, line, options, unreadable)
@@ -258,6 +266,8 @@ def options_of(output: Path) -> BatchOptions:
         raise InvalidJob(f"there is no run for {str(output)!r}: {paths.work.name} is not beside it")
     with contextlib.closing(WorkFile(paths.work)) as work:
         values = json.loads(work.get("options", "{}"))
+    if "input" not in values:
+        raise InvalidJob(f"the run of {str(output)!r} ended before its input was read; use `cellama batch run` again")
     if values.get("input") == str(STANDARD):
         raise InvalidJob("this run read stdin; give the same lines to `cellama batch run - -o OUT` again")
     values |= {name: Path(values[name]) for name in ("input", "errors") if values.get(name)}

@@ -36,6 +36,7 @@ COMMANDS = (
     "dead requeue",
 )
 COMMANDS += tuple(f"models {name}" for name in ("list", "info", "load", "unload", "default", "memory"))
+COMMANDS += tuple(f"batch {name}" for name in ("run", "resume", "list", "status", "cancel"))
 
 
 def run_cli(*argv: str, folder: Path, stdin: bytes = b"", **variables: str) -> subprocess.CompletedProcess[bytes]:
@@ -158,3 +159,9 @@ def test_compose_file_names_settings_commands_and_files_that_exist() -> None:
         assert set(service.get("depends_on", {})) <= set(services)
     assert services["worker"]["command"][0] in COMMANDS
     assert (ROOT / "Dockerfile").exists()
+
+
+def test_bulk_run_has_the_parameters_of_a_job_but_for_its_priority() -> None:
+    shown = CliRunner().invoke(app, ["batch", "run", "--help"], env={"COLUMNS": "200"}).output
+    assert "--max-tokens" in shown
+    assert "--priority" not in shown

@@ -65,7 +65,9 @@ def test_output_of_another_run_is_refused_and_stays(start_worker: StartWorker, c
     assert commands.run() == 2
     assert "has results of another run" in commands.words()
     assert commands.output.read_text() == before
+    assert commands.start("run", "other.jsonl", "-o", "out.jsonl").wait(PATIENCE_S) == 2
     commands.write(stories(3, max_tokens=2))
+    assert commands.start("resume", "out.jsonl").wait(PATIENCE_S) == 0  # with the options that it had
     assert commands.run() == 0
     assert commands.output.read_text() == before
 

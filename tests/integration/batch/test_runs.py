@@ -103,6 +103,19 @@ def test_run_is_cancelled_and_resumed_from_elsewhere(
     assert len({each["id"] for each in commands.results()}) == len(commands.results()) == 40
 
 
+def test_output_of_a_command_that_runs_is_left_alone(start_worker: StartWorker, commands: Commands) -> None:
+    start_worker()
+    commands.write(stories(40, max_tokens=400))
+    command = commands.start_run()
+    wait_until(lambda: len(commands.results()) >= 2, "results")
+    assert commands.run("--overwrite") == 2
+    assert "is the output of a command that runs" in commands.words()
+    assert len(commands.results()) >= 2
+    assert command.poll() is None
+    command.kill()
+    command.wait()
+
+
 def test_deadline_ends_a_run(start_worker: StartWorker, commands: Commands) -> None:
     start_worker()
     commands.write(stories(60, max_tokens=1500))
