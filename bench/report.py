@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 RESULTS = Path(__file__).parent / "results"
+_SOURCES = (":(top)", ":(top,exclude)bench/results")
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,15 @@ def _cell(value: Any) -> str:
 
 
 def where() -> dict[str, str]:
-    """Hardware and commit."""
-    git = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
+    """Hardware and commit, which is marked if files differ from it; kept results don't count."""
+    commit = _git("describe", "--always") + "-dirty" * bool(_git("diff", "HEAD", "--name-only", "--", *_SOURCES))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     machine = f"{platform.machine()}, {_cpu_name()}, {cores} cores, Python {platform.python_version()}"
-    return {"machine": machine, "commit": git.stdout.strip()}
+    return {"machine": machine, "commit": commit}
+
+
+def _git(*argv: str) -> str:
+    return subprocess.run(["git", *argv], capture_output=True, text=True, check=False).stdout.strip()
 
 
 def _cpu_name() -> str:
