@@ -110,7 +110,13 @@ def test_interrupted_tune_keeps_nothing_and_tells_the_fastest_so_far(tmp_path: P
     argv = [*CELLAMA, "tune", "bundled://tiny", "--seconds", "60", "--threads", "1"]
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(
-            argv, cwd=tmp_path, env=environment(tmp_path), stdout=log, stderr=log, start_new_session=True
+            argv,
+            cwd=tmp_path,
+            env=environment(tmp_path),
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
         )
     try:
         wait_until(lambda: "tokens/s" in (tmp_path / "log").read_text(), "the first measurement")
