@@ -188,6 +188,7 @@ def online(results: Results) -> Any:
                 axes.plot(at, values, style, color=color, marker=mark, label=f"{who}, {share}")
         axes.set(title=f"First token, {load}", xlabel="arrivals per second", yscale="log", xticks=at)
         axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
         axes.grid(axis="y", which="minor", color="#F2F2F2")
     both[0].set_ylabel("seconds")
     both[0].legend(loc="best", handlelength=3.5, markerscale=0.8)
