@@ -74,6 +74,7 @@ class Balanced:
 
 
 BULK_STEP_S = 0.3
+BESIDE_STEP_S = 0.15
 QUIET_S = 30.0
 RATE_WEIGHT = 0.2  # of a new value in a running mean
 INTERACTIVE_PRIORITY = 5  # requests up to this priority have somebody who waits for each token
@@ -83,7 +84,8 @@ class Adaptive:
     """PrefillPriority while only bulk requests have slots, DecodeMaximal as soon as an interactive one does.
 
     An interactive request shall not wait long for the step that runs when it comes, nor for prompts that come after it:
-    bulk prompts are read in steps of about `BULK_STEP_S`, and wait while an interactive one is read. When none has come
+    bulk prompts are read in steps of about `BULK_STEP_S`, and wait while an interactive one is read. Beside a stream
+    that decodes they get about `BESIDE_STEP_S` of a step, for that is a gap in it. When no interactive request has come
     for `QUIET_S` the steps are as large as they may be, which is faster; the next one that comes ends such a step.
     """
 
@@ -101,21 +103,24 @@ class Adaptive:
 
     def build_batch(self, slots: Seq[SlotView], budget: int, chunk_size: int, queue_depth: int) -> list[Share]:
         if not any(map(_is_interactive, slots)):
-            budget = budget if self._quiet_s >= QUIET_S else min(budget, self._bulk_budget())
+            budget = budget if self._quiet_s >= QUIET_S else min(budget, self._num_read_in(BULK_STEP_S))
             return self._bulk.build_batch(slots, budget, chunk_size, queue_depth)
         self._quiet_s = 0.0
         prompts = [view for view in slots if not view.decoding]
         last = max((place for place, view in enumerate(prompts) if _is_interactive(view)), default=len(prompts))
-        slots = [*(view for view in slots if view.decoding), *prompts[: last + 1]]
+        decoding = [view for view in slots if view.decoding]
+        if last == len(prompts):
+            budget = min(budget, len(decoding) + self._num_read_in(BESIDE_STEP_S))
+        slots = [*decoding, *prompts[: last + 1]]
         return self._interactive.build_batch(slots, budget, chunk_size, queue_depth)
 
     def may_yield(self, num_tokens: int) -> bool:
         """True for what takes longer than an interactive request should wait."""
-        return num_tokens > self._bulk_budget()
+        return num_tokens > self._num_read_in(BULK_STEP_S)
 
-    def _bulk_budget(self) -> int:
-        """Whole chunks of MIN_CHUNK, at least one."""
-        return sys.maxsize if math.isinf(self._rate) else math.ceil(self._rate * BULK_STEP_S / MIN_CHUNK) * MIN_CHUNK
+    def _num_read_in(self, seconds: float) -> int:
+        """Tokens of prompts: whole chunks of MIN_CHUNK, at least one."""
+        return sys.maxsize if math.isinf(self._rate) else math.ceil(self._rate * seconds / MIN_CHUNK) * MIN_CHUNK
 
 
 def _is_interactive(view: SlotView) -> bool:

@@ -273,6 +273,8 @@ def test_adaptive_reads_bulk_prompts_in_short_steps_and_not_beside_an_interactiv
     shares = dict(adaptive.build_batch(views, 512, 512, 0))
     assert shares.keys() == {0, 1, 4}  # the older bulk prompt, the interactive one, and who decodes
     assert shares[1] == 100
+    streams = [SlotView(0, 1, True, 3), SlotView(1, 1, True, 9), *(SlotView(2 + i, 500, False, 9) for i in range(4))]
+    assert sum(count for _, count in adaptive.build_batch(streams, 512, 512, 0)) == 2 + MIN_CHUNK
 
 
 class Mine:
