@@ -120,7 +120,7 @@ class Adaptive:
 
     def _num_read_in(self, seconds: float) -> int:
         """Tokens of prompts: whole chunks of MIN_CHUNK, at least one."""
-        return sys.maxsize if math.isinf(self._rate) else math.ceil(self._rate * seconds / MIN_CHUNK) * MIN_CHUNK
+        return sys.maxsize if math.isinf(self._rate) else max(1, round(self._rate * seconds / MIN_CHUNK)) * MIN_CHUNK
 
 
 def _is_interactive(view: SlotView) -> bool:

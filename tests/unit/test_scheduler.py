@@ -263,11 +263,11 @@ def test_adaptive_reads_bulk_prompts_in_short_steps_and_not_beside_an_interactiv
     assert not adaptive.may_yield(512)  # it is not known how long that takes
     adaptive.build_batch([SlotView(9, 1, True, 3)], 512, 512, 0)
     for _ in range(14):
-        adaptive.observe(512, 1.0)
+        adaptive.observe(512, 0.75)
         adaptive.observe(1, 1.0)  # decoding says nothing about prompts
     assert num_tokens() == 2 * MIN_CHUNK
     assert [adaptive.may_yield(count) for count in (2 * MIN_CHUNK, 3 * MIN_CHUNK)] == [False, True]
-    adaptive.observe(1, 2.0)
+    adaptive.observe(1, 6.0)
     assert num_tokens() == 512  # nobody else came for 30 s
     views = [SlotView(0, 500, False, 9), SlotView(1, 100, False, 3), *views[2:], SlotView(4, 1, True, 9)]
     shares = dict(adaptive.build_batch(views, 512, 512, 0))
