@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import zlib
-from concurrent.futures import CancelledError
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from cellama.engine import EmbeddingCancelled, EmbeddingHandle, EngineError, Handle, Model
@@ -13,15 +15,17 @@ from cellama.engine import EmbeddingCancelled, EmbeddingHandle, EngineError, Han
 from .asking import Asked, request_of
 from .contract import events
 from .contract.chunks import ChunkJob, job_of_line
-from .contract.errors import InvalidJob
+from .contract.errors import InvalidJob, JobFailed
 from .contract.payloads import EmbedJob
 from .past import Past
 from .publisher import LINE_MARK
 from .results import error_of, failure_of, resume_of
-from .vectors import submit_texts, vectors_of
+from .vectors import submit_texts, vectors_of, wait_for
 
 if TYPE_CHECKING:
     from .runtime import Runtime
+
+log = logging.getLogger(__name__)
 
 
 class ChunkRun:
@@ -36,6 +40,7 @@ class ChunkRun:
         self._left = set(range(len(job.lines))) - past.lines
         self._handles: list[Handle | EmbeddingHandle] = []
         self._stopped = False
+        self._began_at = time.monotonic()
         self._changed = threading.Condition()
 
     def run(self) -> None:
@@ -46,12 +51,9 @@ class ChunkRun:
         for place in sorted(self._left):
             if self._stopped:
                 break
-            try:
-                self._begin(place, texts)
-            except (InvalidJob, EngineError) as error:
-                self._tell_failure(place, error)
+            self._try(place, partial(self._begin, place, texts))
         for place, job, handle in texts:
-            self._finish_texts(place, job, handle)
+            self._try(place, partial(self._finish_texts, place, job, handle))
         with self._changed:
             self._changed.wait_for(lambda: self._stopped or not self._left)
 
@@ -70,6 +72,20 @@ class ChunkRun:
             if not self._left:
                 self._changed.notify_all()
 
+    def _try(self, place: int, step: Callable[[], None]) -> None:
+        """What goes wrong with a line ends that line only."""
+        try:
+            step()
+        except EmbeddingCancelled:
+            pass  # by `stop`
+        except (InvalidJob, JobFailed) as error:
+            self._tell_failure(place, error)
+        except EngineError as error:
+            self._tell_failure(place, failure_of(error))
+        except Exception as error:
+            log.exception("line %d of %s failed in a way that nobody foresaw", place, self._run_id)
+            self._tell_failure(place, JobFailed("internal_error", f"{type(error).__name__}: {error}"))
+
     def _begin(self, place: int, texts: list[tuple[int, EmbedJob, EmbeddingHandle]]) -> None:
         job = job_of_line(self._job.lines[place], self._model.id, self._job.priority)
         if isinstance(job, EmbedJob):
@@ -79,7 +95,7 @@ class ChunkRun:
             return
         asked = Asked(
             id=f"{self._run_id}{LINE_MARK}{place}",
-            submitted_at=time.monotonic(),
+            submitted_at=self._began_at,
             seed=self._seed_of(place) if job.seed is None else job.seed,
             priority=job.priority,
             resume=resume_of(self._past, job.n, place),
@@ -98,17 +114,10 @@ class ChunkRun:
         return zlib.crc32(f"{self._run_id.partition('#')[0]} {place}".encode()) & 0x7FFFFFFF
 
     def _finish_texts(self, place: int, job: EmbedJob, handle: EmbeddingHandle) -> None:
-        try:
-            result = vectors_of(self._model, job, handle)
-        except (EmbeddingCancelled, CancelledError):
-            return  # by `stop`
-        except EngineError as error:
-            self._tell_failure(place, error)
-        else:
-            self._tell(events.line(place, {"result": result}))
+        wait_for(handle, job.timeout, self._began_at)
+        self._tell(events.line(place, {"result": vectors_of(self._model, job, handle)}))
 
-    def _tell_failure(self, place: int, error: InvalidJob | EngineError) -> None:
-        failure = error if isinstance(error, InvalidJob) else failure_of(error)
+    def _tell_failure(self, place: int, failure: InvalidJob | JobFailed) -> None:
         self._tell(events.line(place, {"error": error_of(failure)}))
 
     def _tell(self, event: dict[str, Any]) -> None:

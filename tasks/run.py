@@ -54,7 +54,7 @@ from .past import Past, read_past
 from .pool import Interruption, current_job
 from .records import DEAD, Attempt
 from .results import NO_USAGE, error_event, failure_of, result_of, resume_of
-from .vectors import embed, rerank
+from .vectors import embed, rerank, wait_for
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -290,13 +290,8 @@ class JobRun:
     def _wait_for(self, handle: EmbeddingHandle, timeout_s: float | None) -> None:
         """Until the vectors are there. Raises what the run ends with otherwise."""
         self._control.when_interrupted(lambda _: handle.cancel())
-        remaining_s = None if timeout_s is None else max(0.0, self._submitted_at + timeout_s - time.monotonic())
         try:
-            handle.result(remaining_s)
-        except TimeoutError:
-            handle.cancel()
-            message = f"the texts were not read within the timeout of {timeout_s} s; raise it, or send fewer texts"
-            raise JobFailed("timeout", message, retryable=True) from None
+            wait_for(handle, timeout_s, self._submitted_at)
         except EmbeddingCancelled:
             self._raise_if_interrupted()
             raise

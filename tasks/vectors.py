@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import base64
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cellama.engine import EmbeddingHandle, InvalidRequest, Model, scores_of
 
+from .contract.errors import JobFailed
 from .contract.payloads import EmbedJob, RerankJob
 from .results import NO_USAGE
 
@@ -43,6 +45,17 @@ def vectors_of(model: Model, job: EmbedJob, handle: EmbeddingHandle) -> dict[str
     if embedder.per_token and job.encoding == "base64":
         result["shapes"] = [list(vector.shape) for vector in vectors]
     return result
+
+
+def wait_for(handle: EmbeddingHandle, timeout_s: float | None, submitted_at: float) -> None:
+    """Until the texts are read. Raises JobFailed `timeout_s` after `submitted_at` (monotonic), EngineError."""
+    remaining_s = None if timeout_s is None else max(0.0, submitted_at + timeout_s - time.monotonic())
+    try:
+        handle.result(remaining_s)
+    except TimeoutError:
+        handle.cancel()
+        message = f"the texts were not read within the timeout of {timeout_s} s; raise it, or send fewer texts"
+        raise JobFailed("timeout", message, retryable=True) from None
 
 
 def rerank(model: Model, job: RerankJob, wait: Wait) -> dict[str, Any]:

@@ -1,0 +1,71 @@
+"""A chunk's lines in a worker: what goes wrong with one is its own affair."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from cellama.engine import DecodeFailed, EmbeddingHandle
+from cellama.tasks.chunk import ChunkRun
+from cellama.tasks.contract.chunks import ChunkJob
+from cellama.tasks.past import Past
+
+
+class Publisher:
+    """Keeps the events, and notes lines as Redis would."""
+
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+        self._note: Callable[[int], None] = lambda place: None
+
+    def watch_lines(self, run_id: str, note: Callable[[int], None]) -> None:
+        self._note = note
+
+    def publish(self, run_id: str, event: dict[str, Any]) -> None:
+        self.events.append(event)
+        if event["type"] == "line":
+            self._note(event["line"])
+
+    def codes(self) -> dict[int, str]:
+        lines = [event for event in self.events if event["type"] == "line"]
+        return {event["line"]: event.get("error", {}).get("code", "ok") for event in lines}
+
+
+class Embedder:
+    """Answers with a vector, with an error, or never."""
+
+    per_token, n_embd, max_tokens = False, 2, 8
+
+    def submit(self, texts: list[list[int]], **_: Any) -> EmbeddingHandle:
+        future: Future[Any] = Future()
+        kind = texts[0][0]
+        if kind == 0:
+            future.set_result([np.ones(2, dtype=np.float32)])
+        if kind == 1:
+            future.set_exception(DecodeFailed("no luck"))
+        if kind == 2:
+            raise ZeroDivisionError("nobody foresaw this")
+        return EmbeddingHandle([tuple(text) for text in texts], future=future)
+
+
+def run_lines(*params: dict[str, Any]) -> dict[int, str]:
+    publisher = Publisher()
+    model: Any = SimpleNamespace(
+        id="m", require=lambda ability: None, embedder=Embedder(), tokenize=lambda text: [int(text)]
+    )
+    runtime: Any = SimpleNamespace(publisher=publisher, incarnation="worker 1", signer=None)
+    job = ChunkJob.model_validate({"model": "m", "lines": [{"kind": "embed", "params": each} for each in params]})
+    ChunkRun(model, job, "job#1", Past(), runtime).run()
+    return publisher.codes()
+
+
+def test_line_that_fails_in_whatever_way_leaves_the_others_alone() -> None:
+    good, failing, unforeseen, silent = ({"texts": [str(kind)]} for kind in range(4))
+    found = run_lines(good, failing, unforeseen, {"texts": []}, {**silent, "timeout": 0.05}, good)
+    assert found == {
+        0: "ok", 1: "decode_failed", 2: "internal_error", 3: "invalid_request", 4: "timeout", 5: "ok",
+    }  # fmt: skip
