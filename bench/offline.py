@@ -1,13 +1,13 @@
-"""Bulk runs from file to file, with and without shared prefixes, against llama-server and the naive Celery task.
+"""Bulk runs from file to file, with and without shared prefixes, against servers and the naive Celery task.
 
-All run the same lines one after the other on the same machine: token ids in, greedy, a fixed number of tokens each.
+All run the same lines one after the other on the same machine: token ids in (llama-cpp-python's own server: as many
+letters), greedy, a fixed number of tokens each.
 llama-server runs with its defaults, and with the -np that was the fastest for the first --try-lines lines.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import tempfile
 from collections.abc import Sequence
@@ -16,6 +16,7 @@ from typing import Any
 
 from . import offline_ours as ours
 from . import offline_peers as peers
+from . import python_server
 from .decode import context
 from .engines import CORES, model_path
 from .offline_peers import Outcome
@@ -26,6 +27,7 @@ from .workloads import Line, families, independent, trie_optimum, write_lines
 WORKLOADS = ("independent", "families")
 OURS = {"batch": "cellama batch run", "engine": "engine alone, order of the file", "jobs": "a job per line"}
 SERVER, BEST_SERVER, NAIVE = "llama-server, its defaults", "llama-server, its best -np", "naive Celery task"
+PYTHON_SERVER = "llama-cpp-python's server"
 TARGETS = {"independent": {BEST_SERVER: 1.05, NAIVE: 2.0}, "families": {BEST_SERVER: 2.0, NAIVE: 3.0}}
 
 
@@ -42,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--options", type=json.loads, default={}, help="engine options of our side, as JSON")
     parser.add_argument("--server-slots", type=int, nargs="*", default=[16, 32, 64], help="the -np that are tried")
     parser.add_argument("--try-lines", type=int, default=256, help="lines for trying each -np")
-    parser.add_argument("--naive-lines", type=int, default=0, help="lines for the naive task; 0: all")
+    parser.add_argument("--naive-lines", type=int, default=0, help="lines for what runs one at a time; 0: all")
     parser.add_argument("--naive-processes", type=int, default=1)
     parser.add_argument("--threads", type=int, default=CORES, help="of every side")
     parser.add_argument("--seed", type=int, default=0)
@@ -59,14 +61,7 @@ def run(args: argparse.Namespace) -> Report:
         "Start of servers and workers is not in the times; that of the command `cellama batch run` is.",
         "Clients run beside what they ask, on the same cores. Ratios are of lines per second.",
     ]
-    caveats += [f"llama-cpp-python's own server is left out: {_own_server()}."]
     return Report([row for workload in found for row in workload.rows], ratios, targets, caveats)
-
-
-def _own_server() -> str:
-    if importlib.util.find_spec("fastapi") is None:
-        return "its dependencies (fastapi and others) are not installed"
-    return "it takes texts only, and a text's tokens depend on the vocabulary"
 
 
 class _Workload:
@@ -107,12 +102,13 @@ class _Workload:
                 SERVER, peers.llama_server(server, self._path, source, target, 0, size, args.threads), self._lines
             )
             self._best_server(server, source, target)
-        naive = self._lines[: args.naive_lines or None]
-        write_lines(source, naive)
-        outcome = peers.naive_celery(
-            self._path, source, target, args.naive_processes, context(1, size, 0), args.threads
-        )
-        self._note(NAIVE, outcome, naive)
+        some, room = self._lines[: args.naive_lines or None], context(1, size, 0)
+        write_lines(source, some)
+        outcome = peers.naive_celery(self._path, source, target, args.naive_processes, room, args.threads)
+        self._note(NAIVE, outcome, some)
+        if not args.model and (python := program(python_server.PYTHON)):
+            outcome = python_server.run_lines(python, self._path, source, target, room, args.threads)
+            self._note(PYTHON_SERVER, outcome, some)
         if bench := program(BATCHED_BENCH):
             optimum = trie_optimum(line.prompt for line in self._lines)
             limit = peers.limit(bench, self._path, self._lines, optimum, args.slots, args.threads)

@@ -62,11 +62,38 @@ class Reply:
     num_computed: int  # prompt tokens that it did not have in its cache
 
 
+@contextlib.contextmanager
+def served(command: Sequence[str], environment: dict[str, str], port: int, path: str) -> Iterator[None]:
+    """A server on a port of this machine, ended with the block; it is ready when it answers for the path with 200."""
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        _wait_ready(process, port, path)
+        yield
+    finally:
+        process.terminate()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:  # it waits for connections that clients gave up
+            process.kill()
+            process.wait()
+
+
+def _wait_ready(process: subprocess.Popen[bytes], port: int, path: str) -> None:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline and process.poll() is None:
+        with contextlib.suppress(OSError):
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+            connection.request("GET", path)
+            if connection.getresponse().status == 200:
+                return
+        time.sleep(0.2)
+    raise RuntimeError(f"a peer did not start (exit code {process.poll()}): {process.args!r}")
+
+
 class LlamaServer:
     """A running llama-server."""
 
-    def __init__(self, process: subprocess.Popen[bytes], port: int) -> None:
-        self.process = process
+    def __init__(self, port: int) -> None:
         self.port = port
 
     @classmethod
@@ -75,31 +102,8 @@ class LlamaServer:
         """A server for one model, ended with the block."""
         port = free_port()
         command = [str(path), "-m", str(model), "--port", str(port), "--threads-http", "160", *args]
-        process = subprocess.Popen(
-            command, env=_environment(path), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        server = cls(process, port)
-        try:
-            server._wait_ready()
-            yield server
-        finally:
-            process.terminate()
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:  # it waits for connections that clients gave up
-                process.kill()
-                process.wait()
-
-    def _wait_ready(self) -> None:
-        deadline = time.monotonic() + START_S
-        while time.monotonic() < deadline and self.process.poll() is None:
-            with contextlib.suppress(OSError):
-                connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
-                connection.request("GET", "/health")
-                if connection.getresponse().status == 200:
-                    return
-            time.sleep(0.2)
-        raise RuntimeError(f"llama-server did not start (exit code {self.process.poll()})")
+        with served(command, _environment(path), port, "/health"):
+            yield cls(port)
 
     def complete(self, prompt: Sequence[int], num_new: int) -> Reply:
         """One greedy request over a connection of its own: the server closes kept ones under load."""
