@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
-from collections.abc import AsyncIterator, Iterable
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from redis.asyncio import Redis as AsyncRedis
@@ -17,6 +20,8 @@ from cellama.tasks.reader import STREAM_TIMEOUT_S, astream_events
 from cellama.tasks.registry import WorkerEntry
 
 from .adapters import AsyncAdapterControl
+from .batch.run import Progress
+from .batch.start import BatchOptions, Summary
 from .client import LOAD_TIMEOUT_S, RESULT_AFTER_END_S, UNLOAD_TIMEOUT_S
 from .core import CONNECT_TIMEOUT_S, OUTAGE_RETRY_S, Core, Outage, memory_of, models_of
 
@@ -46,6 +51,10 @@ class AsyncJob:
 
     async def cancel(self) -> None:
         await self._client.cancel(self.id)
+
+
+class _Stopped(Exception):
+    """Ends a bulk run whose caller was cancelled."""
 
 
 class AsyncClient(AsyncAdapterControl):
@@ -104,6 +113,35 @@ class AsyncClient(AsyncAdapterControl):
         self, model: str, messages: list[dict[str, str]], *, wait: bool = False, **params: Any
     ) -> AsyncJob:
         return await self._submit(apply_chat_template, model, messages, wait, params)
+
+    async def batch(
+        self,
+        input: str | Path,
+        output: str | Path,
+        *,
+        on_progress: Callable[[Progress], None] = lambda progress: None,
+        **options: Any,
+    ) -> Summary:
+        """As Client.batch, in a thread of its own, which calls `on_progress`.
+
+        When this is cancelled the run is interrupted: the same call goes on with it.
+        """
+        stopping = threading.Event()
+
+        def watch(progress: Progress) -> None:
+            if stopping.is_set():
+                raise _Stopped
+            on_progress(progress)
+
+        run = asyncio.to_thread(self._core.batch, BatchOptions.of(input, output, **options), watch)
+        running = asyncio.ensure_future(run)
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            stopping.set()
+            with contextlib.suppress(_Stopped):
+                await running
+            raise
 
     async def stream(
         self,

@@ -128,32 +128,16 @@ class Client(AdapterControl):
         input: str | Path,
         output: str | Path,
         *,
-        model: str | None = None,
-        ordered: bool = False,
-        deadline_s: float | None = None,
-        merge_identical: bool = False,
-        retry_failed: bool = False,
-        overwrite: bool = False,
         on_progress: Callable[[Progress], None] = lambda progress: None,
-        **params: Any,
+        **options: Any,
     ) -> Summary:
         """Runs every line of a file as `cellama batch run` does, to its end; the same call goes on where it ended.
 
-        `params` are for lines that do not say otherwise; the others are the options of the command. Raises
-        InvalidJob, OSError; what was finished is kept.
+        `options` are those of the command: model, ordered, errors, format, column, form, deadline_s, merge_identical,
+        retry_failed, overwrite; all others are parameters for lines that do not say otherwise. Raises InvalidJob,
+        OSError; what was finished is kept.
         """
-        options = BatchOptions(
-            Path(input),
-            Path(output),
-            model=model,
-            ordered=ordered,
-            params=params,
-            deadline_s=deadline_s,
-            merge_identical=merge_identical,
-            retry_failed=retry_failed,
-            overwrite=overwrite,
-        )
-        return self._core.batch(options, on_progress)
+        return self._core.batch(BatchOptions.of(input, output, **options), on_progress)
 
     def stream(
         self,

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 from redis import Redis
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
@@ -151,13 +152,18 @@ def _run(options: BatchOptions, json: bool) -> None:
     started = time.monotonic()
     to_stdout = options.output == STANDARD
     try:
-        with _redis() as redis, _showing(json or (to_stdout and not err.is_terminal), json) as show:
+        with _redis() as redis, _showing(json, to_stdout) as show:
             summary = run_batch(redis, options, show.reading, show.progress)
     except KeyboardInterrupt:
+        remedy = f"go on with[/]  cellama batch resume {options.output}"
         err.print(
-            f"\n[yellow]interrupted; what is in flight is kept: go on with[/]  cellama batch resume {options.output}"
+            "\n[yellow]interrupted and ended; with -o FILE a run can go on[/]"
+            if to_stdout
+            else f"\n[yellow]interrupted; what is in flight is kept: {remedy}"
         )
         raise
+    except BrokenPipeError:
+        raise typer.Exit(1) from None  # who reads the results has enough
     except OSError as error:
         hint = (
             "free some room and go on with the same command"
@@ -175,9 +181,10 @@ def _run(options: BatchOptions, json: bool) -> None:
 class _Show:
     """Tells people or machines how a run goes."""
 
-    def __init__(self, bar: Bar | None, json: bool) -> None:
+    def __init__(self, bar: Bar | None, events: Console | None) -> None:
+        """`events` gets JSON; without it and without a bar, lines are written to stderr."""
         self._bar = bar
-        self._json = json
+        self._events = events
         self._task: TaskID | None = None
         self._next_word = 0.0
 
@@ -191,8 +198,8 @@ class _Show:
             self._bar.update(self._task_of(_words(progress)), completed=done, total=progress.total)
         elif time.monotonic() >= self._next_word:
             self._next_word = time.monotonic() + LOG_S
-            if self._json:
-                print_json({"type": "progress", **_numbers(progress)})
+            if self._events is not None:
+                _print_event(self._events, {"type": "progress", **_numbers(progress)})
             else:
                 err.print(f"{progress.finished + progress.failed} of {progress.total} lines, {_words(progress)}")
 
@@ -205,13 +212,14 @@ class _Show:
 
 
 @contextlib.contextmanager
-def _showing(plain: bool, json: bool) -> Iterator[_Show]:
-    if plain or not err.is_terminal:
-        yield _Show(None, json)
+def _showing(json: bool, to_stdout: bool) -> Iterator[_Show]:
+    """A bar needs stderr for itself: with results on stdout, errors of lines go there."""
+    if json or to_stdout or not err.is_terminal:
+        yield _Show(None, _events(to_stdout) if json else None)
         return
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Bar(*columns, console=err) as bar:
-        yield _Show(bar, json)
+        yield _Show(bar, None)
 
 
 def _words(progress: Progress) -> str:
@@ -241,13 +249,21 @@ def _numbers(progress: Progress) -> dict[str, Any]:
     return {**values, "rate": round(progress.rate, 1), "seconds": round(progress.seconds, 1), "notice": progress.notice}
 
 
-def _summarise(summary: Summary, seconds: float, json: bool, quiet: bool) -> None:
+def _events(to_stdout: bool) -> Console:
+    """Where JSON about the run goes: not between results."""
+    return err if to_stdout else out
+
+
+def _print_event(target: Console, event: dict[str, Any]) -> None:
+    target.print(json_module.dumps(event), markup=False, highlight=False, soft_wrap=True)
+
+
+def _summarise(summary: Summary, seconds: float, json: bool, to_stdout: bool) -> None:
     progress = summary.progress
     errors = None if summary.errors is None else str(summary.errors)
     if json:
-        target = err if quiet else out
         facts = {"type": "end", "id": summary.id, "state": summary.state, "errors": errors, **_numbers(progress)}
-        target.print(json_module.dumps(facts), markup=False, highlight=False, soft_wrap=True)
+        _print_event(_events(to_stdout), facts)
         return
     cached = f" ({progress.cached_tokens} of them cached)" if progress.cached_tokens else ""
     err.print(
@@ -261,11 +277,12 @@ def _summarise(summary: Summary, seconds: float, json: bool, quiet: bool) -> Non
 def _find(redis: Redis, run: str) -> dict[str, Any]:
     runs = Batches(redis).all()
     output = str(Path(run).absolute())
-    for facts in runs:
-        if str(facts["id"]).startswith(run) or str(facts.get("output")) in (run, output):
-            return facts
-    known = ", ".join(str(facts["id"])[:8] for facts in runs) or "none"
-    raise UnknownJob(f"no run {run!r}; there are: {known}")
+    of_output = [facts for facts in runs if facts.get("output") == output]
+    found = of_output[:1] or [facts for facts in runs if run and str(facts["id"]).startswith(run)]
+    if len(found) == 1:
+        return found[0]
+    known = ", ".join(str(facts["id"])[:8] for facts in found or runs) or "none"
+    raise UnknownJob(f"{'several runs begin with' if found else 'no run'} {run!r}; there are: {known}")
 
 
 @contextlib.contextmanager

@@ -14,9 +14,13 @@ _BLOCK = 1 << 16
 class LineFile:
     """Appends JSON lines to a file."""
 
-    def __init__(self, path: Path) -> None:
-        """Opens or makes the file; half a line at its end, which a crash may have left, is cut off. Raises OSError."""
+    def __init__(self, path: Path, echo: int | None = None) -> None:
+        """Opens or makes the file; half a line at its end, which a crash may have left, is cut off. Raises OSError.
+
+        The open file `echo` gets the lines that are appended, too.
+        """
         self.path = path
+        self._echo = echo
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         os.ftruncate(self._fd, _end_of_whole_lines(self._fd))
         self.size = os.lseek(self._fd, 0, os.SEEK_END)
@@ -28,9 +32,7 @@ class LineFile:
             return
         data = "".join(json.dumps(value, ensure_ascii=False) + "\n" for value in values).encode()
         try:
-            written = 0
-            while written < len(data):
-                written += os.write(self._fd, data[written:])
+            _write_all(self._fd, data)
             os.fsync(self._fd)
         except OSError:
             os.ftruncate(self._fd, self.size)  # half a line must not stay
@@ -38,6 +40,8 @@ class LineFile:
             raise
         self.size += len(data)
         self.count += len(values)
+        if self._echo is not None:
+            _write_all(self._echo, data)
 
     def lines(self, start: int = 0) -> Iterator[dict[str, Any]]:
         """The lines from a byte on."""
@@ -48,6 +52,12 @@ class LineFile:
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[os.write(fd, left) :]
 
 
 def _end_of_whole_lines(fd: int) -> int:

@@ -133,7 +133,8 @@ def _texts(
 
 def _from_csv(stream: BinaryIO, column: str | None) -> Iterator[tuple[int, str | BadLine]]:
     csv.field_size_limit(1 << 30)
-    reader = csv.DictReader(io.TextIOWrapper(stream, encoding="utf-8", newline=""))
+    text = io.TextIOWrapper(stream, encoding="utf-8", newline="")
+    reader = csv.DictReader(text)
     number = 0
     try:
         name = _column(column, list(reader.fieldnames or []))
@@ -141,6 +142,8 @@ def _from_csv(stream: BinaryIO, column: str | None) -> Iterator[tuple[int, str |
             yield number, row.get(name) or ""
     except (UnicodeDecodeError, csv.Error) as error:
         raise InvalidJob(f"the CSV can't be read after row {number}: {error}; it must be CSV in UTF-8") from None
+    finally:
+        text.detach()  # who opened the stream closes it
 
 
 def _from_parquet(stream: BinaryIO, column: str | None) -> Iterator[tuple[int, str | BadLine]]:
@@ -189,7 +192,7 @@ def _from_openai(number: int, value: dict[str, Any], defaults: Defaults) -> Line
     custom_id = value.get("custom_id")
     if custom_id is None:
         return BadLine(number, None, "custom_id is missing; each line needs one of its own")
-    if not isinstance(custom_id, str):
+    if not _is_id(custom_id):
         return BadLine(number, None, f"custom_id is {custom_id!r}; it must be a text")
     try:
         if value.get("method", "POST") != "POST":
@@ -204,7 +207,7 @@ def _checked(number: int, custom_id: Any, form: Form, given: dict[str, Any], def
     """The line, if its job would be accepted."""
     if isinstance(custom_id, int) and not isinstance(custom_id, bool):
         custom_id = str(custom_id)
-    if not isinstance(custom_id, str) or not custom_id:
+    if not _is_id(custom_id):
         return BadLine(number, None, f"its id is {custom_id!r}; it must be a text")
     found = [name for name in _KINDS if name in given]
     if len(found) != 1:
@@ -224,6 +227,16 @@ def _checked(number: int, custom_id: Any, form: Form, given: dict[str, Any], def
     except InvalidJob as error:
         return BadLine(number, custom_id, str(error))
     return Line(number, custom_id, form, kind, model, params)
+
+
+def _is_id(value: Any) -> bool:
+    """False also for a text with half a surrogate pair, which JSON can have and no file can."""
+    if not isinstance(value, str):
+        return False
+    try:
+        return bool(value.encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def _key_of(kind: LineKind, params: Mapping[str, Any]) -> str:

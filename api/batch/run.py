@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import time
@@ -21,6 +22,7 @@ from cellama.tasks.contract.keys import job_key, journal_key
 from cellama.tasks.contract.names import PRIORITY_BULK, WEIGHT_HEADER
 from cellama.tasks.jobs import chunk as chunk_task
 from cellama.tasks.position import position_of
+from cellama.tasks.reaching import reaching_redis
 
 from .files import LineFile
 from .forms import error_line, result_line
@@ -105,7 +107,7 @@ class BatchRun:
         self.progress = Progress(total=sum(work.count(state) for state in range(5)))
         self.progress.finished, self.progress.failed = work.count(FINISHED), work.count(FAILED)
         self.progress.already = self.progress.finished + self.progress.failed
-        self._written = int(work.get("written", "0"))  # number of the last line that is written, if they are in order
+        self._open_from: int | None = 0 if ordered else None  # lines before this one have ended; None: write any
         self._chunks: dict[str, _Chunk] = {}
         self._serving = Serving(redis)
         self._merges = work.count(TWIN) > 0
@@ -114,21 +116,23 @@ class BatchRun:
     def run(self) -> str:
         """Returns the state in which the run ends: completed, cancelled, expired. Raises OSError if a file is full.
 
-        What is in flight when this raises, or is interrupted, is computed to its end and taken by the next command.
+        What is in flight when this raises, or is interrupted, is computed to its end and taken by the next command,
+        unless the run is abandoned.
         """
         self._chunks = {chunk: _Chunk() for chunk in self._work.chunks()}
         self.progress.in_flight = self._work.in_flight()
         self._tell("in_progress")
+        self._write_held()
         ended = None
         while ended is None and (self._chunks or self._work.pending):
             try:
-                ended = self._turn()
+                with reaching_redis():
+                    ended = self._turn()
                 self.progress.notice = self._waits_for()
             except (RedisError, RedisUnreachable) as error:
                 self.progress.notice = f"Redis does not answer ({type(error).__name__}); trying again"
                 time.sleep(RETRY_S)
             self._on_progress(self.progress)
-        self._write_in_order()
         state = ended or "completed"
         self._tell(state)
         return state
@@ -289,8 +293,8 @@ class BatchRun:
         self.progress.finished += len(results)
         self.progress.failed += len(failures)
         self.progress.in_flight = self._work.in_flight()
-        if self._ordered and (results or failures):
-            self._write_in_order()
+        if self._ordered:
+            self._write_held()
 
     def _count(self, results: list[tuple[Stored, dict[str, Any]]]) -> None:
         """Tokens that were computed for results; those of lines that took over another's are not."""
@@ -299,18 +303,15 @@ class BatchRun:
             for name in ("prompt_tokens", "cached_tokens", "completion_tokens"):
                 setattr(progress, name, getattr(progress, name) + result["usage"][name])
 
-    def _write_in_order(self) -> None:
-        ready = []
-        for number, _, outcome in self._work.in_order(self._written):
-            ready.append((number, outcome))
-        if not self._ordered or not ready:
-            return
-        self._output.append([json.loads(outcome) for _, outcome in ready if outcome is not None])
-        with self._work.transaction():
-            for number, _ in ready:
-                self._work.drop_outcome(number)
-            self._written = ready[-1][0]
-            self._work.note(written=self._written, output_size=self._output.size)
+    def _write_held(self) -> None:
+        """Results whose turn it is; all that a command before has held, if the order does not matter any more."""
+        if self._open_from is not None:
+            self._open_from = self._work.first_open(self._open_from)
+        while held := self._work.held(LINES_PER_WRITE, self._open_from):
+            self._output.append([json.loads(outcome) for _, outcome in held])
+            with self._work.transaction():
+                self._work.drop_outcomes(number for number, _ in held)
+                self._work.note(output_size=self._output.size)
 
     def _end_chunk(self, name: str, *, tried: bool) -> None:
         """Nothing more comes of a chunk; lines of it that have not ended wait again, or have failed often enough."""
@@ -325,11 +326,20 @@ class BatchRun:
 
     # The end
 
+    def abandon(self) -> None:
+        """Ends what is in flight of a run that nobody can go on with."""
+        with contextlib.suppress(RedisUnreachable), reaching_redis():
+            self._revoke_chunks()
+        self._tell("cancelled")
+
+    def _revoke_chunks(self) -> None:
+        for name in self._chunks:
+            chunk_task.AsyncResult(name).revoke(terminate=True)
+
     def _stop(self, state: str) -> str:
         """Ends what is in flight; what has come of it until then counts."""
         self._tell("cancelling" if state == "cancelled" else "finalizing")
-        for name in self._chunks:
-            chunk_task.AsyncResult(name).revoke(terminate=True)
+        self._revoke_chunks()
         until = time.monotonic() + 10
         while self._chunks and time.monotonic() < until:
             self._take_events()

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, get_args
 
 from redis import Redis
 from redis.exceptions import RedisError
@@ -51,6 +51,17 @@ class BatchOptions:
     retry_failed: bool = False
     overwrite: bool = False
 
+    @classmethod
+    def of(cls, input: str | Path, output: str | Path, **given: Any) -> BatchOptions:
+        """The options among the keywords; all others are parameters for the lines. Raises InvalidJob."""
+        own = {name: given.pop(name) for name in cls.__slots__ if name in given and name != "params"}
+        for name, known in (("format", get_args(Format)), ("form", get_args(OutputForm))):
+            if own.get(name, "auto") not in known:
+                raise InvalidJob(f"{name} is {own[name]!r}; it must be one of {', '.join(known)}")
+        if own.get("errors") is not None:
+            own["errors"] = Path(own["errors"])
+        return cls(Path(input), Path(output), params=given, **own)
+
 
 @dataclass(frozen=True, slots=True)
 class Summary:
@@ -59,7 +70,7 @@ class Summary:
     id: str
     state: str
     progress: Progress
-    errors: Path | None  # the error file, if there is something in it
+    errors: Path | None  # the error file, if there is one with something in it
 
 
 OnRead = Callable[[int], None]
@@ -88,28 +99,36 @@ def run_batch(
     on_read: OnRead = lambda count: None,
     on_progress: OnProgress = lambda progress: None,
 ) -> Summary:
-    """Runs a file to its end, or goes on with it. Raises InvalidJob, OSError; what was finished stays finished."""
+    """Runs a file to its end, or goes on with it. Raises InvalidJob, OSError; what was finished stays finished.
+
+    Results for stdout are printed as they come, and errors on stderr unless they have a file; such a run can't go on.
+    """
+    to_stdout = options.output == STANDARD
     with _disk_errors(options), contextlib.ExitStack() as opened:
         output = options.output
-        if output == STANDARD:
+        if to_stdout:
             output = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="cellama-batch-"))) / "output.jsonl"
         paths = paths_of(output, options.errors)
         work = opened.enter_context(contextlib.closing(_open_work(paths, options)))
         opened.enter_context(_told(Batches(redis), work.get("run_id"), paths))
-        errors = opened.enter_context(contextlib.closing(_read_input(work, options, paths, on_read)))
-        results = opened.enter_context(contextlib.closing(_open_output(work, paths)))
+        error_echo = sys.stderr.fileno() if to_stdout and options.errors is None else None
+        errors = opened.enter_context(contextlib.closing(_read_input(work, options, paths, on_read, error_echo)))
+        echo = sys.stdout.fileno() if to_stdout else None
+        results = opened.enter_context(contextlib.closing(_open_output(work, paths, echo)))
         run = BatchRun(
             redis, work, results, errors, options.deadline_s, ordered=options.ordered, on_progress=on_progress
         )
         run.progress.failed += int(work.get("unreadable", "0"))
         run.progress.total += int(work.get("unreadable", "0"))
-        state = run.run()
-        if options.output == STANDARD:
-            for value in results.lines():
-                sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
+        try:
+            state = run.run()
+        except BaseException:
+            if to_stdout:
+                run.abandon()
+            raise
         if state == "completed":
             work.shrink()
-        return Summary(run.id, state, run.progress, paths.errors if errors.size else None)
+        return Summary(run.id, state, run.progress, paths.errors if errors.size and error_echo is None else None)
 
 
 @contextlib.contextmanager
@@ -166,11 +185,11 @@ def _work_file(paths: Paths) -> WorkFile:
         raise
 
 
-def _read_input(work: WorkFile, options: BatchOptions, paths: Paths, on_read: OnRead) -> LineFile:
+def _read_input(work: WorkFile, options: BatchOptions, paths: Paths, on_read: OnRead, echo: int | None) -> LineFile:
     """Notes every line of the input, and opens the error file with those that can't be run."""
     fresh = paths.errors.with_name(paths.errors.name + ".part")
     fresh.unlink(missing_ok=True)
-    unreadable = LineFile(fresh)
+    unreadable = LineFile(fresh, echo)
     try:
         with work.reading():
             work.note(options=_stored(options))
@@ -192,7 +211,7 @@ def _read_input(work: WorkFile, options: BatchOptions, paths: Paths, on_read: On
     finally:
         unreadable.close()
     fresh.replace(paths.errors)
-    return LineFile(paths.errors)
+    return LineFile(paths.errors, echo)
 
 
 def _lines_of(options: BatchOptions) -> Iterator[Line | BadLine]:
@@ -229,15 +248,15 @@ def _note(work: WorkFile, line: Line | BadLine, options: BatchOptions, unreadabl
     unreadable.append([bad_line(options.form, line.number, line.id, line.message)])
 
 
-def _open_output(work: WorkFile, paths: Paths) -> LineFile:
+def _open_output(work: WorkFile, paths: Paths, echo: int | None) -> LineFile:
     """The output, without results of lines that have changed, and with nothing in it that the work file misses."""
     outdated = work.outdated()
-    output = LineFile(paths.output)
+    output = LineFile(paths.output, echo)
     if outdated:  # what is done here may be cut off anywhere, and is done again then
         output.close()
         work.note(output_size=0)
         rewrite_without(paths.output, outdated)
-        output = LineFile(paths.output)
+        output = LineFile(paths.output, echo)
     known = int(work.get("output_size", "0"))
     if output.size < known:
         output.close()

@@ -259,25 +259,33 @@ class WorkFile:
 
     def finish_by_id(self, ids: Iterable[str]) -> int:
         """Lines that the output has, although this file does not know it; returns how many there were."""
-        query = "UPDATE lines SET state = 2, chunk = NULL, place = NULL WHERE id = ? AND state IN (0, 1, 4)"
+        query = (
+            "UPDATE lines SET state = 2, chunk = NULL, place = NULL, outcome = NULL WHERE id = ? "
+            "AND (state IN (0, 1, 4) OR outcome IS NOT NULL)"
+        )
         return sum(self._db.execute(query, (id_,)).rowcount for id_ in ids)
 
-    def in_order(self, after: int) -> Iterator[tuple[int, int, str | None]]:
-        """Number, state and outcome of ended lines after this one, up to the first that has not ended."""
-        for number, state, outcome in self._db.execute(
-            "SELECT number, state, outcome FROM lines WHERE number > ? ORDER BY number", (after,)
-        ):
-            if state not in (FINISHED, FAILED):
-                return
-            yield number, state, outcome
+    def first_open(self, start: int) -> int | None:
+        """The number of the first line from `start` on that has not ended; None if all have."""
+        query = "SELECT number FROM lines WHERE number >= ? AND state NOT IN (?, ?) ORDER BY number LIMIT 1"
+        row = self._db.execute(query, (start, FINISHED, FAILED)).fetchone()
+        return None if row is None else int(row[0])
 
-    def drop_outcome(self, number: int) -> None:
-        """It is written."""
-        self._db.execute("UPDATE lines SET outcome = NULL WHERE number = ?", (number,))
+    def held(self, limit: int, before: int | None = None) -> list[tuple[int, str]]:
+        """Number and outcome of lines that are finished and not written, in order; `before` a line, or of all."""
+        query = (
+            "SELECT number, outcome FROM lines WHERE outcome IS NOT NULL AND number < coalesce(?, number + 1) "
+            "ORDER BY number LIMIT ?"
+        )
+        return self._db.execute(query, (before, limit)).fetchall()
+
+    def drop_outcomes(self, numbers: Iterable[int]) -> None:
+        """They are written."""
+        self._db.executemany("UPDATE lines SET outcome = NULL WHERE number = ?", ((number,) for number in numbers))
 
     def shrink(self) -> None:
-        """Keeps ids, hashes and states only: what a finished run needs to be known again."""
-        self._db.execute("UPDATE lines SET key = '', params = '{}' WHERE state >= 2")
+        """Keeps ids, hashes and states of finished lines only: what is needed to know them again."""
+        self._db.execute("UPDATE lines SET key = '', params = '{}' WHERE state = ?", (FINISHED,))
         self._db.execute("VACUUM")
 
     def close(self) -> None:

@@ -60,6 +60,14 @@ def test_full_disk_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.Monkey
     assert (tmp_path / "out").read_text() == '{"id": 1}\n{"id": 4}\n'
 
 
+def test_echo_gets_the_lines_that_are_appended(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text('{"id": 1}\n')
+    with (tmp_path / "echo").open("wb") as echo, contextlib.closing(LineFile(tmp_path / "out", echo.fileno())) as file:
+        file.append([{"id": 2}])
+        file.append([{"id": "ä"}])
+    assert (tmp_path / "echo").read_text() == '{"id": 2}\n{"id": "ä"}\n'
+
+
 def test_outdated_results_are_dropped_in_both_forms(tmp_path: Path) -> None:
     path = tmp_path / "out"
     path.write_text('{"id": "a"}\n{"id": "x", "custom_id": "b"}\n{"id": "c"}\n')
@@ -175,12 +183,27 @@ def test_id_that_stands_twice_is_told_with_the_earlier_line(work: WorkFile) -> N
 
 def test_results_wait_for_those_before_them(work: WorkFile) -> None:
     read(work, line(1, "a"), line(2, "b"), line(3, "c"), line(4, "d"))
-    first, second, third, _ = work.next_lines("m", 4)
+    first, second, third, fourth = work.next_lines("m", 4)
     work.finish(first, outcome="one")
     work.finish(third, outcome="three")
-    assert list(work.in_order(0)) == [(1, FINISHED, "one")]
+    assert work.first_open(0) == 2
+    assert work.held(9, before=2) == [(1, "one")]
+    work.drop_outcomes([1])
     work.finish(second, failed=True)
-    assert [entry[0] for entry in work.in_order(1)] == [2, 3]
+    assert work.first_open(2) == 4
+    assert work.held(9, before=4) == [(3, "three")]
+    work.finish(fourth, outcome="four")
+    assert work.first_open(4) is None
+    assert work.held(1) == [(3, "three")]
+    assert work.held(9) == [(3, "three"), (4, "four")]
+
+
+def test_held_result_that_the_output_has_is_not_written_again(work: WorkFile) -> None:
+    read(work, line(1, "a"), line(2, "b"))
+    for each, outcome in zip(work.next_lines("m", 2), ("one", "two"), strict=True):
+        work.finish(each, outcome=outcome)
+    assert work.finish_by_id(["id1"]) == 1  # a crash came between the output and this file
+    assert work.held(9) == [(2, "two")]
 
 
 def test_finished_run_keeps_little_and_still_knows_its_lines(work: WorkFile) -> None:
@@ -194,3 +217,14 @@ def test_finished_run_keeps_little_and_still_knows_its_lines(work: WorkFile) -> 
     again = WorkFile(work.path)
     assert read(again, *(line(i, f"{i} " * 5000) for i in range(1, 50))) == set()
     assert again.count(FINISHED) == 49
+
+
+def test_failed_line_of_a_finished_run_can_be_run_again(work: WorkFile) -> None:
+    read(work, line(1, "a"), line(2, "b"))
+    first, second = work.next_lines("m", 2)
+    work.finish(first)
+    work.finish(second, failed=True)
+    work.shrink()
+    read(work, line(1, "a"), line(2, "b"))
+    work.retry_failed()
+    assert [(each.id, each.params) for each in work.next_lines("m", 9)] == [("id2", {"prompt": "b"})]

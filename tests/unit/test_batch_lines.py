@@ -83,6 +83,15 @@ def test_line_without_a_model_is_refused_if_the_run_has_none() -> None:
     assert "it names no model" in bad.message
 
 
+@pytest.mark.parametrize("line_id", ["", 1.5, None, ["a"], "half a pair: \ud800"])
+def test_id_that_is_no_text_is_refused(line_id: Any) -> None:
+    body = {"url": "/v1/completions", "body": {"prompt": "x"}}
+    for found in read({"id": line_id, "prompt": "x"}, {"custom_id": line_id, **body}):
+        assert isinstance(found, BadLine)
+        found.message.encode()
+        assert "text" in found.message or "missing" in found.message
+
+
 def test_parquet_has_a_prompt_per_row(tmp_path: Path) -> None:
     path = tmp_path / "prompts.parquet"
     parquet.write_table(pyarrow.table({"id": [1, 2, 3], "question": ["a", None, "c"]}), path)

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import signal
 import subprocess
+from typing import Any
 
 import pytest
 from redis import Redis
 
-from cellama.api import Client
+from cellama.api import AsyncClient, Client
+from cellama.api.batch.run import Progress
+from cellama.api.batch.start import Summary
 from cellama.tasks.batches import Batches
+from cellama.tasks.contract.errors import InvalidJob
 
 from ...conftest import PATIENCE_S, wait_until
 from .conftest import ANIMALS, CELLAMA, Commands, StartWorker, stories
+
+
+def _runs(commands: Commands, redis: Redis) -> list[dict[str, Any]]:
+    return [run for run in Batches(redis).all() if run["output"] == str(commands.output)]
 
 
 def test_lines_of_all_kinds_are_done_and_bad_ones_are_told(start_worker: StartWorker, commands: Commands) -> None:
@@ -95,8 +105,7 @@ def test_run_is_cancelled_and_resumed_from_elsewhere(
     wait_until(lambda: len(commands.results()) >= 2, "results")
     assert commands.start("cancel", "out.jsonl").wait(PATIENCE_S) == 0
     assert command.wait(PATIENCE_S) == 1
-    record = next(run for run in Batches(redis_client).all() if run["output"] == str(commands.output))
-    assert record["state"] == "cancelled"
+    assert [run["state"] for run in _runs(commands, redis_client)] == ["cancelled"]
     count = len(commands.results())
     assert 2 <= count < 40
     assert commands.start("resume", "out.jsonl", "--json").wait(PATIENCE_S) == 0, commands.log()
@@ -153,6 +162,48 @@ def test_client_runs_a_file_and_tells_how_it_goes(start_worker: StartWorker, com
     assert seen[-1] == 5
 
 
+def test_client_reads_a_column_and_says_which_options_there_are(
+    start_worker: StartWorker, commands: Commands, model: str
+) -> None:
+    start_worker()
+    (commands.folder / "in.csv").write_text("name,question\na,Hi\nb,Once\n")
+    source, target = commands.folder / "in.csv", commands.output
+    with Client() as client:
+        summary = client.batch(source, target, model=model, column="question", form="openai", max_tokens=2)
+        assert (summary.state, summary.progress.finished) == ("completed", 2)
+        assert {each["custom_id"] for each in commands.results()} == {"1", "2"}
+        with pytest.raises(InvalidJob, match="form is 'long'; it must be one of auto, openai, short"):
+            client.batch(source, target, form="long")
+
+
+def test_cancelled_run_of_an_async_client_goes_on_with_the_same_call(
+    start_worker: StartWorker, commands: Commands, model: str
+) -> None:
+    start_worker()
+    commands.write(stories(40, max_tokens=200))
+    source, target = commands.folder / "in.jsonl", commands.output
+
+    async def run() -> Summary:
+        loop, begun = asyncio.get_running_loop(), asyncio.Event()
+
+        def note(progress: Progress) -> None:
+            if progress.finished:
+                loop.call_soon_threadsafe(begun.set)
+
+        async with AsyncClient() as client:
+            running = asyncio.create_task(client.batch(source, target, model=model, on_progress=note))
+            await asyncio.wait_for(begun.wait(), PATIENCE_S)
+            running.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await running
+            assert 1 <= len(commands.results()) < 40
+            return await client.batch(source, target, model=model)
+
+    summary = asyncio.run(run())
+    assert (summary.state, summary.progress.finished) == ("completed", 40)
+    assert len({each["id"] for each in commands.results()}) == len(commands.results()) == 40
+
+
 def test_lines_come_from_stdin_and_results_go_to_stdout(
     start_worker: StartWorker, commands: Commands, model: str
 ) -> None:
@@ -165,6 +216,80 @@ def test_lines_come_from_stdin_and_results_go_to_stdout(
     assert done.returncode == 0, done.stderr
     assert sorted(json.loads(line)["id"] for line in done.stdout.splitlines()) == ["s0", "s1", "s2"]
     assert "3 lines done" in done.stderr
+
+
+def test_results_on_stdout_come_as_they_are_there_and_an_interrupt_ends_the_run(
+    start_worker: StartWorker, commands: Commands, model: str, redis_client: Redis
+) -> None:
+    start_worker()
+    commands.write([*stories(40, max_tokens=400), "{broken"])
+    pipe = subprocess.PIPE
+    argv = [*CELLAMA, "batch", "run", "in.jsonl", "-o", "-", "-m", model, "--json"]
+    with subprocess.Popen(
+        argv,
+        cwd=commands.folder,
+        env=commands.environment,
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+        preexec_fn=_hear_sigint,
+    ) as command:
+        assert command.stdout is not None
+        assert json.loads(command.stdout.readline())["id"].startswith("s")
+        assert command.poll() is None
+        command.send_signal(signal.SIGINT)
+        rest, words = command.communicate(timeout=PATIENCE_S)
+    assert command.returncode == 130
+    assert len(rest.splitlines()) < 39
+    assert all(json.loads(line)["id"].startswith("s") for line in rest.splitlines())
+    broken = next(json.loads(line) for line in words.splitlines() if '"line": 41' in line)
+    assert broken["error"]["code"] == "invalid_request"
+    assert "with -o FILE a run can go on" in words
+    wait_until(lambda: not any(run["alive"] for run in Batches(redis_client).all()), "the run to be over")
+    with Client() as client:
+        wait_until(lambda: client.stats()["slots_busy"] == 0, "nothing to be computed for nobody")
+
+
+def _hear_sigint() -> None:
+    """Children of a shell's background job ignore it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def test_order_of_input_can_be_given_up_after_a_crash(
+    start_worker: StartWorker, commands: Commands, redis_client: Redis
+) -> None:
+    start_worker()
+    lines = stories(80, max_tokens=16)
+    lines[0]["max_tokens"] = 1500  # all others wait for it
+    commands.write(lines)
+    command = commands.start_run("--order", "input")
+    wait_until(lambda: any(run.get("finished") for run in _runs(commands, redis_client)), "held results")
+    command.kill()
+    command.wait()
+    assert commands.results() == []
+    assert commands.run() == 0
+    assert sorted(each["id"] for each in commands.results()) == sorted(line["id"] for line in lines)
+
+
+def test_line_that_comes_before_written_ones_is_written_too(start_worker: StartWorker, commands: Commands) -> None:
+    start_worker()
+    lines = stories(5, max_tokens=2)
+    commands.write(lines)
+    assert commands.run("--order", "input") == 0
+    commands.write([{"id": "new", "prompt": "Hi", "max_tokens": 2}, *lines])
+    assert commands.run("--order", "input") == 0
+    assert [each["id"] for each in commands.results()] == ["s0", "s1", "s2", "s3", "s4", "new"]
+
+
+def test_failed_lines_are_run_again_if_asked(start_worker: StartWorker, commands: Commands) -> None:
+    start_worker()
+    commands.write([*stories(2, max_tokens=2), {"id": "long", "prompt": "word " * 3000}])
+    assert commands.run() == 1
+    for _ in range(2):
+        assert commands.start("resume", "out.jsonl", "--retry-failed", "--json").wait(PATIENCE_S) == 1
+        assert [(each["id"], each["error"]["code"]) for each in commands.errors()] == [("long", "prompt_too_long")]
+        assert commands.end()["failed"] == 1
+    assert len(commands.results()) == 2
 
 
 @pytest.mark.parametrize("order", ["completion", "input"])
