@@ -88,7 +88,7 @@ def _ask() -> str | None:
 
 
 def _show(job: Job, json: bool, patience_s: float) -> str:
-    """Streams a job to stdout and returns its text. Ctrl-C cancels the job."""
+    """Streams a job to stdout and returns its text. Ctrl-C, or a reader that goes away, cancels the job."""
     text = ""
     try:
         for event in _with_spinner(job, job.stream(timeout=patience_s, ping=PING_S)):
@@ -98,7 +98,7 @@ def _show(job: Job, json: bool, patience_s: float) -> str:
             else:
                 _show_event(event)
             _raise_if_failed(event, job.id)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, BrokenPipeError):
         job.cancel()
         err.print(f"\n[yellow]cancelled job {job.id}[/]")
         raise

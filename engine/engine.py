@@ -257,18 +257,14 @@ class Engine(Generating):
 
         Together llama.cpp would run the first token of every slot in one pass and the rest of the chunks in another,
         and these rests, a token short, would miss its tiles of 64 (docs/adr/002-prefill-chunks.md). The longer ones
-        go first when somebody waits for the first token of theirs.
+        always go first: somebody may wait for the first token of theirs, and now the one, now the other first would
+        put two of them between two tokens of a stream.
         """
         if self._backend.unified:
             return [chunks]
         single = [chunk for chunk in chunks if len(chunk.tokens) == 1]
         longer = [chunk for chunk in chunks if len(chunk.tokens) > 1]
-        return [longer, single] if any(map(self._is_awaited, longer)) else [single, longer]
-
-    def _is_awaited(self, chunk: Chunk) -> bool:
-        """True if an interactive request has its first token after this chunk."""
-        sequence = self._scheduler.slots[chunk.slot]
-        return chunk.samples and sequence is not None and sequence.request.priority <= INTERACTIVE_PRIORITY
+        return [longer, single]
 
     def _forward(self, chunks: list[Chunk]) -> float:
         """Decodes and samples; returns the seconds inside decode. A failure is traced to its request."""

@@ -35,8 +35,8 @@ class LeaseKeeper:
                 self.renew()
             except RedisError as error:
                 log.warning("leases wait for Redis: %s", error)
-            except RuntimeError:  # the dict of deliveries changed while it was read: the next time will do
-                continue
+            except Exception as error:  # the consumer changed while it was read
+                log.info("leases are renewed the next time: %s: %s", type(error).__name__, error)
 
     def renew(self) -> int:
         """Sets the delivery time of every message that this worker holds to now; returns how many there are."""

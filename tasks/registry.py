@@ -81,18 +81,24 @@ class Registration:
 
     def _run(self) -> None:
         while not self._closing:
-            try:
-                self._beat()
-                for chore in self._chores:
-                    chore()
-            except RedisError as error:
-                log.warning("the worker's heartbeat waits for Redis: %s", error)
+            self._do_what_is_due()
             self._due.wait(HEARTBEAT_S)
             self._due.clear()
         try:
             self._redis.hdel(WORKERS_KEY, self._worker)
         except RedisError:
             log.warning("the worker's entry stays until it is stale: Redis does not answer")
+
+    def _do_what_is_due(self) -> None:
+        """A chore that fails is no reason for the worker to look dead."""
+        for step in (self._beat, *self._chores):
+            try:
+                step()
+            except RedisError as error:
+                log.warning("the worker's heartbeat waits for Redis: %s", error)
+                return
+            except Exception:
+                log.exception("a chore of the worker's heartbeat failed; it is tried again with the next one")
 
     def _beat(self) -> None:
         host, pid, now = socket.gethostname(), os.getpid(), time.time()  # before the look at what is there

@@ -175,6 +175,21 @@ def test_ctrl_c_cancels_the_job_and_says_so(machine: Machine) -> None:
         assert (job.returncode, "cancelled job" in told) == (130, True)
 
 
+def test_reader_that_goes_away_cancels_the_job(machine: Machine) -> None:
+    argv = [*CELLAMA, "generate", "tiny", "Once upon a time", "--ignore-eos", "--max-tokens", "1900", "--json"]
+    with subprocess.Popen(
+        argv, cwd=machine.folder, env=machine.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as job:
+        assert job.stdout is not None
+        assert job.stderr is not None
+        job.stdout.readline()
+        job.stdout.close()
+        told = job.stderr.read()
+    assert "Traceback" not in told
+    assert "Exception ignored" not in told
+    assert (job.returncode, "cancelled job" in told) == (1, True)
+
+
 def test_flower_shows_the_worker_and_its_tasks(machine: Machine) -> None:
     def workers() -> dict[str, Any]:
         url = f"http://127.0.0.1:{machine.flower_port}/workers?json=1"
