@@ -27,6 +27,7 @@ from .handle import CancelReason, Handle
 from .kvcache import KvCache
 from .output import Listener, Output
 from .params import MAX_SEED, EngineOptions, Request
+from .passes import passes_of
 from .scheduler import Chunk, Limits, Scheduler
 from .sequence import Sequence
 from .strategies import INTERACTIVE_PRIORITY, make_strategy
@@ -224,7 +225,7 @@ class Engine(Generating):
             self._start(sequence)
         chunks = self._scheduler.schedule(started)
         eval_s = 0.0
-        for part in self._passes(chunks):
+        for part in passes_of(chunks, self._scheduler.slots, unified=self._backend.unified):
             eval_s += self._forward(part)
             self._output.tell()
         step_s = time.monotonic() - started
@@ -251,20 +252,6 @@ class Engine(Generating):
             assert sequence.slot is not None
             started = Started(request.id, sequence.slot, sequence.num_prompt, sequence.num_cached, sequence.seed)
             self._output.emit(sequence.group.handle, started)
-
-    def _passes(self, chunks: list[Chunk]) -> list[list[Chunk]]:
-        """What goes into one decode call each: with a stream per slot, single tokens apart from longer chunks.
-
-        Together llama.cpp would run the first token of every slot in one pass and the rest of the chunks in another,
-        and these rests, a token short, would miss its tiles of 64 (docs/adr/002-prefill-chunks.md). The longer ones
-        always go first: somebody may wait for the first token of theirs, and now the one, now the other first would
-        put two of them between two tokens of a stream.
-        """
-        if self._backend.unified:
-            return [chunks]
-        single = [chunk for chunk in chunks if len(chunk.tokens) == 1]
-        longer = [chunk for chunk in chunks if len(chunk.tokens) > 1]
-        return [longer, single]
 
     def _forward(self, chunks: list[Chunk]) -> float:
         """Decodes and samples; returns the seconds inside decode. A failure is traced to its request."""

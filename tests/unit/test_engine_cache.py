@@ -147,23 +147,23 @@ def test_urgent_request_takes_the_slot_of_a_bulk_one_which_goes_on_later(
 ) -> None:
     backend = FakeBackend(n_slots=2, unified=unified, partial_reuse=partial_reuse)
     engine, _ = make_engine(backend, cache_ram_bytes=ram_bytes)
-    started = threading.Semaphore(0)
+    gate: list[Gate] = []
+    under_way = threading.Event()
     events: list[list[Event]] = [[], []]
 
     def watch(index: int, event: Event) -> None:
         events[index].append(event)
-        if isinstance(event, Text):
-            started.release()
+        if not gate and all(told and isinstance(told[-1], Text) for told in events):
+            gate.append(Gate(backend))  # on the engine's thread: nothing more is decoded until the urgent one is there
+            under_way.set()
 
     bulk = [
         engine.submit(request(f"bulk {i} " * 10, priority=9, max_tokens=120), lambda e, i=i: watch(i, e))  # type: ignore[misc]
         for i in range(2)
     ]
-    assert started.acquire(timeout=PATIENCE_S)
-    assert started.acquire(timeout=PATIENCE_S)
-    gate = Gate(backend)
+    assert under_way.wait(PATIENCE_S)
     urgent = engine.submit(request("urgent", priority=0, max_tokens=5))
-    gate.open.set()
+    gate[0].open.set()
     assert urgent.result(PATIENCE_S).text == cold(make_engine, "urgent", max_tokens=5).text
     texts = [handle.result(PATIENCE_S).text for handle in bulk]
     assert texts == [cold(make_engine, f"bulk {i} " * 10, max_tokens=120).text for i in range(2)]

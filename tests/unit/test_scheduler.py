@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from cellama.engine import InvalidRequest, PromptTooLong, QueueFull, Request
 from cellama.engine.fake import FakeBackend
 from cellama.engine.kvcache import KvCache
+from cellama.engine.passes import passes_of
 from cellama.engine.scheduler import BULK_PATIENCE_S, Chunk, Limits, Scheduler
 from cellama.engine.sequence import Sequence, State
 from cellama.engine.strategies import (
@@ -275,6 +276,25 @@ def test_adaptive_reads_bulk_prompts_in_short_steps_and_not_beside_an_interactiv
     assert shares[1] == 100
     streams = [SlotView(0, 1, True, 3), SlotView(1, 1, True, 9), *(SlotView(2 + i, 500, False, 9) for i in range(4))]
     assert sum(count for _, count in adaptive.build_batch(streams, 512, 512, 0)) == 2 + MIN_CHUNK
+
+
+def test_passes_put_longer_chunks_first_and_awaited_prompts_apart() -> None:
+    slots: list[Sequence | None] = [sequence(priority=priority) for priority in (3, 3, 9, 3, 3)]
+    for holder, admitted_at in zip(slots, (2.0, 1.0, 0.0, 0.0, 0.0), strict=True):
+        assert holder is not None
+        holder.admitted_at = admitted_at
+
+    def chunk(slot: int, count: int, *, samples: bool = True) -> Chunk:
+        return Chunk(slot, 0, [0] * count, samples)
+
+    younger, older, bulk = chunk(0, MIN_CHUNK), chunk(1, MIN_CHUNK), chunk(2, MIN_CHUNK)
+    part, single = chunk(3, MIN_CHUNK, samples=False), chunk(4, 1)
+    chunks = [younger, older, bulk, part, single]
+    assert passes_of(chunks, slots, unified=True) == [chunks]
+    assert passes_of(chunks, slots, unified=False) == [[older], [younger], [bulk, part], [single]]
+    assert passes_of([single], slots, unified=False) == [[single]]
+    short = [chunk(0, 2), chunk(1, 2)]
+    assert passes_of(short, slots, unified=False) == [short]  # a pass of its own would cost more than it gains
 
 
 class Mine:
