@@ -22,6 +22,7 @@ from .report import RESULTS
 
 matplotlib.use("Agg")  # before pyplot chooses one
 from matplotlib import pyplot
+from matplotlib.ticker import LogLocator
 
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
 # Okabe and Ito's colours, which the colour-blind can tell apart: https://jfly.uni-koeln.de/color/
@@ -187,8 +188,9 @@ def online(results: Results) -> Any:
                 values = [row[f"ttft {share} ms"] / 1e3 for row in rows]
                 axes.plot(at, values, style, color=color, marker=mark, label=f"{who}, {share}")
         axes.set(title=f"First token, {load}", xlabel="arrivals per second", yscale="log", xticks=at)
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
         axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("")
         axes.grid(axis="y", which="minor", color="#F2F2F2")
     both[0].set_ylabel("seconds")
     both[0].legend(loc="best", handlelength=3.5, markerscale=0.8)
