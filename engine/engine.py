@@ -228,6 +228,7 @@ class Engine(Generating):
         for part in passes_of(chunks, self._scheduler.slots, unified=self._backend.unified):
             eval_s += self._forward(part)
             self._output.tell()
+        self._output.tell()  # also of a step without a pass, in which requests came to their end
         step_s = time.monotonic() - started
         self._scheduler.observe(sum(len(chunk.tokens) for chunk in chunks), eval_s)
         self._telemetry.step(chunks, eval_s, step_s, step_s - (time.thread_time() - cpu_started))

@@ -24,6 +24,7 @@ from cellama.engine import (
 )
 from cellama.engine.fake import FakeBackend
 
+from ..conftest import wait_until
 from .conftest import PATIENCE_S, Gate, MakeEngine, request
 
 
@@ -132,6 +133,15 @@ def test_engine_timeout_keeps_the_text_so_far(make_engine: MakeEngine) -> None:
     assert completion.finish_reason == "timeout"
     assert completion.text
     assert time.monotonic() - started >= 0.2
+
+
+def test_listeners_hear_of_a_request_whose_time_was_over_before_its_slot(make_engine: MakeEngine) -> None:
+    engine, _ = make_engine()
+    told: list[Event] = []
+    engine.add_listener(told.extend)
+    late = request("hi", timeout_s=5.0, submitted_at=time.monotonic() - 10)
+    assert engine.submit(late).result(PATIENCE_S).finish_reason == "timeout"
+    wait_until(lambda: any(isinstance(event, Finished) for event in told), "the end, although no step follows")
 
 
 def test_engine_generate_raises_timeout_error_and_frees_the_slot(make_engine: MakeEngine) -> None:
