@@ -68,7 +68,7 @@ def _ways(num_threads: int) -> dict[str, Callable[[list[str]], None]]:
 
     def send_task(prompts: list[str]) -> None:
         for prompt in prompts:
-            plain.send_task("cellama.generate", ["bench", prompt], PARAMS, queue="cellama:bench", priority=3)
+            plain.send_task("cellama.generate", ["bench", prompt], PARAMS, queue="cellama:queue:bench", priority=3)
 
     def delay(prompts: list[str]) -> None:
         for prompt in prompts:

@@ -26,6 +26,7 @@ from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource
 
 PREFIX = "CELLAMA_"
 CONFIG_VARIABLE = "CELLAMA_CONFIG"  # names the file; default: cellama.toml in the working folder
+MODEL_ID = r"^[^:\s\x00-\x1f\x7f]+$"  # what ends up in names of queues
 DEFAULT_FILE = "cellama.toml"
 Capability = Literal["generate", "chat", "embed", "rerank"]
 OnFull = Literal["refuse", "evict"]
@@ -66,7 +67,7 @@ class ModelSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    id: str = Field(min_length=1, pattern=r"^[^:\s]+$", description="its name in queues and calls")
+    id: str = Field(min_length=1, pattern=MODEL_ID, description="its name in queues and calls")
     source: str = Field(min_length=1, description="path of a GGUF file, hf://ORG/REPO/FILE, or bundled://tiny")
     hub_cache_dir: str | None = Field(default=None, description="of files from the hub; default: the hub's own")
     hub_token: str | None = Field(default=None, repr=False, description="for the hub; default: HF_TOKEN")

@@ -13,7 +13,7 @@ cellama:reaper             string   lock of the worker that looks for lost jobs;
 cellama:batch:{run_id}     hash     a bulk run, as its command sees it; that command; TTL
 cellama:batches            zset     bulk runs by their last word; entries go with their TTL
 cellama:workers            hash     worker name → JSON entry; each worker its own, renewed every 2 s
-cellama:{model}[…1..9]     list     Celery's queues (see names.py)
+cellama:queue:{model}…     list     Celery's queues, one list per priority (names.py); `:default` is a model here
 celery-task-meta-{job_id}  string   Celery's results; TTL
 """
 

@@ -24,8 +24,8 @@ SUBMITTED_AT_HEADER = "cellama_submitted_at"  # unix seconds; absent when the pr
 
 
 def queue_name(model_id: str) -> str:
-    """The Celery queue of a model."""
-    return "cellama:default" if model_id == DEFAULT_MODEL else f"cellama:{model_id}"
+    """The Celery queue of a model. No other key of ours begins like that, whatever models are called (keys.py)."""
+    return f"cellama:queue:{model_id}"
 
 
 def queue_keys(model_id: str) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -23,8 +24,10 @@ from pydantic import (
     model_validator,
 )
 
+from cellama.config import MODEL_ID
+
 from .errors import InvalidJob
-from .names import PRIORITY_INTERACTIVE
+from .names import DEFAULT_MODEL, PRIORITY_INTERACTIVE
 
 MAX_SEED = 2**32 - 2
 MAX_TEXTS = 10_000  # of one embedding job; documents of one reranking job
@@ -44,6 +47,12 @@ def _check_text(text: str) -> str:
 def _check_filled(text: str) -> str:
     if not text:
         raise ValueError("it is empty; give it some text")
+    return text
+
+
+def _check_model_id(text: str) -> str:
+    if text != DEFAULT_MODEL and not re.fullmatch(MODEL_ID, text):
+        raise ValueError("ids of models hold no colon, no spaces and no control characters; name one that is served")
     return text
 
 
@@ -160,7 +169,7 @@ class _Payload(BaseModel):
 
 
 class _Job(_Payload):
-    model: Annotated[FilledText, Field(description="id of the model, or :default")]
+    model: Annotated[FilledText, AfterValidator(_check_model_id), Field(description="id of the model, or :default")]
     priority: StrictInt = Field(default=PRIORITY_INTERACTIVE, ge=0, le=9, description="0 = most urgent, 9 = least")
     timeout: Finite | None = Field(default=None, gt=0, description="seconds from submission")
 

@@ -97,15 +97,15 @@ def test_flower_shows_queue_depth_and_slots_to_who_may_see_them(
 
     jobs = [generate.delay(model, "Once upon a time", **LONG) for _ in range(40)]
     plain = Celery(broker=app.conf.broker_url)
-    plain.send_task("cellama.generate", [model, "Once upon a time"], {"max_tokens": 2}, queue=f"cellama:{model}")
+    plain.send_task("cellama.generate", [model, "Once upon a time"], {"max_tokens": 2}, queue=f"cellama:queue:{model}")
     wait_until(lambda: worker.engine()["slots_decoding"] == 4, "busy slots")
     depth = sum(int(str(redis_client.llen(key))) for key in queue_keys(model))
     lengths = {queue["name"]: queue["messages"] for queue in page.get("/api/queues/length")["active_queues"]}
-    assert 20 < lengths[f"cellama:{model}"] <= depth
+    assert 20 < lengths[f"cellama:queue:{model}"] <= depth
     broker = page.look("/broker", "flower-broker")
-    shown = re.search(rf"<td>cellama:{model}</td>\s*<td[^>]*>(\d+)</td>", broker)
+    shown = re.search(rf"<td>cellama:queue:{model}</td>\s*<td[^>]*>(\d+)</td>", broker)
     assert shown is not None
-    assert 10 < int(shown[1]) <= lengths[f"cellama:{model}"]
+    assert 10 < int(shown[1]) <= lengths[f"cellama:queue:{model}"]
 
     name = next(name for name in page.get("/api/workers?refresh=1") if name.startswith(f"{model}@"))
     assert "4 of 4 busy" in page.look(f"/worker/{name}", "flower-worker")

@@ -63,7 +63,9 @@ def test_tuned_options_are_those_of_a_worker_that_leaves_them_open(redis_server:
         assert wait_until(pool_size, "the pool") == room
         info = show_info(tmp_path, redis_server.url)
         assert re.search(rf"tuned +.*n_parallel {chosen['n_parallel']}\b", info)
-        job = app.send_task("cellama.generate", ["open", "Once upon a time"], {"max_tokens": 4}, queue="cellama:open")
+        job = app.send_task(
+            "cellama.generate", ["open", "Once upon a time"], {"max_tokens": 4}, queue="cellama:queue:open"
+        )
         assert job.get(timeout=PATIENCE_S)["usage"]["completion_tokens"] == 4
     finally:
         assert worker.stop() == 0, worker.log()

@@ -19,7 +19,7 @@ from cellama.api.redis_server import RedisServer
 from cellama.tasks import app, generate
 from cellama.tasks.contract.errors import InvalidJob, JobCancelled, JobFailed, UnknownJob
 from cellama.tasks.contract.keys import DEAD_KEY, cancel_key, job_key
-from cellama.tasks.contract.names import queue_keys
+from cellama.tasks.contract.names import queue_keys, queue_name
 from cellama.tasks.ledger import Ledger, new_run
 from cellama.tasks.reader import PING, stream_events
 from cellama.tasks.records import Call, Entry
@@ -128,7 +128,7 @@ def test_ending_worker_finishes_what_it_can(start_worker: StartWorker, model: st
 
 def test_message_that_the_broker_lost_is_queued_again(start_worker: StartWorker, model: str) -> None:
     start_worker(lease_s=3)
-    call = Call("cellama.generate", [model, STORY], {"max_tokens": 4, **GREEDY}, f"cellama:{model}", 3, None, {})
+    call = Call("cellama.generate", [model, STORY], {"max_tokens": 4, **GREEDY}, queue_name(model), 3, None, {})
     job_id = str(uuid.uuid4())
     with Client() as client:
         Ledger(client._core._redis).submit(job_id, call)  # and no message
@@ -253,7 +253,7 @@ def test_reader_that_leaves_cancels_only_if_it_says_so(redis_client: Redis) -> N
 @pytest.mark.usefixtures("worker")
 def test_dead_jobs_are_listed_and_queued_again(redis_client: Redis) -> None:
     ledger, job_id = Ledger(redis_client), str(uuid.uuid4())
-    ledger.submit(job_id, Call("cellama.generate", ["tiny", STORY], {"max_tokens": 4}, "cellama:tiny", 3, None, {}))
+    ledger.submit(job_id, Call("cellama.generate", ["tiny", STORY], {"max_tokens": 4}, queue_name("tiny"), 3, None, {}))
     for _ in range(4):
         attempt = ledger.begin(job_id, new_run(), "w", alone=True)
     error = {"seq": 0, "type": "error", "code": "dead", "message": "…", "retryable": False}

@@ -105,7 +105,7 @@ def test_bad_job_fails_alone_with_code_and_message(
     message: str,
 ) -> None:
     good = generate.delay("tiny", "Once upon a time", max_tokens=8, **GREEDY)
-    bad = app.send_task(f"cellama.{name}", args, kwargs, queue="cellama:tiny")
+    bad = app.send_task(f"cellama.{name}", args, kwargs, queue="cellama:queue:tiny")
     with pytest.raises(JobFailed, match=message) as caught:
         bad.get(timeout=PATIENCE_S)
     assert (caught.value.code, caught.value.retryable) == (code, False)

@@ -181,7 +181,7 @@ pubsub = Redis.from_url(url).pubsub()
 pubsub.subscribe(f"cellama:events:{job_id}")
 pubsub.get_message(timeout=10)
 job = app.send_task("cellama.generate", ["tiny", "Once upon a time"], {"max_tokens": 12, "temperature": 0},
-                    queue="cellama:tiny", task_id=job_id, priority=priority)
+                    queue="cellama:queue:tiny", task_id=job_id, priority=priority)
 events = []
 for message in pubsub.listen():
     events.append(json.loads(message["data"]))

@@ -124,7 +124,7 @@ async def _ranked(query: str, documents: list[str]) -> list[dict[str, Any]]:
 def test_clients_and_plain_celery_rerank_alike() -> None:
     with Client() as client:
         ours = client.rerank("ranks", "w1", TEXTS).result(timeout=PATIENCE_S)["results"]
-    plain = app.send_task("cellama.rerank", ["ranks", "w1", TEXTS], queue="cellama:ranks").get(timeout=PATIENCE_S)
+    plain = app.send_task("cellama.rerank", ["ranks", "w1", TEXTS], queue="cellama:queue:ranks").get(timeout=PATIENCE_S)
     orders = [
         [entry["index"] for entry in found] for found in (ours, plain["results"], asyncio.run(_ranked("w1", TEXTS)))
     ]

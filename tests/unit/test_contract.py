@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
+from cellama.config import ModelSettings
 from cellama.engine import Request, SamplingParams
+from cellama.tasks.contract import keys
 from cellama.tasks.contract.errors import InvalidJob, JobFailed
 from cellama.tasks.contract.keys import stream_id
 from cellama.tasks.contract.names import queue_keys, queue_name
@@ -99,7 +102,25 @@ def test_job_failed_survives_celerys_json() -> None:
 
 
 def test_queues_and_journal_ids_are_as_documented() -> None:
-    assert queue_name("tiny") == "cellama:tiny"
-    assert queue_name(":default") == "cellama:default"
-    assert queue_keys("tiny")[:2] == ["cellama:tiny", "cellama:tiny\x06\x161"]
+    assert queue_name("tiny") == "cellama:queue:tiny"
+    assert queue_name(":default") == "cellama:queue::default"
+    assert queue_keys("tiny")[:2] == ["cellama:queue:tiny", "cellama:queue:tiny\x06\x161"]
     assert stream_id(0) == "1-0"
+
+
+def test_queues_share_no_name_with_other_keys_or_each_other_whatever_models_are_called() -> None:
+    ours = [value for name, value in vars(keys).items() if name.endswith("_KEY")]
+    ours += [make("x") for name, make in vars(keys).items() if name.endswith(("_key", "_channel"))]
+    ids = [":default", "default", *(key.removeprefix("cellama:").split(":")[0] for key in ours)]
+    lists = [key for model_id in dict.fromkeys(ids) for key in queue_keys(model_id)]
+    assert len(set(lists)) == len(lists)
+    assert not set(lists) & set(ours)
+    assert not any(key.startswith(queue_name("")) for key in ours)
+
+
+@pytest.mark.parametrize("model_id", ["job:x", ":other", "a b", "a\x06\x163", "a\n"])
+def test_ids_that_could_name_lists_of_other_queues_are_refused(model_id: str) -> None:
+    with pytest.raises(InvalidJob, match="ids of models hold no colon"):
+        parse_job(GenerateJob, ("model", "prompt"), (model_id, "p"), {})
+    with pytest.raises(ValidationError, match="id"):
+        ModelSettings(id=model_id, source="x")
