@@ -17,8 +17,8 @@ from redis.exceptions import RedisError
 from cellama.config import get_settings
 
 from .app import app
-from .contract.chunks import ChunkJob
 from .contract.errors import InvalidJob, JobFailed, RedisUnreachable
+from .contract.kinds import KINDS, Kind, Result
 from .contract.names import (
     SUBMITTED_AT_HEADER,
     TASK_APPLY_CHAT_TEMPLATE,
@@ -31,23 +31,12 @@ from .contract.names import (
     TASK_TOKENIZE,
     queue_name,
 )
-from .contract.payloads import (
-    ApplyChatTemplateJob,
-    ChatJob,
-    DetokenizeJob,
-    EmbedJob,
-    GenerateJob,
-    RerankJob,
-    TokenizeJob,
-    parse_job,
-)
+from .contract.payloads import parse_job
 from .enqueue import PAGE_JOBS, Checked, enqueue, ranges
 from .ledger import Ledger
 from .reaching import reaching_redis
 from .records import Call
 
-Payload = GenerateJob | ChatJob | EmbedJob | RerankJob | TokenizeJob | DetokenizeJob | ApplyChatTemplateJob | ChunkJob
-Result = dict[str, Any]
 IDEMPOTENCY = UUID("6d1f5a0e-3a0c-4b57-9d5a-5f0a1c7e2b44")  # the namespace of job ids that are made from keys
 
 
@@ -55,8 +44,7 @@ class JobTask(Task):  # type: ignore[misc]
     """A task whose calls are validated before anything is queued."""
 
     abstract = True
-    payload: type[Payload]
-    positional: tuple[str, ...]
+    kind: Kind
     Request = "cellama.tasks.request:JobRequest"
     throws = (JobFailed,)  # expected: Celery logs one line, without a trace
 
@@ -133,7 +121,7 @@ class JobTask(Task):  # type: ignore[misc]
         options.setdefault("task_id", uuid() if key is None else str(uuid5(IDEMPOTENCY, f"{self.name} {key}")))
         options["headers"] = {SUBMITTED_AT_HEADER: time.time(), **(options.get("headers") or {})}
         if not settings.show_prompts:  # Flower and the logs show these instead of the arguments
-            shown = {name: value for name, value in kwargs.items() if name not in self.positional}
+            shown = {name: value for name, value in kwargs.items() if name not in self.kind.positional}
             options.setdefault("argsrepr", f"({job.model!r}, …)")
             options.setdefault("kwargsrepr", repr(shown))
         call = self._call(args, kwargs, options["queue"], options["priority"], options["headers"])
@@ -170,13 +158,13 @@ class JobTask(Task):  # type: ignore[misc]
 
     def after_return(self, status: str, retval: Any, task_id: str, args: Any, kwargs: Any, einfo: Any) -> None:
         """The results of a chunk's lines are in its journal, which stays as long as results do."""
-        if self.name == TASK_CHUNK and status == states.SUCCESS and self.app.runtime is not None:
+        if self.kind.keeps_journal and status == states.SUCCESS and self.app.runtime is not None:
             with contextlib.suppress(RedisError):  # they go with the events, then
                 self.app.runtime.ledger.keep_journal(task_id)
 
     def parse(self, args: Any, kwargs: Any) -> Any:
         """The payload of a call. Raises InvalidJob."""
-        return parse_job(self.payload, self.positional, args, kwargs)
+        return parse_job(self.kind.payload, self.kind.positional, args, kwargs)
 
     def run_job(self, args: Any, kwargs: Any, body: Callable[[Any, Any], Result]) -> Result:
         """Runs a call in a worker; `body(run, payload)` does the work. Raises JobFailed."""
@@ -184,13 +172,13 @@ class JobTask(Task):  # type: ignore[misc]
             raise JobFailed("no_worker", "this task runs in a cellama worker only; start one with `cellama worker`")
         from .run import JobRun
 
-        streams = self.name != TASK_CHUNK and kwargs.get("stream", True) is not False
+        streams = self.kind.streams and kwargs.get("stream", True) is not False
         return JobRun(self, self.app.runtime).execute(streams, lambda run: body(run, self.parse(args, kwargs)))
 
 
-def _task(name: str, payload: type[Payload], *others: str) -> Callable[[Callable[..., Result]], JobTask]:
+def _task(name: str) -> Callable[[Callable[..., Result]], JobTask]:
     decorate: Callable[[Callable[..., Result]], JobTask] = app.task(
-        bind=True, base=JobTask, name=name, payload=payload, positional=("model", *others)
+        bind=True, base=JobTask, name=name, kind=KINDS[name]
     )
     return decorate
 
@@ -206,49 +194,49 @@ def _check_size(call: Call, limit: int) -> None:
         )
 
 
-@_task(TASK_GENERATE, GenerateJob, "prompt")
+@_task(TASK_GENERATE)
 def generate(self: JobTask, *args: Any, **kwargs: Any) -> Result:
     """`generate(model, prompt, **params)`: the text that follows a prompt."""
     return self.run_job(args, kwargs, lambda run, job: run.generate(job))
 
 
-@_task(TASK_CHAT, ChatJob, "messages")
+@_task(TASK_CHAT)
 def chat(self: JobTask, *args: Any, **kwargs: Any) -> Result:
     """`chat(model, messages, **params)`: the assistant's next turn."""
     return self.run_job(args, kwargs, lambda run, job: run.chat(job))
 
 
-@_task(TASK_EMBED, EmbedJob, "texts")
+@_task(TASK_EMBED)
 def embed(self: JobTask, *args: Any, **kwargs: Any) -> Result:
     """`embed(model, texts)`: one vector of unit length per text."""
     return self.run_job(args, kwargs, lambda run, job: run.embed(job))
 
 
-@_task(TASK_RERANK, RerankJob, "query", "documents")
+@_task(TASK_RERANK)
 def rerank(self: JobTask, *args: Any, **kwargs: Any) -> Result:
     """`rerank(model, query, documents)`: the documents' indices and scores, the best first."""
     return self.run_job(args, kwargs, lambda run, job: run.rerank(job))
 
 
-@_task(TASK_CHUNK, ChunkJob, "lines")
+@_task(TASK_CHUNK)
 def chunk(self: JobTask, *args: Any, **kwargs: Any) -> Result:
     """`chunk(model, lines)`: lines of a bulk run; their results are `line` events."""
     return self.run_job(args, kwargs, lambda run, job: run.chunk(job))
 
 
-@_task(TASK_TOKENIZE, TokenizeJob, "text")
+@_task(TASK_TOKENIZE)
 def tokenize(self: JobTask, *args: Any, **kwargs: Any) -> Result:
     """`tokenize(model, text)`: its token ids."""
     return self.run_job(args, kwargs, lambda run, job: run.tokenize(job))
 
 
-@_task(TASK_DETOKENIZE, DetokenizeJob, "tokens")
+@_task(TASK_DETOKENIZE)
 def detokenize(self: JobTask, *args: Any, **kwargs: Any) -> Result:
     """`detokenize(model, tokens)`: their text."""
     return self.run_job(args, kwargs, lambda run, job: run.detokenize(job))
 
 
-@_task(TASK_APPLY_CHAT_TEMPLATE, ApplyChatTemplateJob, "messages")
+@_task(TASK_APPLY_CHAT_TEMPLATE)
 def apply_chat_template(self: JobTask, *args: Any, **kwargs: Any) -> Result:
     """`apply_chat_template(model, messages)`: the prompt that `chat` would give to the model."""
     return self.run_job(args, kwargs, lambda run, job: run.apply_chat_template(job))

@@ -1,0 +1,77 @@
+"""The kinds of jobs: one row per task. What differs by task is said here, and nowhere decided by a task's name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .chunks import ChunkJob
+from .events import Event, done, error
+from .names import (
+    TASK_APPLY_CHAT_TEMPLATE,
+    TASK_CHAT,
+    TASK_CHUNK,
+    TASK_DETOKENIZE,
+    TASK_EMBED,
+    TASK_GENERATE,
+    TASK_RERANK,
+    TASK_TOKENIZE,
+)
+from .payloads import (
+    ApplyChatTemplateJob,
+    ChatJob,
+    DetokenizeJob,
+    EmbedJob,
+    GenerateJob,
+    RerankJob,
+    TokenizeJob,
+)
+from .results import with_messages
+
+Payload = GenerateJob | ChatJob | EmbedJob | RerankJob | TokenizeJob | DetokenizeJob | ApplyChatTemplateJob | ChunkJob
+Result = dict[str, Any]
+
+NO_USAGE = {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0}
+TOO_LATE = "no worker came to the job within its timeout; raise it, or start more workers"
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A task as its callers, its workers and the ledger need to know it."""
+
+    task: str
+    payload: type[Payload]
+    positional: tuple[str, ...]  # the parameters that may be given by position
+    completes: bool = False  # its result is a completion, so that an early end leaves a shorter one
+    streams: bool = True  # may publish its output token by token
+    keeps_journal: bool = False  # its results are events: they stay as long as results do
+    shape: Callable[[Result], Result] = lambda result: result  # the result as callers get it, from the completion
+
+
+KINDS: dict[str, Kind] = {
+    kind.task: kind
+    for kind in (
+        Kind(TASK_GENERATE, GenerateJob, ("model", "prompt"), completes=True),
+        Kind(TASK_CHAT, ChatJob, ("model", "messages"), completes=True, shape=with_messages),
+        Kind(TASK_EMBED, EmbedJob, ("model", "texts")),
+        Kind(TASK_RERANK, RerankJob, ("model", "query", "documents")),
+        Kind(TASK_CHUNK, ChunkJob, ("model", "lines"), streams=False, keeps_journal=True),
+        Kind(TASK_TOKENIZE, TokenizeJob, ("model", "text")),
+        Kind(TASK_DETOKENIZE, DetokenizeJob, ("model", "tokens")),
+        Kind(TASK_APPLY_CHAT_TEMPLATE, ApplyChatTemplateJob, ("model", "messages")),
+    )
+}
+
+
+def ending_of_late(task: str, text: str = "", num_tokens: int = 0) -> tuple[Event, Result | None]:
+    """How a job ends whose `timeout` is over while no worker has it: its last event, and its result if there is one.
+
+    `text` and `num_tokens` are what earlier attempts wrote of its first completion.
+    """
+    kind = KINDS.get(task)
+    if kind is None or not kind.completes:
+        return error("timeout", TOO_LATE, retryable=True), None
+    usage = {**NO_USAGE, "completion_tokens": num_tokens}
+    result = {"text": text, "finish_reason": "timeout", "stop_sequence": None, "usage": usage, "timings": {}}
+    return done("timeout", usage), kind.shape(result)
