@@ -28,6 +28,7 @@ NAMES = {
     "urgent": "an urgent job while a worker is full of bulk jobs and more wait",
     "cancel": "from a cancel to the end, wherever the job is",
     "chaos": "workers killed, Redis restarted, a worker frozen, a job that kills",
+    "fuzz": "hostile and random payloads with good jobs beside them: who else feels them?",
     "loads": "two models loaded at once while a third streams: its longest gap",
     "embeddings": "1000 texts in one call or job against one text per call or job",
     "embed_beside": "gaps of a stream while another model embeds",

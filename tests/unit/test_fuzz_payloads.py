@@ -1,0 +1,37 @@
+"""The payloads of the fuzz benchmark: hostile in what they hold, reproducible and fit to be sent."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+from cellama.bench.hostile import corpus
+from cellama.bench.payloads import TASKS, payload
+from cellama.tasks import app
+from cellama.tasks.contract.errors import InvalidJob
+
+
+def test_corpus_names_differ_and_its_entries_can_be_sent() -> None:
+    entries = corpus()
+    assert len({entry.name for entry in entries}) == len(entries)
+    assert all(json.dumps([entry.args, entry.kwargs, entry.headers]) for entry in entries)
+    assert {entry.task for entry in entries} == set(TASKS)
+
+
+def test_payload_is_the_same_for_the_same_seed_and_another_for_another() -> None:
+    shown = [json.dumps([payload(1, n).task, payload(1, n).args, payload(1, n).kwargs]) for n in range(50)]
+    assert shown == [json.dumps([payload(1, n).task, payload(1, n).args, payload(1, n).kwargs]) for n in range(50)]
+    assert json.dumps([payload(2, 7).task, payload(2, 7).args, payload(2, 7).kwargs]) != shown[7]
+
+
+def test_payloads_are_of_every_task_and_both_pass_and_fail_the_checks() -> None:
+    passed: Counter[str] = Counter()
+    refused: Counter[str] = Counter()
+    for number in range(600):
+        one = payload(0, number)
+        try:
+            app.tasks[one.task].parse(one.args, one.kwargs)
+            passed[one.task] += 1
+        except InvalidJob:
+            refused[one.task] += 1
+    assert passed.keys() == refused.keys() == set(TASKS)
