@@ -81,8 +81,9 @@ class Engine(Generating):
         Raises InvalidRequest, PromptTooLong, UnknownAdapter, EngineStopped at once; QueueFull comes through the handle.
         """
         self._scheduler.check(len(request.prompt))
-        if not all(0 <= token < self._backend.n_vocab for token in request.prompt):
-            raise InvalidRequest(f"the prompt has token ids outside 0..{self._backend.n_vocab - 1}")
+        for what, tokens in (("the prompt", request.prompt), *(("what it resumes", r.tokens) for r in request.resume)):
+            if not all(0 <= token < self._backend.n_vocab for token in tokens):
+                raise InvalidRequest(f"{what} has token ids outside 0..{self._backend.n_vocab - 1}")
         self._backend.check(request.sampling)
         request = replace(
             request,

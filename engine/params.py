@@ -7,14 +7,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from cellama.config import limits
+
 from .errors import InvalidRequest, nearest
 from .logprobs import TokenLogprob
 from .reply import ReplyFormat
 
-MAX_SEED = 2**32 - 2  # llama.h: 0xFFFFFFFF means "random"
+MAX_SEED = limits.MAX_SEED
 DEFAULT_PRIORITY = 3
-MAX_COMPLETIONS = 128
-MAX_LOGPROBS = 100
 DEFAULT_SLOTS = 8
 MAX_SLOTS = 256  # llama.cpp: LLAMA_MAX_SEQ
 DEFAULT_UBATCH = 512  # tokens
@@ -34,11 +34,51 @@ def _is_real(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def _utf8(text: str) -> bytes:
+    return text.encode(errors="surrogatepass")
+
+
+def _check_length(name: str, text: str, limit: int) -> None:
+    if len(text) > limit:
+        raise InvalidRequest(f"{name} has {len(text)} characters, and the limit is {limit}; make it shorter")
+
+
+def _check_number(name: str, count: int, limit: int, what: str) -> None:
+    if count > limit:
+        raise InvalidRequest(f"{name} has {count} {what}, and the limit is {limit}; leave some out")
+
+
 def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
     ok = isinstance(value, int) and not isinstance(value, bool) and value >= low and (high is None or value <= high)
     _check(
         ok, name, value, f"a whole number, {low} or more" if high is None else f"a whole number from {low} to {high}"
     )
+
+
+_RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0, limits.MAX_TEMPERATURE),
+    "min_p": (0, 1),
+    "xtc_probability": (0, 1),
+    "xtc_threshold": (0, 1),
+    "repeat_penalty": (limits.MIN_REPEAT_PENALTY, limits.MAX_REPEAT_PENALTY),
+    "frequency_penalty": (-limits.MAX_PENALTY, limits.MAX_PENALTY),
+    "presence_penalty": (-limits.MAX_PENALTY, limits.MAX_PENALTY),
+    "dry_multiplier": (0, limits.MAX_PENALTY),
+}
+_ABOVE_ZERO = {
+    "top_p": 1.0,
+    "typical_p": 1.0,
+    "dry_base": limits.MAX_DRY_BASE,
+    "mirostat_tau": limits.MAX_MIROSTAT_TAU,
+    "mirostat_eta": limits.MAX_MIROSTAT_ETA,
+}
+_COUNTS = {
+    "top_k": (0, limits.MAX_COUNT),
+    "repeat_last_n": (0, limits.MAX_LOOK_BACK),
+    "dry_allowed_length": (0, limits.MAX_COUNT),
+    "dry_penalty_last_n": (-1, limits.MAX_LOOK_BACK),
+    "mirostat": (0, 2),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,31 +115,41 @@ class SamplingParams:
     logprobs: int | None = None  # top alternatives to report with each token's log-probability; None = no report
 
     def __post_init__(self) -> None:
-        _check(_is_real(self.temperature) and self.temperature >= 0, "temperature", self.temperature, "0 or more")
-        for name in ("top_p", "typical_p"):
+        for name, (low, high) in _RANGES.items():
             value = getattr(self, name)
-            _check(_is_real(value) and 0 < value <= 1, name, value, "above 0 and at most 1")
-        for name in ("min_p", "xtc_probability", "xtc_threshold"):
+            ok = _is_real(value) and low <= value <= high
+            _check(ok, name, value, f"from {low:g} to {high:g}")
+        for name, high in _ABOVE_ZERO.items():
             value = getattr(self, name)
-            _check(_is_real(value) and 0 <= value <= 1, name, value, "from 0 to 1")
-        for name in ("repeat_penalty", "dry_base", "mirostat_tau", "mirostat_eta"):
-            value = getattr(self, name)
-            _check(_is_real(value) and value > 0, name, value, "above 0")
-        for name in ("frequency_penalty", "presence_penalty", "dry_multiplier"):
-            _check(_is_real(getattr(self, name)), name, getattr(self, name), "a finite number")
-        for name in ("top_k", "repeat_last_n", "dry_allowed_length"):
-            _check_int(name, getattr(self, name), 0)
-        _check_int("dry_penalty_last_n", self.dry_penalty_last_n, -1)
-        _check_int("mirostat", self.mirostat, 0, 2)
+            _check(_is_real(value) and 0 < value <= high, name, value, f"above 0 and at most {high:g}")
+        for name, (low, high) in _COUNTS.items():
+            _check_int(name, getattr(self, name), low, high)
         if self.seed is not None:
-            _check_int("seed", self.seed, 0, MAX_SEED)
+            _check_int("seed", self.seed, 0, limits.MAX_SEED)
         if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+            _check_int("logprobs", self.logprobs, 0, limits.MAX_LOGPROBS)
+        self._check_forms()
+        self._check_lists()
+
+    def _check_forms(self) -> None:
         if self.grammar is not None and self.json_schema is not None:
             raise InvalidRequest("grammar and json_schema are both given; choose one")
+        _check_length("grammar", self.grammar or "", limits.MAX_GRAMMAR_CHARS)
+        _check_length("grammar_root", self.grammar_root, limits.MAX_NAME_CHARS)
+        _check_length("json_schema", self.json_schema or "", limits.MAX_SCHEMA_CHARS)
+
+    def _check_lists(self) -> None:
+        _check_number("logit_bias", len(self.logit_bias), limits.MAX_BIASES, "tokens")
         for token, bias in self.logit_bias:
-            _check_int("a token of logit_bias", token, 0)
-            _check(not math.isnan(bias) and bias != math.inf, f"logit_bias of {token}", bias, "a number, or -inf")
+            _check_int("a token of logit_bias", token, 0, limits.MAX_COUNT)
+            ok = bias == -math.inf or (_is_real(bias) and abs(bias) <= limits.MAX_BIAS)
+            _check(ok, f"logit_bias of {token}", bias, f"a number up to {limits.MAX_BIAS:g} either way, or -inf")
+        _check_number("dry_sequence_breakers", len(self.dry_sequence_breakers), limits.MAX_DRY_BREAKERS, "texts")
+        for text in self.dry_sequence_breakers:
+            ok = isinstance(text, str) and 0 < len(_utf8(text)) <= limits.MAX_DRY_BREAKER_BYTES
+            _check(
+                ok, "one of dry_sequence_breakers", text, f"text of 1 to {limits.MAX_DRY_BREAKER_BYTES} bytes of UTF-8"
+            )
 
     @property
     def has_penalties(self) -> bool:
@@ -108,7 +158,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature == 0 or self.top_k == 1
+        return self.temperature == 0 or (self.top_k == 1 and not self.mirostat)
 
     @property
     def keeps_by_min_p_alone(self) -> bool:
@@ -128,6 +178,7 @@ class Resumed:
 
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
+    mirostat_mu: float | None = None  # what mirostat had learned by then; None = nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,17 +204,39 @@ class Request:
 
     def __post_init__(self) -> None:
         _check(len(self.prompt) > 0, "prompt", self.prompt, "at least one token; give it some text")
-        _check_int("max_tokens", self.max_tokens, 1)
-        _check_int("n", self.n, 1, MAX_COMPLETIONS)
+        _check_number("prompt", len(self.prompt), limits.MAX_PROMPT_TOKENS, "tokens")
+        _check_int("max_tokens", self.max_tokens, 1, limits.MAX_COUNT)
+        _check_int("n", self.n, 1, limits.MAX_COMPLETIONS)
         _check_int("priority", self.priority, 0, 9)
+        if self.sampling.logprobs is not None:
+            _check_reported(self.sampling.logprobs, self.n, self.max_tokens)
         _check(all(isinstance(s, str) and s for s in self.stop), "stop", self.stop, "strings that are not empty")
-        for name, scale in self.adapters or ():
+        _check_number("stop", len(self.stop), limits.MAX_STOPS, "texts")
+        for text in self.stop:
+            _check_length("a text of stop", text, limits.MAX_STOP_CHARS)
+        _check_number("resume", len(self.resume), self.n, "outputs")
+        self._check_adapters()
+        timeout_ok = self.timeout_s is None or (_is_real(self.timeout_s) and 0 < self.timeout_s <= limits.MAX_TIMEOUT_S)
+        _check(timeout_ok, "timeout_s", self.timeout_s, f"seconds above 0 and at most {limits.MAX_TIMEOUT_S}, or None")
+
+    def _check_adapters(self) -> None:
+        adapters, most = self.adapters or (), limits.MAX_ADAPTER_SCALE
+        _check_number("adapters", len(adapters), limits.MAX_ADAPTERS, "names")
+        for name, scale in adapters:
             _check(isinstance(name, str) and bool(name), "an adapter's name", name, "text that is not empty")
-            _check(_is_real(scale), f"the scale of adapter {name!r}", scale, "a finite number, for instance 1")
-        names = [name for name, _ in self.adapters or ()]
+            ok = _is_real(scale) and abs(scale) <= most
+            _check(ok, f"the scale of adapter {name!r}", scale, f"a number up to {most:g} either way, for instance 1")
+        names = [name for name, _ in adapters]
         _check(len(set(names)) == len(names), "adapters", self.adapters, "one scale for each name")
-        timeout_ok = self.timeout_s is None or (_is_real(self.timeout_s) and self.timeout_s > 0)
-        _check(timeout_ok, "timeout_s", self.timeout_s, "seconds above 0, or None")
+
+
+def _check_reported(logprobs: int, n: int, max_tokens: int) -> None:
+    count = n * max_tokens * (logprobs + 1)
+    if count > limits.MAX_REPORTED:
+        raise InvalidRequest(
+            f"logprobs {logprobs} for n {n} and max_tokens {max_tokens} make up to {count} entries, and the limit is "
+            f"{limits.MAX_REPORTED}; lower one of them"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +280,10 @@ class EngineOptions:
                 _check_int(name, getattr(self, name), 1)
         if self.threads is not None:
             _check_int("threads", self.threads, 1, 512)
-        _check(self.n_batch >= self.num_slots, "n_batch", self.n_batch, f"at least n_parallel ({self.num_slots})")
+        # A step is one pass, and every slot that decodes needs a token of it: those beyond would starve.
+        least = f"at least n_parallel ({self.num_slots})"
+        _check(self.n_batch >= self.num_slots, "n_batch", self.n_batch, least)
+        _check(self.pass_tokens >= self.num_slots, "n_ubatch", self.pass_tokens, f"{least}; raise it, or lower that")
         self._check_one_of("flash_attention", get_args(FlashAttention))
         self._check_one_of("kv_layout", get_args(KvLayout))
         self._check_one_of("pooling", get_args(Pooling))

@@ -144,12 +144,12 @@ class Chooser:
             return self._pick_mirostat(logits, purpose)
         if self._params.keeps_by_min_p_alone:
             ids, values = _min_p_candidates(logits, self._params.min_p)
-            return int(ids[self._draw(ids, values / self._params.temperature, purpose)])
+            return int(ids[self._draw(ids, _tempered(values, self._params.temperature), purpose)])
         ids, values = _sorted_candidates(logits, self._params.top_k)
         for keep in (_typical, _top_p, _min_p):
             ids, values = keep(ids, values, self._params)
         ids, values = self._exclude_top_choices(ids, values)
-        return int(ids[self._draw(ids, values / self._params.temperature, purpose)])
+        return int(ids[self._draw(ids, _tempered(values, self._params.temperature), purpose)])
 
     def _draw(self, ids: Ids, values: Values, purpose: str) -> int:
         """A place in `ids`, drawn with the probabilities that these logits mean.
@@ -174,7 +174,7 @@ class Chooser:
     def _pick_mirostat(self, logits: Logits, purpose: str) -> int:
         """Keeps the surprise of the text near tau. Basu et al. 2021, arXiv:2007.14966; versions 1 and 2."""
         ids, values = _sorted_candidates(logits, 0)
-        probabilities = softmax(values / self._params.temperature)
+        probabilities = softmax(_tempered(values, self._params.temperature))
         if self._params.mirostat == 1:
             count = _mirostat_top_k(probabilities, self.mirostat_mu)
         else:
@@ -304,6 +304,7 @@ def _min_p(ids: Ids, values: Values, params: SamplingParams) -> tuple[Ids, Value
 
 
 def _mirostat_top_k(probabilities: Values, mu: float) -> int:
+    """How many tokens mirostat 1 keeps: (ε·2^μ / (1 - N^-ε))^(1/s), by logarithms, because μ grows without a bound."""
     head = probabilities[:_MIROSTAT_M]
     head = head[head > 0]
     if len(head) < 2:
@@ -314,8 +315,16 @@ def _mirostat_top_k(probabilities: Values, mu: float) -> int:
     epsilon = exponent - 1
     if abs(epsilon) < 1e-9:
         epsilon = 1e-9
-    count = (epsilon * 2.0**mu / (1 - len(probabilities) ** -epsilon)) ** (1 / exponent)
-    return int(min(count, len(probabilities)))
+    scale = epsilon / -math.expm1(-epsilon * math.log(len(probabilities)))
+    log_count = (math.log(scale) + mu * math.log(2)) / exponent
+    return len(probabilities) if log_count >= math.log(len(probabilities)) else int(math.exp(log_count))
+
+
+def _tempered(values: Values, temperature: float) -> Values:
+    """The logits, less the highest of them, at a temperature; it may be the smallest number above 0."""
+    with np.errstate(over="ignore"):
+        tempered: Values = (values - values.max()) / temperature
+    return tempered
 
 
 def _bias_arrays(params: SamplingParams) -> tuple[Ids, NDArray[np.float32]] | None:

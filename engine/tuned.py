@@ -88,9 +88,17 @@ def apply(options: EngineOptions, path: Path) -> tuple[EngineOptions, tuple[str,
     if setup is None:
         return options, ()
     found = {name: value for name in left if (value := getattr(setup, name)) is not None}
-    if (found.get("n_parallel") or 0) > options.n_batch:
+    if _is_too_narrow(options, found):
         found = {name: value for name, value in found.items() if name not in ("n_parallel", "kv_layout")}
+    if _is_too_narrow(options, found):
+        found.pop("n_ubatch", None)
     return replace(options, **found), tuple(found)
+
+
+def _is_too_narrow(options: EngineOptions, found: dict[str, Any]) -> bool:
+    """True if a pass would have fewer tokens than there are slots."""
+    pass_tokens = min(found.get("n_ubatch") or options.pass_tokens, options.n_batch)
+    return bool((found.get("n_parallel") or options.num_slots) > pass_tokens)
 
 
 def _left_open(options: EngineOptions) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
@@ -24,24 +24,44 @@ from pydantic import (
     model_validator,
 )
 
-from cellama.config import MODEL_ID
+from cellama.config import MODEL_ID, limits
 
 from .errors import InvalidJob
+from .json_values import check_text, json_text, shorten
 from .names import DEFAULT_MODEL, PRIORITY_INTERACTIVE
 
-MAX_SEED = 2**32 - 2
-MAX_TEXTS = 10_000  # of one embedding job; documents of one reranking job
+MAX_PROBLEMS = 8  # that an error tells of
 
 
 def _check_text(text: str) -> str:
-    if "\0" in text:
-        raise ValueError("it holds a NUL character; remove it")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        at = error.start
-        raise ValueError(f"it is not valid UTF-8 at character {at} ({text[at]!r}); decode it properly") from None
-    return text
+    _check_length(text, limits.MAX_TEXT_CHARS)
+    return check_text(text)
+
+
+def _check_length(text: str, limit: int) -> None:
+    if len(text) > limit:
+        raise ValueError(f"it has {len(text)} characters, and the limit is {limit}; make it shorter")
+
+
+def _at_most(limit: int) -> AfterValidator:
+    """Text of so many characters."""
+
+    def check(text: str) -> str:
+        _check_length(text, limit)
+        return text
+
+    return AfterValidator(check)
+
+
+def _no_more_than(limit: int, what: str) -> BeforeValidator:
+    """A list, or an object, with so many entries; looked at before its entries are."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, list | tuple | dict) and len(value) > limit:
+            raise ValueError(f"these are {len(value)} {what}, and the limit is {limit}; leave some out")
+        return value
+
+    return BeforeValidator(check)
 
 
 def _check_filled(text: str) -> str:
@@ -62,23 +82,28 @@ def _to_tuple(value: Any) -> Any:
 
 def _to_texts(value: Any) -> Any:
     value = _to_tuple(value)
-    if isinstance(value, list | tuple) and not 1 <= len(value) <= MAX_TEXTS:
+    if isinstance(value, list | tuple) and not 1 <= len(value) <= limits.MAX_TEXTS:
         advice = "split them into several jobs" if value else "give at least one"
-        raise ValueError(f"these are {len(value)} texts, and one job takes 1 to {MAX_TEXTS}: {advice}")
+        raise ValueError(f"these are {len(value)} texts, and one job takes 1 to {limits.MAX_TEXTS}: {advice}")
     return value
 
 
 def _to_json(value: Any) -> Any:
-    return json.dumps(value) if isinstance(value, dict | bool) else value
+    return json_text(value, limits.MAX_TEXT_CHARS) if isinstance(value, dict | bool) else value
 
 
 def _join_parts(value: Any) -> Any:
     """Content in parts, as in the OpenAI API, is their text."""
     if not isinstance(value, list):
         return value
+    if len(value) > limits.MAX_PARTS:
+        raise ValueError(f"these are {len(value)} parts, and the limit is {limits.MAX_PARTS}; join them")
     if not all(isinstance(part, dict) and part.get("type") == "text" for part in value):
         raise ValueError("of content in parts only those of type text are taken")
-    return "".join(part.get("text", "") for part in value)
+    texts = [part.get("text", "") for part in value]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError("the text of a part must be text")
+    return "".join(texts)
 
 
 def _to_choice(value: Any) -> Any:
@@ -91,13 +116,14 @@ def _to_choice(value: Any) -> Any:
 
 def _check_schema(schema: dict[str, Any]) -> dict[str, Any]:
     """A tool's parameters; whether every keyword of it is understood only matters to a forced call."""
+    json_text(schema, limits.MAX_JSON_CHARS)
     if schema and schema.get("type") != "object":
         raise ValueError(f'its type is {schema.get("type")!r}; parameters must be a JSON Schema of type "object"')
     properties = schema.get("properties", {})
     if not isinstance(properties, dict) or not all(isinstance(p, dict | bool) for p in properties.values()):
         raise ValueError("its properties must map names to schemas")
     required = schema.get("required", [])
-    if not isinstance(required, list) or not all(name in properties for name in required):
+    if not isinstance(required, list) or not all(isinstance(name, str) and name in properties for name in required):
         raise ValueError("required must list names of its properties")
     return schema
 
@@ -116,15 +142,22 @@ def _to_pairs(value: Any) -> Any:
         value = list(value.items())
     if not isinstance(value, list | tuple):
         raise ValueError('it must map token ids to biases, for instance {"17": -1.5}')
+    if len(value) > limits.MAX_BIASES:
+        raise ValueError(f"these are {len(value)} tokens, and the limit is {limits.MAX_BIASES}; leave some out")
     return tuple(_to_pair(entry) for entry in value)
 
 
 def _to_pair(entry: Any) -> tuple[int, float]:
     try:
-        token, bias = entry.split("=") if isinstance(entry, str) else entry
-        return int(token), float(bias)
-    except (TypeError, ValueError):
-        raise ValueError(f'{entry!r} is no token id with a bias; write {{"17": -1.5}} or 17=-1.5') from None
+        given, added = entry.split("=") if isinstance(entry, str) else entry
+        token, bias = int(given), float(added)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f'{shorten(entry)} is no token id with a bias; write {{"17": -1.5}} or 17=-1.5') from None
+    if isinstance(given, float) or not 0 <= token <= limits.MAX_COUNT:
+        raise ValueError(f"{shorten(given)} is no token id; it must be a whole number, 0 or more")
+    if not (abs(bias) <= limits.MAX_BIAS or bias == -math.inf):
+        raise ValueError(f"{shorten(added)} is no bias; it must be up to {limits.MAX_BIAS:g} either way, or -inf")
+    return token, bias
 
 
 def _to_adapters(value: Any) -> Any:
@@ -135,9 +168,11 @@ def _to_adapters(value: Any) -> Any:
         value = [value]
     if not isinstance(value, dict | list | tuple):
         raise ValueError('it must map names of adapters to scales, for instance {"pirate": 0.5}')
+    if len(value) > limits.MAX_ADAPTERS:
+        raise ValueError(f"these are {len(value)} adapters, and the limit is {limits.MAX_ADAPTERS}; leave some out")
     entries = list(value.items()) if isinstance(value, dict) else [_to_adapter(entry) for entry in value]
-    names = [entry[0] for entry in entries]
-    if len(set(map(str, names))) < len(names):
+    names = [entry[0] for entry in entries if isinstance(entry, list | tuple) and entry]
+    if len({name for name in names if isinstance(name, str)}) < sum(isinstance(name, str) for name in names):
         raise ValueError("an adapter is named twice; give one scale for each")
     return tuple(entries)
 
@@ -149,19 +184,38 @@ def _to_adapter(entry: Any) -> Any:
     try:
         return (name, float(scale)) if equals else (entry, 1.0)
     except ValueError:
-        raise ValueError(f"{entry!r} has no number as scale; write NAME, or NAME=0.5") from None
+        raise ValueError(f"{shorten(entry)} has no number as scale; write NAME, or NAME=0.5") from None
+
+
+def _check_breaker(text: str) -> str:
+    size, limit = len(text.encode()), limits.MAX_DRY_BREAKER_BYTES
+    if size > limit:
+        raise ValueError(f"it has {size} bytes of UTF-8, and the limit is {limit}; make it shorter")
+    return text
 
 
 _TEXT, _TOKENS = "<text>", "<tokens>"  # tags that pydantic writes into the place of an error; not shown
 
 Text = Annotated[StrictStr, AfterValidator(_check_text)]
 FilledText = Annotated[Text, AfterValidator(_check_filled)]
+Name = Annotated[FilledText, _at_most(limits.MAX_NAME_CHARS)]
 Finite = Annotated[StrictFloat, Field(allow_inf_nan=False)]  # takes whole numbers, too
 LogitBias = Annotated[tuple[tuple[int, float], ...], BeforeValidator(_to_pairs)]
-Adapters = Annotated[tuple[tuple[FilledText, Finite], ...] | None, BeforeValidator(_to_adapters)]
-
-
-Texts = Annotated[tuple[FilledText, ...], BeforeValidator(_to_texts)]
+Scale = Annotated[Finite, Field(ge=-limits.MAX_ADAPTER_SCALE, le=limits.MAX_ADAPTER_SCALE)]
+Adapters = Annotated[tuple[tuple[Name, Scale], ...] | None, BeforeValidator(_to_adapters)]
+Texts = Annotated[tuple[FilledText, ...], Field(fail_fast=True), BeforeValidator(_to_texts)]
+Stops = Annotated[
+    tuple[Annotated[FilledText, _at_most(limits.MAX_STOP_CHARS)], ...],
+    _no_more_than(limits.MAX_STOPS, "texts"),
+    BeforeValidator(_to_tuple),
+]
+Breakers = Annotated[
+    tuple[Annotated[FilledText, AfterValidator(_check_breaker)], ...],
+    _no_more_than(limits.MAX_DRY_BREAKERS, "texts"),
+    BeforeValidator(_to_tuple),
+]
+Penalty = Annotated[Finite, Field(ge=-limits.MAX_PENALTY, le=limits.MAX_PENALTY)]
+Count = Annotated[StrictInt, Field(le=limits.MAX_COUNT)]
 
 
 class _Payload(BaseModel):
@@ -169,60 +223,90 @@ class _Payload(BaseModel):
 
 
 class _Job(_Payload):
-    model: Annotated[FilledText, AfterValidator(_check_model_id), Field(description="id of the model, or :default")]
+    model: Annotated[Name, AfterValidator(_check_model_id), Field(description="id of the model, or :default")]
     priority: StrictInt = Field(default=PRIORITY_INTERACTIVE, ge=0, le=9, description="0 = most urgent, 9 = least")
-    timeout: Finite | None = Field(default=None, gt=0, description="seconds from submission")
+    timeout: Finite | None = Field(default=None, gt=0, le=limits.MAX_TIMEOUT_S, description="seconds from submission")
 
 
 class _GenerationJob(_Job):
-    max_tokens: StrictInt = Field(default=256, ge=1, description="tokens to generate at most")
-    temperature: Finite = Field(default=0.8, ge=0, description="0 = greedy")
-    top_k: StrictInt = Field(default=40, ge=0, description="candidates kept; 0 = all")
+    max_tokens: Count = Field(default=256, ge=1, description="tokens to generate at most")
+    temperature: Finite = Field(default=0.8, ge=0, le=limits.MAX_TEMPERATURE, description="0 = greedy")
+    top_k: Count = Field(default=40, ge=0, description="candidates kept; 0 = all")
     top_p: Finite = Field(default=0.95, gt=0, le=1, description="probability mass kept")
     min_p: Finite = Field(default=0.05, ge=0, le=1, description="least probability relative to the best")
     typical_p: Finite = Field(default=1.0, gt=0, le=1, description="mass kept of typical tokens; 1 = off")
-    seed: StrictInt | None = Field(default=None, ge=0, le=MAX_SEED, description="same seed, same text")
-    repeat_penalty: Finite = Field(default=1.0, gt=0, description="1 = off")
-    frequency_penalty: Finite = Field(default=0.0, description="taken off per occurrence; 0 = off")
-    presence_penalty: Finite = Field(default=0.0, description="taken off once a token occurred; 0 = off")
-    repeat_last_n: StrictInt = Field(default=64, ge=0, description="tokens the penalties look back on")
+    seed: StrictInt | None = Field(default=None, ge=0, le=limits.MAX_SEED, description="same seed, same text")
+    repeat_penalty: Finite = Field(
+        default=1.0, ge=limits.MIN_REPEAT_PENALTY, le=limits.MAX_REPEAT_PENALTY, description="1 = off"
+    )
+    frequency_penalty: Penalty = Field(default=0.0, description="taken off per occurrence; 0 = off")
+    presence_penalty: Penalty = Field(default=0.0, description="taken off once a token occurred; 0 = off")
+    repeat_last_n: StrictInt = Field(
+        default=64, ge=0, le=limits.MAX_LOOK_BACK, description="tokens the penalties look back on"
+    )
     logit_bias: LogitBias = Field(default=(), description="TOKEN=BIAS added to its logit; several are allowed")
-    dry_multiplier: Finite = Field(default=0.0, description="DRY, against repeated sequences; 0 = off")
-    dry_base: Finite = Field(default=1.75, gt=0, description="DRY: growth of the penalty per token")
-    dry_allowed_length: StrictInt = Field(default=2, ge=0, description="DRY: repeated tokens that are free")
-    dry_penalty_last_n: StrictInt = Field(default=-1, ge=-1, description="DRY: tokens looked back on; -1 = all")
-    dry_sequence_breakers: Annotated[tuple[FilledText, ...], BeforeValidator(_to_tuple)] = Field(
+    dry_multiplier: Finite = Field(
+        default=0.0, ge=0, le=limits.MAX_PENALTY, description="DRY, against repeated sequences; 0 = off"
+    )
+    dry_base: Finite = Field(
+        default=1.75, gt=0, le=limits.MAX_DRY_BASE, description="DRY: growth of the penalty per token; below 1 = off"
+    )
+    dry_allowed_length: Count = Field(default=2, ge=0, description="DRY: repeated tokens that are free")
+    dry_penalty_last_n: StrictInt = Field(
+        default=-1, ge=-1, le=limits.MAX_LOOK_BACK, description="DRY: tokens looked back on; -1 = all"
+    )
+    dry_sequence_breakers: Breakers = Field(
         default=("\n", ":", '"', "*"), description="DRY: text that a repetition does not cross"
     )
     xtc_probability: Finite = Field(default=0.0, ge=0, le=1, description="XTC: how often top choices go; 0 = off")
     xtc_threshold: Finite = Field(default=0.1, ge=0, le=1, description="XTC: probability of a top choice")
     mirostat: StrictInt = Field(default=0, ge=0, le=2, description="1 or 2 keep the surprise steady; 0 = off")
-    mirostat_tau: Finite = Field(default=5.0, gt=0, description="mirostat: wanted surprise in bits")
-    mirostat_eta: Finite = Field(default=0.1, gt=0, description="mirostat: how fast it follows")
-    grammar: FilledText | None = Field(default=None, description="GBNF that the text must follow, or @FILE")
-    grammar_root: FilledText = Field(default="root", description="the rule that the grammar begins with")
-    json_schema: Annotated[FilledText | None, BeforeValidator(_to_json)] = Field(
-        default=None, description="JSON Schema that the text must follow, or @FILE"
+    mirostat_tau: Finite = Field(
+        default=5.0, gt=0, le=limits.MAX_MIROSTAT_TAU, description="mirostat: wanted surprise in bits"
     )
-    logprobs: StrictInt | None = Field(default=None, ge=0, le=100, description="report so many alternatives per token")
-    n: StrictInt = Field(default=1, ge=1, le=128, description="completions of the one prompt")
-    stop: Annotated[tuple[FilledText, ...], BeforeValidator(_to_tuple)] = Field(
-        default=(), description="text that ends the generation; several are allowed"
+    mirostat_eta: Finite = Field(
+        default=0.1, gt=0, le=limits.MAX_MIROSTAT_ETA, description="mirostat: how fast it follows"
     )
+    grammar: Annotated[FilledText, _at_most(limits.MAX_GRAMMAR_CHARS)] | None = Field(
+        default=None, description="GBNF that the text must follow, or @FILE"
+    )
+    grammar_root: Name = Field(default="root", description="the rule that the grammar begins with")
+    json_schema: Annotated[
+        Annotated[FilledText, _at_most(limits.MAX_SCHEMA_CHARS)] | None, BeforeValidator(_to_json)
+    ] = Field(default=None, description="JSON Schema that the text must follow, or @FILE")
+    logprobs: StrictInt | None = Field(
+        default=None, ge=0, le=limits.MAX_LOGPROBS, description="report so many alternatives per token"
+    )
+    n: StrictInt = Field(default=1, ge=1, le=limits.MAX_COMPLETIONS, description="completions of the one prompt")
+    stop: Stops = Field(default=(), description="text that ends the generation; several are allowed")
     cache_prompt: StrictBool = Field(default=True, description="share prefixes with other requests")
-    cache_scope: Text = Field(default="", description="share prefixes only within this scope")
+    cache_scope: Annotated[Text, _at_most(limits.MAX_NAME_CHARS)] = Field(
+        default="", description="share prefixes only within this scope"
+    )
     adapters: Adapters = Field(
         default=None, description="LoRA adapters, NAME or NAME=SCALE, instead of the model's own; NAME=0 for none"
     )
     ignore_eos: StrictBool = Field(default=False, description="go on where the model would end")
     stream: StrictBool = Field(default=True, description="publish the text token by token")
 
+    @model_validator(mode="after")
+    def _check_reported(self) -> _GenerationJob:
+        count = 0 if self.logprobs is None else self.n * self.max_tokens * (self.logprobs + 1)
+        if count > limits.MAX_REPORTED:
+            raise ValueError(
+                f"logprobs {self.logprobs} for n {self.n} and max_tokens {self.max_tokens} make up to {count} entries, "
+                f"and the limit is {limits.MAX_REPORTED}; lower one of them"
+            )
+        return self
+
 
 def _prompt_kind(value: Any) -> str:
     return _TOKENS if isinstance(value, list | tuple) else _TEXT
 
 
-TokenIds = Annotated[list[Annotated[StrictInt, Field(ge=0)]], Field(min_length=1)]
+TokenId = Annotated[StrictInt, Field(ge=0, le=limits.MAX_COUNT)]
+TokenList = Annotated[list[TokenId], Field(fail_fast=True), _no_more_than(limits.MAX_PROMPT_TOKENS, "tokens")]
+TokenIds = Annotated[TokenList, Field(min_length=1)]
 Prompt = Annotated[Annotated[FilledText, Tag(_TEXT)] | Annotated[TokenIds, Tag(_TOKENS)], Discriminator(_prompt_kind)]
 
 
@@ -235,14 +319,14 @@ class GenerateJob(_GenerationJob):
 class ToolCallFunction(_Payload):
     """What is called, and with what: a JSON object as text."""
 
-    name: FilledText
+    name: Name
     arguments: Annotated[Text, BeforeValidator(_to_json)] = "{}"
 
 
 class ToolCall(_Payload):
     """A call of a tool in an assistant's message, as a result has it."""
 
-    id: Text | None = None
+    id: Annotated[Text, _at_most(limits.MAX_NAME_CHARS)] | None = None
     type: Literal["function"] = "function"
     function: ToolCallFunction
 
@@ -254,9 +338,11 @@ class Message(_Payload):
     content: Annotated[Text | None, BeforeValidator(_join_parts)] = None
     reasoning: Text | None = None
     signature: Text | None = None
-    tool_calls: Annotated[tuple[ToolCall, ...], Field(min_length=1)] | None = None
-    tool_call_id: Text | None = None
-    name: Text | None = None
+    tool_calls: (
+        Annotated[tuple[ToolCall, ...], Field(min_length=1), _no_more_than(limits.MAX_TOOL_CALLS, "tool calls")] | None
+    ) = None
+    tool_call_id: Annotated[Text, _at_most(limits.MAX_NAME_CHARS)] | None = None
+    name: Annotated[Text, _at_most(limits.MAX_NAME_CHARS)] | None = None
 
     @model_validator(mode="after")
     def _check_content(self) -> Message:
@@ -283,16 +369,24 @@ class Tool(_Payload):
     function: ToolFunction
 
 
+def _check_args(value: Any) -> Any:
+    if isinstance(value, dict):
+        json_text(value, limits.MAX_JSON_CHARS)
+    return value
+
+
 class _Conversation(_Job):
-    messages: Annotated[tuple[Message, ...], Field(min_length=1)]
-    tools: Annotated[tuple[Tool, ...], AfterValidator(_check_names)] = Field(
+    messages: Annotated[
+        tuple[Message, ...], Field(fail_fast=True), Field(min_length=1), _no_more_than(limits.MAX_MESSAGES, "messages")
+    ]
+    tools: Annotated[tuple[Tool, ...], AfterValidator(_check_names), _no_more_than(limits.MAX_TOOLS, "tools")] = Field(
         default=(), description="what the model may call: JSON list of tools in the OpenAI form"
     )
-    tool_choice: Annotated[FilledText, BeforeValidator(_to_choice)] = Field(
+    tool_choice: Annotated[Name, BeforeValidator(_to_choice)] = Field(
         default="auto", description="auto, none, required, or the name of a tool that must be called"
     )
     enable_thinking: StrictBool | None = Field(default=None, description="let the model think first, or not")
-    template_args: dict[StrictStr, Any] = Field(
+    template_args: Annotated[dict[StrictStr, Any], BeforeValidator(_check_args)] = Field(
         default_factory=dict, description="variables of the model's chat template, as JSON"
     )
 
@@ -300,7 +394,7 @@ class _Conversation(_Job):
 class ChatJob(_Conversation, _GenerationJob):
     """The assistant's next turn. `template_args` are variables of the model's chat template."""
 
-    thinking_budget: StrictInt | None = Field(default=None, ge=0, description="tokens for thinking, at most")
+    thinking_budget: Count | None = Field(default=None, ge=0, description="tokens for thinking, at most")
 
 
 class EmbedJob(_Job):
@@ -308,7 +402,7 @@ class EmbedJob(_Job):
 
     texts: Texts
     normalize: StrictBool = Field(default=True, description="vectors of unit length")
-    dimensions: StrictInt | None = Field(default=None, ge=1, description="numbers kept of each vector; default: all")
+    dimensions: Count | None = Field(default=None, ge=1, description="numbers kept of each vector; default: all")
     truncate: StrictBool = Field(default=False, description="cut texts that are too long instead of refusing them")
     encoding: Literal["list", "base64"] = Field(default="list", description="base64 is of little-endian float32")
 
@@ -318,7 +412,7 @@ class RerankJob(_Job):
 
     query: FilledText
     documents: Texts
-    top_n: StrictInt | None = Field(default=None, ge=1, description="results to return, the best; default: all")
+    top_n: Count | None = Field(default=None, ge=1, description="results to return, the best; default: all")
     truncate: StrictBool = Field(default=False, description="cut documents that are too long instead of refusing them")
 
 
@@ -333,7 +427,7 @@ class TokenizeJob(_Job):
 class DetokenizeJob(_Job):
     """The text of token ids."""
 
-    tokens: list[Annotated[StrictInt, Field(ge=0)]]
+    tokens: TokenList
 
 
 class ApplyChatTemplateJob(_Conversation):
@@ -357,23 +451,25 @@ def parse_job(kind: type[Job], positional: Sequence[str], args: Sequence[Any], k
     try:
         return kind.model_validate({**values, **kwargs})
     except ValidationError as error:
-        known = kind.model_fields
-        raise InvalidJob("; ".join(dict.fromkeys(_explain(problem, known) for problem in error.errors()))) from None
+        problems = error.errors(include_url=False)
+        told = dict.fromkeys(_explain(problem, kind.model_fields) for problem in problems[:MAX_PROBLEMS])
+        more = [f"and {len(problems) - MAX_PROBLEMS} more"] if len(problems) > MAX_PROBLEMS else []
+        raise InvalidJob("; ".join([*told, *more])) from None
 
 
 def _explain(problem: Any, known: Mapping[str, Any]) -> str:
-    where = ".".join(str(part) for part in problem["loc"] if part not in (_TEXT, _TOKENS))
+    where = ".".join(_of_place(part) for part in problem["loc"] if part not in (_TEXT, _TOKENS))
     if problem["type"] == "extra_forbidden" and len(problem["loc"]) == 1:
         name = str(problem["loc"][0])
         close = difflib.get_close_matches(name, list(known), n=1)
-        return f"unknown parameter {name!r}; " + (
+        return f"unknown parameter {shorten(name)}; " + (
             f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(known))}"
         )
     if problem["type"] == "missing":
         return f"{where} is missing"
-    return f"{where} is {_shorten(problem['input'])}: {problem['msg'].removeprefix('Value error, ')}"
+    message = problem["msg"].removeprefix("Value error, ")
+    return f"{where} is {shorten(problem['input'])}: {message}" if where else message
 
 
-def _shorten(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+def _of_place(part: int | str) -> str:
+    return shorten(part).strip("'") if isinstance(part, str) else str(part)

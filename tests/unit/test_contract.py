@@ -8,12 +8,13 @@ import pytest
 from pydantic import ValidationError
 
 from cellama.config import ModelSettings
+from cellama.config.limits import MAX_SEED, MAX_TEXTS
 from cellama.engine import Request, SamplingParams
 from cellama.tasks.contract import keys
 from cellama.tasks.contract.errors import InvalidJob, JobFailed
 from cellama.tasks.contract.keys import stream_id
 from cellama.tasks.contract.names import queue_keys, queue_name
-from cellama.tasks.contract.payloads import MAX_SEED, MAX_TEXTS, ChatJob, EmbedJob, GenerateJob, RerankJob, parse_job
+from cellama.tasks.contract.payloads import ChatJob, EmbedJob, GenerateJob, RerankJob, parse_job
 
 
 def test_payload_parameters_have_the_engines_names_and_defaults() -> None:

@@ -10,6 +10,7 @@ import pytest
 from cellama.engine import (
     Completion,
     DecodeFailed,
+    EngineOptions,
     EngineStopped,
     Event,
     Finished,
@@ -17,6 +18,7 @@ from cellama.engine import (
     QueueFull,
     Request,
     RequestStats,
+    Resumed,
     SamplingParams,
     Started,
     StepStats,
@@ -268,3 +270,17 @@ def test_engine_request_telemetry_counts_from_submission(make_engine: MakeEngine
     assert stats[0].ttft_ms is not None
     assert 5000 <= completion.timings.queue_ms <= stats[0].ttft_ms <= stats[0].duration_ms
     assert stats[0].prefix_cache_ratio == 0.0
+
+
+@pytest.mark.parametrize("options", [{"n_ubatch": 7}, {"n_batch": 7}, {"n_ubatch": 300, "n_batch": 7}])
+def test_options_with_fewer_tokens_in_a_pass_than_slots_are_refused(options: dict[str, int]) -> None:
+    with pytest.raises(InvalidRequest, match=r"(n_batch|n_ubatch) is 7; it must be at least n_parallel \(8\)"):
+        EngineOptions(n_parallel=8, **options)
+    assert EngineOptions(n_parallel=7, **options).pass_tokens == 7
+
+
+def test_resumed_tokens_that_the_model_does_not_have_are_refused(make_engine: MakeEngine) -> None:
+    engine, backend = make_engine()
+    with pytest.raises(InvalidRequest, match=r"what it resumes has token ids outside 0\.\.256"):
+        engine.submit(request(resume=(Resumed((1, backend.n_vocab)),)))
+    assert engine.submit(request()).result(PATIENCE_S).text

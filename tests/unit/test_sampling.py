@@ -183,3 +183,28 @@ def test_noise_is_uniform_and_differs_by_everything() -> None:
 def test_wrong_parameters_are_refused(params: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         SamplingParams(**params)
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-308, 1e-30, 1e-3])
+def test_temperature_next_to_zero_chooses_as_zero_does(temperature: float) -> None:
+    logits = np.array([1.0, 3.0, -2.0, 2.99, -np.inf], dtype=np.float32)
+    for filters in ({}, {"top_k": 0, "top_p": 1.0, "min_p": 0.0}, {"mirostat": 1}, {"mirostat": 2}):
+        chooser = Chooser(SamplingParams(temperature=temperature, **filters), 7)
+        assert chooser.choose(logits.copy())[0] == 1
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("mu", [-1e6, 0.0, 1023.0, 1e6, 1e300])
+def test_mirostat_goes_on_whatever_it_has_learned(version: int, mu: float) -> None:
+    params = SamplingParams(mirostat=version, mirostat_tau=100, mirostat_eta=10)
+    chooser = Chooser(params, 0, mirostat_mu=mu)
+    rows = np.random.default_rng(0).normal(size=(20, 64)).astype(np.float32) * 5
+    for row in rows:
+        assert 0 <= chooser.choose(row)[0] < 64
+    assert np.isfinite(chooser.mirostat_mu)
+
+
+def test_mirostat_ignores_top_k() -> None:
+    logits = np.linspace(0, 0.1, 50).astype(np.float32)
+    params = SamplingParams(mirostat=2, top_k=1, temperature=2.0)
+    assert len({Chooser(params, seed).choose(logits.copy())[0] for seed in range(30)}) > 5
