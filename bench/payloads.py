@@ -128,7 +128,7 @@ def _anything(random: Random, task: str) -> tuple[list[Any], dict[str, Any]]:
 def _line(random: Random, make: Callable[..., Any]) -> dict[str, Any]:
     kind = random.choice(sorted(LINE_JOBS))
     args, kwargs = make(random, f"cellama.{kind}")
-    names = [name for name in _task(f"cellama.{kind}").positional if name != "model"]
+    names = [name for name in _task(f"cellama.{kind}").kind.positional if name != "model"]
     params = {**kwargs, **dict(zip(names, args[1:], strict=False))}
     return {"kind": kind, "params": {k: v for k, v in params.items() if k != "priority"}}
 
@@ -186,13 +186,13 @@ def _task(name: str) -> JobTask:
 
 @functools.cache
 def _fields(task: str) -> tuple[str, ...]:
-    return tuple(sorted(_task(task).payload.model_fields))
+    return tuple(sorted(_task(task).kind.payload.model_fields))
 
 
 @functools.cache
 def _edges(task: str) -> dict[str, list[Any]]:
     """For each parameter those of the odd values that pass the checks by themselves."""
-    kind, base = _task(task).payload, _BASES[task]
+    kind, base = _task(task).kind.payload, _BASES[task]
     texts = [text for text in TEXTS if text]
     values: tuple[Any, ...] = (*INTS, *FLOATS, *TEXTS, True, False, texts[1:9], {"5": 1e308, "1023": -1e308})
     found: dict[str, list[Any]] = {}
