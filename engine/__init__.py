@@ -22,6 +22,7 @@ from .errors import (
     ModelLoadFailed,
     PromptTooLong,
     QueueFull,
+    RequestFailed,
     TemplateFailed,
     UnknownAdapter,
     UnknownModel,
@@ -49,6 +50,7 @@ from .reply import ReplyFormat
 from .reranker import Reranker, scores_of
 from .texts import Tokenizer
 from .tool_calls import ToolCall
+from .watchdog import Pulse, Watchdog
 
 __all__ = [
     "AdapterBusy",
@@ -85,9 +87,11 @@ __all__ = [
     "ModelLoadFailed",
     "ModelManager",
     "PromptTooLong",
+    "Pulse",
     "QueueFull",
     "ReplyFormat",
     "Request",
+    "RequestFailed",
     "RequestStats",
     "Reranker",
     "Resumed",
@@ -103,6 +107,7 @@ __all__ = [
     "UnknownAdapter",
     "UnknownModel",
     "Usage",
+    "Watchdog",
     "WrongCapability",
     "devices",
     "scores_of",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 
 
@@ -33,6 +35,11 @@ class Cells:
     def own(self, slot: int) -> int:
         """Cells that would be free without this slot."""
         return sum(block.size for block in self._blocks[slot] if block.owners == 1)
+
+    def freed_by(self, slots: Collection[int]) -> int:
+        """Cells that would be free without all of these slots."""
+        owners: Counter[_Block] = Counter(block for slot in slots for block in self._blocks[slot])
+        return sum(block.size for block, count in owners.items() if count == block.owners)
 
     def extend(self, slot: int, count: int) -> None:
         """The slot takes `count` new cells."""

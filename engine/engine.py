@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import queue
-import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -18,25 +17,26 @@ from dataclasses import replace
 from typing import Literal
 
 from .adapters import Adapters
-from .backend import Backend, DecodeError, Vocabulary
+from .backend import Backend, Vocabulary
 from .calling import Generating
-from .errors import DecodeFailed, EngineError, EngineStopped, InvalidRequest
-from .events import EngineSnapshot, Event, Finished, FinishReason, RequestStats, Started, StepStats
-from .group import Group
+from .errors import EngineStopped, InvalidRequest
+from .events import EngineSnapshot, Event, RequestStats, StepStats
+from .forward import BackendBroken, Forward
 from .handle import CancelReason, Handle
 from .kvcache import KvCache
 from .output import Listener, Output
-from .params import MAX_SEED, EngineOptions, Request
+from .params import EngineOptions, Request
 from .passes import passes_of
+from .requests import Requests
 from .scheduler import Chunk, Limits, Scheduler
-from .sequence import Sequence
 from .strategies import INTERACTIVE_PRIORITY, make_strategy
 from .telemetry import Telemetry
+from .threads import start_deep
+from .watchdog import Pulse
 
 log = logging.getLogger(__name__)
 
-NO_ROOM, ABORTED = 1, 2  # llama.h: llama_decode; nothing of the batch counts, it may be tried again
-ATTEMPTS_ALONE = 2  # of a request in a batch of its own, before it fails
+MAX_FAULTS = 3  # steps in a row that fail although each of their requests goes on alone
 CLOSE_TIMEOUT_S = 30.0
 
 Errand = Literal["submit", "stop"] | CancelReason
@@ -57,16 +57,16 @@ class Engine(Generating):
         self.adapters = Adapters(backend)
         self._telemetry = Telemetry(self._scheduler)
         self._output = Output(backend.vocabulary)
-        self._groups: dict[Handle, Group] = {}
+        self.pulse = Pulse(f"cellama-{name}")
+        self._requests = Requests(backend, self._scheduler, self._output, self._telemetry, self.pulse)
+        self._forward = Forward(backend, self._scheduler, self._requests, self.pulse)
+        self._num_faults = 0  # steps in a row that failed for no request in particular
         self._inbox: queue.SimpleQueue[tuple[Errand, Handle | None]] = queue.SimpleQueue()
         self._closed = False
         self._num_open = 0  # requests that have not ended
         self.last_submit = 0.0  # unix seconds
         self._hand_over = threading.Lock()  # nothing enters the inbox after `_closed`
-        self._worth_aborting: Handle | None = None  # whose cancel ends the decode call that runs now
-        self._yields = False  # that decode call ends when an interactive request comes
-        self._thread = threading.Thread(target=self._run, name=f"cellama-{name}", daemon=True)
-        self._thread.start()
+        self._thread = start_deep(self._run, self.pulse.name)
 
     # For callers, with generate and stream from Generating
 
@@ -94,7 +94,7 @@ class Engine(Generating):
         if not self._put("submit", handle):
             self.adapters.give_back(handle.adapters)
             raise EngineStopped("the engine is closed; the request was not taken")
-        if self._yields and request.priority <= INTERACTIVE_PRIORITY:
+        if self._forward.yields and request.priority <= INTERACTIVE_PRIORITY:
             self._backend.abort()
         self.last_submit = time.time()
         handle.add_done_callback(self._note_end)
@@ -143,7 +143,7 @@ class Engine(Generating):
 
     def _ask_to_cancel(self, handle: Handle, reason: CancelReason) -> None:
         # An abort that comes late hits the next decode call, which is tried again.
-        if not handle.done and self._put(reason, handle) and self._worth_aborting is handle:
+        if not handle.done and self._put(reason, handle) and self._forward.worth_aborting is handle:
             self._backend.abort()
 
     # The engine thread
@@ -152,10 +152,12 @@ class Engine(Generating):
         reason = "the engine was closed before the request ended"
         try:
             while self._receive():
-                self._step()
-        except Exception as error:
+                self._step_or_isolate()
+        except Exception as error:  # the boundary of the thread
             log.exception("the engine thread died")
+            self.pulse.die(repr(error))
             reason = f"the engine thread died of {error!r}; restart the worker"
+            self._telemetry.stopped()
         self._shut(EngineStopped(reason))
 
     def _shut(self, error: EngineStopped) -> None:
@@ -164,216 +166,66 @@ class Engine(Generating):
         while not self._inbox.empty():
             what, handle = self._inbox.get()
             if what == "submit" and handle is not None:
-                self._enqueue(handle)
-        for group in list(self._groups.values()):
-            self._fail(group, error)
+                self._requests.enqueue(handle)
+        self._requests.fail_all(error)
         self._output.tell()
         self._telemetry.idle()
         self._backend.close()
+        self.pulse.close()
 
     def _receive(self) -> bool:
         """Takes everything from the inbox, waiting only when there is nothing else to do; False to stop."""
         while not self._inbox.empty() or not self._scheduler.has_work:
+            self.pulse.beat("save")
             if self._inbox.empty() and self._cache.save_one_idle():
                 continue  # states go to RAM while nobody waits for a step
+            self.pulse.rest()
             what, handle = self._inbox.get()
             if what == "stop" or handle is None:
                 return False
+            self.pulse.beat(what, (handle.request.id,))
             if what == "submit":
-                self._enqueue(handle)
-            elif handle in self._groups:
-                self._end_all(self._groups[handle], what)
+                self._requests.enqueue(handle)
+            else:
+                self._requests.end_if_there(handle, what)
             if not self._scheduler.has_work:
                 self._output.tell()
                 self._telemetry.idle()
         return True
 
-    def _enqueue(self, handle: Handle) -> None:
-        request = handle.request
-        assert request.submitted_at is not None
-        seed = request.sampling.seed
-        seed = secrets.randbelow(MAX_SEED + 1) if seed is None else seed
-        group = Group(handle)
-        self._groups[handle] = group
-        try:
-            for index in range(request.n):
-                seed_of_it, prompt = (seed + index) % (MAX_SEED + 1), list(request.prompt)
-                sequence = Sequence(request, seed_of_it, request.submitted_at, prompt, index, handle.adapters)
-                sequence.group = group
-                self._scheduler.enqueue(sequence, time.monotonic())
-                group.running.append(sequence)
-            self._resume(group)
-        except EngineError as error:
-            self._fail(group, error)
+    def _step_or_isolate(self) -> None:
+        """A step; one that fails for no request in particular is made again request by request.
 
-    def _resume(self, group: Group) -> None:
-        """Gives the sequences of a request the output that they have already; some may be at their end with it."""
-        for sequence, resumed in zip(list(group.running), group.handle.request.resume, strict=False):
-            sequence.tokens += resumed.tokens
-            sequence.logprobs += resumed.logprobs
-            sequence.num_reported = len(resumed.tokens)
-            stop = self._output.replay(sequence, resumed.tokens)
-            if stop is not None:
-                self._end(sequence, "stop", stop)
-            elif self._is_complete(sequence):
-                self._end(sequence, "length")
+        Raises what fails again and again although no request alone is the cause.
+        """
+        try:
+            self._step()
+            self._num_faults = 0
+        except BackendBroken:
+            raise
+        except Exception:
+            self._num_faults += 1
+            if self._num_faults > MAX_FAULTS:
+                raise
+            log.exception("a step failed in a way that nobody foresaw; its requests are tried one by one")
+            self._forward.isolate()
 
     def _step(self) -> None:
+        self.pulse.beat("step")
         started, cpu_started = time.monotonic(), time.thread_time()
         for sequence in self._scheduler.line.expired(started):
-            self._end_all(sequence.group, "timeout")
-        for sequence in self._scheduler.admit(started):
-            self._start(sequence)
-        chunks = self._scheduler.schedule(started)
+            self._requests.end(sequence.group, "timeout")
+        for sequence in self._scheduler.admit(started, lambda one, error: self._requests.fail(one.group, error)):
+            self._requests.start(sequence)
+        chunks: list[Chunk] = []
         eval_s = 0.0
-        for part in passes_of(chunks, self._scheduler.slots, unified=self._backend.unified):
-            eval_s += self._forward(part)
+        planned = self._scheduler.schedule(started)
+        for part in passes_of(planned, self._scheduler.slots, unified=self._backend.unified):
+            work = self._forward.run(part)
+            chunks += work.chunks
+            eval_s += work.seconds
             self._output.tell()
         self._output.tell()  # also of a step without a pass, in which requests came to their end
         step_s = time.monotonic() - started
-        self._scheduler.observe(sum(len(chunk.tokens) for chunk in chunks), eval_s)
+        self._scheduler.strategy.observe(sum(len(chunk.tokens) for chunk in chunks), eval_s)
         self._telemetry.step(chunks, eval_s, step_s, step_s - (time.thread_time() - cpu_started))
-
-    def _start(self, sequence: Sequence) -> None:
-        request = sequence.request
-        if sequence.sampler is not None:
-            return  # it was preempted, and goes on
-        try:
-            sequence.sampler = self._backend.new_sampler(
-                request.sampling,
-                sequence.seed,
-                sequence.tokens,
-                ban_end=request.ignore_eos,
-                num_chosen=sequence.num_output,
-                num_unbound=0 if sequence.reply is None else sequence.reply.num_unbound,
-            )
-        except EngineError as error:
-            self._fail(sequence.group, error)
-            return
-        if sequence.index == 0:
-            assert sequence.slot is not None
-            started = Started(request.id, sequence.slot, sequence.num_prompt, sequence.num_cached, sequence.seed)
-            self._output.emit(sequence.group.handle, started)
-
-    def _forward(self, chunks: list[Chunk]) -> float:
-        """Decodes and samples; returns the seconds inside decode. A failure is traced to its request."""
-        chunks = [chunk for chunk in chunks if self._stands(chunk)]  # not that of a request that just ended elsewhere
-        if not chunks:
-            return 0.0
-        self._worth_aborting = self._main_request(chunks)
-        self._yields = self._is_long_bulk(chunks)
-        first = self._scheduler.slots[chunks[0].slot]
-        started = time.monotonic()
-        try:
-            self._backend.decode(chunks, first.adapters if first is not None else ())
-        except DecodeError as error:
-            return time.monotonic() - started + self._recover(chunks, error)
-        finally:
-            self._worth_aborting, self._yields = None, False
-        now = time.monotonic()
-        decoded = [(self._scheduler.computed(chunk), chunk) for chunk in chunks]
-        for sequence, chunk in decoded:
-            sequence.failures_alone = 0
-            if chunk.samples and sequence.slot is not None:  # None: it ended with another one of its request
-                self._sample(sequence, chunk.slot, now)
-        return now - started
-
-    def _main_request(self, chunks: list[Chunk]) -> Handle | None:
-        """The request that most of the batch is computed for: without it the others are better served anew."""
-        largest = max(chunks, key=lambda chunk: len(chunk.tokens))
-        if 2 * len(largest.tokens) <= sum(len(chunk.tokens) for chunk in chunks):
-            return None
-        sequence = self._scheduler.slots[largest.slot]
-        return sequence.group.handle if sequence is not None and self._backend.partial_reuse else None
-
-    def _is_long_bulk(self, chunks: list[Chunk]) -> bool:
-        """True for a pass that is worth giving up for somebody who waits for each token."""
-        if not self._backend.partial_reuse or not self._scheduler.may_yield(sum(len(chunk.tokens) for chunk in chunks)):
-            return False
-        served = [self._scheduler.slots[chunk.slot] for chunk in chunks]
-        return all(sequence is not None and sequence.request.priority > INTERACTIVE_PRIORITY for sequence in served)
-
-    def _recover(self, chunks: list[Chunk], error: DecodeError) -> float:
-        """Puts the slots back to where they were, then tries each alone: only what fails alone is failed."""
-        for chunk in chunks:
-            self._scheduler.undo(chunk)
-        if error.code == ABORTED:
-            return 0.0
-        if error.code == NO_ROOM and self._backend.unified and self._scheduler.make_room(1, time.monotonic()):
-            return 0.0  # the next step tries with what is left
-        if len(chunks) > 1:
-            log.warning("%s for a batch of %d requests; trying them one by one", error, len(chunks))
-            return sum(self._forward([chunk]) for chunk in chunks)
-        sequence = self._scheduler.slots[chunks[0].slot]
-        assert sequence is not None
-        sequence.failures_alone += 1
-        if sequence.failures_alone >= ATTEMPTS_ALONE:
-            failure = DecodeFailed(f"{error} for this request alone; the others were not affected")
-            self._fail(sequence.group, failure)
-        return 0.0
-
-    def _stands(self, chunk: Chunk) -> bool:
-        """True if the chunk is still what its slot has to compute next."""
-        sequence = self._scheduler.slots[chunk.slot]
-        return sequence is not None and sequence.num_computed == chunk.position
-
-    def _sample(self, sequence: Sequence, slot: int, now: float) -> None:
-        assert sequence.sampler is not None
-        try:
-            forced = None if sequence.reply is None else sequence.reply.forced_token
-            token, logprob = sequence.sampler.sample(slot, forced)
-        except EngineError as error:
-            self._fail(sequence.group, error)
-            return
-        if logprob is not None:
-            sequence.logprobs.append(logprob)
-        self._take(sequence, token, now)
-
-    def _take(self, sequence: Sequence, token: int, now: float) -> None:
-        """Accounts a sampled token: text, stop strings, end."""
-        sequence.last_token_at = now
-        if sequence.first_token_at is None:
-            sequence.first_token_at = now
-        if self._vocabulary.is_end(token):
-            del sequence.logprobs[sequence.num_output :]
-            return self._end(sequence, "stop")
-        sequence.tokens.append(token)
-        self._telemetry.token()
-        stop = self._output.take(sequence, token)
-        if stop is not None:
-            return self._end(sequence, "stop", stop)
-        return self._end(sequence, "length") if self._is_complete(sequence) else None
-
-    def _is_complete(self, sequence: Sequence) -> bool:
-        return sequence.num_output >= sequence.request.max_tokens or self._scheduler.is_full(sequence)
-
-    def _end_all(self, group: Group, reason: FinishReason) -> None:
-        for sequence in list(group.running):
-            self._end(sequence, reason)
-
-    def _end(self, sequence: Sequence, reason: FinishReason, stop_sequence: str | None = None) -> None:
-        """Ends one sequence; its request ends with the last of them."""
-        self._output.finish(sequence, stopped=stop_sequence is not None)
-        group = sequence.group
-        group.finished.append(sequence.completion(reason, stop_sequence, time.monotonic()))
-        self._free(sequence)
-        if not group.running:
-            self._close_group(group, Finished(sequence.request.id, completion=group.completion()))
-
-    def _fail(self, group: Group, error: EngineError) -> None:
-        for sequence in list(group.running):
-            self._free(sequence, keep=False)
-        self._close_group(group, Finished(group.handle.request.id, error=error))
-
-    def _free(self, sequence: Sequence, *, keep: bool = True) -> None:
-        """The only way out: slot and sampler are free before anybody hears of it."""
-        sequence.group.running.remove(sequence)
-        self._scheduler.release(sequence, keep=keep)
-        sequence.slot = None
-        if sequence.sampler is not None:
-            sequence.sampler.close()
-
-    def _close_group(self, group: Group, event: Finished) -> None:
-        del self._groups[group.handle]
-        self._telemetry.request(group.handle.request, event.completion, time.monotonic())
-        self._output.emit(group.handle, event)

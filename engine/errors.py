@@ -16,6 +16,7 @@
     ├── ModelBusy               the model is in use and can't be unloaded now
     ├── QueueFull               the engine's waiting line is at its limit
     ├── DecodeFailed            llama.cpp refused this request's tokens
+    ├── RequestFailed           something that nobody foresaw went wrong for this request
     ├── GrammarFailed           grammar, biases and ignore_eos together allow no token
     ├── EmbeddingCancelled      somebody cancelled an embedding (a generation ends as `cancelled` instead)
     └── EngineStopped           the engine closed, or its thread died
@@ -118,6 +119,10 @@ class QueueFull(EngineError):
 class DecodeFailed(EngineError):
     code = "decode_failed"
     retryable = True
+
+
+class RequestFailed(EngineError):
+    code = "internal_error"
 
 
 class GrammarFailed(EngineError):

@@ -11,7 +11,7 @@ from .reply import Kind
 from .tool_calls import ToolCall
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout"]
-Phase = Literal["idle", "prefilling", "generating"]
+Phase = Literal["idle", "prefilling", "generating", "stopped"]  # stopped: its thread died, it takes nothing
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,12 +105,17 @@ class FakeBackend:
         self.cells[target] = copied if self.unified and self.partial_reuse else [Cell(cell.token) for cell in copied]
         return self.trim(source, len(self.cells[source])) and len(self.cells[target]) == num_tokens
 
+    def state_bytes(self, slot: int) -> int:
+        return len(self.cells[slot])
+
     def save(self, slot: int) -> FakeState:
         return FakeState(tuple(cell.token for cell in self.cells[slot]))
 
     def restore(self, slot: int, data: FakeState, num_tokens: int) -> bool:
         if self.cells[slot]:
             raise AssertionError(f"slot {slot} is not empty")
+        if self.num_used() + len(data.tokens) > self.n_cells:
+            return False
         self.cells[slot] = [Cell(token) for token in data.tokens]
         return self.trim(slot, num_tokens)
 

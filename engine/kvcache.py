@@ -7,6 +7,7 @@ Engine thread only.
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,10 @@ from typing import Any, Protocol
 from .cells import Cells
 from .prefix import PrefixIndex, Tokens
 
+log = logging.getLogger(__name__)
+
 MOVE_COST_TOKENS = 16  # a copy or a restore takes about as long as so many tokens of prefill
+MOVED_PER_TOKEN = 32  # and as one more for so many that are moved: between 20 and 80, by model and length of the stream
 WORTH_SAVING_TOKENS = 64  # fewer are faster computed again than kept
 
 
@@ -34,6 +38,10 @@ class KvMemory(Protocol):
 
     def copy(self, source: int, target: int, num_tokens: int) -> bool:
         """Gives the empty slot `target` the first positions of `source`. False: `target` is still empty."""
+        ...
+
+    def state_bytes(self, slot: int) -> int:
+        """The `nbytes` of what `save` would give."""
         ...
 
     def save(self, slot: int) -> Any:
@@ -116,7 +124,7 @@ class KvCache:
         return ((source, min(n, limit)) for source, n in self._index.matches(tokens, scope))
 
     def _usable(self, source: Source, shared: int) -> int:
-        held = source.num_tokens if isinstance(source, SavedState) else self.cells.of(source)
+        held = self._held(source)
         if self.memory.partial_reuse:
             return min(shared, held)
         return held if held <= shared else 0
@@ -129,14 +137,24 @@ class KvCache:
 
     def plan(self, tokens: Sequence[int], scope: Hashable, idle: Sequence[int], liked: int | None = None) -> Plan:
         """The cheapest way to place a sequence in one of the `idle` slots, the `liked` one if no prefix decides."""
-        best = max(self.longest(tokens, scope), key=lambda match: _gain(match[0], match[1], idle), default=None)
-        if best is None or _gain(*best, idle) <= 0:
+        best = max(self.longest(tokens, scope), key=lambda match: self._gain(match[0], match[1], idle), default=None)
+        if best is None or self._gain(best[0], best[1], idle) <= 0:
             return Plan(self._cheapest(idle, liked), None, 0)
         source, count = best
         if isinstance(source, int) and source in idle and self._may_overwrite(source, count, idle):
             return Plan(source, source, count)
         others = [slot for slot in idle if slot != source]
         return Plan(self._cheapest(others, liked), source, count) if others else Plan(idle[0], None, 0)
+
+    def _gain(self, source: Source, count: int, idle: Sequence[int]) -> int:
+        """Tokens of prefill that are saved. A state is moved as a whole, however little of it is taken over."""
+        if isinstance(source, int) and source in idle:
+            return count
+        moved = 0 if self._shares(source) else self._held(source)
+        return count - MOVE_COST_TOKENS - moved // MOVED_PER_TOKEN
+
+    def _held(self, source: Source) -> int:
+        return source.num_tokens if isinstance(source, SavedState) else self.cells.of(source)
 
     def _may_overwrite(self, slot: int, count: int, idle: Sequence[int]) -> bool:
         """True if continuing in the slot loses less than it takes over, or there is no other place."""
@@ -166,6 +184,8 @@ class KvCache:
     def missing_cells(self, plan: Plan, num_tokens: int) -> int:
         """Cells that `num_tokens` positions would need beyond those that are free once the plan is carried out."""
         source = plan.source
+        if isinstance(source, SavedState):
+            num_tokens = max(num_tokens, source.num_tokens)  # it comes back whole before it is cut
         saved_by_sharing = (
             plan.num_tokens if source == plan.slot or (source is not None and self._shares(source)) else 0
         )
@@ -199,15 +219,29 @@ class KvCache:
         return kept
 
     def _bring(self, plan: Plan) -> int:
+        """Fills the empty slot of a plan; what can't be taken over is computed, so nothing is lost but time."""
+        try:
+            return self._restore(plan) if isinstance(plan.source, SavedState) else self._copy(plan)
+        except Exception:  # no memory for the buffers, for instance
+            log.exception("a state could not be taken over; it is computed again")
+            self.wipe(plan.slot)
+            return 0
+
+    def _restore(self, plan: Plan) -> int:
         source, slot, count = plan.source, plan.slot, plan.num_tokens
-        if isinstance(source, SavedState):
-            if not self.memory.restore(slot, source.data, count):
-                self._forget(source)  # a damaged state is a miss, never a wrong text
-                return 0
-            self.cells.extend(slot, count)
-            self.counters.hits_ram += 1
-            return count
-        if source is None or not self.memory.copy(source, slot, count):
+        assert isinstance(source, SavedState)
+        if self.memory.unified and source.num_tokens > self.cells.free:
+            return 0  # it has no room just now
+        if not self.memory.restore(slot, source.data, count):
+            self._forget(source)  # a damaged state is a miss, never a wrong text
+            return 0
+        self.cells.extend(slot, count)
+        self.counters.hits_ram += 1
+        return count
+
+    def _copy(self, plan: Plan) -> int:
+        source, slot, count = plan.source, plan.slot, plan.num_tokens
+        if source is None or isinstance(source, SavedState) or not self.memory.copy(source, slot, count):
             return 0
         self._copy_cells(source, slot, count)
         self.counters.hits_copy += 1
@@ -256,20 +290,27 @@ class KvCache:
         self._scopes.pop(slot, None)
         self.truncate(slot, 0)
 
+    def wipe(self, slot: int) -> None:
+        """Empties a slot of which nobody knows what it holds."""
+        self._unsaved.pop(slot, None)
+        self._index.remove(slot)
+        self._scopes.pop(slot, None)
+        self.truncate(slot, 0)
+
     def reclaim(self, idle: Iterable[int], missing: int) -> bool:
-        """Empties idle slots until `missing` cells are free; False if that is not enough.
+        """Empties idle slots until `missing` cells are free; False, and nothing is emptied, if they don't have so many.
 
         Those that nobody in the waiting line wants go first, and of them the longest unused.
         """
-        if missing <= 0:
-            return True
-        for slot in sorted(idle, key=lambda slot: (self._is_wanted(slot), self._last_used[slot])):
-            if missing <= 0:
+        slots = sorted(idle, key=lambda slot: (self._is_wanted(slot), self._last_used[slot])) if missing > 0 else []
+        if missing > self.cells.freed_by(slots):
+            return False
+        wanted = self.cells.free + missing
+        for slot in slots:
+            if self.cells.free >= wanted:
                 break
-            before = self.cells.free
             self.clear(slot)
-            missing -= self.cells.free - before
-        return missing <= 0
+        return True
 
     # RAM
 
@@ -278,13 +319,20 @@ class KvCache:
         self._unsaved.pop(slot, None)
         if not self.ram_bytes or len(tokens) < WORTH_SAVING_TOKENS or self._is_saved(tokens, scope):
             return
-        state = SavedState(len(tokens), scope, self.memory.save(slot))
-        if state.num_bytes > self.ram_bytes:
+        try:
+            self._save(slot, tokens, scope)
+        except Exception:  # no memory for it, for instance
+            log.exception("the state of a slot could not be saved; it is computed again when somebody needs it")
+
+    def _save(self, slot: int, tokens: Sequence[int], scope: Hashable) -> None:
+        size = self.memory.state_bytes(slot)
+        if size > self.ram_bytes:
             return
         self._forget_shorter(tokens, scope)
-        while self.ram_used_bytes + state.num_bytes > self.ram_bytes:
+        while self.ram_used_bytes + size > self.ram_bytes:  # before the copy: both together are more than the quota
             self._forget(next(iter(self._saved)))
             self.counters.evictions += 1
+        state = SavedState(len(tokens), scope, self.memory.save(slot))
         self._saved[state] = None
         self.ram_used_bytes += state.num_bytes
         self._index.insert(state, tokens, scope)
@@ -327,8 +375,3 @@ class KvCache:
             del self._saved[state]
             self.ram_used_bytes -= state.num_bytes
             self._index.remove(state)
-
-
-def _gain(source: Source, count: int, idle: Sequence[int]) -> int:
-    stays = isinstance(source, int) and source in idle
-    return count if stays else count - MOVE_COST_TOKENS

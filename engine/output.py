@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 from .backend import Vocabulary
@@ -10,6 +11,8 @@ from .handle import Handle
 from .reply import Kind, Part
 from .sequence import Sequence
 from .text import StopMatch
+
+log = logging.getLogger(__name__)
 
 HELD_BACK_TOKENS = 16  # after so many without final text they are told all the same, so that another can go on
 
@@ -63,7 +66,10 @@ class Output:
             return
         events, self._events = tuple(self._events), []
         for listener in self.listeners:
-            listener(events)
+            try:
+                listener(events)
+            except Exception:  # other people's code, on the engine thread
+                log.exception("a listener failed; it is called again with the next events")
 
     def _text_after(self, sequence: Sequence, token: int) -> str | StopMatch:
         if sequence.reply is None:

@@ -256,7 +256,7 @@ class EngineOptions:
     n_batch: int = 2048  # token budget of a step, as far as n_ubatch goes
     n_ubatch: int | None = None  # tokens of one pass inside llama.cpp; a step is one pass; `pass_tokens` has the number
     chunk_size: int = 512  # prompt tokens per slot and step, at most
-    max_queue: int = 0  # waiting requests; 0 = unlimited
+    max_queue: int = 0  # requests that wait because no slot is free for them; 0 = unlimited
     threads: int | None = None  # None = the cores this process may use
     n_gpu_layers: int = -1  # -1 = all; without a GPU build it means nothing
     flash_attention: FlashAttention = "auto"

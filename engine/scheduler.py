@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from .errors import PromptTooLong
@@ -10,7 +11,7 @@ from .kvcache import KvCache, Plan
 from .line import WaitingLine, rank_if_preempted
 from .rotation import Rotation, place_for
 from .sequence import Sequence, State
-from .strategies import INTERACTIVE_PRIORITY, Share, SlotView, Strategy
+from .strategies import INTERACTIVE_PRIORITY, Guarded, SlotView, Strategy
 
 WORTH_WAITING_TOKENS = 64  # a prefix shorter than this is computed twice rather than waited for
 MAX_PASSED_OVER = 64  # sequences that wait for a prefix, beyond which the line is not searched for others
@@ -29,13 +30,16 @@ class Chunk:
     decode: bool = False  # one generated token, not a part of the prompt
 
 
+OnFailure = Callable[[Sequence, Exception], None]
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What a step and the waiting line may hold."""
 
     budget: int  # tokens of a step
     chunk_size: int  # prompt tokens of one slot in a step
-    max_queue: int = 0  # 0 = unlimited
+    max_queue: int = 0  # requests that can't have a slot at once; 0 = unlimited
 
 
 class Scheduler:
@@ -43,9 +47,7 @@ class Scheduler:
 
     def __init__(self, limits: Limits, strategy: Strategy, cache: KvCache) -> None:
         self.limits = limits
-        self.strategy = strategy
-        self.observe: Callable[[int, float], None] = getattr(strategy, "observe", lambda num_tokens, seconds: None)
-        self.may_yield: Callable[[int], bool] = getattr(strategy, "may_yield", lambda num_tokens: False)
+        self.strategy = Guarded(strategy)
         self.cache = cache
         self.slots: list[Sequence | None] = [None] * cache.memory.n_slots
         self.line = WaitingLine(limits.max_queue)
@@ -65,31 +67,40 @@ class Scheduler:
     def enqueue(self, sequence: Sequence, now: float) -> None:
         """Puts a new sequence into the waiting line. Raises PromptTooLong, QueueFull."""
         self.check(sequence.num_prompt)
-        self.line.join(sequence, now)
+        self.line.join(sequence, now, num_idle=self.slots.count(None))
 
     # Admission and preemption
 
-    def admit(self, now: float) -> list[Sequence]:
+    def admit(self, now: float, on_failure: OnFailure | None = None) -> list[Sequence]:
         """Gives slots to waiting sequences, the most urgent first, each with the longest prefix that there is.
 
         A sequence whose prefix somebody else is computing right now is passed over until that is done. A sequence
-        that is less urgent than one in the line loses its slot to it.
+        that is less urgent than one in the line loses its slot to it. One for which that fails in a way that nobody
+        foresaw has no slot, and is given to `on_failure`, which releases it.
         """
         admitted: list[Sequence] = []
         passed_over: list[Sequence] = []
         while len(passed_over) < MAX_PASSED_OVER and (sequence := self.line.pop()) is not None:
-            if self._prefix_is_coming(sequence):
-                passed_over.append(sequence)
-                continue
-            plan = self._room_for(sequence, now)
-            if plan is None:
-                passed_over.append(sequence)
-                break
-            self._place(sequence, plan, now)
-            admitted.append(sequence)
+            try:
+                if self._prefix_is_coming(sequence):
+                    passed_over.append(sequence)
+                    continue
+                plan = self._room_for(sequence, now)
+                if plan is None:
+                    passed_over.append(sequence)
+                    break
+                self._place(sequence, plan, now)
+            except Exception as error:
+                if on_failure is None:
+                    raise
+                on_failure(sequence, error)
+            else:
+                admitted.append(sequence)
         for sequence in passed_over:
             self.line.put_back(sequence)
-        return admitted
+        return [
+            sequence for sequence in admitted if sequence.slot is not None
+        ]  # another of its request may have failed
 
     def _prefix_is_coming(self, sequence: Sequence) -> bool:
         """True while another slot computes a prefix that this sequence could take over a moment later."""
@@ -103,27 +114,44 @@ class Scheduler:
             holder = self.slots[slot]
             if length < ready + WORTH_WAITING_TOKENS:
                 break  # the longest come first
-            if holder is not None and _will_compute(holder, length):
+            if holder is not None and _will_compute(holder, length) and self._can_be_taken(holder, length):
                 sequence.waits_for = (holder, length)
                 return True
         return False
 
+    def _can_be_taken(self, holder: Sequence, length: int) -> bool:
+        """True if the first tokens of a slot can be taken over once they are computed, or all that it has then."""
+        return self.cache.memory.partial_reuse or length == len(holder.tokens)
+
     def _room_for(self, sequence: Sequence, now: float) -> Plan | None:
-        """A place for the sequence, for which others may lose theirs; None if it has to wait."""
+        """A place for the sequence, for which others may lose theirs; None, and nobody does, if it has to wait."""
         while True:
             idle = [slot for slot, holder in enumerate(self.slots) if holder is None]
-            if idle:
-                plan = self.cache.plan(sequence.tokens, sequence.scope, idle, self._place_for(sequence))
-                missing = self.cache.missing_cells(plan, self._cells_wanted(sequence))
-                others = [slot for slot in idle if slot not in (plan.slot, plan.source)]
-                if missing <= 0 or self.cache.reclaim(others, missing):
-                    return plan
-                if len(idle) == len(self.slots):  # nobody runs, so a prompt that `check` let pass fits
-                    return Plan(plan.slot, None, 0) if self.cache.reclaim(idle, missing) else plan
-            victim = self._less_urgent_than(sequence, now)
-            if victim is None:
+            if idle and (plan := self._plan_that_fits(sequence, idle)) is not None:
+                return plan
+            victims = self._less_urgent_than(sequence, now)
+            if not victims or not self._would_fit(sequence, idle, victims):
                 return None
-            self.preempt(victim, now)
+            self.preempt(victims[0], now)
+
+    def _plan_that_fits(self, sequence: Sequence, idle: list[int]) -> Plan | None:
+        """Where the sequence goes with the cells that it needs, for which idle slots may be emptied."""
+        plan = self.cache.plan(sequence.tokens, sequence.scope, idle, self._place_for(sequence))
+        wanted = self._cells_wanted(sequence)
+        others = [slot for slot in idle if slot not in (plan.slot, plan.source)]
+        if self.cache.reclaim(others, self.cache.missing_cells(plan, wanted)):
+            return plan
+        anew = Plan(plan.slot, None, 0)
+        if self.cache.reclaim(idle, wanted - self.cache.cells.free):
+            return anew
+        # Nobody runs, so a prompt that `check` let pass fits; what is kept for growth is not needed.
+        return anew if len(idle) == len(self.slots) and self.cache.reclaim(idle, len(sequence.tokens)) else None
+
+    def _would_fit(self, sequence: Sequence, idle: list[int], victims: list[Sequence]) -> bool:
+        """True if there are cells enough once all victims have lost their slots."""
+        slots = idle + [victim.slot for victim in victims if victim.slot is not None]
+        cells = self.cache.cells
+        return self._cells_wanted(sequence, victims) <= cells.free + cells.freed_by(slots)
 
     def _place_for(self, sequence: Sequence) -> int | None:
         """The slot beside others with the same adapters; any will do while all have the same."""
@@ -131,27 +159,27 @@ class Scheduler:
             return None
         return place_for(sequence.adapters, [None if s is None else s.adapters for s in self.slots])
 
-    def _cells_wanted(self, sequence: Sequence) -> int:
+    def _cells_wanted(self, sequence: Sequence, victims: Seq[Sequence] = ()) -> int:
+        """Cells that have to be free for the sequence, and for what runs beside it without the victims."""
         if not self.cache.memory.unified:
             return 0  # each slot has its own
-        running = sum(1 for holder in self.slots if holder is not None)
-        return len(sequence.tokens) + 1 + GROWTH_TOKENS * running
+        others = [holder for holder in self.slots if holder is not None and holder not in victims]
+        return len(sequence.tokens) + 1 + sum(GROWTH_TOKENS + other.num_pending for other in others)
 
-    def _less_urgent_than(self, sequence: Sequence, now: float) -> Sequence | None:
-        """The running sequence that should rather wait, if there is one.
+    def _less_urgent_than(self, sequence: Sequence, now: float) -> list[Sequence]:
+        """The running sequences that should rather wait, the least urgent first.
 
         The line's order decides, in which only time spent waiting makes a sequence older: so an urgent one takes
         the slot of a bulk one, but not again and again from one that has waited long.
         """
-        victim = self._victim()
-        if victim is None or victim.request.priority <= sequence.request.priority:
-            return None
-        return victim if rank_if_preempted(victim, now) > sequence.rank else None
+        victims = [s for s in self.slots if s is not None and s.request.priority > sequence.request.priority]
+        victims = [s for s in victims if rank_if_preempted(s, now) > sequence.rank]
+        return sorted(victims, key=_expendable, reverse=True)
 
     def _victim(self) -> Sequence | None:
         """The least urgent running sequence, and of these the youngest."""
         running = [s for s in self.slots if s is not None]
-        return max(running, key=lambda s: (s.request.priority, s.admitted_at or 0.0, s.order), default=None)
+        return max(running, key=_expendable, default=None)
 
     def preempt(self, sequence: Sequence, now: float) -> None:
         """Takes the slot away. The sequence waits again, with its cells saved if the quota allows it."""
@@ -166,7 +194,11 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _place(self, sequence: Sequence, plan: Plan, now: float) -> None:
-        sequence.num_computed = self.cache.place(plan, sequence.tokens, sequence.scope)
+        try:
+            sequence.num_computed = self.cache.place(plan, sequence.tokens, sequence.scope)
+        except Exception:
+            self.cache.wipe(plan.slot)
+            raise
         if sequence.admitted_at is None:
             sequence.admitted_at = now
             sequence.num_cached = sequence.num_computed
@@ -178,13 +210,14 @@ class Scheduler:
 
     # The batch of a step
 
-    def schedule(self, now: float) -> list[Chunk]:
+    def schedule(self, now: float, only: int | None = None) -> list[Chunk]:
         """The batch of this step in order of slots, all with the same adapters; empty when no slot is busy.
 
         When the cells do not suffice for it, idle slots are emptied; then one running sequence after another waits.
+        With `only` the batch is for this slot alone.
         """
         while True:
-            chunks = self._build_batch(now)
+            chunks = self._build_batch(now, only)
             missing = sum(len(chunk.tokens) for chunk in chunks) - self.cache.cells.free
             if missing <= 0 or not self.cache.memory.unified or not self.make_room(missing, now):
                 return chunks
@@ -192,21 +225,20 @@ class Scheduler:
     def make_room(self, missing: int, now: float) -> bool:
         """Frees cells for running sequences; False when only one is left, which has them all."""
         idle = [slot for slot, holder in enumerate(self.slots) if holder is None and self.cache.cells.of(slot)]
-        if idle:
-            self.cache.reclaim(idle, missing)
-            return True
+        freed = self.cache.cells.freed_by(idle)
+        if freed:
+            return self.cache.reclaim(idle, min(missing, freed))
         victim = self._victim()
         if victim is None or sum(1 for s in self.slots if s is not None) == 1:
             return False
         self.preempt(victim, now)
         return True
 
-    def _build_batch(self, now: float) -> list[Chunk]:
-        views = self._views(now)
+    def _build_batch(self, now: float, only: int | None) -> list[Chunk]:
+        views = self._views(now) if only is None else [_view(s) for s in [self.slots[only]] if s is not None]
         if not views:
             return []
         shares = self.strategy.build_batch(views, self.limits.budget, self.limits.chunk_size, self.num_waiting)
-        self._check_shares(shares, views)
         return [self._chunk(slot, count) for slot, count in sorted(shares)]
 
     def _views(self, now: float) -> list[SlotView]:
@@ -216,16 +248,6 @@ class Scheduler:
             busy = [s for s in busy if s.adapters == turn]
         busy.sort(key=_prefill_order)
         return [_view(s) for s in busy]
-
-    def _check_shares(self, shares: list[Share], views: list[SlotView]) -> None:
-        pending = {view.slot: min(view.num_pending, self.limits.chunk_size) for view in views}
-        for slot, count in shares:
-            allowed = pending.pop(slot, 0)  # a slot named twice has nothing left
-            if not 1 <= count <= allowed:
-                raise ValueError(f"the batch strategy gave slot {slot} {count} tokens, it may have 1 to {allowed}")
-        total = sum(count for _, count in shares)
-        if not 1 <= total <= self.limits.budget:
-            raise ValueError(f"the batch strategy chose {total} tokens, the budget is {self.limits.budget}")
 
     def _chunk(self, slot: int, count: int) -> Chunk:
         sequence = self.slots[slot]
@@ -248,8 +270,24 @@ class Scheduler:
     def undo(self, chunk: Chunk) -> None:
         """Puts a slot back to where it was before a chunk that failed; to its beginning where that can't be done."""
         sequence = self.slots[chunk.slot]
-        if sequence is not None and not self.cache.truncate(chunk.slot, chunk.position):
-            sequence.num_computed, sequence.state = 0, State.PREFILLING
+        if sequence is not None:
+            self._put_back(sequence, chunk.slot, chunk.position)
+
+    def settle(self) -> None:
+        """Puts every slot back to what its sequence has accounted, after a step that broke off anywhere."""
+        for slot, sequence in enumerate(self.slots):
+            if sequence is None:
+                continue
+            self._put_back(sequence, slot, min(sequence.num_computed, len(sequence.tokens) - 1))
+            if self.cache.cells.of(slot) != sequence.num_computed:  # nobody knows what it holds
+                self._put_back(sequence, slot, 0)
+
+    def _put_back(self, sequence: Sequence, slot: int, num_tokens: int) -> None:
+        kept = num_tokens if self.cache.truncate(slot, num_tokens) else 0
+        if kept < sequence.num_computed:
+            sequence.num_computed = kept
+            if sequence.num_pending > 1:
+                sequence.state = State.PREFILLING
 
     # The end
 
@@ -261,6 +299,7 @@ class Scheduler:
         """Ends a sequence. With `keep`, and if it may, its slot's cells wait for another one."""
         if sequence.state is State.WAITING:
             self.line.leave(sequence)
+        self.line.forget(sequence)
         sequence.state, slot = State.FINISHED, sequence.slot
         if not sequence.request.cache_prompt:
             self.cache.forget_scope(sequence.scope)
@@ -295,6 +334,11 @@ class Scheduler:
     def kv_cached_tokens(self) -> int:
         """Positions that wait in idle slots for somebody whose prompt begins alike."""
         return sum(self.cache.cells.of(slot) for slot, holder in enumerate(self.slots) if holder is None)
+
+
+def _expendable(sequence: Sequence) -> tuple[int, float, int]:
+    """Larger for what should rather give up its slot: the less urgent, then the younger."""
+    return sequence.request.priority, sequence.admitted_at or 0.0, sequence.order
 
 
 def _will_compute(sequence: Sequence, length: int) -> bool:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import math
+import operator
 import sys
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from .errors import InvalidRequest, nearest
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +35,7 @@ Share = tuple[int, int]  # slot, number of its pending tokens in this step's bat
 
 
 class Strategy(Protocol):
-    """A pure function of the slots; the scheduler checks what it returns."""
+    """A pure function of the slots. One that fails, or chooses what is not allowed, is replaced by the default one."""
 
     def build_batch(self, slots: Seq[SlotView], budget: int, chunk_size: int, queue_depth: int) -> list[Share]:
         """The shares of this step, each slot at most once, together at most `budget` tokens.
@@ -156,6 +162,56 @@ def _largest_equal_size(needs: list[int], budget: int) -> int:
             return fair
         budget -= need
     return max(needs)
+
+
+class Guarded:
+    """A strategy, and after its first mistake the default one in its place: it must not stop everybody's engine."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self.current = strategy
+
+    def build_batch(self, slots: Seq[SlotView], budget: int, chunk_size: int, queue_depth: int) -> list[Share]:
+        """What the strategy chooses, checked."""
+
+        def choose(strategy: Strategy) -> list[Share]:
+            shares = strategy.build_batch(list(slots), budget, chunk_size, queue_depth)
+            return _checked(shares, slots, budget, chunk_size)
+
+        return self._ask(choose)
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """Tells the strategy what a step took, if it wants to know."""
+        self._ask(lambda strategy: getattr(strategy, "observe", lambda *_: None)(num_tokens, seconds))
+
+    def may_yield(self, num_tokens: int) -> bool:
+        """Whether a pass over so many tokens is to be given up when an interactive request comes."""
+        return self._ask(lambda strategy: bool(getattr(strategy, "may_yield", lambda _: False)(num_tokens)))
+
+    def _ask(self, question: Callable[[Strategy], T]) -> T:
+        try:
+            return question(self.current)
+        except Exception:  # a user's code, on the thread that serves all
+            if isinstance(self.current, DecodeMaximal):
+                raise
+            successor = DecodeMaximal() if isinstance(self.current, Adaptive) else Adaptive()
+            names = type(self.current).__name__, type(successor).__name__
+            log.exception("batch strategy %s failed; %s batches in its place from now on", *names)
+            self.current = successor
+        return self._ask(question)
+
+
+def _checked(shares: Seq[Share], views: Seq[SlotView], budget: int, chunk_size: int) -> list[Share]:
+    """The shares as whole numbers. Raises ValueError or TypeError for what can't be a batch."""
+    pending = {view.slot: min(view.num_pending, chunk_size) for view in views}
+    whole = [(operator.index(slot), operator.index(count)) for slot, count in shares]
+    for slot, count in whole:
+        allowed = pending.pop(slot, 0)  # a slot named twice has nothing left
+        if not 1 <= count <= allowed:
+            raise ValueError(f"it gave slot {slot} {count} tokens, which may have 1 to {allowed}")
+    total = sum(count for _, count in whole)
+    if not 1 <= total <= budget:
+        raise ValueError(f"it chose {total} tokens, the budget is {budget}")
+    return whole
 
 
 STRATEGIES: dict[str, type[Strategy]] = {

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, TypeVar
 
 from .events import Completion, EngineSnapshot, Phase, RequestStats, StepStats, Usage
 from .params import Request
 from .scheduler import Chunk, Scheduler
 from .sequence import State
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 RATE_WINDOW_S = 1.0
 MEAN_WEIGHT = 0.05  # of a new value in a running mean
@@ -28,6 +32,7 @@ class Telemetry:
         self._mean_slot_s = 0.0
         self._window = (time.monotonic(), 0)  # start, generated tokens at the start
         self._renewed_at = 0.0
+        self._is_stopped = False
         self.on_step: list[Callable[[StepStats], None]] = []
         self.on_request: list[Callable[[RequestStats], None]] = []
         self.snapshot = self._snapshot()
@@ -37,8 +42,13 @@ class Telemetry:
         self._measure_rate(time.monotonic(), idle=not self._scheduler.has_work)
         self.snapshot = self._snapshot()
 
+    def stopped(self) -> None:
+        """Says from now on that nothing is served here."""
+        self._is_stopped = True
+        self.snapshot = self._snapshot()
+
     def step(self, chunks: list[Chunk], eval_s: float, step_s: float, wait_s: float) -> None:
-        """Accounts one step."""
+        """Accounts one step, by what it computed."""
         decode = sum(1 for chunk in chunks if chunk.decode)
         total = sum(len(chunk.tokens) for chunk in chunks)
         self._steps += bool(chunks)
@@ -47,8 +57,7 @@ class Telemetry:
             waiting = self._scheduler.num_waiting
             times = (eval_s * 1e3, step_s * 1e3, max(0.0, wait_s) * 1e3)
             stats = StepStats(total, decode, total - decode, len(chunks), waiting, *times)
-            for callback in self.on_step:
-                callback(stats)
+            _call(self.on_step, stats)
         now = time.monotonic()
         if now - self._renewed_at >= SNAPSHOT_S or not self._scheduler.has_work:
             self._renewed_at = now
@@ -65,9 +74,7 @@ class Telemetry:
             slot_s = max(0.0, completion.timings.duration_ms - completion.timings.queue_ms) / 1e3
             self._mean_slot_s += (slot_s - self._mean_slot_s) * (MEAN_WEIGHT if self._mean_slot_s else 1.0)
         if self.on_request:
-            stats = _request_stats(request, completion, now)
-            for callback in self.on_request:
-                callback(stats)
+            _call(self.on_request, _request_stats(request, completion, now))
 
     def token(self) -> None:
         self._generated_tokens += 1
@@ -87,6 +94,7 @@ class Telemetry:
         decoding = sum(1 for s in scheduler.slots if s is not None and s.state is State.DECODING)
         busy = sum(1 for s in scheduler.slots if s is not None)
         phase: Phase = "generating" if decoding else "prefilling" if busy else "idle"
+        phase = "stopped" if self._is_stopped else phase
         return EngineSnapshot(
             phase=phase,
             slots_total=len(scheduler.slots),
@@ -111,6 +119,15 @@ class Telemetry:
             generation_rate=self._rate,
             mean_slot_s=self._mean_slot_s,
         )
+
+
+def _call(callbacks: list[Callable[[T], None]], stats: T) -> None:
+    for callback in list(callbacks):
+        try:
+            callback(stats)
+        except Exception:  # other people's code, on the engine thread
+            log.exception("a listener of the telemetry failed and is not called again")
+            callbacks.remove(callback)
 
 
 def _request_stats(request: Request, completion: Completion | None, now: float) -> RequestStats:

@@ -76,7 +76,6 @@ class LlamaMemory:
         self.partial_reuse = not recurrent and not self._window
         self._context = context
         self._memory = lib.llama_get_memory(context)
-        self._scratch: NDArray[np.uint8] = np.empty(0, np.uint8)
 
     def trim(self, slot: int, num_tokens: int) -> bool:
         if lib.llama_memory_seq_rm(self._memory, slot, num_tokens, -1) and self._is_whole(slot, num_tokens):
@@ -98,24 +97,19 @@ class LlamaMemory:
             lib.llama_memory_seq_cp(self._memory, source, target, 0, num_tokens)
             return True
         # Between streams llama.cpp copies whole streams; the state of the used cells alone takes less time.
-        size = self._state_size(source)
-        if len(self._scratch) < size:
-            self._scratch = np.empty(size, np.uint8)
-        return self._get(source, self._scratch) and self._set(target, self._scratch[:size], num_tokens)
+        return self._set(target, self.save(source), num_tokens)
+
+    def state_bytes(self, slot: int) -> int:
+        return int(lib.llama_state_seq_get_size(self._context, slot))
 
     def save(self, slot: int) -> NDArray[np.uint8]:
-        data = np.empty(self._state_size(slot), np.uint8)
-        self._get(slot, data)
+        data = np.empty(self.state_bytes(slot), np.uint8)
+        if not lib.llama_state_seq_get_data(self._context, _pointer(data), len(data), slot):
+            raise RuntimeError(f"llama.cpp can't copy the state of slot {slot}, which has {len(data)} bytes")
         return data
 
     def restore(self, slot: int, data: NDArray[np.uint8], num_tokens: int) -> bool:
         return self._set(slot, data, num_tokens)
-
-    def _state_size(self, slot: int) -> int:
-        return int(lib.llama_state_seq_get_size(self._context, slot))
-
-    def _get(self, slot: int, data: NDArray[np.uint8]) -> bool:
-        return bool(lib.llama_state_seq_get_data(self._context, _pointer(data), len(data), slot))
 
     def _set(self, slot: int, data: NDArray[np.uint8], num_tokens: int) -> bool:
         if not lib.llama_state_seq_set_data(self._context, _pointer(data), len(data), slot):

@@ -198,21 +198,6 @@ def test_engine_lives_on_when_a_callback_fails(make_engine: MakeEngine) -> None:
     assert not engine.submit(request()).future.cancel()
 
 
-def test_engine_fails_everything_with_a_reason_when_its_thread_dies(make_engine: MakeEngine) -> None:
-    engine, backend = make_engine()
-    gate = Gate(backend)
-    handle = engine.submit(request(max_tokens=10**6))
-    assert gate.reached.wait(PATIENCE_S)
-    backend.failures.append(0)
-    backend.n_batch = -1  # the fake's assertion stands for a bug of ours
-    gate.open.set()
-    with pytest.raises(EngineStopped, match="the engine thread died"):
-        handle.result(PATIENCE_S)
-    engine.close()
-    with pytest.raises(EngineStopped, match="closed"):
-        engine.submit(request())
-
-
 def test_engine_close_ends_what_runs_and_what_waits(make_engine: MakeEngine) -> None:
     engine, backend = make_engine(FakeBackend(n_slots=1, ctx_per_slot=10**7))
     handles = [engine.submit(request(max_tokens=10**7)) for _ in range(3)]
@@ -233,16 +218,19 @@ def test_engine_refuses_at_once_what_can_never_run(make_engine: MakeEngine) -> N
         engine.generate("hi", max_token=3)
 
 
-def test_engine_refuses_more_waiting_requests_than_max_queue(make_engine: MakeEngine) -> None:
-    engine, backend = make_engine(FakeBackend(n_slots=1), max_queue=1)
+@pytest.mark.parametrize(("completions", "accepted"), [((1,) * 7, 5), ((3,), 1), ((9,), 1), ((2, 2, 1, 1), 3)])
+def test_engine_counts_only_those_that_get_no_slot_at_once_for_max_queue(
+    make_engine: MakeEngine, completions: tuple[int, ...], accepted: int
+) -> None:
+    engine, backend = make_engine(FakeBackend(n_slots=4), max_queue=1)
     gate = Gate(backend)
-    running = engine.submit(request())
-    assert gate.reached.wait(PATIENCE_S)
-    waiting, refused = engine.submit(request()), engine.submit(request())
+    handles = [engine.submit(request(f"{i}", n=n)) for i, n in enumerate(completions)]
     gate.open.set()
-    with pytest.raises(QueueFull, match="max_queue is 1"):
-        refused.result(PATIENCE_S)
-    assert [h.result(PATIENCE_S).finish_reason for h in (running, waiting)] == ["length", "length"]
+    for handle in handles[:accepted]:
+        assert handle.result(PATIENCE_S).finish_reason == "length"
+    for handle in handles[accepted:]:
+        with pytest.raises(QueueFull, match="1 requests wait already, max_queue is 1"):
+            handle.result(PATIENCE_S)
 
 
 def test_engine_stream_yields_the_text_in_pieces_and_cancels_when_left(make_engine: MakeEngine) -> None:

@@ -110,7 +110,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(len(chunk.tokens) <= self.LIMITS.chunk_size for chunk in chunks)
         assert [chunk.slot for chunk in chunks] == sorted({chunk.slot for chunk in chunks})
         assert bool(chunks) == bool(self.alive)
-        if isinstance(self.scheduler.strategy, DecodeMaximal):
+        if isinstance(self.scheduler.strategy.current, DecodeMaximal):
             decoding = {s.slot for s in self.alive if s.state is State.DECODING}
             assert decoding <= {chunk.slot for chunk in chunks if chunk.samples}
         self.alive = [s for s in self.alive if s.state is not State.FINISHED]
@@ -169,9 +169,9 @@ def test_scheduler_refuses_a_prompt_that_no_slot_can_hold() -> None:
 
 
 def test_scheduler_refuses_more_than_max_queue_and_names_it() -> None:
-    scheduler = new_scheduler(limits=Limits(8, 4, max_queue=2))
-    scheduler.enqueue(sequence(), 0)
-    scheduler.enqueue(sequence(), 0)
+    scheduler = new_scheduler(limits=Limits(8, 4, max_queue=2), n_slots=3)
+    for _ in range(5):  # three of them get slots
+        scheduler.enqueue(sequence(), 0)
     with pytest.raises(QueueFull, match="max_queue is 2"):
         scheduler.enqueue(sequence(), 0)
 
@@ -199,8 +199,10 @@ def test_scheduler_expires_waiting_and_running_sequences_once() -> None:
     assert list(scheduler.line.expired(3.0)) == []
 
 
-@pytest.mark.parametrize("shares", [[(0, 9)], [(0, 5)], [(0, 0)], [(0, 1), (0, 1)], [(2, 1)], []])
-def test_scheduler_refuses_a_batch_that_a_strategy_got_wrong(shares: list[Share]) -> None:
+@pytest.mark.parametrize(
+    "shares", [[(0, 9)], [(0, 5)], [(0, 0)], [(0, 1), (0, 1)], [(2, 1)], [], [(0, 1.5)], [0], None]
+)
+def test_scheduler_does_without_a_strategy_that_chooses_what_cannot_be(shares: list[Share]) -> None:
     class Wrong:
         def build_batch(self, slots: object, budget: int, chunk_size: int, queue_depth: int) -> list[Share]:
             return shares
@@ -208,8 +210,65 @@ def test_scheduler_refuses_a_batch_that_a_strategy_got_wrong(shares: list[Share]
     scheduler = new_scheduler(Wrong())
     scheduler.enqueue(sequence(20), 0)
     scheduler.admit(0)
-    with pytest.raises(ValueError, match="the batch strategy"):
-        scheduler.schedule(0)
+    assert [len(chunk.tokens) for chunk in scheduler.schedule(0)] == [4]
+    assert isinstance(scheduler.strategy.current, Adaptive)
+
+
+def test_ended_sequences_are_forgotten_before_their_deadlines_and_wherever_they_stood_in_line() -> None:
+    scheduler = new_scheduler(n_slots=1)
+    for place in range(200):
+        ended = sequence(timeout_s=10**6, priority=place % 10)
+        scheduler.enqueue(ended, 0)
+        scheduler.release(ended)
+    for heap in (scheduler.line._heap, scheduler.line._deadlines):
+        assert list(heap) == []
+        assert len(heap._places) < 50
+    patient = sequence(timeout_s=1)
+    scheduler.enqueue(patient, 0)
+    assert scheduler.line.waiting() == [patient]
+    assert list(scheduler.line.expired(2)) == [patient]
+
+
+@pytest.mark.parametrize("partial_reuse", [False, True])
+def test_siblings_are_admitted_together_where_they_can_take_nothing_over(partial_reuse: bool) -> None:
+    scheduler = new_scheduler(n_slots=3, ctx_per_slot=250, partial_reuse=partial_reuse)
+    siblings = [Request("r", (*range(1, 150), 200 + i)) for i in range(3)]
+    for request in siblings:
+        scheduler.enqueue(Sequence(request, 0, 0.0, list(request.prompt)), 0)
+    assert len(scheduler.admit(0)) == (1 if partial_reuse else 3)
+
+
+def test_prompt_that_goes_on_where_another_ends_waits_for_it_in_every_memory() -> None:
+    scheduler = new_scheduler(n_slots=3, ctx_per_slot=250, partial_reuse=False, limits=Limits(200, 200))
+    for length in (100, 150):
+        scheduler.enqueue(sequence(length), 0)
+    first = scheduler.admit(0)
+    assert [s.num_prompt for s in first] == [100]
+    while first[0].state is State.PREFILLING:
+        run_step(scheduler)
+    (second,) = scheduler.admit(0)
+    assert (second.num_prompt, second.num_cached) == (150, 100)
+
+
+def test_nobody_loses_the_slot_for_one_that_would_not_fit_all_the_same() -> None:
+    scheduler = new_scheduler(
+        n_slots=4, ctx_per_slot=200, unified=True, n_cells=220, n_batch=200, limits=Limits(200, 200)
+    )
+    interactive, *bulk = (sequence(length, priority) for length, priority in ((100, 3), (30, 9), (30, 9)))
+    scheduler.enqueue(interactive, 0)
+    run_step(scheduler)
+    for each in bulk:
+        scheduler.enqueue(Sequence(each.request, 0, 0.0, [7, *each.tokens[1:]]), 0)
+    while scheduler.num_waiting or any(s is not None and s.state is State.PREFILLING for s in scheduler.slots):
+        run_step(scheduler)
+    urgent = Request("u", tuple(range(50, 230)), priority=3)
+    scheduler.enqueue(Sequence(urgent, 0, 0.0, list(urgent.prompt)), 1)
+    assert scheduler.admit(1) == []
+    assert scheduler.num_preemptions == 0
+    scheduler.release(interactive)
+    interactive.slot = None
+    assert [s.request.id for s in scheduler.admit(1)] == ["u"]
+    assert scheduler.num_preemptions > 0
 
 
 VIEWS = st.lists(st.tuples(st.integers(1, 200), st.booleans(), st.integers(0, 9)), min_size=1, max_size=20).map(
