@@ -128,7 +128,7 @@ def _call_for_template(call: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(function.get("arguments"), str):
         try:
             function["arguments"] = json.loads(function["arguments"] or "{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             raise InvalidRequest(f"the arguments of tool call {function.get('name')!r} are no JSON") from None
     return {"type": "function", **call, "function": function}
 

@@ -67,8 +67,10 @@ Batch = list[tuple[EmbeddingHandle, tuple[int, ...]]]
 class Embedder:
     """Embeds texts; each batch is filled across callers, who take turns, so that a few texts never wait for many."""
 
-    def __init__(self, backend: EmbeddingBackend, name: str = "embedder") -> None:
+    def __init__(self, backend: EmbeddingBackend, name: str = "embedder", ending: tuple[int, ...] = ()) -> None:
+        """`ending` are the tokens behind every text of the vocabulary, which a text that is cut keeps."""
         self._backend = backend
+        self._ending = ending
         self._inbox: queue.SimpleQueue[EmbeddingHandle | None] = queue.SimpleQueue()
         self._waiting: deque[EmbeddingHandle] = deque()  # the next one's turn is first
         self._token_s: float | None = None  # seconds per token, as the last batches took
@@ -118,7 +120,7 @@ class Embedder:
         if dimensions is not None and not 1 <= dimensions <= self.n_embd:
             raise InvalidRequest(f"dimensions is {dimensions}; the model's vectors have {self.n_embd}")
         if truncate:
-            texts = [text[: self.max_tokens] for text in texts]
+            texts = [self._cut(text) for text in texts]
         for index, text in enumerate(texts):
             self._check(index, len(text))
         handle = EmbeddingHandle([tuple(text) for text in texts], normalize, dimensions)
@@ -130,6 +132,13 @@ class Embedder:
         self.last_submit = time.time()
         handle.future.add_done_callback(self._note_end)
         return handle
+
+    def _cut(self, text: Sequence[int]) -> Sequence[int]:
+        """The text, or so much of its beginning as leaves room for its ending."""
+        if len(text) <= self.max_tokens:
+            return text
+        ending = self._ending if tuple(text[len(text) - len(self._ending) :]) == self._ending else ()
+        return [*text[: self.max_tokens - len(ending)], *ending]
 
     def _note_end(self, _: Future[Vectors]) -> None:
         with self._hand_over:

@@ -89,7 +89,7 @@ class Model(Texts):
                 self.ctx_per_slot = backends.generation.ctx_per_slot
                 self._engine = Engine(backends.generation, self.options, name=self.id)
             if backends.embedding is not None:
-                self._embedder = Embedder(backends.embedding, name=self.id)
+                self._embedder = Embedder(backends.embedding, self.id, self._weights.ending)
             if backends.ranking is not None:
                 scoring = Embedder(backends.ranking, name=f"{self.id}-rank")
                 self._reranker = Reranker(PairFormat(self._weights), scoring)

@@ -79,7 +79,16 @@ def _call(value: Any, arguments_key: str) -> ToolCall:
         arguments, _ = _object_at(arguments, 0)
     if not isinstance(arguments, dict):
         raise NoCalls
-    return ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False))
+    try:
+        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    except ValueError:  # NaN, or 1e999
+        raise NoCalls from None
+    return ToolCall(_encodable(value["name"]), _encodable(written))
+
+
+def _encodable(text: str) -> str:
+    """The text, with U+FFFD for halves of a surrogate pair: a model may write `\\ud83d` alone, which UTF-8 has not."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _object_at(text: str, at: int) -> tuple[Any, int]:

@@ -34,6 +34,12 @@ class Backends:
             made.pop_all()
         return Backends(generation, embedding, ranking)
 
+    @property
+    def have_memory(self) -> bool:
+        """True if a context has cells or states; an encoder's has none."""
+        reading = [backend for backend in (self.embedding, self.ranking) if backend is not None]
+        return self.generation is not None or any(backend.has_memory for backend in reading)
+
     def close(self) -> None:
         """Frees the contexts. No thread may use them."""
         for backend in (self.generation, self.embedding, self.ranking):

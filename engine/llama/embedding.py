@@ -52,6 +52,11 @@ class LlamaEmbeddingBackend:
         self._memory = lib.llama_get_memory(self._context)  # None for an encoder
         self._batch = TokenBatch(self.max_tokens)
 
+    @property
+    def has_memory(self) -> bool:
+        """False for an encoder, which has no cells."""
+        return bool(self._memory)
+
     def embed(self, texts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
         self._batch.clear()
         for index, tokens in enumerate(texts):

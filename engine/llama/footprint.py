@@ -69,7 +69,8 @@ def load_contexts(model: LlamaModel, options: EngineOptions, uses: Uses) -> tupl
 def _measure(model: LlamaModel, load_log: Iterable[str], backends: Backends, weights: dict[str, Usage]) -> Footprint:
     """What a model takes with these contexts, which logged `load_log`; the largest output they can have counted."""
     usage = Counter[str](), Counter[str]()
-    for device, one in buffers.kv_and_compute(load_log, gpu_names()).items():
+    sizes = buffers.kv_and_compute(load_log, gpu_names(), with_memory=backends.have_memory)
+    for device, one in sizes.items():
         usage[0][device] += one.kv_bytes
         usage[1][device] += one.compute_bytes
     for backend in filter(None, (backends.embedding, backends.ranking)):

@@ -14,18 +14,27 @@ import llama_cpp.llama_cpp as lib
 log = logging.getLogger("cellama.engine.llama")
 _WARN, _ERROR = 3, 4  # ggml.h: ggml_log_level
 _LEVELS = {_WARN: logging.DEBUG, _ERROR: logging.WARNING}  # what matters to us is raised, with its words
-_last_errors: deque[str] = deque(maxlen=4)
-_captured = threading.local()  # .lines: list[str], while this thread captures
+MAX_ERRORS = 4
+
+
+class _OfThread(threading.local):
+    """What one thread has heard: llama.cpp logs on the thread that calls it, and several load models side by side."""
+
+    def __init__(self) -> None:
+        self.errors: deque[str] = deque(maxlen=MAX_ERRORS)
+        self.lines: list[str] | None = None  # while the thread captures
+
+
+_heard = _OfThread()
 
 
 @lib.llama_log_callback  # type: ignore[untyped-decorator]
 def _on_log(level: int, text: bytes, _user_data: ctypes.c_void_p) -> None:
     message = text.decode(errors="replace").strip()
     if level == _ERROR and message:
-        _last_errors.append(message)
-    lines = getattr(_captured, "lines", None)
-    if lines is not None:
-        lines.append(message)
+        _heard.errors.append(message)
+    if _heard.lines is not None:
+        _heard.lines.append(message)
     if level in _LEVELS and message:
         log.log(_LEVELS[level], "%s", message)
 
@@ -38,17 +47,16 @@ def install() -> None:
 @contextlib.contextmanager
 def capture() -> Iterator[list[str]]:
     """Collects every line that llama.cpp logs on this thread; other threads may load other models meanwhile."""
-    outer = getattr(_captured, "lines", None)
-    lines: list[str] = []
-    _captured.lines = lines
+    outer, lines = _heard.lines, list[str]()
+    _heard.lines = lines
     try:
         yield lines
     finally:
-        _captured.lines = outer
+        _heard.lines = outer
 
 
 def take_errors() -> str:
-    """What llama.cpp complained of since the last call, in one line."""
-    text = "; ".join(_last_errors)
-    _last_errors.clear()
+    """What llama.cpp complained of on this thread since its last call, in one line."""
+    text = "; ".join(_heard.errors)
+    _heard.errors.clear()
     return text

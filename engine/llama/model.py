@@ -100,6 +100,12 @@ class LlamaModel:
     def end_tokens(self) -> frozenset[int]:
         return self._ends
 
+    @functools.cached_property
+    def ending(self) -> tuple[int, ...]:
+        """The tokens that `tokenize` puts behind every text: an EOS or SEP, which some poolings read; often none."""
+        around = self.tokenize("")
+        return tuple(around[1:] if lib.llama_vocab_get_add_bos(self.vocab) else around)
+
     def special_text(self, which: str) -> str:
         """The text of the `bos` or `eos` token as templates write it, empty if the model has none."""
         token = {"bos": lib.llama_vocab_bos, "eos": lib.llama_vocab_eos}[which](self.vocab)

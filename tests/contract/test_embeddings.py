@@ -89,6 +89,15 @@ def test_vectors_of_tokens_are_shortened_and_normalized_one_by_one(manager: Mode
         assert np.abs(vector - expected).max() < TOLERANCE
 
 
+def test_text_that_is_cut_still_ends_in_its_separator(manager: ModelManager, folder: Path) -> None:
+    model = load(manager, folder / "plain.gguf", pooling="last")
+    begin, end = model.tokenize("")
+    long = model.tokenize(" ".join(["w7"] * 300))
+    (vector,) = model.embedder.submit([long], normalize=False, truncate=True).result(PATIENCE_S)
+    expected = BertReference(folder / "plain.gguf", n_head=4).pooled([begin, *long[1:255], end], "last")
+    assert np.abs(vector - expected).max() < TOLERANCE
+
+
 def test_file_that_names_no_pooling_is_pooled_by_the_mean(manager: ModelManager, folder: Path) -> None:
     model = load(manager, folder / "silent.gguf")
     tokens = model.tokenize("w1 w2 w3")

@@ -134,6 +134,19 @@ def test_texts_that_cannot_be_are_refused_with_the_limit_or_cut(embedder: Embedd
     assert backend.calls[-1] == [(2,) * 64]
 
 
+def test_text_that_is_cut_keeps_the_tokens_that_end_every_text() -> None:
+    backend = FakeEmbeddingBackend()
+    embedder = Embedder(backend, ending=(8, 9))
+    texts = [[1] + [2] * 80 + [8, 9], [1] + [2] * 80, [1, 8, 9]]
+    embedder.submit(texts, truncate=True).result(PATIENCE_S)
+    assert [text for call in backend.calls for text in call] == [
+        (1, *[2] * 61, 8, 9),
+        (1, *[2] * 63),  # it never had them: somebody's own token ids
+        (1, 8, 9),
+    ]
+    assert embedder.close()
+
+
 def test_close_fails_what_waits_and_takes_no_more(backend: GatedBackend) -> None:
     embedder = Embedder(backend)
     running, waiting = occupy(embedder, backend), embedder.submit(texts_of(1, 2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -90,6 +91,29 @@ def test_thinking_over_its_budget_is_closed_token_by_token() -> None:
         reader.push(text)
     assert forced == [None, None, 7, 8, None]
     assert reader.num_unbound == 4
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        (r'{"name": "f\ud83d", "arguments": {"a\udfff": "\ud800"}}', [("f\ufffd", '{"a\ufffd": "\ufffd"}')]),
+        (r'{"name": "f", "arguments": {"x": "\ud83d\ude00"}}', [("f", '{"x": "😀"}')]),
+        (r'{"name": "f", "arguments": "{\"x\": \"\\udc00\"}"}', [("f", '{"x": "\ufffd"}')]),
+        ('{"name": "f", "arguments": {"x": NaN}}', []),
+        ('{"name": "f", "arguments": {"x": -1e999}}', []),
+        ('{"name": "f", "arguments": {"x": ' + "9" * 5000 + "}}", []),
+        ('{"name": "f", "arguments": {"x": ' + "[" * 200_000, []),
+    ],
+)
+def test_arguments_of_a_call_can_be_written_as_json_and_utf8_whatever_the_model_wrote(
+    written: str, expected: list[tuple[str, str]]
+) -> None:
+    calls, rest = HERMES.parse(f"<tool_call>{written}</tool_call>")
+    assert [(call.name, call.arguments) for call in calls] == expected
+    for call in calls:
+        json.dumps([call.name, json.loads(call.arguments)], allow_nan=False).encode()
+        (call.name + call.arguments).encode()
+    assert bool(rest) == (not expected)
 
 
 def test_tool_format_is_known_by_the_template() -> None:
