@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -9,9 +10,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from .budget import Budget, Footprint, MemoryBudget, OnFull, Room, Shortage, choose_victims, readable
+from .budget import Budget, Footprint, MemoryBudget, OnFull, Shortage, choose_victims, readable
 from .errors import EngineError, InsufficientMemory, InvalidRequest
 from .params import EngineOptions
+from .planning import plan_apart
 from .priority import at_low_priority
 from .uses import Capability
 
@@ -48,7 +50,7 @@ class Admission:
         self._lock = threading.Lock()  # around the budget; never held while anything waits
 
     def admit(self, model_id: str, path: Path, options: EngineOptions, wanted: frozenset[Capability] | None) -> Plan:
-        """Reserves what a model will take; returns its options with the context that fits, and its uses.
+        """Reserves what a model will take; returns its options, tuned and with the context that fits, and its uses.
 
         Raises InsufficientMemory, ModelLoadFailed, WrongCapability, InvalidRequest.
         """
@@ -57,7 +59,7 @@ class Admission:
             while True:
                 with self._lock:
                     room = self._budget.room()
-                plan = _plan_at_low_priority(model_id, path, options, wanted, room)
+                plan = at_low_priority(functools.partial(plan_apart, model_id, path, options, wanted, room))
                 shortage = None if self._budget.limit == "unlimited" else room.shortage(plan.footprint)
                 if shortage is None:
                     break
@@ -115,14 +117,6 @@ class Admission:
             f"ctx_per_slot, choose q8_0 as cache_type_k and cache_type_v, raise memory_budget{unload}",
             *(device, shortage.required_bytes, shortage.available_bytes),
         )
-
-
-def _plan_at_low_priority(
-    model_id: str, path: Path, options: EngineOptions, wanted: frozenset[Capability] | None, room: Room
-) -> Plan:
-    from .llama import plan_load
-
-    return at_low_priority(lambda: plan_load(model_id, path, options, wanted, room))
 
 
 def _whom_to_unload(others: list[tuple[str, int]], missing_bytes: int) -> str:

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, Literal
 
-from . import tuned
 from .admission import Admission
 from .budget import Device, MemoryBudget, OnFull, readable
 from .errors import IdTaken, ManagerExists, ModelBusy, UnknownModel, nearest
@@ -95,9 +94,8 @@ class ModelManager:
         hub = hub or HubOptions()
         try:
             path = at_low_priority(lambda: resolve(source, hub))
-            chosen, names = at_low_priority(lambda: tuned.apply(options or EngineOptions(), path))
-            plan = self._admission.admit(entry.id, path, chosen, wanted)
-            model = Model(entry.id, source, path, plan.options, plan.uses, hub, adapters, names)
+            plan = self._admission.admit(entry.id, path, options or EngineOptions(), wanted)
+            model = Model(entry.id, source, path, plan.options, plan.uses, hub, adapters, plan.tuned)
         except BaseException:
             self._admission.release(entry.id)
             with self._lock:
@@ -112,7 +110,7 @@ class ModelManager:
                 self._default = entry.id
         taken = readable(model.memory.total_bytes)
         log.info("model %s: %s, takes %s, loaded in %.2f s", entry.id, model.info.description, taken, model.load_s)
-        if names:
+        if plan.tuned:
             log.info("model %s: as `cellama tune` measured: %s", entry.id, model.tuned_text)
         return model
 

@@ -29,6 +29,7 @@ from .gguf_file import parts, tensors
 from .model import LlamaModel
 
 _FLOAT = 4  # bytes
+_PROBE = "Planning 1 load."
 CHEAP_CELLS = 1 << 20  # that a dry context may have without a second thought
 
 
@@ -39,6 +40,7 @@ class Plan:
     options: EngineOptions
     footprint: Footprint
     uses: Uses
+    tuned: tuple[str, ...] = ()  # the options that are as `cellama tune` found them best
 
 
 def plan_load(
@@ -50,6 +52,7 @@ def plan_load(
     """
     dry = LlamaModel(path, n_gpu_layers=options.n_gpu_layers, dry=True)
     try:
+        dry.tokenize(_PROBE, parse_special=True)  # some damaged vocabularies end the process only now
         return _DryLoad(dry, options, choose_uses(model_id, dry, wanted, options), room).plan()
     finally:
         dry.close()

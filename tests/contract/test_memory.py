@@ -20,6 +20,7 @@ from cellama.engine import (
     Model,
     ModelLoadFailed,
     ModelManager,
+    Request,
     devices,
 )
 from cellama.engine.budget import Footprint, Room, Usage
@@ -190,11 +191,16 @@ def test_no_model_goes_when_not_even_all_idle_ones_are_enough(make_manager: Make
 def test_busy_model_makes_no_room(make_manager: MakeManager) -> None:
     manager = make_manager(on_full="evict", models=2.5)
     load(manager, "default")
-    stream = load(manager, "busy").engine.stream("Once upon a time", max_tokens=500, ignore_eos=True)
-    next(stream)
+    engine = load(manager, "busy").engine
+    prompt = tuple(range(300, 310))
+    running = [
+        engine.submit(Request(id=str(i), prompt=prompt, max_tokens=500, ignore_eos=True)) for i in range(500)
+    ]  # for longer than the load takes on any machine
     with pytest.raises(InsufficientMemory):
         load(manager, "c")
     assert sorted(manager.models()) == ["busy", "default"]
+    for handle in running:
+        handle.cancel()
 
 
 def test_plan_leaves_nothing_behind_and_does_not_disturb_a_model_that_runs(manager: ModelManager) -> None:

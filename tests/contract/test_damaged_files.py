@@ -1,0 +1,99 @@
+"""A damaged model file is refused with an error, and ends no process that serves."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+
+from cellama.bench.synthetic import Shape, write_model
+from cellama.engine import EngineOptions, ModelLoadFailed, ModelManager, planning
+from cellama.engine.budget import Room
+from cellama.engine.planning import plan_apart
+
+SIZES: dict[str, Any] = {
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_head_kv": 2,
+    "n_ff": 96,
+    "n_vocab": 320,
+    "n_ctx": 512,
+}
+OPTIONS = EngineOptions(n_parallel=2, ctx_per_slot=64, threads=1)
+
+
+class TokenTwice(Shape):
+    def add_tokenizer(self, writer: gguf.GGUFWriter) -> None:
+        super().add_tokenizer(writer)
+        tokens = writer.kv_data[-1]["tokenizer.ggml.tokens"].value
+        tokens[10] = tokens[11]
+
+
+class WithNumber(Shape):
+    """The shape, and one number of its head replaced."""
+
+    key, number = "", 0
+
+    def add_metadata(self, writer: gguf.GGUFWriter) -> None:
+        super().add_metadata(writer)
+        writer.kv_data[-1][f"llama.{self.key}"].value = self.number
+
+
+def damaged(key: str, number: int) -> type[Shape]:
+    return type("Damaged", (WithNumber,), {"key": key, "number": number})
+
+
+DAMAGES = {
+    "a token twice": TokenTwice,
+    "too many layers": damaged("block_count", 100_000),
+    "no layers": damaged("block_count", 0),
+    "no heads": damaged("attention.head_count", 0),
+    "too many heads": damaged("attention.head_count", 2**31),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_file_is_refused_and_the_process_goes_on(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "m.gguf"
+    write_model(path, DAMAGES[damage](**SIZES), file_type="F32")
+    manager = ModelManager("unlimited")
+    try:
+        with pytest.raises(ModelLoadFailed, match=r"m\.gguf.*: fetch or convert it again"):
+            manager.load("m", str(path), options=OPTIONS)
+        assert manager.entries() == []
+    finally:
+        manager.close()
+
+
+def test_file_with_damaged_bytes_is_planned_or_refused(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_model(path, Shape(**SIZES), file_type="F32")
+    whole, rng = path.read_bytes(), random.Random(5)
+    head = whole.rindex(b"output.weight") + 40
+    for _ in range(8):
+        damaged = bytearray(whole)
+        for _ in range(rng.choice((1, 3))):
+            damaged[rng.randrange(8, head)] = rng.choice((0, 1, 127, 255))
+        path.write_bytes(damaged)
+        with contextlib.suppress(ModelLoadFailed):
+            assert plan_apart("m", path, OPTIONS, None, Room({})).footprint.total_bytes > 0
+
+
+def test_plan_that_takes_too_long_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "TIMEOUT_S", 0.01)
+    with pytest.raises(ModelLoadFailed, match=r"m\.gguf' was not planned within 0\.01 s"):
+        plan_apart("m", tmp_path / "m.gguf", OPTIONS, None, Room({}))
+
+
+def test_plan_that_takes_too_much_memory_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "m.gguf"
+    write_model(path, Shape(**SIZES), file_type="F32")
+    monkeypatch.setattr(planning, "LEAST_DATA_BYTES", 1 << 20)
+    monkeypatch.setattr(planning, "ram", lambda: (0, 0))
+    with pytest.raises(ModelLoadFailed, match=r"m\.gguf"):
+        plan_apart("m", path, OPTIONS, None, Room({}))
