@@ -71,7 +71,7 @@ def celery_config(settings: Settings) -> dict[str, Any]:
         "result_serializer": "json",
         "accept_content": ["json"],
         "task_queues": [Queue(queue_name(model)) for model in (*_model_ids(settings), DEFAULT_MODEL)],
-        "task_default_queue": queue_name(DEFAULT_MODEL),
+        "task_default_queue": "celery",  # of tasks that are not ours: what follows a job in a user's canvas
         "task_acks_late": True,
         "task_track_started": True,
         "task_send_sent_event": True,

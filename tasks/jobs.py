@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from uuid import UUID, uuid5
 
-from celery import Task, states, uuid
+from celery import Task, group, states, uuid
+from celery.canvas import Signature
 from celery.result import AsyncResult
 from kombu import Producer
+from kombu.utils.functional import retry_over_time
 from redis.exceptions import RedisError
 
 from cellama.config import get_settings
@@ -20,6 +22,8 @@ from .app import app
 from .contract.errors import InvalidJob, JobFailed, RedisUnreachable
 from .contract.kinds import KINDS, Kind, Result
 from .contract.names import (
+    DEFAULT_MODEL,
+    PRIORITY_INTERACTIVE,
     SUBMITTED_AT_HEADER,
     TASK_APPLY_CHAT_TEMPLATE,
     TASK_CHAT,
@@ -34,9 +38,12 @@ from .contract.names import (
 from .contract.payloads import parse_job
 from .enqueue import PAGE_JOBS, Checked, enqueue, ranges
 from .ledger import Ledger
+from .options import IN_WORKERS_ONLY, ONE_AFTER_ANOTHER, delay_s, settle_options
 from .reaching import reaching_redis
 from .records import Call
+from .steps import follows_a_task, refuse_step, share
 
+_INTERVALS = ("interval_start", "interval_step", "interval_max")
 IDEMPOTENCY = UUID("6d1f5a0e-3a0c-4b57-9d5a-5f0a1c7e2b44")  # the namespace of job ids that are made from keys
 
 
@@ -48,18 +55,37 @@ class JobTask(Task):  # type: ignore[misc]
     Request = "cellama.tasks.request:JobRequest"
     throws = (JobFailed,)  # expected: Celery logs one line, without a trace
 
+    @classmethod
+    def bind(cls, app_: Any) -> Any:
+        """A task of ours stays one in whichever app's registry it stands (steps.py)."""
+        return super().bind(app)
+
     @property
     def resultrepr_maxsize(self) -> int:
         """How much of a result Flower and the logs show."""
         return 1024 if get_settings().show_prompts else 0
 
     def apply_async(self, args: Any = None, kwargs: Any = None, **options: Any) -> AsyncResult:
-        """Queues the job on its model's queue with its priority.
+        """Queues the job on its model's queue with its priority; docs/canvas.md tells of Celery's options.
 
         With `idempotency_key`, a second call with the same key gives the job of the first, as long as its result is
-        kept. Raises InvalidJob, RedisUnreachable.
+        kept. Raises InvalidJob, RedisUnreachable; but the next step of a canvas that is wrong fails by itself.
         """
-        job = self._check(args or (), kwargs or {}, options)
+        steps_on = follows_a_task()
+        retry, policy = options.pop("retry", None), options.pop("retry_policy", None)
+        try:
+            job = self._check(args or (), kwargs or {}, options)
+        except InvalidJob as error:
+            if not steps_on:
+                raise
+            model = (kwargs or {}).get("model", DEFAULT_MODEL)
+            with reaching_redis():
+                return refuse_step(self, queue_name(str(model)), options, error)
+        if retry or (retry is None and steps_on):
+            return self._retrying(lambda: self._queue(job), policy)
+        return self._queue(job)
+
+    def _queue(self, job: Checked) -> AsyncResult:
         results: list[AsyncResult] = []
 
         def publish(producer: Producer, job: Checked) -> None:
@@ -71,6 +97,35 @@ class JobTask(Task):  # type: ignore[misc]
         with reaching_redis():
             list(enqueue(self.app, Ledger(self.backend.client), [job], publish))
         return results[0]
+
+    def _retrying(self, queue: Callable[[], AsyncResult], policy: dict[str, Any] | None) -> AsyncResult:
+        """Queues in several tries, if need be, as Celery's `retry_policy` says; a second one queues nothing twice."""
+        given = {**self.app.conf.task_publish_retry_policy, **(policy or {})}
+        waits = {name: given[name] for name in ("max_retries", *_INTERVALS) if given.get(name) is not None}
+        return retry_over_time(queue, (RedisUnreachable,), **waits)
+
+    def apply(self, *_: Any, **__: Any) -> Any:
+        raise InvalidJob(IN_WORKERS_ONLY)
+
+    def signature(self, args: Any = None, *others: Any, **options: Any) -> Signature:
+        """A signature that leads to the model's queue, also where an app sends it that does not know our tasks."""
+        made = super().signature(args, *others, **options)
+        model = made.kwargs.get("model", made.args[0] if len(made.args) > 1 else None)
+        if isinstance(model, str):
+            made.options.setdefault("queue", queue_name(model))
+            made.options.setdefault("priority", made.kwargs.get("priority", PRIORITY_INTERACTIVE))
+        return made
+
+    def map(self, it: Iterable[Any]) -> group:
+        """One job for each, side by side; Celery's own calls the task one after another within one job."""
+        return group(self.s(argument) for argument in it)
+
+    def starmap(self, it: Iterable[Sequence[Any]]) -> group:
+        """As `map`, with the arguments of each call."""
+        return group(self.s(*arguments) for arguments in it)
+
+    def chunks(self, it: Iterable[Any], n: int) -> Any:
+        raise InvalidJob(ONE_AFTER_ANOTHER.format(task=self.__name__))
 
     def apply_many(
         self, calls: Iterable[tuple[Sequence[Any], dict[str, Any]]], keys: Sequence[str] | None = None
@@ -116,15 +171,17 @@ class JobTask(Task):  # type: ignore[misc]
         settings = get_settings()
         job = self.parse(args, kwargs)
         key = options.pop("idempotency_key", None)
-        options.setdefault("queue", queue_name(job.model))
-        options.setdefault("priority", job.priority)
+        settle_options(self.app, options, job.model, job.priority if "priority" in kwargs else None)
+        if options["priority"] is None:
+            options["priority"] = job.priority
         options.setdefault("task_id", uuid() if key is None else str(uuid5(IDEMPOTENCY, f"{self.name} {key}")))
-        options["headers"] = {SUBMITTED_AT_HEADER: time.time(), **(options.get("headers") or {})}
+        delay = delay_s(self.app, options)  # until then nobody waits for the job
+        options["headers"] = {SUBMITTED_AT_HEADER: time.time() + delay, **(options.get("headers") or {})}
         if not settings.show_prompts:  # Flower and the logs show these instead of the arguments
             shown = {name: value for name, value in kwargs.items() if name not in self.kind.positional}
             options.setdefault("argsrepr", f"({job.model!r}, …)")
             options.setdefault("kwargsrepr", repr(shown))
-        call = self._call(args, kwargs, options["queue"], options["priority"], options["headers"])
+        call = self._call(args, kwargs, options["queue"], options["priority"], options["headers"], delay)
         _check_size(call, settings.max_payload_bytes)
         return Checked(call, options, idempotent=key is not None)
 
@@ -143,9 +200,11 @@ class JobTask(Task):  # type: ignore[misc]
         sent = {name: options[name] for name in ("queue", "priority", "headers")}
         amqp.send_task_message(producer, self.name, message, retry=False, **sent)
 
-    def _call(self, args: Any, kwargs: Any, queue: str, priority: int, headers: dict[str, Any]) -> Call:
+    def _call(
+        self, args: Any, kwargs: Any, queue: str, priority: int, headers: dict[str, Any], delay: float = 0.0
+    ) -> Call:
         timeout = (kwargs or {}).get("timeout")
-        timeout_s = float(timeout) if isinstance(timeout, int | float) else None
+        timeout_s = float(timeout) + delay if isinstance(timeout, int | float) else None
         return Call(self.name, list(args or ()), dict(kwargs or {}), queue, priority, timeout_s, headers)
 
     def call_of_message(self) -> Call | None:
@@ -168,8 +227,8 @@ class JobTask(Task):  # type: ignore[misc]
 
     def run_job(self, args: Any, kwargs: Any, body: Callable[[Any, Any], Result]) -> Result:
         """Runs a call in a worker; `body(run, payload)` does the work. Raises JobFailed."""
-        if self.app.runtime is None:
-            raise JobFailed("no_worker", "this task runs in a cellama worker only; start one with `cellama worker`")
+        if self.app.runtime is None or self.request.called_directly:
+            raise JobFailed("no_worker", IN_WORKERS_ONLY)
         from .run import JobRun
 
         streams = self.kind.streams and kwargs.get("stream", True) is not False
@@ -178,14 +237,18 @@ class JobTask(Task):  # type: ignore[misc]
 
 def _task(name: str) -> Callable[[Callable[..., Result]], JobTask]:
     decorate: Callable[[Callable[..., Result]], JobTask] = app.task(
-        bind=True, base=JobTask, name=name, kind=KINDS[name]
+        bind=True, shared=False, base=JobTask, name=name, kind=KINDS[name]
     )
     return decorate
 
 
 def _check_size(call: Call, limit: int) -> None:
-    """Raises InvalidJob when a call is larger than messages may be."""
-    if len(call.to_json()) <= limit:  # ASCII: longer than what is counted
+    """Raises InvalidJob when a call is larger than messages may be, or no JSON."""
+    try:
+        length = len(call.to_json())  # ASCII: longer than what is counted
+    except TypeError as error:
+        raise InvalidJob(f"the job can't be written as JSON: {error}") from None
+    if length <= limit:
         return
     size = len(json.dumps([call.args, call.kwargs], ensure_ascii=False).encode())
     if size > limit:
@@ -240,3 +303,6 @@ def detokenize(self: JobTask, *args: Any, **kwargs: Any) -> Result:
 def apply_chat_template(self: JobTask, *args: Any, **kwargs: Any) -> Result:
     """`apply_chat_template(model, messages)`: the prompt that `chat` would give to the model."""
     return self.run_job(args, kwargs, lambda run, job: run.apply_chat_template(job))
+
+
+share(app, JobTask)

@@ -23,9 +23,17 @@ WEIGHT_HEADER = "cellama_weight"  # so many jobs' worth of work is in a message;
 SUBMITTED_AT_HEADER = "cellama_submitted_at"  # unix seconds; absent when the producer is plain Celery
 
 
+_QUEUE_PREFIX = "cellama:queue:"
+
+
 def queue_name(model_id: str) -> str:
     """The Celery queue of a model. No other key of ours begins like that, whatever models are called (keys.py)."""
-    return f"cellama:queue:{model_id}"
+    return f"{_QUEUE_PREFIX}{model_id}"
+
+
+def is_model_queue(queue: str) -> bool:
+    """Whether a Celery queue is that of a model."""
+    return queue.startswith(_QUEUE_PREFIX)
 
 
 def queue_keys(model_id: str) -> list[str]:

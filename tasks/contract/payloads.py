@@ -300,6 +300,12 @@ class _GenerationJob(_Job):
         return self
 
 
+def _text_of_result(value: Any) -> Any:
+    """The result of a job, as the step before this one in a chain, is its text."""
+    is_result = isinstance(value, dict) and {"text", "finish_reason"} <= value.keys()
+    return value["text"] if is_result else value
+
+
 def _prompt_kind(value: Any) -> str:
     return _TOKENS if isinstance(value, list | tuple) else _TEXT
 
@@ -307,7 +313,11 @@ def _prompt_kind(value: Any) -> str:
 TokenId = Annotated[StrictInt, Field(ge=0, le=limits.MAX_COUNT)]
 TokenList = Annotated[list[TokenId], Field(fail_fast=True), _no_more_than(limits.MAX_PROMPT_TOKENS, "tokens")]
 TokenIds = Annotated[TokenList, Field(min_length=1)]
-Prompt = Annotated[Annotated[FilledText, Tag(_TEXT)] | Annotated[TokenIds, Tag(_TOKENS)], Discriminator(_prompt_kind)]
+Prompt = Annotated[
+    Annotated[FilledText, Tag(_TEXT)] | Annotated[TokenIds, Tag(_TOKENS)],
+    Discriminator(_prompt_kind),
+    BeforeValidator(_text_of_result),
+]
 
 
 class GenerateJob(_GenerationJob):
@@ -442,9 +452,11 @@ def parse_job(kind: type[Job], positional: Sequence[str], args: Sequence[Any], k
 
     Raises InvalidJob that lists every problem: parameter, value, remedy.
     """
-    if len(args) > len(positional):
-        raise InvalidJob(f"{len(args)} positional arguments, at most {len(positional)}: {', '.join(positional)}")
-    values = dict(zip(positional, args, strict=False))
+    free = [name for name in positional if name not in kwargs]  # as in `chain(load.s(), generate.s(model="tiny"))`
+    names = free if len(args) <= len(free) else positional
+    if len(args) > len(names):
+        raise InvalidJob(f"{len(args)} positional arguments, at most {len(names)}: {', '.join(names)}")
+    values = dict(zip(names, args, strict=False))
     twice = values.keys() & kwargs.keys()
     if twice:
         raise InvalidJob(f"{', '.join(sorted(twice))}: given twice, by position and by name")

@@ -1,0 +1,163 @@
+"""Celery's ways of calling tasks, with ours: beside a user's own app, whose worker is a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery import Celery, chain, chord, group
+from celery.exceptions import ChordError, TaskRevokedError
+from celery.result import AsyncResult
+from kombu import Exchange, Queue
+from redis import Redis
+
+from cellama.api.redis_server import RedisServer
+from cellama.tasks import app, chat, generate
+from cellama.tasks.contract.errors import JobFailed
+from cellama.tasks.contract.names import queue_name
+
+from ..conftest import PATIENCE_S, WorkerProcess, clean_environment, wait_until
+
+EventsOf = Callable[..., list[dict[str, Any]]]
+SHORT: dict[str, Any] = {"max_tokens": 8, "temperature": 0, "seed": 1}
+STORY = "Once upon a time"
+
+
+@pytest.fixture(scope="module")
+def users(worker: WorkerProcess, redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """The module of the user's app, while its worker runs beside ours."""
+    from . import users_app
+
+    log = (tmp_path_factory.mktemp("users") / "worker.log").open("wb")
+    argv = [sys.executable, "-m", "celery", "-A", users_app.__name__, "worker", "-P", "solo", "-n", "users@%h"]
+    process = subprocess.Popen(
+        [*argv, "--without-gossip", "--without-mingle"],
+        cwd=Path(__file__).parents[2],
+        env=clean_environment(CELLAMA_REDIS_URL=redis_server.url),
+        stdout=log,
+        stderr=log,
+    )
+    try:
+        assert users_app.load.delay("ready").get(timeout=PATIENCE_S) == "ready", Path(log.name).read_text()
+        yield users_app
+    finally:
+        process.terminate()
+        process.wait(PATIENCE_S)
+        log.close()
+
+
+@pytest.fixture(scope="module")
+def story(users: Any) -> str:
+    """What the model says to STORY."""
+    return str(generate.delay("tiny", STORY, **SHORT).get(timeout=PATIENCE_S)["text"])
+
+
+def test_group_of_jobs_gives_their_results_in_order(story: str) -> None:
+    jobs = group(generate.s("tiny", STORY, **SHORT), generate.s("tiny", "Bees", **SHORT)).apply_async()
+    results = jobs.get(timeout=PATIENCE_S)
+    assert [len(results), results[0]["text"]] == [2, story]
+
+
+def test_map_and_starmap_are_groups(story: str) -> None:
+    (one,) = generate.starmap([("tiny", STORY)]).apply_async(kwargs=SHORT).get(timeout=PATIENCE_S)
+    assert one["text"] == story
+    assert [sig.args for sig in generate.map(["a", "b"]).tasks] == [("a",), ("b",)]
+
+
+def test_chord_of_jobs_ends_in_a_users_task(users: Any) -> None:
+    header = [generate.s("tiny", f"{i}", **SHORT) for i in range(3)]
+    assert chord(header)(users.count.s()).get(timeout=PATIENCE_S) == 3
+
+
+def test_chord_of_a_users_tasks_ends_in_a_job(users: Any) -> None:
+    body = chat.s(model="tiny", messages=[{"role": "user", "content": "Hi"}], **SHORT)
+    done = chord([users.load.s("a"), users.load.s("b")], body.set(immutable=True)).apply_async()
+    assert done.get(timeout=PATIENCE_S)["message"]["role"] == "assistant"
+
+
+def test_parents_result_is_the_prompt_of_the_next_step(users: Any, story: str) -> None:
+    steps = chain(users.load.s(STORY), generate.s(model="tiny", **SHORT), users.text_of.s())
+    assert steps.apply_async().get(timeout=PATIENCE_S) == story
+
+
+def test_result_of_a_job_is_the_prompt_of_the_next(story: str) -> None:
+    steps = chain(generate.s("tiny", STORY, **SHORT), generate.s(model="tiny", **SHORT))
+    continued = generate.delay("tiny", story, **SHORT).get(timeout=PATIENCE_S)["text"]
+    assert steps.apply_async().get(timeout=PATIENCE_S)["text"] == continued
+
+
+def test_group_in_a_chain_and_canvas_within_a_task(users: Any) -> None:
+    steps = chain(users.load.s(STORY), group(generate.s(model="tiny", **SHORT) for _ in range(2)), users.count.s())
+    assert steps.apply_async().get(timeout=PATIENCE_S) == 2
+    within = users.asks_within.delay(["a", "b"]).get(timeout=PATIENCE_S)
+    assert users.app.AsyncResult(within).get(timeout=PATIENCE_S) == 2
+
+
+def test_task_is_replaced_by_jobs(users: Any, story: str) -> None:
+    assert users.becomes_a_job.delay(STORY).get(timeout=PATIENCE_S)["text"] == story
+    assert len(users.becomes_jobs.delay(["a", "b"]).get(timeout=PATIENCE_S)) == 2
+
+
+def test_links_are_called_with_the_result_and_the_failure(users: Any, redis_client: Redis, story: str) -> None:
+    linked = users.text_of.s().freeze()
+    job = generate.apply_async(("tiny", STORY), SHORT, link=users.text_of.s().set(task_id=linked.id))
+    assert AsyncResult(linked.id, app=users.app).get(timeout=PATIENCE_S) == story
+    assert job.get(timeout=PATIENCE_S)["text"] == story
+    bad = generate.apply_async(("tiny", STORY), {**SHORT, "grammar": "no grammar"}, link_error=users.note_failure.s())
+    wait_until(lambda: redis_client.get(f"test:failed:{bad.id}"), "the errback")
+
+
+def test_wrong_step_fails_and_the_job_before_it_stays_finished(
+    users: Any, story: str, redis_client: Redis, events_of: EventsOf
+) -> None:
+    wrong = generate.s(model="tiny", top_k=-1).set(link_error=users.note_failure.s())
+    for first in (generate.s("tiny", STORY, **SHORT), users.load.s(STORY)):
+        last = chain(first, wrong.clone(), users.text_of.s()).apply_async()
+        with pytest.raises(JobFailed, match="top_k is -1"):
+            last.parent.get(timeout=PATIENCE_S)
+        with pytest.raises(JobFailed, match="top_k is -1"):
+            last.get(timeout=PATIENCE_S)
+        assert last.parent.parent.get(timeout=PATIENCE_S)
+        assert events_of(last.parent.id)[-1]["code"] == "invalid_request"
+        wait_until(lambda step=last.parent.id: redis_client.get(f"test:failed:{step}"), "the errback")
+
+
+def test_failed_part_of_a_chord_fails_its_body(users: Any) -> None:
+    header = [generate.s("tiny", STORY, **SHORT), generate.s("tiny", STORY, grammar="no grammar")]
+    body = chord(header)(users.count.s())
+    with pytest.raises(ChordError, match="grammar"):
+        AsyncResult(body.id, app=app).get(timeout=PATIENCE_S)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"queue": Queue(queue_name("tiny"), Exchange(queue_name("tiny")), queue_name("tiny"))},
+        {"exchange": "", "routing_key": queue_name("tiny")},
+        {"connection": app.connection_for_write()},
+        {"retry": True, "retry_policy": {"max_retries": 2, "interval_start": 0, "retry_errors": None}},
+        {"priority": None, "expires": 600, "compression": "gzip", "shadow": "story"},
+        {"countdown": 0.2},
+        {"eta": datetime.now(UTC) + timedelta(seconds=0.1), "time_limit": 60, "soft_time_limit": 50},
+    ],
+)
+def test_options_of_apply_async_do_what_celery_says(worker: WorkerProcess, story: str, options: dict[str, Any]) -> None:
+    assert generate.apply_async(("tiny", STORY), SHORT, **options).get(timeout=PATIENCE_S)["text"] == story
+
+
+def test_producer_of_another_broker_does_not_take_jobs_there(worker: WorkerProcess, story: str) -> None:
+    with Celery("other", broker="memory://").producer_pool.acquire(block=True) as producer:
+        job = generate.apply_async(("tiny", STORY), SHORT, producer=producer)
+    assert job.get(timeout=PATIENCE_S)["text"] == story
+
+
+def test_expired_job_is_revoked(worker: WorkerProcess, events_of: EventsOf) -> None:
+    job = generate.apply_async(("tiny", STORY), SHORT, expires=datetime.now(UTC) - timedelta(seconds=1))
+    with pytest.raises(TaskRevokedError, match="expired"):
+        job.get(timeout=PATIENCE_S)
+    assert events_of(job.id)[-1]["finish_reason"] == "cancelled"
