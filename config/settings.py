@@ -123,6 +123,12 @@ class Settings(BaseSettings):
     look_ahead: int = Field(default=4, ge=0, description="jobs that a worker takes beyond its slots")
     lease_s: int = Field(default=6, ge=3, description="after so long without a sign of its worker a job is given away")
     drain_s: int = Field(default=30, ge=0, description="after so long an ending worker gives its jobs to others")
+    hang_s: int = Field(
+        default=10,
+        ge=0,
+        description="a thread that serves many and makes no step for so long, and for 30 times as long as before, "
+        "ends its worker; 0 = never",
+    )
     max_payload_bytes: int = Field(default=4 << 20, ge=1024, description="size of a job, as JSON")
     show_prompts: bool = Field(default=False, description="let Flower and the logs show prompts and texts")
     reasoning_key: SecretStr | None = Field(

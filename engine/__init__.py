@@ -49,10 +49,12 @@ from .params import EngineOptions, Request, Resumed, SamplingParams
 from .reply import ReplyFormat
 from .reranker import Reranker, scores_of
 from .texts import Tokenizer
+from .threads import STACK_BYTES
 from .tool_calls import ToolCall
 from .watchdog import Pulse, Watchdog
 
 __all__ = [
+    "STACK_BYTES",
     "AdapterBusy",
     "AdapterInfo",
     "AdapterLoadFailed",

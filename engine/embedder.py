@@ -15,12 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .backend import DecodeError, EmbeddingBackend
-from .errors import DecodeFailed, EmbeddingCancelled, EngineStopped, InvalidRequest, PromptTooLong
+from .errors import DecodeFailed, EmbeddingCancelled, EngineStopped, InvalidRequest, PromptTooLong, RequestFailed
+from .threads import start_deep
+from .watchdog import FIRST_S, Pulse
 
 log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 30.0
 BATCH_S = 0.05  # a batch is to take no longer: what else computes here, and other callers, need not wait for more
+BROKEN = 3  # texts that failed alone, one after another, and none was embedded between
 MIN_BATCH_TOKENS = 64  # fewer together don't pay on any machine
 Vectors = list[NDArray[np.float32]]
 
@@ -78,8 +81,9 @@ class Embedder:
         self._num_open = 0  # requests that have not ended
         self.last_submit = 0.0  # unix seconds
         self._hand_over = threading.Lock()  # nothing enters the inbox after `_closed`
-        self._thread = threading.Thread(target=self._run, name=f"cellama-{name}-embed", daemon=True)
-        self._thread.start()
+        self._num_failed_alone = 0  # texts, since one was embedded
+        self.pulse = Pulse(f"cellama-{name}-embed")
+        self._thread = start_deep(self._run, self.pulse.name)
 
     @property
     def max_tokens(self) -> int:
@@ -171,22 +175,27 @@ class Embedder:
 
     def _run(self) -> None:
         reason = "the embedder was closed before the request ended"
+        batch: Batch = []
         try:
             while self._receive():
-                self._embed(self._next_batch())
-        except Exception as error:
+                batch = self._next_batch()
+                self._embed(batch)
+        except BaseException as error:  # the boundary of the thread
             log.exception("the embedder thread died")
+            self.pulse.die(repr(error))
             reason = f"the embedder thread died of {error!r}; restart the worker"
         with self._hand_over:
             self._closed = True
         while not self._inbox.empty():
             self._take(self._inbox.get())
-        for handle in self._waiting:
+        for handle in [handle for handle, _ in batch] + list(self._waiting):
             _fail(handle, EngineStopped(reason))
         self._backend.close()
+        self.pulse.close()
 
     def _receive(self) -> bool:
         while not self._inbox.empty() or not self._waiting:
+            self.pulse.rest()
             handle = self._inbox.get()
             if handle is None:
                 return False
@@ -225,17 +234,26 @@ class Embedder:
     def _embed(self, batch: Batch) -> None:
         if not batch:
             return
+        self.pulse.beat("embed", size=sum(len(text) for _, text in batch), first_s=FIRST_S)
         started = time.perf_counter()
         try:
             vectors = self._backend.embed([text for _, text in batch])
+            if len(vectors) != len(batch):
+                raise RuntimeError(f"{len(batch)} texts gave {len(vectors)} vectors")
         except DecodeError as error:
             self._isolate(batch, error)
             return
+        except Exception as error:  # of one text, perhaps: its neighbours shall not pay
+            log.exception("a batch of %d texts failed in a way that nobody foresaw", len(batch))
+            self._isolate(batch, error)
+            return
+        self.pulse.beat("finish")
+        self._num_failed_alone = 0
         self._note_speed(batch, time.perf_counter() - started)
         for (handle, _), vector in zip(batch, vectors, strict=True):
             handle.vectors.append(vector)  # in order: batches are, and so are a caller's texts within one
-            if len(handle.vectors) == len(handle.texts) and handle.future.set_running_or_notify_cancel():
-                handle.future.set_result(handle.finished())
+            if len(handle.vectors) == len(handle.texts):
+                _finish(handle)
 
     def _note_speed(self, batch: Batch, seconds: float) -> None:
         num_tokens = sum(len(text) for _, text in batch)
@@ -243,14 +261,28 @@ class Embedder:
             token_s = max(seconds, 1e-9) / num_tokens
             self._token_s = token_s if self._token_s is None else (self._token_s + token_s) / 2
 
-    def _isolate(self, batch: Batch, error: DecodeError) -> None:
-        """Tries each text alone; only what fails alone is failed."""
+    def _isolate(self, batch: Batch, error: Exception) -> None:
+        """Tries each text alone; only what fails alone is failed. Raises when nothing can be embedded any more."""
         if len(batch) > 1:
-            log.warning("%s for a batch of %d texts; trying them one by one", error, len(batch))
+            log.warning("%r for a batch of %d texts; trying them one by one", error, len(batch))
             for entry in batch:
                 self._embed([entry])
-        else:
-            _fail(batch[0][0], DecodeFailed(f"{error} for a text of this request"))
+            return
+        self._num_failed_alone += 1
+        if self._num_failed_alone >= BROKEN and self.pulse.is_watched:
+            raise error
+        _fail(batch[0][0], DecodeFailed(f"{error} for a text of this request; the others were not affected"))
+
+
+def _finish(handle: EmbeddingHandle) -> None:
+    try:
+        vectors = handle.finished()
+    except Exception as error:  # this caller's numbers only
+        log.exception("the vectors of a request could not be put together")
+        _fail(handle, RequestFailed(f"{type(error).__name__}: {error}; the other requests were not affected"))
+        return
+    if handle.future.set_running_or_notify_cancel():
+        handle.future.set_result(vectors)
 
 
 def _fail(handle: EmbeddingHandle, error: Exception) -> None:

@@ -153,7 +153,7 @@ class Engine(Generating):
         try:
             while self._receive():
                 self._step_or_isolate()
-        except Exception as error:  # the boundary of the thread
+        except BaseException as error:  # the boundary of the thread
             log.exception("the engine thread died")
             self.pulse.die(repr(error))
             reason = f"the engine thread died of {error!r}; restart the worker"

@@ -22,6 +22,7 @@ from .reranker import Reranker
 from .sources import resolve
 from .texts import Texts
 from .uses import Capability, Uses
+from .watchdog import Pulse
 
 if TYPE_CHECKING:
     from .llama.backends import Backends
@@ -178,6 +179,11 @@ class Model(Texts):
     def unload_adapter(self, name: str, timeout_s: float = UNLOAD_TIMEOUT_S) -> None:
         """Frees an adapter once no unfinished request has it; new ones don't get it. Raises as Adapters.unload."""
         self.engine.adapters.unload(name, timeout_s)
+
+    @property
+    def pulses(self) -> list[Pulse]:
+        """Of its threads, for a Watchdog."""
+        return [part.pulse for part in self._parts]
 
     @property
     def is_busy(self) -> bool:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from .embedder import Embedder, EmbeddingHandle
 from .errors import InvalidRequest, PromptTooLong
+from .watchdog import Pulse
 
 
 class Pairs(Protocol):
@@ -55,6 +56,11 @@ class Reranker:
     def scores(self, query: str, documents: Sequence[str], *, truncate: bool = False) -> list[float]:
         """The score of each document, in order; raises as `submit`."""
         return scores_of(self.submit(query, documents, truncate=truncate))
+
+    @property
+    def pulse(self) -> Pulse:
+        """Of its embedder's thread."""
+        return self._embedder.pulse
 
     @property
     def last_submit(self) -> float:

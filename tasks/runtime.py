@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from redis import Redis
 
 from cellama.config import ModelSettings, Settings
-from cellama.engine import EngineOptions, HubOptions, ModelManager
+from cellama.engine import STACK_BYTES, EngineOptions, HubOptions, ModelManager, Watchdog
 
 from .app import num_jobs_of
 from .contract.keys import cancel_key
@@ -45,6 +46,7 @@ class Runtime:
         Raises ModelLoadFailed, InvalidRequest; nothing is left then.
         """
         sys.setswitchinterval(SWITCH_INTERVAL_S)
+        threading.stack_size(STACK_BYTES)  # of the pool's threads, which tokenize and compile grammars
         gc.freeze()  # what is there now stays: collecting after an unload need not look at it while engines wait
         self.settings = settings
         redis = Redis.from_url(settings.redis_url, socket_timeout=SOCKET_TIMEOUT_S, health_check_interval=10)
@@ -63,6 +65,9 @@ class Runtime:
         key = settings.reasoning_key
         self.signer = Signer(key.get_secret_value() if key else None)
         self.publisher = Publisher(self.ledger, worker, self._end_void_run, self.signer)
+        self.watchdog = Watchdog(settings.hang_s)
+        if settings.hang_s:
+            self.watchdog.start()
         self.manager = ModelManager(settings.memory_budget)
         try:
             for model in settings.models:
@@ -70,6 +75,7 @@ class Runtime:
         except Exception:
             self.manager.close()
             self.publisher.close()
+            self.watchdog.close()
             raise
         self.residency: Residency | None = None  # once there is a consumer
         self._worker = worker
@@ -90,6 +96,7 @@ class Runtime:
             hub=hub,
             adapters=adapters,
         )
+        self.watchdog.watch(*loaded.pulses)
         if loaded.capabilities & {"generate", "chat"}:
             loaded.engine.add_listener(self.publisher.listener(model.id))
 
@@ -159,6 +166,7 @@ class Runtime:
         if self._registration is not None:
             self._registration.close()
         self.manager.close()
+        self.watchdog.close()
         if not self.publisher.close():
             log.error("the publisher did not end: Redis does not answer")
         if self._lease is not None:

@@ -23,6 +23,8 @@ from cellama.engine import (
     UnknownModel,
 )
 
+from ..conftest import wait_until
+
 TINY = "bundled://tiny"
 OPTIONS = EngineOptions(n_parallel=2, threads=1)
 GREEDY = SamplingParams(temperature=0)
@@ -71,8 +73,7 @@ def test_unload_waits_for_what_runs_and_takes_nothing_new(manager: ModelManager)
     handle = model.engine.submit(long_request(manager, "m"))
     unloading = threading.Thread(target=manager.unload, args=("m",))
     unloading.start()
-    while manager.is_loaded("m"):
-        pass
+    wait_until(lambda: not manager.is_loaded("m"), "the model goes")
     with pytest.raises(UnknownModel, match="model 'm' is unloading"):
         manager.get("m")
     assert handle.result(60).usage.completion_tokens == 1900

@@ -18,6 +18,7 @@ from cellama.engine.scheduler import Limits, Scheduler
 from cellama.engine.sequence import Sequence
 from cellama.engine.strategies import STRATEGIES, make_strategy
 
+from ..conftest import wait_until
 from .conftest import PATIENCE_S, Gate, MakeEngine, request
 
 Choice = tuple[tuple[str, float], ...]
@@ -123,8 +124,7 @@ def test_unload_waits_for_the_last_request_and_frees_the_adapter(make_engine: Ma
     running = engine.submit(request(PREFIX))
     unloading = threading.Thread(target=engine.adapters.unload, args=("p", PATIENCE_S))
     unloading.start()
-    while engine.adapters.infos()[0].status != "unloading":
-        pass
+    wait_until(lambda: engine.adapters.infos()[0].status == "unloading", "the adapter goes")
     other = engine.submit(request("other"))
     with pytest.raises(UnknownAdapter, match="adapter 'p' is unloading"):
         engine.submit(request(adapters=(("p", 1.0),)))

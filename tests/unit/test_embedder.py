@@ -17,8 +17,12 @@ from cellama.engine import (
     EngineStopped,
     InvalidRequest,
     PromptTooLong,
+    RequestFailed,
+    Watchdog,
 )
 from cellama.engine.fake import FakeEmbeddingBackend
+
+from ..conftest import wait_until
 
 PATIENCE_S = 30
 BLOCKER = [255]
@@ -111,6 +115,57 @@ def test_text_that_fails_alone_fails_its_caller_only(embedder: Embedder, backend
         bad.result(PATIENCE_S)
 
 
+class RaisingBackend(GatedBackend):
+    """Fails in a way that nobody foresaw for a poisoned text, or for each."""
+
+    always = False
+
+    def embed(self, texts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
+        vectors = super().embed(texts)
+        if self.always or any(99 in text for text in texts):
+            raise OverflowError("nobody foresaw this")
+        return vectors
+
+
+def test_text_that_fails_in_an_unforeseen_way_fails_its_caller_only() -> None:
+    backend = RaisingBackend()
+    embedder = Embedder(backend)
+    occupy(embedder, backend)
+    bad, good = embedder.submit([[1, 2], [99], [3]]), embedder.submit(texts_of(5, 3))
+    backend.gate.set()
+    assert len(good.result(PATIENCE_S)) == 3
+    with pytest.raises(DecodeFailed, match="nobody foresaw this for a text of this request; the others were not"):
+        bad.result(PATIENCE_S)
+    assert len(embedder.submit(texts_of(6, 3)).result(PATIENCE_S)) == 3
+    assert embedder.close()
+
+
+def test_vectors_that_cannot_be_put_together_fail_their_caller_only(embedder: Embedder, backend: GatedBackend) -> None:
+    occupy(embedder, backend)
+    bad, good = embedder.submit(texts_of(1, 2)), embedder.submit(texts_of(2, 2))
+    bad.vectors.append(np.zeros((3, 5), np.float32))
+    bad.texts.append((1,))
+    backend.gate.set()
+    assert len(good.result(PATIENCE_S)) == 2
+    with pytest.raises(RequestFailed, match="the other requests were not affected"):
+        bad.result(PATIENCE_S)
+
+
+def test_embedder_whose_backend_is_gone_ends_the_process_or_everything_with_a_reason() -> None:
+    backend, reasons = RaisingBackend(), list[str]()
+    embedder = Embedder(backend)
+    Watchdog(end=reasons.append).watch(embedder.pulse)
+    backend.always = True
+    handles = [occupy(embedder, backend), *(embedder.submit(texts_of(caller, 2)) for caller in range(3))]
+    backend.gate.set()
+    errors = [type(handle.future.exception(PATIENCE_S)) for handle in handles]
+    assert len(reasons) == 1
+    assert "died: OverflowError" in reasons[0]
+    assert errors.count(DecodeFailed) == 2
+    assert errors.count(EngineStopped) == 2
+    assert not embedder.is_busy
+
+
 def test_cancelled_texts_are_not_computed(embedder: Embedder, backend: GatedBackend) -> None:
     occupy(embedder, backend)
     cancelled, other = embedder.submit(texts_of(1, 3)), embedder.submit(texts_of(2, 1))
@@ -152,8 +207,7 @@ def test_close_fails_what_waits_and_takes_no_more(backend: GatedBackend) -> None
     running, waiting = occupy(embedder, backend), embedder.submit(texts_of(1, 2))
     closing = threading.Thread(target=embedder.close)
     closing.start()
-    while not embedder.is_closed:
-        pass
+    wait_until(lambda: embedder.is_closed, "the embedder takes no more")
     with pytest.raises(EngineStopped, match="the embedder is closed"):
         embedder.submit([[1]])
     backend.gate.set()

@@ -1,0 +1,182 @@
+"""The watchdog ends a process whose threads hang or die, and no other."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from cellama.engine.threads import STACK_BYTES, start_deep
+from cellama.engine.watchdog import EXIT_STALLED, FIRST_S, MANY, PAGING, Pulse, Watchdog
+
+HANG_S = 10.0
+
+
+class World:
+    """A clock, a watchdog that looks every second, and a pulse."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.paged = 0
+        self.ended: list[str] = []
+        self.pulse = Pulse("engine", lambda: self.now)
+        self.watchdog = Watchdog(HANG_S, self.ended.append, lambda: self.paged)
+        self.watchdog.watch(self.pulse)
+        self.watchdog.look(self.now)
+
+    def passes(self, seconds: float, paged_per_s: int = 0) -> None:
+        for _ in range(round(seconds)):
+            self.now += 1
+            self.paged += paged_per_s
+            self.watchdog.look(self.now)
+
+    def step(self, kind: str, seconds: float, size: int = 1) -> None:
+        self.pulse.beat(kind, size=size)
+        self.now += seconds
+        self.pulse.rest()
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def test_thread_that_hangs_is_told_with_its_step_and_its_requests(world: World) -> None:
+    world.pulse.beat("sample", ("job-1#2",))
+    world.passes(HANG_S)
+    assert world.ended == []
+    world.passes(3)
+    assert "thread 'engine' has been in one step (sample) for" in world.ended[0]
+    assert "it works for: job-1#2" in world.ended[0]
+
+
+def test_thread_that_rests_or_makes_steps_goes_on(world: World) -> None:
+    for _ in range(5):
+        world.pulse.rest()
+        world.passes(1000)
+        for _ in range(100):
+            world.pulse.beat("sample")
+            world.passes(5)
+    assert world.ended == []
+
+
+def test_step_may_take_many_times_what_its_size_took_before(world: World) -> None:
+    world.step("decode", 0.3, size=1)
+    world.pulse.beat("decode", size=10)
+    world.passes(MANY * 3)
+    assert world.ended == []
+    world.passes(3)
+    assert world.ended
+
+
+def test_first_step_of_a_long_kind_may_take_long_and_no_other(world: World) -> None:
+    world.pulse.beat("decode", size=512, first_s=FIRST_S)
+    world.passes(FIRST_S)
+    assert world.ended == []
+    world.pulse.beat("decode", size=512, first_s=FIRST_S)
+    world.passes(FIRST_S + 3)  # however long the one before took
+    assert world.ended
+
+
+def test_limit_comes_down_again_after_a_slow_step(world: World) -> None:
+    world.step("decode", 500.0)
+    for _ in range(10_000):
+        world.step("decode", 0.1)
+    world.pulse.beat("decode")
+    world.passes(HANG_S + 3)
+    assert world.ended
+
+
+def test_time_in_which_the_process_was_suspended_does_not_count(world: World) -> None:
+    world.pulse.beat("sample")
+    world.passes(2)
+    world.now += 3600
+    world.watchdog.look(world.now)
+    world.passes(5)
+    assert world.ended == []
+
+
+def test_thread_that_waits_for_pages_from_disk_goes_on(world: World) -> None:
+    world.pulse.beat("sample")
+    world.passes(100, paged_per_s=PAGING)
+    assert world.ended == []
+    world.passes(HANG_S + 3)
+    assert world.ended
+
+
+def test_thread_that_died_is_told_at_once_unless_it_is_not_watched_any_more(world: World) -> None:
+    world.pulse.die("KeyError('x')")
+    assert world.ended == ["thread 'engine' died: KeyError('x')"]
+    other = World()
+    assert other.pulse.is_watched
+    other.watchdog.close()
+    assert not other.pulse.is_watched
+    other.pulse.die("KeyError('x')")
+    assert other.ended == []
+
+
+HANGING = """
+import logging, sys, threading
+from cellama.engine import Engine, EngineOptions, Request, Watchdog
+from cellama.engine.fake import FakeBackend
+import cellama.engine.watchdog as watchdog
+
+class Backend(FakeBackend):
+    def decode(self, *call):
+        if len(self.batches) == 3:
+            what_hangs()
+        super().decode(*call)
+
+def what_hangs():
+    {hang}
+
+logging.basicConfig(format="%(message)s")
+watchdog.LOOK_S = 0.02
+dog = Watchdog(0.2)
+engine = Engine(Backend(), EngineOptions(n_parallel=4, n_batch=64), "tiny")
+dog.watch(engine.pulse)
+dog.start()
+engine.submit(Request("the-job#1", (1, 2, 3))).result(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("hang", "told"),
+    [
+        ("threading.Event().wait()", "has been in one step (decode) for"),
+        ("logging._acquireLock(); threading.Event().wait()", "Timeout"),
+        ("raise SystemExit", "died: "),
+    ],
+)
+def test_process_ends_with_its_own_code_and_tells_where_it_hangs(hang: str, told: str) -> None:
+    code = "watchdog.REPORT_S = 0.5\n"
+    script = HANGING.replace("watchdog.LOOK_S", code + "watchdog.LOOK_S").replace("{hang}", hang)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert told in done.stderr
+    assert "what_hangs" in done.stderr
+    assert done.returncode == (EXIT_STALLED if "Timeout" not in told else 1), done.stderr
+    if "decode" in told:
+        assert "it works for: the-job#1" in done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pthread_getattr_np is the GNU C library's")
+def test_threads_that_run_recursive_code_have_deep_stacks_and_others_as_before() -> None:
+    sizes: list[int] = []
+
+    def note() -> None:
+        libc, attributes, size = ctypes.CDLL(None), ctypes.create_string_buffer(256), ctypes.c_size_t()
+        libc.pthread_self.restype = ctypes.c_void_p
+        libc.pthread_getattr_np(ctypes.c_void_p(libc.pthread_self()), attributes)
+        libc.pthread_attr_getstacksize(attributes, ctypes.byref(size))
+        sizes.append(size.value)
+
+    for start in (lambda: start_deep(note, "deep"), lambda: threading.Thread(target=note)):
+        thread = start()
+        if not thread.ident:
+            thread.start()
+        thread.join(30)
+    assert sizes[0] >= STACK_BYTES
+    assert sizes[1] < STACK_BYTES
