@@ -12,6 +12,7 @@ from kombu import Queue
 from cellama.config import ModelSettings, Settings, get_settings
 from cellama.config.settings import DEFAULT_SLOTS
 
+from .contract.keys import UNACKED_INDEX_KEY, UNACKED_KEY, UNACKED_MUTEX_KEY
 from .contract.names import DEFAULT_MODEL, PRIORITIES, PRIORITY_SEPARATOR, queue_name
 
 if TYPE_CHECKING:
@@ -56,6 +57,9 @@ def celery_config(settings: Settings) -> dict[str, Any]:
             **redis,
             "health_check_interval": 10,
             "visibility_timeout": settings.lease_s,  # renewed by every worker that lives: tasks/lease.py
+            "unacked_key": UNACKED_KEY,
+            "unacked_index_key": UNACKED_INDEX_KEY,
+            "unacked_mutex_key": UNACKED_MUTEX_KEY,
             "unacked_restore_interval": max(1, settings.lease_s // 4),  # seconds between two looks for ended leases
             "unacked_restore_throttle": 1,
             "unacked_restore_limit": None,  # all at once

@@ -24,6 +24,7 @@ from .contract.keys import (
     QUEUES_KEY,
     REAPER_KEY,
     RUNNING_KEY,
+    UNACKED_KEY,
     job_key,
     waiting_key,
     waiting_score,
@@ -33,7 +34,6 @@ from .ledger import Ledger
 
 log = logging.getLogger(__name__)
 
-UNACKED_KEY = "unacked"  # kombu's hash of messages that somebody holds
 SETTLED_S = 5.0  # a younger job may be on its way into its queue
 HEADS = 50  # messages looked at, at the end of a queue
 PAGE = 1000  # jobs per look

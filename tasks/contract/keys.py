@@ -14,6 +14,10 @@ cellama:batch:{run_id}     hash     a bulk run, as its command sees it; that com
 cellama:batches            zset     bulk runs by their last word; entries go with their TTL
 cellama:workers            hash     worker name → JSON entry; each worker its own, renewed every 2 s
 cellama:queue:{model}…     list     Celery's queues, one list per priority (names.py); `:default` is a model here
+cellama:kombu:unacked      hash     messages that a worker holds, by tag; kombu, under a name of our own: by default
+                                    all Celery apps of a database share one, and ours gives messages back after seconds
+cellama:kombu:unacked_index zset    the same tags by time of delivery, renewed by the worker; kombu
+cellama:kombu:unacked_mutex string  lock of the worker that looks for ended leases; kombu; TTL
 celery-task-meta-{job_id}  string   Celery's results; TTL
 """
 
@@ -26,6 +30,9 @@ QUEUES_KEY = "cellama:queues"
 DEAD_KEY = "cellama:dead"
 REAPER_KEY = "cellama:reaper"
 BATCHES_KEY = "cellama:batches"
+UNACKED_KEY = "cellama:kombu:unacked"
+UNACKED_INDEX_KEY = "cellama:kombu:unacked_index"
+UNACKED_MUTEX_KEY = "cellama:kombu:unacked_mutex"
 PRIORITY_WEIGHT = 1e11  # seconds; more than any time of submission
 
 

@@ -18,7 +18,7 @@ from cellama.api import AsyncClient, Client
 from cellama.api.redis_server import RedisServer
 from cellama.tasks import app, generate
 from cellama.tasks.contract.errors import InvalidJob, JobCancelled, JobFailed, UnknownJob
-from cellama.tasks.contract.keys import DEAD_KEY, cancel_key, job_key
+from cellama.tasks.contract.keys import DEAD_KEY, UNACKED_KEY, cancel_key, job_key
 from cellama.tasks.contract.names import queue_keys, queue_name
 from cellama.tasks.ledger import Ledger, new_run
 from cellama.tasks.reader import PING, stream_events
@@ -123,7 +123,7 @@ def test_ending_worker_finishes_what_it_can(start_worker: StartWorker, model: st
     worker.process.terminate()
     assert worker.process.wait(PATIENCE_S) == 0
     assert all(job.get(timeout=1)["usage"]["completion_tokens"] == MEDIUM["max_tokens"] for job in jobs)
-    assert not redis_client.exists("unacked")
+    assert not redis_client.exists(UNACKED_KEY)
 
 
 def test_message_that_the_broker_lost_is_queued_again(start_worker: StartWorker, model: str) -> None:

@@ -14,10 +14,10 @@ from redis import Redis
 
 from cellama.api.redis_server import RedisServer
 from cellama.tasks.contract.errors import JobFailed
-from cellama.tasks.contract.keys import REAPER_KEY, RUNNING_KEY, waiting_key
+from cellama.tasks.contract.keys import REAPER_KEY, RUNNING_KEY, UNACKED_KEY, waiting_key
 from cellama.tasks.contract.names import queue_key
 from cellama.tasks.ledger import Ledger, new_run
-from cellama.tasks.reaper import SETTLED_S, UNACKED_KEY, Reaper
+from cellama.tasks.reaper import SETTLED_S, Reaper
 from cellama.tasks.records import Call, Entry
 
 from ..conftest import wait_until
