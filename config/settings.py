@@ -120,7 +120,7 @@ class Settings(BaseSettings):
         default="auto", description="for all models of a worker: auto, unlimited, or a size such as 8GB or 8GiB"
     )
     on_full: OnFull = Field(default="refuse", description="a model that does not fit: refuse it, or evict idle ones")
-    look_ahead: int = Field(default=4, ge=0, description="jobs that a worker takes beyond its slots")
+    look_ahead: int = Field(default=4, ge=0, description="jobs of a model that a worker takes beyond its slots")
     lease_s: int = Field(default=6, ge=3, description="after so long without a sign of its worker a job is given away")
     drain_s: int = Field(default=30, ge=0, description="after so long an ending worker gives its jobs to others")
     hang_s: int = Field(

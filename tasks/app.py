@@ -66,7 +66,7 @@ def celery_config(settings: Settings) -> dict[str, Any]:
             "unacked_mutex_expire": 30,
             "priority_steps": list(PRIORITIES),
             "sep": PRIORITY_SEPARATOR,
-            "queue_order_strategy": "priority",
+            "queue_order_strategy": "round_robin",  # within the limits of tasks/channels.py
         },
         "broker_connection_timeout": CONNECT_TIMEOUT_S,
         "broker_connection_retry_on_startup": True,
@@ -112,7 +112,7 @@ def concurrency(settings: Settings) -> int:
 
     Once they are loaded, it is corrected for those whose number of slots was tuned (Runtime.attach).
     """
-    return sum(num_jobs_of(model) for model in settings.models) + settings.look_ahead
+    return sum(num_jobs_of(model) + settings.look_ahead for model in settings.models)
 
 
 def num_jobs_of(model: ModelSettings, slots: int | None = None) -> int:

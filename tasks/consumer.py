@@ -3,8 +3,8 @@
 On a lost connection Celery 5.7 on Redis gives back everything that is not acked, although it still runs here, and its
 acks go to the channel of yesterday. This consumer keeps what runs: after a reconnect the new channels take it over.
 
-It has two channels, on two connections: one waits for urgent jobs, one for bulk jobs. A worker that is full of bulk
-jobs takes no more of them, but urgent ones as before; the engine makes room (docs/delivery.md).
+It has two channels, on two connections: one waits for urgent jobs, one for bulk jobs. A model that is full of bulk
+jobs gets no more of them, but urgent ones as before; the engine makes room (docs/delivery.md).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from queue import Empty
 from typing import Any
 
@@ -22,7 +22,9 @@ from celery.worker.consumer import Consumer
 from kombu.common import ignore_errors
 from kombu.transport.redis import QoS
 
-from .contract.names import BULK_PRIORITIES, URGENT_PRIORITIES, WEIGHT_HEADER
+from .channels import Asker, PlaceQoS, keep_client
+from .contract.names import BULK_PRIORITIES, URGENT_PRIORITIES
+from .places import Places
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +36,10 @@ MAX_EVENTS = 1000  # gathered
 class SteadyConsumer(Consumer):  # type: ignore[misc]
     """Acks on the channels that are there now, and gives nothing back that still runs."""
 
+    places: Places  # set before the first job is taken (Runtime.attach)
     bulk_connection: Any = None
     bulk_consumer: Any = None
+    askers: Sequence[Asker] = ()
     _next_flush_at = 0.0  # monotonic s
 
     @property
@@ -52,7 +56,7 @@ class SteadyConsumer(Consumer):  # type: ignore[misc]
             return None
         if message.channel in channels:
             return message.channel
-        return channels[(message.delivery_info.get("priority") or 0) in BULK_PRIORITIES]
+        return channels[(message.properties.get("priority") or 0) in BULK_PRIORITIES]
 
     def on_connection_error_after_connected(self, exc: Exception) -> Any:
         """The connection is gone; what was taken stays ours until its lease ends."""
@@ -84,6 +88,12 @@ class SteadyConsumer(Consumer):  # type: ignore[misc]
         if self.bulk_consumer is not None:
             self.bulk_consumer.cancel_by_queue(queue)
 
+    def ask_again(self) -> None:
+        """Asks Redis for jobs of models that have room by now; called at each turn of the event loop."""
+        if self.channels:
+            for asker in self.askers:
+                asker.ask_again()
+
     def _flush_events(self) -> None:
         """Sends what Flower is told together with what comes within EVENTS_EVERY_S; Celery sends it at each turn."""
         now = time.monotonic()
@@ -107,57 +117,14 @@ class SteadyConsumer(Consumer):  # type: ignore[misc]
         return super().call_soon_ack(run, *args, **kwargs)
 
 
-class _BulkQoS(QoS):  # type: ignore[misc]
-    """Takes bulk jobs only as long as the worker holds fewer jobs of any kind than `limit`.
-
-    A chunk of a bulk run counts as many, but for no more than half of the limit: so a worker has two, and its slots
-    go from the one to the other.
-    """
-
-    def __init__(self, channel: Any, others: QoS, limit: Callable[[], int]) -> None:
-        super().__init__(channel)
-        self._others = others
-        self._limit = limit
-
-    def can_consume(self) -> bool:
-        limit = self._limit()
-        return _num_held(self, limit) + _num_held(self._others, limit) < limit
-
-
-def _num_held(qos: Any, limit: int) -> int:
-    held = [message for tag, message in qos._delivered.items() if tag not in qos._dirty]
-    return sum(min(message.headers.get(WEIGHT_HEADER, 1), (limit + 1) // 2) for message in held)
-
-
-def _wait_only_for(channel: Any, priorities: Sequence[int]) -> None:
-    """Lets a channel take messages of these priorities only; it still puts others where they belong."""
-    start = channel._brpop_start
-
-    def start_for_these(timeout: float | None = None) -> None:
-        every, channel.priority_steps = channel.priority_steps, priorities
-        try:
-            start(timeout)
-        finally:
-            channel.priority_steps = every
-
-    channel._brpop_start = start_for_these
-
-
-def _keep_client(channel: Any) -> None:
-    """Lets a channel use one client for its commands; kombu makes one for each, which takes longer than the command."""
-    create = channel._create_client
-    kept: dict[Any, Any] = {}  # pool → its client
-
-    def create_once(asynchronous: bool = False) -> Any:
-        if asynchronous:  # for the connections that the event loop listens on
-            return create(asynchronous=True)
-        pool = channel.pool
-        if pool not in kept:
-            kept.clear()
-            kept[pool] = create()
-        return kept[pool]
-
-    channel._create_client = create_once
+def _share_places(consumer: SteadyConsumer, urgent: Any, bulk: Any) -> None:
+    """Lets the two channels ask for what the models of the worker have room for."""
+    urgent._qos = PlaceQoS(urgent, lambda queues: consumer.places.open_for_urgent(queues, urgent.qos.held()))
+    bulk._qos = PlaceQoS(bulk, lambda queues: consumer.places.open_for_bulk(queues, urgent.qos.held(), bulk.qos.held()))
+    consumer.askers = [
+        Asker(channel, lambda: consumer.places, priorities)
+        for channel, priorities in ((urgent, URGENT_PRIORITIES), (bulk, BULK_PRIORITIES))
+    ]
 
 
 class Intake(bootsteps.StartStopStep):  # type: ignore[misc]
@@ -169,14 +136,12 @@ class Intake(bootsteps.StartStopStep):  # type: ignore[misc]
         urgent = consumer.task_consumer.channel
         consumer.bulk_connection = consumer.connect()
         bulk = consumer.bulk_connection.default_channel
-        bulk._qos = _BulkQoS(bulk, urgent.qos, lambda: consumer.initial_prefetch_count)
-        _keep_client(urgent)
-        _keep_client(bulk)
+        _share_places(consumer, urgent, bulk)
+        keep_client(urgent)
+        keep_client(bulk)
         if consumer.event_dispatcher is not None and consumer.event_dispatcher.enabled:
-            _keep_client(consumer.event_dispatcher.producer.channel)
+            keep_client(consumer.event_dispatcher.producer.channel)
             consumer.event_dispatcher.buffer_limit = MAX_EVENTS
-        _wait_only_for(urgent, URGENT_PRIORITIES)
-        _wait_only_for(bulk, BULK_PRIORITIES)
         consumer.bulk_consumer = consumer.app.amqp.TaskConsumer(bulk, on_decode_error=consumer.on_decode_error)
         self._adopt(consumer)
 
@@ -192,6 +157,7 @@ class Intake(bootsteps.StartStopStep):  # type: ignore[misc]
         """Both take messages in the same way, from here on."""
         consumer.bulk_consumer.on_message = consumer.task_consumer.on_message
         consumer.bulk_consumer.consume()
+        hub.on_tick.add(consumer.ask_again)
 
     def stop(self, consumer: SteadyConsumer) -> None:
         """Takes no more jobs; a message that is on its way from Redis goes back at once."""

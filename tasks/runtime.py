@@ -21,6 +21,7 @@ from .app import num_jobs_of
 from .contract.keys import cancel_key
 from .lease import LeaseKeeper
 from .ledger import Ledger
+from .places import Places
 from .pool import Interruption, JobControl
 from .publisher import Publisher
 from .quarantine import Quarantine
@@ -146,6 +147,7 @@ class Runtime:
         if self._lease is None:
             loaded = {id_: model.options.num_slots for id_, model in self.manager.models().items()}
             jobs = {model.id: num_jobs_of(model, loaded.get(model.id)) for model in self.settings.models}
+            consumer.places = Places(jobs, self.settings.look_ahead, lambda: self.manager.default)
             waiting = self.ledger.num_waiting
             self.residency = Residency(self.manager, consumer, self._load, jobs, waiting, self._tell_change)
             assumed = sum(num_jobs_of(model) for model in self.settings.models)

@@ -21,8 +21,6 @@ PRIORITY_SEPARATOR = "\x06\x16"  # kombu's default, see docs/adr/001-priority-se
 
 WEIGHT_HEADER = "cellama_weight"  # so many jobs' worth of work is in a message; absent: one
 SUBMITTED_AT_HEADER = "cellama_submitted_at"  # unix seconds; absent when the producer is plain Celery
-
-
 _QUEUE_PREFIX = "cellama:queue:"
 
 
@@ -34,6 +32,11 @@ def queue_name(model_id: str) -> str:
 def is_model_queue(queue: str) -> bool:
     """Whether a Celery queue is that of a model."""
     return queue.startswith(_QUEUE_PREFIX)
+
+
+def model_of(queue: str) -> str:
+    """The model of a Celery queue; a queue of somebody else's as it is."""
+    return queue.removeprefix(_QUEUE_PREFIX)
 
 
 def queue_keys(model_id: str) -> list[str]:

@@ -1,0 +1,116 @@
+"""What a channel asks Redis for, on a connection that only notes commands."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from kombu.utils.scheduling import round_robin_cycle
+from redis.exceptions import NoPermissionError
+
+from cellama.tasks.channels import Asker
+from cellama.tasks.contract.names import queue_key, queue_name
+from cellama.tasks.places import Places
+
+A, B = queue_name("a"), queue_name("b")
+
+
+class Connection:
+    _sock = object()
+
+    def __init__(self) -> None:
+        self.commands: list[tuple[Any, ...]] = []
+
+    def send_command(self, *command: Any) -> None:
+        self.commands.append(command)
+
+    def read_response(self) -> int:
+        return 7
+
+
+class Channel:
+    """As much of kombu's as is asked; `held` is what the worker holds of each queue."""
+
+    brpop_timeout = 1
+
+    def __init__(self) -> None:
+        self.active_queues = [A, B]
+        self._queue_cycle = round_robin_cycle([A, B])
+        self._in_poll: Any = None
+        self.connection = Connection()
+        self.client = SimpleNamespace(connection=self.connection)
+        self.held: dict[str, list[int]] = {}
+        self.places = Places({"a": 2, "b": 2}, 0, lambda: "a")
+        self.qos = SimpleNamespace(open_queues=lambda queues: self.places.open_for_urgent(queues, self.held))
+        self.unblocked: list[int] = []
+        self.refuses = False
+        self._brpop_start: Any = None
+
+    @contextlib.contextmanager
+    def conn_or_acquire(self) -> Iterator[Any]:
+        yield SimpleNamespace(client_unblock=self._unblock)
+
+    def _unblock(self, client_id: int) -> bool:
+        if self.refuses:
+            raise NoPermissionError("no permission to run 'client|unblock'")
+        self.unblocked.append(client_id)
+        return True
+
+    def asked(self) -> list[str]:
+        command = self.connection.commands[-1]
+        assert (command[0], command[-1]) == ("BRPOP", 1)
+        return list(command[1:-1])
+
+
+@pytest.fixture
+def channel() -> Channel:
+    return Channel()
+
+
+@pytest.fixture
+def asker(channel: Channel) -> Asker:
+    return Asker(channel, lambda: channel.places, (0, 3))
+
+
+def test_channel_asks_model_by_model_and_the_most_urgent_first(channel: Channel, asker: Asker) -> None:
+    channel._brpop_start()
+    assert channel.asked() == [A, queue_key(A, 3), B, queue_key(B, 3)]
+    channel._queue_cycle.rotate(A)  # as kombu does with the queue of each message
+    channel._brpop_start()
+    assert channel.asked() == [B, queue_key(B, 3), A, queue_key(A, 3)]
+
+
+def test_channel_asks_only_for_models_with_room_and_again_when_others_have_some(channel: Channel, asker: Asker) -> None:
+    channel.held = {A: [1, 1]}
+    channel._brpop_start()
+    assert channel.asked() == [B, queue_key(B, 3)]
+    asker.ask_again()
+    assert channel.unblocked == []
+    channel.held = {A: [1], B: [1, 1]}
+    asker.ask_again()
+    asker.ask_again()
+    assert channel.unblocked == [7]  # once, until the next one is sent
+    channel._brpop_start()
+    assert channel.asked() == [A, queue_key(A, 3)]
+
+
+def test_channel_without_room_asks_for_nothing(channel: Channel, asker: Asker) -> None:
+    channel.held = {A: [1, 1], B: [1, 1]}
+    channel._brpop_start()
+    assert channel.connection.commands == []
+
+
+def test_channel_goes_on_without_permission_to_unblock(
+    channel: Channel, asker: Asker, caplog: pytest.LogCaptureFixture
+) -> None:
+    channel.held, channel.refuses = {A: [1, 1]}, True
+    channel._brpop_start()
+    channel.held = {}
+    asker.ask_again()
+    asker.ask_again()
+    assert caplog.text.count("may wait up to 1 s") == 1
+    channel._brpop_start()
+    assert A in channel.asked()
