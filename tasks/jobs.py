@@ -38,7 +38,7 @@ from .contract.names import (
 from .contract.payloads import parse_job
 from .enqueue import PAGE_JOBS, Checked, enqueue, ranges
 from .ledger import Ledger
-from .options import IN_WORKERS_ONLY, ONE_AFTER_ANOTHER, delay_s, settle_options
+from .options import IN_WORKERS_ONLY, ONE_AFTER_ANOTHER, delay_s, plain_priority, plain_queue, settle_options
 from .reaching import reaching_redis
 from .records import Call
 from .steps import follows_a_task, refuse_step, share
@@ -53,6 +53,7 @@ class JobTask(Task):  # type: ignore[misc]
     abstract = True
     kind: Kind
     Request = "cellama.tasks.request:JobRequest"
+    Strategy = "cellama.tasks.plain:strategy"
     throws = (JobFailed,)  # expected: Celery logs one line, without a trace
 
     @classmethod
@@ -210,10 +211,25 @@ class JobTask(Task):  # type: ignore[misc]
     def call_of_message(self) -> Call | None:
         """How the job that runs here was called, if its producer was plain Celery and told the ledger nothing."""
         request = self.request
-        if getattr(request, SUBMITTED_AT_HEADER, None) is not None:
+        if not self._is_plain:
             return None
-        delivery = request.delivery_info
-        return self._call(request.args, request.kwargs, delivery["routing_key"], delivery.get("priority") or 0, {})
+        return self.call_of_plain(request.args, request.kwargs, request.delivery_info)
+
+    def call_of_plain(self, args: Any, kwargs: Any, delivery: dict[str, Any]) -> Call:
+        """What a message of plain Celery asks for; nobody has checked it yet."""
+        priority = plain_priority(kwargs, delivery.get("priority"))
+        return self._call(args, kwargs, plain_queue(kwargs, args, str(delivery.get("routing_key"))), priority, {})
+
+    @property
+    def _is_plain(self) -> bool:
+        return getattr(self.request, SUBMITTED_AT_HEADER, None) is None  # Celery makes attributes of headers
+
+    def _payload_here(self, args: Any, kwargs: Any) -> Any:
+        """The payload of the job that runs here, with the priority of its message unless it has its own."""
+        job, given = self.parse(args, kwargs), self.request.delivery_info.get("priority")
+        if "priority" in kwargs:
+            return job
+        return job.model_copy(update={"priority": plain_priority(kwargs, given) if self._is_plain else given})
 
     def after_return(self, status: str, retval: Any, task_id: str, args: Any, kwargs: Any, einfo: Any) -> None:
         """The results of a chunk's lines are in its journal, which stays as long as results do."""
@@ -232,7 +248,7 @@ class JobTask(Task):  # type: ignore[misc]
         from .run import JobRun
 
         streams = self.kind.streams and kwargs.get("stream", True) is not False
-        return JobRun(self, self.app.runtime).execute(streams, lambda run: body(run, self.parse(args, kwargs)))
+        return JobRun(self, self.app.runtime).execute(streams, lambda run: body(run, self._payload_here(args, kwargs)))
 
 
 def _task(name: str) -> Callable[[Callable[..., Result]], JobTask]:

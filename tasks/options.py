@@ -10,7 +10,7 @@ from celery.utils.time import maybe_iso8601, maybe_make_aware
 from kombu import Connection, Exchange, Queue
 
 from .contract.errors import InvalidJob
-from .contract.names import PRIORITIES, is_model_queue, queue_name
+from .contract.names import PRIORITIES, PRIORITY_INTERACTIVE, is_model_queue, queue_name
 
 IN_WORKERS_ONLY = (
     "cellama's tasks run where the models are, in its workers: use delay, apply_async or a signature, and start a "
@@ -100,3 +100,19 @@ def delay_s(app: Celery, options: dict[str, Any]) -> float:
         return 0.0
     at: datetime = maybe_make_aware(maybe_iso8601(eta), app.timezone)
     return max(0.0, float((at - app.now()).total_seconds()))
+
+
+def plain_priority(kwargs: Any, given: Any) -> int:
+    """What a plain producer means, by its payload and the priority of its message (0: it said nothing)."""
+    wanted = kwargs.get("priority") if isinstance(kwargs, dict) else None
+    if isinstance(wanted, int) and wanted in PRIORITIES:
+        return int(wanted)
+    return min(given, PRIORITIES[-1]) if isinstance(given, int) and given > 0 else PRIORITY_INTERACTIVE
+
+
+def plain_queue(kwargs: Any, args: Any, routing_key: str) -> str:
+    """The queue that a plain message lies in: that of its model, if it was not sent straight there."""
+    if is_model_queue(routing_key):
+        return routing_key
+    model = kwargs.get("model") if isinstance(kwargs, dict) else None
+    return queue_name(str(model if model is not None else next(iter(args), "")))

@@ -1,0 +1,108 @@
+"""Producers that know nothing of cellama: their messages get the priority, and the ledger entry, of any other job."""
+
+from __future__ import annotations
+
+import base64
+import json
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from celery import Celery
+from redis import Redis
+
+from cellama.api.redis_server import RedisServer
+from cellama.tasks import app, generate
+from cellama.tasks.contract.keys import job_key
+from cellama.tasks.contract.names import queue_key, queue_name
+from cellama.tasks.ledger import Ledger
+from cellama.tasks.plain import adopt
+
+from ..conftest import PATIENCE_S, WorkerProcess
+from .conftest import GREEDY
+
+EventsOf = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture
+def unserved(redis_server: RedisServer) -> str:
+    """A model that no worker has: its jobs stay where they were put."""
+    return f"nobody-{uuid.uuid4().hex[:8]}"
+
+
+@pytest.fixture(scope="module")
+def plain(redis_server: RedisServer) -> Iterator[Celery]:
+    with Celery("plain", broker=redis_server.url, backend=redis_server.url, set_as_current=False) as other:
+        yield other
+
+
+def take(model: str) -> tuple[Any, Any]:
+    """The message that a worker would take next, and the connection that holds it."""
+    connection = app.connection_for_read()
+    return connection.default_channel.basic_get(queue_name(model)), connection
+
+
+def lengths(redis: Redis, model: str) -> dict[int, int]:
+    return {p: n for p in range(10) if (n := int(redis.llen(queue_key(queue_name(model), p))))}  # type: ignore[arg-type]
+
+
+def test_plain_message_without_priority_waits_behind_jobs_of_the_default_one(
+    unserved: str, plain: Celery, redis_client: Redis
+) -> None:
+    before = generate.delay(unserved, "first come")
+    job = plain.send_task("cellama.generate", [unserved, "a secret"], queue=queue_name(unserved))
+    assert lengths(redis_client, unserved) == {0: 1, 3: 1}
+    message, connection = take(unserved)
+    assert adopt(Ledger(redis_client), generate, message)
+    message.ack()
+    assert lengths(redis_client, unserved) == {3: 2}
+    last = json.loads(redis_client.lindex(queue_key(queue_name(unserved), 3), 0))  # type: ignore[arg-type]
+    assert last["headers"]["id"] == job.id
+    assert json.loads(base64.b64decode(last["body"]))[:2] == [[unserved, "a secret"], {}]
+    assert "a secret" not in json.dumps(last["headers"])
+    assert [Ledger(redis_client).place(job_id) for job_id in (before.id, job.id)] == [0, 1]
+    connection.release()
+
+
+def test_plain_message_is_moved_once(unserved: str, plain: Celery, redis_client: Redis) -> None:
+    plain.send_task("cellama.generate", [unserved, "Hi"], queue=queue_name(unserved))
+    message, connection = take(unserved)
+    assert adopt(Ledger(redis_client), generate, message)
+    assert adopt(Ledger(redis_client), generate, message)  # its worker ended before it had acked it
+    message.ack()
+    assert lengths(redis_client, unserved) == {3: 1}
+    connection.release()
+
+
+@pytest.mark.parametrize(
+    ("payload", "options", "expected"),
+    [({}, {"priority": 6}, 6), ({"priority": 0}, {}, 0), ({"priority": 9}, {"priority": 9}, 9)],
+)
+def test_plain_message_in_its_place_stays_there_and_is_noted(
+    unserved: str, plain: Celery, redis_client: Redis, payload: Any, options: Any, expected: int
+) -> None:
+    job = plain.send_task("cellama.generate", [unserved, "Hi"], payload, queue=queue_name(unserved), **options)
+    message, connection = take(unserved)
+    assert not adopt(Ledger(redis_client), generate, message)
+    assert Ledger(redis_client).state(job.id) == "queued"
+    assert int(redis_client.hget(job_key(job.id), "priority") or -1) == expected  # type: ignore[arg-type]
+    message.ack()
+    connection.release()
+
+
+@pytest.mark.parametrize("options", [{}, {"priority": 5, "compression": "gzip"}, {"countdown": 0.1}])
+def test_plain_job_runs_and_streams(
+    worker: WorkerProcess, plain: Celery, events_of: EventsOf, redis_client: Redis, options: dict[str, Any]
+) -> None:
+    job = plain.send_task(
+        "cellama.generate", ["tiny", "Hi"], {"max_tokens": 4, **GREEDY}, queue=queue_name("tiny"), **options
+    )
+    text = job.get(timeout=PATIENCE_S)["text"]
+    assert "".join(event.get("text", "") for event in events_of(job.id)) == text
+    assert redis_client.hget(job_key(job.id), "priority") == str(options.get("priority", 3)).encode()
+
+
+def test_signature_of_ours_is_sent_by_an_app_that_does_not_know_the_task(worker: WorkerProcess, plain: Celery) -> None:
+    step = generate.s("tiny", "Hi", max_tokens=4, **GREEDY)
+    assert plain.send_task(step.task, step.args, step.kwargs, **step.options).get(timeout=PATIENCE_S)["text"]
