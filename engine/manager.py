@@ -14,7 +14,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -48,6 +48,7 @@ class ModelEntry:
     status: Status = "loading"
     model: Model | None = None
     since: float = 0.0  # unix seconds at which it became ready
+    num_holds: int = 0  # by those who may be about to use it
 
 
 class ModelManager:
@@ -143,39 +144,52 @@ class ModelManager:
         return entry
 
     def unload(self, model_id: str, timeout_s: float = UNLOAD_TIMEOUT_S) -> None:
-        """Takes no more requests for a model, waits until its last one has ended, then frees its memory.
+        """Takes no more requests for a model, waits until nobody holds or uses it, then frees its memory.
 
-        Raises UnknownModel, and ModelBusy if it is still in use after `timeout_s`: it serves again, then.
+        If it is the default one, another that is ready is that from now on. Raises UnknownModel, and ModelBusy if it is
+        still in use after `timeout_s`: it serves again, then, as the default one if it was.
         """
         with self._lock:
-            entry = self._entries.get(model_id)
-            if entry is None or entry.status != "ready":
-                raise self._unknown(model_id)
+            entry = self._ready(model_id)
             entry.status = "unloading"
+            was_default, self._default = self._default == entry.id, self._default_without(entry.id)
         model = entry.model
         assert model is not None
         deadline = time.monotonic() + timeout_s
-        while model.is_busy:
+        while entry.num_holds or model.is_busy:
             if time.monotonic() >= deadline:
-                entry.status = "ready"
+                with self._lock:
+                    entry.status = "ready"
+                    self._default = entry.id if was_default else self._default
                 raise ModelBusy(
-                    f"model {model_id!r} is still in use after {timeout_s:g} s; it stays loaded and serves again: "
+                    f"model {entry.id!r} is still in use after {timeout_s:g} s; it stays loaded and serves again: "
                     "cancel what runs, or allow more time"
                 )
             time.sleep(DRAIN_POLL_S)
         if not model.close():
+            threading.Thread(target=self._remove_when_closed, args=(entry,), daemon=True).start()
             raise ModelBusy(
-                f"model {model_id!r} takes no more requests, but a step of it does not end; restart the worker"
+                f"model {entry.id!r} takes no more requests, but a step of it does not end; it goes when that has ended"
             )
+        self._remove(entry)
+
+    def _default_without(self, model_id: str) -> str | None:
+        if self._default != model_id:
+            return self._default
+        return next((other.id for other in self._entries.values() if other.status == "ready"), None)
+
+    def _remove_when_closed(self, entry: ModelEntry) -> None:
+        while entry.model is not None and not entry.model.close():
+            pass  # each look waits for long
+        self._remove(entry)
+
+    def _remove(self, entry: ModelEntry) -> None:
         entry.model = None
-        del model
         _give_memory_back()
-        self._admission.release(model_id)
+        self._admission.release(entry.id)
         with self._lock:
-            del self._entries[model_id]
-            if self._default == model_id:
-                self._default = next((id_ for id_, other in self._entries.items() if other.status == "ready"), None)
-        log.info("model %s is unloaded", model_id)
+            self._entries.pop(entry.id, None)
+        log.info("model %s is unloaded", entry.id)
 
     def evict_through(self, evict: Callable[[str], None]) -> None:
         """From now on idle models make room, and this function unloads one; it returns when the model is gone."""
@@ -188,7 +202,8 @@ class ModelManager:
     def _idle(self) -> list[str]:
         """The models that nobody uses, the least recently used first. The default one is not among them."""
         with self._lock:
-            ready = [e.model for e in self._entries.values() if e.status == "ready" and e.id != self._default]
+            others = [entry for entry in self._entries.values() if entry.id != self._default]
+            ready = [entry.model for entry in others if entry.status == "ready" and not entry.num_holds]
         idle = [model for model in ready if model is not None and not model.is_busy]
         return [model.id for model in sorted(idle, key=lambda model: model.last_used)]
 
@@ -196,12 +211,34 @@ class ModelManager:
         self.unload(model_id, EVICT_TIMEOUT_S)
 
     def get(self, model_id: str) -> Model:
-        """The model of that id, or the default one for ":default". Raises UnknownModel."""
+        """The model of that id, or the default one for ":default". Raises UnknownModel.
+
+        It may be unloaded meanwhile, and then raises EngineStopped: see `hold`.
+        """
         with self._lock:
-            entry = self._entries.get(self._default or "" if model_id == DEFAULT_MODEL else model_id)
-            if entry is None or entry.status != "ready" or entry.model is None:
-                raise self._unknown(model_id)
-            return entry.model
+            model = self._ready(model_id).model
+        assert model is not None
+        return model
+
+    @contextlib.contextmanager
+    def hold(self, model_id: str) -> Iterator[Model]:
+        """As `get`, and the model stays until the end of the `with` block: an unload waits for that."""
+        with self._lock:
+            entry = self._ready(model_id)
+            entry.num_holds += 1
+        assert entry.model is not None
+        try:
+            yield entry.model
+        finally:
+            with self._lock:
+                entry.num_holds -= 1
+
+    def _ready(self, model_id: str) -> ModelEntry:
+        """Raises UnknownModel. With the lock held."""
+        entry = self._entries.get(self._default or "" if model_id == DEFAULT_MODEL else model_id)
+        if entry is None or entry.status != "ready" or entry.model is None:
+            raise self._unknown(model_id)
+        return entry
 
     def _unknown(self, model_id: str) -> UnknownModel:
         entry = self._entries.get(model_id)
@@ -218,8 +255,10 @@ class ModelManager:
             return entry is not None and entry.status == "ready"
 
     def is_leaving(self, model_id: str) -> bool:
-        """True while the model is unloading."""
+        """True while the model is unloading; of ":default", while one does, and no other is the default."""
         with self._lock:
+            if model_id == DEFAULT_MODEL and self._default is None:
+                return any(entry.status == "unloading" for entry in self._entries.values())
             entry = self._entries.get(model_id)
             return entry is not None and entry.status == "unloading"
 

@@ -197,11 +197,11 @@ class Model(Texts):
     def close(self) -> bool:
         """Ends its threads, then frees contexts, adapters and weights. What runs fails with EngineStopped.
 
-        False, and nothing is freed, if a step does not end: freeing weights under it would end the process.
+        False, and the weights are not freed, if a step does not end, or a text is being tokenized all the time: freeing
+        them under it would end the process. Idempotent.
         """
-        closed = [part.close() for part in self._parts]
-        if all(closed):
-            self._weights.close()
-        else:
-            log.error("model %s is still in a step; its memory is not freed", self.id)
-        return all(closed)
+        ended = [part.close() for part in self._parts]
+        closed = all(ended) and self._weights.close()
+        if not closed:
+            log.error("model %s is still in use; its memory is not freed", self.id)
+        return closed

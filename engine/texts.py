@@ -41,7 +41,8 @@ class Texts:
         ids, n_vocab = list(tokens), self._weights.info.n_vocab
         if not all(0 <= token < n_vocab for token in ids):
             raise InvalidRequest(f"there are token ids outside 0..{n_vocab - 1}")
-        return b"".join(self._weights.token_bytes(token) for token in ids).decode(errors="replace")
+        with self._weights.lifetime:
+            return b"".join(self._weights.token_bytes(token) for token in ids).decode(errors="replace")
 
     def render_chat(self, messages: Sequence[Message], **template_args: Any) -> str:
         """The prompt of a conversation (see ChatTemplate.render). Raises TemplateFailed."""

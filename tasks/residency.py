@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from celery.worker import state
@@ -68,7 +68,7 @@ class Residency:
 
     def _begin_serving(self, model_id: str) -> None:
         self.resize(self._jobs[model_id])
-        self._consumer.add_task_queue(queue_name(model_id))
+        self._resume_intake(self._queues_of(model_id))
         log.info("model %s is served from now on", model_id)
         self._on_change()
 
@@ -76,19 +76,30 @@ class Residency:
         """Takes no more jobs of a model; when the last one has ended, it goes. Main thread only."""
         self._failures.pop(model_id, None)
         self._manager.get(model_id)  # raises UnknownModel, at once
-        self._consumer.cancel_task_queue(queue_name(model_id))
-        self._in_background(model_id, lambda: self._unload(model_id, timeout_s))
+        queues = self._queues_of(model_id)
+        for queue in queues:
+            self._consumer.cancel_task_queue(queue)
+        self._in_background(model_id, lambda: self._unload(model_id, queues, timeout_s))
 
-    def _unload(self, model_id: str, timeout_s: float) -> None:
+    def _queues_of(self, model_id: str) -> list[str]:
+        """The queues whose jobs nobody serves here without this model."""
+        others = self._manager.models().keys() - {model_id}
+        alone = self._manager.default == model_id and not others
+        return [queue_name(name) for name in ([model_id, DEFAULT_MODEL] if alone else [model_id])]
+
+    def _resume_intake(self, queues: Sequence[str]) -> None:
+        for queue in queues:
+            self._consumer.add_task_queue(queue)
+
+    def _unload(self, model_id: str, queues: Sequence[str], timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
-        queue = queue_name(model_id)
         try:
-            while _num_held(queue) and time.monotonic() < deadline:
+            while _num_held(queues) and time.monotonic() < deadline:
                 time.sleep(DRAIN_POLL_S)
             self._manager.unload(model_id, max(0.0, deadline - time.monotonic()))
         except EngineError:
             if self._manager.is_loaded(model_id):
-                self._consumer.call_soon(self._consumer.add_task_queue, queue)
+                self._consumer.call_soon(self._resume_intake, queues)
             raise
         self._consumer.call_soon(self.resize, -self._jobs.pop(model_id, 0))
 
@@ -106,7 +117,7 @@ class Residency:
         if not stopped.wait(EVICT_TIMEOUT_S):
             self._consumer.call_soon(self._consumer.add_task_queue, queue)  # after the other, whenever that is
             raise ModelBusy(f"the worker did not stop taking jobs of {model_id!r} within {EVICT_TIMEOUT_S:g} s")
-        self._unload(model_id, EVICT_TIMEOUT_S)
+        self._unload(model_id, [queue], EVICT_TIMEOUT_S)
         self._on_change()
 
     def set_default(self, model_id: str) -> None:
@@ -162,6 +173,6 @@ class Residency:
         threading.Thread(target=run, name=f"cellama-residency-{key}", daemon=True).start()
 
 
-def _num_held(queue: str) -> int:
-    """Jobs of a queue that this worker has taken and not ended."""
-    return sum(request.delivery_info.get("routing_key") == queue for request in list(state.requests.values()))
+def _num_held(queues: Sequence[str]) -> int:
+    """Jobs of these queues that this worker has taken and not ended."""
+    return sum(request.delivery_info.get("routing_key") in queues for request in list(state.requests.values()))

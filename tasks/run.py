@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -83,6 +84,7 @@ class JobRun:
         self._ended: Future[bool]  # whether the terminal event of this run counts
         self._engine_ends_stream = False
         self._past = Past()
+        self._held = contextlib.ExitStack()  # the model, until the run ends
         sent = getattr(task.request, SUBMITTED_AT_HEADER, None)  # Celery makes attributes of message headers
         self._waited_s = max(0.0, time.time() - sent) if isinstance(sent, int | float) else 0.0
         self._submitted_at = time.monotonic() - self._waited_s
@@ -113,7 +115,7 @@ class JobRun:
             self._past = self._reaching_redis(lambda: read_past(self._runtime.redis, self._job_id))
         if self._past.end is not None:
             return self._result_of_past(self._past.end)
-        with self._runtime.running(attempt, self._control):
+        with self._runtime.running(attempt, self._control), self._held:
             self._ended = self._runtime.publisher.open(
                 attempt, self._past.next_seq, streams=streams, started=self._past.started, on_token=on_token
             )
@@ -254,7 +256,7 @@ class JobRun:
 
     def _model(self, model_id: str) -> Model:
         try:
-            return self._runtime.manager.get(model_id)
+            return self._held.enter_context(self._runtime.manager.hold(model_id))
         except UnknownModel:
             if not self._runtime.manager.is_leaving(model_id):
                 raise

@@ -186,7 +186,8 @@ class LlamaBackend(LlamaMemory):
                 raise InvalidRequest(f"logit_bias names token {token}; the model has tokens 0..{self.n_vocab - 1}")
         grammar = grammar_of(params)
         if grammar is not None:
-            Grammar(self.vocabulary, *grammar).close()
+            with self.vocabulary.lifetime:
+                Grammar(self.vocabulary, *grammar).close()
 
     def new_sampler(
         self,

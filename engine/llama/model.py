@@ -13,8 +13,11 @@ import llama_cpp.llama_cpp as lib
 from ..adapter_file import check_adapter_file
 from ..backend import ModelInfo
 from ..errors import AdapterLoadFailed, ModelLoadFailed
+from ..lifetime import Lifetime
 from . import log as llama_log
 from .gguf_file import fingerprint
+
+CLOSE_TIMEOUT_S = 30.0
 
 
 @functools.cache
@@ -52,6 +55,7 @@ class LlamaModel:
                 "the file may be damaged or of an unsupported kind: fetch or convert it again"
             )
         self.path = path
+        self.lifetime = Lifetime(f"model {str(path)!r}")
         self.vocab = lib.llama_model_get_vocab(self.pointer)
         self.info = self._read_info("" if vocab_only or dry else fingerprint(path))
         self._pieces: list[bytes | None] = [None] * self.info.n_vocab
@@ -78,12 +82,13 @@ class LlamaModel:
 
     def metadata(self, key: str) -> str | None:
         """A metadata value of the file as text, None if it has none."""
-        length = lib.llama_model_meta_val_str(self.pointer, key.encode(), None, 0)
-        if length < 0:
-            return None
-        buffer = ctypes.create_string_buffer(length + 1)
-        lib.llama_model_meta_val_str(self.pointer, key.encode(), buffer, length + 1)
-        return buffer.value.decode(errors="replace")
+        with self.lifetime:
+            length = lib.llama_model_meta_val_str(self.pointer, key.encode(), None, 0)
+            if length < 0:
+                return None
+            buffer = ctypes.create_string_buffer(length + 1)
+            lib.llama_model_meta_val_str(self.pointer, key.encode(), buffer, length + 1)
+            return buffer.value.decode(errors="replace")
 
     def number(self, name: str) -> int | None:
         """A whole number from the metadata of the model's architecture, for instance "attention.key_length"."""
@@ -93,8 +98,9 @@ class LlamaModel:
     @property
     def chat_template(self) -> str | None:
         """The Jinja source of the model's chat template."""
-        template = lib.llama_model_chat_template(self.pointer, None)
-        return template.decode(errors="replace") if template else None
+        with self.lifetime:
+            template = lib.llama_model_chat_template(self.pointer, None)
+            return template.decode(errors="replace") if template else None
 
     @property
     def end_tokens(self) -> frozenset[int]:
@@ -103,23 +109,26 @@ class LlamaModel:
     @functools.cached_property
     def ending(self) -> tuple[int, ...]:
         """The tokens that `tokenize` puts behind every text: an EOS or SEP, which some poolings read; often none."""
-        around = self.tokenize("")
-        return tuple(around[1:] if lib.llama_vocab_get_add_bos(self.vocab) else around)
+        with self.lifetime:
+            around = self.tokenize("")
+            return tuple(around[1:] if lib.llama_vocab_get_add_bos(self.vocab) else around)
 
     def special_text(self, which: str) -> str:
         """The text of the `bos` or `eos` token as templates write it, empty if the model has none."""
-        token = {"bos": lib.llama_vocab_bos, "eos": lib.llama_vocab_eos}[which](self.vocab)
-        return self._piece(token, special=True).decode(errors="replace") if token >= 0 else ""
+        with self.lifetime:
+            token = {"bos": lib.llama_vocab_bos, "eos": lib.llama_vocab_eos}[which](self.vocab)
+            return self._piece(token, special=True).decode(errors="replace") if token >= 0 else ""
 
     def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
         data = text.encode()
         size = len(data) + 8  # no more tokens than bytes, and a few special ones
-        tokens = (ctypes.c_int32 * size)()
-        count = lib.llama_tokenize(self.vocab, data, len(data), tokens, size, add_special, parse_special)
-        if count < 0:
-            size = -count
+        with self.lifetime:
             tokens = (ctypes.c_int32 * size)()
             count = lib.llama_tokenize(self.vocab, data, len(data), tokens, size, add_special, parse_special)
+            if count < 0:
+                size = -count
+                tokens = (ctypes.c_int32 * size)()
+                count = lib.llama_tokenize(self.vocab, data, len(data), tokens, size, add_special, parse_special)
         return list(tokens[:count])
 
     def token_bytes(self, token: int) -> bytes:
@@ -130,10 +139,11 @@ class LlamaModel:
 
     def _piece(self, token: int, *, special: bool) -> bytes:
         buffer = ctypes.create_string_buffer(64)
-        length = lib.llama_token_to_piece(self.vocab, token, buffer, len(buffer), 0, special)
-        if length < 0:
-            buffer = ctypes.create_string_buffer(-length)
+        with self.lifetime:
             length = lib.llama_token_to_piece(self.vocab, token, buffer, len(buffer), 0, special)
+            if length < 0:
+                buffer = ctypes.create_string_buffer(-length)
+                length = lib.llama_token_to_piece(self.vocab, token, buffer, len(buffer), 0, special)
         return buffer.raw[:length]
 
     def is_end(self, token: int) -> bool:
@@ -142,11 +152,11 @@ class LlamaModel:
     def load_adapter(self, path: Path) -> int:
         """The address of a LoRA adapter that is in memory now. Raises AdapterLoadFailed."""
         check_adapter_file(path, self.info.architecture)
-        with self.adapters_lock:
+        with self.lifetime, self.adapters_lock:
             llama_log.take_errors()
-            pointer = lib.llama_adapter_lora_init(self.pointer, str(path).encode()) if self.pointer else None
+            pointer = lib.llama_adapter_lora_init(self.pointer, str(path).encode())
             if not pointer:
-                reason = llama_log.take_errors() or "the model is closed"
+                reason = llama_log.take_errors()
                 raise AdapterLoadFailed(
                     f"llama.cpp can't use {str(path)!r} with this model: {reason}; take an adapter made for this model"
                 )
@@ -161,8 +171,13 @@ class LlamaModel:
                 self._adapters.remove(handle)
                 lib.llama_adapter_lora_free(adapter_pointer(handle))
 
-    def close(self) -> None:
-        """Frees the adapters and the weights. Idempotent. No context of this model may be in use."""
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> bool:
+        """Frees the adapters and the weights, once nobody uses them; False, and nothing is freed, if that takes longer.
+
+        Whoever uses it later gets EngineStopped. Idempotent. No context of this model may be in use.
+        """
+        if not self.lifetime.end(timeout_s):
+            return False
         with self.adapters_lock:
             for handle in self._adapters:
                 lib.llama_adapter_lora_free(adapter_pointer(handle))
@@ -170,6 +185,7 @@ class LlamaModel:
             if self.pointer:
                 lib.llama_model_free(self.pointer)
                 self.pointer = None
+        return True
 
 
 def adapter_pointer(address: int) -> Any:

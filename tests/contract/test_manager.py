@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -11,10 +11,12 @@ import pytest
 
 from cellama.bench.synthetic import Shape, write_model
 from cellama.engine import (
+    Engine,
     EngineOptions,
     EngineStopped,
     IdTaken,
     ManagerExists,
+    Message,
     ModelBusy,
     ModelLoadFailed,
     ModelManager,
@@ -90,6 +92,80 @@ def test_unload_says_when_a_model_stays_in_use_and_leaves_it_as_it_was(manager: 
         manager.unload("m", timeout_s=0.05)
     assert manager.get("m").engine.generate("Once", max_tokens=2)
     assert handle.result(60).finish_reason == "length"
+
+
+def test_unload_waits_for_who_holds_the_model_before_the_first_request(manager: ModelManager) -> None:
+    manager.load("m", TINY, options=OPTIONS)
+    with manager.hold(":default") as model:
+        unloading = threading.Thread(target=manager.unload, args=("m",))
+        unloading.start()
+        wait_until(lambda: not manager.is_loaded("m"), "the model goes")
+        assert manager.is_leaving(":default")
+        assert model.engine.generate(model.tokenize("Once upon a time"), max_tokens=2)
+        assert unloading.is_alive()
+    unloading.join(60)
+    assert manager.entries() == []
+    assert not manager.is_leaving(":default")
+
+
+def test_default_moves_as_soon_as_its_model_begins_to_go_and_back_if_that_stays(manager: ModelManager) -> None:
+    for model_id in ("a", "b"):
+        manager.load(model_id, TINY, options=OPTIONS)
+    with manager.hold("a"):
+        with pytest.raises(ModelBusy):
+            manager.unload("a", timeout_s=0.05)
+        assert manager.default == "a"
+        unloading = threading.Thread(target=manager.unload, args=("a",))
+        unloading.start()
+        wait_until(lambda: manager.default == "b", "the default moves")
+        assert manager.get(":default").id == "b"
+    unloading.join(60)
+
+
+def test_model_that_is_gone_refuses_every_use_and_never_reads_what_was_freed(manager: ModelManager) -> None:
+    model = manager.load("m", TINY, options=OPTIONS)
+    tokens = model.tokenize("Once upon a time")
+    refused = threading.Event()
+
+    def use() -> None:
+        try:
+            while True:
+                model.tokenize("a long text " * 2000)
+        except EngineStopped:
+            refused.set()
+
+    threading.Thread(target=use, daemon=True).start()
+    manager.unload("m")
+    assert refused.wait(60)
+    messages: list[Message] = [{"role": "user", "content": "Hello"}]
+    actions: list[Callable[[], object]] = [
+        lambda: model.tokenize("Once"),
+        lambda: model.detokenize(tokens),
+        lambda: model.tokenize_chat(messages),
+        lambda: model.engine.generate("Once upon a time"),
+        lambda: model.engine.vocabulary.tokenize("Once"),
+    ]
+    for action in actions:
+        with pytest.raises(EngineStopped, match="is unloaded and can't be used any more"):
+            action()
+
+
+def test_model_whose_step_does_not_end_goes_when_it_ends(
+    manager: ModelManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = manager.load("m", TINY, options=OPTIONS)
+    monkeypatch.setattr(Engine.close, "__defaults__", (0.05,))
+    entered, end = threading.Event(), threading.Event()
+    model.engine.add_step_listener(lambda _: (entered.set(), end.wait(60)))
+    handle = model.engine.submit(Request("r", (1, 2, 3), GREEDY, max_tokens=1))
+    assert handle.result(60)
+    assert entered.wait(60)
+    with pytest.raises(ModelBusy, match="a step of it does not end; it goes when that has ended"):
+        manager.unload("m")
+    assert [entry.status for entry in manager.entries()] == ["unloading"]
+    end.set()
+    wait_until(lambda: manager.entries() == [], "the model is gone")
+    assert manager.load("m", TINY, options=OPTIONS).tokenize("Once")
 
 
 def test_loads_run_beside_each_other_and_a_failed_one_leaves_nothing(manager: ModelManager, tmp_path: Path) -> None:

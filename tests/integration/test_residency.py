@@ -82,6 +82,9 @@ def test_default_model_changes_at_run_time(client: Client, name: str) -> None:
     entry = wait_until(lambda: next((m for m in client.models() if m["id"] == other and m["default"]), None), "default")
     assert entry["status"] == "ready"
     assert entry["workers"] == [worker.name for worker in client.workers() if worker.name.startswith(name)]
+    jobs = [client.generate(":default", f"{STORY} " * 60, max_tokens=30, **GREEDY) for _ in range(10)]
+    client.unload_model(other, worker=name, timeout=PATIENCE_S)  # while they run: the others go to the first model
+    assert len({job.result(timeout=PATIENCE_S)["text"] for job in jobs}) == 1
 
 
 def test_mistakes_are_told_and_leave_the_worker_as_it_was(client: Client, name: str, tmp_path: Path) -> None:
