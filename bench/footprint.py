@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> Report:
         for name, path in models.items():
             for label, capability, options in CASES[: args.cases]:
                 row = {"model": name, "slots": label, "for": capability}
-                rows.append(row | _in_own_process(path, options, capability))
+                rows.append(row | in_own_process(path, options, capability))
     ratios = {
         f"planned over {other}, {which.__name__}": which(row["planned"] / row[other] for row in rows)
         for other in ("logged", "resident")
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> Report:
     return Report(rows, ratios, targets, caveats)
 
 
-def _in_own_process(path: Path, options: dict[str, Any], capability: str) -> dict[str, Any]:
+def in_own_process(path: Path, options: dict[str, Any], capability: str) -> dict[str, Any]:
     """Measures in a process whose memory nobody has used before."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         result: dict[str, Any] = pool.apply(_measure, (path, options, capability))

@@ -22,16 +22,18 @@ from redis import Redis
 
 from cellama.api.redis_server import RedisServer, die_with_parent, free_port
 from cellama.config import get_settings
-from cellama.engine.strategies import Adaptive, Share, SlotView
+from cellama.engine.strategies import Share, SlotView
 from cellama.tasks.registry import live_workers
+
+from .pace import PACE_FILE, Paced, slowed
 
 PATIENCE_S = 300.0
 POISON_TOKENS = 666  # a prompt of so many tokens ends the worker that takes it
 COUNTER_DIR = "BENCH_COUNTERS"  # environment variable, for the strategy below
 
 
-class CountingStrategy(Adaptive):
-    """Adaptive, and it counts the tokens that its steps sample, in a file that survives SIGKILL. Poison ends it."""
+class CountingStrategy(Paced):
+    """Paced, and it counts the tokens that its steps sample, in a file that survives SIGKILL. Poison ends it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +100,15 @@ class Service:
         models = [{"batch_strategy": "cellama.bench.service:CountingStrategy", **model} for model in self._models]
         own = {"CELLAMA_REDIS_URL": self.redis_server.url, "CELLAMA_MODELS": json.dumps(models)}
         own |= {f"CELLAMA_{name.upper()}": value for name, value in self._settings.items()}
-        return {**own, COUNTER_DIR: str(self.folder / "counters")}
+        return {**own, COUNTER_DIR: str(self.folder / "counters"), PACE_FILE: str(self._pace_file)}
+
+    @property
+    def _pace_file(self) -> Path:
+        return self.folder / "pace"
+
+    def slowed(self, seconds: float) -> contextlib.AbstractContextManager[None]:
+        """Every step takes so long, for the length of a `with` block: work that lasts on a fast machine."""
+        return slowed(self._pace_file, seconds) if seconds else contextlib.nullcontext()
 
     def start_worker(self, name: str | None = None) -> str:
         """Starts a worker, under a new name or that of one which ended; returns the name."""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ssl
-from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
 
 from celery import Celery
-from kombu import Connection, Queue
+from kombu import Queue
 
 from cellama.config import ModelSettings, Settings, get_settings
 from cellama.config.settings import DEFAULT_SLOTS
@@ -30,12 +29,6 @@ class CellamaApp(Celery):  # type: ignore[misc]
 
     control_cls = "cellama.tasks.control:LastingControl"
     runtime: Runtime | None = None  # set by the worker's lifecycle
-
-    def connection_for_write(self, url: str | None = None, **options: Any) -> Connection:
-        """As Celery's; a purge through it ends the jobs whose messages it takes."""
-        from .control import purge_queue, purging_with
-
-        return purging_with(partial(purge_queue, self), super().connection_for_write(url, **options))
 
 
 def make_app() -> CellamaApp:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -16,12 +18,13 @@ import pytest
 from redis import Redis
 
 from cellama.api.redis_server import RedisServer, free_port
+from cellama.bench import pace
 from cellama.config import get_settings
 from cellama.tasks.registry import live_workers
 
 PATIENCE_S = 60.0  # generous: the machines are shared
 SLOTS = 16
-MODELS = f'[{{"id": "tiny", "source": "bundled://tiny", "n_parallel": {SLOTS}, "threads": 1, "default": true}}]'
+MODELS = json.dumps([{"id": "tiny", "source": "bundled://tiny", "n_parallel": SLOTS, "threads": 1, "default": True}])
 # The same examples in every run; HYPOTHESIS_PROFILE=default looks for new ones.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
@@ -55,13 +58,21 @@ def clean_environment(**variables: str) -> dict[str, str]:
     return {**kept, **variables}
 
 
+def paced(models: str) -> str:
+    """The models, such that `pace.slowed` makes work that lasts on any machine."""
+    return json.dumps([{"batch_strategy": pace.STRATEGY, **model} for model in json.loads(models)])
+
+
 class WorkerProcess:
     """A `celery worker` of our app. Its log is shown when it does not start."""
 
     def __init__(self, folder: Path, redis_url: str, name: str = "worker", **settings: str) -> None:
         self.log_path = folder / "worker.log"
         self.redis = Redis.from_url(redis_url)
-        environment = clean_environment(CELLAMA_REDIS_URL=redis_url, **{"CELLAMA_MODELS": MODELS, **settings})
+        self._pace_file = folder / "pace"
+        settings = {"CELLAMA_MODELS": MODELS, pace.PACE_FILE: str(self._pace_file), **settings}
+        settings["CELLAMA_MODELS"] = paced(settings["CELLAMA_MODELS"])
+        environment = clean_environment(CELLAMA_REDIS_URL=redis_url, **settings)
         argv = [sys.executable, "-m", "celery", "-A", "cellama.tasks.app", "worker", "-n", f"{name}@%h"]
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(
@@ -84,6 +95,10 @@ class WorkerProcess:
         entry = next(e for e in live_workers(self.redis) if e.pid == self.process.pid)
         snapshot: dict[str, Any] = entry.models[0]["engine"]
         return snapshot
+
+    def slowed(self, seconds: float = pace.SLOW_S) -> contextlib.AbstractContextManager[None]:
+        """Each step takes so long, for the length of a `with` block: a long job then lasts more than a minute."""
+        return pace.slowed(self._pace_file, seconds)
 
     def stop(self) -> int:
         """SIGTERM, then SIGKILL if that takes too long; returns the exit code."""

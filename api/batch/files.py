@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,12 +72,12 @@ def _end_of_whole_lines(fd: int) -> int:
     return 0
 
 
-def rewrite_without(path: Path, ids: set[str]) -> None:
-    """Drops the lines with these ids, all at once or not at all."""
+def rewrite_without(path: Path, drops: Callable[[Any], bool]) -> None:
+    """Drops the lines whose ids are to go, all at once or not at all."""
     partial = path.with_name(path.name + ".part")
     with path.open("rb") as old, partial.open("wb") as new:
         for raw in old:
-            if id_of(json.loads(raw)) not in ids:
+            if not drops(id_of(json.loads(raw))):
                 new.write(raw)
         new.flush()
         os.fsync(new.fileno())

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from cellama.tasks.contract.chunks import LINE_JOBS, LineKind
+from cellama.tasks.contract.chunks import LINE_JOBS, LineKind, line_bytes, room_bytes
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.names import PRIORITY_BULK
 from cellama.tasks.contract.payloads import parse_job
@@ -83,7 +83,27 @@ class Defaults:
 def read_lines(
     stream: BinaryIO, format_: Format, defaults: Defaults, max_bytes: int, column: str | None = None
 ) -> Iterator[Line | BadLine]:
-    """Every line of a file that is not blank. Raises InvalidJob for a file that can't be read in this form."""
+    """Every line of a file that is not blank. One whose job is larger than `max_bytes` is a bad one.
+
+    Raises InvalidJob for a file that can't be read in this form.
+    """
+    for line in _read(stream, format_, defaults, max_bytes, column):
+        if (
+            isinstance(line, Line)
+            and (over := line_bytes(line.kind, line.params) - room_bytes(line.model, max_bytes)) > 0
+        ):
+            yield BadLine(line.number, line.id, _too_long(max_bytes + over, max_bytes))
+        else:
+            yield line
+
+
+def _too_long(size: int, limit: int) -> str:
+    return f"it has {size} bytes, and the limit is {limit}; split it, or raise max_payload_bytes"
+
+
+def _read(
+    stream: BinaryIO, format_: Format, defaults: Defaults, max_bytes: int, column: str | None
+) -> Iterator[Line | BadLine]:
     if format_ == "jsonl":
         for number, raw in _raw_lines(stream, max_bytes):
             yield _from_json(number, raw, defaults) if isinstance(raw, bytes) else BadLine(number, None, raw)
@@ -111,7 +131,7 @@ def _raw_lines(stream: BinaryIO, max_bytes: int) -> Iterator[tuple[int, bytes | 
             size = len(raw)
             while not raw.endswith(b"\n") and (raw := stream.readline(READ_BYTES)):
                 size += len(raw)
-            yield number, f"it has {size} bytes, and the limit is {max_bytes}; split it, or raise max_payload_bytes"
+            yield number, _too_long(size, max_bytes)
         elif raw.strip():
             yield number, raw
 

@@ -14,8 +14,9 @@ from typing import Any
 from redis import Redis
 from redis.exceptions import RedisError
 
+from cellama.config import get_settings
 from cellama.tasks.batches import Batches
-from cellama.tasks.contract.chunks import MAX_CHUNK_LINES
+from cellama.tasks.contract.chunks import MAX_CHUNK_LINES, line_bytes, room_bytes
 from cellama.tasks.contract.errors import JobError, RedisUnreachable, UnknownJob
 from cellama.tasks.contract.events import EVENT_FIELD, is_terminal
 from cellama.tasks.contract.keys import job_key, journal_key
@@ -173,7 +174,8 @@ class BatchRun:
         count = SLOTS_PER_CHUNK * slots
         if workers > 1:
             count = min(count, -(-self._work.pending.get(model, 0) // (CHUNKS_PER_WORKER * workers)))
-        lines = _that_fit(self._work.next_lines(model, max(1, min(count, MAX_CHUNK_LINES))))
+        room = min(MAX_CHUNK_BYTES, room_bytes(model, get_settings().max_payload_bytes))
+        lines = _that_fit(self._work.next_lines(model, max(1, min(count, MAX_CHUNK_LINES))), room)
         if not lines:
             return 0
         name = str(uuid.uuid4())
@@ -359,13 +361,13 @@ class BatchRun:
             log.warning("Redis does not hear of run %s: %s", self.id, error)
 
 
-def _that_fit(lines: list[Stored]) -> list[Stored]:
-    """As many as one message may hold."""
+def _that_fit(lines: list[Stored], room: int) -> list[Stored]:
+    """As many as one message may hold. One alone does: that was seen when it was read."""
     size = 0
     fitting: list[Stored] = []
     for line in lines:
-        size += len(json.dumps(line.params))
-        if fitting and size > MAX_CHUNK_BYTES:
+        size += line_bytes(line.kind, line.params)
+        if fitting and size > room:
             break
         fitting.append(line)
     return fitting

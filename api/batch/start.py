@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import sqlite3
 import sys
@@ -204,7 +205,9 @@ def _read_input(work: WorkFile, options: BatchOptions, paths: Paths, on_read: On
                 work.retry_failed()
         if paths.errors.exists():
             with contextlib.closing(LineFile(paths.errors)) as before:
-                unreadable.append([value for value in before.lines() if work.has_failed(id_of(value))])
+                failed = (value for value in before.lines() if work.has_failed(id_of(value)))
+                while page := list(itertools.islice(failed, LINES_PER_WORD)):
+                    unreadable.append(page)
     except BaseException:
         fresh.unlink()
         raise
@@ -215,7 +218,7 @@ def _read_input(work: WorkFile, options: BatchOptions, paths: Paths, on_read: On
 
 
 def _lines_of(options: BatchOptions) -> Iterator[Line | BadLine]:
-    max_bytes = get_settings().max_payload_bytes // 2
+    max_bytes = get_settings().max_payload_bytes
     path = None if options.input == STANDARD else options.input
     if path is not None and not path.is_file():
         raise InvalidJob(f"there is no file {str(path)!r}; check the path")
@@ -250,12 +253,11 @@ def _note(work: WorkFile, line: Line | BadLine, options: BatchOptions, unreadabl
 
 def _open_output(work: WorkFile, paths: Paths, echo: int | None) -> LineFile:
     """The output, without results of lines that have changed, and with nothing in it that the work file misses."""
-    outdated = work.outdated()
     output = LineFile(paths.output, echo)
-    if outdated:  # what is done here may be cut off anywhere, and is done again then
+    if work.is_outdated():  # what is done here may be cut off anywhere, and is done again then
         output.close()
         work.note(output_size=0)
-        rewrite_without(paths.output, outdated)
+        rewrite_without(paths.output, work.is_outdated)
         output = LineFile(paths.output, echo)
     known = int(work.get("output_size", "0"))
     if output.size < known:

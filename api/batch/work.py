@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cellama.tasks.contract.chunks import LineKind
+
 from .lines import Line
 
 PENDING, IN_FLIGHT, FINISHED, FAILED, TWIN = range(5)  # a twin waits for what becomes of an identical line
@@ -39,7 +41,7 @@ class Stored:
     number: int
     id: str
     form: str
-    kind: str
+    kind: LineKind
     model: str
     params: dict[str, Any]
     tries: int
@@ -154,9 +156,10 @@ class WorkFile:
         """Lines that have failed wait again."""
         self._db.execute("UPDATE lines SET state = 0, tries = 0 WHERE state = ?", (FAILED,))
 
-    def outdated(self) -> set[str]:
-        """The ids whose results are not wanted any more; also after a crash, until `forget_outdated`."""
-        return {row[0] for row in self._db.execute("SELECT id FROM outdated")}
+    def is_outdated(self, line_id: Any = None) -> bool:
+        """True for an id whose result is not wanted any more, without one if there are any; until `forget_outdated`."""
+        query = "SELECT 1 FROM outdated WHERE id = coalesce(?, id) LIMIT 1"
+        return self._db.execute(query, (line_id,)).fetchone() is not None
 
     def forget_outdated(self) -> None:
         """The output has their results no more."""

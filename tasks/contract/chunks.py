@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictStr
 
+from .names import PRIORITY_BULK
 from .payloads import ChatJob, EmbedJob, GenerateJob, _Job, _Payload, parse_job
 
 MAX_CHUNK_LINES = 1024
@@ -28,6 +31,17 @@ class ChunkJob(_Job):
     """Lines that one worker runs together, in this order as far as slots go."""
 
     lines: Annotated[tuple[ChunkLine, ...], Field(min_length=1, max_length=MAX_CHUNK_LINES)]
+
+
+def line_bytes(kind: LineKind, params: Mapping[str, Any]) -> int:
+    """What a line takes of its chunk's message."""
+    text = json.dumps({"kind": kind, "params": params}, ensure_ascii=False)
+    return len(text.encode(errors="surrogatepass")) + len(", ")
+
+
+def room_bytes(model: str, max_payload_bytes: int) -> int:
+    """What all lines of a chunk may take of its message."""
+    return max_payload_bytes - len(json.dumps([[model, []], {"priority": PRIORITY_BULK}]))
 
 
 def job_of_line(line: ChunkLine, model: str, priority: int) -> GenerateJob | ChatJob | EmbedJob:

@@ -95,6 +95,11 @@ def test_flower_shows_queue_depth_and_slots_to_who_may_see_them(
     with pytest.raises(urllib.error.HTTPError, match="401"):
         page.get("/api/workers", credentials="me:wrong")
 
+    with worker.slowed():
+        _check_depth_and_slots(page, worker, model, redis_client)
+
+
+def _check_depth_and_slots(page: Flower, worker: WorkerProcess, model: str, redis_client: Redis) -> None:
     jobs = [generate.delay(model, "Once upon a time", **LONG) for _ in range(40)]
     plain = Celery(broker=app.conf.broker_url)
     plain.send_task("cellama.generate", [model, "Once upon a time"], {"max_tokens": 2}, queue=f"cellama:queue:{model}")

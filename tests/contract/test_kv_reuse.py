@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,18 @@ import pytest
 
 from cellama.bench.memory_shapes import HybridShape, RecurrentShape, WindowShape
 from cellama.bench.synthetic import Shape, write_model
-from cellama.engine import Completion, EngineOptions, InvalidRequest, Model, ModelManager, Request, SamplingParams, Text
+from cellama.engine import (
+    Completion,
+    EngineOptions,
+    Event,
+    Handle,
+    InvalidRequest,
+    Model,
+    ModelManager,
+    Request,
+    SamplingParams,
+    Text,
+)
 
 PATIENCE_S = 60
 GREEDY = SamplingParams(temperature=0)
@@ -53,6 +65,24 @@ def run(model: Model, prompt: str | list[int], **params: Any) -> Completion:
     return model.engine.submit(request).result(PATIENCE_S)
 
 
+class Meanwhile:
+    """Listens to requests that run, and submits another one after every 20 events of text: in the middle of them."""
+
+    def __init__(self, model: Model, make: Callable[[int], Request], times: int) -> None:
+        self._engine, self._make = model.engine, make
+        self._num_texts, self._times = 0, times
+        self._handles: queue.SimpleQueue[Handle] = queue.SimpleQueue()
+
+    def __call__(self, event: Event) -> None:
+        self._num_texts += isinstance(event, Text)
+        number, rest = divmod(self._num_texts, 20)
+        if isinstance(event, Text) and not rest and number <= self._times:
+            self._handles.put(self._engine.submit(self._make(number - 1)))
+
+    def results(self) -> list[Completion]:
+        return [self._handles.get(timeout=PATIENCE_S).result(PATIENCE_S) for _ in range(self._times)]
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_second_request_computes_only_its_suffix_of_a_1500_token_prefix(manager: ModelManager, layout: str) -> None:
     cold = load(manager, n_parallel=1, cache_prompt=False)
@@ -73,20 +103,16 @@ def test_prefix_is_shared_with_a_request_that_still_runs(manager: ModelManager, 
     cold = load(manager, n_parallel=1, cache_prompt=False)
     model = load(manager, n_parallel=2, kv_layout=layout)
     prefix = (model.tokenize(STORY) * 100)[:1500]
-    streams = threading.Event()
-    first = model.engine.submit(
-        Request("first", (*prefix, *model.tokenize("The fox")), GREEDY, max_tokens=500, ignore_eos=True),
-        lambda event: streams.set() if isinstance(event, Text) else None,
-    )
-    assert streams.wait(PATIENCE_S)
     middle = prefix[:1234] + model.tokenize("Then a bear came")  # ends inside what the first one holds
-    done = run(model, middle)
-    assert (done.usage.cached_tokens, first.done) == (1234, False)
-    assert done.tokens == run(cold, middle).tokens
-    first.cancel()
+    urgent = Meanwhile(model, lambda _: Request("m", tuple(middle), GREEDY, max_tokens=30, ignore_eos=True), times=1)
+    first = model.engine.submit(
+        Request("first", (*prefix, *model.tokenize("The fox")), GREEDY, max_tokens=300, ignore_eos=True), urgent
+    )
     whole = first.result(PATIENCE_S).tokens
-    expected = run(cold, [*prefix, *model.tokenize("The fox")], max_tokens=500).tokens
-    assert whole == expected[: len(whole)]
+    (done,) = urgent.results()
+    assert done.usage.cached_tokens == 1234
+    assert done.tokens == run(cold, middle).tokens
+    assert whole == run(cold, [*prefix, *model.tokenize("The fox")], max_tokens=300).tokens
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -95,18 +121,14 @@ def test_text_is_the_same_preempted_and_continued(manager: ModelManager, layout:
     cold = load(manager, n_parallel=1, cache_prompt=False)
     model = load(manager, n_parallel=2, kv_layout=layout, cache_ram_bytes=ram_bytes)
     prompts = [STORY * 3 + "The fox", STORY * 2 + "A bear"]
-    streams = threading.Semaphore(0)
+    texts = [tuple(model.tokenize(f"Once upon a time, a {index}")) for index in range(6)]
+    urgent = Meanwhile(model, lambda number: Request("u", texts[number], GREEDY, max_tokens=5, priority=0), times=6)
     bulk = [
         model.engine.submit(
-            Request(p, tuple(model.tokenize(p)), GREEDY, max_tokens=400, ignore_eos=True, priority=9),
-            lambda event: streams.release() if isinstance(event, Text) else None,
+            Request(p, tuple(model.tokenize(p)), GREEDY, max_tokens=400, ignore_eos=True, priority=9), urgent
         )
         for p in prompts
     ]
-    for index in range(6):  # an urgent request comes again and again
-        for _ in range(20):
-            assert streams.acquire(timeout=PATIENCE_S)
-        run(model, f"Once upon a time, a {index}", priority=0, max_tokens=5)
     expected = [run(cold, prompt, max_tokens=400).tokens for prompt in prompts]
     assert [handle.result(PATIENCE_S).tokens for handle in bulk] == expected
     assert model.engine.snapshot().preemptions >= 3
@@ -176,17 +198,13 @@ def test_every_kind_of_memory_survives_preemption(manager: ModelManager, tmp_pat
     write_model(path, shape(**SMALL), file_type="F32", seed=2)
     cold = load(manager, str(path), n_parallel=1, cache_prompt=False, **EXACT)
     model = load(manager, str(path), n_parallel=1, **EXACT)
-    streams = threading.Semaphore(0)
-    prompt = model.tokenize(STORY)
+    prompt, short = model.tokenize(STORY), model.tokenize("urgent " + STORY[:50])
+    urgent = Meanwhile(model, lambda _: Request("u", tuple(short), GREEDY, max_tokens=4, priority=0), times=3)
     bulk = model.engine.submit(
-        Request("bulk", tuple(prompt), GREEDY, max_tokens=300, ignore_eos=True, priority=9),
-        lambda event: streams.release() if isinstance(event, Text) else None,
+        Request("bulk", tuple(prompt), GREEDY, max_tokens=300, ignore_eos=True, priority=9), urgent
     )
-    for _ in range(3):
-        for _ in range(20):
-            assert streams.acquire(timeout=PATIENCE_S)
-        urgent = run(model, "urgent " + STORY[:50], priority=0, max_tokens=4)
-        assert urgent.tokens == run(cold, "urgent " + STORY[:50], max_tokens=4).tokens
+    expected = run(cold, short, max_tokens=4).tokens
+    assert [done.tokens for done in urgent.results()] == [expected] * 3
     assert bulk.result(PATIENCE_S).tokens == run(cold, prompt, max_tokens=300).tokens
     assert model.engine.snapshot().preemptions >= 2
 
@@ -206,20 +224,22 @@ def test_context_is_what_the_options_say(manager: ModelManager) -> None:
 
 
 def test_cancel_ends_a_long_decode_call(manager: ModelManager, tmp_path: Path) -> None:
-    """Without the abort flag the one prefill call would run for seconds; with it nothing of it is left."""
-    write_model(tmp_path / "slow.gguf", Shape(n_layer=12, n_vocab=1024), seed=1)
-    model = load(manager, str(tmp_path / "slow.gguf"), n_parallel=1, n_batch=2048, n_ubatch=2048, chunk_size=2048)
-    reached = threading.Event()
+    """Without the abort flag the one prefill call would end, and its cells be kept; with it nothing of it is left."""
+    write_model(tmp_path / "m.gguf", Shape(n_layer=2, n_vocab=1024), seed=1)
+    model = load(manager, str(tmp_path / "m.gguf"), n_parallel=1, n_batch=2048, n_ubatch=2048, chunk_size=2048)
+    reached, cancelled = threading.Event(), threading.Event()
     decode = model.engine._backend.decode
 
     def decode_and_tell(*call: Any) -> None:
         reached.set()
+        assert cancelled.wait(PATIENCE_S)  # the flag is up while the call runs, on any machine
         decode(*call)
 
     model.engine._backend.decode = decode_and_tell  # type: ignore[method-assign]
     handle = model.engine.submit(Request("long", tuple(range(10, 1010)) * 2, GREEDY))
     assert reached.wait(PATIENCE_S)
     handle.cancel()
+    cancelled.set()
     assert handle.result(PATIENCE_S).finish_reason == "cancelled"
     assert model.engine.snapshot().kv_cached_tokens == 0
     assert run(model, list(range(10, 40)), max_tokens=3).usage.cached_tokens == 0

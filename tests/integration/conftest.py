@@ -14,7 +14,11 @@ from cellama.tasks.reader import stream_events
 from ..conftest import PATIENCE_S, WorkerProcess
 
 GREEDY: dict[str, Any] = {"temperature": 0}
-LONG: dict[str, Any] = {"max_tokens": 1900, "ignore_eos": True, **GREEDY}  # runs until somebody ends it
+LONG: dict[str, Any] = {
+    "max_tokens": 1900,
+    "ignore_eos": True,
+    **GREEDY,
+}  # with a slowed worker: until somebody ends it
 
 
 @pytest.fixture

@@ -74,13 +74,20 @@ def test_jobs_with_different_adapters_run_side_by_side(name: str) -> None:
     assert [job.get(timeout=PATIENCE_S)["text"] for job in jobs] == [alone[scale] for scale in scales]
 
 
+def test_adapter_in_use_stays_until_it_is_free(worker: WorkerProcess, client: Client, name: str) -> None:
+    with worker.slowed():
+        job = client.generate(name, STORY, adapters={"asked": 1}, **LONG)
+        next(event for event in job.stream() if event["type"] == "token")
+        wait_until(lambda: client.adapters(name)[0]["in_use"] == 1, "the adapter in use, at the next heartbeat")
+        with pytest.raises(JobFailed, match="adapter 'asked' is still in use by 1"):
+            client.unload_adapter(name, "asked", timeout=0.2)
+        job.cancel()
+        client.unload_adapter(name, "asked", timeout=PATIENCE_S)
+    assert client.adapters(name) == []
+
+
 @pytest.mark.usefixtures("worker")
-def test_adapter_in_use_stays_and_mistakes_are_told(client: Client, name: str) -> None:
-    job = client.generate(name, STORY, adapters={"asked": 1}, **LONG)
-    next(event for event in job.stream() if event["type"] == "token")
-    wait_until(lambda: client.adapters(name)[0]["in_use"] == 1, "the adapter in use, at the next heartbeat")
-    with pytest.raises(JobFailed, match="adapter 'asked' is still in use by 1"):
-        client.unload_adapter(name, "asked", timeout=0.2)
+def test_mistakes_with_adapters_are_told(client: Client, name: str) -> None:
     for arguments, message in (
         ((name, "x", "/nowhere.gguf"), "adapter 'x': there is no model file at '/nowhere.gguf'"),
         ((name, "x", "bundled://tiny"), "is no adapter"),
@@ -92,9 +99,6 @@ def test_adapter_in_use_stays_and_mistakes_are_told(client: Client, name: str) -
         client.load_adapter("nobody", "x", PIRATE)
     with pytest.raises(JobFailed, match="no adapter 'aske' is loaded for this model; did you mean 'asked'"):
         client.generate(name, STORY, adapters=["aske"]).result(PATIENCE_S)
-    job.cancel()
-    client.unload_adapter(name, "asked", timeout=PATIENCE_S)
-    assert client.adapters(name) == []
 
 
 @pytest.mark.usefixtures("worker")

@@ -11,7 +11,7 @@ import pytest
 from cellama.api import AsyncClient
 from cellama.tasks.contract.errors import InvalidJob, JobCancelled, JobTimeout, UnknownModel
 
-from ..conftest import PATIENCE_S
+from ..conftest import PATIENCE_S, WorkerProcess
 from .conftest import GREEDY, LONG
 
 pytestmark = pytest.mark.usefixtures("worker")
@@ -53,7 +53,7 @@ def test_async_client_serves_many_jobs_at_once() -> None:
     with_client(body)
 
 
-def test_async_client_cancel_and_timeout_are_told_apart() -> None:
+def test_async_client_cancel_and_timeout_are_told_apart(worker: WorkerProcess) -> None:
     async def body(client: AsyncClient) -> None:
         job = await client.generate("tiny", "Once upon a time", **LONG)
         with pytest.raises(JobTimeout, match="it goes on"):
@@ -62,7 +62,8 @@ def test_async_client_cancel_and_timeout_are_told_apart() -> None:
         with pytest.raises(JobCancelled):
             await job.result(timeout=PATIENCE_S)
 
-    with_client(body)
+    with worker.slowed():
+        with_client(body)
 
 
 def test_async_client_refuses_bad_input_at_once() -> None:

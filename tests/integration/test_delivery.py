@@ -30,7 +30,7 @@ from .conftest import GREEDY, LONG
 StartWorker = Callable[..., WorkerProcess]
 NOBODY = "nobody-serves-this"
 STORY = "Once upon a time"
-MEDIUM = {**LONG, "max_tokens": 700}  # longer than a signal takes
+MEDIUM = {**LONG, "max_tokens": 100}
 
 
 @pytest.fixture
@@ -81,9 +81,10 @@ def test_job_of_a_killed_worker_goes_on_where_it_stopped(
 ) -> None:
     first = start_worker(lease_s=3)
     undisturbed = generate.delay(model, STORY, **LONG).get(timeout=PATIENCE_S)["text"]
-    job = generate.delay(model, STORY, stream=stream, **LONG)
-    wait_for_token(redis_client, job.id)
-    first.process.kill()
+    with first.slowed():
+        job = generate.delay(model, STORY, stream=stream, **LONG)
+        wait_for_token(redis_client, job.id)
+        first.process.kill()
     second = start_worker(lease_s=3)
     assert job.get(timeout=PATIENCE_S)["text"] == undisturbed
     check_whole(read(redis_client, job.id), undisturbed)
@@ -97,12 +98,13 @@ def test_ending_worker_hands_its_jobs_back(
 ) -> None:
     first = start_worker(drain_s=drain_s)
     undisturbed = generate.delay(model, STORY, **MEDIUM).get(timeout=PATIENCE_S)["text"]
-    jobs = [generate.delay(model, STORY, stream=bool(i % 2), **MEDIUM) for i in range(6)]
-    wait_for_token(redis_client, jobs[1].id)
-    for number in range(num_signals):
-        first.process.send_signal(signal.SIGTERM)
-        wait_until(lambda n=number: first.log().count("Warm shutdown") > n, "the signal in the log")
-    assert first.process.wait(PATIENCE_S) == 0, first.log()
+    with first.slowed():
+        jobs = [generate.delay(model, STORY, stream=bool(i % 2), **MEDIUM) for i in range(6)]
+        wait_for_token(redis_client, jobs[1].id)
+        for number in range(num_signals):
+            first.process.send_signal(signal.SIGTERM)
+            wait_until(lambda n=number: first.log().count("Warm shutdown") > n, "the signal in the log")
+        assert first.process.wait(PATIENCE_S) == 0, first.log()
     handed_back = [job for job in jobs if redis_client.hget(job_key(job.id), "state") == b"handed_back"]
     assert handed_back
     second = start_worker()
@@ -118,9 +120,12 @@ def test_ending_worker_hands_its_jobs_back(
 
 def test_ending_worker_finishes_what_it_can(start_worker: StartWorker, model: str, redis_client: Redis) -> None:
     worker = start_worker()
-    jobs = [generate.delay(model, STORY, **MEDIUM) for _ in range(4)]
-    wait_for_token(redis_client, jobs[0].id)
-    worker.process.terminate()
+    with worker.slowed():
+        jobs = [generate.delay(model, STORY, **MEDIUM) for _ in range(4)]
+        for job in jobs:
+            wait_for_token(redis_client, job.id)
+        worker.process.terminate()
+        wait_until(lambda: "Warm shutdown" in worker.log(), "the signal in the log")
     assert worker.process.wait(PATIENCE_S) == 0
     assert all(job.get(timeout=1)["usage"]["completion_tokens"] == MEDIUM["max_tokens"] for job in jobs)
     assert not redis_client.exists(UNACKED_KEY)
@@ -138,22 +143,24 @@ def test_message_that_the_broker_lost_is_queued_again(start_worker: StartWorker,
 def test_urgent_job_is_answered_while_bulk_jobs_fill_the_worker(
     start_worker: StartWorker, model: str, redis_client: Redis
 ) -> None:
-    start_worker(slots=2, look_ahead=1)
-    bulk = [generate.delay(model, STORY, stream=False, priority=9, **{**LONG, "max_tokens": 300}) for _ in range(20)]
-    wait_for_token(redis_client, bulk[0].id)
-    assert int(str(redis_client.llen(queue_keys(model)[9]))) > 8  # it takes only as many as it may hold
-    assert len(generate.delay(model, STORY, max_tokens=8, **GREEDY).get(timeout=PATIENCE_S)["text"]) > 0
-    assert sum(redis_client.hget(job_key(job.id), "state") != b"done" for job in bulk) > 10
+    worker = start_worker(slots=2, look_ahead=1)
+    with worker.slowed():
+        bulk = [generate.delay(model, STORY, stream=False, priority=9, **MEDIUM) for _ in range(20)]
+        wait_for_token(redis_client, bulk[0].id)
+        assert int(str(redis_client.llen(queue_keys(model)[9]))) > 8  # it takes only as many as it may hold
+        assert len(generate.delay(model, STORY, max_tokens=8, **GREEDY).get(timeout=PATIENCE_S)["text"]) > 0
+        assert not any(redis_client.hget(job_key(job.id), "state") == b"done" for job in bulk)
     texts = {job.get(timeout=PATIENCE_S)["text"] for job in bulk}
     assert len(texts) == 1
 
 
 def test_cancel_holds_although_no_worker_ran(start_worker: StartWorker, model: str, redis_client: Redis) -> None:
     first = start_worker(lease_s=3)
-    job = generate.delay(model, STORY, **LONG)
-    wait_for_token(redis_client, job.id)
-    first.process.kill()
-    first.process.wait()
+    with first.slowed():
+        job = generate.delay(model, STORY, **LONG)
+        wait_for_token(redis_client, job.id)
+        first.process.kill()
+        first.process.wait()
     with Client() as client:
         client.cancel(job.id)
         start_worker(lease_s=3)
@@ -231,21 +238,22 @@ def test_stream_pings_while_the_job_waits_and_tells_its_position() -> None:
         assert [event for event in stream if event["type"] != PING][-1]["finish_reason"] == "cancelled"
 
 
-@pytest.mark.usefixtures("worker")
-def test_reader_that_leaves_cancels_only_if_it_says_so(redis_client: Redis) -> None:
+def test_reader_that_leaves_cancels_only_if_it_says_so(worker: WorkerProcess, redis_client: Redis) -> None:
     async def leave(job_id: str) -> None:
         async with AsyncClient() as client:
             stream = client.stream(job_id, cancel_on_exit=True)
             await anext(stream)
             await stream.aclose()  # type: ignore[attr-defined]
 
-    with Client() as client:
+    with Client() as client, worker.slowed():
         jobs = [client.generate("tiny", STORY, **LONG) for _ in range(3)]
         for job, cancels in zip(jobs[:2], (True, False), strict=True):
             stream = job.stream(cancel_on_exit=cancels)
             next(stream)
             stream.close()  # type: ignore[attr-defined]
         asyncio.run(leave(jobs[2].id))
+        for job in (jobs[0], jobs[2]):
+            read(redis_client, job.id)
     ends = [read(redis_client, job.id)[-1]["finish_reason"] for job in jobs]
     assert ends == ["cancelled", "length", "cancelled"]
 

@@ -17,7 +17,7 @@ from cellama.tasks import generate
 from cellama.tasks.contract.errors import JobFailed, UnknownModel, UnknownWorker
 
 from ..conftest import PATIENCE_S, WorkerProcess, wait_until
-from .conftest import GREEDY
+from .conftest import GREEDY, LONG
 
 STORY = "Once upon a time"
 SMALL: dict[str, Any] = {"n_parallel": 8, "ctx_per_slot": 1024, "threads": 1, "capabilities": ["generate"]}
@@ -106,15 +106,19 @@ def test_mistakes_are_told_and_leave_the_worker_as_it_was(client: Client, name: 
     assert generate.delay(first, STORY, max_tokens=4, **GREEDY).get(timeout=PATIENCE_S)["text"] == ", there was a"
 
 
-def test_model_that_stays_in_use_is_not_unloaded_and_serves_on(client: Client, name: str) -> None:
+def test_model_that_stays_in_use_is_not_unloaded_and_serves_on(
+    own_worker: WorkerProcess, client: Client, name: str
+) -> None:
     first = f"{name}-first"
-    job = client.generate(first, STORY, max_tokens=1900, ignore_eos=True, **GREEDY)
-    next(event for event in job.stream() if event["type"] == "token")
-    with pytest.raises(JobFailed, match="is still in use"):
-        client.unload_model(first, worker=name, timeout=0.2)
-    again = client.generate(first, STORY, max_tokens=4, wait=True, **GREEDY)
-    assert again.result(timeout=PATIENCE_S)["text"] == ", there was a"
-    job.cancel()
+    with own_worker.slowed():
+        job = client.generate(first, STORY, **LONG)
+        next(event for event in job.stream() if event["type"] == "token")
+        with pytest.raises(JobFailed, match="is still in use"):
+            client.unload_model(first, worker=name, timeout=0.2)
+        again = client.generate(first, STORY, max_tokens=4, wait=True, **GREEDY)
+        assert again.result(timeout=PATIENCE_S)["text"] == ", there was a"
+        assert client.position(job.id).state == "running"
+        job.cancel()
 
 
 @pytest.fixture

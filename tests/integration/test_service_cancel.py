@@ -14,7 +14,7 @@ from cellama.tasks import generate
 from cellama.tasks.contract.errors import JobCancelled
 from cellama.tasks.reader import stream_events
 
-from ..conftest import PATIENCE_S, WorkerProcess, wait_until
+from ..conftest import PATIENCE_S, SLOTS, WorkerProcess, wait_until
 from .conftest import GREEDY, LONG
 
 EventsOf = Callable[..., list[dict[str, Any]]]
@@ -38,10 +38,11 @@ def run_after_first_token(redis: Redis, job_id: str) -> list[dict[str, Any]]:
 def test_revoke_of_a_running_job_frees_its_slot(
     worker: WorkerProcess, redis_client: Redis, events_of: EventsOf
 ) -> None:
-    job = generate.delay("tiny", "Once upon a time", **LONG)
-    run_after_first_token(redis_client, job.id)
-    job.revoke(terminate=True)
-    end = terminal(events_of(job.id))
+    with worker.slowed():
+        job = generate.delay("tiny", "Once upon a time", **LONG)
+        run_after_first_token(redis_client, job.id)
+        job.revoke(terminate=True)
+        end = terminal(events_of(job.id))
     assert (end["type"], end["finish_reason"]) == ("done", "cancelled")
     assert 0 < end["usage"]["completion_tokens"] < 1900
     with pytest.raises(TaskRevokedError):
@@ -52,23 +53,25 @@ def test_revoke_of_a_running_job_frees_its_slot(
 def test_revoke_of_a_waiting_job_ends_its_stream_without_a_slot(
     worker: WorkerProcess, redis_client: Redis, events_of: EventsOf
 ) -> None:
-    running = [generate.delay("tiny", "Once upon a time", **LONG) for _ in range(60)]
-    run_after_first_token(redis_client, running[0].id)
-    waiting = generate.delay("tiny", "Once upon a time", **LONG)
-    for job in [waiting, *running]:
-        job.revoke(terminate=True)
-    end = terminal(events_of(waiting.id))
+    with worker.slowed():
+        running = [generate.delay("tiny", "Once upon a time", **LONG) for _ in range(2 * SLOTS)]
+        run_after_first_token(redis_client, running[0].id)
+        waiting = generate.delay("tiny", "Once upon a time", **LONG)
+        for job in [waiting, *running]:
+            job.revoke(terminate=True)
+        end = terminal(events_of(waiting.id))
+        assert {terminal(events_of(job.id))["finish_reason"] for job in running} == {"cancelled"}
     assert (end["type"], end["finish_reason"], end["usage"]["completion_tokens"]) == ("done", "cancelled", 0)
-    assert {terminal(events_of(job.id))["type"] for job in running} == {"done"}
     wait_until_idle(worker)
 
 
-def test_client_cancel_raises_job_cancelled_for_who_waits(client: Client) -> None:
-    job = client.generate("tiny", "Once upon a time", **LONG)
-    stream = job.stream(timeout=PATIENCE_S)
-    next(stream)
-    job.cancel()
-    assert list(stream)[-1]["finish_reason"] == "cancelled"
+def test_client_cancel_raises_job_cancelled_for_who_waits(worker: WorkerProcess, client: Client) -> None:
+    with worker.slowed():
+        job = client.generate("tiny", "Once upon a time", **LONG)
+        stream = job.stream(timeout=PATIENCE_S)
+        next(stream)
+        job.cancel()
+        assert list(stream)[-1]["finish_reason"] == "cancelled"
     with pytest.raises(JobCancelled, match=job.id):
         job.result(timeout=PATIENCE_S)
 
@@ -79,11 +82,11 @@ def test_client_cancel_raises_job_cancelled_for_who_waits(client: Client) -> Non
 def test_celery_time_limits_end_the_job(
     worker: WorkerProcess, events_of: EventsOf, limit: dict[str, float], error: type[Exception]
 ) -> None:
-    # Sixteen at once take longer than the limit on any machine.
-    jobs = [generate.apply_async(("tiny", "Once upon a time"), LONG, **limit) for _ in range(16)]
-    for job in jobs:
-        with pytest.raises(error):
-            job.get(timeout=PATIENCE_S)
-        assert terminal(events_of(job.id))["finish_reason"] == "timeout"
+    with worker.slowed():
+        jobs = [generate.apply_async(("tiny", "Once upon a time"), LONG, **limit) for _ in range(4)]
+        for job in jobs:
+            with pytest.raises(error):
+                job.get(timeout=PATIENCE_S)
+            assert terminal(events_of(job.id))["finish_reason"] == "timeout"
     wait_until_idle(worker)
     assert generate.delay("tiny", "Once upon a time", max_tokens=4, **GREEDY).get(timeout=PATIENCE_S)["text"]

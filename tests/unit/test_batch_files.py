@@ -9,9 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from cellama.api.batch.files import LineFile, rewrite_without
+from cellama.api.batch.files import LineFile, id_of, rewrite_without
 from cellama.api.batch.lines import Line
-from cellama.api.batch.work import FAILED, FINISHED, IN_FLIGHT, PENDING, TWIN, WorkFile
+from cellama.api.batch.run import MAX_CHUNK_BYTES
+from cellama.api.batch.run import _that_fit as that_fit
+from cellama.api.batch.start import LINES_PER_WORD, BatchOptions, paths_of
+from cellama.api.batch.start import _read_input as read_input
+from cellama.api.batch.work import FAILED, FINISHED, IN_FLIGHT, PENDING, TWIN, Stored, WorkFile
+from cellama.tasks.contract.chunks import room_bytes
+from cellama.tasks.jobs import _check_size as check_size
+from cellama.tasks.records import Call
 
 
 def line(number: int, prompt: str, line_id: str | None = None, model: str = "m") -> Line:
@@ -22,9 +29,13 @@ def read(work: WorkFile, *lines: Line, merge: bool = False) -> set[str]:
     """Reads an input of these lines; the ids whose results are outdated."""
     with work.reading():
         assert [work.add(each, merge=merge) for each in lines] == [None] * len(lines)
-    outdated = work.outdated()
+    outdated = outdated_of(work)
     work.forget_outdated()
     return outdated
+
+
+def outdated_of(work: WorkFile) -> set[str]:
+    return {name for name in (f"id{number}" for number in range(60)) if work.is_outdated(name)}
 
 
 @pytest.fixture
@@ -71,7 +82,7 @@ def test_echo_gets_the_lines_that_are_appended(tmp_path: Path) -> None:
 def test_outdated_results_are_dropped_in_both_forms(tmp_path: Path) -> None:
     path = tmp_path / "out"
     path.write_text('{"id": "a"}\n{"id": "x", "custom_id": "b"}\n{"id": "c"}\n')
-    rewrite_without(path, {"a", "b"})
+    rewrite_without(path, {"a", "b"}.__contains__)
     assert path.read_text() == '{"id": "c"}\n'
 
 
@@ -128,9 +139,9 @@ def test_outdated_results_are_known_after_a_crash_until_they_are_dropped(work: W
     again = WorkFile(work.path)
     with again.reading():
         again.add(line(1, "A", "id1"))
-    assert again.outdated() == {"id1", "id2"}
+    assert outdated_of(again) == {"id1", "id2"}
     again.forget_outdated()
-    assert again.outdated() == set()
+    assert not again.is_outdated()
     assert again.count(PENDING) == 1
 
 
@@ -147,7 +158,7 @@ def test_reading_that_ends_early_changes_nothing(work: WorkFile) -> None:
 
     with pytest.raises(RuntimeError, match="cut off"):
         read_until_it_ends()
-    assert work.outdated() == set()
+    assert not work.is_outdated()
     assert [work.count(state) for state in (PENDING, FINISHED)] == [2, 1]
 
 
@@ -228,3 +239,33 @@ def test_failed_line_of_a_finished_run_can_be_run_again(work: WorkFile) -> None:
     read(work, line(1, "a"), line(2, "b"))
     work.retry_failed()
     assert [(each.id, each.params) for each in work.next_lines("m", 9)] == [("id2", {"prompt": "b"})]
+
+
+@pytest.mark.parametrize("limit", [1024, 5000, 4 << 20])
+def test_chunk_is_never_larger_than_a_job_may_be(limit: int) -> None:
+    room = min(MAX_CHUNK_BYTES, room_bytes("m", limit))
+    lines = [
+        Stored(n, f"id{n}", "short", "generate", "m", {"prompt": "é" * (n * 7 % 300)}, 0, None, 0) for n in range(90)
+    ]
+    while lines:
+        fitting = that_fit(lines, room)
+        sent = [{"kind": line.kind, "params": line.params} for line in fitting]
+        check_size(Call("t", ["m", sent], {"priority": 9}, "q", 9, None, {}), limit)  # raises what is too large
+        lines = lines[len(fitting) :]
+
+
+def test_earlier_errors_are_taken_over_in_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = BatchOptions(tmp_path / "in.jsonl", tmp_path / "out.jsonl", model="m")
+    count = 3 * LINES_PER_WORD
+    options.input.write_text("".join(f'{{"id": "a{n}", "prompt": "Hi"}}\n' for n in range(count)))
+    paths = paths_of(options.output)
+    paths.errors.write_text("".join(f'{{"id": "a{n}", "error": {{}}}}\n' for n in range(count)))
+    monkeypatch.setattr(WorkFile, "has_failed", lambda work, line_id: line_id != "a7")
+    sizes: list[int] = []
+    append = LineFile.append
+    monkeypatch.setattr(LineFile, "append", lambda file, values: (sizes.append(len(values)), append(file, values))[1])
+    with contextlib.closing(WorkFile(paths.work)) as work:
+        errors = read_input(work, options, paths, lambda count: None, None)
+    errors.close()
+    assert max(sizes) == LINES_PER_WORD
+    assert [id_of(value) for value in errors.lines()] == [f"a{n}" for n in range(count) if n != 7]

@@ -150,3 +150,26 @@ def test_openai_response_has_choices_and_usage() -> None:
     assert body["choices"][0]["finish_reason"] == "tool_calls"
     assert body["choices"][0]["message"] == message
     assert body["usage"]["total_tokens"] == 5
+
+
+@pytest.mark.parametrize("format_", ["jsonl", "text", "csv"])
+def test_line_whose_job_is_too_large_is_a_bad_one_in_every_format(format_: Format) -> None:
+    prompts = ["short", '"' * 2000, "é" * 2900]  # quotes take two bytes in a message, an é as many
+    text = {"jsonl": "".join(json.dumps({"prompt": prompt}, ensure_ascii=False) + "\n" for prompt in prompts)}
+    text["text"] = "".join(prompt + "\n" for prompt in prompts)
+    quoted = ('"' + prompt.replace('"', '""') + '"\n' for prompt in prompts)
+    text["csv"] = "prompt\n" + "".join(quoted)
+
+    def kinds(limit: int) -> list[type]:
+        stream = io.BytesIO(text[format_].encode())
+        return [type(line) for line in read_lines(stream, format_, DEFAULTS, limit, None)]
+
+    assert kinds(4090) == [Line, BadLine, BadLine]
+    assert kinds(6000) == [Line, Line, Line]
+
+
+def test_parameters_of_the_run_count_to_the_size_of_a_line() -> None:
+    defaults = Defaults("m", {"grammar": "x" * 3000})
+    (bad,) = read_lines(io.BytesIO(b'{"prompt": "a"}\n'), "jsonl", defaults, 3000)
+    assert isinstance(bad, BadLine)
+    assert "the limit is 3000; split it, or raise max_payload_bytes" in bad.message

@@ -35,16 +35,20 @@ def test_engine_gives_each_request_the_text_it_gets_alone(make_engine: MakeEngin
     alone, _ = make_engine(FakeBackend(n_slots=1))
     expected = [alone.submit(request(p)).result(PATIENCE_S).text for p in prompts]
     together, backend = make_engine(FakeBackend(n_slots=8), chunk_size=16)
+    gate = Gate(backend)
     handles = [together.submit(request(p)) for p in prompts]
+    gate.open.set()
     assert [h.result(PATIENCE_S).text for h in handles] == expected
     assert any(len(batch) == 8 for batch in backend.batches)
 
 
 def test_engine_mixes_decode_and_prefill_in_one_step(make_engine: MakeEngine) -> None:
-    engine, _ = make_engine(chunk_size=8)
+    engine, backend = make_engine(chunk_size=8)
+    gate = Gate(backend)
     stats: list[StepStats] = []
     engine.add_step_listener(stats.append)
     handles = [engine.submit(request("x" * (1 + 30 * i))) for i in range(4)]
+    gate.open.set()
     for handle in handles:
         handle.result(PATIENCE_S)
     mixed = [s for s in stats if s.decode_tokens and s.prefill_tokens]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import signal
 import subprocess
@@ -64,16 +65,21 @@ def test_killed_command_and_workers_lose_and_double_nothing(
     assert [each["id"] for each in commands.results()] == [f"s{i}" for i in range(120)]
     for path in (commands.output, commands.folder / "out.jsonl.work"):
         path.unlink()
-    command = commands.start_run()
-    for count in (10, 40):
-        wait_until(lambda count=count: len(commands.results()) >= count, f"{count} results")
-        command.kill()
-        command.wait()
-        victim = workers.pop(0)
-        victim.process.kill()
-        victim.process.wait()
-        workers.append(start_worker())
+    with contextlib.ExitStack() as slowed:  # so that the run still goes on when somebody dies
+        for worker in workers:
+            slowed.enter_context(worker.slowed(0.01))
         command = commands.start_run()
+        for count in (10, 40):
+            wait_until(lambda count=count: len(commands.results()) >= count, f"{count} results")
+            command.kill()
+            command.wait()
+            victim = workers.pop(0)
+            victim.process.kill()
+            victim.process.wait()
+            assert len(commands.results()) < 120
+            workers.append(start_worker())
+            slowed.enter_context(workers[-1].slowed(0.01))
+            command = commands.start_run()
     assert command.wait(PATIENCE_S) == 0, commands.log()
     results = commands.results()
     assert len(results) == 120
@@ -99,12 +105,13 @@ def test_changed_lines_are_done_again_and_others_are_kept(start_worker: StartWor
 def test_run_is_cancelled_and_resumed_from_elsewhere(
     start_worker: StartWorker, commands: Commands, redis_client: Redis
 ) -> None:
-    start_worker()
-    commands.write(stories(40, max_tokens=400))
-    command = commands.start_run()
-    wait_until(lambda: len(commands.results()) >= 2, "results")
-    assert commands.start("cancel", "out.jsonl").wait(PATIENCE_S) == 0
-    assert command.wait(PATIENCE_S) == 1
+    worker = start_worker()
+    commands.write([*stories(2, max_tokens=4), *stories(40, max_tokens=400)[2:]])
+    with worker.slowed():
+        command = commands.start_run()
+        wait_until(lambda: len(commands.results()) >= 2, "results")
+        assert commands.start("cancel", "out.jsonl").wait(PATIENCE_S) == 0
+        assert command.wait(PATIENCE_S) == 1
     assert [run["state"] for run in _runs(commands, redis_client)] == ["cancelled"]
     count = len(commands.results())
     assert 2 <= count < 40
@@ -113,22 +120,24 @@ def test_run_is_cancelled_and_resumed_from_elsewhere(
 
 
 def test_output_of_a_command_that_runs_is_left_alone(start_worker: StartWorker, commands: Commands) -> None:
-    start_worker()
-    commands.write(stories(40, max_tokens=400))
-    command = commands.start_run()
-    wait_until(lambda: len(commands.results()) >= 2, "results")
-    assert commands.run("--overwrite") == 2
-    assert "is the output of a command that runs" in commands.words()
-    assert len(commands.results()) >= 2
-    assert command.poll() is None
-    command.kill()
-    command.wait()
+    worker = start_worker()
+    commands.write([*stories(2, max_tokens=4), *stories(40, max_tokens=400)[2:]])
+    with worker.slowed():
+        command = commands.start_run()
+        wait_until(lambda: len(commands.results()) >= 2, "results")
+        assert commands.run("--overwrite") == 2
+        assert "is the output of a command that runs" in commands.words()
+        assert len(commands.results()) >= 2
+        assert command.poll() is None
+        command.kill()
+        command.wait()
 
 
 def test_deadline_ends_a_run(start_worker: StartWorker, commands: Commands) -> None:
-    start_worker()
+    worker = start_worker()
     commands.write(stories(60, max_tokens=1500))
-    assert commands.run("--deadline", "2s") == 1
+    with worker.slowed():
+        assert commands.run("--deadline", "2s") == 1
     assert '"state": "expired"' in commands.log()
     assert len(commands.results()) < 60
 
@@ -136,16 +145,17 @@ def test_deadline_ends_a_run(start_worker: StartWorker, commands: Commands) -> N
 def test_interactive_job_is_answered_while_a_run_fills_the_worker(
     start_worker: StartWorker, commands: Commands, model: str
 ) -> None:
-    start_worker()
-    commands.write(stories(60, max_tokens=800))
-    command = commands.start_run()
-    wait_until(lambda: len(commands.results()) >= 1, "the run to be under way")
-    with Client() as client:
-        job = client.generate(model, "Once upon a time", max_tokens=4, temperature=0)
-        assert job.result(timeout=PATIENCE_S)["text"] == ", there was a"
-    assert command.poll() is None
-    command.kill()
-    command.wait()
+    worker = start_worker()
+    commands.write([*stories(1, max_tokens=4), *stories(60, max_tokens=800)[1:]])
+    with worker.slowed():
+        command = commands.start_run()
+        wait_until(lambda: len(commands.results()) >= 1, "the run to be under way")
+        with Client() as client:
+            job = client.generate(model, "Once upon a time", max_tokens=4, temperature=0)
+            assert job.result(timeout=PATIENCE_S)["text"] == ", there was a"
+        assert command.poll() is None
+        command.kill()
+        command.wait()
 
 
 def test_client_runs_a_file_and_tells_how_it_goes(start_worker: StartWorker, commands: Commands, model: str) -> None:
@@ -179,8 +189,8 @@ def test_client_reads_a_column_and_says_which_options_there_are(
 def test_cancelled_run_of_an_async_client_goes_on_with_the_same_call(
     start_worker: StartWorker, commands: Commands, model: str
 ) -> None:
-    start_worker()
-    commands.write(stories(40, max_tokens=200))
+    worker = start_worker()
+    commands.write([*stories(1, max_tokens=4), *stories(40, max_tokens=200)[1:]])
     source, target = commands.folder / "in.jsonl", commands.output
 
     async def run() -> Summary:
@@ -191,11 +201,12 @@ def test_cancelled_run_of_an_async_client_goes_on_with_the_same_call(
                 loop.call_soon_threadsafe(begun.set)
 
         async with AsyncClient() as client:
-            running = asyncio.create_task(client.batch(source, target, model=model, on_progress=note))
-            await asyncio.wait_for(begun.wait(), PATIENCE_S)
-            running.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await running
+            with worker.slowed():
+                running = asyncio.create_task(client.batch(source, target, model=model, on_progress=note))
+                await asyncio.wait_for(begun.wait(), PATIENCE_S)
+                running.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await running
             assert 1 <= len(commands.results()) < 40
             return await client.batch(source, target, model=model)
 
@@ -221,19 +232,22 @@ def test_lines_come_from_stdin_and_results_go_to_stdout(
 def test_results_on_stdout_come_as_they_are_there_and_an_interrupt_ends_the_run(
     start_worker: StartWorker, commands: Commands, model: str, redis_client: Redis
 ) -> None:
-    start_worker()
-    commands.write([*stories(40, max_tokens=400), "{broken"])
+    worker = start_worker()
+    commands.write([*stories(1, max_tokens=4), *stories(40, max_tokens=400)[1:], "{broken"])
     pipe = subprocess.PIPE
     argv = [*CELLAMA, "batch", "run", "in.jsonl", "-o", "-", "-m", model, "--json"]
-    with subprocess.Popen(
-        argv,
-        cwd=commands.folder,
-        env=commands.environment,
-        stdout=pipe,
-        stderr=pipe,
-        text=True,
-        preexec_fn=_hear_sigint,
-    ) as command:
+    with (
+        worker.slowed(),
+        subprocess.Popen(
+            argv,
+            cwd=commands.folder,
+            env=commands.environment,
+            stdout=pipe,
+            stderr=pipe,
+            text=True,
+            preexec_fn=_hear_sigint,
+        ) as command,
+    ):
         assert command.stdout is not None
         assert json.loads(command.stdout.readline())["id"].startswith("s")
         assert command.poll() is None
@@ -258,14 +272,15 @@ def _hear_sigint() -> None:
 def test_order_of_input_can_be_given_up_after_a_crash(
     start_worker: StartWorker, commands: Commands, redis_client: Redis
 ) -> None:
-    start_worker()
+    worker = start_worker()
     lines = stories(80, max_tokens=16)
     lines[0]["max_tokens"] = 1500  # all others wait for it
     commands.write(lines)
-    command = commands.start_run("--order", "input")
-    wait_until(lambda: any(run.get("finished") for run in _runs(commands, redis_client)), "held results")
-    command.kill()
-    command.wait()
+    with worker.slowed():
+        command = commands.start_run("--order", "input")
+        wait_until(lambda: any(run.get("finished") for run in _runs(commands, redis_client)), "held results")
+        command.kill()
+        command.wait()
     assert commands.results() == []
     assert commands.run() == 0
     assert sorted(each["id"] for each in commands.results()) == sorted(line["id"] for line in lines)
