@@ -17,6 +17,7 @@ from cellama.tasks.contract.keys import journal_key
 from cellama.tasks.reader import PING
 
 from .engines import CORES, model_path, random_prompts
+from .pace import STRATEGY
 from .report import Report
 from .service import Service, wait_until
 
@@ -39,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Report:
     model = {"id": "bench", "source": str(model_path(args.model)), "n_parallel": args.slots, "default": True}
     model |= {"threads": args.threads, "capabilities": ["generate"], "ctx_per_slot": 2048, "chunk_size": args.chunk}
-    model |= {"cache_prompt": False}
+    model |= {"batch_strategy": STRATEGY, "cache_prompt": False}
     settings = {"look_ahead": str(LOOK_AHEAD)}
     with tempfile.TemporaryDirectory() as folder, Service(Path(folder), [model], **settings) as service:
         service.start_worker()
