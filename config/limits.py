@@ -16,6 +16,9 @@ MAX_TEXT_CHARS = 1 << 23  # of one text: some seconds of tokenizing
 MAX_NAME_CHARS = 256  # of ids, scopes, names of rules and adapters
 MAX_PROMPT_TOKENS = 1 << 20  # no model has a longer context
 MAX_TEXTS = 10_000  # of one embedding job; documents of one reranking job
+MAX_NUMBERS = (
+    1 << 22
+)  # of all vectors of an embedding job: 50 MB of JSON, which keep Redis and readers for half a second
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024  # of the content of a message
 MAX_TOOL_CALLS = 128  # of a message
@@ -38,7 +41,7 @@ MAX_BIASES = 16_384
 MAX_BIAS = 1e6  # either way; -inf forbids a token
 MAX_LOGPROBS = 100  # alternatives per token
 MAX_COMPLETIONS = 128
-MAX_REPORTED = 1 << 22  # alternatives of all tokens of all completions: some 400 MB
+MAX_REPORTED = 1 << 19  # alternatives of all tokens of all completions: a worker writes them within half a second
 MAX_STOPS = 32
 MAX_STOP_CHARS = 256  # of each: every token is compared with all of them
 MAX_ADAPTERS = 32

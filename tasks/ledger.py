@@ -267,10 +267,9 @@ class Ledger:
         for entry in entries:
             job_id, seq = entry.job_id, entry.event["seq"]
             keys += [job_key(job_id), journal_key(job_id), cancel_key(job_id)]
-            data = json.dumps(entry.event, ensure_ascii=False, separators=(",", ":"))
             attempt = "" if entry.attempt is None else entry.attempt
-            result = "" if entry.result is None else json.dumps(entry.result, separators=(",", ":"))
-            args += [job_id, attempt, entry.kind, stream_id(seq), events_channel(job_id), data, result]
+            place = [entry.kind, stream_id(seq), events_channel(job_id)]
+            args += [job_id, attempt, *place, entry.event_json, entry.result_json]
         reply: Any = self._run(_WRITE, keys, args)
         return {int(place) for place in reply}
 

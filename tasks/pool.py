@@ -34,6 +34,7 @@ class Interruption(IntEnum):
     HARD_LIMIT = 3
     CANCELLED = 4
     SUPERSEDED = 5  # another attempt of the job has begun, or it has ended, so this run is void
+    FAILED = 6  # its events could not be written: its stream has ended with an error
 
 
 class JobControl:

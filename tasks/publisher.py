@@ -1,23 +1,31 @@
-"""The publisher thread: what engines tell in one step becomes one call of Redis, fenced by each run's attempt."""
+"""The publisher thread: what engines tell in one step becomes one call of Redis, fenced by each run's attempt.
+
+It serves every run of the worker, so what goes wrong with an event ends the run that it belongs to, and nothing else.
+What can't be pinned on a run ends the process: its jobs go on elsewhere, instead of waiting here for ever.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from redis.exceptions import OutOfMemoryError, ReadOnlyError, RedisError, ResponseError
+from redis.exceptions import ClusterDownError, OutOfMemoryError, ReadOnlyError, RedisError, TryAgainError
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from .contract import events
+from .contract.errors import JobFailed
 from .contract.events import Event
 from .ledger import Ledger
-from .past import outputs_of_line
+from .pool import Interruption
 from .records import Attempt, Entry
+from .run_events import Result, RunEvents
 from .signing import Signer
 
 if TYPE_CHECKING:
@@ -27,76 +35,41 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 0.5
 CLOSING_ATTEMPTS = 4
+EXIT_CRASHED = 70  # sysexits.h: EX_SOFTWARE; a supervisor starts the worker again
 LINE_MARK = "\x1f"  # in the id of a request: between the run of a chunk and the number of its line
-HAND_BACK = "hand_back"  # between this class and itself: no event of a job
-STRIDE = 8  # tokens per event of a job that does not stream
+HAND_BACK, FAIL = "hand_back", "fail"  # between this class and itself: no events of a job
 MAX_BATCH = 1000  # events per call of Redis: it serves nobody else meanwhile
+MAX_BATCH_BYTES = 8 << 20  # the same, but for one larger event
+# By these Redis refuses every write for a while; all others are about what was written.
+PASSING = (RedisConnectionError, RedisTimeoutError, OutOfMemoryError, ReadOnlyError, ClusterDownError, TryAgainError)
+PASSING_CODES = ("MISCONF", "NOREPLICAS", "MASTERDOWN")  # that have no class of their own
 
-Result = dict[str, Any]
 Told = list[tuple[str, Event, Result | None]]  # run id, event without its seq, result with a terminal event
+Numbered = tuple[str, Entry]  # with the run id
 
 
-@dataclass(slots=True)
-class _Run:
-    """An attempt that writes events here."""
-
-    attempt: Attempt
-    next_seq: int
-    streams: bool
-    started: bool
-    on_token: Callable[[], None]
-    on_line: Callable[[int], None] = lambda line: None
-    handed_back: bool = False
-    ended: Future[bool] = field(default_factory=Future)
-    gathered: dict[int, list[Event]] = field(default_factory=dict)  # of a job that does not stream, by index
-
-    def number(self, event: Event) -> Event:
-        seq, self.next_seq = self.next_seq, self.next_seq + 1
-        return {"seq": seq, **event}
-
-    def gather(self, event: Event) -> Iterator[Event]:
-        """The event to write instead of this one and those before, if there are enough tokens.
-
-        An event without tokens goes at once: those that its text comes from are told, and nobody would say it again.
-        """
-        index = event.get("index", 0)
-        if index in self.gathered and self.gathered[index][0]["type"] != event["type"]:
-            yield self._join(index)
-        gathered = self.gathered.setdefault(index, [])
-        gathered.append(event)
-        if not event["tokens"] or sum(len(each["tokens"]) for each in gathered) >= STRIDE:
-            yield self._join(index)
-
-    def forget(self, line: int) -> None:
-        """Drops what is gathered of a line that has ended: its result says it all."""
-        for index in outputs_of_line(line):
-            self.gathered.pop(index, None)
-
-    def rest(self) -> Iterator[Event]:
-        """What is still gathered."""
-        for index in list(self.gathered):
-            yield self._join(index)
-
-    def _join(self, index: int) -> Event:
-        parts = self.gathered.pop(index)
-        joined = {**parts[0], "tokens": [token for part in parts for token in part["tokens"]]}
-        if "text" in joined:
-            joined["text"] = "".join(part["text"] for part in parts)
-        if "logprobs" in joined:
-            joined["logprobs"] = [entry for part in parts for entry in part["logprobs"]]
-        return joined
+def _end_process() -> None:
+    os._exit(EXIT_CRASHED)
 
 
 class Publisher:
     """Numbers, journals and publishes the events of all runs of a worker. Owns the `seq` of each."""
 
-    def __init__(self, ledger: Ledger, worker: str, on_void: Callable[[str], None], signer: Signer) -> None:
-        """`on_void` is told, on this thread, the id of a run whose job has another attempt or an end already."""
+    def __init__(
+        self,
+        ledger: Ledger,
+        worker: str,
+        interrupt: Callable[[str, Interruption], None],
+        signer: Signer,
+        on_crash: Callable[[], None] = _end_process,
+    ) -> None:
+        """`interrupt` ends, on this thread, the run with this id, because it is void or its events can't be written."""
         self._ledger = ledger
         self._worker = worker
-        self._on_void = on_void
+        self._interrupt = interrupt
         self._signer = signer
-        self._runs: dict[str, _Run] = {}
+        self._on_crash = on_crash
+        self._runs: dict[str, RunEvents] = {}
         self._inbox: queue.SimpleQueue[Callable[[], Told] | None] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._work, name="cellama-publisher", daemon=True)
@@ -115,9 +88,10 @@ class Publisher:
     ) -> Future[bool]:
         """Takes the events of a run from now on. The future tells whether its terminal event counts.
 
+        It raises JobFailed if the run was ended here, with that error, because an event of it could not be written.
         `on_token` is called, on this thread, once its first token is in Redis.
         """
-        run = _Run(attempt, next_seq, streams, started, on_token)
+        run = RunEvents(attempt, next_seq, streams, started, on_token)
 
         def register() -> Told:
             self._runs[attempt.run_id] = run
@@ -128,7 +102,9 @@ class Publisher:
 
     def listener(self, model_id: str) -> Callable[[tuple[EngineEvent, ...]], None]:
         """What an engine calls once per step; the conversion is left to the publisher thread."""
-        return lambda engine_events: self._inbox.put(lambda: self._convert(model_id, engine_events))
+        return lambda engine_events: self._inbox.put(
+            lambda: [told for event in engine_events for told in self._convert(model_id, event)]
+        )
 
     def watch_lines(self, run_id: str, on_line: Callable[[int], None]) -> None:
         """Calls `on_line`, on this thread, with each line of a chunk whose end is in Redis."""
@@ -155,22 +131,18 @@ class Publisher:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def _convert(self, model_id: str, engine_events: tuple[EngineEvent, ...]) -> Told:
-        from .results import event_of, line_event_of, result_of_end
-
-        told: Told = []
-        for event in engine_events:
-            run_id, mark, line = event.request_id.partition(LINE_MARK)
-            if not mark:
-                own = event_of(event, model_id, self._worker, self._signer)
-                told.append((run_id, own, result_of_end(event, model_id, self._signer)))
-            elif (of_line := line_event_of(event, int(line), model_id, self._signer)) is not None:
-                told.append((run_id, of_line, None))
-        return told
-
     # The publisher thread
 
     def _work(self) -> None:
+        try:
+            self._serve()
+        except Exception:
+            log.critical(
+                "events can't be published any more: this process ends, its jobs go on elsewhere", exc_info=True
+            )
+            self._on_crash()
+
+    def _serve(self) -> None:
         while (make := self._inbox.get()) is not None:
             told = make()
             while not self._inbox.empty() and len(told) < MAX_BATCH:  # a slow Redis must not make it slower still
@@ -181,43 +153,73 @@ class Publisher:
                 told += make()
             self._tell(told)
 
+    def _convert(self, model_id: str, event: EngineEvent) -> Told:
+        """An engine's event in the words of the contract; if that can't be said, how its run or its line ends."""
+        from .results import event_of, line_event_of, result_of_end
+
+        run_id, mark, line = event.request_id.partition(LINE_MARK)
+        try:
+            if not mark:
+                own = event_of(event, model_id, self._worker, self._signer)
+                return [(run_id, own, result_of_end(event, model_id, self._signer))]
+            of_line = line_event_of(event, int(line), model_id, self._signer)
+            return [] if of_line is None else [(run_id, of_line, None)]
+        except Exception as error:
+            failure = _unforeseen(run_id, error)
+            return [(run_id, _line_failed(int(line), failure) if mark else {"type": FAIL, "failure": failure}, None)]
+
     def _tell(self, told: Told) -> None:
-        self._write([entry for each in told for entry in self._entries(*each)])
+        for page in _pages([entry for each in told for entry in self._entries_of(*each)]):
+            self._write(page)
         for run_id, event, _ in told:
             if event["type"] == HAND_BACK and (run := self._runs.pop(run_id, None)) is not None:
                 run.ended.set_result(False)
 
-    def _entries(self, run_id: str, event: Event, result: Result | None) -> Iterator[tuple[str, Entry]]:
-        """What is written for an event of a run: nothing yet, or several."""
+    def _entries_of(self, run_id: str, event: Event, result: Result | None) -> list[Numbered]:
+        """What is written for an event of a run: nothing yet, or several; if that can't be encoded, its failure."""
         run = self._runs.get(run_id)
-        if run is None or run.handed_back or (event["type"] == "started" and run.started):
-            return  # it is void, or goes on elsewhere, or from an earlier attempt
-        if event["type"] in events.OUTPUT_TYPES and not run.streams:
-            for joined in run.gather(event):
-                yield run_id, self._entry(run, joined)
+        if run is None or run.closed or (event["type"] == "started" and run.started):
+            return []  # it is void, goes on elsewhere, has failed, or is from an earlier attempt
+        entries: list[Entry] = []
+        try:
+            for each in self._to_write(run, event):
+                entries.append(run.entry(each, result if each is event else None))
+        except Exception as error:
+            failure = _unforeseen(run_id, error)
+            if event["type"] == "line":
+                entries.append(run.entry(_line_failed(event["line"], failure)))
+            else:
+                entries.append(self._end_failed(run, failure))
+        return [(run_id, entry) for entry in entries]
+
+    def _to_write(self, run: RunEvents, event: Event) -> Iterator[Event]:
+        kind = event["type"]
+        if kind in events.OUTPUT_TYPES and not run.streams:
+            yield from run.gather(event)
             return
-        if event["type"] == "line":
+        if kind == "line":
             run.forget(event["line"])
-        if event["type"] == HAND_BACK or events.is_terminal(event):
-            for joined in run.rest():
-                yield run_id, self._entry(run, joined)
-        if event["type"] == HAND_BACK:
-            run.handed_back = True
-        else:
-            yield run_id, self._entry(run, event, result)
+        if kind in (HAND_BACK, FAIL) or events.is_terminal(event):
+            yield from run.rest()
+            run.closed = True
+        if kind == FAIL:
+            raise event["failure"]
+        if kind != HAND_BACK:
+            yield event
 
     @staticmethod
-    def _entry(run: _Run, event: Event, result: Result | None = None) -> Entry:
-        return Entry(run.attempt.job_id, run.attempt.number, run.number(event), result)
+    def _end_failed(run: RunEvents, failure: JobFailed) -> Entry:
+        run.closed, run.failure = True, failure
+        return run.entry(events.error(failure.code, failure.message, failure.retryable))
 
-    def _write(self, entries: list[tuple[str, Entry]]) -> None:
+    def _write(self, entries: list[Numbered]) -> None:
         """Writes until Redis took it. Entries have fixed ids, so writing them twice changes nothing."""
         failures = failures_while_closing = 0
         while entries and failures_while_closing < CLOSING_ATTEMPTS:
             try:
                 return self._settle(entries, self._ledger.write([entry for _, entry in entries]))
             except RedisError as error:
-                if isinstance(error, ResponseError) and not isinstance(error, OutOfMemoryError | ReadOnlyError):
+                if not _passes(error):
                     return self._write_one_by_one(entries, error)
                 if not failures:
                     log.warning("events of %d run(s) wait for Redis: %s", len({run for run, _ in entries}), error)
@@ -230,7 +232,7 @@ class Publisher:
                 self._give_up(run_id)
         return None
 
-    def _write_one_by_one(self, entries: list[tuple[str, Entry]], error: ResponseError) -> None:
+    def _write_one_by_one(self, entries: list[Numbered], error: RedisError) -> None:
         """One event that Redis refuses holds up no other."""
         if len(entries) == 1:
             log.error("Redis refuses an event of run %s: %s", entries[0][0], error)
@@ -239,7 +241,7 @@ class Publisher:
             for each in entries:
                 self._write([each])
 
-    def _settle(self, entries: list[tuple[str, Entry]], void: set[int]) -> None:
+    def _settle(self, entries: list[Numbered], void: set[int]) -> None:
         for place, (run_id, entry) in enumerate(entries):
             run = self._runs.get(run_id)
             if run is None:
@@ -248,15 +250,54 @@ class Publisher:
                 log.warning("run %s is void: its job has another attempt, or an end", run_id)
                 self._give_up(run_id)
             elif events.is_terminal(entry.event):
-                del self._runs[run_id]
-                run.ended.set_result(True)
+                self._settle_end(run_id, run)
             elif entry.event["type"] in events.PROGRESS_TYPES:
                 run.on_token()
                 if entry.event["type"] == "line":
                     run.on_line(entry.event["line"])
 
+    def _settle_end(self, run_id: str, run: RunEvents) -> None:
+        del self._runs[run_id]
+        if run.failure is None:
+            run.ended.set_result(True)
+        else:
+            run.ended.set_exception(run.failure)  # first: who is interrupted asks for it
+            self._interrupt(run_id, Interruption.FAILED)
+
     def _give_up(self, run_id: str) -> None:
         run = self._runs.pop(run_id, None)
         if run is not None:
-            self._on_void(run_id)  # before anybody draws conclusions from the end
+            self._interrupt(run_id, Interruption.SUPERSEDED)  # before anybody draws conclusions from the end
             run.ended.set_result(False)
+
+
+def _unforeseen(run_id: str, error: Exception) -> JobFailed:
+    if isinstance(error, JobFailed):
+        return error
+    log.error("an event of run %s can't be written", run_id, exc_info=error)
+    return JobFailed("internal_error", f"an event could not be written: {type(error).__name__}: {error}")
+
+
+def _line_failed(line: int, failure: JobFailed) -> Event:
+    from .results import error_of
+
+    return events.line(line, {"error": error_of(failure)})
+
+
+def _passes(error: RedisError) -> bool:
+    """True if Redis may take the same later."""
+    return isinstance(error, PASSING) or str(error).startswith(PASSING_CODES)
+
+
+def _pages(entries: list[Numbered]) -> Iterator[list[Numbered]]:
+    """The entries in their order, in pages that Redis takes in one call."""
+    page: list[Numbered] = []
+    num_bytes = 0
+    for each in entries:
+        if page and (len(page) == MAX_BATCH or num_bytes + each[1].num_bytes > MAX_BATCH_BYTES):
+            yield page
+            page, num_bytes = [], 0
+        page.append(each)
+        num_bytes += each[1].num_bytes
+    if page:
+        yield page

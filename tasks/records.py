@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .contract.events import PROGRESS_TYPES, Event, is_terminal
+from .encoding import encode
 
+MAX_ENTRY_BYTES = 480 << 20  # Redis keeps up to 512 MiB under a key, and Celery adds some words
 DEAD = "dead"  # error code of jobs that ended their workers again and again
 Verdict = Literal["run", "done", "cancelled", "dead", "suspect"]  # what to do with an attempt
 
@@ -69,12 +71,28 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An event to write. `attempt` None stands for nobody: it counts only as long as no worker has begun the job."""
+    """An event to write. `attempt` None stands for nobody: it counts only as long as no worker has begun the job.
+
+    What can't be written is refused here, with ValueError, TypeError or RecursionError: writing never fails for it.
+    """
 
     job_id: str
     attempt: int | None
     event: Event  # with its seq
     result: dict[str, Any] | None = None  # with the end of a job that ends well, until Celery has it
+    event_json: bytes = field(init=False, repr=False)
+    result_json: bytes = field(init=False, repr=False)  # empty without one
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "event_json", encode(self.event))
+        object.__setattr__(self, "result_json", b"" if self.result is None else encode(self.result))
+        if self.num_bytes > MAX_ENTRY_BYTES:
+            raise ValueError(f"it would take {self.num_bytes} bytes, and Redis takes {MAX_ENTRY_BYTES} at most")
+
+    @property
+    def num_bytes(self) -> int:
+        """What it sends to Redis."""
+        return len(self.event_json) + len(self.result_json)
 
     @property
     def kind(self) -> str:

@@ -13,6 +13,7 @@ from celery.exceptions import BackendStoreError
 from redis.commands.core import Script
 
 from .contract.keys import job_key
+from .encoding import encode
 
 # KEYS: result, ledger's entry; ARGV: value, seconds to keep it or '', whether it is a success.
 # As in Celery, nothing replaces a success. The ledger keeps a job's result only until it stands here.
@@ -36,7 +37,7 @@ class ResultBackend(RedisBackend):  # type: ignore[misc]
     ) -> Any:
         """What Celery does here (KeyValueStoreBackend), retried as it does. Raises BackendStoreError."""
         meta = self._get_result_meta(result=result, state=state, traceback=traceback, request=request)
-        value = self.encode({**meta, "task_id": task_id})
+        value = self._encoded({**meta, "task_id": task_id})
         if len(value) > self._MAX_STR_VALUE_SIZE:
             raise BackendStoreError("value too large for Redis backend", state=state, task_id=task_id)
         expires = self.failure_expires if state == states.FAILURE else self.expires
@@ -44,6 +45,13 @@ class ResultBackend(RedisBackend):  # type: ignore[misc]
         args = [value, expires or "", int(state == states.SUCCESS)]
         self.ensure(self._run, (keys, args))
         return result
+
+    def _encoded(self, meta: dict[str, Any]) -> bytes | str:
+        """As Celery does; numbers by the million are JSON already."""
+        try:
+            return encode(meta)
+        except TypeError:  # what somebody's own task gives: dates, decimals
+            return self.encode(meta)  # type: ignore[no-any-return]
 
     def _run(self, keys: list[Any], args: list[Any]) -> Any:
         return self._script(keys=keys, args=args, client=self.client)

@@ -13,6 +13,7 @@ from cellama.engine import Event as EngineEvent
 from .contract import events
 from .contract.errors import InvalidJob, JobFailed
 from .contract.events import Event
+from .contract.valid_text import valid_text
 from .past import Output, Past, outputs_of_line
 from .signing import Signer
 
@@ -97,7 +98,7 @@ def _tool_calls(completion: Completion) -> list[dict[str, Any]]:
         {
             "id": hashlib.sha256(f"{completion.seed} {place} {completion.tokens}".encode()).hexdigest()[:CALL_ID_CHARS],
             "type": "function",
-            "function": {"name": call.name, "arguments": call.arguments},
+            "function": {"name": valid_text(call.name), "arguments": valid_text(call.arguments)},
         }
         for place, call in enumerate(completion.tool_calls)
     ]

@@ -65,7 +65,7 @@ class Runtime:
         self._lease: LeaseKeeper | None = None
         key = settings.reasoning_key
         self.signer = Signer(key.get_secret_value() if key else None)
-        self.publisher = Publisher(self.ledger, worker, self._end_void_run, self.signer)
+        self.publisher = Publisher(self.ledger, worker, self._interrupt, self.signer)
         self.watchdog = Watchdog(settings.hang_s)
         if settings.hang_s:
             self.watchdog.start()
@@ -129,9 +129,10 @@ class Runtime:
         finally:
             del self._running[attempt.run_id]
 
-    def _end_void_run(self, run_id: str) -> None:
-        if run_id in self._running:
-            self._running[run_id][1].interrupt(Interruption.SUPERSEDED)
+    def _interrupt(self, run_id: str, reason: Interruption) -> None:
+        _, control = self._running.get(run_id, ("", None))
+        if control is not None:
+            control.interrupt(reason)
 
     def _end_cancelled(self) -> None:
         """Ends what was cancelled while this worker did not hear of it."""

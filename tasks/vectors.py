@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import base64
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from cellama.config import limits
 from cellama.engine import EmbeddingHandle, InvalidRequest, Model, scores_of
 
 from .contract.errors import JobFailed
 from .contract.payloads import EmbedJob, RerankJob
+from .encoding import Encoded
 from .results import NO_USAGE
+from .vector_json import as_base64, as_list
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-MAX_NUMBERS = 1 << 24  # of one result: Redis keeps up to 512 MB under a key, and JSON writes some 20 bytes for each
 Wait = Callable[[EmbeddingHandle, float | None], None]
 
 
@@ -69,23 +70,17 @@ def rerank(model: Model, job: RerankJob, wait: Wait) -> dict[str, Any]:
 
 
 def _check_size(num_vectors: int, dimensions: int) -> None:
-    if num_vectors * dimensions > MAX_NUMBERS:
+    if num_vectors * dimensions > (limit := limits.MAX_NUMBERS):
         raise InvalidRequest(
-            f"the result would hold {num_vectors} vectors of {dimensions} numbers, and the limit is {MAX_NUMBERS} "
+            f"the result would hold {num_vectors} vectors of {dimensions} numbers, and the limit is {limit} "
             "numbers: send fewer texts per job, or ask for fewer dimensions"
         )
 
 
-def _encoded(vectors: Sequence[NDArray[np.float32]], job: EmbedJob) -> list[Any]:
-    """Numbers, or little-endian float32 in base64 as in the OpenAI API (row by row, if a text has several vectors).
-
-    Numbers of unit vectors have 8 decimals, as many as float32 can tell of them: the JSON takes half the time and room.
-    """
-    if job.encoding == "list" and job.normalize:
-        return [vector.astype("f8").round(8).tolist() for vector in vectors]
+def _encoded(vectors: Sequence[NDArray[np.float32]], job: EmbedJob) -> list[Encoded]:
     if job.encoding == "list":
-        return [vector.tolist() for vector in vectors]
-    return [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in vectors]
+        return [as_list(vector, unit=job.normalize) for vector in vectors]
+    return [as_base64(vector) for vector in vectors]
 
 
 def _usage(handle: EmbeddingHandle) -> dict[str, int]:

@@ -14,12 +14,17 @@ JobError
 
 from __future__ import annotations
 
+from .valid_text import valid_text
+
 
 class JobError(Exception):
     """A job could not be submitted, done or read; `str(error)` is written for people."""
 
     code: str = "job_error"
     retryable: bool = False
+
+    def __str__(self) -> str:
+        return valid_text(super().__str__())  # it may quote what somebody sent
 
 
 class InvalidJob(JobError, ValueError):
@@ -30,6 +35,7 @@ class JobFailed(JobError):
     """The job ended with an error. `code` and `retryable` are those of its `error` event."""
 
     def __init__(self, code: str, message: str, retryable: bool = False) -> None:
+        message = valid_text(message)
         super().__init__(code, message, retryable)  # args survive JSON: Celery makes the error again from them
         self.code = code
         self.message = message

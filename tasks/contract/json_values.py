@@ -46,6 +46,17 @@ def check_text(text: str) -> str:
     return text
 
 
+def check_escapes(text: str) -> str:
+    """JSON as text, if its escapes stand for text that may be sent everywhere. Whether it is JSON, others check."""
+    if "\\u" in text:
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            return text
+        check_json(value)
+    return text
+
+
 def json_text(value: Any, max_chars: int) -> str:
     """The value as JSON. Raises ValueError for what JSON can't hold, and for what is beyond the limits."""
     check_json(value)

@@ -27,7 +27,7 @@ from pydantic import (
 from cellama.config import MODEL_ID, limits
 
 from .errors import InvalidJob
-from .json_values import check_text, json_text, shorten
+from .json_values import check_escapes, check_text, json_text, shorten
 from .names import DEFAULT_MODEL, PRIORITY_INTERACTIVE
 
 MAX_PROBLEMS = 8  # that an error tells of
@@ -272,7 +272,8 @@ class _GenerationJob(_Job):
     )
     grammar_root: Name = Field(default="root", description="the rule that the grammar begins with")
     json_schema: Annotated[
-        Annotated[FilledText, _at_most(limits.MAX_SCHEMA_CHARS)] | None, BeforeValidator(_to_json)
+        Annotated[FilledText, _at_most(limits.MAX_SCHEMA_CHARS), AfterValidator(check_escapes)] | None,
+        BeforeValidator(_to_json),
     ] = Field(default=None, description="JSON Schema that the text must follow, or @FILE")
     logprobs: StrictInt | None = Field(
         default=None, ge=0, le=limits.MAX_LOGPROBS, description="report so many alternatives per token"
@@ -330,7 +331,7 @@ class ToolCallFunction(_Payload):
     """What is called, and with what: a JSON object as text."""
 
     name: Name
-    arguments: Annotated[Text, BeforeValidator(_to_json)] = "{}"
+    arguments: Annotated[Text, AfterValidator(check_escapes), BeforeValidator(_to_json)] = "{}"
 
 
 class ToolCall(_Payload):

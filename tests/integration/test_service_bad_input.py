@@ -21,6 +21,11 @@ def tool(name: str = "f", **parameters: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
 
+SURROGATE = '{"type": "object", "properties": {"\\ud800": {"type": "string"}}}'  # half of a pair: no UTF-8 has it
+CALLED = {
+    "role": "assistant",
+    "tool_calls": [{"function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}],
+}
 CALLS: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
     (generate, ("tiny", "Hi"), {"max_token": 3}, "unknown parameter 'max_token'; did you mean 'max_tokens'"),
     (generate, ("tiny", "Hi"), {"max_tokens": 0}, "max_tokens is 0: .*greater than or equal to 1"),
@@ -29,6 +34,8 @@ CALLS: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
     (generate, ("tiny", ""), {}, "prompt is '': it is empty"),
     (generate, ("tiny", "a\0b"), {}, "NUL character"),
     (generate, ("tiny", "a\udce9b"), {}, "not valid UTF-8 at character 1"),
+    (generate, ("tiny", "Hi"), {"json_schema": {"properties": {"\ud800": {}}}}, "not valid UTF-8 at character 0"),
+    (chat, ("tiny", [CALLED]), {}, "function.arguments is .* not valid UTF-8 at character 0"),
     (generate, ("tiny",), {}, "prompt is missing"),
     (generate, ("tiny", "Hi", 3), {}, "3 positional arguments, at most 2"),
     (chat, ("tiny", [{"role": "robot", "content": "Hi"}]), {}, r"messages\.0\.role is 'robot'"),
@@ -59,6 +66,21 @@ def test_bad_call_is_refused_before_it_is_queued(
     ("name", "args", "kwargs", "code", "message"),
     [
         ("generate", ["tiny", "Hi"], {"max_token": 3}, "invalid_request", "did you mean 'max_tokens'"),
+        (
+            "generate",
+            ["tiny", "Hi"],
+            {"json_schema": SURROGATE},
+            "invalid_request",
+            "json_schema is .* not valid UTF-8",
+        ),
+        (
+            "generate",
+            ["tiny", "Hi"],
+            {"stop": "\ud800"},
+            "invalid_request",
+            r"stop\.0 is .* not valid UTF-8",
+        ),
+        ("generate", ["tiny", "Hi"], {"adapters": {"\ud800": "x"}}, "invalid_request", "adapters"),
         ("generate", ["tinny", "Hi"], {}, "unknown_model", "no model 'tinny' .* did you mean 'tiny'"),
         ("generate", ["tiny", "word " * 3000], {}, "prompt_too_long", r"has \d+ tokens, a slot holds 2047"),
         ("generate", ["tiny", [5, 10**6]], {}, "invalid_request", r"token ids outside 0\.\.1023"),
