@@ -7,7 +7,6 @@ What can't be pinned on a run ends the process: its jobs go on elsewhere, instea
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import threading
 import time
@@ -18,6 +17,8 @@ from typing import TYPE_CHECKING
 from redis.exceptions import ClusterDownError, OutOfMemoryError, ReadOnlyError, RedisError, TryAgainError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from cellama.engine import Pulse
 
 from .contract import events
 from .contract.errors import JobFailed
@@ -35,7 +36,6 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 0.5
 CLOSING_ATTEMPTS = 4
-EXIT_CRASHED = 70  # sysexits.h: EX_SOFTWARE; a supervisor starts the worker again
 LINE_MARK = "\x1f"  # in the id of a request: between the run of a chunk and the number of its line
 HAND_BACK, FAIL = "hand_back", "fail"  # between this class and itself: no events of a job
 MAX_BATCH = 1000  # events per call of Redis: it serves nobody else meanwhile
@@ -48,10 +48,6 @@ Told = list[tuple[str, Event, Result | None]]  # run id, event without its seq, 
 Numbered = tuple[str, Entry]  # with the run id
 
 
-def _end_process() -> None:
-    os._exit(EXIT_CRASHED)
-
-
 class Publisher:
     """Numbers, journals and publishes the events of all runs of a worker. Owns the `seq` of each."""
 
@@ -61,18 +57,17 @@ class Publisher:
         worker: str,
         interrupt: Callable[[str, Interruption], None],
         signer: Signer,
-        on_crash: Callable[[], None] = _end_process,
     ) -> None:
         """`interrupt` ends, on this thread, the run with this id, because it is void or its events can't be written."""
         self._ledger = ledger
         self._worker = worker
         self._interrupt = interrupt
         self._signer = signer
-        self._on_crash = on_crash
+        self.pulse = Pulse("cellama-publisher")
         self._runs: dict[str, RunEvents] = {}
         self._inbox: queue.SimpleQueue[Callable[[], Told] | None] = queue.SimpleQueue()
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="cellama-publisher", daemon=True)
+        self._thread = threading.Thread(target=self._work, name=self.pulse.name, daemon=True)
         self._thread.start()
 
     # For other threads
@@ -136,14 +131,14 @@ class Publisher:
     def _work(self) -> None:
         try:
             self._serve()
-        except Exception:
-            log.critical(
-                "events can't be published any more: this process ends, its jobs go on elsewhere", exc_info=True
-            )
-            self._on_crash()
+            self.pulse.close()
+        except Exception as error:
+            log.critical("events can't be published any more", exc_info=True)
+            self.pulse.die(f"{type(error).__name__}: {error}")
 
     def _serve(self) -> None:
         while (make := self._inbox.get()) is not None:
+            self.pulse.beat("events", self._runs.keys())
             told = make()
             while not self._inbox.empty() and len(told) < MAX_BATCH:  # a slow Redis must not make it slower still
                 make = self._inbox.get()
@@ -152,6 +147,7 @@ class Publisher:
                     return
                 told += make()
             self._tell(told)
+            self.pulse.rest()
 
     def _convert(self, model_id: str, event: EngineEvent) -> Told:
         """An engine's event in the words of the contract; if that can't be said, how its run or its line ends."""
@@ -217,7 +213,10 @@ class Publisher:
         failures = failures_while_closing = 0
         while entries and failures_while_closing < CLOSING_ATTEMPTS:
             try:
-                return self._settle(entries, self._ledger.write([entry for _, entry in entries]))
+                self.pulse.rest()  # how long Redis takes is no fault of this thread
+                void = self._ledger.write([entry for _, entry in entries])
+                self.pulse.beat("events", self._runs.keys())
+                return self._settle(entries, void)
             except RedisError as error:
                 if not _passes(error):
                     return self._write_one_by_one(entries, error)

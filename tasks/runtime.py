@@ -67,6 +67,7 @@ class Runtime:
         self.signer = Signer(key.get_secret_value() if key else None)
         self.publisher = Publisher(self.ledger, worker, self._interrupt, self.signer)
         self.watchdog = Watchdog(settings.hang_s)
+        self.watchdog.watch(self.publisher.pulse)
         if settings.hang_s:
             self.watchdog.start()
         self.manager = ModelManager(settings.memory_budget)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import queue
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,7 +13,7 @@ import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import OutOfMemoryError, ResponseError
 
-from cellama.engine import Completion, DecodeFailed, Finished, Started, Text, Timings, ToolCall, Usage
+from cellama.engine import Completion, DecodeFailed, Finished, Started, Text, Timings, ToolCall, Usage, Watchdog
 from cellama.tasks.contract import events
 from cellama.tasks.contract.errors import JobFailed
 from cellama.tasks.pool import Interruption
@@ -54,14 +55,14 @@ class MemoryLedger:
         return [entry.event for entry in self.entries if entry.job_id == job_id]
 
 
-def publisher_of(ledger: MemoryLedger, void: list[str] | None = None, **options: Any) -> Publisher:
+def publisher_of(ledger: MemoryLedger, void: list[str] | None = None) -> Publisher:
     void = void if void is not None else []
 
     def interrupt(run_id: str, reason: Interruption) -> None:
         assert reason is Interruption.SUPERSEDED
         void.append(run_id)
 
-    return Publisher(ledger, "w", interrupt, Signer(None), **options)  # type: ignore[arg-type]
+    return Publisher(ledger, "w", interrupt, Signer(None))  # type: ignore[arg-type]
 
 
 def test_publisher_numbers_each_run_by_itself_and_tells_the_attempt() -> None:
@@ -264,11 +265,27 @@ def test_line_that_can_not_be_written_fails_and_the_chunk_goes_on() -> None:
 
 
 def test_publisher_that_can_not_go_on_ends_the_process() -> None:
-    crashed = threading.Event()
-    publisher = publisher_of(MemoryLedger(ZeroDivisionError()), on_crash=crashed.set)
+    reasons: queue.SimpleQueue[str] = queue.SimpleQueue()
+    publisher = publisher_of(MemoryLedger(ZeroDivisionError()))
+    Watchdog(end=reasons.put).watch(publisher.pulse)
     publisher.open(attempt("a"))
     publisher.publish("a#1", events.done("stop", {}))
-    assert crashed.wait(10)
+    assert reasons.get(timeout=10) == "thread 'cellama-publisher' died: ZeroDivisionError: "
+
+
+def test_publisher_that_waits_for_redis_does_not_hang() -> None:
+    asked, answer = threading.Event(), threading.Event()
+    ledger = MemoryLedger()
+    publisher = publisher_of(ledger)
+    write = ledger.write
+    ledger.write = lambda entries: (asked.set(), answer.wait(30), write(entries))[-1]  # type: ignore[assignment]
+    publisher.open(attempt("a"))
+    publisher.publish("a#1", events.done("stop", {}))
+    assert asked.wait(10)
+    assert publisher.pulse.step is None
+    answer.set()
+    assert publisher.close()
+    assert publisher.pulse.closed
 
 
 @pytest.mark.parametrize("passing", [OutOfMemoryError("no room"), ResponseError("MISCONF no disk")])
