@@ -73,13 +73,13 @@ def _render(status: dict[str, Any]) -> RenderableType:
 
 def _workers(workers: list[dict[str, Any]]) -> Table:
     table = Table(title="Workers", title_justify="left", header_style="bold")
-    for column in ("worker", "model", "slots", "waiting", "tok/s", "KV", "prefix hits", "done"):
+    for column in ("worker", "model", "threads", "slots", "waiting", "tok/s", "KV", "prefix hits", "done"):
         table.add_column(column, justify="left" if column in ("worker", "model") else "right", no_wrap=True)
     for worker in workers:
         name = f"{worker['name']} [dim]{worker['pid']}[/]"
         for model in worker["models"]:
             label = model["id"] + (" [dim](default)[/]" if model["default"] else "")
-            table.add_row(name, label, *_engine_cells(model["engine"]))
+            table.add_row(name, label, str(model.get("threads", "-")), *_engine_cells(model["engine"]))
             name = ""
     return table
 

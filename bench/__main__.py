@@ -32,6 +32,7 @@ NAMES = {
     "loads": "two models loaded at once while a third streams: its longest gap",
     "embeddings": "1000 texts in one call or job against one text per call or job",
     "embed_beside": "gaps of a stream while another model embeds",
+    "neighbours": "two workers on one machine, and one beside a busy program: their rates",
     "footprint": "memory of a model: planned before the load, logged by llama.cpp, resident",
     "offline": "bulk runs from file to file, against llama-server and the naive Celery task",
     "online": "Poisson arrivals, alone and beside a bulk load, against llama-server",

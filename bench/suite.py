@@ -29,6 +29,7 @@ SHORT = {
     "loads": "--rounds 1 --tokens 40",
     "embeddings": "--shape tiny --texts 100 --rounds 1",
     "embed_beside": "--texts 100",
+    "neighbours": "--slots 4 --settle 3 --seconds 2 --rounds 1 --tries 2",
     "footprint": "--cases 2 --shapes 0",
     "layouts": "--slots 1 4 --prompt 300 --new 8",
     "adapters": "--slots 4 --turns 0 0.1 --prompt 32 --new 8",

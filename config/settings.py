@@ -90,7 +90,9 @@ class ModelSettings(BaseModel):
     n_ubatch: AutoInt = Field(default=None, ge=1, description="tokens per pass inside llama.cpp; auto: 512")
     chunk_size: int = Field(default=512, ge=1, description="prompt tokens per slot and step, at most")
     max_queue: int = Field(default=0, ge=0, description="requests that may wait in the engine; 0 = unlimited")
-    threads: AutoInt = Field(default=None, ge=1, le=512, description="CPU threads; auto: all cores")
+    threads: AutoInt = Field(
+        default=None, ge=1, le=512, description="CPU threads; auto: all cores, shared with other workers and programs"
+    )
     n_gpu_layers: int = Field(default=-1, ge=-1, description="layers on the GPU; -1 = all")
     flash_attention: Literal["auto", "on", "off"] = "auto"
     cache_type_k: CacheType = "f16"

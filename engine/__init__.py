@@ -4,6 +4,7 @@ from .adapters import AdapterInfo
 from .backend import ModelInfo
 from .budget import Device, Footprint
 from .chat import ChatOptions, ChatPrompt, Message
+from .cores import Peer
 from .embedder import Embedder, EmbeddingHandle
 from .engine import Engine
 from .errors import (
@@ -48,6 +49,7 @@ from .models import Model
 from .params import EngineOptions, Request, Resumed, SamplingParams
 from .reply import ReplyFormat
 from .reranker import Reranker, scores_of
+from .sharing import CoreSharing
 from .texts import Tokenizer
 from .threads import STACK_BYTES
 from .tool_calls import ToolCall
@@ -61,6 +63,7 @@ __all__ = [
     "ChatOptions",
     "ChatPrompt",
     "Completion",
+    "CoreSharing",
     "DecodeFailed",
     "Device",
     "Embedder",
@@ -88,6 +91,7 @@ __all__ = [
     "ModelInfo",
     "ModelLoadFailed",
     "ModelManager",
+    "Peer",
     "PromptTooLong",
     "Pulse",
     "QueueFull",

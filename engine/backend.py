@@ -80,6 +80,11 @@ class Backend(KvMemory, AdapterStore, Protocol):
     """
 
     n_vocab: int
+    threads: int  # that a decode call computes with
+
+    def set_threads(self, count: int) -> None:
+        """The next decode call computes with so many threads."""
+        ...
 
     @property
     def vocabulary(self) -> Vocabulary: ...
@@ -124,6 +129,11 @@ class EmbeddingBackend(Protocol):
     max_texts: int
     n_embd: int  # numbers in a vector
     per_token: bool  # a vector per token, not per text
+    threads: int  # that `embed` computes with
+
+    def set_threads(self, count: int) -> None:
+        """The next call of `embed` computes with so many threads."""
+        ...
 
     def embed(self, texts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
         """One array per text, as the model gives it: [n_embd], or [tokens, n_embd] if `per_token`.

@@ -77,6 +77,7 @@ class Embedder:
         self._inbox: queue.SimpleQueue[EmbeddingHandle | None] = queue.SimpleQueue()
         self._waiting: deque[EmbeddingHandle] = deque()  # the next one's turn is first
         self._token_s: float | None = None  # seconds per token, as the last batches took
+        self._threads = backend.threads  # for the next batch
         self._closed = False
         self._num_open = 0  # requests that have not ended
         self.last_submit = 0.0  # unix seconds
@@ -152,6 +153,15 @@ class Embedder:
     def is_busy(self) -> bool:
         """True while requests have not ended."""
         return self._num_open > 0
+
+    @property
+    def threads(self) -> int:
+        """With how many a batch is computed."""
+        return self._threads
+
+    def use_threads(self, count: int) -> None:
+        """Batches are computed with so many threads, from the next one on."""
+        self._threads = count
 
     def _check(self, index: int, num_tokens: int) -> None:
         if num_tokens == 0:
@@ -234,6 +244,8 @@ class Embedder:
     def _embed(self, batch: Batch) -> None:
         if not batch:
             return
+        if self._threads != self._backend.threads:
+            self._backend.set_threads(self._threads)
         self.pulse.beat("embed", size=sum(len(text) for _, text in batch), first_s=FIRST_S)
         started = time.perf_counter()
         try:

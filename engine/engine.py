@@ -62,6 +62,7 @@ class Engine(Generating):
         self._forward = Forward(backend, self._scheduler, self._requests, self.pulse)
         self._num_faults = 0  # steps in a row that failed for no request in particular
         self._inbox: queue.SimpleQueue[tuple[Errand, Handle | None]] = queue.SimpleQueue()
+        self._threads = backend.threads  # for the next step
         self._closed = False
         self._num_open = 0  # requests that have not ended
         self.last_submit = 0.0  # unix seconds
@@ -125,6 +126,15 @@ class Engine(Generating):
     def snapshot(self) -> EngineSnapshot:
         """The state a moment ago. Never waits."""
         return self._telemetry.snapshot
+
+    @property
+    def threads(self) -> int:
+        """With how many a step is computed."""
+        return self._threads
+
+    def use_threads(self, count: int) -> None:
+        """Steps are computed with so many threads, from the next one on."""
+        self._threads = count
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> bool:
         """Fails what is unfinished with EngineStopped and frees the backend; False if a step takes longer."""
@@ -213,6 +223,8 @@ class Engine(Generating):
     def _step(self) -> None:
         self.pulse.beat("step")
         started, cpu_started = time.monotonic(), time.thread_time()
+        if self._threads != self._backend.threads:
+            self._backend.set_threads(self._threads)
         for sequence in self._scheduler.line.expired(started):
             self._requests.end(sequence.group, "timeout")
         for sequence in self._scheduler.admit(started, lambda one, error: self._requests.fail(one.group, error)):

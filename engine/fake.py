@@ -82,12 +82,16 @@ class FakeBackend:
     adapter_sets: list[AdapterSet] = field(default_factory=list)  # of every batch
     adapters: set[str] = field(default_factory=set)  # texts of the files that are loaded
     closed: bool = False
+    threads: int = 1
 
     def __post_init__(self) -> None:
         self.cells = [[] for _ in range(self.n_slots)]
         self.n_cells = self.n_cells or self.n_slots * self.ctx_per_slot
         self._logits: set[int] = set()
         self._aborted = False
+
+    def set_threads(self, count: int) -> None:
+        self.threads = count
 
     # KvMemory
 
@@ -231,6 +235,10 @@ class FakeEmbeddingBackend:
     per_token: bool = False
     poison: int | None = None  # a token that makes every call that holds it fail
     calls: list[list[tuple[int, ...]]] = field(default_factory=list)  # the texts of every call
+    threads: int = 1
+
+    def set_threads(self, count: int) -> None:
+        self.threads = count
 
     def embed(self, texts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
         self.calls.append([tuple(text) for text in texts])

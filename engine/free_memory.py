@@ -6,7 +6,8 @@ from pathlib import Path
 
 import psutil
 
-_CGROUPS, _OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+from .control_groups import CGROUPS, OWN, folders, text_of
+
 _FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))  # v2, v1
 _FILE_PAGES = (("total_inactive_file", "total_active_file"), ("inactive_file", "active_file"))  # memory.stat: v1, v2
 _NO_LIMIT = 1 << 60  # what v1 writes when there is none is near 2**63
@@ -20,26 +21,10 @@ def ram() -> tuple[int, int]:
     return (total, free) if limit is None else (min(total, limit[0]), min(free, limit[1]))
 
 
-def group_limit(root: Path = _CGROUPS, own: Path = _OWN) -> tuple[int, int] | None:
+def group_limit(root: Path = CGROUPS, own: Path = OWN) -> tuple[int, int] | None:
     """The limit of this process's control groups, and what is free of it; None without one. cgroups v1 and v2."""
-    found = [limit for folder in _folders(root, own) if (limit := _limit(folder)) is not None]
+    found = [limit for folder in folders("memory", root, own) if (limit := _limit(folder)) is not None]
     return (min(limit for limit, _ in found), min(free for _, free in found)) if found else None
-
-
-def _folders(root: Path, own: Path) -> list[Path]:
-    """The groups that this process is in, and those around them. In a container they lie at the root."""
-    try:
-        lines = [line.split(":", 2) for line in own.read_text(encoding="utf-8").splitlines()]
-    except OSError:
-        return []
-    folders: dict[Path, None] = {}
-    for _, controllers, path in lines:
-        if controllers == "" or "memory" in controllers.split(","):
-            base = root / "memory" if controllers else root
-            inner = base / path.lstrip("/")
-            around = [folder for folder in inner.parents if folder.is_relative_to(base)]
-            folders |= dict.fromkeys([inner, *around])
-    return list(folders)
 
 
 def _limit(folder: Path) -> tuple[int, int] | None:
@@ -54,11 +39,8 @@ def _limit(folder: Path) -> tuple[int, int] | None:
 
 
 def _number(path: Path) -> int | None:
-    try:
-        text = path.read_text(encoding="utf-8").strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
+    text = text_of(path)
+    return int(text) if text is not None and text.isdigit() else None
 
 
 def _page_cache(path: Path) -> int:

@@ -27,6 +27,8 @@ from .hub import HubOptions
 from .models import DEFAULT_MODEL, Model
 from .params import EngineOptions
 from .priority import at_low_priority
+from .processors import available_cores
+from .sharing import Claim, CoreSharing
 from .sources import resolve
 from .uses import Capability
 
@@ -71,6 +73,8 @@ class ModelManager:
         self._entries: dict[str, ModelEntry] = {}
         self._default: str | None = None
         self._lock = threading.Lock()
+        self.cores = CoreSharing(self._claims)
+        self.cores.start()
 
     def load(
         self,
@@ -195,6 +199,14 @@ class ModelManager:
         """From now on idle models make room, and this function unloads one; it returns when the model is gone."""
         self._admission.evict, self._admission.on_full = evict, "evict"
 
+    def _claims(self) -> list[Claim]:
+        """What computes here, for the sharing of the cores."""
+        return [
+            Claim(part, model.options.threads or available_cores(), model.threads_are_chosen)
+            for model in self.models().values()
+            for part in model.parts
+        ]
+
     def memory(self) -> dict[str, Any]:
         """The budget, what is done when it is full, and the devices with their total and free bytes."""
         return self._admission.report()
@@ -284,6 +296,7 @@ class ModelManager:
 
     def close(self) -> None:
         """Closes every model; what runs fails with EngineStopped. Idempotent."""
+        self.cores.close()
         with self._lock:
             models = [entry.model for entry in self._entries.values() if entry.model is not None]
             self._entries, self._default = {}, None

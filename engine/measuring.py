@@ -19,6 +19,7 @@ from .engine import Engine
 from .errors import EngineError, InsufficientMemory, InvalidRequest, ModelLoadFailed
 from .hub import HubOptions
 from .params import DEFAULT_SLOTS, EngineOptions, Request, SamplingParams
+from .processors import available_cores
 from .sources import resolve
 from .tuning import MAX_SLOTS, Bounds, Measured, Search, Setup
 from .uses import Capability
@@ -83,7 +84,7 @@ def tune(
     Of `options` all but n_parallel, n_ubatch, threads, kv_layout and the context holds for every measurement.
     Raises ModelLoadFailed, InsufficientMemory, WrongCapability, InvalidRequest.
     """
-    from .llama import LlamaModel, available_cores
+    from .llama import LlamaModel
 
     if seconds <= 0 or max_slots < 1 or (max_threads is not None and max_threads < 1):
         raise InvalidRequest("seconds, slots and threads must be above 0")

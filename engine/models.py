@@ -114,9 +114,19 @@ class Model(Texts):
         return ", ".join(f"{name} {getattr(self.options, name)}" for name in self.tuned)
 
     @property
+    def threads(self) -> int:
+        """With how many its steps are computed now."""
+        return self.parts[0].threads
+
+    @property
+    def threads_are_chosen(self) -> bool:
+        """True when the number stays as it was set; else it is this model's share of the cores (sharing.py)."""
+        return self.options.threads is not None and "threads" not in self.tuned
+
+    @property
     def last_used(self) -> float:
         """Unix seconds of the last request, or of the end of the load."""
-        return max(self._loaded_at, *(part.last_submit for part in self._parts))
+        return max(self._loaded_at, *(part.last_submit for part in self.parts))
 
     @property
     def engine(self) -> Engine:
@@ -183,15 +193,16 @@ class Model(Texts):
     @property
     def pulses(self) -> list[Pulse]:
         """Of its threads, for a Watchdog."""
-        return [part.pulse for part in self._parts]
+        return [part.pulse for part in self.parts]
 
     @property
     def is_busy(self) -> bool:
         """True while requests of it have not ended."""
-        return any(part.is_busy for part in self._parts)
+        return any(part.is_busy for part in self.parts)
 
     @property
-    def _parts(self) -> list[Engine | Embedder | Reranker]:
+    def parts(self) -> list[Engine | Embedder | Reranker]:
+        """What computes, each in a thread of its own."""
         return [part for part in (self._engine, self._embedder, self._reranker) if part is not None]
 
     def close(self) -> bool:
@@ -200,7 +211,7 @@ class Model(Texts):
         False, and the weights are not freed, if a step does not end, or a text is being tokenized all the time: freeing
         them under it would end the process. Idempotent.
         """
-        ended = [part.close() for part in self._parts]
+        ended = [part.close() for part in self.parts]
         closed = all(ended) and self._weights.close()
         if not closed:
             log.error("model %s is still in use; its memory is not freed", self.id)

@@ -257,7 +257,7 @@ class EngineOptions:
     n_ubatch: int | None = None  # tokens of one pass inside llama.cpp; a step is one pass; `pass_tokens` has the number
     chunk_size: int = 512  # prompt tokens per slot and step, at most
     max_queue: int = 0  # requests that wait because no slot is free for them; 0 = unlimited
-    threads: int | None = None  # None = the cores this process may use
+    threads: int | None = None  # None = a share of the cores that this process may use, as sharing.py finds it
     n_gpu_layers: int = -1  # -1 = all; without a GPU build it means nothing
     flash_attention: FlashAttention = "auto"
     cache_type_k: str = "f16"

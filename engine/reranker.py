@@ -72,6 +72,15 @@ class Reranker:
         """True while requests have not ended."""
         return self._embedder.is_busy
 
+    @property
+    def threads(self) -> int:
+        """As Embedder.threads."""
+        return self._embedder.threads
+
+    def use_threads(self, count: int) -> None:
+        """As Embedder.use_threads."""
+        self._embedder.use_threads(count)
+
     def close(self) -> bool:
         """As Embedder.close."""
         return self._embedder.close()

@@ -38,6 +38,7 @@ class WorkerEntry:
     models: list[dict[str, Any]]
     failures: dict[str, dict[str, str]] = field(default_factory=dict)  # by `failure_key`: code, message; of lately
     memory: dict[str, Any] = field(default_factory=dict)  # as ModelManager.memory has it
+    cores: dict[str, Any] = field(default_factory=dict)  # as CoreSharing.report has it
 
 
 def live_workers(redis: Redis) -> list[WorkerEntry]:
@@ -103,8 +104,8 @@ class Registration:
     def _beat(self) -> None:
         host, pid, now = socket.gethostname(), os.getpid(), time.time()  # before the look at what is there
         models = [describe(entry, entry.id == self._manager.default) for entry in self._manager.entries()]
-        memory = self._manager.memory()
-        entry = WorkerEntry(self._worker, host, pid, self._started_at, now, models, self._failures(), memory)
+        memory, cores = self._manager.memory(), self._manager.cores.report()
+        entry = WorkerEntry(self._worker, host, pid, self._started_at, now, models, self._failures(), memory, cores)
         self._redis.hset(WORKERS_KEY, self._worker, json.dumps(asdict(entry)))
         stored: Any = self._redis.hgetall(WORKERS_KEY)
         stale = [name for name, data in stored.items() if time.time() - json.loads(data)["at"] > 6 * STALE_S]
@@ -121,6 +122,7 @@ def describe(entry: ModelEntry, default: bool) -> dict[str, Any]:
     engine = asdict(model.engine.snapshot()) if {"generate", "chat"} & model.capabilities else None
     resident = {
         "backend": " + ".join(model.devices),
+        "threads": model.threads,
         "slots": engine["slots_total"] if engine else 0,
         "ctx_per_slot": model.ctx_per_slot,
         "memory": {device: asdict(usage) for device, usage in model.memory.devices.items()},

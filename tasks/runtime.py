@@ -21,6 +21,7 @@ from .app import num_jobs_of
 from .contract.keys import cancel_key
 from .lease import LeaseKeeper
 from .ledger import Ledger
+from .neighbours import Neighbours
 from .places import Places
 from .pool import Interruption, JobControl
 from .publisher import Publisher
@@ -162,7 +163,8 @@ class Runtime:
     def announce(self) -> None:
         """Enters this worker into the registry; it takes jobs and commands now."""
         if self._registration is None:
-            chores = (self._reaper.look, self._end_cancelled)
+            neighbours = Neighbours(self.redis, self._worker, self.manager.cores)
+            chores = (self._reaper.look, self._end_cancelled, neighbours.look)
             self._registration = Registration(self.redis, self._worker, self.manager, chores, self._failures)
 
     def close(self) -> None:

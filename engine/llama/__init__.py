@@ -1,6 +1,6 @@
 """llama.cpp behind the engine's protocols: the only importer of llama_cpp."""
 
-from .context import LlamaBackend, available_cores
+from .context import LlamaBackend
 from .devices import devices, machine
 from .embedding import LlamaEmbeddingBackend
 from .footprint import Plan, load_contexts, plan_load
@@ -14,7 +14,6 @@ __all__ = [
     "LlamaModel",
     "PairFormat",
     "Plan",
-    "available_cores",
     "devices",
     "fingerprint",
     "load_contexts",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from ..adapters import AdapterSet
 from ..backend import DecodeError, Sampler
 from ..errors import InvalidRequest, ModelLoadFailed
 from ..params import EngineOptions, SamplingParams
+from ..processors import available_cores
 from ..scheduler import Chunk
 from . import log as llama_log
 from .abort import AbortFlag
@@ -35,11 +35,6 @@ _FLASH_ATTENTION = {
 _logits_address = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32)(("llama_get_logits_ith", lib._lib))
 
 
-def available_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def new_context(model: LlamaModel, options: EngineOptions, **overrides: Any) -> Any:
     """A llama_context with what `options` say and `overrides` set. Raises ModelLoadFailed."""
     params = lib.llama_context_default_params()
@@ -57,6 +52,11 @@ def new_context(model: LlamaModel, options: EngineOptions, **overrides: Any) -> 
             "lower n_parallel or ctx_per_slot, or choose another cache type"
         )
     return context
+
+
+def set_threads(context: Any, count: int) -> None:
+    """The next decode call computes with so many threads; that costs nothing."""
+    lib.llama_set_n_threads(context, count, count)
 
 
 class TokenBatch:
@@ -123,11 +123,16 @@ class LlamaBackend(LlamaMemory):
             kv_unified=shape.unified,
         )
         super().__init__(model, self.context, shape, options.num_slots)
+        self.threads: int = lib.llama_n_threads(self.context)
         self._batch = TokenBatch(options.n_batch)
         self._rows: dict[int, int] = {}  # slot → row of its logits in the last batch
         self._views: dict[int, NDArray[np.float32]] = {}  # by address
         self._abort = AbortFlag(self.context)
         self._adapters: AdapterSet = ()  # those of the last decode call
+
+    def set_threads(self, count: int) -> None:
+        set_threads(self.context, count)
+        self.threads = count
 
     def load_adapter(self, path: Path) -> int:
         return self.vocabulary.load_adapter(path)

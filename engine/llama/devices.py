@@ -10,7 +10,7 @@ import llama_cpp.llama_cpp as lib
 
 from ..budget import CPU, Device, DeviceKind
 from ..free_memory import ram
-from .context import available_cores
+from ..processors import available_cores
 from .model import initialise
 
 _KINDS: dict[int, DeviceKind] = {0: "cpu", 1: "gpu", 2: "integrated gpu"}  # ggml_backend_dev_type; 3: no own memory

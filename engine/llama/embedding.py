@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ..backend import DecodeError
 from ..params import EngineOptions, Pooling
-from .context import TokenBatch, new_context
+from .context import TokenBatch, new_context, set_threads
 from .model import LlamaModel
 
 MAX_EMBED_TOKENS = 2048  # of one text: it must fit into one pass
@@ -49,6 +49,7 @@ class LlamaEmbeddingBackend:
             embeddings=True,
             pooling_type=POOLING[pooling],
         )
+        self.threads: int = lib.llama_n_threads(self._context)
         self._memory = lib.llama_get_memory(self._context)  # None for an encoder
         self._batch = TokenBatch(self.max_tokens)
 
@@ -56,6 +57,10 @@ class LlamaEmbeddingBackend:
     def has_memory(self) -> bool:
         """False for an encoder, which has no cells."""
         return bool(self._memory)
+
+    def set_threads(self, count: int) -> None:
+        set_threads(self._context, count)
+        self.threads = count
 
     def embed(self, texts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
         self._batch.clear()

@@ -34,6 +34,7 @@ SMALL = {
     "cancel": "--slots 2 --prompt 1500 --chunk 32 --samples 1 --threads 1 --pace 0.05",
     "embeddings": "--texts 12 --words 2 6 --rounds 1 --threads 1",
     "embed_beside": "--texts 12 --words 2 6 --context 512 --threads 1",
+    "neighbours": "--slots 2 --new 400 --settle 0.1 --seconds 0.2 --rounds 1 --tries 1",
     "bulk_lines": "--lines 20 200 --bytes 200",
     "storm": "--lines 60 --new 24 --command-kills 1 --worker-kills 1",
     "offline": "--ours batch engine jobs --lines 12 --prompt 24 --shared-prompt 60 --shared 40 --families 3 --new 6 "

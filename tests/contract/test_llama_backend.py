@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import gguf
+import llama_cpp.llama_cpp as lib
 import numpy as np
 import pytest
 
@@ -183,3 +184,12 @@ def test_model_without_a_chat_template_says_so(manager: ModelManager, tmp_path: 
     model = manager.load("plain", str(tmp_path / "plain.gguf"))
     with pytest.raises(TemplateFailed, match="has no chat template; use `generate`"):
         model.render_chat([{"role": "user", "content": "Hi"}])
+
+
+def test_threads_of_a_context_change_between_requests_without_a_change_of_text(manager: ModelManager) -> None:
+    model = manager.load("tiny", "bundled://tiny", options=options(n_parallel=2))
+    before = model.engine.generate(PROMPTS[0], max_tokens=10, temperature=0)
+    model.engine.use_threads(2)
+    assert model.engine.generate(PROMPTS[0], max_tokens=10, temperature=0) == before
+    assert model.threads == 2
+    assert lib.llama_n_threads(model.engine._backend.context) == 2  # type: ignore[attr-defined]

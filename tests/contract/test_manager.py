@@ -20,6 +20,7 @@ from cellama.engine import (
     ModelBusy,
     ModelLoadFailed,
     ModelManager,
+    Peer,
     Request,
     SamplingParams,
     UnknownModel,
@@ -206,3 +207,12 @@ def test_memory_is_back_at_its_level_after_unload(manager: ModelManager, tmp_pat
         last, _ = load_and_use()
     assert taken > 40e6
     assert last < level + taken  # a leak would have added four times as much
+
+
+def test_models_share_the_cores_with_peers_unless_their_threads_were_chosen(manager: ModelManager) -> None:
+    shared = manager.load("shared", TINY, options=EngineOptions(n_parallel=2))
+    chosen = manager.load("chosen", TINY, options=EngineOptions(n_parallel=2, threads=3))
+    assert (shared.threads_are_chosen, chosen.threads_are_chosen) == (False, True)
+    manager.cores.meet([Peer(wants=512, uses=512.0)] * 512)
+    wait_until(lambda: shared.threads == 1, "one thread")
+    assert chosen.threads == 3

@@ -10,6 +10,7 @@ from typing import Any
 from kombu.exceptions import OperationalError
 from redis import Redis
 
+from cellama.engine import CoreSharing
 from cellama.tasks.registry import Registration, live_workers
 
 from ..conftest import wait_until
@@ -19,6 +20,7 @@ class Models:
     """A manager without models."""
 
     default: str | None = None
+    cores = CoreSharing(list)
 
     def entries(self) -> list[Any]:
         return []

@@ -216,3 +216,14 @@ def test_close_fails_what_waits_and_takes_no_more(backend: GatedBackend) -> None
     with pytest.raises(EngineStopped, match="closed before the request ended"):
         waiting.result(PATIENCE_S)
     assert not embedder.is_busy
+
+
+def test_threads_change_between_batches(embedder: Embedder, backend: GatedBackend) -> None:
+    running = occupy(embedder, backend)
+    embedder.use_threads(3)
+    assert (embedder.threads, backend.threads) == (3, 1)
+    other = embedder.submit(texts_of(1, 1))
+    backend.gate.set()
+    running.result(PATIENCE_S)
+    other.result(PATIENCE_S)
+    assert backend.threads == 3

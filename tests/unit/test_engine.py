@@ -276,3 +276,15 @@ def test_resumed_tokens_that_the_model_does_not_have_are_refused(make_engine: Ma
     with pytest.raises(InvalidRequest, match=r"what it resumes has token ids outside 0\.\.256"):
         engine.submit(request(resume=(Resumed((1, backend.n_vocab)),)))
     assert engine.submit(request()).result(PATIENCE_S).text
+
+
+def test_threads_change_between_steps(make_engine: MakeEngine) -> None:
+    engine, backend = make_engine()
+    gate = Gate(backend)
+    handle = engine.submit(request())
+    assert gate.reached.wait(PATIENCE_S)
+    engine.use_threads(3)
+    assert (engine.threads, backend.threads) == (3, 1)  # this step goes on as it began
+    gate.open.set()
+    handle.result(PATIENCE_S)
+    assert backend.threads == 3

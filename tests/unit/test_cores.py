@@ -1,0 +1,251 @@
+"""How cores are shared out: among workers, among the models of one, beside other programs. No test takes time."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cellama.engine.cores import RAISE_S, Peer, Place, Steady, cores_beside, fair_shares, others_of, threads_beside
+from cellama.engine.processors import Reading, cpu_quota, machine_id, read
+from cellama.engine.sharing import LOOK_S, WARN_S, Claim, CoreSharing
+from cellama.tasks.neighbours import peers_of
+from cellama.tasks.registry import WorkerEntry
+
+
+@given(st.integers(0, 200), st.lists(st.integers(1, 64), min_size=1, max_size=12))
+def test_fair_shares_are_at_least_one_and_never_more_than_wanted_or_there(total: int, wants: list[int]) -> None:
+    shares = fair_shares(total, wants)
+    assert all(1 <= share <= want for share, want in zip(shares, wants, strict=True))
+    assert sum(shares) <= max(total, len(wants))
+    if sum(wants) >= total >= len(wants):
+        assert sum(shares) == total
+    full = max(shares)
+    assert all(share == want or share >= full - 1 for share, want in zip(shares, wants, strict=True))
+
+
+def test_fair_shares_give_what_one_leaves_to_the_others_and_the_odd_core_to_the_first() -> None:
+    assert fair_shares(16, [16, 1, 16]) == [8, 1, 7]
+    assert fair_shares(2, [2, 2, 2]) == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("cores", "others", "left"), [(2, 0.0, 2), (2, 0.3, 2), (2, 0.4, 1), (2, 5.0, 1), (16, 0.1, 16), (16, 1.0, 15)]
+)
+def test_cores_beside_other_programs_tolerate_a_little(cores: int, others: float, left: int) -> None:
+    assert cores_beside(cores, others) == left
+
+
+def test_peers_divide_the_cores_the_same_way_each_for_itself() -> None:
+    place, peers = Place(3), [Peer(3, 1.0, goes_first=True), Peer(3, 1.0)]
+    first = threads_beside(place, [Peer(3, 1.0)], 0.0)
+    second = threads_beside(place, [Peer(3, 1.0, goes_first=True)], 0.0)
+    assert (first, second) == (2, 1)
+    assert threads_beside(place, peers, 0.0) == 1
+
+
+def test_idle_peer_leaves_its_share() -> None:
+    assert threads_beside(Place(8), [Peer(8, 0.05)], 0.0) == 8
+
+
+def test_quota_of_a_container_is_shared_by_those_in_it_only() -> None:
+    place = Place(64, quota=4.5)
+    assert place.available == 4
+    assert threads_beside(place, [Peer(4, 4.0)], 0.0) == 4
+    assert threads_beside(place, [Peer(4, 2.0, same_quota=True)], 0.0) == 2
+
+
+def test_others_are_what_neither_this_process_nor_its_peers_use() -> None:
+    assert others_of(3.5, 1.0, [Peer(4, 1.5), Peer(4, 0.1)]) == 1.0
+    assert others_of(1.0, 1.2, []) == 0.0
+
+
+def test_threads_fall_within_a_second_and_rise_only_when_quiet_lasts() -> None:
+    steady = Steady(4)
+    seen = {at: steady.follow(at, 4 if at < 10 else 2) for at in (0.0, 0.5, 9.5, 10.0, 10.5, 11.0)}
+    assert seen == {0.0: 4, 0.5: 4, 9.5: 4, 10.0: 4, 10.5: 4, 11.0: 2}
+    assert steady.follow(13.0, 4) == 2
+    assert steady.follow(13.5, 3) == 2
+    assert steady.follow(13.0 + RAISE_S, 4) == 3  # as the least of the last seconds
+    assert steady.follow(13.6 + RAISE_S, 4) == 4
+
+
+def test_threads_hold_while_a_program_comes_and_goes() -> None:
+    steady = Steady(4)
+    calls = [(number / 2, 3 if number % 4 == 0 else 4) for number in range(40)]
+    assert {steady.follow(at, call) for at, call in calls} == {4}
+
+
+class StubPart:
+    """An engine that is told how many threads it has."""
+
+    def __init__(self, *, is_busy: bool = True) -> None:
+        self.is_busy = is_busy
+        self.last_submit = 0.0
+        self.threads = 0
+
+    def use_threads(self, count: int) -> None:
+        self.threads = count
+
+
+class Machine:
+    """Simulated: a process that computes, and others, on some cores."""
+
+    def __init__(self, cores: int, *claims: Claim) -> None:
+        self.sharing = CoreSharing(lambda: claims, Place(cores))
+        self.cores = cores
+        self.now = self.busy_s = self.own_s = 0.0
+        self.sharing.look(0.0, Reading(0.0, 0.0))
+
+    def run(self, seconds: float, *, own: float, others: float) -> None:
+        """Both use so many cores meanwhile."""
+        for _ in range(round(seconds / LOOK_S)):
+            self.now += LOOK_S
+            self.own_s += own * LOOK_S
+            self.busy_s += min(self.cores, own + others) * LOOK_S
+            self.sharing.look(self.now, Reading(self.busy_s, self.own_s))
+
+
+def test_engine_gives_a_core_to_another_program_and_takes_it_back() -> None:
+    engine = StubPart()
+    machine = Machine(2, Claim(engine, 2))
+    machine.run(10, own=2.0, others=0.0)
+    assert engine.threads == 2
+    machine.run(2, own=1.2, others=0.8)
+    assert engine.threads == 1
+    machine.run(RAISE_S - 1, own=1.0, others=0.0)
+    assert engine.threads == 1
+    machine.run(2, own=1.0, others=0.0)
+    assert engine.threads == 2
+
+
+def test_two_workers_come_to_equal_shares_and_the_one_that_stays_gets_all() -> None:
+    engine = StubPart()
+    machine = Machine(16, Claim(engine, 16))
+    machine.sharing.meet([Peer(16, 0.0)])  # it begins, and its entry does not tell of it yet
+    machine.run(2, own=8.0, others=8.0)
+    assert engine.threads == 8
+    machine.sharing.meet([Peer(16, 8.0)])
+    machine.run(20, own=8.0, others=8.0)
+    assert engine.threads == 8
+    machine.sharing.meet([Peer(16, 0.0)])
+    machine.run(6, own=8.0, others=0.0)
+    assert engine.threads == 16
+
+
+def test_models_of_one_worker_share_while_both_are_in_use() -> None:
+    first, second, idle = StubPart(), StubPart(), StubPart(is_busy=False)
+    machine = Machine(4, Claim(first, 4), Claim(second, 4), Claim(idle, 4))
+    machine.run(1, own=4.0, others=0.0)
+    assert (first.threads, second.threads, idle.threads) == (2, 2, 1)
+    second.is_busy = False
+    machine.run(1, own=2.0, others=0.0)
+    assert (first.threads, second.threads, idle.threads) == (4, 2, 2)
+
+
+def test_part_counts_as_in_use_a_moment_after_its_last_request() -> None:
+    first, second = StubPart(), StubPart(is_busy=False)
+    second.last_submit = time.time() + 60
+    machine = Machine(4, Claim(first, 4), Claim(second, 4))
+    machine.run(1, own=4.0, others=0.0)
+    assert first.threads == 2
+
+
+def test_chosen_threads_stay_and_the_others_have_the_rest() -> None:
+    chosen, engine = StubPart(), StubPart()
+    machine = Machine(4, Claim(chosen, 3, fixed=True), Claim(engine, 4))
+    machine.run(1, own=4.0, others=0.0)
+    assert (chosen.threads, engine.threads) == (0, 1)
+    chosen.is_busy = False
+    machine.run(1, own=4.0, others=0.0)
+    assert engine.threads == 4
+
+
+def test_lasting_other_programs_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    machine = Machine(2, Claim(StubPart(), 2))
+    with caplog.at_level(logging.WARNING):
+        machine.run(WARN_S - 1, own=1.0, others=1.0)
+        assert not caplog.messages
+        for _ in range(3):
+            machine.run(WARN_S, own=1.0, others=1.0)
+            machine.run(WARN_S, own=1.0, others=0.0)
+    (told,) = caplog.messages
+    assert "use 1.0 of 2 cores: models compute with 1 threads instead of 2" in told
+
+
+def test_without_figures_of_the_system_only_peers_count() -> None:
+    engine = StubPart()
+    sharing = CoreSharing(lambda: [Claim(engine, 4)], Place(4))
+    sharing.meet([Peer(4, 2.0)])
+    for tick in range(20):
+        sharing.look(tick * LOOK_S, None)
+    assert engine.threads == 2
+
+
+def test_report_tells_peers_what_is_wanted_and_used() -> None:
+    machine = Machine(4, Claim(StubPart(), 4), Claim(StubPart(is_busy=False), 1, fixed=True))
+    machine.run(10, own=4.0, others=0.0)
+    report = machine.sharing.report()
+    assert report["machine"] == machine_id()
+    assert (report["wants"], report["threads"]) == (4, 4)
+    assert report["uses"] == pytest.approx(4.0, abs=0.1)
+
+
+def test_thread_of_the_sharing_ends_with_it() -> None:
+    sharing = CoreSharing(list, Place(2))
+    sharing.start()
+    sharing.close()
+    sharing.close()
+    assert not sharing._thread.is_alive()
+
+
+def test_reading_grows_with_the_work_of_this_process() -> None:
+    before = read()
+    assert before is not None
+    while (after := read()) is not None and after.own_s < before.own_s + 0.05:
+        pass
+    assert after is not None
+    assert after.busy_s > before.busy_s
+
+
+@pytest.mark.parametrize(
+    ("files", "quota"),
+    [
+        ({"cpu.max": "150000 100000\n"}, 1.5),
+        ({"cpu.max": "max 100000"}, None),
+        ({"cpu.cfs_quota_us": "200000", "cpu.cfs_period_us": "50000"}, 4.0),
+        ({"cpu.cfs_quota_us": "-1", "cpu.cfs_period_us": "100000"}, None),
+        ({}, None),
+    ],
+)
+def test_quota_is_read_from_the_control_group(tmp_path: Path, files: dict[str, str], quota: float | None) -> None:
+    own = tmp_path / "own"
+    own.write_text("0::/pod/container\n" if "cpu.max" in files else "3:cpu,cpuacct:/pod\n")
+    folder = tmp_path / ("pod" if "cpu.max" in files else "cpu/pod")
+    folder.mkdir(parents=True)
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    assert cpu_quota(tmp_path, own) == quota
+
+
+def entry_of(name: str, host: str, **cores: object) -> WorkerEntry:
+    known = {"machine": "here", "processors": [0, 1], "wants": 2, "uses": 1.0, "threads": 1}
+    return WorkerEntry(name, host, 1, 0.0, 0.0, [], cores={**known, **cores})
+
+
+def test_peers_are_workers_of_the_same_machine_that_share_a_processor() -> None:
+    own_host = socket.gethostname()
+    entries = [
+        entry_of("a", own_host, uses=1.5),
+        entry_of("c", "container"),
+        entry_of("far", own_host, machine="another"),
+        entry_of("pinned", own_host, processors=[2, 3]),
+        WorkerEntry("unknown", own_host, 1, 0.0, 0.0, []),
+    ]
+    peers = peers_of("b", {"machine": "here", "processors": [0, 1]}, entries)
+    assert peers == [Peer(2, 1.5, same_quota=True, goes_first=True), Peer(2, 1.0)]
