@@ -43,7 +43,7 @@ def users(worker: WorkerProcess, redis_server: RedisServer, tmp_path_factory: py
         stderr=log,
     )
     try:
-        assert users_app.load.delay("ready").get(timeout=PATIENCE_S) == "ready", Path(log.name).read_text()
+        assert users_app.echo.delay("ready").get(timeout=PATIENCE_S) == "ready", Path(log.name).read_text()
         yield users_app
     finally:
         process.terminate()
@@ -71,17 +71,17 @@ def test_map_and_starmap_are_groups(story: str) -> None:
 
 def test_chord_of_jobs_ends_in_a_users_task(users: Any) -> None:
     header = [generate.s("tiny", f"{i}", **SHORT) for i in range(3)]
-    assert chord(header)(users.count.s()).get(timeout=PATIENCE_S) == 3
+    assert chord(header)(users.length.s()).get(timeout=PATIENCE_S) == 3
 
 
 def test_chord_of_a_users_tasks_ends_in_a_job(users: Any) -> None:
     body = chat.s(model="tiny", messages=[{"role": "user", "content": "Hi"}], **SHORT)
-    done = chord([users.load.s("a"), users.load.s("b")], body.set(immutable=True)).apply_async()
+    done = chord([users.echo.s("a"), users.echo.s("b")], body.set(immutable=True)).apply_async()
     assert done.get(timeout=PATIENCE_S)["message"]["role"] == "assistant"
 
 
 def test_parents_result_is_the_prompt_of_the_next_step(users: Any, story: str) -> None:
-    steps = chain(users.load.s(STORY), generate.s(model="tiny", **SHORT), users.text_of.s())
+    steps = chain(users.echo.s(STORY), generate.s(model="tiny", **SHORT), users.text_of.s())
     assert steps.apply_async().get(timeout=PATIENCE_S) == story
 
 
@@ -92,7 +92,7 @@ def test_result_of_a_job_is_the_prompt_of_the_next(story: str) -> None:
 
 
 def test_group_in_a_chain_and_canvas_within_a_task(users: Any) -> None:
-    steps = chain(users.load.s(STORY), group(generate.s(model="tiny", **SHORT) for _ in range(2)), users.count.s())
+    steps = chain(users.echo.s(STORY), group(generate.s(model="tiny", **SHORT) for _ in range(2)), users.length.s())
     assert steps.apply_async().get(timeout=PATIENCE_S) == 2
     within = users.asks_within.delay(["a", "b"]).get(timeout=PATIENCE_S)
     assert users.app.AsyncResult(within).get(timeout=PATIENCE_S) == 2
@@ -116,7 +116,7 @@ def test_wrong_step_fails_and_the_job_before_it_stays_finished(
     users: Any, story: str, redis_client: Redis, events_of: EventsOf
 ) -> None:
     wrong = generate.s(model="tiny", top_k=-1).set(link_error=users.note_failure.s())
-    for first in (generate.s("tiny", STORY, **SHORT), users.load.s(STORY)):
+    for first in (generate.s("tiny", STORY, **SHORT), users.echo.s(STORY)):
         last = chain(first, wrong.clone(), users.text_of.s()).apply_async()
         with pytest.raises(JobFailed, match="top_k is -1"):
             last.parent.get(timeout=PATIENCE_S)
@@ -129,7 +129,7 @@ def test_wrong_step_fails_and_the_job_before_it_stays_finished(
 
 def test_failed_part_of_a_chord_fails_its_body(users: Any) -> None:
     header = [generate.s("tiny", STORY, **SHORT), generate.s("tiny", STORY, grammar="no grammar")]
-    body = chord(header)(users.count.s())
+    body = chord(header)(users.length.s())
     with pytest.raises(ChordError, match="grammar"):
         AsyncResult(body.id, app=app).get(timeout=PATIENCE_S)
 
@@ -161,3 +161,20 @@ def test_expired_job_is_revoked(worker: WorkerProcess, events_of: EventsOf) -> N
     with pytest.raises(TaskRevokedError, match="expired"):
         job.get(timeout=PATIENCE_S)
     assert events_of(job.id)[-1]["finish_reason"] == "cancelled"
+
+
+def test_blocks_of_the_page_run(users: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    first, *blocks = users.BLOCKS
+    assert "def load" in first
+    for block in blocks:
+        exec(block, vars(users))
+        assert capsys.readouterr().out.strip(), block
+
+
+def test_queue_of_the_users_own_is_served_by_a_worker_that_listens_to_it(worker: WorkerProcess, story: str) -> None:
+    (alive,) = app.control.ping(timeout=PATIENCE_S, limit=1)
+    app.control.add_consumer("mine", destination=list(alive), reply=True)
+    try:
+        assert generate.apply_async(("tiny", STORY), SHORT, queue="mine").get(timeout=PATIENCE_S)["text"] == story
+    finally:
+        app.control.cancel_consumer("mine", destination=list(alive), reply=True)

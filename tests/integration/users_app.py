@@ -1,8 +1,10 @@
-"""A user's own Celery app, with a worker of its own: it imports cellama's tasks, as applications do."""
+"""A user's own Celery app, the one of docs/canvas.md: it imports cellama's tasks, as applications do."""
 
 from __future__ import annotations
 
 import os
+import re
+from pathlib import Path
 from typing import Any
 
 from celery import Celery, chord, group
@@ -10,17 +12,21 @@ from celery import Celery, chord, group
 from cellama.tasks import generate
 
 URL = os.environ["CELLAMA_REDIS_URL"]
-app = Celery("users", broker=URL, backend=URL)
+PAGE = Path(__file__).parents[2] / "docs" / "canvas.md"
+BLOCKS: list[str] = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+exec(BLOCKS[0])
+
+app: Celery = globals()["app"]
 GREEDY: dict[str, Any] = {"max_tokens": 8, "temperature": 0, "seed": 1}
 
 
 @app.task
-def load(text: str = "Once upon a time") -> str:
+def echo(text: str = "Once upon a time") -> str:
     return text
 
 
 @app.task
-def count(results: list[dict[str, Any]]) -> int:
+def length(results: list[dict[str, Any]]) -> int:
     return len(results)
 
 
@@ -46,4 +52,4 @@ def becomes_jobs(self: Any, prompts: list[str]) -> Any:
 
 @app.task
 def asks_within(prompts: list[str]) -> str:
-    return str(chord((generate.s("tiny", prompt, **GREEDY) for prompt in prompts), count.s()).apply_async().id)
+    return str(chord((generate.s("tiny", prompt, **GREEDY) for prompt in prompts), length.s()).apply_async().id)
