@@ -165,7 +165,15 @@ class AsyncClient(AsyncAdapterControl):
                     await asyncio.sleep(OUTAGE_RETRY_S)
         finally:
             if cancel_on_exit and not ended:
-                await self.cancel(job_id)
+                await self._cancel_for_certain(job_id)
+
+    async def _cancel_for_certain(self, job_id: str) -> None:
+        """The job is cancelled, although the caller may be cancelled itself, again and again (a scope of anyio).
+
+        The thread has the work at once; a task would not begin any more when its loop ends.
+        """
+        cancelling = asyncio.get_running_loop().run_in_executor(None, self._core.cancel, job_id)
+        await asyncio.shield(cancelling)
 
     async def result(self, job_id: str, timeout: float | None = None) -> dict[str, Any]:
         """The result. It follows the stream to its end first, so that no thread is held meanwhile."""

@@ -20,9 +20,12 @@ def bench_command(
 
     Example:  cellama bench single_generate --model model.gguf
     """
+    if name in ("--help", "-h"):
+        typer.echo(context.get_help())
+        return
     missing = [module for module in ("llama_cpp", "gguf") if importlib.util.find_spec(module) is None]
     if missing:
-        print_error(f"benchmarks need {' and '.join(missing)}; install cellama[worker,bench]")
+        print_error(f"benchmarks need {' and '.join(missing)}; `pip install 'cellama[worker,bench]'`")
         raise typer.Exit(Exit.USAGE)
     arguments = [name, *context.args] if name else ["--help"]
     done = subprocess.run([sys.executable, "-m", "cellama.bench", *arguments], check=False)

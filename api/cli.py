@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from cellama.config import SettingsError
-from cellama.tasks.contract.errors import InvalidJob, JobError, JobTimeout, RedisUnreachable, UnknownModel
+from cellama.tasks.contract.errors import InvalidJob, JobError, JobTimeout, RedisRefused, RedisUnreachable, UnknownModel
 
 from .batch.command import (
     batch_cancel_command,
@@ -24,7 +24,7 @@ from .bench import bench_command
 from .dead import dead_list_command, dead_requeue_command
 from .demo import demo_command
 from .generation import chat_command, generate_command
-from .local import up_command, worker_command
+from .local import NotInstalled, up_command, worker_command
 from .models import (
     adapter_load_command,
     adapter_scale_command,
@@ -123,9 +123,8 @@ _dead.command("list")(_interruptible(dead_list_command))
 _dead.command("requeue")(_interruptible(dead_requeue_command))
 app.add_typer(_dead, name="dead")
 # Its options are those of the benchmark that it runs.
-app.command("bench", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(
-    _interruptible(bench_command)
-)
+_PASSED_ON: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+app.command("bench", context_settings=_PASSED_ON)(_interruptible(bench_command))
 
 
 def _print_version(wanted: bool) -> None:
@@ -149,9 +148,9 @@ USAGE_CODES = ("invalid_request", "prompt_too_long", "wrong_capability", "unknow
 
 def exit_code_of(error: Exception) -> Exit:
     """The exit code that tells what kind of error it was."""
-    if isinstance(error, InvalidJob | SettingsError):
+    if isinstance(error, InvalidJob | SettingsError | NotInstalled):
         return Exit.USAGE
-    if isinstance(error, RedisUnreachable | UnknownModel):
+    if isinstance(error, RedisUnreachable | RedisRefused | UnknownModel):
         return Exit.UNREACHABLE
     if isinstance(error, JobTimeout):
         return Exit.TIMEOUT
@@ -164,7 +163,7 @@ def main() -> None:
     """Runs the command line. Mistakes end in a message and an exit code, never in a trace."""
     try:
         app()
-    except (JobError, SettingsError, RedisServerError, OSError) as error:
+    except (JobError, SettingsError, NotInstalled, RedisServerError, OSError) as error:
         if "--debug" in sys.argv:
             raise
         print_error(str(error))

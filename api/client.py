@@ -57,7 +57,8 @@ class Job:
 class Client(AdapterControl):
     """Talks to the workers through Redis. Threads may share one.
 
-    Every method raises RedisUnreachable when Redis does not answer.
+    Every method raises RedisUnreachable when Redis does not answer, RedisRefused when it refuses, RedisFull if that is
+    because it is full.
     """
 
     def __init__(self) -> None:

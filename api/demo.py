@@ -18,7 +18,7 @@ from cellama.tasks import generate
 from cellama.tasks.contract.names import PRIORITY_BULK
 
 from .client import Client, Job
-from .local import wait_for_worker
+from .local import check_installed, wait_for_worker
 from .output import Exit, err, out
 from .redis_server import RedisServer
 from .supervisor import Supervisor, worker_child
@@ -40,6 +40,7 @@ def demo_command() -> None:
 
     Example:  cellama demo
     """
+    check_installed()
     with tempfile.TemporaryDirectory(prefix="cellama-demo-") as folder:
         _prepare_environment(Path(folder))
         with RedisServer.start(Path(folder) / "redis") as redis:

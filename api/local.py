@@ -28,6 +28,7 @@ from .output import Exit, err, out
 from .redis_server import LOOPBACK, RedisServer, RedisServerError, check_port_free
 from .supervisor import EXIT_CONFIG, Child, Supervisor, flower_child, worker_child
 
+WORKER_MODULES = ("llama_cpp", "numpy", "jinja2", "psutil", "huggingface_hub")  # of the extra `worker`
 START_TIMEOUT_S = 300.0  # a large model takes its time
 FLOWER_PORT = 5555
 ModelsOption = Annotated[
@@ -35,6 +36,10 @@ ModelsOption = Annotated[
     typer.Option("--model", "-m", help="A model to serve as ID=SOURCE; may be given more than once."),
 ]
 RedisOption = Annotated[str | None, typer.Option("--redis", help="Redis URL, instead of CELLAMA_REDIS_URL.")]
+
+
+class NotInstalled(Exception):
+    """An extra is missing; the message says which."""
 
 
 def worker_command(model: ModelsOption = None, redis: RedisOption = None) -> None:
@@ -45,6 +50,7 @@ def worker_command(model: ModelsOption = None, redis: RedisOption = None) -> Non
     Example:  cellama worker -m chat=/models/llama-3.2-1b-q8_0.gguf
     """
     settings = _apply(model, redis)
+    check_installed()
     if not is_reachable(settings.redis_url):
         raise RedisUnreachable(
             f"Redis at {settings.redis_url_masked} does not answer; start it, or use `cellama up`, which brings one"
@@ -71,9 +77,10 @@ def up_command(
     Example:  cellama up
     """
     settings = _apply(model, redis)
+    check_installed()
     if flower:
         if importlib.util.find_spec("flower") is None:
-            raise RedisServerError("Flower is not installed; `pip install 'cellama[flower]'`, or use --no-flower")
+            raise NotInstalled("Flower is not installed; `pip install 'cellama[flower]'`, or use --no-flower")
         check_port_free(flower_port, "choose another with --flower-port, or use --no-flower")
     logs = settings.data_dir / "logs"
     logs.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -83,7 +90,7 @@ def up_command(
             credentials = _flower_credentials(flower_address)
             environment = {"FLOWER_BASIC_AUTH": credentials} if credentials else {}
             children.append(flower_child(flower_address, flower_port, log_path=logs / "flower.log", env=environment))
-        supervisor = Supervisor(children)
+        supervisor = Supervisor(children, [_RedisChild(embedded)] if embedded else [])
         with supervisor.handling_signals():
             supervisor.start()
             try:
@@ -97,6 +104,18 @@ def up_command(
     raise typer.Exit(code)
 
 
+class _RedisChild(Child):
+    """The embedded Redis, for a supervisor that starts it again when it dies."""
+
+    def __init__(self, server: RedisServer) -> None:
+        super().__init__("redis", (), final_codes=(), process=server.process, started_at=time.monotonic())
+        self._server = server
+
+    def start(self) -> None:
+        self._server.begin()
+        self.process, self.started_at = self._server.process, time.monotonic()
+
+
 def _apply(models: list[str] | None, redis: str | None) -> Settings:
     """Puts options over the environment, so that child processes see them too. Raises SettingsError."""
     if models:
@@ -105,6 +124,13 @@ def _apply(models: list[str] | None, redis: str | None) -> Settings:
         os.environ["CELLAMA_REDIS_URL"] = redis
     get_settings.cache_clear()
     return get_settings()
+
+
+def check_installed() -> None:
+    """Raises NotInstalled for a machine that has what producers need, and not what workers do."""
+    missing = [name for name in WORKER_MODULES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise NotInstalled(f"this needs {', '.join(missing)}, as every worker does; `pip install 'cellama[worker]'`")
 
 
 def is_reachable(url: str) -> bool:

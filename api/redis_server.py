@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib.util
+import logging
 import os
 import shutil
 import signal
@@ -14,13 +15,19 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from redis import Redis
 from redis.exceptions import RedisError
 
-START_TIMEOUT_S = 15.0
+log = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 15.0  # without an answer, or without progress while it loads its data
 STOP_TIMEOUT_S = 10.0
+ANSWER_S = 5.0  # for one question
+SAY_S = 5.0  # between two words about the loading
 LOOPBACK = "127.0.0.1"
+LOG_NAME = "redis.log"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -76,7 +83,7 @@ class RedisServer:
 
     @classmethod
     def start(cls, data_dir: Path, *, port: int | None = None, password: str | None = None) -> RedisServer:
-        """Starts a server with its append-only file in `data_dir` and waits until it answers.
+        """Starts a server with its append-only file in `data_dir` and waits until it has read that and answers.
 
         Raises PortTaken, RedisServerError with the last lines of its log.
         """
@@ -85,15 +92,20 @@ class RedisServer:
         return server
 
     def run(self) -> None:
-        """Starts the process, for the first time or after `stop`."""
+        """Starts the process, for the first time or after it ended, and waits until it serves."""
         check_port_free(self.port, "choose another port, or stop that program")
+        self.begin()
+        self._wait_until_ready()
+
+    def begin(self) -> None:
+        """Starts the process, and waits for nothing."""
         data_dir = self.data_dir.resolve()
         data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with (data_dir / "redis.log").open("wb") as log:
+        with (data_dir / LOG_NAME).open("wb") as output:
             self.process = subprocess.Popen(
                 [str(find_redis_binary()), "-"],
                 stdin=subprocess.PIPE,
-                stdout=log,
+                stdout=output,
                 stderr=subprocess.STDOUT,
                 preexec_fn=die_with_parent,
                 start_new_session=True,  # Ctrl-C in the terminal is for the owner, which stops Redis last
@@ -101,7 +113,6 @@ class RedisServer:
         assert self.process.stdin is not None
         self.process.stdin.write(self._config(data_dir).encode())
         self.process.stdin.close()
-        self._wait_until_ready()
 
     def _config(self, data_dir: Path) -> str:
         lines = [
@@ -119,21 +130,26 @@ class RedisServer:
         return "\n".join(lines) + "\n"
 
     def _wait_until_ready(self) -> None:
+        """However long it takes to load the data, as long as the process lives and gets on with it."""
         assert self.process is not None
-        deadline = time.monotonic() + START_TIMEOUT_S
-        with Redis(host=LOOPBACK, port=self.port, password=self.password) as client:
-            while time.monotonic() < deadline:
-                if self.process.poll() is not None:
-                    break
+        heard_at, loaded, said_at = time.monotonic(), -1, time.monotonic()
+        with Redis(host=LOOPBACK, port=self.port, password=self.password, socket_timeout=ANSWER_S) as client:
+            while self.process.poll() is None and time.monotonic() - heard_at < START_TIMEOUT_S:
                 with contextlib.suppress(RedisError):
-                    if client.ping():
+                    loading: Any = client.info("persistence")
+                    if not loading["loading"]:
                         return
+                    if loading["loading_loaded_bytes"] != loaded:
+                        heard_at, loaded = time.monotonic(), loading["loading_loaded_bytes"]
+                    if time.monotonic() - said_at > SAY_S:
+                        said_at = time.monotonic()
+                        log.warning("Redis loads its data: %s %% so far", round(loading["loading_loaded_perc"]))
                 time.sleep(0.02)
         self.stop()
         raise RedisServerError(f"Redis did not start on port {self.port}; its log ends:\n{self._log_tail()}")
 
     def _log_tail(self) -> str:
-        lines = (self.data_dir / "redis.log").read_text(errors="replace").splitlines()
+        lines = (self.data_dir / LOG_NAME).read_text(errors="replace").splitlines()
         return "\n".join(lines[-5:])
 
     @property

@@ -33,6 +33,7 @@ class Child:
     argv: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
     log_path: Path | None = None
+    final_codes: Sequence[int] = (0, EXIT_CONFIG)  # with these it shall not be started again, and all end
     process: subprocess.Popen[bytes] | None = None
     started_at: float = 0.0
     back_off_s: float = 0.0
@@ -75,8 +76,10 @@ class Child:
 class Supervisor:
     """Runs children until a stop is asked for, or one ends that must not be started again."""
 
-    def __init__(self, children: Sequence[Child]) -> None:
+    def __init__(self, children: Sequence[Child], kept: Sequence[Child] = ()) -> None:
+        """`kept` are replaced like the children, also while those end; somebody else starts and ends them."""
         self.children = children
+        self._kept = kept
         self._stops = 0  # how often a stop was asked for
         self._wake = threading.Event()
 
@@ -87,7 +90,7 @@ class Supervisor:
     def run(self) -> int:
         """Watches the children; returns the exit code for the owner."""
         while not self._stops:
-            for child in self.children:
+            for child in (*self._kept, *self.children):
                 code = self._watch(child)
                 if code is not None:
                     return code
@@ -101,7 +104,7 @@ class Supervisor:
                 child.start()
             return None
         code = child.process.returncode
-        if code in (0, EXIT_CONFIG):
+        if code in child.final_codes:
             return code
         lived_s = time.monotonic() - child.started_at
         again = 0.0 if lived_s > HEALTHY_S else min(LAST_BACK_OFF_S, child.back_off_s * 2 or FIRST_BACK_OFF_S)
@@ -125,6 +128,8 @@ class Supervisor:
         for child in self.children:
             child.signal(signal.SIGTERM)
             while child.running and time.monotonic() < deadline:
+                for kept in self._kept:
+                    self._watch(kept)
                 time.sleep(POLL_S)
             child.signal(signal.SIGKILL)
             if child.process is not None:

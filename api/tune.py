@@ -18,6 +18,7 @@ from rich.table import Table
 from cellama.config import ModelSettings, get_settings
 
 from .generation import JsonOption
+from .local import check_installed
 from .output import Exit, err, out, print_error, print_json
 
 CHOICES = ("n_parallel", "kv_layout", "n_ubatch", "threads")
@@ -42,6 +43,7 @@ def tune_command(
 
     Example:  cellama tune model.gguf
     """
+    check_installed()
     if importlib.util.find_spec("llama_cpp") is None:
         print_error("tuning needs llama_cpp; install cellama[worker]")
         raise typer.Exit(Exit.USAGE)

@@ -8,6 +8,9 @@ import signal
 import sys
 from pathlib import Path
 
+from cellama.engine import EngineError
+from cellama.engine.sources import resolve
+
 from . import suite
 from .report import show
 
@@ -58,7 +61,9 @@ def main() -> None:
         raise SystemExit(1 if suite.run(list(NAMES), chosen.rest) else 0)
     benchmark = importlib.import_module(f".{chosen.name}", __package__)
     own = argparse.ArgumentParser(prog=f"cellama bench {chosen.name}", description=benchmark.__doc__)
-    own.add_argument("--model", type=Path, help="a GGUF file; default: 174M random weights, Q8_0, written once")
+    own.add_argument(
+        "--model", type=_model, help="GGUF file or bundled://tiny; default: 174M random weights, Q8_0, written once"
+    )
     own.add_argument("--save", action="store_true", help="keep the JSON line under bench/results/")
     benchmark.add_arguments(own)
     args = own.parse_args(chosen.rest)
@@ -70,6 +75,14 @@ def main() -> None:
         report,
         save=args.save,
     )
+
+
+def _model(source: str) -> Path:
+    """The file of a source. Raises what argparse shows."""
+    try:
+        return resolve(source)
+    except EngineError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ import psutil
 from celery import Celery
 
 from cellama.config import get_settings
+from cellama.engine.bundled import TINY_PATH
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.events import EVENT_FIELD, is_terminal
 from cellama.tasks.contract.keys import journal_key
@@ -54,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Report:
-    model = {"id": MODEL, "source": str(args.model or "bundled://tiny"), "n_parallel": SLOTS, "threads": 1}
+    model = {"id": MODEL, "source": str(args.model or TINY_PATH), "n_parallel": SLOTS, "threads": 1}
     model |= {"default": True, "cache_ram_bytes": 16 << 20}  # soon full: what grows later is no cache
     with tempfile.TemporaryDirectory() as folder, Service(Path(folder), [model], **TTLS) as service:
         service.start_worker()

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 # Options of a short form: enough to see that it works and about where we stand, not for figures to keep.
 SHORT = {
@@ -46,11 +45,11 @@ def run(names: Sequence[str], arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="cellama bench all", description=__doc__)
     parser.add_argument("--short", action="store_true", help="small forms, for a look at all of them")
     parser.add_argument("--only", nargs="+", choices=names, default=list(names), metavar="NAME")
-    parser.add_argument("--model", type=Path, help="a GGUF file; default: that of each benchmark")
+    parser.add_argument("--model", help="a GGUF file, or bundled://tiny; default: that of each benchmark")
     parser.add_argument("--save", action="store_true", help="keep the JSON lines under bench/results/")
     parser.add_argument("--limit", type=float, help="seconds for each benchmark; default: 120 with --short, else none")
     args = parser.parse_args(arguments)
-    shared = [*(["--model", str(args.model)] if args.model else []), *(["--save"] if args.save else [])]
+    shared = [*(["--model", args.model] if args.model else []), *(["--save"] if args.save else [])]
     ends: dict[str, tuple[str, float]] = {}
     for name in args.only:
         started = time.monotonic()

@@ -19,7 +19,7 @@ from redis.exceptions import RedisError
 from cellama.config import get_settings
 
 from .app import app
-from .contract.errors import InvalidJob, JobFailed, RedisUnreachable
+from .contract.errors import InvalidJob, JobFailed, RedisRefused, RedisUnreachable
 from .contract.kinds import KINDS, Kind, Result
 from .contract.names import (
     DEFAULT_MODEL,
@@ -156,15 +156,18 @@ class JobTask(Task):  # type: ignore[misc]
         return jobs
 
     def queue_many(self, jobs: Sequence[Checked]) -> list[str]:
-        """Queues jobs in pages of one call of Redis each. Raises RedisUnreachable, which says how many are queued."""
+        """Queues jobs in pages of one call of Redis each.
+
+        Raises RedisUnreachable, RedisRefused, which say how many are queued.
+        """
         num_queued = 0
         try:
             with reaching_redis():
                 for _ in enqueue(self.app, Ledger(self.backend.client), jobs, self._publish):
                     num_queued += 1
-        except RedisUnreachable as error:
+        except (RedisUnreachable, RedisRefused) as error:
             some = f"the first {num_queued} of {len(jobs)} jobs are queued, and perhaps up to {PAGE_JOBS} more"
-            raise RedisUnreachable(f"{error}; {some}") from None
+            raise type(error)(f"{error}; {some}") from None
         return [job.job_id for job in jobs]
 
     def _check(self, args: Any, kwargs: Any, options: dict[str, Any]) -> Checked:

@@ -1,4 +1,4 @@
-"""One error for the many ways in which Redis does not answer."""
+"""Few errors for the many ways in which Redis does not answer, or says no."""
 
 from __future__ import annotations
 
@@ -7,26 +7,42 @@ from contextlib import contextmanager
 
 from kombu.exceptions import OperationalError
 from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from cellama.config import get_settings
 
-from .contract.errors import RedisUnreachable
+from .contract.errors import RedisFull, RedisRefused, RedisUnreachable
 
 _NO_ANSWER = (RedisConnectionError, RedisTimeoutError, OperationalError)
 
 
 @contextmanager
 def reaching_redis() -> Iterator[None]:
-    """Raises RedisUnreachable, which names the URL without its password, when Redis does not answer inside."""
+    """Raises RedisUnreachable when Redis does not answer inside, RedisRefused when it refuses a command.
+
+    Both name its URL without the password.
+    """
     try:
         yield
     except _NO_ANSWER as error:
         raise _unreachable(error) from None
+    except ResponseError as error:
+        raise _refused(error) from None
     except RuntimeError as error:  # Celery's result backend, after its retries
         if not isinstance(error.__cause__, _NO_ANSWER):
             raise
         raise _unreachable(error.__cause__) from None
+
+
+def _refused(error: ResponseError) -> RedisRefused:
+    url, said = get_settings().redis_url_masked, str(error)
+    if "OOM command not allowed" in said:  # Redis 6 quotes it in an error of its own when a script meets it
+        return RedisFull(
+            f"Redis at {url} is full: it has reached its maxmemory and takes nothing more; raise maxmemory, or wait "
+            "until results and events of earlier jobs have expired"
+        )
+    return RedisRefused(f"Redis at {url} refuses: {said}")
 
 
 def _unreachable(error: BaseException) -> RedisUnreachable:

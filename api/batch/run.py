@@ -17,7 +17,7 @@ from redis.exceptions import RedisError
 from cellama.config import get_settings
 from cellama.tasks.batches import Batches
 from cellama.tasks.contract.chunks import MAX_CHUNK_LINES, line_bytes, room_bytes
-from cellama.tasks.contract.errors import JobError, RedisUnreachable, UnknownJob
+from cellama.tasks.contract.errors import JobError, RedisRefused, RedisUnreachable, UnknownJob
 from cellama.tasks.contract.events import EVENT_FIELD, is_terminal
 from cellama.tasks.contract.keys import job_key, journal_key
 from cellama.tasks.contract.names import PRIORITY_BULK, WEIGHT_HEADER
@@ -130,8 +130,9 @@ class BatchRun:
                 with reaching_redis():
                     ended = self._turn()
                 self.progress.notice = self._waits_for()
-            except (RedisError, RedisUnreachable) as error:
-                self.progress.notice = f"Redis does not answer ({type(error).__name__}); trying again"
+            except (RedisError, RedisUnreachable, RedisRefused) as error:
+                what = str(error) if isinstance(error, RedisRefused) else "Redis does not answer"
+                self.progress.notice = f"{what} ({type(error).__name__}); trying again"
                 time.sleep(RETRY_S)
             self._on_progress(self.progress)
         state = ended or "completed"
@@ -330,7 +331,7 @@ class BatchRun:
 
     def abandon(self) -> None:
         """Ends what is in flight of a run that nobody can go on with."""
-        with contextlib.suppress(RedisUnreachable), reaching_redis():
+        with contextlib.suppress(RedisUnreachable, RedisRefused), reaching_redis():
             self._revoke_chunks()
         self._tell("cancelled")
 

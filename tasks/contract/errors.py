@@ -9,7 +9,9 @@ JobError
 ├── UnknownWorker       no live worker has that name
 ├── UnknownJob          there is no such job, or not any more
 ├── StreamTrimmed       events that the caller asked for are gone
-└── RedisUnreachable    Redis does not answer
+├── RedisUnreachable    Redis does not answer
+└── RedisRefused        Redis answers, and says no
+    └── RedisFull       because it is at its maxmemory
 """
 
 from __future__ import annotations
@@ -72,4 +74,13 @@ class StreamTrimmed(JobError):
 
 class RedisUnreachable(JobError):
     code = "redis_unreachable"
+    retryable = True
+
+
+class RedisRefused(JobError):
+    code = "redis_refused"
+
+
+class RedisFull(RedisRefused):
+    code = "redis_full"
     retryable = True

@@ -89,7 +89,7 @@ def test_all_runs_the_short_forms_and_tells_how_each_ended() -> None:
 def test_all_fails_when_a_benchmark_does() -> None:
     done = bench("all", "--short", "--only", "tokenize_overhead", "--model", "no-such.gguf")
     assert done.returncode == 1
-    assert re.search(r"^tokenize_overhead +failed with 1", done.stdout, re.MULTILINE)
+    assert re.search(r"^tokenize_overhead +failed with 2", done.stdout, re.MULTILINE)
 
 
 def test_every_benchmark_has_a_short_form() -> None:

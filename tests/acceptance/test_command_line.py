@@ -249,6 +249,30 @@ def test_worker_that_dies_is_replaced(own_machine: Machine) -> None:
     assert own_machine.run("generate", "tiny", "Once", "--max-tokens", "2").returncode == 0
 
 
+def test_redis_that_dies_is_replaced_and_jobs_go_on(own_machine: Machine) -> None:
+    argv = [*CELLAMA, "generate", "tiny", "Once upon a time", "--ignore-eos", "--max-tokens", "60", "--json"]
+    options: dict[str, Any] = {"cwd": own_machine.folder, "env": own_machine.environment, "text": True}
+    with own_machine.slowed(), subprocess.Popen(argv, stdout=subprocess.PIPE, **options) as job:
+        assert job.stdout is not None
+        assert [json.loads(job.stdout.readline())["type"] for _ in range(2)] == ["started", "token"]
+        os.kill(redis_of(own_machine), signal.SIGKILL)
+        events = [json.loads(line) for line in job.stdout]
+    assert (events[-1]["type"], events[-1]["finish_reason"]) == ("done", "length")
+    assert "redis ended with code -9" in own_machine.output()
+
+
+def test_ctrl_c_ends_everything_at_once_although_redis_is_gone(own_machine: Machine) -> None:
+    children = descendants(own_machine.process.pid)
+    os.kill(redis_of(own_machine), signal.SIGKILL)
+    own_machine.process.send_signal(signal.SIGINT)
+    assert own_machine.process.wait(PATIENCE_S) == 0
+    wait_until(lambda: not any(map(psutil.pid_exists, children)), "the end of all children")
+
+
+def redis_of(machine: Machine) -> int:
+    return next(pid for pid, command in descendants(machine.process.pid).items() if "redis-server" in command)
+
+
 def test_ctrl_c_ends_everything_that_up_started(own_machine: Machine) -> None:
     children = descendants(own_machine.process.pid)
     assert len(children) >= 3

@@ -74,3 +74,23 @@ def test_async_client_refuses_bad_input_at_once() -> None:
             await client.chat("tinny", [{"role": "user", "content": "Hi"}])
 
     with_client(body)
+
+
+def test_reader_whose_scope_is_cancelled_again_and_again_cancels_its_job() -> None:
+    """As web frameworks on anyio do it when their client goes away: each await of the cleanup is cancelled, too."""
+
+    async def body(client: AsyncClient) -> None:
+        async def read(job_id: str) -> None:
+            async for _ in client.stream(job_id, cancel_on_exit=True, ping=0.01):
+                reading.set()
+
+        job, reading = await client.generate("nobody-serves-this", "Hi", wait=True), asyncio.Event()
+        reader = asyncio.create_task(read(job.id))
+        await asyncio.wait_for(reading.wait(), PATIENCE_S)
+        while not reader.done():
+            reader.cancel()
+            await asyncio.sleep(0)
+        with pytest.raises(JobCancelled):
+            await job.result(timeout=PATIENCE_S)
+
+    with_client(body)

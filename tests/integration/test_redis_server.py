@@ -63,6 +63,35 @@ def test_redis_server_that_cannot_start_shows_its_log(tmp_path: Path) -> None:
         RedisServer.start(tmp_path)
 
 
+@pytest.fixture
+def slow_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At least 0.1 ms per key; Redis answers after each thousand."""
+    config = RedisServer._config
+    monkeypatch.setattr(RedisServer, "_config", lambda server, folder: config(server, folder) + "key-load-delay 100\n")
+
+
+@pytest.mark.usefixtures("slow_loading")
+def test_redis_server_waits_for_its_data_as_long_as_they_are_being_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with RedisServer.start(tmp_path) as server, Redis.from_url(server.url) as client:
+        with client.pipeline(transaction=False) as pipeline:
+            for number in range(30_000):
+                pipeline.set(f"key {number}", "x")
+            pipeline.execute()
+        server.stop()
+        monkeypatch.setattr("cellama.api.redis_server.START_TIMEOUT_S", 2.0)  # less than so many keys take
+        server.run()
+        assert client.dbsize() == 30_000
+
+
+def test_redis_server_that_gets_nowhere_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cellama.api.redis_server.START_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("cellama.api.redis_server.find_redis_binary", lambda: Path("/bin/cat"))
+    with pytest.raises(RedisServerError, match="did not start on port"):
+        RedisServer.start(tmp_path)
+
+
 def test_redis_server_ends_when_its_owner_is_killed(tmp_path: Path) -> None:
     code = (
         "import pathlib, sys, time\nfrom cellama.api.redis_server import RedisServer\n"

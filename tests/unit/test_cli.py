@@ -14,7 +14,14 @@ from typer.testing import CliRunner
 from cellama.api.cli import app, exit_code_of
 from cellama.api.output import Exit
 from cellama.config import Settings, SettingsError
-from cellama.tasks.contract.errors import InvalidJob, JobFailed, JobTimeout, RedisUnreachable, UnknownModel
+from cellama.tasks.contract.errors import (
+    InvalidJob,
+    JobFailed,
+    JobTimeout,
+    RedisFull,
+    RedisUnreachable,
+    UnknownModel,
+)
 from cellama.tasks.contract.payloads import GenerateJob
 
 from ..conftest import clean_environment
@@ -68,6 +75,7 @@ def test_every_generation_parameter_is_an_option() -> None:
         (JobFailed("prompt_too_long", "x"), Exit.USAGE),
         (JobFailed("decode_failed", "x", True), Exit.FAILED),
         (RedisUnreachable("x"), Exit.UNREACHABLE),
+        (RedisFull("x"), Exit.UNREACHABLE),
         (UnknownModel("x"), Exit.UNREACHABLE),
         (JobTimeout("x"), Exit.TIMEOUT),
     ],
@@ -123,28 +131,20 @@ def test_delay_without_redis_raises_what_says_so(tmp_path: Path) -> None:
 
 
 IMPORTS = """
-import json, sys, time
-import celery, celery.app.task, celery.result, kombu, redis
-started = time.process_time()
+import json, sys
 import {module}
-seconds = time.process_time() - started
 heavy = [name for name in ("llama_cpp", "numpy", "jinja2", "cellama.engine") if name in sys.modules]
-print(json.dumps([seconds, heavy]))
+print(json.dumps([len(sys.modules), heavy]))
 """
 
 
 @pytest.mark.parametrize("module", ["cellama.tasks", "cellama.api"])
 def test_import_is_light_and_without_the_engine(module: str, tmp_path: Path) -> None:
-    runs = []
-    for _ in range(5):
-        argv = [sys.executable, "-c", IMPORTS.format(module=module)]
-        done = subprocess.run(argv, cwd=tmp_path, env=clean_environment(), capture_output=True, timeout=60, check=True)
-        seconds, heavy = json.loads(done.stdout)
-        assert heavy == []
-        runs.append(seconds)
-        if seconds < 0.5:
-            break
-    assert min(runs) < 0.5
+    argv = [sys.executable, "-c", IMPORTS.format(module=module)]
+    done = subprocess.run(argv, cwd=tmp_path, env=clean_environment(), capture_output=True, timeout=60, check=True)
+    num_modules, heavy = json.loads(done.stdout)
+    assert heavy == []
+    assert num_modules < 800  # mostly Celery's, redis-py's and pydantic's; counted, as seconds depend on the machine
 
 
 def test_compose_file_names_settings_commands_and_files_that_exist() -> None:
@@ -165,3 +165,36 @@ def test_bulk_run_has_the_parameters_of_a_job_but_for_its_priority() -> None:
     shown = CliRunner().invoke(app, ["batch", "run", "--help"], env={"COLUMNS": "200"}).output
     assert "--max-tokens" in shown
     assert "--priority" not in shown
+
+
+@pytest.mark.parametrize("command", [["worker"], ["up"], ["demo"], ["tune", "bundled://tiny"]])
+def test_machine_without_the_workers_extra_is_told_so_once(command: list[str], tmp_path: Path) -> None:
+    code = (
+        "import sys\nfor name in ('llama_cpp', 'jinja2'):\n    sys.modules[name] = None\n"
+        "import importlib.util as u\nfind = u.find_spec\n"
+        "u.find_spec = lambda name, *a: None if name in ('llama_cpp', 'jinja2') else find(name, *a)\n"
+        "from cellama.api.cli import main\nmain()"
+    )
+    environment = clean_environment(CELLAMA_REDIS_URL="redis://127.0.0.1:1/0", COLUMNS="200")
+    done = subprocess.run(
+        [sys.executable, "-c", code, *command],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        timeout=60,
+        text=True,
+    )
+    assert done.returncode == Exit.USAGE
+    assert done.stderr.count("this needs llama_cpp, jinja2, as every worker does; `pip install 'cellama[worker]'`") == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_bench_shows_the_help_of_a_benchmark_and_refuses_a_model_that_is_none(tmp_path: Path) -> None:
+    shown = run_cli("bench", "python_time", "--help", folder=tmp_path)
+    assert shown.returncode == 0
+    assert b"usage: cellama bench python_time" in shown.stdout
+    assert b"--contexts" in shown.stdout
+    refused = run_cli("bench", "python_time", "--model", "bundled://tinny", folder=tmp_path)
+    assert refused.returncode == 2
+    assert b"no bundled file is called 'tinny'; did you mean 'tiny'" in refused.stderr
+    assert b"Traceback" not in refused.stderr

@@ -1,0 +1,69 @@
+"""A Redis that answers and says no: one clear error for producers and on the command line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from redis import Redis
+
+from cellama.api.redis_server import RedisServer
+
+from ..conftest import PATIENCE_S, clean_environment
+
+COMMAND_LINE = ("from cellama.api.cli import main; main()", "generate", "tiny", "Hi", "--wait")
+PRODUCER = """
+from cellama.tasks import generate
+from cellama.tasks.contract.errors import RedisFull
+for call in (lambda: generate.delay("tiny", "Hi"), lambda: generate.apply_many([(("tiny", "Hi"), {})] * 2)):
+    try:
+        call()
+    except RedisFull as error:
+        print(error.code, error)
+"""
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RedisServer]:
+    with RedisServer.start(tmp_path / "redis") as server:
+        yield server
+
+
+@pytest.fixture
+def run(server: RedisServer, tmp_path: Path) -> Run:
+    def run(*argv: str, url: str = server.url) -> subprocess.CompletedProcess[str]:
+        environment = clean_environment(CELLAMA_REDIS_URL=url, COLUMNS="200")
+        return subprocess.run(
+            [sys.executable, "-c", *argv],
+            cwd=tmp_path, env=environment, capture_output=True, timeout=PATIENCE_S, text=True,
+        )  # fmt: skip
+
+    return run
+
+
+def test_full_redis_is_told_as_such(server: RedisServer, run: Run) -> None:
+    with Redis.from_url(server.url) as redis:
+        redis.config_set("maxmemory", 1)
+    told = f"Redis at {server.url} is full: it has reached its maxmemory"
+    line = run(*COMMAND_LINE)
+    assert (line.returncode, line.stderr.count(told)) == (3, 1), line.stderr
+    produced = run(PRODUCER).stdout.splitlines()
+    assert [one.startswith(f"redis_full {told}") for one in produced] == [True, True]
+    assert "the first 0 of 2 jobs are queued" in produced[1]
+    assert "Traceback" not in line.stderr
+
+
+def test_command_that_a_user_may_not_use_is_named(server: RedisServer, run: Run) -> None:
+    with Redis.from_url(server.url) as redis:
+        redis.acl_setuser(
+            "poor", enabled=True, passwords=["+pw"], keys=["*"], channels=["*"], commands=["+@all", "-evalsha", "-eval"]
+        )
+    line = run(*COMMAND_LINE, url=server.url.replace("//", "//poor:pw@"))
+    assert line.returncode == 3
+    assert "poor:***@127.0.0.1" in line.stderr
+    assert "evalsha" in line.stderr
+    assert "Traceback" not in line.stderr
