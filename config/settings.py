@@ -89,7 +89,6 @@ class ModelSettings(BaseModel):
     n_batch: int = Field(default=2048, ge=1, description="tokens per step, as far as n_ubatch goes")
     n_ubatch: AutoInt = Field(default=None, ge=1, description="tokens per pass inside llama.cpp; auto: 512")
     chunk_size: int = Field(default=512, ge=1, description="prompt tokens per slot and step, at most")
-    max_queue: int = Field(default=0, ge=0, description="requests that may wait in the engine; 0 = unlimited")
     threads: AutoInt = Field(
         default=None, ge=1, le=512, description="CPU threads; auto: all cores, shared with other workers and programs"
     )

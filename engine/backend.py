@@ -94,7 +94,10 @@ class Backend(KvMemory, AdapterStore, Protocol):
         ...
 
     def decode(self, chunks: Sequence[Chunk], adapters: AdapterSet = ()) -> None:
-        """Fills the KV cells of the chunks, which are in order of slots, with these adapters. Raises DecodeError."""
+        """Fills the KV cells of the chunks, which are in order of slots, with these adapters.
+
+        Returns when that is computed, on a GPU, too. Raises DecodeError.
+        """
         ...
 
     def abort(self) -> None:

@@ -155,6 +155,8 @@ class LlamaBackend(LlamaMemory):
             with self.vocabulary.adapters_lock:
                 self._set_adapters(adapters)
                 code = lib.llama_decode(self.context, batch.batch)
+        # A GPU computes on after llama_decode: what it takes is known, and worth learning from, when that is over.
+        lib.llama_synchronize(self.context)
         self._abort.lower()
         if code:
             raise DecodeError(code)

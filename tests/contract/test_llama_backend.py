@@ -25,6 +25,7 @@ from cellama.engine import (
     WrongCapability,
 )
 from cellama.engine.bundled import TINY_PATH
+from cellama.engine.llama import context
 from cellama.engine.strategies import STRATEGIES
 
 PATIENCE_S = 60
@@ -80,6 +81,22 @@ def test_steps_mix_decode_and_prefill_tokens_within_the_budget(manager: ModelMan
     assert any(s.decode_tokens and s.prefill_tokens for s in steps)
     assert max(s.batch_size for s in steps) <= 64
     assert any(s.active_slots == 4 for s in steps)
+
+
+def test_decode_call_is_over_when_a_device_has_computed_it(
+    manager: ModelManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = manager.load("tiny", "bundled://tiny", options=options())
+    calls: list[str] = []
+
+    def note(name: str) -> None:
+        call = getattr(context.lib, name)
+        monkeypatch.setattr(context.lib, name, lambda *args: (calls.append(name), call(*args))[1])
+
+    note("llama_decode")
+    note("llama_synchronize")
+    model.engine.generate("Once upon a time", max_tokens=3, ignore_eos=True)
+    assert calls == ["llama_decode", "llama_synchronize"] * 3
 
 
 def test_penalties_change_greedy_text_and_ban_of_the_end_goes_on(manager: ModelManager) -> None:

@@ -6,7 +6,7 @@ import logging
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given, settings
@@ -188,6 +188,32 @@ def test_strategy_that_fails_is_replaced_by_the_default_one_and_told_once(
     assert [record.getMessage() for record in told] == [
         "batch strategy Failing failed; Adaptive batches in its place from now on"
     ]
+
+
+class Learning:
+    """A strategy that notes what it is told."""
+
+    told: ClassVar[list[tuple[int, float]]] = []
+
+    def build_batch(self, slots: list[SlotView], budget: int, chunk_size: int, queue_depth: int) -> list[Share]:
+        return [(view.slot, min(view.num_pending, 10)) for view in slots]
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        self.told.append((num_tokens, seconds))
+
+
+def test_strategy_learns_from_what_was_computed_and_not_from_what_failed(make_engine: MakeEngine) -> None:
+    Learning.told = []
+    engine, backend = make_engine(batch_strategy=f"{__name__}:Learning")
+    steps: list[int] = []
+    engine.add_step_listener(lambda step: steps.append(step.batch_size))
+    backend.failures.extend([2, 0, -1, -1])  # aborted; computed; fails, and alone again
+    with pytest.raises(DecodeFailed):
+        engine.submit(request("x" * 30)).result(PATIENCE_S)
+    wait_until(lambda: len(Learning.told) == 4, "four steps")
+    assert [num_tokens for num_tokens, _ in Learning.told] == [0, 10, 0, 0]
+    assert steps == [10]
+    assert [seconds > 0 for _, seconds in Learning.told] == [False, True, False, False]
 
 
 def test_listeners_that_fail_cost_nobody_a_request(make_engine: MakeEngine) -> None:

@@ -1,0 +1,65 @@
+"""A worker whose engine hangs ends by itself, and its jobs go on elsewhere."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from pathlib import Path
+
+from cellama.api import Client
+from cellama.api.redis_server import RedisServer
+from cellama.engine.watchdog import EXIT_STALLED
+
+from ..conftest import PATIENCE_S, WorkerProcess, wait_until
+from .conftest import GREEDY
+
+STRATEGY = """
+import threading
+from pathlib import Path
+
+from cellama.engine.strategies import Adaptive
+
+class Hanging(Adaptive):
+    def build_batch(self, *arguments):
+        if Path("hang").exists():
+            what_hangs = threading.Event()
+            what_hangs.wait()
+        return super().build_batch(*arguments)
+"""
+
+
+def worker_with(folder: Path, url: str, name: str, strategy: str) -> WorkerProcess:
+    model = {
+        "id": f"{name}-tiny",
+        "source": "bundled://tiny",
+        "n_parallel": 2,
+        "threads": 1,
+        "batch_strategy": strategy,
+    }
+    settings = {"CELLAMA_MODELS": json.dumps([model]), "CELLAMA_HANG_S": "1"}
+    return WorkerProcess(folder, url, name=f"{name}-{strategy[:3]}", **settings)
+
+
+def test_worker_whose_engine_hangs_ends_and_its_job_goes_on_elsewhere(
+    redis_server: RedisServer, tmp_path: Path
+) -> None:
+    name = f"h{uuid.uuid4().hex[:8]}"
+    (tmp_path / "mine.py").write_text(STRATEGY)
+    hanging = worker_with(tmp_path, redis_server.url, name, "mine:Hanging")
+    other = None
+    try:
+        hanging.wait_ready()
+        with Client() as client:
+            job = client.generate(f"{name}-tiny", "Once upon a time", max_tokens=1500, ignore_eos=True, **GREEDY)
+            next(event for event in job.stream() if event["type"] == "token")
+            (tmp_path / "hang").touch()
+            assert wait_until(hanging.process.poll, "the end of the worker") == EXIT_STALLED
+            assert "has been in one step (step) for" in hanging.log()
+            assert "what_hangs.wait()" in hanging.log()
+            (tmp_path / "elsewhere").mkdir()
+            other = worker_with(tmp_path / "elsewhere", redis_server.url, name, "adaptive").wait_ready()
+            assert job.result(timeout=PATIENCE_S)["usage"]["completion_tokens"] == 1500
+    finally:
+        for worker in (hanging, other):
+            if worker is not None:
+                worker.stop()
