@@ -27,6 +27,7 @@ MANY = 30  # times what a step of its size took before
 FIRST_S = 600.0  # for a kind of step that is long at first (pages come in, kernels are compiled), and never more
 FADING = 0.999  # of the slowest step, with each one
 PAGING = 50  # pages read from disk between two looks: it is slow, but it goes on
+BLOCKS_PER_PAGE = 8
 EXIT_STALLED = 70  # sysexits.h: EX_SOFTWARE
 REPORT_S = 10.0  # if it can't be logged within this time, the process ends without
 
@@ -52,18 +53,17 @@ class Pulse:
         self.on_death: Callable[[str], None] | None = None  # of the watchdog that looks after it
         self.closed = False
         self._clock = clock
-        self._slowest: dict[str, float] = {}  # seconds per size, by kind
+        self._slowest: dict[str, dict[int, float]] = {}  # seconds, by kind and by the number of bits of the size
 
     def beat(self, kind: str, suspects: Suspects = (), size: int = 1, first_s: float = AT_LEAST_S) -> None:
         """A step begins, for the requests `suspects`; the one before is over.
 
-        Steps of one kind take time in proportion to their `size`. `first_s` is for those before any has ended.
+        Steps of one kind take more time the larger their `size`. `first_s` is for those before any has ended.
         """
         now = self._clock()
         self._note(now)
-        slowest = self._slowest.get(kind)
-        longest_s = first_s if slowest is None else MANY * slowest * size
-        self.step = Step(kind, size, suspects, now, longest_s)
+        expected_s = self._expected_s(kind, size)
+        self.step = Step(kind, size, suspects, now, first_s if expected_s is None else MANY * expected_s)
 
     def rest(self) -> None:
         """There is nothing to do until the next beat."""
@@ -73,8 +73,18 @@ class Pulse:
     def _note(self, now: float) -> None:
         step = self.step
         if step is not None:
-            cost = (now - step.began) / step.size
-            self._slowest[step.kind] = max(cost, self._slowest.get(step.kind, 0.0) * FADING)
+            slowest, bits = self._slowest.setdefault(step.kind, {}), step.size.bit_length()
+            slowest[bits] = max(now - step.began, slowest.get(bits, 0.0) * FADING)
+
+    def _expected_s(self, kind: str, size: int) -> float | None:
+        """What the slowest step of this size took of late, or of the next larger one; else as the largest promises."""
+        slowest, bits = self._slowest.get(kind), size.bit_length()
+        if not slowest:
+            return None
+        if bits in slowest:
+            return slowest[bits]
+        larger = min((other for other in slowest if other > bits), default=None)
+        return slowest[larger] if larger is not None else slowest[max(slowest)] * 2.0 ** (bits - max(slowest) + 1)
 
     @property
     def is_watched(self) -> bool:
@@ -201,4 +211,5 @@ def _num_paged() -> int:
         import resource
     except ImportError:  # not on this system
         return 0
-    return resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_majflt + usage.ru_inblock // BLOCKS_PER_PAGE

@@ -63,10 +63,23 @@ def test_thread_that_rests_or_makes_steps_goes_on(world: World) -> None:
     assert world.ended == []
 
 
-def test_step_may_take_many_times_what_its_size_took_before(world: World) -> None:
-    world.step("decode", 0.3, size=1)
-    world.pulse.beat("decode", size=10)
-    world.passes(MANY * 3)
+@pytest.mark.parametrize(
+    ("seen", "size", "expected_s"),
+    [
+        ({1: 0.5}, 1, 0.5),
+        ({1: 0.5, 500: 2.0}, 1, 0.5),
+        ({1: 0.5, 500: 2.0}, 400, 2.0),
+        ({1: 0.5, 500: 2.0}, 10, 2.0),  # the next larger one
+        ({1: 0.5}, 10, 0.5 * 16),  # none was larger
+    ],
+)
+def test_step_may_take_many_times_what_its_size_took_before(
+    world: World, seen: dict[int, float], size: int, expected_s: float
+) -> None:
+    for each, seconds in seen.items():
+        world.step("decode", seconds, each)
+    world.pulse.beat("decode", size=size)
+    world.passes(MANY * expected_s)
     assert world.ended == []
     world.passes(3)
     assert world.ended
