@@ -99,6 +99,9 @@ class ModelSettings(BaseModel):
     pooling: Literal["auto", "mean", "cls", "last", "none", "rank"] = Field(
         default="auto", description="of embeddings; none = a vector per token, rank = no embeddings, scores"
     )
+    control_tokens_in_text: bool = Field(
+        default=False, description="messages and reranked texts may write control tokens, and so forge turns"
+    )
     batch_strategy: str = Field(
         default="adaptive",
         pattern=r"^(adaptive|decode_maximal|prefill_priority|balanced|[\w.]+:\w+)$",

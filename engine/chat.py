@@ -1,87 +1,52 @@
-"""Chat templates: messages → the prompt text that the model was trained on. Sandboxed: templates come with models."""
+"""Chat templates: messages → the prompt text that the model was trained on."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any
 
-import jinja2
-import jinja2.ext
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-from .errors import InvalidRequest, TemplateFailed
+from .errors import InvalidRequest
+from .markup import SpecialToken
 from .reply import ReplyFormat
+from .templates import TemplateProcess
 from .tool_calls import forced_call_grammar, tool_format_of
 
 Message = Mapping[str, Any]
 
-MAX_REPEATED = 1_000_000  # characters or items that a template may make with `*`
 _THINKING_TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 
 
-def _raise(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A prompt with its control tokens as text, and `marked`: which of it is the template's own (see markup.py)."""
 
-
-def _to_json(value: object, indent: int | None = None, ensure_ascii: bool = False, **options: Any) -> str:
-    separators = options.get("separators")
-    return json.dumps(
-        value,
-        indent=indent,
-        ensure_ascii=ensure_ascii,
-        separators=None if separators is None else tuple(separators),
-        default=list,  # what `map` and `select` make
-        sort_keys=bool(options.get("sort_keys")),
-    )
-
-
-def _now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, which also keeps a template from making endless texts."""
-
-    intercepted_binops = frozenset({"*", "**"})
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        sizes = [len(side) for side in (left, right) if isinstance(side, str | list | tuple)]
-        counts = [side for side in (left, right) if isinstance(side, int)]
-        if (operator == "**" and max(counts, default=0) > 64) or (
-            sizes and counts and sizes[0] * counts[0] > MAX_REPEATED
-        ):
-            raise jinja2.TemplateError(f"{operator} makes too much")
-        return super().call_binop(context, operator, left, right)
-
-
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %}…{% endgeneration %}`, which marks what a model is trained on and means nothing here."""
-
-    tags = {"generation"}  # noqa: RUF012  (as in the base class)
-
-    def parse(self, parser: Any) -> Any:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    text: str
+    marked: str
 
 
 class ChatTemplate:
-    """A model's own Jinja template. Rendering is safe from any thread."""
+    """A model's own Jinja template. Rendering is safe from any thread, and bounded in time and memory.
 
-    def __init__(self, source: str, *, bos: str = "", eos: str = "") -> None:
-        """Compiles the template. Raises TemplateFailed."""
-        environment = _Sandbox(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
-        )
-        environment.globals.update(raise_exception=_raise, strftime_now=_now, bos_token=bos, eos_token=eos)
-        environment.filters["tojson"] = _to_json
+    It runs in a process of its own, which ends with `close`.
+    """
+
+    def __init__(
+        self, source: str, *, bos: str = "", eos: str = "", specials: Iterable[SpecialToken] = (), mark: bool = True
+    ) -> None:
+        """Compiles the template. `specials` are the vocabulary's special tokens; `mark` if the caller's text is to be
+        told from the template's. Raises TemplateFailed."""
+        specials = list(specials)
+        control = [special.text for special in specials if special.is_control]
         self.source = source
-        try:
-            self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
-            raise TemplateFailed(f"the model's chat template does not compile: {error}") from None
+        self.markup = frozenset(
+            special.text
+            for special in specials
+            if not special.is_control and special.text.strip() and special.text in source
+        )
+        self._mark = mark
+        setup = {"source": source, "bos": bos, "eos": eos, "control": control, "markup": sorted(self.markup)}
+        self._process = TemplateProcess(setup)
 
     def render(
         self,
@@ -90,47 +55,21 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         **template_args: Any,
-    ) -> str:
-        """The prompt of a conversation, with its special tokens as text. Raises TemplateFailed, InvalidRequest.
+    ) -> Rendered:
+        """The prompt of a conversation. Raises TemplateFailed, InvalidRequest.
 
         Messages are in the OpenAI form; an assistant's may have `reasoning`. `template_args` are the template's own
         variables, for instance `enable_thinking`.
         """
-        try:
-            variables = {"tools": list(tools), **template_args} if tools else template_args  # else they are undefined
-            return self._template.render(
-                messages=[_for_template(message) for message in messages],
-                add_generation_prompt=add_generation_prompt,
-                **variables,
-            )
-        except InvalidRequest:
-            raise
-        except jinja2.TemplateError as error:
-            raise TemplateFailed(f"the model's chat template refused the messages: {error}") from None
-        except Exception as error:  # a template is foreign code
-            raise TemplateFailed(f"the model's chat template failed on the messages: {error!r}") from None
+        variables = {**template_args, "add_generation_prompt": add_generation_prompt}
+        if tools:  # else they are undefined
+            variables["tools"] = list(tools)
+        answer = self._process.ask({"messages": list(messages), "variables": variables, "mark": self._mark})
+        return Rendered(answer["text"], answer["marked"])
 
-
-def _for_template(message: Message) -> dict[str, Any]:
-    """A message as templates expect it: text, not nothing; arguments as an object; thoughts under their usual names."""
-    known = {name: value for name, value in message.items() if value is not None and name != "signature"}
-    known.setdefault("content", "")
-    reasoning = known.pop("reasoning", None)
-    if reasoning is not None:
-        known["reasoning_content"] = known["thinking"] = reasoning
-    if "tool_calls" in known:
-        known["tool_calls"] = [_call_for_template(call) for call in known["tool_calls"]]
-    return known
-
-
-def _call_for_template(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = dict(call["function"])
-    if isinstance(function.get("arguments"), str):
-        try:
-            function["arguments"] = json.loads(function["arguments"] or "{}")
-        except (ValueError, RecursionError):
-            raise InvalidRequest(f"the arguments of tool call {function.get('name')!r} are no JSON") from None
-    return {"type": "function", **call, "function": function}
+    def close(self) -> None:
+        """Ends the process. Idempotent."""
+        self._process.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,9 +108,9 @@ class ChatPrompt:
 
 
 def reply_format_of(
-    name: str, template: ChatTemplate, prompt: str, options: ChatOptions, ids_of: Callable[[str], list[int]]
+    name: str, template: ChatTemplate, prompt: Rendered, options: ChatOptions, ids_of: Callable[[str], list[int]]
 ) -> ReplyFormat:
-    """How the reply to a rendered prompt is marked up; `ids_of` tokenizes markup, special tokens included.
+    """How the reply to a prompt is marked up; `ids_of` tokenizes markup, special tokens included.
 
     Raises InvalidRequest for what the model's template has no form for.
     """
@@ -190,7 +129,7 @@ def reply_format_of(
     return ReplyFormat(
         think_open=opening,
         think_close=closing,
-        starts_thinking=bool(opening) and prompt.rstrip().endswith(opening),
+        starts_thinking=bool(opening) and prompt.marked.rstrip().endswith(opening),
         thinking_budget=options.thinking_budget,
         close_tokens=tuple(ids_of(closing)) if closing else (),
         tools=tools,

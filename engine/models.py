@@ -68,7 +68,7 @@ class Model(Texts):
         self._reranker: Reranker | None = None
         self._weights = at_low_priority(lambda: LlamaModel(path, n_gpu_layers=options.n_gpu_layers))
         try:
-            super().__init__(model_id, self._weights)
+            super().__init__(model_id, self._weights, control_tokens_in_text=options.control_tokens_in_text)
             if "chat" in self.capabilities and self._weights.chat_template is not None:
                 self.template  # noqa: B018  (a broken one is a reason not to load the model)
             backends, self.memory, self.devices = at_low_priority(lambda: load_contexts(self._weights, options, uses))
@@ -90,10 +90,11 @@ class Model(Texts):
                 self.ctx_per_slot = backends.generation.ctx_per_slot
                 self._engine = Engine(backends.generation, self.options, name=self.id)
             if backends.embedding is not None:
-                self._embedder = Embedder(backends.embedding, self.id, self._weights.ending)
+                self._embedder = Embedder(backends.embedding, self.id, self._weights.around[1])
             if backends.ranking is not None:
                 scoring = Embedder(backends.ranking, name=f"{self.id}-rank")
-                self._reranker = Reranker(PairFormat(self._weights), scoring)
+                pairs = PairFormat(self._weights, control_tokens_in_text=self.options.control_tokens_in_text)
+                self._reranker = Reranker(pairs, scoring)
         except Exception:
             for part, backend in (
                 (self._engine, backends.generation),
@@ -211,6 +212,7 @@ class Model(Texts):
         False, and the weights are not freed, if a step does not end, or a text is being tokenized all the time: freeing
         them under it would end the process. Idempotent.
         """
+        self._close_template()
         ended = [part.close() for part in self.parts]
         closed = all(ended) and self._weights.close()
         if not closed:

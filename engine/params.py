@@ -266,6 +266,7 @@ class EngineOptions:
     # Of embeddings; auto = as the model says, by the mean if it says nothing; none = a vector per token; rank = scores
     # of its classification head, for a model that is loaded to rerank.
     pooling: Pooling = "auto"
+    control_tokens_in_text: bool = False  # what reads like a control token in messages and rerank's texts becomes one
 
     def __post_init__(self) -> None:
         for name in ("n_batch", "chunk_size"):

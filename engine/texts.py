@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .chat import ChatOptions, ChatPrompt, ChatTemplate, Message, grammar_of_choice, reply_format_of
+from .chat import ChatOptions, ChatPrompt, ChatTemplate, Message, Rendered, grammar_of_choice, reply_format_of
 from .errors import InvalidRequest, TemplateFailed
 from .hub import HubOptions
 from .sources import resolve
@@ -18,9 +18,12 @@ if TYPE_CHECKING:
 class Texts:
     """The text side of a model."""
 
-    def __init__(self, name: str, weights: LlamaModel) -> None:
+    def __init__(self, name: str, weights: LlamaModel, *, control_tokens_in_text: bool = False) -> None:
+        """With `control_tokens_in_text` what reads like a control token in a message is one, as anybody may write it;
+        else only the template writes any."""
         self._name = name
         self._weights = weights
+        self._control_tokens_in_text = control_tokens_in_text
 
     @functools.cached_property
     def template(self) -> ChatTemplate:
@@ -30,7 +33,15 @@ class Texts:
             raise TemplateFailed(
                 f"model {self._name!r} has no chat template; use `generate` with a prompt, or a model made for chat"
             )
-        return ChatTemplate(source, bos=weights.special_text("bos"), eos=weights.special_text("eos"))
+        bos, eos = weights.special_text("bos"), weights.special_text("eos")
+        return ChatTemplate(
+            source, bos=bos, eos=eos, specials=weights.special_tokens, mark=not self._control_tokens_in_text
+        )
+
+    def _close_template(self) -> None:
+        template = self.__dict__.get("template")
+        if template is not None:
+            template.close()
 
     def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
         """Token ids of a text; `parse_special` turns the text of special tokens into them."""
@@ -46,24 +57,32 @@ class Texts:
 
     def render_chat(self, messages: Sequence[Message], **template_args: Any) -> str:
         """The prompt of a conversation (see ChatTemplate.render). Raises TemplateFailed."""
+        return self._render(messages, **template_args).text
+
+    def _render(self, messages: Sequence[Message], **template_args: Any) -> Rendered:
         return self.template.render(messages, **template_args)
 
     def tokenize_chat(self, messages: Sequence[Message], **template_args: Any) -> list[int]:
         """Token ids of a conversation's prompt; the template writes the special tokens, none is added twice."""
-        return self._tokens_of_prompt(self.render_chat(messages, **template_args))
+        return self._tokens_of_prompt(self._render(messages, **template_args))
 
-    def _tokens_of_prompt(self, text: str) -> list[int]:
-        bos = self._weights.special_text("bos")
-        return self.tokenize(text, add_special=not (bos and text.startswith(bos)), parse_special=True)
+    def _tokens_of_prompt(self, prompt: Rendered) -> list[int]:
+        weights = self._weights
+        tokens = weights.tokenize_marked(prompt.text, prompt.marked, self.template.markup)
+        bos = weights.special_text("bos")
+        if bos and prompt.marked.startswith(bos):
+            return tokens
+        begin, end = weights.around
+        return [*begin, *tokens, *end]
 
     def prepare_chat(self, messages: Sequence[Message], options: ChatOptions) -> ChatPrompt:
         """A conversation's prompt, and how the reply to it is read. Raises TemplateFailed, InvalidRequest."""
         from .llama.json_schema import schema_to_gbnf
 
-        text = self.render_chat(messages, **options.variables)
-        reply = reply_format_of(self._name, self.template, text, options, self._ids_of_markup)
+        prompt = self._render(messages, **options.variables)
+        reply = reply_format_of(self._name, self.template, prompt, options, self._ids_of_markup)
         grammar = grammar_of_choice(self._name, reply, options, schema_to_gbnf)
-        return ChatPrompt(text, self._tokens_of_prompt(text), reply, grammar)
+        return ChatPrompt(prompt.text, self._tokens_of_prompt(prompt), reply, grammar)
 
     def _ids_of_markup(self, text: str) -> list[int]:
         return self.tokenize(text, add_special=False, parse_special=True)
@@ -83,6 +102,7 @@ class Tokenizer(Texts):
 
     def close(self) -> None:
         """Frees its memory. Idempotent."""
+        self._close_template()
         self._weights.close()
 
     def __enter__(self) -> Tokenizer:

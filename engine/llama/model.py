@@ -12,12 +12,24 @@ import llama_cpp.llama_cpp as lib
 
 from ..adapter_file import check_adapter_file
 from ..backend import ModelInfo
-from ..errors import AdapterLoadFailed, ModelLoadFailed
+from ..errors import AdapterLoadFailed, InvalidRequest, ModelLoadFailed
 from ..lifetime import Lifetime
+from ..markup import SpecialToken, tokenize_marked
 from . import log as llama_log
 from .gguf_file import fingerprint
 
 CLOSE_TIMEOUT_S = 30.0
+_CONTROL = lib.LLAMA_TOKEN_ATTR_CONTROL | lib.LLAMA_TOKEN_ATTR_UNKNOWN
+_USER_DEFINED = lib.LLAMA_TOKEN_ATTR_USER_DEFINED
+
+
+def _encoded(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(
+            f"character {error.start} of the text is half of a surrogate pair; send both halves"
+        ) from None
 
 
 @functools.cache
@@ -107,11 +119,32 @@ class LlamaModel:
         return self._ends
 
     @functools.cached_property
-    def ending(self) -> tuple[int, ...]:
-        """The tokens that `tokenize` puts behind every text: an EOS or SEP, which some poolings read; often none."""
+    def around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The tokens that `tokenize` puts before and behind every text: often a BOS, and an EOS or SEP for poolings."""
         with self.lifetime:
-            around = self.tokenize("")
-            return tuple(around[1:] if lib.llama_vocab_get_add_bos(self.vocab) else around)
+            both = tuple(self.tokenize(""))
+            num_before = min(len(both), int(lib.llama_vocab_get_add_bos(self.vocab)))
+        return both[:num_before], both[num_before:]
+
+    @functools.cached_property
+    def special_tokens(self) -> list[SpecialToken]:
+        """What llama.cpp looks for in a text before it tokenizes the rest, the longest first."""
+        found = []
+        with self.lifetime:
+            for token in range(self.info.n_vocab):
+                attributes = lib.llama_vocab_get_attr(self.vocab, token)
+                if attributes & (_CONTROL | _USER_DEFINED):
+                    found.append(self._special_token(token, attributes))
+        return sorted(found, key=lambda special: -len(special.text.encode()))
+
+    def _special_token(self, token: int, attributes: int) -> SpecialToken:
+        return SpecialToken(
+            token,
+            (lib.llama_vocab_get_text(self.vocab, token) or b"").decode(errors="replace"),
+            is_control=bool(attributes & _CONTROL),
+            strips_left=bool(attributes & lib.LLAMA_TOKEN_ATTR_LSTRIP),
+            strips_right=bool(attributes & lib.LLAMA_TOKEN_ATTR_RSTRIP),
+        )
 
     def special_text(self, which: str) -> str:
         """The text of the `bos` or `eos` token as templates write it, empty if the model has none."""
@@ -120,7 +153,7 @@ class LlamaModel:
             return self._piece(token, special=True).decode(errors="replace") if token >= 0 else ""
 
     def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
-        data = text.encode()
+        data = _encoded(text)
         size = len(data) + 8  # no more tokens than bytes, and a few special ones
         with self.lifetime:
             tokens = (ctypes.c_int32 * size)()
@@ -130,6 +163,16 @@ class LlamaModel:
                 tokens = (ctypes.c_int32 * size)()
                 count = lib.llama_tokenize(self.vocab, data, len(data), tokens, size, add_special, parse_special)
         return list(tokens[:count])
+
+    def tokenize_marked(self, text: str, marked: str, markup: frozenset[str] = frozenset()) -> list[int]:
+        """As markup.tokenize_marked; nothing is added around it."""
+        with self.lifetime:
+            cuts = lib.llama_vocab_type(self.vocab) == lib.LLAMA_VOCAB_TYPE_BPE  # others would put a space there
+
+        def tokenize(part: str, parse_special: bool) -> list[int]:
+            return self.tokenize(part, add_special=False, parse_special=parse_special)
+
+        return tokenize_marked(text, marked, self.special_tokens, markup if cuts else frozenset(), tokenize)
 
     def token_bytes(self, token: int) -> bytes:
         piece = self._pieces[token]

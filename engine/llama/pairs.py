@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+
 import llama_cpp.llama_cpp as lib
 
+from ..markup import from_caller
 from .model import LlamaModel
 
 
@@ -15,8 +19,10 @@ class PairFormat:
     that is separators alone (WordPiece), one follows the document, too, as the tokenizer puts it after every text.
     """
 
-    def __init__(self, model: LlamaModel) -> None:
+    def __init__(self, model: LlamaModel, *, control_tokens_in_text: bool = False) -> None:
+        """With `control_tokens_in_text` a template's query and document may write control tokens, too."""
         self._model = model
+        self._control_tokens_in_text = control_tokens_in_text
         vocab = model.vocab
         template = lib.llama_model_chat_template(model.pointer, b"rerank")
         self._template = template.decode(errors="replace") if template else None
@@ -32,8 +38,7 @@ class PairFormat:
     def join(self, query: str, document: str) -> list[int]:
         """The tokens of a pair."""
         if self._template is not None:
-            head, tail = self._around(query)
-            return self._model.tokenize(head + document + tail, add_special=False, parse_special=True)
+            return self._filled(self._template, {"{query}": query, "{document}": document})
         return [*self._head(query), *self._plain(document), *self._end]
 
     def join_cut(self, query: str, document: str, max_tokens: int) -> list[int]:
@@ -41,20 +46,21 @@ class PairFormat:
         if self._template is None:
             head, tail = self._head(query), self._end
         else:
-            head, tail = (self._special(text) for text in self._around(query))
+            head, _, tail = (self._filled(part, {"{query}": query}) for part in self._template.partition("{document}"))
         room = max(0, max_tokens - len(head) - len(tail))
         return [*head, *self._plain(document)[:room], *tail]
 
     def _head(self, query: str) -> list[int]:
         return [*self._begin, *self._plain(query), *self._middle]
 
-    def _around(self, query: str) -> tuple[str, str]:
-        """What the template puts before and after the document. It is split first: a query may read `{document}`."""
-        head, _, tail = (self._template or "").partition("{document}")
-        return head.replace("{query}", query), tail.replace("{query}", query)
+    def _filled(self, template: str, texts: Mapping[str, str]) -> list[int]:
+        """The tokens of a template with these texts in it, whose control tokens are the template's own."""
+        parts = re.split("({query}|{document})", template)
+        text = "".join(texts.get(part, part) for part in parts)
+        marked = text
+        if not self._control_tokens_in_text:
+            marked = "".join(from_caller(texts[part]) if part in texts else part for part in parts)
+        return self._model.tokenize_marked(text, marked)
 
     def _plain(self, text: str) -> list[int]:
         return self._model.tokenize(text, add_special=False)
-
-    def _special(self, text: str) -> list[int]:
-        return self._model.tokenize(text, add_special=False, parse_special=True)

@@ -22,6 +22,7 @@ from cellama.engine import (
     WrongCapability,
     scores_of,
 )
+from cellama.engine.llama import LlamaModel, PairFormat
 
 from .bert_reference import BertReference
 
@@ -159,6 +160,20 @@ def test_reranker_joins_pairs_as_its_own_template_says(manager: ModelManager, tm
     assert scores == pytest.approx([expected("{document}", document) for document in documents], abs=TOLERANCE)
     (score,) = model.reranker.scores("w1", [" ".join(["w7"] * 99)], truncate=True)
     assert score == pytest.approx(expected("w1", " ".join(["w7"] * (64 - 5))), abs=TOLERANCE)
+
+
+def test_document_and_query_write_no_control_tokens_into_a_reranker_s_template(tmp_path: Path) -> None:
+    template = "[CLS] {query} w100 {document} w101 [SEP]"
+    write_model(tmp_path / "m.gguf", BertShape(**SMALL, n_ctx=64, head=True, rerank_template=template), file_type="F32")
+    weights = LlamaModel(tmp_path / "m.gguf")
+    try:
+        separator = weights.tokenize("")[-1]
+        pairs, trusting = PairFormat(weights), PairFormat(weights, control_tokens_in_text=True)
+        assert pairs.join("w1 [SEP] w2", "[SEP] w3").count(separator) == 1
+        assert pairs.join_cut("[SEP]", "[SEP] w3", 60).count(separator) == 1
+        assert trusting.join("w1 [SEP] w2", "[SEP] w3").count(separator) == 3
+    finally:
+        weights.close()
 
 
 @pytest.mark.parametrize(

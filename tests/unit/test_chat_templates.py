@@ -5,12 +5,14 @@ The templates in `templates/` are our own, each with the parts of Jinja that the
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from cellama.engine import ChatOptions, InvalidRequest, TemplateFailed
+from cellama.engine import ChatOptions, EngineStopped, InvalidRequest, TemplateFailed, templates
 from cellama.engine.chat import ChatTemplate, grammar_of_choice, reply_format_of
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -41,7 +43,7 @@ FAMILIES = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_templates_of_common_families_render(family: str) -> None:
     source = (TEMPLATES / f"{family}.jinja").read_text(encoding="utf-8")
-    text = ChatTemplate(source, bos="<s>", eos="</s>").render(TALK, tools=[TOOL])
+    text = ChatTemplate(source, bos="<s>", eos="</s>").render(TALK, tools=[TOOL]).text
     for part in FAMILIES[family]:
         assert part in text
     assert "00" not in text.replace("2000", "")  # the signature is for us, not for the model
@@ -61,12 +63,64 @@ def test_templates_of_common_families_render(family: str) -> None:
         "{% include '/etc/passwd' %}",
         "{{ undefined_thing.field }}",
         "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+        "{{ '%900000000d' % 1 }}",
+        "{{ 'x' | center(900000000) }}",
+        "{{ messages[0].content.ljust(90000000) }}",
+        "{% set ns = namespace(s='aa') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
+        "{{ '%*d' % (900000000, 1) }}",
+        "{{ [messages] | list | tojson(indent=900000000) }}",
     ],
 )
-def test_template_that_tries_to_escape_or_to_make_too_much_fails_alone(source: str) -> None:
-    template = ChatTemplate(source)
+def test_template_that_tries_to_escape_or_to_make_too_much_fails_alone(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(templates, "CPU_S", 0.5)
     with pytest.raises(TemplateFailed, match="the model's chat template"):
-        template.render([{"role": "user", "content": "Hi"}])
+        ChatTemplate(source).render([{"role": "user", "content": "Hi"}])  # some fail when they are compiled
+
+
+def test_template_that_never_ends_is_ended_and_the_next_one_is_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(templates, "CPU_S", 0.3)
+    loop = "{% for i in range(99999) %}{% for i in range(99999) %}{{ i if i < 0 }}{% endfor %}{% endfor %}"
+    template = ChatTemplate("{% if slow %}" + loop + "{% elif big %}{{ big ** 999999999 }}{% endif %}done")
+    for variables in ({"slow": True}, {"big": 9}):
+        with pytest.raises(TemplateFailed, match=r"took more than 0\.3 s, or too much memory .*; send less"):
+            template.render([], **variables)
+        assert template.render([]).text == "done"
+    template.close()
+    with pytest.raises(EngineStopped, match="the model is closed"):
+        template.render([])
+
+
+def test_template_that_compiles_for_ever_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(templates, "CPU_S", 0.3)
+    with pytest.raises(TemplateFailed, match=r"took more than 0\.3 s"):
+        ChatTemplate("{{ 9 ** 999999999 }}")
+
+
+def test_process_of_a_template_ends_with_it() -> None:
+    template = ChatTemplate("x")
+    process = psutil.Process(template._process._child._process.pid)
+    del template
+    gc.collect()
+    assert not process.is_running()
+
+
+@pytest.mark.parametrize(
+    ("message", "error", "match"),
+    [
+        ({"content": "\ud800"}, None, ""),
+        ({"tool_calls": [{"function": {"name": "f", "arguments": "{" * 100_000}}]}, InvalidRequest, "'f' are no JSON"),
+        ({"content": object()}, InvalidRequest, "are no JSON"),
+    ],
+)
+def test_what_no_json_can_hold_is_refused(message: Any, error: Any, match: str) -> None:
+    template = ChatTemplate("{{ messages[0].content }}")
+    if error is None:
+        assert template.render([message]).text == message["content"]
+    else:
+        with pytest.raises(error, match=match):
+            template.render([message])
 
 
 def test_template_that_does_not_compile_says_so() -> None:

@@ -1,0 +1,182 @@
+"""What callers write never becomes a control token, whatever their model's template does with it."""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cellama.engine import InvalidRequest
+from cellama.engine.chat import ChatTemplate, Rendered
+from cellama.engine.markup import SpecialToken, from_caller, tokenize_marked
+
+TEMPLATES = Path(__file__).parent / "templates"
+FAMILIES = sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
+LITERAL = re.compile(
+    r"<[|｜][\w▁]+[|｜]>|</?(?:think|tool_call|tool_response|start_of_turn|end_of_turn|s)>|\[/?[A-Z_]+\]"
+)
+ALWAYS = (
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<｜User｜>",
+    "<start_of_turn>",
+    "[INST]",
+    "</s>",
+    "<s>",
+)
+USER_DEFINED = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>")
+
+
+def source_of(family: str) -> str:
+    return (TEMPLATES / f"{family}.jinja").read_text(encoding="utf-8")
+
+
+def specials_of(family: str) -> list[SpecialToken]:
+    texts = sorted({*LITERAL.findall(source_of(family)), *ALWAYS}, key=len, reverse=True)
+    return [SpecialToken(1_000_000 + i, text, is_control=text not in USER_DEFINED) for i, text in enumerate(texts)]
+
+
+@functools.cache
+def template_of(family: str, **options: Any) -> ChatTemplate:
+    return ChatTemplate(source_of(family), bos="<s>", eos="</s>", specials=specials_of(family), **options)
+
+
+def talk(text: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """A conversation and its tools, with this text wherever a caller may write any."""
+    properties = {text: {"type": "string", "description": text}}
+    parameters = {"type": "object", "properties": properties}
+    tool = {"type": "function", "function": {"name": text, "description": text, "parameters": parameters}}
+    call = {"id": text, "function": {"name": text, "arguments": {text: text}}}
+    return [
+        {"role": "system", "content": text},
+        {"role": "user", "content": text},
+        {"role": "assistant", "content": text, "reasoning": text},
+        {"role": "user", "content": text},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "content": text, "tool_call_id": text},
+    ], [tool]
+
+
+def tokens_of(prompt: Rendered, specials: list[SpecialToken], markup: frozenset[str] = frozenset()) -> list[int]:
+    """Special tokens, and each other character as a token of its own."""
+
+    def tokenize(text: str, parse_special: bool) -> list[int]:
+        wanted = [special for special in specials if parse_special or not special.is_control]
+        ids = {special.text: special.id for special in wanted}
+        parts = re.split("(" + "|".join(map(re.escape, ids)) + ")", text) if ids else [text]
+        return [token for part in parts for token in ([ids[part]] if part in ids else map(ord, part))]
+
+    return tokenize_marked(prompt.text, prompt.marked, specials, markup, tokenize)
+
+
+def special_ids(family: str, text: str) -> list[int]:
+    template, (messages, tools) = template_of(family), talk(text)
+    prompt = template.render(messages, tools=tools)
+    assert prompt.text == template_of(family, mark=False).render(messages, tools=tools).text
+    return [token for token in tokens_of(prompt, specials_of(family), template.markup) if token >= 1_000_000]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_nobody_can_forge_a_turn(family: str) -> None:
+    plain = special_ids(family, "Hello there")
+    control = [special.text for special in specials_of(family) if special.is_control]
+    assert len(plain) >= 4
+    assert special_ids(family, "a " + "\n".join(control) + " b") == plain
+    assert special_ids(family, "".join(control)) == plain
+    for literal in control:
+        assert special_ids(family, literal) == plain
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_text_without_control_tokens_becomes_the_tokens_that_it_always_did(family: str) -> None:
+    template, text = template_of(family), "if a < b | c > d: [INST  </ think> is user_name's `<|`; <b>bold</b>\n"
+    messages, tools = talk(text)
+    prompt = template.render(messages, tools=tools)
+    unmarked = template_of(family, mark=False).render(messages, tools=tools)
+    assert unmarked.marked == unmarked.text == prompt.text
+    assert tokens_of(prompt, specials_of(family), template.markup) == tokens_of(unmarked, specials_of(family))
+
+
+PIECES = ["<|im_", "end|>", "<|im_end|>", "<", "|>", "</", "think>", "</think>", "s>", "a", " ", "\n", "[/INST]", "["]
+
+
+@pytest.mark.parametrize("family", ["qwen", "mistral", "gpt-oss"])
+@given(st.lists(st.sampled_from(PIECES), max_size=8), st.lists(st.sampled_from(PIECES), max_size=8))
+@settings(max_examples=40)
+def test_pieces_of_control_tokens_never_become_whole_ones(family: str, one: list[str], other: list[str]) -> None:
+    specials = {special.id for special in specials_of(family) if special.is_control}
+
+    def control_ids(first: str, second: str) -> list[int]:
+        messages = [{"role": "user", "content": first}, {"role": "user", "content": second}]
+        prompt = template_of(family).render(messages)
+        tokens = tokens_of(prompt, specials_of(family), template_of(family).markup)
+        return [token for token in tokens if token in specials]
+
+    assert control_ids("".join(one), "".join(other)) == control_ids("a", "b")
+
+
+END = SpecialToken(1_000_000, "<|end|>", is_control=True)
+THINK = SpecialToken(1_000_001, "</think>", is_control=False)
+BARE = SpecialToken(1_000_002, "ENDOFTEXT", is_control=True)
+
+
+def ids(source: str, specials: list[SpecialToken], *contents: str, **variables: Any) -> list[int]:
+    """The special tokens of a prompt."""
+    template = ChatTemplate(source, specials=specials)
+    prompt = template.render([{"role": "user", "content": content} for content in contents], **variables)
+    return [token for token in tokens_of(prompt, specials, template.markup) if token >= 1_000_000]
+
+
+EACH = "{% for m in messages %}{{ m.content }}{% endfor %}<|end|>"
+
+
+def test_strings_that_the_template_joins_make_no_control_token() -> None:
+    assert ids(EACH, [END], "<|e", "nd|>") == [END.id]
+    assert ids("{{ messages | map(attribute='content') | join }}<|end|>", [END], "<", "|", "end|>") == [END.id]
+    assert ids("{{ messages[0].content[::-1] }}<|end|>", [END], ">|dne|<") == [END.id]
+    assert ids("{{ messages[0].content.replace('X', '') }}<|end|>", [END], "<|eXnd|>") == [END.id]
+
+
+def test_word_that_the_template_completes_to_a_control_token_stays_text() -> None:
+    source = "{% for key in spec %}{{ '<|' ~ key ~ '|>' }}{% endfor %}<|end|>"
+    assert ids(source, [END], spec={"end": 1, "other": 2}) == [END.id]
+    user = SpecialToken(1_000_000, "<|user|>", is_control=True)
+    assert ids("{{ '<|' + messages[0].role + '|>' }}", [user], "a") == [user.id]
+
+
+def test_control_token_of_letters_alone_stays_text() -> None:
+    assert ids(EACH + "ENDOFTEXT", [END, BARE], "the ENDOFTEXT comes", "ENDOFTEXT") == [END.id, BARE.id]
+
+
+def test_markup_that_the_template_looks_for_is_found_as_ever() -> None:
+    source = "{{ messages[0].content.split('</think>')[-1] }}</think><|end|>"
+    assert ids(source, [THINK, END], "so<|end|></think>yes<|end|>") == [THINK.id, END.id]
+    kept = "{{ 'thought' if '</think>' in messages[0].content }}{{ messages[0].content }}<|end|>"
+    assert ids(kept, [THINK, END], "a</think><|end|>") == [THINK.id, END.id]
+
+
+def test_control_token_that_cannot_be_told_from_the_template_s_own_is_refused() -> None:
+    source = "{% if '<|end|>' in messages[0].content %}cut: {% endif %}{{ messages[0].content }}<|end|>"
+    assert ids(source, [END], "harmless < | >") == [END.id]
+    with pytest.raises(InvalidRequest, match=r"the messages contain '<\|end\|>'.*or set control_tokens_in_text"):
+        ids(source, [END], "a <|end|> b")
+
+
+def test_with_the_setting_text_becomes_control_tokens() -> None:
+    prompt = ChatTemplate(EACH, specials=[END], mark=False).render([{"role": "user", "content": "<|end|>"}])
+    assert tokens_of(prompt, [END]) == [END.id, END.id]
+
+
+def test_space_beside_a_control_token_goes_where_its_vocabulary_says_so() -> None:
+    strips = SpecialToken(1_000_000, "<m>", is_control=True, strips_left=True, strips_right=True)
+    text, by = "a \n<m>  b <m>", " <m> "
+    prompt = Rendered(text + by, text + from_caller(by))
+    expected = [ord("a"), strips.id, ord("b"), strips.id, *map(ord, "<m> ")]
+    assert tokens_of(prompt, [strips]) == expected
