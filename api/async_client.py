@@ -10,10 +10,8 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from redis.asyncio import Redis as AsyncRedis
-
-from cellama.config import get_settings
 from cellama.tasks import apply_chat_template, chat, detokenize, embed, generate, rerank, tokenize
+from cellama.tasks.connecting import connect_async
 from cellama.tasks.contract.events import Event, is_terminal
 from cellama.tasks.position import Position
 from cellama.tasks.reader import STREAM_TIMEOUT_S, astream_events
@@ -62,7 +60,7 @@ class AsyncClient(AsyncAdapterControl):
 
     def __init__(self) -> None:
         self._core = Core()
-        self._redis = AsyncRedis.from_url(get_settings().redis_url, socket_connect_timeout=CONNECT_TIMEOUT_S)
+        self._redis = connect_async(socket_connect_timeout=CONNECT_TIMEOUT_S)
 
     async def _submit(self, task: Any, model: str, content: Any, wait: bool, params: dict[str, Any]) -> AsyncJob:
         result = await asyncio.to_thread(self._core.submit, task, model, content, wait, params)

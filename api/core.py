@@ -9,13 +9,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import redis
 from celery.exceptions import TaskRevokedError
 from celery.exceptions import TimeoutError as CeleryTimeoutError
 from celery.result import AsyncResult
 
-from cellama.config import get_settings
 from cellama.tasks import app
+from cellama.tasks.connecting import connect
 from cellama.tasks.contract.errors import (
     JobCancelled,
     JobFailed,
@@ -68,7 +67,7 @@ class Core:
     """Redis is that of the settings. Threads may share one."""
 
     def __init__(self) -> None:
-        self._redis = redis.Redis.from_url(get_settings().redis_url, socket_connect_timeout=CONNECT_TIMEOUT_S)
+        self._redis = connect(socket_connect_timeout=CONNECT_TIMEOUT_S)
 
     def submit(self, task: Any, model: str, content: Any, wait: bool, params: dict[str, Any]) -> AsyncResult:
         key = params.pop("idempotency_key", None)

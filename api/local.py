@@ -12,15 +12,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
-from urllib.parse import urlsplit
 
 import typer
-from redis import Redis
 from redis.exceptions import AuthenticationError, RedisError
 from rich.panel import Panel
 from rich.table import Table
 
 from cellama.config import ModelSettings, Settings, get_settings
+from cellama.config.redis_url import parse_redis_url
+from cellama.tasks.connecting import connect
 from cellama.tasks.contract.errors import RedisUnreachable
 from cellama.tasks.registry import live_workers
 
@@ -136,7 +136,7 @@ def check_installed() -> None:
 def is_reachable(url: str) -> bool:
     """True when a Redis answers there. Raises RedisUnreachable when it answers but lets nobody in."""
     try:
-        with Redis.from_url(url, socket_connect_timeout=2, socket_timeout=2) as client:
+        with connect(url, socket_connect_timeout=2, socket_timeout=2) as client:
             return bool(client.ping())
     except AuthenticationError as error:
         raise RedisUnreachable(f"Redis refuses the credentials in CELLAMA_REDIS_URL: {error}") from None
@@ -150,20 +150,21 @@ def _redis_for(settings: Settings) -> Iterator[RedisServer | None]:
     if is_reachable(settings.redis_url):
         yield None
         return
-    url = urlsplit(settings.redis_url)
-    if url.hostname not in (LOOPBACK, "localhost") or url.scheme != "redis":
+    where = parse_redis_url(settings.redis_url)
+    host, port = where.hosts[0] if where.kind == "server" else ("", 0)
+    if host not in (LOOPBACK, "localhost"):
         raise RedisUnreachable(
             f"Redis at {settings.redis_url_masked} does not answer, and only a loopback one can be started here; "
             "start it, or unset CELLAMA_REDIS_URL"
         )
-    with RedisServer.start(settings.data_dir / "redis", port=url.port or 6379, password=url.password) as server:
+    with RedisServer.start(settings.data_dir / "redis", port=port, password=where.password) as server:
         yield server
 
 
 def wait_for_worker(url: str, worker: Child) -> None:
     """Returns when the worker serves its models. Raises RedisServerError with the end of its log if it ends."""
     deadline = time.monotonic() + START_TIMEOUT_S
-    with Redis.from_url(url) as client, err.status("loading the models …"):
+    with connect(url) as client, err.status("loading the models …"):
         while time.monotonic() < deadline:
             if any(entry.pid == worker.process.pid for entry in live_workers(client) if worker.process):
                 return

@@ -18,11 +18,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from redis import Redis
-
 from cellama.api.redis_server import RedisServer, die_with_parent, free_port
 from cellama.config import get_settings
 from cellama.engine.strategies import Share, SlotView
+from cellama.tasks.connecting import connect
 from cellama.tasks.registry import live_workers
 
 from .pace import PACE_FILE, Paced, slowed
@@ -78,7 +77,7 @@ class Service:
         (self.folder / "counters").mkdir(exist_ok=True)
         os.environ |= self._environment()
         get_settings.cache_clear()
-        self.redis = Redis.from_url(self.redis_server.url)
+        self.redis = connect(self.redis_server.url)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -10,7 +10,6 @@ import re
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
-from urllib.parse import parse_qs, urlsplit, urlunsplit
 
 from pydantic import (
     BaseModel,
@@ -23,6 +22,8 @@ from pydantic import (
     model_validator,
 )
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
+
+from .redis_url import mask_url, parse_redis_url
 
 PREFIX = "CELLAMA_"
 CONFIG_VARIABLE = "CELLAMA_CONFIG"  # names the file; default: cellama.toml in the working folder
@@ -118,7 +119,9 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True, validate_default=True)
 
-    redis_url: str = Field(default="redis://127.0.0.1:6379/0", repr=False)
+    redis_url: str = Field(
+        default="redis://127.0.0.1:6379/0", repr=False, description="broker, results, events; see docs/redis.md"
+    )
     models: Annotated[tuple[ModelSettings, ...], NoDecode] = Field(default=(TINY,), min_length=1)
     memory_budget: int | Literal["auto", "unlimited"] = Field(
         default="auto", description="for all models of a worker: auto, unlimited, or a size such as 8GB or 8GiB"
@@ -160,11 +163,7 @@ class Settings(BaseSettings):
     @field_validator("redis_url")
     @classmethod
     def _check_redis_url(cls, value: str) -> str:
-        if urlsplit(value).scheme not in ("redis", "rediss") or not urlsplit(value).hostname:
-            raise ValueError("it must look like redis://HOST:PORT/DB, or rediss:// with TLS")
-        checks = parse_qs(urlsplit(value).query).get("ssl_cert_reqs", ["required"])[-1]
-        if checks.lower().removeprefix("cert_") not in ("none", "optional", "required"):
-            raise ValueError(f"ssl_cert_reqs is {checks!r}; it must be required, optional or none")
+        parse_redis_url(value)
         return value
 
     @field_validator("models", mode="before")
@@ -205,15 +204,6 @@ class Settings(BaseSettings):
 
 def _default_data_dir() -> Path:
     return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "cellama"
-
-
-def mask_url(url: str) -> str:
-    """The URL with `***` in place of its password."""
-    parts = urlsplit(url)
-    if not parts.password:
-        return url
-    host = parts.netloc.rpartition("@")[2]
-    return urlunsplit(parts._replace(netloc=f"{parts.username or ''}:***@{host}"))
 
 
 def parse_size(text: str) -> int | None:

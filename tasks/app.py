@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import ssl
 from typing import TYPE_CHECKING, Any
-from urllib.parse import parse_qs, urlsplit
 
 from celery import Celery
-from kombu import Queue
+from kombu import Exchange, Queue
 
 from cellama.config import ModelSettings, Settings, get_settings
 from cellama.config.settings import DEFAULT_SLOTS
 
+from .connecting import SOCKET_OPTIONS, broker_options, transport_options
 from .contract.keys import UNACKED_INDEX_KEY, UNACKED_KEY, UNACKED_MUTEX_KEY
 from .contract.names import DEFAULT_MODEL, PRIORITIES, PRIORITY_SEPARATOR, queue_name
 
 if TYPE_CHECKING:
     from .runtime import Runtime
+    from .server_check import ServerCheck
 
-CONNECT_TIMEOUT_S = 5
-_CERTIFICATE_CHECKS = {"none": ssl.CERT_NONE, "optional": ssl.CERT_OPTIONAL, "required": ssl.CERT_REQUIRED}
 EMBEDDING_JOBS = 16  # of a model that only embeds or reranks: they fill its batches
 EMBEDDING_JOBS_BESIDE = 4  # of one that generates, too: jobs of both kinds take them, so more would wait here
 
@@ -29,6 +27,7 @@ class CellamaApp(Celery):  # type: ignore[misc]
 
     control_cls = "cellama.tasks.control:LastingControl"
     runtime: Runtime | None = None  # set by the worker's lifecycle
+    server_check: ServerCheck  # too
 
 
 def make_app() -> CellamaApp:
@@ -43,18 +42,16 @@ def make_app() -> CellamaApp:
 
 def celery_config(settings: Settings) -> dict[str, Any]:
     """Celery's configuration from our settings (docs/architecture.md says why where it is not plain)."""
-    redis = {"socket_timeout": 30, "socket_connect_timeout": CONNECT_TIMEOUT_S, "socket_keepalive": True}
     return {
-        "broker_url": settings.redis_url,
+        **broker_options(settings.redis_url),
         "result_backend": f"cellama.tasks.result_backend:ResultBackend+{settings.redis_url}",
         "result_expires": settings.result_ttl_s,
         "result_backend_always_retry": True,
         "result_backend_thread_safe": True,
         "result_backend_transport_options": {"retry_policy": {"timeout": 5.0}},
-        **{f"redis_{name}": value for name, value in redis.items()},
-        **{name: tls_options(settings.redis_url) for name in ("broker_use_ssl", "redis_backend_use_ssl")},
         "broker_transport_options": {
-            **redis,
+            **SOCKET_OPTIONS,
+            **transport_options(settings.redis_url),
             "health_check_interval": 10,
             "visibility_timeout": settings.lease_s,  # renewed by every worker that lives: tasks/lease.py
             "unacked_key": UNACKED_KEY,
@@ -68,13 +65,13 @@ def celery_config(settings: Settings) -> dict[str, Any]:
             "sep": PRIORITY_SEPARATOR,
             "queue_order_strategy": "round_robin",  # within the limits of tasks/channels.py
         },
-        "broker_connection_timeout": CONNECT_TIMEOUT_S,
+        "broker_connection_timeout": SOCKET_OPTIONS["socket_connect_timeout"],
         "broker_connection_retry_on_startup": True,
         "broker_connection_max_retries": None,
         "task_serializer": "json",
         "result_serializer": "json",
         "accept_content": ["json"],
-        "task_queues": [Queue(queue_name(model)) for model in (*_model_ids(settings), DEFAULT_MODEL)],
+        "task_queues": [_queue(model) for model in (*_model_ids(settings), DEFAULT_MODEL)],
         "task_default_queue": "celery",  # of tasks that are not ours: what follows a job in a user's canvas
         "task_acks_late": True,
         "task_track_started": True,
@@ -92,15 +89,10 @@ def celery_config(settings: Settings) -> dict[str, Any]:
     }
 
 
-def tls_options(url: str) -> dict[str, Any] | None:
-    """What Celery must be told for a rediss:// URL; by itself it would not check the server's certificate."""
-    parts = urlsplit(url)
-    if parts.scheme != "rediss":
-        return None
-    given = {name: values[-1] for name, values in parse_qs(parts.query).items()}
-    checks = given.get("ssl_cert_reqs", "required").lower().removeprefix("cert_")
-    options: dict[str, Any] = {"ssl_cert_reqs": _CERTIFICATE_CHECKS[checks]}
-    return options | {name: given[name] for name in ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile") if name in given}
+def _queue(model_id: str) -> Queue:
+    """A queue with an exchange of its own: in Celery's default one, a neighbour's messages could come to us, too."""
+    name = queue_name(model_id)
+    return Queue(name, Exchange(name), name)
 
 
 def _model_ids(settings: Settings) -> list[str]:

@@ -15,6 +15,7 @@ from typing import Any
 from redis import Redis
 from redis.commands.core import Script
 
+from .connecting import database_of
 from .contract.events import EVENT_FIELD, Event
 from .contract.keys import (
     DEAD_KEY,
@@ -183,6 +184,7 @@ class Ledger:
         result_ttl_s: int = 86400,
     ) -> None:
         self._redis = redis
+        self._database = database_of(redis)
         self._limits = (EVENT_FIELD, max_events, event_ttl_s, journal_ttl_s, result_ttl_s)
 
     def _run(self, source: str, keys: list[str], args: list[Any]) -> Any:
@@ -268,7 +270,7 @@ class Ledger:
             job_id, seq = entry.job_id, entry.event["seq"]
             keys += [job_key(job_id), journal_key(job_id), cancel_key(job_id)]
             attempt = "" if entry.attempt is None else entry.attempt
-            place = [entry.kind, stream_id(seq), events_channel(job_id)]
+            place = [entry.kind, stream_id(seq), events_channel(job_id, self._database)]
             args += [job_id, attempt, *place, entry.event_json, entry.result_json]
         reply: Any = self._run(_WRITE, keys, args)
         return {int(place) for place in reply}

@@ -12,7 +12,9 @@ from cellama.config import get_settings
 from cellama.config.logging import configure_logging
 
 from .app import CellamaApp
+from .connecting import SOCKET_OPTIONS, connect
 from .contract.errors import JobFailed
+from .server_check import ServerCheck, UnfitRedis
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +34,8 @@ class LoadModels(bootsteps.StartStopStep):  # type: ignore[misc]
         from .runtime import Runtime
 
         signals.worker_shutting_down.connect(_Hurry(worker.pool), weak=False)
+        worker.app.server_check = ServerCheck()
+        _check_server(worker.app)
         try:
             worker.app.runtime = Runtime(
                 get_settings(),
@@ -73,11 +77,21 @@ class Attach(bootsteps.StartStopStep):  # type: ignore[misc]
 
     def start(self, consumer: Any) -> None:
         """Starts the thread with the first connection; it goes on through all others."""
+        _check_server(consumer.app)  # Redis was perhaps away when the worker started
         consumer.app.runtime.attach(consumer)
 
     def register_with_event_loop(self, consumer: Any, hub: Any) -> None:
         """Announces the worker after the loop's first round, in which it begins to listen."""
         hub.call_soon(consumer.app.runtime.announce)
+
+
+def _check_server(app: CellamaApp) -> None:
+    with connect(**SOCKET_OPTIONS) as redis:
+        try:
+            app.server_check.run(redis)
+        except UnfitRedis as error:
+            log.critical("the worker can't start: %s", error)
+            raise SystemExit(EXIT_CONFIG) from None
 
 
 def install(app: CellamaApp) -> None:

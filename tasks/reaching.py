@@ -6,14 +6,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kombu.exceptions import OperationalError
+from redis.exceptions import ClusterCrossSlotError, ClusterDownError, MovedError, ResponseError
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from cellama.config import get_settings
 
 from .contract.errors import RedisFull, RedisRefused, RedisUnreachable
+from .server_check import CLUSTER
 
+_CLUSTERED = (ClusterCrossSlotError, ClusterDownError, MovedError)
 _NO_ANSWER = (RedisConnectionError, RedisTimeoutError, OperationalError)
 
 
@@ -36,6 +38,8 @@ def reaching_redis() -> Iterator[None]:
 
 
 def _refused(error: ResponseError) -> RedisRefused:
+    if isinstance(error, _CLUSTERED):
+        return RedisRefused(CLUSTER)
     url, said = get_settings().redis_url_masked, str(error)
     if "OOM command not allowed" in said:  # Redis 6 quotes it in an error of its own when a script meets it
         return RedisFull(

@@ -14,6 +14,7 @@ from typing import Any
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
+from .connecting import database_of
 from .contract.errors import JobTimeout, StreamTrimmed, UnknownJob
 from .contract.events import EVENT_FIELD, Event, is_terminal
 from .contract.keys import events_channel, job_key, journal_key, stream_id
@@ -132,7 +133,7 @@ def stream_events(
     """
     cursor, patience = EventCursor(job_id, after), _Patience(job_id, timeout_s, ping_s)
     with redis.pubsub() as pubsub:  # type: ignore[no-untyped-call]
-        pubsub.subscribe(events_channel(job_id))
+        pubsub.subscribe(events_channel(job_id, database_of(redis)))
         pubsub.get_message(timeout=SUBSCRIBE_S)  # subscribed from here on: the journal can't miss what is live
         while not cursor.ended:
             if cursor.needs_journal:
@@ -161,7 +162,7 @@ async def astream_events(
     """`stream_events` for asyncio."""
     cursor, patience = EventCursor(job_id, after), _Patience(job_id, timeout_s, ping_s)
     async with redis.pubsub() as pubsub:
-        await pubsub.subscribe(events_channel(job_id))
+        await pubsub.subscribe(events_channel(job_id, database_of(redis)))
         await pubsub.get_message(timeout=SUBSCRIBE_S)
         while not cursor.ended:
             if cursor.needs_journal:

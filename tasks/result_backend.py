@@ -10,8 +10,12 @@ from typing import Any
 from celery import states
 from celery.backends.redis import RedisBackend
 from celery.exceptions import BackendStoreError
+from redis import Redis
 from redis.commands.core import Script
 
+from cellama.config import mask_url
+
+from .connecting import SOCKET_OPTIONS, connect
 from .contract.keys import job_key
 from .encoding import encode
 
@@ -29,6 +33,17 @@ return 1
 
 class ResultBackend(RedisBackend):  # type: ignore[misc]
     """Stores a state with one script. Safe from any thread."""
+
+    def _params_from_url(self, url: str, defaults: dict[str, Any]) -> dict[str, Any]:
+        """Nothing: what a URL means is known in one place only."""
+        return {}
+
+    def _create_client(self, **_: Any) -> Redis:
+        return connect(self.url, **SOCKET_OPTIONS)
+
+    def as_uri(self, include_password: bool = False) -> str:
+        url: str = self.url
+        return url if include_password else mask_url(url)
 
     _script = Script(None, _STORE)  # type: ignore[arg-type]  # each call names its client
 

@@ -12,12 +12,11 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from redis import Redis
-
 from cellama.config import ModelSettings, Settings
 from cellama.engine import STACK_BYTES, EngineOptions, HubOptions, ModelManager, Watchdog
 
 from .app import num_jobs_of
+from .connecting import connect
 from .contract.keys import cancel_key
 from .lease import LeaseKeeper
 from .ledger import Ledger
@@ -51,7 +50,7 @@ class Runtime:
         threading.stack_size(STACK_BYTES)  # of the pool's threads, which tokenize and compile grammars
         gc.freeze()  # what is there now stays: collecting after an unload need not look at it while engines wait
         self.settings = settings
-        redis = Redis.from_url(settings.redis_url, socket_timeout=SOCKET_TIMEOUT_S, health_check_interval=10)
+        redis = connect(settings.redis_url, socket_timeout=SOCKET_TIMEOUT_S, health_check_interval=10)
         self.redis = redis
         self.incarnation = f"{worker} {os.getpid()} {time.time():.3f}"
         self.ledger = Ledger(
@@ -157,7 +156,7 @@ class Runtime:
             self.residency.resize(sum(jobs.values()) - assumed)  # tuned models have other slots than were assumed
             if self.settings.on_full == "evict":  # only now: the models of the settings don't push each other out
                 self.manager.evict_through(self.residency.evict)
-            own = Redis.from_url(self.settings.redis_url, socket_timeout=SOCKET_TIMEOUT_S, health_check_interval=10)
+            own = connect(self.settings.redis_url, socket_timeout=SOCKET_TIMEOUT_S, health_check_interval=10)
             self._lease = LeaseKeeper(own, consumer, self.settings.lease_s)
 
     def announce(self) -> None:

@@ -20,6 +20,7 @@ from redis import Redis
 from cellama.api.redis_server import RedisServer, free_port
 from cellama.bench import pace
 from cellama.config import get_settings
+from cellama.tasks.connecting import connect
 from cellama.tasks.registry import live_workers
 
 PATIENCE_S = 60.0  # generous: the machines are shared
@@ -68,7 +69,7 @@ class WorkerProcess:
 
     def __init__(self, folder: Path, redis_url: str, name: str = "worker", **settings: str) -> None:
         self.log_path = folder / "worker.log"
-        self.redis = Redis.from_url(redis_url)
+        self.redis = connect(redis_url)
         self._pace_file = folder / "pace"
         settings = {"CELLAMA_MODELS": MODELS, pace.PACE_FILE: str(self._pace_file), **settings}
         settings["CELLAMA_MODELS"] = paced(settings["CELLAMA_MODELS"])

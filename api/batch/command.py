@@ -19,8 +19,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, Tim
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from cellama.config import get_settings
 from cellama.tasks.batches import Batches
+from cellama.tasks.connecting import connect
 from cellama.tasks.contract.errors import UnknownJob
 from cellama.tasks.reaching import reaching_redis
 
@@ -287,7 +287,7 @@ def _find(redis: Redis, run: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _redis() -> Iterator[Redis]:
-    with reaching_redis(), Redis.from_url(get_settings().redis_url, socket_connect_timeout=CONNECT_TIMEOUT_S) as redis:
+    with reaching_redis(), connect(socket_connect_timeout=CONNECT_TIMEOUT_S) as redis:
         redis.ping()
         yield redis
 

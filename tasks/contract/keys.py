@@ -1,7 +1,7 @@
 """The Redis keys of cellama and who owns them.
 
 cellama:journal:{job_id}   stream   the events of a job, entry (seq+1)-0; publisher; TTL
-cellama:events:{job_id}    channel  the same events, live; publisher
+cellama:events:{db}:{job_id} channel the same events, live; publisher. Channels know no databases, so it names its own
 cellama:job:{job_id}       hash     ledger entry (docs/delivery.md); producer, then the worker that runs it; TTL
 cellama:cancel:{job_id}    string   somebody wants the job to end; TTL
 cellama:waiting:{queue}    zset     jobs that have no slot yet, the next one first (see `waiting_score`)
@@ -61,8 +61,8 @@ def waiting_score(priority: int, submitted_at: float) -> float:
     return priority * PRIORITY_WEIGHT + submitted_at
 
 
-def events_channel(job_id: str) -> str:
-    return f"cellama:events:{job_id}"
+def events_channel(job_id: str, database: int) -> str:
+    return f"cellama:events:{database}:{job_id}"
 
 
 def stream_id(seq: int) -> str:

@@ -87,12 +87,26 @@ def test_only_the_youngest_attempt_writes(ledger: Ledger, job_id: str, redis_cli
 def test_writing_again_after_a_lost_reply_changes_nothing(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
     attempt = begin(ledger, job_id)
     with redis_client.pubsub() as pubsub:
-        pubsub.subscribe(events_channel(job_id))
+        pubsub.subscribe(events_channel(job_id, 0))
         for _ in range(2):
             assert write(ledger, attempt, STARTED, TOKEN, DONE) == set()
         told = [pubsub.get_message(timeout=1) for _ in range(5)]
     assert [m["type"] for m in told if m] == ["subscribe", "message", "message", "message"]
     assert redis_client.xlen(journal_key(job_id)) == 3
+
+
+def test_events_are_heard_in_their_own_database_only(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
+    known = redis_client.connection_pool.connection_kwargs
+    with Redis(host=known["host"], port=known["port"], db=1) as elsewhere, redis_client.pubsub() as pubsub:
+        namesake = Ledger(elsewhere)
+        assert namesake.submit(job_id, call())
+        pubsub.psubscribe(f"*{job_id}")
+        write(namesake, begin(namesake, job_id), STARTED, DONE)
+        write(ledger, begin(ledger, job_id), STARTED, DONE)
+        told = [message for message in (pubsub.get_message(timeout=1) for _ in range(5)) if message]
+        elsewhere.flushdb()
+    channels = [message["channel"].decode() for message in told if message["type"] == "pmessage"]
+    assert channels == [events_channel(job_id, 1)] * 2 + [events_channel(job_id, 0)] * 2
 
 
 def test_asking_again_whether_to_begin_counts_once(ledger: Ledger, job_id: str) -> None:

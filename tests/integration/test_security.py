@@ -17,7 +17,7 @@ import trustme
 from redis import Redis
 
 from cellama.api.redis_server import RedisServer
-from cellama.tasks.app import tls_options
+from cellama.tasks.connecting import broker_options
 
 from ..conftest import PATIENCE_S, WorkerProcess, clean_environment
 
@@ -133,5 +133,5 @@ def test_wrong_password_and_untrusted_certificate_are_told_without_the_password(
     ],
 )
 def test_certificates_are_checked_unless_the_url_says_otherwise(query: str, expected: ssl.VerifyMode) -> None:
-    assert tls_options(f"rediss://h/0{query}") == {"ssl_cert_reqs": expected}
-    assert tls_options(f"redis://h/0{query}") is None
+    assert broker_options(f"rediss://h/0{query}")["broker_use_ssl"] == {"ssl_cert_reqs": expected}
+    assert broker_options(f"redis://h/0{query}")["broker_use_ssl"] is None

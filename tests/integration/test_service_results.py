@@ -178,7 +178,7 @@ url, priority = sys.argv[1], json.loads(sys.argv[2])
 app = Celery(broker=url, backend=url)
 job_id = str(uuid.uuid4())
 pubsub = Redis.from_url(url).pubsub()
-pubsub.subscribe(f"cellama:events:{job_id}")
+pubsub.subscribe(f"cellama:events:0:{job_id}")
 pubsub.get_message(timeout=10)
 job = app.send_task("cellama.generate", ["tiny", "Once upon a time"], {"max_tokens": 12, "temperature": 0},
                     queue="cellama:queue:tiny", task_id=job_id, priority=priority)
