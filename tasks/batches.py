@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from redis import Redis
 
+from .clock import redis_time, seconds_of
 from .contract.keys import BATCHES_KEY, batch_key
 
 KEPT_S = 30 * 86400  # after the last word of a run
@@ -22,7 +22,7 @@ class Batches:
 
     def write(self, run_id: str, **facts: Any) -> None:
         """Notes facts about a run, and that its command is alive."""
-        now = time.time()
+        now = redis_time(self._redis)
         values: Any = {name: "" if value is None else str(value) for name, value in facts.items()}
         with self._redis.pipeline() as pipe:
             pipe.hset(batch_key(run_id), mapping={**values, "at": now})
@@ -33,11 +33,14 @@ class Batches:
 
     def read(self, run_id: str) -> dict[str, Any] | None:
         """All facts about a run; None if there is no such run. `alive` tells whether a command works on it."""
-        found: Any = self._redis.hgetall(batch_key(run_id))
+        pipeline = self._redis.pipeline(transaction=False)
+        pipeline.time()
+        pipeline.hgetall(batch_key(run_id))
+        now, found = pipeline.execute()
         if not found:
             return None
         facts: dict[str, Any] = {name.decode(): _parsed(value.decode()) for name, value in found.items()}
-        alive = facts.get("state") in OPEN_STATES and time.time() - facts["at"] < SILENT_S
+        alive = facts.get("state") in OPEN_STATES and seconds_of(now) - facts["at"] < SILENT_S
         return {"id": run_id, **facts, "alive": alive}
 
     def all(self) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from redis import Redis
 from redis.exceptions import RedisError
 
+from .clock import redis_time, seconds_of
 from .contract.keys import WORKERS_KEY
 
 if TYPE_CHECKING:
@@ -28,7 +29,10 @@ STALE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class WorkerEntry:
-    """A live worker. `models` are as `describe` below makes them; `at` is unix seconds."""
+    """A live worker. `models` are as `describe` below makes them.
+
+    Times are unix seconds: `seen_at` by Redis' clock, the others by the worker's own.
+    """
 
     name: str
     host: str
@@ -39,13 +43,17 @@ class WorkerEntry:
     failures: dict[str, dict[str, str]] = field(default_factory=dict)  # by `failure_key`: code, message; of lately
     memory: dict[str, Any] = field(default_factory=dict)  # as ModelManager.memory has it
     cores: dict[str, Any] = field(default_factory=dict)  # as CoreSharing.report has it
+    seen_at: float = 0.0
 
 
 def live_workers(redis: Redis) -> list[WorkerEntry]:
     """The workers whose heartbeat is fresh, by name."""
-    entries: Any = redis.hgetall(WORKERS_KEY)
+    pipeline = redis.pipeline(transaction=False)
+    pipeline.time()
+    pipeline.hgetall(WORKERS_KEY)
+    now, entries = pipeline.execute()
     workers = [WorkerEntry(**json.loads(data)) for data in entries.values()]
-    return sorted((w for w in workers if time.time() - w.at < STALE_S), key=lambda w: w.name)
+    return sorted((w for w in workers if seconds_of(now) - w.seen_at < STALE_S), key=lambda w: w.name)
 
 
 class Registration:
@@ -103,12 +111,15 @@ class Registration:
 
     def _beat(self) -> None:
         host, pid, now = socket.gethostname(), os.getpid(), time.time()  # before the look at what is there
+        seen_at = redis_time(self._redis)
         models = [describe(entry, entry.id == self._manager.default) for entry in self._manager.entries()]
         memory, cores = self._manager.memory(), self._manager.cores.report()
-        entry = WorkerEntry(self._worker, host, pid, self._started_at, now, models, self._failures(), memory, cores)
+        entry = WorkerEntry(
+            self._worker, host, pid, self._started_at, now, models, self._failures(), memory, cores, seen_at
+        )
         self._redis.hset(WORKERS_KEY, self._worker, json.dumps(asdict(entry)))
         stored: Any = self._redis.hgetall(WORKERS_KEY)
-        stale = [name for name, data in stored.items() if time.time() - json.loads(data)["at"] > 6 * STALE_S]
+        stale = [name for name, data in stored.items() if seen_at - json.loads(data).get("seen_at", 0) > 6 * STALE_S]
         if stale:
             self._redis.hdel(WORKERS_KEY, *stale)
 

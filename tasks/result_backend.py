@@ -5,6 +5,7 @@ Keys, values and channels are Celery's own, so every Celery reads the results.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from celery import states
@@ -67,6 +68,10 @@ class ResultBackend(RedisBackend):  # type: ignore[misc]
             return encode(meta)
         except TypeError:  # what somebody's own task gives: dates, decimals
             return self.encode(meta)  # type: ignore[no-any-return]
+
+    def remove_pending_result(self, result: Any) -> Any:
+        """What a result does that is forgotten. One that lives until the interpreter ends has no connection to tell."""
+        return result if sys.is_finalizing() else super().remove_pending_result(result)
 
     def _run(self, keys: list[Any], args: list[Any]) -> Any:
         return self._script(keys=keys, args=args, client=self.client)

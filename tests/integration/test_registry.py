@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 from kombu.exceptions import OperationalError
 from redis import Redis
 
 from cellama.engine import CoreSharing
+from cellama.tasks.batches import Batches
+from cellama.tasks.contract.keys import WORKERS_KEY
 from cellama.tasks.registry import Registration, live_workers
 
 from ..conftest import wait_until
@@ -36,6 +40,22 @@ def registered(redis: Redis, name: str, *chores: Any) -> Iterator[Registration]:
         yield registration
     finally:
         registration.close()
+
+
+def test_worker_and_run_are_seen_whatever_the_clocks_of_machines_say(
+    redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, right = f"w-{uuid.uuid4().hex[:8]}@host", time.time
+    for wrong_s in (-3600.0, 3600.0):
+        monkeypatch.setattr(time, "time", lambda wrong_s=wrong_s: right() + wrong_s)
+        with registered(redis_client, name):
+            wait_until(lambda: redis_client.hexists(WORKERS_KEY, name), "the entry")
+            Batches(redis_client).write(name, state="in_progress")
+            monkeypatch.setattr(time, "time", right)  # the reader is another machine
+            assert name in [worker.name for worker in live_workers(redis_client)]
+            run = Batches(redis_client).read(name)
+            assert run is not None
+            assert run["alive"]
 
 
 def test_worker_is_seen_until_it_ends_although_a_chore_fails(redis_client: Redis) -> None:

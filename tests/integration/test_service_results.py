@@ -225,6 +225,29 @@ def _prompt(index: int) -> str:
     )
 
 
+OUTLIVES = """
+from cellama.api import Client
+from cellama.tasks import generate
+from cellama.tasks.contract.errors import JobTimeout
+queued = generate.delay("nobody-serves-this", "Hi")
+with Client() as client:
+    job = client.generate("nobody-serves-this", "Hi", wait=True)
+    try:
+        job.result(timeout=0.01)
+    except JobTimeout:
+        print("too late")
+    client.cancel(job.id)
+    client.cancel(queued.id)
+"""
+
+
+def test_results_that_outlive_their_program_say_nothing(redis_server: RedisServer, tmp_path: Any) -> None:
+    environment = clean_environment(CELLAMA_REDIS_URL=redis_server.url)
+    argv = [sys.executable, "-c", OUTLIVES]
+    done = subprocess.run(argv, env=environment, cwd=tmp_path, capture_output=True, timeout=PATIENCE_S, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "too late\n", "")
+
+
 def test_times_count_from_the_submission_that_the_message_tells(events_of: EventsOf) -> None:
     headers = {SUBMITTED_AT_HEADER: time.time() - 100}
     job = generate.apply_async(("tiny", "Once"), {"max_tokens": 2}, headers=headers)
