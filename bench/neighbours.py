@@ -38,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--settle", type=float, default=9.0, help="seconds before a window")
     parser.add_argument("--seconds", type=float, default=4.0, help="of a window")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tries", type=int, default=6, help="windows at most, until other programs leave one alone")
     parser.add_argument(
         "--threads", type=int, default=None, help=f"instead of sharing; {CORES} is what one takes alone"
     )
