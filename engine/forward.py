@@ -84,7 +84,7 @@ class Forward:
             self._backend.decode(chunks, served[0].adapters)
         finally:
             self.worth_aborting, self.yields = None, False
-            self._pulse.beat("step")
+            self._pulse.beat("sample", size=len(chunks))
 
     def _stands(self, chunk: Chunk) -> bool:
         """True if the chunk is still what its slot has to compute next."""

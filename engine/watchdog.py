@@ -50,6 +50,7 @@ class Pulse:
     def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.name = name
         self.step: Step | None = None  # None: nothing to do
+        self.suspect: str | None = None  # of the step's requests the one that it does it for just now
         self.on_death: Callable[[str], None] | None = None  # of the watchdog that looks after it
         self.closed = False
         self._clock = clock
@@ -63,6 +64,7 @@ class Pulse:
         now = self._clock()
         self._note(now)
         expected_s = self._expected_s(kind, size)
+        self.suspect = None
         self.step = Step(kind, size, suspects, now, first_s if expected_s is None else MANY * expected_s)
 
     def rest(self) -> None:
@@ -158,7 +160,7 @@ class Watchdog:
                 continue
             watch.stalled_s += 0.0 if is_paging else elapsed_s
             if watch.stalled_s > min(max(step.longest_s, self._at_least_s), max(FIRST_S, self._at_least_s)):
-                self._end(_reason(watch.pulse.name, step, watch.stalled_s))
+                self._end(_reason(watch.pulse, step, watch.stalled_s))
 
     def start(self) -> None:
         """Looks every second, in a thread."""
@@ -180,9 +182,9 @@ class Watchdog:
             self._thread.join(2 * LOOK_S)
 
 
-def _reason(name: str, step: Step, stalled_s: float) -> str:
-    suspects = ", ".join(step.suspects) or "nobody in particular"
-    return f"thread {name!r} has been in one step ({step.kind}) for {stalled_s:.0f} s; it works for: {suspects}"
+def _reason(pulse: Pulse, step: Step, stalled_s: float) -> str:
+    suspects = pulse.suspect or ", ".join(step.suspects) or "nobody in particular"
+    return f"thread {pulse.name!r} has been in one step ({step.kind}) for {stalled_s:.0f} s; it works for: {suspects}"
 
 
 def end_process(reason: str) -> None:

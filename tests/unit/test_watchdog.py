@@ -53,6 +53,18 @@ def test_thread_that_hangs_is_told_with_its_step_and_its_requests(world: World) 
     assert "it works for: job-1#2" in world.ended[0]
 
 
+def test_suspect_of_a_step_for_many_is_the_one_that_it_was_at(world: World) -> None:
+    world.pulse.beat("sample", ("a", "b", "c"))
+    world.pulse.suspect = "b"
+    world.passes(HANG_S + 3)
+    assert world.ended[0].endswith("it works for: b")
+    other = World()
+    other.pulse.suspect = "x"  # of the step before
+    other.pulse.beat("sample", ("a", "b"))
+    other.passes(HANG_S + 3)
+    assert other.ended[0].endswith("it works for: a, b")
+
+
 def test_thread_that_rests_or_makes_steps_goes_on(world: World) -> None:
     for _ in range(5):
         world.pulse.rest()
