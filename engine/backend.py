@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,6 +59,11 @@ class Vocabulary(Protocol):
 class Sampler(Protocol):
     """Chooses tokens for one sequence. Engine thread only."""
 
+    @property
+    def mirostat_mu(self) -> float | None:
+        """What mirostat has learned, for `new_sampler`; None without it."""
+        ...
+
     def sample(self, slot: int, forced: int | None = None) -> tuple[int, TokenLogprob | None]:
         """The next token, from the logits that the last decode left for this slot. Raises GrammarFailed.
 
@@ -76,7 +81,7 @@ class Sampler(Protocol):
 class Backend(KvMemory, AdapterStore, Protocol):
     """A context with the cells of all slots.
 
-    Engine thread only, except `vocabulary`, `check`, `abort` and what loads and frees adapters.
+    Engine thread only, except `vocabulary`, `prepare`, `abort` and what loads and frees adapters.
     """
 
     n_vocab: int
@@ -89,8 +94,12 @@ class Backend(KvMemory, AdapterStore, Protocol):
     @property
     def vocabulary(self) -> Vocabulary: ...
 
-    def check(self, params: SamplingParams) -> None:
-        """Raises InvalidRequest for what `new_sampler` could not do: a wrong grammar, an unknown token."""
+    def prepare(self, params: SamplingParams, visible: Mapping[int, bytes] | None = None) -> Any:
+        """What `new_sampler` makes the samplers of a request from. All that takes long is done here.
+
+        `visible` are control tokens whose text belongs to the output: only these does a grammar see. Raises
+        InvalidRequest for a wrong grammar, an unknown token.
+        """
         ...
 
     def decode(self, chunks: Sequence[Chunk], adapters: AdapterSet = ()) -> None:
@@ -106,18 +115,21 @@ class Backend(KvMemory, AdapterStore, Protocol):
 
     def new_sampler(
         self,
-        params: SamplingParams,
+        plan: Any,
         seed: int,
         history: Sequence[int],
         *,
         ban_end: bool,
         num_chosen: int = 0,
         num_unbound: int | None = 0,
+        mirostat_mu: float | None = None,
     ) -> Sampler:
         """A sampler for what follows `history`, of whose tokens the last `num_chosen` were sampled before.
 
-        The grammar does not hold for the first `num_unbound` of these; None: it holds once `bind` was called.
-        With `ban_end` it never ends a generation. Raises InvalidRequest.
+        `plan` is what `prepare` gave. The grammar does not hold for the first `num_unbound` of these; None: it holds
+        once `bind` was called.
+        With `ban_end` it never ends a generation. `mirostat_mu` is that of the sampler which it goes on for.
+        Raises GrammarFailed.
         """
         ...
 

@@ -85,13 +85,13 @@ class Engine(Generating):
         for what, tokens in (("the prompt", request.prompt), *(("what it resumes", r.tokens) for r in request.resume)):
             if not all(0 <= token < self._backend.n_vocab for token in tokens):
                 raise InvalidRequest(f"{what} has token ids outside 0..{self._backend.n_vocab - 1}")
-        self._backend.check(request.sampling)
+        plan = self._backend.prepare(request.sampling, dict(request.reply.visible) if request.reply else None)
         request = replace(
             request,
             submitted_at=time.monotonic() if request.submitted_at is None else request.submitted_at,
             cache_prompt=request.cache_prompt and self._options.cache_prompt,
         )
-        handle = Handle(request, self._ask_to_cancel, on_event, self.adapters.take(request.adapters))
+        handle = Handle(request, self._ask_to_cancel, on_event, self.adapters.take(request.adapters), plan)
         if not self._put("submit", handle):
             self.adapters.give_back(handle.adapters)
             raise EngineStopped("the engine is closed; the request was not taken")

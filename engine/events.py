@@ -80,6 +80,7 @@ class Text:
     index: int = 0  # which of the n completions
     logprobs: tuple[TokenLogprob, ...] = ()  # of these tokens, if asked for
     kind: Kind = "text"
+    mirostat_mu: float | None = None  # what mirostat has learned by the last of these tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -175,20 +175,22 @@ class FakeBackend:
     def abort(self) -> None:
         self._aborted = True
 
-    def check(self, params: SamplingParams) -> None:
-        pass
+    def prepare(self, params: SamplingParams, visible: Mapping[int, bytes] | None = None) -> SamplingParams:
+        return params
 
     def new_sampler(
         self,
-        params: SamplingParams,
+        plan: SamplingParams,
         seed: int,
         history: Sequence[int],
         *,
         ban_end: bool,
         num_chosen: int = 0,
         num_unbound: int | None = 0,
+        mirostat_mu: float | None = None,
     ) -> FakeSampler:
-        return FakeSampler(self, None if params.is_greedy else seed, ban_end, num_chosen)
+        mu = (0.0 if mirostat_mu is None else mirostat_mu) if plan.mirostat else None
+        return FakeSampler(self, None if plan.is_greedy else seed, ban_end, num_chosen, mu)
 
     def next_token(self, slot: int, draw: int, ban_end: bool) -> int:
         if slot not in self._logits:
@@ -204,17 +206,20 @@ class FakeBackend:
 
 @dataclass
 class FakeSampler:
-    """Greedy ignores the seed; otherwise seed and position change every token."""
+    """Greedy ignores the seed; otherwise seed and position change every token, and what mirostat has learned."""
 
     backend: FakeBackend
     seed: int | None
     ban_end: bool
     num_chosen: int = 0
+    mirostat_mu: float | None = None  # the sum of all tokens
 
     def sample(self, slot: int, forced: int | None = None) -> tuple[int, TokenLogprob | None]:
-        draw = 0 if self.seed is None else hash((self.seed, self.num_chosen)) + 1
+        draw = 0 if self.seed is None else hash((self.seed, self.num_chosen, self.mirostat_mu or 0)) + 1
         self.num_chosen += 1
         token = self.backend.next_token(slot, draw, self.ban_end)
+        if self.mirostat_mu is not None:
+            self.mirostat_mu += token
         return token if forced is None else forced, None
 
     def bind(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Literal
+from typing import Any, Literal
 
 from .adapters import AdapterSet
 from .errors import EngineError
@@ -26,10 +26,12 @@ class Handle:
         cancel: Callable[[Handle, CancelReason], None],
         on_event: Callable[[Event], None] | None,
         adapters: AdapterSet = (),
+        plan: Any = None,
     ) -> None:
-        """`adapters` are those that the request keeps to its end."""
+        """`adapters` are those that the request keeps to its end, `plan` is what its samplers are made from."""
         self.request = request
         self.adapters = adapters
+        self.plan = plan
         self.future: Future[Completion] = Future()
         self.future.set_running_or_notify_cancel()  # so nobody ends it but the engine: see `cancel`
         self._cancel = cancel

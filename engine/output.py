@@ -103,5 +103,6 @@ class Output:
             first, sequence.num_reported = sequence.num_reported, sequence.num_output
             tokens = tuple(sequence.tokens[sequence.num_prompt + first :])
             logprobs = tuple(sequence.logprobs[first:]) if sequence.logprobs else ()
-            event = Text(sequence.request.id, text, tokens, sequence.index, logprobs, kind)
+            mu = None if sequence.sampler is None else sequence.sampler.mirostat_mu
+            event = Text(sequence.request.id, text, tokens, sequence.index, logprobs, kind, mu)
             self.emit(sequence.group.handle, event)

@@ -157,6 +157,10 @@ class SamplingParams:
         return not neutral and self.repeat_last_n > 0
 
     @property
+    def has_dry(self) -> bool:
+        return self.dry_multiplier > 0 and self.dry_base >= 1 and self.dry_penalty_last_n != 0
+
+    @property
     def is_greedy(self) -> bool:
         return self.temperature == 0 or (self.top_k == 1 and not self.mirostat)
 
@@ -168,7 +172,7 @@ class SamplingParams:
     @property
     def is_plainly_greedy(self) -> bool:
         """Greedy, and nothing changes or watches the logits."""
-        changed = self.has_penalties or self.logit_bias or self.dry_multiplier or self.logprobs is not None
+        changed = self.has_penalties or self.logit_bias or self.has_dry or self.logprobs is not None
         return self.is_greedy and not changed and self.grammar is None and self.json_schema is None
 
 

@@ -73,6 +73,7 @@ class Requests:
             sequence.tokens += resumed.tokens
             sequence.logprobs += resumed.logprobs
             sequence.num_reported = len(resumed.tokens)
+            sequence.mirostat_mu = resumed.mirostat_mu
             stop = self._output.replay(sequence, resumed.tokens)
             if stop is not None:
                 self._end(sequence, "stop", stop)
@@ -88,12 +89,13 @@ class Requests:
     def _start(self, sequence: Sequence) -> None:
         request = sequence.request
         sequence.sampler = self._backend.new_sampler(
-            request.sampling,
+            sequence.group.handle.plan,
             sequence.seed,
             sequence.tokens,
             ban_end=request.ignore_eos,
             num_chosen=sequence.num_output,
             num_unbound=0 if sequence.reply is None else sequence.reply.num_unbound,
+            mirostat_mu=sequence.mirostat_mu,
         )
         if sequence.index == 0:
             assert sequence.slot is not None

@@ -39,6 +39,14 @@ class Constraint(Protocol):
         ...
 
 
+class Changer(Protocol):
+    """Changes logits by the tokens that came before."""
+
+    def apply(self, logits: Logits) -> None: ...
+
+    def accept(self, token: int) -> None: ...
+
+
 class Penalties:
     """Makes tokens that occurred lately less likely. Source: llama.cpp, llama-sampler.cpp, penalties."""
 
@@ -75,17 +83,22 @@ class Chooser:
         *,
         banned: Ids | None = None,
         constraint: Constraint | None = None,
+        dry: Changer | None = None,
         num_chosen: int = 0,
         mirostat_mu: float | None = None,
     ) -> None:
-        """`history` is what the penalties look back on; `num_chosen` of its last tokens were chosen before."""
+        """`history` is what the penalties look back on; `num_chosen` of its last tokens were chosen before.
+
+        `dry` has seen the history. `mirostat_mu` is what mirostat had learned by then.
+        """
         self._params = params
         self._seed = seed
         self._banned = banned
         self._constraint = constraint
-        self._penalties = Penalties(params, history) if params.has_penalties else None
+        penalties = Penalties(params, history) if params.has_penalties else None
+        self._changers = [changer for changer in (penalties, dry) if changer is not None]
         self._bias = _bias_arrays(params)
-        self._changes_logits = bool(self._penalties or self._bias) or banned is not None
+        self._changes_logits = bool(self._changers or self._bias) or banned is not None
         self.num_chosen = num_chosen
         self.mirostat_mu = 2 * params.mirostat_tau if mirostat_mu is None else mirostat_mu
 
@@ -113,10 +126,11 @@ class Chooser:
         return token, report.of(token) if report else None
 
     def _adjust(self, logits: Logits) -> None:
+        """In llama.cpp's order (common/sampling.cpp): biases, penalties, DRY, then what filters tokens."""
         if self._bias is not None:
-            logits[self._bias[0]] += self._bias[1]
-        if self._penalties is not None:
-            self._penalties.apply(logits)
+            np.add.at(logits, *self._bias)
+        for changer in self._changers:
+            changer.apply(logits)
         if self._banned is not None:
             logits[self._banned] = -np.inf
 
@@ -189,8 +203,8 @@ class Chooser:
             self.mirostat_mu -= self._params.mirostat_eta * (self._surprise - self._params.mirostat_tau)
 
     def _accept(self, token: int) -> None:
-        if self._penalties is not None:
-            self._penalties.accept(token)
+        for changer in self._changers:
+            changer.accept(token)
         if self._constraint is not None:
             self._constraint.accept(token)
         self.num_chosen += 1

@@ -62,6 +62,7 @@ class Sequence:
     logprobs: list[TokenLogprob] = field(default_factory=list)  # of the output tokens, if asked for
     text_stream: TextStream = field(init=False)
     reply: ReplyReader | None = field(init=False)  # of a chat
+    mirostat_mu: float | None = None  # that its sampler begins with
     num_reported: int = 0  # output tokens that Text events have carried
 
     def __post_init__(self) -> None:

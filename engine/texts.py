@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from .chat import ChatOptions, ChatPrompt, ChatTemplate, Message, Rendered, grammar_of_choice, reply_format_of
 from .errors import InvalidRequest, TemplateFailed
 from .hub import HubOptions
+from .json_schema import schema_to_gbnf
 from .sources import resolve
 
 if TYPE_CHECKING:
@@ -77,8 +78,6 @@ class Texts:
 
     def prepare_chat(self, messages: Sequence[Message], options: ChatOptions) -> ChatPrompt:
         """A conversation's prompt, and how the reply to it is read. Raises TemplateFailed, InvalidRequest."""
-        from .llama.json_schema import schema_to_gbnf
-
         prompt = self._render(messages, **options.variables)
         reply = reply_format_of(self._name, self.template, prompt, options, self._ids_of_markup)
         grammar = grammar_of_choice(self._name, reply, options, schema_to_gbnf)

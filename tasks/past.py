@@ -8,10 +8,10 @@ from typing import Any
 
 from redis import Redis
 
+from cellama.config.limits import MAX_COMPLETIONS
+
 from .contract.events import EVENT_FIELD, OUTPUT_TYPES, Event, is_terminal
 from .contract.keys import journal_key
-
-MAX_COMPLETIONS = 128  # of one line, as of one job
 
 
 @dataclass(slots=True)
@@ -20,6 +20,7 @@ class Output:
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
+    mirostat_mu: float | None = None  # what mirostat had learned by the last token
 
 
 @dataclass(slots=True)
@@ -43,6 +44,7 @@ class Past:
             output = self.outputs.setdefault(event.get("index", 0), Output())
             output.tokens += event["tokens"]
             output.logprobs += event.get("logprobs", [])
+            output.mirostat_mu = event.get("mirostat_mu")
         elif event["type"] == "line":
             self.lines.add(event["line"])
             for index in outputs_of_line(event["line"]):

@@ -29,6 +29,8 @@ def event_of(event: EngineEvent, model_id: str, worker: str, signer: Signer) -> 
         details: dict[str, Any] = {"index": event.index} if event.index else {}
         if event.logprobs:
             details["logprobs"] = _logprobs(event.logprobs)
+        if event.mirostat_mu is not None:
+            details["mirostat_mu"] = event.mirostat_mu
         if event.kind == "reasoning_end":
             return events.reasoning_end(signer.sign(event.text), list(event.tokens), **details)
         tell = events.token if event.kind == "text" else events.reasoning
@@ -134,7 +136,9 @@ def resume_of(past: Past, n: int, line: int = 0) -> tuple[Resumed, ...]:
     outputs = [past.outputs.get(index, Output()) for index in outputs_of_line(line)[:n]]
     if not any(output.tokens for output in outputs):
         return ()
-    return tuple(Resumed(tuple(o.tokens), tuple(_logprob(entry) for entry in o.logprobs)) for o in outputs)
+    return tuple(
+        Resumed(tuple(o.tokens), tuple(_logprob(entry) for entry in o.logprobs), o.mirostat_mu) for o in outputs
+    )
 
 
 def _logprob(entry: dict[str, Any]) -> TokenLogprob:

@@ -67,4 +67,6 @@ class RunEvents:
             joined["text"] = "".join(part["text"] for part in parts)
         if "logprobs" in joined:
             joined["logprobs"] = [entry for part in parts for entry in part["logprobs"]]
+        if "mirostat_mu" in parts[-1]:
+            joined["mirostat_mu"] = parts[-1]["mirostat_mu"]
         return joined

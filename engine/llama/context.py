@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,9 @@ from ..processors import available_cores
 from ..scheduler import Chunk
 from . import log as llama_log
 from .abort import AbortFlag
-from .grammar import Grammar, grammar_of
 from .memory import CACHE_TYPES, KvShape, LlamaMemory
 from .model import LlamaModel, adapter_pointer
-from .samplers import GreedySampler, LlamaSampler
+from .samplers import GreedySampler, LlamaSampler, Plan, grammar_of
 
 _FLASH_ATTENTION = {
     "auto": lib.LLAMA_FLASH_ATTN_TYPE_AUTO,
@@ -187,29 +186,34 @@ class LlamaBackend(LlamaMemory):
             view = self._views[address] = np.ctypeslib.as_array((ctypes.c_float * self.n_vocab).from_address(address))
         return view
 
-    def check(self, params: SamplingParams) -> None:
+    def prepare(self, params: SamplingParams, visible: Mapping[int, bytes] | None = None) -> Plan:
         for token, _ in params.logit_bias:
             if token >= self.n_vocab:
                 raise InvalidRequest(f"logit_bias names token {token}; the model has tokens 0..{self.n_vocab - 1}")
-        grammar = grammar_of(params)
-        if grammar is not None:
-            with self.vocabulary.lifetime:
-                Grammar(self.vocabulary, *grammar).close()
+        grammar, grammars = grammar_of(params), self.vocabulary.grammars
+        return Plan(
+            params,
+            None if grammar is None else grammars.automaton(*grammar),
+            None if grammar is None else grammars.tokens,
+            self.vocabulary.breakers(params.dry_sequence_breakers) if params.has_dry else None,
+            visible or {},
+        )
 
     def new_sampler(
         self,
-        params: SamplingParams,
+        plan: Plan,
         seed: int,
         history: Sequence[int],
         *,
         ban_end: bool,
         num_chosen: int = 0,
         num_unbound: int | None = 0,
+        mirostat_mu: float | None = None,
     ) -> Sampler:
         banned = np.array(sorted(self.vocabulary.end_tokens), dtype=np.int64) if ban_end else None
-        if params.is_plainly_greedy:
+        if plan.params.is_plainly_greedy:
             return GreedySampler(self, banned)
-        return LlamaSampler(self, params, seed, history, banned, num_chosen, num_unbound)
+        return LlamaSampler(self, plan, seed, history, banned, num_chosen, num_unbound, mirostat_mu)
 
     def close(self) -> None:
         self._batch.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import llama_cpp.llama_cpp as lib
 
 from ..adapter_file import check_adapter_file
 from ..backend import ModelInfo
+from ..dry import Breakers, find_breaker, joined
 from ..errors import AdapterLoadFailed, InvalidRequest, ModelLoadFailed
+from ..grammar import Grammars
 from ..lifetime import Lifetime
 from ..markup import SpecialToken, tokenize_marked
 from . import log as llama_log
@@ -21,6 +24,7 @@ from .gguf_file import fingerprint
 CLOSE_TIMEOUT_S = 30.0
 _CONTROL = lib.LLAMA_TOKEN_ATTR_CONTROL | lib.LLAMA_TOKEN_ATTR_UNKNOWN
 _USER_DEFINED = lib.LLAMA_TOKEN_ATTR_USER_DEFINED
+_MAX_BREAKERS = 256  # texts whose tokens are kept
 
 
 def _encoded(text: str) -> bytes:
@@ -75,7 +79,26 @@ class LlamaModel:
         self._ends = frozenset(token for token in ids if lib.llama_vocab_is_eog(self.vocab, token))
         # llama.cpp looks at all adapters of a model when it makes a graph: none comes or goes meanwhile.
         self.adapters_lock = threading.Lock()
+        self._breakers: dict[str, Breakers] = {}
         self._adapters: set[int] = set()
+
+    @functools.cached_property
+    def grammars(self) -> Grammars:
+        """The grammars that were used lately, over this vocabulary. Made with the first; any thread."""
+        return Grammars((self.token_bytes(token) for token in range(self.info.n_vocab)), self._ends)
+
+    def breakers(self, texts: Sequence[str]) -> Breakers:
+        """The tokens of DRY's sequence breakers. Any thread."""
+        return joined(self._breaker(text) for text in texts)
+
+    def _breaker(self, text: str) -> Breakers:
+        found = self._breakers.get(text)
+        if found is None:
+            found = find_breaker(text.encode(), self.grammars.tokens.of, lambda s: self.tokenize(s, add_special=False))
+            if len(self._breakers) >= _MAX_BREAKERS:
+                self._breakers.clear()
+            self._breakers[text] = found
+        return found
 
     def _read_info(self, fingerprint: str) -> ModelInfo:
         description = ctypes.create_string_buffer(256)

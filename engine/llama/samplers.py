@@ -1,27 +1,55 @@
-"""The sampler of one sequence on llama.cpp's logits: a Chooser, with llama.cpp's grammar and DRY where asked for."""
+"""The sampler of one sequence on llama.cpp's logits, and what the samplers of a request share."""
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import llama_cpp.llama_cpp as lib
 import numpy as np
 from numpy.typing import NDArray
 
+from ..dry import Breakers, Dry
 from ..errors import GrammarFailed
+from ..grammar import Automaton, Grammar, TokenBytes, Work
+from ..json_schema import schema_to_gbnf
 from ..logprobs import TokenLogprob
 from ..params import SamplingParams
-from ..sampling import Chooser, Logits, NothingAllowed
-from .grammar import CANDIDATE, Grammar, apply, grammar_of
+from ..sampling import Chooser, NothingAllowed
 
 if TYPE_CHECKING:
     from .context import LlamaBackend
 
 
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A request's parameters, and what was made of them once for all of its sequences, on its caller's thread."""
+
+    params: SamplingParams
+    automaton: Automaton | None = None
+    tokens: TokenBytes | None = None  # with an automaton
+    breakers: Breakers | None = None  # with DRY
+    visible: Mapping[int, bytes] = field(default_factory=dict)  # control tokens whose text belongs to the output
+    work: Work = field(default_factory=Work)
+
+    def grammar(self) -> Grammar | None:
+        """A grammar at its beginning. Raises GrammarFailed."""
+        if self.automaton is None or self.tokens is None:
+            return None
+        return Grammar(self.automaton, self.tokens, self.work, self.visible)
+
+
+def grammar_of(params: SamplingParams) -> tuple[str, str] | None:
+    """GBNF and the name of its root rule, None if the request is free. Raises InvalidRequest."""
+    if params.json_schema is not None:
+        return schema_to_gbnf(params.json_schema), "root"
+    return None if params.grammar is None else (params.grammar, params.grammar_root)
+
+
 class GreedySampler:
     """The most likely token, straight from the logits, for requests that want nothing else."""
+
+    mirostat_mu: float | None = None
 
     def __init__(self, backend: LlamaBackend, banned: NDArray[np.int64] | None) -> None:
         self._backend = backend
@@ -48,75 +76,54 @@ class LlamaSampler:
     def __init__(
         self,
         backend: LlamaBackend,
-        params: SamplingParams,
+        plan: Plan,
         seed: int,
         history: Sequence[int],
         banned: NDArray[np.int64] | None,
         num_chosen: int,
         num_unbound: int | None,
+        mirostat_mu: float | None,
     ) -> None:
-        """Raises InvalidRequest for a grammar that llama.cpp can't take."""
+        """Raises GrammarFailed."""
         self._backend = backend
-        grammar = grammar_of(params)
-        self._grammar = Grammar(backend.vocabulary, *grammar) if grammar else None
-        self._repetition = _Repetition(backend, params, history) if params.dry_multiplier else None
-        self._chooser = Chooser(params, seed, history, banned=banned, num_chosen=num_chosen)
+        self._mirostat = bool(plan.params.mirostat)
+        self._grammar = plan.grammar()
+        self._chooser = Chooser(
+            plan.params,
+            seed,
+            history,
+            banned=banned,
+            dry=self._dry(plan, history),
+            num_chosen=num_chosen,
+            mirostat_mu=mirostat_mu,
+        )
         if self._grammar is not None and num_unbound is not None:
             for token in history[len(history) - num_chosen + num_unbound :]:
                 self._grammar.accept(token)
             self.bind()
+
+    def _dry(self, plan: Plan, history: Sequence[int]) -> Dry | None:
+        if plan.breakers is None:
+            return None
+        last_n = plan.params.dry_penalty_last_n
+        return Dry(plan.params, self._backend.ctx_per_slot if last_n < 0 else last_n, plan.breakers, history)
+
+    @property
+    def mirostat_mu(self) -> float | None:
+        """What mirostat has learned; None without it."""
+        return self._chooser.mirostat_mu if self._mirostat else None
 
     def bind(self) -> None:
         if self._grammar is not None:
             self._chooser.constrain(self._grammar)
 
     def sample(self, slot: int, forced: int | None = None) -> tuple[int, TokenLogprob | None]:
-        logits = self._backend.logits(slot)
-        if self._repetition is not None:
-            self._repetition.apply(logits)
         try:
-            token, logprob = self._chooser.choose(logits, forced)
+            return self._chooser.choose(self._backend.logits(slot), forced)
         except NothingAllowed:
             raise GrammarFailed(
                 "none of the model's tokens is allowed here by grammar, logit_bias and ignore_eos; loosen one of them"
             ) from None
-        if self._repetition is not None:
-            self._repetition.accept(token)
-        return token, logprob
 
     def close(self) -> None:
-        for part in (self._grammar, self._repetition):
-            if part is not None:
-                part.close()
-
-
-class _Repetition:
-    """DRY: makes tokens that would continue a repetition less likely. llama.h: llama_sampler_init_dry."""
-
-    def __init__(self, backend: LlamaBackend, params: SamplingParams, history: Sequence[int]) -> None:
-        breakers = [text.encode() for text in params.dry_sequence_breakers]
-        last_n = backend.ctx_per_slot if params.dry_penalty_last_n < 0 else params.dry_penalty_last_n
-        self._sampler = lib.llama_sampler_init_dry(
-            backend.vocabulary.vocab,
-            params.dry_multiplier,
-            params.dry_base,
-            params.dry_allowed_length,
-            last_n,
-            (ctypes.c_char_p * len(breakers))(*breakers),
-            len(breakers),
-        )
-        self._candidates = np.zeros(backend.n_vocab, CANDIDATE)
-        self._candidates["id"] = np.arange(backend.n_vocab)
-        for token in history:
-            self.accept(token)
-
-    def apply(self, logits: Logits) -> None:
-        self._candidates["logit"] = logits
-        apply(self._sampler, self._candidates)
-        logits[:] = self._candidates["logit"]
-
-    def accept(self, token: int) -> None:
-        lib.llama_sampler_accept(self._sampler, token)
-
-    def close(self) -> None:
-        lib.llama_sampler_free(self._sampler)
+        pass

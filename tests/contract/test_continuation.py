@@ -40,6 +40,17 @@ def resumed(completion: Completion, count: int) -> Resumed:
     return Resumed(completion.tokens[:count], tuple(completion.logprobs or ())[:count])
 
 
+def mu_after(told: list[Event], count: int) -> float | None:
+    """What mirostat had learned by the first `count` tokens, as the events tell it."""
+    seen = 0
+    for event in told:
+        if isinstance(event, Text):
+            seen += len(event.tokens)
+            if seen == count:
+                return event.mirostat_mu
+    raise AssertionError(f"no event ends after {count} tokens")
+
+
 @pytest.mark.parametrize("count", [1, 7, 39])
 @pytest.mark.parametrize(
     "params",
@@ -82,3 +93,23 @@ def test_request_whose_output_is_complete_ends_without_a_token(model: Model, par
     again, told = run(model, (resumed(whole, len(whole.tokens)),), **params)
     assert (again.text, again.finish_reason) == (whole.text, whole.finish_reason)
     assert not [event for event in told if isinstance(event, Text)]
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_mirostat_goes_on_with_what_it_had_learned(model: Model, version: int) -> None:
+    params: dict[str, Any] = {
+        "mirostat": version,
+        "mirostat_tau": 3.0,
+        "mirostat_eta": 0.5,
+        "temperature": 4.0,
+        "seed": 5,
+    }
+    whole, told = run(model, ignore_eos=True, **params)
+    for count in (1, 13, 30):
+        known = Resumed(whole.tokens[:count], mirostat_mu=mu_after(told, count))
+        assert known.mirostat_mu is not None
+        rest, _ = run(model, (known,), ignore_eos=True, **params)
+        assert rest.tokens == whole.tokens
+    fresh, _ = run(model, (Resumed(whole.tokens[:13]),), ignore_eos=True, **params)
+    assert fresh.tokens != whole.tokens, "mirostat learned nothing: choose other parameters"
+    assert mu_after(run(model, temperature=0)[1], 1) is None

@@ -102,7 +102,7 @@ def nearly_valid(draw: st.DrawFn) -> tuple[type[payloads._Job], dict[str, Any]]:
     return kind, values
 
 
-@settings(max_examples=1000)
+@settings(max_examples=400)
 @given(nearly_valid(), st.dictionaries(TEXT, JSON, max_size=2))
 def test_any_payload_is_a_job_or_invalid(
     case: tuple[type[payloads._Job], dict[str, Any]], more: dict[str, Any]

@@ -16,10 +16,11 @@ from redis.exceptions import OutOfMemoryError, ResponseError
 from cellama.engine import Completion, DecodeFailed, Finished, Started, Text, Timings, ToolCall, Usage, Watchdog
 from cellama.tasks.contract import events
 from cellama.tasks.contract.errors import JobFailed
+from cellama.tasks.past import Past
 from cellama.tasks.pool import Interruption
 from cellama.tasks.publisher import LINE_MARK, Publisher
 from cellama.tasks.records import Attempt, Entry
-from cellama.tasks.results import error_event
+from cellama.tasks.results import error_event, resume_of
 from cellama.tasks.run_events import STRIDE
 from cellama.tasks.signing import Signer
 
@@ -308,3 +309,20 @@ def test_events_are_written_in_pages_that_redis_takes_at_once(monkeypatch: pytes
     assert publisher.close()
     assert ledger.num_calls == 3
     assert [event["seq"] for event in ledger.journal("a")] == list(range(6))
+
+
+def test_events_carry_what_mirostat_has_learned_and_the_past_reads_the_last() -> None:
+    ledger = MemoryLedger()
+    publisher = publisher_of(ledger)
+    publisher.open(attempt("a"), streams=False)
+    tell = publisher.listener("tiny")
+    for token in range(STRIDE):
+        tell((Text("a#1", str(token), (token,), mirostat_mu=token / 3),))
+    tell((Text("a#1", "x", (1, 2), index=1), Finished("a#1", COMPLETION)))
+    assert publisher.close()
+    past = Past()
+    for event in ledger.journal("a"):
+        past.add(json.loads(json.dumps(event)))
+    learned, fresh = resume_of(past, 2)
+    assert (learned.tokens, learned.mirostat_mu) == (tuple(range(STRIDE)), (STRIDE - 1) / 3)
+    assert fresh.mirostat_mu is None

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from cellama.engine import InvalidRequest, SamplingParams
-from cellama.engine.sampling import Chooser, NothingAllowed, softmax, top_ids, uniforms
+from cellama.engine.sampling import Chooser, NothingAllowed, Penalties, softmax, top_ids, uniforms
 
 OFF: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 LOGITS = np.log(np.array([0.4, 0.3, 0.15, 0.1, 0.05], dtype=np.float32))
@@ -63,10 +63,9 @@ def test_xtc_applies_as_often_as_it_says() -> None:
 
 def test_penalties_are_llama_cpps() -> None:
     params = SamplingParams(repeat_penalty=2.0, frequency_penalty=0.5, presence_penalty=0.25, repeat_last_n=4)
-    chooser = Chooser(params, 0, history=[9, 1, 1, 2, 0])  # 9 is out of the window
+    penalties = Penalties(params, history=[9, 1, 1, 2, 0])  # 9 is out of the window
     logits = np.array([2.0, 4.0, -1.0, 3.0] + [0.0] * 6, dtype=np.float32)
-    assert chooser._penalties is not None
-    chooser._penalties.apply(logits)
+    penalties.apply(logits)
     assert logits[:4].tolist() == [2 / 2 - 0.75, 4 / 2 - 1.25, -1 * 2 - 0.75, 3.0]
     assert not logits[4:].any()
 
