@@ -154,16 +154,28 @@ class Chooser:
             raise NothingAllowed
         if self._params.is_greedy:
             return int(logits.argmax())
+        ids, values = self.candidates(logits)
+        at = self._draw(ids, values, purpose)
         if self._params.mirostat:
-            return self._pick_mirostat(logits, purpose)
-        if self._params.keeps_by_min_p_alone:
-            ids, values = _min_p_candidates(logits, self._params.min_p)
-            return int(ids[self._draw(ids, _tempered(values, self._params.temperature), purpose)])
-        ids, values = _sorted_candidates(logits, self._params.top_k)
-        for keep in (_typical, _top_p, _min_p):
-            ids, values = keep(ids, values, self._params)
-        ids, values = self._exclude_top_choices(ids, values)
-        return int(ids[self._draw(ids, _tempered(values, self._params.temperature), purpose)])
+            self._surprise = -math.log2(max(softmax(values)[at], 1e-300))
+        return int(ids[at])
+
+    def candidates(self, logits: Logits) -> tuple[Ids, Values]:
+        """The tokens that are left to draw from, and their logits: after filters and temperature, in llama.cpp's order.
+
+        With mirostat, which replaces the filters, temperature comes first.
+        """
+        params = self._params
+        if params.mirostat:
+            return self._mirostat_candidates(logits)
+        if params.keeps_by_min_p_alone:
+            ids, values = _min_p_candidates(logits, params.min_p)
+        else:
+            ids, values = _sorted_candidates(logits, params.top_k)
+            for keep in (_typical, _top_p, _min_p):
+                ids, values = keep(ids, values, params)
+            ids, values = self._exclude_top_choices(ids, values)
+        return ids, _tempered(values, params.temperature)
 
     def _draw(self, ids: Ids, values: Values, purpose: str) -> int:
         """A place in `ids`, drawn with the probabilities that these logits mean.
@@ -185,18 +197,17 @@ class Chooser:
         first = max(0, likely - 1)
         return ids[first:], values[first:]
 
-    def _pick_mirostat(self, logits: Logits, purpose: str) -> int:
+    def _mirostat_candidates(self, logits: Logits) -> tuple[Ids, Values]:
         """Keeps the surprise of the text near tau. Basu et al. 2021, arXiv:2007.14966; versions 1 and 2."""
         ids, values = _sorted_candidates(logits, 0)
-        probabilities = softmax(_tempered(values, self._params.temperature))
+        values = _tempered(values, self._params.temperature)
+        probabilities = softmax(values)
         if self._params.mirostat == 1:
             count = _mirostat_top_k(probabilities, self.mirostat_mu)
         else:
             count = int((-np.log2(np.maximum(probabilities, 1e-300)) <= self.mirostat_mu).sum())
-        kept = probabilities[: max(1, count)]
-        at = self._draw(ids[: len(kept)], np.log(np.maximum(kept, 1e-300)), purpose)
-        self._surprise = -math.log2(kept[at] / kept.sum())
-        return int(ids[at])
+        count = max(1, count)
+        return ids[:count], values[:count]
 
     def _learn_surprise(self) -> None:
         if self._params.mirostat and not self._params.is_greedy:
