@@ -20,6 +20,7 @@ from ..lifetime import Lifetime
 from ..markup import SpecialToken, tokenize_marked
 from . import log as llama_log
 from .gguf_file import fingerprint
+from .pretokenizers import PreTokenizer
 
 CLOSE_TIMEOUT_S = 30.0
 _CONTROL = lib.LLAMA_TOKEN_ATTR_CONTROL | lib.LLAMA_TOKEN_ATTR_UNKNOWN
@@ -74,6 +75,8 @@ class LlamaModel:
         self.lifetime = Lifetime(f"model {str(path)!r}")
         self.vocab = lib.llama_model_get_vocab(self.pointer)
         self.info = self._read_info("" if vocab_only or dry else fingerprint(path))
+        has_words = lib.llama_vocab_type(self.vocab) == lib.LLAMA_VOCAB_TYPE_BPE
+        self._pre_tokenizer = PreTokenizer(self.metadata("tokenizer.ggml.pre") or "" if has_words else None)
         self._pieces: list[bytes | None] = [None] * self.info.n_vocab
         ids = range(0 if vocab_only or dry else self.info.n_vocab)  # what does not generate needs none
         self._ends = frozenset(token for token in ids if lib.llama_vocab_is_eog(self.vocab, token))
@@ -177,6 +180,9 @@ class LlamaModel:
 
     def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
         data = _encoded(text)
+        return self._pre_tokenizer.run(text, lambda: self._tokenize(data, add_special, parse_special))
+
+    def _tokenize(self, data: bytes, add_special: bool, parse_special: bool) -> list[int]:
         size = len(data) + 8  # no more tokens than bytes, and a few special ones
         with self.lifetime:
             tokens = (ctypes.c_int32 * size)()
