@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from celery import Celery
-from kombu import Exchange, Queue
+from kombu import Connection, Exchange, Queue
 
 from cellama.config import ModelSettings, Settings, get_settings
 from cellama.config.settings import DEFAULT_SLOTS
@@ -28,6 +29,12 @@ class CellamaApp(Celery):  # type: ignore[misc]
     control_cls = "cellama.tasks.control:LastingControl"
     runtime: Runtime | None = None  # set by the worker's lifecycle
     server_check: ServerCheck  # too
+
+    def connection_for_write(self, url: str | None = None, **options: Any) -> Connection:
+        """As Celery's; a purge through it ends the jobs whose messages it takes."""
+        from .control import purge_queue, purging_with
+
+        return purging_with(partial(purge_queue, self), super().connection_for_write(url, **options))
 
 
 def make_app() -> CellamaApp:

@@ -30,7 +30,7 @@ class LoadModels(bootsteps.StartStopStep):  # type: ignore[misc]
         """Makes the runtime; a mistake in the settings or a model file ends the process with EXIT_CONFIG."""
         from cellama.engine import EngineError
 
-        from . import commands  # noqa: F401  (being imported makes them known to Celery)
+        from . import commands, revokes  # noqa: F401  (being imported makes them known to Celery)
         from .runtime import Runtime
 
         signals.worker_shutting_down.connect(_Hurry(worker.pool), weak=False)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import threading
+from datetime import UTC, datetime
 from typing import Any
 
+from celery.utils.time import maybe_make_aware
 from celery.worker.request import Request
 from kombu.transport.virtual import QoS
+from redis.exceptions import RedisError
 
 from cellama.config import get_settings
 
 from .contract.names import SUBMITTED_AT_HEADER
+from .ledger import Ledger
 from .pool import Interruption, JobControl
 
 HIDDEN = "(…)"  # what Flower shows of prompts
@@ -31,6 +35,20 @@ class JobRequest(Request):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         if SUBMITTED_AT_HEADER not in self._request_dict and not get_settings().show_prompts:
             self._argsrepr = self._kwargsrepr = HIDDEN  # plain Celery sends them in full
+
+    def maybe_expire(self) -> bool | None:
+        """Whether `expires` is over, unless the job has begun: then another worker goes on with it."""
+        expires: datetime | None = self.expires  # type: ignore[has-type]
+        if expires and maybe_make_aware(expires) < datetime.now(UTC) and self._has_begun():
+            self.expires = None
+        result: bool | None = super().maybe_expire()
+        return result
+
+    def _has_begun(self) -> bool:
+        try:
+            return Ledger(self.app.backend.client).state(self.id) not in (None, "queued")
+        except RedisError:
+            return True  # as far as anybody knows
 
     def _claim_settlement(self) -> bool:
         with self._settle_lock:

@@ -36,6 +36,7 @@ PARTS: dict[str, dict[str, str]] = {
         "kombu.transport.redis:Channel._in_poll": ATTRIBUTE,
         "kombu.transport.virtual:Channel._qos": ATTRIBUTE,
     },
+    "control.py": {"kombu.transport.redis:Channel._purge": "(self, queue)"},
     "enqueue.py": {
         "kombu.messaging:Producer._publish": (
             "(self, body, priority, content_type, content_encoding, headers, properties, routing_key, mandatory, "

@@ -1,0 +1,114 @@
+"""Revokes and purges last, whoever asks for them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from celery import Celery
+from celery.worker.state import REVOKE_EXPIRES
+from kombu.message import Message
+from redis import Redis
+
+from cellama.api.redis_server import RedisServer
+from cellama.tasks import app, generate
+from cellama.tasks.contract.keys import REAPER_KEY, cancel_key
+from cellama.tasks.contract.names import queue_key, queue_name
+from cellama.tasks.control import REVOKED_S
+from cellama.tasks.ledger import Ledger, new_run
+from cellama.tasks.reaper import Reaper
+from cellama.tasks.request import JobRequest
+
+from ..conftest import WorkerProcess, clean_environment, wait_until
+from .conftest import LONG
+
+EventsOf = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture
+def unserved(redis_server: RedisServer) -> str:
+    """A model that no worker has: its jobs stay where they were put."""
+    return f"nobody-{uuid.uuid4().hex[:8]}"
+
+
+@pytest.fixture(scope="module")
+def plain(redis_server: RedisServer) -> Iterator[Celery]:
+    """A Celery app that knows nothing of cellama."""
+    with Celery("plain", broker=redis_server.url, backend=redis_server.url, set_as_current=False) as other:
+        yield other
+
+
+def test_plain_revoke_of_a_waiting_job_ends_it(
+    worker: WorkerProcess, plain: Celery, unserved: str, events_of: EventsOf
+) -> None:
+    job = generate.delay(unserved, "Hi")
+    plain.control.revoke(job.id)
+    assert events_of(job.id)[-1]["finish_reason"] == "cancelled"
+    wait_until(lambda: job.state == "REVOKED", "the result of a revoked job")
+
+
+def test_plain_revoke_with_terminate_ends_a_running_job(
+    worker: WorkerProcess, plain: Celery, events_of: EventsOf, redis_client: Redis
+) -> None:
+    job = generate.delay("tiny", "Once upon a time", **LONG)
+    wait_until(lambda: Ledger(redis_client).state(job.id) == "running", "the job to begin")
+    plain.control.revoke(job.id)
+    plain.control.terminate(job.id)
+    assert events_of(job.id)[-1]["finish_reason"] == "cancelled"
+
+
+def test_plain_revoke_of_a_plain_job_outlives_the_worker_that_heard_of_it(
+    worker: WorkerProcess, plain: Celery, unserved: str, redis_client: Redis
+) -> None:
+    job = plain.send_task("cellama.generate", [unserved, "Hi"], queue=queue_name(unserved))
+    plain.control.revoke(job.id)
+    wait_until(lambda: redis_client.get(cancel_key(job.id)), "the cancel key")
+    assert 0 < redis_client.ttl(cancel_key(job.id)) <= REVOKED_S == REVOKE_EXPIRES
+    attempt = Ledger(redis_client).begin(job.id, new_run(), "a later worker")
+    assert attempt.verdict == "cancelled"
+
+
+def purge_with_celery(unserved: str) -> None:
+    argv = [sys.executable, "-m", "celery", "-A", "cellama.tasks.app", "purge", "-f", "-Q", queue_name(unserved)]
+    done = subprocess.run(argv, env=clean_environment(CELLAMA_REDIS_URL=app.conf.broker_url), capture_output=True)
+    assert b"Purged 3 messages" in done.stdout, done
+
+
+@pytest.mark.parametrize("purge", [purge_with_celery, lambda _: app.control.purge()])
+def test_purge_is_not_undone(unserved: str, redis_client: Redis, events_of: EventsOf, purge: Any) -> None:
+    jobs = [generate.apply_async((unserved, "Hi"), {"priority": priority}) for priority in (0, 3, 3)]
+    purge(unserved)
+    requeued: list[str] = []
+    reaper = Reaper(redis_client, Ledger(redis_client), lambda id_, _: requeued.append(id_), lambda *_: None, 0.0)
+    for _ in range(3):
+        redis_client.delete(REAPER_KEY)
+        reaper.look()
+    assert not {job.id for job in jobs} & set(requeued)
+    assert [events_of(job.id)[-1]["finish_reason"] for job in jobs] == ["cancelled"] * 3
+    assert [job.state for job in jobs] == ["REVOKED"] * 3
+    assert not redis_client.exists(queue_key(queue_name(unserved), 0), queue_key(queue_name(unserved), 3))
+    assert Ledger(redis_client).num_waiting(queue_name(unserved)) == 0
+
+
+def test_purge_of_another_apps_queue_is_celerys(redis_client: Redis) -> None:
+    redis_client.lpush("others", "message")
+    with app.connection_for_write() as connection:
+        assert connection.default_channel.queue_purge("others") == 1
+
+
+def request_that_expired(job_id: str) -> JobRequest:
+    headers = {"id": job_id, "task": generate.name, "expires": (datetime.now(UTC) - timedelta(seconds=9)).isoformat()}
+    body: Any = ((), {}, {})
+    return JobRequest(Message(body=body, headers=headers), app=app, body=body, headers=headers, decoded=True)
+
+
+def test_job_that_has_begun_does_not_expire(unserved: str, redis_client: Redis) -> None:
+    job = generate.delay(unserved, "Hi")
+    assert request_that_expired(job.id).maybe_expire()
+    Ledger(redis_client).begin(job.id, new_run(), "a worker that died")
+    assert not request_that_expired(job.id).maybe_expire()
