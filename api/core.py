@@ -157,13 +157,10 @@ class Core:
 
     def requeue_dead(self, job_id: str) -> str:
         with reaching_redis():
-            call = Ledger(self._redis).take_dead(job_id)
-            if call is None:
-                raise UnknownJob(f"no dead job {job_id}; `cellama dead list` shows those that there are")
-            task = app.tasks[call["task"]]
-            return str(
-                task.apply_async(call["args"], call["kwargs"], queue=call["queue"], priority=call["priority"]).id
-            )
+            new_id = Ledger(self._redis).requeue_dead(job_id)
+        if new_id is None:
+            raise UnknownJob(f"no dead job {job_id}; `cellama dead list` shows those that there are")
+        return new_id
 
     def batch(self, options: BatchOptions, on_progress: Callable[[Progress], None]) -> Summary:
         with reaching_redis():

@@ -23,7 +23,7 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from cellama.tasks.contract.events import EVENT_FIELD, is_terminal
-from cellama.tasks.contract.keys import RUNNING_KEY, UNACKED_KEY, job_key, journal_key
+from cellama.tasks.contract.keys import LEASES_KEY, RUNNING_KEY, job_key, journal_key
 
 from .report import Report
 from .service import PATIENCE_S, POISON_TOKENS, Service, wait_until
@@ -194,7 +194,7 @@ class _Scenario:
 
     def _is_clean(self) -> bool:
         redis = self._service.redis
-        return not redis.hlen(UNACKED_KEY) and not redis.zcard(RUNNING_KEY)
+        return not redis.zcard(LEASES_KEY) and not redis.zcard(RUNNING_KEY)
 
     def _check(
         self, jobs: Sequence[Any], texts: Sequence[str], undisturbed: Sequence[str], stored: dict[str, list[str]]

@@ -60,14 +60,9 @@ def celery_config(settings: Settings) -> dict[str, Any]:
             **SOCKET_OPTIONS,
             **transport_options(settings.redis_url),
             "health_check_interval": 10,
-            "visibility_timeout": settings.lease_s,  # renewed by every worker that lives: tasks/lease.py
             "unacked_key": UNACKED_KEY,
             "unacked_index_key": UNACKED_INDEX_KEY,
             "unacked_mutex_key": UNACKED_MUTEX_KEY,
-            "unacked_restore_interval": max(1, settings.lease_s // 4),  # seconds between two looks for ended leases
-            "unacked_restore_throttle": 1,
-            "unacked_restore_limit": None,  # all at once
-            "unacked_mutex_expire": 30,
             "priority_steps": list(PRIORITIES),
             "sep": PRIORITY_SEPARATOR,
             "queue_order_strategy": "round_robin",  # within the limits of tasks/channels.py

@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from celery.worker import state
-from kombu.transport.redis import QoS
 from redis.exceptions import ResponseError
 
 from .contract.names import WEIGHT_HEADER, queue_key
+from .holding import HoldingQoS
+from .ledger import Ledger
 from .places import HeldJobs, Places
 
 log = logging.getLogger(__name__)
@@ -19,12 +20,12 @@ log = logging.getLogger(__name__)
 OpenQueues = Callable[[Sequence[str]], list[str]]
 
 
-class PlaceQoS(QoS):  # type: ignore[misc]
+class PlaceQoS(HoldingQoS):
     """Lets a channel take messages as long as a model has room for one."""
 
-    def __init__(self, channel: Any, open_queues: OpenQueues) -> None:
+    def __init__(self, channel: Any, ledger: Ledger, lease_s: float, open_queues: OpenQueues) -> None:
         """`open_queues` chooses those queues from which a message may be taken now."""
-        super().__init__(channel)
+        super().__init__(channel, ledger, lease_s)
         self.open_queues = open_queues
 
     def can_consume(self) -> bool:
@@ -35,8 +36,8 @@ class PlaceQoS(QoS):  # type: ignore[misc]
         """What this channel holds, but for jobs whose ETA has not come: they take no place from anybody."""
         early = {request.message.delivery_tag for request in list(state.scheduled_requests)}
         held: dict[str, list[int]] = {}
-        for tag, message in list(self._delivered.items()):
-            if tag not in self._dirty and tag not in early:
+        for message in self.messages():
+            if message.delivery_tag not in early:
                 held.setdefault(message.delivery_info["routing_key"], []).append(_weight_of(message))
         return held
 

@@ -20,7 +20,8 @@ from celery import bootsteps
 from celery.worker import state
 from celery.worker.consumer import Consumer
 from kombu.common import ignore_errors
-from kombu.transport.redis import QoS
+
+from cellama.config import get_settings
 
 from .channels import Asker, PlaceQoS, keep_client
 from .contract.names import BULK_PRIORITIES, URGENT_PRIORITIES
@@ -119,8 +120,14 @@ class SteadyConsumer(Consumer):  # type: ignore[misc]
 
 def _share_places(consumer: SteadyConsumer, urgent: Any, bulk: Any) -> None:
     """Lets the two channels ask for what the models of the worker have room for."""
-    urgent._qos = PlaceQoS(urgent, lambda queues: consumer.places.open_for_urgent(queues, urgent.qos.held()))
-    bulk._qos = PlaceQoS(bulk, lambda queues: consumer.places.open_for_bulk(queues, urgent.qos.held(), bulk.qos.held()))
+    ledger, lease_s = consumer.app.runtime.ledger, get_settings().lease_s
+    urgent._qos = PlaceQoS(
+        *(urgent, ledger, lease_s), lambda queues: consumer.places.open_for_urgent(queues, urgent.qos.held())
+    )
+    bulk._qos = PlaceQoS(
+        *(bulk, ledger, lease_s),
+        lambda queues: consumer.places.open_for_bulk(queues, urgent.qos.held(), bulk.qos.held()),
+    )
     consumer.askers = [
         Asker(channel, lambda: consumer.places, priorities)
         for channel, priorities in ((urgent, URGENT_PRIORITIES), (bulk, BULK_PRIORITIES))
@@ -151,7 +158,7 @@ class Intake(bootsteps.StartStopStep):  # type: ignore[misc]
             message = request.message
             if not request.acknowledged and message.channel not in consumer.channels:
                 message.channel = consumer.channel_of(message)
-                QoS.append(message.channel.qos, message, message.delivery_tag)
+                message.channel.qos.adopt(message)
 
     def register_with_event_loop(self, consumer: SteadyConsumer, hub: Any) -> None:
         """Both take messages in the same way, from here on."""

@@ -13,6 +13,7 @@ from typing import Any
 from celery import Celery
 from kombu import Producer
 
+from .contract.errors import InvalidJob
 from .ledger import Ledger
 from .records import Call, Message, Submission
 
@@ -68,7 +69,7 @@ class Checked:
 
     call: Call
     options: dict[str, Any]
-    idempotent: bool
+    digest: str = ""  # of an idempotent one
 
     @property
     def job_id(self) -> str:
@@ -81,7 +82,8 @@ Publish = Callable[[Producer, Checked], Any]
 def enqueue(app: Celery, ledger: Ledger, jobs: Sequence[Checked], publish: Publish) -> Iterator[bool]:
     """Queues jobs in their order, and tells of each whether it is new.
 
-    Raises what Redis raises. The jobs told of by then are queued, and those of the next page perhaps.
+    Raises what Redis raises, and InvalidJob if an idempotency key stands for something else. The jobs told of by then
+    are queued, and those of the next page perhaps.
     """
     page: list[Submission] = []
     num_bytes = 0
@@ -89,12 +91,22 @@ def enqueue(app: Celery, ledger: Ledger, jobs: Sequence[Checked], publish: Publi
         collector = Collector(producer.channel)
         for number, job in enumerate(jobs, start=1):
             publish(collector, job)
-            page.append(Submission(job.job_id, job.call, job.idempotent, collector.take()))
+            page.append(Submission(job.job_id, job.call, collector.take(), job.digest))
             num_bytes += page[-1].num_bytes
             if len(page) == PAGE_JOBS or num_bytes > PAGE_BYTES:
-                yield from ledger.submit_all(page, following=len(jobs) - number)
+                yield from _told(page, ledger.submit(page, following=len(jobs) - number))
                 page, num_bytes = [], 0
-        yield from ledger.submit_all(page)
+        yield from _told(page, ledger.submit(page))
+
+
+def _told(page: Sequence[Submission], told: Sequence[int]) -> Iterator[bool]:
+    for job, how in zip(page, told, strict=True):
+        if how < 0:
+            raise InvalidJob(
+                f"the idempotency key of job {job.job_id} was used for a {job.call.task} with other parameters; "
+                "give each its own key, or ask for the first one's result"
+            )
+        yield bool(how)
 
 
 def ranges(places: Sequence[int]) -> str:

@@ -70,7 +70,9 @@ class JobTask(Task):  # type: ignore[misc]
         """Queues the job on its model's queue with its priority; docs/canvas.md tells of Celery's options.
 
         With `idempotency_key`, a second call with the same key gives the job of the first, as long as its result is
-        kept. Raises InvalidJob, RedisUnreachable; but the next step of a canvas that is wrong fails by itself.
+        kept. Keys of different tasks and scopes (`idempotency_scope`, else `cache_scope`) have nothing to do with each
+        other; a key that was used with other parameters is refused. Raises InvalidJob, RedisUnreachable; but the next
+        step of a canvas that is wrong fails by itself.
         """
         steps_on = follows_a_task()
         retry, policy = options.pop("retry", None), options.pop("retry_policy", None)
@@ -175,10 +177,11 @@ class JobTask(Task):  # type: ignore[misc]
         settings = get_settings()
         job = self.parse(args, kwargs)
         key = options.pop("idempotency_key", None)
+        scope = options.pop("idempotency_scope", getattr(job, "cache_scope", ""))
         settle_options(self.app, options, job.model, job.priority if "priority" in kwargs else None)
         if options["priority"] is None:
             options["priority"] = job.priority
-        options.setdefault("task_id", uuid() if key is None else str(uuid5(IDEMPOTENCY, f"{self.name} {key}")))
+        options.setdefault("task_id", uuid() if key is None else _id_of_key(self.name, scope, key))
         delay = delay_s(self.app, options)  # until then nobody waits for the job
         options["headers"] = {SUBMITTED_AT_HEADER: time.time() + delay, **(options.get("headers") or {})}
         if not settings.show_prompts:  # Flower and the logs show these instead of the arguments
@@ -187,7 +190,7 @@ class JobTask(Task):  # type: ignore[misc]
             options.setdefault("kwargsrepr", repr(shown))
         call = self._call(args, kwargs, options["queue"], options["priority"], options["headers"], delay)
         _check_size(call, settings.max_payload_bytes)
-        return Checked(call, options, idempotent=key is not None)
+        return Checked(call, options, "" if key is None else call.digest(self.kind.positional))
 
     def _publish(self, producer: Producer, job: Checked) -> None:
         """As Celery does, but for its subscription to the result: who asks for that subscribes."""
@@ -209,30 +212,19 @@ class JobTask(Task):  # type: ignore[misc]
     ) -> Call:
         timeout = (kwargs or {}).get("timeout")
         timeout_s = float(timeout) + delay if isinstance(timeout, int | float) else None
-        return Call(self.name, list(args or ()), dict(kwargs or {}), queue, priority, timeout_s, headers)
-
-    def call_of_message(self) -> Call | None:
-        """How the job that runs here was called, if its producer was plain Celery and told the ledger nothing."""
-        request = self.request
-        if not self._is_plain:
-            return None
-        return self.call_of_plain(request.args, request.kwargs, request.delivery_info)
+        return Call(self.name, list(args or ()), dict(kwargs or {}), queue, priority, timeout_s, headers, delay)
 
     def call_of_plain(self, args: Any, kwargs: Any, delivery: dict[str, Any]) -> Call:
         """What a message of plain Celery asks for; nobody has checked it yet."""
         priority = plain_priority(kwargs, delivery.get("priority"))
         return self._call(args, kwargs, plain_queue(kwargs, args, str(delivery.get("routing_key"))), priority, {})
 
-    @property
-    def _is_plain(self) -> bool:
-        return getattr(self.request, SUBMITTED_AT_HEADER, None) is None  # Celery makes attributes of headers
-
     def _payload_here(self, args: Any, kwargs: Any) -> Any:
         """The payload of the job that runs here, with the priority of its message unless it has its own."""
-        job, given = self.parse(args, kwargs), self.request.delivery_info.get("priority")
+        job = self.parse(args, kwargs)
         if "priority" in kwargs:
             return job
-        return job.model_copy(update={"priority": plain_priority(kwargs, given) if self._is_plain else given})
+        return job.model_copy(update={"priority": self.request.delivery_info.get("priority")})
 
     def after_return(self, status: str, retval: Any, task_id: str, args: Any, kwargs: Any, einfo: Any) -> None:
         """The results of a chunk's lines are in its journal, which stays as long as results do."""
@@ -259,6 +251,11 @@ def _task(name: str) -> Callable[[Callable[..., Result]], JobTask]:
         bind=True, shared=False, base=JobTask, name=name, kind=KINDS[name]
     )
     return decorate
+
+
+def _id_of_key(task: str, scope: str, key: str) -> str:
+    """The id of the job that an idempotency key stands for: one for each task and scope."""
+    return str(uuid5(IDEMPOTENCY, json.dumps([task, scope, key])))
 
 
 def _check_size(call: Call, limit: int) -> None:

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from typing import Any
 
-from redis import Redis
 from redis.exceptions import RedisError
+
+from .holding import forget_lost, taken_of
+from .ledger import Ledger
 
 log = logging.getLogger(__name__)
 
 
 class LeaseKeeper:
-    """A thread of its own with a connection of its own: Celery's event loop stops while a worker drains."""
+    """A thread of its own, whose ledger has its own connection: Celery's event loop stops while a worker drains."""
 
-    def __init__(self, redis: Redis, consumer: Any, lease_s: float) -> None:
-        """`consumer` is Celery's; its channel is looked up each time, because reconnecting replaces it."""
-        self._redis = redis
+    def __init__(self, ledger: Ledger, consumer: Any, lease_s: float) -> None:
+        """`consumer` is Celery's; its channels are looked up each time, because reconnecting replaces them."""
+        self._ledger = ledger
         self._consumer = consumer
         self._lease_s = lease_s
         self._closing = threading.Event()
@@ -39,10 +40,17 @@ class LeaseKeeper:
                 log.info("leases are renewed the next time: %s: %s", type(error).__name__, error)
 
     def renew(self) -> int:
-        """Sets the delivery time of every message that this worker holds to now; returns how many there are."""
-        channels = self._consumer.channels
-        tags = [tag for channel in channels for tag in list(channel.qos._delivered)]
-        if tags:
-            now = time.time()
-            self._redis.zadd(channels[0].unacked_index_key, dict.fromkeys(tags, now), xx=True)
-        return len(tags)
+        """Renews the lease of every message that this worker holds; returns how many there are.
+
+        What somebody else holds by now, because this worker was frozen or cut off, is given up.
+        """
+        messages = {}
+        for channel in self._consumer.channels:
+            for message in channel.qos.messages():
+                taken = taken_of(message)
+                if taken is not None and taken.token:
+                    messages[taken] = message
+        for lost in self._ledger.renew(list(messages), self._lease_s):
+            log.warning("job %s was given to another worker: this one did not renew its lease in time", lost.job_id)
+            forget_lost(messages[lost])
+        return len(messages)

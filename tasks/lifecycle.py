@@ -14,6 +14,7 @@ from cellama.config.logging import configure_logging
 from .app import CellamaApp
 from .connecting import SOCKET_OPTIONS, connect
 from .contract.errors import JobFailed
+from .records import Ending
 from .server_check import ServerCheck, UnfitRedis
 
 log = logging.getLogger(__name__)
@@ -40,8 +41,7 @@ class LoadModels(bootsteps.StartStopStep):  # type: ignore[misc]
             worker.app.runtime = Runtime(
                 get_settings(),
                 worker.hostname,
-                requeue=lambda *job: _requeue(worker.app, *job),
-                expire=lambda *job: _store_end(worker.app, *job),
+                store=lambda *job: _store_end(worker.app, *job),
             )
         except EngineError as error:
             log.critical("the worker can't start: %s", error)
@@ -104,20 +104,15 @@ def install(app: CellamaApp) -> None:
     signals.worker_shutdown.connect(_close, weak=False)
 
 
-def _requeue(app: CellamaApp, job_id: str, call: dict[str, Any]) -> None:
-    """Queues a job again as its producer did, past the checks and the ledger."""
-    options = {name: call[name] for name in ("queue", "priority", "headers")}
-    app.send_task(call["task"], call["args"], call["kwargs"], task_id=job_id, **options)
-    if app.runtime is not None:
-        app.runtime.ledger.to_the_front(job_id, call["queue"], call["priority"])
-
-
-def _store_end(app: CellamaApp, job_id: str, end: dict[str, Any] | JobFailed) -> None:
-    """Stores in Celery how a job ended that no worker ever took."""
-    if isinstance(end, JobFailed):
-        app.backend.mark_as_failure(job_id, end)
-    else:
-        app.backend.mark_as_done(job_id, end)
+def _store_end(app: CellamaApp, job_id: str, ending: Ending) -> None:
+    """Tells Celery how a job ended of which no worker could tell it."""
+    event = ending.event
+    if event["type"] == "error":
+        app.backend.mark_as_failure(job_id, JobFailed(event["code"], event["message"], event["retryable"]))
+    elif event["finish_reason"] == "cancelled":
+        app.backend.mark_as_revoked(job_id, "cancelled", request=None)
+    elif ending.result is not None:
+        app.backend.mark_as_done(job_id, ending.result)
 
 
 def _set_up_logging(loglevel: int | None = None, **_: Any) -> None:

@@ -12,6 +12,7 @@ from cellama.config.limits import MAX_COMPLETIONS
 
 from .contract.events import EVENT_FIELD, OUTPUT_TYPES, Event, is_terminal
 from .contract.keys import journal_key
+from .contract.kinds import NO_USAGE
 
 
 @dataclass(slots=True)
@@ -19,6 +20,7 @@ class Output:
     """One completion so far. `logprobs` are as in the events."""
 
     tokens: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)  # without reasoning
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     mirostat_mu: float | None = None  # what mirostat had learned by the last token
 
@@ -43,6 +45,8 @@ class Past:
         elif event["type"] in OUTPUT_TYPES:
             output = self.outputs.setdefault(event.get("index", 0), Output())
             output.tokens += event["tokens"]
+            if event["type"] == "token":
+                output.texts.append(event["text"])
             output.logprobs += event.get("logprobs", [])
             output.mirostat_mu = event.get("mirostat_mu")
         elif event["type"] == "line":
@@ -55,6 +59,16 @@ class Past:
     @property
     def started(self) -> bool:
         return self.seed is not None
+
+    @property
+    def text(self) -> str:
+        """Of the first completion."""
+        return "".join(self.outputs[0].texts) if 0 in self.outputs else ""
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """Of what earlier attempts have generated."""
+        return {**NO_USAGE, "completion_tokens": self.num_tokens}
 
     @property
     def num_tokens(self) -> int:

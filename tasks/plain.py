@@ -1,7 +1,8 @@
-"""Messages of plain Celery, whose producers know nothing of cellama: taken into the ledger when a worker takes them.
+"""Messages of plain Celery, whose producers know nothing of cellama.
 
-Kombu says priority 0, the most urgent, for a message without one. So 0 stands for the default here, and the message
-goes to where it belongs; who wants to be the most urgent says so in the payload.
+The first worker that gets one notes its job in the ledger, and queues it again as a message of ours. Kombu says
+priority 0, the most urgent, for a message without one. So 0 stands for the default here; who wants to be the most
+urgent says so in the payload.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from .contract.names import SUBMITTED_AT_HEADER, queue_key
 from .ledger import Ledger
 from .options import delay_s
 from .records import Call, Message, Submission
-from .request import HIDDEN
 
 log = logging.getLogger(__name__)
+
+RETRY_S = 1.0
+HIDDEN = "(…)"  # what Flower shows of prompts
 
 
 def strategy(task: Any, app: Any, consumer: Any, **options: Any) -> Callable[..., Any]:
@@ -33,33 +36,32 @@ def strategy(task: Any, app: Any, consumer: Any, **options: Any) -> Callable[...
 
     def take(message: Any, body: Any, ack: Any, reject: Any, callbacks: Any, **others: Any) -> Any:
         runtime = getattr(consumer.app, "runtime", None)  # None: a worker of another app
-        if runtime is not None and body is None and SUBMITTED_AT_HEADER not in message.headers:
-            try:
-                moved = adopt(runtime.ledger, task, message)
-            except RedisError as error:  # it is noted when it begins
-                log.warning("a job of plain Celery is not noted yet: %s", error)
-            else:
-                if moved:
-                    return ack(log, consumer.connection_errors)
-        return handle(message, body, ack, reject, callbacks, **others)
+        if runtime is None or SUBMITTED_AT_HEADER in message.headers:
+            return handle(message, body, ack, reject, callbacks, **others)
+        try:
+            adopt(runtime.ledger, task, message)
+        except RedisError as error:
+            log.warning("a job of plain Celery waits for Redis: %s", error)
+            again = (message, body, ack, reject, callbacks)
+            return consumer.timer.call_after(RETRY_S, take, again, others)
+        return ack(log, consumer.connection_errors)
 
     return take
 
 
-def adopt(ledger: Ledger, task: Any, message: Any) -> bool:
-    """Notes the job. True if its message is not this one any more, but one in the list of its priority."""
-    job_id, (args, kwargs, _) = message.headers["id"], message.payload
+def adopt(ledger: Ledger, task: Any, message: Any) -> None:
+    """Queues the message again, as one of a job that the ledger knows, under the priority that it means.
+
+    One that stands in the ledger is a copy of one that was adopted before, and goes.
+    """
+    args, kwargs, _ = message.payload
     given = message.properties.get("priority")
     call: Call = task.call_of_plain(args, kwargs, {**message.delivery_info, "priority": given})
-    if call.priority == (given or 0):
-        ledger.submit(job_id, call)
-        return False
-    moved = Message(queue_key(call.queue, call.priority), _moved(task, message, call.priority))
-    ledger.submit_all([Submission(job_id, call, message=moved)])  # a copy of one that was moved before goes
-    return True
+    adopted = Message(queue_key(call.queue, call.priority), _adopted(task, message, call.priority))
+    ledger.submit([Submission(message.headers["id"], call, adopted)])
 
 
-def _moved(task: Any, message: Any, priority: int) -> str:
+def _adopted(task: Any, message: Any, priority: int) -> str:
     """The same message under another priority, and another tag, as this one is not acked yet."""
     made = message.serializable()
     made["properties"] = {**made["properties"], "priority": priority, "delivery_tag": uuid()}

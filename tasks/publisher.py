@@ -58,7 +58,8 @@ class Publisher:
         interrupt: Callable[[str, Interruption], None],
         signer: Signer,
     ) -> None:
-        """`interrupt` ends, on this thread, the run with this id, because it is void or its events can't be written."""
+        """`interrupt` ends, on this thread, the run with this id, and says why: its job has another attempt, or an end;
+        its events can't be written; or it must go on from its journal, of which Redis has lost the last events."""
         self._ledger = ledger
         self._worker = worker
         self._interrupt = interrupt
@@ -175,7 +176,7 @@ class Publisher:
         """What is written for an event of a run: nothing yet, or several; if that can't be encoded, its failure."""
         run = self._runs.get(run_id)
         if run is None or run.closed or (event["type"] == "started" and run.started):
-            return []  # it is void, goes on elsewhere, has failed, or is from an earlier attempt
+            return []  # it is superseded, goes on elsewhere, has failed, or is from an earlier attempt
         entries: list[Entry] = []
         try:
             for each in self._to_write(run, event):
@@ -214,9 +215,9 @@ class Publisher:
         while entries and failures_while_closing < CLOSING_ATTEMPTS:
             try:
                 self.pulse.rest()  # how long Redis takes is no fault of this thread
-                void = self._ledger.write([entry for _, entry in entries])
+                unwritten = self._ledger.write([entry for _, entry in entries])
                 self.pulse.beat("events", self._runs.keys())
-                return self._settle(entries, void)
+                return self._settle(entries, unwritten)
             except RedisError as error:
                 if not _passes(error):
                     return self._write_one_by_one(entries, error)
@@ -240,14 +241,20 @@ class Publisher:
             for each in entries:
                 self._write([each])
 
-    def _settle(self, entries: list[Numbered], void: set[int]) -> None:
+    def _settle(self, entries: list[Numbered], unwritten: tuple[set[int], set[int]]) -> None:
+        superseded, gaps = unwritten
         for place, (run_id, entry) in enumerate(entries):
             run = self._runs.get(run_id)
             if run is None:
                 continue
-            if place in void:
-                log.warning("run %s is void: its job has another attempt, or an end", run_id)
+            if place in superseded:
+                log.warning("run %s is superseded: its job has another attempt, or an end", run_id)
                 self._give_up(run_id)
+            elif place in gaps:
+                log.warning(
+                    "Redis has lost events of run %s that it had taken: the job goes on from those it has", run_id
+                )
+                self._give_up(run_id, Interruption.HANDED_BACK)
             elif events.is_terminal(entry.event):
                 self._settle_end(run_id, run)
             elif entry.event["type"] in events.PROGRESS_TYPES:
@@ -263,10 +270,10 @@ class Publisher:
             run.ended.set_exception(run.failure)  # first: who is interrupted asks for it
             self._interrupt(run_id, Interruption.FAILED)
 
-    def _give_up(self, run_id: str) -> None:
+    def _give_up(self, run_id: str, reason: Interruption = Interruption.SUPERSEDED) -> None:
         run = self._runs.pop(run_id, None)
         if run is not None:
-            self._interrupt(run_id, Interruption.SUPERSEDED)  # before anybody draws conclusions from the end
+            self._interrupt(run_id, reason)  # before anybody draws conclusions from the end
             run.ended.set_result(False)
 
 

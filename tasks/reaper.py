@@ -1,134 +1,202 @@
-"""Looks after jobs that no worker holds: finds those that the broker lost, and ends those whose time is over.
+"""Looks after jobs that no worker looks after. Every worker has such a thread; locks in Redis give each duty to one.
 
-A worker that is killed between two commands of Redis takes a message with it. The ledger still knows the job, and
-where it should be: in its queue, or among the messages that somebody holds. Queues are first in, first out, so a job
-that was submitted before the first one in the queue, and is held by nobody, is lost. That takes a look at the ends of
-queues, whatever their lengths. One worker at a time looks.
+- Leases that ended: the worker is gone, or frozen. The message goes back to the head of its queue.
+- Jobs that are due: a timeout is over while no worker runs the job, or Celery has not heard how a job ended.
+- Messages that Redis lost: a worker that is killed between two commands takes a message with it. The ledger still
+  knows the job, and that it is neither held nor, by its place in the order of its queue, in there. A queue is first in,
+  first out, but for what came back to its head; so a look at heads is enough, whatever the lengths. What is missing
+  for a whole period, whoever looks, is queued again.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import time
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from redis import Redis
+from redis.exceptions import RedisError
 
 from .contract import events
-from .contract.errors import JobFailed
 from .contract.keys import (
-    DEADLINES_KEY,
+    DUE_KEY,
+    LEASES_KEY,
+    MISSING_KEY,
     PRIORITY_WEIGHT,
     QUEUES_KEY,
-    REAPER_KEY,
     RUNNING_KEY,
-    UNACKED_KEY,
+    cancel_key,
     job_key,
+    reaper_key,
     waiting_key,
     waiting_score,
 )
-from .contract.names import PRIORITIES, TASK_EMBED, queue_key
+from .contract.kinds import ending_of_late
+from .contract.names import PRIORITIES, queue_key
 from .ledger import Ledger
+from .past import read_past
+from .records import Ending
+from .scripts import run_script
 
 log = logging.getLogger(__name__)
 
 SETTLED_S = 5.0  # a younger job may be on its way into its queue
-HEADS = 50  # messages looked at, at the end of a queue
-PAGE = 1000  # jobs per look
+HEADS = 500  # messages looked at, at the head of a queue
+PAGE = 1000  # jobs per question
+LOOKS_PER_LEASE = 4
 
-Requeue = Callable[[str, dict[str, Any]], None]  # job id, the call as the ledger has it
-Expire = Callable[[str, dict[str, Any] | JobFailed], None]  # job id, how Celery shall hear of its end
+REFUSED = "Celery refused its message before anything of it ran; the workers' logs say why"
+
+Store = Callable[[str, Ending], None]  # tells Celery how a job ended
 
 
 class Reaper:
-    """What one worker does now and then. `look` is called from one thread."""
+    """`look` does what is due, from one thread; `start` makes one that does so for good."""
 
-    def __init__(self, redis: Redis, ledger: Ledger, requeue: Requeue, expire: Expire, period_s: float) -> None:
+    def __init__(self, redis: Redis, ledger: Ledger, store: Store, lease_s: float) -> None:
         self._redis = redis
         self._ledger = ledger
-        self._requeue = requeue
-        self._expire = expire
-        self._period_s = period_s
-        self._next = 0.0
-        self._missing: set[str] = set()  # at the last look; what is missing twice is lost
+        self._store = store
+        self._lease_s = lease_s
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="cellama-reaper", daemon=True)
 
-    def look(self) -> int:
-        """Looks, when it is time and no other worker does; returns how many jobs were queued again."""
-        self._expire_waiting()
-        if time.monotonic() < self._next:
-            return 0
-        self._next = time.monotonic() + self._period_s
-        if not self._redis.set(REAPER_KEY, "1", nx=True, px=max(1, int(self._period_s * 900))):
-            self._missing = set()
-            return 0
-        missing = self._find_missing()
-        lost, self._missing = missing & self._missing, missing
-        return sum(self._queue_again(job_id) for job_id in lost)
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closing.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=self._lease_s)
+
+    def _run(self) -> None:
+        while not self._closing.wait(self._lease_s / LOOKS_PER_LEASE):
+            try:
+                self.look()
+            except RedisError as error:
+                log.warning("the reaper waits for Redis: %s", error)
+            except Exception:
+                log.exception("the reaper failed; it looks again")
+
+    def look(self) -> None:
+        """Does each duty that no other worker has done within its period."""
+        if restored := self._ledger.restore(self._lease_s):
+            log.warning("%d messages of workers that are gone are back in their queues", restored)
+        if self._is_mine("due", self._lease_s / LOOKS_PER_LEASE):
+            self.settle_due()
+        if self._is_mine("missing", self._lease_s):
+            self.find_missing()
+
+    def _is_mine(self, duty: str, period_s: float) -> bool:
+        return bool(self._redis.set(reaper_key(duty), "1", nx=True, px=max(1, int(period_s * 900))))
 
     def _now(self) -> float:
         seconds, micros = self._redis.time()
         return float(seconds) + micros / 1e6
 
-    def _find_missing(self) -> set[str]:
-        candidates = self._ids(RUNNING_KEY, 0, self._now())
-        queues: Any = self._redis.smembers(QUEUES_KEY)
-        for queue in (raw.decode() for raw in queues):
+    # What is due
+
+    def settle_due(self) -> None:
+        """Ends jobs whose timeout is over, or that are cancelled, if no worker runs them; tells Celery of ends."""
+        for job_id in list(self._members(DUE_KEY, 0, self._now())):
+            state = self._ledger.state(job_id)
+            if state in ("queued", "handed_back"):
+                self._end(job_id)
+            elif state == "done" and (ending := self._ledger.ending(job_id)) is not None:
+                self._store(job_id, ending)
+                self._redis.zrem(DUE_KEY, job_id)
+            elif state != "running":
+                self._redis.zrem(DUE_KEY, job_id)
+
+    def _end(self, job_id: str) -> None:
+        past = read_past(self._redis, job_id)
+        known: Any = self._redis.hmget(job_key(job_id), "task", "message")
+        task, message = known
+        event: events.Event
+        result = None
+        if self._redis.exists(cancel_key(job_id)):
+            event = events.done("cancelled", past.usage)
+        elif message is None:
+            event = events.error("refused", REFUSED, retryable=False)
+        else:
+            event, result = ending_of_late((task or b"").decode(), past.text, past.num_tokens)
+        if self._ledger.end_waiting(job_id, event, result):
+            self._store(job_id, Ending(event, result))
+
+    # What is missing
+
+    def find_missing(self) -> int:
+        """Queues again what was missing at the last look, too; returns how many there were."""
+        suspects = dict.fromkeys(self._not_held(RUNNING_KEY, 0, self._now()), RUNNING_KEY)
+        for queue in self._busy_queues():
             for priority in PRIORITIES:
-                candidates |= self._not_in_queue(queue, priority)
-        if not candidates:
-            return set()
-        held: Any = self._redis.hvals(UNACKED_KEY)
-        return candidates - {_id_of(json.loads(message)[0]) for message in held}
+                missing = self._not_in_queue(queue, priority)
+                suspects |= dict.fromkeys(missing, waiting_key(queue))
+        self._clear(suspects.keys())
+        lost = [job_id for job_id, known_by in suspects.items() if self._is_lost(job_id, known_by)]
+        for job_id in lost:
+            log.warning("Redis lost the message of job %s; it is queued again", job_id)
+        return len(lost)
+
+    def _is_lost(self, job_id: str, known_by: str) -> bool:
+        keys = [job_key(job_id), cancel_key(job_id)]
+        return bool(run_script(self._redis, "missing", keys, [job_id, self._lease_s * 0.8, known_by]))
+
+    def _clear(self, suspects: Any) -> None:
+        """Forgets what was missing, and is not any more."""
+        found = [job_id for job_id in self._members(MISSING_KEY, 0, self._now()) if job_id not in suspects]
+        if found:
+            self._redis.zrem(MISSING_KEY, *found)
+
+    def _busy_queues(self) -> list[str]:
+        """Queues in which somebody waits; the others are noted no more."""
+        names: Any = self._redis.smembers(QUEUES_KEY)
+        queues = [raw.decode() for raw in names]
+        with self._redis.pipeline(transaction=False) as pipe:
+            for queue in queues:
+                pipe.zcard(waiting_key(queue))
+            lengths = pipe.execute()
+        for queue, length in zip(queues, lengths, strict=True):
+            if not length:
+                run_script(self._redis, "forget_queue", [waiting_key(queue)], [queue])
+        return [queue for queue, length in zip(queues, lengths, strict=True) if length]
 
     def _not_in_queue(self, queue: str, priority: int) -> set[str]:
-        """The waiting jobs of a queue and priority that were submitted before the first one which is in the queue."""
-        settled = self._now() - SETTLED_S
-        heads: Any = self._redis.lrange(queue_key(queue, priority), -HEADS, -1)  # what is taken first stands last
-        if heads:
-            ids = [_id_of(json.loads(message)) for message in heads]
-            places: Any = self._redis.zmscore(waiting_key(queue), ids)
-        known = [place for place in places if place is not None] if heads else []
-        if heads and not known:
-            return set()  # nothing there but jobs that have ended, or of which the ledger has not heard
-        end = min([waiting_score(priority, settled), *(place - SETTLED_S for place in known)])
-        return self._ids(waiting_key(queue), priority * PRIORITY_WEIGHT, end)
+        """The waiting jobs that were submitted before the first message which no worker has had, and are not in front
+        of it, and not held."""
+        low, settled = priority * PRIORITY_WEIGHT, waiting_score(priority, self._now() - SETTLED_S)
+        old = set(self._not_held(waiting_key(queue), low, settled))
+        if not old:
+            return set()
+        first, *ids = run_script(self._redis, "head", [queue_key(queue, priority)], [job_key(""), HEADS])
+        if first == b"-":
+            return set()  # too much at the head to tell
+        if first:
+            end = waiting_score(priority, float(first) - SETTLED_S)
+            old &= set(self._members(waiting_key(queue), low, end))
+        return old - {raw.decode() for raw in ids}
 
-    def _ids(self, key: str, low: float, high: float) -> set[str]:
-        found: Any = self._redis.zrangebyscore(key, low, high, start=0, num=PAGE)
-        return {raw.decode() for raw in found}
+    def _not_held(self, key: str, low: float, high: float) -> Iterator[str]:
+        page: list[str] = []
+        for job_id in self._members(key, low, high):
+            page.append(job_id)
+            if len(page) == PAGE:
+                yield from self._without_lease(page)
+                page = []
+        yield from self._without_lease(page)
 
-    def _queue_again(self, job_id: str) -> bool:
-        state = self._ledger.state(job_id)
-        call: Any = self._redis.hget(job_key(job_id), "call")
-        if state in (None, "done") or call is None:
-            log.warning("job %s is noted as unended, but it is %s; it is noted no more", job_id, state or "unknown")
-            self._ledger.drop(job_id)
-            return False
-        log.warning("the broker lost job %s; it is queued again", job_id)
-        self._requeue(job_id, json.loads(call))
-        return True
+    def _without_lease(self, job_ids: list[str]) -> list[str]:
+        if not job_ids:
+            return []
+        leases: Any = self._redis.zmscore(LEASES_KEY, job_ids)
+        return [job_id for job_id, lease in zip(job_ids, leases, strict=True) if lease is None]
 
-    def _expire_waiting(self) -> None:
-        """Ends jobs whose timeout is over although no worker has taken them."""
-        for job_id in self._ids(DEADLINES_KEY, 0, self._now()):
-            if self._ledger.state(job_id) != "queued":
-                continue  # who has it ends it
-            call: Any = self._redis.hget(job_key(job_id), "call")
-            self._end_late(job_id, json.loads(call or "{}"))
-
-    def _end_late(self, job_id: str, call: dict[str, Any]) -> None:
-        no_usage = {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0}
-        if call.get("task") == TASK_EMBED:
-            failure = JobFailed("timeout", "no worker came to the texts within the timeout; raise it", retryable=True)
-            if self._ledger.end_waiting(job_id, events.error(failure.code, failure.message, failure.retryable)):
-                self._expire(job_id, failure)
-            return
-        result = {"text": "", "finish_reason": "timeout", "stop_sequence": None, "usage": no_usage, "timings": {}}
-        if self._ledger.end_waiting(job_id, events.done("timeout", no_usage)):
-            self._expire(job_id, result)
-
-
-def _id_of(message: dict[str, Any]) -> str:
-    return str(message.get("headers", {}).get("id"))
+    def _members(self, key: str, low: float, high: float) -> Iterator[str]:
+        start = 0
+        while True:
+            found: Any = self._redis.zrangebyscore(key, low, high, start=start, num=PAGE)
+            yield from (raw.decode() for raw in found)
+            if len(found) < PAGE:
+                return
+            start += PAGE

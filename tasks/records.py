@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -11,12 +13,15 @@ from .encoding import encode
 
 MAX_ENTRY_BYTES = 480 << 20  # Redis keeps up to 512 MiB under a key, and Celery adds some words
 DEAD = "dead"  # error code of jobs that ended their workers again and again
-Verdict = Literal["run", "done", "cancelled", "dead", "suspect"]  # what to do with an attempt
+# What to do with an attempt. Nothing has begun with the last four: the job has ended, and Celery perhaps has not heard
+# of it; it has ended, and is forgotten; somebody else holds its message; it may have ended a worker.
+Verdict = Literal["run", "cancelled", "dead", "done", "gone", "superseded", "suspect"]
+State = Literal["queued", "running", "handed_back", "done"]
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What it takes to queue a job. `priority` and `timeout_s` are those of its payload."""
+    """A call of a task as its producer made it. `priority` and `timeout_s` are those of its payload."""
 
     task: str
     args: list[Any]
@@ -25,33 +30,61 @@ class Call:
     priority: int
     timeout_s: float | None
     headers: dict[str, Any]
+    delay_s: float = 0.0  # before it may run at all
 
     def to_json(self) -> str:
         return json.dumps({name: getattr(self, name) for name in self.__slots__}, separators=(",", ":"))
 
+    def digest(self, positional: Sequence[str]) -> str:
+        """The same for the same parameters, however they were given."""
+        parameters = {**dict(zip(positional, self.args, strict=False)), **self.kwargs}
+        return hashlib.sha256(json.dumps([self.task, parameters], sort_keys=True).encode()).hexdigest()
+
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A message in kombu's form: the list that it is pushed to, and Celery's events of it as (topic, event)."""
+    """A message in kombu's form: the list that it is pushed to, and Celery's events of it as (topic, event).
 
-    key: str = ""
-    payload: str = ""
+    It is the job's only one: what is queued again is this text.
+    """
+
+    key: str
+    payload: str
     events: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A job to note, and to queue if there is a message. An idempotent one is remembered as long as its result."""
+    """A job to note and to queue.
+
+    With a `digest` of what was asked the job is idempotent, and remembered as long as its result.
+    """
 
     job_id: str
     call: Call
-    idempotent: bool = False
-    message: Message = Message()
+    message: Message
+    digest: str = ""
 
     @property
     def num_bytes(self) -> int:
         """About what it sends to Redis."""
         return 2 * len(self.message.payload)
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A message in a worker's hands, with the token by which the ledger knows this taking; '' if it holds nothing."""
+
+    job_id: str
+    token: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a job ended: its last event, and its result if it ended well and Celery has not stored it yet."""
+
+    event: Event
+    result: dict[str, Any] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +95,8 @@ class Attempt:
     number: int
     num_failures: int
     verdict: Verdict
+    waited_s: float = field(default=0.0, compare=False)  # since the job was submitted, by Redis' clock
+    ending: Ending | None = None  # with the verdict `done`
 
     @property
     def run_id(self) -> str:
@@ -71,7 +106,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An event to write. `attempt` None stands for nobody: it counts only as long as no worker has begun the job.
+    """An event to write. With `attempt` None, nobody's: it counts only while no attempt runs, as the next one.
 
     What can't be written is refused here, with ValueError, TypeError or RecursionError: writing never fails for it.
     """

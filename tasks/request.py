@@ -8,16 +8,10 @@ from typing import Any
 
 from celery.utils.time import maybe_make_aware
 from celery.worker.request import Request
-from kombu.transport.virtual import QoS
 from redis.exceptions import RedisError
 
-from cellama.config import get_settings
-
-from .contract.names import SUBMITTED_AT_HEADER
 from .ledger import Ledger
 from .pool import Interruption, JobControl
-
-HIDDEN = "(…)"  # what Flower shows of prompts
 
 
 class JobRequest(Request):  # type: ignore[misc]
@@ -26,15 +20,13 @@ class JobRequest(Request):  # type: ignore[misc]
     Celery checks and sets `acknowledged` in two steps, which is safe with one thread. Here a job may end in its
     own thread while the main thread revokes it; the second ack would raise in Celery's event loop and end the worker.
 
-    The message of a superseded run is not its own any more: whoever runs the job now holds it, under the same tag.
+    The message of a superseded run is not its own any more: somebody else holds it now, or nobody.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._settle_lock = threading.Lock()
         self._settled = False
         super().__init__(*args, **kwargs)
-        if SUBMITTED_AT_HEADER not in self._request_dict and not get_settings().show_prompts:
-            self._argsrepr = self._kwargsrepr = HIDDEN  # plain Celery sends them in full
 
     def maybe_expire(self) -> bool | None:
         """Whether `expires` is over, unless the job has begun: then another worker goes on with it."""
@@ -64,11 +56,14 @@ class JobRequest(Request):  # type: ignore[misc]
         control = self._control
         return control is not None and control.interruption is Interruption.SUPERSEDED
 
+    def supersede(self) -> None:
+        """Somebody else has the job by now: what runs here ends without a word. Any thread."""
+        if (control := self._control) is not None:
+            control.interrupt(Interruption.SUPERSEDED)
+
     def _forget_message(self) -> None:
         """Gives back the place that the message takes among those that this worker may hold, and nothing else."""
-        message, qos = self._message, self._message.channel.qos
-        if qos._delivered.get(message.delivery_tag) is message:
-            QoS.ack(qos, message.delivery_tag)  # past the one on Redis
+        self._message.channel.qos.forget(self._message)
         self.acknowledged = True
 
     def acknowledge(self) -> None:

@@ -12,24 +12,13 @@ from celery import states
 from celery.backends.redis import RedisBackend
 from celery.exceptions import BackendStoreError
 from redis import Redis
-from redis.commands.core import Script
 
 from cellama.config import mask_url
 
 from .connecting import SOCKET_OPTIONS, connect
 from .contract.keys import job_key
 from .encoding import encode
-
-# KEYS: result, ledger's entry; ARGV: value, seconds to keep it or '', whether it is a success.
-# As in Celery, nothing replaces a success. The ledger keeps a job's result only until it stands here.
-_STORE = b"""
-local stored = redis.call('GET', KEYS[1])
-if stored and cjson.decode(stored)['status'] == 'SUCCESS' then return 0 end
-if ARGV[2] == '' then redis.call('SET', KEYS[1], ARGV[1]) else redis.call('SETEX', KEYS[1], ARGV[2], ARGV[1]) end
-redis.call('PUBLISH', KEYS[1], ARGV[1])
-if ARGV[3] == '1' then redis.call('HDEL', KEYS[2], 'result') end
-return 1
-"""
+from .scripts import run_script
 
 
 class ResultBackend(RedisBackend):  # type: ignore[misc]
@@ -46,8 +35,6 @@ class ResultBackend(RedisBackend):  # type: ignore[misc]
         url: str = self.url
         return url if include_password else mask_url(url)
 
-    _script = Script(None, _STORE)  # type: ignore[arg-type]  # each call names its client
-
     def _store_result(
         self, task_id: str, result: Any, state: str, traceback: Any = None, request: Any = None, **_: Any
     ) -> Any:
@@ -58,7 +45,7 @@ class ResultBackend(RedisBackend):  # type: ignore[misc]
             raise BackendStoreError("value too large for Redis backend", state=state, task_id=task_id)
         expires = self.failure_expires if state == states.FAILURE else self.expires
         keys = [self.get_key_for_task(task_id), job_key(task_id)]
-        args = [value, expires or "", int(state == states.SUCCESS)]
+        args = [value, expires or "", task_id if state in states.READY_STATES else "", int(state == states.SUCCESS)]
         self.ensure(self._run, (keys, args))
         return result
 
@@ -74,4 +61,4 @@ class ResultBackend(RedisBackend):  # type: ignore[misc]
         return result if sys.is_finalizing() else super().remove_pending_result(result)
 
     def _run(self, keys: list[Any], args: list[Any]) -> Any:
-        return self._script(keys=keys, args=args, client=self.client)
+        return run_script(self.client, "store_result", keys, args)

@@ -18,7 +18,6 @@ from .past import Output, Past, outputs_of_line
 from .signing import Signer
 
 CALL_ID_CHARS = 9  # what Mistral's templates insist on
-NO_USAGE = {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0}
 
 
 def event_of(event: EngineEvent, model_id: str, worker: str, signer: Signer) -> Event:

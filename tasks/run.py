@@ -16,13 +16,21 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+import zlib
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from celery import Task
 from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
-from redis.exceptions import RedisError
+from redis.exceptions import (
+    BusyLoadingError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+    TryAgainError,
+)
 
 from cellama.engine import (
     Completion,
@@ -39,7 +47,8 @@ from .chunk import ChunkRun
 from .contract import events
 from .contract.chunks import ChunkJob
 from .contract.errors import InvalidJob, JobFailed
-from .contract.names import SUBMITTED_AT_HEADER, TASK_CHAT
+from .contract.kinds import NO_USAGE
+from .contract.names import TOKEN_HEADER
 from .contract.payloads import (
     ApplyChatTemplateJob,
     ChatJob,
@@ -53,8 +62,8 @@ from .contract.results import with_messages
 from .ledger import new_run
 from .past import Past, read_past
 from .pool import Interruption, current_job
-from .records import DEAD, Attempt
-from .results import NO_USAGE, error_event, failure_of, result_of, resume_of
+from .records import DEAD, Attempt, Ending
+from .results import error_event, failure_of, result_of, resume_of
 from .vectors import embed, rerank, wait_for
 
 if TYPE_CHECKING:
@@ -69,6 +78,7 @@ DEAD_MESSAGE = (
     "its worker died {} times in a row while it ran, before it had a token; see the workers' logs, and "
     "`cellama dead requeue` to try again"
 )
+PASSING = (BusyLoadingError, OutOfMemoryError, ReadOnlyError, TryAgainError)  # what Redis refuses, but not for ever
 MOST_URGENT = 0  # a suspect gets a slot at once: it shall not be blamed for a death while it only waited
 
 
@@ -85,9 +95,7 @@ class JobRun:
         self._engine_ends_stream = False
         self._past = Past()
         self._held = contextlib.ExitStack()  # the model, until the run ends
-        sent = getattr(task.request, SUBMITTED_AT_HEADER, None)  # Celery makes attributes of message headers
-        self._waited_s = max(0.0, time.time() - sent) if isinstance(sent, int | float) else 0.0
-        self._submitted_at = time.monotonic() - self._waited_s
+        self._submitted_at = time.monotonic()  # once it has begun, as Redis' clock has it
 
     def execute(self, streams: bool, body: Callable[[JobRun], Result]) -> Result:
         """The result of `body`. Raises what Celery expects: JobFailed, Ignore, Reject, SoftTimeLimitExceeded."""
@@ -101,20 +109,23 @@ class JobRun:
     def _begin(self, run: str, *, alone: bool) -> Attempt:
         if self._control.interruption is Interruption.HANDED_BACK:
             raise Reject("the worker ends", requeue=True)
-        ledger, worker, call = self._runtime.ledger, self._runtime.incarnation, self._task.call_of_message()
-        waited_s = self._waited_s
-        return self._reaching_redis(
-            lambda: ledger.begin(self._job_id, run, worker, alone=alone, call=call, waited_s=waited_s)
-        )
+        ledger, worker, request = self._runtime.ledger, self._runtime.incarnation, self._task.request
+        token = getattr(request, TOKEN_HEADER, "")  # Celery makes attributes of message headers
+        attempt = self._reaching_redis(lambda: ledger.begin(self._job_id, run, worker, token=token, alone=alone))
+        self._submitted_at = time.monotonic() - attempt.waited_s
+        return attempt
 
     def _run(
         self, attempt: Attempt, streams: bool, body: Callable[[JobRun], Result], on_token: Callable[[], None]
     ) -> Result:
         self._attempt = attempt
-        if attempt.number > 1 or attempt.verdict == "done":
+        if attempt.verdict == "superseded":  # so its message is not acked
+            self._control.interrupt(Interruption.SUPERSEDED)
+            raise Ignore()
+        if attempt.verdict in ("done", "gone"):
+            return self._result_of(attempt.ending)
+        if attempt.number > 1:
             self._past = self._reaching_redis(lambda: read_past(self._runtime.redis, self._job_id))
-        if self._past.end is not None:
-            return self._result_of_past(self._past.end)
         with self._runtime.running(attempt, self._control), self._held:
             self._ended = self._runtime.publisher.open(
                 attempt, self._past.next_seq, streams=streams, started=self._past.started, on_token=on_token
@@ -122,14 +133,21 @@ class JobRun:
             return self._execute(body)
 
     def _reaching_redis(self, action: Callable[[], T]) -> T:
-        """Waits out an outage of Redis; the worker's end hands the job back."""
+        """Waits out an outage of Redis; the worker's end hands the job back, and limits end it.
+
+        Raises JobFailed if Redis refuses what is asked, because asking again would not help.
+        """
         while True:
             try:
                 return action()
             except RedisError as error:
+                if isinstance(error, ResponseError) and not isinstance(error, PASSING):
+                    raise JobFailed("redis_refuses", f"Redis refuses what the worker asks of it: {error}") from None
                 log.warning("job %s waits for Redis: %s", self._job_id, error)
             if self._control.interruption is Interruption.HANDED_BACK:
                 raise Reject("the worker ends", requeue=True)
+            if self._control.interruption in (Interruption.SOFT_LIMIT, Interruption.HARD_LIMIT):
+                self._raise_if_interrupted()
             time.sleep(RETRY_S)
 
     def _execute(self, body: Callable[[JobRun], Result]) -> Result:
@@ -188,19 +206,20 @@ class JobRun:
         raise Reject("the worker ends", requeue=True)
 
     def _usage_so_far(self) -> dict[str, int]:
-        return {**NO_USAGE, "completion_tokens": self._past.num_tokens}
+        return self._past.usage
 
-    def _result_of_past(self, end: events.Event) -> Result:
-        """The result of a job whose worker died between the terminal event and the result."""
-        if end["type"] == "error":
-            raise JobFailed(end["code"], end["message"], end["retryable"])
-        if end["finish_reason"] == "cancelled":
+    def _result_of(self, ending: Ending | None) -> Result:
+        """What Celery is told of a job that had ended before: its worker died before it could, or none had it."""
+        if ending is not None and ending.event["type"] == "error":
+            raise JobFailed(ending.event["code"], ending.event["message"], ending.event["retryable"])
+        if ending is not None and ending.event["finish_reason"] == "cancelled":
             self._task.backend.mark_as_revoked(self._job_id, "cancelled", self._task.request)
             raise Ignore()
-        result = self._runtime.ledger.result(self._job_id)
-        if result is None:
-            raise JobFailed("result_lost", f"job {self._job_id} has ended, and its result is older than its events")
-        return with_messages(result) if self._task.name == TASK_CHAT else result
+        if ending is not None and ending.result is not None:
+            return ending.result
+        if self._task.AsyncResult(self._job_id).ready():
+            raise Ignore()
+        raise JobFailed("result_lost", f"job {self._job_id} has ended, and nobody knows its result any more")
 
     def generate(self, job: GenerateJob) -> Result:
         model = self._model(job.model)
@@ -267,7 +286,7 @@ class JobRun:
         asked = Asked(
             id=self._attempt.run_id,
             submitted_at=self._submitted_at,
-            seed=self._past.seed,
+            seed=self._seed_of(job),
             priority=MOST_URGENT if self._attempt.num_failures > 1 else job.priority,
             resume=resume_of(self._past, job.n),
         )
@@ -283,6 +302,13 @@ class JobRun:
         if completion.finish_reason in ("cancelled", "timeout"):
             self._raise_if_interrupted()
         return completion
+
+    def _seed_of(self, job: GenerateJob | ChatJob) -> int | None:
+        """That of earlier attempts, or the job's own; else one that each attempt would choose, even if Redis has
+        forgotten the others in a failover."""
+        if self._past.seed is not None or job.seed is not None:
+            return self._past.seed
+        return zlib.crc32(self._job_id.encode()) & 0x7FFFFFFF
 
     def _stop(self, handle: Handle, reason: Interruption) -> None:
         if reason is Interruption.HANDED_BACK:  # nobody shall hear of this end
@@ -309,10 +335,3 @@ class JobRun:
 def end_revoked(runtime: Runtime, job_id: str) -> None:
     """Ends the stream of a job that was revoked before anything of it ran here."""
     runtime.ledger.cancel(job_id, running=True)
-    attempt = runtime.ledger.begin(job_id, new_run(), runtime.incarnation, alone=True)
-    if attempt.verdict == "done":
-        return
-    past = read_past(runtime.redis, job_id)
-    runtime.publisher.open(attempt, past.next_seq, started=past.started)
-    usage = {**NO_USAGE, "completion_tokens": past.num_tokens}
-    runtime.publisher.publish(attempt.run_id, events.done("cancelled", usage))

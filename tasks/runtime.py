@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from redis import Redis
+
 from cellama.config import ModelSettings, Settings
 from cellama.engine import STACK_BYTES, EngineOptions, HubOptions, ModelManager, Watchdog
 
@@ -25,7 +27,7 @@ from .places import Places
 from .pool import Interruption, JobControl
 from .publisher import Publisher
 from .quarantine import Quarantine
-from .reaper import Expire, Reaper, Requeue
+from .reaper import Reaper, Store
 from .records import Attempt
 from .registry import Registration
 from .residency import Residency
@@ -41,8 +43,8 @@ NOT_OPTIONS = {name for name in ModelSettings.model_fields if name not in Engine
 class Runtime:
     """Owns the models and the threads that serve them, from the start of a worker to its end."""
 
-    def __init__(self, settings: Settings, worker: str, requeue: Requeue, expire: Expire) -> None:
-        """Loads all models of the settings; `requeue` and `expire` are what the reaper does to jobs.
+    def __init__(self, settings: Settings, worker: str, store: Store) -> None:
+        """Loads all models of the settings; `store` is how the reaper tells Celery of ends.
 
         Raises ModelLoadFailed, InvalidRequest; nothing is left then.
         """
@@ -53,13 +55,7 @@ class Runtime:
         redis = connect(settings.redis_url, socket_timeout=SOCKET_TIMEOUT_S, health_check_interval=10)
         self.redis = redis
         self.incarnation = f"{worker} {os.getpid()} {time.time():.3f}"
-        self.ledger = Ledger(
-            redis,
-            max_events=settings.journal_max_events,
-            event_ttl_s=settings.event_ttl_s,
-            journal_ttl_s=settings.journal_ttl_s,
-            result_ttl_s=settings.result_ttl_s,
-        )
+        self.ledger = self._ledger_on(redis)
         self._running: dict[str, tuple[str, JobControl]] = {}  # run id → job id
         self.quarantine = Quarantine()
         self._lease: LeaseKeeper | None = None
@@ -81,8 +77,18 @@ class Runtime:
             raise
         self.residency: Residency | None = None  # once there is a consumer
         self._worker = worker
-        self._reaper = Reaper(redis, self.ledger, requeue, expire, settings.lease_s)
+        self._reaper = Reaper(redis, self.ledger, store, settings.lease_s)
         self._registration: Registration | None = None  # once it hears commands
+
+    def _ledger_on(self, redis: Redis) -> Ledger:
+        settings = self.settings
+        return Ledger(
+            redis,
+            max_events=settings.journal_max_events,
+            event_ttl_s=settings.event_ttl_s,
+            journal_ttl_s=settings.journal_ttl_s,
+            result_ttl_s=settings.result_ttl_s,
+        )
 
     def _load(self, model: ModelSettings) -> None:
         options = EngineOptions(**model.model_dump(exclude=NOT_OPTIONS))
@@ -157,19 +163,21 @@ class Runtime:
             if self.settings.on_full == "evict":  # only now: the models of the settings don't push each other out
                 self.manager.evict_through(self.residency.evict)
             own = connect(self.settings.redis_url, socket_timeout=SOCKET_TIMEOUT_S, health_check_interval=10)
-            self._lease = LeaseKeeper(own, consumer, self.settings.lease_s)
+            self._lease = LeaseKeeper(self._ledger_on(own), consumer, self.settings.lease_s)
 
     def announce(self) -> None:
         """Enters this worker into the registry; it takes jobs and commands now."""
         if self._registration is None:
+            self._reaper.start()
             neighbours = Neighbours(self.redis, self._worker, self.manager.cores)
-            chores = (self._reaper.look, self._end_cancelled, neighbours.look)
+            chores = (self._end_cancelled, neighbours.look)
             self._registration = Registration(self.redis, self._worker, self.manager, chores, self._failures)
 
     def close(self) -> None:
         """Ends everything in order: nobody is told of a worker that is gone, no event is lost."""
         if self._registration is not None:
             self._registration.close()
+        self._reaper.close()
         self.manager.close()
         self.watchdog.close()
         if not self.publisher.close():

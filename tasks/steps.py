@@ -18,7 +18,7 @@ from celery.utils.functional import maybe_list
 from .contract import events
 from .contract.errors import InvalidJob, JobFailed
 from .ledger import Ledger
-from .records import Call
+from .records import Call, Message, Submission
 
 
 def follows_a_task() -> bool:
@@ -44,9 +44,8 @@ def refuse_step(task: Task, queue: str, options: dict[str, Any], error: InvalidJ
     )
     failure = JobFailed(error.code, str(error))
     ledger = Ledger(task.backend.client)
-    ledger.submit(
-        job_id, Call(task.name, [], {}, queue, 0, None, {})
-    )  # whoever reads the step's stream is told as well
+    call, no_message = Call(task.name, [], {}, queue, 0, None, {}), Message("", "")
+    ledger.submit([Submission(job_id, call, no_message)])  # whoever reads the step's stream is told as well
     ledger.end_waiting(job_id, events.error(failure.code, failure.message, failure.retryable))
     task.backend.mark_as_failure(job_id, failure, request=context)
     return task.AsyncResult(job_id)

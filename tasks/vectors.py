@@ -10,9 +10,9 @@ from cellama.config import limits
 from cellama.engine import EmbeddingHandle, InvalidRequest, Model, scores_of
 
 from .contract.errors import JobFailed
+from .contract.kinds import NO_USAGE
 from .contract.payloads import EmbedJob, RerankJob
 from .encoding import Encoded
-from .results import NO_USAGE
 from .vector_json import as_base64, as_list
 
 if TYPE_CHECKING:

@@ -2,22 +2,23 @@
 
 cellama:journal:{job_id}   stream   the events of a job, entry (seq+1)-0; publisher; TTL
 cellama:events:{db}:{job_id} channel the same events, live; publisher. Channels know no databases, so it names its own
-cellama:job:{job_id}       hash     ledger entry (docs/delivery.md); producer, then the worker that runs it; TTL
+cellama:job:{job_id}       hash     ledger entry (docs/delivery.md); producer, then its worker; TTL after the end
 cellama:cancel:{job_id}    string   somebody wants the job to end; TTL
 cellama:waiting:{queue}    zset     jobs that have no slot yet, the next one first (see `waiting_score`)
 cellama:running            zset     jobs that have started and not ended, by time of start
-cellama:deadlines          zset     jobs with a timeout that have not ended, by the time at which it is over
+cellama:leases             zset     jobs whose message a worker holds, by the time at which its lease ends
+cellama:due                zset     jobs to look at, by when: a timeout is over, or Celery should have the result
+cellama:missing            zset     jobs that no queue and no worker seems to have, by when that was seen first
 cellama:queues             set      queues that had jobs
 cellama:dead               zset     jobs that ended workers again and again, by time of death
-cellama:reaper             string   lock of the worker that looks for lost jobs; expires
+cellama:reaper:{duty}      string   lock of the worker that does a duty of the reaper's; expires
+cellama:looked             string   when a worker last looked for ended leases
 cellama:batch:{run_id}     hash     a bulk run, as its command sees it; that command; TTL
 cellama:batches            zset     bulk runs by their last word; entries go with their TTL
 cellama:workers            hash     worker name → JSON entry; each worker its own, renewed every 2 s
 cellama:queue:{model}…     list     Celery's queues, one list per priority (names.py); `:default` is a model here
-cellama:kombu:unacked      hash     messages that a worker holds, by tag; kombu, under a name of our own: by default
-                                    all Celery apps of a database share one, and ours gives messages back after seconds
-cellama:kombu:unacked_index zset    the same tags by time of delivery, renewed by the worker; kombu
-cellama:kombu:unacked_mutex string  lock of the worker that looks for ended leases; kombu; TTL
+cellama:kombu:unacked…     none     what kombu would keep of held messages under names that all Celery apps share; the
+                                    ledger keeps it instead (tasks/holding.py)
 celery-task-meta-{job_id}  string   Celery's results; TTL
 """
 
@@ -25,10 +26,12 @@ from __future__ import annotations
 
 WORKERS_KEY = "cellama:workers"
 RUNNING_KEY = "cellama:running"
-DEADLINES_KEY = "cellama:deadlines"
+LEASES_KEY = "cellama:leases"
+DUE_KEY = "cellama:due"
+MISSING_KEY = "cellama:missing"
+LOOKED_KEY = "cellama:looked"
 QUEUES_KEY = "cellama:queues"
 DEAD_KEY = "cellama:dead"
-REAPER_KEY = "cellama:reaper"
 BATCHES_KEY = "cellama:batches"
 UNACKED_KEY = "cellama:kombu:unacked"
 UNACKED_INDEX_KEY = "cellama:kombu:unacked_index"
@@ -50,6 +53,10 @@ def job_key(job_id: str) -> str:
 
 def cancel_key(job_id: str) -> str:
     return f"cellama:cancel:{job_id}"
+
+
+def reaper_key(duty: str) -> str:
+    return f"cellama:reaper:{duty}"
 
 
 def waiting_key(queue: str) -> str:

@@ -18,11 +18,11 @@ from cellama.api import AsyncClient, Client
 from cellama.api.redis_server import RedisServer
 from cellama.tasks import app, generate
 from cellama.tasks.contract.errors import InvalidJob, JobCancelled, JobFailed, UnknownJob
-from cellama.tasks.contract.keys import DEAD_KEY, UNACKED_KEY, cancel_key, job_key
-from cellama.tasks.contract.names import queue_keys, queue_name
+from cellama.tasks.contract.keys import DEAD_KEY, LEASES_KEY, cancel_key, job_key
+from cellama.tasks.contract.names import queue_keys
 from cellama.tasks.ledger import Ledger, new_run
 from cellama.tasks.reader import PING, stream_events
-from cellama.tasks.records import Call, Entry
+from cellama.tasks.records import Entry
 
 from ..conftest import PATIENCE_S, WorkerProcess, wait_until
 from .conftest import GREEDY, LONG
@@ -128,16 +128,17 @@ def test_ending_worker_finishes_what_it_can(start_worker: StartWorker, model: st
         wait_until(lambda: "Warm shutdown" in worker.log(), "the signal in the log")
     assert worker.process.wait(PATIENCE_S) == 0
     assert all(job.get(timeout=1)["usage"]["completion_tokens"] == MEDIUM["max_tokens"] for job in jobs)
-    assert not redis_client.exists(UNACKED_KEY)
+    assert not redis_client.exists(LEASES_KEY)
 
 
-def test_message_that_the_broker_lost_is_queued_again(start_worker: StartWorker, model: str) -> None:
-    start_worker(lease_s=3)
-    call = Call("cellama.generate", [model, STORY], {"max_tokens": 4, **GREEDY}, queue_name(model), 3, None, {})
-    job_id = str(uuid.uuid4())
+def test_message_that_the_broker_lost_is_queued_again(
+    start_worker: StartWorker, model: str, redis_client: Redis
+) -> None:
     with Client() as client:
-        Ledger(client._core._redis).submit(job_id, call)  # and no message
-        assert client.result(job_id, timeout=PATIENCE_S)["text"] == ", there was a"
+        job = client.generate(model, STORY, wait=True, max_tokens=4, **GREEDY)
+        assert redis_client.rpop(queue_keys(model)[3])  # as a worker does that dies before it tells of it
+        start_worker(lease_s=3)
+        assert job.result(timeout=PATIENCE_S)["text"] == ", there was a"
 
 
 def test_urgent_job_is_answered_while_bulk_jobs_fill_the_worker(
@@ -194,7 +195,7 @@ def test_timeout_ends_jobs_that_no_worker_has_taken() -> None:
         texts = client.embed(NOBODY, "text", wait=True, timeout=0.5)
         assert late.result(timeout=PATIENCE_S)["finish_reason"] == "timeout"
         assert [event["finish_reason"] for event in late.stream()] == ["timeout"]
-        with pytest.raises(JobFailed, match="within the timeout"):
+        with pytest.raises(JobFailed, match="within its timeout"):
             texts.result(timeout=PATIENCE_S)
 
 
@@ -258,10 +259,9 @@ def test_reader_that_leaves_cancels_only_if_it_says_so(worker: WorkerProcess, re
     assert ends == ["cancelled", "length", "cancelled"]
 
 
-@pytest.mark.usefixtures("worker")
-def test_dead_jobs_are_listed_and_queued_again(redis_client: Redis) -> None:
-    ledger, job_id = Ledger(redis_client), str(uuid.uuid4())
-    ledger.submit(job_id, Call("cellama.generate", ["tiny", STORY], {"max_tokens": 4}, queue_name("tiny"), 3, None, {}))
+def test_dead_jobs_are_listed_and_queued_again(start_worker: StartWorker, model: str, redis_client: Redis) -> None:
+    ledger = Ledger(redis_client)
+    job_id = generate.delay(model, STORY, max_tokens=4).id
     for _ in range(4):
         attempt = ledger.begin(job_id, new_run(), "w", alone=True)
     error = {"seq": 0, "type": "error", "code": "dead", "message": "…", "retryable": False}
@@ -270,6 +270,7 @@ def test_dead_jobs_are_listed_and_queued_again(redis_client: Redis) -> None:
         assert job_id in [entry["id"] for entry in client.dead()]
         again = client.requeue_dead(job_id)
         assert again.id != job_id
+        start_worker()
         assert again.result(timeout=PATIENCE_S)["usage"]["completion_tokens"] == 4
         with pytest.raises(UnknownJob, match="no dead job"):
             client.requeue_dead(job_id)

@@ -14,14 +14,13 @@ from redis import Redis
 
 from cellama.api import AsyncClient, Client
 from cellama.api.redis_server import RedisServer
-from cellama.tasks import app, generate
+from cellama.tasks import app, chat, generate
 from cellama.tasks.contract.errors import InvalidJob, UnknownModel
-from cellama.tasks.contract.keys import REAPER_KEY, waiting_key
+from cellama.tasks.contract.keys import cancel_key, job_key
 from cellama.tasks.contract.names import queue_key, queue_name
 from cellama.tasks.enqueue import PAGE_JOBS, ranges
 from cellama.tasks.ledger import Ledger
-from cellama.tasks.lifecycle import _requeue
-from cellama.tasks.reaper import SETTLED_S, Reaper
+from cellama.tasks.scripts import run_script
 
 from ..conftest import PATIENCE_S
 from .conftest import GREEDY
@@ -135,14 +134,27 @@ def test_sent_events_tell_of_many_jobs(unserved: str, redis_client: Redis) -> No
     assert "a secret" not in json.dumps(events)
 
 
-def test_job_whose_message_is_lost_is_found_by_the_reaper(unserved: str, redis_client: Redis) -> None:
-    first, second = generate.apply_many([((unserved, "Hi"), {"seed": 5})] * 2)
-    redis_client.delete(queue_key(queue_name(unserved), 3))
-    redis_client.zincrby(waiting_key(queue_name(unserved)), -3 * SETTLED_S, first)
-    reaper = Reaper(redis_client, Ledger(redis_client), lambda *job: _requeue(app, *job), lambda *_: None, period_s=0.0)
+def test_a_lost_message_is_queued_again_with_all_that_it_held(unserved: str, redis_client: Redis) -> None:
+    options = {"link": generate.si(unserved, "Ho"), "countdown": 60, "headers": {"own": 1}, "time_limit": 99}
+    job_id = generate.apply_async((unserved, "Hi"), {"seed": 5}, **options).id
+    key = queue_key(queue_name(unserved), 3)
+    message = redis_client.rpop(key)
     for _ in range(2):
-        redis_client.delete(REAPER_KEY)
-        reaper.look()
-    (found,) = messages(redis_client, unserved)
-    assert found["headers"]["id"] == first != second
-    assert json.loads(base64.b64decode(found["body"]))[:2] == [[unserved, "Hi"], {"seed": 5}]
+        run_script(redis_client, "missing", [job_key(job_id), cancel_key(job_id)], [job_id, 0, "unknown"])
+    assert redis_client.lrange(key, 0, -1) == [message]
+
+
+def test_a_key_stands_for_one_payload_in_each_task_and_scope(unserved: str) -> None:
+    key = uuid.uuid4().hex
+    first = generate.apply_async((unserved, "Hi"), {"seed": 1}, idempotency_key=key)
+    assert generate.apply_async((), {"model": unserved, "prompt": "Hi", "seed": 1}, idempotency_key=key) == first
+    with pytest.raises(InvalidJob, match="was used for a"):
+        generate.apply_async((unserved, "Ho"), {"seed": 1}, idempotency_key=key)
+    with pytest.raises(InvalidJob, match="was used for"):
+        generate.apply_many([((unserved, "Ho"), {})], [key])
+    others = [
+        generate.apply_async((unserved, "Ho"), {"cache_scope": "tenant"}, idempotency_key=key),
+        generate.apply_async((unserved, "Ho"), {}, idempotency_key=key, idempotency_scope="other"),
+        chat.apply_async((unserved, [{"role": "user", "content": "Hi"}]), {}, idempotency_key=key),
+    ]
+    assert len({first.id, *(other.id for other in others)}) == 4

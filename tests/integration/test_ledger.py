@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import uuid
-from typing import Any
 
 import pytest
 from redis import Redis
@@ -12,24 +11,27 @@ from redis import Redis
 from cellama.tasks import app
 from cellama.tasks.contract import events
 from cellama.tasks.contract.keys import (
-    DEADLINES_KEY,
+    DUE_KEY,
+    LEASES_KEY,
     RUNNING_KEY,
     cancel_key,
     events_channel,
     job_key,
     journal_key,
+    waiting_key,
 )
 from cellama.tasks.ledger import MAX_ATTEMPTS, Ledger, new_run
-from cellama.tasks.past import read_past
-from cellama.tasks.records import Attempt, Call, Entry, Message, Submission
+from cellama.tasks.records import Entry
 
 from ..conftest import PATIENCE_S
+from .ledgers import LEASE_S, begin, ids_in, submission, submit, take, write
 
-QUEUE = "cellama:ledger-test"
+STARTED, TOKEN, DONE = events.started("tiny", 3, "w", 7), events.token("x", [1]), events.done("stop", {})
 
 
-def call(priority: int = 3, timeout_s: float | None = None) -> Call:
-    return Call("cellama.generate", ["tiny", "Hi"], {}, QUEUE, priority, timeout_s, {})
+@pytest.fixture
+def queue() -> str:
+    return f"cellama:queue:ledger-{uuid.uuid4().hex[:8]}"
 
 
 @pytest.fixture
@@ -38,39 +40,89 @@ def ledger(redis_client: Redis) -> Ledger:
 
 
 @pytest.fixture
-def job_id(ledger: Ledger) -> str:
-    new = str(uuid.uuid4())
-    assert ledger.submit(new, call())
-    return new
-
-
-def begin(ledger: Ledger, job_id: str, **options: Any) -> Attempt:
-    return ledger.begin(job_id, new_run(), "w", **options)
-
-
-def write(ledger: Ledger, attempt: Attempt, *told: dict[str, Any], seq: int = 0) -> set[int]:
-    return ledger.write(
-        [Entry(attempt.job_id, attempt.number, {"seq": seq + i, **event}) for i, event in enumerate(told)]
-    )
-
-
-STARTED, TOKEN, DONE = events.started("tiny", 3, "w", 7), events.token("x", [1]), events.done("stop", {})
+def job_id(ledger: Ledger, queue: str) -> str:
+    return submit(ledger, queue)
 
 
 def test_a_job_goes_from_queued_over_running_to_done(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
     assert ledger.state(job_id) == "queued"
-    attempt = begin(ledger, job_id)
+    taken = take(ledger, job_id)
+    attempt = begin(ledger, job_id, token=taken.token)
     assert (attempt.number, attempt.verdict, ledger.state(job_id)) == (1, "run", "running")
     assert ledger.place(job_id) is not None
     assert write(ledger, attempt, STARTED, TOKEN) == set()
     assert ledger.place(job_id) is None
     assert redis_client.zscore(RUNNING_KEY, job_id)
     assert write(ledger, attempt, DONE, seq=2) == set()
+    ledger.release(taken)
     assert ledger.state(job_id) == "done"
-    assert redis_client.zscore(RUNNING_KEY, job_id) is None
+    assert redis_client.zscore(RUNNING_KEY, job_id) is redis_client.zscore(LEASES_KEY, job_id) is None
     assert begin(ledger, job_id).verdict == "done"
     assert 0 < int(str(redis_client.ttl(job_key(job_id)))) <= 3600
-    assert read_past(redis_client, job_id).end == {"seq": 2, **DONE}
+
+
+def test_a_job_that_has_not_ended_does_not_expire(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
+    assert redis_client.ttl(job_key(job_id)) == -1
+    write(ledger, begin(ledger, job_id), STARTED)
+    assert redis_client.ttl(job_key(job_id)) == -1
+
+
+def test_only_the_holder_of_the_message_begins(ledger: Ledger, job_id: str, queue: str, redis_client: Redis) -> None:
+    frozen = take(ledger, job_id)
+    ledger.give_back(frozen)  # as the reaper does when the lease has ended
+    assert begin(ledger, job_id, token=frozen.token).verdict == "superseded"
+    other = take(ledger, job_id)
+    assert ledger.renew([frozen, other], LEASE_S) == [frozen]
+    ledger.give_back(frozen)
+    ledger.release(frozen)
+    assert begin(ledger, job_id, token=frozen.token).verdict == "superseded"
+    assert begin(ledger, job_id, token=other.token).verdict == "run"
+    assert ids_in(redis_client, queue) == [job_id] * 2  # nobody popped in this test: once submitted, once given back
+
+
+def test_a_copy_is_not_held_while_somebody_holds_the_message(ledger: Ledger, job_id: str) -> None:
+    first = take(ledger, job_id)
+    copy = take(ledger, job_id)
+    assert copy.token == ""
+    assert begin(ledger, job_id, token=first.token).verdict == "run"
+    ledger.release(copy)
+    assert ledger.renew([first], LEASE_S) == []
+
+
+def test_a_job_that_is_given_back_is_the_next_of_its_queue(
+    ledger: Ledger, job_id: str, queue: str, redis_client: Redis
+) -> None:
+    second = submit(ledger, queue)
+    redis_client.rpop(queue + "\x06\x163")
+    taken = take(ledger, job_id)
+    attempt = begin(ledger, job_id, token=taken.token)
+    write(ledger, attempt, STARTED, TOKEN)
+    ledger.hand_back(attempt)
+    ledger.give_back(taken)
+    assert ids_in(redis_client, queue) == [job_id, second]
+    assert (ledger.state(job_id), ledger.place(job_id)) == ("handed_back", 0)
+
+
+def test_a_message_of_a_forgotten_job_is_no_new_job(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
+    ledger.cancel(job_id, running=True)
+    redis_client.delete(job_key(job_id))  # it has expired, and the message still stands in a long queue
+    taken = take(ledger, job_id)
+    assert taken.token == ""
+    assert begin(ledger, job_id, token=taken.token).verdict == "gone"
+
+
+def test_what_celery_refuses_is_not_queued_again(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
+    ledger.release(take(ledger, job_id))
+    assert redis_client.zscore(DUE_KEY, job_id)  # the reaper ends it, if nobody else does
+    assert not redis_client.hexists(job_key(job_id), "message")
+    assert ledger.cancel(job_id, running=True)
+
+
+def test_a_job_whose_message_is_acked_while_it_runs_still_ends(ledger: Ledger, job_id: str) -> None:
+    taken = take(ledger, job_id)
+    attempt = begin(ledger, job_id, token=taken.token)
+    ledger.release(taken)  # as Celery does when it terminates a job
+    assert write(ledger, attempt, events.done("cancelled", {})) == set()
 
 
 def test_only_the_youngest_attempt_writes(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
@@ -95,11 +147,13 @@ def test_writing_again_after_a_lost_reply_changes_nothing(ledger: Ledger, job_id
     assert redis_client.xlen(journal_key(job_id)) == 3
 
 
-def test_events_are_heard_in_their_own_database_only(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
+def test_events_are_heard_in_their_own_database_only(
+    ledger: Ledger, job_id: str, queue: str, redis_client: Redis
+) -> None:
     known = redis_client.connection_pool.connection_kwargs
     with Redis(host=known["host"], port=known["port"], db=1) as elsewhere, redis_client.pubsub() as pubsub:
         namesake = Ledger(elsewhere)
-        assert namesake.submit(job_id, call())
+        submit(namesake, queue, job_id=job_id)
         pubsub.psubscribe(f"*{job_id}")
         write(namesake, begin(namesake, job_id), STARTED, DONE)
         write(ledger, begin(ledger, job_id), STARTED, DONE)
@@ -116,7 +170,9 @@ def test_asking_again_whether_to_begin_counts_once(ledger: Ledger, job_id: str) 
     assert first.number == first.num_failures == 1
 
 
-def test_a_job_without_a_token_is_suspect_and_dead_after_three_attempts(ledger: Ledger, job_id: str) -> None:
+def test_a_job_without_a_token_is_suspect_and_dead_after_three_attempts(
+    ledger: Ledger, job_id: str, queue: str
+) -> None:
     assert begin(ledger, job_id).verdict == "run"
     assert begin(ledger, job_id).verdict == "suspect"
     for _ in range(MAX_ATTEMPTS - 1):
@@ -125,11 +181,11 @@ def test_a_job_without_a_token_is_suspect_and_dead_after_three_attempts(ledger: 
     assert attempt.verdict == "dead"
     assert write(ledger, attempt, events.error("dead", "…", False)) == set()
     dead = next(entry for entry in ledger.dead() if entry["id"] == job_id)
-    assert (dead["attempts"], dead["task"], dead["queue"]) == (4, "cellama.generate", QUEUE)
-    taken = ledger.take_dead(job_id)
-    assert taken is not None
-    assert taken["args"] == ["tiny", "Hi"]
-    assert ledger.take_dead(job_id) is None
+    assert (dead["attempts"], dead["task"], dead["queue"]) == (4, "cellama.generate", queue)
+    new_id = ledger.requeue_dead(job_id)
+    assert new_id is not None
+    assert (ledger.state(new_id), ledger.dead()) == ("queued", [])
+    assert ledger.requeue_dead(job_id) is None
 
 
 def test_a_token_clears_a_job_of_suspicion(ledger: Ledger, job_id: str) -> None:
@@ -147,60 +203,92 @@ def test_a_job_that_is_handed_back_is_no_suspect_and_waits_again(ledger: Ledger,
     assert begin(ledger, job_id).verdict == "run"
 
 
-def test_cancel_ends_a_waiting_job_at_once_and_tells_who_comes_later(ledger: Ledger, redis_client: Redis) -> None:
-    waiting, running, unknown = (str(uuid.uuid4()) for _ in range(3))
-    ledger.submit(waiting, call())
-    ledger.submit(running, call())
-    begin(ledger, running)
+def test_cancel_ends_a_waiting_job_at_once_and_tells_who_comes_later(
+    ledger: Ledger, queue: str, redis_client: Redis
+) -> None:
+    waiting, running, unknown = submit(ledger, queue), submit(ledger, queue), str(uuid.uuid4())
+    taken = take(ledger, running)
+    begin(ledger, running, token=taken.token)
     assert ledger.cancel(waiting, running=True)
-    past = read_past(redis_client, waiting)
-    assert past.end is not None
-    assert past.end["finish_reason"] == "cancelled"
+    ending = ledger.ending(waiting)
+    assert ending is not None
+    assert ending.event["finish_reason"] == "cancelled"
     assert not redis_client.exists(cancel_key(waiting))
     assert not ledger.cancel(running, running=True)
-    assert begin(ledger, running, alone=True).verdict == "cancelled"
+    assert begin(ledger, running, alone=True, token=taken.token).verdict == "cancelled"
     assert not ledger.cancel(unknown, running=True)
-    assert begin(ledger, unknown, call=call()).verdict == "cancelled"
+    assert redis_client.exists(cancel_key(unknown))
+
+
+def test_cancel_ends_a_job_whose_worker_is_gone(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
+    taken = take(ledger, job_id, lease_s=0)
+    attempt = begin(ledger, job_id, token=taken.token)
+    write(ledger, attempt, STARTED, TOKEN)
+    assert ledger.cancel(job_id, running=True)
+    assert [event["seq"] for event in _journal(redis_client, job_id)] == [0, 1, 2]
+    assert write(ledger, attempt, TOKEN, seq=2) == {0}
 
 
 def test_nobody_ends_a_job_that_has_begun(ledger: Ledger, job_id: str) -> None:
     begin(ledger, job_id)
     assert not ledger.end_waiting(job_id, DONE)
-    assert ledger.write([Entry(job_id, None, {"seq": 0, **DONE})]) == {0}
     assert ledger.state(job_id) == "running"
 
 
-def test_a_job_is_submitted_once(ledger: Ledger, job_id: str) -> None:
-    assert not ledger.submit(job_id, call())
+def test_a_stream_with_a_gap_is_not_written(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
+    attempt = begin(ledger, job_id)
+    write(ledger, attempt, STARTED, TOKEN)
+    assert ledger.write([Entry(job_id, attempt.number, {"seq": 4, **TOKEN})]) == (set(), {0})
+    assert [event["seq"] for event in _journal(redis_client, job_id)] == [0, 1]
 
 
-def test_message_is_pushed_with_the_entry_and_not_again(ledger: Ledger, redis_client: Redis) -> None:
-    ids = [str(uuid.uuid4()) for _ in range(3)]
-    key = f"ledger-test:{ids[0]}"
-    jobs = [Submission(job_id, call(timeout_s=5), message=Message(key, job_id)) for job_id in ids]
-    assert ledger.submit_all(jobs[:2]) == [True, True]
-    assert ledger.submit_all(jobs) == [False, False, True]
-    assert redis_client.lrange(key, 0, -1) == [job_id.encode() for job_id in reversed(ids)]
-    assert all(redis_client.zscore(DEADLINES_KEY, job_id) for job_id in ids)
+def test_half_a_surrogate_pair_in_an_event_is_written(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
+    write(ledger, begin(ledger, job_id), events.error("x", "\ud800 caf\u00e9", False))
+    assert _journal(redis_client, job_id)[0]["message"] == "\ud800 caf\u00e9"
+
+
+def test_message_is_pushed_with_the_entry_and_not_again(ledger: Ledger, queue: str, redis_client: Redis) -> None:
+    jobs = [submission(queue, timeout_s=5) for _ in range(3)]
+    ids = [job.job_id for job in jobs]
+    assert ledger.submit(jobs[:2]) == [1, 1]
+    assert ledger.submit(jobs) == [0, 0, 1]
+    assert ids_in(redis_client, queue) == ids
+    assert all(redis_client.zscore(DUE_KEY, job_id) for job_id in ids)
     assert sorted(ids, key=lambda job_id: ledger.place(job_id) or 0) == ids
 
 
-def test_places_go_by_priority_then_by_time(ledger: Ledger, redis_client: Redis) -> None:
-    redis_client.delete(f"cellama:waiting:{QUEUE}")
-    ids = [str(uuid.uuid4()) for _ in range(4)]
-    for job_id, priority in zip(ids, (9, 3, 9, 0), strict=True):
-        ledger.submit(job_id, call(priority))
+def test_another_digest_under_the_same_id_is_told(ledger: Ledger, queue: str) -> None:
+    first = submission(queue, digest="a")
+    assert ledger.submit([first]) == [1]
+    same, other = (submission(queue, first.job_id, digest=digest) for digest in "ab")
+    assert ledger.submit([same, other]) == [0, -1]
+
+
+def test_places_go_by_priority_then_by_time(ledger: Ledger, queue: str, redis_client: Redis) -> None:
+    redis_client.delete(waiting_key(queue))
+    ids = [submit(ledger, queue, priority=priority) for priority in (9, 3, 9, 0)]
     assert [ledger.place(job_id) for job_id in ids] == [2, 1, 3, 0]
 
 
 def test_results_are_kept_until_celery_has_them(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
     attempt = begin(ledger, job_id)
     ledger.write([Entry(job_id, attempt.number, {"seq": 0, **DONE}, {"text": "x"})])
-    assert ledger.result(job_id) == {"text": "x"}
+    assert _result(ledger, job_id) == {"text": "x"}
     app.backend.store_result(job_id, {"text": "x"}, "STARTED")
-    assert ledger.result(job_id) == {"text": "x"}
+    assert _result(ledger, job_id) == {"text": "x"}
     app.backend.store_result(job_id, {"text": "x"}, "SUCCESS")
-    assert ledger.result(job_id) is None
+    assert _result(ledger, job_id) is None
+    assert redis_client.zscore(DUE_KEY, job_id) is None
     app.backend.store_result(job_id, {"text": "y"}, "STARTED")  # a late copy replaces no success
     assert app.AsyncResult(job_id).get(timeout=PATIENCE_S) == {"text": "x"}
     assert redis_client.ttl(f"celery-task-meta-{job_id}") > 0
+
+
+def _result(ledger: Ledger, job_id: str) -> dict[str, object] | None:
+    ending = ledger.ending(job_id)
+    assert ending is not None
+    return ending.result
+
+
+def _journal(redis: Redis, job_id: str) -> list[dict[str, object]]:
+    return [json.loads(fields[b"event"]) for _, fields in redis.xrange(journal_key(job_id))]

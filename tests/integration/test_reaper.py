@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,47 +10,66 @@ import pytest
 from redis import Redis
 
 from cellama.api.redis_server import RedisServer
-from cellama.tasks.contract.errors import JobFailed
-from cellama.tasks.contract.keys import REAPER_KEY, RUNNING_KEY, UNACKED_KEY, waiting_key
+from cellama.tasks.contract import events
+from cellama.tasks.contract.keys import (
+    DUE_KEY,
+    LOOKED_KEY,
+    MISSING_KEY,
+    QUEUES_KEY,
+    RUNNING_KEY,
+    job_key,
+    journal_key,
+    reaper_key,
+    waiting_key,
+)
 from cellama.tasks.contract.names import queue_key
-from cellama.tasks.ledger import Ledger, new_run
+from cellama.tasks.ledger import Ledger
 from cellama.tasks.reaper import SETTLED_S, Reaper
-from cellama.tasks.records import Call, Entry
+from cellama.tasks.records import Ending
 
 from ..conftest import wait_until
+from .ledgers import begin, ids_in, submit, take, write
+
+LEASE_S = 6
+OLD_S = 3 * SETTLED_S
+QUEUE = "cellama:queue:m"
 
 
 class World:
-    """A queue of its own, and a reaper that notes what it does."""
+    """A queue, and as many reapers as a test wants, on one Redis; time passes when the test says so."""
 
     def __init__(self, redis: Redis) -> None:
         self.redis = redis
         self.ledger = Ledger(redis)
-        self.queue = f"cellama:{uuid.uuid4().hex[:8]}"
-        self.requeued: list[str] = []
-        self.expired: list[tuple[str, Any]] = []
-        self.reaper = Reaper(redis, self.ledger, self._requeue, lambda *job: self.expired.append(job), 0.0)
+        self.stored: list[tuple[str, Ending]] = []
+        self.reaper = self.another_reaper()
 
-    def _requeue(self, job_id: str, call: dict[str, Any]) -> None:
-        assert call["queue"] == self.queue
-        self.requeued.append(job_id)
+    def another_reaper(self) -> Reaper:
+        return Reaper(self.redis, self.ledger, lambda *end: self.stored.append(end), LEASE_S)
 
-    def job(self, *, age_s: float = 0.0, message: bool = True, priority: int = 3, **call: Any) -> str:
-        """A job that was submitted some time ago, with its message in the queue."""
-        job_id = str(uuid.uuid4())
-        values: dict[str, Any] = {"task": "cellama.generate", "timeout_s": None, **call}
-        self.ledger.submit(
-            job_id, Call(args=["m", "p"], kwargs={}, queue=self.queue, priority=priority, headers={}, **values)
-        )
-        self.redis.zincrby(waiting_key(self.queue), -age_s, job_id)
-        if message:
-            self.redis.lpush(queue_key(self.queue, priority), json.dumps({"headers": {"id": job_id}}))
+    def job(self, *, age_s: float = 0.0, message: bool = True, **options: Any) -> str:
+        """A job that was submitted some time ago; without a message, Redis lost it."""
+        job_id = submit(self.ledger, QUEUE, **options)
+        self.redis.zincrby(waiting_key(QUEUE), -age_s, job_id)
+        self.redis.hincrbyfloat(job_key(job_id), "submitted_at", -age_s)
+        if not message:
+            self.redis.lpop(queue_key(QUEUE, options.get("priority", 3)))
         return job_id
 
-    def look(self, times: int = 2) -> None:
+    def pass_time(self, seconds: float) -> None:
+        """What was seen missing, was seen longer ago; and no worker waits for its turn to look."""
+        for job_id in self.redis.zrange(MISSING_KEY, 0, -1):
+            self.redis.zincrby(MISSING_KEY, -seconds, job_id)
+        for duty in ("due", "missing"):
+            self.redis.delete(reaper_key(duty))
+
+    def look(self, times: int = 2, reaper: Reaper | None = None) -> None:
         for _ in range(times):
-            self.redis.delete(REAPER_KEY)
-            self.reaper.look()
+            (reaper or self.reaper).look()
+            self.pass_time(LEASE_S)
+
+    def waiting(self) -> list[str]:
+        return ids_in(self.redis, QUEUE)
 
 
 @pytest.fixture
@@ -63,63 +79,137 @@ def world(tmp_path: Path) -> Iterator[World]:
         yield World(redis)
 
 
-OLD_S = 3 * SETTLED_S
-
-
 @pytest.mark.parametrize("others", [0, 3])
 def test_job_older_than_the_head_of_its_queue_is_lost_if_nobody_holds_it(world: World, others: int) -> None:
     lost = world.job(age_s=OLD_S, message=False)
-    for _ in range(others):
-        world.job()
+    rest = [world.job() for _ in range(others)]
     world.look(times=1)
-    assert world.requeued == []
-    world.look(times=1)
-    assert world.requeued == [lost]
+    assert world.waiting() == rest
+    world.look(times=3)
+    assert world.waiting() == [lost, *rest]
 
 
 def test_jobs_in_the_queue_or_held_or_young_are_not_lost(world: World) -> None:
-    for age_s in (OLD_S, OLD_S / 2, 0.0):
-        world.job(age_s=age_s)
+    rest = [world.job(age_s=age_s) for age_s in (OLD_S, OLD_S / 2, 0.0)]
     world.job(message=False)
-    held = world.job(age_s=OLD_S, message=False, priority=9)
-    world.redis.hset(UNACKED_KEY, held, json.dumps([{"headers": {"id": held}}, "", world.queue]))
+    take(world.ledger, world.job(age_s=OLD_S, message=False, priority=9))
+    world.look(times=3)
+    assert world.waiting() == rest
+
+
+def test_a_lost_job_is_found_behind_jobs_that_came_back(world: World) -> None:
+    for age_s in (4 * OLD_S, 3 * OLD_S):
+        back = world.job(age_s=age_s, message=False)
+        world.ledger.give_back(take(world.ledger, back))
+    lost = world.job(age_s=OLD_S, message=False)
+    world.job()
     world.look()
-    world.redis.hdel(UNACKED_KEY, held)
-    assert world.requeued == []
+    assert world.waiting()[0] == lost
+    assert len(world.waiting()) == 4
+
+
+def test_a_started_job_whose_worker_died_comes_back_once_however_long_it_waits(world: World) -> None:
+    job_id = world.job(age_s=OLD_S, message=False)
+    taken = take(world.ledger, job_id, lease_s=0)
+    write(world.ledger, begin(world.ledger, job_id, token=taken.token), events.started("m", 1, "w", 1))
+    world.redis.delete(LOOKED_KEY)
+    world.look(times=6)  # the first finds that nobody has looked lately, and waits another half of a lease
+    assert world.waiting() == []
+    world.redis.zadd("cellama:leases", {job_id: 1})
+    world.look(times=6)
+    assert world.waiting() == [job_id]
+    assert (world.ledger.state(job_id), world.ledger.place(job_id)) == ("handed_back", 0)
 
 
 def test_job_whose_worker_and_message_are_gone_is_lost(world: World) -> None:
     job_id = world.job(message=False)
-    attempt = world.ledger.begin(job_id, new_run(), "w")
-    world.ledger.write([Entry(job_id, attempt.number, {"seq": 0, "type": "started"})])
+    write(world.ledger, begin(world.ledger, job_id), events.started("m", 1, "w", 1))
     world.look()
-    assert world.requeued == [job_id]
+    assert world.waiting() == [job_id]
 
 
-def test_job_that_is_noted_but_has_ended_is_noted_no_more(world: World) -> None:
-    job_id = str(uuid.uuid4())
-    world.redis.zadd(RUNNING_KEY, {job_id: time.time()})
+def test_a_lost_job_is_found_whichever_workers_look(world: World) -> None:
+    """A hundred workers: nobody looks twice in a row, and each lost job is found with the second look."""
+    lost = {world.job(age_s=OLD_S, message=False) for _ in range(20)}
+    workers = [world.another_reaper() for _ in range(100)]
+    for reaper in workers[:2]:
+        world.look(times=1, reaper=reaper)
+    assert set(world.waiting()) == lost
+    for reaper in workers[2:]:
+        world.look(times=1, reaper=reaper)
+    assert sorted(world.waiting()) == sorted(lost)
+
+
+def test_only_one_of_many_workers_does_a_duty_within_its_period(world: World) -> None:
+    world.job(age_s=OLD_S, message=False)
+    for reaper in [world.another_reaper() for _ in range(5)]:
+        reaper.look()
+    assert world.redis.exists(reaper_key("missing"))
+    assert world.redis.zcard(MISSING_KEY) == 1
+    assert world.waiting() == []
+
+
+def test_a_thousand_held_jobs_hide_no_lost_one(world: World) -> None:
+    for _ in range(1001):
+        take(world.ledger, world.job(age_s=2 * OLD_S, message=False))
+    lost = world.job(age_s=OLD_S, message=False)
     world.look()
-    assert world.requeued == []
-    assert world.redis.zscore(RUNNING_KEY, job_id) is None
+    assert world.waiting() == [lost]
+
+
+def test_job_that_is_noted_but_has_no_entry_is_noted_no_more(world: World) -> None:
+    job_id = world.job(age_s=OLD_S, message=False, timeout_s=0.001)
+    world.redis.zadd(RUNNING_KEY, {"other": 1})
+    world.redis.delete(job_key(job_id))  # a Redis that evicts
+    world.look()
+    assert world.waiting() == []
+    assert not world.redis.exists(RUNNING_KEY, waiting_key(QUEUE), DUE_KEY, MISSING_KEY)
+    world.look(times=1)
+    assert not world.redis.exists(QUEUES_KEY)
 
 
 def test_timeouts_end_what_waits_and_leave_what_runs(world: World) -> None:
-    late = world.job(timeout_s=0.001)
-    texts = world.job(timeout_s=0.001, task="cellama.embed")
+    tasks = ("generate", "chat", "embed", "rerank", "tokenize")
+    late = {task: world.job(timeout_s=0.001, task=f"cellama.{task}") for task in tasks}
     running = world.job(timeout_s=0.001)
-    world.ledger.begin(running, new_run(), "w")
-    wait_until(lambda: world.look(times=1) or len(world.expired) == 2, "the ends of late jobs")
-    ends = dict(world.expired)
-    assert ends.keys() == {late, texts}
-    assert ends[late]["finish_reason"] == "timeout"
-    assert isinstance(ends[texts], JobFailed)
-    assert [world.ledger.state(job_id) for job_id in (late, texts, running)] == ["done", "done", "running"]
+    begin(world.ledger, running, token=take(world.ledger, running).token)
+    wait_until(lambda: world.look(times=1) or len(world.stored) == len(late), "the ends of late jobs")
+    ends = dict(world.stored)
+    results = {task: ends[job_id].result or ends[job_id].event["code"] for task, job_id in late.items()}
+    assert results["generate"]["finish_reason"] == "timeout"
+    assert results["chat"]["message"] == {"role": "assistant", "content": ""}
+    assert results["embed"] == results["rerank"] == results["tokenize"] == "timeout"
+    assert world.ledger.state(running) == "running"
 
 
-def test_job_that_is_queued_again_is_the_next(world: World) -> None:
-    first, again = world.job(), world.job()
-    world.ledger.to_the_front(again, world.queue, 3)
-    world.ledger.to_the_front("somebody else", world.queue, 3)
-    messages: Any = world.redis.lrange(queue_key(world.queue, 3), 0, -1)
-    assert [json.loads(message)["headers"]["id"] for message in messages] == [first, again]
+def test_what_celery_refused_ends(world: World) -> None:
+    job_id = world.job()
+    world.ledger.release(take(world.ledger, job_id))
+    world.redis.zadd(DUE_KEY, {job_id: 1})
+    world.look()
+    assert [(name, ending.event["code"]) for name, ending in world.stored] == [(job_id, "refused")]
+
+
+def test_a_job_that_came_back_ends_at_its_timeout_with_what_it_has(world: World) -> None:
+    job_id = world.job(timeout_s=0.001)
+    taken = take(world.ledger, job_id)
+    attempt = begin(world.ledger, job_id, token=taken.token)
+    write(world.ledger, attempt, events.started("m", 1, "w", 1), events.token("Once", [1, 2]))
+    world.ledger.give_back(taken)
+    wait_until(lambda: world.look(times=1) or world.stored, "the end")
+    ((_, ending),) = world.stored
+    assert ending.result is not None
+    assert (ending.result["text"], ending.result["usage"]["completion_tokens"]) == ("Once", 2)
+    assert world.redis.xlen(journal_key(job_id)) == 3
+
+
+def test_celery_hears_of_an_end_that_no_worker_told_it(world: World) -> None:
+    job_id = world.job()
+    attempt = begin(world.ledger, job_id, token=take(world.ledger, job_id).token)
+    write(world.ledger, attempt, events.error("x", "y", False))
+    world.look(times=1)
+    assert world.stored == []  # its worker has some time
+    world.redis.zadd(DUE_KEY, {job_id: 1})
+    world.look()
+    assert [(name, ending.event["code"]) for name, ending in world.stored] == [(job_id, "x")]
+    assert not world.redis.exists(DUE_KEY)

@@ -133,8 +133,7 @@ def test_delay_without_redis_raises_what_says_so(tmp_path: Path) -> None:
 IMPORTS = """
 import json, sys
 import {module}
-heavy = [name for name in ("llama_cpp", "numpy", "jinja2", "cellama.engine") if name in sys.modules]
-print(json.dumps([len(sys.modules), heavy]))
+print(json.dumps([name for name in ("llama_cpp", "numpy", "jinja2", "cellama.engine") if name in sys.modules]))
 """
 
 
@@ -142,9 +141,7 @@ print(json.dumps([len(sys.modules), heavy]))
 def test_import_is_light_and_without_the_engine(module: str, tmp_path: Path) -> None:
     argv = [sys.executable, "-c", IMPORTS.format(module=module)]
     done = subprocess.run(argv, cwd=tmp_path, env=clean_environment(), capture_output=True, timeout=60, check=True)
-    num_modules, heavy = json.loads(done.stdout)
-    assert heavy == []
-    assert num_modules < 800  # mostly Celery's, redis-py's and pydantic's; counted, as seconds depend on the machine
+    assert json.loads(done.stdout) == []
 
 
 def test_compose_file_names_settings_commands_and_files_that_exist() -> None:

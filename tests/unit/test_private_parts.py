@@ -25,8 +25,6 @@ PARTS: dict[str, dict[str, str]] = {
         "kombu.transport.redis:Channel._create_client": "(self, asynchronous=False)",
         "kombu.transport.redis:Channel._in_poll": ATTRIBUTE,
         "kombu.transport.redis:Channel._queue_cycle": ATTRIBUTE,
-        "kombu.transport.virtual:QoS._delivered": ATTRIBUTE,
-        "kombu.transport.virtual:QoS._dirty": ATTRIBUTE,
         "redis.connection:AbstractConnection._sock": ATTRIBUTE,
     },
     "consumer.py": {
@@ -43,18 +41,14 @@ PARTS: dict[str, dict[str, str]] = {
             "immediate, exchange, declare, timeout=None, confirm_timeout=None, retry=False, retry_policy=None)"
         ),
     },
-    "lease.py": {"kombu.transport.virtual:QoS._delivered": ATTRIBUTE},
+    "holding.py": {
+        **{f"kombu.transport.virtual:QoS.{name}": ATTRIBUTE for name in ("_delivered", "_dirty", "_quick_ack")},
+    },
     "pool.py": {
         "celery.concurrency.base:BasePool._get_info": "(self) -> Dict[str, Any]",
         "celery.concurrency.prefork:_run_ready_callbacks": "(hub)",
     },
-    "request.py": {
-        **{
-            f"celery.worker.request:Request.{name}": ATTRIBUTE
-            for name in ("_apply_result", "_argsrepr", "_kwargsrepr", "_message", "_request_dict")
-        },
-        "kombu.transport.virtual:QoS._delivered": ATTRIBUTE,
-    },
+    "request.py": {f"celery.worker.request:Request.{name}": ATTRIBUTE for name in ("_apply_result", "_message")},
     "residency.py": {"celery.worker.consumer:Consumer._update_prefetch_count": "(self, index=0)"},
     "result_backend.py": {
         "celery.backends.redis:RedisBackend._MAX_STR_VALUE_SIZE": ATTRIBUTE,
@@ -89,7 +83,10 @@ OVERRIDDEN = {
     "kombu.transport.redis:Channel._put": "(self, queue, message, **kwargs)",
     "kombu.transport.redis:QoS.can_consume": "(self)",
     "kombu.transport.virtual:QoS.ack": "(self, delivery_tag)",
+    "kombu.transport.redis:QoS.restore_unacked": "(self, client=None)",
+    "kombu.transport.redis:QoS.restore_visible": "(self, start=0, num=10, interval=10)",
     "kombu.transport.virtual:QoS.append": "(self, message, delivery_tag)",
+    "kombu.transport.virtual:QoS.reject": "(self, delivery_tag, requeue=False)",
 }
 
 

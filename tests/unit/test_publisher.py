@@ -36,21 +36,22 @@ def attempt(job_id: str, number: int = 1) -> Attempt:
 class MemoryLedger:
     """Keeps what is written; `failures` are raised first, one per call."""
 
-    def __init__(self, *failures: Exception, void: str = "", refused: str = "") -> None:
+    def __init__(self, *failures: Exception, void: str = "", torn: str = "", refused: str = "") -> None:
         self.entries: list[Entry] = []
         self.num_calls = 0
         self._failures = list(failures)
-        self._void = void
+        self._void, self._torn = void, torn
         self._refused = refused
 
-    def write(self, entries: Sequence[Entry]) -> set[int]:
+    def write(self, entries: Sequence[Entry]) -> tuple[set[int], set[int]]:
         self.num_calls += 1
         if self._failures:
             raise self._failures.pop(0)
         if any(entry.job_id == self._refused for entry in entries):
             raise ResponseError("WRONGTYPE")
         self.entries += entries
-        return {place for place, entry in enumerate(entries) if entry.job_id == self._void}
+        void = {place for place, entry in enumerate(entries) if entry.job_id == self._void}
+        return void, {place for place, entry in enumerate(entries) if entry.job_id == self._torn}
 
     def journal(self, job_id: str) -> list[dict[str, Any]]:
         return [entry.event for entry in self.entries if entry.job_id == job_id]
@@ -60,8 +61,7 @@ def publisher_of(ledger: MemoryLedger, void: list[str] | None = None) -> Publish
     void = void if void is not None else []
 
     def interrupt(run_id: str, reason: Interruption) -> None:
-        assert reason is Interruption.SUPERSEDED
-        void.append(run_id)
+        void.append(f"{run_id} {reason.name}")
 
     return Publisher(ledger, "w", interrupt, Signer(None))  # type: ignore[arg-type]
 
@@ -143,13 +143,14 @@ def test_publisher_tells_of_the_first_token_once_it_is_written() -> None:
     assert told == [2]
 
 
-def test_publisher_ends_a_run_whose_attempt_is_void() -> None:
-    ledger, void = MemoryLedger(void="a"), []
+@pytest.mark.parametrize(("problem", "reason"), [("void", "SUPERSEDED"), ("torn", "HANDED_BACK")])
+def test_publisher_ends_a_run_that_may_not_write(problem: str, reason: str) -> None:
+    ledger, void = MemoryLedger(**{problem: "a"}), []  # type: ignore[arg-type]
     publisher = publisher_of(ledger, void)
     ended, other = publisher.open(attempt("a")), publisher.open(attempt("b"))
     publisher.publish("a#1", events.token("x", [1]))
     assert ended.result(10) is False
-    assert void == ["a#1"]
+    assert void == [f"a#1 {reason}"]
     publisher.publish("a#1", events.done("stop", {}))
     publisher.publish("b#1", events.done("stop", {}))
     assert publisher.close()
@@ -180,7 +181,7 @@ def test_publisher_goes_on_when_redis_refuses_the_events_of_one_job() -> None:
     assert publisher.close()
     assert [e["seq"] for e in ledger.journal("good")] == [0]
     assert ended.result(1) is False
-    assert void == ["broken#1"]
+    assert void == ["broken#1 SUPERSEDED"]
 
 
 def test_publisher_writes_again_what_redis_did_not_take() -> None:

@@ -1,0 +1,92 @@
+"""What kombu does with messages that a worker holds, done in the ledger: under the job's id, with Redis' clock.
+
+Kombu keeps taken messages in hashes of its own, by the clocks of workers, and gives them back by time alone. Here a
+message belongs to a job; taking it gives a token, and only who has the token may begin, go on holding, or give back.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from celery.worker import state
+from kombu.transport import virtual
+from kombu.transport.redis import QoS
+from redis.exceptions import RedisError
+
+from .contract.names import SUBMITTED_AT_HEADER, TOKEN_HEADER
+from .ledger import Ledger
+from .records import Taken
+
+log = logging.getLogger(__name__)
+
+
+class HoldingQoS(QoS):  # type: ignore[misc]
+    """The messages that one channel of a worker holds. Main thread, but for what says otherwise."""
+
+    def __init__(self, channel: Any, ledger: Ledger, lease_s: float) -> None:
+        super().__init__(channel)
+        self._ledger = ledger
+        self._lease_s = lease_s
+
+    def append(self, message: Any, delivery_tag: str) -> None:
+        """Takes a message. Raises RedisError; the reaper finds the message then."""
+        job_id = message.headers.get("id")
+        if job_id is not None and SUBMITTED_AT_HEADER in message.headers:  # else plain Celery sent it: tasks/plain.py
+            message.headers[TOKEN_HEADER] = self._ledger.take(str(job_id), self._lease_s).token
+        else:
+            message.headers.pop(TOKEN_HEADER, None)
+        self.adopt(message)
+
+    def adopt(self, message: Any) -> None:
+        """Answers for a message that another channel of this worker took."""
+        virtual.QoS.append(self, message, message.delivery_tag)
+
+    def ack(self, delivery_tag: str) -> None:
+        self._settle(delivery_tag, self._ledger.release)
+
+    def reject(self, delivery_tag: str, requeue: bool = False) -> None:
+        self._settle(delivery_tag, self._ledger.give_back if requeue else self._ledger.release)
+
+    def _settle(self, delivery_tag: str, how: Callable[[Taken], None]) -> None:
+        """If Redis does not hear of it, the lease ends, and whoever takes the message next finds the job as it is."""
+        message = self._delivered.get(delivery_tag)
+        if message is not None and (taken := taken_of(message)) is not None:
+            try:
+                how(taken)
+            except RedisError as error:
+                log.warning("the message of job %s stays until its lease ends: %s", taken.job_id, error)
+        self._quick_ack(delivery_tag)
+
+    def forget(self, message: Any) -> None:
+        """The message is somebody else's: only its place here is free again. Any thread."""
+        if self._delivered.get(message.delivery_tag) is message:
+            self._quick_ack(message.delivery_tag)
+
+    def restore_unacked(self, client: Any = None) -> None:
+        """Gives back what is still held when the worker ends."""
+        for delivery_tag in list(self._delivered):
+            self.reject(delivery_tag, requeue=True)
+        self._delivered.clear()
+
+    def restore_visible(self, *_: Any, **__: Any) -> None:
+        """Nothing: the reaper gives back what others have left."""
+
+    def messages(self) -> list[Any]:
+        """What this channel holds. Any thread."""
+        return [message for tag, message in list(self._delivered.items()) if tag not in self._dirty]
+
+
+def taken_of(message: Any) -> Taken | None:
+    """The taking of a message, if there was one."""
+    token = message.headers.get(TOKEN_HEADER)
+    return None if token is None else Taken(str(message.headers["id"]), token)
+
+
+def forget_lost(message: Any) -> None:
+    """Ends what this worker does with a message that somebody else holds by now. Any thread."""
+    for request in list(state.requests.values()):
+        if request.message is message:
+            request.supersede()
+    message.channel.qos.forget(message)

@@ -1,0 +1,10 @@
+-- The attempt ends before its job does, and was no failure; the message follows (give_back.lua).
+-- KEYS: entry. ARGV: id, attempt.
+local job, id = KEYS[1], ARGV[1]
+local found = redis.call('HMGET', job, 'attempt', 'state', 'queue', 'priority', 'submitted_at')
+if found[1] ~= ARGV[2] or found[2] ~= 'running' then return 0 end
+redis.call('HSET', job, 'state', 'handed_back')
+redis.call('HINCRBY', job, 'failures', -1)
+redis.call('ZREM', RUNNING, id)
+wait_in_queue(id, found[3], tonumber(found[4]), tonumber(found[5]))
+return 1

@@ -1,0 +1,56 @@
+-- What all scripts share. docs/delivery.md has the states; contract/keys.py the keys.
+-- Constants that Python puts before this: WAITING (prefix), QUEUES, RUNNING, DUE, LEASES, MISSING, DEAD, JOURNAL (prefix), WEIGHT.
+
+-- Unix seconds of the one clock that counts: Redis' own.
+local function clock()
+  local time = redis.call('TIME')
+  return tonumber(time[1]) + tonumber(time[2]) / 1e6
+end
+
+local function stamp(seconds)
+  return string.format('%.6f', seconds)
+end
+
+-- The job has no slot: its rank in its queue is its rank here.
+local function wait_in_queue(id, queue, priority, submitted_at)
+  redis.call('ZADD', WAITING .. queue, stamp(priority * WEIGHT + submitted_at), id)
+  redis.call('SADD', QUEUES, queue)
+end
+
+-- A new entry. `list` is the Redis list that the message stands in, or goes back to.
+local function note(job, id, task, queue, list, priority, timeout, message, submitted_at)
+  redis.call('HSET', job, 'state', 'queued', 'task', task, 'queue', queue, 'list', list, 'priority', priority,
+             'submitted_at', stamp(submitted_at), 'message', message, 'next_seq', 0)
+  redis.call('DEL', JOURNAL .. id) -- of an older job of that id
+  wait_in_queue(id, queue, priority, submitted_at)
+  if timeout ~= '' then redis.call('ZADD', DUE, stamp(submitted_at + timeout), id) end
+end
+
+-- Nobody holds the job's message any more.
+local function let_go(job, id)
+  redis.call('HDEL', job, 'holder')
+  redis.call('ZREM', LEASES, id)
+end
+
+-- The job has not ended, and nobody holds its message: it is the next one of its queue.
+local function give_back(job, cancel, id)
+  let_go(job, id)
+  local found = redis.call('HMGET', job, 'state', 'queue', 'list', 'priority', 'submitted_at', 'message')
+  local state, message = found[1], found[6]
+  if not message or state == 'done' then return false end
+  redis.call('RPUSH', found[3], message)
+  redis.call('HSET', job, 'returned', 1)
+  if state == 'running' then
+    redis.call('HSET', job, 'state', 'handed_back')
+    redis.call('ZREM', RUNNING, id)
+  end
+  wait_in_queue(id, found[2], tonumber(found[4]), tonumber(found[5]))
+  if redis.call('EXISTS', cancel) == 1 then redis.call('ZADD', DUE, stamp(clock()), id) end
+  return true
+end
+
+-- Nothing is left to do for the job but to keep what is known of it for a while.
+local function forget(job, id, queue)
+  redis.call('ZREM', WAITING .. queue, id)
+  redis.call('ZREM', RUNNING, id)
+end

@@ -1,0 +1,23 @@
+-- Notes jobs and pushes their messages, all or none. A job that stands there already is left as it is.
+-- KEYS: entry and message list of each job. ARGV: seconds between two jobs, how many jobs follow in other calls, then
+-- nine values for each job, and topic and event for each of its events.
+-- Returns for each job: 1 new, 0 there already, -1 there already with another payload under its idempotency key.
+local step, following, next, told = tonumber(ARGV[1]), tonumber(ARGV[2]), 3, {}
+for i = 1, #KEYS / 2 do
+  local job, list = KEYS[2*i-1], KEYS[2*i]
+  local id, task, queue, priority, timeout, delay, digest, message, events = unpack(ARGV, next, next + 8)
+  local first = next + 9
+  next = first + 2 * events
+  if redis.call('EXISTS', job) == 1 then
+    told[i] = (digest == '' or redis.call('HGET', job, 'digest') == digest) and 0 or -1
+  else
+    told[i] = 1
+    local submitted_at = clock() - math.min(1, (#KEYS / 2 - i + following) * step)
+    note(job, id, task, queue, list, tonumber(priority), timeout, message, submitted_at)
+    if delay ~= '0.0' then redis.call('HSET', job, 'delay', delay) end
+    if digest ~= '' then redis.call('HSET', job, 'digest', digest) end
+    if message ~= '' then redis.call('LPUSH', list, message) end
+    for at = first, next - 2, 2 do redis.call('PUBLISH', ARGV[at], ARGV[at+1]) end
+  end
+end
+return told

@@ -1,0 +1,60 @@
+"""Jobs in a ledger, without Celery: what the tests of the ledger, the reaper and the model check share."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from typing import Any
+
+from cellama.tasks.contract.names import PRIORITY_INTERACTIVE, queue_key
+from cellama.tasks.ledger import Ledger, new_run
+from cellama.tasks.records import Attempt, Call, Entry, Message, Submission, Taken
+
+LEASE_S = 600.0
+
+
+def submission(
+    queue: str,
+    job_id: str = "",
+    *,
+    priority: int = PRIORITY_INTERACTIVE,
+    timeout_s: float | None = None,
+    task: str = "cellama.generate",
+    digest: str = "",
+) -> Submission:
+    """A job with a message as kombu writes it."""
+    job_id = job_id or str(uuid.uuid4())
+    properties = {"correlation_id": job_id, "priority": priority, "delivery_tag": str(uuid.uuid4())}
+    payload = json.dumps({"body": "W10=", "headers": {"id": job_id, "task": task}, "properties": properties})
+    call = Call(task, ["tiny", "Hi"], {}, queue, priority, timeout_s, {})
+    return Submission(job_id, call, Message(queue_key(queue, priority), payload), digest)
+
+
+def submit(ledger: Ledger, queue: str, **options: Any) -> str:
+    """The id of a new job."""
+    job = submission(queue, **options)
+    assert ledger.submit([job]) == [1]
+    return job.job_id
+
+
+def take(ledger: Ledger, job_id: str, lease_s: float = LEASE_S) -> Taken:
+    """A worker has the message, as far as the ledger is concerned."""
+    return ledger.take(job_id, lease_s)
+
+
+def begin(ledger: Ledger, job_id: str, **options: Any) -> Attempt:
+    return ledger.begin(job_id, new_run(), "w", **options)
+
+
+def write(ledger: Ledger, attempt: Attempt, *told: dict[str, Any], seq: int = 0) -> set[int]:
+    """Writes events from `seq` on; the places of those that are superseded."""
+    entries = [Entry(attempt.job_id, attempt.number, {"seq": seq + i, **event}) for i, event in enumerate(told)]
+    superseded, gaps = ledger.write(entries)
+    assert not gaps
+    return superseded
+
+
+def ids_in(redis: Any, queue: str, priority: int = PRIORITY_INTERACTIVE) -> list[str]:
+    """The jobs whose messages stand in a queue, the next one first."""
+    messages = redis.lrange(queue_key(queue, priority), 0, -1)
+    return [json.loads(message)["headers"]["id"] for message in reversed(messages)]
