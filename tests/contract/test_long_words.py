@@ -67,7 +67,7 @@ def test_long_run_fits_into_the_stack(tmp_path: Path, pre: str, part: str) -> No
         ("gpt-4o", "=" * 60_000 + "/\n" * 30_000),
         ("jais-2", "\u2003 " * 75_000),
         ("exaone-moe", "a b " * 50_000),
-        ("bloom", "a1=" * 50_000),
+        ("bloom", "a1=\x1c" * 50_000),
         ("a-later-one", "a" * 150_000),
         ("superbpe", "1" * (MAX_SUPERBPE_DIGITS + 1)),
     ],
