@@ -25,6 +25,7 @@ from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_CHARS = 1 << 24  # of a prompt
+THINKING = frozenset({"<think>", "</think>", "[THINK]", "[/THINK]"})  # in a message they mean what they always do
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 FROM_CALLER = "\U0010ffff"  # stands in `marked` for a character that came from the caller and could be part of markup
 _COMMON = frozenset("_-./:,;'\"!?()")  # in so many words that masking them could change what a template does
@@ -107,6 +108,7 @@ class Masks:
 
     def __init__(self, tree: nodes.Template, source: str, control: Iterable[str], markup: Iterable[str]) -> None:
         """`control` are the texts of control tokens, `markup` those of others that belong to the template's markup."""
+        control = list(control)
         self._literals = [text for text in {*control, *markup} if text.strip()]
         letters = {char for text in self._literals for char in text if not char.isspace()}
         self._telling = {char for char in letters if not char.isalnum()} - _COMMON
@@ -114,11 +116,9 @@ class Masks:
         self._inside = "\n".join(self._literals)
         constants = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
         self._names = constants | {node.attr for node in tree.find_all(nodes.Getattr)} | ROLES
-        self._tested = sorted(
-            (text for text in _tested(tree) if self._telling & set(text) and not any(c in text for c in control)),
-            key=len,
-            reverse=True,
-        )
+        turning = [text for text in control if text not in THINKING]
+        tested = [text for text in _tested(tree) if self._telling & set(text)]
+        self._tested = sorted((text for text in tested if not any(c in text for c in turning)), key=len, reverse=True)
         self._taken = set(source)
         self._letters = sorted(letters)
 

@@ -158,6 +158,8 @@ def test_control_token_of_letters_alone_stays_text() -> None:
 def test_markup_that_the_template_looks_for_is_found_as_ever() -> None:
     source = "{{ messages[0].content.split('</think>')[-1] }}</think><|end|>"
     assert ids(source, [THINK, END], "so<|end|></think>yes<|end|>") == [THINK.id, END.id]
+    control = SpecialToken(THINK.id, "</think>", is_control=True)
+    assert ids(source, [control, END], "so<|end|></think>yes<|end|>") == [THINK.id, END.id]
     kept = "{{ 'thought' if '</think>' in messages[0].content }}{{ messages[0].content }}<|end|>"
     assert ids(kept, [THINK, END], "a</think><|end|>") == [THINK.id, END.id]
 
