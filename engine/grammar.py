@@ -25,6 +25,7 @@ Allowed = NDArray[np.bool_]
 _UNKNOWN, _DEAD = -2, -1  # in the table: not looked at yet; no way goes on
 _MAX_STATES = 4096  # of an automaton, and ...
 _MAX_WAYS = 100_000  # ... ways in all of them, before it forgets them (some 20 MB)
+_MANY = 64  # ways of a state
 _MAX_MASKS = 64  # of an automaton
 _FEW = 8  # tokens that are looked at one by one
 _MAX_AUTOMATA = 16  # kept of a vocabulary
@@ -80,6 +81,7 @@ class Automaton:
         self.accepting: list[bool] = []
         self._numbers: dict[frozenset[Way], int] = {}
         self._after: dict[frozenset[Way], int] = {}  # ways before their forks and calls → state
+        self._sorted: dict[int, dict[int, list[Way]]] = {}  # states with many ways: class of byte → ways after it
         self._num_ways = 0
         self._table = np.full((64, self._num_classes), _UNKNOWN, np.int32)
         self.masks: OrderedDict[int, NDArray[np.uint8]] = OrderedDict()
@@ -108,12 +110,27 @@ class Automaton:
         """The state after one byte, or a negative number."""
         following = int(self._table[state, byte_class])
         if following == _UNKNOWN:
-            ways = self.states[state]
-            work.spend(len(ways))
-            after = [(to, frame) for node, frame in ways if (to := self._step_of(node).get(byte_class)) is not None]
+            after = self._ways_after(state, byte_class, work)
             following = self._state(after, work) if after else _DEAD
             self._table[state, byte_class] = following
         return following
+
+    def _ways_after(self, state: int, byte_class: int, work: Work) -> list[Way]:
+        """Where a class of bytes leads the ways of a state; many ways are sorted by class, once."""
+        ways = self.states[state]
+        if len(ways) <= _MANY:
+            work.spend(len(ways))
+            return [(to, frame) for node, frame in ways if (to := self._step_of(node).get(byte_class)) is not None]
+        sorted_ways = self._sorted.get(state)
+        if sorted_ways is None:
+            sorted_ways = self._sorted[state] = {}
+            for node, frame in ways:
+                steps = self._step_of(node)
+                work.spend(len(steps))
+                for each, to in steps.items():
+                    sorted_ways.setdefault(each, []).append((to, frame))
+            self._num_ways += sum(map(len, sorted_ways.values()))
+        return list(sorted_ways.get(byte_class, ()))
 
     def walk(self, state: int, data: bytes, work: Work) -> int:
         """The state after these bytes, or a negative number."""

@@ -22,6 +22,9 @@ def tool(name: str = "f", **parameters: Any) -> dict[str, Any]:
 
 
 SURROGATE = '{"type": "object", "properties": {"\\ud800": {"type": "string"}}}'  # half of a pair: no UTF-8 has it
+DOUBLING = 'root ::= "a" root "x" | "a" root "y" | "a"'
+BRANCHING = "\n".join([*(f'r{n} ::= r{n + 1} "x" | r{n + 1} "y"' for n in range(40)), 'r40 ::= "a"', "root ::= r0"])
+LEFT = 'root ::= a* root | "x"\na ::= "b"?'
 CALLED = {
     "role": "assistant",
     "tool_calls": [{"function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}],
@@ -81,6 +84,19 @@ def test_bad_call_is_refused_before_it_is_queued(
             r"stop\.0 is .* not valid UTF-8",
         ),
         ("generate", ["tiny", "Hi"], {"adapters": {"\ud800": "x"}}, "invalid_request", "adapters"),
+        ("generate", ["tiny", "Hi"], {"grammar": DOUBLING}, "grammar_failed", "the grammar is too ambiguous"),
+        ("generate", ["tiny", "Hi"], {"grammar": BRANCHING}, "grammar_failed", "the grammar is too ambiguous"),
+        ("generate", ["tiny", "Hi"], {"grammar": LEFT}, "invalid_request", "begins with itself"),
+        (
+            "generate",
+            ["tiny", "Hi"],
+            {"json_schema": '{"minItems": 1000000000}'},
+            "invalid_request",
+            "at #/minItems is",
+        ),
+        ("generate", ["tiny", "Hi"], {"mirostat": 1, "mirostat_tau": 600}, "invalid_request", "mirostat_tau is 600"),
+        ("generate", ["tiny", "Hi"], {"repeat_last_n": 10**18}, "invalid_request", "less than or equal to 1048576"),
+        ("generate", ["tiny", "Hi"], {"dry_penalty_last_n": 2**31 - 1}, "invalid_request", "dry_penalty_last_n is"),
         ("generate", ["tinny", "Hi"], {}, "unknown_model", "no model 'tinny' .* did you mean 'tiny'"),
         ("generate", ["tiny", "word " * 3000], {}, "prompt_too_long", r"has \d+ tokens, a slot holds 2047"),
         ("generate", ["tiny", [5, 10**6]], {}, "invalid_request", r"token ids outside 0\.\.1023"),

@@ -180,6 +180,16 @@ def test_work_is_that_of_a_request_and_known_states_are_free() -> None:
     assert second.left == limits.GRAMMAR_WORK
 
 
+def test_list_of_thousands_of_texts_takes_little_work() -> None:
+    words = [f"{number * 7919 % 10_000:04}" for number in range(5000)]
+    automaton, work = automaton_of("root ::= " + " | ".join(f'"{word}"' for word in words)), Work()
+    for word in words[::50]:
+        state = automaton.walk(automaton.start(work), word.encode(), work)
+        assert automaton.accepting[state]
+        assert automaton.walk(automaton.start(work), word.encode() + b"0", work) < 0
+    assert work.left > limits.GRAMMAR_WORK / 2
+
+
 def test_characters_may_be_split_between_tokens() -> None:
     assert allowed_after("root ::= [é]", []) == {7, 9}
     assert allowed_after("root ::= [é]", [7]) == {8}
