@@ -219,6 +219,8 @@ class Engine(Generating):
                 raise
             log.exception("a step failed in a way that nobody foresaw; its requests are tried one by one")
             self._forward.isolate()
+            self._output.tell()  # of those that ended in it: there may be no other step
+            self._telemetry.idle()
 
     def _step(self) -> None:
         self.pulse.beat("step")
