@@ -72,7 +72,6 @@ def _environment(bos: str, eos: str) -> jinja2.Environment:
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )
     environment.globals.update(raise_exception=_raise, strftime_now=_now, bos_token=bos, eos_token=eos)
-    environment.filters["tojson"] = _to_json
     return environment
 
 
@@ -192,6 +191,8 @@ class Renderer:
 
     def __init__(self, setup: Mapping[str, Any]) -> None:
         environment = _environment(setup["bos"], setup["eos"])
+        environment.filters["tojson"] = self._to_json
+        self._used: Iterable[int] = ()  # the masks in what is rendered now
         source = setup["source"]
         self._template = environment.from_string(source)
         self._masks = Masks(environment.parse(source), source, setup["control"], setup["markup"])
@@ -203,6 +204,15 @@ class Renderer:
         if not request["mark"]:
             return {"text": text, "marked": text}
         return {"text": text, "marked": self._marked(text, messages, request["variables"])}
+
+    def _to_json(self, value: object, *arguments: Any, **options: Any) -> str:
+        """As _to_json; masks stand for ASCII, and are not escaped either."""
+        text = _to_json(value, *arguments, **options)
+        if not text.isascii():
+            return text
+        for mask in self._used:
+            text = text.replace(json.dumps(chr(mask))[1:-1], chr(mask))
+        return text
 
     def _render(self, messages: Any, variables: Any) -> str:
         text: str = self._template.render(messages=messages, **variables)
@@ -222,7 +232,7 @@ class Renderer:
             changed = _mapped(given, change)
             if changed == given:
                 return text
-            masked = self._attempt(changed[0], dict(zip(variables, changed[1], strict=True)))
+            masked = self._attempt(changed[0], dict(zip(variables, changed[1], strict=True)), every.values())
             if masked.translate({mask: code for code, mask in every.items()}) == text:
                 return masked.translate(dict.fromkeys(every.values(), FROM_CALLER))
         suspect = self._masks.suspect(text, strings)
@@ -233,12 +243,15 @@ class Renderer:
             )
         return text
 
-    def _attempt(self, messages: Any, variables: Any) -> str:
+    def _attempt(self, messages: Any, variables: Any, masks: Iterable[int]) -> str:
         """The prompt of masked strings; nothing if the template takes no such strings."""
+        self._used = masks
         try:
             return self._render(messages, variables)
         except Exception:  # a template is foreign code; the prompt without masks is there
             return ""
+        finally:
+            self._used = ()
 
 
 def _answer(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:

@@ -144,6 +144,11 @@ def test_strings_that_the_template_joins_make_no_control_token() -> None:
     assert ids("{{ messages[0].content.replace('X', '') }}<|end|>", [END], "<|eXnd|>") == [END.id]
 
 
+def test_control_token_in_json_of_ascii_alone_stays_text() -> None:
+    source = "{{ messages[0].content | tojson(ensure_ascii=True) }}<|end|>"
+    assert ids(source, [END], 'é "<|end|>" \\ud836') == [END.id]
+
+
 def test_word_that_the_template_completes_to_a_control_token_stays_text() -> None:
     source = "{% for key in spec %}{{ '<|' ~ key ~ '|>' }}{% endfor %}<|end|>"
     assert ids(source, [END], spec={"end": 1, "other": 2}) == [END.id]
