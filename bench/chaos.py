@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> Report:
                 for _ in range(args.workers):
                     service.start_worker()
                 service.wait_ready()
-                scenario = _Scenario(service, args)
+                scenario = Scenario(service, args)
                 undisturbed = undisturbed or scenario.undisturbed()
                 rows.append(scenario.run(name, undisturbed))
                 print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
@@ -68,7 +68,7 @@ def prompts(count: int) -> list[str]:
     return [f"Once upon a time, there were {i} friends of a little {ANIMALS[i % 6]}." for i in range(count)]
 
 
-class _Scenario:
+class Scenario:
     """One service, one kind of trouble."""
 
     def __init__(self, service: Service, args: argparse.Namespace) -> None:

@@ -38,6 +38,9 @@ class SentinelSetup:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
         for process in self._sentinels:
             process.kill()
             process.wait()

@@ -63,7 +63,7 @@ class Service:
 
     def __init__(self, folder: Path, models: Sequence[dict[str, Any]], **settings: str) -> None:
         self.folder = folder
-        self.redis_server = RedisServer(0, folder / "redis")
+        self.redis_server: Any = RedisServer(0, folder / "redis")
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.num_starts = 0
         self._models = [dict(model) for model in models]
@@ -73,12 +73,15 @@ class Service:
         self._starter = ThreadPoolExecutor(max_workers=1)
 
     def __enter__(self) -> Service:
-        self.redis_server = RedisServer.start(self.folder / "redis", port=_redis_port())
+        self.start_redis()
         (self.folder / "counters").mkdir(exist_ok=True)
         os.environ |= self._environment()
         get_settings.cache_clear()
         self.redis = connect(self.redis_server.url)
         return self
+
+    def start_redis(self) -> None:
+        self.redis_server = RedisServer.start(self.folder / "redis", port=_redis_port())
 
     def __exit__(self, *_: object) -> None:
         for process in self.processes.values():

@@ -24,6 +24,7 @@ SHORT = {
     "urgent": "--slots 8 --bulk 24 --prompt 64 --new 100 --samples 2",
     "cancel": "--prompt 600 --chunk 64 --samples 1",
     "chaos": "--scenarios kills poison --jobs 40 --new 200 --kills 2 --period 2",
+    "chaos_sentinel": "--jobs 30 --new 200 --failovers 2 --period 2",
     "fuzz": "--payloads 200 --warm-up 0 --in-flight-corpus 4",
     "loads": "--rounds 1 --tokens 40",
     "embeddings": "--shape tiny --texts 100 --rounds 1",
