@@ -20,11 +20,13 @@ from cellama.tasks.contract.errors import (
     JobFailed,
     JobTimeout,
     RedisUnreachable,
+    ResultIgnored,
     UnknownJob,
     UnknownModel,
     UnknownWorker,
 )
 from cellama.tasks.contract.events import Event, is_terminal
+from cellama.tasks.contract.keys import IGNORED_FIELD, job_key
 from cellama.tasks.contract.names import DEFAULT_MODEL, queue_keys, queue_name
 from cellama.tasks.ledger import Ledger
 from cellama.tasks.position import Position, estimate_s, position_of
@@ -106,6 +108,7 @@ class Core:
     def result(self, job_id: str, timeout_s: float | None) -> dict[str, Any]:
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         with reaching_redis():
+            self._check_kept(job_id)
             while True:  # a result that comes while Celery subscribes may be missed: it asks again now and then
                 remaining_s = max(0.0, deadline - time.monotonic())
                 try:
@@ -119,12 +122,19 @@ class Core:
                 except TaskRevokedError:
                     raise JobCancelled(f"job {job_id} was cancelled") from None
 
+    def _check_kept(self, job_id: str) -> None:
+        if self._redis.hexists(job_key(job_id), IGNORED_FIELD):
+            raise ResultIgnored(
+                f"job {job_id} was queued with ignore_result, so its result is not stored; read its stream"
+            )
+
     @staticmethod
     def too_late(job_id: str, timeout_s: float | None) -> JobTimeout:
         return JobTimeout(f"job {job_id} has no result after {timeout_s} s; it goes on: ask again, or cancel it")
 
     def is_ready(self, job_id: str) -> bool:
         with reaching_redis():
+            self._check_kept(job_id)
             return bool(AsyncResult(job_id, app=app).ready())
 
     def cancel(self, job_id: str) -> None:

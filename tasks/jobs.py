@@ -20,6 +20,7 @@ from cellama.config import get_settings
 
 from .app import app
 from .contract.errors import InvalidJob, JobFailed, RedisRefused, RedisUnreachable
+from .contract.keys import IGNORED_FIELD, job_key
 from .contract.kinds import KINDS, Kind, Result
 from .contract.names import (
     DEFAULT_MODEL,
@@ -99,6 +100,8 @@ class JobTask(Task):  # type: ignore[misc]
 
         with reaching_redis():
             list(enqueue(self.app, Ledger(self.backend.client), [job], publish))
+            if job.options.get("ignore_result"):
+                self.backend.client.hset(job_key(job.job_id), IGNORED_FIELD, 1)
         return results[0]
 
     def _retrying(self, queue: Callable[[], AsyncResult], policy: dict[str, Any] | None) -> AsyncResult:

@@ -19,6 +19,8 @@ from .server_check import ServerCheck, UnfitRedis
 
 log = logging.getLogger(__name__)
 
+# What follows a job is sent again until Redis is back: a job that is done does not fail because Redis is away.
+NEXT_STEP_RETRIES = {"max_retries": 10_000, "interval_start": 0.1, "interval_step": 0.2, "interval_max": 2.0}
 EXIT_CONFIG = 78  # sysexits.h: EX_CONFIG; a supervisor must not start the worker again
 
 
@@ -34,6 +36,7 @@ class LoadModels(bootsteps.StartStopStep):  # type: ignore[misc]
         from . import commands, revokes  # noqa: F401  (being imported makes them known to Celery)
         from .runtime import Runtime
 
+        worker.app.conf.task_publish_retry_policy = NEXT_STEP_RETRIES
         signals.worker_shutting_down.connect(_Hurry(worker.pool), weak=False)
         worker.app.server_check = ServerCheck()
         _check_server(worker.app)

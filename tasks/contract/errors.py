@@ -5,6 +5,7 @@ JobError
 ├── JobFailed           the job ran and failed; travels through Celery's result backend
 ├── JobCancelled        somebody cancelled the job
 ├── JobTimeout          nothing came within the time that the caller gave
+├── ResultIgnored       the job was queued with `ignore_result`: there will be none
 ├── UnknownModel        no live worker serves the model
 ├── UnknownWorker       no live worker has that name
 ├── UnknownJob          there is no such job, or not any more
@@ -54,6 +55,10 @@ class JobCancelled(JobError):
 class JobTimeout(JobError, TimeoutError):
     code = "timeout"
     retryable = True
+
+
+class ResultIgnored(JobError):
+    code = "result_ignored"
 
 
 class UnknownModel(JobError):

@@ -36,6 +36,7 @@ BATCHES_KEY = "cellama:batches"
 UNACKED_KEY = "cellama:kombu:unacked"
 UNACKED_INDEX_KEY = "cellama:kombu:unacked_index"
 UNACKED_MUTEX_KEY = "cellama:kombu:unacked_mutex"
+IGNORED_FIELD = "ignored"  # of a ledger entry: nobody stores the job's result
 PRIORITY_WEIGHT = 1e11  # seconds; more than any time of submission
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -16,9 +17,10 @@ from celery.result import AsyncResult
 from kombu import Exchange, Queue
 from redis import Redis
 
+from cellama.api import AsyncClient, Client
 from cellama.api.redis_server import RedisServer
 from cellama.tasks import app, chat, generate
-from cellama.tasks.contract.errors import JobFailed
+from cellama.tasks.contract.errors import JobFailed, ResultIgnored
 from cellama.tasks.contract.names import queue_name
 
 from ..conftest import PATIENCE_S, WorkerProcess, clean_environment, wait_until
@@ -178,3 +180,19 @@ def test_queue_of_the_users_own_is_served_by_a_worker_that_listens_to_it(worker:
         assert generate.apply_async(("tiny", STORY), SHORT, queue="mine").get(timeout=PATIENCE_S)["text"] == story
     finally:
         app.control.cancel_consumer("mine", destination=list(alive), reply=True)
+
+
+def test_ignored_result_is_not_waited_for(client: Client, events_of: EventsOf) -> None:
+    job = generate.apply_async(("tiny", STORY), SHORT, ignore_result=True)
+    with pytest.raises(ResultIgnored, match="read its stream"):
+        client.result(job.id)
+    assert events_of(job.id)[-1]["finish_reason"] == "length"
+    with pytest.raises(ResultIgnored, match="read its stream"):
+        client.result(job.id)
+
+    async def ask() -> None:
+        async with AsyncClient() as own:
+            await own.result(job.id)
+
+    with pytest.raises(ResultIgnored, match="read its stream"):
+        asyncio.run(ask())

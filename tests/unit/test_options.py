@@ -11,8 +11,9 @@ from celery import Celery, signature
 from kombu import Connection, Exchange, Queue
 
 from cellama.tasks import app, chat, generate
-from cellama.tasks.contract.errors import InvalidJob, JobFailed
+from cellama.tasks.contract.errors import InvalidJob, JobFailed, RedisUnreachable
 from cellama.tasks.contract.names import queue_name
+from cellama.tasks.jobs import JobTask
 from cellama.tasks.options import delay_s, settle_options
 
 OWN = queue_name("tiny")
@@ -112,3 +113,24 @@ def test_our_tasks_stay_ours_in_the_registry_of_another_app(finalized: bool) -> 
     assert other.tasks[generate.name] is app.tasks[generate.name]
     assert generate.app is app
     assert signature(dict(generate.s("tiny", "Hi")), app=other).type.app is app
+
+
+@pytest.mark.parametrize(("policy", "tries"), [({"max_retries": 2}, 3), ({"max_retries": 0}, 1)])
+def test_queueing_is_tried_again_as_the_policy_says(
+    policy: dict[str, Any], tries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[Any] = []
+
+    def fail(self: Any, job: Any) -> None:
+        tried.append(job)
+        raise RedisUnreachable("away")
+
+    monkeypatch.setattr(JobTask, "_queue", fail)
+    with pytest.raises(RedisUnreachable):
+        generate.apply_async(
+            ("tiny", "Hi"), retry=True, retry_policy={**policy, "interval_start": 0, "interval_max": 0}
+        )
+    assert len(tried) == tries
+    with pytest.raises(RedisUnreachable):
+        generate.delay("tiny", "Hi")
+    assert len(tried) == tries + 1
