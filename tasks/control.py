@@ -17,6 +17,7 @@ from redis import Redis
 from .contract.keys import QUEUES_KEY, cancel_key
 from .contract.names import PRIORITIES, is_model_queue, queue_key
 from .ledger import Ledger
+from .steps import tell_end
 
 REVOKED_S = 10800  # how long Celery's workers remember a revoke
 PURGE_PAGE = 100  # messages taken at once: what a purge has taken and not ended when it is killed, the reaper finds
@@ -51,8 +52,8 @@ def note_revoke(app: Celery, task_ids: str | Iterable[str], terminate: bool) -> 
 
 
 def _cancel(app: Celery, ledger: Ledger, job_id: str, *, running: bool) -> None:
-    if ledger.cancel(job_id, running=running):
-        app.backend.mark_as_revoked(job_id, "cancelled", request=None)
+    if ledger.cancel(job_id, running=running) and (ending := ledger.ending(job_id)) is not None:
+        tell_end(app, job_id, ending)
 
 
 def purge_queue(app: Celery, queue: str) -> int:

@@ -13,9 +13,8 @@ from cellama.config.logging import configure_logging
 
 from .app import CellamaApp
 from .connecting import SOCKET_OPTIONS, connect
-from .contract.errors import JobFailed
-from .records import Ending
 from .server_check import ServerCheck, UnfitRedis
+from .steps import tell_end
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +43,7 @@ class LoadModels(bootsteps.StartStopStep):  # type: ignore[misc]
             worker.app.runtime = Runtime(
                 get_settings(),
                 worker.hostname,
-                store=lambda *job: _store_end(worker.app, *job),
+                store=lambda *job: tell_end(worker.app, *job),
             )
         except EngineError as error:
             log.critical("the worker can't start: %s", error)
@@ -105,17 +104,6 @@ def install(app: CellamaApp) -> None:
     signals.setup_logging.connect(_set_up_logging, weak=False)
     signals.task_revoked.connect(_tell_revoked, weak=False)
     signals.worker_shutdown.connect(_close, weak=False)
-
-
-def _store_end(app: CellamaApp, job_id: str, ending: Ending) -> None:
-    """Tells Celery how a job ended of which no worker could tell it."""
-    event = ending.event
-    if event["type"] == "error":
-        app.backend.mark_as_failure(job_id, JobFailed(event["code"], event["message"], event["retryable"]))
-    elif event["finish_reason"] == "cancelled":
-        app.backend.mark_as_revoked(job_id, "cancelled", request=None)
-    elif ending.result is not None:
-        app.backend.mark_as_done(job_id, ending.result)
 
 
 def _set_up_logging(loglevel: int | None = None, **_: Any) -> None:

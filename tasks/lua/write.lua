@@ -41,7 +41,7 @@ for i = 0, (#ARGV - 7) / 7 - 1 do
         redis.call('ZADD', DEAD, stamp(clock()), id) -- with its message, so that it can be queued again
         redis.call('EXPIRE', job, dead_ttl)
       else
-        redis.call('HDEL', job, 'message')
+        if attempt ~= '' then redis.call('HDEL', job, 'message') end -- else it says who waits for the job (steps.py)
         redis.call('EXPIRE', job, redis.call('HEXISTS', job, 'digest') == 1 and result_ttl or event_ttl)
       end
     elseif kind == 'token' then

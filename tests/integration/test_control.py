@@ -1,30 +1,36 @@
-"""Revokes and purges last, whoever asks for them."""
+"""Revokes and purges last, whoever asks for them; a canvas hears of jobs that ended before a worker had them."""
 
 from __future__ import annotations
 
+import base64
+import json
 import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 
 import pytest
-from celery import Celery
+from celery import Celery, chain, chord
+from celery.exceptions import ChordError
+from celery.result import AsyncResult
 from celery.worker.state import REVOKE_EXPIRES
 from kombu.message import Message
 from redis import Redis
 
 from cellama.api.redis_server import RedisServer
-from cellama.tasks import app, generate
+from cellama.tasks import app, embed, generate
 from cellama.tasks.contract.keys import cancel_key
 from cellama.tasks.contract.names import queue_key, queue_name
 from cellama.tasks.control import REVOKED_S
 from cellama.tasks.ledger import Ledger, new_run
 from cellama.tasks.reaper import Reaper
 from cellama.tasks.request import JobRequest
+from cellama.tasks.steps import tell_end
 
-from ..conftest import WorkerProcess, clean_environment, wait_until
+from ..conftest import PATIENCE_S, WorkerProcess, clean_environment, wait_until
 from .conftest import LONG
 from .ledgers import submit
 
@@ -111,3 +117,33 @@ def test_job_that_has_begun_does_not_expire(unserved: str, redis_client: Redis) 
     assert request_that_expired(job.id).maybe_expire()
     Ledger(redis_client).begin(job.id, new_run(), "a worker that died")
     assert not request_that_expired(job.id).maybe_expire()
+
+
+def followers(redis: Redis, queue: str) -> list[tuple[str, Any]]:
+    """The ids and first arguments of what waits in a queue of a user's own."""
+    found: Any = redis.lrange(queue, 0, -1)
+    stored = [json.loads(message) for message in found]
+    return [(message["headers"]["id"], json.loads(base64.b64decode(message["body"]))[0][0]) for message in stored]
+
+
+def test_chord_whose_waiting_parts_are_cancelled_fails(unserved: str) -> None:
+    parts = [generate.s(unserved, text).set(task_id=str(uuid.uuid4())) for text in ("Hi", "Ho")]
+    body = chord(parts)(app.signature("users.collect", queue=f"users-{unserved}"))
+    app.control.revoke([part.options["task_id"] for part in parts])
+    with pytest.raises(ChordError, match="cancelled"):
+        AsyncResult(body.id, app=app).get(timeout=PATIENCE_S)
+
+
+def test_what_follows_a_job_that_was_too_late_is_sent(unserved: str, redis_client: Redis) -> None:
+    queue, late = f"users-{unserved}", {"timeout": 0.001}
+    next_step, callback, errback = (app.signature(f"users.{name}", queue=queue) for name in ("next", "link", "error"))
+    ids = [signature.freeze().id for signature in (next_step, callback)]
+    first = generate.s(unserved, "Hi", **late).set(link=callback, compression="gzip")
+    done = chain(first, next_step).apply_async().parent
+    failed = embed.apply_async((unserved, "Hi"), late, link_error=errback)
+    reaper = Reaper(redis_client, Ledger(redis_client), partial(tell_end, app), lease_s=6.0)
+    wait_until(lambda: reaper.settle_due() or (done.ready() and failed.ready()), "the end of both")
+    assert done.result["finish_reason"] == "timeout"
+    told = followers(redis_client, queue)
+    assert all((job_id, done.result) in told for job_id in ids)
+    assert failed.id in [argument for _, argument in told]

@@ -61,6 +61,7 @@ PARTS: dict[str, dict[str, str]] = {
     },
     "steps.py": {
         "celery._state:_get_active_apps": "()",
+        "celery.app.amqp:AMQP._retry_publish": "(self, publish, *args, **kwargs)",
         "celery.app.amqp:_callback_publish_retry": ATTRIBUTE,
         "celery.app.base:Celery._tasks": ATTRIBUTE,
     },
