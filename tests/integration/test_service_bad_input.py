@@ -22,7 +22,7 @@ def tool(name: str = "f", **parameters: Any) -> dict[str, Any]:
 
 
 SURROGATE = '{"type": "object", "properties": {"\\ud800": {"type": "string"}}}'  # half of a pair: no UTF-8 has it
-DOUBLING = 'root ::= "a" root "x" | "a" root "y" | "a"'
+DOUBLING = 'root ::= "a" root "x" | "a" root "y" | "a"{30}'
 BRANCHING = "\n".join([*(f'r{n} ::= r{n + 1} "x" | r{n + 1} "y"' for n in range(40)), 'r40 ::= "a"', "root ::= r0"])
 LEFT = 'root ::= a* root | "x"\na ::= "b"?'
 CALLED = {
@@ -84,7 +84,6 @@ def test_bad_call_is_refused_before_it_is_queued(
             r"stop\.0 is .* not valid UTF-8",
         ),
         ("generate", ["tiny", "Hi"], {"adapters": {"\ud800": "x"}}, "invalid_request", "adapters"),
-        ("generate", ["tiny", "Hi"], {"grammar": DOUBLING}, "grammar_failed", "the grammar is too ambiguous"),
         ("generate", ["tiny", "Hi"], {"grammar": BRANCHING}, "grammar_failed", "the grammar is too ambiguous"),
         ("generate", ["tiny", "Hi"], {"grammar": LEFT}, "invalid_request", "begins with itself"),
         (
@@ -152,6 +151,19 @@ def test_bad_job_fails_alone_with_code_and_message(
     ]
     assert good.get(timeout=PATIENCE_S)["finish_reason"] == "length"
     assert "Traceback" not in worker.log()
+
+
+def test_grammar_whose_ways_double_fails_alone_in_the_middle(
+    worker: WorkerProcess, events_of: Callable[..., list[dict[str, Any]]]
+) -> None:
+    good = generate.delay("tiny", "Once upon a time", max_tokens=60, **GREEDY)
+    bad = generate.delay("tiny", "Hi", grammar=DOUBLING)
+    with pytest.raises(JobFailed, match="the grammar is too ambiguous: more than") as caught:
+        bad.get(timeout=PATIENCE_S)
+    assert caught.value.code == "grammar_failed"
+    told = events_of(bad.id)
+    assert (told[0]["type"], told[-1]["type"]) == ("started", "error")
+    assert good.get(timeout=PATIENCE_S)["text"]
 
 
 def test_client_tells_at_once_that_nobody_serves_a_model(client: Client) -> None:
