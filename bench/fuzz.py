@@ -218,8 +218,9 @@ class _Fuzz:
     # In
 
     def _look(self) -> None:
-        if self._service.processes["worker0"].poll() is not None:
-            self._revive("its worker ended")
+        code = self._service.processes["worker0"].poll()
+        if code is not None:
+            self._revive(f"its worker ended with code {code}")
         results = self._results()
         for job_id, meta in results.items():
             self._end(self._jobs.pop(job_id), meta)
