@@ -13,6 +13,7 @@ from pathlib import Path
 
 from cellama.api.redis_server import RedisServer
 
+from .chaos import MODEL as MODEL
 from .chaos import SLOTS, Scenario
 from .report import Report
 from .sentinels import SentinelSetup

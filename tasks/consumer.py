@@ -162,7 +162,13 @@ class Intake(bootsteps.StartStopStep):  # type: ignore[misc]
 
     def register_with_event_loop(self, consumer: SteadyConsumer, hub: Any) -> None:
         """Both take messages in the same way, from here on."""
-        consumer.bulk_consumer.on_message = consumer.task_consumer.on_message
+        take = consumer.task_consumer.on_message
+
+        def take_now(message: Any) -> None:
+            if not message.channel.qos.set_aside_until_soon(message):
+                take(message)
+
+        consumer.task_consumer.on_message = consumer.bulk_consumer.on_message = take_now
         consumer.bulk_consumer.consume()
         hub.on_tick.add(consumer.ask_again)
 

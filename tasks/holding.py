@@ -7,9 +7,11 @@ message belongs to a job; taking it gives a token, and only who has the token ma
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
+from celery.utils.time import maybe_iso8601, maybe_make_aware
 from celery.worker import state
 from kombu.transport import virtual
 from kombu.transport.redis import QoS
@@ -20,6 +22,8 @@ from .ledger import Ledger
 from .records import Taken
 
 log = logging.getLogger(__name__)
+
+SOON_S = 6.0  # so long before its ETA a job is in the hands of a worker, whose timer is exact
 
 
 class HoldingQoS(QoS):  # type: ignore[misc]
@@ -59,6 +63,15 @@ class HoldingQoS(QoS):  # type: ignore[misc]
                 log.warning("the message of job %s stays until its lease ends: %s", taken.job_id, error)
         self._quick_ack(delivery_tag)
 
+    def set_aside_until_soon(self, message: Any) -> bool:
+        """True if its ETA is far off: Redis has the message until shortly before it, and this worker no more."""
+        taken, eta = taken_of(message), _eta_of(message)
+        if taken is None or not taken.token or eta is None or (wait_s := eta - time.time() - SOON_S) <= 0:
+            return False
+        self._ledger.set_aside(taken, wait_s)
+        self.forget(message)
+        return True
+
     def forget(self, message: Any) -> None:
         """The message is somebody else's: only its place here is free again. Any thread."""
         if self._delivered.get(message.delivery_tag) is message:
@@ -76,6 +89,15 @@ class HoldingQoS(QoS):  # type: ignore[misc]
     def messages(self) -> list[Any]:
         """What this channel holds. Any thread."""
         return [message for tag, message in list(self._delivered.items()) if tag not in self._dirty]
+
+
+def _eta_of(message: Any) -> float | None:
+    """Unix seconds; None also for what Celery shall complain of."""
+    try:
+        eta = message.headers.get("eta")
+        return float(maybe_make_aware(maybe_iso8601(eta)).timestamp()) if eta else None
+    except (TypeError, ValueError, OverflowError):
+        return None
 
 
 def taken_of(message: Any) -> Taken | None:

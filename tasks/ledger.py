@@ -124,6 +124,10 @@ class Ledger:
         keys = [job_key(taken.job_id), cancel_key(taken.job_id)]
         run_script(self._redis, "give_back", keys, [taken.job_id, taken.token])
 
+    def set_aside(self, taken: Taken, seconds: float) -> None:
+        """A message waits so long in nobody's hands, and goes back to the head of its queue then."""
+        run_script(self._redis, "set_aside", [job_key(taken.job_id)], [taken.job_id, taken.token, seconds])
+
     def restore(self, lease_s: float) -> int:
         """Gives back the messages whose lease has ended; returns how many there were.
 

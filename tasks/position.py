@@ -37,7 +37,7 @@ def position_of(redis: Redis, job_id: str) -> Position:
     if state == "done":
         return Position(job_id, "done")
     if ahead is None:
-        return Position(job_id, "running")
+        return Position(job_id, "waiting" if state == "queued" else "running", 0, None if state == "queued" else 0.0)
     return Position(job_id, "waiting", ahead, estimate_s(live_workers(redis), ledger.queue(job_id) or "", ahead))
 
 

@@ -1,0 +1,72 @@
+"""Jobs for later: they hold no place of a worker, and run when their time has come."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from redis import Redis
+
+from cellama.api.redis_server import RedisServer
+from cellama.tasks import generate
+from cellama.tasks.contract.keys import LEASES_KEY, waiting_key
+from cellama.tasks.contract.names import queue_name
+from cellama.tasks.holding import SOON_S
+from cellama.tasks.ledger import Ledger
+from cellama.tasks.position import position_of
+
+from ..conftest import PATIENCE_S, WorkerProcess, wait_until
+from .conftest import GREEDY
+
+HOUR_S = 3600
+
+
+@pytest.fixture
+def model() -> str:
+    return f"m{uuid.uuid4().hex[:8]}"
+
+
+@pytest.fixture
+def worker(tmp_path: Path, redis_server: RedisServer, model: str) -> Iterator[WorkerProcess]:
+    """Two slots and no look-ahead: few places."""
+    models = [{"id": model, "source": "bundled://tiny", "n_parallel": 2, "threads": 1, "capabilities": ["generate"]}]
+    process = WorkerProcess(
+        tmp_path, redis_server.url, name=model, CELLAMA_MODELS=json.dumps(models), CELLAMA_LOOK_AHEAD="0"
+    )
+    yield process.wait_ready()
+    process.stop()
+
+
+def test_message_that_is_set_aside_comes_back_when_its_time_has_come(redis_client: Redis, model: str) -> None:
+    job = generate.delay(model, "Once", **GREEDY)
+    ledger, waiting = Ledger(redis_client), waiting_key(queue_name(model))
+    taken = ledger.take(job.id, 5)
+    ledger.set_aside(taken, HOUR_S)
+    assert not redis_client.exists(waiting)
+    assert position_of(redis_client, job.id).state == "waiting"
+    assert redis_client.zscore(LEASES_KEY, job.id) > time.time() + HOUR_S / 2  # type: ignore[operator]
+    ledger.set_aside(taken, -1)
+    wait_until(lambda: ledger.restore(5), "the message given back")
+    assert redis_client.zscore(waiting, job.id)
+    job.revoke()
+
+
+def test_jobs_for_later_leave_the_places_of_a_worker_to_others(
+    worker: WorkerProcess, model: str, redis_client: Redis
+) -> None:
+    args, params = (model, "Once upon a time"), {"max_tokens": 2, **GREEDY}
+    for priority in (3, 9):
+        late = [generate.apply_async(args, params, countdown=HOUR_S, priority=priority) for _ in range(10)]
+        assert generate.apply_async(args, params, priority=priority).get(timeout=PATIENCE_S)["text"]
+        wait_until(lambda: not redis_client.exists(waiting_key(queue_name(model))), "all set aside")
+        for job in late:
+            job.revoke()
+            assert position_of(redis_client, job.id).state == "done"
+    not_before = time.time() + SOON_S + 2
+    soon = generate.apply_async(args, params, countdown=SOON_S + 2)
+    assert soon.get(timeout=PATIENCE_S)["text"]
+    assert time.time() >= not_before - 0.5
