@@ -20,6 +20,7 @@ class Asked:
     id: str
     submitted_at: float
     priority: int
+    adapters: tuple[tuple[str, float], ...]  # of the model, or those that the job chose
     seed: int | None = None  # instead of the job's own, None leaves that
     resume: tuple[Resumed, ...] = ()
 
@@ -40,7 +41,7 @@ def request_of(model: Model, job: GenerateJob | ChatJob, asked: Asked, signer: S
         sampling=SamplingParams(**sampling),
         max_tokens=job.max_tokens,
         n=job.n,
-        adapters=job.adapters,
+        adapters=asked.adapters,
         cache_prompt=job.cache_prompt,
         cache_scope=job.cache_scope,
         stop=job.stop,

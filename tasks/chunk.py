@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -17,6 +18,7 @@ from .contract import events
 from .contract.chunks import ChunkJob, job_of_line
 from .contract.errors import InvalidJob, JobFailed
 from .contract.payloads import EmbedJob
+from .foundation import Choice
 from .past import Past
 from .publisher import LINE_MARK
 from .results import error_of, failure_of, resume_of
@@ -28,14 +30,29 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+def adapters_of_lines(job: ChunkJob) -> set[str]:
+    """The names of adapters that lines choose."""
+    names: set[str] = set()
+    for line in job.lines:
+        if line.params.get("adapters") is not None:
+            with contextlib.suppress(InvalidJob):  # which its line is told
+                parsed = job_of_line(line, job.model, job.priority)
+                names |= {name for name, _ in getattr(parsed, "adapters", None) or ()}
+    return names
+
+
 class ChunkRun:
     """One attempt at a chunk. Pool thread, but for `stop` and `_note_line`."""
 
-    def __init__(self, model: Model, job: ChunkJob, run_id: str, past: Past, runtime: Runtime) -> None:
+    def __init__(
+        self, model: Model, job: ChunkJob, run_id: str, past: Past, runtime: Runtime, adapters: Choice = ()
+    ) -> None:
+        """`adapters` are for lines that do not choose."""
         self._model = model
         self._job = job
         self._run_id = run_id
         self._past = past
+        self._adapters = adapters
         self._runtime = runtime
         self._left = set(range(len(job.lines))) - past.lines
         self._handles: list[Handle | EmbeddingHandle] = []
@@ -96,6 +113,7 @@ class ChunkRun:
         asked = Asked(
             id=f"{self._run_id}{LINE_MARK}{place}",
             submitted_at=self._began_at,
+            adapters=self._adapters if job.adapters is None else job.adapters,
             seed=self._seed_of(place) if job.seed is None else job.seed,
             priority=job.priority,
             resume=resume_of(self._past, job.n, place),

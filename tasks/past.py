@@ -13,6 +13,7 @@ from cellama.config.limits import MAX_COMPLETIONS
 from .contract.events import EVENT_FIELD, OUTPUT_TYPES, Event, is_terminal
 from .contract.keys import journal_key
 from .contract.kinds import NO_USAGE
+from .foundation import Foundation, foundation_of_event
 
 
 @dataclass(slots=True)
@@ -31,6 +32,7 @@ class Past:
 
     next_seq: int = 0
     seed: int | None = None
+    foundation: Foundation | None = None  # what its tokens rest on
     outputs: dict[int, Output] = field(default_factory=dict)
     end: Event | None = None
     trimmed: bool = False  # the first events are gone
@@ -42,6 +44,7 @@ class Past:
         self.next_seq = event["seq"] + 1
         if event["type"] == "started":
             self.seed = event["seed"]
+            self.foundation = foundation_of_event(event)
         elif event["type"] in OUTPUT_TYPES:
             output = self.outputs.setdefault(event.get("index", 0), Output())
             output.tokens += event["tokens"]

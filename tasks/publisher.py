@@ -112,6 +112,16 @@ class Publisher:
 
         self._inbox.put(register)
 
+    def describe(self, run_id: str, details: Event) -> None:
+        """Adds these to what the `started` event of a run will say."""
+
+        def note() -> Told:
+            if run_id in self._runs:
+                self._runs[run_id].details = details
+            return []
+
+        self._inbox.put(note)
+
     def publish(self, run_id: str, event: Event, result: Result | None = None) -> None:
         """Publishes an event that no engine tells."""
         self._inbox.put(lambda: [(run_id, event, result)])
@@ -202,7 +212,7 @@ class Publisher:
         if kind == FAIL:
             raise event["failure"]
         if kind != HAND_BACK:
-            yield event
+            yield {**event, **run.details} if kind == "started" else event
 
     @staticmethod
     def _end_failed(run: RunEvents, failure: JobFailed) -> Entry:

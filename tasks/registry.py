@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 2.0
 STALE_S = 10.0
+KEPT_S = 60.0  # entries of workers that are gone: their successors may bring back what they had
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +47,14 @@ class WorkerEntry:
     seen_at: float = 0.0
 
 
-def live_workers(redis: Redis) -> list[WorkerEntry]:
-    """The workers whose heartbeat is fresh, by name."""
+def live_workers(redis: Redis, within_s: float = STALE_S) -> list[WorkerEntry]:
+    """The workers whose last heartbeat is so fresh, by name."""
     pipeline = redis.pipeline(transaction=False)
     pipeline.time()
     pipeline.hgetall(WORKERS_KEY)
     now, entries = pipeline.execute()
     workers = [WorkerEntry(**json.loads(data)) for data in entries.values()]
-    return sorted((w for w in workers if seconds_of(now) - w.seen_at < STALE_S), key=lambda w: w.name)
+    return sorted((w for w in workers if seconds_of(now) - w.seen_at < within_s), key=lambda w: w.name)
 
 
 class Registration:
@@ -119,7 +120,7 @@ class Registration:
         )
         self._redis.hset(WORKERS_KEY, self._worker, json.dumps(asdict(entry)))
         stored: Any = self._redis.hgetall(WORKERS_KEY)
-        stale = [name for name, data in stored.items() if seen_at - json.loads(data).get("seen_at", 0) > 6 * STALE_S]
+        stale = [name for name, data in stored.items() if seen_at - json.loads(data).get("seen_at", 0) > KEPT_S]
         if stale:
             self._redis.hdel(WORKERS_KEY, *stale)
 
@@ -127,7 +128,9 @@ class Registration:
 def describe(entry: ModelEntry, default: bool) -> dict[str, Any]:
     """A model and the state of its engine, in JSON; while it is loading there is no more to tell than its source."""
     able, model = sorted(entry.capabilities), entry.model
-    known = {"id": entry.id, "status": entry.status, "source": entry.source, "default": default, "capabilities": able}
+    dead = model is not None and entry.status == "ready" and any(pulse.closed for pulse in model.pulses)
+    status = "stopped" if dead else entry.status  # the process ends in a moment
+    known = {"id": entry.id, "status": status, "source": entry.source, "default": default, "capabilities": able}
     if model is None:
         return {**known, "engine": None}
     engine = asdict(model.engine.snapshot()) if {"generate", "chat"} & model.capabilities else None

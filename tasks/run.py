@@ -17,7 +17,7 @@ import contextlib
 import logging
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -39,16 +39,17 @@ from cellama.engine import (
     EngineError,
     Handle,
     Model,
+    UnknownAdapter,
     UnknownModel,
 )
 
 from .asking import Asked, conversation_of, request_of
-from .chunk import ChunkRun
+from .chunk import ChunkRun, adapters_of_lines
 from .contract import events
 from .contract.chunks import ChunkJob
 from .contract.errors import InvalidJob, JobFailed
 from .contract.kinds import NO_USAGE
-from .contract.names import TOKEN_HEADER
+from .contract.names import DEFAULT_MODEL, TOKEN_HEADER
 from .contract.payloads import (
     ApplyChatTemplateJob,
     ChatJob,
@@ -59,10 +60,12 @@ from .contract.payloads import (
     TokenizeJob,
 )
 from .contract.results import with_messages
+from .foundation import Choice, Foundation, changed, foundation_of, may_come
 from .ledger import new_run
 from .past import Past, read_past
 from .pool import Interruption, current_job
 from .records import DEAD, Attempt, Ending
+from .registry import KEPT_S, live_workers
 from .results import error_event, failure_of, result_of, resume_of
 from .vectors import embed, rerank, wait_for
 
@@ -74,6 +77,7 @@ log = logging.getLogger(__name__)
 Result = dict[str, Any]
 T = TypeVar("T")
 RETRY_S = 0.5
+ELSEWHERE_S = 1.0  # before a job is handed back that this worker can't go on with
 DEAD_MESSAGE = (
     "its worker died {} times in a row while it ran, before it had a token; see the workers' logs, and "
     "`cellama dead requeue` to try again"
@@ -221,6 +225,23 @@ class JobRun:
             raise Ignore()
         raise JobFailed("result_lost", f"job {self._job_id} has ended, and nobody knows its result any more")
 
+    def _foundation(self, model: Model, asked: str, choice: Choice | None, also: Iterable[str] = ()) -> Foundation:
+        """What this attempt rests on: the same as the first one, or nothing at all. Raises Ignore, JobFailed."""
+        begun = self._past.foundation
+        if begun is None:
+            begun = foundation_of(model, choice, also)
+            self._runtime.publisher.describe(self._attempt.run_id, begun.details())
+            return begun
+        if begun.is_in(model):
+            return begun
+        workers = self._reaching_redis(lambda: live_workers(self._runtime.redis, within_s=KEPT_S))
+        if not may_come(workers, asked, begun):
+            raise changed(asked)
+        log.info("job %s waits for a worker with the model and the adapters that it began with", self._job_id)
+        time.sleep(ELSEWHERE_S)
+        self._control.interrupt(Interruption.HANDED_BACK)
+        raise Ignore()
+
     def generate(self, job: GenerateJob) -> Result:
         model = self._model(job.model)
         return result_of(self._complete(model, job), model.id, self._runtime.signer)
@@ -237,7 +258,8 @@ class JobRun:
 
     def chunk(self, job: ChunkJob) -> Result:
         model = self._model(job.model)
-        lines = ChunkRun(model, job, self._attempt.run_id, self._past, self._runtime)
+        choice = self._foundation(model, job.model, None, adapters_of_lines(job)).choice
+        lines = ChunkRun(model, job, self._attempt.run_id, self._past, self._runtime, choice)
         self._control.when_interrupted(lambda reason: self._stop_lines(lines, reason))
         self._ended.add_done_callback(lambda _: lines.stop())
         lines.run()
@@ -274,6 +296,10 @@ class JobRun:
         return result
 
     def _model(self, model_id: str) -> Model:
+        begun = self._past.foundation
+        if begun is not None and model_id == DEFAULT_MODEL:  # it may be another one by now
+            models = self._runtime.manager.models()
+            model_id = next((name for name, model in models.items() if begun.is_in(model)), model_id)
         try:
             return self._held.enter_context(self._runtime.manager.hold(model_id))
         except UnknownModel:
@@ -283,14 +309,23 @@ class JobRun:
         raise Ignore()
 
     def _complete(self, model: Model, job: GenerateJob | ChatJob) -> Completion:
+        rests_on = self._foundation(model, job.model, job.adapters)
+        chosen = self._past.foundation is None and job.adapters is not None
         asked = Asked(
             id=self._attempt.run_id,
             submitted_at=self._submitted_at,
+            adapters=job.adapters or () if chosen else rests_on.choice,
             seed=self._seed_of(job),
             priority=MOST_URGENT if self._attempt.num_failures > 1 else job.priority,
             resume=resume_of(self._past, job.n),
         )
-        handle = model.engine.submit(request_of(model, job, asked, self._runtime.signer))
+        try:
+            handle = model.engine.submit(request_of(model, job, asked, self._runtime.signer))
+        except UnknownAdapter:
+            if chosen:
+                raise
+            self._control.interrupt(Interruption.HANDED_BACK)  # one of the model's own went just now
+            raise Ignore() from None
         self._engine_ends_stream = True
         self._control.when_interrupted(lambda reason: self._stop(handle, reason))
         completion = handle.result()

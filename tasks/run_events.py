@@ -27,6 +27,7 @@ class RunEvents:
     on_token: Callable[[], None]
     on_line: Callable[[int], None] = lambda line: None
     closed: bool = False  # no more events are taken
+    details: Event = field(default_factory=dict)  # more for its `started`
     failure: JobFailed | None = None  # that ended it here, whatever the engine goes on to tell
     ended: Future[bool] = field(default_factory=Future)
     _gathered: dict[int, list[Event]] = field(default_factory=dict)  # of a job that does not stream, by index

@@ -1,0 +1,60 @@
+"""What the tokens of a job rest on: pinned at the first attempt, looked for by the others."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from cellama.tasks.contract import events
+from cellama.tasks.foundation import Foundation, foundation_of, foundation_of_event, may_come
+from cellama.tasks.past import Past
+from cellama.tasks.registry import WorkerEntry
+
+
+def adapter(name: str, scale: float = 1.0, fingerprint: str = "", status: str = "ready") -> Any:
+    return SimpleNamespace(name=name, scale=scale, fingerprint=fingerprint or f"sha-{name}", status=status)
+
+
+def model(*adapters: Any, fingerprint: str = "sha") -> Any:
+    return SimpleNamespace(info=SimpleNamespace(fingerprint=fingerprint), adapters=lambda: list(adapters))
+
+
+def worker(*models: dict[str, Any]) -> WorkerEntry:
+    return WorkerEntry("w", "host", 1, 0.0, 0.0, list(models))
+
+
+def test_foundation_has_the_adapters_of_the_job_or_those_of_jobs_that_do_not_choose() -> None:
+    here = model(adapter("a", 0.5), adapter("b", 0), adapter("c", status="loading"))
+    assert foundation_of(here, None).choice == (("a", 0.5),)
+    assert foundation_of(here, (("b", 2.0), ("a", 0.0), ("unknown", 1.0))).choice == (("b", 2.0),)
+    chunk = foundation_of(here, None, also=["b"])
+    assert chunk.choice == (("a", 0.5),)
+    assert [name for name, _, _ in chunk.adapters] == ["a", "b"]
+
+
+def test_foundation_is_in_the_same_contents_only() -> None:
+    begun = foundation_of(model(adapter("a")), None)
+    assert begun.is_in(model(adapter("x"), adapter("a", scale=0.1)))
+    assert not begun.is_in(model())
+    assert not begun.is_in(model(adapter("a"), fingerprint="other"))
+    assert not begun.is_in(model(adapter("a", fingerprint="other")))
+    assert not begun.is_in(model(adapter("a", status="unloading")))
+
+
+def test_foundation_survives_the_journal() -> None:
+    begun, past = foundation_of(model(adapter("a", 0.25)), None), Past()
+    past.add({"seq": 0, **events.started("m", 3, "w", 7), **begun.details()})
+    assert past.foundation == begun
+    assert foundation_of_event({"type": "started", "seed": 1}) is None
+
+
+def test_job_may_go_on_where_a_worker_has_or_loads_what_it_began_with() -> None:
+    begun = Foundation("sha", (("a", "sha-a", 1.0),))
+    full = {"id": "m", "status": "ready", "default": False, "fingerprint": "sha"}
+    full["adapters"] = [{"name": "a", "fingerprint": "sha-a"}]
+    assert may_come([worker(), worker(full)], "m", begun)
+    assert may_come([worker({**full, "default": True})], ":default", begun)
+    assert may_come([worker({"id": "m", "status": "loading", "default": False})], "m", begun)
+    for other in ({"fingerprint": "other"}, {"adapters": []}, {"id": "n"}):
+        assert not may_come([worker({**full, **other})], "m", begun)
+    assert not may_come([worker(full)], ":default", begun)
