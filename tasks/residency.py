@@ -10,15 +10,18 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from celery.worker import state
 
-from cellama.config import ModelSettings
+from cellama.config import ModelSettings, Settings
+from cellama.config.settings import AdapterSettings
 from cellama.engine import EngineError, ModelBusy, ModelManager
 
 from .app import num_jobs_of
 from .contract.names import DEFAULT_MODEL, failure_key, queue_name
+from .wanted import AdapterChoices, Wanted, WantedKeeper
 
 log = logging.getLogger(__name__)
 
@@ -38,17 +41,24 @@ class Residency:
         jobs: dict[str, int],
         num_waiting: Callable[[str], int],
         on_change: Callable[[], None],
+        configured: Settings,
+        keeper: WantedKeeper,
     ) -> None:
         """`load` loads a model and makes it tell its events; `jobs` has the jobs that each model adds to the pool.
 
-        `num_waiting` counts the jobs of a queue that have no slot.
+        `num_waiting` counts the jobs of a queue that have no slot. What differs from `configured` goes to `keeper`.
         """
         self._manager = manager
         self._consumer = consumer
         self._load_now = load
         self._jobs = jobs
         self._num_waiting = num_waiting
-        self._on_change = on_change
+        self._tell_change = on_change
+        self._configured = configured
+        self._keeper = keeper
+        self._given: dict[str, ModelSettings] = {}  # by command, not by the settings
+        self._restoring: set[str] = set()  # models that are on their way
+        self._restored_default: str | None = None
         self._failures: dict[str, tuple[float, dict[str, str]]] = {}
 
     def failures(self) -> dict[str, dict[str, str]]:
@@ -57,12 +67,80 @@ class Residency:
         self._failures = {id_: entry for id_, entry in self._failures.items() if now - entry[0] < FAILURES_KEPT_S}
         return {id_: failure for id_, (_, failure) in self._failures.items()}
 
+    def restore(self, wanted: Wanted) -> None:
+        """Brings back what the predecessor had: adapters at once, before a job comes, models in the background."""
+        for model_id, choices in wanted.adapters.items():
+            for name, (source, scale) in choices.items():
+                self._restore_adapter(model_id, name, source, scale)
+        self._restoring = {model.id for model in wanted.models}
+        self._restored_default = wanted.default
+        self._settle_restored()
+        for model in wanted.models:
+            log.info("model %s was loaded by command before this worker started; it is brought back", model.id)
+            self._begin(model.id, partial(self._restore_model, model))
+
+    def _restore_adapter(self, model_id: str, name: str, source: str, scale: float) -> None:
+        try:
+            model = self._manager.get(model_id)
+            if any(adapter.name == name for adapter in model.adapters()):
+                model.set_adapter_scale(name, scale)
+            else:
+                model.load_adapter(name, source, scale)
+        except EngineError as error:
+            log.error("adapter %s of model %s is not brought back: %s", name, model_id, error)
+            self._note_failure(failure_key(model_id, name), error.code, str(error))
+
+    def _restore_model(self, model: ModelSettings) -> None:
+        try:
+            self._load(model)
+        finally:
+            self._restoring.discard(model.id)
+            self._settle_restored()
+
+    def _settle_restored(self) -> None:
+        """The default is the one of before, as soon as it is there; from the last one on, changes are stored."""
+        default = self._restored_default
+        if default is not None and self._manager.is_loaded(default):
+            self._manager.set_default(default)
+            self._restored_default = None
+        if not self._restoring:
+            self._keeper.keep(self._wanted)
+
+    def _wanted(self) -> Wanted:
+        configured = {model.id: model for model in self._configured.models}
+        there: dict[str, AdapterChoices] = {
+            model_id: {a.name: (a.source, a.scale) for a in model.adapters() if a.status == "ready"}
+            for model_id, model in list(self._manager.models().items())
+        }
+        known = {id_: {n: (a.source, a.scale) for n, a in model.adapters.items()} for id_, model in configured.items()}
+        adapters = {
+            model_id: {name: choice for name, choice in choices.items() if known[model_id].get(name) != choice}
+            for model_id, choices in there.items()
+            if model_id in known and model_id not in self._given
+        }
+        models = [
+            model.model_copy(update={"adapters": _settings_of(there[id_])}) if id_ in there else model
+            for id_, model in list(self._given.items())
+        ]
+        default, usual = self._manager.default, self._configured.default_model
+        return Wanted(
+            tuple(models),
+            {model_id: choices for model_id, choices in adapters.items() if choices},
+            default if default is not None and (usual is None or default != usual.id) else None,
+        )
+
+    def _on_change(self) -> None:
+        if not self._restoring:
+            self._keeper.save()
+        self._tell_change()
+
     def load(self, model: ModelSettings) -> None:
         """Begins to load a model; its queue is taken from once it is there."""
         self._begin(model.id, lambda: self._load(model))
 
     def _load(self, model: ModelSettings) -> None:
         self._load_now(model)
+        self._given[model.id] = model
         self._jobs[model.id] = num_jobs_of(model, self._manager.get(model.id).options.num_slots)
         self._consumer.call_soon(self._begin_serving, model.id)
 
@@ -101,6 +179,7 @@ class Residency:
             if self._manager.is_loaded(model_id):
                 self._consumer.call_soon(self._resume_intake, queues)
             raise
+        self._given.pop(model_id, None)
         self._consumer.call_soon(self.resize, -self._jobs.pop(model_id, 0))
 
     def evict(self, model_id: str) -> None:
@@ -171,6 +250,10 @@ class Residency:
             self._on_change()
 
         threading.Thread(target=run, name=f"cellama-residency-{key}", daemon=True).start()
+
+
+def _settings_of(choices: AdapterChoices) -> dict[str, AdapterSettings]:
+    return {name: AdapterSettings(source=source, scale=scale) for name, (source, scale) in choices.items()}
 
 
 def _num_held(queues: Sequence[str]) -> int:

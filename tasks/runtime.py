@@ -32,6 +32,7 @@ from .records import Attempt
 from .registry import Registration
 from .residency import Residency
 from .signing import Signer
+from .wanted import WantedKeeper
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +78,7 @@ class Runtime:
             raise
         self.residency: Residency | None = None  # once there is a consumer
         self._worker = worker
+        self._wanted = WantedKeeper(redis, worker)
         self._reaper = Reaper(redis, self.ledger, store, settings.lease_s)
         self._registration: Registration | None = None  # once it hears commands
 
@@ -153,15 +155,18 @@ class Runtime:
     def attach(self, consumer: Any) -> None:
         """Renews, from now on, the leases of what this consumer of Celery's takes; lets models come and go."""
         if self._lease is None:
+            wanted = self._wanted.read()  # Celery connects again if this fails
             loaded = {id_: model.options.num_slots for id_, model in self.manager.models().items()}
             jobs = {model.id: num_jobs_of(model, loaded.get(model.id)) for model in self.settings.models}
             consumer.places = Places(jobs, self.settings.look_ahead, lambda: self.manager.default)
             waiting = self.ledger.num_waiting
-            self.residency = Residency(self.manager, consumer, self._load, jobs, waiting, self._tell_change)
+            told = (self._tell_change, self.settings, self._wanted)
+            self.residency = Residency(self.manager, consumer, self._load, jobs, waiting, *told)
             assumed = sum(num_jobs_of(model) for model in self.settings.models)
             self.residency.resize(sum(jobs.values()) - assumed)  # tuned models have other slots than were assumed
             if self.settings.on_full == "evict":  # only now: the models of the settings don't push each other out
                 self.manager.evict_through(self.residency.evict)
+            self.residency.restore(wanted)
             own = connect(self.settings.redis_url, socket_timeout=SOCKET_TIMEOUT_S, health_check_interval=10)
             self._lease = LeaseKeeper(self._ledger_on(own), consumer, self.settings.lease_s)
 
@@ -170,7 +175,7 @@ class Runtime:
         if self._registration is None:
             self._reaper.start()
             neighbours = Neighbours(self.redis, self._worker, self.manager.cores)
-            chores = (self._end_cancelled, neighbours.look)
+            chores = (self._wanted.look, self._end_cancelled, neighbours.look)
             self._registration = Registration(self.redis, self._worker, self.manager, chores, self._failures)
 
     def close(self) -> None:

@@ -16,6 +16,7 @@ cellama:looked             string   when a worker last looked for ended leases
 cellama:batch:{run_id}     hash     a bulk run, as its command sees it; that command; TTL
 cellama:batches            zset     bulk runs by their last word; entries go with their TTL
 cellama:workers            hash     worker name → JSON entry; each worker its own, renewed every 2 s
+cellama:wanted:{worker}    string   what that worker was given at run time, for its successor; TTL of 30 days
 cellama:queue:{model}…     list     Celery's queues, one list per priority (names.py); `:default` is a model here
 cellama:kombu:unacked…     none     what kombu would keep of held messages under names that all Celery apps share; the
                                     ledger keeps it instead (tasks/holding.py)
@@ -38,6 +39,10 @@ UNACKED_INDEX_KEY = "cellama:kombu:unacked_index"
 UNACKED_MUTEX_KEY = "cellama:kombu:unacked_mutex"
 IGNORED_FIELD = "ignored"  # of a ledger entry: nobody stores the job's result
 PRIORITY_WEIGHT = 1e11  # seconds; more than any time of submission
+
+
+def wanted_key(worker: str) -> str:
+    return f"cellama:wanted:{worker}"
 
 
 def journal_key(job_id: str) -> str:

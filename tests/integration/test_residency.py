@@ -15,6 +15,7 @@ from cellama.api import Client
 from cellama.api.redis_server import RedisServer
 from cellama.tasks import generate
 from cellama.tasks.contract.errors import JobFailed, UnknownModel, UnknownWorker
+from cellama.tasks.contract.keys import wanted_key
 
 from ..conftest import PATIENCE_S, WorkerProcess, wait_until
 from .conftest import GREEDY, LONG
@@ -30,10 +31,13 @@ def name() -> str:
     return f"m{uuid.uuid4().hex[:8]}"
 
 
+def models_of(name: str) -> str:
+    return json.dumps([{"id": f"{name}-first", "source": "bundled://tiny", "default": True, **OPTIONS}])
+
+
 @pytest.fixture
 def own_worker(redis_server: RedisServer, tmp_path: Path, name: str) -> Iterator[WorkerProcess]:
-    models = [{"id": f"{name}-first", "source": "bundled://tiny", "default": True, **OPTIONS}]
-    worker = WorkerProcess(tmp_path, redis_server.url, name=name, CELLAMA_MODELS=json.dumps(models))
+    worker = WorkerProcess(tmp_path, redis_server.url, name=name, CELLAMA_MODELS=models_of(name))
     yield worker.wait_ready()
     worker.stop()
 
@@ -170,3 +174,37 @@ def test_refusal_names_device_required_and_available_and_the_worker_serves_on(
         assert (info["backend"], info["file_type"], info["slots"]) == ("CPU", "F16", SMALL["n_parallel"])
         assert len(info["fingerprint"]) == 64
         assert info["memory_bytes"] == sum(model["memory_bytes"] for model in memory["models"])
+
+
+def test_successor_of_a_killed_worker_has_what_was_loaded_at_run_time(
+    redis_server: RedisServer, own_worker: WorkerProcess, client: Client, tmp_path: Path, name: str
+) -> None:
+    first, second = f"{name}-first", f"{name}-second"
+    client.load_model(second, "bundled://tiny", worker=name, timeout=PATIENCE_S, **OPTIONS)
+    client.load_adapter(second, "pirate", "bundled://pirate", scale=0.5, worker=name, timeout=PATIENCE_S)
+    client.load_adapter(first, "asked", "bundled://pirate", scale=0, worker=name, timeout=PATIENCE_S)
+    client.set_default_model(second, worker=name)
+    params: dict[str, Any] = {"max_tokens": 100, "ignore_eos": True, **GREEDY}
+    with own_worker.slowed():
+        job = client.generate(second, STORY, **params)
+        next(event for event in job.stream() if event["type"] == "token")
+        own_worker.process.kill()
+        own_worker.process.wait()
+    worker = WorkerProcess(tmp_path, redis_server.url, name=name, CELLAMA_MODELS=models_of(name))
+    try:
+        worker.wait_ready()
+        text = job.result(timeout=PATIENCE_S)["text"]
+        assert text == client.generate(second, STORY, **params).result(PATIENCE_S)["text"]
+        assert text != client.generate(second, STORY, adapters={}, **params).result(PATIENCE_S)["text"]
+        assert [(a["name"], a["scale"]) for a in client.adapters(second)] == [("pirate", 0.5)]
+        assert [(a["name"], a["scale"]) for a in client.adapters(first)] == [("asked", 0)]
+        assert [m["id"] for m in client.models() if m["default"] and m["id"].startswith(name)] == [second]
+        client.unload_model(second, worker=name, timeout=PATIENCE_S)
+        client.unload_adapter(first, "asked", worker=name, timeout=PATIENCE_S)
+        wait_until(lambda: not worker.redis.exists(wanted_key(worker_name(client, name))), "nothing is wanted any more")
+    finally:
+        worker.stop()
+
+
+def worker_name(client: Client, name: str) -> str:
+    return next(worker.name for worker in client.workers() if worker.name.startswith(name))
