@@ -181,7 +181,8 @@ def test_successor_of_a_killed_worker_has_what_was_loaded_at_run_time(
 ) -> None:
     first, second = f"{name}-first", f"{name}-second"
     client.load_model(second, "bundled://tiny", worker=name, timeout=PATIENCE_S, **OPTIONS)
-    client.load_adapter(second, "pirate", "bundled://pirate", scale=0.5, worker=name, timeout=PATIENCE_S)
+    client.load_adapter(second, "pirate", "bundled://pirate", scale=0.1, worker=name, timeout=PATIENCE_S)
+    client.set_adapter_scale(second, "pirate", 1)
     client.load_adapter(first, "asked", "bundled://pirate", scale=0, worker=name, timeout=PATIENCE_S)
     client.set_default_model(second, worker=name)
     params: dict[str, Any] = {"max_tokens": 100, "ignore_eos": True, **GREEDY}
@@ -196,7 +197,7 @@ def test_successor_of_a_killed_worker_has_what_was_loaded_at_run_time(
         text = job.result(timeout=PATIENCE_S)["text"]
         assert text == client.generate(second, STORY, **params).result(PATIENCE_S)["text"]
         assert text != client.generate(second, STORY, adapters={}, **params).result(PATIENCE_S)["text"]
-        assert [(a["name"], a["scale"]) for a in client.adapters(second)] == [("pirate", 0.5)]
+        assert [(a["name"], a["scale"]) for a in client.adapters(second)] == [("pirate", 1)]
         assert [(a["name"], a["scale"]) for a in client.adapters(first)] == [("asked", 0)]
         assert [m["id"] for m in client.models() if m["default"] and m["id"].startswith(name)] == [second]
         client.unload_model(second, worker=name, timeout=PATIENCE_S)
