@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from celery import Celery
 from celery.exceptions import TaskRevokedError
 from redis import Redis
 
@@ -279,18 +278,17 @@ def test_dead_jobs_are_listed_and_queued_again(start_worker: StartWorker, model:
     assert redis_client.zscore(DEAD_KEY, job_id) is None
 
 
-@pytest.mark.usefixtures("worker")
-def test_job_does_not_go_on_with_the_tokens_of_another_model(redis_client: Redis) -> None:
-    ledger, job_id = Ledger(redis_client), str(uuid.uuid4())
-    ledger.submit(job_id, Call("cellama.generate", ["tiny", STORY], {"max_tokens": 4}, queue_name("tiny"), 3, None, {}))
-    attempt = ledger.begin(job_id, new_run(), "w")
-    begun = {"seq": 0, **events.started("tiny", 4, "w", 7), "fingerprint": "of a model that was there before"}
+def test_job_does_not_go_on_with_the_tokens_of_another_model(
+    start_worker: StartWorker, model: str, redis_client: Redis
+) -> None:
+    ledger, job = Ledger(redis_client), generate.delay(model, STORY, max_tokens=4)
+    attempt = ledger.begin(job.id, new_run(), "w", alone=True)
+    begun = {"seq": 0, **events.started(model, 4, "w", 7), "fingerprint": "of a model that was there before"}
     token = {"seq": 1, **events.token("x", [5])}
-    ledger.write([Entry(job_id, attempt.number, event) for event in (begun, token)])
-    plain = Celery(broker=app.conf.broker_url)
-    plain.send_task("cellama.generate", ["tiny", STORY], {"max_tokens": 4}, task_id=job_id, queue=queue_name("tiny"))
-    with pytest.raises(JobFailed, match="began with another model or adapter under the name 'tiny'") as caught:
-        app.AsyncResult(job_id).get(timeout=PATIENCE_S)
+    ledger.write([Entry(job.id, attempt.number, event) for event in (begun, token)])
+    start_worker()
+    with pytest.raises(JobFailed, match=f"began with another model or adapter under the name '{model}'") as caught:
+        job.get(timeout=PATIENCE_S)
     assert (caught.value.code, caught.value.retryable) == ("model_changed", True)
 
 
