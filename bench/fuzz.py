@@ -26,7 +26,7 @@ from cellama.config import get_settings
 from cellama.engine.bundled import TINY_PATH
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.events import EVENT_FIELD, is_terminal
-from cellama.tasks.contract.keys import journal_key
+from cellama.tasks.contract.keys import LOOKED_KEY, journal_key
 from cellama.tasks.contract.names import queue_name
 from cellama.tasks.registry import live_workers
 
@@ -175,7 +175,8 @@ class _Fuzz:
         pipeline = redis.pipeline(transaction=False)
         for key in keys:
             pipeline.ttl(key)
-        return frozenset(key.decode() for key, ttl in zip(keys, pipeline.execute(), strict=True) if ttl == -1)
+        lasting = {key.decode() for key, ttl in zip(keys, pipeline.execute(), strict=True) if ttl == -1}
+        return frozenset(lasting - {LOOKED_KEY})
 
     # Out
 

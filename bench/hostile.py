@@ -78,8 +78,8 @@ def _sampling() -> Iterator[Payload]:
     """Numbers at which formulas overflow, divide by zero or ask for memory."""
     yield _generate("mirostat with a huge tau", mirostat=1, mirostat_tau=600)
     yield _generate("mirostat 2 with a huge tau", mirostat=2, mirostat_tau=1e308, mirostat_eta=1e308)
-    confident = {"mirostat": 1, "ignore_eos": True, "logit_bias": {"300": 1000}}
-    yield _generate("mirostat over a long confident text", max_tokens=2040, **confident)
+    confident = {"mirostat": 1, "mirostat_eta": 1.0, "ignore_eos": True, "logit_bias": {"300": 1000}}
+    yield _generate("mirostat over a long confident text", max_tokens=250, **confident)  # mu grows by 5 with each
     yield _generate("mirostat with tiny eta and tau", mirostat=1, mirostat_tau=1e-308, mirostat_eta=1e-308)
     yield _generate("repeat_last_n beyond 64 bits", repeat_last_n=HUGE_INT, repeat_penalty=1.1)
     yield _generate("top_k beyond 64 bits", top_k=HUGE_INT)

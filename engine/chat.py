@@ -50,6 +50,7 @@ class ChatTemplate:
 
     def render(
         self,
+        /,
         messages: Sequence[Message],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,

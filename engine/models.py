@@ -161,7 +161,7 @@ class Model(Texts):
             f"model {self.id!r} is loaded for {able}, not for {capability}; add {capability!r} to its capabilities"
         )
 
-    def render_chat(self, messages: Sequence[Message], **template_args: Any) -> str:
+    def render_chat(self, /, messages: Sequence[Message], **template_args: Any) -> str:
         """As Texts.render_chat. Raises WrongCapability, too."""
         self.require("chat")
         return super().render_chat(messages, **template_args)

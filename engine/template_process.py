@@ -215,7 +215,7 @@ class Renderer:
         return text
 
     def _render(self, messages: Any, variables: Any) -> str:
-        text: str = self._template.render(messages=messages, **variables)
+        text: str = self._template.render({**variables, "messages": messages})  # whatever their names
         if len(text) > MAX_CHARS:
             raise jinja2.TemplateError(f"it makes too much: {len(text)} characters, the limit is {MAX_CHARS}")
         return text

@@ -56,14 +56,14 @@ class Texts:
         with self._weights.lifetime:
             return b"".join(self._weights.token_bytes(token) for token in ids).decode(errors="replace")
 
-    def render_chat(self, messages: Sequence[Message], **template_args: Any) -> str:
+    def render_chat(self, /, messages: Sequence[Message], **template_args: Any) -> str:
         """The prompt of a conversation (see ChatTemplate.render). Raises TemplateFailed."""
         return self._render(messages, **template_args).text
 
-    def _render(self, messages: Sequence[Message], **template_args: Any) -> Rendered:
+    def _render(self, /, messages: Sequence[Message], **template_args: Any) -> Rendered:
         return self.template.render(messages, **template_args)
 
-    def tokenize_chat(self, messages: Sequence[Message], **template_args: Any) -> list[int]:
+    def tokenize_chat(self, /, messages: Sequence[Message], **template_args: Any) -> list[int]:
         """Token ids of a conversation's prompt; the template writes the special tokens, none is added twice."""
         return self._tokens_of_prompt(self._render(messages, **template_args))
 

@@ -67,6 +67,11 @@ class JobTask(Task):  # type: ignore[misc]
         """How much of a result Flower and the logs show."""
         return 1024 if get_settings().show_prompts else 0
 
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Result:
+        """As Celery's, which has no room for parameters of the name `self`."""
+        result: Result = self.run(*args, **kwargs)
+        return result
+
     def apply_async(self, args: Any = None, kwargs: Any = None, **options: Any) -> AsyncResult:
         """Queues the job on its model's queue with its priority; docs/canvas.md tells of Celery's options.
 
@@ -277,49 +282,49 @@ def _check_size(call: Call, limit: int) -> None:
 
 
 @_task(TASK_GENERATE)
-def generate(self: JobTask, *args: Any, **kwargs: Any) -> Result:
+def generate(self: JobTask, /, *args: Any, **kwargs: Any) -> Result:
     """`generate(model, prompt, **params)`: the text that follows a prompt."""
     return self.run_job(args, kwargs, lambda run, job: run.generate(job))
 
 
 @_task(TASK_CHAT)
-def chat(self: JobTask, *args: Any, **kwargs: Any) -> Result:
+def chat(self: JobTask, /, *args: Any, **kwargs: Any) -> Result:
     """`chat(model, messages, **params)`: the assistant's next turn."""
     return self.run_job(args, kwargs, lambda run, job: run.chat(job))
 
 
 @_task(TASK_EMBED)
-def embed(self: JobTask, *args: Any, **kwargs: Any) -> Result:
+def embed(self: JobTask, /, *args: Any, **kwargs: Any) -> Result:
     """`embed(model, texts)`: one vector of unit length per text."""
     return self.run_job(args, kwargs, lambda run, job: run.embed(job))
 
 
 @_task(TASK_RERANK)
-def rerank(self: JobTask, *args: Any, **kwargs: Any) -> Result:
+def rerank(self: JobTask, /, *args: Any, **kwargs: Any) -> Result:
     """`rerank(model, query, documents)`: the documents' indices and scores, the best first."""
     return self.run_job(args, kwargs, lambda run, job: run.rerank(job))
 
 
 @_task(TASK_CHUNK)
-def chunk(self: JobTask, *args: Any, **kwargs: Any) -> Result:
+def chunk(self: JobTask, /, *args: Any, **kwargs: Any) -> Result:
     """`chunk(model, lines)`: lines of a bulk run; their results are `line` events."""
     return self.run_job(args, kwargs, lambda run, job: run.chunk(job))
 
 
 @_task(TASK_TOKENIZE)
-def tokenize(self: JobTask, *args: Any, **kwargs: Any) -> Result:
+def tokenize(self: JobTask, /, *args: Any, **kwargs: Any) -> Result:
     """`tokenize(model, text)`: its token ids."""
     return self.run_job(args, kwargs, lambda run, job: run.tokenize(job))
 
 
 @_task(TASK_DETOKENIZE)
-def detokenize(self: JobTask, *args: Any, **kwargs: Any) -> Result:
+def detokenize(self: JobTask, /, *args: Any, **kwargs: Any) -> Result:
     """`detokenize(model, tokens)`: their text."""
     return self.run_job(args, kwargs, lambda run, job: run.detokenize(job))
 
 
 @_task(TASK_APPLY_CHAT_TEMPLATE)
-def apply_chat_template(self: JobTask, *args: Any, **kwargs: Any) -> Result:
+def apply_chat_template(self: JobTask, /, *args: Any, **kwargs: Any) -> Result:
     """`apply_chat_template(model, messages)`: the prompt that `chat` would give to the model."""
     return self.run_job(args, kwargs, lambda run, job: run.apply_chat_template(job))
 

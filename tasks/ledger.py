@@ -25,6 +25,7 @@ from .contract.keys import (
     waiting_key,
 )
 from .contract.kinds import KINDS
+from .encoding import encode
 from .past import read_past
 from .records import Attempt, Ending, Entry, State, Submission, Taken
 from .scripts import run_script
@@ -177,6 +178,13 @@ class Ledger:
             args += [entry.event_json.partition(b",")[2], entry.result_json]  # the script knows the seq
         superseded, gaps = run_script(self._redis, "write", keys, args)
         return set(superseded), set(gaps)
+
+    def end_unknown(self, job_id: str, event: Event) -> None:
+        """Ends the stream of a job that is not in the ledger with this event, unless it has an end."""
+        field, _, event_ttl_s, *_ = self._write_options
+        data = encode({"seq": 0, **event}).partition(b",")[2]  # the script knows the seq
+        args = [field, event_ttl_s, events_channel(job_id, self._database), data]
+        run_script(self._redis, "end_unknown", [job_key(job_id), journal_key(job_id)], args)
 
     def hand_back(self, attempt: Attempt) -> None:
         """Another worker may go on with the job; this attempt was no failure."""

@@ -8,6 +8,7 @@
 | wrong payload, engine error, bug | error              | FAILURE with JobFailed  |
 | it ended workers again and again | error, `dead`      | FAILURE with JobFailed  |
 | the worker ends before it does   | (goes on elsewhere)| none, message is queued |
+| the ledger does not know it      | error              | FAILURE with JobFailed  |
 | another attempt has begun        | (that one's end)   | none: the other sets it |
 """
 
@@ -49,7 +50,7 @@ from .contract import events
 from .contract.chunks import ChunkJob
 from .contract.errors import InvalidJob, JobFailed
 from .contract.kinds import NO_USAGE
-from .contract.names import DEFAULT_MODEL, TOKEN_HEADER
+from .contract.names import DEFAULT_MODEL, SUBMITTED_AT_HEADER, TOKEN_HEADER
 from .contract.payloads import (
     ApplyChatTemplateJob,
     ChatJob,
@@ -81,6 +82,10 @@ ELSEWHERE_S = 1.0  # before a job is handed back that this worker can't go on wi
 DEAD_MESSAGE = (
     "its worker died {} times in a row while it ran, before it had a token; see the workers' logs, and "
     "`cellama dead requeue` to try again"
+)
+UNKNOWN_MESSAGE = (
+    "Redis knows nothing of job {}: it ended long ago, or its entry was deleted or evicted, or plain Celery sent it "
+    "with the header {}, which is cellama's own; send it again as a new job, without that header"
 )
 PASSING = (BusyLoadingError, OutOfMemoryError, ReadOnlyError, TryAgainError)  # what Redis refuses, but not for ever
 MOST_URGENT = 0  # a suspect gets a slot at once: it shall not be blamed for a death while it only waited
@@ -126,7 +131,9 @@ class JobRun:
         if attempt.verdict == "superseded":  # so its message is not acked
             self._control.interrupt(Interruption.SUPERSEDED)
             raise Ignore()
-        if attempt.verdict in ("done", "gone"):
+        if attempt.verdict == "gone":
+            raise self._unknown()
+        if attempt.verdict == "done":
             return self._result_of(attempt.ending)
         if attempt.number > 1:
             self._past = self._reaching_redis(lambda: read_past(self._runtime.redis, self._job_id))
@@ -224,6 +231,15 @@ class JobRun:
         if self._task.AsyncResult(self._job_id).ready():
             raise Ignore()
         raise JobFailed("result_lost", f"job {self._job_id} has ended, and nobody knows its result any more")
+
+    def _unknown(self) -> JobFailed:
+        """The end of what says that it is in the ledger, and is not: the copy of a job that is forgotten, or a message
+        of plain Celery under a header of ours. Raises Ignore if Celery knows an end."""
+        if self._reaching_redis(self._task.AsyncResult(self._job_id).ready):
+            raise Ignore()
+        failure = JobFailed("unknown_job", UNKNOWN_MESSAGE.format(self._job_id, SUBMITTED_AT_HEADER))
+        self._reaching_redis(lambda: self._runtime.ledger.end_unknown(self._job_id, error_event(failure)))
+        return failure
 
     def _foundation(self, model: Model, asked: str, choice: Choice | None, also: Iterable[str] = ()) -> Foundation:
         """What this attempt rests on: the same as the first one, or nothing at all. Raises Ignore, JobFailed."""

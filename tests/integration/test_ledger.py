@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
+from typing import Any
 
 import pytest
 from redis import Redis
@@ -59,6 +60,22 @@ def test_a_job_goes_from_queued_over_running_to_done(ledger: Ledger, job_id: str
     assert redis_client.zscore(RUNNING_KEY, job_id) is redis_client.zscore(LEASES_KEY, job_id) is None
     assert begin(ledger, job_id).verdict == "done"
     assert 0 < int(str(redis_client.ttl(job_key(job_id)))) <= 3600
+
+
+@pytest.mark.parametrize("told", [[], [STARTED, TOKEN]])
+def test_stream_of_a_job_without_an_entry_gets_one_end(
+    ledger: Ledger, job_id: str, redis_client: Redis, told: list[events.Event]
+) -> None:
+    write(ledger, begin(ledger, job_id), *told)
+    end = events.error("unknown_job", "nothing is known", False)
+    ledger.end_unknown(job_id, end)
+    assert redis_client.xlen(journal_key(job_id)) == len(told)  # it has an entry
+    redis_client.delete(job_key(job_id))
+    for _ in range(2):
+        ledger.end_unknown(job_id, end)
+    entries: list[Any] = redis_client.xrange(journal_key(job_id))  # type: ignore[assignment]
+    assert [json.loads(fields[b"event"]) for _, fields in entries[len(told) :]] == [{"seq": len(told), **end}]
+    assert 0 < int(str(redis_client.ttl(journal_key(job_id)))) <= 3600
 
 
 def test_a_job_that_has_not_ended_does_not_expire(ledger: Ledger, job_id: str, redis_client: Redis) -> None:

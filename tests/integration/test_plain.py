@@ -14,8 +14,9 @@ from redis import Redis
 
 from cellama.api.redis_server import RedisServer
 from cellama.tasks import app, generate
+from cellama.tasks.contract.errors import JobFailed
 from cellama.tasks.contract.keys import job_key
-from cellama.tasks.contract.names import queue_key, queue_name
+from cellama.tasks.contract.names import SUBMITTED_AT_HEADER, queue_key, queue_name
 from cellama.tasks.ledger import Ledger
 from cellama.tasks.plain import adopt
 
@@ -102,6 +103,24 @@ def test_plain_job_runs_and_streams(
     text = job.get(timeout=PATIENCE_S)["text"]
     assert "".join(event.get("text", "") for event in events_of(job.id)) == text
     assert redis_client.hget(job_key(job.id), "priority") == str(options.get("priority", 3)).encode()
+
+
+@pytest.mark.parametrize(
+    ("payload", "headers", "code"),
+    [
+        ({}, {SUBMITTED_AT_HEADER: "soon"}, "unknown_job"),
+        ({}, {SUBMITTED_AT_HEADER: 1e308}, "unknown_job"),
+        ({"self": 1, "args": 2, "task_id": 3}, {}, "invalid_request"),
+    ],
+)
+def test_plain_message_with_names_of_ours_ends_with_a_clear_error(
+    worker: WorkerProcess, plain: Celery, events_of: EventsOf, payload: Any, headers: dict[str, Any], code: str
+) -> None:
+    job = plain.send_task("cellama.generate", ["tiny", "Hi"], payload, queue=queue_name("tiny"), headers=headers)
+    with pytest.raises(JobFailed) as failure:
+        job.get(timeout=PATIENCE_S)
+    assert failure.value.code == code
+    assert [event["code"] for event in events_of(job.id)] == [code]
 
 
 def test_signature_of_ours_is_sent_by_an_app_that_does_not_know_the_task(worker: WorkerProcess, plain: Celery) -> None:

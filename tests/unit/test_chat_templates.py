@@ -163,3 +163,9 @@ def test_what_the_template_has_no_form_for_is_refused(source: str, options: dict
 
 def test_tools_that_must_not_be_called_are_not_offered() -> None:
     assert format_for("{{ tools | length if tools }}", tools=[TOOL], tool_choice="none").tools is None
+
+
+def test_template_args_may_have_any_names() -> None:
+    template = ChatTemplate("{{ messages[0].content }} {{ loop }} {{ __class__ }}")
+    variables = ChatOptions(template_args={"self": 1, "loop": 2, "__class__": 3, "": 4, "args": 5}).variables
+    assert template.render([{"role": "user", "content": "Hi"}], **variables).text == "Hi 2 3"

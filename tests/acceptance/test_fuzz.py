@@ -1,0 +1,27 @@
+"""Whatever a producer sends ends alone: the fuzz benchmark, short, with the whole corpus and the same checks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from ..conftest import clean_environment
+
+TIMEOUT_S = 400.0
+# The limit is generous: what hangs does so for ever, and a slow machine is no hang.
+OPTIONS = ("--payloads", "190", "--warm-up", "0", "--in-flight-corpus", "4", "--limit", "90")
+
+
+@pytest.mark.timeout(TIMEOUT_S + 30)
+def test_every_payload_ends_alone_and_good_jobs_beside_it_are_as_ever() -> None:
+    command = [sys.executable, "-m", "cellama.bench", "fuzz", *OPTIONS]
+    done = subprocess.run(command, capture_output=True, timeout=TIMEOUT_S, text=True, env=clean_environment())
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    found = {name: value for name, value in report["ratios"].items() if report["targets"][name] == "0"}
+    assert found == dict.fromkeys(found, 0), done.stderr
+    assert [row["payloads"] + row["unsendable"] > 90 for row in report["rows"]] == [True, True]
+    assert all(row["good"] for row in report["rows"])
