@@ -212,7 +212,7 @@ def test_same_key_gives_the_same_job() -> None:
         again = client.generate("tiny", STORY, max_tokens=4, idempotency_key=key, **GREEDY)
         assert again.id == first.id
         assert again.result(timeout=PATIENCE_S) == first.result(timeout=PATIENCE_S)
-    assert generate.apply_async(("tiny", STORY), {"max_tokens": 4}, idempotency_key=key).id == first.id
+    assert generate.apply_async(("tiny", STORY), {"max_tokens": 4, **GREEDY}, idempotency_key=key).id == first.id
 
 
 def test_job_that_is_too_large_is_refused_with_both_numbers() -> None:
