@@ -301,6 +301,20 @@ class Delivery:
         self.streams_are_whole()
 
 
+def scenario(text: str) -> list[tuple[str, int]]:
+    """Steps as in "take 0, write 1"."""
+    return [(step, int(number)) for step, number in (part.split() for part in text.split(","))]
+
+
+BEGUN = "submit 1, take 0, begin 0, write 0"
+FAILOVER = f"{BEGUN}, remember 0, write 0, write 0, roll_back 0, write 0"
+TAKEN_OVER = f"{BEGUN}, freeze_or_thaw 0, pass_time 11, take 1, begin 1, write 1, freeze_or_thaw 0, write 0, begin 0"
+COPIED = "submit 1, lose 2, submit 1, pass_time 11, pass_time 11, take 0, take 1, begin 1, begin 0, write 0, write 1"
+
+
+@example(scenario(FAILOVER))
+@example(scenario(TAKEN_OVER))
+@example(scenario(COPIED))
 @settings(max_examples=200)
 @given(st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 11)), min_size=25, max_size=60))
 def test_whatever_happens_each_job_ends_once_with_a_whole_stream(steps: list[tuple[str, int]]) -> None:
