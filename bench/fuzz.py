@@ -27,7 +27,7 @@ from cellama.engine.bundled import TINY_PATH
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.events import EVENT_FIELD, is_terminal
 from cellama.tasks.contract.keys import LOOKED_KEY, journal_key
-from cellama.tasks.contract.names import queue_name
+from cellama.tasks.contract.names import DEFAULT_MODEL, queue_name
 from cellama.tasks.registry import live_workers
 
 from .hostile import MODEL, Payload, corpus
@@ -190,7 +190,7 @@ class _Fuzz:
         self._jobs[job_id] = _Job(job_id, time.monotonic(), None, self._undisturbed[json.dumps(call)])
 
     def _send(self, payload: Payload) -> bool:
-        """Queues a payload one way or the other; False if it can't even be written as JSON."""
+        """Queues a payload one way or the other, for the one worker there is; False if it is no JSON at all."""
         number = next(self._names)
         job_id = self._send_checked(payload) if number % 2 == 0 else None
         try:
@@ -203,10 +203,11 @@ class _Fuzz:
         return True
 
     def _send_checked(self, payload: Payload) -> str | None:
-        queue = queue_name(MODEL)  # whatever model it names: nobody else would take it
+        task = self._app.tasks[payload.task]
         try:
-            task = self._app.tasks[payload.task]
-            return str(task.apply_async(payload.args, payload.kwargs, queue=queue, headers=dict(payload.headers)).id)
+            if task.parse(payload.args, payload.kwargs).model not in (MODEL, DEFAULT_MODEL):
+                return None  # rightly it would wait for a worker with that model
+            return str(task.apply_async(payload.args, payload.kwargs, headers=dict(payload.headers)).id)
         except InvalidJob:
             self._tally.refused += 1
         except Exception as error:  # a check that fails instead of refusing is what we look for

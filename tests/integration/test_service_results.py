@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +18,8 @@ from redis import Redis
 from cellama.api.redis_server import RedisServer
 from cellama.tasks import app, apply_chat_template, chat, detokenize, embed, generate, tokenize
 from cellama.tasks.contract.errors import JobFailed
-from cellama.tasks.contract.keys import journal_key
-from cellama.tasks.contract.names import SUBMITTED_AT_HEADER
+from cellama.tasks.contract.keys import job_key, journal_key
+from cellama.tasks.contract.names import PRIORITY_INTERACTIVE, queue_key, queue_name
 
 from ..conftest import PATIENCE_S, SLOTS, WorkerProcess, clean_environment, wait_until
 from .conftest import GREEDY
@@ -248,11 +249,17 @@ def test_results_that_outlive_their_program_say_nothing(redis_server: RedisServe
     assert (done.returncode, done.stdout, done.stderr) == (0, "too late\n", "")
 
 
-def test_times_count_from_the_submission_that_the_message_tells(events_of: EventsOf) -> None:
-    headers = {SUBMITTED_AT_HEADER: time.time() - 100}
-    job = generate.apply_async(("tiny", "Once"), {"max_tokens": 2}, headers=headers)
-    assert 100_000 <= job.get(timeout=PATIENCE_S)["timings"]["queue_ms"] < 200_000
-    late = generate.apply_async(("tiny", "Once"), {"max_tokens": 2, "timeout": 50}, headers=headers)
+def test_times_count_from_the_submission_that_the_ledger_has(redis_client: Redis, events_of: EventsOf) -> None:
+    def queued_long_ago(**params: Any) -> Any:
+        elsewhere = f"nobody-{uuid.uuid4().hex[:8]}"
+        job = generate.apply_async(("tiny", "Once"), {"max_tokens": 2, **params}, queue=elsewhere)
+        redis_client.hincrbyfloat(job_key(job.id), "submitted_at", -100)
+        lists = [queue_key(queue, PRIORITY_INTERACTIVE) for queue in (elsewhere, queue_name("tiny"))]
+        assert redis_client.rpoplpush(*lists)  # only now there is a worker for it
+        return job
+
+    assert 100_000 <= queued_long_ago().get(timeout=PATIENCE_S)["timings"]["queue_ms"] < 200_000
+    late = queued_long_ago(timeout=50)
     assert late.get(timeout=PATIENCE_S)["finish_reason"] == "timeout"
     assert events_of(late.id)[-1]["usage"]["completion_tokens"] == 0
 
