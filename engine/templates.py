@@ -47,7 +47,7 @@ class TemplateProcess:
             raise InvalidRequest(f"the messages or template_args are no JSON: {error}") from None
         with self._lock:
             if self._closed:
-                raise EngineStopped("the model is closed, and its chat template with it; load it again")
+                raise EngineStopped("the chat template is unloaded and can't be used any more; load the model again")
             if self._child.is_over:
                 self._child = self._started()
             answer = self._child.converse(line)

@@ -31,9 +31,12 @@ class LeaseKeeper:
         self._thread.join(timeout=self._lease_s)
 
     def _run(self) -> None:
-        while not self._closing.wait(self._lease_s / 3):
+        wait_s = self._lease_s / 3
+        while not self._closing.wait(wait_s):
+            wait_s = self._lease_s / 12  # soon again, if this fails: the reapers look as soon as Redis is back
             try:
                 self.renew()
+                wait_s = self._lease_s / 3
             except RedisError as error:
                 log.warning("leases wait for Redis: %s", error)
             except Exception as error:  # the consumer changed while it was read

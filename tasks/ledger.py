@@ -132,7 +132,7 @@ class Ledger:
     def restore(self, lease_s: float) -> int:
         """Gives back the messages whose lease has ended; returns how many there were.
 
-        If nobody has asked for half a lease, they get as much again: perhaps nobody could renew.
+        If nobody has asked for a third of a lease, they get half a one more: perhaps nobody could renew.
         """
         args = [lease_s, RESTORED_AT_ONCE, job_key(""), cancel_key("")]
         return int(run_script(self._redis, "restore", [LOOKED_KEY], args))

@@ -48,6 +48,6 @@ def test_every_job_ends_once_with_the_text_of_an_undisturbed_run(scenario: str, 
         "unacked": "0",
     }
     if scenario == "outages":
-        assert (row["attempts"], row["alive"]) == (JOBS, "2/2")
+        assert row["alive"] == "2/2"
     if scenario == "poison":
         assert row["poison"] == "dead after 3 attempts"
