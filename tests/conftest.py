@@ -97,6 +97,17 @@ class WorkerProcess:
         snapshot: dict[str, Any] = entry.models[0]["engine"]
         return snapshot
 
+    def engine_now(self) -> dict[str, Any]:
+        """The engine's snapshot, as a heartbeat tells it that begins from now on."""
+        seconds, micros = self.redis.time()
+        now = float(seconds) + micros / 1e6  # type: ignore[operator]
+
+        def told() -> bool:
+            return any(e.pid == self.process.pid and e.at > now for e in live_workers(self.redis))
+
+        wait_until(told, "a heartbeat")
+        return self.engine()
+
     def slowed(self, seconds: float = pace.SLOW_S) -> contextlib.AbstractContextManager[None]:
         """Each step takes so long, for the length of a `with` block: a long job then lasts more than a minute."""
         return pace.slowed(self._pace_file, seconds)

@@ -99,14 +99,14 @@ def test_chat_answers_through_the_models_template() -> None:
 
 def test_light_tasks_answer_without_the_engine(worker: WorkerProcess) -> None:
     text, messages = "Once upon a time, café 🦊", [{"role": "user", "content": "Hi"}]
-    before = worker.engine()["requests_finished"]
+    before = worker.engine_now()["requests_finished"]
     tokens = tokenize.delay("tiny", text).get(timeout=PATIENCE_S)["tokens"]
     assert detokenize.delay("tiny", tokens).get(timeout=PATIENCE_S) == {"text": text, "model": "tiny"}
     rendered = apply_chat_template.delay("tiny", messages).get(timeout=PATIENCE_S)
     assert rendered["prompt"] == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     parsed = tokenize.delay("tiny", rendered["prompt"], parse_special=True).get(timeout=PATIENCE_S)["tokens"]
     assert parsed == rendered["tokens"]
-    assert worker.engine()["requests_finished"] == before
+    assert worker.engine_now()["requests_finished"] == before
     with pytest.raises(JobFailed, match=r"outside 0\.\."):
         detokenize.delay("tiny", [10**6]).get(timeout=PATIENCE_S)
 

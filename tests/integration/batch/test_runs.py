@@ -146,10 +146,10 @@ def test_interactive_job_is_answered_while_a_run_fills_the_worker(
     start_worker: StartWorker, commands: Commands, model: str
 ) -> None:
     worker = start_worker()
-    commands.write([*stories(1, max_tokens=4), *stories(60, max_tokens=800)[1:]])
+    commands.write(stories(60, max_tokens=800))
     with worker.slowed():
         command = commands.start_run()
-        wait_until(lambda: len(commands.results()) >= 1, "the run to be under way")
+        wait_until(lambda: worker.engine()["slots_decoding"] == 8, "the run to fill the worker")
         with Client() as client:
             job = client.generate(model, "Once upon a time", max_tokens=4, temperature=0)
             assert job.result(timeout=PATIENCE_S)["text"] == ", there was a"
