@@ -88,7 +88,7 @@ def test_template_that_never_ends_is_ended_and_the_next_one_is_rendered(monkeypa
             template.render([], **variables)
         assert template.render([]).text == "done"
     template.close()
-    with pytest.raises(EngineStopped, match="the model is closed"):
+    with pytest.raises(EngineStopped, match="is unloaded"):
         template.render([])
 
 
