@@ -148,8 +148,9 @@ def test_urgent_job_is_answered_while_bulk_jobs_fill_the_worker(
     worker = start_worker(slots=2, look_ahead=1)
     with worker.slowed():
         longer = {**LONG, "max_tokens": 600}  # half a minute, as slow as this
-        bulk = [generate.delay(model, STORY, stream=False, priority=9, **longer) for _ in range(14)]
-        wait_for_token(redis_client, bulk[0].id)
+        bulk = [generate.delay(model, STORY, stream=False, priority=9, **longer) for _ in range(20)]
+        begun = [job_key(job.id) for job in bulk]  # those that the worker holds race for its slots
+        wait_until(lambda: any(int(redis_client.hget(key, "next_seq") or 0) > 1 for key in begun), "a token")
         assert int(str(redis_client.llen(queue_keys(model)[9]))) > 8  # it takes only as many as it may hold
         assert len(generate.delay(model, STORY, max_tokens=8, **GREEDY).get(timeout=PATIENCE_S)["text"]) > 0
         assert not any(redis_client.hget(job_key(job.id), "state") == b"done" for job in bulk)
