@@ -5,7 +5,7 @@ job = Client().generate("tiny", "Once upon a time")
 for event in job.stream(): ...
 """
 
-from .async_client import AsyncClient, AsyncJob
-from .client import Client, Job
+from .client.async_client import AsyncClient, AsyncJob
+from .client.client import Client, Job
 
 __all__ = ["AsyncClient", "AsyncJob", "Client", "Job"]

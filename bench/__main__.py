@@ -8,43 +8,54 @@ import signal
 import sys
 from pathlib import Path
 
+from cellama.bench.harness.report import show
 from cellama.engine import EngineError
-from cellama.engine.sources import resolve
+from cellama.engine.models.sources import resolve
 
-from . import suite
-from .report import show
+from .harness import suite
 
 ALL = "all"
-NAMES = {
-    "decode": "decode rate against llama-batched-bench, the limit",
-    "mixed": "many requests at once, prefill and decode, against llama-server",
-    "shared_prefix": "requests that share a prefix, against llama-server",
-    "prefix_cache": "four-turn chats, more of them than slots: cache on against off",
-    "strategies": "throughput and time to the first token under each batch strategy",
-    "tokenize_overhead": "what tokenizing costs beside generating, and how it scales over threads",
-    "single_generate": "one request at a time: time to the first token, time per token",
-    "server_concurrent": "growing numbers of callers at once: rate and latency",
-    "python_time": "time outside llama.cpp per step, by slots and by context length",
-    "interactive": "an interactive request into an engine full of bulk work",
-    "enqueue": "jobs into Redis: one by one, from threads, in bulk, and by plain Celery",
-    "queue_tax": "jobs through Celery and Redis against requests given to the engine",
-    "urgent": "an urgent job while a worker is full of bulk jobs and more wait",
-    "cancel": "from a cancel to the end, wherever the job is",
-    "chaos": "workers killed, Redis restarted, a worker frozen, a job that kills",
-    "chaos_sentinel": "the master of a Redis with sentinels killed, or its place handed over",
-    "fuzz": "hostile and random payloads with good jobs beside them: who else feels them?",
-    "loads": "two models loaded at once while a third streams: its longest gap",
-    "embeddings": "1000 texts in one call or job against one text per call or job",
-    "embed_beside": "gaps of a stream while another model embeds",
-    "neighbours": "two workers on one machine, and one beside a busy program: their rates",
-    "footprint": "memory of a model: planned before the load, logged by llama.cpp, resident",
-    "offline": "bulk runs from file to file, against llama-server and the naive Celery task",
-    "online": "Poisson arrivals, alone and beside a bulk load, against llama-server",
-    "storm": "a bulk run whose command and workers are killed while Redis restarts",
-    "bulk_lines": "memory and time that the command of a bulk run needs for many lines",
-    "layouts": "unified against partitioned KV cache by number of slots",
-    "adapters": "requests with different LoRA adapters on one engine, by the length of a turn",
+ROOMS = {
+    "engine": {
+        "decode": "decode rate against llama-batched-bench, the limit",
+        "mixed": "many requests at once, prefill and decode, against llama-server",
+        "shared_prefix": "requests that share a prefix, against llama-server",
+        "prefix_cache": "four-turn chats, more of them than slots: cache on against off",
+        "strategies": "throughput and time to the first token under each batch strategy",
+        "tokenize_overhead": "what tokenizing costs beside generating, and how it scales over threads",
+        "single_generate": "one request at a time: time to the first token, time per token",
+        "server_concurrent": "growing numbers of callers at once: rate and latency",
+        "python_time": "time outside llama.cpp per step, by slots and by context length",
+        "interactive": "an interactive request into an engine full of bulk work",
+        "layouts": "unified against partitioned KV cache by number of slots",
+        "adapters": "requests with different LoRA adapters on one engine, by the length of a turn",
+    },
+    "service": {
+        "enqueue": "jobs into Redis: one by one, from threads, in bulk, and by plain Celery",
+        "queue_tax": "jobs through Celery and Redis against requests given to the engine",
+        "urgent": "an urgent job while a worker is full of bulk jobs and more wait",
+        "cancel": "from a cancel to the end, wherever the job is",
+        "online": "Poisson arrivals, alone and beside a bulk load, against llama-server",
+    },
+    "faults": {
+        "chaos": "workers killed, Redis restarted, a worker frozen, a job that kills",
+        "chaos_sentinel": "the master of a Redis with sentinels killed, or its place handed over",
+        "fuzz": "hostile and random payloads with good jobs beside them: who else feels them?",
+        "storm": "a bulk run whose command and workers are killed while Redis restarts",
+    },
+    "models": {
+        "loads": "two models loaded at once while a third streams: its longest gap",
+        "embeddings": "1000 texts in one call or job against one text per call or job",
+        "embed_beside": "gaps of a stream while another model embeds",
+        "neighbours": "two workers on one machine, and one beside a busy program: their rates",
+        "footprint": "memory of a model: planned before the load, logged by llama.cpp, resident",
+    },
+    "bulk": {
+        "offline": "bulk runs from file to file, against llama-server and the naive Celery task",
+        "bulk_lines": "memory and time that the command of a bulk run needs for many lines",
+    },
 }
+NAMES = {name: text for benchmarks in ROOMS.values() for name, text in benchmarks.items()}
 
 
 def main() -> None:
@@ -60,7 +71,7 @@ def main() -> None:
     chosen = parser.parse_args()
     if chosen.name == ALL:
         raise SystemExit(1 if suite.run(list(NAMES), chosen.rest) else 0)
-    benchmark = importlib.import_module(f".{chosen.name}", __package__)
+    benchmark = importlib.import_module(f".benchmarks.{_room_of(chosen.name)}.{chosen.name}", __package__)
     own = argparse.ArgumentParser(prog=f"cellama bench {chosen.name}", description=benchmark.__doc__)
     own.add_argument(
         "--model", type=_model, help="GGUF file or bundled://tiny; default: 174M random weights, Q8_0, written once"
@@ -76,6 +87,10 @@ def main() -> None:
         report,
         save=args.save,
     )
+
+
+def _room_of(name: str) -> str:
+    return next(room for room, benchmarks in ROOMS.items() if name in benchmarks)
 
 
 def _model(source: str) -> Path:

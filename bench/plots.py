@@ -17,8 +17,8 @@ from typing import Any
 
 import matplotlib
 
-from .offline import NAIVE, WORKLOADS
-from .report import RESULTS
+from cellama.bench.benchmarks.bulk.offline import NAIVE, WORKLOADS
+from cellama.bench.harness.report import RESULTS
 
 matplotlib.use("Agg")  # before pyplot chooses one
 from matplotlib import pyplot

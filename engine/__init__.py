@@ -1,12 +1,11 @@
 """The inference engine: continuous batching on llama.cpp, usable as a library without Celery and Redis."""
 
-from .adapters import AdapterInfo
 from .backend import ModelInfo
-from .budget import Device, Footprint
-from .chat import ChatOptions, ChatPrompt, Message
-from .cores import Peer
-from .embedder import Embedder, EmbeddingHandle
-from .engine import Engine
+from .core.adapters import AdapterInfo
+from .core.embedder import Embedder, EmbeddingHandle
+from .core.engine import Engine
+from .core.handle import Handle
+from .core.reranker import Reranker, scores_of
 from .errors import (
     AdapterBusy,
     AdapterLoadFailed,
@@ -41,19 +40,20 @@ from .events import (
     Timings,
     Usage,
 )
-from .handle import Handle
-from .hub import HubOptions
 from .logprobs import TokenLogprob
-from .manager import ModelEntry, ModelManager, devices
-from .models import Model
-from .params import EngineOptions, Request, Resumed, SamplingParams
-from .reply import ReplyFormat
-from .reranker import Reranker, scores_of
-from .sharing import CoreSharing
-from .texts import Tokenizer
-from .threads import STACK_BYTES
-from .tool_calls import ToolCall
-from .watchdog import Pulse, Watchdog
+from .memory.budget import Device, Footprint
+from .models.hub import HubOptions
+from .models.manager import ModelEntry, ModelManager, devices
+from .models.model import Model
+from .models.tokenizer import Tokenizer
+from .options import EngineOptions, Request, Resumed, SamplingParams
+from .system.core_sharing import CoreSharing
+from .system.cores import Peer
+from .system.threads import STACK_BYTES
+from .system.watchdog import Pulse, Watchdog
+from .text.chat_template import ChatOptions, ChatPrompt, Message
+from .text.reply_parser import ReplyFormat
+from .text.tool_calls import ToolCall
 
 __all__ = [
     "STACK_BYTES",

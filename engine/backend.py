@@ -9,11 +9,12 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from .adapters import AdapterSet, AdapterStore
-from .kvcache import KvMemory
+from cellama.engine.core.adapters import AdapterSet, AdapterStore
+from cellama.engine.kvcache.manager import KvMemory
+from cellama.engine.scheduling.scheduler import Chunk
+
 from .logprobs import TokenLogprob
-from .params import SamplingParams
-from .scheduler import Chunk
+from .options import SamplingParams
 
 
 class DecodeError(Exception):

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from cellama.engine.text.reply_parser import Kind
+from cellama.engine.text.tool_calls import ToolCall
+
 from .errors import EngineError
 from .logprobs import TokenLogprob
-from .reply import Kind
-from .tool_calls import ToolCall
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout"]
 Phase = Literal["idle", "prefilling", "generating", "stopped"]  # stopped: its thread died, it takes nothing

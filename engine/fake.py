@@ -15,12 +15,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from .adapters import AdapterKey, AdapterSet, key_of
+from cellama.engine.core.adapters import AdapterKey, AdapterSet, key_of
+from cellama.engine.scheduling.scheduler import Chunk
+
 from .backend import DecodeError
 from .errors import AdapterLoadFailed
 from .logprobs import TokenLogprob
-from .params import SamplingParams
-from .scheduler import Chunk
+from .options import SamplingParams
 
 END = 256
 _ALPHABET = b"abcdefghijklmnopqrstuvwxyz     .,"

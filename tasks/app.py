@@ -10,14 +10,13 @@ from kombu import Connection, Exchange, Queue
 
 from cellama.config import ModelSettings, Settings, get_settings
 from cellama.config.settings import DEFAULT_SLOTS
-
-from .connecting import SOCKET_OPTIONS, broker_options, transport_options
-from .contract.keys import UNACKED_INDEX_KEY, UNACKED_KEY, UNACKED_MUTEX_KEY
-from .contract.names import DEFAULT_MODEL, PRIORITIES, PRIORITY_SEPARATOR, queue_name
+from cellama.tasks.connection.connections import SOCKET_OPTIONS, broker_options, transport_options
+from cellama.tasks.contract.keys import UNACKED_INDEX_KEY, UNACKED_KEY, UNACKED_MUTEX_KEY
+from cellama.tasks.contract.names import DEFAULT_MODEL, PRIORITIES, PRIORITY_SEPARATOR, queue_name
 
 if TYPE_CHECKING:
-    from .runtime import Runtime
-    from .server_check import ServerCheck
+    from cellama.tasks.connection.server_check import ServerCheck
+    from cellama.tasks.worker.runtime import Runtime
 
 EMBEDDING_JOBS = 16  # of a model that only embeds or reranks: they fill its batches
 EMBEDDING_JOBS_BESIDE = 4  # of one that generates, too: jobs of both kinds take them, so more would wait here
@@ -26,13 +25,13 @@ EMBEDDING_JOBS_BESIDE = 4  # of one that generates, too: jobs of both kinds take
 class CellamaApp(Celery):  # type: ignore[misc]
     """A Celery app that, inside a worker, holds what the worker runs on."""
 
-    control_cls = "cellama.tasks.control:LastingControl"
+    control_cls = "cellama.tasks.broker.control:LastingControl"
     runtime: Runtime | None = None  # set by the worker's lifecycle
     server_check: ServerCheck  # too
 
     def connection_for_write(self, url: str | None = None, **options: Any) -> Connection:
         """As Celery's; a purge through it ends the jobs whose messages it takes."""
-        from .control import purge_queue, purging_with
+        from cellama.tasks.broker.control import purge_queue, purging_with
 
         return purging_with(partial(purge_queue, self), super().connection_for_write(url, **options))
 
@@ -51,7 +50,7 @@ def celery_config(settings: Settings) -> dict[str, Any]:
     """Celery's configuration from our settings (docs/architecture.md says why where it is not plain)."""
     return {
         **broker_options(settings.redis_url),
-        "result_backend": f"cellama.tasks.result_backend:ResultBackend+{settings.redis_url}",
+        "result_backend": f"cellama.tasks.broker.result_backend:ResultBackend+{settings.redis_url}",
         "result_expires": settings.result_ttl_s,
         "result_backend_always_retry": True,
         "result_backend_thread_safe": True,
@@ -65,7 +64,7 @@ def celery_config(settings: Settings) -> dict[str, Any]:
             "unacked_mutex_key": UNACKED_MUTEX_KEY,
             "priority_steps": list(PRIORITIES),
             "sep": PRIORITY_SEPARATOR,
-            "queue_order_strategy": "round_robin",  # within the limits of tasks/channels.py
+            "queue_order_strategy": "round_robin",  # within the limits of tasks/broker/channels.py
         },
         "broker_connection_timeout": SOCKET_OPTIONS["socket_connect_timeout"],
         "broker_connection_retry_on_startup": True,
@@ -78,8 +77,8 @@ def celery_config(settings: Settings) -> dict[str, Any]:
         "task_acks_late": True,
         "task_track_started": True,
         "task_send_sent_event": True,
-        "worker_pool": "cellama.tasks.pool:TaskPool",
-        "worker_consumer": "cellama.tasks.consumer:SteadyConsumer",
+        "worker_pool": "cellama.tasks.broker.pool:TaskPool",
+        "worker_consumer": "cellama.tasks.broker.consumer:SteadyConsumer",
         "worker_cancel_long_running_tasks_on_connection_loss": False,
         "worker_enable_prefetch_count_reduction": False,
         "worker_concurrency": concurrency(settings),

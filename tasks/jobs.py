@@ -1,4 +1,4 @@
-"""The tasks: how they are called, checked and queued. What they do in a worker is in `run.py`."""
+"""The tasks: how they are called, checked and queued. What they do in a worker is in `attempt.py`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,21 @@ from kombu.utils.functional import retry_over_time
 from redis.exceptions import RedisError
 
 from cellama.config import get_settings
-
-from .app import app
-from .contract.errors import InvalidJob, JobFailed, RedisRefused, RedisUnreachable
-from .contract.keys import IGNORED_FIELD, job_key
-from .contract.kinds import KINDS, Kind, Result
-from .contract.names import (
+from cellama.tasks.calls.call_options import (
+    IN_WORKERS_ONLY,
+    ONE_AFTER_ANOTHER,
+    delay_s,
+    plain_priority,
+    plain_queue,
+    settle_options,
+)
+from cellama.tasks.calls.canvas_steps import follows_a_task, refuse_step, share
+from cellama.tasks.calls.enqueue import PAGE_JOBS, Checked, enqueue, ranges
+from cellama.tasks.connection.redis_errors import reaching_redis
+from cellama.tasks.contract.errors import InvalidJob, JobFailed, RedisRefused, RedisUnreachable
+from cellama.tasks.contract.keys import IGNORED_FIELD, job_key
+from cellama.tasks.contract.kinds import KINDS, Kind, Result
+from cellama.tasks.contract.names import (
     DEFAULT_MODEL,
     PRIORITY_INTERACTIVE,
     SUBMITTED_AT_HEADER,
@@ -36,13 +45,11 @@ from .contract.names import (
     TASK_TOKENIZE,
     queue_name,
 )
-from .contract.payloads import parse_job
-from .enqueue import PAGE_JOBS, Checked, enqueue, ranges
-from .ledger import Ledger
-from .options import IN_WORKERS_ONLY, ONE_AFTER_ANOTHER, delay_s, plain_priority, plain_queue, settle_options
-from .reaching import reaching_redis
-from .records import Call
-from .steps import follows_a_task, refuse_step, share
+from cellama.tasks.contract.payloads import parse_job
+from cellama.tasks.state.ledger import Ledger
+from cellama.tasks.state.records import Call
+
+from .app import app
 
 _INTERVALS = ("interval_start", "interval_step", "interval_max")
 IDEMPOTENCY = UUID("6d1f5a0e-3a0c-4b57-9d5a-5f0a1c7e2b44")  # the namespace of job ids that are made from keys
@@ -53,13 +60,13 @@ class JobTask(Task):  # type: ignore[misc]
 
     abstract = True
     kind: Kind
-    Request = "cellama.tasks.request:JobRequest"
-    Strategy = "cellama.tasks.plain:strategy"
+    Request = "cellama.tasks.broker.message:JobRequest"
+    Strategy = "cellama.tasks.broker.plain_messages:strategy"
     throws = (JobFailed,)  # expected: Celery logs one line, without a trace
 
     @classmethod
     def bind(cls, app_: Any) -> Any:
-        """A task of ours stays one in whichever app's registry it stands (steps.py)."""
+        """A task of ours stays one in whichever app's registry it stands (canvas_steps.py)."""
         return super().bind(app)
 
     @property
@@ -248,7 +255,7 @@ class JobTask(Task):  # type: ignore[misc]
         """Runs a call in a worker; `body(run, payload)` does the work. Raises JobFailed."""
         if self.app.runtime is None or self.request.called_directly:
             raise JobFailed("no_worker", IN_WORKERS_ONLY)
-        from .run import JobRun
+        from cellama.tasks.attempt.attempt import JobRun
 
         streams = self.kind.streams and kwargs.get("stream", True) is not False
         return JobRun(self, self.app.runtime).execute(streams, lambda run: body(run, self._payload_here(args, kwargs)))

@@ -10,11 +10,11 @@ from celery.exceptions import Reject
 
 from cellama.config import get_settings
 from cellama.config.logging import configure_logging
+from cellama.tasks.calls.canvas_steps import tell_end
+from cellama.tasks.connection.connections import SOCKET_OPTIONS, connect
+from cellama.tasks.connection.server_check import ServerCheck, UnfitRedis
 
 from .app import CellamaApp
-from .connecting import SOCKET_OPTIONS, connect
-from .server_check import ServerCheck, UnfitRedis
-from .steps import tell_end
 
 log = logging.getLogger(__name__)
 
@@ -31,9 +31,9 @@ class LoadModels(bootsteps.StartStopStep):  # type: ignore[misc]
     def start(self, worker: Any) -> None:
         """Makes the runtime; a mistake in the settings or a model file ends the process with EXIT_CONFIG."""
         from cellama.engine import EngineError
+        from cellama.tasks.worker.runtime import Runtime
 
-        from . import commands, revokes  # noqa: F401  (being imported makes them known to Celery)
-        from .runtime import Runtime
+        from .broker import revokes  # noqa: F401  (being imported makes them known to Celery)
 
         worker.app.conf.task_publish_retry_policy = NEXT_STEP_RETRIES
         signals.worker_shutting_down.connect(_Hurry(worker.pool), weak=False)
@@ -50,7 +50,7 @@ class LoadModels(bootsteps.StartStopStep):  # type: ignore[misc]
             raise SystemExit(EXIT_CONFIG) from None
 
     def info(self, worker: Any) -> dict[str, Any]:
-        from .registry import describe
+        from cellama.tasks.state.registry import describe
 
         runtime = worker.app.runtime
         if runtime is None:
@@ -75,7 +75,7 @@ class _Hurry:
 class Attach(bootsteps.StartStopStep):  # type: ignore[misc]
     """Keeps the leases of the consumer's messages, also while it reconnects or drains, and its queues."""
 
-    requires = ("cellama.tasks.consumer:Intake",)
+    requires = ("cellama.tasks.broker.consumer:Intake",)
 
     def start(self, consumer: Any) -> None:
         """Starts the thread with the first connection; it goes on through all others."""
@@ -99,7 +99,7 @@ def _check_server(app: CellamaApp) -> None:
 def install(app: CellamaApp) -> None:
     """Connects worker and app; called once, when the app is made."""
     app.steps["worker"].add(LoadModels)
-    app.steps["consumer"].add("cellama.tasks.consumer:Intake")
+    app.steps["consumer"].add("cellama.tasks.broker.consumer:Intake")
     app.steps["consumer"].add(Attach)
     signals.setup_logging.connect(_set_up_logging, weak=False)
     signals.task_revoked.connect(_tell_revoked, weak=False)
@@ -125,7 +125,7 @@ def _tell_revoked(sender: Any = None, request: Any = None, terminated: bool = Fa
     """Ends the stream of a job that was revoked before a thread had it; a running one ends its own."""
     runtime = getattr(sender.app, "runtime", None)
     if runtime is not None and not terminated:
-        from .run import end_revoked
+        from cellama.tasks.attempt.attempt import end_revoked
 
         end_revoked(runtime, request.id)
 

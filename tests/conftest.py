@@ -17,11 +17,11 @@ import psutil
 import pytest
 from redis import Redis
 
-from cellama.api.redis_server import RedisServer, free_port
-from cellama.bench import pace
+from cellama.api.machine.redis_server import RedisServer, free_port
+from cellama.bench.harness import pace
 from cellama.config import get_settings
-from cellama.tasks.connecting import connect
-from cellama.tasks.registry import live_workers
+from cellama.tasks.connection.connections import connect
+from cellama.tasks.state.registry import live_workers
 
 PATIENCE_S = 60.0  # generous: the machines are shared
 SLOTS = 16

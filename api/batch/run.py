@@ -15,18 +15,18 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from cellama.config import get_settings
-from cellama.tasks.batches import Batches
+from cellama.tasks.connection.redis_errors import reaching_redis
 from cellama.tasks.contract.chunks import MAX_CHUNK_LINES, line_bytes, room_bytes
 from cellama.tasks.contract.errors import JobError, RedisRefused, RedisUnreachable, UnknownJob
 from cellama.tasks.contract.events import EVENT_FIELD, is_terminal
 from cellama.tasks.contract.keys import job_key, journal_key
 from cellama.tasks.contract.names import PRIORITY_BULK, WEIGHT_HEADER
 from cellama.tasks.jobs import chunk as chunk_task
-from cellama.tasks.position import position_of
-from cellama.tasks.reaching import reaching_redis
+from cellama.tasks.state.bulk_runs import Batches
+from cellama.tasks.state.position import position_of
 
 from .files import LineFile
-from .forms import error_line, result_line
+from .output_format import error_line, result_line
 from .serving import Serving
 from .work import FAILED, FINISHED, TWIN, Stored, WorkFile
 

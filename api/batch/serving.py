@@ -9,7 +9,7 @@ from redis import Redis
 
 from cellama.tasks.contract.errors import UnknownModel
 from cellama.tasks.contract.names import DEFAULT_MODEL
-from cellama.tasks.registry import live_workers
+from cellama.tasks.state.registry import live_workers
 
 TEXTS_AT_ONCE = 256  # that a worker without slots is given
 MODEL_PATIENCE_S = 30.0  # that lines wait for a model which no live worker serves, and none has served before

@@ -19,12 +19,12 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from cellama.config import get_settings
-from cellama.tasks.batches import Batches
 from cellama.tasks.contract.errors import InvalidJob
+from cellama.tasks.state.bulk_runs import Batches
 
 from .files import LineFile, id_of, rewrite_without
-from .forms import bad_line
 from .lines import BadLine, Defaults, Format, Line, format_of, read_lines
+from .output_format import bad_line
 from .run import BatchRun, Progress
 from .work import WorkFile
 

@@ -1,12 +1,12 @@
 """llama.cpp behind the engine's protocols: the only importer of llama_cpp."""
 
 from .context import LlamaBackend
-from .devices import devices, machine
 from .embedding import LlamaEmbeddingBackend
-from .footprint import Plan, load_contexts, plan_load
-from .gguf_file import fingerprint
+from .files.gguf_file import fingerprint
 from .model import LlamaModel
 from .pairs import PairFormat
+from .planning.devices import devices, machine
+from .planning.load_plan import Plan, load_contexts, plan_load
 
 __all__ = [
     "LlamaBackend",

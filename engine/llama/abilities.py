@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import llama_cpp.llama_cpp as lib
 
-from ..errors import InvalidRequest, WrongCapability, nearest
-from ..params import EngineOptions
-from ..uses import CAPABILITIES, Capability, Uses
+from cellama.engine.capabilities import CAPABILITIES, Capability, Uses
+from cellama.engine.errors import InvalidRequest, WrongCapability, nearest
+from cellama.engine.llama.files.gguf_file import parts, tensors
+from cellama.engine.options import EngineOptions
+
 from .embedding import own_pooling
-from .gguf_file import parts, tensors
 from .model import LlamaModel
 
 # llama.cpp, llama-model.cpp: create_memory gives these no KV cache; some of them don't say so in their metadata.

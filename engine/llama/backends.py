@@ -6,8 +6,9 @@ import contextlib
 from contextlib import closing
 from dataclasses import dataclass
 
-from ..params import EngineOptions
-from ..uses import Uses
+from cellama.engine.capabilities import Uses
+from cellama.engine.options import EngineOptions
+
 from .context import LlamaBackend
 from .embedding import LlamaEmbeddingBackend
 from .model import LlamaModel

@@ -11,12 +11,13 @@ import llama_cpp.llama_cpp as lib
 import numpy as np
 from numpy.typing import NDArray
 
-from ..adapters import AdapterSet
-from ..backend import DecodeError, Sampler
-from ..errors import InvalidRequest, ModelLoadFailed
-from ..params import EngineOptions, SamplingParams
-from ..processors import available_cores
-from ..scheduler import Chunk
+from cellama.engine.backend import DecodeError, Sampler
+from cellama.engine.core.adapters import AdapterSet
+from cellama.engine.errors import InvalidRequest, ModelLoadFailed
+from cellama.engine.options import EngineOptions, SamplingParams
+from cellama.engine.scheduling.scheduler import Chunk
+from cellama.engine.system.processors import available_cores
+
 from . import log as llama_log
 from .abort import AbortFlag
 from .memory import CACHE_TYPES, KvShape, LlamaMemory

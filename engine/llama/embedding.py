@@ -9,8 +9,9 @@ import llama_cpp.llama_cpp as lib
 import numpy as np
 from numpy.typing import NDArray
 
-from ..backend import DecodeError
-from ..params import EngineOptions, Pooling
+from cellama.engine.backend import DecodeError
+from cellama.engine.options import EngineOptions, Pooling
+
 from .context import TokenBatch, new_context, set_threads
 from .model import LlamaModel
 

@@ -10,8 +10,9 @@ import llama_cpp.llama_cpp as lib
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import InvalidRequest
-from ..params import EngineOptions
+from cellama.engine.errors import InvalidRequest
+from cellama.engine.options import EngineOptions
+
 from .model import LlamaModel
 
 STREAM_PADDING = 256  # llama.cpp pads a KV stream to a multiple of so many cells

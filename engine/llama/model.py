@@ -11,16 +11,17 @@ from typing import Any
 
 import llama_cpp.llama_cpp as lib
 
-from ..adapter_file import check_adapter_file
-from ..backend import ModelInfo
-from ..dry import Breakers, find_breaker, joined
-from ..errors import AdapterLoadFailed, InvalidRequest, ModelLoadFailed
-from ..grammar import Grammars
-from ..lifetime import Lifetime
-from ..markup import SpecialToken, tokenize_marked
+from cellama.engine.backend import ModelInfo
+from cellama.engine.errors import AdapterLoadFailed, InvalidRequest, ModelLoadFailed
+from cellama.engine.grammar.automaton import Grammars
+from cellama.engine.llama.files.adapter_file import check_adapter_file
+from cellama.engine.llama.files.gguf_file import fingerprint
+from cellama.engine.llama.files.pretokenizers import PreTokenizer
+from cellama.engine.sampling.dry import Breakers, find_breaker, joined
+from cellama.engine.text.markup import SpecialToken, tokenize_marked
+
 from . import log as llama_log
-from .gguf_file import fingerprint
-from .pretokenizers import PreTokenizer
+from .lifetime import Lifetime
 
 CLOSE_TIMEOUT_S = 30.0
 _CONTROL = lib.LLAMA_TOKEN_ATTR_CONTROL | lib.LLAMA_TOKEN_ATTR_UNKNOWN

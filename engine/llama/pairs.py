@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 import llama_cpp.llama_cpp as lib
 
-from ..markup import from_caller
+from cellama.engine.text.markup import from_caller
+
 from .model import LlamaModel
 
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from ..dry import Breakers, Dry
-from ..errors import GrammarFailed
-from ..grammar import Automaton, Grammar, TokenBytes, Work
-from ..json_schema import schema_to_gbnf
-from ..logprobs import TokenLogprob
-from ..params import SamplingParams
-from ..sampling import Chooser, NothingAllowed
+from cellama.engine.errors import GrammarFailed
+from cellama.engine.grammar.automaton import Automaton, Grammar, TokenBytes, Work
+from cellama.engine.grammar.json_schema import schema_to_gbnf
+from cellama.engine.logprobs import TokenLogprob
+from cellama.engine.options import SamplingParams
+from cellama.engine.sampling.dry import Breakers, Dry
+from cellama.engine.sampling.sampler import Chooser, NothingAllowed
 
 if TYPE_CHECKING:
     from .context import LlamaBackend

@@ -19,7 +19,7 @@ cellama:workers            hash     worker name → JSON entry; each worker its 
 cellama:wanted:{worker}    string   what that worker was given at run time, for its successor; TTL of 30 days
 cellama:queue:{model}…     list     Celery's queues, one list per priority (names.py); `:default` is a model here
 cellama:kombu:unacked…     none     what kombu would keep of held messages under names that all Celery apps share; the
-                                    ledger keeps it instead (tasks/holding.py)
+                                    ledger keeps it instead (tasks/broker/holding.py)
 celery-task-meta-{job_id}  string   Celery's results; TTL
 """
 

@@ -20,7 +20,7 @@ BULK_PRIORITIES = PRIORITIES[6:]  # as the engine has it: it saves nothing of th
 PRIORITY_SEPARATOR = "\x06\x16"  # kombu's default, see docs/adr/001-priority-separator.md
 
 WEIGHT_HEADER = "cellama_weight"  # so many jobs' worth of work is in a message; absent: one
-TOKEN_HEADER = "cellama_token"  # set by a worker: that it holds the message (tasks/holding.py)
+TOKEN_HEADER = "cellama_token"  # set by a worker: that it holds the message (tasks/broker/holding.py)
 SUBMITTED_AT_HEADER = "cellama_submitted_at"  # unix seconds; absent when the producer is plain Celery
 _QUEUE_PREFIX = "cellama:queue:"
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from cellama.bench.__main__ import NAMES
-from cellama.bench.suite import SHORT
+from cellama.bench.harness.suite import SHORT
 from cellama.engine.bundled import TINY_PATH
 
 from ..conftest import clean_environment

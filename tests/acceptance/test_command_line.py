@@ -18,8 +18,8 @@ from typing import Any
 import psutil
 import pytest
 
-from cellama.api.redis_server import free_port
-from cellama.bench import pace
+from cellama.api.machine.redis_server import free_port
+from cellama.bench.harness import pace
 
 from ..conftest import MODELS, PATIENCE_S, clean_environment, descendants, paced, wait_until
 

@@ -19,7 +19,7 @@ import pytest
 from celery import Celery
 from redis import Redis
 
-from cellama.api.redis_server import RedisServer, free_port
+from cellama.api.machine.redis_server import RedisServer, free_port
 from cellama.tasks import app, generate
 from cellama.tasks.contract.names import queue_keys
 

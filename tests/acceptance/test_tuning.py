@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from cellama.api.redis_server import RedisServer
-from cellama.bench.bert import BertShape
-from cellama.bench.synthetic import write_model
+from cellama.api.machine.redis_server import RedisServer
+from cellama.bench.models.bert import BertShape
+from cellama.bench.models.synthetic import write_model
 from cellama.tasks.app import EMBEDDING_JOBS_BESIDE, app
-from cellama.tasks.registry import live_workers
+from cellama.tasks.state.registry import live_workers
 
 from ..conftest import PATIENCE_S, WorkerProcess, clean_environment, wait_until
 

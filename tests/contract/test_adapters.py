@@ -14,8 +14,8 @@ import psutil
 import pytest
 from numpy.typing import NDArray
 
-from cellama.bench.synthetic import Shape, write_model
-from cellama.bench.synthetic_adapter import shape_of, write_adapter
+from cellama.bench.models.synthetic import Shape, write_model
+from cellama.bench.models.synthetic_adapter import shape_of, write_adapter
 from cellama.bench.tiny_model.facts import FACTS
 from cellama.engine import (
     AdapterBusy,
@@ -33,10 +33,10 @@ from cellama.engine import (
     UnknownAdapter,
     WrongCapability,
 )
-from cellama.engine.adapters import Adapter, AdapterUse
 from cellama.engine.bundled import PIRATE_PATH, TINY_PATH
+from cellama.engine.core.adapters import Adapter, AdapterUse
 from cellama.engine.llama import LlamaBackend, LlamaModel
-from cellama.engine.scheduler import Chunk
+from cellama.engine.scheduling.scheduler import Chunk
 
 PATIENCE_S = 60
 GREEDY = SamplingParams(temperature=0)

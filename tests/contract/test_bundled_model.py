@@ -13,7 +13,7 @@ from cellama.bench.tiny_model.facts import FACTS
 from cellama.engine import EngineOptions, Model, ModelManager, Request, SamplingParams, Tokenizer
 from cellama.engine.bundled import TINY_PATH
 from cellama.engine.llama import LlamaBackend, LlamaModel
-from cellama.engine.scheduler import Chunk
+from cellama.engine.scheduling.scheduler import Chunk
 
 PATIENCE_S = 60
 GREEDY = SamplingParams(temperature=0)

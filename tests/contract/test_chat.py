@@ -22,7 +22,7 @@ from cellama.engine import (
     Text,
 )
 from cellama.engine.llama import LlamaModel
-from cellama.engine.markup import from_caller
+from cellama.engine.text.markup import from_caller
 
 FRANCE, CAT, WEATHER = "What is the capital of France?", "What does a cat say?", "What is the weather in Paris?"
 SCHEMA = '{"type": "object", "properties": {"city": {"type": "string", "maxLength": 12}}, "required": ["city"]}'

@@ -10,10 +10,11 @@ from typing import Any
 import gguf
 import pytest
 
-from cellama.bench.synthetic import Shape, write_model
-from cellama.engine import EngineOptions, ModelLoadFailed, ModelManager, planning
-from cellama.engine.budget import Room
-from cellama.engine.planning import plan_apart
+from cellama.bench.models.synthetic import Shape, write_model
+from cellama.engine import EngineOptions, ModelLoadFailed, ModelManager
+from cellama.engine.memory.budget import Room
+from cellama.engine.models import planning
+from cellama.engine.models.planning import plan_apart
 
 SIZES: dict[str, Any] = {
     "n_embd": 64,

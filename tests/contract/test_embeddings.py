@@ -11,8 +11,8 @@ import gguf
 import numpy as np
 import pytest
 
-from cellama.bench.bert import BertShape
-from cellama.bench.synthetic import Shape, write_model
+from cellama.bench.models.bert import BertShape
+from cellama.bench.models.synthetic import Shape, write_model
 from cellama.engine import (
     EngineOptions,
     InvalidRequest,

@@ -15,7 +15,7 @@ import pytest
 
 from cellama.engine import EngineOptions, HubOptions, ModelLoadFailed, ModelManager
 from cellama.engine.bundled import TINY_PATH
-from cellama.engine.sources import resolve
+from cellama.engine.models.sources import resolve
 
 REPO = "org/tiny-GGUF"
 COMMIT = "0" * 39 + "1"

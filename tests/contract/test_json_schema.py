@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from cellama.config import limits
 from cellama.engine.errors import GrammarFailed, InvalidRequest
-from cellama.engine.grammar import Automaton, Work
-from cellama.engine.json_schema import schema_to_gbnf
-from cellama.engine.program import compile_grammar
+from cellama.engine.grammar.automaton import Automaton, Work
+from cellama.engine.grammar.json_schema import schema_to_gbnf
+from cellama.engine.grammar.program import compile_grammar
 
 MAX_BYTES = 150
 CHECKS = jsonschema.Draft202012Validator.FORMAT_CHECKER

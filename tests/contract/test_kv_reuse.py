@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from cellama.bench.memory_shapes import HybridShape, RecurrentShape, WindowShape
-from cellama.bench.synthetic import Shape, write_model
+from cellama.bench.models.memory_shapes import HybridShape, RecurrentShape, WindowShape
+from cellama.bench.models.synthetic import Shape, write_model
 from cellama.engine import (
     Completion,
     EngineOptions,

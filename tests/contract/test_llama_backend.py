@@ -11,7 +11,7 @@ import llama_cpp.llama_cpp as lib
 import numpy as np
 import pytest
 
-from cellama.bench.synthetic import Shape, write_model
+from cellama.bench.models.synthetic import Shape, write_model
 from cellama.engine import (
     EngineOptions,
     ModelLoadFailed,
@@ -26,7 +26,7 @@ from cellama.engine import (
 )
 from cellama.engine.bundled import TINY_PATH
 from cellama.engine.llama import context
-from cellama.engine.strategies import STRATEGIES
+from cellama.engine.scheduling.strategies import STRATEGIES
 
 PATIENCE_S = 60
 SMALL = {"n_embd": 64, "n_layer": 1, "n_head": 2, "n_head_kv": 2, "n_ff": 64, "n_vocab": 320, "n_ctx": 256}

@@ -10,10 +10,10 @@ from typing import Any
 import gguf
 import pytest
 
-from cellama.bench.synthetic import Shape, write_model
+from cellama.bench.models.synthetic import Shape, write_model
 from cellama.engine import InvalidRequest
 from cellama.engine.llama import LlamaModel
-from cellama.engine.llama.pretokenizers import ITERATIVE, MAX_RUN, MAX_SUPERBPE_DIGITS, PreTokenizer
+from cellama.engine.llama.files.pretokenizers import ITERATIVE, MAX_RUN, MAX_SUPERBPE_DIGITS, PreTokenizer
 
 SIZES: dict[str, Any] = {"n_embd": 64, "n_layer": 1, "n_head": 2, "n_head_kv": 2, "n_ff": 64, "n_vocab": 320}
 RECURSIVE = ("gpt-4o", "tekken", "deepseek-v3", "default", "jais-2", "bloom", "exaone-moe", "superbpe")

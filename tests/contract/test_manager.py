@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cellama.bench.synthetic import Shape, write_model
+from cellama.bench.models.synthetic import Shape, write_model
 from cellama.engine import (
     Engine,
     EngineOptions,

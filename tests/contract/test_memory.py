@@ -11,9 +11,9 @@ from typing import Any
 import psutil
 import pytest
 
-from cellama.bench import footprint
-from cellama.bench.memory_shapes import HybridShape, RecurrentShape, WindowShape
-from cellama.bench.synthetic import Shape, write_model
+from cellama.bench.benchmarks.models import footprint
+from cellama.bench.models.memory_shapes import HybridShape, RecurrentShape, WindowShape
+from cellama.bench.models.synthetic import Shape, write_model
 from cellama.engine import (
     EngineOptions,
     Event,
@@ -25,10 +25,12 @@ from cellama.engine import (
     Request,
     devices,
 )
-from cellama.engine.budget import Footprint, Room, Usage
-from cellama.engine.llama import LlamaModel, buffers, gguf_file, plan_load
+from cellama.engine.llama import LlamaModel, plan_load
 from cellama.engine.llama import log as llama_log
-from cellama.engine.sources import resolve
+from cellama.engine.llama.files import gguf_file
+from cellama.engine.llama.planning import buffers
+from cellama.engine.memory.budget import Footprint, Room, Usage
+from cellama.engine.models.sources import resolve
 
 MIB = 1 << 20
 TINY = "bundled://tiny"

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cellama.engine import EngineOptions, Model, ModelManager
-from cellama.engine.dry import Dry
 from cellama.engine.llama import LlamaModel
-from cellama.engine.params import SamplingParams
-from cellama.engine.sampling import Chooser
+from cellama.engine.options import SamplingParams
+from cellama.engine.sampling.dry import Dry
+from cellama.engine.sampling.sampler import Chooser
 
 CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])  # llama.h: llama_token_data
 KEEP_ALL = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cellama.bench.synthetic import Shape, write_model
+from cellama.bench.models.synthetic import Shape, write_model
 from cellama.engine import EngineOptions, ModelManager
 
 SMALL = Shape(n_embd=64, n_layer=2, n_head=4, n_head_kv=2, n_ff=96, n_vocab=320, n_ctx=512)

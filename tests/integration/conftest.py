@@ -9,7 +9,7 @@ import pytest
 from redis import Redis
 
 from cellama.api import Client
-from cellama.tasks.reader import stream_events
+from cellama.tasks.state.reader import stream_events
 
 from ..conftest import PATIENCE_S, WorkerProcess
 

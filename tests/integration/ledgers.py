@@ -7,8 +7,8 @@ import uuid
 from typing import Any
 
 from cellama.tasks.contract.names import PRIORITY_INTERACTIVE, queue_key
-from cellama.tasks.ledger import Ledger, new_run
-from cellama.tasks.records import Attempt, Call, Entry, Message, Submission, Taken
+from cellama.tasks.state.ledger import Ledger, new_run
+from cellama.tasks.state.records import Attempt, Call, Entry, Message, Submission, Taken
 
 LEASE_S = 600.0
 

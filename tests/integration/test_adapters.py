@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from cellama.api import AsyncClient, Client
 from cellama.api.cli import app
-from cellama.api.redis_server import RedisServer
+from cellama.api.machine.redis_server import RedisServer
 from cellama.tasks import chat, generate
 from cellama.tasks.contract.errors import JobFailed, UnknownModel
 

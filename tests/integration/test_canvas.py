@@ -18,7 +18,7 @@ from kombu import Exchange, Queue
 from redis import Redis
 
 from cellama.api import AsyncClient, Client
-from cellama.api.redis_server import RedisServer
+from cellama.api.machine.redis_server import RedisServer
 from cellama.tasks import app, chat, generate
 from cellama.tasks.contract.errors import JobFailed, ResultIgnored
 from cellama.tasks.contract.names import queue_name

@@ -20,15 +20,15 @@ from celery.worker.state import REVOKE_EXPIRES
 from kombu.message import Message
 from redis import Redis
 
-from cellama.api.redis_server import RedisServer
+from cellama.api.machine.redis_server import RedisServer
 from cellama.tasks import app, embed, generate
+from cellama.tasks.broker.control import REVOKED_S
+from cellama.tasks.broker.message import JobRequest
+from cellama.tasks.calls.canvas_steps import tell_end
 from cellama.tasks.contract.keys import cancel_key
 from cellama.tasks.contract.names import queue_key, queue_name
-from cellama.tasks.control import REVOKED_S
-from cellama.tasks.ledger import Ledger, new_run
-from cellama.tasks.reaper import Reaper
-from cellama.tasks.request import JobRequest
-from cellama.tasks.steps import tell_end
+from cellama.tasks.state.ledger import Ledger, new_run
+from cellama.tasks.worker.reaper import Reaper
 
 from ..conftest import PATIENCE_S, WorkerProcess, clean_environment, wait_until
 from .conftest import LONG

@@ -15,15 +15,15 @@ from celery.exceptions import TaskRevokedError
 from redis import Redis
 
 from cellama.api import AsyncClient, Client
-from cellama.api.redis_server import RedisServer
+from cellama.api.machine.redis_server import RedisServer
 from cellama.tasks import app, generate
 from cellama.tasks.contract import events
 from cellama.tasks.contract.errors import InvalidJob, JobCancelled, JobFailed, UnknownJob
 from cellama.tasks.contract.keys import DEAD_KEY, LEASES_KEY, cancel_key, job_key
 from cellama.tasks.contract.names import queue_keys
-from cellama.tasks.ledger import Ledger, new_run
-from cellama.tasks.reader import PING, stream_events
-from cellama.tasks.records import Entry
+from cellama.tasks.state.ledger import Ledger, new_run
+from cellama.tasks.state.reader import PING, stream_events
+from cellama.tasks.state.records import Entry
 
 from ..conftest import PATIENCE_S, WorkerProcess, wait_until
 from .conftest import GREEDY, LONG

@@ -13,14 +13,14 @@ from celery import Celery
 from redis import Redis
 
 from cellama.api import AsyncClient, Client
-from cellama.api.redis_server import RedisServer
+from cellama.api.machine.redis_server import RedisServer
 from cellama.tasks import app, chat, generate
+from cellama.tasks.calls.enqueue import PAGE_JOBS, ranges
 from cellama.tasks.contract.errors import InvalidJob, UnknownModel
 from cellama.tasks.contract.keys import cancel_key, job_key
 from cellama.tasks.contract.names import queue_key, queue_name
-from cellama.tasks.enqueue import PAGE_JOBS, ranges
-from cellama.tasks.ledger import Ledger
-from cellama.tasks.scripts import run_script
+from cellama.tasks.state.ledger import Ledger
+from cellama.tasks.state.scripts import run_script
 
 from ..conftest import PATIENCE_S
 from .conftest import GREEDY

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from redis import Redis
 
-from cellama.api.redis_server import RedisServer
+from cellama.api.machine.redis_server import RedisServer
 from cellama.tasks import app, generate
 from cellama.tasks.contract.names import queue_name
-from cellama.tasks.ledger import Ledger
+from cellama.tasks.state.ledger import Ledger
 
 from ..conftest import PATIENCE_S, WorkerProcess, wait_until
 from .conftest import LONG

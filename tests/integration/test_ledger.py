@@ -21,8 +21,8 @@ from cellama.tasks.contract.keys import (
     journal_key,
     waiting_key,
 )
-from cellama.tasks.ledger import MAX_ATTEMPTS, Ledger, new_run
-from cellama.tasks.records import Entry
+from cellama.tasks.state.ledger import MAX_ATTEMPTS, Ledger, new_run
+from cellama.tasks.state.records import Entry
 
 from ..conftest import PATIENCE_S
 from .ledgers import LEASE_S, begin, ids_in, submission, submit, take, write

@@ -17,15 +17,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from redis import Redis
 
-from cellama.api.redis_server import RedisServer
-from cellama.tasks import scripts
+from cellama.api.machine.redis_server import RedisServer
 from cellama.tasks.contract import events
 from cellama.tasks.contract.keys import DUE_KEY, LEASES_KEY, job_key, journal_key, reaper_key
 from cellama.tasks.contract.names import queue_key
-from cellama.tasks.ledger import Ledger, new_run
-from cellama.tasks.past import read_past
-from cellama.tasks.reaper import Reaper
-from cellama.tasks.records import Attempt, Ending, Entry, Taken
+from cellama.tasks.state import scripts
+from cellama.tasks.state.history import read_past
+from cellama.tasks.state.ledger import Ledger, new_run
+from cellama.tasks.state.records import Attempt, Ending, Entry, Taken
+from cellama.tasks.worker.reaper import Reaper
 
 from .ledgers import submission
 

@@ -12,7 +12,7 @@ import pytest
 from celery import Celery
 from redis import Redis
 
-from cellama.api.redis_server import RedisServer
+from cellama.api.machine.redis_server import RedisServer
 from cellama.tasks import generate
 from cellama.tasks.contract.keys import LEASES_KEY
 from cellama.tasks.contract.names import queue_name

@@ -12,13 +12,13 @@ import pytest
 from celery import Celery
 from redis import Redis
 
-from cellama.api.redis_server import RedisServer
+from cellama.api.machine.redis_server import RedisServer
 from cellama.tasks import app, generate
+from cellama.tasks.broker.plain_messages import adopt
 from cellama.tasks.contract.errors import JobFailed
 from cellama.tasks.contract.keys import job_key
 from cellama.tasks.contract.names import SUBMITTED_AT_HEADER, queue_key, queue_name
-from cellama.tasks.ledger import Ledger
-from cellama.tasks.plain import adopt
+from cellama.tasks.state.ledger import Ledger
 
 from ..conftest import PATIENCE_S, WorkerProcess
 from .conftest import GREEDY

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from redis import Redis
 
-from cellama.api.redis_server import RedisServer
+from cellama.api.machine.redis_server import RedisServer
 from cellama.tasks.contract import events
 from cellama.tasks.contract.keys import (
     DUE_KEY,
@@ -23,9 +23,9 @@ from cellama.tasks.contract.keys import (
     waiting_key,
 )
 from cellama.tasks.contract.names import queue_key
-from cellama.tasks.ledger import Ledger
-from cellama.tasks.reaper import SETTLED_S, Reaper
-from cellama.tasks.records import Ending
+from cellama.tasks.state.ledger import Ledger
+from cellama.tasks.state.records import Ending
+from cellama.tasks.worker.reaper import SETTLED_S, Reaper
 
 from ..conftest import wait_until
 from .ledgers import begin, ids_in, submit, take, write

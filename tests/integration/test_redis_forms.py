@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from cellama.api.redis_server import find_redis_binary
-from cellama.bench.sentinels import SentinelSetup
+from cellama.api.machine.redis_server import find_redis_binary
+from cellama.bench.benchmarks.faults.sentinels import SentinelSetup
 
 from ..conftest import PATIENCE_S, WorkerProcess, clean_environment, wait_until
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from redis import Redis
 
-from cellama.api.redis_server import RedisServer
+from cellama.api.machine.redis_server import RedisServer
 
 from ..conftest import PATIENCE_S, clean_environment
 

@@ -13,7 +13,7 @@ import pytest
 from redis import Redis
 from redis.exceptions import AuthenticationError
 
-from cellama.api.redis_server import PortTaken, RedisServer, RedisServerError, find_redis_binary
+from cellama.api.machine.redis_server import PortTaken, RedisServer, RedisServerError, find_redis_binary
 
 from ..conftest import wait_until
 
@@ -80,21 +80,21 @@ def test_redis_server_waits_for_its_data_as_long_as_they_are_being_loaded(
                 pipeline.set(f"key {number}", "x")
             pipeline.execute()
         server.stop()
-        monkeypatch.setattr("cellama.api.redis_server.START_TIMEOUT_S", 2.0)  # less than so many keys take
+        monkeypatch.setattr("cellama.api.machine.redis_server.START_TIMEOUT_S", 2.0)  # less than so many keys take
         server.run()
         assert client.dbsize() == 30_000
 
 
 def test_redis_server_that_gets_nowhere_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cellama.api.redis_server.START_TIMEOUT_S", 0.2)
-    monkeypatch.setattr("cellama.api.redis_server.find_redis_binary", lambda: Path("/bin/cat"))
+    monkeypatch.setattr("cellama.api.machine.redis_server.START_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("cellama.api.machine.redis_server.find_redis_binary", lambda: Path("/bin/cat"))
     with pytest.raises(RedisServerError, match="did not start on port"):
         RedisServer.start(tmp_path)
 
 
 def test_redis_server_ends_when_its_owner_is_killed(tmp_path: Path) -> None:
     code = (
-        "import pathlib, sys, time\nfrom cellama.api.redis_server import RedisServer\n"
+        "import pathlib, sys, time\nfrom cellama.api.machine.redis_server import RedisServer\n"
         "print(RedisServer.start(pathlib.Path(sys.argv[1])).pid, flush=True)\nsys.stdin.read()"
     )
     argv = [sys.executable, "-c", code, str(tmp_path)]

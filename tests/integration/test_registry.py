@@ -13,9 +13,9 @@ from kombu.exceptions import OperationalError
 from redis import Redis
 
 from cellama.engine import CoreSharing
-from cellama.tasks.batches import Batches
 from cellama.tasks.contract.keys import WORKERS_KEY
-from cellama.tasks.registry import Registration, live_workers
+from cellama.tasks.state.bulk_runs import Batches
+from cellama.tasks.state.registry import Registration, live_workers
 
 from ..conftest import wait_until
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from cellama.api import Client
-from cellama.api.redis_server import RedisServer
+from cellama.api.machine.redis_server import RedisServer
 from cellama.tasks import generate
 from cellama.tasks.contract.errors import JobFailed, UnknownModel, UnknownWorker
 from cellama.tasks.contract.keys import wanted_key

@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from cellama.api import Client
-from cellama.api.redis_server import RedisServer
-from cellama.bench.bert import BertShape
-from cellama.bench.synthetic import Shape, write_model
+from cellama.api.machine.redis_server import RedisServer
+from cellama.bench.models.bert import BertShape
+from cellama.bench.models.synthetic import Shape, write_model
 
 from ..conftest import PATIENCE_S, WorkerProcess, wait_until
 from .conftest import GREEDY

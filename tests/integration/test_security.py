@@ -16,8 +16,8 @@ import pytest
 import trustme
 from redis import Redis
 
-from cellama.api.redis_server import RedisServer
-from cellama.tasks.connecting import broker_options
+from cellama.api.machine.redis_server import RedisServer
+from cellama.tasks.connection.connections import broker_options
 
 from ..conftest import PATIENCE_S, WorkerProcess, clean_environment
 

@@ -12,7 +12,7 @@ from redis import Redis
 from cellama.api import Client
 from cellama.tasks import generate
 from cellama.tasks.contract.errors import JobCancelled
-from cellama.tasks.reader import stream_events
+from cellama.tasks.state.reader import stream_events
 
 from ..conftest import PATIENCE_S, SLOTS, WorkerProcess, wait_until
 from .conftest import GREEDY, LONG

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from redis import Redis
 
-from cellama.api.redis_server import RedisServer
+from cellama.api.machine.redis_server import RedisServer
 from cellama.tasks import app, apply_chat_template, chat, detokenize, embed, generate, tokenize
 from cellama.tasks.contract.errors import JobFailed
 from cellama.tasks.contract.keys import job_key, journal_key

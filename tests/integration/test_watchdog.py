@@ -7,8 +7,8 @@ import uuid
 from pathlib import Path
 
 from cellama.api import Client
-from cellama.api.redis_server import RedisServer
-from cellama.engine.watchdog import EXIT_STALLED
+from cellama.api.machine.redis_server import RedisServer
+from cellama.engine.system.watchdog import EXIT_STALLED
 
 from ..conftest import PATIENCE_S, WorkerProcess, wait_until
 from .conftest import GREEDY
@@ -17,7 +17,7 @@ STRATEGY = """
 import threading
 from pathlib import Path
 
-from cellama.engine.strategies import Adaptive
+from cellama.engine.scheduling.strategies import Adaptive
 
 class Hanging(Adaptive):
     def build_batch(self, *arguments):

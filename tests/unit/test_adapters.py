@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cellama.engine import AdapterBusy, AdapterLoadFailed, Engine, IdTaken, InvalidRequest, Request, UnknownAdapter
-from cellama.engine.adapters import Adapter, AdapterSet, AdapterUse
+from cellama.engine.core.adapters import Adapter, AdapterSet, AdapterUse
 from cellama.engine.fake import FakeBackend
-from cellama.engine.kvcache import KvCache
-from cellama.engine.scheduler import Limits, Scheduler
-from cellama.engine.sequence import Sequence
-from cellama.engine.strategies import STRATEGIES, make_strategy
+from cellama.engine.kvcache.manager import KvCache
+from cellama.engine.scheduling.scheduler import Limits, Scheduler
+from cellama.engine.scheduling.sequence import Sequence
+from cellama.engine.scheduling.strategies import STRATEGIES, make_strategy
 
 from ..conftest import wait_until
 from .conftest import PATIENCE_S, Gate, MakeEngine, request

@@ -18,7 +18,7 @@ from cellama.api.batch.start import _read_input as read_input
 from cellama.api.batch.work import FAILED, FINISHED, IN_FLIGHT, PENDING, TWIN, Stored, WorkFile
 from cellama.tasks.contract.chunks import room_bytes
 from cellama.tasks.jobs import _check_size as check_size
-from cellama.tasks.records import Call
+from cellama.tasks.state.records import Call
 
 
 def line(number: int, prompt: str, line_id: str | None = None, model: str = "m") -> Line:

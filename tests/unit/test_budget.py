@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cellama.engine.budget import (
+from cellama.engine.memory.budget import (
     ALL_DEVICES,
     Budget,
     Device,
@@ -21,8 +21,8 @@ from cellama.engine.budget import (
     margin,
     readable,
 )
-from cellama.engine.context_size import KV_SHARE, choose_ctx
-from cellama.engine.free_memory import group_limit
+from cellama.engine.memory.context_size import KV_SHARE, choose_ctx
+from cellama.engine.memory.free_memory import group_limit
 
 GIB = 1 << 30
 SMALL = 100  # devices so small that their margin is easy: 5 %

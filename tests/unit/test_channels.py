@@ -11,9 +11,9 @@ import pytest
 from kombu.utils.scheduling import round_robin_cycle
 from redis.exceptions import NoPermissionError
 
-from cellama.tasks.channels import Asker
+from cellama.tasks.broker.channels import Asker
+from cellama.tasks.broker.places import Places
 from cellama.tasks.contract.names import queue_key, queue_name
-from cellama.tasks.places import Places
 
 A, B = queue_name("a"), queue_name("b")
 

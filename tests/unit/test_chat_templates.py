@@ -12,8 +12,9 @@ from typing import Any
 import psutil
 import pytest
 
-from cellama.engine import ChatOptions, EngineStopped, InvalidRequest, TemplateFailed, templates
-from cellama.engine.chat import ChatTemplate, grammar_of_choice, reply_format_of
+from cellama.engine import ChatOptions, EngineStopped, InvalidRequest, TemplateFailed
+from cellama.engine.text import template_renderer as templates
+from cellama.engine.text.chat_template import ChatTemplate, grammar_of_choice, reply_format_of
 
 TEMPLATES = Path(__file__).parent / "templates"
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from cellama.engine import DecodeFailed, EmbeddingHandle
-from cellama.tasks.chunk import ChunkRun
+from cellama.tasks.attempt.bulk_slice import ChunkRun
 from cellama.tasks.contract.chunks import ChunkJob
-from cellama.tasks.past import Past
+from cellama.tasks.state.history import Past
 
 
 class Publisher:

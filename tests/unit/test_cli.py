@@ -11,8 +11,9 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from cellama.api.cli import app, exit_code_of
-from cellama.api.output import Exit
+from cellama.api.cli import app
+from cellama.api.cli.commands import exit_code_of
+from cellama.api.cli.output import Exit
 from cellama.config import Settings, SettingsError
 from cellama.tasks.contract.errors import (
     InvalidJob,

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from kombu.transport.virtual import Message
 
-from cellama.tasks.consumer import SteadyConsumer
+from cellama.tasks.broker.consumer import SteadyConsumer
 
 
 @pytest.mark.parametrize(("priority", "is_bulk"), [(None, False), (0, False), (5, False), (6, True), (9, True)])

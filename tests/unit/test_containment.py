@@ -25,11 +25,11 @@ from cellama.engine import (
     RequestFailed,
     Watchdog,
 )
-from cellama.engine.adapters import AdapterSet
 from cellama.engine.backend import DecodeError
+from cellama.engine.core.adapters import AdapterSet
 from cellama.engine.fake import FakeBackend, FakeSampler, FakeState, FakeVocabulary
-from cellama.engine.scheduler import Chunk
-from cellama.engine.strategies import Share, SlotView
+from cellama.engine.scheduling.scheduler import Chunk
+from cellama.engine.scheduling.strategies import Share, SlotView
 
 from ..conftest import wait_until
 from .conftest import PATIENCE_S, MakeEngine, request

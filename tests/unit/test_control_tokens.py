@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cellama.engine import InvalidRequest
-from cellama.engine.chat import ChatTemplate, Rendered
-from cellama.engine.markup import SpecialToken, from_caller, tokenize_marked
+from cellama.engine.text.chat_template import ChatTemplate, Rendered
+from cellama.engine.text.markup import SpecialToken, from_caller, tokenize_marked
 
 TEMPLATES = Path(__file__).parent / "templates"
 FAMILIES = sorted(path.stem for path in TEMPLATES.glob("*.jinja"))

@@ -11,11 +11,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cellama.engine.cores import RAISE_S, Peer, Place, Steady, cores_beside, fair_shares, others_of, threads_beside
-from cellama.engine.processors import Reading, cpu_quota, machine_id, read
-from cellama.engine.sharing import LOOK_S, WARN_S, Claim, CoreSharing
-from cellama.tasks.neighbours import peers_of
-from cellama.tasks.registry import WorkerEntry
+from cellama.engine.system.core_sharing import LOOK_S, WARN_S, Claim, CoreSharing
+from cellama.engine.system.cores import (
+    RAISE_S,
+    Peer,
+    Place,
+    Steady,
+    cores_beside,
+    fair_shares,
+    others_of,
+    threads_beside,
+)
+from cellama.engine.system.processors import Reading, cpu_quota, machine_id, read
+from cellama.tasks.state.registry import WorkerEntry
+from cellama.tasks.worker.neighbours import peers_of
 
 
 @given(st.integers(0, 200), st.lists(st.integers(1, 64), min_size=1, max_size=12))

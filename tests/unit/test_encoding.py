@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from kombu.utils.json import dumps as celery_dumps
 
-from cellama.tasks.encoding import Encoded, encode
-from cellama.tasks.records import MAX_ENTRY_BYTES, Entry
-from cellama.tasks.vector_json import as_base64, as_list
+from cellama.tasks.attempt.vector_json import as_base64, as_list
+from cellama.tasks.state.encoding import Encoded, encode
+from cellama.tasks.state.records import MAX_ENTRY_BYTES, Entry
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 

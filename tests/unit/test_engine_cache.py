@@ -12,7 +12,7 @@ import pytest
 
 from cellama.engine import Completion, Event, Finished, InvalidRequest, SamplingParams, Started, StepStats, Text
 from cellama.engine.fake import FakeBackend
-from cellama.engine.strategies import DecodeMaximal
+from cellama.engine.scheduling.strategies import DecodeMaximal
 
 from .conftest import PATIENCE_S, Gate, MakeEngine, request
 

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from cellama.tasks.contract import events
-from cellama.tasks.foundation import Foundation, foundation_of, foundation_of_event, may_come
-from cellama.tasks.past import Past
-from cellama.tasks.registry import WorkerEntry
+from cellama.tasks.state.foundation import Foundation, foundation_of, foundation_of_event, may_come
+from cellama.tasks.state.history import Past
+from cellama.tasks.state.registry import WorkerEntry
 
 
 def adapter(name: str, scale: float = 1.0, fingerprint: str = "", status: str = "ready") -> Any:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections import Counter
 
-from cellama.bench.hostile import corpus
-from cellama.bench.payloads import TASKS, payload
+from cellama.bench.benchmarks.faults.hostile import corpus
+from cellama.bench.benchmarks.faults.payloads import TASKS, payload
 from cellama.tasks import app
 from cellama.tasks.contract.errors import InvalidJob
 

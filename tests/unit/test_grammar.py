@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cellama.config import limits
-from cellama.engine import grammar as grammar_module
 from cellama.engine.errors import GrammarFailed, InvalidRequest
-from cellama.engine.grammar import Automaton, Grammar, Grammars, TokenBytes, Work
-from cellama.engine.program import compile_grammar, utf8_sequences
+from cellama.engine.grammar import automaton as grammar_module
+from cellama.engine.grammar.automaton import Automaton, Grammar, Grammars, TokenBytes, Work
+from cellama.engine.grammar.program import compile_grammar, utf8_sequences
 
 END, CONTROL = 0, 1
 PIECES = [b"", b"", b"a", b"aa", b"ab", b"b", b'"', b"\xc3", b"\xa9", "é".encode(), b"\0", b"1", b"aaaaaaaaaaaaaaaa"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cellama.bench.report import RESULTS
+from cellama.bench.harness.report import RESULTS
 
 pytest.importorskip("matplotlib", reason="pictures need matplotlib, which cellama[bench] brings")
 

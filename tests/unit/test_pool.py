@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cellama.tasks.pool import Interruption, JobControl, TaskPool, current_job
+from cellama.tasks.broker.pool import Interruption, JobControl, TaskPool, current_job
 
 PATIENCE_S = 30
 

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from cellama.engine.cells import Cells
-from cellama.engine.prefix import PrefixIndex, common_length
+from cellama.engine.kvcache.cells import Cells
+from cellama.engine.kvcache.prefix import PrefixIndex, common_length
 
 TOKENS = st.lists(st.integers(0, 2), max_size=12)  # few different tokens: many shared prefixes, many splits
 LONG = st.builds(lambda head, body, tail: head + [7] * body + tail, TOKENS, st.integers(0, 200), TOKENS)

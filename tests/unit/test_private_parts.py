@@ -19,7 +19,7 @@ ATTRIBUTE = "an attribute"
 
 # file of ours → the parts it uses, with their signatures
 PARTS: dict[str, dict[str, str]] = {
-    "channels.py": {
+    "broker/channels.py": {
         "kombu.transport.redis:Channel._brpop_start": "(self, timeout=None)",
         "kombu.transport.redis:Channel._brpop_sent_at": ATTRIBUTE,
         "kombu.transport.redis:Channel._create_client": "(self, asynchronous=False)",
@@ -27,30 +27,30 @@ PARTS: dict[str, dict[str, str]] = {
         "kombu.transport.redis:Channel._queue_cycle": ATTRIBUTE,
         "redis.connection:AbstractConnection._sock": ATTRIBUTE,
     },
-    "consumer.py": {
+    "broker/consumer.py": {
         "celery.worker.consumer:Consumer._flush_events": "(self)",
         "kombu.connection:Connection._default_channel": ATTRIBUTE,
         "kombu.transport.redis:Channel._brpop_read": "(self, **options)",
         "kombu.transport.redis:Channel._in_poll": ATTRIBUTE,
         "kombu.transport.virtual:Channel._qos": ATTRIBUTE,
     },
-    "control.py": {"kombu.transport.redis:Channel._purge": "(self, queue)"},
-    "enqueue.py": {
+    "broker/control.py": {"kombu.transport.redis:Channel._purge": "(self, queue)"},
+    "calls/enqueue.py": {
         "kombu.messaging:Producer._publish": (
             "(self, body, priority, content_type, content_encoding, headers, properties, routing_key, mandatory, "
             "immediate, exchange, declare, timeout=None, confirm_timeout=None, retry=False, retry_policy=None)"
         ),
     },
-    "holding.py": {
+    "broker/holding.py": {
         **{f"kombu.transport.virtual:QoS.{name}": ATTRIBUTE for name in ("_delivered", "_dirty", "_quick_ack")},
     },
-    "pool.py": {
+    "broker/pool.py": {
         "celery.concurrency.base:BasePool._get_info": "(self) -> Dict[str, Any]",
         "celery.concurrency.prefork:_run_ready_callbacks": "(hub)",
     },
-    "request.py": {f"celery.worker.request:Request.{name}": ATTRIBUTE for name in ("_apply_result", "_message")},
-    "residency.py": {"celery.worker.consumer:Consumer._update_prefetch_count": "(self, index=0)"},
-    "result_backend.py": {
+    "broker/message.py": {f"celery.worker.request:Request.{name}": ATTRIBUTE for name in ("_apply_result", "_message")},
+    "worker/model_loading.py": {"celery.worker.consumer:Consumer._update_prefetch_count": "(self, index=0)"},
+    "broker/result_backend.py": {
         "celery.backends.redis:RedisBackend._MAX_STR_VALUE_SIZE": ATTRIBUTE,
         "celery.backends.redis:RedisBackend._get_result_meta": (
             "(self, result, state, traceback, request, format_date=True, encode=False)"
@@ -59,7 +59,7 @@ PARTS: dict[str, dict[str, str]] = {
             "(self, task_id, result, state, traceback=None, request=None, **kwargs)"
         ),
     },
-    "steps.py": {
+    "calls/canvas_steps.py": {
         "celery._state:_get_active_apps": "()",
         "celery.app.amqp:AMQP._retry_publish": "(self, publish, *args, **kwargs)",
         "celery.app.amqp:_callback_publish_retry": ATTRIBUTE,
@@ -135,7 +135,7 @@ def defined(node: ast.AST) -> Iterator[str]:
             yield from (target.id for target in targets if isinstance(target, ast.Name))
 
 
-@pytest.mark.parametrize("file", sorted(path.name for path in TASKS.glob("*.py")))
+@pytest.mark.parametrize("file", sorted(str(path.relative_to(TASKS)) for path in TASKS.rglob("*.py")))
 def test_every_private_part_that_a_module_uses_is_listed(file: str) -> None:
     tree = ast.parse((TASKS / file).read_text())
     known = {path.rpartition(".")[2].rpartition(":")[2] for path in PARTS.get(file, {})}

@@ -14,15 +14,15 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import OutOfMemoryError, ResponseError
 
 from cellama.engine import Completion, DecodeFailed, Finished, Started, Text, Timings, ToolCall, Usage, Watchdog
+from cellama.tasks.broker.pool import Interruption
 from cellama.tasks.contract import events
 from cellama.tasks.contract.errors import JobFailed
-from cellama.tasks.past import Past
-from cellama.tasks.pool import Interruption
-from cellama.tasks.publisher import LINE_MARK, Publisher
-from cellama.tasks.records import Attempt, Entry
-from cellama.tasks.results import error_event, resume_of
-from cellama.tasks.run_events import STRIDE
-from cellama.tasks.signing import Signer
+from cellama.tasks.publishing.attempt_events import STRIDE
+from cellama.tasks.publishing.publisher import LINE_MARK, Publisher
+from cellama.tasks.publishing.results import error_event, resume_of
+from cellama.tasks.publishing.signing import Signer
+from cellama.tasks.state.history import Past
+from cellama.tasks.state.records import Attempt, Entry
 
 from ..conftest import wait_until
 
@@ -301,7 +301,7 @@ def test_publisher_waits_while_redis_takes_no_writes(passing: Exception) -> None
 
 
 def test_events_are_written_in_pages_that_redis_takes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cellama.tasks.publisher.MAX_BATCH_BYTES", 1000)
+    monkeypatch.setattr("cellama.tasks.publishing.publisher.MAX_BATCH_BYTES", 1000)
     ledger = MemoryLedger()
     publisher = publisher_of(ledger)
     ended = publisher.open(attempt("a"))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from redis.exceptions import ClusterCrossSlotError, MovedError
 
+from cellama.tasks.connection.redis_errors import reaching_redis
 from cellama.tasks.contract.errors import RedisRefused
-from cellama.tasks.reaching import reaching_redis
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cellama.tasks.contract.errors import JobTimeout, StreamTrimmed
 from cellama.tasks.contract.keys import job_key, journal_key, stream_id
-from cellama.tasks.reader import PAGE, PING, EventCursor, stream_events
+from cellama.tasks.state.reader import PAGE, PING, EventCursor, stream_events
 
 
 def event(seq: int, last: int = 10**9) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from redis.sentinel import SentinelConnectionPool
 
 from cellama.config import mask_url
 from cellama.config.redis_url import parse_redis_url
-from cellama.tasks.connecting import broker_options, connect, connect_async, database_of, transport_options
+from cellama.tasks.connection.connections import broker_options, connect, connect_async, database_of, transport_options
 
 SENTINELS = "sentinel://me:s%40cret@one:1;sentinel://two/3?master_name=main&sentinel_password=s%40cret"
 

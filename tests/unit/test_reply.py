@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cellama.engine import InvalidRequest, ReplyFormat
-from cellama.engine.reply import ReplyReader
-from cellama.engine.tool_calls import HERMES, LLAMA3, MISTRAL, MISTRAL2, forced_call_grammar, tool_format_of
+from cellama.engine.text.reply_parser import ReplyReader
+from cellama.engine.text.tool_calls import HERMES, LLAMA3, MISTRAL, MISTRAL2, forced_call_grammar, tool_format_of
 
 THINKS = ReplyFormat(think_open="<think>", think_close="</think>")
 IN_THOUGHT = replace(THINKS, starts_thinking=True)

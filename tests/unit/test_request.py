@@ -11,7 +11,7 @@ import pytest
 from kombu.message import Message
 
 from cellama.tasks import app, generate
-from cellama.tasks.request import JobRequest
+from cellama.tasks.broker.message import JobRequest
 
 
 def a_request(**handlers: Any) -> JobRequest:

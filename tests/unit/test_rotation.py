@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cellama.engine.rotation import BULK_EXTRA_S, BULK_SLICE_S, SLICE_S, Rotation, place_for
+from cellama.engine.scheduling.adapter_rotation import BULK_EXTRA_S, BULK_SLICE_S, SLICE_S, Rotation, place_for
 
 GROUPS = "abcdef"
 MAX_STEP_S = 0.4

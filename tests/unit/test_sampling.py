@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from cellama.engine import InvalidRequest, SamplingParams
-from cellama.engine.sampling import Chooser, NothingAllowed, Penalties, softmax, top_ids, uniforms
+from cellama.engine.sampling.sampler import Chooser, NothingAllowed, Penalties, softmax, top_ids, uniforms
 
 OFF: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 LOGITS = np.log(np.array([0.4, 0.3, 0.15, 0.1, 0.05], dtype=np.float32))

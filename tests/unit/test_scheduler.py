@@ -11,11 +11,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from cellama.engine import InvalidRequest, PromptTooLong, QueueFull, Request
 from cellama.engine.fake import FakeBackend
-from cellama.engine.kvcache import KvCache
-from cellama.engine.passes import passes_of
-from cellama.engine.scheduler import BULK_PATIENCE_S, Chunk, Limits, Scheduler
-from cellama.engine.sequence import Sequence, State
-from cellama.engine.strategies import (
+from cellama.engine.kvcache.manager import KvCache
+from cellama.engine.scheduling.micro_batches import passes_of
+from cellama.engine.scheduling.scheduler import BULK_PATIENCE_S, Chunk, Limits, Scheduler
+from cellama.engine.scheduling.sequence import Sequence, State
+from cellama.engine.scheduling.strategies import (
     MIN_CHUNK,
     STRATEGIES,
     TILE,

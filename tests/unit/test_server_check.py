@@ -8,7 +8,7 @@ import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoPermissionError
 
-from cellama.tasks.server_check import ServerCheck, UnfitRedis, warnings_of
+from cellama.tasks.connection.server_check import ServerCheck, UnfitRedis, warnings_of
 
 
 class Server:

@@ -11,7 +11,7 @@ from cellama.config import Settings, SettingsError, get_settings, mask_url
 from cellama.config.settings import DEFAULT_SLOTS
 from cellama.engine import EngineOptions
 from cellama.tasks.app import EMBEDDING_JOBS_BESIDE, concurrency, num_jobs_of
-from cellama.tasks.runtime import NOT_OPTIONS
+from cellama.tasks.worker.runtime import NOT_OPTIONS
 
 SetVariables = Callable[..., None]
 

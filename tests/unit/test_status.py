@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from cellama.api.status import _workers
+from cellama.api.cli.status import _workers
 
 
 def test_status_shows_the_threads_in_use_and_none_of_a_model_that_is_loading() -> None:

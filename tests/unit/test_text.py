@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cellama.engine.text import StopMatch, TextStream
+from cellama.engine.text.detokenizer import StopMatch, TextStream
 
 ALPHABET = st.sampled_from(list("abc é日🦊"))
 TEXTS = st.text(ALPHABET, max_size=30)

@@ -8,7 +8,7 @@ import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from cellama.config import ModelSettings
-from cellama.tasks.wanted import Wanted, WantedKeeper, wanted_of_json
+from cellama.tasks.worker.wanted import Wanted, WantedKeeper, wanted_of_json
 
 SECOND = ModelSettings(id="second", source="bundled://tiny", n_parallel=2, hub_token="hidden", adapters={"a": "x.gguf"})
 WANTED = Wanted((SECOND,), {"first": {"b": ("y.gguf", 0.5)}}, "second")

@@ -9,8 +9,8 @@ import threading
 
 import pytest
 
-from cellama.engine.threads import STACK_BYTES, start_deep
-from cellama.engine.watchdog import EXIT_STALLED, FIRST_S, MANY, PAGING, Pulse, Watchdog
+from cellama.engine.system.threads import STACK_BYTES, start_deep
+from cellama.engine.system.watchdog import EXIT_STALLED, FIRST_S, MANY, PAGING, Pulse, Watchdog
 
 HANG_S = 10.0
 
@@ -147,7 +147,7 @@ HANGING = """
 import logging, sys, threading
 from cellama.engine import Engine, EngineOptions, Request, Watchdog
 from cellama.engine.fake import FakeBackend
-import cellama.engine.watchdog as watchdog
+import cellama.engine.system.watchdog as watchdog
 
 class Backend(FakeBackend):
     def decode(self, *call):

@@ -7,7 +7,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cellama.bench.workloads import families, independent, num_common, read_lines, trie_optimum, write_lines
+from cellama.bench.harness.workloads import families, independent, num_common, read_lines, trie_optimum, write_lines
 
 
 def test_families_share_their_heads_and_nothing_else() -> None:

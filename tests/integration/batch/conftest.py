@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from cellama.api.redis_server import RedisServer
+from cellama.api.machine.redis_server import RedisServer
 
 from ...conftest import PATIENCE_S, WorkerProcess, clean_environment
 

@@ -15,8 +15,8 @@ from redis import Redis
 from cellama.api import AsyncClient, Client
 from cellama.api.batch.run import Progress
 from cellama.api.batch.start import Summary
-from cellama.tasks.batches import Batches
 from cellama.tasks.contract.errors import InvalidJob
+from cellama.tasks.state.bulk_runs import Batches
 
 from ...conftest import PATIENCE_S, wait_until
 from .conftest import ANIMALS, CELLAMA, Commands, StartWorker, stories

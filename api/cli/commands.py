@@ -1,0 +1,170 @@
+"""The command line `cellama`. Exit codes: 0 ok, 1 failed, 2 wrong usage, 3 unreachable, 4 timeout, 130 Ctrl-C."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Annotated, Any
+
+import typer
+
+from cellama.api.cli.local.bench import bench_command
+from cellama.api.cli.local.demo import demo_command
+from cellama.api.cli.local.services import NotInstalled, up_command, worker_command
+from cellama.api.cli.local.tune import tune_command
+from cellama.api.machine.redis_server import RedisServerError
+from cellama.config import SettingsError
+from cellama.tasks.contract.errors import InvalidJob, JobError, JobTimeout, RedisRefused, RedisUnreachable, UnknownModel
+
+from .batch import (
+    batch_cancel_command,
+    batch_list_command,
+    batch_resume_command,
+    batch_run_command,
+    batch_status_command,
+)
+from .dead import dead_list_command, dead_requeue_command
+from .embed import embed_command, rerank_command
+from .generation import chat_command, generate_command
+from .models import (
+    adapter_load_command,
+    adapter_scale_command,
+    adapter_unload_command,
+    models_adapters_command,
+    models_default_command,
+    models_info_command,
+    models_list_command,
+    models_load_command,
+    models_memory_command,
+    models_unload_command,
+)
+from .output import Exit, print_error
+from .status import cancel_command, status_command
+
+EPILOGUE = """
+Settings come from CELLAMA_* variables or cellama.toml.
+Exit codes: 0 ok, 1 failed, 2 wrong usage, 3 Redis or worker not there, 4 timeout, 130 Ctrl-C.
+"""
+
+app = typer.Typer(
+    name="cellama",
+    help="Run open models on your own machines as a job queue: llama.cpp behind Celery and Redis.",
+    epilog=EPILOGUE,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+_COMMANDS: dict[str, Callable[..., None]] = {
+    "demo": demo_command,
+    "up": up_command,
+    "worker": worker_command,
+    "generate": generate_command,
+    "chat": chat_command,
+    "embed": embed_command,
+    "rerank": rerank_command,
+    "status": status_command,
+    "cancel": cancel_command,
+    "tune": tune_command,
+}
+
+
+def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
+    """Ctrl-C ends a command with its own exit code."""
+
+    @functools.wraps(command)
+    def wrapper(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except KeyboardInterrupt:
+            raise typer.Exit(Exit.INTERRUPTED) from None
+
+    return wrapper
+
+
+for _name, _command in _COMMANDS.items():
+    app.command(_name)(_interruptible(_command))
+_models = typer.Typer(no_args_is_help=True, help="Models on running workers.")
+_MODEL_COMMANDS: dict[str, Callable[..., None]] = {
+    "list": models_list_command,
+    "info": models_info_command,
+    "load": models_load_command,
+    "unload": models_unload_command,
+    "default": models_default_command,
+    "memory": models_memory_command,
+    "adapters": models_adapters_command,
+}
+_ADAPTER_COMMANDS: dict[str, Callable[..., None]] = {
+    "load": adapter_load_command,
+    "scale": adapter_scale_command,
+    "unload": adapter_unload_command,
+}
+for _name, _command in _MODEL_COMMANDS.items():
+    _models.command(_name)(_interruptible(_command))
+_adapter = typer.Typer(no_args_is_help=True, help="A LoRA adapter of a model.")
+for _name, _command in _ADAPTER_COMMANDS.items():
+    _adapter.command(_name)(_interruptible(_command))
+_models.add_typer(_adapter, name="adapter")
+app.add_typer(_models, name="models")
+_batch = typer.Typer(no_args_is_help=True, help="Bulk runs: a file of lines in, a file of results out.")
+_BATCH_COMMANDS: dict[str, Callable[..., None]] = {
+    "run": batch_run_command,
+    "resume": batch_resume_command,
+    "list": batch_list_command,
+    "status": batch_status_command,
+    "cancel": batch_cancel_command,
+}
+for _name, _command in _BATCH_COMMANDS.items():
+    _batch.command(_name)(_interruptible(_command))
+app.add_typer(_batch, name="batch")
+_dead = typer.Typer(no_args_is_help=True, help="Jobs that were put aside because their workers died.")
+_dead.command("list")(_interruptible(dead_list_command))
+_dead.command("requeue")(_interruptible(dead_requeue_command))
+app.add_typer(_dead, name="dead")
+# Its options are those of the benchmark that it runs.
+_PASSED_ON: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+app.command("bench", context_settings=_PASSED_ON)(_interruptible(bench_command))
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"cellama {version('cellama')}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _options(
+    _debug: Annotated[bool, typer.Option("--debug", help="Show the trace of an error.")] = False,
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """The command line of cellama."""
+
+
+USAGE_CODES = ("invalid_request", "prompt_too_long", "wrong_capability", "unknown_adapter")
+
+
+def exit_code_of(error: Exception) -> Exit:
+    """The exit code that tells what kind of error it was."""
+    if isinstance(error, InvalidJob | SettingsError | NotInstalled):
+        return Exit.USAGE
+    if isinstance(error, RedisUnreachable | RedisRefused | UnknownModel):
+        return Exit.UNREACHABLE
+    if isinstance(error, JobTimeout):
+        return Exit.TIMEOUT
+    if isinstance(error, JobError) and error.code in USAGE_CODES:
+        return Exit.USAGE
+    return Exit.FAILED
+
+
+def main() -> None:
+    """Runs the command line. Mistakes end in a message and an exit code, never in a trace."""
+    try:
+        app()
+    except (JobError, SettingsError, NotInstalled, RedisServerError, OSError) as error:
+        if "--debug" in sys.argv:
+            raise
+        print_error(str(error))
+        sys.exit(exit_code_of(error))

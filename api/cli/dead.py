@@ -1,0 +1,56 @@
+"""The commands for jobs that were put aside: dead list, dead requeue."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from cellama.api.client.client import Client
+
+from .generation import JsonOption
+from .output import out, print_json
+
+
+def dead_list_command(json: JsonOption = False) -> None:
+    """List the jobs whose workers died again and again while they ran.
+
+    Example:  cellama dead list
+    """
+    with Client() as client:
+        dead = client.dead()
+    if json:
+        print_json(dead)
+        return
+    if not dead:
+        out.print("no job was put aside")
+        return
+    table = Table(title="Dead jobs", title_justify="left", header_style="bold")
+    for column in ("job", "task", "queue", "attempts", "died", "last worker"):
+        table.add_column(column)
+    for entry in dead:
+        died = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry["at"]))
+        attempts = str(entry["attempts"])
+        table.add_row(entry["id"], entry["task"], entry["queue"], attempts, died, entry["last_worker"])
+    out.print(table)
+
+
+def dead_requeue_command(
+    job_ids: Annotated[list[str], typer.Argument(help="Ids of dead jobs, or `all`.")],
+    json: JsonOption = False,
+) -> None:
+    """Queue dead jobs again, as new jobs: the streams of the old ones have ended.
+
+    Example:  cellama dead requeue all
+    """
+    with Client() as client:
+        if job_ids == ["all"]:
+            job_ids = [entry["id"] for entry in client.dead()]
+        requeued = {job_id: client.requeue_dead(job_id).id for job_id in job_ids}
+    if json:
+        print_json(requeued)
+    else:
+        for old, new in requeued.items():
+            out.print(f"{old} is queued again as {new}")

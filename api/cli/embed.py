@@ -1,0 +1,85 @@
+"""The commands that read texts and give numbers: embed, rerank."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from cellama.api.client.client import Client
+from cellama.tasks.contract.errors import InvalidJob
+
+from .generation import JsonOption, PatienceOption, WaitOption
+from .output import out, print_json
+
+NUMBERS_SHOWN = 6
+
+
+def embed_command(
+    model: Annotated[str, typer.Argument(help="Model id, or :default.")],
+    texts: Annotated[list[str], typer.Argument(help="Texts to embed; - reads one per line from stdin.")],
+    dimensions: Annotated[int | None, typer.Option(help="Numbers to keep of each vector.")] = None,
+    normalize: Annotated[bool, typer.Option(help="Vectors of unit length.")] = True,
+    truncate: Annotated[bool, typer.Option(help="Cut texts that are too long instead of refusing them.")] = False,
+    json: JsonOption = False,
+    wait: WaitOption = False,
+    patience: PatienceOption = 60.0,
+) -> None:
+    """Turn texts into vectors.
+
+    Example:  cellama embed tiny "a red fox" "a green frog" --json
+    """
+    texts = _lines(texts)
+    with Client() as client:
+        params = {"dimensions": dimensions, "normalize": normalize, "truncate": truncate}
+        result = client.embed(model, texts, wait=wait, **params).result(patience)
+    if json:
+        print_json(result)
+        return
+    for text, embedding in zip(texts, result["embeddings"], strict=True):
+        per_token = isinstance(embedding[0], list)
+        head = ", ".join(f"{value:.4f}" for value in (embedding[0] if per_token else embedding)[:NUMBERS_SHOWN])
+        size = f"{len(embedding)} tokens of {len(embedding[0])}" if per_token else str(len(embedding))
+        out.print(f"{text!r}: [{head}, …] ({size} dimensions)", markup=False)
+
+
+def rerank_command(
+    model: Annotated[str, typer.Argument(help="Model id, or :default.")],
+    query: Annotated[str, typer.Argument(help="What is asked.")],
+    documents: Annotated[list[str], typer.Argument(help="Documents to rank; - reads one per line from stdin.")],
+    top_n: Annotated[int | None, typer.Option(help="Show the best so many only.")] = None,
+    truncate: Annotated[bool, typer.Option(help="Cut documents that are too long instead of refusing them.")] = False,
+    json: JsonOption = False,
+    wait: WaitOption = False,
+    patience: PatienceOption = 60.0,
+) -> None:
+    """Rank documents by how well they answer a query.
+
+    Example:  cellama rerank reranker "what eats frogs?" "a red fox" "a white stork"
+    """
+    documents = _lines(documents)
+    with Client() as client:
+        params = {"top_n": top_n, "truncate": truncate}
+        result = client.rerank(model, query, documents, wait=wait, **params).result(patience)
+    if json:
+        print_json(result)
+        return
+    out.print(_ranking(documents, result["results"]))
+
+
+def _ranking(documents: list[str], results: list[dict[str, Any]]) -> Table:
+    table = Table("score", "index", "document")
+    for entry in results:
+        table.add_row(f"{entry['score']:.4f}", str(entry["index"]), repr(documents[entry["index"]]))
+    return table
+
+
+def _lines(texts: list[str]) -> list[str]:
+    if texts != ["-"]:
+        return texts
+    try:
+        return sys.stdin.buffer.read().decode("utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise InvalidJob(f"stdin is not valid UTF-8 at byte {error.start}; convert it first") from None

@@ -1,0 +1,4 @@
+"""The commands that start processes on this machine: worker, up, demo, bench, tune.
+
+May use: `cli`, `client`, `machine`, the settings.
+"""

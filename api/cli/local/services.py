@@ -1,0 +1,205 @@
+"""The commands that run things on this machine: worker, up."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from redis.exceptions import AuthenticationError, RedisError
+from rich.panel import Panel
+from rich.table import Table
+
+from cellama.api.cli.output import Exit, err, out
+from cellama.api.machine.redis_server import LOOPBACK, RedisServer, RedisServerError, check_port_free
+from cellama.api.machine.supervisor import EXIT_CONFIG, Child, Supervisor, flower_child, worker_child
+from cellama.config import ModelSettings, Settings, get_settings
+from cellama.config.redis_url import parse_redis_url
+from cellama.tasks.connection.connections import connect
+from cellama.tasks.contract.errors import RedisUnreachable
+from cellama.tasks.state.registry import live_workers
+
+WORKER_MODULES = ("llama_cpp", "numpy", "jinja2", "psutil", "huggingface_hub")  # of the extra `worker`
+START_TIMEOUT_S = 300.0  # a large model takes its time
+FLOWER_PORT = 5555
+ModelsOption = Annotated[
+    list[str] | None,
+    typer.Option("--model", "-m", help="A model to serve as ID=SOURCE; may be given more than once."),
+]
+RedisOption = Annotated[str | None, typer.Option("--redis", help="Redis URL, instead of CELLAMA_REDIS_URL.")]
+
+
+class NotInstalled(Exception):
+    """An extra is missing; the message says which."""
+
+
+def worker_command(model: ModelsOption = None, redis: RedisOption = None) -> None:
+    """Run a worker: it loads the models and serves their queues. A worker process that dies is replaced.
+
+    SIGTERM or Ctrl-C lets running jobs finish; a second one ends them.
+
+    Example:  cellama worker -m chat=/models/llama-3.2-1b-q8_0.gguf
+    """
+    settings = _apply(model, redis)
+    check_installed()
+    if not is_reachable(settings.redis_url):
+        raise RedisUnreachable(
+            f"Redis at {settings.redis_url_masked} does not answer; start it, or use `cellama up`, which brings one"
+        )
+    supervisor = Supervisor([worker_child()])
+    with supervisor.handling_signals():
+        supervisor.start()
+        code = supervisor.run()
+        supervisor.stop()
+    raise typer.Exit(Exit.USAGE if code == EXIT_CONFIG else code)
+
+
+def up_command(
+    model: ModelsOption = None,
+    redis: RedisOption = None,
+    flower_port: Annotated[int, typer.Option(help="Port of Flower.")] = FLOWER_PORT,
+    flower_address: Annotated[
+        str, typer.Option(help="Where Flower listens; outside loopback it asks for a password.")
+    ] = LOOPBACK,
+    flower: Annotated[bool, typer.Option(help="Run Flower.")] = True,
+) -> None:
+    """Run everything on this machine: Redis (unless one is reachable), a worker, Flower. Ctrl-C ends it all.
+
+    Example:  cellama up
+    """
+    settings = _apply(model, redis)
+    check_installed()
+    if flower:
+        if importlib.util.find_spec("flower") is None:
+            raise NotInstalled("Flower is not installed; `pip install 'cellama[flower]'`, or use --no-flower")
+        check_port_free(flower_port, "choose another with --flower-port, or use --no-flower")
+    logs = settings.data_dir / "logs"
+    logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with _redis_for(settings) as embedded:
+        children = [worker_child(log_path=logs / "worker.log")]
+        if flower:
+            credentials = _flower_credentials(flower_address)
+            environment = {"FLOWER_BASIC_AUTH": credentials} if credentials else {}
+            children.append(flower_child(flower_address, flower_port, log_path=logs / "flower.log", env=environment))
+        supervisor = Supervisor(children, [_RedisChild(embedded)] if embedded else [])
+        with supervisor.handling_signals():
+            supervisor.start()
+            try:
+                wait_for_worker(settings.redis_url, children[0])
+                where = _describe_flower(flower_address, flower_port) if flower else None
+                _say_ready(settings, embedded, where, logs)
+                code = supervisor.run()
+            finally:
+                err.print("[dim]stopping: running jobs finish first; Ctrl-C again ends them[/]")
+                supervisor.stop()
+    raise typer.Exit(code)
+
+
+class _RedisChild(Child):
+    """The embedded Redis, for a supervisor that starts it again when it dies."""
+
+    def __init__(self, server: RedisServer) -> None:
+        super().__init__("redis", (), final_codes=(), process=server.process, started_at=time.monotonic())
+        self._server = server
+
+    def start(self) -> None:
+        self._server.begin()
+        self.process, self.started_at = self._server.process, time.monotonic()
+
+
+def _apply(models: list[str] | None, redis: str | None) -> Settings:
+    """Puts options over the environment, so that child processes see them too. Raises SettingsError."""
+    if models:
+        os.environ["CELLAMA_MODELS"] = ",".join(models)
+    if redis:
+        os.environ["CELLAMA_REDIS_URL"] = redis
+    get_settings.cache_clear()
+    return get_settings()
+
+
+def check_installed() -> None:
+    """Raises NotInstalled for a machine that has what producers need, and not what workers do."""
+    missing = [name for name in WORKER_MODULES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise NotInstalled(f"this needs {', '.join(missing)}, as every worker does; `pip install 'cellama[worker]'`")
+
+
+def is_reachable(url: str) -> bool:
+    """True when a Redis answers there. Raises RedisUnreachable when it answers but lets nobody in."""
+    try:
+        with connect(url, socket_connect_timeout=2, socket_timeout=2) as client:
+            return bool(client.ping())
+    except AuthenticationError as error:
+        raise RedisUnreachable(f"Redis refuses the credentials in CELLAMA_REDIS_URL: {error}") from None
+    except RedisError:
+        return False
+
+
+@contextlib.contextmanager
+def _redis_for(settings: Settings) -> Iterator[RedisServer | None]:
+    """The configured Redis if it answers (None), else an embedded one on the same loopback port."""
+    if is_reachable(settings.redis_url):
+        yield None
+        return
+    where = parse_redis_url(settings.redis_url)
+    host, port = where.hosts[0] if where.kind == "server" else ("", 0)
+    if host not in (LOOPBACK, "localhost"):
+        raise RedisUnreachable(
+            f"Redis at {settings.redis_url_masked} does not answer, and only a loopback one can be started here; "
+            "start it, or unset CELLAMA_REDIS_URL"
+        )
+    with RedisServer.start(settings.data_dir / "redis", port=port, password=where.password) as server:
+        yield server
+
+
+def wait_for_worker(url: str, worker: Child) -> None:
+    """Returns when the worker serves its models. Raises RedisServerError with the end of its log if it ends."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    with connect(url) as client, err.status("loading the models …"):
+        while time.monotonic() < deadline:
+            if any(entry.pid == worker.process.pid for entry in live_workers(client) if worker.process):
+                return
+            if not worker.running:
+                raise RedisServerError(f"the worker did not start; its log ends:\n{worker.log_tail()}")
+            time.sleep(0.05)
+    raise RedisServerError(f"the worker was not ready after {START_TIMEOUT_S:g} s; its log ends:\n{worker.log_tail()}")
+
+
+def _flower_credentials(address: str) -> str | None:
+    """USER:PASSWORD for Flower: those of the environment, else new ones unless it listens on loopback only."""
+    given = os.environ.get("FLOWER_BASIC_AUTH")
+    if given or address in (LOOPBACK, "localhost", "::1"):
+        return given
+    os.environ["FLOWER_BASIC_AUTH"] = f"cellama:{secrets.token_urlsafe(9)}"
+    return os.environ["FLOWER_BASIC_AUTH"]
+
+
+def _describe_flower(address: str, port: int) -> str:
+    credentials = os.environ.get("FLOWER_BASIC_AUTH")
+    host = socket.gethostname() if address in ("0.0.0.0", "::") else address
+    return f"http://{host}:{port}" + (f"  (user:password {credentials})" if credentials else "")
+
+
+def _describe_model(model: ModelSettings) -> str:
+    return model.id if model.n_parallel is None else f"{model.id} ({model.n_parallel} slots)"
+
+
+def _say_ready(settings: Settings, embedded: RedisServer | None, flower: str | None, logs: Path) -> None:
+    table = Table.grid(padding=(0, 2))
+    kept = f" (embedded, data in {embedded.data_dir})" if embedded else ""
+    table.add_row("[bold]Redis[/]", settings.redis_url_masked + kept)
+    table.add_row("[bold]Models[/]", ", ".join(map(_describe_model, settings.models)))
+    if flower:
+        table.add_row("[bold]Flower[/]", flower)
+    table.add_row("[bold]Logs[/]", str(logs))
+    table.add_row("[bold]Try[/]", f'cellama generate {settings.default_model.id} "Once upon a time"')
+    out.print(Panel(table, title="cellama is up", subtitle="Ctrl-C ends it", expand=False, border_style="green"))
+    sys.stdout.flush()

@@ -1,0 +1,322 @@
+"""What both clients do, blocking: everything but their shape."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from celery.exceptions import TaskRevokedError
+from celery.exceptions import TimeoutError as CeleryTimeoutError
+from celery.result import AsyncResult
+
+from cellama.api.batch.run import Progress
+from cellama.api.batch.start import BatchOptions, Summary, run_batch
+from cellama.tasks import app
+from cellama.tasks.connection.connections import connect
+from cellama.tasks.connection.redis_errors import reaching_redis
+from cellama.tasks.contract.errors import (
+    JobCancelled,
+    JobFailed,
+    JobTimeout,
+    RedisUnreachable,
+    ResultIgnored,
+    UnknownJob,
+    UnknownModel,
+    UnknownWorker,
+)
+from cellama.tasks.contract.events import Event, is_terminal
+from cellama.tasks.contract.keys import IGNORED_FIELD, job_key
+from cellama.tasks.contract.names import DEFAULT_MODEL, queue_keys, queue_name
+from cellama.tasks.state.ledger import Ledger
+from cellama.tasks.state.position import Position, estimate_s, position_of
+from cellama.tasks.state.reader import stream_events
+from cellama.tasks.state.registry import WorkerEntry, live_workers
+
+CONNECT_TIMEOUT_S = 3.0
+REPLY_S = 5.0  # for workers to answer a command
+REGISTRY_POLL_S = 0.1
+RESULT_LOOK_S = 5.0
+OUTAGE_S = 15.0  # a reader waits so long for Redis to come back
+OUTAGE_RETRY_S = 0.5
+
+
+class Outage:
+    """Lets a reader wait for a Redis that comes back soon. Raises RedisUnreachable when it does not."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+
+    def is_over(self) -> None:
+        self._since = None
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        try:
+            with reaching_redis():
+                yield
+        except RedisUnreachable:
+            self._since = self._since or time.monotonic()
+            if time.monotonic() - self._since > OUTAGE_S:
+                raise
+
+
+class Core:
+    """Redis is that of the settings. Threads may share one."""
+
+    def __init__(self) -> None:
+        self._redis = connect(socket_connect_timeout=CONNECT_TIMEOUT_S)
+
+    def submit(self, task: Any, model: str, content: Any, wait: bool, params: dict[str, Any]) -> AsyncResult:
+        key = params.pop("idempotency_key", None)
+        task.parse((model, content), params)  # the caller's mistakes first, then the world's
+        with reaching_redis():
+            self._redis.ping()  # Celery itself would retry for a long time
+            if not wait:
+                self._check_served(model)
+            return task.apply_async((model, content), params, idempotency_key=key)
+
+    def submit_many(
+        self, task: Any, model: str, contents: Iterable[Any], wait: bool, params: dict[str, Any]
+    ) -> list[str]:
+        keys = params.pop("idempotency_keys", None)
+        jobs = task.check_many([((model, content), params) for content in contents], keys)
+        with reaching_redis():
+            self._redis.ping()
+            if not wait:
+                self._check_served(model)
+            ids: list[str] = task.queue_many(jobs)
+            return ids
+
+    def _check_served(self, model: str) -> None:
+        served = [m["id"] for worker in live_workers(self._redis) for m in worker.models if m["status"] == "ready"]
+        if model in served or (model == DEFAULT_MODEL and served):
+            return
+        if not served:
+            raise UnknownModel(
+                f"no worker is running, so nobody serves {model!r}; start one with `cellama up` or `cellama worker`, "
+                "or pass wait=True to queue the job all the same"
+            )
+        close = difflib.get_close_matches(model, served, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"served: {', '.join(sorted(set(served)))}"
+        raise UnknownModel(f"no live worker serves a model {model!r}; {hint}")
+
+    def result(self, job_id: str, timeout_s: float | None) -> dict[str, Any]:
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        with reaching_redis():
+            self._check_kept(job_id)
+            while True:  # a result that comes while Celery subscribes may be missed: it asks again now and then
+                remaining_s = max(0.0, deadline - time.monotonic())
+                try:
+                    result: dict[str, Any] = AsyncResult(job_id, app=app).get(
+                        timeout=min(RESULT_LOOK_S, remaining_s), interval=0.05
+                    )
+                    return result
+                except CeleryTimeoutError:
+                    if remaining_s <= RESULT_LOOK_S:
+                        raise self.too_late(job_id, timeout_s) from None
+                except TaskRevokedError:
+                    raise JobCancelled(f"job {job_id} was cancelled") from None
+
+    def _check_kept(self, job_id: str) -> None:
+        if self._redis.hexists(job_key(job_id), IGNORED_FIELD):
+            raise ResultIgnored(
+                f"job {job_id} was queued with ignore_result, so its result is not stored; read its stream"
+            )
+
+    @staticmethod
+    def too_late(job_id: str, timeout_s: float | None) -> JobTimeout:
+        return JobTimeout(f"job {job_id} has no result after {timeout_s} s; it goes on: ask again, or cancel it")
+
+    def is_ready(self, job_id: str) -> bool:
+        with reaching_redis():
+            self._check_kept(job_id)
+            return bool(AsyncResult(job_id, app=app).ready())
+
+    def cancel(self, job_id: str) -> None:
+        with reaching_redis():
+            app.control.revoke(job_id, terminate=True)
+
+    def stream(self, job_id: str, after: int, timeout_s: float, ping_s: float, cancel_on_exit: bool) -> Iterator[Event]:
+        outage, ended = Outage(), False
+        try:
+            while not ended:
+                with outage.watching():
+                    for event in stream_events(self._redis, job_id, after, timeout_s, ping_s):
+                        outage.is_over()
+                        after = event.get("seq", after)
+                        ended = is_terminal(event)
+                        yield event
+                if not ended:
+                    time.sleep(OUTAGE_RETRY_S)
+        finally:
+            if cancel_on_exit and not ended:
+                self.cancel(job_id)
+
+    def position(self, job_id: str) -> Position:
+        with reaching_redis():
+            return position_of(self._redis, job_id)
+
+    def dead(self) -> list[dict[str, Any]]:
+        with reaching_redis():
+            return Ledger(self._redis).dead()
+
+    def requeue_dead(self, job_id: str) -> str:
+        with reaching_redis():
+            new_id = Ledger(self._redis).requeue_dead(job_id)
+        if new_id is None:
+            raise UnknownJob(f"no dead job {job_id}; `cellama dead list` shows those that there are")
+        return new_id
+
+    def batch(self, options: BatchOptions, on_progress: Callable[[Progress], None]) -> Summary:
+        with reaching_redis():
+            self._redis.ping()
+        return run_batch(self._redis, options, on_progress=on_progress)
+
+    def load_model(self, model: dict[str, Any], worker: str | None, timeout_s: float) -> None:
+        begun = self.command("cellama_load", {"model": model}, worker)
+        self._wait_for_model(begun, model["id"], "ready", timeout_s)
+
+    def unload_model(self, model_id: str, worker: str | None, timeout_s: float) -> None:
+        begun = self.command("cellama_unload", {"model_id": model_id, "timeout_s": timeout_s}, worker)
+        self._wait_for_model(begun, model_id, None, timeout_s + REPLY_S)
+
+    def set_default_model(self, model_id: str, worker: str | None) -> None:
+        self.command("cellama_default", {"model_id": model_id}, worker)
+
+    def command(
+        self, command: str, arguments: dict[str, Any], worker: str | None, model_id: str | None = None
+    ) -> dict[str, float]:
+        """The workers that took a command, one or all that live (and have the model), and when, by their clocks.
+
+        Raises what the first one that refuses says.
+        """
+        with reaching_redis():
+            entries = live_workers(self._redis)
+            alive = [entry.name for entry in entries]
+            if worker is not None:
+                chosen = [name for name in alive if worker in (name, name.partition("@")[0])]
+            elif model_id is not None:
+                chosen = [entry.name for entry in entries if any(m["id"] == model_id for m in entry.models)]
+            else:
+                chosen = alive
+            if not chosen and worker is None and alive:
+                raise UnknownModel(
+                    f"no live worker has a model {model_id!r}; `cellama models list` shows what there is"
+                )
+            if not chosen:
+                raise UnknownWorker(f"no live worker {worker!r}; live: {', '.join(alive) or 'none'}")
+            options = {"destination": chosen, "reply": True, "timeout": REPLY_S, "limit": len(chosen)}
+            replies = app.control.broadcast(command, arguments=arguments, **options)
+        answers = {name: answer for reply in replies or [] for name, answer in reply.items()}
+        for name in chosen:
+            answer = answers.get(name, {"error": f"it did not answer within {REPLY_S:g} s", "code": "timeout"})
+            if "error" in answer:
+                raise JobFailed(answer.get("code", "failed"), f"worker {name}: {answer['error']}")
+        return {name: answers[name]["at"] for name in chosen}
+
+    def _wait_for_model(self, begun: dict[str, float], model_id: str, wanted: str | None, timeout_s: float) -> None:
+        def status(worker: WorkerEntry) -> str | None:
+            return next((str(m["status"]) for m in worker.models if m["id"] == model_id), None)
+
+        self.wait_for_status(begun, model_id, status, wanted, timeout_s)
+
+    def wait_for_status(
+        self,
+        begun: dict[str, float],
+        key: str,
+        status: Callable[[WorkerEntry], str | None],
+        wanted: str | None,
+        timeout_s: float,
+    ) -> None:
+        """Until something has a status on these workers, None standing for being gone; `key` is its failure_key."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            entries = [worker for worker in self.workers() if worker.at >= begun.get(worker.name, math.inf)]
+            for worker in entries:
+                if key in worker.failures:
+                    failure = worker.failures[key]
+                    raise JobFailed(failure["code"], f"worker {worker.name}: {failure['message']}")
+            if len(entries) == len(begun) and all(status(worker) == wanted for worker in entries):
+                return
+            time.sleep(REGISTRY_POLL_S)
+        doing = "loaded" if wanted else "unloaded"
+        raise JobTimeout(f"{key!r} is not {doing} after {timeout_s:g} s; `cellama models list` shows its state")
+
+    def workers(self) -> list[WorkerEntry]:
+        with reaching_redis():
+            return live_workers(self._redis)
+
+    def queue_depths(self, models: list[str]) -> dict[str, int]:
+        with reaching_redis():
+            pipeline = self._redis.pipeline(transaction=False)
+            for model in models:
+                for key in queue_keys(model):
+                    pipeline.llen(key)
+            lengths = iter(pipeline.execute())
+            return {model: sum(next(lengths) for _ in queue_keys(model)) for model in models}
+
+    def num_waiting(self, models: list[str]) -> dict[str, int]:
+        with reaching_redis():
+            return {model: Ledger(self._redis).num_waiting(queue_name(model)) for model in models}
+
+    def stats(self) -> dict[str, Any]:
+        workers = self.workers()
+        models = _queues(workers)
+        return _stats(workers, self.queue_depths(models), self.num_waiting(models))
+
+    def close(self) -> None:
+        self._redis.close()
+
+
+def models_of(workers: list[WorkerEntry]) -> list[dict[str, Any]]:
+    """Each model once, with the names of its workers; its `status` is the best that it has on one of them."""
+    models: dict[str, dict[str, Any]] = {}
+    for worker in workers:
+        for entry in worker.models:
+            described = {k: v for k, v in entry.items() if k != "engine"}
+            known = models.setdefault(entry["id"], {**described, "workers": []})
+            known["workers"].append(worker.name)
+            if known["status"] != "ready" and entry["status"] == "ready":
+                known.update(described)
+    return [models[model_id] for model_id in sorted(models)]
+
+
+def memory_of(workers: list[WorkerEntry], name: str | None) -> list[dict[str, Any]]:
+    """Per worker, or of the one of that name: budget, devices, and what its models take. Raises UnknownWorker."""
+    chosen = workers if name is None else [w for w in workers if name in (w.name, w.name.partition("@")[0])]
+    if name is not None and not chosen:
+        raise UnknownWorker(f"no live worker {name!r}; live: {', '.join(w.name for w in workers) or 'none'}")
+    return [
+        {
+            "worker": worker.name,
+            **worker.memory,
+            "models": [
+                {key: model[key] for key in ("id", "status", "default", "memory", "memory_bytes") if key in model}
+                for model in worker.models
+            ],
+        }
+        for worker in chosen
+    ]
+
+
+def _stats(workers: list[WorkerEntry], depths: dict[str, int], waiting: dict[str, int]) -> dict[str, Any]:
+    """Totals over all workers; per model the messages in its queue, the jobs without a slot, and when a new one's
+    turn would come."""
+    engines = [entry["engine"] for worker in workers for entry in worker.models if entry["engine"]]
+    return {
+        "workers": len(workers),
+        "slots_total": sum(engine["slots_total"] for engine in engines),
+        "slots_busy": sum(engine["slots_prefilling"] + engine["slots_decoding"] for engine in engines),
+        "generation_rate": round(sum(engine["generation_rate"] for engine in engines), 1),
+        "queues": depths,
+        "waiting": waiting,
+        "eta_s": {model: estimate_s(workers, queue_name(model), count) for model, count in waiting.items()},
+    }
+
+
+def _queues(workers: list[WorkerEntry]) -> list[str]:
+    return [*sorted({entry["id"] for worker in workers for entry in worker.models}), DEFAULT_MODEL]

@@ -1,0 +1,103 @@
+"""Our ways of a bulk run from file to file: the engine alone, a job per line, `cellama batch run`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from cellama.bench.harness.engines import loaded, run_all, warm_up
+from cellama.bench.harness.service import Service
+from cellama.bench.harness.workloads import read_lines
+from cellama.bench.peers.offline_peers import PATIENCE_S, Outcome, timed, write_result
+
+_BATCH = [sys.executable, "-c", "from cellama.api.cli import main; main()", "batch"]
+
+
+def engine(model: Path, source: Path, target: Path, options: dict[str, Any]) -> Outcome:
+    """Our engine without a queue, given the lines in the order of the file: the measure of planning."""
+    with loaded(model, **options) as ours:
+        warm_up(ours)
+
+        def run(out: IO[str]) -> None:
+            lines = list(read_lines(source))
+            prompts = [line.prompt for line in lines]
+            _, done = run_all(ours, prompts, lines[0].num_new, priority=9, stream=False)
+            for line, completion in zip(lines, done, strict=True):
+                usage = completion.usage
+                computed = usage.prompt_tokens - usage.cached_tokens
+                write_result(out, line.custom_id, completion.text, usage.completion_tokens, computed)
+
+        return timed(target, run, next(read_lines(source)).num_new)
+
+
+def jobs(model: Path, source: Path, target: Path, options: dict[str, Any]) -> Outcome:
+    """Our worker, one Celery job per line, in the order of the file."""
+
+    def run(out: IO[str]) -> None:
+        from cellama.tasks import generate
+
+        params = {"temperature": 0, "ignore_eos": True, "priority": 9, "stream": False}
+        lines = list(read_lines(source))
+        sent = [generate.delay("bench", list(line.prompt), max_tokens=line.num_new, **params) for line in lines]
+        for line, job in zip(lines, sent, strict=True):
+            found = job.get(timeout=PATIENCE_S)
+            _write_ours(out, line.custom_id, found)
+
+    with tempfile.TemporaryDirectory() as folder, _worker(Path(folder), model, options):
+        return timed(target, run, next(read_lines(source)).num_new)
+
+
+def batch(model: Path, source: Path, target: Path, options: dict[str, Any]) -> Outcome:
+    """`cellama batch run`, in a process of its own, with one worker."""
+
+    def run(out: IO[str]) -> None:
+        result = target.with_suffix(".batch.jsonl")
+        done = subprocess.run(batch_command(source, result), capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"`cellama batch run` ended with {done.returncode}: {done.stderr[-2000:]}")
+        for text in result.read_text(encoding="utf-8").splitlines():
+            found = json.loads(text)
+            _write_ours(out, found["id"], found)
+
+    with tempfile.TemporaryDirectory() as folder, _worker(Path(folder), model, options):
+        return timed(target, run, next(read_lines(source)).num_new)
+
+
+def batch_command(source: Path, target: Path) -> list[str]:
+    """The command of a bulk run; Redis comes from the environment."""
+    return [*_BATCH, "run", str(source), "-o", str(target), "--model", "bench"]
+
+
+def has_batch() -> bool:
+    """Whether this cellama has bulk runs; a word about it if not."""
+    if subprocess.run([*_BATCH, "--help"], capture_output=True, check=False).returncode == 0:
+        return True
+    print("this cellama has no `batch run`, so it is left out")
+    return False
+
+
+def _write_ours(out: IO[str], custom_id: str, found: dict[str, Any]) -> None:
+    usage = found["usage"]
+    computed = usage["prompt_tokens"] - usage["cached_tokens"]
+    write_result(out, custom_id, found["text"], usage["completion_tokens"], computed)
+
+
+@contextlib.contextmanager
+def _worker(folder: Path, path: Path, options: dict[str, Any]) -> Iterator[None]:
+    """A worker with one warm model."""
+    model = {"id": "bench", "source": str(path), "default": True, "capabilities": ["generate"]}
+    with Service(folder, [{**model, "batch_strategy": "adaptive", **options}]) as service:
+        service.start_worker()
+        service.wait_ready()
+        from cellama.tasks import generate
+
+        generate.delay("bench", list(range(300, 316)), max_tokens=4, temperature=0).get(timeout=300)
+        yield
+    os.environ.pop("CELLAMA_MODELS", None)

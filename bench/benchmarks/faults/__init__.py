@@ -1,0 +1,1 @@
+"""Workers killed, Redis restarted, hostile payloads: what is lost, torn, done twice or felt by others."""

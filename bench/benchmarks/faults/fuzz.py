@@ -1,0 +1,317 @@
+"""Hostile, nearly right and right payloads against a real worker, with good jobs beside them: who else feels them?
+
+First the fixed corpus, then random payloads by seed, for every task: through `apply_async` where the producer's checks
+let them pass, else (and every second one at once) as messages of a plain Celery application that checks nothing. Each
+has to end within the limit, alone; the good jobs are greedy and are compared with those of an undisturbed run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+from celery import Celery
+
+from cellama.bench.harness.report import Report
+from cellama.bench.harness.service import Service
+from cellama.config import get_settings
+from cellama.engine.bundled import TINY_PATH
+from cellama.tasks.contract.errors import InvalidJob
+from cellama.tasks.contract.events import EVENT_FIELD, is_terminal
+from cellama.tasks.contract.keys import LOOKED_KEY, journal_key
+from cellama.tasks.contract.names import DEFAULT_MODEL, queue_name
+from cellama.tasks.state.registry import live_workers
+
+from .hostile import MODEL, Payload, corpus
+
+SLOTS = 16
+SETTLED_S = 60.0
+GIVEN_UP_AFTER = 3  # times the limit: then its worker is killed, so that the rest can go on
+POLL_S = 0.01
+UNCLEAR = ("internal_error", "engine_stopped", "result_lost", "dead")  # no words that help whoever sent the payload
+TTLS = {"event_ttl_s": "120", "result_ttl_s": "120", "journal_ttl_s": "300"}  # what must go, goes while we look
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--payloads", type=int, default=10_000, help="random ones, after the corpus")
+    parser.add_argument("--first", type=int, default=0, help="number of the first one: to see one alone")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--warm-up", type=int, default=200, help="random ones before memory and keys are looked at")
+    parser.add_argument("--corpus", default="", metavar="PART", help="only entries whose names have this in them")
+    parser.add_argument("--in-flight", type=int, default=8, help="random payloads at once")
+    parser.add_argument("--in-flight-corpus", type=int, default=1, help="entries of the corpus at once")
+    parser.add_argument("--good", type=int, default=4, help="good jobs beside them at any time")
+    parser.add_argument("--limit", type=float, default=20.0, help="seconds in which each has to end")
+
+
+def run(args: argparse.Namespace) -> Report:
+    model = {"id": MODEL, "source": str(args.model or TINY_PATH), "n_parallel": SLOTS, "threads": 1}
+    model |= {"batch_strategy": "adaptive"}  # not the one that counts: long prompts are poison to it
+    model |= {"default": True, "cache_ram_bytes": 16 << 20}  # soon full: what grows later is no cache
+    with tempfile.TemporaryDirectory() as folder, Service(Path(folder), [model], **TTLS) as service:
+        service.start_worker()
+        service.wait_ready()
+        fuzz = _Fuzz(service, args)
+        from .payloads import payload
+
+        numbers = range(args.first, args.first + args.payloads)
+        fuzz.run("warm-up", (payload(args.seed + 1, number) for number in range(args.warm_up)), args.in_flight)
+        before = fuzz.level()
+        entries = [entry for entry in corpus() if args.corpus in entry.name]
+        rows = [fuzz.run("corpus", entries, args.in_flight_corpus)]
+        rows += [fuzz.run("random", (payload(args.seed, number) for number in numbers), args.in_flight)]
+        after = fuzz.level(before)
+    ratios = {
+        "payloads that were felt by others, late or unclear": float(sum(row["bad"] for row in rows)),
+        "good jobs that failed, were late or changed": float(sum(row["good off"] for row in rows)),
+        "starts of the worker beyond the first": float(service.num_starts - 1),
+        "slots busy afterwards": float(after.slots_busy),
+        "keys without an end afterwards": float(len(after.keys - before.keys)),
+        "MB more of memory": (after.rss - before.rss) / 1e6,
+    }
+    targets = dict.fromkeys(list(ratios)[:-1], "0") | {"MB more of memory": "<= 50"}
+    left = [f"left in Redis: {', '.join(sorted(after.keys - before.keys))}"] if after.keys - before.keys else []
+    return Report(rows, ratios, targets, [*fuzz.told, *left])
+
+
+@dataclass(frozen=True)
+class _Level:
+    """What must be the same before and after."""
+
+    slots_busy: int
+    rss: int
+    keys: frozenset[str]
+
+
+@dataclass
+class _Job:
+    """A job that has been sent, and what is known of it."""
+
+    id: str
+    sent_at: float
+    payload: Payload | None  # None: a good one
+    expected: Any = None
+    late: bool = False
+
+
+@dataclass
+class _Tally:
+    """What came of one phase."""
+
+    good: int = 0
+    good_off: int = 0
+    refused: int = 0  # by the producer's checks
+    unsendable: int = 0
+    states: Counter[str] = field(default_factory=Counter)
+    bad: set[str] = field(default_factory=set)  # names of payloads
+
+
+class _Fuzz:
+    """One service, one producer that checks and one that does not."""
+
+    def __init__(self, service: Service, args: argparse.Namespace) -> None:
+        from cellama.tasks import app
+
+        self._service, self._args, self._app = service, args, app
+        url = service.redis_server.url
+        self._plain = Celery(broker=url, backend=url, set_as_current=False)
+        self._process = psutil.Process(service.processes["worker0"].pid)
+        self._names = itertools.count()
+        self._good = itertools.cycle(_good_calls())
+        self._undisturbed: dict[str, Any] = {}
+        self._jobs: dict[str, _Job] = {}
+        self._tally = _Tally()
+        self.told: list[str] = []
+        for call in _good_calls():  # alone: what it gives in the company of others must be the same
+            self._undisturbed[json.dumps(call)] = _text_of(self._send_good(call).get(timeout=SETTLED_S))
+        name, arguments, kwargs = next(_good_calls())
+        self._plain.send_task(name, arguments, kwargs, queue=queue_name(MODEL)).get(timeout=SETTLED_S)
+
+    def run(self, phase: str, payloads: Iterable[Payload], at_once: int) -> dict[str, Any]:
+        """Sends payloads, so many at a time, and takes what comes of them and of the good jobs beside them."""
+        self._tally = tally = _Tally()
+        started, source, open_ = time.monotonic(), iter(payloads), True
+        while open_ or self._jobs:
+            hostile = sum(job.payload is not None for job in self._jobs.values())
+            while open_ and hostile < at_once and (open_ := (payload := next(source, None)) is not None):
+                assert payload is not None
+                hostile += self._send(payload)
+            for _ in range(self._args.good - (len(self._jobs) - hostile) if open_ or hostile else 0):
+                self._add_good()
+            self._look()
+        ends = ", ".join(f"{count} {state}" for state, count in sorted(tally.states.items()))
+        row = {"phase": phase, "payloads": sum(tally.states.values()), "ends": ends, "refused first": tally.refused}
+        row |= {"unsendable": tally.unsendable, "bad": len(tally.bad), "good": tally.good, "good off": tally.good_off}
+        return {**row, "seconds": round(time.monotonic() - started, 1)}
+
+    def level(self, before: _Level | None = None) -> _Level:
+        """Once all is quiet, and as it was before, unless that takes longer than anything may."""
+        deadline = time.monotonic() + SETTLED_S
+        while True:
+            level = _Level(self._slots_busy(), self._process.memory_info().rss, self._lasting_keys())
+            quiet = not level.slots_busy and (before is None or level.keys <= before.keys)
+            if quiet or time.monotonic() > deadline:
+                return level
+            time.sleep(POLL_S)
+
+    def _slots_busy(self) -> int:
+        engines = [model["engine"] for entry in live_workers(self._service.redis) for model in entry.models]
+        return sum(engine["slots_prefilling"] + engine["slots_decoding"] for engine in engines if engine)
+
+    def _lasting_keys(self) -> frozenset[str]:
+        """Keys that never expire: what jobs leave for good."""
+        redis = self._service.redis
+        keys = list(redis.scan_iter(count=1000))
+        pipeline = redis.pipeline(transaction=False)
+        for key in keys:
+            pipeline.ttl(key)
+        lasting = {key.decode() for key, ttl in zip(keys, pipeline.execute(), strict=True) if ttl == -1}
+        return frozenset(lasting - {LOOKED_KEY})
+
+    # Out
+
+    def _send_good(self, call: tuple[str, list[Any], dict[str, Any]]) -> Any:
+        name, args, kwargs = call
+        return self._app.tasks[name].apply_async(args, kwargs)
+
+    def _add_good(self) -> None:
+        call = next(self._good)
+        job_id = self._send_good(call).id
+        self._jobs[job_id] = _Job(job_id, time.monotonic(), None, self._undisturbed[json.dumps(call)])
+
+    def _send(self, payload: Payload) -> bool:
+        """Queues a payload one way or the other, for the one worker there is; False if it is no JSON at all."""
+        number = next(self._names)
+        job_id = self._send_checked(payload) if number % 2 == 0 else None
+        try:
+            job_id = job_id or self._send_plain(payload)
+        except (ValueError, RecursionError, TypeError) as error:
+            self._tally.unsendable += 1
+            print(f"{payload.name!r} can't be sent: {type(error).__name__}", file=sys.stderr)
+            return False
+        self._jobs[job_id] = _Job(job_id, time.monotonic(), payload)
+        return True
+
+    def _send_checked(self, payload: Payload) -> str | None:
+        task = self._app.tasks[payload.task]
+        try:
+            if task.parse(payload.args, payload.kwargs).model not in (MODEL, DEFAULT_MODEL):
+                return None  # rightly it would wait for a worker with that model
+            return str(task.apply_async(payload.args, payload.kwargs, headers=dict(payload.headers)).id)
+        except InvalidJob:
+            self._tally.refused += 1
+        except Exception as error:  # a check that fails instead of refusing is what we look for
+            self._blame(payload, f"the producer raises {type(error).__name__}: {error}")
+        return None
+
+    def _send_plain(self, payload: Payload) -> str:
+        options = {"queue": queue_name(MODEL), "headers": dict(payload.headers), "priority": 3}
+        return str(self._plain.send_task(payload.task, payload.args, payload.kwargs, **options).id)
+
+    # In
+
+    def _look(self) -> None:
+        code = self._service.processes["worker0"].poll()
+        if code is not None:
+            self._revive(f"its worker ended with code {code}")
+        results = self._results()
+        for job_id, meta in results.items():
+            self._end(self._jobs.pop(job_id), meta)
+        now = time.monotonic()
+        for job in list(self._jobs.values()):
+            if not job.late and now - job.sent_at > self._args.limit:
+                job.late = True
+                self._off(job, f"no end after {self._args.limit:g} s")
+            if now - job.sent_at > GIVEN_UP_AFTER * self._args.limit:
+                self._give_up()
+                return
+        if not results:
+            time.sleep(POLL_S)
+
+    def _results(self) -> dict[str, dict[str, Any]]:
+        ids = list(self._jobs)
+        values: Any = self._service.redis.mget([self._app.backend.get_key_for_task(i) for i in ids]) if ids else []
+        metas = {i: json.loads(value) for i, value in zip(ids, values, strict=True) if value}
+        return {i: meta for i, meta in metas.items() if meta["status"] in ("SUCCESS", "FAILURE", "REVOKED")}
+
+    def _end(self, job: _Job, meta: dict[str, Any]) -> None:
+        status = meta["status"]
+        if job.payload is None:
+            self._tally.good += 1
+            if status != "SUCCESS" or _text_of(meta["result"]) != job.expected:
+                self._off(job, f"{status} {str(meta['result'])[:300]}")
+            return
+        self._tally.states[status] += 1
+        if status == "FAILURE":
+            failure = meta["result"]
+            code = failure["exc_message"][0] if failure["exc_type"] == "JobFailed" else failure["exc_type"]
+            if failure["exc_type"] != "JobFailed" or code in UNCLEAR:
+                self._off(job, f"fails without a clear error: {code} {str(failure['exc_message'])[:300]}")
+        elif status == "REVOKED":
+            self._off(job, "was revoked by nobody")
+        self._check_stream(job)
+
+    def _check_stream(self, job: _Job) -> None:
+        entries: Any = self._service.redis.xrange(journal_key(job.id))
+        events = [json.loads(fields[EVENT_FIELD.encode()]) for _, fields in entries]
+        ends = [is_terminal(event) for event in events]
+        if ends[-1:] != [True] or sum(ends) != 1:
+            self._off(job, f"its stream ends {sum(ends)} times")
+
+    def _off(self, job: _Job, what: str) -> None:
+        if job.payload is None:
+            self._tally.good_off += 1
+            self._say(f"a good job: {what}")
+        else:
+            self._blame(job.payload, what)
+
+    def _blame(self, payload: Payload, what: str) -> None:
+        self._tally.bad.add(payload.name)
+        self._say(f"{payload.name!r} ({payload.task}): {what}")
+
+    def _say(self, what: str) -> None:
+        print(what.encode("ascii", "backslashreplace").decode(), file=sys.stderr, flush=True)
+        if len(self.told) < 100:
+            self.told.append(what.encode("ascii", "backslashreplace").decode())
+
+    def _give_up(self) -> None:
+        """What does not end is left to itself, and its worker killed: the next ones shall not pay for it."""
+        for job_id in list(self._jobs):
+            self._app.control.revoke(job_id)
+        self._jobs.clear()
+        self._service.kill("worker0")
+        self._revive("it held its worker up until that was killed")
+
+    def _revive(self, why: str) -> None:
+        for job in self._jobs.values():
+            if job.payload is not None:
+                self._blame(job.payload, why)
+        self._service.start_worker("worker0")
+        self._service.wait_ready()
+        self._process = psutil.Process(self._service.processes["worker0"].pid)
+        for job in self._jobs.values():  # each begins again once the lease of the dead is over
+            job.sent_at = time.monotonic() + get_settings().lease_s
+
+
+def _good_calls() -> Iterator[tuple[str, list[Any], dict[str, Any]]]:
+    """What others do meanwhile: greedy, so that it gives the same each time."""
+    greedy: dict[str, Any] = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
+    for number in range(6):
+        prompt = f"Once upon a time, there were {number} friends of a little fox."
+        yield "cellama.generate", [MODEL, prompt], {**greedy, "stream": number % 2 == 0}
+    yield "cellama.chat", [MODEL, [{"role": "user", "content": "What is the capital of Norway?"}]], greedy
+    yield "cellama.tokenize", [MODEL, "a little fox"], {}
+
+
+def _text_of(result: dict[str, Any]) -> Any:
+    return result.get("text", result.get("tokens"))

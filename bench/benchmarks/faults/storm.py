@@ -1,0 +1,134 @@
+"""A bulk run whose command and workers are killed time and again, while Redis restarts: what is lost or done twice.
+
+`cellama batch run` as a process, real workers on a real Redis with the bundled model, greedy; each text is compared
+with that of an undisturbed run. What was killed is started again at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from cellama.bench.benchmarks.bulk.offline_ours import batch_command
+from cellama.bench.harness.report import Report
+from cellama.bench.harness.service import PATIENCE_S, Service, wait_until
+
+MODEL = "bundled tiny"
+ANIMALS = ("fox", "bear", "cat", "frog", "mouse", "dragon")
+FRIENDS = ("Mia", "Tom", "Ben", "Lily")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--lines", type=int, default=2000)
+    parser.add_argument("--new", type=int, default=64, help="tokens per line")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--slots", type=int, default=16, help="of each worker")
+    parser.add_argument("--command-kills", type=int, default=3)
+    parser.add_argument("--worker-kills", type=int, default=10)
+    parser.add_argument("--redis-restarts", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def run(args: argparse.Namespace) -> Report:
+    model = {"id": "bench", "source": "bundled://tiny", "n_parallel": args.slots, "threads": 1, "default": True}
+    with tempfile.TemporaryDirectory() as folder, Service(Path(folder), [model]) as service:
+        for _ in range(args.workers):
+            service.start_worker()
+        service.wait_ready()
+        storm = _Storm(service, Path(folder), args)
+        rows = [storm.run("undisturbed", []), storm.run("storm", storm.troubles())]
+    ratios = {"% of tokens generated twice": rows[1]["twice %"], "lines lost, doubled or other": rows[1]["wrong"]}
+    targets = {"% of tokens generated twice": "<= 1", "lines lost, doubled or other": "0"}
+    return Report(rows, ratios, targets, ["The workers share the cores with Redis and the command; times say little."])
+
+
+class _Storm:
+    """One service, one file of lines."""
+
+    def __init__(self, service: Service, folder: Path, args: argparse.Namespace) -> None:
+        self._service, self._folder, self._args = service, folder, args
+        self._random = random.Random(args.seed)
+        self._source = folder / "in.jsonl"
+        self._process: subprocess.Popen[bytes]
+        self._texts: dict[str, str] = {}
+        lines = list(self._lines())
+        self._random.shuffle(lines)
+        self._source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def _lines(self) -> Iterator[dict[str, Any]]:
+        for i in range(self._args.lines):
+            prompt = f"Once upon a time, a little {ANIMALS[i % 6]} met {FRIENDS[i % 4]} and {i} others."
+            greedy = {"max_tokens": self._args.new, "temperature": 0, "ignore_eos": True}
+            yield {"custom_id": f"line-{i}", "prompt": prompt, **greedy}
+
+    def troubles(self) -> list[str]:
+        """All of them, in a random order."""
+        args = self._args
+        found = ["command"] * args.command_kills + ["worker"] * args.worker_kills + ["redis"] * args.redis_restarts
+        self._random.shuffle(found)
+        return found
+
+    def run(self, name: str, troubles: list[str]) -> dict[str, Any]:
+        """Runs the file; the troubles come at even distances of finished lines."""
+        output, sampled, started = self._folder / f"{name}.jsonl", self._service.num_sampled(), time.monotonic()
+        self._start(output)
+        for number, trouble in enumerate(troubles, start=1):
+            self._wait_for(output, number * self._args.lines // (len(troubles) + 1))
+            getattr(self, f"_{trouble}")(output)
+            print(f"{name}: {trouble} ended, {_num_lines(output)} lines done", file=sys.stderr, flush=True)
+        code = self._process.wait(PATIENCE_S)
+        results = [json.loads(text) for text in output.read_text(encoding="utf-8").splitlines()]
+        errors = _num_lines(output.with_name(f"{name}.errors.jsonl"))
+        total = self._args.lines * self._args.new
+        twice = 100 * (self._service.num_sampled() - sampled - total) / total
+        row = {"run": name, "troubles": len(troubles), "exit code": code, "seconds": time.monotonic() - started}
+        row |= {"results": len(results), "errors": errors, "wrong": self._num_wrong(results), "twice %": twice}
+        return row
+
+    def _num_wrong(self, results: list[dict[str, Any]]) -> int:
+        """Lines that are missing, there twice, or have another text than in the run before."""
+        counts = Counter(result["id"] for result in results)
+        texts = {result["id"]: result["text"] for result in results}
+        self._texts = self._texts or texts
+        names = {f"line-{i}" for i in range(self._args.lines)}
+        return sum(counts[name] != 1 or texts.get(name) != self._texts.get(name) for name in names | texts.keys())
+
+    def _start(self, output: Path) -> None:
+        with output.with_suffix(".log").open("ab") as log:
+            self._process = subprocess.Popen(batch_command(self._source, output), stdout=log, stderr=log)
+
+    def _wait_for(self, output: Path, count: int) -> None:
+        def there() -> bool:
+            if self._process.poll() is not None:
+                raise RuntimeError(f"the command ended too early:\n{output.with_suffix('.log').read_text()[-2000:]}")
+            return _num_lines(output) >= count
+
+        wait_until(there, f"{count} results")
+
+    # The troubles
+
+    def _command(self, output: Path) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._start(output)
+
+    def _worker(self, _output: Path) -> None:
+        name = self._random.choice(sorted(self._service.processes))
+        self._service.kill(name)
+        self._service.start_worker(name)
+
+    def _redis(self, _output: Path) -> None:
+        self._service.restart_redis()
+
+
+def _num_lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0

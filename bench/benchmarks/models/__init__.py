@@ -1,0 +1,1 @@
+"""Several models or workers on one machine: memory, loads, embeddings, cores."""

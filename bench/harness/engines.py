@@ -1,0 +1,95 @@
+"""The engine under test: a model, a seeded workload, and what its steps took."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from cellama.bench.models.synthetic import Shape, write_model
+from cellama.engine import Completion, EngineOptions, Model, ModelManager, Request, SamplingParams, StepStats
+
+GREEDY = SamplingParams(temperature=0)
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+FIRST_WORD, LAST_WORD = 300, 1000  # neither control tokens nor bytes, and in every vocabulary, the bundled one's too
+
+
+def model_path(given: Path | None) -> Path:
+    """The model of a benchmark: the given file, else the 174M one with random weights, written once."""
+    return given.absolute() if given else cached_model("synthetic-174m-q8_0.gguf", Shape(), "Q8_0")
+
+
+def cached_model(name: str, shape: Shape, file_type: str) -> Path:
+    """A file with random weights in the cache folder, written if it is not there."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cellama"
+    path = folder / name
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}")
+        write_model(partial, shape, file_type=file_type)
+        partial.rename(path)
+    return path
+
+
+@contextlib.contextmanager
+def loaded(path: Path, **options: Any) -> Iterator[Model]:
+    """The model in an engine with these options, on all cores unless they say otherwise."""
+    manager = ModelManager()
+    try:
+        yield manager.load(
+            "bench", str(path), options=EngineOptions(**{"threads": CORES, **options}), capabilities=["generate"]
+        )
+    finally:
+        manager.close()
+
+
+def random_prompts(count: int, length: int, *, shared: int = 0, seed: int = 0) -> list[list[int]]:
+    """Prompts of `length` random tokens, the first `shared` of which are the same in all."""
+    rng = random.Random(seed)
+
+    def words(number: int) -> list[int]:
+        return [rng.randrange(FIRST_WORD, LAST_WORD) for _ in range(number)]
+
+    head = words(shared)
+    return [head + words(length - shared) for _ in range(count)]
+
+
+def run_all(
+    model: Model, prompts: Sequence[Sequence[int]], num_new: int, **params: Any
+) -> tuple[float, list[Completion]]:
+    """All prompts at once, greedy, exactly `num_new` tokens each; seconds until the last, and the completions."""
+    requests = [
+        Request(str(i), tuple(prompt), **{"sampling": GREEDY, "max_tokens": num_new, "ignore_eos": True, **params})
+        for i, prompt in enumerate(prompts)
+    ]
+    started = time.monotonic()
+    handles = [model.engine.submit(request) for request in requests]
+    completions = [handle.result() for handle in handles]
+    return time.monotonic() - started, completions
+
+
+def warm_up(model: Model) -> None:
+    """Pages in weights and cells."""
+    run_all(model, [[FIRST_WORD + i for i in range(16)]], 4, cache_prompt=False)
+
+
+@contextlib.contextmanager
+def steps_of(model: Model) -> Iterator[list[StepStats]]:
+    """The steps that an engine does within the block."""
+    steps: list[StepStats] = []
+    on_step = model.engine._telemetry.on_step
+    on_step.append(steps.append)
+    try:
+        yield steps
+    finally:
+        on_step.remove(steps.append)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value below which `share` of all lie (nearest rank)."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

@@ -1,0 +1,40 @@
+"""Work that lasts as long as somebody needs it to, on any machine: steps that take longer while a file says so."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from cellama.engine.scheduling.strategies import Adaptive, Share, SlotView
+
+STRATEGY = f"{__name__}:Paced"
+PACE_FILE = "BENCH_PACE_FILE"  # environment variable of the worker: the file, there or not, holds seconds per step
+SLOW_S = 0.05  # per step: the longest text of the bundled model takes more than a minute
+
+
+class Paced(Adaptive):
+    """Adaptive, but that each step waits first for as long as the file says. Cancels are still heard in every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._path = Path(os.environ.get(PACE_FILE, "no such file"))
+
+    def build_batch(self, slots: Sequence[SlotView], budget: int, chunk_size: int, queue_depth: int) -> list[Share]:
+        with contextlib.suppress(OSError):
+            time.sleep(float(self._path.read_text()))
+        return super().build_batch(slots, budget, chunk_size, queue_depth)
+
+
+@contextlib.contextmanager
+def slowed(path: Path, seconds: float = SLOW_S) -> Iterator[None]:
+    """Workers that look at this file take so long for a step, for the length of a `with` block."""
+    writing = path.with_suffix(".new")
+    writing.write_text(str(seconds))
+    writing.rename(path)  # nobody reads half of it
+    try:
+        yield
+    finally:
+        path.unlink()

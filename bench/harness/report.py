@@ -1,0 +1,77 @@
+"""How benchmarks speak: a table for people, one JSON line for machines, kept under `bench/results/` on request."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+RESULTS = Path(__file__).parents[1] / "results"
+_SOURCES = (":(top)", ":(top,exclude)bench/results")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a benchmark found. Rows have the same keys; `targets` say what a ratio was hoped to be."""
+
+    rows: Sequence[Mapping[str, Any]]
+    ratios: Mapping[str, float] = field(default_factory=dict)
+    targets: Mapping[str, str] = field(default_factory=dict)
+    caveats: Sequence[str] = ()
+
+
+def show(name: str, workload: Mapping[str, Any], report: Report, *, save: bool = False) -> None:
+    """Prints a report; with `save` its JSON line is appended to the results of this benchmark."""
+    console = Console(width=max(100, Console().width))
+    table = Table(title=f"{name}: " + ", ".join(f"{key} {value}" for key, value in workload.items()))
+    for key in report.rows[0]:
+        table.add_column(key, justify="left" if isinstance(report.rows[0][key], str) else "right")
+    for row in report.rows:
+        table.add_row(*(_cell(value) for value in row.values()))
+    console.print(table)
+    for key, value in report.ratios.items():
+        hoped = f"   (hoped for {report.targets[key]})" if key in report.targets else ""
+        console.print(f"{key}: {value:.3g}{hoped}")
+    for caveat in report.caveats:
+        console.print(f"[dim]{caveat}[/dim]")
+    line = json.dumps(
+        {"bench": name, **workload, "rows": report.rows, "ratios": report.ratios, "targets": report.targets}
+        | {"caveats": report.caveats, **where()}
+    )
+    print(line)
+    if save:
+        RESULTS.mkdir(exist_ok=True)
+        with (RESULTS / f"{name}.jsonl").open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def where() -> dict[str, str]:
+    """Hardware and commit, which is marked if files differ from it; kept results don't count."""
+    commit = _git("describe", "--always") + "-dirty" * bool(_git("diff", "HEAD", "--name-only", "--", *_SOURCES))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    machine = f"{platform.machine()}, {_cpu_name()}, {cores} cores, Python {platform.python_version()}"
+    return {"machine": machine, "commit": commit}
+
+
+def _git(*argv: str) -> str:
+    return subprocess.run(["git", *argv], capture_output=True, text=True, check=False).stdout.strip()
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or "unknown processor"
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")

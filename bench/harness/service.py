@@ -1,0 +1,192 @@
+"""A service of its own for benchmarks and chaos: a Redis, workers that can be killed, producers in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import json
+import mmap
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from cellama.api.machine.redis_server import RedisServer, die_with_parent, free_port
+from cellama.config import get_settings
+from cellama.engine.scheduling.strategies import Share, SlotView
+from cellama.tasks.connection.connections import connect
+from cellama.tasks.state.registry import live_workers
+
+from .pace import PACE_FILE, Paced, slowed
+
+PATIENCE_S = 300.0
+POISON_TOKENS = 666  # a prompt of so many tokens ends the worker that takes it
+COUNTER_DIR = "BENCH_COUNTERS"  # environment variable, for the strategy below
+
+
+class CountingStrategy(Paced):
+    """Paced, and it counts the tokens that its steps sample, in a file that survives SIGKILL. Poison ends it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        path = Path(os.environ[COUNTER_DIR]) / f"{os.getpid()}.{time.monotonic_ns()}"
+        path.write_bytes(bytes(8))
+        with path.open("r+b") as file:
+            self._file = mmap.mmap(file.fileno(), 8)
+        self._count = 0
+
+    def build_batch(self, slots: Sequence[SlotView], budget: int, chunk_size: int, queue_depth: int) -> list[Share]:
+        if any(view.num_pending >= POISON_TOKENS for view in slots):
+            os.kill(os.getpid(), signal.SIGKILL)
+        shares = super().build_batch(slots, budget, chunk_size, queue_depth)
+        pending = {view.slot: view.num_pending for view in slots}
+        self._count += sum(count == pending[slot] for slot, count in shares)
+        self._file[:8] = struct.pack("<q", self._count)
+        return shares
+
+
+@functools.cache
+def _redis_port() -> int:
+    """One for all services of this process: Celery reads its configuration once."""
+    return free_port()
+
+
+class Service:
+    """Redis and workers. Use as a context manager; this process is a producer for them inside."""
+
+    def __init__(self, folder: Path, models: Sequence[dict[str, Any]], **settings: str) -> None:
+        self.folder = folder
+        self.redis_server: Any = RedisServer(0, folder / "redis")
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.num_starts = 0
+        self._models = [dict(model) for model in models]
+        self._settings = settings
+        self._names = (f"worker{number}" for number in itertools.count())
+        # Children end with the thread that started them: it must live as long as they.
+        self._starter = ThreadPoolExecutor(max_workers=1)
+
+    def __enter__(self) -> Service:
+        self.start_redis()
+        (self.folder / "counters").mkdir(exist_ok=True)
+        os.environ |= self._environment()
+        get_settings.cache_clear()
+        self.redis = connect(self.redis_server.url)
+        return self
+
+    def start_redis(self) -> None:
+        self.redis_server = RedisServer.start(self.folder / "redis", port=_redis_port())
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes.values():
+            if process.poll() is None:
+                process.send_signal(signal.SIGCONT)
+                process.send_signal(signal.SIGTERM)
+        for process in self.processes.values():
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._starter.shutdown()
+        self.redis.close()
+        self.redis_server.stop()
+
+    def _environment(self) -> dict[str, str]:
+        counting = "cellama.bench.harness.service:CountingStrategy"
+        models = [{"batch_strategy": counting, **model} for model in self._models]
+        own = {"CELLAMA_REDIS_URL": self.redis_server.url, "CELLAMA_MODELS": json.dumps(models)}
+        own |= {f"CELLAMA_{name.upper()}": value for name, value in self._settings.items()}
+        return {**own, COUNTER_DIR: str(self.folder / "counters"), PACE_FILE: str(self._pace_file)}
+
+    @property
+    def _pace_file(self) -> Path:
+        return self.folder / "pace"
+
+    def slowed(self, seconds: float) -> contextlib.AbstractContextManager[None]:
+        """Every step takes so long, for the length of a `with` block: work that lasts on a fast machine."""
+        return slowed(self._pace_file, seconds) if seconds else contextlib.nullcontext()
+
+    def start_worker(self, name: str | None = None) -> str:
+        """Starts a worker, under a new name or that of one which ended; returns the name."""
+        name = name or next(self._names)
+        self.processes[name] = self._starter.submit(self._start, name).result()
+        self.num_starts += 1
+        return name
+
+    def _start(self, name: str) -> subprocess.Popen[bytes]:
+        argv = [sys.executable, "-m", "celery", "-A", "cellama.tasks.app", "worker", "-n", f"{name}@bench"]
+        with (self.folder / f"{name}.log").open("ab") as log:
+            return subprocess.Popen(
+                [*argv, "--without-gossip", "--without-mingle"],
+                stdout=log,
+                stderr=log,
+                cwd=self.folder,
+                preexec_fn=die_with_parent,
+            )
+
+    def wait_ready(self) -> None:
+        """Until every worker is in the registry. Raises RuntimeError with the end of a log."""
+        pids = {process.pid for process in self.processes.values()}
+
+        def registered() -> bool:
+            for name, process in self.processes.items():
+                if process.poll() is not None:
+                    raise RuntimeError(f"{name} ended; its log ends:\n{self.log(name)[-2000:]}")
+            return pids <= {entry.pid for entry in live_workers(self.redis)}
+
+        wait_until(registered, "workers in the registry")
+
+    def kill(self, name: str) -> None:
+        self.processes[name].kill()
+        self.processes[name].wait()
+
+    def restart_redis(self, away_s: float = 0.5) -> None:
+        """Ends Redis, and starts it again on what it has written."""
+        self.redis_server.stop()
+        time.sleep(away_s)
+        self._starter.submit(self.redis_server.run).result()
+
+    def num_sampled(self) -> int:
+        """Tokens sampled by all workers that ever were, dead ones too."""
+        files = (self.folder / "counters").iterdir()
+        return sum(struct.unpack("<q", path.read_bytes())[0] for path in files)
+
+    def log(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text(errors="replace")
+
+    @contextlib.contextmanager
+    def counting_results(self) -> Iterator[dict[str, list[str]]]:
+        """Job id → the final states that were stored for it, as Celery announces them."""
+        stored: dict[str, list[str]] = {}
+        pubsub = self.redis.pubsub()  # type: ignore[no-untyped-call]
+
+        def note(message: dict[str, Any]) -> None:
+            meta = json.loads(message["data"])
+            if meta["status"] in ("SUCCESS", "FAILURE", "REVOKED"):
+                stored.setdefault(meta["task_id"], []).append(meta["status"])
+
+        pubsub.psubscribe(**{"celery-task-meta-*": note})
+        thread = pubsub.run_in_thread(sleep_time=0.1, daemon=True, exception_handler=lambda *_: time.sleep(0.2))
+        try:
+            yield stored
+        finally:
+            time.sleep(0.5)  # the last ones are on their way
+            thread.stop()
+            thread.join(5)
+
+
+def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = PATIENCE_S) -> Any:
+    """Polls until the condition gives something true, and returns that. Raises RuntimeError."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if value := condition():
+            return value
+        time.sleep(0.02)
+    raise RuntimeError(f"not seen within {timeout_s:g} s: {what}")

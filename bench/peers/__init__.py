@@ -1,0 +1,4 @@
+"""What we are compared with: llama.cpp's own programs, llama-cpp-python's server, the task that one would write first.
+
+May use: `harness`.
+"""

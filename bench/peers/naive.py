@@ -1,0 +1,68 @@
+"""What people write first: a Celery task around one `llama_cpp.Llama` per process, which runs one line at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from celery import Celery
+from celery.result import AsyncResult
+
+from cellama.api.machine.redis_server import RedisServer, die_with_parent
+from cellama.bench.harness.workloads import num_common
+
+URL, MODEL, THREADS, CONTEXT = "NAIVE_REDIS_URL", "NAIVE_MODEL", "NAIVE_THREADS", "NAIVE_CONTEXT"
+
+Submit = Callable[[Sequence[int], int], AsyncResult]
+TASK = "naive.complete"
+
+app = Celery("naive", broker=os.environ.get(URL), backend=os.environ.get(URL), set_as_current=False)
+
+
+@functools.cache
+def _llama() -> Any:
+    from llama_cpp import Llama
+
+    threads = int(os.environ[THREADS])
+    context = int(os.environ[CONTEXT])
+    return Llama(os.environ[MODEL], n_ctx=context, n_threads=threads, n_threads_batch=threads, verbose=False)
+
+
+@app.task(name=TASK)  # type: ignore[untyped-decorator]
+def complete(prompt: list[int], num_new: int) -> dict[str, Any]:
+    """A greedy completion past any end mark. `computed` counts the prompt tokens that the last call did not leave."""
+    llama = _llama()
+    kept = num_common(llama.input_ids[: llama.n_tokens].tolist(), prompt)
+    tokens = list(itertools.islice(llama.generate(prompt, temp=0.0), num_new))
+    text = llama.detokenize(tokens).decode(errors="replace")
+    return {"text": text, "tokens": len(tokens), "computed": len(prompt) - kept}
+
+
+@contextlib.contextmanager
+def naive_worker(folder: Path, model: Path, *, processes: int, threads: int, context: int) -> Iterator[Submit]:
+    """What sends `complete` to a Celery worker, which has a Redis of its own, within the block."""
+    redis = RedisServer.start(folder / "naive-redis")
+    own = {URL: redis.url, MODEL: str(model), THREADS: str(threads), CONTEXT: str(context)}
+    producer = Celery(broker=redis.url, backend=redis.url, set_as_current=False)
+    argv = [sys.executable, "-m", "celery", "-A", "cellama.bench.peers.naive", "worker", "-n", "naive@bench"]
+    argv += ["--concurrency", str(processes), "--pool", "prefork", "--without-gossip", "--without-mingle"]
+    try:
+        with (folder / "naive.log").open("wb") as log:
+            process = subprocess.Popen(
+                argv, env={**os.environ, **own}, stdout=log, stderr=log, preexec_fn=die_with_parent, cwd=folder
+            )
+        try:
+            yield lambda prompt, num_new: producer.send_task(TASK, (prompt, num_new))
+        finally:
+            process.terminate()
+            process.wait(60)
+    finally:
+        producer.close()
+        redis.stop()

@@ -1,0 +1,106 @@
+"""Bulk runs of peers from file to file: each reads JSONL lines, has them completed, and writes a line per result.
+
+All are timed from the start of reading to the end of writing, with a server or worker that is up and warm.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from cellama.bench.harness.workloads import Line, read_lines
+
+from .naive import naive_worker
+from .programs import LlamaServer, batched_bench
+from .server_client import complete
+
+PATIENCE_S = 24 * 3600.0
+CONNECTIONS_PER_SLOT = 2  # so that the next line waits in the server when a slot falls free
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a run took. `num_computed`: prompt tokens that were not taken from a cache."""
+
+    num_lines: int
+    seconds: float
+    num_computed: int
+
+
+def timed(target: Path, run: Callable[[IO[str]], None], num_new: int) -> Outcome:
+    """Runs it with the open output file. Raises RuntimeError if a line lacks tokens: then nothing can be compared."""
+    started = time.monotonic()
+    with target.open("w", encoding="utf-8") as out:
+        run(out)
+    seconds = time.monotonic() - started
+    results = [json.loads(text) for text in target.read_text(encoding="utf-8").splitlines()]
+    short = [result["custom_id"] for result in results if result["tokens"] != num_new]
+    if short:
+        raise RuntimeError(f"{len(short)} lines have another number of tokens than {num_new}, the first is {short[0]}")
+    return Outcome(len(results), seconds, sum(result["computed"] for result in results))
+
+
+def write_result(out: IO[str], custom_id: str, text: str, num_tokens: int, num_computed: int) -> None:
+    """Writes one result, in the form that `timed` reads."""
+    result = {"custom_id": custom_id, "text": text, "tokens": num_tokens, "computed": num_computed}
+    out.write(json.dumps(result) + "\n")
+
+
+def llama_server(
+    program: Path, model: Path, source: Path, target: Path, slots: int, context: int, threads: int
+) -> Outcome:
+    """llama-server with `slots` slots of `context` tokens (0: as it chooses), kept busy by an asynchronous client."""
+    options = ["-np", str(slots), "-c", str(slots * context)] if slots else []
+    with LlamaServer.start(program, model, "-t", str(threads), *options) as server:
+        server.complete(range(300, 316), 4)
+        num_new = next(read_lines(source)).num_new
+        limit = CONNECTIONS_PER_SLOT * (slots or 4)
+        return timed(target, lambda out: asyncio.run(_ask_server(server.port, source, out, limit)), num_new)
+
+
+async def _ask_server(port: int, source: Path, out: IO[str], num_connections: int) -> None:
+    lines = read_lines(source)
+
+    async def ask() -> None:
+        for line in lines:  # shared by all
+            reply = await complete(port, line.prompt, line.num_new)
+            computed = int(reply["timings"]["prompt_n"])
+            write_result(out, line.custom_id, reply["content"], reply["tokens_predicted"], computed)
+
+    await asyncio.gather(*(ask() for _ in range(num_connections)))
+
+
+def naive_celery(model: Path, source: Path, target: Path, processes: int, context: int, threads: int) -> Outcome:
+    """The naive task: one message per line, one `llama_cpp.Llama` per process; they share the threads out."""
+
+    def run(out: IO[str]) -> None:
+        lines = list(read_lines(source))
+        for line, job in zip(lines, [submit(line.prompt, line.num_new) for line in lines], strict=True):
+            found = job.get(timeout=PATIENCE_S)
+            write_result(out, line.custom_id, found["text"], found["tokens"], found["computed"])
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        naive_worker(
+            Path(folder), model, processes=processes, threads=max(1, threads // processes), context=context
+        ) as submit,
+    ):
+        for job in [submit(list(range(300, 316)), 4) for _ in range(4 * processes)]:
+            job.get(timeout=300)
+        return timed(target, run, next(read_lines(source)).num_new)
+
+
+def limit(program: Path, model: Path, lines: Sequence[Line], num_computed: int, slots: int, threads: int) -> Outcome:
+    """Not run but computed: so many prompt tokens and all new ones at the rates of llama-batched-bench."""
+    length, num_new = len(lines[0].prompt), lines[0].num_new
+    context = -(-(length + num_new) // 256) * 256 * slots
+    options = ("-c", str(context), "-b", "2048", "-ub", "512", "-no-kvu", "-t", str(threads))
+    found = batched_bench(program, model, slots, length, num_new, *options)
+    seconds = num_computed / found["speed_pp"] + len(lines) * num_new / found["speed_tg"]
+    return Outcome(len(lines), float(seconds), num_computed)

@@ -1,0 +1,210 @@
+"""The LoRA adapters of one model: which are there, at which scales, and who uses them. Safe from any thread.
+
+(nothing) ── load ──► loading ──► ready ── unload ──► unloading ──► (nothing)
+                         │                                │
+                         └── failed: (nothing)            └── still in use at the timeout: ready again
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol
+
+from cellama.engine.errors import AdapterBusy, IdTaken, UnknownAdapter, nearest
+from cellama.engine.options import Request
+
+UNLOAD_TIMEOUT_S = 30.0
+AdapterStatus = Literal["loading", "ready", "unloading"]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Adapter:
+    """A loaded adapter. `fingerprint` is the SHA-256 of its file, `handle` what the backend knows it by."""
+
+    name: str
+    fingerprint: str
+    handle: Any
+
+
+class AdapterUse(NamedTuple):
+    """An adapter and how much of it a decode call applies; never 0."""
+
+    adapter: Adapter
+    scale: float
+
+
+AdapterSet = tuple[AdapterUse, ...]  # in the order of fingerprints; () = the model as it is
+AdapterKey = tuple[tuple[str, float], ...]
+
+
+def key_of(adapters: AdapterSet) -> AdapterKey:
+    """What KV cells depend on: contents and scales, not names."""
+    return tuple((use.adapter.fingerprint, use.scale) for use in adapters)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterInfo:
+    """An adapter as callers see it."""
+
+    name: str
+    source: str
+    status: AdapterStatus
+    scale: float  # for requests that do not choose; 0 = only for those that do
+    fingerprint: str  # SHA-256 of the file; "" while it is loading
+    size_bytes: int
+    in_use: int  # unfinished requests
+
+
+class AdapterStore(Protocol):
+    """Where the weights of adapters are. Any thread."""
+
+    def load_adapter(self, path: Path) -> Any:
+        """What the backend knows the adapter by. Raises AdapterLoadFailed."""
+        ...
+
+    def free_adapter(self, handle: Any) -> None:
+        """Gives the memory back. No decode call may use the adapter now or later."""
+        ...
+
+
+@dataclass(slots=True)
+class _Entry:
+    source: str
+    scale: float
+    status: AdapterStatus = "loading"
+    adapter: Adapter | None = None
+    size_bytes: int = 0
+
+
+class Adapters:
+    """Adapters by name. A request takes a set of them when it is submitted, and gives it back at its end."""
+
+    def __init__(self, store: AdapterStore) -> None:
+        self._store = store
+        self._entries: dict[str, _Entry] = {}
+        self._users: Counter[Adapter] = Counter()
+        self._default: AdapterSet = ()
+        self._changed = threading.Condition()
+
+    def load(self, name: str, source: str, path: Path, scale: float = 1.0) -> AdapterInfo:
+        """Reads an adapter's file; from then on requests that do not choose have it with this scale.
+
+        Other requests go on meanwhile. Raises IdTaken, InvalidRequest, AdapterLoadFailed; nothing is left then.
+        """
+        with self._changed:
+            self.check_new(name, scale)
+            entry = self._entries[name] = _Entry(source, scale)
+        try:
+            with path.open("rb") as file:
+                fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
+            adapter = Adapter(name, fingerprint, self._store.load_adapter(path))
+        except BaseException:
+            with self._changed:
+                del self._entries[name]
+            raise
+        with self._changed:
+            entry.adapter, entry.status, entry.size_bytes = adapter, "ready", path.stat().st_size
+            self._renew_default()
+            return self._info(name, entry)
+
+    def check_new(self, name: str, scale: float) -> None:
+        """Raises IdTaken or InvalidRequest as `load` would now."""
+        _check_name_and_scale(name, scale)
+        with self._changed:
+            if name in self._entries:
+                raise IdTaken(f"there is an adapter {name!r} already; choose another name, or unload it first")
+
+    def require(self, name: str) -> Adapter:
+        """The adapter of that name. Raises UnknownAdapter."""
+        with self._changed:
+            return self._ready(name)
+
+    def set_scale(self, name: str, scale: float) -> None:
+        """Requests that do not choose have the adapter with this scale from now on; 0 = they don't have it.
+
+        Those that run keep what they have. Raises UnknownAdapter, InvalidRequest.
+        """
+        _check_name_and_scale(name, scale)
+        with self._changed:
+            self._ready(name)
+            self._entries[name].scale = scale
+            self._renew_default()
+
+    def unload(self, name: str, timeout_s: float = UNLOAD_TIMEOUT_S) -> None:
+        """Gives an adapter to no more requests, waits until the last one that has it has ended, then frees it.
+
+        Raises UnknownAdapter, and AdapterBusy if it is still in use after `timeout_s`: it serves again, then.
+        """
+        with self._changed:
+            adapter, entry = self._ready(name), self._entries[name]
+            entry.status = "unloading"
+            self._renew_default()
+            if not self._changed.wait_for(lambda: not self._users[adapter], timeout_s):
+                entry.status = "ready"
+                self._renew_default()
+                raise AdapterBusy(
+                    f"adapter {name!r} is still in use by {self._users[adapter]} request(s) after {timeout_s:g} s; "
+                    "it stays loaded and serves again: cancel what runs, or allow more time"
+                )
+            del self._entries[name], self._users[adapter]
+        self._store.free_adapter(adapter.handle)
+
+    def infos(self) -> list[AdapterInfo]:
+        """All adapters, those that are on their way, too."""
+        with self._changed:
+            return [self._info(name, entry) for name, entry in self._entries.items()]
+
+    # For requests
+
+    def take(self, choice: Iterable[tuple[str, float]] | None) -> AdapterSet:
+        """The adapters that a request asks for, or those of requests that do not choose (None).
+
+        They stay until `give_back`. Raises UnknownAdapter.
+        """
+        if choice is None and not self._default:
+            return ()
+        with self._changed:
+            taken = self._default if choice is None else _in_order((self._ready(n), scale) for n, scale in choice)
+            self._users.update(use.adapter for use in taken)
+            return taken
+
+    def give_back(self, adapters: AdapterSet) -> None:
+        """The end of a request that had taken these."""
+        if adapters:
+            with self._changed:
+                self._users.subtract(use.adapter for use in adapters)
+                self._changed.notify_all()
+
+    # With the lock held
+
+    def _ready(self, name: str) -> Adapter:
+        entry = self._entries.get(name)
+        if entry is not None and entry.adapter is not None and entry.status == "ready":
+            return entry.adapter
+        if entry is not None:
+            raise UnknownAdapter(f"adapter {name!r} is {entry.status}; wait until that is over")
+        raise UnknownAdapter(f"no adapter {name!r} is loaded for this model; {nearest(name, self._entries)}")
+
+    def _renew_default(self) -> None:
+        ready = [entry for entry in self._entries.values() if entry.status == "ready"]
+        self._default = _in_order((entry.adapter, entry.scale) for entry in ready if entry.adapter is not None)
+
+    def _info(self, name: str, entry: _Entry) -> AdapterInfo:
+        adapter = entry.adapter
+        fingerprint, in_use = ("", 0) if adapter is None else (adapter.fingerprint, self._users[adapter])
+        return AdapterInfo(name, entry.source, entry.status, entry.scale, fingerprint, entry.size_bytes, in_use)
+
+
+def _in_order(chosen: Iterable[tuple[Adapter, float]]) -> AdapterSet:
+    uses = [AdapterUse(adapter, float(scale)) for adapter, scale in chosen if scale]
+    return tuple(sorted(uses, key=lambda use: (use.adapter.fingerprint, use.adapter.name)))
+
+
+def _check_name_and_scale(name: str, scale: float) -> None:
+    """Raises InvalidRequest as a request with this choice would."""
+    Request("", (0,), adapters=((name, scale),))

@@ -1,0 +1,130 @@
+"""How threads and asyncio callers use an engine: text in, text out, all at once or in chunks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Any
+from uuid import uuid4
+
+from cellama.engine.backend import Vocabulary
+from cellama.engine.errors import InvalidRequest, nearest
+from cellama.engine.events import Completion, Event, Finished, Text
+from cellama.engine.options import Request, SamplingParams
+
+from .handle import Handle
+
+GENERATE_TIMEOUT_S = 60.0
+CHUNK_TIMEOUT_S = 30.0
+
+Prompt = str | Sequence[int]
+
+
+class Generating(ABC):
+    """`generate` and `stream`, for threads and for asyncio, over the one method `submit`."""
+
+    vocabulary: Vocabulary
+
+    @abstractmethod
+    def submit(self, request: Request, on_event: Callable[[Event], None] | None = None) -> Handle: ...
+
+    def generate(self, prompt: Prompt, *, timeout_s: float = GENERATE_TIMEOUT_S, **params: Any) -> str:
+        """The text that follows a prompt (text or token ids). `params` as in Request and SamplingParams.
+
+        Raises TimeoutError when it takes longer than `timeout_s`; the slot is free then.
+        """
+        return _text_of(self._submit(prompt, timeout_s, stream=False, **params).result(), timeout_s)
+
+    async def agenerate(self, prompt: Prompt, *, timeout_s: float = GENERATE_TIMEOUT_S, **params: Any) -> str:
+        """`generate` for asyncio. Cancelling the task frees the slot."""
+        handle = self._submit(prompt, timeout_s, stream=False, **params)
+        try:
+            return _text_of(await asyncio.wrap_future(handle.future), timeout_s)
+        finally:
+            handle.cancel()
+
+    def stream(self, prompt: Prompt, *, timeout_s: float = CHUNK_TIMEOUT_S, **params: Any) -> Iterator[str]:
+        """Chunks of text as they become final; leaving the loop cancels the request.
+
+        Raises TimeoutError when a chunk takes longer than `timeout_s`, and the request's EngineError.
+        """
+        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        handle = self._submit(prompt, None, stream=True, on_event=events.put, **params)
+        try:
+            while True:
+                try:
+                    event = events.get(timeout=timeout_s)
+                except queue.Empty:
+                    raise _too_slow(timeout_s) from None
+                if isinstance(event, Finished):
+                    handle.result()
+                    return
+                if isinstance(event, Text):
+                    yield event.text
+        finally:
+            handle.cancel()
+
+    async def astream(self, prompt: Prompt, *, timeout_s: float = CHUNK_TIMEOUT_S, **params: Any) -> AsyncIterator[str]:
+        """`stream` for asyncio."""
+        events: asyncio.Queue[Event] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def hand_over(event: Event) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+                loop.call_soon_threadsafe(events.put_nowait, event)
+
+        handle = self._submit(prompt, None, stream=True, on_event=hand_over, **params)
+        try:
+            while True:
+                try:
+                    event = await asyncio.wait_for(events.get(), timeout_s)
+                except TimeoutError:
+                    raise _too_slow(timeout_s) from None
+                if isinstance(event, Finished):
+                    handle.result()
+                    return
+                if isinstance(event, Text):
+                    yield event.text
+        finally:
+            handle.cancel()
+
+    def _submit(
+        self,
+        prompt: Prompt,
+        timeout_s: float | None,
+        *,
+        stream: bool,
+        on_event: Callable[[Event], None] | None = None,
+        **params: Any,
+    ) -> Handle:
+        submitted_at = time.monotonic()
+        tokens = self.vocabulary.tokenize(prompt) if isinstance(prompt, str) else list(prompt)
+        sampling = {name: params.pop(name) for name in SamplingParams.__dataclass_fields__ if name in params}
+        known = Request.__dataclass_fields__.keys() | SamplingParams.__dataclass_fields__.keys()
+        for name in params.keys() - known:
+            raise InvalidRequest(f"unknown parameter {name!r}; {nearest(name, known)}")
+        if params.get("n", 1) != 1:
+            raise InvalidRequest(f"n is {params['n']}; generate and stream give one text, use submit for several")
+        request = Request(
+            id=params.pop("id", None) or uuid4().hex,
+            prompt=tuple(tokens),
+            sampling=SamplingParams(**sampling),
+            timeout_s=timeout_s,
+            stream=stream,
+            **{"submitted_at": submitted_at, **params},
+        )
+        return self.submit(request, on_event)
+
+
+def _text_of(completion: Completion, timeout_s: float) -> str:
+    if completion.finish_reason == "timeout":
+        raise TimeoutError(f"the generation took longer than {timeout_s} s; raise timeout_s or lower max_tokens")
+    return completion.text
+
+
+def _too_slow(timeout_s: float) -> TimeoutError:
+    return TimeoutError(f"no text for {timeout_s} s; raise timeout_s or see the engine's load")

@@ -1,0 +1,72 @@
+"""A request as its caller sees it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Literal
+
+from cellama.engine.errors import EngineError
+from cellama.engine.events import Completion, Event, Finished
+from cellama.engine.options import Request
+
+from .adapters import AdapterSet
+
+log = logging.getLogger(__name__)
+
+CancelReason = Literal["cancelled", "timeout"]
+
+
+class Handle:
+    """Waits for, watches or cancels one request. Any thread may use it."""
+
+    def __init__(
+        self,
+        request: Request,
+        cancel: Callable[[Handle, CancelReason], None],
+        on_event: Callable[[Event], None] | None,
+        adapters: AdapterSet = (),
+        plan: Any = None,
+    ) -> None:
+        """`adapters` are those that the request keeps to its end, `plan` is what its samplers are made from."""
+        self.request = request
+        self.adapters = adapters
+        self.plan = plan
+        self.future: Future[Completion] = Future()
+        self.future.set_running_or_notify_cancel()  # so nobody ends it but the engine: see `cancel`
+        self._cancel = cancel
+        self._on_event = on_event
+
+    def result(self, timeout_s: float | None = None) -> Completion:
+        """The completion. Raises the request's EngineError, or TimeoutError after `timeout_s` (it goes on then)."""
+        return self.future.result(timeout_s)
+
+    def cancel(self, reason: CancelReason = "cancelled") -> None:
+        """Asks the engine to end the request for this reason, at the next step. Idempotent."""
+        self._cancel(self, reason)
+
+    def add_done_callback(self, callback: Callable[[Handle], None]) -> None:
+        """Calls back at the end of the request, on the engine thread, or at once if it ended already."""
+        self.future.add_done_callback(lambda _: callback(self))
+
+    @property
+    def done(self) -> bool:
+        return self.future.done()
+
+    def deliver(self, event: Event) -> None:
+        """Hands one event over. Engine thread only."""
+        if self._on_event is not None:
+            try:
+                self._on_event(event)
+            except Exception:  # other people's code, on the engine thread
+                log.exception("the event callback of request %s failed and is not called again", self.request.id)
+                self._on_event = None
+        if isinstance(event, Finished):
+            self._resolve(event.completion, event.error)
+
+    def _resolve(self, completion: Completion | None, error: EngineError | None) -> None:
+        if error is not None:
+            self.future.set_exception(error)
+        elif completion is not None:
+            self.future.set_result(completion)

@@ -1,0 +1,109 @@
+"""What becomes of sampled tokens: text that is final, parts of a reply, and the events that tell of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from cellama.engine.backend import Vocabulary
+from cellama.engine.events import Event, Text
+from cellama.engine.scheduling.sequence import Sequence
+from cellama.engine.text.detokenizer import StopMatch
+from cellama.engine.text.reply_parser import Kind, Part
+
+from .handle import Handle
+
+log = logging.getLogger(__name__)
+
+HELD_BACK_TOKENS = 16  # after so many without final text they are told all the same, so that another can go on
+
+Listener = Callable[[tuple[Event, ...]], None]
+
+
+class Output:
+    """Turns the tokens of sequences into events, and hands those out together. Engine thread only."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.listeners: list[Listener] = []
+        self._vocabulary = vocabulary
+        self._events: list[Event] = []
+
+    def take(self, sequence: Sequence, token: int) -> str | None:
+        """Tells what is final with one more token of a sequence; returns the stop string that ends it."""
+        released = self._text_after(sequence, token)
+        if isinstance(released, StopMatch):
+            self._release(sequence, released.released)
+            return released.stop
+        self._release(sequence, released)
+        return None
+
+    def replay(self, sequence: Sequence, tokens: tuple[int, ...]) -> str | None:
+        """As `take` of all of these, which were told before: nothing is told again."""
+        for token in tokens:
+            released = self._text_after(sequence, token)
+            text = released.released if isinstance(released, StopMatch) else released
+            sequence.keep([Part("text", text)] if sequence.reply is None else sequence.reply.push(text))
+            if isinstance(released, StopMatch):
+                return released.stop
+        return None
+
+    def finish(self, sequence: Sequence, *, stopped: bool) -> None:
+        """Tells what was held back of a sequence that ends; `stopped` if a stop string cut that off."""
+        if not stopped:
+            self._release(sequence, sequence.text_stream.flush())
+        if sequence.reply is not None:
+            parts, sequence.tool_calls = sequence.reply.finish()
+            self._release_parts(sequence, parts)
+
+    def emit(self, handle: Handle, event: Event) -> None:
+        """Gives an event to its request at once, and to the listeners with the next `tell`."""
+        if self.listeners:
+            self._events.append(event)
+        handle.deliver(event)
+
+    def tell(self) -> None:
+        """Hands all new events to the listeners."""
+        if not self._events:
+            return
+        events, self._events = tuple(self._events), []
+        for listener in self.listeners:
+            try:
+                listener(events)
+            except Exception:  # other people's code, on the engine thread
+                log.exception("a listener failed; it is called again with the next events")
+
+    def _text_after(self, sequence: Sequence, token: int) -> str | StopMatch:
+        if sequence.reply is None:
+            return sequence.text_stream.push(self._vocabulary.token_bytes(token))
+        sequence.reply.note_token()
+        shown = sequence.reply.text_of(token)
+        return sequence.text_stream.push(self._vocabulary.token_bytes(token) if shown is None else shown)
+
+    def _release(self, sequence: Sequence, text: str) -> None:
+        if sequence.reply is not None:
+            self._release_parts(sequence, sequence.reply.push(text))
+        elif text:
+            sequence.texts.append(text)
+            self._tell_text(sequence, text, "text")
+
+    def _release_parts(self, sequence: Sequence, parts: list[Part]) -> None:
+        """Tells what is final of a chat's reply; now and then also that it goes on, while a tool call is held back."""
+        sequence.keep(parts)
+        for part in parts:
+            if part.kind == "reasoning_end":
+                if sequence.sampler is not None:
+                    sequence.sampler.bind()
+                self._tell_text(sequence, sequence.reasoning or "", part.kind)
+            else:
+                self._tell_text(sequence, part.text, part.kind)
+        if not parts and sequence.num_output - sequence.num_reported >= HELD_BACK_TOKENS:
+            self._tell_text(sequence, "", "text")
+
+    def _tell_text(self, sequence: Sequence, text: str, kind: Kind) -> None:
+        if sequence.request.stream:
+            first, sequence.num_reported = sequence.num_reported, sequence.num_output
+            tokens = tuple(sequence.tokens[sequence.num_prompt + first :])
+            logprobs = tuple(sequence.logprobs[first:]) if sequence.logprobs else ()
+            mu = None if sequence.sampler is None else sequence.sampler.mirostat_mu
+            event = Text(sequence.request.id, text, tokens, sequence.index, logprobs, kind, mu)
+            self.emit(sequence.group.handle, event)

@@ -1,0 +1,193 @@
+"""The requests of one engine: each begins, samples and ends here, and what goes wrong for one ends that one alone."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from typing import ParamSpec
+
+from cellama.engine.backend import Backend
+from cellama.engine.errors import EngineError, RequestFailed
+from cellama.engine.events import Finished, FinishReason, Started
+from cellama.engine.options import MAX_SEED
+from cellama.engine.scheduling.scheduler import Scheduler
+from cellama.engine.scheduling.sequence import Sequence
+from cellama.engine.system.watchdog import Pulse
+
+from .group import Group
+from .handle import Handle
+from .output import Output
+from .telemetry import Telemetry
+
+log = logging.getLogger(__name__)
+Arguments = ParamSpec("Arguments")
+
+
+class Requests:
+    """Owns the groups of sequences. Engine thread only. No method raises what one request is the cause of."""
+
+    def __init__(
+        self, backend: Backend, scheduler: Scheduler, output: Output, telemetry: Telemetry, pulse: Pulse
+    ) -> None:
+        self._backend = backend
+        self._vocabulary = backend.vocabulary
+        self._scheduler = scheduler
+        self._output = output
+        self._telemetry = telemetry
+        self._pulse = pulse
+        self._groups: dict[Handle, Group] = {}
+
+    def _guarded(
+        self, group: Group, action: Callable[Arguments, object], *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> None:
+        """Does it for a request, which ends if that fails."""
+        try:
+            action(*args, **kwargs)
+        except Exception as error:  # the boundary between one request and all others
+            self.fail(group, error)
+
+    # The beginning
+
+    def enqueue(self, handle: Handle) -> None:
+        """A request waits from now on, or has failed."""
+        group = self._groups[handle] = Group(handle)
+        self._guarded(group, self._enqueue, group)
+
+    def _enqueue(self, group: Group) -> None:
+        handle, request = group.handle, group.handle.request
+        assert request.submitted_at is not None
+        seed = request.sampling.seed
+        seed = secrets.randbelow(MAX_SEED + 1) if seed is None else seed
+        for index in range(request.n):
+            seed_of_it, prompt = (seed + index) % (MAX_SEED + 1), list(request.prompt)
+            sequence = Sequence(request, seed_of_it, request.submitted_at, prompt, index, handle.adapters)
+            sequence.group = group
+            self._scheduler.enqueue(sequence, time.monotonic())
+            group.running.append(sequence)
+        self._resume(group)
+
+    def _resume(self, group: Group) -> None:
+        """Gives the sequences of a request the output that they have already; some may be at their end with it."""
+        for sequence, resumed in zip(list(group.running), group.handle.request.resume, strict=False):
+            sequence.tokens += resumed.tokens
+            sequence.logprobs += resumed.logprobs
+            sequence.num_reported = len(resumed.tokens)
+            sequence.mirostat_mu = resumed.mirostat_mu
+            stop = self._output.replay(sequence, resumed.tokens)
+            if stop is not None:
+                self._end(sequence, "stop", stop)
+            elif self._is_complete(sequence):
+                self._end(sequence, "length")
+
+    def start(self, sequence: Sequence) -> None:
+        """A sequence has a slot, and a sampler now, or its request has failed."""
+        if sequence.sampler is None:  # else it was preempted, and goes on
+            self._pulse.beat("start", (sequence.request.id,))
+            self._guarded(sequence.group, self._start, sequence)
+
+    def _start(self, sequence: Sequence) -> None:
+        request = sequence.request
+        sequence.sampler = self._backend.new_sampler(
+            sequence.group.handle.plan,
+            sequence.seed,
+            sequence.tokens,
+            ban_end=request.ignore_eos,
+            num_chosen=sequence.num_output,
+            num_unbound=0 if sequence.reply is None else sequence.reply.num_unbound,
+            mirostat_mu=sequence.mirostat_mu,
+        )
+        if sequence.index == 0:
+            assert sequence.slot is not None
+            started = Started(request.id, sequence.slot, sequence.num_prompt, sequence.num_cached, sequence.seed)
+            self._output.emit(sequence.group.handle, started)
+
+    # Tokens
+
+    def sample(self, sequence: Sequence, slot: int, now: float) -> None:
+        """Chooses the next token of a sequence and accounts it: text, stop strings, end."""
+        self._pulse.suspect = sequence.request.id  # a beat for each would cost a third of what a token costs us
+        self._guarded(sequence.group, self._sample, sequence, slot, now)
+
+    def _sample(self, sequence: Sequence, slot: int, now: float) -> None:
+        assert sequence.sampler is not None
+        forced = None if sequence.reply is None else sequence.reply.forced_token
+        token, logprob = sequence.sampler.sample(slot, forced)
+        if logprob is not None:
+            sequence.logprobs.append(logprob)
+        sequence.last_token_at = now
+        if sequence.first_token_at is None:
+            sequence.first_token_at = now
+        if self._vocabulary.is_end(token):
+            del sequence.logprobs[sequence.num_output :]
+            return self._end(sequence, "stop")
+        sequence.tokens.append(token)
+        self._telemetry.token()
+        stop = self._output.take(sequence, token)
+        if stop is not None:
+            return self._end(sequence, "stop", stop)
+        return self._end(sequence, "length") if self._is_complete(sequence) else None
+
+    def _is_complete(self, sequence: Sequence) -> bool:
+        return sequence.num_output >= sequence.request.max_tokens or self._scheduler.is_full(sequence)
+
+    # The end
+
+    def end_if_there(self, handle: Handle, reason: FinishReason) -> None:
+        """Ends a request that somebody cancelled, unless it has ended."""
+        if handle in self._groups:
+            self.end(self._groups[handle], reason)
+
+    def end(self, group: Group, reason: FinishReason) -> None:
+        """Ends a request before its time, with what it has."""
+        self._guarded(group, self._end_all, group, reason)
+
+    def _end_all(self, group: Group, reason: FinishReason) -> None:
+        for sequence in list(group.running):
+            self._end(sequence, reason)
+
+    def _end(self, sequence: Sequence, reason: FinishReason, stop_sequence: str | None = None) -> None:
+        """Ends one sequence; its request ends with the last of them."""
+        self._output.finish(sequence, stopped=stop_sequence is not None)
+        group = sequence.group
+        group.finished.append(sequence.completion(reason, stop_sequence, time.monotonic()))
+        self._free(sequence)
+        if not group.running:
+            self._close(group, Finished(sequence.request.id, completion=group.completion()))
+
+    def fail(self, group: Group, error: Exception) -> None:
+        """Ends a request with an error; one that nobody foresaw is logged, and told as RequestFailed."""
+        if group.handle not in self._groups:
+            return  # it has ended already
+        request_id = group.handle.request.id
+        if not isinstance(error, EngineError):
+            log.error("request %s failed in a way that nobody foresaw; others go on", request_id, exc_info=error)
+            error = RequestFailed(f"{type(error).__name__}: {error}; the other requests were not affected")
+        for sequence in list(group.running):
+            try:
+                self._free(sequence, keep=False)
+            except Exception:  # the request ends all the same
+                log.exception("the slot of request %s could not be emptied", request_id)
+        self._close(group, Finished(request_id, error=error))
+
+    def fail_all(self, error: EngineError) -> None:
+        """Ends all requests with an error."""
+        for group in list(self._groups.values()):
+            self.fail(group, error)
+
+    def _free(self, sequence: Sequence, *, keep: bool = True) -> None:
+        """The only way out: slot and sampler are free before anybody hears of it."""
+        sequence.group.running.remove(sequence)
+        self._scheduler.release(sequence, keep=keep)
+        sequence.slot = None
+        if sequence.sampler is not None:
+            try:
+                sequence.sampler.close()
+            except Exception:  # some memory may be lost, the request is not
+                log.exception("the sampler of request %s could not be freed", sequence.request.id)
+
+    def _close(self, group: Group, event: Finished) -> None:
+        del self._groups[group.handle]
+        self._telemetry.request(group.handle.request, event.completion, time.monotonic())
+        self._output.emit(group.handle, event)

@@ -1,0 +1,357 @@
+"""What may come next by a grammar: an automaton over bytes, made as it is needed, with a bound on all work.
+
+A *state* is the set of ways in which the text so far can go on; a way is a node of the program and the frames of the
+rules and loops around it. States are numbered, and what a byte leads to is kept in a table, so that whole vocabularies
+are looked up by numpy. docs/adr/006-grammars.md says why this is not llama.cpp's grammar.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cellama.config import limits
+from cellama.engine.errors import GrammarFailed
+
+from .program import END, Call, Edges, Fork, Loop, Program, compile_grammar
+
+Ids = NDArray[np.int64]
+Allowed = NDArray[np.bool_]
+
+_UNKNOWN, _DEAD = -2, -1  # in the table: not looked at yet; no way goes on
+_MAX_STATES = 4096  # of an automaton, and ...
+_MAX_WAYS = 100_000  # ... ways in all of them, before it forgets them (some 20 MB)
+_MANY = 64  # ways of a state
+_MAX_MASKS = 64  # of an automaton
+_FEW = 8  # tokens that are looked at one by one
+_MAX_AUTOMATA = 16  # kept of a vocabulary
+
+
+class Frame:
+    """Where a way goes on when the present rule or loop ends. One object for equal ones of an automaton."""
+
+    __slots__ = ("count", "node", "outer")
+
+    def __init__(self, node: int, count: int, outer: Frame | None) -> None:
+        self.node = node
+        self.count = count  # rounds of a loop that are over
+        self.outer = outer
+
+
+Way = tuple[int, Frame | None]
+
+
+class Work:
+    """What is left of a request's work, in ways looked at. Its sequences share it."""
+
+    def __init__(self) -> None:
+        self.left = limits.GRAMMAR_WORK
+
+    def spend(self, ways: int) -> None:
+        self.left -= ways
+        if self.left < 0:
+            raise GrammarFailed(
+                f"the grammar is too ambiguous: more than {limits.GRAMMAR_WORK} ways to go on were looked at, and "
+                f"{limits.GRAMMAR_WORK_PER_TOKEN} more per token; write it so that each text can be read in few ways"
+            )
+
+    def earn(self) -> None:
+        """A token was accepted."""
+        self.left = min(self.left + limits.GRAMMAR_WORK_PER_TOKEN, limits.GRAMMAR_WORK)
+
+
+class Automaton:
+    """The states of one program. Engine thread only."""
+
+    def __init__(self, program: Program) -> None:
+        self._nodes = program.nodes
+        self._start = program.start
+        self.byte_class, self._num_classes = _byte_classes(program)
+        self._steps: dict[int, dict[int, int]] = {}  # node → class of byte → node
+        self.forget()
+
+    def forget(self) -> None:
+        """Drops all states; those that somebody is in are numbered anew by `number_of`."""
+        self._frames: dict[tuple[int, int, Frame | None], Frame] = {}
+        self.states: list[frozenset[Way]] = []
+        self.accepting: list[bool] = []
+        self._numbers: dict[frozenset[Way], int] = {}
+        self._after: dict[frozenset[Way], int] = {}  # ways before their forks and calls → state
+        self._sorted: dict[int, dict[int, list[Way]]] = {}  # states with many ways: class of byte → ways after it
+        self._num_ways = 0
+        self._table = np.full((64, self._num_classes), _UNKNOWN, np.int32)
+        self.masks: OrderedDict[int, NDArray[np.uint8]] = OrderedDict()
+        self.generation = object()
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.states) > _MAX_STATES or self._num_ways > _MAX_WAYS
+
+    def start(self, work: Work) -> int:
+        """The state before any text."""
+        return self._state([(self._start, None)], work)
+
+    def number_of(self, state: frozenset[Way]) -> int:
+        number = self._numbers.get(state)
+        if number is None:
+            number = self._numbers[state] = len(self.states)
+            self.states.append(state)
+            self.accepting.append((END, None) in state)
+            self._num_ways += len(state)
+            if number >= len(self._table):
+                self._table = np.concatenate([self._table, np.full_like(self._table, _UNKNOWN)])
+        return number
+
+    def step(self, state: int, byte_class: int, work: Work) -> int:
+        """The state after one byte, or a negative number."""
+        following = int(self._table[state, byte_class])
+        if following == _UNKNOWN:
+            after = self._ways_after(state, byte_class, work)
+            following = self._state(after, work) if after else _DEAD
+            self._table[state, byte_class] = following
+        return following
+
+    def _ways_after(self, state: int, byte_class: int, work: Work) -> list[Way]:
+        """Where a class of bytes leads the ways of a state; many ways are sorted by class, once."""
+        ways = self.states[state]
+        if len(ways) <= _MANY:
+            work.spend(len(ways))
+            return [(to, frame) for node, frame in ways if (to := self._step_of(node).get(byte_class)) is not None]
+        sorted_ways = self._sorted.get(state)
+        if sorted_ways is None:
+            sorted_ways = self._sorted[state] = {}
+            for node, frame in ways:
+                steps = self._step_of(node)
+                work.spend(len(steps))
+                for each, to in steps.items():
+                    sorted_ways.setdefault(each, []).append((to, frame))
+            self._num_ways += sum(map(len, sorted_ways.values()))
+        return list(sorted_ways.get(byte_class, ()))
+
+    def walk(self, state: int, data: bytes, work: Work) -> int:
+        """The state after these bytes, or a negative number."""
+        for byte in data:
+            state = self.step(state, self.byte_class[byte], work)
+            if state < 0:
+                break
+        return state
+
+    def step_all(self, states: NDArray[np.int32], classes: NDArray[np.uint8], work: Work) -> NDArray[np.int32]:
+        """As `step`, of many at once."""
+        following: NDArray[np.int32] = self._table[states, classes]
+        unknown = following == _UNKNOWN
+        if unknown.any():
+            for pair in np.unique(states[unknown] * 256 + classes[unknown]).tolist():
+                self.step(pair >> 8, pair & 255, work)
+            following = self._table[states, classes]
+        return following
+
+    def _step_of(self, node: int) -> dict[int, int]:
+        """Which node each class of bytes leads to."""
+        steps = self._steps.get(node)
+        if steps is None:
+            edges, steps = self._nodes[node], {}
+            if isinstance(edges, Edges):
+                for low, high, to in edges.ranges:
+                    for byte_class in range(self.byte_class[low], self.byte_class[high] + 1):
+                        steps[byte_class] = to
+            self._steps[node] = steps
+        return steps
+
+    def _state(self, ways: list[Way], work: Work) -> int:
+        """The state of these ways, walked on to where a byte is needed or the text may end."""
+        key = frozenset(ways)
+        number = self._after.get(key)
+        if number is None:
+            number = self._after[key] = self.number_of(self._closure(ways, work))
+        return number
+
+    def _closure(self, waiting: list[Way], work: Work) -> frozenset[Way]:
+        seen: set[Way] = set()
+        ways: set[Way] = set()
+        while waiting:
+            way = waiting.pop()
+            if way in seen:
+                continue
+            seen.add(way)
+            work.spend(1)
+            number, frame = way
+            match self._nodes[number]:
+                case Edges():
+                    ways.add(way)
+                case Fork(nodes):
+                    waiting += [(node, frame) for node in nodes]
+                case Call(start, after):  # a call at the end of a rule needs no frame: recursion to the right is a loop
+                    waiting.append((start, frame if after == END else self._frame(after, 0, frame)))
+                case Loop() as loop:
+                    waiting += self._rounds(number, loop, 0, frame)
+                case None if frame is None:
+                    ways.add(way)
+                case None:
+                    node = self._nodes[frame.node]
+                    in_loop = isinstance(node, Loop) and frame.count > 0
+                    if in_loop:
+                        assert isinstance(node, Loop)
+                        waiting += self._rounds(frame.node, node, frame.count, frame.outer)
+                    else:
+                        waiting.append((frame.node, frame.outer))
+            if len(ways) > limits.MAX_GRAMMAR_STACKS:
+                raise GrammarFailed(
+                    f"the grammar is too ambiguous: more than {limits.MAX_GRAMMAR_STACKS} ways to go on from here; "
+                    "write it so that each text can be read in few ways"
+                )
+        return frozenset(ways)
+
+    def _rounds(self, number: int, loop: Loop, done: int, outer: Frame | None) -> list[Way]:
+        """The ways after `done` rounds of a loop: on, or another round. Counts end where they no longer matter."""
+        ways: list[Way] = [(loop.after, outer)] if done >= loop.least else []
+        if loop.most is None:
+            done = min(done, max(loop.least - 1, 0))
+        if loop.most is None or done < loop.most:
+            ways.append((loop.body, self._frame(number, done + 1, outer)))
+        return ways
+
+    def _frame(self, node: int, count: int, outer: Frame | None) -> Frame:
+        key = (node, count, outer)
+        frame = self._frames.get(key)
+        if frame is None:
+            frame = self._frames[key] = Frame(node, count, outer)
+        return frame
+
+
+class TokenBytes:
+    """The bytes of a vocabulary's tokens, side by side."""
+
+    def __init__(self, pieces: Iterable[bytes], ends: frozenset[int]) -> None:
+        """`ends` are the tokens that end a generation. One that begins with a NUL, or is empty, has no text."""
+        texts = [b"" if piece[:1] == b"\0" else piece for piece in pieces]
+        self.of = texts
+        self.ends = ends
+        self.end_ids = np.array(sorted(ends), np.int64)
+        self.lengths = np.array([len(text) for text in texts], np.int32)
+        self.offsets = np.concatenate([[0], self.lengths.cumsum()])
+        self.flat = np.frombuffer(b"".join(texts), np.uint8)
+
+
+class Grammar:
+    """The grammar of one sequence. The Constraint of `sampler.py`. Engine thread only."""
+
+    def __init__(
+        self, automaton: Automaton, tokens: TokenBytes, work: Work, visible: Mapping[int, bytes] | None = None
+    ) -> None:
+        """`visible` are control tokens whose text belongs to the output all the same. Raises GrammarFailed."""
+        self._automaton = automaton
+        self._tokens = tokens
+        self._work = work
+        self._visible = dict(visible or {})
+        self._ways = automaton.states[automaton.start(work)]
+        self._number, self._generation = automaton.start(work), automaton.generation
+
+    def allows(self, tokens: Ids) -> Allowed:
+        """Which of these tokens may come next. Raises GrammarFailed when that takes too much work."""
+        state = self._state()
+        if len(tokens) <= _FEW:
+            return np.array([self._allows_one(state, token) for token in tokens.tolist()], np.bool_)
+        if 4 * len(tokens) > len(self._tokens.lengths):
+            allowed: Allowed = self._mask(state)[tokens]
+        else:
+            allowed = self._look(state, tokens)
+        allowed[np.isin(tokens, self._tokens.end_ids)] = self._automaton.accepting[state]
+        for token in self._visible:
+            allowed[tokens == token] = self._allows_one(state, token)
+        return allowed
+
+    def accept(self, token: int) -> None:
+        """An allowed token comes next. Raises GrammarFailed."""
+        self._work.earn()
+        if token in self._tokens.ends:
+            return
+        following = self._automaton.walk(self._state(), self._text_of(token), self._work)
+        if following < 0:
+            raise GrammarFailed(f"token {token} does not follow the grammar; what it goes on with was made otherwise")
+        self._number, self._ways = following, self._automaton.states[following]
+
+    def _state(self) -> int:
+        automaton = self._automaton
+        if automaton.is_full:
+            automaton.forget()
+        if self._generation is not automaton.generation:
+            self._number, self._generation = automaton.number_of(self._ways), automaton.generation
+        return self._number
+
+    def _text_of(self, token: int) -> bytes:
+        return self._visible.get(token) or self._tokens.of[token]
+
+    def _allows_one(self, state: int, token: int) -> bool:
+        if token in self._tokens.ends:
+            return self._automaton.accepting[state]
+        text = self._text_of(token)
+        return bool(text) and self._automaton.walk(state, text, self._work) >= 0
+
+    def _mask(self, state: int) -> Allowed:
+        """Which of all tokens may come next."""
+        masks, size = self._automaton.masks, len(self._tokens.lengths)
+        if state in masks:
+            masks.move_to_end(state)
+        else:
+            masks[state] = np.packbits(self._look(state, np.arange(size)))
+            if len(masks) > _MAX_MASKS:
+                masks.popitem(last=False)
+        return np.unpackbits(masks[state], count=size).astype(np.bool_)
+
+    def _look(self, state: int, tokens: Ids) -> Allowed:
+        """Walks the texts of many tokens byte by byte, all together; tokens without a text are not allowed."""
+        lengths, offsets = self._tokens.lengths[tokens], self._tokens.offsets[tokens]
+        allowed = np.zeros(len(tokens), np.bool_)
+        active = np.flatnonzero(lengths)
+        states = np.full(len(active), state, np.int32)
+        classes = np.array(self._automaton.byte_class, np.uint8)
+        depth = 0
+        while len(active):
+            read = classes[self._tokens.flat[offsets[active] + depth]]
+            states = self._automaton.step_all(states, read, self._work)
+            depth += 1
+            alive = states >= 0
+            active, states = active[alive], states[alive]
+            ended = lengths[active] == depth
+            allowed[active[ended]] = True
+            active, states = active[~ended], states[~ended]
+        return allowed
+
+
+class Grammars:
+    """The automata of one vocabulary that were used lately. Any thread; an automaton is the engine thread's."""
+
+    def __init__(self, pieces: Iterable[bytes], ends: frozenset[int]) -> None:
+        self.tokens = TokenBytes(pieces, ends)
+        self._automata: OrderedDict[tuple[str, str], Automaton] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def automaton(self, text: str, root: str) -> Automaton:
+        """Raises InvalidRequest for what is no grammar."""
+        key = (text, root)
+        with self._lock:
+            if key in self._automata:
+                self._automata.move_to_end(key)
+                return self._automata[key]
+        made = Automaton(compile_grammar(text, root))
+        with self._lock:
+            made = self._automata.setdefault(key, made)
+            if len(self._automata) > _MAX_AUTOMATA:
+                self._automata.popitem(last=False)
+        return made
+
+
+def _byte_classes(program: Program) -> tuple[list[int], int]:
+    """Bytes that no edge tells apart are of one class; classes are in the order of their bytes."""
+    begins = np.zeros(257, np.bool_)
+    for node in program.nodes:
+        if isinstance(node, Edges):
+            for low, high, _ in node.ranges:
+                begins[low] = begins[high + 1] = True
+    classes = np.cumsum(begins[:256]) - int(begins[0])
+    return classes.tolist(), int(classes[-1]) + 1

@@ -1,0 +1,269 @@
+"""GBNF, the grammars of llama.cpp, as a tree: what its grammars/README.md describes, but for tokens by their ids. Pure.
+
+Sequence      parts, one after another
+Choice        one of its parts
+Chars         one character of these ranges
+Repeat        a part, from `least` to `most` times (None: without an end)
+Reference     the rule of that name
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from cellama.config import limits
+from cellama.engine.errors import InvalidRequest
+
+MAX_CODE_POINT = 0x10FFFF
+_MAX_SUFFIXES = 3  # repetitions of one part, such as "a"*?
+_SPACE = re.compile(r"(?:[ \t]|#[^\r\n]*)*")
+_LINES = re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*")
+_NAME = re.compile(r"[a-zA-Z0-9-]+")
+_REPEAT = re.compile(r"\{[ \t\r\n]*([0-9]+)[ \t\r\n]*(,)?[ \t\r\n]*([0-9]+)?[ \t\r\n]*\}")
+_HEX = {"x": 2, "u": 4, "U": 8}
+_ESCAPES = {"t": "\t", "r": "\r", "n": "\n", **{char: char for char in '\\"[]-'}}
+_SUFFIXES: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?": (0, 1)}
+
+
+@dataclass(frozen=True, slots=True)
+class Chars:
+    ranges: tuple[tuple[int, int], ...]  # code points, in order, apart from each other
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    part: Part
+    least: int
+    most: int | None
+
+
+Part = Sequence | Choice | Chars | Repeat | Reference
+
+
+def parse(text: str) -> dict[str, Part]:
+    """The rules of a grammar, by name; a later rule replaces an earlier one. Raises InvalidRequest."""
+    if len(text) > limits.MAX_GRAMMAR_CHARS:
+        raise bad_grammar(f"it has {len(text)} characters, and the limit is {limits.MAX_GRAMMAR_CHARS}")
+    return _Parser(text).rules()
+
+
+def bad_grammar(reason: str) -> InvalidRequest:
+    return InvalidRequest(f"the grammar can't be used: {reason}; see llama.cpp's grammars/README.md")
+
+
+class _Parser:
+    """A recursive descent over the text; `depth` counts open parentheses."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._at = 0
+        self._depth = 0
+
+    def rules(self) -> dict[str, Part]:
+        found: dict[str, Part] = {}
+        self._skip(_LINES)
+        while self._at < len(self._text):
+            name = self._match(_NAME, "the name of a rule")
+            self._skip(_SPACE)
+            self._expect("::=")
+            self._skip(_LINES)
+            found[name] = self._choice()
+            if self._at < len(self._text) and self._peek() not in "\r\n":
+                raise self._error("expected the end of the line")
+            self._skip(_LINES)
+        if not found:
+            raise bad_grammar("it has no rule")
+        return found
+
+    def _choice(self) -> Part:
+        parts = [self._sequence()]
+        while self._peek() == "|":
+            self._at += 1
+            self._skip(_LINES)
+            parts.append(self._sequence())
+        return parts[0] if len(parts) == 1 else Choice(tuple(parts))
+
+    def _sequence(self) -> Part:
+        parts: list[Part] = []
+        while (part := self._part()) is not None:
+            parts.append(part)
+        return parts[0] if len(parts) == 1 else Sequence(tuple(parts))
+
+    def _part(self) -> Part | None:
+        start = self._peek()
+        if start == '"':
+            part: Part = self._literal()
+        elif start == "[":
+            part = self._class()
+        elif start == ".":
+            self._at += 1
+            part = Chars(((0, MAX_CODE_POINT),))
+        elif start == "(":
+            part = self._group()
+        elif start and _NAME.match(start):
+            part = Reference(self._match(_NAME, "the name of a rule"))
+        elif start and start in "<!":
+            raise self._error("tokens by their ids are not supported, write their text")
+        elif start and start in "*+?{":
+            raise self._error(f"nothing comes before {start!r}")
+        else:
+            return None
+        self._skip_inside()
+        return self._repeated(part)
+
+    def _repeated(self, part: Part) -> Part:
+        for _ in range(_MAX_SUFFIXES):
+            suffix = self._peek()
+            if suffix and suffix in _SUFFIXES:
+                self._at += 1
+                part = Repeat(part, *_SUFFIXES[suffix])
+            elif suffix == "{":
+                part = Repeat(part, *self._times())
+            else:
+                return part
+            self._skip_inside()
+        if self._peek() and self._peek() in "*+?{":
+            raise self._error(f"more than {_MAX_SUFFIXES} repetitions of one part")
+        return part
+
+    def _times(self) -> tuple[int, int | None]:
+        found = _REPEAT.match(self._text, self._at)
+        if found is None:
+            raise self._error("expected {m}, {m,} or {m,n}")
+        limit = limits.MAX_GRAMMAR_REPEATS
+        if any(len(digits) > 9 or int(digits) > limit for digits in found.group(1, 3) if digits):
+            raise self._error(f"the limit of repetitions is {limit}")
+        least = int(found.group(1))
+        most = int(found.group(3)) if found.group(3) else None if found.group(2) else least
+        if most is not None and most < least:
+            raise self._error("n is below m in {m,n}")
+        self._at = found.end()
+        return least, most
+
+    def _group(self) -> Part:
+        self._at += 1
+        self._depth += 1
+        if self._depth > limits.MAX_GRAMMAR_DEPTH:
+            raise self._error(f"the limit of parentheses in parentheses is {limits.MAX_GRAMMAR_DEPTH}")
+        self._skip(_LINES)
+        part = self._choice()
+        self._expect(")")
+        self._depth -= 1
+        return part
+
+    def _literal(self) -> Part:
+        self._at += 1
+        parts: list[Part] = []
+        while self._peek() != '"':
+            code = self._char()
+            parts.append(Chars(((code, code),)))
+        self._at += 1
+        return parts[0] if len(parts) == 1 else Sequence(tuple(parts))
+
+    def _class(self) -> Chars:
+        self._at += 1
+        negated = self._peek() == "^"
+        self._at += negated
+        ranges: list[tuple[int, int]] = []
+        while self._peek() != "]":
+            low = high = self._char()
+            if self._peek() == "-" and self._peek(1) not in ("]", ""):
+                self._at += 1
+                high = self._char()
+            if high < low:
+                raise self._error("a range of characters goes backwards")
+            ranges.append((low, high))
+        if not ranges:
+            raise self._error("a class without characters")
+        self._at += 1
+        return Chars(complement(ranges) if negated else merged(ranges))
+
+    def _char(self) -> int:
+        char = self._peek()
+        if not char:
+            raise self._error("it ends within a text or a class")
+        self._at += 1
+        if char != "\\":
+            return self._checked(ord(char))
+        kind = self._peek()
+        self._at += 1
+        if kind in _HEX:
+            digits = self._text[self._at : self._at + _HEX[kind]]
+            if not re.fullmatch(f"[0-9a-fA-F]{{{_HEX[kind]}}}", digits):
+                raise self._error(f"expected {_HEX[kind]} hexadecimal digits")
+            self._at += _HEX[kind]
+            return self._checked(int(digits, 16))
+        if not kind or kind not in _ESCAPES:
+            raise self._error(f"unknown escape \\{kind}")
+        return ord(_ESCAPES[kind])
+
+    def _checked(self, code: int) -> int:
+        if code > MAX_CODE_POINT or 0xD800 <= code <= 0xDFFF:
+            raise self._error(f"{code:#x} is no character")
+        return code
+
+    def _peek(self, ahead: int = 0) -> str:
+        return self._text[self._at + ahead : self._at + ahead + 1]
+
+    def _skip(self, space: re.Pattern[str]) -> None:
+        found = space.match(self._text, self._at)
+        assert found is not None
+        self._at = found.end()
+
+    def _skip_inside(self) -> None:
+        """Space after a part; within parentheses lines may end."""
+        self._skip(_LINES if self._depth else _SPACE)
+
+    def _match(self, pattern: re.Pattern[str], what: str) -> str:
+        found = pattern.match(self._text, self._at)
+        if found is None:
+            raise self._error(f"expected {what}")
+        self._at = found.end()
+        return found.group()
+
+    def _expect(self, text: str) -> None:
+        if not self._text.startswith(text, self._at):
+            raise self._error(f"expected {text!r}")
+        self._at += len(text)
+
+    def _error(self, reason: str) -> InvalidRequest:
+        line = self._text.count("\n", 0, self._at) + 1
+        near = self._text[self._at : self._at + 20]
+        return bad_grammar(f"{reason} in line {line}" + (f", at {near!r}" if near else ", at the end"))
+
+
+def merged(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """The same characters as ranges in order that do not touch."""
+    result: list[tuple[int, int]] = []
+    for low, high in sorted(ranges):
+        if result and low <= result[-1][1] + 1:
+            result[-1] = (result[-1][0], max(result[-1][1], high))
+        else:
+            result.append((low, high))
+    return tuple(result)
+
+
+def complement(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """All other characters."""
+    gaps, start = [], 0
+    for low, high in merged(ranges):
+        if low > start:
+            gaps.append((start, low - 1))
+        start = high + 1
+    return (*gaps, (start, MAX_CODE_POINT)) if start <= MAX_CODE_POINT else tuple(gaps)

@@ -1,0 +1,4 @@
+"""Model and adapter files, read before llama.cpp may end the process for what is in them.
+
+May use: `errors`, `system`.
+"""

@@ -1,0 +1,95 @@
+"""Vocabularies whose texts llama.cpp splits into words by `std::regex`, which recurses with the length of a word.
+
+Measured with llama.cpp of llama-cpp-python 0.3.36 on x86-64: 321 bytes of stack for each character of an unbroken
+run, with every expression that it has. The usual vocabularies have code of their own instead (unicode.cpp:
+unicode_regex_split_custom), or expressions that match a few characters at once; all others count as recursive.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TypeVar
+
+from cellama.engine.errors import InvalidRequest
+from cellama.engine.system.threads import start_deep
+
+T = TypeVar("T")
+
+SHALLOW_CHARS = 4_000  # of a text that any thread has the stack for
+MAX_RUN = 100_000  # characters: half of what a deep thread's stack holds
+MAX_SUPERBPE_DIGITS = 3_000  # its expression for digits takes 1.5 s for so many, and four times that for twice as many
+
+# By tokenizer.ggml.pre, as llama-vocab.cpp maps it to its expressions.
+ITERATIVE = frozenset(
+    "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano dbrx smaug-bpe chatglm-bpe glm4 "
+    "glm5 mpt starcoder refact command-r smollm codeshell exaone exaone4 minerva-7b mellum mellum2 gpt-2 phi-2 jina-es "
+    "jina-de gigachat jina-v2-es jina-v2-de jina-v1-en jina-v2-code roberta-bpe a.x-4.0 modern-bert olmo jais trillion "
+    "granite-docling stablelm2 qwen2 deepseek-r1-qwen kormo f2llmv2 megrez hunyuan solar-open qwen35 kimi-k2 gemma4 "
+    "granite-embed-multi-311m sarvam-moe laguna grok-2 chameleon".split()
+)
+_OTHER = r"[^\x00-\x7f\s]"  # characters beyond ASCII, whatever llama.cpp takes them for
+_LETTERS = re.compile(rf"(?:[A-Za-z]|{_OTHER})+")
+_DIGITS = re.compile(rf"(?:[0-9]|{_OTHER})+")
+_SIGNS = re.compile(rf"(?:[\x00-\x08\x0e-\x1f!-/:-@\[-`{{-\x7f]|{_OTHER})+")
+_NO_SPACE = re.compile(rf"(?:[\x00-\x08\x0e-\x1f!-\x7f]|{_OTHER})+")
+_WORDS = re.compile(rf"(?:[A-Za-z\s]|{_OTHER})+")
+_SPACE = re.compile(r"[\s/]+")  # follows a run in the same match, `/` in some expressions
+_ASCII_DIGITS = re.compile(r"[0-9]+")
+_RUNS = {
+    **dict.fromkeys(("bloom", "gpt3-finnish", "poro-chat", "viking", "whitespace"), (_NO_SPACE,)),
+    "exaone-moe": (_WORDS, _DIGITS, _SIGNS),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PreTokenizer:
+    """How a vocabulary splits texts: `tokenizer.ggml.pre` of a BPE vocabulary, None of others, "" if it names none."""
+
+    name: str | None
+
+    @property
+    def recurses(self) -> bool:
+        return self.name is not None and self.name not in ITERATIVE
+
+    def run(self, text: str, work: Callable[[], T]) -> T:
+        """What `work` returns, which tokenizes the text, where there is stack enough. Raises InvalidRequest."""
+        if not self.recurses or (len(text) <= SHALLOW_CHARS and self.name != "superbpe"):
+            return work()
+        self._check(text)
+        return _in_deep_thread(work)
+
+    def _check(self, text: str) -> None:
+        if self.name == "superbpe":
+            self._refuse_above(MAX_SUPERBPE_DIGITS, _longest(_ASCII_DIGITS, text), "digits")
+        if len(text) > MAX_RUN:
+            runs = _RUNS.get(self.name or "", (_LETTERS, _DIGITS, _SIGNS))
+            longest = max(_longest(pattern, text) for pattern in runs) + _longest(_SPACE, text)
+            self._refuse_above(MAX_RUN, longest, "characters")
+
+    def _refuse_above(self, limit: int, longest: int, what: str) -> None:
+        if longest > limit:
+            raise InvalidRequest(
+                f"the text has an unbroken run of some {longest} {what}; with this model's tokenizer "
+                f"({self.name or 'default'}) it may have {limit}: put spaces or line breaks into it"
+            )
+
+
+def _longest(pattern: re.Pattern[str], text: str) -> int:
+    """The length of the longest match."""
+    return max((match.end() - match.start() for match in pattern.finditer(text)), default=0)
+
+
+def _in_deep_thread(work: Callable[[], T]) -> T:
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    start_deep(run, "cellama-tokenize")
+    return future.result()

@@ -1,0 +1,121 @@
+"""What llama.cpp says it allocates: its log lines → bytes per device. Of a real load, and of a dry one.
+
+Another version may word them otherwise. A size that has to be there and is not found is an error, never 0 bytes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+import llama_cpp
+
+from cellama.engine.errors import ModelLoadFailed
+from cellama.engine.memory.budget import CPU, Usage
+
+_MIB = 1024 * 1024
+_WEIGHTS = re.compile(r"load_tensors:\s+(\S+) model buffer size =\s*([\d.]+) MiB")
+_LAYER = re.compile(r"load_tensors: layer\s+(\d+) assigned to device (\S+),")
+_KV_LAYER = re.compile(r"llama_kv_cache: layer\s+\d+: dev = (\S+)")
+_KV = re.compile(r"llama_kv_cache: size =\s*([\d.]+) MiB")  # the buffers' own lines say 0 in a dry load
+_STATES = re.compile(r"(\S+) (?:RS|DSV4 .*state) buffer size =\s*([\d.]+) MiB")
+_COMPUTE = re.compile(r"sched_reserve:\s+(\S+) compute buffer size =\s*([\d.]+) MiB")
+_OUTPUT = re.compile(r"llama_context:\s+(\S+)\s+output buffer size =\s*([\d.]+) MiB")
+
+
+def kv_and_compute(lines: Iterable[str], gpus: Iterable[str], *, with_memory: bool = True) -> dict[str, Usage]:
+    """Bytes per device that contexts take, from the lines that llama.cpp logged while they were made.
+
+    `with_memory` if one of them has cells or states. Raises ModelLoadFailed for sizes that are not there.
+    """
+    lines, gpus = list(lines), list(gpus)
+    _require(lines, "the scratch buffers", _COMPUTE)
+    _require(lines, "the outputs", _OUTPUT)
+    if with_memory:
+        _require(lines, "the KV cache", _KV, _STATES)
+    kv, compute, layers = Counter(states(lines, gpus)), Counter[str](), Counter[str]()
+    for line in lines:
+        if match := _KV_LAYER.search(line):
+            layers[match[1]] += 1
+        elif match := _KV.search(line):
+            if not layers and float(match[1]):
+                raise _unknown("the layers of the KV cache")
+            for device, count in layers.items():  # layers with cells are alike, or nearly so
+                kv[device] += int(float(match[1]) * _MIB * count / layers.total())
+            layers.clear()
+        elif match := _COMPUTE.search(line) or _OUTPUT.search(line):
+            compute[device_of(match[1], gpus)] += int(float(match[2]) * _MIB)
+    return {device: Usage(0, kv[device], compute[device]) for device in {**kv, **compute}}
+
+
+def states(lines: Iterable[str], gpus: Iterable[str]) -> dict[str, int]:
+    """Bytes per device of the states of recurrent layers."""
+    found = Counter[str]()
+    for match in filter(None, map(_STATES.search, lines)):
+        found[device_of(match[1], gpus)] += int(float(match[2]) * _MIB)
+    return dict(found)
+
+
+def loaded_weights(lines: Iterable[str], gpus: Iterable[str], size_bytes: int) -> dict[str, Usage]:
+    """Bytes per device of weights that are loaded, from the lines of the load; `size_bytes` is that of all tensors.
+
+    The CPU's may lie twice, in the mapped file and repacked for the processor. They count once: the pages of what was
+    repacked are not needed again. Raises ModelLoadFailed for sizes that are not there.
+    """
+    lines = list(lines)
+    _require(lines, "the weights", _WEIGHTS)
+    buffers, mapped = Counter[str](), 0
+    for match in filter(None, map(_WEIGHTS.search, lines)):
+        num_bytes, device = int(float(match[2]) * _MIB), device_of(match[1], gpus)
+        if device == CPU and match[1].endswith("_Mapped"):
+            mapped += num_bytes
+        else:
+            buffers[device] += num_bytes
+    mapped = max(0, min(mapped, size_bytes - buffers[CPU]))
+    buffers[CPU] += mapped
+    return {device: Usage(num, mapped_bytes=mapped if device == CPU else 0) for device, num in buffers.items() if num}
+
+
+def layers_per_device(lines: Iterable[str]) -> dict[str, int]:
+    """How many layers of a model lie on which device, the one with the output among them. Raises ModelLoadFailed."""
+    lines = list(lines)
+    _require(lines, "the layers' devices", _LAYER)
+    return dict(Counter(match[2] for match in filter(None, map(_LAYER.search, lines))))
+
+
+def planned_weights(lines: Iterable[str], tensors: Mapping[str, int]) -> dict[str, Usage]:
+    """Bytes per device that weights will take, from the lines of a dry load, and name → bytes of all tensors.
+
+    Layers lie on their devices, the output on that of the last one, everything else on the CPU. Raises ModelLoadFailed.
+    """
+    lines = list(lines)
+    _require(lines, "the layers' devices", _LAYER)
+    device_of_layer = {int(match[1]): match[2] for match in filter(None, map(_LAYER.search, lines))}
+    output = device_of_layer.get(max(device_of_layer, default=0), CPU)
+    sizes = Counter[str]()
+    for name, num_bytes in tensors.items():
+        if name.startswith("blk."):
+            sizes[device_of_layer.get(int(name.split(".")[1]), CPU)] += num_bytes
+        else:
+            sizes[output if name.startswith("output") else CPU] += num_bytes
+    if output != CPU and "output.weight" not in tensors:  # it is the embedding's, copied to where it is needed
+        sizes[output] += tensors.get("token_embd.weight", 0)
+    return {device: Usage(size, mapped_bytes=size if device == CPU else 0) for device, size in sizes.items()}
+
+
+def _require(lines: Iterable[str], what: str, *patterns: re.Pattern[str]) -> None:
+    if not any(pattern.search(line) for line in lines for pattern in patterns):
+        raise _unknown(what)
+
+
+def _unknown(what: str) -> ModelLoadFailed:
+    return ModelLoadFailed(
+        f"llama.cpp did not say in its log how it allocates {what}, in words that are known here; install a version of "
+        f"llama-cpp-python that this version of cellama was made for (this is {llama_cpp.__version__})"
+    )
+
+
+def device_of(buffer: str, gpus: Iterable[str]) -> str:
+    """The device of a buffer: "CUDA0" of "CUDA0" and "CUDA0_Split"; pinned ("CUDA_Host") and all else is RAM."""
+    return next((gpu for gpu in gpus if buffer == gpu or buffer.startswith(f"{gpu}_")), CPU)

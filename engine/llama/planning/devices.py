@@ -1,0 +1,68 @@
+"""The devices that ggml has, and their memory. llama_cpp does not wrap these calls of ggml-backend.h."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import llama_cpp
+import llama_cpp.llama_cpp as lib
+
+from cellama.engine.llama.model import initialise
+from cellama.engine.memory.budget import CPU, Device, DeviceKind
+from cellama.engine.memory.free_memory import ram
+from cellama.engine.system.processors import available_cores
+
+_KINDS: dict[int, DeviceKind] = {0: "cpu", 1: "gpu", 2: "integrated gpu"}  # ggml_backend_dev_type; 3: no own memory
+
+
+def _function(name: str, result: type, *arguments: type) -> ctypes._NamedFuncPointer:
+    function: ctypes._NamedFuncPointer = getattr(lib._lib, name)
+    function.restype, function.argtypes = result, arguments
+    return function
+
+
+_size_p = ctypes.POINTER(ctypes.c_size_t)
+_count = _function("ggml_backend_dev_count", ctypes.c_size_t)
+_get = _function("ggml_backend_dev_get", ctypes.c_void_p, ctypes.c_size_t)
+_name = _function("ggml_backend_dev_name", ctypes.c_char_p, ctypes.c_void_p)
+_describe = _function("ggml_backend_dev_description", ctypes.c_char_p, ctypes.c_void_p)
+_kind = _function("ggml_backend_dev_type", ctypes.c_int, ctypes.c_void_p)
+_memory = ctypes.CFUNCTYPE(None, ctypes.c_void_p, _size_p, _size_p)(("ggml_backend_dev_memory", lib._lib))
+
+
+def devices() -> list[Device]:
+    """The CPU, with the RAM that this process may have, and each GPU that llama.cpp was built for and finds."""
+    initialise()
+    found = [_device(_get(index)) for index in range(_count())]
+    return sorted((device for device in found if device is not None), key=lambda device: device.kind != "cpu")
+
+
+def _device(pointer: int) -> Device | None:
+    kind = _KINDS.get(_kind(pointer))
+    if kind is None:
+        return None
+    name, description = _name(pointer).decode(), (_describe(pointer) or b"").decode(errors="replace").strip()
+    if name == CPU:
+        total, free = ram()
+    else:
+        free_c, total_c = ctypes.c_size_t(), ctypes.c_size_t()
+        _memory(pointer, ctypes.byref(free_c), ctypes.byref(total_c))
+        total, free = total_c.value, free_c.value
+    return Device(name, kind, description, total, free)
+
+
+def gpu_names() -> list[str]:
+    """The names of the devices that are not the CPU."""
+    return [device.name for device in devices() if device.kind != "cpu"]
+
+
+def machine() -> dict[str, Any]:
+    """What the speed of a model depends on here: CPU, cores that this process may use, GPUs, version of llama.cpp."""
+    found = devices()
+    return {
+        "cpu": next((device.description for device in found if device.kind == "cpu"), "unknown"),
+        "cores": available_cores(),
+        "gpus": [device.description for device in found if device.kind != "cpu"],
+        "llama_cpp": llama_cpp.__version__,
+    }

@@ -1,0 +1,51 @@
+"""RAM that this process can still take: the machine's, or less where a container's limit is nearer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+
+from cellama.engine.system.control_groups import CGROUPS, OWN, folders, text_of
+
+_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))  # v2, v1
+_FILE_PAGES = (("total_inactive_file", "total_active_file"), ("inactive_file", "active_file"))  # memory.stat: v1, v2
+_NO_LIMIT = 1 << 60  # what v1 writes when there is none is near 2**63
+
+
+def ram() -> tuple[int, int]:
+    """Total and free bytes. Page cache counts as free: the system gives it back when somebody needs memory."""
+    memory = psutil.virtual_memory()
+    total, free = int(memory.total), int(memory.available)
+    limit = group_limit()
+    return (total, free) if limit is None else (min(total, limit[0]), min(free, limit[1]))
+
+
+def group_limit(root: Path = CGROUPS, own: Path = OWN) -> tuple[int, int] | None:
+    """The limit of this process's control groups, and what is free of it; None without one. cgroups v1 and v2."""
+    found = [limit for folder in folders("memory", root, own) if (limit := _limit(folder)) is not None]
+    return (min(limit for limit, _ in found), min(free for _, free in found)) if found else None
+
+
+def _limit(folder: Path) -> tuple[int, int] | None:
+    for limit_name, usage_name in (
+        ("memory.max", "memory.current"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        limit, usage = _number(folder / limit_name), _number(folder / usage_name)
+        if limit is not None and usage is not None and limit < _NO_LIMIT:
+            return limit, max(0, limit - usage + _page_cache(folder / "memory.stat"))
+    return None
+
+
+def _number(path: Path) -> int | None:
+    text = text_of(path)
+    return int(text) if text is not None and text.isdigit() else None
+
+
+def _page_cache(path: Path) -> int:
+    try:
+        stat = dict(line.split(maxsplit=1) for line in path.read_text(encoding="utf-8").splitlines())
+    except (OSError, ValueError):
+        return 0
+    return next((int(stat[one]) + int(stat[other]) for one, other in _FILE_PAGES if one in stat and other in stat), 0)

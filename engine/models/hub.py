@@ -1,0 +1,164 @@
+"""Models from the Hugging Face hub: hf://ORG/REPO/FILE[@REVISION] → a file in the hub's cache on this machine.
+
+FILE may be a pattern such as *Q4_K_M*, and the first part of a split model stands for all of them. Downloads, resuming,
+the cache and the progress bars are huggingface_hub's; the checksum of what comes new is ours.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+from cellama.engine.errors import ModelLoadFailed
+
+PREFIX = "hf://"
+_SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class HubOptions:
+    """How files are fetched. Without a token that of the environment (HF_TOKEN) or of `hf auth login` is used."""
+
+    cache_dir: str | None = None
+    token: str | None = field(default=None, repr=False)
+    force: bool = False  # fetch again what is in the cache
+    offline: bool = False  # use the cache only
+
+
+@dataclass(frozen=True, slots=True)
+class HubFile:
+    """What a source names. `file` may be a pattern."""
+
+    repo: str
+    file: str
+    revision: str | None
+
+    @classmethod
+    def parse(cls, source: str) -> HubFile:
+        """From hf://ORG/REPO/FILE[@REVISION]. Raises ModelLoadFailed."""
+        path, _, revision = source.removeprefix(PREFIX).partition("@")
+        parts = path.split("/", 2)
+        if len(parts) < 3 or not all(parts):
+            raise ModelLoadFailed(
+                f"source {source!r} names no file on the hub; write hf://ORG/REPO/FILE.gguf, or a pattern such as "
+                "hf://ORG/REPO/*Q4_K_M*"
+            )
+        return cls("/".join(parts[:2]), parts[2], revision or None)
+
+    @property
+    def is_pattern(self) -> bool:
+        return any(character in self.file for character in "*?[")
+
+
+def fetch(source: str, options: HubOptions) -> Path:
+    """The (first) file of a source, after all of its parts are in the cache. Raises ModelLoadFailed."""
+    wanted = HubFile.parse(source)
+    try:
+        from huggingface_hub import errors
+    except ImportError:
+        raise ModelLoadFailed(f"source {source!r} needs huggingface_hub; pip install 'cellama[worker]'") from None
+    try:
+        name = _match(wanted, options) if wanted.is_pattern else wanted.file
+        first, *_ = [_download(wanted, part, options) for part in _parts(name)]
+        return first
+    except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, errors.HFValidationError, OSError) as error:
+        _explain(source, wanted, error)
+
+
+def _match(wanted: HubFile, options: HubOptions) -> str:
+    """The one GGUF file, or the first part of the one split model, that fits a pattern."""
+    if options.offline:
+        raise ModelLoadFailed(f"{wanted.file!r} is a pattern, and offline nobody can say what it fits; name the file")
+    from huggingface_hub import HfApi
+
+    api = HfApi(endpoint=_endpoint(), token=options.token)
+    files = sorted(f for f in api.list_repo_files(wanted.repo, revision=wanted.revision) if f.endswith(".gguf"))
+    firsts = [file for file in files if (part := _SPLIT.search(file)) is None or int(part[1]) == 1]
+    found = [file for file in firsts if fnmatch.fnmatch(file, wanted.file)]
+    if len(found) != 1:
+        many = "fits several files" if found else "fits no GGUF file"
+        listed = ", ".join(found or firsts) or "none"
+        raise ModelLoadFailed(f"{wanted.file!r} {many} of {wanted.repo}: {listed}; name one")
+    return found[0]
+
+
+def _parts(name: str) -> Iterable[str]:
+    """The files of a model: one, or all parts of a split one, the first one first."""
+    split = _SPLIT.search(name)
+    if split is None:
+        return [name]
+    return [f"{name[: split.start()]}-{number:05d}-of-{split[2]}.gguf" for number in range(1, int(split[2]) + 1)]
+
+
+def _download(wanted: HubFile, name: str, options: HubOptions) -> Path:
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+
+    cached = try_to_load_from_cache(wanted.repo, name, cache_dir=options.cache_dir, revision=wanted.revision)
+    path = Path(
+        hf_hub_download(
+            wanted.repo,
+            name,
+            revision=wanted.revision,
+            cache_dir=options.cache_dir,
+            token=options.token,
+            force_download=options.force,
+            local_files_only=options.offline,
+            endpoint=_endpoint(),
+        )
+    )
+    if options.force or not isinstance(cached, str):
+        _verify(path)
+    return path
+
+
+def _verify(path: Path) -> None:
+    """Checks a new file against its checksum, which the hub gives for large files, and the cache uses as its name."""
+    blob = path.resolve()
+    if not _SHA256.fullmatch(blob.name):
+        return
+    digest = hashlib.sha256()
+    with blob.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    if digest.hexdigest() != blob.name:
+        path.unlink()
+        blob.unlink(missing_ok=True)
+        raise ModelLoadFailed(
+            f"{path.name} came damaged from the hub: its SHA-256 is {digest.hexdigest()} instead of {blob.name}; "
+            "it was deleted, load it again"
+        )
+
+
+def _endpoint() -> str | None:
+    return os.environ.get("HF_ENDPOINT") or None
+
+
+def _explain(source: str, wanted: HubFile, error: Exception) -> NoReturn:
+    """Raises ModelLoadFailed for what the hub's client says, with a remedy."""
+    from huggingface_hub import errors
+
+    token = "set HF_TOKEN, or hub_token of the model, to one that may read it"
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if isinstance(error, errors.GatedRepoError):
+        reason = f"{wanted.repo} is gated: accept its terms on the hub, and {token}"
+    elif status in (401, 403):
+        reason = f"the hub refuses access to {wanted.repo} ({status}); {token}"
+    elif isinstance(error, errors.RepositoryNotFoundError):
+        reason = f"there is no {wanted.repo} on the hub, or it is private; check the name, or {token}"
+    elif isinstance(error, errors.RevisionNotFoundError):
+        reason = f"{wanted.repo} has no revision {wanted.revision!r}"
+    elif isinstance(error, errors.RemoteEntryNotFoundError):
+        reason = f"{wanted.repo} has no file {wanted.file!r}; hf://{wanted.repo}/* lists what it has"
+    elif isinstance(error, errors.LocalEntryNotFoundError):
+        reason = "it is not in the cache, and the hub was not asked or can't be reached; go online, or name a path"
+    else:
+        reason = str(error).splitlines()[0] if str(error) else repr(error)
+    raise ModelLoadFailed(f"{source!r} can't be fetched: {reason}") from None

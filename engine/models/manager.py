@@ -1,0 +1,332 @@
+"""The models that one process holds, by id: loading, routing, unloading.
+
+(nothing) ── load ──► loading ──► ready ── unload ──► unloading ──► (nothing)
+                         │                                │
+                         └── failed: (nothing)            └── still in use at the timeout: ready again
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any, Literal
+
+from cellama.engine.capabilities import Capability
+from cellama.engine.errors import IdTaken, ManagerExists, ModelBusy, UnknownModel, nearest
+from cellama.engine.memory.budget import Device, MemoryBudget, OnFull, readable
+from cellama.engine.options import EngineOptions
+from cellama.engine.system.core_sharing import Claim, CoreSharing
+from cellama.engine.system.low_priority import at_low_priority
+from cellama.engine.system.processors import available_cores
+
+from .hub import HubOptions
+from .memory_admission import Admission
+from .model import DEFAULT_MODEL, Model
+from .sources import resolve
+
+log = logging.getLogger(__name__)
+
+UNLOAD_TIMEOUT_S = 30.0
+EVICT_TIMEOUT_S = 10.0  # for an idle model that comes into use just then
+DRAIN_POLL_S = 0.02
+Status = Literal["loading", "ready", "unloading"]
+
+
+@dataclass(slots=True)
+class ModelEntry:
+    """A model by its id. While it is loading `model` is None, and `capabilities` are those that were asked for."""
+
+    id: str
+    source: str
+    capabilities: frozenset[Capability]
+    status: Status = "loading"
+    model: Model | None = None
+    since: float = 0.0  # unix seconds at which it became ready
+    num_holds: int = 0  # by those who may be about to use it
+
+
+class ModelManager:
+    """Holds models by id and routes to them. Safe from any thread; one per process, because memory is one."""
+
+    _open: ModelManager | None = None
+    _class_lock = threading.Lock()
+
+    def __init__(self, memory_budget: MemoryBudget = "auto", on_full: OnFull = "refuse") -> None:
+        """`memory_budget` is for all models together, in bytes; "auto" goes by what the devices have free.
+
+        A load that does not fit is refused, or with "evict" idle models are unloaded first, the least recently used
+        before others, if that is enough. Raises ManagerExists if another one is open in this process, InvalidRequest.
+        """
+        self._admission = Admission(memory_budget, on_full, self._idle, self._evict)
+        with ModelManager._class_lock:
+            if ModelManager._open is not None:
+                raise ManagerExists("this process has a ModelManager already; use that one, or close it first")
+            ModelManager._open = self
+        self._entries: dict[str, ModelEntry] = {}
+        self._default: str | None = None
+        self._lock = threading.Lock()
+        self.cores = CoreSharing(self._claims)
+        self.cores.start()
+
+    def load(
+        self,
+        model_id: str | None,
+        source: str,
+        *,
+        options: EngineOptions | None = None,
+        capabilities: Iterable[Capability] | None = None,
+        default: bool = False,
+        hub: HubOptions | None = None,
+        adapters: Mapping[str, tuple[str, float]] | None = None,
+    ) -> Model:
+        """Loads a model under an id, or one made from its source; the first one is the default until another says so.
+
+        Other models serve meanwhile, and other threads may load theirs. A failure leaves nothing behind.
+        Without capabilities it gets those that suit its file. `adapters` are loaded with it: name → source and scale
+        (see Model.load_adapter).
+        Raises IdTaken, InsufficientMemory, ModelLoadFailed, AdapterLoadFailed, WrongCapability, InvalidRequest.
+        """
+        wanted = None if capabilities is None else frozenset(capabilities)
+        entry = self._reserve(model_id, source, wanted or frozenset())
+        hub = hub or HubOptions()
+        try:
+            path = at_low_priority(lambda: resolve(source, hub))
+            plan = self._admission.admit(entry.id, path, options or EngineOptions(), wanted)
+            model = Model(entry.id, source, path, plan.options, plan.uses, hub, adapters, plan.tuned)
+        except BaseException:
+            self._admission.release(entry.id)
+            with self._lock:
+                del self._entries[entry.id]
+            _give_memory_back()
+            raise
+        self._admission.settle(entry.id, model.memory)
+        with self._lock:
+            entry.model, entry.status, entry.since = model, "ready", time.time()
+            entry.capabilities = model.capabilities
+            if default or self._default is None:
+                self._default = entry.id
+        taken = readable(model.memory.total_bytes)
+        log.info("model %s: %s, takes %s, loaded in %.2f s", entry.id, model.info.description, taken, model.load_s)
+        if plan.tuned:
+            log.info("model %s: as `cellama tune` measured: %s", entry.id, model.tuned_text)
+        return model
+
+    def load_in_background(self, model_id: str | None, source: str, **options: Any) -> Future[Model]:
+        """`load`, with its options, in a thread of its own; the future gives the model, or raises what `load` does."""
+        future: Future[Model] = Future()
+        future.set_running_or_notify_cancel()
+
+        def run() -> None:
+            try:
+                loaded = self.load(model_id, source, **options)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(loaded)
+
+        threading.Thread(target=run, name=f"cellama-load-{model_id or source}", daemon=True).start()
+        return future
+
+    def _reserve(self, model_id: str | None, source: str, capabilities: frozenset[Capability]) -> ModelEntry:
+        with self._lock:
+            if model_id is None:
+                model_id = _new_id(source, self._entries)
+            elif model_id in self._entries:
+                status = self._entries[model_id].status
+                raise IdTaken(
+                    f"there is a model {model_id!r} already ({status}); choose another id, or unload it first"
+                )
+            entry = self._entries[model_id] = ModelEntry(model_id, source, capabilities)
+        return entry
+
+    def unload(self, model_id: str, timeout_s: float = UNLOAD_TIMEOUT_S) -> None:
+        """Takes no more requests for a model, waits until nobody holds or uses it, then frees its memory.
+
+        If it is the default one, another that is ready is that from now on. Raises UnknownModel, and ModelBusy if it is
+        still in use after `timeout_s`: it serves again, then, as the default one if it was.
+        """
+        with self._lock:
+            entry = self._ready(model_id)
+            entry.status = "unloading"
+            was_default, self._default = self._default == entry.id, self._default_without(entry.id)
+        model = entry.model
+        assert model is not None
+        deadline = time.monotonic() + timeout_s
+        while entry.num_holds or model.is_busy:
+            if time.monotonic() >= deadline:
+                with self._lock:
+                    entry.status = "ready"
+                    self._default = entry.id if was_default else self._default
+                raise ModelBusy(
+                    f"model {entry.id!r} is still in use after {timeout_s:g} s; it stays loaded and serves again: "
+                    "cancel what runs, or allow more time"
+                )
+            time.sleep(DRAIN_POLL_S)
+        if not model.close():
+            threading.Thread(target=self._remove_when_closed, args=(entry,), daemon=True).start()
+            raise ModelBusy(
+                f"model {entry.id!r} takes no more requests, but a step of it does not end; it goes when that has ended"
+            )
+        self._remove(entry)
+
+    def _default_without(self, model_id: str) -> str | None:
+        if self._default != model_id:
+            return self._default
+        return next((other.id for other in self._entries.values() if other.status == "ready"), None)
+
+    def _remove_when_closed(self, entry: ModelEntry) -> None:
+        while entry.model is not None and not entry.model.close():
+            pass  # each look waits for long
+        self._remove(entry)
+
+    def _remove(self, entry: ModelEntry) -> None:
+        entry.model = None
+        _give_memory_back()
+        self._admission.release(entry.id)
+        with self._lock:
+            self._entries.pop(entry.id, None)
+        log.info("model %s is unloaded", entry.id)
+
+    def evict_through(self, evict: Callable[[str], None]) -> None:
+        """From now on idle models make room, and this function unloads one; it returns when the model is gone."""
+        self._admission.evict, self._admission.on_full = evict, "evict"
+
+    def _claims(self) -> list[Claim]:
+        """What computes here, for the sharing of the cores."""
+        return [
+            Claim(part, model.options.threads or available_cores(), model.threads_are_chosen)
+            for model in self.models().values()
+            for part in model.parts
+        ]
+
+    def memory(self) -> dict[str, Any]:
+        """The budget, what is done when it is full, and the devices with their total and free bytes."""
+        return self._admission.report()
+
+    def _idle(self) -> list[str]:
+        """The models that nobody uses, the least recently used first. The default one is not among them."""
+        with self._lock:
+            others = [entry for entry in self._entries.values() if entry.id != self._default]
+            ready = [entry.model for entry in others if entry.status == "ready" and not entry.num_holds]
+        idle = [model for model in ready if model is not None and not model.is_busy]
+        return [model.id for model in sorted(idle, key=lambda model: model.last_used)]
+
+    def _evict(self, model_id: str) -> None:
+        self.unload(model_id, EVICT_TIMEOUT_S)
+
+    def get(self, model_id: str) -> Model:
+        """The model of that id, or the default one for ":default". Raises UnknownModel.
+
+        It may be unloaded meanwhile, and then raises EngineStopped: see `hold`.
+        """
+        with self._lock:
+            model = self._ready(model_id).model
+        assert model is not None
+        return model
+
+    @contextlib.contextmanager
+    def hold(self, model_id: str) -> Iterator[Model]:
+        """As `get`, and the model stays until the end of the `with` block: an unload waits for that."""
+        with self._lock:
+            entry = self._ready(model_id)
+            entry.num_holds += 1
+        assert entry.model is not None
+        try:
+            yield entry.model
+        finally:
+            with self._lock:
+                entry.num_holds -= 1
+
+    def _ready(self, model_id: str) -> ModelEntry:
+        """Raises UnknownModel. With the lock held."""
+        entry = self._entries.get(self._default or "" if model_id == DEFAULT_MODEL else model_id)
+        if entry is None or entry.status != "ready" or entry.model is None:
+            raise self._unknown(model_id)
+        return entry
+
+    def _unknown(self, model_id: str) -> UnknownModel:
+        entry = self._entries.get(model_id)
+        if entry is not None:
+            return UnknownModel(f"model {model_id!r} is {entry.status}; wait until that is over")
+        if model_id == DEFAULT_MODEL:
+            return UnknownModel("no model is the default here; load one, or name one with set_default")
+        return UnknownModel(f"no model {model_id!r} is loaded here; {nearest(model_id, self._entries)}")
+
+    def is_loaded(self, model_id: str) -> bool:
+        """True when the model takes requests."""
+        with self._lock:
+            entry = self._entries.get(model_id)
+            return entry is not None and entry.status == "ready"
+
+    def is_leaving(self, model_id: str) -> bool:
+        """True while the model is unloading; of ":default", while one does, and no other is the default."""
+        with self._lock:
+            if model_id == DEFAULT_MODEL and self._default is None:
+                return any(entry.status == "unloading" for entry in self._entries.values())
+            entry = self._entries.get(model_id)
+            return entry is not None and entry.status == "unloading"
+
+    def set_default(self, model_id: str) -> None:
+        """Serves ":default" from this model. Raises UnknownModel."""
+        self.get(model_id)
+        self._default = model_id
+
+    @property
+    def default(self) -> str | None:
+        """The id of the default model."""
+        return self._default
+
+    def models(self) -> Mapping[str, Model]:
+        """All models that take requests, by id, as they are now."""
+        with self._lock:
+            return {id_: entry.model for id_, entry in self._entries.items() if entry.model and entry.status == "ready"}
+
+    def entries(self) -> list[ModelEntry]:
+        """All models with their status, those that are on their way, too."""
+        with self._lock:
+            return list(self._entries.values())
+
+    def close(self) -> None:
+        """Closes every model; what runs fails with EngineStopped. Idempotent."""
+        self.cores.close()
+        with self._lock:
+            models = [entry.model for entry in self._entries.values() if entry.model is not None]
+            self._entries, self._default = {}, None
+        for model in models:
+            model.close()
+        with ModelManager._class_lock:
+            if ModelManager._open is self:
+                ModelManager._open = None
+
+
+def devices() -> list[Device]:
+    """The devices that models can use, with total and free bytes; without a GPU build that is the CPU alone."""
+    from cellama.engine.llama import devices
+
+    return devices()
+
+
+def _give_memory_back() -> None:
+    """Frees what hangs on reference cycles, and gives freed pages back to the system (glibc keeps them otherwise)."""
+    gc.collect()
+    if sys.platform == "linux":
+        with contextlib.suppress(AttributeError):  # musl has no malloc_trim
+            ctypes.CDLL(None).malloc_trim(0)
+
+
+def _new_id(source: str, taken: Mapping[str, ModelEntry]) -> str:
+    """The name of the source, with a number if another model has it."""
+    name = PurePosixPath(source.partition("://")[2] or source).name.removesuffix(".gguf") or "model"
+    number = 1
+    while (candidate := name if number == 1 else f"{name}-{number}") in taken:
+        number += 1
+    return candidate

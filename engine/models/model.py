@@ -1,0 +1,221 @@
+"""A loaded model: what it can do, through its weights, its engine, its embedder and its template."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cellama.engine.backend import ModelInfo
+from cellama.engine.capabilities import Capability, Uses
+from cellama.engine.core.adapters import UNLOAD_TIMEOUT_S, AdapterInfo
+from cellama.engine.core.embedder import Embedder
+from cellama.engine.core.engine import Engine
+from cellama.engine.core.reranker import Reranker
+from cellama.engine.errors import AdapterLoadFailed, ModelLoadFailed, WrongCapability
+from cellama.engine.memory.budget import Footprint
+from cellama.engine.options import EngineOptions
+from cellama.engine.system.low_priority import at_low_priority
+from cellama.engine.system.watchdog import Pulse
+from cellama.engine.text.chat_template import Message
+
+from .hub import HubOptions
+from .sources import resolve
+from .tokenizer import Texts
+
+if TYPE_CHECKING:
+    from cellama.engine.llama.backends import Backends
+
+log = logging.getLogger(__name__)
+
+DEFAULT_MODEL = ":default"
+
+
+class Model(Texts):
+    """A loaded model: its weights, once, and an engine, an embedder, a reranker where its capabilities ask for them."""
+
+    def __init__(
+        self,
+        model_id: str,
+        source: str,
+        path: Path,
+        options: EngineOptions,
+        uses: Uses,
+        hub: HubOptions,
+        adapters: Mapping[str, tuple[str, float]] | None = None,
+        tuned: tuple[str, ...] = (),
+    ) -> None:
+        """Loads everything from the file of its source, with `adapters` by name (source, scale).
+
+        `tuned` names the options that are as `cellama tune` found them best.
+        A failure leaves nothing behind. Raises ModelLoadFailed, and what `load_adapter` does.
+        """
+        from cellama.engine.llama import LlamaModel, load_contexts
+
+        started = time.monotonic()
+        self.id = model_id
+        self.source = source
+        self.options = options
+        self.tuned = tuned
+        self.capabilities = uses.capabilities
+        self.memory: Footprint  # what llama.cpp says it took
+        self.devices: dict[str, int]  # on which devices its layers lie, and how many of them
+        self.ctx_per_slot: int | None = None  # tokens; None without an engine
+        self._hub = hub
+        self._engine: Engine | None = None
+        self._embedder: Embedder | None = None
+        self._reranker: Reranker | None = None
+        self._weights = at_low_priority(lambda: LlamaModel(path, n_gpu_layers=options.n_gpu_layers))
+        try:
+            super().__init__(model_id, self._weights, control_tokens_in_text=options.control_tokens_in_text)
+            if "chat" in self.capabilities and self._weights.chat_template is not None:
+                self.template  # noqa: B018  (a broken one is a reason not to load the model)
+            backends, self.memory, self.devices = at_low_priority(lambda: load_contexts(self._weights, options, uses))
+            self._start(backends)
+            for name, (adapter_source, scale) in (adapters or {}).items():
+                self.load_adapter(name, adapter_source, scale)
+        except Exception:
+            self.close()
+            raise
+        self.load_s = time.monotonic() - started
+        self._loaded_at = time.time()
+
+    def _start(self, backends: Backends) -> None:
+        """Gives the backends to their threads, which run at normal priority; one that no thread took is freed."""
+        from cellama.engine.llama import PairFormat
+
+        try:
+            if backends.generation is not None:
+                self.ctx_per_slot = backends.generation.ctx_per_slot
+                self._engine = Engine(backends.generation, self.options, name=self.id)
+            if backends.embedding is not None:
+                self._embedder = Embedder(backends.embedding, self.id, self._weights.around[1])
+            if backends.ranking is not None:
+                scoring = Embedder(backends.ranking, name=f"{self.id}-rank")
+                pairs = PairFormat(self._weights, control_tokens_in_text=self.options.control_tokens_in_text)
+                self._reranker = Reranker(pairs, scoring)
+        except Exception:
+            for part, backend in (
+                (self._engine, backends.generation),
+                (self._embedder, backends.embedding),
+                (self._reranker, backends.ranking),
+            ):
+                if part is None and backend is not None:
+                    backend.close()
+            raise
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._weights.info
+
+    @property
+    def tuned_text(self) -> str:
+        """The tuned options and their values, for people."""
+        return ", ".join(f"{name} {getattr(self.options, name)}" for name in self.tuned)
+
+    @property
+    def threads(self) -> int:
+        """With how many its steps are computed now."""
+        return self.parts[0].threads
+
+    @property
+    def threads_are_chosen(self) -> bool:
+        """True when the number stays as it was set; else it is this model's share of the cores (core_sharing.py)."""
+        return self.options.threads is not None and "threads" not in self.tuned
+
+    @property
+    def last_used(self) -> float:
+        """Unix seconds of the last request, or of the end of the load."""
+        return max(self._loaded_at, *(part.last_submit for part in self.parts))
+
+    @property
+    def engine(self) -> Engine:
+        """The generation engine. Raises WrongCapability when the model has none."""
+        if self._engine is None:
+            raise self._lacks("generate")
+        return self._engine
+
+    @property
+    def embedder(self) -> Embedder:
+        """The embedder. Raises WrongCapability when the model has none."""
+        if self._embedder is None:
+            raise self._lacks("embed")
+        return self._embedder
+
+    @property
+    def reranker(self) -> Reranker:
+        """The reranker. Raises WrongCapability when the model has none."""
+        if self._reranker is None:
+            raise self._lacks("rerank")
+        return self._reranker
+
+    def require(self, capability: Capability) -> None:
+        """Raises WrongCapability unless the model was loaded for this use."""
+        if capability not in self.capabilities:
+            raise self._lacks(capability)
+
+    def _lacks(self, capability: Capability) -> WrongCapability:
+        able = ", ".join(sorted(self.capabilities))
+        return WrongCapability(
+            f"model {self.id!r} is loaded for {able}, not for {capability}; add {capability!r} to its capabilities"
+        )
+
+    def render_chat(self, /, messages: Sequence[Message], **template_args: Any) -> str:
+        """As Texts.render_chat. Raises WrongCapability, too."""
+        self.require("chat")
+        return super().render_chat(messages, **template_args)
+
+    def load_adapter(self, name: str, source: str, scale: float = 1.0, hub: HubOptions | None = None) -> AdapterInfo:
+        """Loads a LoRA adapter, which requests that do not choose have from now on; with scale 0 only those that do.
+
+        `source` is a path, or a file on the hub; `hub` defaults to the model's own. Requests that run go on as they
+        are. Raises IdTaken, AdapterLoadFailed, InvalidRequest, WrongCapability (embeddings have no adapters).
+        """
+        loaded = self.engine.adapters
+        try:
+            path = resolve(source, hub or self._hub)
+        except ModelLoadFailed as error:
+            raise AdapterLoadFailed(f"adapter {name!r}: {error}") from None
+        return loaded.load(name, source, path, scale)
+
+    def adapters(self) -> list[AdapterInfo]:
+        """The adapters, with their scales and the requests that use them."""
+        return [] if self._engine is None else self._engine.adapters.infos()
+
+    def set_adapter_scale(self, name: str, scale: float) -> None:
+        """Requests that do not choose have the adapter with this scale from now on. Raises as Adapters.set_scale."""
+        self.engine.adapters.set_scale(name, scale)
+
+    def unload_adapter(self, name: str, timeout_s: float = UNLOAD_TIMEOUT_S) -> None:
+        """Frees an adapter once no unfinished request has it; new ones don't get it. Raises as Adapters.unload."""
+        self.engine.adapters.unload(name, timeout_s)
+
+    @property
+    def pulses(self) -> list[Pulse]:
+        """Of its threads, for a Watchdog."""
+        return [part.pulse for part in self.parts]
+
+    @property
+    def is_busy(self) -> bool:
+        """True while requests of it have not ended."""
+        return any(part.is_busy for part in self.parts)
+
+    @property
+    def parts(self) -> list[Engine | Embedder | Reranker]:
+        """What computes, each in a thread of its own."""
+        return [part for part in (self._engine, self._embedder, self._reranker) if part is not None]
+
+    def close(self) -> bool:
+        """Ends its threads, then frees contexts, adapters and weights. What runs fails with EngineStopped.
+
+        False, and the weights are not freed, if a step does not end, or a text is being tokenized all the time: freeing
+        them under it would end the process. Idempotent.
+        """
+        self._close_template()
+        ended = [part.close() for part in self.parts]
+        closed = all(ended) and self._weights.close()
+        if not closed:
+            log.error("model %s is still in use; its memory is not freed", self.id)
+        return closed

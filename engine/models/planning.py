@@ -1,0 +1,106 @@
+"""The plan of a load, made in a process of its own: a damaged file ends that process, and not one that serves.
+
+llama.cpp checks much of a file by assertions, which end the process. What they refuse is found here: the child reads
+the file's head, vocabulary and shapes as the real load does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cellama.engine.capabilities import Capability, Uses
+from cellama.engine.errors import EngineError, InvalidRequest, ModelLoadFailed, WrongCapability
+from cellama.engine.memory.budget import Footprint, Room, Usage
+from cellama.engine.memory.free_memory import ram
+from cellama.engine.options import EngineOptions
+from cellama.engine.system.confined import confine, how_it_ended
+
+if TYPE_CHECKING:
+    from cellama.engine.llama import Plan
+
+TIMEOUT_S = 120.0  # a plan takes less than a second, beside a busy engine a few
+CPU_S = 60
+LEAST_DATA_BYTES = 2 << 30
+_BUILD_FOLDER = re.compile(r"^\S*/(?=[\w.-]+:\d+:)")  # of an assertion's source file
+_ERRORS: dict[str, type[EngineError]] = {
+    error.code: error for error in (ModelLoadFailed, WrongCapability, InvalidRequest)
+}
+
+
+def plan_apart(
+    model_id: str, path: Path, options: EngineOptions, wanted: frozenset[Capability] | None, room: Room
+) -> Plan:
+    """As `llama.plan_load`, with what `cellama tune` chose for what the options leave open (tuned_options.py).
+
+    Raises ModelLoadFailed, for a file that ends llama.cpp, too; WrongCapability, InvalidRequest.
+    """
+    asked = {
+        "model_id": model_id,
+        "path": str(path),
+        "options": asdict(options),
+        "wanted": None if wanted is None else sorted(wanted),
+        "room": dict(room.free),
+    }
+    answer = _answer_of_child(path, json.dumps(asked))
+    if "error" in answer:
+        raise _ERRORS.get(answer["code"], ModelLoadFailed)(answer["error"])
+    return _plan_of(answer)
+
+
+def _answer_of_child(path: Path, asked: str) -> Mapping[str, Any]:
+    child = subprocess.Popen(
+        [sys.executable, "-m", "cellama.engine.models.planning_process"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env={**os.environ, "GGML_NO_BACKTRACE": "1"},
+        start_new_session=True,  # Ctrl-C is for the parent
+    )
+    confine(child.pid, data_bytes=max(LEAST_DATA_BYTES, ram()[1]), cpu_s=CPU_S)
+    with child:
+        try:
+            said, complaints = child.communicate(asked, TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            raise ModelLoadFailed(
+                f"the load of {str(path)!r} was not planned within {TIMEOUT_S:g} s; the file may be damaged: "
+                "fetch or convert it again"
+            ) from None
+    if child.returncode == 0:
+        answer: Mapping[str, Any] = json.loads(said)
+        return answer
+    last = next((line.strip() for line in reversed(complaints.splitlines()) if line.strip()), "no reason given")
+    reason = f"{how_it_ended(child.returncode)}: {_BUILD_FOLDER.sub('', last)}"
+    raise ModelLoadFailed(
+        f"llama.cpp ends over {str(path)!r} ({reason}); the file is damaged or of an unsupported kind: "
+        "fetch or convert it again"
+    )
+
+
+def plan_as_json(plan: Plan) -> dict[str, Any]:
+    """What the child writes."""
+    return {
+        "options": asdict(plan.options),
+        "footprint": {name: asdict(usage) for name, usage in plan.footprint.devices.items()},
+        "capabilities": sorted(plan.uses.capabilities),
+        "pooling": plan.uses.pooling,
+        "tuned": list(plan.tuned),
+    }
+
+
+def _plan_of(answer: Mapping[str, Any]) -> Plan:
+    from cellama.engine.llama import Plan
+
+    footprint = Footprint({name: Usage(**usage) for name, usage in answer["footprint"].items()})
+    uses = Uses(frozenset(answer["capabilities"]), answer["pooling"])
+    return Plan(EngineOptions(**answer["options"]), footprint, uses, tuple(answer["tuned"]))

@@ -1,0 +1,120 @@
+"""Text to tokens and back, and chat templates: what needs a model's vocabulary only. Safe from any thread."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from cellama.engine.errors import InvalidRequest, TemplateFailed
+from cellama.engine.grammar.json_schema import schema_to_gbnf
+from cellama.engine.text.chat_template import (
+    ChatOptions,
+    ChatPrompt,
+    ChatTemplate,
+    Message,
+    Rendered,
+    grammar_of_choice,
+    reply_format_of,
+)
+
+from .hub import HubOptions
+from .sources import resolve
+
+if TYPE_CHECKING:
+    from cellama.engine.llama import LlamaModel
+
+
+class Texts:
+    """The text side of a model."""
+
+    def __init__(self, name: str, weights: LlamaModel, *, control_tokens_in_text: bool = False) -> None:
+        """With `control_tokens_in_text` what reads like a control token in a message is one, as anybody may write it;
+        else only the template writes any."""
+        self._name = name
+        self._weights = weights
+        self._control_tokens_in_text = control_tokens_in_text
+
+    @functools.cached_property
+    def template(self) -> ChatTemplate:
+        """The model's own chat template. Raises TemplateFailed if it has none, or one that does not compile."""
+        weights, source = self._weights, self._weights.chat_template
+        if source is None:
+            raise TemplateFailed(
+                f"model {self._name!r} has no chat template; use `generate` with a prompt, or a model made for chat"
+            )
+        bos, eos = weights.special_text("bos"), weights.special_text("eos")
+        return ChatTemplate(
+            source, bos=bos, eos=eos, specials=weights.special_tokens, mark=not self._control_tokens_in_text
+        )
+
+    def _close_template(self) -> None:
+        template = self.__dict__.get("template")
+        if template is not None:
+            template.close()
+
+    def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
+        """Token ids of a text; `parse_special` turns the text of special tokens into them."""
+        return self._weights.tokenize(text, add_special=add_special, parse_special=parse_special)
+
+    def detokenize(self, tokens: Iterable[int]) -> str:
+        """The text of tokens; control tokens have none. Raises InvalidRequest."""
+        ids, n_vocab = list(tokens), self._weights.info.n_vocab
+        if not all(0 <= token < n_vocab for token in ids):
+            raise InvalidRequest(f"there are token ids outside 0..{n_vocab - 1}")
+        with self._weights.lifetime:
+            return b"".join(self._weights.token_bytes(token) for token in ids).decode(errors="replace")
+
+    def render_chat(self, /, messages: Sequence[Message], **template_args: Any) -> str:
+        """The prompt of a conversation (see ChatTemplate.render). Raises TemplateFailed."""
+        return self._render(messages, **template_args).text
+
+    def _render(self, /, messages: Sequence[Message], **template_args: Any) -> Rendered:
+        return self.template.render(messages, **template_args)
+
+    def tokenize_chat(self, /, messages: Sequence[Message], **template_args: Any) -> list[int]:
+        """Token ids of a conversation's prompt; the template writes the special tokens, none is added twice."""
+        return self._tokens_of_prompt(self._render(messages, **template_args))
+
+    def _tokens_of_prompt(self, prompt: Rendered) -> list[int]:
+        weights = self._weights
+        tokens = weights.tokenize_marked(prompt.text, prompt.marked, self.template.markup)
+        bos = weights.special_text("bos")
+        if bos and prompt.marked.startswith(bos):
+            return tokens
+        begin, end = weights.around
+        return [*begin, *tokens, *end]
+
+    def prepare_chat(self, messages: Sequence[Message], options: ChatOptions) -> ChatPrompt:
+        """A conversation's prompt, and how the reply to it is read. Raises TemplateFailed, InvalidRequest."""
+        prompt = self._render(messages, **options.variables)
+        reply = reply_format_of(self._name, self.template, prompt, options, self._ids_of_markup)
+        grammar = grammar_of_choice(self._name, reply, options, schema_to_gbnf)
+        return ChatPrompt(prompt.text, self._tokens_of_prompt(prompt), reply, grammar)
+
+    def _ids_of_markup(self, text: str) -> list[int]:
+        return self.tokenize(text, add_special=False, parse_special=True)
+
+
+class Tokenizer(Texts):
+    """A model's vocabulary and template without its weights: loaded in moments, no engine.
+
+    Use as a context manager, or close it.
+    """
+
+    def __init__(self, source: str, hub: HubOptions | None = None) -> None:
+        """Raises ModelLoadFailed."""
+        from cellama.engine.llama import LlamaModel
+
+        super().__init__(source, LlamaModel(resolve(source, hub or HubOptions()), vocab_only=True))
+
+    def close(self) -> None:
+        """Frees its memory. Idempotent."""
+        self._close_template()
+        self._weights.close()
+
+    def __enter__(self) -> Tokenizer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,141 @@
+"""What `cellama tune` found, kept per model and machine: a JSON file per model, by its fingerprint.
+
+`$XDG_CACHE_HOME/cellama/tuned/FINGERPRINT.json`, by default below `~/.cache`:
+
+    {"version": 1, "results": [{"conditions": {…}, "chosen": {…}, "rows": [{…}], "at": "2026-01-31T12:00:00+00:00"}]}
+
+A result counts for a load whose conditions are the same: CPU, cores, GPUs, version of llama.cpp, and the options that
+change the work itself. What can't be read is ignored, with a line in the log.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Iterable
+from dataclasses import asdict, fields, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from cellama.engine.errors import InvalidRequest
+from cellama.engine.options import EngineOptions
+from cellama.engine.tuning.search import Measured, Setup
+
+log = logging.getLogger(__name__)
+
+VERSION = 1
+SAME_OPTIONS = ("n_gpu_layers", "flash_attention", "cache_type_k", "cache_type_v")
+
+Conditions = dict[str, Any]  # JSON
+
+
+def folder() -> Path:
+    """Where results lie; it need not exist."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cellama" / "tuned"
+
+
+def conditions(options: EngineOptions) -> Conditions:
+    """What a result depends on beside the model: this machine, and how the options set up the work."""
+    from cellama.engine.llama import machine
+
+    return {**machine(), **{name: getattr(options, name) for name in SAME_OPTIONS}}
+
+
+def keep(fingerprint: str, given: Conditions, chosen: Measured, rows: Iterable[Measured]) -> Path:
+    """Writes a result in place of an earlier one for the same conditions; returns its file. Raises OSError."""
+    path = _path(fingerprint)
+    others = [result for result in _results(path) if result["conditions"] != given]
+    result = {
+        "conditions": given,
+        "chosen": asdict(chosen.setup),
+        "rows": [asdict(row) for row in rows],
+        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, suffix=".partial", delete=False) as file:
+        json.dump({"version": VERSION, "results": [*others, result]}, file, indent=1)
+    os.replace(file.name, path)  # readers see the old file or the new one
+    return path
+
+
+def recall(fingerprint: str, given: Conditions) -> Setup | None:
+    """What was chosen for this model under these conditions; None if nobody measured it."""
+    path = _path(fingerprint)
+    for result in _results(path):
+        if result["conditions"] == given:
+            try:
+                return _to_setup(result["chosen"])
+            except (KeyError, TypeError, ValueError, InvalidRequest) as error:
+                log.warning("a result in %s is damaged and ignored (%s); run `cellama tune` again", path, error)
+    return None
+
+
+def apply(options: EngineOptions, path: Path) -> tuple[EngineOptions, tuple[str, ...]]:
+    """The options with what was measured where they leave the choice, and the names of these; else as they are.
+
+    `n_ctx` shares a fixed context among the slots, and a layout suits a number of slots: with `n_ctx` both stay what
+    they were, and the layout is taken only together with the slots. Raises ModelLoadFailed for a broken file.
+    """
+    left = _left_open(options)
+    if not left or not folder().is_dir():
+        return options, ()
+    from cellama.engine.llama import fingerprint
+
+    setup = recall(fingerprint(path), conditions(options))
+    if setup is None:
+        return options, ()
+    found = {name: value for name in left if (value := getattr(setup, name)) is not None}
+    if _is_too_narrow(options, found):
+        found = {name: value for name, value in found.items() if name not in ("n_parallel", "kv_layout")}
+    if _is_too_narrow(options, found):
+        found.pop("n_ubatch", None)
+    return replace(options, **found), tuple(found)
+
+
+def _is_too_narrow(options: EngineOptions, found: dict[str, Any]) -> bool:
+    """True if a pass would have fewer tokens than there are slots."""
+    pass_tokens = min(found.get("n_ubatch") or options.pass_tokens, options.n_batch)
+    return bool((found.get("n_parallel") or options.num_slots) > pass_tokens)
+
+
+def _left_open(options: EngineOptions) -> list[str]:
+    names = [name for name in ("threads", "n_ubatch") if getattr(options, name) is None]
+    if options.n_parallel is None and options.n_ctx is None:
+        names.append("n_parallel")
+        if options.kv_layout == "auto":
+            names.append("kv_layout")
+    return names
+
+
+def _path(fingerprint: str) -> Path:
+    return folder() / f"{fingerprint}.json"
+
+
+def _results(path: Path) -> list[dict[str, Any]]:
+    """The results of a file, each with its conditions; none if it can't be read."""
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        if stored["version"] != VERSION:
+            raise ValueError(f"its version is {stored['version']!r}, not {VERSION}")
+        return [dict(result) for result in stored["results"] if isinstance(result["conditions"], dict)]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        log.warning("the tuned values in %s can't be used (%r); run `cellama tune` again", path, error)
+        return []
+
+
+def _to_setup(stored: dict[str, Any]) -> Setup:
+    """A setup that the engine would take. Raises KeyError, TypeError, InvalidRequest."""
+    setup = Setup(**{field.name: stored[field.name] for field in fields(Setup)})
+    EngineOptions(
+        threads=setup.threads,
+        n_parallel=setup.n_parallel,
+        n_ubatch=setup.n_ubatch,
+        kv_layout=setup.kv_layout or "auto",
+        n_batch=max(2048, setup.n_parallel or 0),
+    )
+    return setup

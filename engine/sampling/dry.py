@@ -1,0 +1,162 @@
+"""DRY: tokens that would continue a repetition become less likely. Source: llama.cpp, llama-sampler.cpp, by pi6am.
+
+How far the end of a text repeats what came before is kept for every earlier place, and goes on with each token: numpy
+compares a whole context in some microseconds.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cellama.engine.options import SamplingParams
+
+_MAX_TAIL = 20  # tokens of a breaker after its first
+_FLOAT_MAX_LOG = 88.7228391
+
+
+@dataclass(frozen=True)
+class Breakers:
+    """First tokens of texts that a repetition does not cross, and the tokens that must follow them; often none."""
+
+    tails: dict[int, tuple[tuple[int, ...], ...]]
+
+    def longest(self, tokens: Sequence[int]) -> int:
+        """How many tokens a breaker takes after the first of these, -1 if none begins there."""
+        fitting = [len(tail) for tail in self.tails.get(tokens[0], ()) if tuple(tokens[1 : 1 + len(tail)]) == tail]
+        return max(fitting, default=-1)
+
+    @functools.cached_property
+    def single(self) -> frozenset[int]:
+        """Tokens that are breakers by themselves."""
+        return frozenset(token for token, tails in self.tails.items() if () in tails)
+
+
+def find_breaker(text: bytes, pieces: Sequence[bytes], tokenize: Callable[[str], list[int]]) -> Breakers:
+    """The tokens that hold a breaker, or end as it begins, among a whole vocabulary."""
+    tails: dict[int, tuple[tuple[int, ...], ...]] = {}
+    heads = [text[:count] for count in range(1, len(text))]
+    last_bytes = {head[-1] for head in heads}
+    for token, piece in enumerate(pieces):
+        if text in piece:
+            tails[token] = ((),)
+        elif piece and piece[-1] in last_bytes:
+            rests = [text[len(head) :] for head in heads if piece.endswith(head)]
+            found = dict.fromkeys(tail for rest in rests if (tail := _tail(rest, tokenize)))
+            if found:
+                tails[token] = tuple(found)
+    return Breakers(tails)
+
+
+def _tail(rest: bytes, tokenize: Callable[[str], list[int]]) -> tuple[int, ...]:
+    try:
+        return tuple(tokenize(rest.decode())[:_MAX_TAIL])
+    except UnicodeDecodeError:  # it would begin within a character
+        return ()
+
+
+def joined(breakers: Iterable[Breakers]) -> Breakers:
+    """All of them."""
+    tails: dict[int, tuple[tuple[int, ...], ...]] = {}
+    for each in breakers:
+        for token, own in each.tails.items():
+            tails[token] = tuple(dict.fromkeys((*tails.get(token, ()), *own)))
+    return Breakers(tails)
+
+
+class Dry:
+    """The penalties of one sequence. Engine thread only."""
+
+    def __init__(self, params: SamplingParams, window: int, breakers: Breakers, history: Sequence[int]) -> None:
+        """`window` is how many tokens it looks back on."""
+        self._params = params
+        self._window = window
+        self._breakers = breakers
+        self._size = len(history)
+        self._tokens = np.zeros(2 * len(history) + 64, np.int64)
+        self._tokens[: self._size] = history
+        self._repeats = np.zeros(len(self._tokens), np.int32)  # how far the text up to here is like the text's end
+        self._repeats[: self._size] = _repeats(history)
+        self._break = -1  # the last place with a breaker that is older than any tail
+        self._break_length = 0
+        for place in range(max(0, self._size - window), self._size - _MAX_TAIL):
+            self._note_break(place)
+        self._max_exponent = int(_FLOAT_MAX_LOG / math.log(params.dry_base)) if params.dry_base > 1.000001 else 0
+
+    def accept(self, token: int) -> None:
+        if self._size == len(self._tokens):
+            self._tokens = np.concatenate([self._tokens, np.zeros_like(self._tokens)])
+            self._repeats = np.concatenate([self._repeats, np.zeros_like(self._repeats)])
+        start, size = max(0, self._size + 1 - self._window), self._size
+        before = self._repeats[max(start - 1, 0) : size - 1] if size else self._repeats[:0]
+        following = np.where(self._tokens[start:size] == token, 1, 0).astype(np.int32)
+        shifted = before if start else np.concatenate([np.zeros(1, np.int32), before])[: len(following)]
+        self._repeats[start:size] = following * (shifted + 1)
+        self._tokens[size] = token
+        self._repeats[size] = 0
+        self._size += 1
+        if self._size > _MAX_TAIL:
+            self._note_break(self._size - _MAX_TAIL - 1)
+
+    def apply(self, logits: NDArray[np.float32]) -> None:
+        start, allowed = max(0, self._size - self._window), self._params.dry_allowed_length
+        if self._size - start <= allowed:
+            return
+        limit = self._limit(start)
+        if limit < allowed:
+            return
+        room = np.arange(1, self._size - start, dtype=np.int32)  # no repetition begins before the window
+        lengths = np.minimum(np.minimum(self._repeats[start : self._size - 1], room), limit)
+        places = np.flatnonzero(lengths >= allowed)
+        tokens, which = np.unique(self._tokens[start + 1 + places], return_inverse=True)
+        longest = np.zeros(len(tokens), np.int64)
+        np.maximum.at(longest, which, lengths[places])
+        kept = np.array([token not in self._breakers.single for token in tokens.tolist()], np.bool_)
+        exponents = (longest - allowed)[kept]
+        if self._max_exponent:
+            exponents = np.minimum(exponents, self._max_exponent)
+        with np.errstate(over="ignore"):
+            penalties = self._params.dry_multiplier * np.float64(self._params.dry_base) ** exponents
+            logits[tokens[kept]] -= penalties.astype(np.float32)
+
+    def _limit(self, start: int) -> int:
+        """How long a repetition may be, so that it does not cross the last breaker."""
+        recent = self._tokens[max(start, self._size - _MAX_TAIL) : self._size].tolist()
+        for back in range(len(recent)):
+            longest = self._breakers.longest(recent[len(recent) - 1 - back :])
+            if longest >= 0:
+                return back - longest
+        if self._break >= start:
+            return self._size - 1 - self._break - self._break_length
+        return self._size - start
+
+    def _note_break(self, place: int) -> None:
+        token = int(self._tokens[place])
+        if token in self._breakers.tails:
+            following = self._tokens[place : min(place + _MAX_TAIL + 1, self._size)].tolist()
+            longest = self._breakers.longest(following)
+            if longest >= 0:
+                self._break, self._break_length = place, longest
+
+
+def _repeats(tokens: Sequence[int]) -> NDArray[np.int32]:
+    """For every place how many tokens up to it are like the last ones; 0 for the last. The Z algorithm, backwards."""
+    size = len(tokens)
+    found = np.zeros(size, np.int32)
+    backwards = list(reversed(tokens))
+    lengths = [0] * size
+    left = right = 0
+    for place in range(1, size):
+        length = min(right - place, lengths[place - left]) if place < right else 0
+        while place + length < size and backwards[length] == backwards[place + length]:
+            length += 1
+        if place + length > right:
+            left, right = place, place + length
+        lengths[place] = length
+    found[:] = lengths[::-1]
+    return found

@@ -1,0 +1,359 @@
+"""How the next token is chosen from logits: numpy only, and the same for the same seed and position.
+
+The randomness of a token depends on the seed and on the token's place in the output, not on what was drawn before. So
+a sequence goes on exactly anywhere: what is needed is its tokens, and one number with mirostat.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections import Counter, deque
+from collections.abc import Iterable
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cellama.engine.logprobs import TokenLogprob
+from cellama.engine.options import SamplingParams
+
+Logits = NDArray[np.float32]  # of the whole vocabulary
+Ids = NDArray[np.int64]
+Values = NDArray[np.float64]
+
+_BLOCK = 64
+_FIRST_LOOK = 256  # candidates that a grammar is asked about before the whole vocabulary
+_MIROSTAT_M = 100  # tokens that mirostat 1 estimates from
+
+
+class Constraint(Protocol):
+    """Allows some tokens and forbids others, depending on what was accepted."""
+
+    def allows(self, tokens: Ids) -> NDArray[np.bool_]:
+        """Which of these tokens may come next."""
+        ...
+
+    def accept(self, token: int) -> None:
+        """An allowed token comes next."""
+        ...
+
+
+class Changer(Protocol):
+    """Changes logits by the tokens that came before."""
+
+    def apply(self, logits: Logits) -> None: ...
+
+    def accept(self, token: int) -> None: ...
+
+
+class Penalties:
+    """Makes tokens that occurred lately less likely. Source: llama.cpp, llama-sampler.cpp, penalties."""
+
+    def __init__(self, params: SamplingParams, history: Iterable[int]) -> None:
+        self._params = params
+        self._window: deque[int] = deque(history, maxlen=params.repeat_last_n)
+        self._counts = Counter(self._window)
+
+    def apply(self, logits: Logits) -> None:
+        ids = np.fromiter(self._counts.keys(), np.int64, len(self._counts))
+        counts = np.fromiter(self._counts.values(), np.float32, len(self._counts))
+        values, repeat = logits[ids], self._params.repeat_penalty
+        values = np.where(values <= 0, values * repeat, values / repeat)
+        logits[ids] = values - counts * self._params.frequency_penalty - self._params.presence_penalty
+
+    def accept(self, token: int) -> None:
+        if len(self._window) == self._window.maxlen:
+            oldest = self._window[0]
+            self._counts[oldest] -= 1
+            if not self._counts[oldest]:
+                del self._counts[oldest]
+        self._window.append(token)
+        self._counts[token] += 1
+
+
+class Chooser:
+    """Chooses the tokens of one sequence, one after another."""
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        seed: int,
+        history: Iterable[int] = (),
+        *,
+        banned: Ids | None = None,
+        constraint: Constraint | None = None,
+        dry: Changer | None = None,
+        num_chosen: int = 0,
+        mirostat_mu: float | None = None,
+    ) -> None:
+        """`history` is what the penalties look back on; `num_chosen` of its last tokens were chosen before.
+
+        `dry` has seen the history. `mirostat_mu` is what mirostat had learned by then.
+        """
+        self._params = params
+        self._seed = seed
+        self._banned = banned
+        self._constraint = constraint
+        penalties = Penalties(params, history) if params.has_penalties else None
+        self._changers = [changer for changer in (penalties, dry) if changer is not None]
+        self._bias = _bias_arrays(params)
+        self._changes_logits = bool(self._changers or self._bias) or banned is not None
+        self.num_chosen = num_chosen
+        self.mirostat_mu = 2 * params.mirostat_tau if mirostat_mu is None else mirostat_mu
+
+    def constrain(self, constraint: Constraint) -> None:
+        """From now on the constraint holds."""
+        self._constraint = constraint
+
+    def choose(self, logits: Logits, forced: int | None = None) -> tuple[int, TokenLogprob | None]:
+        """The next token, which counts as chosen: `forced`, unless that is None or the constraint forbids it.
+
+        Changes `logits`. Raises NothingAllowed.
+        """
+        top = self._params.logprobs
+        raw = logits.copy() if top is not None and self._changes_logits else logits
+        report = _LogprobReport(raw, top) if top is not None else None
+        if forced is not None and (self._constraint is None or self._constraint.allows(np.array([forced]))[0]):
+            self._accept(forced)
+            return forced, report.of(forced) if report else None
+        self._adjust(logits)
+        token = self._pick(logits, "draw")
+        if self._constraint is not None and not self._constraint.allows(np.array([token]))[0]:
+            token = self._pick_allowed(logits, self._constraint)
+        self._learn_surprise()
+        self._accept(token)
+        return token, report.of(token) if report else None
+
+    def _adjust(self, logits: Logits) -> None:
+        """In llama.cpp's order (common/sampling.cpp): biases, penalties, DRY, then what filters tokens."""
+        if self._bias is not None:
+            np.add.at(logits, *self._bias)
+        for changer in self._changers:
+            changer.apply(logits)
+        if self._banned is not None:
+            logits[self._banned] = -np.inf
+
+    def _pick_allowed(self, logits: Logits, constraint: Constraint) -> int:
+        """Chooses among what the constraint allows. Most often that is seen from the likeliest few."""
+        needed = 1 if self._params.is_greedy else self._params.top_k
+        if needed:
+            ids = top_ids(logits, max(_FIRST_LOOK, 4 * needed))
+            ids = ids[logits[ids] > -np.inf]
+            allowed = ids[constraint.allows(ids)]
+            if len(allowed) >= needed:
+                return self._pick(_only(logits, allowed), "second draw")
+        ids = np.flatnonzero(logits > -np.inf)
+        allowed = ids[constraint.allows(ids)]
+        if not len(allowed):
+            raise NothingAllowed
+        return self._pick(_only(logits, allowed), "second draw")
+
+    def _pick(self, logits: Logits, purpose: str) -> int:
+        if not logits.max() > -np.inf:  # or there is no number at all
+            raise NothingAllowed
+        if self._params.is_greedy:
+            return int(logits.argmax())
+        ids, values = self.candidates(logits)
+        at = self._draw(ids, values, purpose)
+        if self._params.mirostat:
+            self._surprise = -math.log2(max(softmax(values)[at], 1e-300))
+        return int(ids[at])
+
+    def candidates(self, logits: Logits) -> tuple[Ids, Values]:
+        """The tokens that are left to draw from, and their logits: after filters and temperature, in llama.cpp's order.
+
+        With mirostat, which replaces the filters, temperature comes first.
+        """
+        params = self._params
+        if params.mirostat:
+            return self._mirostat_candidates(logits)
+        if params.keeps_by_min_p_alone:
+            ids, values = _min_p_candidates(logits, params.min_p)
+        else:
+            ids, values = _sorted_candidates(logits, params.top_k)
+            for keep in (_typical, _top_p, _min_p):
+                ids, values = keep(ids, values, params)
+            ids, values = self._exclude_top_choices(ids, values)
+        return ids, _tempered(values, params.temperature)
+
+    def _draw(self, ids: Ids, values: Values, purpose: str) -> int:
+        """A place in `ids`, drawn with the probabilities that these logits mean.
+
+        The Gumbel-max trick, with noise that belongs to the token: when another batch shape changes logits in their
+        last bits, the draw stays the same, unless two tokens come out equal.
+        """
+        noise = -np.log(-np.log(uniforms(self._seed, self.num_chosen, purpose, ids)))
+        return int((values + noise).argmax())
+
+    def _exclude_top_choices(self, ids: Ids, values: Values) -> tuple[Ids, Values]:
+        """XTC: now and then leaves out all but the last of the likely tokens."""
+        params = self._params
+        if not params.xtc_probability or len(ids) < 2:
+            return ids, values
+        if uniforms(self._seed, self.num_chosen, "xtc", np.zeros(1, np.int64))[0] > params.xtc_probability:
+            return ids, values
+        likely = int((softmax(values) >= params.xtc_threshold).sum())
+        first = max(0, likely - 1)
+        return ids[first:], values[first:]
+
+    def _mirostat_candidates(self, logits: Logits) -> tuple[Ids, Values]:
+        """Keeps the surprise of the text near tau. Basu et al. 2021, arXiv:2007.14966; versions 1 and 2."""
+        ids, values = _sorted_candidates(logits, 0)
+        values = _tempered(values, self._params.temperature)
+        probabilities = softmax(values)
+        if self._params.mirostat == 1:
+            count = _mirostat_top_k(probabilities, self.mirostat_mu)
+        else:
+            count = int((-np.log2(np.maximum(probabilities, 1e-300)) <= self.mirostat_mu).sum())
+        count = max(1, count)
+        return ids[:count], values[:count]
+
+    def _learn_surprise(self) -> None:
+        if self._params.mirostat and not self._params.is_greedy:
+            self.mirostat_mu -= self._params.mirostat_eta * (self._surprise - self._params.mirostat_tau)
+
+    def _accept(self, token: int) -> None:
+        for changer in self._changers:
+            changer.accept(token)
+        if self._constraint is not None:
+            self._constraint.accept(token)
+        self.num_chosen += 1
+
+
+class NothingAllowed(Exception):
+    """No token that the constraint and the biases allow has a probability."""
+
+
+class _LogprobReport:
+    """Log-probabilities of one step, before anything changes the logits."""
+
+    def __init__(self, logits: Logits, num_top: int) -> None:
+        best = float(logits.max())
+        self._normaliser = best + math.log(float(np.exp(logits - best, dtype=np.float32).sum(dtype=np.float64)))
+        self._logits = logits
+        ids = top_ids(logits, num_top)[:num_top] if num_top else ()
+        self._top = tuple((int(i), float(logits[i]) - self._normaliser) for i in ids)
+
+    def of(self, token: int) -> TokenLogprob:
+        return TokenLogprob(token, float(self._logits[token]) - self._normaliser, self._top)
+
+
+def uniforms(seed: int, position: int, purpose: str, ids: Ids) -> Values:
+    """A number in (0, 1) for each id, that depends on the arguments alone: splitmix64 of all of them."""
+    key = (seed << 32 | position) ^ zlib.crc32(purpose.encode()) << 16
+    state = ids.astype(np.uint64) + np.uint64(_mix(key))
+    state = state * np.uint64(0x9E3779B97F4A7C15)
+    state = (state ^ state >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ state >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    state ^= state >> np.uint64(31)
+    return ((state >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+
+
+def _mix(value: int) -> int:
+    """splitmix64 of one number."""
+    mask = (1 << 64) - 1
+    value = value + 0x9E3779B97F4A7C15 & mask
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & mask
+    value = (value ^ value >> 27) * 0x94D049BB133111EB & mask
+    return value ^ value >> 31
+
+
+def softmax(values: Values) -> Values:
+    """Probabilities of logits, highest first or not."""
+    exponents: Values = np.exp(values - values.max())
+    exponents /= exponents.sum()
+    return exponents
+
+
+def top_ids(logits: Logits, count: int) -> Ids:
+    """At least the `count` likeliest tokens, the likeliest first; equal ones in the order of their ids.
+
+    The maxima of blocks tell a bound that the wanted ones reach, so that only few are sorted.
+    """
+    whole = len(logits) // _BLOCK * _BLOCK
+    if 0 < count < whole // _BLOCK:
+        maxima = logits[:whole].reshape(-1, _BLOCK).max(axis=1)
+        bound = np.partition(maxima, len(maxima) - count)[len(maxima) - count]
+        ids = np.flatnonzero(logits >= bound)
+    else:
+        ids = np.arange(len(logits))
+    return ids[np.argsort(-logits[ids], kind="stable")]
+
+
+def _sorted_candidates(logits: Logits, top_k: int) -> tuple[Ids, Values]:
+    ids = top_ids(logits, top_k)
+    ids = ids[:top_k] if top_k else ids
+    values = logits[ids].astype(np.float64)
+    possible = values > -np.inf
+    return ids[possible], values[possible]
+
+
+def _min_p_candidates(logits: Logits, min_p: float) -> tuple[Ids, Values]:
+    """As `_min_p`, without sorting the vocabulary."""
+    bound = logits.max() + math.log(min_p) if min_p > 0 else np.finfo(np.float32).min
+    ids = np.flatnonzero(logits >= bound)
+    return ids, logits[ids].astype(np.float64)
+
+
+def _only(logits: Logits, ids: Ids) -> Logits:
+    masked = np.full_like(logits, -np.inf)
+    masked[ids] = logits[ids]
+    return masked
+
+
+def _typical(ids: Ids, values: Values, params: SamplingParams) -> tuple[Ids, Values]:
+    """Tokens whose surprise is near the mean surprise. Meister et al. 2022, arXiv:2202.00666."""
+    if params.typical_p >= 1:
+        return ids, values
+    probabilities = softmax(values)
+    surprise = -np.log(np.maximum(probabilities, 1e-300))
+    order = np.argsort(np.abs(surprise - (probabilities * surprise).sum()), kind="stable")
+    count = int((probabilities[order].cumsum() <= params.typical_p).sum()) + 1
+    kept = np.sort(order[:count])
+    return ids[kept], values[kept]
+
+
+def _top_p(ids: Ids, values: Values, params: SamplingParams) -> tuple[Ids, Values]:
+    if params.top_p >= 1:
+        return ids, values
+    count = int((softmax(values).cumsum() < params.top_p).sum()) + 1
+    return ids[:count], values[:count]
+
+
+def _min_p(ids: Ids, values: Values, params: SamplingParams) -> tuple[Ids, Values]:
+    if params.min_p <= 0:
+        return ids, values
+    kept = values >= values[0] + math.log(params.min_p)
+    return ids[kept], values[kept]
+
+
+def _mirostat_top_k(probabilities: Values, mu: float) -> int:
+    """How many tokens mirostat 1 keeps: (ε·2^μ / (1 - N^-ε))^(1/s), by logarithms, because μ grows without a bound."""
+    head = probabilities[:_MIROSTAT_M]
+    head = head[head > 0]
+    if len(head) < 2:
+        return 1
+    ranks = np.log(np.arange(2, len(head) + 1) / np.arange(1, len(head)))
+    drops = np.log(head[:-1] / head[1:])
+    exponent = max(float((ranks * drops).sum() / (ranks * ranks).sum()), 1e-6)
+    epsilon = exponent - 1
+    if abs(epsilon) < 1e-9:
+        epsilon = 1e-9
+    scale = epsilon / -math.expm1(-epsilon * math.log(len(probabilities)))
+    log_count = (math.log(scale) + mu * math.log(2)) / exponent
+    return len(probabilities) if log_count >= math.log(len(probabilities)) else int(math.exp(log_count))
+
+
+def _tempered(values: Values, temperature: float) -> Values:
+    """The logits, less the highest of them, at a temperature; it may be the smallest number above 0."""
+    with np.errstate(over="ignore"):
+        tempered: Values = (values - values.max()) / temperature
+    return tempered
+
+
+def _bias_arrays(params: SamplingParams) -> tuple[Ids, NDArray[np.float32]] | None:
+    if not params.logit_bias:
+        return None
+    ids, biases = zip(*params.logit_bias, strict=True)
+    return np.array(ids, dtype=np.int64), np.array(biases, dtype=np.float32)

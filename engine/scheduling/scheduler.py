@@ -1,0 +1,361 @@
+"""Who waits, who has a slot, and what the next step decodes. Pure: no llama.cpp, no clock, no threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from cellama.engine.errors import PromptTooLong
+from cellama.engine.kvcache.manager import KvCache, Plan
+
+from .adapter_rotation import Rotation, place_for
+from .sequence import Sequence, State
+from .strategies import INTERACTIVE_PRIORITY, Guarded, SlotView, Strategy
+from .waiting_queue import WaitingLine, rank_if_preempted
+
+WORTH_WAITING_TOKENS = 64  # a prefix shorter than this is computed twice rather than waited for
+MAX_PASSED_OVER = 64  # sequences that wait for a prefix, beyond which the line is not searched for others
+BULK_PATIENCE_S = 20.0  # an interactive request that has its slot so much later still reads its prompt first
+GROWTH_TOKENS = 16  # cells kept free for each running sequence when a new one is admitted
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Consecutive tokens of one slot in a step's batch."""
+
+    slot: int
+    position: int  # of the first token
+    tokens: list[int]
+    samples: bool  # the next token is sampled after the last one: it needs logits
+    decode: bool = False  # one generated token, not a part of the prompt
+
+
+OnFailure = Callable[[Sequence, Exception], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a step and the waiting line may hold."""
+
+    budget: int  # tokens of a step
+    chunk_size: int  # prompt tokens of one slot in a step
+    max_queue: int = 0  # requests that can't have a slot at once; 0 = unlimited
+
+
+class Scheduler:
+    """Owns every sequence from `enqueue` to `release`. Each slot holds one sequence or none."""
+
+    def __init__(self, limits: Limits, strategy: Strategy, cache: KvCache) -> None:
+        self.limits = limits
+        self.strategy = Guarded(strategy)
+        self.cache = cache
+        self.slots: list[Sequence | None] = [None] * cache.memory.n_slots
+        self.line = WaitingLine(limits.max_queue)
+        cache.wanted = self.line.wanted
+        self._rotation = Rotation()
+        self.num_preemptions = 0
+
+    def check(self, num_prompt_tokens: int) -> None:
+        """Raises PromptTooLong for a prompt that no slot can ever hold."""
+        room = self.cache.memory.ctx_per_slot - 1  # one place for the first generated token
+        if num_prompt_tokens > room:
+            raise PromptTooLong(
+                f"the prompt has {num_prompt_tokens} tokens, a slot holds {room} and the answer; "
+                "shorten the prompt, or raise ctx_per_slot"
+            )
+
+    def enqueue(self, sequence: Sequence, now: float) -> None:
+        """Puts a new sequence into the waiting line. Raises PromptTooLong, QueueFull."""
+        self.check(sequence.num_prompt)
+        self.line.join(sequence, now, num_idle=self.slots.count(None))
+
+    # Admission and preemption
+
+    def admit(self, now: float, on_failure: OnFailure | None = None) -> list[Sequence]:
+        """Gives slots to waiting sequences, the most urgent first, each with the longest prefix that there is.
+
+        A sequence whose prefix somebody else is computing right now is passed over until that is done. A sequence
+        that is less urgent than one in the line loses its slot to it. One for which that fails in a way that nobody
+        foresaw has no slot, and is given to `on_failure`, which releases it.
+        """
+        admitted: list[Sequence] = []
+        passed_over: list[Sequence] = []
+        while len(passed_over) < MAX_PASSED_OVER and (sequence := self.line.pop()) is not None:
+            try:
+                if self._prefix_is_coming(sequence):
+                    passed_over.append(sequence)
+                    continue
+                plan = self._room_for(sequence, now)
+                if plan is None:
+                    passed_over.append(sequence)
+                    break
+                self._place(sequence, plan, now)
+            except Exception as error:
+                if on_failure is None:
+                    raise
+                on_failure(sequence, error)
+            else:
+                admitted.append(sequence)
+        for sequence in passed_over:
+            self.line.put_back(sequence)
+        return [
+            sequence for sequence in admitted if sequence.slot is not None
+        ]  # another of its request may have failed
+
+    def _prefix_is_coming(self, sequence: Sequence) -> bool:
+        """True while another slot computes a prefix that this sequence could take over a moment later."""
+        if sequence.waits_for is not None and _will_compute(*sequence.waits_for):
+            return True
+        sequence.waits_for = None
+        if None not in self.slots:
+            return False  # it can't have a slot now, or only somebody's who is less urgent: no reason to search
+        ready = max((n for _, n in self.cache.longest(sequence.tokens, sequence.scope)), default=0)
+        for slot, length in self.cache.soon(sequence.tokens, sequence.scope):
+            holder = self.slots[slot]
+            if length < ready + WORTH_WAITING_TOKENS:
+                break  # the longest come first
+            if holder is not None and _will_compute(holder, length) and self._can_be_taken(holder, length):
+                sequence.waits_for = (holder, length)
+                return True
+        return False
+
+    def _can_be_taken(self, holder: Sequence, length: int) -> bool:
+        """True if the first tokens of a slot can be taken over once they are computed, or all that it has then."""
+        return self.cache.memory.partial_reuse or length == len(holder.tokens)
+
+    def _room_for(self, sequence: Sequence, now: float) -> Plan | None:
+        """A place for the sequence, for which others may lose theirs; None, and nobody does, if it has to wait."""
+        while True:
+            idle = [slot for slot, holder in enumerate(self.slots) if holder is None]
+            if idle and (plan := self._plan_that_fits(sequence, idle)) is not None:
+                return plan
+            victims = self._less_urgent_than(sequence, now)
+            if not victims or not self._would_fit(sequence, idle, victims):
+                return None
+            self.preempt(victims[0], now)
+
+    def _plan_that_fits(self, sequence: Sequence, idle: list[int]) -> Plan | None:
+        """Where the sequence goes with the cells that it needs, for which idle slots may be emptied."""
+        plan = self.cache.plan(sequence.tokens, sequence.scope, idle, self._place_for(sequence))
+        wanted = self._cells_wanted(sequence)
+        others = [slot for slot in idle if slot not in (plan.slot, plan.source)]
+        if self.cache.reclaim(others, self.cache.missing_cells(plan, wanted)):
+            return plan
+        anew = Plan(plan.slot, None, 0)
+        if self.cache.reclaim(idle, wanted - self.cache.cells.free):
+            return anew
+        # Nobody runs, so a prompt that `check` let pass fits; what is kept for growth is not needed.
+        return anew if len(idle) == len(self.slots) and self.cache.reclaim(idle, len(sequence.tokens)) else None
+
+    def _would_fit(self, sequence: Sequence, idle: list[int], victims: list[Sequence]) -> bool:
+        """True if there are cells enough once all victims have lost their slots."""
+        slots = idle + [victim.slot for victim in victims if victim.slot is not None]
+        cells = self.cache.cells
+        return self._cells_wanted(sequence, victims) <= cells.free + cells.freed_by(slots)
+
+    def _place_for(self, sequence: Sequence) -> int | None:
+        """The slot beside others with the same adapters; any will do while all have the same."""
+        if self.cache.memory.unified or not self._rotation.is_needed_with(sequence.adapters):
+            return None
+        return place_for(sequence.adapters, [None if s is None else s.adapters for s in self.slots])
+
+    def _cells_wanted(self, sequence: Sequence, victims: Seq[Sequence] = ()) -> int:
+        """Cells that have to be free for the sequence, and for what runs beside it without the victims."""
+        if not self.cache.memory.unified:
+            return 0  # each slot has its own
+        others = [holder for holder in self.slots if holder is not None and holder not in victims]
+        return len(sequence.tokens) + 1 + sum(GROWTH_TOKENS + other.num_pending for other in others)
+
+    def _less_urgent_than(self, sequence: Sequence, now: float) -> list[Sequence]:
+        """The running sequences that should rather wait, the least urgent first.
+
+        The line's order decides, in which only time spent waiting makes a sequence older: so an urgent one takes
+        the slot of a bulk one, but not again and again from one that has waited long.
+        """
+        victims = [s for s in self.slots if s is not None and s.request.priority > sequence.request.priority]
+        victims = [s for s in victims if rank_if_preempted(s, now) > sequence.rank]
+        return sorted(victims, key=_expendable, reverse=True)
+
+    def _victim(self) -> Sequence | None:
+        """The least urgent running sequence, and of these the youngest."""
+        running = [s for s in self.slots if s is not None]
+        return max(running, key=_expendable, default=None)
+
+    def preempt(self, sequence: Sequence, now: float) -> None:
+        """Takes the slot away. The sequence waits again, with its cells saved if the quota allows it."""
+        assert sequence.slot is not None
+        computed = sequence.tokens[: sequence.num_computed]
+        self.cache.save(sequence.slot, computed, sequence.scope)
+        self.cache.clear(sequence.slot)
+        self.slots[sequence.slot] = None
+        self._rotation.leave(sequence.adapters, _is_interactive(sequence))
+        sequence.slot, sequence.num_computed, sequence.state = None, 0, State.WAITING
+        self.line.rejoin(sequence, now)
+        self.num_preemptions += 1
+
+    def _place(self, sequence: Sequence, plan: Plan, now: float) -> None:
+        try:
+            sequence.num_computed = self.cache.place(plan, sequence.tokens, sequence.scope)
+        except Exception:
+            self.cache.wipe(plan.slot)
+            raise
+        if sequence.admitted_at is None:
+            sequence.admitted_at = now
+            sequence.num_cached = sequence.num_computed
+        sequence.placed_at = now
+        sequence.slot, sequence.state, sequence.waits_for = plan.slot, State.PREFILLING, None
+        self.slots[plan.slot] = sequence
+        self._rotation.join(sequence.adapters, _is_interactive(sequence), now)
+        self.line.leave(sequence)
+
+    # The batch of a step
+
+    def schedule(self, now: float, only: int | None = None) -> list[Chunk]:
+        """The batch of this step in order of slots, all with the same adapters; empty when no slot is busy.
+
+        When the cells do not suffice for it, idle slots are emptied; then one running sequence after another waits.
+        With `only` the batch is for this slot alone.
+        """
+        while True:
+            chunks = self._build_batch(now, only)
+            missing = sum(len(chunk.tokens) for chunk in chunks) - self.cache.cells.free
+            if missing <= 0 or not self.cache.memory.unified or not self.make_room(missing, now):
+                return chunks
+
+    def make_room(self, missing: int, now: float) -> bool:
+        """Frees cells for running sequences; False when only one is left, which has them all."""
+        idle = [slot for slot, holder in enumerate(self.slots) if holder is None and self.cache.cells.of(slot)]
+        freed = self.cache.cells.freed_by(idle)
+        if freed:
+            return self.cache.reclaim(idle, min(missing, freed))
+        victim = self._victim()
+        if victim is None or sum(1 for s in self.slots if s is not None) == 1:
+            return False
+        self.preempt(victim, now)
+        return True
+
+    def _build_batch(self, now: float, only: int | None) -> list[Chunk]:
+        views = self._views(now) if only is None else [_view(s) for s in [self.slots[only]] if s is not None]
+        if not views:
+            return []
+        shares = self.strategy.build_batch(views, self.limits.budget, self.limits.chunk_size, self.num_waiting)
+        return [self._chunk(slot, count) for slot, count in sorted(shares)]
+
+    def _views(self, now: float) -> list[SlotView]:
+        busy = [s for s in self.slots if s is not None]
+        if self._rotation.is_needed:
+            turn = self._rotation.turn(now)
+            busy = [s for s in busy if s.adapters == turn]
+        busy.sort(key=_prefill_order)
+        return [_view(s) for s in busy]
+
+    def _chunk(self, slot: int, count: int) -> Chunk:
+        sequence = self.slots[slot]
+        assert sequence is not None
+        start = sequence.num_computed
+        tokens = sequence.tokens[start : start + count]
+        decode = sequence.state is State.DECODING
+        return Chunk(slot, start, tokens, samples=count == sequence.num_pending, decode=decode)
+
+    def computed(self, chunk: Chunk) -> Sequence:
+        """Accounts a chunk that was decoded; its sequence decodes from now on if it samples."""
+        sequence = self.slots[chunk.slot]
+        assert sequence is not None
+        sequence.num_computed += len(chunk.tokens)
+        self.cache.extend(chunk.slot, len(chunk.tokens))
+        if chunk.samples:
+            sequence.state = State.DECODING
+        return sequence
+
+    def undo(self, chunk: Chunk) -> None:
+        """Puts a slot back to where it was before a chunk that failed; to its beginning where that can't be done."""
+        sequence = self.slots[chunk.slot]
+        if sequence is not None:
+            self._put_back(sequence, chunk.slot, chunk.position)
+
+    def settle(self) -> None:
+        """Puts every slot back to what its sequence has accounted, after a step that broke off anywhere."""
+        for slot, sequence in enumerate(self.slots):
+            if sequence is None:
+                continue
+            self._put_back(sequence, slot, min(sequence.num_computed, len(sequence.tokens) - 1))
+            if self.cache.cells.of(slot) != sequence.num_computed:  # nobody knows what it holds
+                self._put_back(sequence, slot, 0)
+
+    def _put_back(self, sequence: Sequence, slot: int, num_tokens: int) -> None:
+        kept = num_tokens if self.cache.truncate(slot, num_tokens) else 0
+        if kept < sequence.num_computed:
+            sequence.num_computed = kept
+            if sequence.num_pending > 1:
+                sequence.state = State.PREFILLING
+
+    # The end
+
+    def is_full(self, sequence: Sequence) -> bool:
+        """True when the slot has no room for one more token."""
+        return len(sequence.tokens) >= self.cache.memory.ctx_per_slot
+
+    def release(self, sequence: Sequence, *, keep: bool = True) -> None:
+        """Ends a sequence. With `keep`, and if it may, its slot's cells wait for another one."""
+        if sequence.state is State.WAITING:
+            self.line.leave(sequence)
+        self.line.forget(sequence)
+        sequence.state, slot = State.FINISHED, sequence.slot
+        if not sequence.request.cache_prompt:
+            self.cache.forget_scope(sequence.scope)
+        if slot is None:
+            return
+        self.slots[slot] = None
+        self._rotation.leave(sequence.adapters, _is_interactive(sequence))
+        if keep and sequence.request.cache_prompt:
+            computed = sequence.tokens[: sequence.num_computed]
+            self.cache.retire(slot, computed, sequence.scope, save=_is_interactive(sequence))
+        else:
+            self.cache.clear(slot)
+
+    def unfinished(self) -> list[Sequence]:
+        """Every sequence that waits or has a slot."""
+        return [s for s in self.slots if s is not None] + self.line.waiting()
+
+    @property
+    def num_waiting(self) -> int:
+        return self.line.num_waiting
+
+    @property
+    def has_work(self) -> bool:
+        return self.num_waiting > 0 or any(s is not None for s in self.slots)
+
+    @property
+    def kv_used_tokens(self) -> int:
+        """Positions that running sequences hold."""
+        return sum(s.num_computed for s in self.slots if s is not None)
+
+    @property
+    def kv_cached_tokens(self) -> int:
+        """Positions that wait in idle slots for somebody whose prompt begins alike."""
+        return sum(self.cache.cells.of(slot) for slot, holder in enumerate(self.slots) if holder is None)
+
+
+def _expendable(sequence: Sequence) -> tuple[int, float, int]:
+    """Larger for what should rather give up its slot: the less urgent, then the younger."""
+    return sequence.request.priority, sequence.admitted_at or 0.0, sequence.order
+
+
+def _will_compute(sequence: Sequence, length: int) -> bool:
+    return sequence.state is State.PREFILLING and sequence.num_computed < length
+
+
+def _prefill_order(sequence: Sequence) -> float:
+    """By admission, but bulk requests let interactive ones that come in soon after them go first."""
+    return (sequence.admitted_at or 0.0) + (0.0 if _is_interactive(sequence) else BULK_PATIENCE_S)
+
+
+def _is_interactive(sequence: Sequence) -> bool:
+    return sequence.request.priority <= INTERACTIVE_PRIORITY
+
+
+def _view(sequence: Sequence) -> SlotView:
+    assert sequence.slot is not None
+    decoding = sequence.state is State.DECODING
+    return SlotView(sequence.slot, sequence.num_pending, decoding, sequence.request.priority)

@@ -1,0 +1,137 @@
+"""One request's tokens and progress."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from cellama.engine.core.adapters import AdapterSet, key_of
+from cellama.engine.events import Completion, FinishReason, Timings, Usage
+from cellama.engine.logprobs import TokenLogprob
+from cellama.engine.options import Request
+from cellama.engine.text.detokenizer import TextStream
+from cellama.engine.text.reply_parser import Part, ReplyReader
+from cellama.engine.text.tool_calls import ToolCall
+
+if TYPE_CHECKING:
+    from cellama.engine.backend import Sampler
+    from cellama.engine.core.group import Group
+
+
+class State(Enum):
+    """Where a sequence is. Only the scheduler changes it; a preempted one waits again."""
+
+    WAITING = "waiting"
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request with its tokens. Owned by the engine thread; `state`, `slot` and `num_computed` by the scheduler.
+
+    Times are `time.monotonic()` seconds.
+    """
+
+    request: Request
+    seed: int
+    submitted_at: float
+    tokens: list[int]  # prompt, then output
+    index: int = 0  # among the n completions of its request
+    adapters: AdapterSet = ()
+    group: Group = field(init=False)
+    state: State = State.WAITING
+    slot: int | None = None
+    rank: float = 0.0  # in the waiting line: smaller is sooner
+    order: int = 0  # of arrival, among equal ranks
+    waits_for: tuple[Sequence, int] | None = None  # another one's prefill of so many tokens, which they share
+    num_computed: int = 0  # leading tokens whose KV cells are filled
+    num_cached: int = 0  # of the prompt, reused instead of computed when it first got a slot
+    failures_alone: int = 0  # decode calls in a row that failed with nothing else in the batch
+    sampler: Sampler | None = None
+    admitted_at: float | None = None  # the first time
+    placed_at: float | None = None  # the last time
+    first_token_at: float | None = None
+    last_token_at: float | None = None
+    texts: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)  # the reasoning, apart from the text
+    tool_calls: tuple[ToolCall, ...] = ()
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # of the output tokens, if asked for
+    text_stream: TextStream = field(init=False)
+    reply: ReplyReader | None = field(init=False)  # of a chat
+    mirostat_mu: float | None = None  # that its sampler begins with
+    num_reported: int = 0  # output tokens that Text events have carried
+
+    def __post_init__(self) -> None:
+        self.text_stream = TextStream(self.request.stop)
+        self.reply = None if self.request.reply is None else ReplyReader(self.request.reply)
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.prompt)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens that still have to be decoded before the next one can be sampled."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def scope(self) -> Hashable:
+        """Only sequences of the same scope take over each other's states: cells depend on the adapters."""
+        if not self.request.cache_prompt:
+            return id(self)
+        return (self.request.cache_scope, key_of(self.adapters)) if self.adapters else self.request.cache_scope
+
+    @property
+    def deadline(self) -> float | None:
+        timeout_s = self.request.timeout_s
+        return None if timeout_s is None else self.submitted_at + timeout_s
+
+    def keep(self, parts: list[Part]) -> None:
+        """Adds final parts of the reply to what the completion will say."""
+        self.texts += [part.text for part in parts if part.kind == "text"]
+        self.thoughts += [part.text for part in parts if part.kind == "reasoning"]
+
+    @property
+    def reasoning(self) -> str | None:
+        """What the model has thought so far, None if nothing."""
+        return "".join(self.thoughts) or None
+
+    def completion(self, reason: FinishReason, stop_sequence: str | None, now: float) -> Completion:
+        return Completion(
+            text="".join(self.texts),
+            tokens=tuple(self.tokens[self.num_prompt :]),
+            finish_reason=reason,
+            stop_sequence=stop_sequence,
+            usage=Usage(self.num_prompt, self.num_output, self.num_cached),
+            timings=self.timings(now),
+            slot=self.slot,
+            seed=self.seed,
+            index=self.index,
+            reasoning=self.reasoning,
+            tool_calls=self.tool_calls,
+            logprobs=None if self.request.sampling.logprobs is None else tuple(self.logprobs),
+        )
+
+    def timings(self, now: float) -> Timings:
+        start, first, last = self.admitted_at, self.first_token_at, self.last_token_at
+        prefill_s = first - start if first is not None and start is not None else None
+        decode_s = last - first if first is not None and last is not None else None
+        return Timings(
+            queue_ms=((start if start is not None else now) - self.submitted_at) * 1e3,
+            ttft_ms=None if first is None else (first - self.submitted_at) * 1e3,
+            duration_ms=(now - self.submitted_at) * 1e3,
+            prompt_eval_rate=_rate(self.num_prompt - self.num_cached, prefill_s),
+            generation_rate=_rate(self.num_output - 1, decode_s),
+        )
+
+
+def _rate(count: int, seconds: float | None) -> float | None:
+    return count / seconds if seconds and count > 0 else None

@@ -1,0 +1,245 @@
+"""How the token budget of a step is split between slots that decode and slots that prefill. Pure."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import math
+import operator
+import sys
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from cellama.engine.errors import InvalidRequest, nearest
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class SlotView:
+    """What a strategy sees of a slot: its index, and the tokens to decode before it can sample.
+
+    A slot that decodes has exactly one; a slot that prefills may have one left, too.
+    """
+
+    slot: int
+    num_pending: int
+    decoding: bool
+    priority: int = 3  # of its request: 0 is the most urgent, 9 the least
+
+
+Share = tuple[int, int]  # slot, number of its pending tokens in this step's batch
+
+
+class Strategy(Protocol):
+    """A pure function of the slots. One that fails, or chooses what is not allowed, is replaced by the default one."""
+
+    def build_batch(self, slots: Seq[SlotView], budget: int, chunk_size: int, queue_depth: int) -> list[Share]:
+        """The shares of this step, each slot at most once, together at most `budget` tokens.
+
+        `slots` are in the order in which prefilling slots should be served; a chunk is at most `chunk_size`.
+        A strategy may have two more methods: `observe(num_tokens, seconds)` is told what each step took, and
+        `may_yield(num_tokens)` says whether a pass over so many tokens, all of bulk requests, is to be given up when
+        an interactive one comes.
+        """
+        ...
+
+
+class DecodeMaximal:
+    """Every decode token first, then equal prefill chunks from what is left of the budget."""
+
+    def build_batch(self, slots: Seq[SlotView], budget: int, chunk_size: int, queue_depth: int) -> list[Share]:
+        shares = [(view.slot, 1) for view in slots if view.decoding][:budget]
+        prefilling = [view for view in slots if not view.decoding]
+        return shares + equal_chunks(prefilling, budget - len(shares), chunk_size)
+
+
+class PrefillPriority:
+    """Prefill chunks first, decode tokens from what is left: for throughput. Prefill ends, so no decode starves."""
+
+    def build_batch(self, slots: Seq[SlotView], budget: int, chunk_size: int, queue_depth: int) -> list[Share]:
+        prefilling = [view for view in slots if not view.decoding]
+        shares = equal_chunks(prefilling, budget, chunk_size)
+        left = budget - sum(count for _, count in shares)
+        return shares + [(view.slot, 1) for view in slots if view.decoding][:left]
+
+
+class Balanced:
+    """Half of the budget for decode tokens, half for prefill; what one side does not need goes to the other."""
+
+    def build_batch(self, slots: Seq[SlotView], budget: int, chunk_size: int, queue_depth: int) -> list[Share]:
+        decoding = [view.slot for view in slots if view.decoding]
+        prefilling = [view for view in slots if not view.decoding]
+        wanted = sum(min(view.num_pending, chunk_size) for view in prefilling)
+        num_decode = min(len(decoding), max(budget - wanted, (budget + 1) // 2))
+        shares = [(slot, 1) for slot in decoding[:num_decode]]
+        return shares + equal_chunks(prefilling, budget - num_decode, chunk_size)
+
+
+BULK_STEP_S = 0.3
+BESIDE_STEP_S = 0.15
+QUIET_S = 30.0
+RATE_WEIGHT = 0.2  # of a new value in a running mean
+INTERACTIVE_PRIORITY = 5  # requests up to this priority have somebody who waits for each token
+
+
+class Adaptive:
+    """PrefillPriority while only bulk requests have slots, DecodeMaximal as soon as an interactive one does.
+
+    An interactive request shall not wait long for the step that runs when it comes, nor for prompts that come after it:
+    bulk prompts are read in steps of about `BULK_STEP_S`, and wait while an interactive one is read. Beside a stream
+    that decodes they get about `BESIDE_STEP_S` of a step, for that is a gap in it. When no interactive request has come
+    for `QUIET_S` the steps are as large as they may be, which is faster; the next one that comes ends such a step.
+    """
+
+    def __init__(self) -> None:
+        self._bulk, self._interactive = PrefillPriority(), DecodeMaximal()
+        self._rate = math.inf  # tokens per second of late, when prompts were read
+        self._quiet_s = math.inf  # of steps since an interactive request had a slot
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """Learns how fast prompts are read."""
+        self._quiet_s += seconds
+        if num_tokens >= MIN_CHUNK and seconds > 0:
+            rate = num_tokens / seconds
+            self._rate = rate if math.isinf(self._rate) else self._rate + (rate - self._rate) * RATE_WEIGHT
+
+    def build_batch(self, slots: Seq[SlotView], budget: int, chunk_size: int, queue_depth: int) -> list[Share]:
+        if not any(map(_is_interactive, slots)):
+            budget = budget if self._quiet_s >= QUIET_S else min(budget, self._num_read_in(BULK_STEP_S))
+            return self._bulk.build_batch(slots, budget, chunk_size, queue_depth)
+        self._quiet_s = 0.0
+        prompts = [view for view in slots if not view.decoding]
+        last = max((place for place, view in enumerate(prompts) if _is_interactive(view)), default=len(prompts))
+        decoding = [view for view in slots if view.decoding]
+        if last == len(prompts):
+            budget = min(budget, len(decoding) + self._num_read_in(BESIDE_STEP_S))
+        slots = [*decoding, *prompts[: last + 1]]
+        return self._interactive.build_batch(slots, budget, chunk_size, queue_depth)
+
+    def may_yield(self, num_tokens: int) -> bool:
+        """True for what takes longer than an interactive request should wait."""
+        return num_tokens > self._num_read_in(BULK_STEP_S)
+
+    def _num_read_in(self, seconds: float) -> int:
+        """Tokens of prompts: whole chunks of MIN_CHUNK, at least one."""
+        return sys.maxsize if math.isinf(self._rate) else max(1, round(self._rate * seconds / MIN_CHUNK)) * MIN_CHUNK
+
+
+def _is_interactive(view: SlotView) -> bool:
+    return view.priority <= INTERACTIVE_PRIORITY
+
+
+MIN_CHUNK = 128  # tokens: docs/adr/002-prefill-chunks.md
+TILE = 64  # rows that llama.cpp's attention on the CPU computes together
+
+
+def equal_chunks(slots: Seq[SlotView], budget: int, chunk_size: int) -> list[Share]:
+    """Chunks of one size for as many slots as the budget serves well, in their order; short prompts take less.
+
+    Equal sizes matter: llama.cpp splits a batch of sequences of different lengths into passes of equal length.
+    """
+    shares: list[Share] = []
+    while slots and budget > 0:
+        served, slots = slots[: max(1, budget // MIN_CHUNK)], slots[max(1, budget // MIN_CHUNK) :]
+        needs = [min(view.num_pending, chunk_size) for view in served]
+        size = _largest_equal_size(needs, budget)
+        size -= size % TILE if size > TILE else 0
+        takes = [(view.slot, min(need, size)) for view, need in zip(served, needs, strict=True) if size]
+        shares += takes
+        budget -= sum(count for _, count in takes)
+    return shares
+
+
+def _largest_equal_size(needs: list[int], budget: int) -> int:
+    """The largest size for which everybody can take it, or all of a smaller need, within the budget."""
+    for position, need in enumerate(sorted(needs)):
+        fair = budget // (len(needs) - position)
+        if need > fair:
+            return fair
+        budget -= need
+    return max(needs)
+
+
+class Guarded:
+    """A strategy, and after its first mistake the default one in its place: it must not stop everybody's engine."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self.current = strategy
+
+    def build_batch(self, slots: Seq[SlotView], budget: int, chunk_size: int, queue_depth: int) -> list[Share]:
+        """What the strategy chooses, checked."""
+
+        def choose(strategy: Strategy) -> list[Share]:
+            shares = strategy.build_batch(list(slots), budget, chunk_size, queue_depth)
+            return _checked(shares, slots, budget, chunk_size)
+
+        return self._ask(choose)
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """Tells the strategy what a step took, if it wants to know."""
+        self._ask(lambda strategy: getattr(strategy, "observe", lambda *_: None)(num_tokens, seconds))
+
+    def may_yield(self, num_tokens: int) -> bool:
+        """Whether a pass over so many tokens is to be given up when an interactive request comes."""
+        return self._ask(lambda strategy: bool(getattr(strategy, "may_yield", lambda _: False)(num_tokens)))
+
+    def _ask(self, question: Callable[[Strategy], T]) -> T:
+        try:
+            return question(self.current)
+        except Exception:  # a user's code, on the thread that serves all
+            if isinstance(self.current, DecodeMaximal):
+                raise
+            successor = DecodeMaximal() if isinstance(self.current, Adaptive) else Adaptive()
+            names = type(self.current).__name__, type(successor).__name__
+            log.exception("batch strategy %s failed; %s batches in its place from now on", *names)
+            self.current = successor
+        return self._ask(question)
+
+
+def _checked(shares: Seq[Share], views: Seq[SlotView], budget: int, chunk_size: int) -> list[Share]:
+    """The shares as whole numbers. Raises ValueError or TypeError for what can't be a batch."""
+    pending = {view.slot: min(view.num_pending, chunk_size) for view in views}
+    whole = [(operator.index(slot), operator.index(count)) for slot, count in shares]
+    for slot, count in whole:
+        allowed = pending.pop(slot, 0)  # a slot named twice has nothing left
+        if not 1 <= count <= allowed:
+            raise ValueError(f"it gave slot {slot} {count} tokens, which may have 1 to {allowed}")
+    total = sum(count for _, count in whole)
+    if not 1 <= total <= budget:
+        raise ValueError(f"it chose {total} tokens, the budget is {budget}")
+    return whole
+
+
+STRATEGIES: dict[str, type[Strategy]] = {
+    "adaptive": Adaptive,
+    "balanced": Balanced,
+    "decode_maximal": DecodeMaximal,
+    "prefill_priority": PrefillPriority,
+}
+
+
+def make_strategy(name: str) -> Strategy:
+    """The strategy of that name, or of an import path `package.module:Class`. Raises InvalidRequest."""
+    if ":" in name:
+        return _import_strategy(name)
+    if name not in STRATEGIES:
+        raise InvalidRequest(
+            f"batch_strategy is {name!r}; {nearest(name, STRATEGIES)}, or the import path of your own (module:Class)"
+        )
+    return STRATEGIES[name]()
+
+
+def _import_strategy(path: str) -> Strategy:
+    module, _, attribute = path.partition(":")
+    try:
+        strategy = getattr(importlib.import_module(module), attribute)()
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise InvalidRequest(f"batch_strategy {path!r} can't be made: {error}") from None
+    if not callable(getattr(strategy, "build_batch", None)):
+        raise InvalidRequest(f"batch_strategy {path!r} has no method build_batch (see engine/scheduling/strategies.py)")
+    made: Strategy = strategy
+    return made

@@ -1,0 +1,169 @@
+"""A chat model's output, read as it comes: thinking, text and tool calls told apart. Pure.
+
+    START ── thinks ──► THINKING ── closed ──► TEXT ── a tool call opens ──► CALLS
+      └── does not think ────────────────────►┘
+
+What is shown differs from what was generated, but only here: tokens, usage and the cache know nothing of it. The parts
+do not depend on how the text is split.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal
+
+from .detokenizer import possible_marker
+from .tool_calls import ToolCall, ToolFormat
+
+Kind = Literal["text", "reasoning", "reasoning_end"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Final text of one kind; a `reasoning_end` has none."""
+
+    kind: Kind
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyFormat:
+    """How a model marks up its reply. Empty tags: it does not think. No tool format: no tools were offered."""
+
+    think_open: str = ""
+    think_close: str = ""
+    starts_thinking: bool = False  # the template has opened the block
+    thinking_budget: int | None = None  # tokens, after which the block is closed for the model
+    close_tokens: tuple[int, ...] = ()  # of `think_close`
+    tools: ToolFormat | None = None
+    visible: tuple[tuple[int, bytes], ...] = ()  # control tokens that are part of the markup, and their text
+
+
+class _State(Enum):
+    START = "start"
+    THINKING = "thinking"
+    TEXT = "text"
+    CALLS = "calls"
+
+
+class ReplyReader:
+    """Reads one reply. Owned by its sequence."""
+
+    def __init__(self, format_: ReplyFormat) -> None:
+        self._format = format_
+        self._state = _State.THINKING if format_.starts_thinking else _State.START
+        self._held = ""
+        self._drops_space = format_.starts_thinking  # at the beginning of reasoning, and of the text after it
+        self._answered = False  # some text has been released
+        self._visible = dict(format_.visible)
+        self._num_thinking = 0
+
+    @property
+    def is_thinking(self) -> bool:
+        """True inside an open block."""
+        return self._state is _State.THINKING
+
+    @property
+    def num_unbound(self) -> int | None:
+        """Tokens before those that a grammar binds: the thoughts in a block that the template opened.
+
+        None while it is open. A model that would open one itself is bound from the start.
+        """
+        if not self._format.starts_thinking:
+            return 0
+        return None if self.is_thinking else self._num_thinking
+
+    @property
+    def forced_token(self) -> int | None:
+        """The token that has to come next because thinking is over its budget."""
+        budget, closing = self._format.thinking_budget, self._format.close_tokens
+        if not self.is_thinking or budget is None or self._num_thinking < budget:
+            return None
+        return closing[(self._num_thinking - budget) % len(closing)]
+
+    def note_token(self) -> None:
+        """One more token was sampled; its text comes with the next `push`."""
+        self._num_thinking += self.is_thinking
+
+    def text_of(self, token: int) -> bytes | None:
+        """The text of a control token that belongs to the markup; None for all others."""
+        return self._visible.get(token)
+
+    def push(self, text: str) -> list[Part]:
+        """Takes released text; returns what is final of it now, possibly nothing."""
+        self._held += text
+        parts: list[Part] = []
+        while (following := self._advance(parts)) is not self._state:
+            self._state = following
+        return parts
+
+    def finish(self) -> tuple[list[Part], tuple[ToolCall, ...]]:
+        """Ends the reply: what was held back, and the tool calls in it. Markup that means nothing becomes text."""
+        calls: tuple[ToolCall, ...] = ()
+        parts: list[Part] = []
+        if self._state is _State.THINKING:
+            self._release(parts, "reasoning", self._held.rstrip())
+        else:
+            if self._state is _State.CALLS and self._format.tools is not None:
+                calls, self._held = self._format.tools.parse(self._held)
+            self._release(parts, "text", self._held)
+        self._held = ""
+        return parts, calls
+
+    def _advance(self, parts: list[Part]) -> _State:
+        """Releases what it can in the present state, and returns the one that follows."""
+        match self._state:
+            case _State.START:
+                return self._begin()
+            case _State.THINKING:
+                return self._think(parts)
+            case _State.TEXT:
+                return self._answer(parts)
+            case _State.CALLS:
+                return _State.CALLS
+
+    def _begin(self) -> _State:
+        """A block of thinking can only be the first thing in a reply; later tags are text."""
+        opening, seen = self._format.think_open, self._held.lstrip()
+        if opening and seen.startswith(opening):
+            self._held, self._drops_space = seen[len(opening) :], True
+            return _State.THINKING
+        return _State.START if opening.startswith(seen) and opening else _State.TEXT
+
+    def _think(self, parts: list[Part]) -> _State:
+        closing = self._format.think_close
+        thought, closed, rest = self._held.partition(closing)
+        if closed:
+            self._release(parts, "reasoning", thought.rstrip())
+            parts.append(Part("reasoning_end"))
+            self._held, self._drops_space = rest, True
+            return _State.TEXT
+        self._release_up_to(parts, "reasoning", possible_marker(thought, (closing,)))
+        return _State.THINKING
+
+    def _answer(self, parts: list[Part]) -> _State:
+        tools = self._format.tools
+        if tools is None:
+            self._release_up_to(parts, "text", 0, keeps_space=True)
+            return _State.TEXT
+        at = tools.find(self._held, at_start=not self._answered)
+        if at is None:
+            self._release_up_to(parts, "text", tools.possible(self._held))
+            return _State.TEXT
+        self._release_up_to(parts, "text", len(self._held) - at)
+        return _State.CALLS
+
+    def _release_up_to(self, parts: list[Part], kind: Kind, num_held: int, *, keeps_space: bool = False) -> None:
+        """Releases all but the last characters, and the space before them, which may be in front of a tag."""
+        text = self._held[: len(self._held) - num_held]
+        text = text if keeps_space else text.rstrip()
+        self._held = self._held[len(text) :]
+        self._release(parts, kind, text)
+
+    def _release(self, parts: list[Part], kind: Kind, text: str) -> None:
+        text = text.lstrip() if self._drops_space else text
+        if text:
+            self._drops_space = False
+            self._answered = self._answered or kind == "text"
+            parts.append(Part(kind, text))

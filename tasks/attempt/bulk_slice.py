@@ -1,0 +1,142 @@
+"""The lines of a chunk on their way through the engine. Each has a request of its own; the chunk has the journal."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from cellama.engine import EmbeddingCancelled, EmbeddingHandle, EngineError, Handle, Model
+from cellama.tasks.contract import events
+from cellama.tasks.contract.chunks import ChunkJob, job_of_line
+from cellama.tasks.contract.errors import InvalidJob, JobFailed
+from cellama.tasks.contract.payloads import EmbedJob
+from cellama.tasks.publishing.publisher import LINE_MARK
+from cellama.tasks.publishing.results import error_of, failure_of, resume_of
+from cellama.tasks.state.foundation import Choice
+from cellama.tasks.state.history import Past
+
+from .engine_request import Asked, request_of
+from .vectors import submit_texts, vectors_of, wait_for
+
+if TYPE_CHECKING:
+    from cellama.tasks.worker.runtime import Runtime
+
+log = logging.getLogger(__name__)
+
+
+def adapters_of_lines(job: ChunkJob) -> set[str]:
+    """The names of adapters that lines choose."""
+    names: set[str] = set()
+    for line in job.lines:
+        if line.params.get("adapters") is not None:
+            with contextlib.suppress(InvalidJob):  # which its line is told
+                parsed = job_of_line(line, job.model, job.priority)
+                names |= {name for name, _ in getattr(parsed, "adapters", None) or ()}
+    return names
+
+
+class ChunkRun:
+    """One attempt at a chunk. Pool thread, but for `stop` and `_note_line`."""
+
+    def __init__(
+        self, model: Model, job: ChunkJob, run_id: str, past: Past, runtime: Runtime, adapters: Choice = ()
+    ) -> None:
+        """`adapters` are for lines that do not choose."""
+        self._model = model
+        self._job = job
+        self._run_id = run_id
+        self._past = past
+        self._adapters = adapters
+        self._runtime = runtime
+        self._left = set(range(len(job.lines))) - past.lines
+        self._handles: list[Handle | EmbeddingHandle] = []
+        self._stopped = False
+        self._began_at = time.monotonic()
+        self._changed = threading.Condition()
+
+    def run(self) -> None:
+        """Returns when the end of every line is in Redis, or after `stop`."""
+        self._runtime.publisher.watch_lines(self._run_id, self._note_line)
+        self._tell(events.started(self._model.id, 0, self._runtime.incarnation.split()[0], 0))
+        texts: list[tuple[int, EmbedJob, EmbeddingHandle]] = []
+        for place in sorted(self._left):
+            if self._stopped:
+                break
+            self._try(place, partial(self._begin, place, texts))
+        for place, job, handle in texts:
+            self._try(place, partial(self._finish_texts, place, job, handle))
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped or not self._left)
+
+    def stop(self) -> None:
+        """Ends what runs; nothing more is told of it. Any thread."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+            handles = list(self._handles)
+        for handle in handles:
+            handle.cancel()
+
+    def _note_line(self, place: int) -> None:
+        with self._changed:
+            self._left.discard(place)
+            if not self._left:
+                self._changed.notify_all()
+
+    def _try(self, place: int, step: Callable[[], None]) -> None:
+        """What goes wrong with a line ends that line only."""
+        try:
+            step()
+        except EmbeddingCancelled:
+            pass  # by `stop`
+        except (InvalidJob, JobFailed) as error:
+            self._tell_failure(place, error)
+        except EngineError as error:
+            self._tell_failure(place, failure_of(error))
+        except Exception as error:
+            log.exception("line %d of %s failed in a way that nobody foresaw", place, self._run_id)
+            self._tell_failure(place, JobFailed("internal_error", f"{type(error).__name__}: {error}"))
+
+    def _begin(self, place: int, texts: list[tuple[int, EmbedJob, EmbeddingHandle]]) -> None:
+        job = job_of_line(self._job.lines[place], self._model.id, self._job.priority)
+        if isinstance(job, EmbedJob):
+            vectors = submit_texts(self._model, job)
+            texts.append((place, job, vectors))
+            self._keep(vectors)
+            return
+        asked = Asked(
+            id=f"{self._run_id}{LINE_MARK}{place}",
+            submitted_at=self._began_at,
+            adapters=self._adapters if job.adapters is None else job.adapters,
+            seed=self._seed_of(place) if job.seed is None else job.seed,
+            priority=job.priority,
+            resume=resume_of(self._past, job.n, place),
+        )
+        self._keep(self._model.engine.submit(request_of(self._model, job, asked, self._runtime.signer)))
+
+    def _keep(self, handle: Handle | EmbeddingHandle) -> None:
+        with self._changed:
+            self._handles.append(handle)
+            late = self._stopped
+        if late:
+            handle.cancel()
+
+    def _seed_of(self, place: int) -> int:
+        """The same in every attempt, so that a line goes on as it began."""
+        return zlib.crc32(f"{self._run_id.partition('#')[0]} {place}".encode()) & 0x7FFFFFFF
+
+    def _finish_texts(self, place: int, job: EmbedJob, handle: EmbeddingHandle) -> None:
+        wait_for(handle, job.timeout, self._began_at)
+        self._tell(events.line(place, {"result": vectors_of(self._model, job, handle)}))
+
+    def _tell_failure(self, place: int, failure: InvalidJob | JobFailed) -> None:
+        self._tell(events.line(place, {"error": error_of(failure)}))
+
+    def _tell(self, event: dict[str, Any]) -> None:
+        self._runtime.publisher.publish(self._run_id, event)

@@ -1,0 +1,87 @@
+"""What an engine is asked for a job: its prompt, and how it goes on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cellama.engine import ChatOptions, ChatPrompt, Message, Model, ReplyFormat, Request, Resumed, SamplingParams
+from cellama.tasks.contract.errors import InvalidJob
+from cellama.tasks.contract.payloads import ApplyChatTemplateJob, ChatJob, GenerateJob
+from cellama.tasks.publishing.signing import Signer
+
+SAMPLING = tuple(SamplingParams.__dataclass_fields__)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a request has beside the job's own parameters. `submitted_at` is `time.monotonic()`."""
+
+    id: str
+    submitted_at: float
+    priority: int
+    adapters: tuple[tuple[str, float], ...]  # of the model, or those that the job chose
+    seed: int | None = None  # instead of the job's own, None leaves that
+    resume: tuple[Resumed, ...] = ()
+
+
+def request_of(model: Model, job: GenerateJob | ChatJob, asked: Asked, signer: Signer) -> Request:
+    """The request of a generation or a chat. Raises EngineError, InvalidJob."""
+    prompt = _prompt_of(model, job, signer)
+    sampling = {name: getattr(job, name) for name in SAMPLING}
+    if prompt.grammar is not None:
+        if job.grammar is not None or job.json_schema is not None:
+            raise InvalidJob("tool_choice forces a call, so there can be no grammar and no json_schema; choose one")
+        sampling["grammar"] = prompt.grammar
+    if asked.seed is not None:
+        sampling["seed"] = asked.seed
+    return Request(
+        id=asked.id,
+        prompt=tuple(prompt.tokens),
+        sampling=SamplingParams(**sampling),
+        max_tokens=job.max_tokens,
+        n=job.n,
+        adapters=asked.adapters,
+        cache_prompt=job.cache_prompt,
+        cache_scope=job.cache_scope,
+        stop=job.stop,
+        ignore_eos=job.ignore_eos,
+        timeout_s=job.timeout,
+        priority=asked.priority,
+        submitted_at=asked.submitted_at,
+        reply=prompt.reply,
+        resume=asked.resume,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    tokens: list[int]
+    reply: ReplyFormat | None = None
+    grammar: str | None = None
+
+
+def _prompt_of(model: Model, job: GenerateJob | ChatJob, signer: Signer) -> _Prompt | ChatPrompt:
+    if isinstance(job, GenerateJob):
+        model.require("generate")
+        return _Prompt(model.tokenize(job.prompt) if isinstance(job.prompt, str) else job.prompt)
+    model.require("chat")
+    _check_signatures(job, signer)
+    return model.prepare_chat(*conversation_of(job, job.thinking_budget))
+
+
+def _check_signatures(job: ChatJob, signer: Signer) -> None:
+    for place, message in enumerate(job.messages):
+        if message.signature and not signer.verifies(message.reasoning or "", message.signature):
+            raise InvalidJob(
+                f"messages.{place}: the signature is not that of its reasoning; "
+                "send both as they came, or leave the signature out"
+            )
+
+
+def conversation_of(
+    job: ChatJob | ApplyChatTemplateJob, thinking_budget: int | None = None
+) -> tuple[list[Message], ChatOptions]:
+    """What a model's template gets."""
+    messages: list[Message] = [message.model_dump(exclude_none=True) for message in job.messages]
+    tools = [tool.model_dump(exclude_none=True) for tool in job.tools]
+    return messages, ChatOptions(tools, job.tool_choice, job.enable_thinking, thinking_budget, job.template_args)

@@ -1,0 +1,129 @@
+"""What the consumer's two channels do otherwise than kombu's: which messages they ask Redis for, and when."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from celery.worker import state
+from redis.exceptions import ResponseError
+
+from cellama.tasks.contract.names import WEIGHT_HEADER, queue_key
+from cellama.tasks.state.ledger import Ledger
+
+from .holding import HoldingQoS
+from .places import HeldJobs, Places
+
+log = logging.getLogger(__name__)
+
+OpenQueues = Callable[[Sequence[str]], list[str]]
+
+
+class PlaceQoS(HoldingQoS):
+    """Lets a channel take messages as long as a model has room for one."""
+
+    def __init__(self, channel: Any, ledger: Ledger, lease_s: float, open_queues: OpenQueues) -> None:
+        """`open_queues` chooses those queues from which a message may be taken now."""
+        super().__init__(channel, ledger, lease_s)
+        self.open_queues = open_queues
+
+    def can_consume(self) -> bool:
+        """Also while an answer of Redis is due: what it has taken from a queue must not lie in a socket."""
+        return bool(self.channel._in_poll or self.open_queues(self.channel.active_queues))
+
+    def held(self) -> HeldJobs:
+        """What this channel holds, but for jobs whose ETA has not come: they take no place from anybody."""
+        early = {request.message.delivery_tag for request in list(state.scheduled_requests)}
+        held: dict[str, list[int]] = {}
+        for message in self.messages():
+            if message.delivery_tag not in early:
+                held.setdefault(message.delivery_info["routing_key"], []).append(_weight_of(message))
+        return held
+
+
+def _weight_of(message: Any) -> int:
+    weight = message.headers.get(WEIGHT_HEADER, 1)
+    return weight if isinstance(weight, int) and weight > 0 else 1  # any Celery may have sent it
+
+
+class Asker:
+    """Asks Redis for the next message of a channel: of these priorities, and of models that have room, in turns.
+
+    BRPOP takes from the first list that has something. Kombu moves the queue of the last message to the end of its
+    cycle, so models take turns; within a model the more urgent list comes first.
+    """
+
+    def __init__(self, channel: Any, places: Callable[[], Places], priorities: Sequence[int]) -> None:
+        self._channel = channel
+        self._places = places
+        self._priorities = priorities
+        self._asked: frozenset[str] = frozenset()  # the queues that the BRPOP which waits was sent for
+        self._client_id: tuple[Any, int] | None = None  # socket, its id in Redis
+        self._may_unblock = True
+        channel._brpop_start = self._start
+
+    def _open_queues(self) -> list[str]:
+        channel = self._channel
+        queues: list[str] = channel._queue_cycle.consume(len(channel.active_queues))
+        return list(channel.qos.open_queues(queues))
+
+    def _keys(self, queues: Sequence[str]) -> list[str]:
+        """The lists of these queues, the first choice first."""
+        groups = self._places().by_model(queues)
+        return [queue_key(queue, priority) for group in groups for priority in self._priorities for queue in group]
+
+    def _start(self, timeout: float | None = None) -> None:
+        """What kombu.transport.redis: Channel._brpop_start does, with our keys."""
+        channel = self._channel
+        queues = self._open_queues()
+        if not queues:
+            return
+        connection = channel.client.connection
+        self._note_client_id(connection)
+        channel._in_poll = connection
+        channel._brpop_sent_at = time.monotonic()
+        connection.send_command("BRPOP", *self._keys(queues), timeout or channel.brpop_timeout or 0)
+        self._asked = frozenset(queues)
+
+    def _note_client_id(self, connection: Any) -> None:
+        if self._may_unblock and (self._client_id is None or self._client_id[0] is not connection._sock):
+            connection.send_command("CLIENT", "ID")
+            try:
+                self._client_id = (connection._sock, int(connection.read_response()))
+            except ResponseError as error:
+                self._give_up(error)
+
+    def ask_again(self) -> None:
+        """Ends a BRPOP that waits without a model which has room by now; kombu then sends the next one."""
+        channel = self._channel
+        if not channel._in_poll or self._client_id is None or self._asked.issuperset(self._open_queues()):
+            return
+        try:
+            with channel.conn_or_acquire() as client:
+                if client.client_unblock(self._client_id[1]):
+                    self._asked = frozenset(self._open_queues())  # once is enough
+        except ResponseError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: ResponseError) -> None:
+        log.warning("a model whose jobs have just ended may wait up to 1 s for the next one: %s", error)
+        self._client_id, self._may_unblock = None, False
+
+
+def keep_client(channel: Any) -> None:
+    """Lets a channel use one client for its commands; kombu makes one for each, which takes longer than the command."""
+    create = channel._create_client
+    kept: dict[Any, Any] = {}  # pool → its client
+
+    def create_once(asynchronous: bool = False) -> Any:
+        if asynchronous:  # for the connections that the event loop listens on
+            return create(asynchronous=True)
+        pool = channel.pool
+        if pool not in kept:
+            kept.clear()
+            kept[pool] = create()
+        return kept[pool]
+
+    channel._create_client = create_once

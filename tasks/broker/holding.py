@@ -1,0 +1,114 @@
+"""What kombu does with messages that a worker holds, done in the ledger: under the job's id, with Redis' clock.
+
+Kombu keeps taken messages in hashes of its own, by the clocks of workers, and gives them back by time alone. Here a
+message belongs to a job; taking it gives a token, and only who has the token may begin, go on holding, or give back.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from celery.utils.time import maybe_iso8601, maybe_make_aware
+from celery.worker import state
+from kombu.transport import virtual
+from kombu.transport.redis import QoS
+from redis.exceptions import RedisError
+
+from cellama.tasks.contract.names import SUBMITTED_AT_HEADER, TOKEN_HEADER
+from cellama.tasks.state.ledger import Ledger
+from cellama.tasks.state.records import Taken
+
+log = logging.getLogger(__name__)
+
+SOON_S = 6.0  # so long before its ETA a job is in the hands of a worker, whose timer is exact
+
+
+class HoldingQoS(QoS):  # type: ignore[misc]
+    """The messages that one channel of a worker holds. Main thread, but for what says otherwise."""
+
+    def __init__(self, channel: Any, ledger: Ledger, lease_s: float) -> None:
+        super().__init__(channel)
+        self._ledger = ledger
+        self._lease_s = lease_s
+
+    def append(self, message: Any, delivery_tag: str) -> None:
+        """Takes a message. Raises RedisError; the reaper finds the message then."""
+        job_id = message.headers.get("id")
+        if job_id is not None and SUBMITTED_AT_HEADER in message.headers:  # else plain Celery's: plain_messages.py
+            message.headers[TOKEN_HEADER] = self._ledger.take(str(job_id), self._lease_s).token
+        else:
+            message.headers.pop(TOKEN_HEADER, None)
+        self.adopt(message)
+
+    def adopt(self, message: Any) -> None:
+        """Answers for a message that another channel of this worker took."""
+        virtual.QoS.append(self, message, message.delivery_tag)
+
+    def ack(self, delivery_tag: str) -> None:
+        self._settle(delivery_tag, self._ledger.release)
+
+    def reject(self, delivery_tag: str, requeue: bool = False) -> None:
+        self._settle(delivery_tag, self._ledger.give_back if requeue else self._ledger.release)
+
+    def _settle(self, delivery_tag: str, how: Callable[[Taken], None]) -> None:
+        """If Redis does not hear of it, the lease ends, and whoever takes the message next finds the job as it is."""
+        message = self._delivered.get(delivery_tag)
+        if message is not None and (taken := taken_of(message)) is not None:
+            try:
+                how(taken)
+            except RedisError as error:
+                log.warning("the message of job %s stays until its lease ends: %s", taken.job_id, error)
+        self._quick_ack(delivery_tag)
+
+    def set_aside_until_soon(self, message: Any) -> bool:
+        """True if its ETA is far off: Redis has the message until shortly before it, and this worker no more."""
+        taken, eta = taken_of(message), _eta_of(message)
+        if taken is None or not taken.token or eta is None or (wait_s := eta - time.time() - SOON_S) <= 0:
+            return False
+        self._ledger.set_aside(taken, wait_s)
+        self.forget(message)
+        return True
+
+    def forget(self, message: Any) -> None:
+        """The message is somebody else's: only its place here is free again. Any thread."""
+        if self._delivered.get(message.delivery_tag) is message:
+            self._quick_ack(message.delivery_tag)
+
+    def restore_unacked(self, client: Any = None) -> None:
+        """Gives back what is still held when the worker ends."""
+        for delivery_tag in list(self._delivered):
+            self.reject(delivery_tag, requeue=True)
+        self._delivered.clear()
+
+    def restore_visible(self, *_: Any, **__: Any) -> None:
+        """Nothing: the reaper gives back what others have left."""
+
+    def messages(self) -> list[Any]:
+        """What this channel holds. Any thread."""
+        return [message for tag, message in list(self._delivered.items()) if tag not in self._dirty]
+
+
+def _eta_of(message: Any) -> float | None:
+    """Unix seconds; None also for what Celery shall complain of."""
+    try:
+        eta = message.headers.get("eta")
+        return float(maybe_make_aware(maybe_iso8601(eta)).timestamp()) if eta else None
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def taken_of(message: Any) -> Taken | None:
+    """The taking of a message, if there was one."""
+    token = message.headers.get(TOKEN_HEADER)
+    return None if token is None else Taken(str(message.headers["id"]), token)
+
+
+def forget_lost(message: Any) -> None:
+    """Ends what this worker does with a message that somebody else holds by now. Any thread."""
+    for request in list(state.requests.values()):
+        if request.message is message:
+            request.supersede()
+    message.channel.qos.forget(message)

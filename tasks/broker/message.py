@@ -1,0 +1,88 @@
+"""The message of a job, as Celery's consumer holds it while the job runs."""
+
+from __future__ import annotations
+
+import threading
+from datetime import UTC, datetime
+from typing import Any
+
+from celery.utils.time import maybe_make_aware
+from celery.worker.request import Request
+from redis.exceptions import RedisError
+
+from cellama.tasks.state.ledger import Ledger
+
+from .pool import Interruption, JobControl
+
+
+class JobRequest(Request):  # type: ignore[misc]
+    """Settles its message (ack or reject) once.
+
+    Celery checks and sets `acknowledged` in two steps, which is safe with one thread. Here a job may end in its
+    own thread while the main thread revokes it; the second ack would raise in Celery's event loop and end the worker.
+
+    The message of a superseded run is not its own any more: somebody else holds it now, or nobody.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._settle_lock = threading.Lock()
+        self._settled = False
+        super().__init__(*args, **kwargs)
+
+    def maybe_expire(self) -> bool | None:
+        """Whether `expires` is over, unless the job has begun: then another worker goes on with it."""
+        expires: datetime | None = self.expires  # type: ignore[has-type]
+        if expires and maybe_make_aware(expires) < datetime.now(UTC) and self._has_begun():
+            self.expires = None
+        result: bool | None = super().maybe_expire()
+        return result
+
+    def _has_begun(self) -> bool:
+        try:
+            return Ledger(self.app.backend.client).state(self.id) not in (None, "queued")
+        except RedisError:
+            return True  # as far as anybody knows
+
+    def _claim_settlement(self) -> bool:
+        with self._settle_lock:
+            first, self._settled = not self._settled, True
+        return first
+
+    @property
+    def _control(self) -> JobControl | None:
+        return self._apply_result() if self._apply_result is not None else None  # a weak reference
+
+    @property
+    def _is_superseded(self) -> bool:
+        control = self._control
+        return control is not None and control.interruption is Interruption.SUPERSEDED
+
+    def supersede(self) -> None:
+        """Somebody else has the job by now: what runs here ends without a word. Any thread."""
+        if (control := self._control) is not None:
+            control.interrupt(Interruption.SUPERSEDED)
+
+    def _forget_message(self) -> None:
+        """Gives back the place that the message takes among those that this worker may hold, and nothing else."""
+        self._message.channel.qos.forget(self._message)
+        self.acknowledged = True
+
+    def acknowledge(self) -> None:
+        if self._claim_settlement():
+            if self._is_superseded:
+                self._forget_message()
+            else:
+                super().acknowledge()
+
+    def reject(self, requeue: bool = False) -> None:
+        if self._claim_settlement():
+            if self._is_superseded:
+                self._forget_message()
+            else:
+                super().reject(requeue)
+
+    def cancel(self, pool: Any, signal: Any = None, emit_retry: bool = True) -> None:
+        """Celery ends at once: the job goes back into its queue."""
+        control = self._control
+        if control is not None:
+            control.interrupt(Interruption.HANDED_BACK)

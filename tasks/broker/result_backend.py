@@ -1,0 +1,63 @@
+"""Celery's result backend on Redis, with one round trip per state instead of two, and none for the ledger.
+
+Keys, values and channels are Celery's own, so every Celery reads the results.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from celery import states
+from celery.backends.redis import RedisBackend
+from celery.exceptions import BackendStoreError
+from redis import Redis
+
+from cellama.config import mask_url
+from cellama.tasks.connection.connections import SOCKET_OPTIONS, connect
+from cellama.tasks.contract.keys import job_key
+from cellama.tasks.state.encoding import encode
+from cellama.tasks.state.scripts import run_script
+
+
+class ResultBackend(RedisBackend):  # type: ignore[misc]
+    """Stores a state with one script. Safe from any thread."""
+
+    def _params_from_url(self, url: str, defaults: dict[str, Any]) -> dict[str, Any]:
+        """Nothing: what a URL means is known in one place only."""
+        return {}
+
+    def _create_client(self, **_: Any) -> Redis:
+        return connect(self.url, **SOCKET_OPTIONS)
+
+    def as_uri(self, include_password: bool = False) -> str:
+        url: str = self.url
+        return url if include_password else mask_url(url)
+
+    def _store_result(
+        self, task_id: str, result: Any, state: str, traceback: Any = None, request: Any = None, **_: Any
+    ) -> Any:
+        """What Celery does here (KeyValueStoreBackend), retried as it does. Raises BackendStoreError."""
+        meta = self._get_result_meta(result=result, state=state, traceback=traceback, request=request)
+        value = self._encoded({**meta, "task_id": task_id})
+        if len(value) > self._MAX_STR_VALUE_SIZE:
+            raise BackendStoreError("value too large for Redis backend", state=state, task_id=task_id)
+        expires = self.failure_expires if state == states.FAILURE else self.expires
+        keys = [self.get_key_for_task(task_id), job_key(task_id)]
+        args = [value, expires or "", task_id if state in states.READY_STATES else "", int(state == states.SUCCESS)]
+        self.ensure(self._run, (keys, args))
+        return result
+
+    def _encoded(self, meta: dict[str, Any]) -> bytes | str:
+        """As Celery does; numbers by the million are JSON already."""
+        try:
+            return encode(meta)
+        except TypeError:  # what somebody's own task gives: dates, decimals
+            return self.encode(meta)  # type: ignore[no-any-return]
+
+    def remove_pending_result(self, result: Any) -> Any:
+        """What a result does that is forgotten. One that lives until the interpreter ends has no connection to tell."""
+        return result if sys.is_finalizing() else super().remove_pending_result(result)
+
+    def _run(self, keys: list[Any], args: list[Any]) -> Any:
+        return run_script(self.client, "store_result", keys, args)

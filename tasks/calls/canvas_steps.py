@@ -1,0 +1,115 @@
+"""Jobs as steps of a canvas: what a worker of any app sends once a task of its own has ended.
+
+Our tasks stand in the registries of the other Celery apps of a process, too, and stay ours there: a worker of a user's
+app sends `generate` as the next step of a chain to our Redis, checked and noted like any other job.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+from typing import Any
+
+from celery import Celery, Task, uuid
+from celery._state import _get_active_apps, connect_on_app_finalize
+from celery.app.amqp import _callback_publish_retry
+from celery.app.task import Context
+from celery.canvas import signature
+from celery.result import AsyncResult
+from celery.utils.functional import maybe_list
+from kombu.compression import decompress
+
+from cellama.tasks.contract import events
+from cellama.tasks.contract.errors import InvalidJob, JobFailed
+from cellama.tasks.contract.keys import job_key
+from cellama.tasks.state.ledger import Ledger
+from cellama.tasks.state.records import Call, Ending, Message, Submission
+
+log = logging.getLogger(__name__)
+
+
+def follows_a_task() -> bool:
+    """Whether Celery is just sending what comes after a task that has ended, in a worker of any app."""
+    return bool(_callback_publish_retry.get())
+
+
+def refuse_step(task: Task, queue: str, options: dict[str, Any], error: InvalidJob) -> AsyncResult:
+    """Ends the step as failed, with all that waits for it; the task before it has ended well, and stays so."""
+    job_id = options.get("task_id") or uuid()
+    context = Context(
+        id=job_id,
+        task=task.name,
+        args=[],
+        kwargs={},
+        delivery_info={},
+        callbacks=maybe_list(options.get("link")),
+        errbacks=maybe_list(options.get("link_error")),
+        chain=options.get("chain"),
+        chord=options.get("chord"),
+        group=options.get("group_id"),
+        **{name: options.get(name) for name in ("group_index", "root_id", "parent_id", "ignore_result")},
+    )
+    failure = JobFailed(error.code, str(error))
+    ledger = Ledger(task.backend.client)
+    call, no_message = Call(task.name, [], {}, queue, 0, None, {}), Message("", "")
+    ledger.submit([Submission(job_id, call, no_message)])  # whoever reads the step's stream is told as well
+    ledger.end_waiting(job_id, events.error(failure.code, failure.message, failure.retryable))
+    task.backend.mark_as_failure(job_id, failure, request=context)
+    return task.AsyncResult(job_id)
+
+
+def tell_end(app: Celery, job_id: str, ending: Ending) -> None:
+    """Tells Celery how a job ended that no worker ran to its end, and sends what follows it in a canvas."""
+    message: Any = app.backend.client.hget(job_key(job_id), "message")
+    request, event = _request_of(message), ending.event
+    if event["type"] == "error":
+        failure = JobFailed(event["code"], event["message"], event["retryable"])
+        app.backend.mark_as_failure(job_id, failure, request=request)
+    elif event["finish_reason"] == "cancelled":
+        app.backend.mark_as_revoked(job_id, "cancelled", request=request)
+    elif ending.result is not None:
+        if request is not None:
+            _send_next(app, request, ending.result)
+        app.backend.mark_as_done(job_id, ending.result, request=request)
+
+
+def _request_of(message: bytes | None) -> Context | None:
+    """What Celery knows of a job while it runs it, from its message; None if that is none of Celery's."""
+    if not message:
+        return None
+    try:
+        stored = json.loads(message)
+        headers, body = stored["headers"], base64.b64decode(stored["body"])
+        if headers.get("compression"):
+            body = decompress(body, headers["compression"])
+        args, kwargs, canvas = json.loads(body)
+    except (KeyError, TypeError, ValueError) as error:
+        log.warning("a message says nothing of what follows its job: %s", error)
+        return None
+    return Context({**headers, **canvas}, args=args, kwargs=kwargs, delivery_info={})
+
+
+def _send_next(app: Celery, request: Context, result: dict[str, Any]) -> None:
+    """The callbacks of a job, and the next step of its chain, as Celery sends them (celery.app.trace)."""
+    family = {"parent_id": request.id, "root_id": request.root_id}
+    for callback in request.callbacks or ():
+        app.amqp._retry_publish(signature(callback, app=app).apply_async, (result,), **family)
+    if request.chain:
+        *rest, step = request.chain
+        app.amqp._retry_publish(signature(step, app=app).apply_async, (result,), chain=rest, **family)
+
+
+def share(app: Celery, kind: type[Task]) -> None:
+    """Puts the tasks of this kind into the registries of all other apps, of those to come as well."""
+
+    def offer(other: Celery) -> None:
+        if other is not app:
+            for name, task in app.tasks.items():
+                if isinstance(task, kind):
+                    other._tasks.setdefault(name, task)
+
+    connect_on_app_finalize(offer)
+    for other in list(_get_active_apps()):
+        if other.finalized:
+            offer(other)

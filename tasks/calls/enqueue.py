@@ -1,0 +1,120 @@
+"""How jobs get into Redis: what Celery would publish is collected, and pushed together with the ledger's entries.
+
+Celery and kombu make the messages, so any Celery worker reads them. The script that writes a job's entry pushes its
+message as well: there is never one without the other, and up to `PAGE_JOBS` jobs take one round trip to Redis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from celery import Celery
+from kombu import Producer
+
+from cellama.tasks.contract.errors import InvalidJob
+from cellama.tasks.state.ledger import Ledger
+from cellama.tasks.state.records import Call, Message, Submission
+
+PAGE_JOBS = 100  # per script: Redis serves nobody else meanwhile
+PAGE_BYTES = 4 * 2**20
+
+
+class Collector(Producer):  # type: ignore[misc]
+    """A producer that keeps what is published through it, in kombu's form, instead of sending it."""
+
+    def __init__(self, channel: Any) -> None:
+        super().__init__(channel, auto_declare=False)
+        self._commands: list[tuple[Any, ...]] = []
+
+    def _publish(
+        self,
+        body: Any,
+        priority: int,
+        content_type: str,
+        content_encoding: str,
+        headers: Any,
+        properties: Any,
+        routing_key: str,
+        mandatory: bool,
+        immediate: bool,
+        exchange: str,
+        declare: Iterable[Any],
+        *_: Any,
+    ) -> None:
+        """Declares the exchange of events, once; a list of Redis needs no declaration."""
+        channel = self.channel
+        if exchange and exchange not in channel.state.exchanges:
+            for entity in declare:
+                self.maybe_declare(entity)
+        message = channel.prepare_message(body, priority, content_type, content_encoding, headers, properties)
+        channel.basic_publish(message, exchange=exchange, routing_key=routing_key, _publish_batch=self)
+
+    def add(self, *command: Any) -> None:
+        """What kombu's channel calls instead of Redis (kombu.transport.redis: Channel._put)."""
+        self._commands.append(command)
+
+    def take(self) -> Message:
+        """The message that was published since the last time, and the event that tells of it."""
+        commands, self._commands = self._commands, []
+        ((_, key, payload),) = (command for command in commands if command[0] == "lpush")
+        events = tuple((topic, event) for name, topic, event in commands if name == "publish")
+        return Message(key, payload, events)
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A job that may be queued, with what Celery is told of it beside its call."""
+
+    call: Call
+    options: dict[str, Any]
+    digest: str = ""  # of an idempotent one
+
+    @property
+    def job_id(self) -> str:
+        return str(self.options["task_id"])
+
+
+Publish = Callable[[Producer, Checked], Any]
+
+
+def enqueue(app: Celery, ledger: Ledger, jobs: Sequence[Checked], publish: Publish) -> Iterator[bool]:
+    """Queues jobs in their order, and tells of each whether it is new.
+
+    Raises what Redis raises, and InvalidJob if an idempotency key stands for something else. The jobs told of by then
+    are queued, and those of the next page perhaps.
+    """
+    page: list[Submission] = []
+    num_bytes = 0
+    with app.producer_pool.acquire(block=True) as producer:
+        collector = Collector(producer.channel)
+        for number, job in enumerate(jobs, start=1):
+            publish(collector, job)
+            page.append(Submission(job.job_id, job.call, collector.take(), job.digest))
+            num_bytes += page[-1].num_bytes
+            if len(page) == PAGE_JOBS or num_bytes > PAGE_BYTES:
+                yield from _told(page, ledger.submit(page, following=len(jobs) - number))
+                page, num_bytes = [], 0
+        yield from _told(page, ledger.submit(page))
+
+
+def _told(page: Sequence[Submission], told: Sequence[int]) -> Iterator[bool]:
+    for job, how in zip(page, told, strict=True):
+        if how < 0:
+            raise InvalidJob(
+                f"the idempotency key of job {job.job_id} was used for a {job.call.task} with other parameters; "
+                "give each its own key, or ask for the first one's result"
+            )
+        yield bool(how)
+
+
+def ranges(places: Sequence[int]) -> str:
+    """0, 1, 2, 5 as "0-2, 5"."""
+    parts: list[list[int]] = []
+    for place in places:
+        if parts and place == parts[-1][1] + 1:
+            parts[-1][1] = place
+        else:
+            parts.append([place, place])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)

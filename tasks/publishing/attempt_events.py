@@ -1,0 +1,73 @@
+"""The events of one attempt on their way to Redis: numbered, and gathered if the job does not stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from cellama.tasks.contract.errors import JobFailed
+from cellama.tasks.contract.events import Event
+from cellama.tasks.state.history import outputs_of_line
+from cellama.tasks.state.records import Attempt, Entry
+
+STRIDE = 8  # tokens per event of a job that does not stream
+Result = dict[str, Any]
+
+
+@dataclass(slots=True)
+class RunEvents:
+    """What the publisher knows of an attempt. Its thread only."""
+
+    attempt: Attempt
+    next_seq: int
+    streams: bool
+    started: bool
+    on_token: Callable[[], None]
+    on_line: Callable[[int], None] = lambda line: None
+    closed: bool = False  # no more events are taken
+    details: Event = field(default_factory=dict)  # more for its `started`
+    failure: JobFailed | None = None  # that ended it here, whatever the engine goes on to tell
+    ended: Future[bool] = field(default_factory=Future)
+    _gathered: dict[int, list[Event]] = field(default_factory=dict)  # of a job that does not stream, by index
+
+    def entry(self, event: Event, result: Result | None = None) -> Entry:
+        """The event with the next number. Raises what it means that it can't be written; the number stays free then."""
+        entry = Entry(self.attempt.job_id, self.attempt.number, {"seq": self.next_seq, **event}, result)
+        self.next_seq += 1
+        return entry
+
+    def gather(self, event: Event) -> Iterator[Event]:
+        """The event to write instead of this one and those before, if there are enough tokens.
+
+        An event without tokens goes at once: those that its text comes from are told, and nobody would say it again.
+        """
+        index = event.get("index", 0)
+        if index in self._gathered and self._gathered[index][0]["type"] != event["type"]:
+            yield self._join(index)
+        gathered = self._gathered.setdefault(index, [])
+        gathered.append(event)
+        if not event["tokens"] or sum(len(each["tokens"]) for each in gathered) >= STRIDE:
+            yield self._join(index)
+
+    def forget(self, line: int) -> None:
+        """Drops what is gathered of a line that has ended: its result says it all."""
+        for index in outputs_of_line(line):
+            self._gathered.pop(index, None)
+
+    def rest(self) -> Iterator[Event]:
+        """What is still gathered."""
+        for index in list(self._gathered):
+            yield self._join(index)
+
+    def _join(self, index: int) -> Event:
+        parts = self._gathered.pop(index)
+        joined = {**parts[0], "tokens": [token for part in parts for token in part["tokens"]]}
+        if "text" in joined:
+            joined["text"] = "".join(part["text"] for part in parts)
+        if "logprobs" in joined:
+            joined["logprobs"] = [entry for part in parts for entry in part["logprobs"]]
+        if "mirostat_mu" in parts[-1]:
+            joined["mirostat_mu"] = parts[-1]["mirostat_mu"]
+        return joined

@@ -1,0 +1,319 @@
+"""The publisher thread: what engines tell in one step becomes one call of Redis, fenced by each run's attempt.
+
+It serves every run of the worker, so what goes wrong with an event ends the run that it belongs to, and nothing else.
+What can't be pinned on a run ends the process: its jobs go on elsewhere, instead of waiting here for ever.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+from redis.exceptions import ClusterDownError, OutOfMemoryError, ReadOnlyError, RedisError, TryAgainError
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from cellama.engine import Pulse
+from cellama.tasks.broker.pool import Interruption
+from cellama.tasks.contract import events
+from cellama.tasks.contract.errors import JobFailed
+from cellama.tasks.contract.events import Event
+from cellama.tasks.state.ledger import Ledger
+from cellama.tasks.state.records import Attempt, Entry
+
+from .attempt_events import Result, RunEvents
+from .signing import Signer
+
+if TYPE_CHECKING:
+    from cellama.engine import Event as EngineEvent
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 0.5
+CLOSING_ATTEMPTS = 4
+LINE_MARK = "\x1f"  # in the id of a request: between the run of a chunk and the number of its line
+HAND_BACK, FAIL = "hand_back", "fail"  # between this class and itself: no events of a job
+MAX_BATCH = 1000  # events per call of Redis: it serves nobody else meanwhile
+MAX_BATCH_BYTES = 8 << 20  # the same, but for one larger event
+# By these Redis refuses every write for a while; all others are about what was written.
+PASSING = (RedisConnectionError, RedisTimeoutError, OutOfMemoryError, ReadOnlyError, ClusterDownError, TryAgainError)
+PASSING_CODES = ("MISCONF", "NOREPLICAS", "MASTERDOWN")  # that have no class of their own
+
+Told = list[tuple[str, Event, Result | None]]  # run id, event without its seq, result with a terminal event
+Numbered = tuple[str, Entry]  # with the run id
+
+
+class Publisher:
+    """Numbers, journals and publishes the events of all runs of a worker. Owns the `seq` of each."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        worker: str,
+        interrupt: Callable[[str, Interruption], None],
+        signer: Signer,
+    ) -> None:
+        """`interrupt` ends, on this thread, the run with this id, and says why: its job has another attempt, or an end;
+        its events can't be written; or it must go on from its journal, of which Redis has lost the last events."""
+        self._ledger = ledger
+        self._worker = worker
+        self._interrupt = interrupt
+        self._signer = signer
+        self.pulse = Pulse("cellama-publisher")
+        self._runs: dict[str, RunEvents] = {}
+        self._inbox: queue.SimpleQueue[Callable[[], Told] | None] = queue.SimpleQueue()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._work, name=self.pulse.name, daemon=True)
+        self._thread.start()
+
+    # For other threads
+
+    def open(
+        self,
+        attempt: Attempt,
+        next_seq: int = 0,
+        *,
+        streams: bool = True,
+        started: bool = False,
+        on_token: Callable[[], None] = lambda: None,
+    ) -> Future[bool]:
+        """Takes the events of a run from now on. The future tells whether its terminal event counts.
+
+        It raises JobFailed if the run was ended here, with that error, because an event of it could not be written.
+        `on_token` is called, on this thread, once its first token is in Redis.
+        """
+        run = RunEvents(attempt, next_seq, streams, started, on_token)
+
+        def register() -> Told:
+            self._runs[attempt.run_id] = run
+            return []
+
+        self._inbox.put(register)
+        return run.ended
+
+    def listener(self, model_id: str) -> Callable[[tuple[EngineEvent, ...]], None]:
+        """What an engine calls once per step; the conversion is left to the publisher thread."""
+        return lambda engine_events: self._inbox.put(
+            lambda: [told for event in engine_events for told in self._convert(model_id, event)]
+        )
+
+    def watch_lines(self, run_id: str, on_line: Callable[[int], None]) -> None:
+        """Calls `on_line`, on this thread, with each line of a chunk whose end is in Redis."""
+
+        def register() -> Told:
+            if run_id in self._runs:
+                self._runs[run_id].on_line = on_line
+            return []
+
+        self._inbox.put(register)
+
+    def describe(self, run_id: str, details: Event) -> None:
+        """Adds these to what the `started` event of a run will say."""
+
+        def note() -> Told:
+            if run_id in self._runs:
+                self._runs[run_id].details = details
+            return []
+
+        self._inbox.put(note)
+
+    def publish(self, run_id: str, event: Event, result: Result | None = None) -> None:
+        """Publishes an event that no engine tells."""
+        self._inbox.put(lambda: [(run_id, event, result)])
+
+    def hand_back(self, run_id: str) -> None:
+        """Writes what is gathered, and nothing more of this run. Its future says False then."""
+        self._inbox.put(lambda: [(run_id, {"type": HAND_BACK}, None)])
+
+    def close(self, timeout_s: float = 5.0) -> bool:
+        """Writes what is there, then ends; False if Redis did not take it in time."""
+        self._closing.set()
+        self._inbox.put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    # The publisher thread
+
+    def _work(self) -> None:
+        try:
+            self._serve()
+            self.pulse.close()
+        except Exception as error:
+            log.critical("events can't be published any more", exc_info=True)
+            self.pulse.die(f"{type(error).__name__}: {error}")
+
+    def _serve(self) -> None:
+        while (make := self._inbox.get()) is not None:
+            self.pulse.beat("events", self._runs.keys())
+            told = make()
+            while not self._inbox.empty() and len(told) < MAX_BATCH:  # a slow Redis must not make it slower still
+                make = self._inbox.get()
+                if make is None:
+                    self._tell(told)
+                    return
+                told += make()
+            self._tell(told)
+            self.pulse.rest()
+
+    def _convert(self, model_id: str, event: EngineEvent) -> Told:
+        """An engine's event in the words of the contract; if that can't be said, how its run or its line ends."""
+        from .results import event_of, line_event_of, result_of_end
+
+        run_id, mark, line = event.request_id.partition(LINE_MARK)
+        try:
+            if not mark:
+                own = event_of(event, model_id, self._worker, self._signer)
+                return [(run_id, own, result_of_end(event, model_id, self._signer))]
+            of_line = line_event_of(event, int(line), model_id, self._signer)
+            return [] if of_line is None else [(run_id, of_line, None)]
+        except Exception as error:
+            failure = _unforeseen(run_id, error)
+            return [(run_id, _line_failed(int(line), failure) if mark else {"type": FAIL, "failure": failure}, None)]
+
+    def _tell(self, told: Told) -> None:
+        for page in _pages([entry for each in told for entry in self._entries_of(*each)]):
+            self._write(page)
+        for run_id, event, _ in told:
+            if event["type"] == HAND_BACK and (run := self._runs.pop(run_id, None)) is not None:
+                run.ended.set_result(False)
+
+    def _entries_of(self, run_id: str, event: Event, result: Result | None) -> list[Numbered]:
+        """What is written for an event of a run: nothing yet, or several; if that can't be encoded, its failure."""
+        run = self._runs.get(run_id)
+        if run is None or run.closed or (event["type"] == "started" and run.started):
+            return []  # it is superseded, goes on elsewhere, has failed, or is from an earlier attempt
+        entries: list[Entry] = []
+        try:
+            for each in self._to_write(run, event):
+                entries.append(run.entry(each, result if each is event else None))
+        except Exception as error:
+            failure = _unforeseen(run_id, error)
+            if event["type"] == "line":
+                entries.append(run.entry(_line_failed(event["line"], failure)))
+            else:
+                entries.append(self._end_failed(run, failure))
+        return [(run_id, entry) for entry in entries]
+
+    def _to_write(self, run: RunEvents, event: Event) -> Iterator[Event]:
+        kind = event["type"]
+        if kind in events.OUTPUT_TYPES and not run.streams:
+            yield from run.gather(event)
+            return
+        if kind == "line":
+            run.forget(event["line"])
+        if kind in (HAND_BACK, FAIL) or events.is_terminal(event):
+            yield from run.rest()
+            run.closed = True
+        if kind == FAIL:
+            raise event["failure"]
+        if kind != HAND_BACK:
+            yield {**event, **run.details} if kind == "started" else event
+
+    @staticmethod
+    def _end_failed(run: RunEvents, failure: JobFailed) -> Entry:
+        run.closed, run.failure = True, failure
+        return run.entry(events.error(failure.code, failure.message, failure.retryable))
+
+    def _write(self, entries: list[Numbered]) -> None:
+        """Writes until Redis took it. Entries have fixed ids, so writing them twice changes nothing."""
+        failures = failures_while_closing = 0
+        while entries and failures_while_closing < CLOSING_ATTEMPTS:
+            try:
+                self.pulse.rest()  # how long Redis takes is no fault of this thread
+                unwritten = self._ledger.write([entry for _, entry in entries])
+                self.pulse.beat("events", self._runs.keys())
+                return self._settle(entries, unwritten)
+            except RedisError as error:
+                if not _passes(error):
+                    return self._write_one_by_one(entries, error)
+                if not failures:
+                    log.warning("events of %d run(s) wait for Redis: %s", len({run for run, _ in entries}), error)
+            failures += 1
+            failures_while_closing += self._closing.is_set()
+            time.sleep(RETRY_S)
+        if entries:
+            log.error("%d events were not written: Redis did not answer before the worker ended", len(entries))
+            for run_id in {run_id for run_id, _ in entries}:
+                self._give_up(run_id)
+        return None
+
+    def _write_one_by_one(self, entries: list[Numbered], error: RedisError) -> None:
+        """One event that Redis refuses holds up no other."""
+        if len(entries) == 1:
+            log.error("Redis refuses an event of run %s: %s", entries[0][0], error)
+            self._give_up(entries[0][0])
+        else:
+            for each in entries:
+                self._write([each])
+
+    def _settle(self, entries: list[Numbered], unwritten: tuple[set[int], set[int]]) -> None:
+        superseded, gaps = unwritten
+        for place, (run_id, entry) in enumerate(entries):
+            run = self._runs.get(run_id)
+            if run is None:
+                continue
+            if place in superseded:
+                log.warning("run %s is superseded: its job has another attempt, or an end", run_id)
+                self._give_up(run_id)
+            elif place in gaps:
+                log.warning(
+                    "Redis has lost events of run %s that it had taken: the job goes on from those it has", run_id
+                )
+                self._give_up(run_id, Interruption.HANDED_BACK)
+            elif events.is_terminal(entry.event):
+                self._settle_end(run_id, run)
+            elif entry.event["type"] in events.PROGRESS_TYPES:
+                run.on_token()
+                if entry.event["type"] == "line":
+                    run.on_line(entry.event["line"])
+
+    def _settle_end(self, run_id: str, run: RunEvents) -> None:
+        del self._runs[run_id]
+        if run.failure is None:
+            run.ended.set_result(True)
+        else:
+            run.ended.set_exception(run.failure)  # first: who is interrupted asks for it
+            self._interrupt(run_id, Interruption.FAILED)
+
+    def _give_up(self, run_id: str, reason: Interruption = Interruption.SUPERSEDED) -> None:
+        run = self._runs.pop(run_id, None)
+        if run is not None:
+            self._interrupt(run_id, reason)  # before anybody draws conclusions from the end
+            run.ended.set_result(False)
+
+
+def _unforeseen(run_id: str, error: Exception) -> JobFailed:
+    if isinstance(error, JobFailed):
+        return error
+    log.error("an event of run %s can't be written", run_id, exc_info=error)
+    return JobFailed("internal_error", f"an event could not be written: {type(error).__name__}: {error}")
+
+
+def _line_failed(line: int, failure: JobFailed) -> Event:
+    from .results import error_of
+
+    return events.line(line, {"error": error_of(failure)})
+
+
+def _passes(error: RedisError) -> bool:
+    """True if Redis may take the same later."""
+    return isinstance(error, PASSING) or str(error).startswith(PASSING_CODES)
+
+
+def _pages(entries: list[Numbered]) -> Iterator[list[Numbered]]:
+    """The entries in their order, in pages that Redis takes in one call."""
+    page: list[Numbered] = []
+    num_bytes = 0
+    for each in entries:
+        if page and (len(page) == MAX_BATCH or num_bytes + each[1].num_bytes > MAX_BATCH_BYTES):
+            yield page
+            page, num_bytes = [], 0
+        page.append(each)
+        num_bytes += each[1].num_bytes
+    if page:
+        yield page

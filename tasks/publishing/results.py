@@ -1,0 +1,158 @@
+"""What the engine says, in the words of the contract: results and events. Used in workers only."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from cellama.engine import Completion, EngineError, Finished, Resumed, Started, Text, TokenLogprob
+from cellama.engine import Event as EngineEvent
+from cellama.tasks.contract import events
+from cellama.tasks.contract.errors import InvalidJob, JobFailed
+from cellama.tasks.contract.events import Event
+from cellama.tasks.contract.valid_text import valid_text
+from cellama.tasks.state.history import Output, Past, outputs_of_line
+
+from .signing import Signer
+
+CALL_ID_CHARS = 9  # what Mistral's templates insist on
+
+
+def event_of(event: EngineEvent, model_id: str, worker: str, signer: Signer) -> Event:
+    """The contract's event for an engine's."""
+    if isinstance(event, Started):
+        return events.started(model_id, event.num_prompt_tokens, worker, event.seed)
+    if isinstance(event, Text):
+        details: dict[str, Any] = {"index": event.index} if event.index else {}
+        if event.logprobs:
+            details["logprobs"] = _logprobs(event.logprobs)
+        if event.mirostat_mu is not None:
+            details["mirostat_mu"] = event.mirostat_mu
+        if event.kind == "reasoning_end":
+            return events.reasoning_end(signer.sign(event.text), list(event.tokens), **details)
+        tell = events.token if event.kind == "text" else events.reasoning
+        return tell(event.text, list(event.tokens), **details)
+    return _terminal_event(event)
+
+
+def _terminal_event(event: Finished) -> Event:
+    if event.error is not None:
+        return error_event(failure_of(event.error))
+    completion = event.completion
+    assert completion is not None
+    calls = {"tool_calls": _tool_calls(completion)} if completion.tool_calls else {}
+    return events.done(
+        completion.finish_reason,
+        asdict(completion.usage),
+        stop_sequence=completion.stop_sequence,
+        timings=_timings(completion),
+        seed=completion.seed,
+        **calls,
+    )
+
+
+def result_of(completion: Completion, model_id: str, signer: Signer) -> dict[str, Any]:
+    """The result of a generation job: its first completion, and all of them as `choices` if there are several."""
+    result = {
+        **_choice(completion, signer),
+        "usage": asdict(completion.usage),
+        "timings": _timings(completion),
+        "model": model_id,
+        "seq_id": completion.slot,
+        "seed": completion.seed,
+    }
+    if completion.alternatives:
+        result["choices"] = [
+            {"index": choice.index, **_choice(choice, signer)} for choice in (completion, *completion.alternatives)
+        ]
+    return result
+
+
+def result_of_end(event: EngineEvent, model_id: str, signer: Signer) -> dict[str, Any] | None:
+    """The result that comes with an engine's event: with the end of a request that did not fail."""
+    completion = event.completion if isinstance(event, Finished) else None
+    if completion is None or completion.finish_reason == "cancelled":
+        return None
+    return result_of(completion, model_id, signer)
+
+
+def _choice(completion: Completion, signer: Signer) -> dict[str, Any]:
+    choice: dict[str, Any] = {
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+        "stop_sequence": completion.stop_sequence,
+    }
+    if completion.reasoning is not None:
+        choice["reasoning"], choice["signature"] = completion.reasoning, signer.sign(completion.reasoning)
+    if completion.tool_calls:
+        choice["tool_calls"] = _tool_calls(completion)
+    if completion.logprobs is not None:
+        choice["logprobs"] = _logprobs(completion.logprobs)
+    return choice
+
+
+def _tool_calls(completion: Completion) -> list[dict[str, Any]]:
+    """In the OpenAI form. The ids depend on the output alone, so that an event and a result name a call alike."""
+    return [
+        {
+            "id": hashlib.sha256(f"{completion.seed} {place} {completion.tokens}".encode()).hexdigest()[:CALL_ID_CHARS],
+            "type": "function",
+            "function": {"name": valid_text(call.name), "arguments": valid_text(call.arguments)},
+        }
+        for place, call in enumerate(completion.tool_calls)
+    ]
+
+
+def _logprobs(logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+    return [
+        {"token": entry.token, "logprob": entry.logprob, "top": [list(pair) for pair in entry.top]}
+        for entry in logprobs
+    ]
+
+
+def line_event_of(event: EngineEvent, line: int, model_id: str, signer: Signer) -> Event | None:
+    """The chunk's event for an engine's event of one of its lines; None if there is nothing to tell."""
+    if isinstance(event, Started):
+        return None
+    if isinstance(event, Text):
+        told = event_of(event, model_id, "", signer)
+        return {**told, "index": outputs_of_line(line)[event.index]}
+    if event.error is not None:
+        return events.line(line, {"error": error_of(failure_of(event.error))})
+    result = result_of_end(event, model_id, signer)
+    return None if result is None else events.line(line, {"result": result})
+
+
+def error_of(failure: JobFailed | InvalidJob) -> dict[str, Any]:
+    """What a line says of its failure."""
+    return {"code": failure.code, "message": str(failure), "retryable": failure.retryable}
+
+
+def resume_of(past: Past, n: int, line: int = 0) -> tuple[Resumed, ...]:
+    """What an engine needs to go on where earlier attempts of a job, or of a chunk's line, ended."""
+    outputs = [past.outputs.get(index, Output()) for index in outputs_of_line(line)[:n]]
+    if not any(output.tokens for output in outputs):
+        return ()
+    return tuple(
+        Resumed(tuple(o.tokens), tuple(_logprob(entry) for entry in o.logprobs), o.mirostat_mu) for o in outputs
+    )
+
+
+def _logprob(entry: dict[str, Any]) -> TokenLogprob:
+    return TokenLogprob(entry["token"], entry["logprob"], tuple((int(t), float(p)) for t, p in entry["top"]))
+
+
+def _timings(completion: Completion) -> dict[str, float | None]:
+    values: dict[str, float | None] = asdict(completion.timings)
+    return {name: None if value is None else round(value, 3) for name, value in values.items()}
+
+
+def failure_of(error: EngineError) -> JobFailed:
+    """The job's failure for an engine's error."""
+    return JobFailed(error.code, str(error), error.retryable)
+
+
+def error_event(failure: JobFailed) -> Event:
+    return events.error(failure.code, failure.message, failure.retryable)

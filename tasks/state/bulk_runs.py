@@ -1,0 +1,66 @@
+"""What Redis knows of bulk runs: enough to list, watch and cancel them from anywhere. Owned by the run's command."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from redis import Redis
+
+from cellama.tasks.connection.redis_clock import redis_time, seconds_of
+from cellama.tasks.contract.keys import BATCHES_KEY, batch_key
+
+KEPT_S = 30 * 86400  # after the last word of a run
+OPEN_STATES = frozenset({"validating", "in_progress", "finalizing", "cancelling"})
+SILENT_S = 15.0  # a command says something more often
+
+
+class Batches:
+    """The records of all runs."""
+
+    def __init__(self, redis: Redis) -> None:
+        self._redis = redis
+
+    def write(self, run_id: str, **facts: Any) -> None:
+        """Notes facts about a run, and that its command is alive."""
+        now = redis_time(self._redis)
+        values: Any = {name: "" if value is None else str(value) for name, value in facts.items()}
+        with self._redis.pipeline() as pipe:
+            pipe.hset(batch_key(run_id), mapping={**values, "at": now})
+            pipe.expire(batch_key(run_id), KEPT_S)
+            pipe.zadd(BATCHES_KEY, {run_id: now})
+            pipe.zremrangebyscore(BATCHES_KEY, 0, now - KEPT_S)
+            pipe.execute()
+
+    def read(self, run_id: str) -> dict[str, Any] | None:
+        """All facts about a run; None if there is no such run. `alive` tells whether a command works on it."""
+        pipeline = self._redis.pipeline(transaction=False)
+        pipeline.time()
+        pipeline.hgetall(batch_key(run_id))
+        now, found = pipeline.execute()
+        if not found:
+            return None
+        facts: dict[str, Any] = {name.decode(): _parsed(value.decode()) for name, value in found.items()}
+        alive = facts.get("state") in OPEN_STATES and seconds_of(now) - facts["at"] < SILENT_S
+        return {"id": run_id, **facts, "alive": alive}
+
+    def all(self) -> list[dict[str, Any]]:
+        """All runs, the last one first."""
+        ids: Any = self._redis.zrevrange(BATCHES_KEY, 0, -1)
+        return [facts for run_id in ids if (facts := self.read(run_id.decode())) is not None]
+
+    def ask_to_cancel(self, run_id: str) -> None:
+        """Its command will end it, now or when it is resumed."""
+        self._redis.hset(batch_key(run_id), "cancel", "1")
+
+    def take_cancel(self, run_id: str) -> bool:
+        """True if somebody has asked for it since the last time."""
+        return bool(self._redis.hdel(batch_key(run_id), "cancel"))
+
+
+def _parsed(value: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(value)
+        except ValueError:
+            continue
+    return value or None

@@ -1,0 +1,90 @@
+"""What the tokens of a job rest on beside its payload: the contents of its model and of its adapters.
+
+The first attempt's `started` event tells it, and every later one goes on with the same, or not at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from cellama.tasks.contract.errors import JobFailed
+from cellama.tasks.contract.events import Event
+from cellama.tasks.contract.names import DEFAULT_MODEL
+
+from .registry import WorkerEntry
+
+if TYPE_CHECKING:
+    from cellama.engine import AdapterInfo, Model
+
+Choice = tuple[tuple[str, float], ...]  # adapters by name, and their scales
+
+
+@dataclass(frozen=True, slots=True)
+class Foundation:
+    """SHA-256 of the model, and (name, SHA-256, scale) of each adapter; 0: only for lines that choose it."""
+
+    model: str
+    adapters: tuple[tuple[str, str, float], ...] = ()
+
+    def details(self) -> dict[str, Any]:
+        """For the `started` event."""
+        adapters = {"adapters": [list(adapter) for adapter in self.adapters]} if self.adapters else {}
+        return {"fingerprint": self.model, **adapters}
+
+    def is_in(self, model: Model) -> bool:
+        """True if this is the model, and its adapters are there under their names."""
+        return model.info.fingerprint == self.model and self._needs <= {(i.name, i.fingerprint) for i in _ready(model)}
+
+    def is_served_by(self, entry: Mapping[str, Any]) -> bool:
+        """The same of a model in a worker's entry in the registry."""
+        there = {(adapter["name"], adapter["fingerprint"]) for adapter in entry.get("adapters", ())}
+        return entry.get("fingerprint") == self.model and self._needs <= there
+
+    @property
+    def choice(self) -> Choice:
+        """The adapters of a request."""
+        return tuple((name, scale) for name, _, scale in self.adapters if scale)
+
+    @property
+    def _needs(self) -> set[tuple[str, str]]:
+        return {(name, fingerprint) for name, fingerprint, _ in self.adapters}
+
+
+def foundation_of_event(event: Event) -> Foundation | None:
+    """What a `started` event tells; None if it is from a version that told nothing of it."""
+    adapters = tuple((name, fingerprint, scale) for name, fingerprint, scale in event.get("adapters", ()))
+    return Foundation(event["fingerprint"], adapters) if "fingerprint" in event else None
+
+
+def foundation_of(model: Model, choice: Choice | None, also: Iterable[str] = ()) -> Foundation:
+    """What a request with these adapters rests on; None stands for those of requests that do not choose.
+
+    An adapter that is not there is left out: whoever asks for it hears so from the engine.
+    """
+    infos = _ready(model)
+    chosen = ((info.name, info.scale) for info in infos) if choice is None else choice
+    scales = {**dict.fromkeys(also, 0.0), **{name: scale for name, scale in chosen if scale}}
+    adapters = tuple((i.name, i.fingerprint, float(scales[i.name])) for i in infos if i.name in scales)
+    return Foundation(model.info.fingerprint, adapters)
+
+
+def _ready(model: Model) -> list[AdapterInfo]:
+    return [info for info in model.adapters() if info.status == "ready"]
+
+
+def may_come(workers: Iterable[WorkerEntry], model_id: str, wanted: Foundation) -> bool:
+    """True if one of these workers has what it takes, or is loading what may be that."""
+    entries = [entry for worker in workers for entry in worker.models]
+    served = [e for e in entries if e["id"] == model_id or (model_id == DEFAULT_MODEL and e["default"])]
+    return any(entry["status"] == "loading" or wanted.is_served_by(entry) for entry in served)
+
+
+def changed(model_id: str) -> JobFailed:
+    """The end of a job that can't go on as it began."""
+    message = (
+        f"the job began with another model or adapter under the name {model_id!r}, and no worker has that any more; "
+        "submit it again, or load what was there"
+    )
+    return JobFailed("model_changed", message, retryable=True)

@@ -1,0 +1,92 @@
+"""What earlier attempts of a job have done, read from its journal: where the next one goes on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from redis import Redis
+
+from cellama.config.limits import MAX_COMPLETIONS
+from cellama.tasks.contract.events import EVENT_FIELD, OUTPUT_TYPES, Event, is_terminal
+from cellama.tasks.contract.keys import journal_key
+from cellama.tasks.contract.kinds import NO_USAGE
+
+from .foundation import Foundation, foundation_of_event
+
+
+@dataclass(slots=True)
+class Output:
+    """One completion so far. `logprobs` are as in the events."""
+
+    tokens: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)  # without reasoning
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    mirostat_mu: float | None = None  # what mirostat had learned by the last token
+
+
+@dataclass(slots=True)
+class Past:
+    """The events of a job so far, added up. `outputs` is by index of the completion."""
+
+    next_seq: int = 0
+    seed: int | None = None
+    foundation: Foundation | None = None  # what its tokens rest on
+    outputs: dict[int, Output] = field(default_factory=dict)
+    end: Event | None = None
+    trimmed: bool = False  # the first events are gone
+    lines: set[int] = field(default_factory=set)  # of a chunk, that have ended
+
+    def add(self, event: Event) -> None:
+        """Takes the next event into account."""
+        self.trimmed |= event["seq"] != self.next_seq
+        self.next_seq = event["seq"] + 1
+        if event["type"] == "started":
+            self.seed = event["seed"]
+            self.foundation = foundation_of_event(event)
+        elif event["type"] in OUTPUT_TYPES:
+            output = self.outputs.setdefault(event.get("index", 0), Output())
+            output.tokens += event["tokens"]
+            if event["type"] == "token":
+                output.texts.append(event["text"])
+            output.logprobs += event.get("logprobs", [])
+            output.mirostat_mu = event.get("mirostat_mu")
+        elif event["type"] == "line":
+            self.lines.add(event["line"])
+            for index in outputs_of_line(event["line"]):
+                self.outputs.pop(index, None)
+        elif is_terminal(event):
+            self.end = event
+
+    @property
+    def started(self) -> bool:
+        return self.seed is not None
+
+    @property
+    def text(self) -> str:
+        """Of the first completion."""
+        return "".join(self.outputs[0].texts) if 0 in self.outputs else ""
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """Of what earlier attempts have generated."""
+        return {**NO_USAGE, "completion_tokens": self.num_tokens}
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(output.tokens) for output in self.outputs.values())
+
+
+def outputs_of_line(line: int) -> range:
+    """The indices that the completions of a chunk's line have in its events."""
+    return range(line * MAX_COMPLETIONS, (line + 1) * MAX_COMPLETIONS)
+
+
+def read_past(redis: Redis, job_id: str) -> Past:
+    """The past of a job; an empty one if it has none."""
+    past = Past()
+    entries: Any = redis.xrange(journal_key(job_id))
+    for _, fields in entries:
+        past.add(json.loads(fields[EVENT_FIELD.encode()]))
+    return past

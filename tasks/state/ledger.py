@@ -1,0 +1,268 @@
+"""The ledger of jobs in Redis: who holds which message, who runs which attempt, what has ended (docs/delivery.md).
+
+Every step is one Lua script (tasks/state/lua), so that a worker that dies, or two that run the same job, leave
+nothing half done. Times are those of Redis: one clock for all machines.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from redis import Redis
+
+from cellama.tasks.connection.connections import database_of
+from cellama.tasks.contract.events import EVENT_FIELD, Event, done
+from cellama.tasks.contract.keys import (
+    DEAD_KEY,
+    LOOKED_KEY,
+    cancel_key,
+    events_channel,
+    job_key,
+    journal_key,
+    waiting_key,
+)
+from cellama.tasks.contract.kinds import KINDS
+
+from .encoding import encode
+from .history import read_past
+from .records import Attempt, Ending, Entry, State, Submission, Taken
+from .scripts import run_script
+
+PLACE_STEP_S = 2e-4  # between jobs that are queued at once: as near as scores of `waiting_score` can be told apart
+MAX_ATTEMPTS = 3  # in a row that end without a token and without an end
+DEAD_TTL_S = 7 * 86400  # of a dead job: so long it can be queued again
+CANCEL_TTL_S = 7 * 86400  # of the wish to cancel a job that no worker has told the ledger of
+REFUSED_S = 3  # after Celery has refused a message, its job gets an end
+SETTLE_S = 30  # after the end of a job Celery should have its result; else the reaper gives it
+RESTORED_AT_ONCE = 1000  # messages
+
+
+class Ledger:
+    """Reads and writes the ledger. Safe from any thread. Every method may raise RedisError."""
+
+    def __init__(
+        self,
+        redis: Redis,
+        *,
+        max_events: int = 100_000,
+        event_ttl_s: int = 3600,
+        journal_ttl_s: int = 86400,
+        result_ttl_s: int = 86400,
+    ) -> None:
+        self._redis = redis
+        self._database = database_of(redis)
+        self._result_ttl_s = result_ttl_s
+        self._write_options = (EVENT_FIELD, max_events, event_ttl_s, journal_ttl_s, result_ttl_s, DEAD_TTL_S, SETTLE_S)
+
+    # For producers
+
+    def submit(self, jobs: Sequence[Submission], following: int = 0) -> list[int]:
+        """Notes jobs and queues their messages, all at once; tells of each: 1 new, 0 there already, -1 there already
+        with another digest.
+
+        So many are `following` in later calls: their places are behind these, although Redis' clock hardly moves.
+        """
+        if not jobs:
+            return []
+        keys: list[str] = []
+        args: list[Any] = [PLACE_STEP_S, following]
+        for job in jobs:
+            call, message = job.call, job.message
+            keys += [job_key(job.job_id), message.key]
+            timeout = "" if call.timeout_s is None else call.timeout_s
+            args += [job.job_id, call.task, call.queue, call.priority, timeout, call.delay_s, job.digest]
+            args += [message.payload, len(message.events), *(part for event in message.events for part in event)]
+        told: list[int] = run_script(self._redis, "submit", keys, args)
+        return told
+
+    def cancel(self, job_id: str, *, running: bool) -> bool:
+        """Wants a job to end. True if that ended it, because no worker runs it.
+
+        With `running`, a worker that runs it, or will, ends it too.
+        """
+        keys = [job_key(job_id), cancel_key(job_id)]
+        state: Any = run_script(self._redis, "cancel", keys, [job_id, int(running), CANCEL_TTL_S])
+        if state.decode() not in ("queued", "handed_back"):
+            return False
+        return self.end_waiting(job_id, done("cancelled", read_past(self._redis, job_id).usage))
+
+    def end_waiting(self, job_id: str, event: Event, result: dict[str, Any] | None = None) -> bool:
+        """Ends a job with this event, as long as no worker runs it."""
+        superseded, _ = self.write([Entry(job_id, None, {"seq": 0, **event}, result)])
+        return not superseded
+
+    def state(self, job_id: str) -> State | None:
+        """Where the job is; None if there is no such job, or not any more."""
+        found: Any = self._redis.hget(job_key(job_id), "state")
+        state: State | None = found.decode() if found else None
+        return state
+
+    # For workers: messages
+
+    def take(self, job_id: str, lease_s: float) -> Taken:
+        """This worker holds the job's message for `lease_s`; with an empty token if it does not, because the job has
+        ended, or somebody else holds a copy."""
+        token = uuid.uuid4().hex
+        answer: Any = run_script(self._redis, "take", [job_key(job_id)], [job_id, token, lease_s])
+        return Taken(job_id, token if answer == b"held" else "")
+
+    def renew(self, held: Sequence[Taken], lease_s: float) -> list[Taken]:
+        """Goes on holding messages; gives those back that this worker does not hold any more."""
+        if not held:
+            return []
+        args: list[Any] = [lease_s, *(part for taken in held for part in (taken.job_id, taken.token))]
+        lost: Any = run_script(self._redis, "renew", [job_key(taken.job_id) for taken in held], args)
+        return [held[place] for place in lost]
+
+    def release(self, taken: Taken) -> None:
+        """Celery is done with a message: it is gone for good, if this worker still holds it."""
+        run_script(self._redis, "release", [job_key(taken.job_id)], [taken.job_id, taken.token, REFUSED_S])
+
+    def give_back(self, taken: Taken) -> None:
+        """A message goes to the head of its queue, if this worker still holds it."""
+        keys = [job_key(taken.job_id), cancel_key(taken.job_id)]
+        run_script(self._redis, "give_back", keys, [taken.job_id, taken.token])
+
+    def set_aside(self, taken: Taken, seconds: float) -> None:
+        """A message waits so long in nobody's hands, and goes back to the head of its queue then."""
+        run_script(self._redis, "set_aside", [job_key(taken.job_id)], [taken.job_id, taken.token, seconds])
+
+    def restore(self, lease_s: float) -> int:
+        """Gives back the messages whose lease has ended; returns how many there were.
+
+        If nobody has asked for a third of a lease, they get half a one more: perhaps nobody could renew.
+        """
+        args = [lease_s, RESTORED_AT_ONCE, job_key(""), cancel_key("")]
+        return int(run_script(self._redis, "restore", [LOOKED_KEY], args))
+
+    # For workers: attempts
+
+    def begin(
+        self,
+        job_id: str,
+        run: str,
+        worker: str,
+        *,
+        token: str | None = None,
+        alone: bool = False,
+    ) -> Attempt:
+        """This worker runs the job from now on, unless the verdict says otherwise.
+
+        `run` tells this question from others, so that it may be asked again. `token` is that of the message: only
+        its holder may begin (None is not checked). The verdict is "suspect", and nothing has begun, if the last
+        attempt ended without a token and without an end, because that may have ended its worker, and this one would
+        not be `alone`.
+        """
+        args = [run, worker, MAX_ATTEMPTS, int(alone), "any" if token is None else token]
+        reply: Any = run_script(self._redis, "begin", [job_key(job_id), cancel_key(job_id)], args)
+        ending = None
+        if reply[0] == b"done":
+            ending = _ending(*reply[4:])
+        return Attempt(job_id, int(reply[1]), int(reply[2]), reply[0].decode(), float(reply[3]), ending)
+
+    def write(self, entries: Sequence[Entry]) -> tuple[set[int], set[int]]:
+        """Journals and publishes events, in order.
+
+        Returns the places of those that were not written: because their attempt is superseded, and because Redis has
+        lost events before them, so that the stream would have a gap.
+        """
+        keys: list[str] = []
+        args: list[Any] = list(self._write_options)
+        for entry in entries:
+            job_id = entry.job_id
+            keys += [job_key(job_id), journal_key(job_id), cancel_key(job_id)]
+            attempt = "" if entry.attempt is None else entry.attempt
+            args += [job_id, attempt, entry.kind, entry.event["seq"], events_channel(job_id, self._database)]
+            args += [entry.event_json.partition(b",")[2], entry.result_json]  # the script knows the seq
+        superseded, gaps = run_script(self._redis, "write", keys, args)
+        return set(superseded), set(gaps)
+
+    def end_unknown(self, job_id: str, event: Event) -> None:
+        """Ends the stream of a job that is not in the ledger with this event, unless it has an end."""
+        field, _, event_ttl_s, *_ = self._write_options
+        data = encode({"seq": 0, **event}).partition(b",")[2]  # the script knows the seq
+        args = [field, event_ttl_s, events_channel(job_id, self._database), data]
+        run_script(self._redis, "end_unknown", [job_key(job_id), journal_key(job_id)], args)
+
+    def hand_back(self, attempt: Attempt) -> None:
+        """Another worker may go on with the job; this attempt was no failure."""
+        run_script(self._redis, "hand_back", [job_key(attempt.job_id)], [attempt.job_id, attempt.number])
+
+    def ending(self, job_id: str) -> Ending | None:
+        """How a job ended; None if it has not, or nobody knows any more."""
+        found: Any = self._redis.hmget(job_key(job_id), "end", "result", "task")
+        return _ending(*found) if found[0] else None
+
+    def keep_journal(self, job_id: str) -> None:
+        """The events of an ended job stay as long as results do."""
+        self._redis.expire(journal_key(job_id), self._result_ttl_s)
+
+    # For people
+
+    def place(self, job_id: str) -> int | None:
+        """How many jobs are before this one in its queue; None if it does not wait."""
+        queue = self.queue(job_id)
+        if queue is None:
+            return None
+        rank: Any = self._redis.zrank(waiting_key(queue), job_id)
+        return None if rank is None else int(rank)
+
+    def queue(self, job_id: str) -> str | None:
+        """The Celery queue that a job was put into."""
+        found: Any = self._redis.hget(job_key(job_id), "queue")
+        return found.decode() if found else None
+
+    def num_waiting(self, queue: str) -> int:
+        """Jobs of a queue that have no slot yet."""
+        return int(self._redis.zcard(waiting_key(queue)))
+
+    def dead(self) -> list[dict[str, Any]]:
+        """The jobs that ended their workers again and again, the last one first: id, at, task, queue, attempts."""
+        entries: Any = self._redis.zrevrange(DEAD_KEY, 0, -1, withscores=True)
+        found = []
+        for raw, at in entries:
+            job_id = raw.decode()
+            stored: Any = self._redis.hmget(job_key(job_id), "task", "attempt", "worker", "queue")
+            if stored[0] is None:  # its entry has expired
+                self._redis.zrem(DEAD_KEY, job_id)
+                continue
+            task, attempts, worker, queue = (value.decode() for value in stored)
+            dead = {"id": job_id, "at": at, "task": task, "queue": queue, "attempts": int(attempts)}
+            found.append({**dead, "last_worker": worker, "error": "dead"})
+        return found
+
+    def requeue_dead(self, job_id: str) -> str | None:
+        """Queues a dead job again as a new one, with all that its message held; its id, or None if it is not dead."""
+        stored: Any = self._redis.hmget(job_key(job_id), "message", "list")
+        if stored[0] is None:
+            return None
+        new_id = str(uuid.uuid4())
+        message = _renamed(json.loads(stored[0]), job_id, new_id)
+        keys = [job_key(job_id), job_key(new_id), stored[1].decode()]
+        done = run_script(self._redis, "requeue_dead", keys, [job_id, new_id, json.dumps(message)])
+        return new_id if done else None
+
+
+def _renamed(message: dict[str, Any], job_id: str, new_id: str) -> dict[str, Any]:
+    """A message of kombu's, for a job of another id."""
+    headers, properties = message["headers"], message["properties"]
+    headers["id"] = properties["correlation_id"] = new_id
+    if headers.get("root_id") == job_id:
+        headers["root_id"] = new_id
+    properties["delivery_tag"] = str(uuid.uuid4())
+    return message
+
+
+def _ending(event: bytes, result: bytes | None, task: bytes) -> Ending | None:
+    if not event:
+        return None
+    kind = KINDS.get(task.decode())
+    return Ending(json.loads(event), kind.shape(json.loads(result)) if kind and result else None)
+
+
+def new_run() -> str:
+    """A token that tells one question of `begin` from all others."""
+    return uuid.uuid4().hex

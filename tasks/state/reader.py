@@ -1,0 +1,179 @@
+"""Reads the events of a job: what is in the journal, then what is published live, without gap or repetition.
+
+The order is in one pure class; the sync and the async loop only wait.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+from redis import Redis
+from redis.asyncio import Redis as AsyncRedis
+
+from cellama.tasks.connection.connections import database_of
+from cellama.tasks.contract.errors import JobTimeout, StreamTrimmed, UnknownJob
+from cellama.tasks.contract.events import EVENT_FIELD, Event, is_terminal
+from cellama.tasks.contract.keys import events_channel, job_key, journal_key, stream_id
+
+QUIET_S = 1.0  # after so long without a message the journal is read again: pub/sub may lose one
+SUBSCRIBE_S = 10.0  # for Redis to confirm a subscription
+PAGE = 1000  # journal entries per read
+STREAM_TIMEOUT_S = 30.0
+UNKNOWN_S = 2.0  # for the first sign of a job, which plain Celery tells nobody of before a worker has it
+PING = "ping"  # type of what a reader gets while there is nothing to tell; it is in no journal
+
+
+class EventCursor:
+    """Knows which event comes next, and who has it. Pure: it neither reads nor waits."""
+
+    def __init__(self, job_id: str, after: int = -1) -> None:
+        self.job_id = job_id
+        self.last_seq = after
+        self.ended = False
+        self.needs_journal = True  # until the journal has nothing more to say
+
+    def from_journal(self, entries: list[Any]) -> list[Event]:
+        """The new events of a page of the journal. Raises StreamTrimmed when the next one is gone."""
+        self.needs_journal = len(entries) >= PAGE
+        new = [event for event in map(_parse_entry, entries) if self._is_new(event)]
+        if new and new[0]["seq"] != self.last_seq + 1:
+            raise StreamTrimmed(
+                f"events {self.last_seq + 1} to {new[0]['seq'] - 1} of job {self.job_id} are gone; "
+                "read from a later one, or take the result"
+            )
+        return self._take(new)
+
+    def from_message(self, message: Any) -> list[Event]:
+        """The new event of a pub/sub message, if it is the next one; otherwise the journal is asked."""
+        if message is None:
+            self.needs_journal = True
+        elif message["type"] == "message":
+            event: Event = json.loads(message["data"])
+            if event["seq"] == self.last_seq + 1:
+                return self._take([event])
+            self.needs_journal |= self._is_new(event)
+        return []
+
+    @property
+    def journal_start(self) -> str:
+        """Id of the journal entry to read from."""
+        return stream_id(self.last_seq + 1)
+
+    def _is_new(self, event: Event) -> bool:
+        return bool(event["seq"] > self.last_seq)
+
+    def _take(self, events: list[Event]) -> list[Event]:
+        if events:
+            self.last_seq = events[-1]["seq"]
+            self.ended = is_terminal(events[-1])
+        return events
+
+
+def _parse_entry(entry: Any) -> Event:
+    _, fields = entry
+    event: Event = json.loads(fields.get(EVENT_FIELD.encode()) or fields[EVENT_FIELD])
+    return event
+
+
+class _Patience:
+    """How long to wait for the next message, when to tell the caller that it goes on, and when to give up."""
+
+    def __init__(self, job_id: str, timeout_s: float, ping_s: float) -> None:
+        self._job_id = job_id
+        self._timeout_s = timeout_s
+        self._ping_s = ping_s
+        self.is_known = False  # somebody has heard of the job
+        self.heard()
+        self._unknown_at = time.monotonic() + UNKNOWN_S
+
+    def heard(self) -> None:
+        """Of the job itself."""
+        now = time.monotonic()
+        self._deadline, self._ping_at = now + self._timeout_s, now + self._ping_s
+
+    def wait_s(self) -> float:
+        """Seconds to wait now. Raises JobTimeout, UnknownJob."""
+        now = time.monotonic()
+        if not self.is_known and now >= self._unknown_at:
+            raise UnknownJob(
+                f"there is no job {self._job_id}, or not any more: events are kept for a while after the end only"
+            )
+        remaining_s = self._deadline - now
+        if remaining_s <= 0:
+            raise JobTimeout(
+                f"job {self._job_id} told nothing for {self._timeout_s:g} s; it may still wait in its queue: "
+                f"see `cellama status {self._job_id}`, or wait longer"
+            )
+        return max(0.0, min(QUIET_S, remaining_s, self._ping_at - now))
+
+    def ping(self) -> list[Event]:
+        """One event without `seq` whenever `ping_s` have passed without another one."""
+        now = time.monotonic()
+        if now < self._ping_at:
+            return []
+        self._ping_at = now + self._ping_s
+        return [{"type": PING}]
+
+
+def stream_events(
+    redis: Redis,
+    job_id: str,
+    after: int = -1,
+    timeout_s: float = STREAM_TIMEOUT_S,
+    ping_s: float = math.inf,
+) -> Iterator[Event]:
+    """The events of a job with a `seq` above `after`, to the terminal one; any number of readers may do so.
+
+    Whenever `ping_s` pass without an event there is one of type `ping`, without a `seq`. Raises JobTimeout when nothing
+    comes for `timeout_s`, StreamTrimmed when events are gone, UnknownJob when nobody has heard of the job.
+    """
+    cursor, patience = EventCursor(job_id, after), _Patience(job_id, timeout_s, ping_s)
+    with redis.pubsub() as pubsub:  # type: ignore[no-untyped-call]
+        pubsub.subscribe(events_channel(job_id, database_of(redis)))
+        pubsub.get_message(timeout=SUBSCRIBE_S)  # subscribed from here on: the journal can't miss what is live
+        while not cursor.ended:
+            if cursor.needs_journal:
+                entries: Any = redis.xrange(journal_key(job_id), min=cursor.journal_start, count=PAGE)
+                new = cursor.from_journal(entries)
+                if not new and not patience.is_known:
+                    known: Any = redis.exists(journal_key(job_id), job_key(job_id))
+                    patience.is_known = bool(known)
+            else:
+                new = cursor.from_message(pubsub.get_message(timeout=patience.wait_s()))
+            if new:
+                patience.is_known = True
+                yield from new
+                patience.heard()
+            else:
+                yield from patience.ping()
+
+
+async def astream_events(
+    redis: AsyncRedis,
+    job_id: str,
+    after: int = -1,
+    timeout_s: float = STREAM_TIMEOUT_S,
+    ping_s: float = math.inf,
+) -> AsyncIterator[Event]:
+    """`stream_events` for asyncio."""
+    cursor, patience = EventCursor(job_id, after), _Patience(job_id, timeout_s, ping_s)
+    async with redis.pubsub() as pubsub:
+        await pubsub.subscribe(events_channel(job_id, database_of(redis)))
+        await pubsub.get_message(timeout=SUBSCRIBE_S)
+        while not cursor.ended:
+            if cursor.needs_journal:
+                entries: Any = await redis.xrange(journal_key(job_id), min=cursor.journal_start, count=PAGE)
+                new = cursor.from_journal(entries)
+                if not new and not patience.is_known:
+                    patience.is_known = bool(await redis.exists(journal_key(job_id), job_key(job_id)))
+            else:
+                new = cursor.from_message(await pubsub.get_message(timeout=patience.wait_s()))
+            patience.is_known |= bool(new)
+            for event in new or patience.ping():
+                yield event
+            if new:
+                patience.heard()

@@ -1,0 +1,137 @@
+"""What goes into the ledger, and what it answers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from cellama.tasks.contract.events import PROGRESS_TYPES, Event, is_terminal
+
+from .encoding import encode
+
+MAX_ENTRY_BYTES = 480 << 20  # Redis keeps up to 512 MiB under a key, and Celery adds some words
+DEAD = "dead"  # error code of jobs that ended their workers again and again
+# What to do with an attempt. Nothing has begun with the last four: the job has ended, and Celery perhaps has not heard
+# of it; it has ended, and is forgotten; somebody else holds its message; it may have ended a worker.
+Verdict = Literal["run", "cancelled", "dead", "done", "gone", "superseded", "suspect"]
+State = Literal["queued", "running", "handed_back", "done"]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of a task as its producer made it. `priority` and `timeout_s` are those of its payload."""
+
+    task: str
+    args: list[Any]
+    kwargs: dict[str, Any]
+    queue: str
+    priority: int
+    timeout_s: float | None
+    headers: dict[str, Any]
+    delay_s: float = 0.0  # before it may run at all
+
+    def to_json(self) -> str:
+        return json.dumps({name: getattr(self, name) for name in self.__slots__}, separators=(",", ":"))
+
+    def digest(self, positional: Sequence[str]) -> str:
+        """The same for the same parameters, however they were given."""
+        parameters = {**dict(zip(positional, self.args, strict=False)), **self.kwargs}
+        return hashlib.sha256(json.dumps([self.task, parameters], sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A message in kombu's form: the list that it is pushed to, and Celery's events of it as (topic, event).
+
+    It is the job's only one: what is queued again is this text.
+    """
+
+    key: str
+    payload: str
+    events: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A job to note and to queue.
+
+    With a `digest` of what was asked the job is idempotent, and remembered as long as its result.
+    """
+
+    job_id: str
+    call: Call
+    message: Message
+    digest: str = ""
+
+    @property
+    def num_bytes(self) -> int:
+        """About what it sends to Redis."""
+        return 2 * len(self.message.payload)
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A message in a worker's hands, with the token by which the ledger knows this taking; '' if it holds nothing."""
+
+    job_id: str
+    token: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a job ended: its last event, and its result if it ended well and Celery has not stored it yet."""
+
+    event: Event
+    result: dict[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One run of a job. `number` is its fence; `num_failures` counts this and those before it without a token."""
+
+    job_id: str
+    number: int
+    num_failures: int
+    verdict: Verdict
+    waited_s: float = field(default=0.0, compare=False)  # since the job was submitted, by Redis' clock
+    ending: Ending | None = None  # with the verdict `done`
+
+    @property
+    def run_id(self) -> str:
+        """Names this run among all others, also of the same job."""
+        return f"{self.job_id}#{self.number}"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An event to write. With `attempt` None, nobody's: it counts only while no attempt runs, as the next one.
+
+    What can't be written is refused here, with ValueError, TypeError or RecursionError: writing never fails for it.
+    """
+
+    job_id: str
+    attempt: int | None
+    event: Event  # with its seq
+    result: dict[str, Any] | None = None  # with the end of a job that ends well, until Celery has it
+    event_json: bytes = field(init=False, repr=False)
+    result_json: bytes = field(init=False, repr=False)  # empty without one
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "event_json", encode(self.event))
+        object.__setattr__(self, "result_json", b"" if self.result is None else encode(self.result))
+        if self.num_bytes > MAX_ENTRY_BYTES:
+            raise ValueError(f"it would take {self.num_bytes} bytes, and Redis takes {MAX_ENTRY_BYTES} at most")
+
+    @property
+    def num_bytes(self) -> int:
+        """What it sends to Redis."""
+        return len(self.event_json) + len(self.result_json)
+
+    @property
+    def kind(self) -> str:
+        if not is_terminal(self.event):
+            return "token" if self.event["type"] in PROGRESS_TYPES else str(self.event["type"])
+        return "dead" if self.event.get("code") == DEAD else "end"

@@ -1,0 +1,150 @@
+"""Which workers live and what they serve: each worker keeps an entry in Redis, and readers ignore stale ones."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from redis import Redis
+from redis.exceptions import RedisError
+
+from cellama.tasks.connection.redis_clock import redis_time, seconds_of
+from cellama.tasks.contract.keys import WORKERS_KEY
+
+if TYPE_CHECKING:
+    from cellama.engine import ModelEntry, ModelManager
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_S = 2.0
+STALE_S = 10.0
+KEPT_S = 60.0  # entries of workers that are gone: their successors may bring back what they had
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerEntry:
+    """A live worker. `models` are as `describe` below makes them.
+
+    Times are unix seconds: `seen_at` by Redis' clock, the others by the worker's own.
+    """
+
+    name: str
+    host: str
+    pid: int
+    started_at: float
+    at: float
+    models: list[dict[str, Any]]
+    failures: dict[str, dict[str, str]] = field(default_factory=dict)  # by `failure_key`: code, message; of lately
+    memory: dict[str, Any] = field(default_factory=dict)  # as ModelManager.memory has it
+    cores: dict[str, Any] = field(default_factory=dict)  # as CoreSharing.report has it
+    seen_at: float = 0.0
+
+
+def live_workers(redis: Redis, within_s: float = STALE_S) -> list[WorkerEntry]:
+    """The workers whose last heartbeat is so fresh, by name."""
+    pipeline = redis.pipeline(transaction=False)
+    pipeline.time()
+    pipeline.hgetall(WORKERS_KEY)
+    now, entries = pipeline.execute()
+    workers = [WorkerEntry(**json.loads(data)) for data in entries.values()]
+    return sorted((w for w in workers if seconds_of(now) - w.seen_at < within_s), key=lambda w: w.name)
+
+
+class Registration:
+    """Keeps one worker's entry fresh, prunes what dead workers left, and does what else is due with every beat."""
+
+    def __init__(
+        self,
+        redis: Redis,
+        worker: str,
+        manager: ModelManager,
+        chores: Sequence[Callable[[], Any]],
+        failures: Callable[[], dict[str, dict[str, str]]],
+    ) -> None:
+        self._redis = redis
+        self._chores = chores
+        self._failures = failures
+        self._worker = worker
+        self._manager = manager
+        self._started_at = time.time()
+        self._closing = False
+        self._due = threading.Event()  # the next beat, without waiting for its time
+        self._thread = threading.Thread(target=self._run, name="cellama-registry", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Takes the entry out."""
+        self._closing = True
+        self._due.set()
+        self._thread.join(timeout=HEARTBEAT_S)
+
+    def beat_now(self) -> None:
+        """Tells of a change at once."""
+        self._due.set()
+
+    def _run(self) -> None:
+        while not self._closing:
+            self._do_what_is_due()
+            self._due.wait(HEARTBEAT_S)
+            self._due.clear()
+        try:
+            self._redis.hdel(WORKERS_KEY, self._worker)
+        except RedisError:
+            log.warning("the worker's entry stays until it is stale: Redis does not answer")
+
+    def _do_what_is_due(self) -> None:
+        """A chore that fails is no reason for the worker to look dead."""
+        for step in (self._beat, *self._chores):
+            try:
+                step()
+            except RedisError as error:
+                log.warning("the worker's heartbeat waits for Redis: %s", error)
+                return
+            except Exception:
+                log.exception("a chore of the worker's heartbeat failed; it is tried again with the next one")
+
+    def _beat(self) -> None:
+        host, pid, now = socket.gethostname(), os.getpid(), time.time()  # before the look at what is there
+        seen_at = redis_time(self._redis)
+        models = [describe(entry, entry.id == self._manager.default) for entry in self._manager.entries()]
+        memory, cores = self._manager.memory(), self._manager.cores.report()
+        entry = WorkerEntry(
+            self._worker, host, pid, self._started_at, now, models, self._failures(), memory, cores, seen_at
+        )
+        self._redis.hset(WORKERS_KEY, self._worker, json.dumps(asdict(entry)))
+        stored: Any = self._redis.hgetall(WORKERS_KEY)
+        stale = [name for name, data in stored.items() if seen_at - json.loads(data).get("seen_at", 0) > KEPT_S]
+        if stale:
+            self._redis.hdel(WORKERS_KEY, *stale)
+
+
+def describe(entry: ModelEntry, default: bool) -> dict[str, Any]:
+    """A model and the state of its engine, in JSON; while it is loading there is no more to tell than its source."""
+    able, model = sorted(entry.capabilities), entry.model
+    dead = model is not None and entry.status == "ready" and any(pulse.closed for pulse in model.pulses)
+    status = "stopped" if dead else entry.status  # the process ends in a moment
+    known = {"id": entry.id, "status": status, "source": entry.source, "default": default, "capabilities": able}
+    if model is None:
+        return {**known, "engine": None}
+    engine = asdict(model.engine.snapshot()) if {"generate", "chat"} & model.capabilities else None
+    resident = {
+        "backend": " + ".join(model.devices),
+        "threads": model.threads,
+        "slots": engine["slots_total"] if engine else 0,
+        "ctx_per_slot": model.ctx_per_slot,
+        "memory": {device: asdict(usage) for device, usage in model.memory.devices.items()},
+        "memory_bytes": model.memory.total_bytes,
+        "load_s": round(model.load_s, 3),
+        "ready_at": entry.since,
+        "last_used_at": model.last_used,
+        "tuned": {name: getattr(model.options, name) for name in model.tuned},
+        "adapters": [asdict(adapter) for adapter in model.adapters()],
+    }
+    return {**known, **asdict(model.info), **resident, "engine": engine}

@@ -1,0 +1,192 @@
+"""What a worker process runs on: models, publisher, registry entry. One per process, made by the lifecycle."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from redis import Redis
+
+from cellama.config import ModelSettings, Settings
+from cellama.engine import STACK_BYTES, EngineOptions, HubOptions, ModelManager, Watchdog
+from cellama.tasks.app import num_jobs_of
+from cellama.tasks.broker.places import Places
+from cellama.tasks.broker.pool import Interruption, JobControl
+from cellama.tasks.connection.connections import connect
+from cellama.tasks.contract.keys import cancel_key
+from cellama.tasks.publishing.publisher import Publisher
+from cellama.tasks.publishing.signing import Signer
+from cellama.tasks.state.ledger import Ledger
+from cellama.tasks.state.records import Attempt
+from cellama.tasks.state.registry import Registration
+
+from .lease import LeaseKeeper
+from .model_loading import Residency
+from .neighbours import Neighbours
+from .quarantine import Quarantine
+from .reaper import Reaper, Store
+from .wanted import WantedKeeper
+
+log = logging.getLogger(__name__)
+
+SOCKET_TIMEOUT_S = 10
+SWITCH_INTERVAL_S = 0.0005  # an engine that comes out of llama.cpp waits no longer for the GIL; Python's own is 5 ms
+NOT_OPTIONS = {name for name in ModelSettings.model_fields if name not in EngineOptions.__dataclass_fields__}
+
+
+class Runtime:
+    """Owns the models and the threads that serve them, from the start of a worker to its end."""
+
+    def __init__(self, settings: Settings, worker: str, store: Store) -> None:
+        """Loads all models of the settings; `store` is how the reaper tells Celery of ends.
+
+        Raises ModelLoadFailed, InvalidRequest; nothing is left then.
+        """
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        threading.stack_size(STACK_BYTES)  # of the pool's threads, which tokenize and compile grammars
+        gc.freeze()  # what is there now stays: collecting after an unload need not look at it while engines wait
+        self.settings = settings
+        redis = connect(settings.redis_url, socket_timeout=SOCKET_TIMEOUT_S, health_check_interval=10)
+        self.redis = redis
+        self.incarnation = f"{worker} {os.getpid()} {time.time():.3f}"
+        self.ledger = self._ledger_on(redis)
+        self._running: dict[str, tuple[str, JobControl]] = {}  # run id → job id
+        self.quarantine = Quarantine()
+        self._lease: LeaseKeeper | None = None
+        key = settings.reasoning_key
+        self.signer = Signer(key.get_secret_value() if key else None)
+        self.publisher = Publisher(self.ledger, worker, self._interrupt, self.signer)
+        self.watchdog = Watchdog(settings.hang_s)
+        self.watchdog.watch(self.publisher.pulse)
+        if settings.hang_s:
+            self.watchdog.start()
+        self.manager = ModelManager(settings.memory_budget)
+        try:
+            for model in settings.models:
+                self._load(model)
+        except Exception:
+            self.manager.close()
+            self.publisher.close()
+            self.watchdog.close()
+            raise
+        self.residency: Residency | None = None  # once there is a consumer
+        self._worker = worker
+        self._wanted = WantedKeeper(redis, worker)
+        self._reaper = Reaper(redis, self.ledger, store, settings.lease_s)
+        self._registration: Registration | None = None  # once it hears commands
+
+    def _ledger_on(self, redis: Redis) -> Ledger:
+        settings = self.settings
+        return Ledger(
+            redis,
+            max_events=settings.journal_max_events,
+            event_ttl_s=settings.event_ttl_s,
+            journal_ttl_s=settings.journal_ttl_s,
+            result_ttl_s=settings.result_ttl_s,
+        )
+
+    def _load(self, model: ModelSettings) -> None:
+        options = EngineOptions(**model.model_dump(exclude=NOT_OPTIONS))
+        default = model.default or model == self.settings.default_model
+        hub = HubOptions(model.hub_cache_dir, model.hub_token, model.hub_force, model.hub_offline)
+        adapters = {name: (adapter.source, adapter.scale) for name, adapter in model.adapters.items()}
+        loaded = self.manager.load(
+            model.id,
+            model.source,
+            options=options,
+            capabilities=model.capabilities,
+            default=default,
+            hub=hub,
+            adapters=adapters,
+        )
+        self.watchdog.watch(*loaded.pulses)
+        if loaded.capabilities & {"generate", "chat"}:
+            loaded.engine.add_listener(self.publisher.listener(model.id))
+
+    def _failures(self) -> dict[str, dict[str, str]]:
+        return {} if self.residency is None else self.residency.failures()
+
+    def _tell_change(self) -> None:
+        if self._registration is not None:
+            self._registration.beat_now()
+
+    def describe_slots(self) -> str:
+        """The slots of each model, for people who look at the worker in Flower."""
+        engines = {
+            model_id: model.engine.snapshot()
+            for model_id, model in self.manager.models().items()
+            if model.capabilities & {"generate", "chat"}
+        }
+        return "; ".join(
+            f"{model_id}: {engine.slots_busy} of {engine.slots_total} busy, {engine.queue_depth} waiting"
+            for model_id, engine in engines.items()
+        )
+
+    @contextlib.contextmanager
+    def running(self, attempt: Attempt, control: JobControl) -> Iterator[None]:
+        """The run of a job, which ends when its job is found to be cancelled, or to run elsewhere."""
+        self._running[attempt.run_id] = (attempt.job_id, control)
+        try:
+            yield
+        finally:
+            del self._running[attempt.run_id]
+
+    def _interrupt(self, run_id: str, reason: Interruption) -> None:
+        _, control = self._running.get(run_id, ("", None))
+        if control is not None:
+            control.interrupt(reason)
+
+    def _end_cancelled(self) -> None:
+        """Ends what was cancelled while this worker did not hear of it."""
+        running = list(self._running.values())
+        if running:
+            wanted: Any = self.redis.mget([cancel_key(job_id) for job_id, _ in running])
+            for (_, control), cancelled in zip(running, wanted, strict=True):
+                if cancelled:
+                    control.interrupt(Interruption.CANCELLED)
+
+    def attach(self, consumer: Any) -> None:
+        """Renews, from now on, the leases of what this consumer of Celery's takes; lets models come and go."""
+        if self._lease is None:
+            wanted = self._wanted.read()  # Celery connects again if this fails
+            loaded = {id_: model.options.num_slots for id_, model in self.manager.models().items()}
+            jobs = {model.id: num_jobs_of(model, loaded.get(model.id)) for model in self.settings.models}
+            consumer.places = Places(jobs, self.settings.look_ahead, lambda: self.manager.default)
+            waiting = self.ledger.num_waiting
+            told = (self._tell_change, self.settings, self._wanted)
+            self.residency = Residency(self.manager, consumer, self._load, jobs, waiting, *told)
+            assumed = sum(num_jobs_of(model) for model in self.settings.models)
+            self.residency.resize(sum(jobs.values()) - assumed)  # tuned models have other slots than were assumed
+            if self.settings.on_full == "evict":  # only now: the models of the settings don't push each other out
+                self.manager.evict_through(self.residency.evict)
+            self.residency.restore(wanted)
+            own = connect(self.settings.redis_url, socket_timeout=SOCKET_TIMEOUT_S, health_check_interval=10)
+            self._lease = LeaseKeeper(self._ledger_on(own), consumer, self.settings.lease_s)
+
+    def announce(self) -> None:
+        """Enters this worker into the registry; it takes jobs and commands now."""
+        if self._registration is None:
+            self._reaper.start()
+            neighbours = Neighbours(self.redis, self._worker, self.manager.cores)
+            chores = (self._wanted.look, self._end_cancelled, neighbours.look)
+            self._registration = Registration(self.redis, self._worker, self.manager, chores, self._failures)
+
+    def close(self) -> None:
+        """Ends everything in order: nobody is told of a worker that is gone, no event is lost."""
+        if self._registration is not None:
+            self._registration.close()
+        self._reaper.close()
+        self.manager.close()
+        self.watchdog.close()
+        if not self.publisher.close():
+            log.error("the publisher did not end: Redis does not answer")
+        if self._lease is not None:
+            self._lease.close()
+        self.redis.close()
