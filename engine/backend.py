@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-
-from cellama.engine.core.adapters import AdapterSet, AdapterStore
-from cellama.engine.kvcache.manager import KvMemory
-from cellama.engine.scheduling.scheduler import Chunk
 
 from .logprobs import TokenLogprob
 from .options import SamplingParams
@@ -41,6 +38,42 @@ class ModelInfo:
     n_embd: int
     file_type: str = ""  # quantisation, for instance "Q8_0"
     fingerprint: str = ""  # of the file's content (llama/gguf_file.py says how); empty for a vocabulary alone
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Adapter:
+    """A loaded adapter. `fingerprint` is the SHA-256 of its file, `handle` what the backend knows it by."""
+
+    name: str
+    fingerprint: str
+    handle: Any
+
+
+class AdapterUse(NamedTuple):
+    """An adapter and how much of it a decode call applies; never 0."""
+
+    adapter: Adapter
+    scale: float
+
+
+AdapterSet = tuple[AdapterUse, ...]  # in the order of fingerprints; () = the model as it is
+AdapterKey = tuple[tuple[str, float], ...]
+
+
+def key_of(adapters: AdapterSet) -> AdapterKey:
+    """What KV cells depend on: contents and scales, not names."""
+    return tuple((use.adapter.fingerprint, use.scale) for use in adapters)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Consecutive tokens of one slot in a step's batch."""
+
+    slot: int
+    position: int  # of the first token
+    tokens: list[int]
+    samples: bool  # the next token is sampled after the last one: it needs logits
+    decode: bool = False  # one generated token, not a part of the prompt
 
 
 class Vocabulary(Protocol):
@@ -77,6 +110,48 @@ class Sampler(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class KvMemory(Protocol):
+    """The device's cells. Positions of a slot are dense from 0."""
+
+    n_slots: int
+    ctx_per_slot: int
+    n_cells: int  # in all
+    unified: bool  # one pool for all slots, in which slots can share cells; else each has its own
+    partial_reuse: bool  # a state can be cut back to any length; else it is used whole or not at all
+
+    def trim(self, slot: int, num_tokens: int) -> bool:
+        """Keeps the first positions of a slot. False: the memory can't, and the slot is empty now."""
+        ...
+
+    def copy(self, source: int, target: int, num_tokens: int) -> bool:
+        """Gives the empty slot `target` the first positions of `source`. False: `target` is still empty."""
+        ...
+
+    def state_bytes(self, slot: int) -> int:
+        """The `nbytes` of what `save` would give."""
+        ...
+
+    def save(self, slot: int) -> Any:
+        """All cells of a slot as something with `nbytes`."""
+        ...
+
+    def restore(self, slot: int, data: Any, num_tokens: int) -> bool:
+        """Gives an empty slot the first positions of what was saved. False: it is still empty."""
+        ...
+
+
+class AdapterStore(Protocol):
+    """Where the weights of adapters are. Any thread."""
+
+    def load_adapter(self, path: Path) -> Any:
+        """What the backend knows the adapter by. Raises AdapterLoadFailed."""
+        ...
+
+    def free_adapter(self, handle: Any) -> None:
+        """Gives the memory back. No decode call may use the adapter now or later."""
+        ...
 
 
 class Backend(KvMemory, AdapterStore, Protocol):

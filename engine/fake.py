@@ -15,8 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from cellama.engine.core.adapters import AdapterKey, AdapterSet, key_of
-from cellama.engine.scheduling.scheduler import Chunk
+from cellama.engine.backend import AdapterKey, AdapterSet, Chunk, key_of
 
 from .backend import DecodeError
 from .errors import AdapterLoadFailed

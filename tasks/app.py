@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from celery import Celery
+from celery import Celery, Task, signals
+from celery.exceptions import Reject
 from kombu import Connection, Exchange, Queue
 
 from cellama.config import ModelSettings, Settings, get_settings
+from cellama.config.logging import configure_logging
 from cellama.config.settings import DEFAULT_SLOTS
 from cellama.tasks.connection.connections import SOCKET_OPTIONS, broker_options, transport_options
 from cellama.tasks.contract.keys import UNACKED_INDEX_KEY, UNACKED_KEY, UNACKED_MUTEX_KEY
@@ -16,17 +20,30 @@ from cellama.tasks.contract.names import DEFAULT_MODEL, PRIORITIES, PRIORITY_SEP
 
 if TYPE_CHECKING:
     from cellama.tasks.connection.server_check import ServerCheck
-    from cellama.tasks.worker.runtime import Runtime
+    from cellama.tasks.contract.kinds import Result
+    from cellama.tasks.state.ledger import Ledger
 
 EMBEDDING_JOBS = 16  # of a model that only embeds or reranks: they fill its batches
 EMBEDDING_JOBS_BESIDE = 4  # of one that generates, too: jobs of both kinds take them, so more would wait here
+
+
+class Worker(Protocol):
+    """What the app and its tasks know of the worker process that they are in (worker/runtime.py)."""
+
+    @property
+    def ledger(self) -> Ledger: ...
+
+    def close(self) -> None:
+        """Ends what the worker runs on."""
+        ...
 
 
 class CellamaApp(Celery):  # type: ignore[misc]
     """A Celery app that, inside a worker, holds what the worker runs on."""
 
     control_cls = "cellama.tasks.broker.control:LastingControl"
-    runtime: Runtime | None = None  # set by the worker's lifecycle
+    runtime: Worker | None = None  # set by the worker's lifecycle
+    attempt: Callable[[Task, bool, Callable[[Any], Result]], Result]  # too: makes one attempt at a job (attempt.py)
     server_check: ServerCheck  # too
 
     def connection_for_write(self, url: str | None = None, **options: Any) -> Connection:
@@ -38,12 +55,27 @@ class CellamaApp(Celery):  # type: ignore[misc]
 
 def make_app() -> CellamaApp:
     """An app of its own: a web backend's current app stays what it is."""
-    from . import lifecycle
-
     new = CellamaApp("cellama", set_as_current=False, include=["cellama.tasks.jobs"])
     new.add_defaults(lambda: celery_config(get_settings()))
-    lifecycle.install(new)
+    new.steps["worker"].add("cellama.tasks.lifecycle:LoadModels")  # by name: only a worker has these modules
+    new.steps["consumer"] |= {"cellama.tasks.broker.consumer:Intake", "cellama.tasks.lifecycle:Attach"}
+    signals.setup_logging.connect(_set_up_logging, weak=False)
     return new
+
+
+def _set_up_logging(loglevel: int | None = None, **_: Any) -> None:
+    if loglevel is None or loglevel == logging.WARNING:  # WARNING is what Celery says when nobody chose
+        configure_logging(get_settings().log_level)
+    else:
+        configure_logging(logging.getLevelName(loglevel))
+    logging.getLogger("celery.app.trace").addFilter(_without_trace_of_hand_backs)
+
+
+def _without_trace_of_hand_backs(record: logging.LogRecord) -> bool:
+    """Celery shows where a Reject was raised; here it is an orderly end."""
+    if record.exc_info and isinstance(record.exc_info[1], Reject):
+        record.exc_info = None
+    return True
 
 
 def celery_config(settings: Settings) -> dict[str, Any]:

@@ -255,10 +255,9 @@ class JobTask(Task):  # type: ignore[misc]
         """Runs a call in a worker; `body(run, payload)` does the work. Raises JobFailed."""
         if self.app.runtime is None or self.request.called_directly:
             raise JobFailed("no_worker", IN_WORKERS_ONLY)
-        from cellama.tasks.attempt.attempt import JobRun
-
         streams = self.kind.streams and kwargs.get("stream", True) is not False
-        return JobRun(self, self.app.runtime).execute(streams, lambda run: body(run, self._payload_here(args, kwargs)))
+        result: Result = self.app.attempt(self, streams, lambda run: body(run, self._payload_here(args, kwargs)))
+        return result
 
 
 def _task(name: str) -> Callable[[Callable[..., Result]], JobTask]:

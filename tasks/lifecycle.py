@@ -1,18 +1,26 @@
-"""How a worker process begins and ends: the models are there before the first job, and go after the last."""
+"""How a worker process begins and ends: the models are there before the first job, and go after the last.
+
+Imported in workers only: Celery finds the steps by the names that app.py gives it.
+"""
 
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 from celery import bootsteps, signals
-from celery.exceptions import Reject
 
 from cellama.config import get_settings
-from cellama.config.logging import configure_logging
+from cellama.engine import EngineError
+from cellama.tasks.attempt.attempt import attempt_job, end_revoked
+from cellama.tasks.broker import revokes  # noqa: F401  (being imported makes it known to Celery)
 from cellama.tasks.calls.canvas_steps import tell_end
 from cellama.tasks.connection.connections import SOCKET_OPTIONS, connect
 from cellama.tasks.connection.server_check import ServerCheck, UnfitRedis
+from cellama.tasks.state.registry import describe
+from cellama.tasks.worker import commands  # noqa: F401  (too)
+from cellama.tasks.worker.runtime import Runtime
 
 from .app import CellamaApp
 
@@ -30,28 +38,20 @@ class LoadModels(bootsteps.StartStopStep):  # type: ignore[misc]
 
     def start(self, worker: Any) -> None:
         """Makes the runtime; a mistake in the settings or a model file ends the process with EXIT_CONFIG."""
-        from cellama.engine import EngineError
-        from cellama.tasks.worker.runtime import Runtime
-
-        from .broker import revokes  # noqa: F401  (being imported makes them known to Celery)
-
         worker.app.conf.task_publish_retry_policy = NEXT_STEP_RETRIES
+        signals.task_revoked.connect(_tell_revoked, weak=False)
+        signals.worker_shutdown.connect(_close, weak=False)
         signals.worker_shutting_down.connect(_Hurry(worker.pool), weak=False)
         worker.app.server_check = ServerCheck()
         _check_server(worker.app)
         try:
-            worker.app.runtime = Runtime(
-                get_settings(),
-                worker.hostname,
-                store=lambda *job: tell_end(worker.app, *job),
-            )
+            runtime = Runtime(get_settings(), worker.hostname, store=lambda *job: tell_end(worker.app, *job))
         except EngineError as error:
             log.critical("the worker can't start: %s", error)
             raise SystemExit(EXIT_CONFIG) from None
+        worker.app.runtime, worker.app.attempt = runtime, partial(attempt_job, runtime)
 
     def info(self, worker: Any) -> dict[str, Any]:
-        from cellama.tasks.state.registry import describe
-
         runtime = worker.app.runtime
         if runtime is None:
             return {}
@@ -96,37 +96,10 @@ def _check_server(app: CellamaApp) -> None:
             raise SystemExit(EXIT_CONFIG) from None
 
 
-def install(app: CellamaApp) -> None:
-    """Connects worker and app; called once, when the app is made."""
-    app.steps["worker"].add(LoadModels)
-    app.steps["consumer"].add("cellama.tasks.broker.consumer:Intake")
-    app.steps["consumer"].add(Attach)
-    signals.setup_logging.connect(_set_up_logging, weak=False)
-    signals.task_revoked.connect(_tell_revoked, weak=False)
-    signals.worker_shutdown.connect(_close, weak=False)
-
-
-def _set_up_logging(loglevel: int | None = None, **_: Any) -> None:
-    if loglevel is None or loglevel == logging.WARNING:  # WARNING is what Celery says when nobody chose
-        configure_logging(get_settings().log_level)
-    else:
-        configure_logging(logging.getLevelName(loglevel))
-    logging.getLogger("celery.app.trace").addFilter(_without_trace_of_hand_backs)
-
-
-def _without_trace_of_hand_backs(record: logging.LogRecord) -> bool:
-    """Celery shows where a Reject was raised; here it is an orderly end."""
-    if record.exc_info and isinstance(record.exc_info[1], Reject):
-        record.exc_info = None
-    return True
-
-
 def _tell_revoked(sender: Any = None, request: Any = None, terminated: bool = False, **_: Any) -> None:
     """Ends the stream of a job that was revoked before a thread had it; a running one ends its own."""
     runtime = getattr(sender.app, "runtime", None)
     if runtime is not None and not terminated:
-        from cellama.tasks.attempt.attempt import end_revoked
-
         end_revoked(runtime, request.id)
 
 

@@ -13,38 +13,14 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal
 
+from cellama.engine.backend import Adapter, AdapterSet, AdapterStore, AdapterUse
 from cellama.engine.errors import AdapterBusy, IdTaken, UnknownAdapter, nearest
 from cellama.engine.options import Request
 
 UNLOAD_TIMEOUT_S = 30.0
 AdapterStatus = Literal["loading", "ready", "unloading"]
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Adapter:
-    """A loaded adapter. `fingerprint` is the SHA-256 of its file, `handle` what the backend knows it by."""
-
-    name: str
-    fingerprint: str
-    handle: Any
-
-
-class AdapterUse(NamedTuple):
-    """An adapter and how much of it a decode call applies; never 0."""
-
-    adapter: Adapter
-    scale: float
-
-
-AdapterSet = tuple[AdapterUse, ...]  # in the order of fingerprints; () = the model as it is
-AdapterKey = tuple[tuple[str, float], ...]
-
-
-def key_of(adapters: AdapterSet) -> AdapterKey:
-    """What KV cells depend on: contents and scales, not names."""
-    return tuple((use.adapter.fingerprint, use.scale) for use in adapters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,18 +34,6 @@ class AdapterInfo:
     fingerprint: str  # SHA-256 of the file; "" while it is loading
     size_bytes: int
     in_use: int  # unfinished requests
-
-
-class AdapterStore(Protocol):
-    """Where the weights of adapters are. Any thread."""
-
-    def load_adapter(self, path: Path) -> Any:
-        """What the backend knows the adapter by. Raises AdapterLoadFailed."""
-        ...
-
-    def free_adapter(self, handle: Any) -> None:
-        """Gives the memory back. No decode call may use the adapter now or later."""
-        ...
 
 
 @dataclass(slots=True)

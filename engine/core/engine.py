@@ -16,13 +16,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
-from cellama.engine.backend import Backend, Vocabulary
+from cellama.engine.backend import Backend, Chunk, Vocabulary
 from cellama.engine.errors import EngineStopped, InvalidRequest
 from cellama.engine.events import EngineSnapshot, Event, RequestStats, StepStats
 from cellama.engine.kvcache.manager import KvCache
 from cellama.engine.options import EngineOptions, Request
 from cellama.engine.scheduling.micro_batches import passes_of
-from cellama.engine.scheduling.scheduler import Chunk, Limits, Scheduler
+from cellama.engine.scheduling.scheduler import Limits, Scheduler
 from cellama.engine.scheduling.strategies import INTERACTIVE_PRIORITY, make_strategy
 from cellama.engine.system.threads import start_deep
 from cellama.engine.system.watchdog import Pulse
@@ -198,7 +198,7 @@ class Engine(Generating):
             if what == "submit":
                 self._requests.enqueue(handle)
             else:
-                self._requests.end_if_there(handle, what)
+                self._requests.end(handle, what)
             if not self._scheduler.has_work:
                 self._output.tell()
                 self._telemetry.idle()
@@ -229,8 +229,8 @@ class Engine(Generating):
         if self._threads != self._backend.threads:
             self._backend.set_threads(self._threads)
         for sequence in self._scheduler.line.expired(started):
-            self._requests.end(sequence.group, "timeout")
-        for sequence in self._scheduler.admit(started, lambda one, error: self._requests.fail(one.group, error)):
+            self._requests.time_out(sequence)
+        for sequence in self._scheduler.admit(started, self._requests.fail):
             self._requests.start(sequence)
         chunks: list[Chunk] = []
         eval_s = 0.0

@@ -6,9 +6,9 @@ import logging
 import time
 from typing import NamedTuple
 
-from cellama.engine.backend import Backend, DecodeError
+from cellama.engine.backend import Backend, Chunk, DecodeError
 from cellama.engine.errors import DecodeFailed
-from cellama.engine.scheduling.scheduler import Chunk, Scheduler
+from cellama.engine.scheduling.scheduler import Scheduler
 from cellama.engine.scheduling.sequence import Sequence
 from cellama.engine.scheduling.strategies import INTERACTIVE_PRIORITY
 from cellama.engine.system.watchdog import FIRST_S, Pulse
@@ -98,7 +98,7 @@ class Forward:
         if 2 * len(largest.tokens) <= sum(len(chunk.tokens) for chunk in chunks):
             return None
         sequence = self._scheduler.slots[largest.slot]
-        return sequence.group.handle if sequence is not None and self._backend.partial_reuse else None
+        return self._requests.handle_of(sequence) if sequence is not None and self._backend.partial_reuse else None
 
     def _is_long_bulk(self, chunks: list[Chunk], num_tokens: int) -> bool:
         """True for a pass that is worth giving up for somebody who waits for each token."""
@@ -132,7 +132,7 @@ class Forward:
         if self._num_failed_alone >= BROKEN and self._pulse.is_watched:
             raise BackendBroken(f"{self._num_failed_alone} requests in a row can't be computed; the last: {error!r}")
         failure = DecodeFailed(f"{error} for this request alone; the others were not affected")
-        self._requests.fail(sequence.group, failure)
+        self._requests.fail(sequence, failure)
 
     def isolate(self) -> None:
         """After a step that failed for no request in particular: every one that has a slot makes a step alone.
@@ -154,4 +154,4 @@ class Forward:
         if len(failed) == len(running) > 1:
             raise failed[0][1]
         for sequence, reason in failed:
-            self._requests.fail(sequence.group, reason)
+            self._requests.fail(sequence, reason)

@@ -15,7 +15,8 @@ class Group:
     """Engine thread only."""
 
     handle: Handle
-    running: list[Sequence] = field(default_factory=list)
+    sequences: list[Sequence] = field(default_factory=list)
+    running: list[Sequence] = field(default_factory=list)  # those that have not ended
     finished: list[Completion] = field(default_factory=list)  # in the order of their ends
 
     def completion(self) -> Completion:

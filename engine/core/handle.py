@@ -7,11 +7,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Literal
 
+from cellama.engine.backend import AdapterSet
 from cellama.engine.errors import EngineError
 from cellama.engine.events import Completion, Event, Finished
 from cellama.engine.options import Request
-
-from .adapters import AdapterSet
 
 log = logging.getLogger(__name__)
 

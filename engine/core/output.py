@@ -28,13 +28,13 @@ class Output:
         self._vocabulary = vocabulary
         self._events: list[Event] = []
 
-    def take(self, sequence: Sequence, token: int) -> str | None:
+    def take(self, handle: Handle, sequence: Sequence, token: int) -> str | None:
         """Tells what is final with one more token of a sequence; returns the stop string that ends it."""
         released = self._text_after(sequence, token)
         if isinstance(released, StopMatch):
-            self._release(sequence, released.released)
+            self._release(handle, sequence, released.released)
             return released.stop
-        self._release(sequence, released)
+        self._release(handle, sequence, released)
         return None
 
     def replay(self, sequence: Sequence, tokens: tuple[int, ...]) -> str | None:
@@ -47,13 +47,13 @@ class Output:
                 return released.stop
         return None
 
-    def finish(self, sequence: Sequence, *, stopped: bool) -> None:
+    def finish(self, handle: Handle, sequence: Sequence, *, stopped: bool) -> None:
         """Tells what was held back of a sequence that ends; `stopped` if a stop string cut that off."""
         if not stopped:
-            self._release(sequence, sequence.text_stream.flush())
+            self._release(handle, sequence, sequence.text_stream.flush())
         if sequence.reply is not None:
             parts, sequence.tool_calls = sequence.reply.finish()
-            self._release_parts(sequence, parts)
+            self._release_parts(handle, sequence, parts)
 
     def emit(self, handle: Handle, event: Event) -> None:
         """Gives an event to its request at once, and to the listeners with the next `tell`."""
@@ -79,31 +79,31 @@ class Output:
         shown = sequence.reply.text_of(token)
         return sequence.text_stream.push(self._vocabulary.token_bytes(token) if shown is None else shown)
 
-    def _release(self, sequence: Sequence, text: str) -> None:
+    def _release(self, handle: Handle, sequence: Sequence, text: str) -> None:
         if sequence.reply is not None:
-            self._release_parts(sequence, sequence.reply.push(text))
+            self._release_parts(handle, sequence, sequence.reply.push(text))
         elif text:
             sequence.texts.append(text)
-            self._tell_text(sequence, text, "text")
+            self._tell_text(handle, sequence, text, "text")
 
-    def _release_parts(self, sequence: Sequence, parts: list[Part]) -> None:
+    def _release_parts(self, handle: Handle, sequence: Sequence, parts: list[Part]) -> None:
         """Tells what is final of a chat's reply; now and then also that it goes on, while a tool call is held back."""
         sequence.keep(parts)
         for part in parts:
             if part.kind == "reasoning_end":
                 if sequence.sampler is not None:
                     sequence.sampler.bind()
-                self._tell_text(sequence, sequence.reasoning or "", part.kind)
+                self._tell_text(handle, sequence, sequence.reasoning or "", part.kind)
             else:
-                self._tell_text(sequence, part.text, part.kind)
+                self._tell_text(handle, sequence, part.text, part.kind)
         if not parts and sequence.num_output - sequence.num_reported >= HELD_BACK_TOKENS:
-            self._tell_text(sequence, "", "text")
+            self._tell_text(handle, sequence, "", "text")
 
-    def _tell_text(self, sequence: Sequence, text: str, kind: Kind) -> None:
+    def _tell_text(self, handle: Handle, sequence: Sequence, text: str, kind: Kind) -> None:
         if sequence.request.stream:
             first, sequence.num_reported = sequence.num_reported, sequence.num_output
             tokens = tuple(sequence.tokens[sequence.num_prompt + first :])
             logprobs = tuple(sequence.logprobs[first:]) if sequence.logprobs else ()
             mu = None if sequence.sampler is None else sequence.sampler.mirostat_mu
             event = Text(sequence.request.id, text, tokens, sequence.index, logprobs, kind, mu)
-            self.emit(sequence.group.handle, event)
+            self.emit(handle, event)

@@ -38,6 +38,7 @@ class Requests:
         self._telemetry = telemetry
         self._pulse = pulse
         self._groups: dict[Handle, Group] = {}
+        self._group_of: dict[Sequence, Group] = {}
 
     def _guarded(
         self, group: Group, action: Callable[Arguments, object], *args: Arguments.args, **kwargs: Arguments.kwargs
@@ -46,7 +47,12 @@ class Requests:
         try:
             action(*args, **kwargs)
         except Exception as error:  # the boundary between one request and all others
-            self.fail(group, error)
+            self._fail(group, error)
+
+    def handle_of(self, sequence: Sequence) -> Handle | None:
+        """The request that a sequence belongs to; None if it has ended."""
+        group = self._group_of.get(sequence)
+        return None if group is None else group.handle
 
     # The beginning
 
@@ -63,7 +69,8 @@ class Requests:
         for index in range(request.n):
             seed_of_it, prompt = (seed + index) % (MAX_SEED + 1), list(request.prompt)
             sequence = Sequence(request, seed_of_it, request.submitted_at, prompt, index, handle.adapters)
-            sequence.group = group
+            group.sequences.append(sequence)
+            self._group_of[sequence] = group
             self._scheduler.enqueue(sequence, time.monotonic())
             group.running.append(sequence)
         self._resume(group)
@@ -77,20 +84,21 @@ class Requests:
             sequence.mirostat_mu = resumed.mirostat_mu
             stop = self._output.replay(sequence, resumed.tokens)
             if stop is not None:
-                self._end(sequence, "stop", stop)
+                self._end(group, sequence, "stop", stop)
             elif self._is_complete(sequence):
-                self._end(sequence, "length")
+                self._end(group, sequence, "length")
 
     def start(self, sequence: Sequence) -> None:
         """A sequence has a slot, and a sampler now, or its request has failed."""
-        if sequence.sampler is None:  # else it was preempted, and goes on
+        group = self._group_of.get(sequence)
+        if group is not None and sequence.sampler is None:  # else it was preempted, and goes on
             self._pulse.beat("start", (sequence.request.id,))
-            self._guarded(sequence.group, self._start, sequence)
+            self._guarded(group, self._start, group.handle, sequence)
 
-    def _start(self, sequence: Sequence) -> None:
+    def _start(self, handle: Handle, sequence: Sequence) -> None:
         request = sequence.request
         sequence.sampler = self._backend.new_sampler(
-            sequence.group.handle.plan,
+            handle.plan,
             sequence.seed,
             sequence.tokens,
             ban_end=request.ignore_eos,
@@ -101,16 +109,17 @@ class Requests:
         if sequence.index == 0:
             assert sequence.slot is not None
             started = Started(request.id, sequence.slot, sequence.num_prompt, sequence.num_cached, sequence.seed)
-            self._output.emit(sequence.group.handle, started)
+            self._output.emit(handle, started)
 
     # Tokens
 
     def sample(self, sequence: Sequence, slot: int, now: float) -> None:
         """Chooses the next token of a sequence and accounts it: text, stop strings, end."""
         self._pulse.suspect = sequence.request.id  # a beat for each would cost a third of what a token costs us
-        self._guarded(sequence.group, self._sample, sequence, slot, now)
+        if (group := self._group_of.get(sequence)) is not None:
+            self._guarded(group, self._sample, group, sequence, slot, now)
 
-    def _sample(self, sequence: Sequence, slot: int, now: float) -> None:
+    def _sample(self, group: Group, sequence: Sequence, slot: int, now: float) -> None:
         assert sequence.sampler is not None
         forced = None if sequence.reply is None else sequence.reply.forced_token
         token, logprob = sequence.sampler.sample(slot, forced)
@@ -121,42 +130,47 @@ class Requests:
             sequence.first_token_at = now
         if self._vocabulary.is_end(token):
             del sequence.logprobs[sequence.num_output :]
-            return self._end(sequence, "stop")
+            return self._end(group, sequence, "stop")
         sequence.tokens.append(token)
         self._telemetry.token()
-        stop = self._output.take(sequence, token)
+        stop = self._output.take(group.handle, sequence, token)
         if stop is not None:
-            return self._end(sequence, "stop", stop)
-        return self._end(sequence, "length") if self._is_complete(sequence) else None
+            return self._end(group, sequence, "stop", stop)
+        return self._end(group, sequence, "length") if self._is_complete(sequence) else None
 
     def _is_complete(self, sequence: Sequence) -> bool:
         return sequence.num_output >= sequence.request.max_tokens or self._scheduler.is_full(sequence)
 
     # The end
 
-    def end_if_there(self, handle: Handle, reason: FinishReason) -> None:
-        """Ends a request that somebody cancelled, unless it has ended."""
-        if handle in self._groups:
-            self.end(self._groups[handle], reason)
+    def end(self, handle: Handle, reason: FinishReason) -> None:
+        """Ends a request before its time, with what it has, unless it has ended."""
+        if (group := self._groups.get(handle)) is not None:
+            self._guarded(group, self._end_all, group, reason)
 
-    def end(self, group: Group, reason: FinishReason) -> None:
-        """Ends a request before its time, with what it has."""
-        self._guarded(group, self._end_all, group, reason)
+    def time_out(self, sequence: Sequence) -> None:
+        """Ends the request of a sequence whose deadline has passed, with what it has."""
+        if (handle := self.handle_of(sequence)) is not None:
+            self.end(handle, "timeout")
 
     def _end_all(self, group: Group, reason: FinishReason) -> None:
         for sequence in list(group.running):
-            self._end(sequence, reason)
+            self._end(group, sequence, reason)
 
-    def _end(self, sequence: Sequence, reason: FinishReason, stop_sequence: str | None = None) -> None:
+    def _end(self, group: Group, sequence: Sequence, reason: FinishReason, stop_sequence: str | None = None) -> None:
         """Ends one sequence; its request ends with the last of them."""
-        self._output.finish(sequence, stopped=stop_sequence is not None)
-        group = sequence.group
+        self._output.finish(group.handle, sequence, stopped=stop_sequence is not None)
         group.finished.append(sequence.completion(reason, stop_sequence, time.monotonic()))
-        self._free(sequence)
+        self._free(group, sequence)
         if not group.running:
             self._close(group, Finished(sequence.request.id, completion=group.completion()))
 
-    def fail(self, group: Group, error: Exception) -> None:
+    def fail(self, sequence: Sequence, error: Exception) -> None:
+        """Ends the request of a sequence with an error, unless it has ended."""
+        if (group := self._group_of.get(sequence)) is not None:
+            self._fail(group, error)
+
+    def _fail(self, group: Group, error: Exception) -> None:
         """Ends a request with an error; one that nobody foresaw is logged, and told as RequestFailed."""
         if group.handle not in self._groups:
             return  # it has ended already
@@ -166,7 +180,7 @@ class Requests:
             error = RequestFailed(f"{type(error).__name__}: {error}; the other requests were not affected")
         for sequence in list(group.running):
             try:
-                self._free(sequence, keep=False)
+                self._free(group, sequence, keep=False)
             except Exception:  # the request ends all the same
                 log.exception("the slot of request %s could not be emptied", request_id)
         self._close(group, Finished(request_id, error=error))
@@ -174,11 +188,11 @@ class Requests:
     def fail_all(self, error: EngineError) -> None:
         """Ends all requests with an error."""
         for group in list(self._groups.values()):
-            self.fail(group, error)
+            self._fail(group, error)
 
-    def _free(self, sequence: Sequence, *, keep: bool = True) -> None:
+    def _free(self, group: Group, sequence: Sequence, *, keep: bool = True) -> None:
         """The only way out: slot and sampler are free before anybody hears of it."""
-        sequence.group.running.remove(sequence)
+        group.running.remove(sequence)
         self._scheduler.release(sequence, keep=keep)
         sequence.slot = None
         if sequence.sampler is not None:
@@ -189,5 +203,7 @@ class Requests:
 
     def _close(self, group: Group, event: Finished) -> None:
         del self._groups[group.handle]
+        for sequence in group.sequences:
+            del self._group_of[sequence]
         self._telemetry.request(group.handle.request, event.completion, time.monotonic())
         self._output.emit(group.handle, event)

@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable
 from typing import Literal, TypeVar
 
+from cellama.engine.backend import Chunk
 from cellama.engine.events import Completion, EngineSnapshot, Phase, RequestStats, StepStats, Usage
 from cellama.engine.options import Request
-from cellama.engine.scheduling.scheduler import Chunk, Scheduler
+from cellama.engine.scheduling.scheduler import Scheduler
 from cellama.engine.scheduling.sequence import State
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,9 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
+
+from cellama.engine.backend import KvMemory
 
 from .cells import Cells
 from .prefix import PrefixIndex, Tokens
@@ -21,36 +23,6 @@ log = logging.getLogger(__name__)
 MOVE_COST_TOKENS = 16  # a copy or a restore takes about as long as so many tokens of prefill
 MOVED_PER_TOKEN = 32  # and as one more for so many that are moved: between 20 and 80, by model and length of the stream
 WORTH_SAVING_TOKENS = 64  # fewer are faster computed again than kept
-
-
-class KvMemory(Protocol):
-    """The device's cells. Positions of a slot are dense from 0."""
-
-    n_slots: int
-    ctx_per_slot: int
-    n_cells: int  # in all
-    unified: bool  # one pool for all slots, in which slots can share cells; else each has its own
-    partial_reuse: bool  # a state can be cut back to any length; else it is used whole or not at all
-
-    def trim(self, slot: int, num_tokens: int) -> bool:
-        """Keeps the first positions of a slot. False: the memory can't, and the slot is empty now."""
-        ...
-
-    def copy(self, source: int, target: int, num_tokens: int) -> bool:
-        """Gives the empty slot `target` the first positions of `source`. False: `target` is still empty."""
-        ...
-
-    def state_bytes(self, slot: int) -> int:
-        """The `nbytes` of what `save` would give."""
-        ...
-
-    def save(self, slot: int) -> Any:
-        """All cells of a slot as something with `nbytes`."""
-        ...
-
-    def restore(self, slot: int, data: Any, num_tokens: int) -> bool:
-        """Gives an empty slot the first positions of what was saved. False: it is still empty."""
-        ...
 
 
 @dataclass(eq=False, slots=True)

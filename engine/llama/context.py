@@ -11,11 +11,9 @@ import llama_cpp.llama_cpp as lib
 import numpy as np
 from numpy.typing import NDArray
 
-from cellama.engine.backend import DecodeError, Sampler
-from cellama.engine.core.adapters import AdapterSet
+from cellama.engine.backend import AdapterSet, Chunk, DecodeError, Sampler
 from cellama.engine.errors import InvalidRequest, ModelLoadFailed
 from cellama.engine.options import EngineOptions, SamplingParams
-from cellama.engine.scheduling.scheduler import Chunk
 from cellama.engine.system.processors import available_cores
 
 from . import log as llama_log

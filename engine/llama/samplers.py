@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +17,15 @@ from cellama.engine.options import SamplingParams
 from cellama.engine.sampling.dry import Breakers, Dry
 from cellama.engine.sampling.sampler import Chooser, NothingAllowed
 
-if TYPE_CHECKING:
-    from .context import LlamaBackend
+
+class LogitsSource(Protocol):
+    """What samplers need of the context (context.py)."""
+
+    ctx_per_slot: int
+
+    def logits(self, slot: int) -> NDArray[np.float32]:
+        """The logits that the last decode left for a slot: float32 of n_vocab. The sampler may write into them."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +58,14 @@ class GreedySampler:
 
     mirostat_mu: float | None = None
 
-    def __init__(self, backend: LlamaBackend, banned: NDArray[np.int64] | None) -> None:
-        self._backend = backend
+    def __init__(self, source: LogitsSource, banned: NDArray[np.int64] | None) -> None:
+        self._source = source
         self._banned = banned
 
     def sample(self, slot: int, forced: int | None = None) -> tuple[int, TokenLogprob | None]:
         if forced is not None:
             return forced, None
-        logits = self._backend.logits(slot)
+        logits = self._source.logits(slot)
         if self._banned is not None:
             logits[self._banned] = -np.inf
         return int(logits.argmax()), None
@@ -75,7 +82,7 @@ class LlamaSampler:
 
     def __init__(
         self,
-        backend: LlamaBackend,
+        source: LogitsSource,
         plan: Plan,
         seed: int,
         history: Sequence[int],
@@ -85,7 +92,7 @@ class LlamaSampler:
         mirostat_mu: float | None,
     ) -> None:
         """Raises GrammarFailed."""
-        self._backend = backend
+        self._source = source
         self._mirostat = bool(plan.params.mirostat)
         self._grammar = plan.grammar()
         self._chooser = Chooser(
@@ -106,7 +113,7 @@ class LlamaSampler:
         if plan.breakers is None:
             return None
         last_n = plan.params.dry_penalty_last_n
-        return Dry(plan.params, self._backend.ctx_per_slot if last_n < 0 else last_n, plan.breakers, history)
+        return Dry(plan.params, self._source.ctx_per_slot if last_n < 0 else last_n, plan.breakers, history)
 
     @property
     def mirostat_mu(self) -> float | None:
@@ -119,7 +126,7 @@ class LlamaSampler:
 
     def sample(self, slot: int, forced: int | None = None) -> tuple[int, TokenLogprob | None]:
         try:
-            return self._chooser.choose(self._backend.logits(slot), forced)
+            return self._chooser.choose(self._source.logits(slot), forced)
         except NothingAllowed:
             raise GrammarFailed(
                 "none of the model's tokens is allowed here by grammar, logit_bias and ignore_eos; loosen one of them"

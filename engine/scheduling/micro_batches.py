@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from .scheduler import Chunk
+from cellama.engine.backend import Chunk
+
 from .sequence import Sequence
 from .strategies import INTERACTIVE_PRIORITY, MIN_CHUNK
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from cellama.engine.backend import Chunk
 from cellama.engine.errors import PromptTooLong
 from cellama.engine.kvcache.manager import KvCache, Plan
 
@@ -18,17 +19,6 @@ WORTH_WAITING_TOKENS = 64  # a prefix shorter than this is computed twice rather
 MAX_PASSED_OVER = 64  # sequences that wait for a prefix, beyond which the line is not searched for others
 BULK_PATIENCE_S = 20.0  # an interactive request that has its slot so much later still reads its prompt first
 GROWTH_TOKENS = 16  # cells kept free for each running sequence when a new one is admitted
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Consecutive tokens of one slot in a step's batch."""
-
-    slot: int
-    position: int  # of the first token
-    tokens: list[int]
-    samples: bool  # the next token is sampled after the last one: it needs logits
-    decode: bool = False  # one generated token, not a part of the prompt
 
 
 OnFailure = Callable[[Sequence, Exception], None]

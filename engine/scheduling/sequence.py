@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from cellama.engine.core.adapters import AdapterSet, key_of
+from cellama.engine.backend import AdapterSet, key_of
 from cellama.engine.events import Completion, FinishReason, Timings, Usage
 from cellama.engine.logprobs import TokenLogprob
 from cellama.engine.options import Request
@@ -17,7 +17,6 @@ from cellama.engine.text.tool_calls import ToolCall
 
 if TYPE_CHECKING:
     from cellama.engine.backend import Sampler
-    from cellama.engine.core.group import Group
 
 
 class State(Enum):
@@ -42,7 +41,6 @@ class Sequence:
     tokens: list[int]  # prompt, then output
     index: int = 0  # among the n completions of its request
     adapters: AdapterSet = ()
-    group: Group = field(init=False)
     state: State = State.WAITING
     slot: int | None = None
     rank: float = 0.0  # in the waiting line: smaller is sooner

@@ -383,6 +383,11 @@ class JobRun:
             raise Ignore()
 
 
+def attempt_job(runtime: Runtime, task: Task, streams: bool, body: Callable[[JobRun], Result]) -> Result:
+    """Makes one attempt at a task's job; `body` does the work. Raises what Celery expects."""
+    return JobRun(task, runtime).execute(streams, body)
+
+
 def end_revoked(runtime: Runtime, job_id: str) -> None:
     """Ends the stream of a job that was revoked before anything of it ran here."""
     runtime.ledger.cancel(job_id, running=True)

@@ -33,10 +33,9 @@ from cellama.engine import (
     UnknownAdapter,
     WrongCapability,
 )
+from cellama.engine.backend import Adapter, AdapterUse, Chunk
 from cellama.engine.bundled import PIRATE_PATH, TINY_PATH
-from cellama.engine.core.adapters import Adapter, AdapterUse
 from cellama.engine.llama import LlamaBackend, LlamaModel
-from cellama.engine.scheduling.scheduler import Chunk
 
 PATIENCE_S = 60
 GREEDY = SamplingParams(temperature=0)

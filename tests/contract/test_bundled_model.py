@@ -11,9 +11,9 @@ import pytest
 from cellama.bench.tiny_model.corpus import WEATHER_TOOL, Document, documents
 from cellama.bench.tiny_model.facts import FACTS
 from cellama.engine import EngineOptions, Model, ModelManager, Request, SamplingParams, Tokenizer
+from cellama.engine.backend import Chunk
 from cellama.engine.bundled import TINY_PATH
 from cellama.engine.llama import LlamaBackend, LlamaModel
-from cellama.engine.scheduling.scheduler import Chunk
 
 PATIENCE_S = 60
 GREEDY = SamplingParams(temperature=0)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cellama.engine import AdapterBusy, AdapterLoadFailed, Engine, IdTaken, InvalidRequest, Request, UnknownAdapter
-from cellama.engine.core.adapters import Adapter, AdapterSet, AdapterUse
+from cellama.engine.backend import Adapter, AdapterSet, AdapterUse
 from cellama.engine.fake import FakeBackend
 from cellama.engine.kvcache.manager import KvCache
 from cellama.engine.scheduling.scheduler import Limits, Scheduler

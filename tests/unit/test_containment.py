@@ -25,10 +25,8 @@ from cellama.engine import (
     RequestFailed,
     Watchdog,
 )
-from cellama.engine.backend import DecodeError
-from cellama.engine.core.adapters import AdapterSet
+from cellama.engine.backend import AdapterSet, Chunk, DecodeError
 from cellama.engine.fake import FakeBackend, FakeSampler, FakeState, FakeVocabulary
-from cellama.engine.scheduling.scheduler import Chunk
 from cellama.engine.scheduling.strategies import Share, SlotView
 
 from ..conftest import wait_until

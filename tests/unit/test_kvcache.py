@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from cellama.engine.backend import Chunk
 from cellama.engine.fake import FakeBackend, FakeState
 from cellama.engine.kvcache.cells import Cells
 from cellama.engine.kvcache.manager import MOVE_COST_TOKENS, MOVED_PER_TOKEN, KvCache, Plan
-from cellama.engine.scheduling.scheduler import Chunk
 
 
 @dataclass

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from cellama.engine import InvalidRequest, PromptTooLong, QueueFull, Request
+from cellama.engine.backend import Chunk
 from cellama.engine.fake import FakeBackend
 from cellama.engine.kvcache.manager import KvCache
 from cellama.engine.scheduling.micro_batches import passes_of
-from cellama.engine.scheduling.scheduler import BULK_PATIENCE_S, Chunk, Limits, Scheduler
+from cellama.engine.scheduling.scheduler import BULK_PATIENCE_S, Limits, Scheduler
 from cellama.engine.scheduling.sequence import Sequence, State
 from cellama.engine.scheduling.strategies import (
     MIN_CHUNK,
