@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from .corpus import END_THINK, IM_END, TOOL_CALL, Document
+from .export import Shape
 from .tokenizer import train_tokenizer
-from .train import SHORT_WINDOW, Shape, TinyLlama, loss_of, windows
+from .train import SHORT_WINDOW, TinyLlama, loss_of, windows
 
 TOKENS_PER_STEP = 2048
 PEAK_LR = 4e-3

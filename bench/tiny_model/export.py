@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import gguf
 import numpy as np
@@ -13,10 +14,23 @@ from numpy.typing import NDArray
 from .corpus import END_OF_TEXT, IM_END
 from .tokenizer import CONTROL_TOKENS, TAG_TOKENS
 
-if TYPE_CHECKING:
-    from .train import Shape
-
 TEMPLATE = Path(__file__).with_name("template.jinja")
+LONG_WINDOW = 2048  # tokens
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Llama shape; `n_ctx` is what the GGUF file promises."""
+
+    n_vocab: int
+    n_embd: int = 192
+    n_layer: int = 5
+    n_head: int = 6
+    n_head_kv: int = 2
+    n_ff: int = 512
+    n_ctx: int = LONG_WINDOW
+    rope_base: float = 10000.0
+    eps: float = 1e-5
 
 
 def write_gguf(path: Path, shape: Shape, tensors: dict[str, NDArray[np.float32]], tokenizer: Any) -> None:

@@ -11,7 +11,6 @@ import argparse
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -20,29 +19,14 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from .corpus import Document, documents
-from .export import write_gguf
+from .export import LONG_WINDOW, Shape, write_gguf
 from .tokenizer import encode_document, train_tokenizer
 
 PROMPT_WEIGHT = 0.05  # of the loss on tokens that the model is given, not asked for
 TOKENS_PER_STEP = 4096
-SHORT_WINDOW, LONG_WINDOW = 512, 2048
+SHORT_WINDOW = 512
 LONG_FROM = 0.65  # part of the steps after which windows are long
 PEAK_LR, FINAL_LR, WARMUP_STEPS = 4e-3, 1e-4, 60
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A Llama shape; `n_ctx` is what the GGUF file promises."""
-
-    n_vocab: int
-    n_embd: int = 192
-    n_layer: int = 5
-    n_head: int = 6
-    n_head_kv: int = 2
-    n_ff: int = 512
-    n_ctx: int = LONG_WINDOW
-    rope_base: float = 10000.0
-    eps: float = 1e-5
 
 
 class Block(nn.Module):  # type: ignore[misc]  # torch is no dependency

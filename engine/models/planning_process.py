@@ -13,7 +13,7 @@ from cellama.engine.llama import plan_load
 from cellama.engine.memory.budget import Room
 from cellama.engine.options import EngineOptions
 
-from . import tuned_options as tuned
+from . import tuned_options
 from .planning import plan_as_json
 
 
@@ -29,7 +29,7 @@ def main() -> None:
 
 def _plan(asked: dict[str, Any]) -> dict[str, Any]:
     path = Path(asked["path"])
-    options, names = tuned.apply(EngineOptions(**asked["options"]), path)
+    options, names = tuned_options.apply(EngineOptions(**asked["options"]), path)
     wanted = None if asked["wanted"] is None else frozenset(asked["wanted"])
     plan = plan_load(asked["model_id"], path, options, wanted, Room(asked["room"]))
     return plan_as_json(replace(plan, tuned=names))

@@ -15,14 +15,13 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterable
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from cellama.engine.errors import InvalidRequest
 from cellama.engine.options import EngineOptions
-from cellama.engine.tuning.search import Measured, Setup
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +29,27 @@ VERSION = 1
 SAME_OPTIONS = ("n_gpu_layers", "flash_attention", "cache_type_k", "cache_type_v")
 
 Conditions = dict[str, Any]  # JSON
+Layout = Literal["unified", "partitioned"]
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """One way of running a model; None where it does not matter, as all but the threads for embeddings."""
+
+    threads: int
+    n_parallel: int | None = None
+    kv_layout: Layout | None = None
+    n_ubatch: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a setup does: tokens read and generated per second of all requests together."""
+
+    setup: Setup
+    tokens_per_s: float
+    ttft_ms: float | None  # until the first token: median of the requests that have a slot at once
+    took_s: float  # the measurement
 
 
 def folder() -> Path:

@@ -17,13 +17,14 @@ from cellama.engine.core.embedder import Embedder
 from cellama.engine.core.engine import Engine
 from cellama.engine.errors import EngineError, InsufficientMemory, InvalidRequest, ModelLoadFailed
 from cellama.engine.memory.budget import Budget, readable
-from cellama.engine.models import tuned_options as tuned
+from cellama.engine.models import tuned_options
 from cellama.engine.models.hub import HubOptions
 from cellama.engine.models.sources import resolve
+from cellama.engine.models.tuned_options import Measured, Setup
 from cellama.engine.options import DEFAULT_SLOTS, EngineOptions, Request, SamplingParams
 from cellama.engine.system.processors import available_cores
 
-from .search import MAX_SLOTS, Bounds, Measured, Search, Setup
+from .search import MAX_SLOTS, Bounds, Search
 
 if TYPE_CHECKING:
     from cellama.engine.llama import LlamaModel, Plan
@@ -125,8 +126,8 @@ def tune(
 
 def keep(result: Tuning, options: EngineOptions | None = None) -> Path:
     """Loads of this model on this machine read the result from now on. Raises OSError."""
-    given = tuned.conditions(options or EngineOptions())
-    return tuned.keep(result.fingerprint, given, result.chosen, result.rows)
+    given = tuned_options.conditions(options or EngineOptions())
+    return tuned_options.keep(result.fingerprint, given, result.chosen, result.rows)
 
 
 def _load() -> float:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
+from cellama.engine.models.tuned_options import Layout, Measured, Setup
 from cellama.engine.options import DEFAULT_SLOTS, DEFAULT_UBATCH
 
 TIE = 0.98  # of the best rate: from there on fewer slots and threads are better
@@ -19,28 +19,6 @@ HOPELESS = 0.9  # of the other layout's rate: with more slots it is not tried ag
 LARGER_PASS = 1024  # tokens, beside the default …
 SMALLER_PASSES = (256, 128, 64)  # … and if that gains nothing
 MAX_SLOTS = 64
-
-Layout = Literal["unified", "partitioned"]
-
-
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """One way of running a model; None where it does not matter, as all but the threads for embeddings."""
-
-    threads: int
-    n_parallel: int | None = None
-    kv_layout: Layout | None = None
-    n_ubatch: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """What a setup does: tokens read and generated per second of all requests together."""
-
-    setup: Setup
-    tokens_per_s: float
-    ttft_ms: float | None  # until the first token: median of the requests that have a slot at once
-    took_s: float  # the measurement
 
 
 @dataclass(frozen=True, slots=True)

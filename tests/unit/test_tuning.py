@@ -14,7 +14,8 @@ from cellama.engine import EngineOptions
 from cellama.engine.bundled import TINY_PATH
 from cellama.engine.llama import fingerprint
 from cellama.engine.models import tuned_options as tuned
-from cellama.engine.tuning.search import Bounds, Measured, Search, Setup, choose, thread_counts
+from cellama.engine.models.tuned_options import Measured, Setup
+from cellama.engine.tuning.search import Bounds, Search, choose, thread_counts
 
 CONDITIONS = {"cpu": "a CPU", "cores": 4, "gpus": [], "llama_cpp": "1"}
 SETUP = Setup(threads=2, n_parallel=16, kv_layout="partitioned", n_ubatch=256)
