@@ -299,7 +299,7 @@ def test_who_runs_beside_a_job_that_ends_workers_is_not_blamed_for_the_next_one(
 
     def live() -> None:
         """A worker's life, until it ends or the job does. Whenever the job begins, there is a poison more."""
-        worker, tried = start_worker(strategy=f"{service.__name__}:CountingStrategy", lease_s=2), attempts()
+        worker, tried = start_worker(strategy=f"{service.__name__}:CountingStrategy", lease_s=3), attempts()
         with worker.slowed(0.5):  # the job shows no token for some seconds, on any machine
             wait_until(lambda: attempts() > tried or job.ready() or worker.process.poll(), "a next attempt")
             if attempts() > tried:
