@@ -150,7 +150,7 @@ class Ledger:
     ) -> Attempt:
         """This worker runs the job from now on, unless the verdict says otherwise.
 
-        `run` tells this question from others, so that it may be asked again. `token` is that of the message: only
+        `run` tells this attempt from all others, so that it may be asked for again. `token` is that of the message: only
         its holder may begin (None is not checked). The verdict is "suspect", and nothing has begun, if the last
         attempt ended without a token and without an end, because that may have ended its worker, and this one would
         not be `alone`.
@@ -160,12 +160,12 @@ class Ledger:
         ending = None
         if reply[0] == b"done":
             ending = _ending(*reply[4:])
-        return Attempt(job_id, int(reply[1]), int(reply[2]), reply[0].decode(), float(reply[3]), ending)
+        return Attempt(job_id, run, int(reply[1]), int(reply[2]), reply[0].decode(), float(reply[3]), ending)
 
     def write(self, entries: Sequence[Entry]) -> tuple[set[int], set[int]]:
         """Journals and publishes events, in order.
 
-        Returns the places of those that were not written: because their attempt is superseded, and because Redis has
+        Returns the places of those that were not written: because their run is superseded, and because Redis has
         lost events before them, so that the stream would have a gap.
         """
         keys: list[str] = []
@@ -173,8 +173,7 @@ class Ledger:
         for entry in entries:
             job_id = entry.job_id
             keys += [job_key(job_id), journal_key(job_id), cancel_key(job_id)]
-            attempt = "" if entry.attempt is None else entry.attempt
-            args += [job_id, attempt, entry.kind, entry.event["seq"], events_channel(job_id, self._database)]
+            args += [job_id, entry.run or "", entry.kind, entry.event["seq"], events_channel(job_id, self._database)]
             args += [entry.event_json.partition(b",")[2], entry.result_json]  # the script knows the seq
         superseded, gaps = run_script(self._redis, "write", keys, args)
         return set(superseded), set(gaps)
@@ -188,7 +187,7 @@ class Ledger:
 
     def hand_back(self, attempt: Attempt) -> None:
         """Another worker may go on with the job; this attempt was no failure."""
-        run_script(self._redis, "hand_back", [job_key(attempt.job_id)], [attempt.job_id, attempt.number])
+        run_script(self._redis, "hand_back", [job_key(attempt.job_id)], [attempt.job_id, attempt.run])
 
     def ending(self, job_id: str) -> Ending | None:
         """How a job ended; None if it has not, or nobody knows any more."""
