@@ -13,6 +13,7 @@ from typing import Any
 
 from redis import Redis
 
+from .clock import redis_time
 from .connecting import database_of
 from .contract.events import EVENT_FIELD, Event, done
 from .contract.keys import (
@@ -101,12 +102,17 @@ class Ledger:
 
     # For workers: messages
 
+    def now(self) -> float:
+        """Unix seconds by the clock of everything here: Redis' own."""
+        return redis_time(self._redis)
+
     def take(self, job_id: str, lease_s: float) -> Taken:
         """This worker holds the job's message for `lease_s`; with an empty token if it does not, because the job has
         ended, or somebody else holds a copy."""
         token = uuid.uuid4().hex
         answer: Any = run_script(self._redis, "take", [job_key(job_id)], [job_id, token, lease_s])
-        return Taken(job_id, token if answer == b"held" else "")
+        verdict, waited_s = answer
+        return Taken(job_id, token if verdict == b"held" else "", float(waited_s) if waited_s else None)
 
     def renew(self, held: Sequence[Taken], lease_s: float) -> list[Taken]:
         """Goes on holding messages; gives those back that this worker does not hold any more."""
@@ -150,8 +156,8 @@ class Ledger:
     ) -> Attempt:
         """This worker runs the job from now on, unless the verdict says otherwise.
 
-        `run` tells this attempt from all others, so that it may be asked for again. `token` is that of the message: only
-        its holder may begin (None is not checked). The verdict is "suspect", and nothing has begun, if the last
+        `run` tells this attempt from all others, so that it may be asked for again. `token` is that of the message:
+        only its holder may begin (None is not checked). The verdict is "suspect", and nothing has begun, if the last
         attempt ended without a token and without an end, because that may have ended its worker, and this one would
         not be `alone`.
         """
@@ -248,6 +254,7 @@ def _renamed(message: dict[str, Any], job_id: str, new_id: str) -> dict[str, Any
     """A message of kombu's, for a job of another id."""
     headers, properties = message["headers"], message["properties"]
     headers["id"] = properties["correlation_id"] = new_id
+    headers["eta"] = None  # its time has come, long ago
     if headers.get("root_id") == job_id:
         headers["root_id"] = new_id
     properties["delivery_tag"] = str(uuid.uuid4())

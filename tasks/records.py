@@ -77,6 +77,7 @@ class Taken:
 
     job_id: str
     token: str
+    waited_s: float | None = field(default=None, compare=False)  # since it was submitted, by Redis' clock, if it knows
 
 
 @dataclass(frozen=True, slots=True)

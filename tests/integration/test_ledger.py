@@ -275,6 +275,14 @@ def test_an_attempt_that_redis_has_lost_does_not_write_into_its_successor_of_the
     assert write(ledger, again, TOKEN, DONE, seq=1) == set()
 
 
+def test_a_taking_tells_how_long_ago_its_job_was_submitted(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
+    earlier = float(redis_client.hget(job_key(job_id), "submitted_at") or 0) - 50  # type: ignore[arg-type]
+    redis_client.hset(job_key(job_id), "submitted_at", earlier)
+    for _ in range(2):  # the second time it is a copy
+        assert 50 <= (take(ledger, job_id).waited_s or 0) < 50 + PATIENCE_S
+    assert take(ledger, str(uuid.uuid4())).waited_s is None
+
+
 def test_half_a_surrogate_pair_in_an_event_is_written(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
     write(ledger, begin(ledger, job_id), events.error("x", "\ud800 caf\u00e9", False))
     assert _journal(redis_client, job_id)[0]["message"] == "? caf\u00e9"
