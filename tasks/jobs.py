@@ -198,7 +198,7 @@ class JobTask(Task):  # type: ignore[misc]
             options["priority"] = job.priority
         options.setdefault("task_id", uuid() if key is None else _id_of_key(self.name, scope, key))
         delay = delay_s(self.app, options)  # until then nobody waits for the job
-        options["headers"] = {SUBMITTED_AT_HEADER: time.time() + delay, **(options.get("headers") or {})}
+        options["headers"] = {SUBMITTED_AT_HEADER: time.time(), **(options.get("headers") or {})}
         if not settings.show_prompts:  # Flower and the logs show these instead of the arguments
             shown = {name: value for name, value in kwargs.items() if name not in self.kind.positional}
             options.setdefault("argsrepr", f"({job.model!r}, …)")

@@ -109,11 +109,15 @@ class JobRun:
     def execute(self, streams: bool, body: Callable[[JobRun], Result]) -> Result:
         """The result of `body`. Raises what Celery expects: JobFailed, Ignore, Reject, SoftTimeLimitExceeded."""
         run = new_run()
-        attempt = self._begin(run, alone=False)
-        if attempt.verdict != "suspect":
-            return self._run(attempt, streams, body, lambda: None)
-        with self._runtime.quarantine.hold(lambda: self._control.interruption is not None) as leave:
-            return self._run(self._begin(run, alone=True), streams, body, leave)
+        with self._passed_quarantine(alone=False) as prove:
+            attempt = self._begin(run, alone=False)
+            if attempt.verdict != "suspect":
+                return self._run(attempt, streams, body, prove)
+        with self._passed_quarantine(alone=True) as prove:
+            return self._run(self._begin(run, alone=True), streams, body, prove)
+
+    def _passed_quarantine(self, *, alone: bool) -> contextlib.AbstractContextManager[Callable[[], None]]:
+        return self._runtime.quarantine.passed(lambda: self._control.interruption is not None, alone=alone)
 
     def _begin(self, run: str, *, alone: bool) -> Attempt:
         if self._control.interruption is Interruption.HANDED_BACK:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import Any
 
 from celery.utils.time import maybe_iso8601, maybe_make_aware
@@ -38,7 +39,10 @@ class HoldingQoS(QoS):  # type: ignore[misc]
         """Takes a message. Raises RedisError; the reaper finds the message then."""
         job_id = message.headers.get("id")
         if job_id is not None and SUBMITTED_AT_HEADER in message.headers:  # else plain Celery's: plain_messages.py
-            message.headers[TOKEN_HEADER] = self._ledger.take(str(job_id), self._lease_s).token
+            taken = self._ledger.take(str(job_id), self._lease_s)
+            message.headers[TOKEN_HEADER] = taken.token
+            if taken.waited_s is not None:
+                set_by_this_clock(message.headers, taken.waited_s)
         else:
             message.headers.pop(TOKEN_HEADER, None)
         self.adopt(message)
@@ -65,7 +69,7 @@ class HoldingQoS(QoS):  # type: ignore[misc]
 
     def set_aside_until_soon(self, message: Any) -> bool:
         """True if its ETA is far off: Redis has the message until shortly before it, and this worker no more."""
-        taken, eta = taken_of(message), _eta_of(message)
+        taken, eta = taken_of(message), _unix_s(message.headers.get("eta"))
         if taken is None or not taken.token or eta is None or (wait_s := eta - time.time() - SOON_S) <= 0:
             return False
         self._ledger.set_aside(taken, wait_s)
@@ -91,11 +95,22 @@ class HoldingQoS(QoS):  # type: ignore[misc]
         return [message for tag, message in list(self._delivered.items()) if tag not in self._dirty]
 
 
-def _eta_of(message: Any) -> float | None:
+def set_by_this_clock(headers: dict[str, Any], waited_s: float) -> None:
+    """Moves `eta` and `expires`, which are by the producer's clock, to that of this machine, with which Celery compares
+    them: the message was sent `waited_s` ago, and says when that was by its producer's clock."""
+    try:
+        shift_s = time.time() - waited_s - float(headers[SUBMITTED_AT_HEADER])
+        for name in ("eta", "expires"):
+            if (at := _unix_s(headers.get(name))) is not None:
+                headers[name] = datetime.fromtimestamp(at + shift_s, UTC).isoformat()
+    except (TypeError, ValueError, OverflowError, OSError) as error:
+        log.warning("job %s keeps the times of its producer's clock: %s", headers["id"], error)
+
+
+def _unix_s(iso: Any) -> float | None:
     """Unix seconds; None also for what Celery shall complain of."""
     try:
-        eta = message.headers.get("eta")
-        return float(maybe_make_aware(maybe_iso8601(eta)).timestamp()) if eta else None
+        return float(maybe_make_aware(maybe_iso8601(iso)).timestamp()) if iso else None
     except (TypeError, ValueError, OverflowError):
         return None
 

@@ -57,6 +57,11 @@ class JobRequest(Request):  # type: ignore[misc]
         control = self._control
         return control is not None and control.interruption is Interruption.SUPERSEDED
 
+    @property
+    def holds_message(self) -> bool:
+        """Whether the message is this worker's, as far as it knows. Any thread."""
+        return not self.acknowledged and not self._is_superseded
+
     def supersede(self) -> None:
         """Somebody else has the job by now: what runs here ends without a word. Any thread."""
         if (control := self._control) is not None:

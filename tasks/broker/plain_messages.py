@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,6 @@ from celery.worker.strategy import default
 from redis.exceptions import RedisError
 
 from cellama.config import get_settings
-from cellama.tasks.calls.call_options import delay_s
 from cellama.tasks.contract.names import SUBMITTED_AT_HEADER, queue_key
 from cellama.tasks.state.ledger import Ledger
 from cellama.tasks.state.records import Call, Message, Submission
@@ -56,15 +54,18 @@ def adopt(ledger: Ledger, task: Any, message: Any) -> None:
     args, kwargs, _ = message.payload
     given = message.properties.get("priority")
     call: Call = task.call_of_plain(args, kwargs, {**message.delivery_info, "priority": given})
-    adopted = Message(queue_key(call.queue, call.priority), _adopted(task, message, call.priority))
+    adopted = Message(queue_key(call.queue, call.priority), _adopted(message, call.priority, ledger.now()))
     ledger.submit([Submission(message.headers["id"], call, adopted)])
 
 
-def _adopted(task: Any, message: Any, priority: int) -> str:
-    """The same message under another priority, and another tag, as this one is not acked yet."""
+def _adopted(message: Any, priority: int, now: float) -> str:
+    """The same message under another priority, and another tag, as this one is not acked yet.
+
+    Nobody knows its producer's clock: its `eta` and `expires` are taken for times of `now`'s clock, that of Redis.
+    """
     made = message.serializable()
     made["properties"] = {**made["properties"], "priority": priority, "delivery_tag": uuid()}
-    made["headers"][SUBMITTED_AT_HEADER] = time.time() + delay_s(task.app, {"eta": made["headers"].get("eta")})
+    made["headers"][SUBMITTED_AT_HEADER] = now
     if not get_settings().show_prompts:
         made["headers"] |= {"argsrepr": HIDDEN, "kwargsrepr": HIDDEN}
     return json.dumps(made)

@@ -34,7 +34,7 @@ class RunEvents:
 
     def entry(self, event: Event, result: Result | None = None) -> Entry:
         """The event with the next number. Raises what it means that it can't be written; the number stays free then."""
-        entry = Entry(self.attempt.job_id, self.attempt.number, {"seq": self.next_seq, **event}, result)
+        entry = Entry(self.attempt.job_id, self.attempt.run, {"seq": self.next_seq, **event}, result)
         self.next_seq += 1
         return entry
 

@@ -14,6 +14,7 @@ from typing import Any
 from redis import Redis
 
 from cellama.tasks.connection.connections import database_of
+from cellama.tasks.connection.redis_clock import redis_time
 from cellama.tasks.contract.events import EVENT_FIELD, Event, done
 from cellama.tasks.contract.keys import (
     DEAD_KEY,
@@ -102,12 +103,17 @@ class Ledger:
 
     # For workers: messages
 
+    def now(self) -> float:
+        """Unix seconds by the clock of everything here: Redis' own."""
+        return redis_time(self._redis)
+
     def take(self, job_id: str, lease_s: float) -> Taken:
         """This worker holds the job's message for `lease_s`; with an empty token if it does not, because the job has
         ended, or somebody else holds a copy."""
         token = uuid.uuid4().hex
         answer: Any = run_script(self._redis, "take", [job_key(job_id)], [job_id, token, lease_s])
-        return Taken(job_id, token if answer == b"held" else "")
+        verdict, waited_s = answer
+        return Taken(job_id, token if verdict == b"held" else "", float(waited_s) if waited_s else None)
 
     def renew(self, held: Sequence[Taken], lease_s: float) -> list[Taken]:
         """Goes on holding messages; gives those back that this worker does not hold any more."""
@@ -151,8 +157,8 @@ class Ledger:
     ) -> Attempt:
         """This worker runs the job from now on, unless the verdict says otherwise.
 
-        `run` tells this question from others, so that it may be asked again. `token` is that of the message: only
-        its holder may begin (None is not checked). The verdict is "suspect", and nothing has begun, if the last
+        `run` tells this attempt from all others, so that it may be asked for again. `token` is that of the message:
+        only its holder may begin (None is not checked). The verdict is "suspect", and nothing has begun, if the last
         attempt ended without a token and without an end, because that may have ended its worker, and this one would
         not be `alone`.
         """
@@ -161,12 +167,12 @@ class Ledger:
         ending = None
         if reply[0] == b"done":
             ending = _ending(*reply[4:])
-        return Attempt(job_id, int(reply[1]), int(reply[2]), reply[0].decode(), float(reply[3]), ending)
+        return Attempt(job_id, run, int(reply[1]), int(reply[2]), reply[0].decode(), float(reply[3]), ending)
 
     def write(self, entries: Sequence[Entry]) -> tuple[set[int], set[int]]:
         """Journals and publishes events, in order.
 
-        Returns the places of those that were not written: because their attempt is superseded, and because Redis has
+        Returns the places of those that were not written: because their run is superseded, and because Redis has
         lost events before them, so that the stream would have a gap.
         """
         keys: list[str] = []
@@ -174,8 +180,7 @@ class Ledger:
         for entry in entries:
             job_id = entry.job_id
             keys += [job_key(job_id), journal_key(job_id), cancel_key(job_id)]
-            attempt = "" if entry.attempt is None else entry.attempt
-            args += [job_id, attempt, entry.kind, entry.event["seq"], events_channel(job_id, self._database)]
+            args += [job_id, entry.run or "", entry.kind, entry.event["seq"], events_channel(job_id, self._database)]
             args += [entry.event_json.partition(b",")[2], entry.result_json]  # the script knows the seq
         superseded, gaps = run_script(self._redis, "write", keys, args)
         return set(superseded), set(gaps)
@@ -189,7 +194,7 @@ class Ledger:
 
     def hand_back(self, attempt: Attempt) -> None:
         """Another worker may go on with the job; this attempt was no failure."""
-        run_script(self._redis, "hand_back", [job_key(attempt.job_id)], [attempt.job_id, attempt.number])
+        run_script(self._redis, "hand_back", [job_key(attempt.job_id)], [attempt.job_id, attempt.run])
 
     def ending(self, job_id: str) -> Ending | None:
         """How a job ended; None if it has not, or nobody knows any more."""
@@ -250,6 +255,7 @@ def _renamed(message: dict[str, Any], job_id: str, new_id: str) -> dict[str, Any
     """A message of kombu's, for a job of another id."""
     headers, properties = message["headers"], message["properties"]
     headers["id"] = properties["correlation_id"] = new_id
+    headers["eta"] = None  # its time has come, long ago
     if headers.get("root_id") == job_id:
         headers["root_id"] = new_id
     properties["delivery_tag"] = str(uuid.uuid4())

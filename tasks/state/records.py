@@ -78,6 +78,7 @@ class Taken:
 
     job_id: str
     token: str
+    waited_s: float | None = field(default=None, compare=False)  # since it was submitted, by Redis' clock, if it knows
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +91,13 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One run of a job. `number` is its fence; `num_failures` counts this and those before it without a token."""
+    """One run of a job. `run` is its fence: a Redis that has lost its last writes gives a `number` out a second time.
+
+    `num_failures` counts this attempt and those before it without a token.
+    """
 
     job_id: str
+    run: str
     number: int
     num_failures: int
     verdict: Verdict
@@ -102,18 +107,18 @@ class Attempt:
     @property
     def run_id(self) -> str:
         """Names this run among all others, also of the same job."""
-        return f"{self.job_id}#{self.number}"
+        return f"{self.job_id}#{self.run}"
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An event to write. With `attempt` None, nobody's: it counts only while no attempt runs, as the next one.
+    """An event to write. With `run` None, nobody's: it counts only while no attempt runs, as the next one.
 
     What can't be written is refused here, with ValueError, TypeError or RecursionError: writing never fails for it.
     """
 
     job_id: str
-    attempt: int | None
+    run: str | None
     event: Event  # with its seq
     result: dict[str, Any] | None = None  # with the end of a job that ends well, until Celery has it
     event_json: bytes = field(init=False, repr=False)

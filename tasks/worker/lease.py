@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Iterator
 from typing import Any
 
+from celery.worker import state
 from redis.exceptions import RedisError
 
 from cellama.tasks.broker.holding import forget_lost, taken_of
+from cellama.tasks.broker.message import JobRequest
 from cellama.tasks.state.ledger import Ledger
 
 log = logging.getLogger(__name__)
@@ -18,7 +21,10 @@ class LeaseKeeper:
     """A thread of its own, whose ledger has its own connection: Celery's event loop stops while a worker drains."""
 
     def __init__(self, ledger: Ledger, consumer: Any, lease_s: float) -> None:
-        """`consumer` is Celery's; its channels are looked up each time, because reconnecting replaces them."""
+        """`consumer` is Celery's; its channels are looked up each time, because reconnecting replaces them.
+
+        Until Celery has reconnected, which it tries again after 2, 4, 6 … s, there are none.
+        """
         self._ledger = ledger
         self._consumer = consumer
         self._lease_s = lease_s
@@ -47,13 +53,17 @@ class LeaseKeeper:
 
         What somebody else holds by now, because this worker was frozen or cut off, is given up.
         """
-        messages = {}
-        for channel in self._consumer.channels:
-            for message in channel.qos.messages():
-                taken = taken_of(message)
-                if taken is not None and taken.token:
-                    messages[taken] = message
+        held = {taken_of(message): message for message in self._held()}
+        messages = {taken: message for taken, message in held.items() if taken is not None and taken.token}
         for lost in self._ledger.renew(list(messages), self._lease_s):
             log.warning("job %s was given to another worker: this one did not renew its lease in time", lost.job_id)
             forget_lost(messages[lost])
         return len(messages)
+
+    def _held(self) -> Iterator[Any]:
+        """The messages of jobs that run, also while Celery's own connections are gone, and those that wait."""
+        for request in list(state.requests.values()):
+            if isinstance(request, JobRequest) and request.holds_message:
+                yield request.message
+        for channel in self._consumer.channels:
+            yield from channel.qos.messages()

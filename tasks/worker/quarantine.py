@@ -1,4 +1,9 @@
-"""Where jobs run that may have ended a worker: one at a time, so that it is known which one it was."""
+"""Where jobs prove that they end no worker: together at first; one that may have ended a worker, alone.
+
+A job is unproven until its first token is in Redis, or its end. When a worker dies, each job that was unproven then is
+a suspect. Its next attempt begins once no other job is unproven, and none begins before it is proven: if the worker
+dies again, it is known which job it was, and no other one is blamed for it.
+"""
 
 from __future__ import annotations
 
@@ -10,26 +15,33 @@ POLL_S = 0.1
 
 
 class Quarantine:
-    """A lock that its holder's first token opens, seen by another thread."""
+    """A gate for unproven jobs, on any thread."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._num_unproven = 0
+        self._num_suspects = 0  # that wait, or are unproven
 
     @contextlib.contextmanager
-    def hold(self, give_up: Callable[[], bool]) -> Iterator[Callable[[], None]]:
-        """Waits for its turn, until `give_up`; the body gets what ends the turn early, on any thread."""
-        while not (mine := self._lock.acquire(timeout=POLL_S)) and not give_up():
-            pass
-        ending = threading.Lock()
+    def passed(self, give_up: Callable[[], bool], *, alone: bool) -> Iterator[Callable[[], None]]:
+        """Waits until the job may begin, or until `give_up`; the body gets what is called once it is proven."""
+        with self._changed:
+            self._num_suspects += alone
+            while (self._num_unproven if alone else self._num_suspects) and not give_up():
+                self._changed.wait(POLL_S)
+            self._num_unproven += 1
+        unproven = True
 
-        def end() -> None:
-            nonlocal mine
-            with ending:
-                if mine:
-                    mine = False
-                    self._lock.release()
+        def prove() -> None:
+            nonlocal unproven
+            with self._changed:
+                if unproven:
+                    unproven = False
+                    self._num_unproven -= 1
+                    self._num_suspects -= alone
+                    self._changed.notify_all()
 
         try:
-            yield end
+            yield prove
         finally:
-            end()
+            prove()

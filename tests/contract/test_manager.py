@@ -25,8 +25,10 @@ from cellama.engine import (
     SamplingParams,
     UnknownModel,
 )
+from cellama.engine.llama.context import LlamaBackend
+from cellama.tasks.state.registry import describe
 
-from ..conftest import wait_until
+from ..conftest import PATIENCE_S, wait_until
 
 TINY = "bundled://tiny"
 OPTIONS = EngineOptions(n_parallel=2, threads=1)
@@ -216,3 +218,19 @@ def test_models_share_the_cores_with_peers_unless_their_threads_were_chosen(mana
     manager.cores.meet([Peer(wants=512, uses=512.0)] * 512)
     wait_until(lambda: shared.threads == 1, "one thread")
     assert chosen.threads == 3
+
+
+def test_registry_says_of_a_model_whose_engine_thread_died_that_it_is_stopped(
+    manager: ModelManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(*_: object) -> None:
+        raise SystemExit("which no request is to blame for")
+
+    model = manager.load("m", TINY, options=OPTIONS)
+    (entry,) = manager.entries()
+    assert describe(entry, default=True)["status"] == "ready"
+    monkeypatch.setattr(LlamaBackend, "decode", die)
+    with pytest.raises(EngineStopped):
+        model.engine.submit(long_request(manager, "m")).result(PATIENCE_S)
+    wait_until(lambda: describe(entry, default=True)["status"] == "stopped", "the registry's word")
+    assert describe(entry, default=True)["engine"]["phase"] == "stopped"

@@ -16,6 +16,8 @@ from redis import Redis
 
 from cellama.api import AsyncClient, Client
 from cellama.api.machine.redis_server import RedisServer
+from cellama.bench.harness import pace, service
+from cellama.bench.harness.service import COUNTER_DIR, POISON_TOKENS
 from cellama.tasks import app, generate
 from cellama.tasks.contract import events
 from cellama.tasks.contract.errors import InvalidJob, JobCancelled, JobFailed, UnknownJob
@@ -44,10 +46,11 @@ def model() -> str:
 def start_worker(redis_server: RedisServer, tmp_path: Path, model: str) -> Iterator[StartWorker]:
     started: list[WorkerProcess] = []
 
-    def start(slots: int = 4, **settings: Any) -> WorkerProcess:
+    def start(slots: int = 4, strategy: str = pace.STRATEGY, **settings: Any) -> WorkerProcess:
         folder = tmp_path / str(len(started))
         folder.mkdir()
         models = [{"id": model, "source": "bundled://tiny", "n_parallel": slots, "threads": 1, "default": True}]
+        models[0]["batch_strategy"] = strategy
         own = {f"CELLAMA_{name.upper()}": str(value) for name, value in settings.items()}
         worker = WorkerProcess(
             folder, redis_server.url, name=f"w{len(started)}{model}", **own, CELLAMA_MODELS=json.dumps(models)
@@ -268,7 +271,7 @@ def test_dead_jobs_are_listed_and_queued_again(start_worker: StartWorker, model:
     for _ in range(4):
         attempt = ledger.begin(job_id, new_run(), "w", alone=True)
     error = {"seq": 0, "type": "error", "code": "dead", "message": "…", "retryable": False}
-    ledger.write([Entry(job_id, attempt.number, error)])
+    ledger.write([Entry(job_id, attempt.run, error)])
     with Client() as client:
         assert job_id in [entry["id"] for entry in client.dead()]
         again = client.requeue_dead(job_id)
@@ -280,6 +283,38 @@ def test_dead_jobs_are_listed_and_queued_again(start_worker: StartWorker, model:
     assert redis_client.zscore(DEAD_KEY, job_id) is None
 
 
+def test_who_runs_beside_a_job_that_ends_workers_is_not_blamed_for_the_next_one(
+    start_worker: StartWorker, model: str, redis_client: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(COUNTER_DIR, str(tmp_path))
+    poisons = []
+
+    def poison() -> None:
+        poisons.append(generate.delay(model, [300] * POISON_TOKENS, max_tokens=4, cache_prompt=False))
+
+    def attempts() -> int:
+        return int(redis_client.hget(job_key(job.id), "attempt") or 0)  # type: ignore[arg-type]
+
+    job = generate.delay(model, STORY, max_tokens=8, ignore_eos=True, stream=False, priority=0)
+
+    def live() -> None:
+        """A worker's life, until it ends or the job does. Whenever the job begins, there is a poison more."""
+        worker, tried = start_worker(strategy=f"{service.__name__}:CountingStrategy", lease_s=3), attempts()
+        with worker.slowed(0.5):  # the job shows no token for some seconds, on any machine
+            wait_until(lambda: attempts() > tried or job.ready() or worker.process.poll(), "a next attempt")
+            if attempts() > tried:
+                poison()
+            wait_until(lambda: job.ready() or worker.process.poll(), "an end")
+
+    while not job.ready():
+        live()
+    assert job.get(timeout=PATIENCE_S)["usage"]["completion_tokens"] == 8
+    assert attempts() == 2  # one beside the first poison, one alone
+    with Client() as client:
+        for each in poisons:
+            client.cancel(each.id)
+
+
 def test_job_does_not_go_on_with_the_tokens_of_another_model(
     start_worker: StartWorker, model: str, redis_client: Redis
 ) -> None:
@@ -287,7 +322,7 @@ def test_job_does_not_go_on_with_the_tokens_of_another_model(
     attempt = ledger.begin(job.id, new_run(), "w", alone=True)
     begun = {"seq": 0, **events.started(model, 4, "w", 7), "fingerprint": "of a model that was there before"}
     token = {"seq": 1, **events.token("x", [5])}
-    ledger.write([Entry(job.id, attempt.number, event) for event in (begun, token)])
+    ledger.write([Entry(job.id, attempt.run, event) for event in (begun, token)])
     start_worker()
     with pytest.raises(JobFailed, match=f"began with another model or adapter under the name '{model}'") as caught:
         job.get(timeout=PATIENCE_S)

@@ -255,8 +255,32 @@ def test_nobody_ends_a_job_that_has_begun(ledger: Ledger, job_id: str) -> None:
 def test_a_stream_with_a_gap_is_not_written(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
     attempt = begin(ledger, job_id)
     write(ledger, attempt, STARTED, TOKEN)
-    assert ledger.write([Entry(job_id, attempt.number, {"seq": 4, **TOKEN})]) == (set(), {0})
+    assert ledger.write([Entry(job_id, attempt.run, {"seq": 4, **TOKEN})]) == (set(), {0})
     assert [event["seq"] for event in _journal(redis_client, job_id)] == [0, 1]
+
+
+def test_an_attempt_that_redis_has_lost_does_not_write_into_its_successor_of_the_same_number(
+    ledger: Ledger, job_id: str, redis_client: Redis
+) -> None:
+    snapshot = redis_client.dump(job_key(job_id))
+    lost = begin(ledger, job_id)
+    write(ledger, lost, STARTED)
+    redis_client.delete(journal_key(job_id))
+    redis_client.restore(job_key(job_id), 0, snapshot, replace=True)  # type: ignore[arg-type]
+    again = begin(ledger, job_id)
+    assert (again.number, again.run_id == lost.run_id) == (lost.number, False)
+    write(ledger, again, STARTED)
+    assert write(ledger, lost, TOKEN, seq=1) == {0}
+    ledger.hand_back(lost)
+    assert write(ledger, again, TOKEN, DONE, seq=1) == set()
+
+
+def test_a_taking_tells_how_long_ago_its_job_was_submitted(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
+    earlier = float(redis_client.hget(job_key(job_id), "submitted_at") or 0) - 50  # type: ignore[arg-type]
+    redis_client.hset(job_key(job_id), "submitted_at", earlier)
+    for _ in range(2):  # the second time it is a copy
+        assert 50 <= (take(ledger, job_id).waited_s or 0) < 50 + PATIENCE_S
+    assert take(ledger, str(uuid.uuid4())).waited_s is None
 
 
 def test_half_a_surrogate_pair_in_an_event_is_written(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
@@ -289,7 +313,7 @@ def test_places_go_by_priority_then_by_time(ledger: Ledger, queue: str, redis_cl
 
 def test_results_are_kept_until_celery_has_them(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
     attempt = begin(ledger, job_id)
-    ledger.write([Entry(job_id, attempt.number, {"seq": 0, **DONE}, {"text": "x"})])
+    ledger.write([Entry(job_id, attempt.run, {"seq": 0, **DONE}, {"text": "x"})])
     assert _result(ledger, job_id) == {"text": "x"}
     app.backend.store_result(job_id, {"text": "x"}, "STARTED")
     assert _result(ledger, job_id) == {"text": "x"}

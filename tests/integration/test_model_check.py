@@ -79,6 +79,7 @@ class Held:
 
     taken: Taken
     attempt: Attempt | None = None
+    number: int = 0  # of the attempt, among those of all jobs; no rollback gives it out again
     num_tokens: int = 0
     next_seq: int = 0
 
@@ -101,6 +102,7 @@ class Delivery:
         self.workers = [Worker() for _ in range(3)]
         self.jobs: list[str] = []
         self.ticks = 0
+        self.num_begun = 0
         self.snapshot: dict[bytes, bytes] = {}
 
     def store(self, job_id: str, ending: Ending) -> None:
@@ -157,6 +159,8 @@ class Delivery:
             return
         past = read_past(self.redis, job_id)
         assert not past.trimmed
+        self.num_begun += 1
+        held.number = self.num_begun
         held.attempt, held.num_tokens, held.next_seq = attempt, past.num_tokens, past.next_seq
         if attempt.verdict in ("cancelled", "dead"):
             self.end(worker, job_id, held)
@@ -172,12 +176,12 @@ class Delivery:
             self.end(worker, job_id, held)
         elif held.next_seq == 0:
             self.tell(worker, job_id, held, events.started("m", 1, "w", 1))
-        elif self.tell(worker, job_id, held, events.token(str(held.attempt.number), [held.num_tokens])):
+        elif self.tell(worker, job_id, held, events.token(str(held.number), [held.num_tokens])):
             held.num_tokens += 1
 
     def tell(self, worker: Worker, job_id: str, held: Held, event: events.Event) -> bool:
         assert held.attempt is not None
-        entry = Entry(job_id, held.attempt.number, {"seq": held.next_seq, **event})
+        entry = Entry(job_id, held.attempt.run, {"seq": held.next_seq, **event})
         superseded, gaps = self.ledger.write([entry])
         held.next_seq += 1
         if gaps:  # Redis has lost some: from the journal on
@@ -309,11 +313,16 @@ def scenario(text: str) -> list[tuple[str, int]]:
 BEGUN = "submit 1, take 0, begin 0, write 0"
 FAILOVER = f"{BEGUN}, remember 0, write 0, write 0, roll_back 0, write 0"
 TAKEN_OVER = f"{BEGUN}, freeze_or_thaw 0, pass_time 11, take 1, begin 1, write 1, freeze_or_thaw 0, write 0, begin 0"
+FORGOTTEN = (
+    "submit 1, remember 0, take 0, begin 0, write 0, write 0, freeze_or_thaw 0, roll_back 0, take 1, begin 1, "
+    "write 1, write 1, freeze_or_thaw 0, write 0, write 1"
+)
 COPIED = "submit 1, lose 2, submit 1, pass_time 11, pass_time 11, take 0, take 1, begin 1, begin 0, write 0, write 1"
 
 
 @example(scenario(FAILOVER))
 @example(scenario(TAKEN_OVER))
+@example(scenario(FORGOTTEN))
 @example(scenario(COPIED))
 @settings(max_examples=200)
 @given(st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 11)), min_size=25, max_size=60))

@@ -30,7 +30,7 @@ COMPLETION = Completion("ab", (1, 2), "stop", None, Usage(3, 2), Timings(1.0, 2.
 
 
 def attempt(job_id: str, number: int = 1) -> Attempt:
-    return Attempt(job_id, number, 1, "run")
+    return Attempt(job_id, str(number), number, 1, "run")
 
 
 class MemoryLedger:
@@ -80,7 +80,7 @@ def test_publisher_numbers_each_run_by_itself_and_tells_the_attempt() -> None:
     ]
     assert ledger.journal("a")[0] == {"seq": 0, **events.started("tiny", 3, "w", 7)}
     assert ledger.journal("b")[-1] == {"seq": 7, **events.error("decode_failed", "no", True)}
-    assert {entry.attempt for entry in ledger.entries if entry.job_id == "b"} == {3}
+    assert {entry.run for entry in ledger.entries if entry.job_id == "b"} == {"3"}
     assert [entry.result is not None for entry in ledger.entries if entry.kind == "end"] == [True, False]
     assert [end.result(1) for end in ends] == [True, True]
 

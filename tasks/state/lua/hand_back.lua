@@ -1,7 +1,7 @@
 -- The attempt ends before its job does, and was no failure; the message follows (give_back.lua).
--- KEYS: entry. ARGV: id, attempt.
+-- KEYS: entry. ARGV: id, run.
 local job, id = KEYS[1], ARGV[1]
-local found = redis.call('HMGET', job, 'attempt', 'state', 'queue', 'priority', 'submitted_at')
+local found = redis.call('HMGET', job, 'run', 'state', 'queue', 'priority', 'submitted_at')
 if found[1] ~= ARGV[2] or found[2] ~= 'running' then return 0 end
 redis.call('HSET', job, 'state', 'handed_back')
 redis.call('HINCRBY', job, 'failures', -1)

@@ -1,27 +1,27 @@
--- Journals and publishes events, each only if its attempt is the job's current one.
+-- Journals and publishes events, each only if its run is the job's current one.
 -- KEYS: entry, journal, cancel for each event. ARGV: field, max events, four times of life and the time to store a result
 -- (in seconds), then seven values for each event. `data` is its JSON after the `seq`, which stands before it.
--- Returns the places of events whose attempt is superseded, and of those before which the journal has a gap.
+-- Returns the places of events whose run is superseded, and of those before which the journal has a gap.
 local field, max_events, event_ttl, journal_ttl, result_ttl, dead_ttl, settle =
   ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6], tonumber(ARGV[7])
 local superseded, gaps = {}, {}
 for i = 0, (#ARGV - 7) / 7 - 1 do
   local job, journal, cancel = KEYS[3*i+1], KEYS[3*i+2], KEYS[3*i+3]
-  local id, attempt, kind, seq, channel, data, result = unpack(ARGV, 7*i + 8, 7*i + 14)
+  local id, run, kind, seq, channel, data, result = unpack(ARGV, 7*i + 8, 7*i + 14)
   local ends = kind == 'end' or kind == 'dead'
-  local found = redis.call('HMGET', job, 'attempt', 'state', 'queue', 'ended_by', 'failures', 'next_seq')
+  local found = redis.call('HMGET', job, 'run', 'state', 'queue', 'ended_by', 'failures', 'next_seq')
   local state, next_seq = found[2], tonumber(found[6] or 0)
   local mine
-  if attempt == '' then -- nobody runs it: the event is the next one
+  if run == '' then -- nobody runs it: the event is the next one
     mine = state == 'queued' or state == 'handed_back'
     seq = next_seq
   else
-    mine = state == 'running' and found[1] == attempt
+    mine = state == 'running' and found[1] == run
     seq = tonumber(seq)
   end
   if not mine then
     -- what is written a second time after a lost reply is not superseded
-    if not (state == 'done' and found[4] == attempt) then superseded[#superseded+1] = i end
+    if not (state == 'done' and found[4] == run) then superseded[#superseded+1] = i end
   elseif seq > next_seq then
     gaps[#gaps+1] = i -- Redis has lost events that it had taken: a failover
   elseif seq == next_seq then -- else it is written a second time
@@ -31,7 +31,7 @@ for i = 0, (#ARGV - 7) / 7 - 1 do
     redis.call('HSET', job, 'next_seq', seq + 1)
     if kind == 'started' or ends then redis.call('ZREM', WAITING .. found[3], id) end
     if ends then
-      redis.call('HSET', job, 'state', 'done', 'ended_by', attempt, 'end', event)
+      redis.call('HSET', job, 'state', 'done', 'ended_by', run, 'end', event)
       if result ~= '' then redis.call('HSET', job, 'result', result) end
       forget(job, id, found[3])
       redis.call('ZADD', DUE, stamp(clock() + settle), id) -- Celery has its result by then, or gets it
@@ -41,7 +41,7 @@ for i = 0, (#ARGV - 7) / 7 - 1 do
         redis.call('ZADD', DEAD, stamp(clock()), id) -- with its message, so that it can be queued again
         redis.call('EXPIRE', job, dead_ttl)
       else
-        if attempt ~= '' then redis.call('HDEL', job, 'message') end -- else it says who waits for the job (canvas_steps.py)
+        if run ~= '' then redis.call('HDEL', job, 'message') end -- else it says who waits for the job (canvas_steps.py)
         redis.call('EXPIRE', job, redis.call('HEXISTS', job, 'digest') == 1 and result_ttl or event_ttl)
       end
     elseif kind == 'token' then
