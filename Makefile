@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench clean
+.PHONY: help demo test check docs bench clean
 
 help: ## Show what there is
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -19,6 +19,9 @@ test: $(VENV)/.dev check ## Check the code and run all tests
 
 check: $(VENV)/.dev ## Lint, types, import contracts
 	.ci/check
+
+docs: $(VENV)/.dev ## Build the site of docs/ into build/site; a dead link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict --config-file .ci/mkdocs.yml
 
 bench: $(VENV)/.dev ## A short form of every benchmark, in under 10 minutes; bench/README.md has the peers
 	$(BIN)/cellama bench all --short

@@ -94,9 +94,11 @@ class ModelSettings(BaseModel):
         default=None, ge=1, le=512, description="CPU threads; auto: all cores, shared with other workers and programs"
     )
     n_gpu_layers: int = Field(default=-1, ge=-1, description="layers on the GPU; -1 = all")
-    flash_attention: Literal["auto", "on", "off"] = "auto"
-    cache_type_k: CacheType = "f16"
-    cache_type_v: CacheType = "f16"
+    flash_attention: Literal["auto", "on", "off"] = Field(default="auto", description="auto: where the device has it")
+    cache_type_k: CacheType = Field(default="f16", description="of the keys in the KV cache; smaller ones save memory")
+    cache_type_v: CacheType = Field(
+        default="f16", description="of the values in the KV cache; quantized ones need flash attention"
+    )
     pooling: Literal["auto", "mean", "cls", "last", "none", "rank"] = Field(
         default="auto", description="of embeddings; none = a vector per token, rank = no embeddings, scores"
     )
@@ -122,7 +124,9 @@ class Settings(BaseSettings):
     redis_url: str = Field(
         default="redis://127.0.0.1:6379/0", repr=False, description="broker, results, events; see docs/redis.md"
     )
-    models: Annotated[tuple[ModelSettings, ...], NoDecode] = Field(default=(TINY,), min_length=1)
+    models: Annotated[tuple[ModelSettings, ...], NoDecode] = Field(
+        default=(TINY,), min_length=1, description="what a worker loads: ID=SOURCE,…, a JSON list, or [[models]] tables"
+    )
     memory_budget: int | Literal["auto", "unlimited"] = Field(
         default="auto", description="for all models of a worker: auto, unlimited, or a size such as 8GB or 8GiB"
     )
@@ -145,8 +149,11 @@ class Settings(BaseSettings):
     journal_ttl_s: int = Field(default=86400, ge=1, description="life of a journal whose job never ends")
     journal_max_events: int = Field(default=100_000, ge=1, description="events kept per job, about")
     result_ttl_s: int = Field(default=86400, ge=1, description="life of a result")
-    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
-    data_dir: Path = Field(default_factory=lambda: _default_data_dir(), description="data of the embedded Redis")
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(default="INFO", description="of every process")
+    data_dir: Path = Field(
+        default_factory=lambda: _default_data_dir(),
+        description="data of the embedded Redis, logs of `cellama up`; default: ~/.local/share/cellama",
+    )
 
     @classmethod
     def settings_customise_sources(

@@ -157,7 +157,7 @@ class JobRun:
                 return action()
             except RedisError as error:
                 if isinstance(error, ResponseError) and not isinstance(error, PASSING):
-                    raise JobFailed("redis_refuses", f"Redis refuses what the worker asks of it: {error}") from None
+                    raise JobFailed("redis_refused", f"Redis refuses what the worker asks of it: {error}") from None
                 log.warning("job %s waits for Redis: %s", self._job_id, error)
             if self._control.interruption is Interruption.HANDED_BACK:
                 raise Reject("the worker ends", requeue=True)

@@ -1,0 +1,220 @@
+"""Writes what the site's reference pages take from the code: a line with `<!-- generated: KIND NAME -->`.
+
+MkDocs calls `on_page_markdown` (a hook of mkdocs.yml). Everything comes from what runs: pydantic's schemas of settings
+and payloads, the command line's own tree of commands, signatures and docstrings, the table of error codes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import click
+import typer
+from pydantic import BaseModel
+
+ROOT = Path(__file__).parents[1]
+MARKER = re.compile(r"^.*<!-- generated: (\w+)(?: ([\w./-]+))? -->$", re.MULTILINE)  # with what stands for it elsewhere
+LINK_OUT = re.compile(r"\]\((?!\w+:|#)(?:\.\./)?(?:docs/)?([^)]+)\)")
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """MkDocs' hook: the page with its generated parts. Raises KeyError for a kind that there is not."""
+    return MARKER.sub(lambda found: KINDS[found[1]](*filter(None, [found[2]])), markdown)
+
+
+def find(name: str) -> Any:
+    """What a dotted name stands for, for instance `cellama.config.Settings`."""
+    module, _, attribute = name.rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    lines = [list(head), *map(list, rows)]
+    lines.insert(1, ["---"] * len(lines[0]))
+    return "\n".join(f"| {' | '.join(_cell(cell) for cell in line)} |" for line in lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    parts = re.split(r"(`[^`]*`)", " ".join(text.split()))
+    return "".join(p if p.startswith("`") else p.replace("<", "&lt;") for p in parts).replace("|", "\\|")
+
+
+def fields(name: str) -> str:
+    """The fields of a pydantic model: type, default, range, description. Of a payload, those of its base come apart."""
+    model: type[BaseModel] = find(name)
+    schema = model.model_json_schema()
+    inherited = set(model.__mro__[1].model_fields) if name.endswith("Job") else set()  # type: ignore[attr-defined]
+    rows = [
+        (f"`{field}`", _type(told, schema), _default(field, told, schema), told.get("description", ""))
+        for field, told in schema["properties"].items()
+        if field not in inherited
+    ]
+    return table(("name", "type", "default", "what it does"), rows)
+
+
+def _type(told: dict[str, Any], schema: dict[str, Any]) -> str:
+    """A JSON schema in words: `integer`, 1 to 256."""
+    if "$ref" in told:
+        return _type(schema["$defs"][told["$ref"].rpartition("/")[2]], schema)
+    for several in ("anyOf", "oneOf"):
+        if several in told:
+            kinds = dict.fromkeys(_type(one, schema) for one in told[several] if one.get("type") != "null")
+            return " or ".join(kinds)
+    if "enum" in told:
+        return ", ".join(f"`{value}`" for value in told["enum"])
+    if "const" in told:
+        return f"`{told['const']}`"
+    if told.get("type") == "array":
+        inner = told.get("items")
+        return "list" + (f" of {_type(inner, schema)}" if inner else "")
+    return {"number": "number", "object": "object"}.get(told.get("type", ""), told.get("type", "any")) + _range(told)
+
+
+def _range(told: dict[str, Any]) -> str:
+    low = f"above {told['exclusiveMinimum']:g}" if "exclusiveMinimum" in told else ""
+    low = low or (f"from {told['minimum']:,}" if "minimum" in told else "")
+    high = f"to {told['maximum']:,}" if "maximum" in told else ""
+    return f", {low} {high}".rstrip() if low or high else ""
+
+
+def _default(field: str, told: dict[str, Any], schema: dict[str, Any]) -> str:
+    if field in schema.get("required", ()):
+        return "required"
+    value = told.get("default", "")
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return f"`{value[0].get('id')}={value[0].get('source')}`"
+    return "" if value is None or value == "" else f"`{value!r}`" if isinstance(value, list) else f"`{value}`"
+
+
+def commands(_: str = "") -> str:
+    """Every command of the command line, as its own help has it."""
+    root = typer.main.get_command(find("cellama.api.cli.app"))
+    return "\n".join(_command(path, command) for path, command in leaves("cellama", root))
+
+
+def leaves(path: str, command: click.Command) -> Iterable[tuple[str, click.Command]]:
+    """All commands below one, with their full names."""
+    inner = getattr(command, "commands", None)
+    if inner is None:
+        yield path, command
+        return
+    for name, child in inner.items():
+        yield from leaves(f"{path} {name}", child)
+
+
+def _command(path: str, command: click.Command) -> str:
+    text, _, example = inspect.cleandoc(command.help or "").partition("Example:")
+    options = [p for p in command.params if p.param_type_name == "option"]
+    arguments = [p for p in command.params if p.param_type_name == "argument"]
+    usage = " ".join([path, *map(_metavar, arguments), "[OPTIONS]" if options else ""])
+    rows = [(f"`{_names(p)}`", _shown(p), getattr(p, "help", "") or "") for p in [*arguments, *options]]
+    parts = [f"## {path}\n", f"{text.strip()}\n", f"```text\n{usage.strip()}\n```\n"]
+    parts += [table(("argument or option", "default", ""), rows)] if rows else []
+    parts += [f"Example: `{example.strip()}`\n"] if example else []
+    return "\n".join(parts)
+
+
+def _metavar(argument: click.Parameter) -> str:
+    name = (argument.name or "").upper() + ("…" if argument.nargs == -1 else "")
+    return name if argument.required else f"[{name}]"
+
+
+def _names(parameter: click.Parameter) -> str:
+    if parameter.param_type_name == "argument":
+        return (parameter.name or "").upper()
+    return ", ".join(parameter.opts + parameter.secondary_opts)
+
+
+def _shown(parameter: click.Parameter) -> str:
+    if parameter.required:
+        return "required"
+    value = parameter.default() if callable(parameter.default) else parameter.default
+    if isinstance(value, enum.Enum) or value in (None, False, "", (), []) or type(value).__name__ == "Sentinel":
+        return ""
+    return f"`{value}`"
+
+
+def members(name: str) -> str:
+    """A class with its public methods, or a function: signatures and docstrings."""
+    thing = find(name)
+    if not inspect.isclass(thing):
+        return _signature(name.rpartition(".")[2], thing)
+    methods = {n: m for owner in thing.__mro__[:-1] for n, m in vars(owner).items() if inspect.isfunction(m)}
+    public = [_signature(f"{thing.__name__}.{n}", m) for n, m in methods.items() if not n.startswith("_")]
+    return "\n".join([f"## {thing.__name__}\n", f"{inspect.getdoc(thing) or ''}\n", *public])
+
+
+def _signature(name: str, function: Callable[..., Any]) -> str:
+    signature = inspect.signature(function)
+    shown = [p for p in signature.parameters.values() if p.name != "self"]
+    text = str(signature.replace(parameters=shown)).replace("'", "")
+    if len(name + text) > 90:
+        inner, arrow, result = text[1:].rpartition(") -> ")
+        text = "(\n    " + re.sub(r", (?=\*|\w+:|\w+ =)", ",\n    ", inner) + f"\n{arrow}{result}"
+    doc = inspect.getdoc(function) or ""
+    return f"### {name}\n\n```python\n{name.rpartition('.')[2]}{text}\n```\n\n{doc}\n"
+
+
+def dataclass_fields(name: str) -> str:
+    """The fields of a dataclass with the comments behind them."""
+    kind = find(name)
+    comments = dict(re.findall(r"^    (\w+): [^#\n]*#\s*(.*)$", inspect.getsource(kind), re.MULTILINE))
+    rows = [(f"`{f.name}`", f"`{f.type}`", comments.get(f.name, "")) for f in dataclasses.fields(kind)]
+    return f"{inspect.getdoc(kind)}\n\n" + table(("field", "type", ""), rows)
+
+
+def events(_: str = "") -> str:
+    """The types of events: their fields, and what they tell."""
+    module = importlib.import_module("cellama.tasks.contract.events")
+    makers = [
+        f for f in vars(module).values() if inspect.isfunction(f) and inspect.signature(f).return_annotation == "Event"
+    ]
+    rows = []
+    for maker in makers:
+        names = [p.name for p in inspect.signature(maker).parameters.values() if p.kind != p.VAR_KEYWORD]
+        shown = ", ".join(f"`{n}`" for n in names if n not in ("place", "outcome"))
+        rows.append((f"`{maker.__name__}`", shown, inspect.getdoc(maker) or ""))
+    return table(("type", "fields beside `seq` and `type`", "what it tells"), rows)
+
+
+def codes(_: str = "") -> str:
+    """The one table of error codes, with the exit code that the command line has for each."""
+    exit_code_of, failed = (
+        find("cellama.api.cli.commands.exit_code_of"),
+        find("cellama.tasks.contract.errors.JobFailed"),
+    )
+    rows = [
+        (
+            f"`{row.code}`",
+            row.meaning,
+            "yes" if row.retryable else "",
+            str(row.http_status),
+            str(int(exit_code_of(failed(row.code, "")))),
+        )
+        for row in find("cellama.tasks.contract.codes.CODES").values()
+    ]
+    return table(("code", "meaning", "may be tried again", "HTTP status", "exit code"), rows)
+
+
+def include(path: str) -> str:
+    """A file of the repository, with its links as they are seen from docs/."""
+    text = (ROOT / path).read_text(encoding="utf-8")
+    return LINK_OUT.sub(r"](\1)", text.partition("\n")[2])
+
+
+KINDS: dict[str, Callable[..., str]] = {
+    "fields": fields,
+    "commands": commands,
+    "members": members,
+    "dataclass": dataclass_fields,
+    "events": events,
+    "codes": codes,
+    "include": include,
+}

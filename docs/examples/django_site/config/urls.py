@@ -1,0 +1,11 @@
+"""Where the views are."""
+
+from django.urls import path
+
+from api import views
+
+urlpatterns = [
+    path("titles", views.submit),
+    path("titles/<str:job_id>", views.result),
+    path("stories", views.story),
+]

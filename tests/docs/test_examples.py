@@ -1,0 +1,201 @@
+"""The examples of the documentation, started as their pages say, on a real worker and a real Redis."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cellama.api import Client
+from cellama.api.machine.redis_server import RedisServer, free_port
+from cellama.tasks.connection.connections import connect
+from cellama.tasks.state.registry import live_workers
+
+from ..conftest import PATIENCE_S, WorkerProcess, clean_environment, wait_until
+from .pages import DOCS, ROOT
+
+EXAMPLES = DOCS / "examples"
+TYPED = ["app", "sort_reviews", "api.views", "tasks", "config.celery", "config.settings", "config.urls"]
+
+
+@contextlib.contextmanager
+def started(argv: list[str], folder: Path, log: Path, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process of an example, which is ended with the block; what it said is told if the block fails."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    redis_url = os.environ["CELLAMA_REDIS_URL"]
+    environment = clean_environment(**{"CELLAMA_REDIS_URL": redis_url, "PATH": path, **variables})
+    with log.open("wb") as output:
+        process = subprocess.Popen(argv, cwd=folder, env=environment, stdout=output, stderr=output)
+    try:
+        yield process
+    except BaseException:
+        print(log.read_text(errors="replace"))
+        raise
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(PATIENCE_S)
+
+
+class Site:
+    """A web server of an example."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        wait_until(self._answers, "the web server")
+
+    def _answers(self) -> bool:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=5):
+            return True
+        return False
+
+    def ask(self, path: str, body: Any = None, **headers: str) -> tuple[int, str]:
+        """Status and text of an answer, whole."""
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"content-type": "application/json", **headers}
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data, headers)
+        try:
+            with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+
+def events_in(text: str) -> list[dict[str, Any]]:
+    """The events of a stream of server-sent events."""
+    return [json.loads(data) for data in re.findall(r"^data: (.*)$", text, re.MULTILINE)]
+
+
+@pytest.fixture(scope="module")
+def fastapi_site(worker: WorkerProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    port, log = free_port(), tmp_path_factory.mktemp("fastapi") / "log"
+    argv = [sys.executable, "-m", "uvicorn", "app:app", "--port", str(port)]
+    with started(argv, EXAMPLES / "fastapi_sse", log):
+        yield Site(port)
+
+
+@pytest.fixture(scope="module")
+def django_site(worker: WorkerProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    port, logs, folder = free_port(), tmp_path_factory.mktemp("django"), EXAMPLES / "django_site"
+    celery = [sys.executable, "-m", "celery", "-A", "config", "worker", "-P", "solo", "-Q", "site", "-n", "site@%h"]
+    server = [sys.executable, "-m", "django", "runserver", "--noreload", str(port)]
+    settings = {"DJANGO_SETTINGS_MODULE": "config.settings", "PYTHONPATH": str(folder)}
+    quiet = ["--without-gossip", "--without-mingle"]
+    with (
+        started([*celery, *quiet], folder, logs / "celery", **settings),
+        started(server, folder, logs / "server", **settings),
+    ):
+        yield Site(port)
+
+
+def test_fastapi_example_streams_a_story_and_a_reader_goes_on_where_it_was(fastapi_site: Site) -> None:
+    status, text = fastapi_site.ask("/stories", {"prompt": "Once upon a time", "max_tokens": 20})
+    assert status == 200
+    path = f"/stories/{json.loads(text)['id']}/events"
+    status, text = fastapi_site.ask(path)
+    events = events_in(text)
+    assert (status, events[0]["type"], events[-1]["type"]) == (200, "started", "done")
+    rest = events_in(fastapi_site.ask(path, **{"last-event-id": "3"})[1])
+    assert rest == events[4:]
+
+
+def test_fastapi_example_answers_errors_with_their_statuses(fastapi_site: Site) -> None:
+    assert fastapi_site.ask("/stories/nothing/events")[0] == 404
+    status, text = fastapi_site.ask("/stories", {"prompt": "Hi", "max_tokens": 0})
+    assert (status, json.loads(text)["code"]) == (400, "invalid_request")
+    assert "max_tokens is 0" in text
+
+
+def test_fastapi_example_cancels_the_job_of_a_reader_that_goes_away(fastapi_site: Site, worker: WorkerProcess) -> None:
+    with worker.slowed(), Client() as client:
+        connection = http.client.HTTPConnection("127.0.0.1", fastapi_site.port, timeout=PATIENCE_S)
+        body = json.dumps({"prompt": "Once upon a time", "max_tokens": 1000})
+        connection.request("POST", "/stories/stream", body, {"content-type": "application/json"})
+        assert connection.getresponse().readline().startswith(b"id: 0")
+        wait_until(lambda: client.stats()["slots_busy"], "a busy slot")
+        connection.close()
+        wait_until(lambda: client.stats()["slots_busy"] == 0, "a free slot")
+
+
+def test_django_example_chains_tasks_of_both_apps(django_site: Site) -> None:
+    job = json.loads(django_site.ask("/titles?animal=bear")[1])["id"]
+
+    def title() -> str | None:
+        status, text = django_site.ask(f"/titles/{job}")
+        return json.loads(text)["title"] if status == 200 else None
+
+    assert len(wait_until(title, "the title").split()) == 6
+
+
+def test_django_example_streams_a_story(django_site: Site) -> None:
+    status, text = django_site.ask("/stories?prompt=Once")
+    assert (status, events_in(text)[-1]["type"]) == (200, "done")
+
+
+def test_bulk_example_answers_each_line_and_goes_on_without_doing_them_again(
+    worker: WorkerProcess, tmp_path: Path
+) -> None:
+    source = EXAMPLES / "bulk_run"
+    argv = [sys.executable, "sort_reviews.py", "reviews.csv", str(tmp_path / "sorted.csv")]
+    for _ in range(2):
+        done = subprocess.run(argv, cwd=source, capture_output=True, text=True, timeout=PATIENCE_S)
+        assert done.stdout == "completed: 4 of 4 reviews\n", done.stderr
+    rows = list(csv.DictReader((tmp_path / "sorted.csv").read_text().splitlines()))
+    assert [row["id"] for row in rows] == ["r1", "r2", "r3", "r4"]
+    assert {row["mood"] for row in rows} <= {"good", "bad"}
+    assert (tmp_path / "sorted.out.jsonl").read_text().count("\n") == 4
+
+
+def test_several_machines_example_shares_the_queue_of_one_redis(tmp_path: Path) -> None:
+    script = str(EXAMPLES / "several_machines" / "worker.sh")
+    with RedisServer.start(tmp_path / "redis") as redis, contextlib.ExitStack() as stack:
+        models = json.dumps([{"id": "tiny", "source": "bundled://tiny", "n_parallel": 2, "threads": 1}])
+        environment = {"CELLAMA_REDIS_URL": redis.url, "CELLAMA_MODELS": models}
+        for name in ("one", "two"):
+            stack.enter_context(started([script], tmp_path, tmp_path / f"{name}.log", **environment))
+        client = connect(redis.url)
+        wait_until(lambda: len(live_workers(client)) == 2, "two workers")
+        client.close()
+        code = (
+            "from cellama.api import Client\n"
+            "jobs = Client().generate_many('tiny', ['Once upon a time'] * 24, max_tokens=40)\n"
+            "print(len({next(job.stream())['worker'] for job in jobs}))"
+        )
+        argv = [sys.executable, "-c", code]
+        done = subprocess.run(
+            argv, env=clean_environment(**environment), capture_output=True, text=True, timeout=PATIENCE_S
+        )
+        assert done.stdout == "2\n", done.stderr
+
+
+def test_types_of_the_examples_are_checked_strictly(tmp_path: Path) -> None:
+    types = tmp_path / "cellama"
+    types.mkdir()
+    for folder in ("api", "config", "engine", "tasks"):
+        (types / folder).symlink_to(ROOT / folder)
+    folders = [tmp_path, *(EXAMPLES / name for name in ("fastapi_sse", "bulk_run", "django_site"))]
+    cache = ROOT / "build" / "types-of-examples"
+    config = ["--config-file", str(ROOT / "pyproject.toml"), "--cache-dir", str(cache)]
+    untyped = ["--allow-untyped-decorators", "--no-warn-unused-ignores"]  # those of Celery, and ours that ignore them
+    modules = [argument for module in TYPED for argument in ("-m", module)]
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", *config, *untyped, *modules],
+        cwd=tmp_path,
+        env=clean_environment(MYPYPATH=os.pathsep.join(map(str, folders))),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,25 @@
+"""The site of the documentation: one command builds it, and it needs nothing from elsewhere."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from .pages import ROOT
+
+
+def test_site_builds_without_a_dead_link_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(ROOT / ".ci" / "mkdocs.yml")]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run([*argv, "--site-dir", str(tmp_path)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    pages = {path: path.read_text(encoding="utf-8") for path in tmp_path.rglob("*.html")}
+    assert len(pages) > 30
+    for path, text in pages.items():
+        assert (
+            "generated:" not in text.partition("<article")[2].partition("</article")[0] or path.stem == "CONTRIBUTING"
+        )
+        assert not re.search(r'<(?:script|img|link)[^>]+(?:src|href)="(?:https?:)?//', text), f"{path} loads something"

@@ -1,0 +1,100 @@
+"""The reference pages of the site come from the code, and have all of it; what the code says of pages is there."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import typer
+from pydantic import BaseModel
+
+from cellama.api.cli import app
+from cellama.config import ModelSettings, Settings
+from cellama.tasks.contract.codes import CODES
+from cellama.tasks.contract.kinds import KINDS
+from cellama.tasks.contract.names import TASK_CHUNK
+
+ROOT = Path(__file__).parents[2]
+TEXTS = (".md", ".py", ".toml", ".yml", ".sh", ".lua")
+
+
+@pytest.fixture(scope="module")
+def reference() -> ModuleType:
+    """The script that fills in the pages."""
+    spec = importlib.util.spec_from_file_location("reference", ROOT / ".ci" / "reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def page(reference: ModuleType, name: str) -> str:
+    text = (ROOT / "docs" / "reference" / name).read_text(encoding="utf-8")
+    filled: str = reference.on_page_markdown(text)
+    assert "<!-- generated" not in filled
+    return filled
+
+
+@pytest.mark.parametrize("kind", [Settings, ModelSettings], ids=lambda kind: kind.__name__)
+def test_page_of_settings_has_each_with_its_description(reference: ModuleType, kind: type[BaseModel]) -> None:
+    text = page(reference, "settings.md")
+    for name, field in kind.model_fields.items():
+        row = re.search(rf"^\| `{name}` \|.*\| (.*) \|$", text, re.MULTILINE)
+        assert row is not None, name
+        assert kind is ModelSettings or field.description, f"{name} says nothing of itself"
+
+
+def test_page_of_the_command_line_has_every_command_and_option(reference: ModuleType) -> None:
+    text = page(reference, "cli.md")
+    found = dict(reference.leaves("cellama", typer.main.get_command(app)))
+    assert {"cellama up", "cellama batch run", "cellama models adapter load"} <= found.keys()
+    for path, command in found.items():
+        part = text.partition(f"\n## {path}\n")[2].partition("\n## ")[0]
+        assert part, path
+        for parameter in command.params:
+            assert all(name in part for name in parameter.opts if name.startswith("-")), (path, parameter.name)
+
+
+def test_page_of_parameters_has_those_of_every_task(reference: ModuleType) -> None:
+    text = page(reference, "parameters.md")
+    for kind in KINDS.values():
+        if kind.task != TASK_CHUNK:
+            missing = [name for name in kind.payload.model_fields if f"`{name}`" not in text]
+            assert not missing, f"{kind.task}: {missing}"
+
+
+def test_pages_of_errors_and_events_have_every_code_and_type(reference: ModuleType) -> None:
+    errors, events = page(reference, "errors.md"), page(reference, "events.md")
+    assert all(f"| `{code}` |" in errors for code in CODES)
+    assert all(f"| `{kind}` |" in events for kind in ("started", "token", "reasoning", "done", "error"))
+
+
+def test_pages_of_python_and_status_are_filled_in(reference: ModuleType) -> None:
+    assert "### Client.generate_many" in page(reference, "python.md")
+    assert "| `slots_total` |" in page(reference, "status.md")
+
+
+def tracked() -> list[Path]:
+    """The texts of the repository, with those that are new."""
+    argv = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    return [ROOT / name for name in names if name.endswith(TEXTS) and (ROOT / name).exists()]
+
+
+def test_pages_that_are_named_anywhere_exist() -> None:
+    for path in tracked():
+        text = path.read_text(encoding="utf-8")
+        for name in re.findall(r"(?<![\w/.-])docs/[\w/-]+\.(?:md|py|sh|png|svg)\b", text):
+            assert (ROOT / name).exists() or name == "docs/gguf.md", f"{path.relative_to(ROOT)} names {name}"
+
+
+def test_links_between_files_of_the_repository_lead_somewhere() -> None:
+    for path in (path for path in tracked() if path.suffix == ".md"):
+        text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+        for target in re.findall(r"\]\((?!\w+:|#)([^)#\s]+)", re.sub(r"`[^`\n]*`", "", text)):
+            assert (path.parent / target).exists(), f"{path.relative_to(ROOT)} links to {target}"
