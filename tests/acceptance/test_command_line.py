@@ -1,4 +1,4 @@
-"""What a person does on one machine: `cellama up`, generate, chat, status, Flower, Ctrl-C; and the demo."""
+"""What a person does on one machine: `cellama up`, generate, chat, status, Flower, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -302,17 +302,3 @@ def test_worker_with_a_bad_model_says_so_once_and_ends(
     assert done.returncode == 2
     assert (done.stdout + done.stderr).count(message) == 1
     assert "Traceback" not in done.stderr
-
-
-def test_demo_streams_and_finishes_its_bulk_run(tmp_path: Path) -> None:
-    argv = [*CELLAMA, "demo"]
-    done = subprocess.run(
-        argv, cwd=tmp_path, env=clean_environment(), capture_output=True, timeout=2 * PATIENCE_S, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Once upon a time, there was a little fox named Mia" in done.stdout
-    assert "The capital of France is Paris." in done.stdout
-    told = re.search(r"(\d+) lines, \d+ tokens in [\d.]+ s: (\d+) tokens per second", done.stdout)
-    assert told is not None
-    assert int(told[1]) >= 32
-    assert int(told[2]) > 0

@@ -32,7 +32,7 @@ NEXT_STEPS = """\
   cellama up                           everything on this machine, with Flower
   cellama chat tiny "Who are you?"     in another terminal
   cellama up -m chat=/path/to/my.gguf  your own model
-  README.md                            jobs from Python, settings, deployment"""
+  cellama --help                       all commands"""
 
 
 def demo_command() -> None:
