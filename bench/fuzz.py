@@ -30,7 +30,7 @@ from cellama.tasks.contract.keys import LOOKED_KEY, journal_key
 from cellama.tasks.contract.names import DEFAULT_MODEL, queue_name
 from cellama.tasks.registry import live_workers
 
-from .hostile import MODEL, Payload, corpus
+from .hostile import MODEL, Payload, corpus, full_contexts
 from .report import Report
 from .service import Service
 
@@ -65,7 +65,8 @@ def run(args: argparse.Namespace) -> Report:
         from .payloads import payload
 
         numbers = range(args.first, args.first + args.payloads)
-        fuzz.run("warm-up", (payload(args.seed + 1, number) for number in range(args.warm_up)), args.in_flight)
+        random = (payload(args.seed + 1, number) for number in range(args.warm_up))
+        fuzz.run("warm-up", itertools.chain(full_contexts(), random), args.in_flight)
         before = fuzz.level()
         entries = [entry for entry in corpus() if args.corpus in entry.name]
         rows = [fuzz.run("corpus", entries, args.in_flight_corpus)]

@@ -20,6 +20,7 @@ from cellama.engine import STACK_BYTES, EngineOptions, HubOptions, ModelManager,
 from .app import num_jobs_of
 from .connecting import connect
 from .contract.keys import cancel_key
+from .heap import bound_free_heap
 from .lease import LeaseKeeper
 from .ledger import Ledger
 from .neighbours import Neighbours
@@ -50,6 +51,7 @@ class Runtime:
         Raises ModelLoadFailed, InvalidRequest; nothing is left then.
         """
         sys.setswitchinterval(SWITCH_INTERVAL_S)
+        bound_free_heap()
         threading.stack_size(STACK_BYTES)  # of the pool's threads, which tokenize and compile grammars
         gc.freeze()  # what is there now stays: collecting after an unload need not look at it while engines wait
         self.settings = settings
