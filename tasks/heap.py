@@ -26,3 +26,11 @@ def bound_free_heap(libc: Any = None) -> bool:
     if refused:
         log.warning("the C library refuses the options %s of mallopt: it keeps more free memory than it could", refused)
     return not refused
+
+
+def trim_heap(libc: Any = None) -> None:
+    """What is free between blocks in use belongs to the system again: some milliseconds, in which others allocate
+    nothing. Another C library than glibc does that by itself, or not at all."""
+    libc = libc or ctypes.CDLL(None)
+    if hasattr(libc, "gnu_get_libc_version") and hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)

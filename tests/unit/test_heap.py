@@ -6,7 +6,7 @@ import platform
 
 import pytest
 
-from cellama.tasks.heap import KEPT_BYTES, MAPPED_BYTES, NUM_HEAPS, bound_free_heap
+from cellama.tasks.heap import KEPT_BYTES, MAPPED_BYTES, NUM_HEAPS, bound_free_heap, trim_heap
 
 
 class Glibc:
@@ -15,6 +15,7 @@ class Glibc:
     def __init__(self, *unknown: int) -> None:
         self.unknown = unknown
         self.asked: dict[int, int] = {}
+        self.num_trims = 0
 
     def gnu_get_libc_version(self) -> str:
         return "2.36"
@@ -22,6 +23,10 @@ class Glibc:
     def mallopt(self, option: int, value: int) -> int:
         self.asked[option] = value
         return int(option not in self.unknown)
+
+    def malloc_trim(self, kept: int) -> int:
+        self.num_trims += 1
+        return 1
 
 
 def test_heap_is_told_how_much_it_may_keep() -> None:
@@ -37,10 +42,18 @@ def test_heap_that_refuses_an_option_is_told_the_others(caplog: pytest.LogCaptur
     assert "[-1]" in caplog.text
 
 
+def test_heap_is_trimmed() -> None:
+    libc = Glibc()
+    trim_heap(libc)
+    assert libc.num_trims == 1
+
+
 def test_heap_of_another_c_library_is_left_alone() -> None:
     assert not bound_free_heap(object())
+    trim_heap(object())
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the options are glibc's")
 def test_glibc_takes_the_options() -> None:
     assert bound_free_heap()
+    trim_heap()
