@@ -249,7 +249,8 @@ def get_settings() -> Settings:
     try:
         return Settings(**values)
     except ValidationError as error:
-        raise SettingsError("\n".join(explain(problem) for problem in error.errors())) from None
+        told = "\n".join(explain(problem) for problem in error.errors())
+    raise SettingsError(told)  # not within the `except`: see parse_job
 
 
 def _read_file() -> dict[str, Any]:

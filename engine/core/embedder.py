@@ -197,6 +197,7 @@ class Embedder:
             while self._receive():
                 batch = self._next_batch()
                 self._embed(batch)
+                batch = []  # a thread that waits for its next text keeps nothing of the last ones
         except BaseException as error:  # the boundary of the thread
             log.exception("the embedder thread died")
             self.pulse.die(repr(error))
@@ -300,6 +301,8 @@ def _finish(handle: EmbeddingHandle) -> None:
         log.exception("the vectors of a request could not be put together")
         _fail(handle, RequestFailed(f"{type(error).__name__}: {error}; the other requests were not affected"))
         return
+    finally:
+        handle.vectors = []
     if handle.future.set_running_or_notify_cancel():
         handle.future.set_result(vectors)
 

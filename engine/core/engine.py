@@ -191,17 +191,21 @@ class Engine(Generating):
             if self._inbox.empty() and self._cache.save_one_idle():
                 continue  # states go to RAM while nobody waits for a step
             self.pulse.rest()
-            what, handle = self._inbox.get()
-            if what == "stop" or handle is None:
+            if not self._take(*self._inbox.get()):
                 return False
-            self.pulse.beat(what, (handle.request.id,))
-            if what == "submit":
-                self._requests.enqueue(handle)
-            else:
-                self._requests.end(handle, what)
-            if not self._scheduler.has_work:
-                self._output.tell()
-                self._telemetry.idle()
+        return True
+
+    def _take(self, what: Errand, handle: Handle | None) -> bool:
+        if what == "stop" or handle is None:
+            return False
+        self.pulse.beat(what, (handle.request.id,))
+        if what == "submit":
+            self._requests.enqueue(handle)
+        else:
+            self._requests.end(handle, what)
+        if not self._scheduler.has_work:
+            self._output.tell()
+            self._telemetry.idle()
         return True
 
     def _step_or_isolate(self) -> None:

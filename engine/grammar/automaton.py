@@ -24,11 +24,13 @@ Allowed = NDArray[np.bool_]
 
 _UNKNOWN, _DEAD = -2, -1  # in the table: not looked at yet; no way goes on
 _MAX_STATES = 4096  # of an automaton, and ...
-_MAX_WAYS = 100_000  # ... ways in all of them, before it forgets them (some 20 MB)
+_MAX_BYTES = 32 << 20  # ... what all of them take, before it forgets them
+_WAY_BYTES, _FRAME_BYTES, _STEP_BYTES, _NODE_BYTES = 200, 270, 60, 250  # about what each of them takes
 _MANY = 64  # ways of a state
 _MAX_MASKS = 64  # of an automaton
 _FEW = 8  # tokens that are looked at one by one
-_MAX_AUTOMATA = 16  # kept of a vocabulary
+_MAX_AUTOMATA = 16  # kept of a vocabulary, and ...
+_MAX_KEPT_BYTES = 32 << 20  # ... what all of those take; the one used last stays
 
 
 class Frame:
@@ -71,7 +73,6 @@ class Automaton:
         self._nodes = program.nodes
         self._start = program.start
         self.byte_class, self._num_classes = _byte_classes(program)
-        self._steps: dict[int, dict[int, int]] = {}  # node → class of byte → node
         self.forget()
 
     def forget(self) -> None:
@@ -82,14 +83,25 @@ class Automaton:
         self._numbers: dict[frozenset[Way], int] = {}
         self._after: dict[frozenset[Way], int] = {}  # ways before their forks and calls → state
         self._sorted: dict[int, dict[int, list[Way]]] = {}  # states with many ways: class of byte → ways after it
-        self._num_ways = 0
+        self._steps: dict[int, dict[int, int]] = {}  # node → class of byte → node
+        self._num_ways = self._num_steps = 0
         self._table = np.full((64, self._num_classes), _UNKNOWN, np.int32)
         self.masks: OrderedDict[int, NDArray[np.uint8]] = OrderedDict()
         self.generation = object()
 
     @property
     def is_full(self) -> bool:
-        return len(self.states) > _MAX_STATES or self._num_ways > _MAX_WAYS
+        return len(self.states) > _MAX_STATES or self._state_bytes > _MAX_BYTES
+
+    @property
+    def _state_bytes(self) -> int:
+        noted = _WAY_BYTES * self._num_ways + _FRAME_BYTES * len(self._frames) + _STEP_BYTES * self._num_steps
+        return noted + self._table.nbytes
+
+    @property
+    def num_bytes(self) -> int:
+        """About what program and states take. Any thread."""
+        return _NODE_BYTES * len(self._nodes) + self._state_bytes
 
     def start(self, work: Work) -> int:
         """The state before any text."""
@@ -160,6 +172,7 @@ class Automaton:
                     for byte_class in range(self.byte_class[low], self.byte_class[high] + 1):
                         steps[byte_class] = to
             self._steps[node] = steps
+            self._num_steps += len(steps)
         return steps
 
     def _state(self, ways: list[Way], work: Work) -> int:
@@ -335,15 +348,23 @@ class Grammars:
         """Raises InvalidRequest for what is no grammar."""
         key = (text, root)
         with self._lock:
-            if key in self._automata:
-                self._automata.move_to_end(key)
-                return self._automata[key]
-        made = Automaton(compile_grammar(text, root))
+            found = self._automata.get(key)
+        automaton = found or Automaton(compile_grammar(text, root))
         with self._lock:
-            made = self._automata.setdefault(key, made)
-            if len(self._automata) > _MAX_AUTOMATA:
-                self._automata.popitem(last=False)
-        return made
+            automaton = self._automata.setdefault(key, automaton)
+            self._automata.move_to_end(key)
+            self._drop_oldest()
+        return automaton
+
+    def _drop_oldest(self) -> None:
+        """An automaton grows while it is used: what it took lately is known when the next one is asked for."""
+        while len(self._automata) > 1 and (len(self._automata) > _MAX_AUTOMATA or self.num_bytes > _MAX_KEPT_BYTES):
+            self._automata.popitem(last=False)
+
+    @property
+    def num_bytes(self) -> int:
+        """What is kept takes about so much, beside its masks."""
+        return sum(automaton.num_bytes for automaton in self._automata.values())
 
 
 def _byte_classes(program: Program) -> tuple[list[int], int]:

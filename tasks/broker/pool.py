@@ -123,6 +123,7 @@ class TaskPool(BasePool):  # type: ignore[misc]
             except Exception:
                 log.exception("Celery could not take the end of a job")
             finally:
+                _current.set(None)  # a thread that waits for its next job keeps nothing of the last one
                 self._jobs.pop(control.number, None)
                 for timer in timers:
                     timer.cancel()

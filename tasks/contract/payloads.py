@@ -464,10 +464,16 @@ def parse_job(kind: type[Job], positional: Sequence[str], args: Sequence[Any], k
     try:
         return kind.model_validate({**values, **kwargs})
     except ValidationError as error:
-        problems = error.errors(include_url=False)
-        told = dict.fromkeys(_explain(problem, kind.model_fields) for problem in problems[:MAX_PROBLEMS])
-        more = [f"and {len(problems) - MAX_PROBLEMS} more"] if len(problems) > MAX_PROBLEMS else []
-        raise InvalidJob("; ".join([*told, *more])) from None
+        told = _tell(error.errors(include_url=False), kind.model_fields)
+    # Not within the `except`: as the context of another one, pydantic's error, which Python's garbage collector can't
+    # look into, would keep all frames of whoever keeps that one, for good, with the payload.
+    raise InvalidJob(told)
+
+
+def _tell(problems: Sequence[Any], known: Mapping[str, Any]) -> str:
+    told = dict.fromkeys(_explain(problem, known) for problem in problems[:MAX_PROBLEMS])
+    more = [f"and {len(problems) - MAX_PROBLEMS} more"] if len(problems) > MAX_PROBLEMS else []
+    return "; ".join([*told, *more])
 
 
 def _explain(problem: Any, known: Mapping[str, Any]) -> str:

@@ -148,17 +148,20 @@ class Publisher:
             self.pulse.die(f"{type(error).__name__}: {error}")
 
     def _serve(self) -> None:
-        while (make := self._inbox.get()) is not None:
-            self.pulse.beat("events", self._runs.keys())
-            told = make()
-            while not self._inbox.empty() and len(told) < MAX_BATCH:  # a slow Redis must not make it slower still
-                make = self._inbox.get()
-                if make is None:
-                    self._tell(told)
-                    return
-                told += make()
-            self._tell(told)
+        while self._take(self._inbox.get()):
             self.pulse.rest()
+
+    def _take(self, make: Callable[[], Told] | None) -> bool:
+        """Tells this and what came after it; False once the last of all was among that."""
+        told: Told = []
+        while make is not None:
+            self.pulse.beat("events", self._runs.keys())
+            told += make()
+            if self._inbox.empty() or len(told) >= MAX_BATCH:  # a slow Redis must not make it slower still
+                break
+            make = self._inbox.get()
+        self._tell(told)
+        return make is not None
 
     def _convert(self, model_id: str, event: EngineEvent) -> Told:
         """An engine's event in the words of the contract; if that can't be said, how its run or its line ends."""

@@ -27,6 +27,7 @@ from cellama.tasks.state.ledger import Ledger
 from cellama.tasks.state.records import Attempt
 from cellama.tasks.state.registry import Registration
 
+from .heap import bound_free_heap, trim_heap
 from .lease import LeaseKeeper
 from .model_loading import Residency
 from .neighbours import Neighbours
@@ -50,6 +51,7 @@ class Runtime:
         Raises ModelLoadFailed, InvalidRequest; nothing is left then.
         """
         sys.setswitchinterval(SWITCH_INTERVAL_S)
+        bound_free_heap()
         threading.stack_size(STACK_BYTES)  # of the pool's threads, which tokenize and compile grammars
         gc.freeze()  # what is there now stays: collecting after an unload need not look at it while engines wait
         self.settings = settings
@@ -58,6 +60,7 @@ class Runtime:
         self.incarnation = f"{worker} {os.getpid()} {time.time():.3f}"
         self.ledger = self._ledger_on(redis)
         self._running: dict[str, tuple[str, JobControl]] = {}  # run id → job id
+        self._trimmed = True  # since the last job began
         self.quarantine = Quarantine()
         self._lease: LeaseKeeper | None = None
         key = settings.reasoning_key
@@ -132,6 +135,7 @@ class Runtime:
     @contextlib.contextmanager
     def running(self, attempt: Attempt, control: JobControl) -> Iterator[None]:
         """The run of a job, which ends when its job is found to be cancelled, or to run elsewhere."""
+        self._trimmed = False
         self._running[attempt.run_id] = (attempt.job_id, control)
         try:
             yield
@@ -151,6 +155,11 @@ class Runtime:
             for (_, control), cancelled in zip(running, wanted, strict=True):
                 if cancelled:
                     control.interrupt(Interruption.CANCELLED)
+
+    def _trim_when_idle(self) -> None:
+        if not self._running and not self._trimmed:
+            self._trimmed = True
+            trim_heap()
 
     def attach(self, consumer: Any) -> None:
         """Renews, from now on, the leases of what this consumer of Celery's takes; lets models come and go."""
@@ -175,7 +184,7 @@ class Runtime:
         if self._registration is None:
             self._reaper.start()
             neighbours = Neighbours(self.redis, self._worker, self.manager.cores)
-            chores = (self._wanted.look, self._end_cancelled, neighbours.look)
+            chores = (self._wanted.look, self._end_cancelled, neighbours.look, self._trim_when_idle)
             self._registration = Registration(self.redis, self._worker, self.manager, chores, self._failures)
 
     def close(self) -> None:

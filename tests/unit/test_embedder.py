@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -227,3 +228,12 @@ def test_threads_change_between_batches(embedder: Embedder, backend: GatedBacken
     running.result(PATIENCE_S)
     other.result(PATIENCE_S)
     assert backend.threads == 3
+
+
+def test_embedder_that_waits_keeps_nothing_of_the_last_texts(embedder: Embedder, backend: GatedBackend) -> None:
+    backend.gate.set()
+    handle = embedder.submit(texts_of(1, 3))
+    handle.result(PATIENCE_S)
+    seen = weakref.ref(handle)
+    del handle
+    wait_until(lambda: seen() is None, "the texts gone")

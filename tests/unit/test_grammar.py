@@ -231,3 +231,30 @@ def test_grammars_used_lately_are_kept() -> None:
     for number in range(20):
         grammars.automaton(f'root ::= "{number}"', "root")
     assert grammars.automaton('root ::= "a"', "root") is not first
+
+
+def test_automaton_forgets_frames_too_when_they_take_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_module, "_MAX_BYTES", 100_000)
+    automaton = automaton_of('root ::= "b" root "a" | "a"')  # each b is one more frame
+    grammar = Grammar(automaton, TOKENS, Work())
+    generation, most = automaton.generation, 0
+    for _ in range(2000):
+        assert grammar.allows(np.array([5])).all()
+        grammar.accept(5)
+        most = max(most, automaton.num_bytes)
+    assert automaton.generation is not generation
+    assert most < 110_000
+
+
+def test_grammars_are_dropped_when_they_take_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars = Grammars(PIECES, frozenset({END}))
+    first = grammars.automaton('root ::= "b" root "a" | "a"', "root")
+    second = grammars.automaton('root ::= "a"', "root")
+    monkeypatch.setattr(grammar_module, "_MAX_KEPT_BYTES", grammars.num_bytes)
+    assert grammars.automaton('root ::= "a"', "root") is second
+    used = Grammar(first, TOKENS, Work())
+    for _ in range(200):
+        used.accept(5)
+    assert grammars.automaton('root ::= "a"', "root") is second  # it grew since: this one stays, the first goes
+    assert grammars.num_bytes == second.num_bytes
+    assert grammars.automaton('root ::= "b" root "a" | "a"', "root") is not first

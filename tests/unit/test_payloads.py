@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -202,3 +204,23 @@ def test_documented_limits_are_those_that_hold() -> None:
     assert documented == {
         name: f"{value:,}" if isinstance(value, int) else f"{value:g}" for name, value in held.items()
     }
+
+
+class Sent:
+    """Stands for what the frames of a caller hold."""
+
+
+@pytest.mark.parametrize("wrong", [{"json_schema": {"const": float("nan")}}, {"stop": [""]}, {"top_k": "x"}])
+def test_payload_that_is_refused_leaves_nothing_behind(wrong: dict[str, Any]) -> None:
+    def refuse() -> weakref.ref[Sent]:
+        sent = Sent()
+        try:
+            parse_job(GenerateJob, ("model", "prompt"), ("m", "p"), wrong)
+        except InvalidJob as error:
+            kept = error  # as Celery's tracer does: a cycle of error, traceback and frame
+            assert kept.__context__ is None
+        return weakref.ref(sent)
+
+    seen = refuse()
+    gc.collect()
+    assert seen() is None

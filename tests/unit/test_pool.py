@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from cellama.tasks.broker.pool import Interruption, JobControl, TaskPool, current_job
+
+from ..conftest import wait_until
 
 PATIENCE_S = 30
 
@@ -107,3 +110,14 @@ def test_pool_grows_and_shrinks() -> None:
     pool.grow(3)
     pool.shrink(1)
     assert pool.num_processes == 4
+
+
+def test_thread_that_waits_for_its_next_job_keeps_nothing_of_the_last_one(pool: TaskPool) -> None:
+    def job() -> None:
+        seen.append(weakref.ref(current_job()))
+
+    seen: list[weakref.ref[JobControl]] = []
+    done = threading.Event()
+    pool.on_apply(job, callback=lambda _: done.set())
+    assert done.wait(PATIENCE_S)
+    wait_until(lambda: seen[0]() is None, "the job gone")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import queue
 import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -327,3 +328,21 @@ def test_events_carry_what_mirostat_has_learned_and_the_past_reads_the_last() ->
     learned, fresh = resume_of(past, 2)
     assert (learned.tokens, learned.mirostat_mu) == (tuple(range(STRIDE)), (STRIDE - 1) / 3)
     assert fresh.mirostat_mu is None
+
+
+class Large(dict[str, Any]):
+    """A result that can be looked at from afar."""
+
+
+def test_publisher_that_waits_keeps_nothing_of_the_last_result() -> None:
+    ledger = MemoryLedger()
+    publisher = publisher_of(ledger)
+    ended = publisher.open(attempt("a"))
+    result = Large(text="ab")
+    seen = weakref.ref(result)
+    publisher.publish("a#1", events.done("stop", {}), result)
+    assert ended.result(30)
+    del result
+    ledger.entries.clear()
+    wait_until(lambda: seen() is None, "the result gone")
+    assert publisher.close()

@@ -41,6 +41,16 @@ def corpus() -> list[Payload]:
     return [*_surrogates(), *_sampling(), *_grammars(), *_schemas(), *_texts(), *_sizes(), *_messages()]
 
 
+def full_contexts() -> list[Payload]:
+    """Right jobs that fill the model's contexts: the system counts their memory, reserved when the model was loaded,
+    only once something was written there."""
+    text = "a little fox " * 2000
+    return [
+        Payload("a full batch to embed", TASK_EMBED, [MODEL, text], {"truncate": True}),
+        _generate("a long prompt", prompt=[300] * 1900, max_tokens=2),
+    ]
+
+
 def _generate(name: str, **kwargs: Any) -> Payload:
     return Payload(name, TASK_GENERATE, [MODEL, kwargs.pop("prompt", "Hi")], {"max_tokens": 8, **kwargs})
 
