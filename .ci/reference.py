@@ -79,8 +79,8 @@ def _type(told: dict[str, Any], schema: dict[str, Any]) -> str:
 
 def _range(told: dict[str, Any]) -> str:
     low = f"above {told['exclusiveMinimum']:g}" if "exclusiveMinimum" in told else ""
-    low = low or (f"from {told['minimum']:,}" if "minimum" in told else "")
-    high = f"to {told['maximum']:,}" if "maximum" in told else ""
+    low = low or (f"from {told['minimum']:,.12g}" if "minimum" in told else "")
+    high = f"to {told['maximum']:,.12g}" if "maximum" in told else ""
     return f", {low} {high}".rstrip() if low or high else ""
 
 
@@ -88,6 +88,8 @@ def _default(field: str, told: dict[str, Any], schema: dict[str, Any]) -> str:
     if field in schema.get("required", ()):
         return "required"
     value = told.get("default", "")
+    if value is None and "auto:" in told.get("description", ""):
+        return "`auto`"
     if isinstance(value, list) and value and isinstance(value[0], dict):
         return f"`{value[0].get('id')}={value[0].get('source')}`"
     return "" if value is None or value == "" else f"`{value!r}`" if isinstance(value, list) else f"`{value}`"
@@ -186,20 +188,15 @@ def events(_: str = "") -> str:
 
 def codes(_: str = "") -> str:
     """The one table of error codes, with the exit code that the command line has for each."""
-    exit_code_of, failed = (
-        find("cellama.api.cli.commands.exit_code_of"),
-        find("cellama.tasks.contract.errors.JobFailed"),
-    )
-    rows = [
-        (
-            f"`{row.code}`",
-            row.meaning,
-            "yes" if row.retryable else "",
-            str(row.http_status),
-            str(int(exit_code_of(failed(row.code, "")))),
-        )
-        for row in find("cellama.tasks.contract.codes.CODES").values()
-    ]
+    exit_code_of = find("cellama.api.cli.commands.exit_code_of")
+    errors = importlib.import_module("cellama.tasks.contract.errors")
+    kinds = [c for c in vars(errors).values() if inspect.isclass(c) and issubclass(c, errors.JobError)]
+    raised = {kind.code: kind("") for kind in kinds if kind is not errors.JobFailed}
+    rows = []
+    for row in find("cellama.tasks.contract.codes.CODES").values():
+        exit_code = int(exit_code_of(raised.get(row.code) or errors.JobFailed(row.code, "")))
+        again = "yes" if row.retryable else ""
+        rows.append((f"`{row.code}`", row.meaning, again, str(row.http_status), str(exit_code)))
     return table(("code", "meaning", "may be tried again", "HTTP status", "exit code"), rows)
 
 
