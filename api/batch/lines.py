@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -17,6 +15,7 @@ from cellama.tasks.contract.names import PRIORITY_BULK
 from cellama.tasks.contract.payloads import parse_job
 
 from .openai import params_of_body
+from .rows import Columns, Row, rows_of_csv, rows_of_parquet
 
 Form = Literal["openai", "short"]
 Format = Literal["auto", "jsonl", "text", "csv", "parquet"]
@@ -29,6 +28,7 @@ _KINDS: dict[str, tuple[LineKind, str]] = {  # the field that tells the kind of 
 }
 KEY_CHARS = 4096  # of a prompt, by which lines are put in order
 READ_BYTES = 1 << 16
+ALL_COLUMNS = Columns()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,7 @@ class Line:
     kind: LineKind
     model: str
     params: Mapping[str, Any]
+    columns: Mapping[str, Any] = field(default_factory=dict)  # of a table's row: what is written beside the result
 
     @property
     def hash(self) -> str:
@@ -70,6 +71,7 @@ class BadLine:
     number: int
     id: str | None
     message: str
+    columns: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,18 +83,18 @@ class Defaults:
 
 
 def read_lines(
-    stream: BinaryIO, format_: Format, defaults: Defaults, max_bytes: int, column: str | None = None
+    stream: BinaryIO, format_: Format, defaults: Defaults, max_bytes: int, columns: Columns = ALL_COLUMNS
 ) -> Iterator[Line | BadLine]:
     """Every line of a file that is not blank. One whose job is larger than `max_bytes` is a bad one.
 
     Raises InvalidJob for a file that can't be read in this form.
     """
-    for line in _read(stream, format_, defaults, max_bytes, column):
+    for line in _read(stream, format_, defaults, max_bytes, columns):
         if (
             isinstance(line, Line)
             and (over := line_bytes(line.kind, line.params) - room_bytes(line.model, max_bytes)) > 0
         ):
-            yield BadLine(line.number, line.id, _too_long(max_bytes + over, max_bytes))
+            yield BadLine(line.number, line.id, _too_long(max_bytes + over, max_bytes), line.columns)
         else:
             yield line
 
@@ -102,17 +104,20 @@ def _too_long(size: int, limit: int) -> str:
 
 
 def _read(
-    stream: BinaryIO, format_: Format, defaults: Defaults, max_bytes: int, column: str | None
+    stream: BinaryIO, format_: Format, defaults: Defaults, max_bytes: int, columns: Columns
 ) -> Iterator[Line | BadLine]:
+    if columns.are_named and format_ not in ("csv", "parquet"):
+        raise InvalidJob(f"--column and --id-column are for CSV and Parquet; {format_} has no columns")
     if format_ == "jsonl":
         for number, raw in _raw_lines(stream, max_bytes):
             yield _from_json(number, raw, defaults) if isinstance(raw, bytes) else BadLine(number, None, raw)
         return
-    for number, text in _texts(stream, format_, max_bytes, column):
-        if isinstance(text, BadLine):
-            yield text
+    for number, row in _rows(stream, format_, columns, max_bytes):
+        if isinstance(row, BadLine):
+            yield row
         else:
-            yield _checked(number, str(number), "short", {"prompt": text}, defaults)
+            line = _checked(number, row.id, "short", {"prompt": row.prompt}, defaults)
+            yield replace(line, columns=row.columns)
 
 
 def format_of(path: Path | None, given: Format) -> Format:
@@ -136,63 +141,17 @@ def _raw_lines(stream: BinaryIO, max_bytes: int) -> Iterator[tuple[int, bytes | 
             yield number, raw
 
 
-def _texts(
-    stream: BinaryIO, format_: Format, max_bytes: int, column: str | None
-) -> Iterator[tuple[int, str | BadLine]]:
-    if format_ == "text":
-        for number, raw in _raw_lines(stream, max_bytes):
-            try:
-                yield number, raw.decode().rstrip("\r\n") if isinstance(raw, bytes) else BadLine(number, None, raw)
-            except UnicodeDecodeError as error:
-                yield number, BadLine(number, None, f"it is not valid UTF-8 at byte {error.start}; convert the file")
-    elif format_ == "csv":
-        yield from _from_csv(stream, column)
-    else:
-        yield from _from_parquet(stream, column)
-
-
-def _from_csv(stream: BinaryIO, column: str | None) -> Iterator[tuple[int, str | BadLine]]:
-    csv.field_size_limit(1 << 30)
-    text = io.TextIOWrapper(stream, encoding="utf-8", newline="")
-    reader = csv.DictReader(text)
-    number = 0
-    try:
-        name = _column(column, list(reader.fieldnames or []))
-        for number, row in enumerate(reader, start=1):
-            yield number, row.get(name) or ""
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise InvalidJob(f"the CSV can't be read after row {number}: {error}; it must be CSV in UTF-8") from None
-    finally:
-        text.detach()  # who opened the stream closes it
-
-
-def _from_parquet(stream: BinaryIO, column: str | None) -> Iterator[tuple[int, str | BadLine]]:
-    try:
-        from pyarrow import ArrowException
-        from pyarrow.parquet import ParquetFile
-    except ImportError:
-        raise InvalidJob("Parquet files need pyarrow; install cellama[parquet]") from None
-    number = 0
-    try:
-        file = ParquetFile(stream)
-        name = _column(column, file.schema_arrow.names)
-        for batch in file.iter_batches(batch_size=1024, columns=[name]):
-            for value in batch.column(0).to_pylist():
-                number += 1
-                yield number, str(value) if value is not None else ""
-    except (ArrowException, OSError) as error:  # a pipe has no end to begin at
-        raise InvalidJob(
-            f"the Parquet file can't be read after row {number}: {error}; it can't come from stdin"
-        ) from None
-
-
-def _column(wanted: str | None, names: list[str]) -> str:
-    if wanted is None and len(names) == 1:
-        return names[0]
-    if wanted not in names:
-        said = "no --column is given" if wanted is None else f"there is no column {wanted!r}"
-        raise InvalidJob(f"{said}; the file has: {', '.join(names) or 'none'}")
-    return wanted
+def _rows(stream: BinaryIO, format_: Format, columns: Columns, max_bytes: int) -> Iterator[tuple[int, Row | BadLine]]:
+    if format_ != "text":
+        read = rows_of_csv if format_ == "csv" else rows_of_parquet
+        yield from enumerate(read(stream, columns), start=1)
+        return
+    for number, raw in _raw_lines(stream, max_bytes):
+        try:
+            text = raw.decode().rstrip("\r\n") if isinstance(raw, bytes) else BadLine(number, None, raw)
+        except UnicodeDecodeError as error:
+            text = BadLine(number, None, f"it is not valid UTF-8 at byte {error.start}; convert the file")
+        yield number, text if isinstance(text, BadLine) else Row(str(number), text)
 
 
 def _from_json(number: int, raw: bytes, defaults: Defaults) -> Line | BadLine:
@@ -204,7 +163,7 @@ def _from_json(number: int, raw: bytes, defaults: Defaults) -> Line | BadLine:
         return BadLine(number, None, f"it is {type(value).__name__}, not an object")
     if "url" in value or "body" in value:
         return _from_openai(number, value, defaults)
-    custom_id = value.pop("custom_id", value.pop("id", str(number)))
+    custom_id = value.pop("custom_id", value.pop("id", f"line-{number}"))  # no id that counts could give
     return _checked(number, custom_id, "short", value, defaults)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from cellama.tasks.contract.results import with_messages
 
 from . import openai
+from .lines import BadLine
 from .work import Stored
 
 
@@ -16,20 +17,27 @@ def result_line(line: Stored, result: dict[str, Any]) -> dict[str, Any]:
     if line.kind == "chat":
         result = with_messages(result)
     if line.form == "openai":
-        return openai.response_of(line.id, _request_id(line), line.kind, result)
+        return {**openai.response_of(line.id, _request_id(line), line.kind, result), **_beside(line.columns)}
     names = {"generate": ("text",), "chat": ("message",), "embed": ("embeddings",)}[line.kind]
     own = (*names, "finish_reason", "stop_sequence", "choices", "logprobs", "shapes", "usage", "model", "seed")
-    return {"id": line.id, **{name: result[name] for name in own if result.get(name) is not None}}
+    kept = {name: result[name] for name in own if result.get(name) is not None}
+    return {"id": line.id, **kept, **_beside(line.columns)}
 
 
 def error_line(line: Stored, error: Mapping[str, Any]) -> dict[str, Any]:
     """A line of the error file for a line that was run."""
-    return _numbered(line.form, line.number, line.id, _request_id(line), error)
+    return {**_numbered(line.form, line.number, line.id, _request_id(line), error), **_beside(line.columns)}
 
 
-def bad_line(form: str, number: int, line_id: str | None, message: str) -> dict[str, Any]:
+def bad_line(form: str, bad: BadLine) -> dict[str, Any]:
     """A line of the error file for one that could not be run at all."""
-    return _numbered(form, number, line_id, f"line_{number}", {"code": "invalid_request", "message": message})
+    error = {"code": "invalid_request", "message": bad.message}
+    return {**_numbered(form, bad.number, bad.id, f"line_{bad.number}", error), **_beside(bad.columns)}
+
+
+def _beside(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """What else the row of a table has had."""
+    return {"columns": columns} if columns else {}
 
 
 def _numbered(form: str, number: int, line_id: str | None, request_id: str, error: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import difflib
 import time
 from collections.abc import Iterable
 
 from redis import Redis
 
+from cellama.tasks.connection.redis_errors import reaching_redis
 from cellama.tasks.contract.errors import UnknownModel
 from cellama.tasks.contract.names import DEFAULT_MODEL
 from cellama.tasks.state.registry import live_workers
 
 TEXTS_AT_ONCE = 256  # that a worker without slots is given
 MODEL_PATIENCE_S = 30.0  # that lines wait for a model which no live worker serves, and none has served before
+
+
+def check_model(redis: Redis, model: str | None) -> None:
+    """Raises UnknownModel for a model that no worker has, while some live: a typo is told before anything is read."""
+    with reaching_redis():
+        workers = live_workers(redis)
+    known = sorted({entry["id"] for worker in workers for entry in worker.models})
+    if not known or model in (None, DEFAULT_MODEL, *known):
+        return
+    close = difflib.get_close_matches(str(model), known, n=1)
+    hint = f"did you mean {close[0]!r}" if close else f"they have: {', '.join(known)}"
+    raise UnknownModel(f"no live worker has a model {model!r}; {hint}, or load it with `cellama models load`")
 
 
 class Serving:

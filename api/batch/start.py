@@ -25,7 +25,9 @@ from cellama.tasks.state.bulk_runs import Batches
 from .files import LineFile, id_of, rewrite_without
 from .lines import BadLine, Defaults, Format, Line, format_of, read_lines
 from .output_format import bad_line
+from .rows import Columns
 from .run import BatchRun, Progress
+from .serving import check_model
 from .work import WorkFile
 
 LINES_PER_WORD = 2000  # while the input is read
@@ -42,7 +44,8 @@ class BatchOptions:
     output: Path
     errors: Path | None = None  # default: beside the output
     format: Format = "auto"
-    column: str | None = None
+    column: str | None = None  # of a table: where the prompts are
+    id_column: str | None = None  # and the ids
     form: OutputForm = "auto"  # as each line came
     ordered: bool = False
     model: str | None = None
@@ -104,6 +107,7 @@ def run_batch(
 
     Results for stdout are printed as they come, and errors on stderr unless they have a file; such a run can't go on.
     """
+    check_model(redis, options.model)
     to_stdout = options.output == STANDARD
     with _disk_errors(options), contextlib.ExitStack() as opened:
         output = options.output
@@ -111,7 +115,7 @@ def run_batch(
             output = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="cellama-batch-"))) / "output.jsonl"
         paths = paths_of(output, options.errors)
         work = opened.enter_context(contextlib.closing(_open_work(paths, options)))
-        opened.enter_context(_told(Batches(redis), work.get("run_id"), paths))
+        opened.enter_context(_told(Batches(redis), work.get("run_id"), options, paths))
         error_echo = sys.stderr.fileno() if to_stdout and options.errors is None else None
         errors = opened.enter_context(contextlib.closing(_read_input(work, options, paths, on_read, error_echo)))
         echo = sys.stdout.fileno() if to_stdout else None
@@ -143,17 +147,25 @@ def _disk_errors(options: BatchOptions) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _told(batches: Batches, run_id: str, paths: Paths) -> Iterator[None]:
-    """Redis knows of the run from its first line on, and if it could not go on. One that was over stays so."""
+def _told(batches: Batches, run_id: str, options: BatchOptions, paths: Paths) -> Iterator[None]:
+    """Redis knows of the run from its first line on. If it could not go on, Redis has what it had of it before."""
     before: dict[str, Any] = {}
     with contextlib.suppress(RedisError):
         before = batches.read(run_id) or {}
-        batches.write(run_id, state="validating", output=str(paths.output.absolute()))
+        batches.take_cancel(run_id)  # who begins it again wants it
+        source = str(options.input if options.input == STANDARD else options.input.absolute())
+        facts = {"input": source, "output": str(paths.output.absolute()), "model": options.model}
+        batches.write(run_id, state="validating", **facts)
     try:
         yield
-    except (InvalidJob, OSError, sqlite3.OperationalError):
+    except (InvalidJob, OSError, sqlite3.OperationalError) as error:
         with contextlib.suppress(RedisError):
-            batches.write(run_id, state="completed" if before.get("state") == "completed" else "failed")
+            if before:
+                batches.write(run_id, state=before["state"])
+            elif isinstance(error, InvalidJob):
+                batches.forget(run_id)  # nothing of it has begun
+            else:
+                batches.write(run_id, state="failed")
         raise
 
 
@@ -224,8 +236,9 @@ def _lines_of(options: BatchOptions) -> Iterator[Line | BadLine]:
         raise InvalidJob(f"there is no file {str(path)!r}; check the path")
     stream: BinaryIO = sys.stdin.buffer if path is None else path.open("rb")
     with stream:
-        defaults = Defaults(options.model, options.params)
-        yield from read_lines(stream, format_of(path, options.format), defaults, max_bytes, options.column)
+        defaults, columns = Defaults(options.model, options.params), Columns(options.column, options.id_column)
+        form = format_of(path, options.format)
+        yield from read_lines(stream, form, defaults, max_bytes, columns)
 
 
 def _check_reading(work: WorkFile, count: int, options: BatchOptions, paths: Paths) -> None:
@@ -247,8 +260,9 @@ def _note(work: WorkFile, line: Line | BadLine, options: BatchOptions, unreadabl
         earlier = work.add(line, merge=options.merge_identical and line.is_repeatable)
         if earlier is None:
             return
-        line = BadLine(line.number, line.id, f"its id {line.id!r} is that of line {earlier}, too; ids must differ")
-    unreadable.append([bad_line(options.form, line.number, line.id, line.message)])
+        message = f"its id {line.id!r} is that of line {earlier}, too; ids must differ"
+        line = BadLine(line.number, line.id, message, line.columns)
+    unreadable.append([bad_line(options.form, line)])
 
 
 def _open_output(work: WorkFile, paths: Paths, echo: int | None) -> LineFile:

@@ -7,7 +7,7 @@ import json
 import sqlite3
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,14 @@ CREATE TABLE IF NOT EXISTS lines (
   number INTEGER PRIMARY KEY, id TEXT UNIQUE NOT NULL, hash TEXT NOT NULL, form TEXT NOT NULL, kind TEXT NOT NULL,
   model TEXT NOT NULL, key TEXT NOT NULL, params TEXT NOT NULL,
   state INTEGER NOT NULL DEFAULT 0, tries INTEGER NOT NULL DEFAULT 0, chunk TEXT, place INTEGER, outcome TEXT,
-  merges INTEGER NOT NULL DEFAULT 0
+  merges INTEGER NOT NULL DEFAULT 0, columns TEXT NOT NULL DEFAULT '{}'
 );
 CREATE INDEX IF NOT EXISTS plan ON lines (model, tries > 0, key, number) WHERE state = 0;
 CREATE INDEX IF NOT EXISTS chunks ON lines (chunk) WHERE state = 1;
 CREATE INDEX IF NOT EXISTS twins ON lines (hash, number) WHERE merges;
 CREATE INDEX IF NOT EXISTS held ON lines (number) WHERE outcome IS NOT NULL;
 """
-_LINE = "number, id, form, kind, model, params, tries, place, state"
+_LINE = "number, id, form, kind, model, params, tries, place, state, columns"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,7 @@ class Stored:
     tries: int
     place: int | None  # in its chunk
     state: int
+    columns: dict[str, Any] = field(default_factory=dict)  # of a table's row, for its result
 
 
 class WorkFile:
@@ -67,6 +68,8 @@ class WorkFile:
             self._db.execute("PRAGMA temp_store = FILE")
             self._db.execute("PRAGMA cache_size = -8192")
             self._db.executescript(_SCHEMA)
+            if "columns" not in {row[1] for row in self._db.execute("PRAGMA table_info(lines)")}:  # an older file
+                self._db.execute("ALTER TABLE lines ADD COLUMN columns TEXT NOT NULL DEFAULT '{}'")
         except BaseException:
             self._db.close()
             raise
@@ -119,14 +122,16 @@ class WorkFile:
         if known is not None and known[0] > 0:
             return int(known[0])
         if known is not None and known[1] == line.hash:
-            self._db.execute("UPDATE lines SET number = ?, merges = ? WHERE id = ?", (line.number, merge, line.id))
+            row = (line.number, merge, json.dumps(line.columns), line.id)
+            self._db.execute("UPDATE lines SET number = ?, merges = ?, columns = ? WHERE id = ?", row)
             return None
         if known is not None and known[2] in (IN_FLIGHT, FINISHED):
             self._db.execute("INSERT OR IGNORE INTO outdated VALUES (?)", (line.id,))
         self._db.execute("DELETE FROM lines WHERE id = ?", (line.id,))
-        row = (line.number, line.id, line.hash, line.form, line.kind, line.model, line.key, json.dumps(line.params))
-        names = "number, id, hash, form, kind, model, key, params, merges"
-        self._db.execute(f"INSERT INTO lines ({names}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", (*row, merge))
+        texts = (line.id, line.hash, line.form, line.kind, line.model, line.key, json.dumps(line.params))
+        names = "number, id, hash, form, kind, model, key, params, merges, columns"
+        values = (line.number, *texts, merge, json.dumps(line.columns))
+        self._db.execute(f"INSERT INTO lines ({names}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
         return None
 
     def _save_now_and_then(self) -> None:
@@ -288,7 +293,7 @@ class WorkFile:
 
     def shrink(self) -> None:
         """Keeps ids, hashes and states of finished lines only: what is needed to know them again."""
-        self._db.execute("UPDATE lines SET key = '', params = '{}' WHERE state = ?", (FINISHED,))
+        self._db.execute("UPDATE lines SET key = '', params = '{}', columns = '{}' WHERE state = ?", (FINISHED,))
         self._db.execute("VACUUM")
 
     def close(self) -> None:
@@ -296,5 +301,5 @@ class WorkFile:
 
 
 def _stored(row: tuple[Any, ...]) -> Stored:
-    number, id_, form, kind, model, params, tries, place, state = row
-    return Stored(number, id_, form, kind, model, json.loads(params), tries, place, state)
+    number, id_, form, kind, model, params, tries, place, state, columns = row
+    return Stored(number, id_, form, kind, model, json.loads(params), tries, place, state, json.loads(columns))

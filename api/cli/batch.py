@@ -1,4 +1,4 @@
-"""`cellama batch`: run, resume, list, status, cancel."""
+"""`cellama batch`: run, resume."""
 
 from __future__ import annotations
 
@@ -13,24 +13,18 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from redis import Redis
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
-from rich.table import Table
 
 from cellama.api.batch.run import Progress
 from cellama.api.batch.start import STANDARD, BatchOptions, Summary, options_of, run_batch
-from cellama.tasks.connection.connections import connect
-from cellama.tasks.connection.redis_errors import reaching_redis
-from cellama.tasks.contract.errors import UnknownJob
-from cellama.tasks.state.bulk_runs import Batches
 
+from .batch_runs import redis_here
 from .generation import JsonOption
 from .options import with_bulk_options
-from .output import err, out, print_json
+from .output import err, out
 
-CONNECT_TIMEOUT_S = 3.0
 LOG_S = 10.0  # between lines where there is no terminal
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd]?)")
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -45,6 +39,10 @@ def batch_run_command(
     model: Annotated[str | None, typer.Option("--model", "-m", help="For lines that name none.")] = None,
     format: Annotated[str, typer.Option(help="auto (by the file's name), jsonl, text, csv, parquet.")] = "auto",
     column: Annotated[str | None, typer.Option(help="Of CSV or Parquet: where the prompts are.")] = None,
+    id_column: Annotated[
+        str | None,
+        typer.Option(help="Of CSV or Parquet: where the ids are; default: id, else row numbers."),
+    ] = None,
     form: Annotated[str, typer.Option(help="Of the results: auto (as each line came), openai, short.")] = "auto",
     order: Annotated[str, typer.Option(help="Of the results: completion or input.")] = "completion",
     errors: Annotated[Path | None, typer.Option(help="Where failed lines go; default: beside the output.")] = None,
@@ -72,6 +70,7 @@ def batch_run_command(
         errors=errors,
         format=format,  # type: ignore[arg-type]
         column=column,
+        id_column=id_column,
         form=form,  # type: ignore[arg-type]
         ordered=order == "input",
         model=model,
@@ -96,63 +95,11 @@ def batch_resume_command(
     _run(replace(options_of(output), deadline_s=None, retry_failed=retry_failed), json)
 
 
-def batch_list_command(json: JsonOption = False) -> None:
-    """Show the runs of the last 30 days.
-
-    Example:  cellama batch list
-    """
-    with _redis() as redis:
-        runs = Batches(redis).all()
-    if json:
-        print_json(runs)
-        return
-    table = Table("run", "state", "lines", "failed", "tokens", "output", header_style="bold")
-    for run in runs:
-        done = f"{run.get('finished', 0)} of {run.get('total', 0)}"
-        state = str(run["state"]) + ("" if run["alive"] or run["state"] not in ("in_progress",) else " (interrupted)")
-        table.add_row(
-            str(run["id"])[:8], state, done, str(run.get("failed", 0)), str(run.get("completion_tokens", 0)),
-            str(run.get("output", "")),
-        )  # fmt: skip
-    out.print(table)
-
-
-def batch_status_command(
-    run: Annotated[str, typer.Argument(help="Id of the run, its first digits, or its output.")],
-    json: JsonOption = False,
-) -> None:
-    """Show where a run is.
-
-    Example:  cellama batch status answers.jsonl
-    """
-    with _redis() as redis:
-        facts = _find(redis, run)
-    if json:
-        print_json(facts)
-        return
-    grid = Table.grid(padding=(0, 2))
-    for name, value in facts.items():
-        grid.add_row(f"[dim]{name}[/]", str(value))
-    out.print(grid)
-
-
-def batch_cancel_command(run: Annotated[str, typer.Argument(help="Id of the run, or its output.")]) -> None:
-    """End a run; finished lines stay in its output.
-
-    Example:  cellama batch cancel answers.jsonl
-    """
-    with _redis() as redis:
-        facts = _find(redis, run)
-        Batches(redis).ask_to_cancel(str(facts["id"]))
-    when = "its command ends it now" if facts["alive"] else "no command works on it; it ends when it is resumed"
-    out.print(f"run {facts['id']} is cancelled: {when}")
-
-
 def _run(options: BatchOptions, json: bool) -> None:
     started = time.monotonic()
     to_stdout = options.output == STANDARD
     try:
-        with _redis() as redis, _showing(json, to_stdout) as show:
+        with redis_here() as redis, _showing(json, to_stdout) as show:
             summary = run_batch(redis, options, show.reading, show.progress)
     except KeyboardInterrupt:
         remedy = f"go on with[/]  cellama batch resume {options.output}"
@@ -272,24 +219,6 @@ def _summarise(summary: Summary, seconds: float, json: bool, to_stdout: bool) ->
     )
     if errors and progress.failed:
         err.print(f"[yellow]why lines failed is in {errors}[/]")
-
-
-def _find(redis: Redis, run: str) -> dict[str, Any]:
-    runs = Batches(redis).all()
-    output = str(Path(run).absolute())
-    of_output = [facts for facts in runs if facts.get("output") == output]
-    found = of_output[:1] or [facts for facts in runs if run and str(facts["id"]).startswith(run)]
-    if len(found) == 1:
-        return found[0]
-    known = ", ".join(str(facts["id"])[:8] for facts in found or runs) or "none"
-    raise UnknownJob(f"{'several runs begin with' if found else 'no run'} {run!r}; there are: {known}")
-
-
-@contextlib.contextmanager
-def _redis() -> Iterator[Redis]:
-    with reaching_redis(), connect(socket_connect_timeout=CONNECT_TIMEOUT_S) as redis:
-        redis.ping()
-        yield redis
 
 
 def _seconds(text: str | None) -> float | None:

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+from datetime import datetime
 from enum import IntEnum
-from typing import Any
+from typing import Any, TextIO
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.table import Table
 
-out = Console(highlight=False)
-err = Console(stderr=True, highlight=False)
+PIPE_COLUMNS = 200  # where no terminal says how wide it is: nothing is cut off, and most lines are whole
+
+
+def _console(stream: TextIO, *, stderr: bool = False) -> Console:
+    known = stream.isatty() or "COLUMNS" in os.environ
+    return Console(stderr=stderr, highlight=False, width=None if known else PIPE_COLUMNS)
+
+
+out = _console(sys.stdout)
+err = _console(sys.stderr, stderr=True)
 
 
 class Exit(IntEnum):
@@ -34,3 +46,20 @@ def print_error(message: str) -> None:
     """Writes a message for people to stderr."""
     err.print("[bold red]error:[/] ", end="")
     err.print(message, markup=False, soft_wrap=True)
+
+
+def table_of(*columns: str, right: str = "", title: str | None = None) -> Table:
+    """A table that is narrow and cuts nothing off: what does not fit goes on in the next line.
+
+    `right` names the columns of numbers.
+    """
+    table = Table(title=title, title_justify="left", header_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in columns:
+        numeric = column in right.split(", ")
+        table.add_column(column, justify="right" if numeric else "left", overflow="fold")
+    return table
+
+
+def readable_time(unix_s: float) -> str:
+    """A time by the clock of this machine: "2026-01-31 13:05:00"."""
+    return datetime.fromtimestamp(unix_s).strftime("%Y-%m-%d %H:%M:%S")

@@ -134,9 +134,9 @@ class Client(AdapterControl):
     ) -> Summary:
         """Runs every line of a file as `cellama batch run` does, to its end; the same call goes on where it ended.
 
-        `options` are those of the command: model, ordered, errors, format, column, form, deadline_s, merge_identical,
-        retry_failed, overwrite; all others are parameters for lines that do not say otherwise. Raises InvalidJob,
-        OSError; what was finished is kept.
+        `options` are those of the command: model, ordered, errors, format, column, id_column, form, deadline_s,
+        merge_identical, retry_failed, overwrite; all others are parameters for lines that do not say otherwise. Raises
+        InvalidJob, OSError; what was finished is kept.
         """
         return self._core.batch(BatchOptions.of(input, output, **options), on_progress)
 

@@ -11,6 +11,7 @@ from cellama.tasks.contract.keys import BATCHES_KEY, batch_key
 
 KEPT_S = 30 * 86400  # after the last word of a run
 OPEN_STATES = frozenset({"validating", "in_progress", "finalizing", "cancelling"})
+_TEXTS = frozenset({"state", "input", "output", "model"})  # a model may be called 7
 SILENT_S = 15.0  # a command says something more often
 
 
@@ -26,6 +27,7 @@ class Batches:
         values: Any = {name: "" if value is None else str(value) for name, value in facts.items()}
         with self._redis.pipeline() as pipe:
             pipe.hset(batch_key(run_id), mapping={**values, "at": now})
+            pipe.hsetnx(batch_key(run_id), "created_at", str(now))
             pipe.expire(batch_key(run_id), KEPT_S)
             pipe.zadd(BATCHES_KEY, {run_id: now})
             pipe.zremrangebyscore(BATCHES_KEY, 0, now - KEPT_S)
@@ -39,7 +41,7 @@ class Batches:
         now, found = pipeline.execute()
         if not found:
             return None
-        facts: dict[str, Any] = {name.decode(): _parsed(value.decode()) for name, value in found.items()}
+        facts: dict[str, Any] = {name.decode(): _parsed(name.decode(), value.decode()) for name, value in found.items()}
         alive = facts.get("state") in OPEN_STATES and seconds_of(now) - facts["at"] < SILENT_S
         return {"id": run_id, **facts, "alive": alive}
 
@@ -48,16 +50,26 @@ class Batches:
         ids: Any = self._redis.zrevrange(BATCHES_KEY, 0, -1)
         return [facts for run_id in ids if (facts := self.read(run_id.decode())) is not None]
 
-    def ask_to_cancel(self, run_id: str) -> None:
-        """Its command will end it, now or when it is resumed."""
+    def cancel(self, run_id: str) -> None:
+        """Its command ends it; one that no command works on is cancelled by this."""
         self._redis.hset(batch_key(run_id), "cancel", "1")
+        facts = self.read(run_id)
+        if facts is not None and not facts["alive"]:
+            self.write(run_id, state="cancelled")
+
+    def forget(self, run_id: str) -> None:
+        """There has been no such run."""
+        self._redis.delete(batch_key(run_id))
+        self._redis.zrem(BATCHES_KEY, run_id)
 
     def take_cancel(self, run_id: str) -> bool:
         """True if somebody has asked for it since the last time."""
         return bool(self._redis.hdel(batch_key(run_id), "cancel"))
 
 
-def _parsed(value: str) -> Any:
+def _parsed(name: str, value: str) -> Any:
+    if name in _TEXTS:
+        return value or None
     for kind in (int, float):
         try:
             return kind(value)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+from contextlib import closing
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +13,20 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from cellama.api.batch.lines import BadLine, Defaults, Format, Line, format_of, read_lines
+from cellama.api.batch.lines import ALL_COLUMNS, BadLine, Defaults, Format, Line, format_of, read_lines
 from cellama.api.batch.openai import params_of_body, response_of
+from cellama.api.batch.output_format import bad_line, error_line, result_line
+from cellama.api.batch.rows import Columns
+from cellama.api.batch.work import WorkFile
 from cellama.tasks.contract.errors import InvalidJob
 
 DEFAULTS = Defaults("m", {"max_tokens": 7})
 HELLO = [{"role": "user", "content": "Hi"}]
 
 
-def read(*lines: Any, format_: Format = "jsonl", column: str | None = None, limit: int = 10_000) -> list[Any]:
+def read(*lines: Any, format_: Format = "jsonl", columns: Columns = ALL_COLUMNS, limit: int = 10_000) -> list[Any]:
     texts = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
-    return list(read_lines(io.BytesIO(b"\n".join(texts) + b"\n"), format_, DEFAULTS, limit, column))
+    return list(read_lines(io.BytesIO(b"\n".join(texts) + b"\n"), format_, DEFAULTS, limit, columns))
 
 
 def test_short_lines_get_ids_models_and_parameters() -> None:
@@ -29,7 +34,7 @@ def test_short_lines_get_ids_models_and_parameters() -> None:
         {"prompt": "a"}, {"id": "x", "messages": HELLO, "max_tokens": 3}, {"text": "t", "model": "n"}
     )
     assert (generate.id, generate.kind, generate.model, generate.params) == (
-        "1", "generate", "m", {"prompt": "a", "max_tokens": 7},
+        "line-1", "generate", "m", {"prompt": "a", "max_tokens": 7},
     )  # fmt: skip
     assert (chat.id, chat.kind, chat.params["max_tokens"]) == ("x", "chat", 3)
     assert (embed.kind, embed.model, embed.params) == ("embed", "n", {"texts": "t"})
@@ -94,16 +99,18 @@ def test_id_that_is_no_text_is_refused(line_id: Any) -> None:
 
 def test_parquet_has_a_prompt_per_row(tmp_path: Path) -> None:
     path = tmp_path / "prompts.parquet"
-    parquet.write_table(pyarrow.table({"id": [1, 2, 3], "question": ["a", None, "c"]}), path)
+    table = {"id": [7, 8, 9], "question": ["a", None, "c"], "at": [date(2026, 1, 2)] * 3}
+    parquet.write_table(pyarrow.table(table), path)
 
     def rows(column: str | None) -> list[Any]:
         with path.open("rb") as file:
-            return list(read_lines(file, "parquet", DEFAULTS, 10_000, column))
+            return list(read_lines(file, "parquet", DEFAULTS, 10_000, Columns(column)))
 
     found = rows("question")
-    assert [(row.id, row.params["prompt"]) for row in found if isinstance(row, Line)] == [("1", "a"), ("3", "c")]
-    assert [row.number for row in found if isinstance(row, BadLine)] == [2]
-    with pytest.raises(InvalidJob, match="no --column is given; the file has: id, question"):
+    assert [(row.id, row.params["prompt"]) for row in found if isinstance(row, Line)] == [("7", "a"), ("9", "c")]
+    assert [(row.number, row.id) for row in found if isinstance(row, BadLine)] == [(2, "8")]
+    assert [row.columns for row in found] == [{"at": "2026-01-02"}] * 3
+    with pytest.raises(InvalidJob, match="no --column is given; the file has: id, question, at"):
         rows(None)
 
 
@@ -117,10 +124,56 @@ def test_files_that_are_not_what_they_say_are_refused() -> None:
 def test_text_and_csv_have_a_prompt_per_line() -> None:
     texts = read(b"one", b"", b"two", format_="text")
     assert [(line.number, line.params["prompt"]) for line in texts] == [(1, "one"), (3, "two")]
-    rows = read(b"id,question", b'1,"a ""b"""', b"2,c", format_="csv", column="question")
-    assert [line.params["prompt"] for line in rows] == ['a "b"', "c"]
-    with pytest.raises(InvalidJob, match="no --column is given; the file has: id, question"):
-        read(b"id,question", b"1,a", format_="csv")
+    rows = read(b"id,question", b'1,"a ""b"""', b"2,c", format_="csv")
+    assert [(line.id, line.params["prompt"]) for line in rows] == [("1", 'a "b"'), ("2", "c")]
+    with pytest.raises(InvalidJob, match="no --column is given; the file has: topic, question"):
+        read(b"topic,question", b"1,a", format_="csv")
+
+
+@pytest.mark.parametrize(
+    ("header", "columns", "ids"),
+    [
+        ("id,question,topic", Columns("question"), ["q7", "q8"]),
+        ("ID,question,topic", Columns("question"), ["q7", "q8"]),
+        ("key,question,topic", Columns("question", "key"), ["q7", "q8"]),
+        ("key,question,topic", Columns("question"), ["1", "2"]),
+    ],
+)
+def test_rows_keep_their_ids_and_what_else_they_have(header: str, columns: Columns, ids: list[str]) -> None:
+    rows = read(header.encode(), b"q7,Who?,self", b"q8,What?,bees", format_="csv", columns=columns)
+    assert [row.id for row in rows] == ids
+    assert [row.columns["topic"] for row in rows] == ["self", "bees"]
+    assert all("question" not in row.columns and "id" not in row.columns for row in rows)
+    without = read(header.encode(), b",Who?,self", format_="csv", columns=columns)[0]
+    assert isinstance(without, BadLine) == (ids != ["1", "2"])  # none is invented where rows have some
+
+
+def test_columns_are_refused_where_there_are_none_of_that_name() -> None:
+    with pytest.raises(InvalidJob, match="there is no column 'nr' for --id-column; the file has: id, question"):
+        read(b"id,question", b"1,a", format_="csv", columns=Columns("question", "nr"))
+    with pytest.raises(InvalidJob, match="--column and --id-column are for CSV and Parquet; jsonl has no columns"):
+        read({"prompt": "a"}, columns=Columns("prompt"))
+
+
+def test_id_of_a_line_is_never_that_of_another_line_that_has_none() -> None:
+    lines = read({"prompt": "a"}, {"prompt": "b", "id": 1}, {"prompt": "c", "id": "1"})
+    assert [line.id for line in lines] == ["line-1", "1", "1"]
+
+
+def test_columns_of_a_row_stand_beside_its_result_and_its_error(tmp_path: Path) -> None:
+    (row,) = read(b"id,question,topic", b"q7,Who?,self", format_="csv", columns=Columns("question"))
+    with closing(WorkFile(tmp_path / "x.work")) as work:
+        with work.reading():
+            work.add(row)
+        (line,) = work.next_lines("m", 9)
+    result = {"text": "I", "finish_reason": "stop", "model": "m", "usage": {}}
+    assert result_line(line, result)["columns"] == {"topic": "self"}
+    assert error_line(line, {"code": "dead", "message": "x"})["columns"] == {"topic": "self"}
+    (bad,) = read(b"id,question,topic", b"q7,,self", format_="csv", columns=Columns("question"))
+    assert bad_line("auto", bad) == {
+        "id": "q7", "line": 1, "columns": {"topic": "self"},
+        "error": {"code": "invalid_request", "message": bad.message},
+    }  # fmt: skip
 
 
 def test_hash_tells_changed_lines_and_keys_put_alike_ones_together() -> None:
@@ -162,7 +215,7 @@ def test_line_whose_job_is_too_large_is_a_bad_one_in_every_format(format_: Forma
 
     def kinds(limit: int) -> list[type]:
         stream = io.BytesIO(text[format_].encode())
-        return [type(line) for line in read_lines(stream, format_, DEFAULTS, limit, None)]
+        return [type(line) for line in read_lines(stream, format_, DEFAULTS, limit)]
 
     assert kinds(4090) == [Line, BadLine, BadLine]
     assert kinds(6000) == [Line, Line, Line]

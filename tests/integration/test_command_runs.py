@@ -1,0 +1,81 @@
+"""`cellama batch` as people see it: what is told of runs, and mistakes before anything begins. No worker runs."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from redis import Redis
+from typer.testing import CliRunner, Result
+
+from cellama.api.cli import app
+from cellama.tasks.contract.errors import InvalidJob, UnknownModel
+from cellama.tasks.contract.keys import WORKERS_KEY, batch_key
+from cellama.tasks.state.bulk_runs import SILENT_S, Batches
+from cellama.tasks.state.registry import WorkerEntry
+
+
+def cellama(*argv: str) -> Result:
+    return CliRunner().invoke(app, argv, env={"COLUMNS": "200"})
+
+
+@pytest.fixture
+def run_id(redis_client: Redis) -> str:
+    """A run of half an hour ago, whose command is gone."""
+    name = str(uuid.uuid4())
+    facts = {"input": "/x/in.jsonl", "output": f"/x/{name}.jsonl", "model": "7", "total": 9, "finished": 4, "failed": 1}
+    Batches(redis_client).write(name, state="in_progress", **facts)
+    at = redis_client.hget(batch_key(name), "at") or b""
+    redis_client.hset(batch_key(name), "at", float(at) - 2 * SILENT_S)
+    return name
+
+
+@pytest.fixture
+def live_worker(redis_client: Redis) -> Iterator[str]:
+    """An entry in the registry; the id of its model."""
+    model, now = f"m{uuid.uuid4().hex[:8]}", time.time()
+    served = {"id": model, "status": "ready", "default": False, "engine": None, "capabilities": ["generate"]}
+    entry = WorkerEntry(f"w-{model}@host", "host", 1, now, now, [served], seen_at=now + 3600)
+    redis_client.hset(WORKERS_KEY, entry.name, json.dumps(asdict(entry)))
+    yield model
+    redis_client.hdel(WORKERS_KEY, entry.name)
+
+
+def test_runs_are_told_with_their_model_their_time_and_what_became_of_them(run_id: str) -> None:
+    line = next(line for line in cellama("batch", "list").output.splitlines() if run_id[:8] in line)
+    assert {"interrupted", time.strftime("%Y-%m-%d"), f"/x/{run_id}.jsonl"} <= set(line.split())
+    assert "4 of 9" in line
+    shown = cellama("batch", "status", run_id[:8]).output
+    assert f"cellama batch resume /x/{run_id}.jsonl" in shown
+    assert "4 of 9 done, 1 failed" in shown
+    facts = json.loads(cellama("batch", "status", run_id, "--json").output)
+    assert (facts["model"], facts["state"], facts["alive"]) == ("7", "in_progress", False)
+
+
+def test_interrupted_run_that_is_cancelled_is_so_at_once_and_only_once(run_id: str) -> None:
+    assert "is cancelled: no command worked on it" in cellama("batch", "cancel", run_id).output
+    facts = json.loads(cellama("batch", "status", run_id, "--json").output)
+    assert (facts["state"], facts["alive"]) == ("cancelled", False)
+    again = cellama("batch", "cancel", run_id)
+    assert again.exit_code == 1
+    assert "has ended already: it is cancelled" in again.output
+
+
+def test_run_that_could_not_begin_is_not_listed(redis_server: object, tmp_path: Path) -> None:
+    refused = cellama("batch", "run", str(tmp_path / "no.jsonl"), "-o", str(tmp_path / "out.jsonl"))
+    assert isinstance(refused.exception, InvalidJob)
+    assert str(tmp_path) not in cellama("batch", "list", "--json").output
+
+
+def test_model_with_a_typo_is_told_at_once_and_leaves_nothing(live_worker: str, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
+    argv = ("batch", "run", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl"))
+    refused = cellama(*argv, "-m", f"{live_worker}x")
+    assert isinstance(refused.exception, UnknownModel)
+    assert f"did you mean {live_worker!r}" in str(refused.exception)
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
