@@ -23,6 +23,13 @@ from .batch_runs import batch_cancel_command, batch_list_command, batch_status_c
 from .dead import dead_list_command, dead_requeue_command
 from .embed import embed_command, rerank_command
 from .generation import chat_command, generate_command
+from .jobs import (
+    cancel_command,
+    jobs_cancel_command,
+    jobs_follow_command,
+    jobs_list_command,
+    queue_purge_command,
+)
 from .models import (
     adapter_load_command,
     adapter_scale_command,
@@ -36,7 +43,7 @@ from .models import (
     models_unload_command,
 )
 from .output import Exit, print_error
-from .status import cancel_command, status_command
+from .status import status_command
 
 EPILOGUE = """
 Settings come from CELLAMA_* variables or cellama.toml.
@@ -113,6 +120,14 @@ _BATCH_COMMANDS: dict[str, Callable[..., None]] = {
 for _name, _command in _BATCH_COMMANDS.items():
     _batch.command(_name)(_interruptible(_command))
 app.add_typer(_batch, name="batch")
+_jobs = typer.Typer(no_args_is_help=True, help="Jobs that run or wait.")
+_jobs.command("list")(_interruptible(jobs_list_command))
+_jobs.command("follow")(_interruptible(jobs_follow_command))
+_jobs.command("cancel")(_interruptible(jobs_cancel_command))
+app.add_typer(_jobs, name="jobs")
+_queue = typer.Typer(no_args_is_help=True, help="The queue of a model. `cellama status` shows them all.")
+_queue.command("purge")(_interruptible(queue_purge_command))
+app.add_typer(_queue, name="queue")
 _dead = typer.Typer(no_args_is_help=True, help="Jobs that were put aside because their workers died.")
 _dead.command("list")(_interruptible(dead_list_command))
 _dead.command("requeue")(_interruptible(dead_requeue_command))

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from cellama.api.client.client import Client
 
 from .generation import JsonOption
-from .output import out, print_json
+from .output import out, print_json, readable_time, table_of
 
 
 def dead_list_command(json: JsonOption = False) -> None:
@@ -27,11 +25,9 @@ def dead_list_command(json: JsonOption = False) -> None:
     if not dead:
         out.print("no job was put aside")
         return
-    table = Table(title="Dead jobs", title_justify="left", header_style="bold")
-    for column in ("job", "task", "queue", "attempts", "died", "last worker"):
-        table.add_column(column)
+    table = table_of("job", "task", "queue", "attempts", "died", "last worker", right="attempts", title="Dead jobs")
     for entry in dead:
-        died = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry["at"]))
+        died = readable_time(entry["at"])
         attempts = str(entry["attempts"])
         table.add_row(entry["id"], entry["task"], entry["queue"], attempts, died, entry["last_worker"])
     out.print(table)

@@ -11,8 +11,9 @@ from rich.table import Table
 from cellama.api.client.client import Client
 from cellama.tasks.contract.errors import InvalidJob
 
+from .following import Patience, result_of
 from .generation import JsonOption, PatienceOption, WaitOption
-from .output import out, print_json
+from .output import out, print_json, table_of
 
 NUMBERS_SHOWN = 6
 
@@ -34,7 +35,8 @@ def embed_command(
     texts = _lines(texts)
     with Client() as client:
         params = {"dimensions": dimensions, "normalize": normalize, "truncate": truncate}
-        result = client.embed(model, texts, wait=wait, **params).result(patience)
+        job = client.embed(model, texts, wait=wait, **params)
+        result = result_of(job, Patience(job.id, patience, unserved=wait))
     if json:
         print_json(result)
         return
@@ -62,7 +64,8 @@ def rerank_command(
     documents = _lines(documents)
     with Client() as client:
         params = {"top_n": top_n, "truncate": truncate}
-        result = client.rerank(model, query, documents, wait=wait, **params).result(patience)
+        job = client.rerank(model, query, documents, wait=wait, **params)
+        result = result_of(job, Patience(job.id, patience, unserved=wait))
     if json:
         print_json(result)
         return
@@ -70,7 +73,7 @@ def rerank_command(
 
 
 def _ranking(documents: list[str], results: list[dict[str, Any]]) -> Table:
-    table = Table("score", "index", "document")
+    table = table_of("score", "index", "document", right="score, index")
     for entry in results:
         table.add_row(f"{entry['score']:.4f}", str(entry["index"]), repr(documents[entry["index"]]))
     return table

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from datetime import datetime
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
+
+from .output import readable_time, table_of
 
 PARTS = ("weights_bytes", "kv_bytes", "compute_bytes")
 FINGERPRINT_SHOWN = 16  # digits; --json has all
@@ -47,8 +48,8 @@ def _facts(model: dict[str, Any]) -> dict[str, str]:
             "fingerprint": f"{model['fingerprint'][:FINGERPRINT_SHOWN]}…",
             "backend": model["backend"],
             "context": _context(model),
-            "loaded": f"{_time(model['ready_at'])}, in {model['load_s']:.2f} s",
-            "last used": _time(model["last_used_at"]),
+            "loaded": f"{readable_time(model['ready_at'])}, in {model['load_s']:.2f} s",
+            "last used": readable_time(model["last_used_at"]),
         }
     if model.get("tuned"):
         facts["tuned"] = ", ".join(f"{name} {value}" for name, value in model["tuned"].items())
@@ -69,14 +70,9 @@ def _status(model: dict[str, Any]) -> str:
     return f"[{colour}]{model['status']}[/]" + ("  [dim]serves :default[/]" if model["default"] else "")
 
 
-def _time(unix_s: float) -> str:
-    return datetime.fromtimestamp(unix_s).strftime("%Y-%m-%d %H:%M:%S")
-
-
 def _usage_table(memory: dict[str, dict[str, int]]) -> Table:
-    table = Table(header_style="bold")
-    for column in ("memory on", "weights", "KV cache", "compute", "together"):
-        table.add_column(column, justify="left" if column == "memory on" else "right")
+    sizes = ("weights", "KV cache", "compute", "together")
+    table = table_of("memory on", *sizes, right=", ".join(sizes))
     for device, usage in memory.items():
         table.add_row(device, *(readable(size) for size in _sizes(usage)))
     return table
@@ -96,9 +92,8 @@ def _worker_table(worker: dict[str, Any]) -> Table:
     budget = worker["budget"] if isinstance(worker["budget"], str) else readable(worker["budget"])
     taken = readable(sum(model.get("memory_bytes", 0) for model in worker["models"]))
     title = f"{worker['worker']}  [dim]models take {taken}; memory_budget {budget}, on_full {worker['on_full']}[/]"
-    table = Table(title=title, title_justify="left", header_style="bold")
-    for column in ("device, models", "total", "free", "weights", "KV cache", "compute", "together"):
-        table.add_column(column, justify="left" if column == "device, models" else "right")
+    sizes = ("total", "free", "weights", "KV cache", "compute", "together")
+    table = table_of("device, models", *sizes, right=", ".join(sizes), title=title)
     for device in worker["devices"]:
         label = f"{device['name']} [dim]{device['description']}[/]"
         table.add_row(label, readable(device["total_bytes"]), readable(device["free_bytes"]))

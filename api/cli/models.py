@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json as json_module
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from cellama.api.client.adapters import ADAPTER_LOAD_TIMEOUT_S, ADAPTER_UNLOAD_TIMEOUT_S
 from cellama.api.client.client import LOAD_TIMEOUT_S, UNLOAD_TIMEOUT_S, Client
@@ -14,7 +15,7 @@ from cellama.tasks.contract.errors import InvalidJob, UnknownModel
 
 from .generation import JsonOption
 from .memory import num_params, readable, render_info, render_memory
-from .output import err, out, print_json
+from .output import err, out, print_json, table_of
 
 WorkerOption = Annotated[str | None, typer.Option("--worker", "-w", help="Only this worker, instead of all.")]
 NameArgument = Annotated[str, typer.Argument(help="Name of the adapter.")]
@@ -34,9 +35,7 @@ def models_list_command(json: JsonOption = False) -> None:
     if not models:
         out.print("no worker is running; start one with `cellama up` or `cellama worker`")
         return
-    table = Table(header_style="bold")
-    for column in ("model", "status", "for", "file", "memory", "workers"):
-        table.add_column(column, justify="right" if column == "memory" else "left")
+    table = table_of("model", "status", "for", "file", "memory", "workers")
     for model in models:
         label = model["id"] + (" [dim](default)[/]" if model["default"] else "")
         file, memory = "", ""
@@ -80,9 +79,12 @@ def models_memory_command(worker: WorkerOption = None, json: JsonOption = False)
 
 def models_load_command(
     model_id: IdArgument,
-    source: Annotated[str, typer.Argument(help="Path of a GGUF file as the workers see it, or bundled://tiny.")],
+    source: Annotated[
+        str, typer.Argument(help="Path of a GGUF file as the workers see it, hf://…, or bundled://tiny.")
+    ],
     option: Annotated[
-        list[str] | None, typer.Option("--set", help="NAME=VALUE as in a [[models]] table; several are allowed.")
+        list[str] | None,
+        typer.Option("--set", help="NAME=VALUE as in cellama.toml; may be given more than once."),
     ] = None,
     default: Annotated[bool, typer.Option("--default", help="Serve `:default` from it.")] = False,
     worker: WorkerOption = None,
@@ -93,8 +95,9 @@ def models_load_command(
 
     Example:  cellama models load big /models/big.gguf --set n_parallel=16
     """
-    with Client() as client, err.status(f"loading {model_id} …"):
-        client.load_model(model_id, source, worker=worker, default=default, timeout=timeout, **_options(option or []))
+    options = _options(option or [])
+    with Client() as client, _loading(model_id, f"cellama models unload {model_id}"):
+        client.load_model(model_id, source, worker=worker, default=default, timeout=timeout, **options)
     _say(json, {"model": model_id, "status": "ready"}, f"model {model_id} takes jobs")
 
 
@@ -136,9 +139,7 @@ def models_adapters_command(model_id: IdArgument, json: JsonOption = False) -> N
     if not adapters:
         out.print(f"model {model_id} has no adapters; load one with `cellama models adapter load {model_id} NAME FILE`")
         return
-    table = Table(header_style="bold")
-    for column in ("adapter", "scale", "status", "in use", "source", "SHA-256", "workers"):
-        table.add_column(column)
+    table = table_of("adapter", "scale", "status", "in use", "source", "SHA-256", "workers", right="in use")
     for a in adapters:
         scale = f"{a['scale']:g}" if a["scale"] else "0 [dim](on request)[/]"
         numbers = (scale, a["status"], str(a["in_use"]))
@@ -157,9 +158,9 @@ def adapter_load_command(
 ) -> None:
     """Load a LoRA adapter for a model; jobs run on meanwhile.
 
-    Example:  cellama models adapter load tiny pirate engine/bundled/pirate.gguf --scale 0
+    Example:  cellama models adapter load tiny pirate /models/pirate.gguf --scale 0
     """
-    with Client() as client, err.status(f"loading {name} …"):
+    with Client() as client, _loading(name, f"cellama models adapter unload {model_id} {name}"):
         client.load_adapter(model_id, name, source, scale=scale, worker=worker, timeout=timeout)
     whose = f"all its jobs have it with scale {scale:g}" if scale else f"jobs with --adapter {name} have it"
     _say(json, {"model": model_id, "adapter": name, "scale": scale, "status": "ready"}, f"{name} is loaded: {whose}")
@@ -197,6 +198,17 @@ def adapter_unload_command(
     with Client() as client, err.status(f"unloading {name} …"):
         client.unload_adapter(model_id, name, worker=worker, timeout=timeout)
     _say(json, {"model": model_id, "adapter": name, "status": "unloaded"}, f"adapter {name} is unloaded")
+
+
+@contextlib.contextmanager
+def _loading(name: str, undo: str) -> Iterator[None]:
+    """Says what Ctrl-C does: workers load on, because others may wait for it, too."""
+    try:
+        with err.status(f"loading {name} …"):
+            yield
+    except KeyboardInterrupt:
+        err.print(f"\n[yellow]the workers go on loading {name}; `{undo}` drops it when it is there[/]", soft_wrap=True)
+        raise
 
 
 def _options(given: list[str]) -> dict[str, Any]:

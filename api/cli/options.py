@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
+from rich.markup import escape
 
 from cellama.tasks.contract.payloads import ChatJob, GenerateJob
 
@@ -78,7 +79,7 @@ def _option(name: str, field: FieldInfo) -> inspect.Parameter:
     text = (field.description or name.replace("_", " ")) + _default_text(default)
     two_sided = field.default is True or (field.default is None and _kind(name, field) is bool)
     flags = f"{_flag(name)}/--no-{_flag(name)[2:]}" if two_sided else _flag(name)
-    option = typer.Option(flags, help=text, show_default=False, rich_help_panel="Generation")
+    option = typer.Option(flags, help=escape(text), show_default=False, rich_help_panel="Generation")
     annotation: Any = Annotated[(_kind(name, field) | None, option)]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 

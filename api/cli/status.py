@@ -1,20 +1,23 @@
-"""The commands that look and touch: status, cancel."""
+"""The command status: workers, queues, or where one job is."""
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
 from rich.console import Group, RenderableType
 from rich.live import Live
-from rich.table import Table
+from rich.markup import escape
 
 from cellama.api.client.client import Client
+from cellama.tasks.contract.errors import RedisRefused, RedisUnreachable
 
 from .generation import JsonOption
-from .output import out, print_json
+from .output import out, print_json, table_of
 
 WATCH_S = 1.0
 
@@ -39,26 +42,21 @@ def status_command(
         elif not watch:
             out.print(render(read()))
         else:
-            with Live(render(read()), console=out, screen=False, auto_refresh=False) as live:
-                while True:
-                    time.sleep(WATCH_S)
-                    live.update(render(read()), refresh=True)
+            with contextlib.suppress(KeyboardInterrupt):  # that is how it ends
+                _watch(lambda: render(read()))
 
 
-def cancel_command(
-    job_id: Annotated[str, typer.Argument(help="Id of the job.")],
-    json: JsonOption = False,
-) -> None:
-    """Cancel a job wherever it is: waiting or running.
-
-    Example:  cellama cancel 5f0c…
-    """
-    with Client() as client:
-        client.cancel(job_id)
-    if json:
-        print_json({"job_id": job_id, "cancelled": True})
-    else:
-        out.print(f"asked the workers to cancel job {job_id}")
+def _watch(look: Callable[[], RenderableType]) -> None:
+    """Shows what `look` gives, again and again; the last of it stays while Redis does not answer."""
+    shown = look()
+    with Live(shown, console=out, screen=False, auto_refresh=False) as live:
+        while True:
+            time.sleep(WATCH_S)
+            try:
+                shown = look()
+                live.update(shown, refresh=True)
+            except (RedisUnreachable, RedisRefused) as error:
+                live.update(Group(shown, f"[yellow]{escape(str(error))}; looking again …[/]"), refresh=True)
 
 
 def _read(client: Client) -> dict[str, Any]:
@@ -66,22 +64,19 @@ def _read(client: Client) -> dict[str, Any]:
 
 
 def _render(status: dict[str, Any]) -> RenderableType:
-    if not status["live"]:
-        waiting = sum(status["queues"].values())
-        return f"no worker is running ({waiting} job(s) wait); start one with `cellama up` or `cellama worker`"
-    return Group(_workers(status["live"]), _totals(status))
+    if status["live"]:
+        return Group(*map(_worker, status["live"]), *_queues(status))
+    return Group("no worker is running; start one with `cellama up` or `cellama worker`", *_queues(status))
 
 
-def _workers(workers: list[dict[str, Any]]) -> Table:
-    table = Table(title="Workers", title_justify="left", header_style="bold")
-    for column in ("worker", "model", "threads", "slots", "waiting", "tok/s", "KV", "prefix hits", "done"):
-        table.add_column(column, justify="left" if column in ("worker", "model") else "right", no_wrap=True)
-    for worker in workers:
-        name = f"{worker['name']} [dim]{worker['pid']}[/]"
-        for model in worker["models"]:
-            label = model["id"] + (" [dim](default)[/]" if model["default"] else "")
-            table.add_row(name, label, str(model.get("threads", "-")), *_engine_cells(model["engine"]))
-            name = ""
+def _worker(worker: dict[str, Any]) -> RenderableType:
+    """What a worker serves, in a terminal of 80 columns as well."""
+    title = f"{escape(worker['name'])} [dim]pid {worker['pid']}[/]"
+    columns = ("model", "slots", "waiting", "tok/s", "KV", "hits", "done", "threads")
+    table = table_of(*columns, right=", ".join(columns[1:]), title=title)
+    for model in worker["models"]:
+        label = escape(model["id"]) + (" [dim](default)[/]" if model["default"] else "")
+        table.add_row(label, *_engine_cells(model["engine"]), str(model.get("threads", "-")))
     return table
 
 
@@ -90,28 +85,43 @@ def _engine_cells(engine: dict[str, Any] | None) -> tuple[str, ...]:
         return ("-",) * 6
     busy = engine["slots_prefilling"] + engine["slots_decoding"]
     kv = 100 * engine["kv_used_tokens"] / engine["kv_total_tokens"]
+    looked = engine["cache_hits"] + engine["cache_misses"]
     return (
         f"{busy}/{engine['slots_total']}",
         str(engine["queue_depth"]),
         f"{engine['generation_rate']:.0f}",
         f"{kv:.0f} %",
-        f"{engine['cache_hits']}/{engine['cache_hits'] + engine['cache_misses']}",
+        f"{100 * engine['cache_hits'] / looked:.0f} %" if looked else "-",  # of prompts, a prefix was in the cache
         str(engine["requests_finished"]),
     )
 
 
-def _totals(status: dict[str, Any]) -> str:
-    queues = [_queue(model, count, status["eta_s"][model]) for model, count in status["waiting"].items() if count]
-    return "[dim]jobs without a slot: " + (", ".join(queues) or "none") + "[/]"
+def _queues(status: dict[str, Any]) -> list[str]:
+    """One line per queue with jobs, those that nobody serves at last and loudly."""
+    unserved = status["unserved"]
+    counts = {model: max(status["waiting"][model], status["queues"][model]) for model in status["waiting"]}
+    served = [model for model, count in counts.items() if count and model not in unserved]
+    lines = [_queue(model, counts[model], status["eta_s"][model]) for model in served]
+    return [
+        "[dim]jobs without a slot: " + (", ".join(lines) or "none") + "[/]",
+        *(f"[yellow]{counts[model]} job(s) wait for {escape(model)}, which nobody serves[/]" for model in unserved),
+    ]
 
 
 def _queue(model: str, count: int, eta_s: float | None) -> str:
-    return f"{model} {count}" + ("" if eta_s is None else f" (a new one waits about {eta_s:.1f} s)")
+    return f"{escape(model)} {count}" + ("" if eta_s is None else f" (a new one waits about {eta_s:.1f} s)")
+
+
+_ENDS = {"cancelled": "was cancelled", "timeout": "is done: its timeout was over", "error": "has failed"}
 
 
 def _render_position(position: dict[str, Any]) -> str:
-    if position["state"] != "waiting":
-        return f"job {position['job_id']} {'runs' if position['state'] == 'running' else 'is done'}"
+    job = f"job {position['job_id']}"
+    if position["state"] == "done":
+        why = f": {escape(position['error'])}" if position["error"] else ""
+        return f"{job} {_ENDS.get(position['finish_reason'], 'is done')}{why}"
+    if position["state"] == "running":
+        return f"{job} runs"
     eta_s = position["eta_s"]
     when = "nobody serves its model now" if eta_s is None else f"a slot is free in about {eta_s:.1f} s"
-    return f"job {position['job_id']} waits: {position['ahead']} job(s) ahead, {when}"
+    return f"{job} waits: {position['ahead']} job(s) ahead, {when}"

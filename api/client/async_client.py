@@ -15,6 +15,7 @@ from cellama.api.batch.start import BatchOptions, Summary
 from cellama.tasks import apply_chat_template, chat, detokenize, embed, generate, rerank, tokenize
 from cellama.tasks.connection.connections import connect_async
 from cellama.tasks.contract.events import Event, is_terminal
+from cellama.tasks.state.job_list import OpenJob
 from cellama.tasks.state.position import Position
 from cellama.tasks.state.reader import STREAM_TIMEOUT_S, astream_events
 from cellama.tasks.state.registry import WorkerEntry
@@ -189,6 +190,12 @@ class AsyncClient(AsyncAdapterControl):
 
     async def position(self, job_id: str) -> Position:
         return await asyncio.to_thread(self._core.position, job_id)
+
+    async def jobs(self, model: str | None = None, *, limit: int = 1000) -> list[OpenJob]:
+        return await asyncio.to_thread(self._core.jobs, model, limit)
+
+    async def purge(self, model: str) -> int:
+        return await asyncio.to_thread(self._core.purge, model)
 
     async def dead(self) -> list[dict[str, Any]]:
         return await asyncio.to_thread(self._core.dead)

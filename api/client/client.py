@@ -11,6 +11,7 @@ from cellama.api.batch.run import Progress
 from cellama.api.batch.start import BatchOptions, Summary
 from cellama.tasks import apply_chat_template, chat, detokenize, embed, generate, rerank, tokenize
 from cellama.tasks.contract.events import Event
+from cellama.tasks.state.job_list import OpenJob
 from cellama.tasks.state.position import Position
 from cellama.tasks.state.reader import STREAM_TIMEOUT_S
 from cellama.tasks.state.registry import WorkerEntry
@@ -168,6 +169,14 @@ class Client(AdapterControl):
     def position(self, job_id: str) -> Position:
         """Whether a job waits, runs or is done, how many jobs are before it, and an estimate. Raises UnknownJob."""
         return self._core.position(job_id)
+
+    def jobs(self, model: str | None = None, *, limit: int = 1000) -> list[OpenJob]:
+        """The jobs that run or wait, of one model or all, whether anybody serves it or not."""
+        return self._core.jobs(model, limit)
+
+    def purge(self, model: str) -> int:
+        """Ends all jobs that wait for a model, and tells how many they were. Raises UnknownModel."""
+        return self._core.purge(model)
 
     def dead(self) -> list[dict[str, Any]]:
         """Jobs that were put aside because their workers died again and again, the last one first."""

@@ -16,6 +16,7 @@ from celery.result import AsyncResult
 from cellama.api.batch.run import Progress
 from cellama.api.batch.start import BatchOptions, Summary, run_batch
 from cellama.tasks import app
+from cellama.tasks.broker.control import purge_queue
 from cellama.tasks.connection.connections import connect
 from cellama.tasks.connection.redis_errors import reaching_redis
 from cellama.tasks.contract.errors import (
@@ -31,6 +32,7 @@ from cellama.tasks.contract.errors import (
 from cellama.tasks.contract.events import Event, is_terminal
 from cellama.tasks.contract.keys import IGNORED_FIELD, job_key
 from cellama.tasks.contract.names import DEFAULT_MODEL, queue_keys, queue_name
+from cellama.tasks.state.job_list import OpenJob, open_jobs, queued_models, waiting_ids
 from cellama.tasks.state.ledger import Ledger
 from cellama.tasks.state.position import Position, estimate_s, position_of
 from cellama.tasks.state.reader import stream_events
@@ -160,6 +162,24 @@ class Core:
         with reaching_redis():
             return position_of(self._redis, job_id)
 
+    def jobs(self, model: str | None, limit: int) -> list[OpenJob]:
+        with reaching_redis():
+            return open_jobs(self._redis, model, limit)
+
+    def purge(self, model: str) -> int:
+        with reaching_redis():
+            if model not in (*self._models(), DEFAULT_MODEL):
+                known = ", ".join(queued_models(self._redis)) or "none"
+                raise UnknownModel(f"nobody serves a model {model!r}, and no job waits for it; jobs wait for: {known}")
+            num_messages = purge_queue(app, queue_name(model))
+            held = waiting_ids(self._redis, model)  # in the hands of workers
+            if held:
+                app.control.revoke(held, terminate=True)
+            return num_messages + len(held)
+
+    def _models(self) -> list[str]:
+        return queues(live_workers(self._redis), queued_models(self._redis))
+
     def dead(self) -> list[dict[str, Any]]:
         with reaching_redis():
             return Ledger(self._redis).dead()
@@ -265,7 +285,8 @@ class Core:
 
     def stats(self) -> dict[str, Any]:
         workers = self.workers()
-        models = _queues(workers)
+        with reaching_redis():
+            models = queues(workers, queued_models(self._redis))
         return _stats(workers, self.queue_depths(models), self.num_waiting(models))
 
     def close(self) -> None:
@@ -305,8 +326,14 @@ def memory_of(workers: list[WorkerEntry], name: str | None) -> list[dict[str, An
 
 def _stats(workers: list[WorkerEntry], depths: dict[str, int], waiting: dict[str, int]) -> dict[str, Any]:
     """Totals over all workers; per model the messages in its queue, the jobs without a slot, and when a new one's
-    turn would come."""
+    turn would come; and the models that nobody serves although jobs wait for them."""
     engines = [entry["engine"] for worker in workers for entry in worker.models if entry["engine"]]
+    ready = [entry for worker in workers for entry in worker.models if entry["status"] == "ready"]
+    served = {entry["id"] for entry in ready} | {DEFAULT_MODEL for entry in ready if entry["default"]}
+    known = {entry["id"] for worker in workers for entry in worker.models} | {DEFAULT_MODEL}
+    unserved = sorted(model for model in waiting if model not in served and (waiting[model] or depths[model]))
+    shown = [model for model in waiting if model in known or model in unserved]
+    depths, waiting = ({model: counts[model] for model in shown} for counts in (depths, waiting))
     return {
         "workers": len(workers),
         "slots_total": sum(engine["slots_total"] for engine in engines),
@@ -314,9 +341,12 @@ def _stats(workers: list[WorkerEntry], depths: dict[str, int], waiting: dict[str
         "generation_rate": round(sum(engine["generation_rate"] for engine in engines), 1),
         "queues": depths,
         "waiting": waiting,
+        "unserved": unserved,
         "eta_s": {model: estimate_s(workers, queue_name(model), count) for model, count in waiting.items()},
     }
 
 
-def _queues(workers: list[WorkerEntry]) -> list[str]:
-    return [*sorted({entry["id"] for worker in workers for entry in worker.models}), DEFAULT_MODEL]
+def queues(workers: list[WorkerEntry], queued: list[str]) -> list[str]:
+    """The models that somebody serves or waits for, and `:default`."""
+    served = {entry["id"] for worker in workers for entry in worker.models}
+    return [*sorted(served | set(queued) - {DEFAULT_MODEL}), DEFAULT_MODEL]

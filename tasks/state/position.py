@@ -19,12 +19,17 @@ JobState = Literal["waiting", "running", "done"]
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """`ahead` counts the jobs that get a slot before this one; `eta_s` is None when nobody serves its model."""
+    """`ahead` counts the jobs that get a slot before this one; `eta_s` is None when nobody serves its model.
+
+    Of a job that is done, `finish_reason` says how it ended, and `error` why, if it failed: as in its last event.
+    """
 
     job_id: str
     state: JobState
     ahead: int = 0
     eta_s: float | None = 0.0
+    finish_reason: str | None = None
+    error: str | None = None
 
 
 def position_of(redis: Redis, job_id: str) -> Position:
@@ -36,7 +41,11 @@ def position_of(redis: Redis, job_id: str) -> Position:
             f"there is no job {job_id}, or not any more; a job that plain Celery sent is known once it runs"
         )
     if state == "done":
-        return Position(job_id, "done")
+        ending = ledger.ending(job_id)
+        event = {} if ending is None else ending.event
+        if event.get("type") == "error":
+            return Position(job_id, "done", finish_reason="error", error=event["message"])
+        return Position(job_id, "done", finish_reason=event.get("finish_reason"))
     if ahead is None:
         return Position(job_id, "waiting" if state == "queued" else "running", 0, None if state == "queued" else 0.0)
     return Position(job_id, "waiting", ahead, estimate_s(live_workers(redis), ledger.queue(job_id) or "", ahead))

@@ -119,10 +119,11 @@ def test_chat_and_embed_take_arguments_and_stdin(machine: Machine) -> None:
 
 def test_status_shows_worker_model_and_slots(machine: Machine) -> None:
     shown = machine.run("status").stdout
-    assert re.search(r"cellama-[0-9a-f]{4}@.*tiny \(default\).*0/16", shown)
+    assert re.search(r"cellama-[0-9a-f]{4}@.*pid \d+\n.*tiny \(default\) +0/16", shown, re.DOTALL)
     assert "jobs without a slot: none" in shown
     status = json.loads(machine.run("status", "--json").stdout)
     none = {"tiny": 0, ":default": 0}
+    assert status["unserved"] == []
     assert (status["workers"], status["slots_total"], status["queues"]) == (1, 16, none)
     assert (status["waiting"], status["eta_s"]) == (none, {"tiny": 0.0, ":default": 0.0})
 

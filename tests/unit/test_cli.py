@@ -42,6 +42,10 @@ COMMANDS = (
     "bench",
     "dead list",
     "dead requeue",
+    "jobs list",
+    "jobs follow",
+    "jobs cancel",
+    "queue purge",
 )
 COMMANDS += tuple(f"models {name}" for name in ("list", "info", "load", "unload", "default", "memory"))
 COMMANDS += tuple(f"batch {name}" for name in ("run", "resume", "list", "status", "cancel"))

@@ -1,18 +1,78 @@
-"""What `cellama status` shows of workers."""
+"""What `cellama status` shows of workers, and what a command says of a job that it follows."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 from rich.console import Console
 
-from cellama.api.cli.status import _workers
+from cellama.api.cli import following
+from cellama.api.cli.following import Patience
+from cellama.api.cli.status import _render
+from cellama.tasks.contract.errors import JobTimeout
+from cellama.tasks.state.position import Position
+
+ENGINE = {
+    "slots_prefilling": 4, "slots_decoding": 252, "slots_total": 256, "queue_depth": 12345, "generation_rate": 12345.6,
+    "kv_used_tokens": 9, "kv_total_tokens": 9, "cache_hits": 123456, "cache_misses": 7, "requests_finished": 1234567,
+}  # fmt: skip
+
+
+def shown(models: list[dict[str, Any]], width: int = 80) -> str:
+    live = [{"name": "cellama-0a1b@a-rather-long-name-of-a-machine", "pid": 4123456, "models": models}]
+    console = Console(width=width, record=True)
+    console.print(_render({"live": live, "queues": {}, "waiting": {}, "eta_s": {}, "unserved": []}))
+    return console.export_text()
 
 
 def test_status_shows_the_threads_in_use_and_none_of_a_model_that_is_loading() -> None:
     ready = {"id": "reader", "default": True, "threads": 7, "engine": None}
     loading = {"id": "writer", "default": False, "engine": None}
-    console = Console(width=120, record=True)
-    console.print(_workers([{"name": "w@host", "pid": 1, "models": [ready, loading]}]))
-    shown = console.export_text()
-    rows = {words[-8]: words[-7] for line in shown.splitlines() if (words := line.replace("│", " ").split())[-7:-6]}
-    assert "threads" in shown
-    assert (rows["(default)"], rows["writer"]) == ("7", "-")
+    lines = [line.split() for line in shown([ready, loading]).splitlines() if line.strip()]
+    assert lines[1][-1] == "threads"
+    assert [line[-1] for line in lines if line[0] in ("reader", "writer")] == ["7", "-"]
+
+
+def test_status_is_whole_in_80_columns() -> None:
+    model = {"id": "a-model-with-a-long-id", "default": True, "threads": 128, "engine": ENGINE}
+    text = shown([model])
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= 80
+    for part in ("(default)", "256/256", "12345", "12346", "100 %", "1234567", "128", "machine pid 4123456"):
+        assert part in text
+
+
+class Clock:
+    """A clock that a test moves."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(following.time, "monotonic", lambda: self.now)
+
+
+def test_patience_counts_from_the_start_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, patience = Clock(monkeypatch), Patience("j", 60.0)
+    for clock.now in (50.0, 500.0):  # it may wait its turn for long …
+        patience.look(Position("j", "waiting", 8, 65.0))
+    clock.now = 555.0
+    patience.look(Position("j", "running"))
+    clock.now = 561.0  # … but once it has a slot it must tell something
+    with pytest.raises(JobTimeout, match="job j told nothing for 60 s; it goes on: `cellama jobs follow j`"):
+        patience.look(Position("j", "running"))
+
+
+def test_patience_ends_for_a_job_that_nobody_serves_unless_that_was_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, patience, wanted = Clock(monkeypatch), Patience("j", 60.0), Patience("j", 60.0, unserved=True)
+    clock.now = 61.0
+    assert "no worker serves it now" in wanted.look(Position("j", "waiting", 0, None))
+    with pytest.raises(JobTimeout, match="nobody serves its model"):
+        patience.look(Position("j", "waiting", 0, None))
+
+
+def test_estimate_of_a_waiting_job_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, patience = Clock(monkeypatch), Patience("j", 60.0)
+    told = []
+    for clock.now, ahead, eta_s in ((0.0, 8, 65.0), (10.0, 8, 65.0), (70.0, 8, 65.0), (71.0, 7, 58.0)):
+        told.append(patience.look(Position("j", "waiting", ahead, eta_s)).partition("ahead, ")[2])
+    assert told == ["about 65 s", "about 55 s", "soon", "about 58 s"]

@@ -1,4 +1,4 @@
-"""`cellama batch` as people see it: what is told of runs, and mistakes before anything begins. No worker runs."""
+"""What commands tell of jobs, queues and bulk runs, and which mistakes they name at once. No worker runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from redis import Redis
 from typer.testing import CliRunner, Result
 
 from cellama.api.cli import app
-from cellama.tasks.contract.errors import InvalidJob, UnknownModel
+from cellama.tasks import generate
+from cellama.tasks.contract.errors import InvalidJob, UnknownJob, UnknownModel
 from cellama.tasks.contract.keys import WORKERS_KEY, batch_key
 from cellama.tasks.state.bulk_runs import SILENT_S, Batches
 from cellama.tasks.state.registry import WorkerEntry
@@ -22,6 +23,61 @@ from cellama.tasks.state.registry import WorkerEntry
 
 def cellama(*argv: str) -> Result:
     return CliRunner().invoke(app, argv, env={"COLUMNS": "200"})
+
+
+@pytest.fixture
+def unserved(redis_client: Redis) -> Iterator[str]:
+    """The id of a model that nobody serves, and for which two jobs wait."""
+    model = f"m{uuid.uuid4().hex[:8]}"
+    jobs = [generate.delay(model, "Once"), generate.delay(model, "Once")]
+    yield model
+    for job in jobs:
+        job.revoke(terminate=True)
+
+
+def ids_of(model: str) -> list[str]:
+    return [job["job_id"] for job in json.loads(cellama("jobs", "list", "-m", model, "--json").output)]
+
+
+def test_status_shows_queues_that_nobody_serves(unserved: str) -> None:
+    assert f"2 job(s) wait for {unserved}, which nobody serves" in cellama("status").output
+    status = json.loads(cellama("status", "--json").output)
+    assert unserved in status["unserved"]
+    assert (status["queues"][unserved], status["waiting"][unserved], status["eta_s"][unserved]) == (2, 2, None)
+
+
+def test_jobs_are_listed_with_their_ids_until_they_end(unserved: str) -> None:
+    first, second = ids_of(unserved)
+    shown = cellama("jobs", "list", "--model", unserved).output
+    assert shown.index(first) < shown.index(second)
+    assert "these are the first 1" in cellama("jobs", "list", "--model", unserved, "--limit", "1").output
+    assert cellama("jobs", "cancel", first).exit_code == 0
+    assert ids_of(unserved) == [second]
+
+
+def test_cancel_says_what_it_did_and_status_what_became_of_the_job(unserved: str) -> None:
+    first, _ = ids_of(unserved)
+    assert cellama("cancel", first).output == f"job {first} is cancelled: it waited\n"
+    assert cellama("status", first).output == f"job {first} was cancelled\n"
+    assert json.loads(cellama("status", first, "--json").output)["finish_reason"] == "cancelled"
+    again = cellama("cancel", first, "--json")
+    assert (again.exit_code, json.loads(again.output)["cancelled"]) == (1, False)
+
+
+def test_cancel_of_nonsense_is_an_error_and_touches_no_other(unserved: str) -> None:
+    first, second = ids_of(unserved)
+    assert isinstance(cellama("cancel", first, "nonsense").exception, UnknownJob)
+    assert ids_of(unserved) == [first, second]
+
+
+def test_purge_ends_what_waits_and_knows_no_other_models(unserved: str) -> None:
+    first, _ = ids_of(unserved)
+    refused = CliRunner().invoke(app, ["queue", "purge", unserved], input="n\n")
+    assert (refused.exit_code, len(ids_of(unserved))) == (1, 2)
+    done = cellama("queue", "purge", unserved, "--yes", "--json")
+    assert json.loads(done.output) == {"model": unserved, "ended": 2}
+    assert (ids_of(unserved), cellama("status", first).output) == ([], f"job {first} was cancelled\n")
+    assert isinstance(cellama("queue", "purge", "nosuch", "--yes").exception, UnknownModel)
 
 
 @pytest.fixture

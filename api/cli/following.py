@@ -1,0 +1,141 @@
+"""How a command follows a job to its end: where it is while nothing comes, its text, what became of it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from cellama.api.client.client import RESULT_AFTER_END_S, Job
+from cellama.tasks.contract.errors import JobCancelled, JobFailed, JobTimeout
+from cellama.tasks.contract.events import Event
+from cellama.tasks.state.position import Position
+from cellama.tasks.state.reader import PING
+
+from .output import err, print_json
+
+PING_S = 1.0
+
+
+class Patience:
+    """How long a job may tell nothing. While it waits its turn it may be silent for ever, unless nobody serves it."""
+
+    def __init__(self, job_id: str, patience_s: float, *, unserved: bool = False) -> None:
+        """With `unserved`, a job may also wait for somebody to serve it."""
+        self._job_id = job_id
+        self._patience_s = patience_s
+        self._unserved = unserved
+        self._heard_at = time.monotonic()
+        self._ahead = -1
+        self._moved_at = 0.0  # when there were fewer jobs ahead for the last time
+
+    def heard(self) -> None:
+        """Of the job itself."""
+        self._heard_at = time.monotonic()
+
+    def look(self, position: Position) -> str:
+        """Where the job is, in words. Raises JobTimeout."""
+        now = time.monotonic()
+        if position.state == "waiting" and (position.eta_s is not None or self._unserved):
+            self._heard_at = now
+        if now - self._heard_at > self._patience_s:
+            why = "nobody serves its model" if position.state == "waiting" else "it goes on"
+            raise JobTimeout(
+                f"job {self._job_id} told nothing for {self._patience_s:g} s; {why}: `cellama jobs follow "
+                f"{self._job_id}` waits longer, `cellama cancel {self._job_id}` ends it"
+            )
+        if position.state != "waiting":
+            return f"job {self._job_id}: the prompt is being read …"
+        if position.ahead != self._ahead:
+            self._ahead, self._moved_at = position.ahead, now
+        return f"job {self._job_id} waits: {position.ahead} job(s) ahead, {self._when(position.eta_s, now)}"
+
+    def _when(self, eta_s: float | None, now: float) -> str:
+        """The estimate is of the moment in which the last job before this one got its slot."""
+        if eta_s is None:
+            return "no worker serves it now"
+        left_s = eta_s - (now - self._moved_at)
+        return f"about {left_s:.0f} s" if left_s >= 1 else "soon"
+
+
+@contextlib.contextmanager
+def cancelled_with(job: Job) -> Iterator[None]:
+    """Ctrl-C, or a reader that goes away, cancels the job."""
+    try:
+        yield
+    except (KeyboardInterrupt, BrokenPipeError):
+        job.cancel()
+        err.print(f"\n[yellow]cancelled job {job.id}[/]")
+        raise
+
+
+def result_of(job: Job, patience: Patience) -> dict[str, Any]:
+    """The result of a job of which nothing is shown before. Raises as `show`."""
+    with cancelled_with(job):
+        for _ in _events(job, patience):
+            pass
+    return job.result(RESULT_AFTER_END_S)
+
+
+def show(job: Job, json: bool, patience: Patience) -> str:
+    """Streams a job to stdout and returns its text. Raises JobTimeout, JobFailed, JobCancelled."""
+    text = ""
+    for event in _events(job, patience):
+        text += event["text"] if event["type"] == "token" else ""
+        if json:
+            print_json({"job_id": job.id, **event})
+        else:
+            _show_event(event, job.id)
+        _raise_if_failed(event, job.id)
+    return text
+
+
+def _events(job: Job, patience: Patience) -> Iterator[Event]:
+    """A job's events to its end, without pings; while those come, stderr shows where it is."""
+    with err.status("…") as spinner:
+        spinner.stop()
+        for event in job.stream(timeout=math.inf, ping=PING_S):
+            if event["type"] == PING:
+                spinner.update(f"[dim]{patience.look(job.position())}[/]")
+                spinner.start()
+            else:
+                spinner.stop()
+                patience.heard()
+                yield event
+
+
+def _show_event(event: Event, job_id: str) -> None:
+    """The answer goes to stdout, thoughts and the summary to stderr."""
+    if event["type"] == "token":
+        sys.stdout.write(event["text"])
+        sys.stdout.flush()
+    elif event["type"] == "reasoning":
+        err.print(event["text"], style="dim italic", end="", markup=False, highlight=False, soft_wrap=True)
+    elif event["type"] == "reasoning_end":
+        err.print("\n")
+    elif event["type"] == "done":
+        for call in event.get("tool_calls", []):
+            sys.stdout.write(f"{call['function']['name']}({call['function']['arguments']})")
+        _summarise(event, job_id)
+
+
+def _raise_if_failed(event: Event, job_id: str) -> None:
+    if event["type"] == "error":
+        raise JobFailed(event["code"], event["message"], event["retryable"])
+    if event.get("finish_reason") == "cancelled":
+        raise JobCancelled(f"job {job_id} was cancelled")
+
+
+def _summarise(event: Event, job_id: str) -> None:
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    usage, timings = event["usage"], event.get("timings") or {}
+    parts = [f"{usage['completion_tokens']} tokens", event["finish_reason"]]
+    if timings.get("generation_rate"):
+        parts.append(f"{timings['generation_rate']:.0f} tok/s")
+    if timings.get("ttft_ms") is not None:
+        parts.append(f"first after {timings['ttft_ms']:.0f} ms")
+    err.print(f"[dim]{' · '.join([*parts, f'job {job_id}'])}[/]")

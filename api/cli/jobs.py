@@ -1,0 +1,111 @@
+"""The commands for jobs and queues: jobs list, follow, cancel; queue purge."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.prompt import Confirm
+
+from cellama.api.client.client import Client, Job
+
+from .following import Patience, show
+from .generation import JsonOption, PatienceOption
+from .output import Exit, err, out, print_error, print_json, readable_time, table_of
+
+LIMIT = 50
+JobArgument = Annotated[str, typer.Argument(help="Id of the job.")]
+ModelOption = Annotated[str | None, typer.Option("--model", "-m", help="Only those for this model.")]
+
+
+def jobs_list_command(
+    model: ModelOption = None,
+    limit: Annotated[int, typer.Option(help="At most so many.", min=1)] = LIMIT,
+    json: JsonOption = False,
+) -> None:
+    """List the jobs that run or wait, those of models that nobody serves included.
+
+    Example:  cellama jobs list --model tiny
+    """
+    with Client() as client:
+        jobs = client.jobs(model, limit=limit)
+    if json:
+        print_json([asdict(job) for job in jobs])
+        return
+    if not jobs:
+        out.print("no job runs or waits")
+        return
+    table = table_of("job", "state", "kind", "model", "since", right="")
+    for job in jobs:
+        table.add_row(job.job_id, job.state, job.kind, job.model, readable_time(job.submitted_at)[5:])
+    out.print(table)
+    if len(jobs) == limit:
+        out.print(f"[dim]these are the first {limit}; --limit shows more, `cellama status` counts them[/]")
+
+
+def jobs_follow_command(job_id: JobArgument, json: JsonOption = False, patience: PatienceOption = 60.0) -> None:
+    """Show the stream of a job from its beginning to its end. Ctrl-C leaves the job alone.
+
+    Example:  cellama jobs follow 5f0c…
+    """
+    with Client() as client:
+        try:
+            show(Job(client, job_id), json, Patience(job_id, patience, unserved=True))
+        except KeyboardInterrupt:
+            err.print(f"\n[yellow]job {job_id} goes on; `cellama cancel {job_id}` ends it[/]")
+            raise
+
+
+def cancel_command(
+    job_ids: Annotated[list[str], typer.Argument(help="Ids of jobs.")],
+    json: JsonOption = False,
+) -> None:
+    """Cancel jobs wherever they are: waiting or running.
+
+    Example:  cellama cancel 5f0c…
+    """
+    with Client() as client:
+        states = {job_id: client.position(job_id).state for job_id in job_ids}  # all are checked before any is touched
+        open_ids = [job_id for job_id in job_ids if states[job_id] != "done"]
+        for job_id in open_ids:
+            client.cancel(job_id)
+    for job_id in job_ids:
+        if json:
+            print_json({"job_id": job_id, "state": states[job_id], "cancelled": job_id in open_ids})
+        elif job_id in open_ids:
+            out.print(f"job {job_id} is cancelled: it {'ran' if states[job_id] == 'running' else 'waited'}")
+        else:
+            print_error(f"job {job_id} has ended already; `cellama status {job_id}` says how")
+    if len(open_ids) < len(job_ids):
+        raise typer.Exit(Exit.FAILED)
+
+
+def jobs_cancel_command(
+    job_ids: Annotated[list[str], typer.Argument(help="Ids of jobs.")],
+    json: JsonOption = False,
+) -> None:
+    """Cancel jobs wherever they are, as `cellama cancel` does.
+
+    Example:  cellama jobs cancel 5f0c…
+    """
+    cancel_command(job_ids, json)
+
+
+def queue_purge_command(
+    model: Annotated[str, typer.Argument(help="Model id, or :default.")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    json: JsonOption = False,
+) -> None:
+    """End all jobs that wait for a model; those that run go on. A bulk run that goes on sends its lines again.
+
+    Example:  cellama queue purge tiny --yes
+    """
+    with Client() as client:
+        if not yes and not Confirm.ask(f"End all jobs that wait for {model}?", console=err):
+            raise typer.Exit(Exit.FAILED)
+        count = client.purge(model)
+    if json:
+        print_json({"model": model, "ended": count})
+    else:
+        out.print(f"ended {count} job(s) that waited for {model}")

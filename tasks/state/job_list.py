@@ -1,0 +1,62 @@
+"""The jobs that have not ended: which there are, where they wait, who runs them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from redis import Redis
+
+from cellama.tasks.contract.keys import QUEUES_KEY, RUNNING_KEY, job_key, waiting_key
+from cellama.tasks.contract.names import is_model_queue, model_of, queue_name
+
+_FIELDS = ("state", "task", "queue", "priority", "submitted_at", "attempt", "worker")
+
+
+@dataclass(frozen=True, slots=True)
+class OpenJob:
+    """A job that waits or runs. `submitted_at` is in unix seconds, by Redis' clock; `worker` had its last attempt."""
+
+    job_id: str
+    state: Literal["waiting", "running"]
+    kind: str
+    model: str
+    priority: int
+    submitted_at: float
+    attempts: int
+    worker: str | None
+
+
+def open_jobs(redis: Redis, model: str | None, limit: int) -> list[OpenJob]:
+    """At most so many: those that run, the oldest first, then those that wait, queue by queue, the next one first."""
+    ids: list[bytes] = list(redis.zrange(RUNNING_KEY, 0, -1 if model else limit - 1))  # type: ignore[arg-type]
+    for name in queued_models(redis) if model is None else [model]:
+        ids += redis.zrange(waiting_key(queue_name(name)), 0, limit - 1)  # type: ignore[arg-type]
+    pipeline = redis.pipeline(transaction=False)
+    for raw in ids:
+        pipeline.hmget(job_key(raw.decode()), _FIELDS)
+    found = (_open(raw.decode(), values) for raw, values in zip(ids, pipeline.execute(), strict=True))
+    return [job for job in found if job is not None and model in (None, job.model)][:limit]
+
+
+def queued_models(redis: Redis) -> list[str]:
+    """The models for which jobs wait, or have waited lately, whether anybody serves them or not."""
+    queues: Any = redis.smembers(QUEUES_KEY)
+    return sorted(model_of(name) for raw in queues if is_model_queue(name := raw.decode()))
+
+
+def waiting_ids(redis: Redis, model: str) -> list[str]:
+    """The jobs of a model that have no slot, those in workers' hands included; the next one first."""
+    ids: Any = redis.zrange(waiting_key(queue_name(model)), 0, -1)
+    return [raw.decode() for raw in ids]
+
+
+def _open(job_id: str, values: list[bytes | None]) -> OpenJob | None:
+    state, task, queue, priority, submitted_at, attempts, worker = (value and value.decode() for value in values)
+    if not state or not task or not queue or state == "done":
+        return None  # it has ended meanwhile
+    runs: Literal["waiting", "running"] = "running" if state == "running" else "waiting"
+    kind, model = task.removeprefix("cellama."), model_of(queue)
+    return OpenJob(
+        job_id, runs, kind, model, int(priority or 0), float(submitted_at or 0), int(attempts or 0), worker or None
+    )
