@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -10,6 +11,7 @@ from types import ModuleType
 
 import pytest
 import typer
+import yaml
 from pydantic import BaseModel
 
 from cellama.api.cli import app
@@ -98,3 +100,10 @@ def test_links_between_files_of_the_repository_lead_somewhere() -> None:
         text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
         for target in re.findall(r"\]\((?!\w+:|#)([^)#\s]+)", re.sub(r"`[^`\n]*`", "", text)):
             assert (path.parent / target).exists(), f"{path.relative_to(ROOT)} links to {target}"
+
+
+def test_every_page_has_its_place_in_the_site() -> None:
+    site = yaml.safe_load((ROOT / ".ci" / "mkdocs.yml").read_text(encoding="utf-8"))
+    placed = set(re.findall(r"[\w/-]+\.md", json.dumps(site["nav"])))
+    there = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
+    assert there == placed, "the nav of .ci/mkdocs.yml lists the pages"
