@@ -14,7 +14,7 @@ from cellama.tasks import apply_chat_template, chat, detokenize, embed, generate
 from cellama.tasks.connecting import connect_async
 from cellama.tasks.contract.events import Event, is_terminal
 from cellama.tasks.position import Position
-from cellama.tasks.reader import STREAM_TIMEOUT_S, astream_events
+from cellama.tasks.reader import STREAM_TIMEOUT_S, EventCursor, astream_events
 from cellama.tasks.registry import WorkerEntry
 
 from .adapters import AsyncAdapterControl
@@ -150,13 +150,12 @@ class AsyncClient(AsyncAdapterControl):
         ping: float = math.inf,
         cancel_on_exit: bool = False,
     ) -> AsyncIterator[Event]:
-        outage, ended = Outage(), False
+        outage, cursor, ended = Outage(), EventCursor(job_id, after), False
         try:
             while not ended:
                 with outage.watching():
-                    async for event in astream_events(self._redis, job_id, after, timeout, ping):
+                    async for event in astream_events(self._redis, job_id, after, timeout, ping, cursor):
                         outage.is_over()
-                        after = event.get("seq", after)
                         ended = is_terminal(event)
                         yield event
                 if not ended:

@@ -31,7 +31,7 @@ from cellama.tasks.contract.names import DEFAULT_MODEL, queue_keys, queue_name
 from cellama.tasks.ledger import Ledger
 from cellama.tasks.position import Position, estimate_s, position_of
 from cellama.tasks.reaching import reaching_redis
-from cellama.tasks.reader import stream_events
+from cellama.tasks.reader import EventCursor, stream_events
 from cellama.tasks.registry import WorkerEntry, live_workers
 
 from .batch.run import Progress
@@ -142,13 +142,12 @@ class Core:
             app.control.revoke(job_id, terminate=True)
 
     def stream(self, job_id: str, after: int, timeout_s: float, ping_s: float, cancel_on_exit: bool) -> Iterator[Event]:
-        outage, ended = Outage(), False
+        outage, cursor, ended = Outage(), EventCursor(job_id, after), False
         try:
             while not ended:
                 with outage.watching():
-                    for event in stream_events(self._redis, job_id, after, timeout_s, ping_s):
+                    for event in stream_events(self._redis, job_id, after, timeout_s, ping_s, cursor):
                         outage.is_over()
-                        after = event.get("seq", after)
                         ended = is_terminal(event)
                         yield event
                 if not ended:
