@@ -30,7 +30,7 @@ NAMES = {
     "queue_tax": "jobs through Celery and Redis against requests given to the engine",
     "urgent": "an urgent job while a worker is full of bulk jobs and more wait",
     "cancel": "from a cancel to the end, wherever the job is",
-    "chaos": "workers killed, Redis restarted, a worker frozen, a job that kills",
+    "chaos": "workers killed or frozen, clocks apart, Redis restarted or rolled back, a job that kills",
     "chaos_sentinel": "the master of a Redis with sentinels killed, or its place handed over",
     "fuzz": "hostile and random payloads with good jobs beside them: who else feels them?",
     "loads": "two models loaded at once while a third streams: its longest gap",

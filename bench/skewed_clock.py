@@ -1,8 +1,8 @@
-"""A wall clock that is `CLOCK_AHEAD_S` seconds ahead, for one Python process: `environment_of` has what to start it with.
+"""A wall clock that is `CLOCK_AHEAD_S` seconds ahead, for one Python process that starts with `environment_of`.
 
-Copied as `sitecustomize.py` to a folder in PYTHONPATH, so it works before anything else is imported. It covers `time.time`,
-`time_ns`, `clock_gettime` and `clock_gettime_ns` of CLOCK_REALTIME, and `now`, `utcnow` and `today` of `datetime.datetime`;
-not times that C libraries take themselves (llama.cpp, file times, `localtime()` without an argument).
+Copied as `sitecustomize.py` to a folder in PYTHONPATH, so it works before anything else is imported. It covers
+`time.time`, `time_ns`, `clock_gettime` and `clock_gettime_ns` of CLOCK_REALTIME, and `now`, `utcnow` and `today` of
+`datetime.datetime`; not times that C takes itself (llama.cpp, file times, `localtime()` without an argument).
 """
 
 from __future__ import annotations

@@ -165,7 +165,8 @@ def stream_events(
     """The events of a job with a `seq` above `after`, to the terminal one; any number of readers may do so.
 
     A `cursor` that was read with before goes on where it was, instead of behind `after`. Whenever `ping_s` pass without
-    an event there is one of type `ping`, without a `seq`. Raises JobTimeout when nothing comes for `timeout_s`, StreamTrimmed when events are gone, UnknownJob when nobody has heard of the job.
+    an event there is one of type `ping`, without a `seq`. Raises JobTimeout when nothing comes for `timeout_s`,
+    StreamTrimmed when events are gone, UnknownJob when nobody has heard of the job.
     """
     cursor, patience = cursor or EventCursor(job_id, after), _Patience(job_id, timeout_s, ping_s)
     cursor.connected_again()

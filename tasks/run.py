@@ -88,6 +88,7 @@ UNKNOWN_MESSAGE = (
     "with the header {}, which is cellama's own; send it again as a new job, without that header"
 )
 PASSING = (BusyLoadingError, OutOfMemoryError, ReadOnlyError, TryAgainError)  # what Redis refuses, but not for ever
+GIVEN_UP = (Interruption.HANDED_BACK, Interruption.SUPERSEDED)  # the run's end is not the job's
 MOST_URGENT = 0  # a suspect gets a slot at once: it shall not be blamed for a death while it only waited
 
 
@@ -178,6 +179,10 @@ class JobRun:
         except (Ignore, SoftTimeLimitExceeded):
             if self._control.interruption is Interruption.HANDED_BACK:
                 self._hand_back()
+            if self._control.interruption is Interruption.SUPERSEDED:
+                self._runtime.publisher.hand_back(self._attempt.run_id)  # a Redis of yesterday would take its end
+                self._ended.result()
+                raise Ignore() from None
             cancelled = self._control.interruption is Interruption.CANCELLED
             self._end_stream(events.done("cancelled" if cancelled else "timeout", self._usage_so_far()))
             self._ignore_unless_mine()
@@ -287,7 +292,7 @@ class JobRun:
         return self._end_with({"lines": len(job.lines), "usage": NO_USAGE, "model": model.id})
 
     def _stop_lines(self, lines: ChunkRun, reason: Interruption) -> None:
-        if reason is Interruption.HANDED_BACK:
+        if reason in GIVEN_UP:
             self._runtime.publisher.hand_back(self._attempt.run_id)
         lines.stop()
 
@@ -366,7 +371,7 @@ class JobRun:
         return zlib.crc32(self._job_id.encode()) & 0x7FFFFFFF
 
     def _stop(self, handle: Handle, reason: Interruption) -> None:
-        if reason is Interruption.HANDED_BACK:  # nobody shall hear of this end
+        if reason in GIVEN_UP:  # nobody shall hear of this end
             self._runtime.publisher.hand_back(self._attempt.run_id)
         handle.cancel("timeout" if reason in (Interruption.SOFT_LIMIT, Interruption.HARD_LIMIT) else "cancelled")
 
