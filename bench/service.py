@@ -69,9 +69,11 @@ class Stored:
     def forget_lost(self, since: set[str], redis: Any) -> None:
         """What Redis has lost may be stored again: whatever is not `since` back then, or not there any more."""
         for job_id in list(self.states):
-            if job_id not in since or not redis.exists(f"celery-task-meta-{job_id}"):
-                del self.states[job_id]
+            if not redis.exists(f"celery-task-meta-{job_id}"):
                 self.num_lost += 1
+            elif job_id in since:
+                continue
+            del self.states[job_id]
 
     def num_twice(self) -> int:
         return sum(len(states) for states in self.states.values() if len(states) > 1)

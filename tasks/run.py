@@ -24,14 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from celery import Task
 from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
-from redis.exceptions import (
-    BusyLoadingError,
-    OutOfMemoryError,
-    ReadOnlyError,
-    RedisError,
-    ResponseError,
-    TryAgainError,
-)
+from redis.exceptions import RedisError, ResponseError
 
 from cellama.engine import (
     Completion,
@@ -65,6 +58,7 @@ from .foundation import Choice, Foundation, changed, foundation_of, may_come
 from .ledger import new_run
 from .past import Past, read_past
 from .pool import Interruption, current_job
+from .reaching import is_passing
 from .records import DEAD, Attempt, Ending
 from .registry import KEPT_S, live_workers
 from .results import error_event, failure_of, result_of, resume_of
@@ -87,7 +81,6 @@ UNKNOWN_MESSAGE = (
     "Redis knows nothing of job {}: it ended long ago, or its entry was deleted or evicted, or plain Celery sent it "
     "with the header {}, which is cellama's own; send it again as a new job, without that header"
 )
-PASSING = (BusyLoadingError, OutOfMemoryError, ReadOnlyError, TryAgainError)  # what Redis refuses, but not for ever
 GIVEN_UP = (Interruption.HANDED_BACK, Interruption.SUPERSEDED)  # the run's end is not the job's
 MOST_URGENT = 0  # a suspect gets a slot at once: it shall not be blamed for a death while it only waited
 
@@ -157,7 +150,7 @@ class JobRun:
             try:
                 return action()
             except RedisError as error:
-                if isinstance(error, ResponseError) and not isinstance(error, PASSING):
+                if isinstance(error, ResponseError) and not is_passing(error):
                     raise JobFailed("redis_refuses", f"Redis refuses what the worker asks of it: {error}") from None
                 log.warning("job %s waits for Redis: %s", self._job_id, error)
             if self._control.interruption is Interruption.HANDED_BACK:
