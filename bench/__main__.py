@@ -38,7 +38,7 @@ ROOMS = {
         "online": "Poisson arrivals, alone and beside a bulk load, against llama-server",
     },
     "faults": {
-        "chaos": "workers killed, Redis restarted, a worker frozen, a job that kills",
+        "chaos": "workers killed or frozen, clocks apart, Redis restarted or rolled back, a job that kills",
         "chaos_sentinel": "the master of a Redis with sentinels killed, or its place handed over",
         "fuzz": "hostile and random payloads with good jobs beside them: who else feels them?",
         "storm": "a bulk run whose command and workers are killed while Redis restarts",

@@ -17,7 +17,7 @@ from cellama.tasks.connection.connections import connect_async
 from cellama.tasks.contract.events import Event, is_terminal
 from cellama.tasks.state.job_list import OpenJob
 from cellama.tasks.state.position import Position
-from cellama.tasks.state.reader import STREAM_TIMEOUT_S, astream_events
+from cellama.tasks.state.reader import STREAM_TIMEOUT_S, EventCursor, astream_events
 from cellama.tasks.state.registry import WorkerEntry
 
 from .adapters import AsyncAdapterControl
@@ -151,13 +151,12 @@ class AsyncClient(AsyncAdapterControl):
         ping: float = math.inf,
         cancel_on_exit: bool = False,
     ) -> AsyncIterator[Event]:
-        outage, ended = Outage(), False
+        outage, cursor, ended = Outage(), EventCursor(job_id, after), False
         try:
             while not ended:
                 with outage.watching():
-                    async for event in astream_events(self._redis, job_id, after, timeout, ping):
+                    async for event in astream_events(self._redis, job_id, after, timeout, ping, cursor):
                         outage.is_over()
-                        after = event.get("seq", after)
                         ended = is_terminal(event)
                         yield event
                 if not ended:

@@ -35,7 +35,7 @@ from cellama.tasks.contract.names import DEFAULT_MODEL, queue_keys, queue_name
 from cellama.tasks.state.job_list import OpenJob, open_jobs, queued_models, waiting_ids
 from cellama.tasks.state.ledger import Ledger
 from cellama.tasks.state.position import Position, estimate_s, position_of
-from cellama.tasks.state.reader import stream_events
+from cellama.tasks.state.reader import EventCursor, stream_events
 from cellama.tasks.state.registry import WorkerEntry, live_workers
 
 CONNECT_TIMEOUT_S = 3.0
@@ -143,13 +143,12 @@ class Core:
             app.control.revoke(job_id, terminate=True)
 
     def stream(self, job_id: str, after: int, timeout_s: float, ping_s: float, cancel_on_exit: bool) -> Iterator[Event]:
-        outage, ended = Outage(), False
+        outage, cursor, ended = Outage(), EventCursor(job_id, after), False
         try:
             while not ended:
                 with outage.watching():
-                    for event in stream_events(self._redis, job_id, after, timeout_s, ping_s):
+                    for event in stream_events(self._redis, job_id, after, timeout_s, ping_s, cursor):
                         outage.is_over()
-                        after = event.get("seq", after)
                         ended = is_terminal(event)
                         yield event
                 if not ended:

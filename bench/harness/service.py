@@ -25,6 +25,7 @@ from cellama.tasks.connection.connections import connect
 from cellama.tasks.state.registry import live_workers
 
 from .pace import PACE_FILE, Paced, slowed
+from .skewed_clock import environment_of
 
 PATIENCE_S = 300.0
 POISON_TOKENS = 666  # a prompt of so many tokens ends the worker that takes it
@@ -58,6 +59,26 @@ def _redis_port() -> int:
     return free_port()
 
 
+class Stored:
+    """Job id → the final states that were stored for it."""
+
+    def __init__(self) -> None:
+        self.states: dict[str, list[str]] = {}
+        self.num_lost = 0
+
+    def forget_lost(self, since: set[str], redis: Any) -> None:
+        """What Redis has lost may be stored again: whatever is not `since` back then, or not there any more."""
+        for job_id in list(self.states):
+            if not redis.exists(f"celery-task-meta-{job_id}"):
+                self.num_lost += 1
+            elif job_id in since:
+                continue
+            del self.states[job_id]
+
+    def num_twice(self) -> int:
+        return sum(len(states) for states in self.states.values() if len(states) > 1)
+
+
 class Service:
     """Redis and workers. Use as a context manager; this process is a producer for them inside."""
 
@@ -65,6 +86,7 @@ class Service:
         self.folder = folder
         self.redis_server: Any = RedisServer(0, folder / "redis")
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._ahead_s: dict[str, float] = {}  # how far the clock of a worker is ahead, also when it starts again
         self.num_starts = 0
         self._models = [dict(model) for model in models]
         self._settings = settings
@@ -113,21 +135,24 @@ class Service:
         """Every step takes so long, for the length of a `with` block: work that lasts on a fast machine."""
         return slowed(self._pace_file, seconds) if seconds else contextlib.nullcontext()
 
-    def start_worker(self, name: str | None = None) -> str:
-        """Starts a worker, under a new name or that of one which ended; returns the name."""
+    def start_worker(self, name: str | None = None, ahead_s: float = 0.0) -> str:
+        """Starts a worker, under a new name or that of one which ended; returns the name. Its clock may be ahead."""
         name = name or next(self._names)
+        self._ahead_s.setdefault(name, ahead_s)
         self.processes[name] = self._starter.submit(self._start, name).result()
         self.num_starts += 1
         return name
 
     def _start(self, name: str) -> subprocess.Popen[bytes]:
         argv = [sys.executable, "-m", "celery", "-A", "cellama.tasks.app", "worker", "-n", f"{name}@bench"]
+        ahead_s = self._ahead_s[name]
         with (self.folder / f"{name}.log").open("ab") as log:
             return subprocess.Popen(
                 [*argv, "--without-gossip", "--without-mingle"],
                 stdout=log,
                 stderr=log,
                 cwd=self.folder,
+                env={**os.environ, **(environment_of(ahead_s, self.folder / "clock") if ahead_s else {})},
                 preexec_fn=die_with_parent,
             )
 
@@ -153,6 +178,18 @@ class Service:
         time.sleep(away_s)
         self._starter.submit(self.redis_server.run).result()
 
+    def roll_back_redis(self, lost_s: float = 1.0) -> None:
+        """Kills Redis, and starts it again without what it has written in the last second."""
+        self.redis.config_set("auto-aof-rewrite-percentage", 0)  # so that the file only grows meanwhile
+        data = self.folder / "redis"
+        [growing] = [*data.glob("appendonly.aof"), *data.glob("appendonlydir/*.incr.aof")]  # Redis 6, Redis 7
+        kept = growing.stat().st_size
+        time.sleep(lost_s)
+        self.redis_server.process.kill()
+        self.redis_server.process.wait()
+        os.truncate(growing, kept)
+        self._starter.submit(self.redis_server.run).result()
+
     def num_sampled(self) -> int:
         """Tokens sampled by all workers that ever were, dead ones too."""
         files = (self.folder / "counters").iterdir()
@@ -162,15 +199,15 @@ class Service:
         return (self.folder / f"{name}.log").read_text(errors="replace")
 
     @contextlib.contextmanager
-    def counting_results(self) -> Iterator[dict[str, list[str]]]:
-        """Job id → the final states that were stored for it, as Celery announces them."""
-        stored: dict[str, list[str]] = {}
+    def counting_results(self) -> Iterator[Stored]:
+        """The final states that are stored, as Celery announces them."""
+        stored = Stored()
         pubsub = self.redis.pubsub()  # type: ignore[no-untyped-call]
 
         def note(message: dict[str, Any]) -> None:
             meta = json.loads(message["data"])
             if meta["status"] in ("SUCCESS", "FAILURE", "REVOKED"):
-                stored.setdefault(meta["task_id"], []).append(meta["status"])
+                stored.states.setdefault(meta["task_id"], []).append(meta["status"])
 
         pubsub.psubscribe(**{"celery-task-meta-*": note})
         thread = pubsub.run_in_thread(sleep_time=0.1, daemon=True, exception_handler=lambda *_: time.sleep(0.2))

@@ -24,14 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from celery import Task
 from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
-from redis.exceptions import (
-    BusyLoadingError,
-    OutOfMemoryError,
-    ReadOnlyError,
-    RedisError,
-    ResponseError,
-    TryAgainError,
-)
+from redis.exceptions import RedisError, ResponseError
 
 from cellama.engine import (
     Completion,
@@ -44,6 +37,7 @@ from cellama.engine import (
     UnknownModel,
 )
 from cellama.tasks.broker.pool import Interruption, current_job
+from cellama.tasks.connection.redis_errors import is_passing
 from cellama.tasks.contract import events
 from cellama.tasks.contract.chunks import ChunkJob
 from cellama.tasks.contract.errors import InvalidJob, JobFailed
@@ -87,7 +81,7 @@ UNKNOWN_MESSAGE = (
     "Redis knows nothing of job {}: it ended long ago, or its entry was deleted or evicted, or plain Celery sent it "
     "with the header {}, which is cellama's own; send it again as a new job, without that header"
 )
-PASSING = (BusyLoadingError, OutOfMemoryError, ReadOnlyError, TryAgainError)  # what Redis refuses, but not for ever
+GIVEN_UP = (Interruption.HANDED_BACK, Interruption.SUPERSEDED)  # the run's end is not the job's
 MOST_URGENT = 0  # a suspect gets a slot at once: it shall not be blamed for a death while it only waited
 
 
@@ -156,7 +150,7 @@ class JobRun:
             try:
                 return action()
             except RedisError as error:
-                if isinstance(error, ResponseError) and not isinstance(error, PASSING):
+                if isinstance(error, ResponseError) and not is_passing(error):
                     raise JobFailed("redis_refused", f"Redis refuses what the worker asks of it: {error}") from None
                 log.warning("job %s waits for Redis: %s", self._job_id, error)
             if self._control.interruption is Interruption.HANDED_BACK:
@@ -178,6 +172,10 @@ class JobRun:
         except (Ignore, SoftTimeLimitExceeded):
             if self._control.interruption is Interruption.HANDED_BACK:
                 self._hand_back()
+            if self._control.interruption is Interruption.SUPERSEDED:
+                self._runtime.publisher.hand_back(self._attempt.run_id)  # a Redis of yesterday would take its end
+                self._ended.result()
+                raise Ignore() from None
             cancelled = self._control.interruption is Interruption.CANCELLED
             self._end_stream(events.done("cancelled" if cancelled else "timeout", self._usage_so_far()))
             self._ignore_unless_mine()
@@ -287,7 +285,7 @@ class JobRun:
         return self._end_with({"lines": len(job.lines), "usage": NO_USAGE, "model": model.id})
 
     def _stop_lines(self, lines: ChunkRun, reason: Interruption) -> None:
-        if reason is Interruption.HANDED_BACK:
+        if reason in GIVEN_UP:
             self._runtime.publisher.hand_back(self._attempt.run_id)
         lines.stop()
 
@@ -366,7 +364,7 @@ class JobRun:
         return zlib.crc32(self._job_id.encode()) & 0x7FFFFFFF
 
     def _stop(self, handle: Handle, reason: Interruption) -> None:
-        if reason is Interruption.HANDED_BACK:  # nobody shall hear of this end
+        if reason in GIVEN_UP:  # nobody shall hear of this end
             self._runtime.publisher.hand_back(self._attempt.run_id)
         handle.cancel("timeout" if reason in (Interruption.SOFT_LIMIT, Interruption.HARD_LIMIT) else "cancelled")
 

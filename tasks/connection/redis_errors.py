@@ -6,7 +6,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kombu.exceptions import OperationalError
-from redis.exceptions import ClusterCrossSlotError, ClusterDownError, MovedError, ResponseError
+from redis.exceptions import (
+    ClusterCrossSlotError,
+    ClusterDownError,
+    MovedError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+    TryAgainError,
+)
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
@@ -17,6 +26,14 @@ from .server_check import CLUSTER
 
 _CLUSTERED = (ClusterCrossSlotError, ClusterDownError, MovedError)
 _NO_ANSWER = (RedisConnectionError, RedisTimeoutError, OperationalError)
+_FOR_A_WHILE = (*_NO_ANSWER, ClusterDownError, OutOfMemoryError, ReadOnlyError, TryAgainError)
+# Redis 6 quotes them in an error of its own when a script meets them; the last three have no class in any case.
+_CODES_FOR_A_WHILE = ("-OOM ", "-READONLY ", "MISCONF ", "NOREPLICAS ", "MASTERDOWN ")
+
+
+def is_passing(error: RedisError) -> bool:
+    """True if Redis takes nothing for a while, whatever it is asked: the same may be asked again later."""
+    return isinstance(error, _FOR_A_WHILE) or any(code in str(error) for code in _CODES_FOR_A_WHILE)
 
 
 @contextmanager

@@ -14,12 +14,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
-from redis.exceptions import ClusterDownError, OutOfMemoryError, ReadOnlyError, RedisError, TryAgainError
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import TimeoutError as RedisTimeoutError
+from redis.exceptions import RedisError
 
 from cellama.engine import Pulse
 from cellama.tasks.broker.pool import Interruption
+from cellama.tasks.connection.redis_errors import is_passing
 from cellama.tasks.contract import events
 from cellama.tasks.contract.errors import JobFailed
 from cellama.tasks.contract.events import Event
@@ -40,9 +39,6 @@ LINE_MARK = "\x1f"  # in the id of a request: between the run of a chunk and the
 HAND_BACK, FAIL = "hand_back", "fail"  # between this class and itself: no events of a job
 MAX_BATCH = 1000  # events per call of Redis: it serves nobody else meanwhile
 MAX_BATCH_BYTES = 8 << 20  # the same, but for one larger event
-# By these Redis refuses every write for a while; all others are about what was written.
-PASSING = (RedisConnectionError, RedisTimeoutError, OutOfMemoryError, ReadOnlyError, ClusterDownError, TryAgainError)
-PASSING_CODES = ("MISCONF", "NOREPLICAS", "MASTERDOWN")  # that have no class of their own
 
 Told = list[tuple[str, Event, Result | None]]  # run id, event without its seq, result with a terminal event
 Numbered = tuple[str, Entry]  # with the run id
@@ -232,7 +228,7 @@ class Publisher:
                 self.pulse.beat("events", self._runs.keys())
                 return self._settle(entries, unwritten)
             except RedisError as error:
-                if not _passes(error):
+                if not is_passing(error):
                     return self._write_one_by_one(entries, error)
                 if not failures:
                     log.warning("events of %d run(s) wait for Redis: %s", len({run for run, _ in entries}), error)
@@ -301,11 +297,6 @@ def _line_failed(line: int, failure: JobFailed) -> Event:
     from .results import error_of
 
     return events.line(line, {"error": error_of(failure)})
-
-
-def _passes(error: RedisError) -> bool:
-    """True if Redis may take the same later."""
-    return isinstance(error, PASSING) or str(error).startswith(PASSING_CODES)
 
 
 def _pages(entries: list[Numbered]) -> Iterator[list[Numbered]]:

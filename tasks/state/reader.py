@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import math
 import time
+import zlib
+from array import array
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -24,22 +26,37 @@ SUBSCRIBE_S = 10.0  # for Redis to confirm a subscription
 PAGE = 1000  # journal entries per read
 STREAM_TIMEOUT_S = 30.0
 UNKNOWN_S = 2.0  # for the first sign of a job, which plain Celery tells nobody of before a worker has it
+TOLD = ("type", "index", "tokens", "text", "line", "result")  # fields of events
 PING = "ping"  # type of what a reader gets while there is nothing to tell; it is in no journal
 
 
 class EventCursor:
-    """Knows which event comes next, and who has it. Pure: it neither reads nor waits."""
+    """Knows which event comes next, and who has it. Pure: it neither reads nor waits.
+
+    It remembers what it has told: a Redis that has lost its last writes gets those events again, and if they are others
+    this time, the reader hears of it instead of a text that is half of the one and half of the other.
+    """
 
     def __init__(self, job_id: str, after: int = -1) -> None:
         self.job_id = job_id
         self.last_seq = after
         self.ended = False
         self.needs_journal = True  # until the journal has nothing more to say
+        self._first = self._next_read = after + 1
+        self._told = array("L")  # a sum of each event from `_first` on
+
+    def connected_again(self) -> None:
+        """Redis may be another one by now, or have lost something: the journal is compared with what was told."""
+        self.needs_journal, self._next_read = True, self._first
 
     def from_journal(self, entries: list[Any]) -> list[Event]:
-        """The new events of a page of the journal. Raises StreamTrimmed when the next one is gone."""
+        """The new events of a page of the journal. Raises StreamTrimmed when one is gone."""
         self.needs_journal = len(entries) >= PAGE
-        new = [event for event in map(_parse_entry, entries) if self._is_new(event)]
+        events = [_parse_entry(entry) for entry in entries]
+        for event in events:
+            self._compare(event)
+            self._next_read = event["seq"] + 1
+        new = [event for event in events if self._is_new(event)]
         if new and new[0]["seq"] != self.last_seq + 1:
             raise StreamTrimmed(
                 f"events {self.last_seq + 1} to {new[0]['seq'] - 1} of job {self.job_id} are gone; "
@@ -51,9 +68,13 @@ class EventCursor:
         """The new event of a pub/sub message, if it is the next one; otherwise the journal is asked."""
         if message is None:
             self.needs_journal = True
+        elif message["type"] == "subscribe":  # the connection was lost
+            self.connected_again()
         elif message["type"] == "message":
             event: Event = json.loads(message["data"])
-            if event["seq"] == self.last_seq + 1:
+            self._compare(event)
+            if event["seq"] == self.last_seq + 1 == self._next_read:
+                self._next_read += 1
                 return self._take([event])
             self.needs_journal |= self._is_new(event)
         return []
@@ -61,13 +82,22 @@ class EventCursor:
     @property
     def journal_start(self) -> str:
         """Id of the journal entry to read from."""
-        return stream_id(self.last_seq + 1)
+        return stream_id(self._next_read)
+
+    def _compare(self, event: Event) -> None:
+        place = event["seq"] - self._first
+        if 0 <= place < len(self._told) and self._told[place] != _sum_of(event):
+            raise StreamTrimmed(
+                f"Redis has lost events of job {self.job_id} that were read, and from {event['seq']} on others "
+                "stand in their place; read the stream again from its start, or take the result"
+            )
 
     def _is_new(self, event: Event) -> bool:
         return bool(event["seq"] > self.last_seq)
 
     def _take(self, events: list[Event]) -> list[Event]:
         if events:
+            self._told.extend(map(_sum_of, events))
             self.last_seq = events[-1]["seq"]
             self.ended = is_terminal(events[-1])
         return events
@@ -77,6 +107,11 @@ def _parse_entry(entry: Any) -> Event:
     _, fields = entry
     event: Event = json.loads(fields.get(EVENT_FIELD.encode()) or fields[EVENT_FIELD])
     return event
+
+
+def _sum_of(event: Event) -> int:
+    """Of what a reader goes by; which worker says it, and how fast, is nothing to him."""
+    return zlib.crc32(repr([event.get(name) for name in TOLD]).encode())
 
 
 class _Patience:
@@ -125,13 +160,16 @@ def stream_events(
     after: int = -1,
     timeout_s: float = STREAM_TIMEOUT_S,
     ping_s: float = math.inf,
+    cursor: EventCursor | None = None,
 ) -> Iterator[Event]:
     """The events of a job with a `seq` above `after`, to the terminal one; any number of readers may do so.
 
-    Whenever `ping_s` pass without an event there is one of type `ping`, without a `seq`. Raises JobTimeout when nothing
-    comes for `timeout_s`, StreamTrimmed when events are gone, UnknownJob when nobody has heard of the job.
+    A `cursor` that was read with before goes on where it was, instead of behind `after`. Whenever `ping_s` pass without
+    an event there is one of type `ping`, without a `seq`. Raises JobTimeout when nothing comes for `timeout_s`,
+    StreamTrimmed when events are gone, UnknownJob when nobody has heard of the job.
     """
-    cursor, patience = EventCursor(job_id, after), _Patience(job_id, timeout_s, ping_s)
+    cursor, patience = cursor or EventCursor(job_id, after), _Patience(job_id, timeout_s, ping_s)
+    cursor.connected_again()
     with redis.pubsub() as pubsub:  # type: ignore[no-untyped-call]
         pubsub.subscribe(events_channel(job_id, database_of(redis)))
         pubsub.get_message(timeout=SUBSCRIBE_S)  # subscribed from here on: the journal can't miss what is live
@@ -158,9 +196,11 @@ async def astream_events(
     after: int = -1,
     timeout_s: float = STREAM_TIMEOUT_S,
     ping_s: float = math.inf,
+    cursor: EventCursor | None = None,
 ) -> AsyncIterator[Event]:
     """`stream_events` for asyncio."""
-    cursor, patience = EventCursor(job_id, after), _Patience(job_id, timeout_s, ping_s)
+    cursor, patience = cursor or EventCursor(job_id, after), _Patience(job_id, timeout_s, ping_s)
+    cursor.connected_again()
     async with redis.pubsub() as pubsub:
         await pubsub.subscribe(events_channel(job_id, database_of(redis)))
         await pubsub.get_message(timeout=SUBSCRIBE_S)

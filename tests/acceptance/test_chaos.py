@@ -13,6 +13,7 @@ from ..conftest import clean_environment
 
 JOBS = 40
 TIMEOUT_S = 400.0
+CHECKED = ("results", "stored twice", "torn", "read torn", "texts off", "unacked", "untimely")
 
 
 def chaos(scenario: str, *options: str) -> dict[str, Any]:
@@ -33,21 +34,27 @@ def chaos(scenario: str, *options: str) -> dict[str, Any]:
     [
         ("kills", ("--new", "400", "--kills", "3", "--period", "1.5")),
         ("outages", ("--new", "400", "--outages", "4", "--period", "1")),
-        ("freeze", ("--new", "200", "--period", "1")),
+        ("freezes", ("--new", "400", "--freezes", "2", "--period", "2")),
+        ("clocks", ("--new", "200")),
+        ("rollbacks", ("--new", "400", "--rollbacks", "2", "--period", "1.5")),
         ("poison", ("--new", "100")),
     ],
 )
 def test_every_job_ends_once_with_the_text_of_an_undisturbed_run(scenario: str, options: tuple[str, ...]) -> None:
+    """No job begins a second time merely because Redis was away: the benchmark's lease is then longer than a busy
+    machine keeps a thread waiting, so what is counted depends on the rules, and not on the machine."""
     row = chaos(scenario, *options)
     assert row["troubles"] >= 1
-    assert {name: row[name] for name in ("results", "stored twice", "torn", "texts off", "unacked")} == {
+    assert {name: row[name] for name in CHECKED} == {
         "results": JOBS,
         "stored twice": 0,
         "torn": 0,
+        "read torn": 0,
         "texts off": 0,
         "unacked": "0",
+        "untimely": "",
     }
     if scenario == "outages":
-        assert row["alive"] == "2/2"
+        assert (row["alive"], row["attempts"]) == ("2/2", JOBS)
     if scenario == "poison":
         assert row["poison"] == "dead after 3 attempts"

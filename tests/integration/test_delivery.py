@@ -96,6 +96,21 @@ def test_job_of_a_killed_worker_goes_on_where_it_stopped(
     assert second.engine()["generated_tokens"] < LONG["max_tokens"]
 
 
+def test_worker_that_is_told_by_a_redis_of_yesterday_that_its_job_is_not_its_own_does_not_end_it(
+    start_worker: StartWorker, model: str, redis_client: Redis
+) -> None:
+    """In a failover the old master takes writes for a while, so one may say "lost" and the other take the end."""
+    worker = start_worker(lease_s=3)
+    undisturbed = generate.delay(model, STORY, **LONG).get(timeout=PATIENCE_S)["text"]
+    with worker.slowed():
+        job = generate.delay(model, STORY, **LONG)
+        wait_for_token(redis_client, job.id)
+        redis_client.hset(job_key(job.id), "holder", "another one")  # its run is the job's as before
+        wait_until(lambda: f"{job.id} on {model}: cancelled" in worker.log(), "the run given up")
+    assert job.get(timeout=PATIENCE_S)["text"] == undisturbed
+    check_whole(read(redis_client, job.id), undisturbed)
+
+
 @pytest.mark.parametrize(("drain_s", "num_signals"), [(0, 1), (60, 2)])
 def test_ending_worker_hands_its_jobs_back(
     start_worker: StartWorker, model: str, redis_client: Redis, drain_s: int, num_signals: int

@@ -9,10 +9,15 @@ from pathlib import Path
 
 import pytest
 from redis import Redis
+from redis.exceptions import RedisError
 
 from cellama.api.machine.redis_server import RedisServer
+from cellama.tasks.connection.redis_errors import is_passing
+from cellama.tasks.contract.keys import job_key
+from cellama.tasks.state.ledger import Ledger
 
 from ..conftest import PATIENCE_S, clean_environment
+from .ledgers import begin, submit
 
 COMMAND_LINE = ("from cellama.api.cli import main; main()", "generate", "tiny", "Hi", "--wait")
 PRODUCER = """
@@ -55,6 +60,24 @@ def test_full_redis_is_told_as_such(server: RedisServer, run: Run) -> None:
     assert [one.startswith(f"redis_full {told}") for one in produced] == [True, True]
     assert "the first 0 of 2 jobs are queued" in produced[1]
     assert "Traceback" not in line.stderr
+
+
+@pytest.mark.parametrize(("setting", "refusing"), [("maxmemory", 1), ("min-replicas-to-write", 1)])
+def test_what_redis_refuses_for_a_while_is_asked_again(server: RedisServer, setting: str, refusing: int) -> None:
+    """Full, or a master whose replicas have left it in a failover: no job ends because of it."""
+    with Redis.from_url(server.url) as redis:
+        ledger = Ledger(redis)
+        job_id = submit(ledger, "cellama:queue:refused")
+        redis.config_set(setting, refusing)
+        with pytest.raises(RedisError) as refused:
+            begin(ledger, job_id)
+        assert is_passing(refused.value)
+        redis.config_set(setting, 0)
+        redis.set(job_key("spoiled"), "no hash")
+        with pytest.raises(RedisError) as refused:
+            begin(ledger, "spoiled")
+        assert not is_passing(refused.value)
+        assert begin(ledger, job_id).verdict == "run"
 
 
 def test_command_that_a_user_may_not_use_is_named(server: RedisServer, run: Run) -> None:

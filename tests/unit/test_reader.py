@@ -43,13 +43,41 @@ def test_cursor_yields_each_event_once_in_order_whatever_is_lost(last: int, arri
 def test_cursor_takes_live_events_without_asking_the_journal() -> None:
     cursor = EventCursor("j")
     assert cursor.from_journal([entry(0)]) == [event(0)]
-    assert cursor.from_message({"type": "subscribe", "data": 1}) == []
     assert cursor.from_message(message(0)) == []
     assert cursor.from_message(message(1)) == [event(1)]
     assert not cursor.needs_journal
     assert cursor.from_message(message(3)) == []
     assert cursor.needs_journal
     assert cursor.journal_start == stream_id(2)
+
+
+def told_as(text: str, seq: int) -> dict[str, Any]:
+    return {"type": "message", "data": json.dumps({**event(seq), "text": text}).encode()}
+
+
+def journaled(*texts: str) -> list[tuple[bytes, dict[bytes, bytes]]]:
+    return [(stream_id(seq).encode(), {b"event": told_as(text, seq)["data"]}) for seq, text in enumerate(texts)]
+
+
+def test_cursor_goes_on_when_the_same_events_come_again_after_redis_has_lost_them() -> None:
+    cursor = EventCursor("j")
+    cursor.from_journal(journaled("a", "b", "c"))
+    assert cursor.from_message({"type": "subscribe", "data": 1}) == []  # Redis is back
+    assert cursor.from_journal(journaled("a")) == []
+    assert cursor.from_message(told_as("b", 1)) == []
+    assert cursor.from_message(told_as("d", 3)) == []  # what stands before it has to be compared first
+    assert [new["text"] for new in cursor.from_journal(journaled("a", "b", "c", "d"))] == ["d"]
+    assert [new["text"] for new in cursor.from_message(told_as("e", 4))] == ["e"]
+
+
+@pytest.mark.parametrize("in_journal", [True, False])
+def test_cursor_says_so_when_other_events_stand_in_the_place_of_those_it_told(in_journal: bool) -> None:
+    cursor = EventCursor("j")
+    cursor.from_journal(journaled("a", "b", "c"))
+    cursor.connected_again()
+    read = cursor.from_journal if in_journal else cursor.from_message
+    with pytest.raises(StreamTrimmed, match="from 1 on others stand in their place"):
+        read(journaled("a", "x", "c", "d") if in_journal else told_as("x", 1))  # type: ignore[operator]
 
 
 def test_cursor_says_so_when_events_are_gone() -> None:

@@ -1,36 +1,40 @@
-"""Workers killed, Redis restarted, a worker frozen, a job that kills: what is lost, torn or done twice.
+"""Workers killed or frozen, clocks apart, Redis restarted or rolled back, a job that kills: what is lost or torn?
 
 Real worker processes on a real Redis with the bundled model, all on this machine. Half of the jobs stream, all are
-greedy, and each text is compared with that of an undisturbed run. A token counts as generated twice if a worker
-sampled it and another one had to do so again.
+greedy, and each text is compared with that of an undisturbed run; of some streams a client reads along. A token counts
+as generated twice if a worker sampled it and another one had to do so again.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
-import signal
 import sys
 import tempfile
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from celery.exceptions import TaskRevokedError
 from redis.exceptions import RedisError
 
 from cellama.bench.harness.report import Report
-from cellama.bench.harness.service import PATIENCE_S, POISON_TOKENS, Service, wait_until
+from cellama.bench.harness.service import PATIENCE_S, POISON_TOKENS, Service, Stored, wait_until
+from cellama.tasks.contract.errors import JobFailed
 from cellama.tasks.contract.events import EVENT_FIELD, is_terminal
 from cellama.tasks.contract.keys import LEASES_KEY, RUNNING_KEY, job_key, journal_key
 
+from .live_readers import LiveReaders
+from .troubles import APART_S, LEASE_S, Troubles
+
 MODEL = "bundled tiny"
-SCENARIOS = ("kills", "outages", "freeze", "poison")
+SCENARIOS = ("kills", "outages", "freezes", "clocks", "rollbacks", "poison")
 ANIMALS = ("fox", "bear", "cat", "frog", "mouse", "dragon")
 SLOTS = 8
+NUM_READERS = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,6 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--outages", type=int, default=10)
+    parser.add_argument("--freezes", type=int, default=20)
+    parser.add_argument("--rollbacks", type=int, default=5)
     parser.add_argument("--period", type=float, default=4.0, help="seconds between two of them")
     parser.add_argument("--seed", type=int, default=0)
 
@@ -50,9 +56,10 @@ def run(args: argparse.Namespace) -> Report:
     for name in args.scenarios:
         with tempfile.TemporaryDirectory() as folder:
             model = {"id": "tiny", "source": "bundled://tiny", "n_parallel": SLOTS, "threads": 1, "default": True}
-            with Service(Path(folder), [model]) as service:
-                for _ in range(args.workers):
-                    service.start_worker()
+            lease = {"lease_s": str(LEASE_S)} if name == "outages" else {}
+            with Service(Path(folder), [model], **lease) as service:
+                for number in range(args.workers):
+                    service.start_worker(ahead_s=(0.5 - number % 2) * APART_S if name == "clocks" else 0.0)
                 service.wait_ready()
                 scenario = Scenario(service, args)
                 undisturbed = undisturbed or scenario.undisturbed()
@@ -73,38 +80,42 @@ class Scenario:
     def __init__(self, service: Service, args: argparse.Namespace) -> None:
         self._service = service
         self._args = args
-        self._random = random.Random(args.seed)
-        self._num_troubles = 0
 
     def run(self, name: str, undisturbed: Sequence[str]) -> dict[str, Any]:
         sampled_before = self._service.num_sampled()
         pids = {name: process.pid for name, process in self._service.processes.items()}
-        trouble: Callable[[threading.Event], None] = getattr(self, f"_{name}")
         done = threading.Event()
         started = time.monotonic()
         with self._service.counting_results() as stored:
+            troubles = self._troubles(stored)
             jobs = self._submit()
+            readers = LiveReaders([job.id for job in (jobs[::2][:NUM_READERS])], PATIENCE_S)
             if name == "poison":
                 poison = self._poison_job()  # urgent: it gets a slot beside jobs that run
-            troubled = threading.Thread(target=trouble, args=(done,))
-            troubled.start()
+            trouble = ThreadPoolExecutor(max_workers=1).submit(getattr(troubles, name), done)
             texts = [self._result(job) for job in jobs]
             seconds = time.monotonic() - started
             end_of_poison = self._end_of(poison) if name == "poison" else ""
+            readers.close()
             done.set()
-            troubled.join()
+            trouble.result()
         row: dict[str, Any] = {
             "scenario": name,
-            "troubles": self._num_troubles,
+            "troubles": troubles.count,
             "jobs": len(jobs),
             "seconds": round(seconds, 1),
         }
-        row |= self._check(jobs, texts, undisturbed, stored)
-        row["twice %"] = self._twice(len(jobs), self._service.num_sampled() - sampled_before)
-        row["unacked"] = wait_until(lambda: self._is_clean() and "0", "every message acked", 60)
+        row["unacked"] = wait_until(lambda: self._is_clean(jobs) and "0", "every job ended, every message acked")
+        row |= self._check(jobs, texts, undisturbed) | self._check_readers(readers, jobs, texts)
+        row |= {"stored twice": stored.num_twice(), "lost": stored.num_lost}
+        sampled = self._service.num_sampled() - sampled_before - troubles.num_more_tokens
+        row["twice %"] = self._twice(len(jobs), sampled)
         alive = {n: p.pid for n, p in self._service.processes.items() if p.poll() is None}
         row["alive"] = f"{len(pids.items() & alive.items())}/{len(pids)}"
-        return {**row, "poison": end_of_poison}
+        return {**row, "poison": end_of_poison, "untimely": "; ".join(troubles.wrong)}
+
+    def _troubles(self, stored: Stored) -> Troubles:
+        return Troubles(self._service, self._args, stored)
 
     def _submit(self) -> list[Any]:
         from cellama.tasks import generate
@@ -121,7 +132,7 @@ class Scenario:
 
     @staticmethod
     def _result(job: Any) -> str:
-        """The text; Redis may be away meanwhile."""
+        """The text, '' of a job that fails; Redis may be away meanwhile."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
             try:
@@ -131,44 +142,9 @@ class Scenario:
                     raise
                 job.backend.result_consumer.stop()
                 time.sleep(0.5)
-
-    # The troubles; each goes on until its number is full or the jobs are done.
-
-    def _kills(self, done: threading.Event) -> None:
-        for _ in range(self._args.kills):
-            if done.wait(self._args.period):
-                return
-            name = self._random.choice(sorted(self._service.processes))
-            self._service.kill(name)
-            self._service.start_worker(name)
-            self._num_troubles += 1
-
-    def _outages(self, done: threading.Event) -> None:
-        for number in range(self._args.outages):
-            if done.wait(self._args.period):
-                return
-            if number % 2:
-                self._service.redis.client_kill_filter(_type="normal", skipme=True)
-                self._service.redis.client_kill_filter(_type="pubsub", skipme=True)
-            else:
-                self._service.restart_redis()
-            self._num_troubles += 1
-
-    def _freeze(self, done: threading.Event) -> None:
-        if done.wait(self._args.period / 4):
-            return
-        process = self._service.processes["worker0"]
-        process.send_signal(signal.SIGSTOP)
-        wait_until(lambda: self._num_second_attempts() > 0, "jobs of the frozen worker begun elsewhere", 60)
-        process.send_signal(signal.SIGCONT)
-        self._num_troubles += 1
-
-    def _poison(self, done: threading.Event) -> None:
-        while not done.wait(0.05):  # what a supervisor does
-            for name, process in list(self._service.processes.items()):
-                if process.poll() is not None:
-                    self._service.start_worker(name)
-                    self._num_troubles += 1
+            except (JobFailed, TaskRevokedError) as error:
+                print(f"job {job.id}: {error!r}", file=sys.stderr, flush=True)
+                return ""
 
     def _poison_job(self) -> Any:
         from cellama.tasks import generate
@@ -185,25 +161,21 @@ class Scenario:
 
     # What became of it
 
-    def _num_second_attempts(self) -> int:
-        attempts: list[Any] = [
-            self._service.redis.hget(key, "attempt") for key in self._service.redis.keys(job_key("*"))
-        ]
-        return sum(int(attempt or 0) > 1 for attempt in attempts)
+    def _is_clean(self, jobs: Sequence[Any]) -> bool:
+        """Redis may have lost the end of a job after it was told: then it runs again."""
+        pipeline = self._service.redis.pipeline()
+        for job in jobs:
+            pipeline.hget(job_key(job.id), "state")
+        pipeline.zcard(LEASES_KEY)
+        pipeline.zcard(RUNNING_KEY)
+        *states, num_leases, num_running = pipeline.execute()
+        return not num_leases and not num_running and set(states) == {b"done"}
 
-    def _is_clean(self) -> bool:
-        redis = self._service.redis
-        return not redis.zcard(LEASES_KEY) and not redis.zcard(RUNNING_KEY)
-
-    def _check(
-        self, jobs: Sequence[Any], texts: Sequence[str], undisturbed: Sequence[str], stored: dict[str, list[str]]
-    ) -> dict[str, Any]:
+    def _check(self, jobs: Sequence[Any], texts: Sequence[str], undisturbed: Sequence[str]) -> dict[str, Any]:
         torn = [job.id for job, text in zip(jobs, texts, strict=True) if not self._is_whole(job.id, text)]
         other = sum(text != expected for text, expected in zip(texts, undisturbed, strict=True))
-        times_stored = Counter(len(stored.get(job.id, ())) for job in jobs)
         return {
             "results": sum(bool(text) for text in texts),
-            "stored twice": sum(count for times, count in times_stored.items() if times > 1),
             "torn": len(torn),
             "texts off": other,
             "attempts": self._num_attempts(jobs),
@@ -217,11 +189,16 @@ class Scenario:
         told = "".join(event.get("text", "") for event in events)
         return dense and ends == [False] * (len(events) - 1) + [True] and told == text
 
+    def _check_readers(self, readers: LiveReaders, jobs: Sequence[Any], texts: Sequence[str]) -> dict[str, Any]:
+        expected = {job.id: text for job, text in zip(jobs, texts, strict=True)}
+        torn = sum(text != expected[job_id] for job_id, text in readers.texts.items())
+        return {"read": len(readers.texts), "read torn": torn, "gaps told": readers.num_told}
+
     def _num_attempts(self, jobs: Sequence[Any]) -> int:
         pipeline = self._service.redis.pipeline()
         for job in jobs:
             pipeline.hget(job_key(job.id), "attempt")
-        return sum(int(attempt) for attempt in pipeline.execute())
+        return sum(int(attempt or 0) for attempt in pipeline.execute())
 
     def _twice(self, num_jobs: int, num_sampled: int) -> float:
         """Share of tokens, in percent."""

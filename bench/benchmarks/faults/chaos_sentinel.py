@@ -13,11 +13,13 @@ from pathlib import Path
 
 from cellama.api.machine.redis_server import RedisServer
 from cellama.bench.harness.report import Report
-from cellama.bench.harness.service import Service
+from cellama.bench.harness.service import Service, Stored
+from cellama.tasks.connection.connections import connect
 
 from .chaos import MODEL as MODEL
 from .chaos import SLOTS, Scenario
 from .sentinels import SentinelSetup
+from .troubles import Troubles
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,17 +54,23 @@ class _SentinelService(Service):
         self._starter.submit(self.sentinels.bring_back, server).result()
 
 
-class _Failovers(Scenario):
+class _FailoverTroubles(Troubles):
     _service: _SentinelService
 
-    def _sentinel(self, done: threading.Event) -> None:
+    def sentinel(self, done: threading.Event) -> None:
         sentinels = self._service.sentinels
-        for number in range(self._args.failovers):
-            if done.wait(self._args.period):
-                return
-            if number % 2:
+        while self.count < self._args.failovers and not done.wait(self._args.period):
+            before = set(self._stored.states)
+            if self.count % 2:
                 sentinels.hand_over()
             else:
                 self._service.bring_back(sentinels.kill_master())
             sentinels.wait_until_replicated()
-            self._num_troubles += 1
+            with connect(sentinels.master().url) as master:  # pooled connections may still lead to the other one
+                self._stored.forget_lost(before, master)
+            self.count += 1
+
+
+class _Failovers(Scenario):
+    def _troubles(self, stored: Stored) -> Troubles:
+        return _FailoverTroubles(self._service, self._args, stored)

@@ -15,7 +15,7 @@ from cellama.api.machine.redis_server import LOOPBACK, RedisServer, die_with_par
 
 MASTER_NAME = "cellama-test"
 DOWN_AFTER_MS = 1000
-START_TIMEOUT_S = 15.0
+START_TIMEOUT_S = 60.0
 
 
 class SentinelSetup:

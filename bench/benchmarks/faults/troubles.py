@@ -1,0 +1,116 @@
+"""What goes wrong in the chaos benchmarks. Each kind goes on until its number is full or the jobs are done."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import signal
+import threading
+import time
+from typing import Any
+
+from cellama.bench.harness.service import PATIENCE_S, Service, Stored, wait_until
+from cellama.tasks.contract.keys import RUNNING_KEY, job_key
+
+APART_S = 60.0  # the clocks of two workers
+LEASE_S = 15  # while only Redis is away: longer than a busy machine leaves a thread waiting
+TIMED_TOKENS = 16
+TIMED: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {  # payload, options, when it may end
+    "expires": ({}, {"expires": 45}, 0.0),
+    "countdown": ({}, {"countdown": 10}, 9.5),
+    "timeout": ({"timeout": 50}, {}, 0.0),
+}
+LATE_S = 45.0  # after the earliest time: less than the clocks are apart
+
+
+class Troubles:
+    """One service's."""
+
+    def __init__(self, service: Service, args: argparse.Namespace, stored: Stored) -> None:
+        self._service, self._args, self._stored = service, args, stored
+        self._random = random.Random(args.seed)
+        self.count = 0
+        self.num_more_tokens = 0  # that other jobs than those of the scenario asked for
+        self.wrong: list[str] = []  # what came out of such jobs otherwise than it should
+
+    def kills(self, done: threading.Event) -> None:
+        while self.count < self._args.kills and not done.wait(self._args.period):
+            name = self._random.choice(sorted(self._service.processes))
+            self._service.kill(name)
+            self._service.start_worker(name)
+            self.count += 1
+
+    def outages(self, done: threading.Event) -> None:
+        """In turns a restart of Redis, which keeps what it has, and the end of all connections."""
+        while self.count < self._args.outages and not done.wait(self._args.period):
+            if self.count % 2:
+                self._service.redis.client_kill_filter(_type="normal", skipme=True)
+                self._service.redis.client_kill_filter(_type="pubsub", skipme=True)
+            else:
+                self._service.restart_redis()
+            self.count += 1
+
+    def freezes(self, done: threading.Event) -> None:
+        """A worker is suspended until its jobs are given away, and up to a second more: some begin elsewhere then."""
+        while self.count < self._args.freezes and not done.wait(self._args.period / 2):
+            process = self._service.processes[self._random.choice(sorted(self._service.processes))]
+            process.send_signal(signal.SIGSTOP)
+            try:
+                self._wait_until_given_away(process.pid, done)
+                done.wait(self._random.random())
+            finally:
+                process.send_signal(signal.SIGCONT)
+            self.count += 1
+
+    def rollbacks(self, done: threading.Event) -> None:
+        """Redis loses the last second."""
+        while self.count < self._args.rollbacks and not done.wait(self._args.period):
+            before = set(self._stored.states)
+            self._service.roll_back_redis()
+            self._stored.forget_lost(before, self._service.redis)
+            self.count += 1
+
+    def clocks(self, _: threading.Event) -> None:
+        """The workers' clocks are a minute apart all the time; a wrong one would break the limits of urgent jobs."""
+        from cellama.tasks import generate
+
+        params = {"max_tokens": TIMED_TOKENS, "temperature": 0, "ignore_eos": True, "priority": 0}
+        started = time.monotonic()
+        waiting = [
+            (kind, generate.apply_async(("tiny", f"{kind} {number}"), {**params, **payload}, **options))
+            for number in range(8)
+            for kind, (payload, options, _) in TIMED.items()
+        ]
+        self.count, self.num_more_tokens = len(waiting), len(waiting) * TIMED_TOKENS
+        while waiting and time.monotonic() - started < PATIENCE_S:
+            for kind, job in list(waiting):
+                if job.ready():
+                    waiting.remove((kind, job))
+                    self._check_timed(kind, job, time.monotonic() - started)
+            time.sleep(0.1)
+        self.wrong += [f"{kind} without end" for kind, _ in waiting]
+
+    def _check_timed(self, kind: str, job: Any, after_s: float) -> None:
+        earliest = TIMED[kind][2]
+        reason = job.result["finish_reason"] if job.successful() else job.state
+        if reason != "length" or not earliest <= after_s <= earliest + LATE_S:
+            self.wrong.append(f"{kind}: {reason} after {after_s:.1f} s")
+
+    def poison(self, done: threading.Event) -> None:
+        """What a supervisor does about a job that ends its workers."""
+        while not done.wait(0.05):
+            for name, process in list(self._service.processes.items()):
+                if process.poll() is not None:
+                    self._service.start_worker(name)
+                    self.count += 1
+
+    def _wait_until_given_away(self, pid: int, done: threading.Event) -> None:
+        wait_until(lambda: done.is_set() or not self._num_running(pid), "the jobs of a frozen worker given away", 60)
+
+    def _num_running(self, pid: int) -> int:
+        """Jobs whose last attempt is this process', and goes on."""
+        redis: Any = self._service.redis
+        pipeline = redis.pipeline()
+        for raw in redis.zrange(RUNNING_KEY, 0, -1):
+            pipeline.hget(job_key(raw.decode()), "worker")
+        return sum(bool(worker) and worker.decode().split()[-2] == str(pid) for worker in pipeline.execute())
