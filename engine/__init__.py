@@ -2,7 +2,8 @@
 
 from .backend import ModelInfo
 from .core.adapters import AdapterInfo
-from .core.embedder import Embedder, EmbeddingHandle
+from .core.embedder import Embedder
+from .core.embedding_handle import EmbeddingHandle
 from .core.engine import Engine
 from .core.handle import Handle
 from .core.reranker import Reranker, scores_of
@@ -43,10 +44,14 @@ from .events import (
 from .logprobs import TokenLogprob
 from .memory.budget import Device, Footprint
 from .models.hub import HubOptions
-from .models.manager import ModelEntry, ModelManager, devices
+from .models.manager import ModelManager
+from .models.memory_admission import devices
 from .models.model import Model
+from .models.model_entry import ModelEntry
 from .models.tokenizer import Tokenizer
-from .options import EngineOptions, Request, Resumed, SamplingParams
+from .options import EngineOptions
+from .request import Request, Resumed
+from .sampling_params import SamplingParams
 from .system.core_sharing import CoreSharing
 from .system.cores import Peer
 from .system.threads import STACK_BYTES

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .logprobs import TokenLogprob
-from .options import SamplingParams
+from .sampling_params import SamplingParams
 
 
 class DecodeError(Exception):

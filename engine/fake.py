@@ -20,7 +20,7 @@ from cellama.engine.backend import AdapterKey, AdapterSet, Chunk, key_of
 from .backend import DecodeError
 from .errors import AdapterLoadFailed
 from .logprobs import TokenLogprob
-from .options import SamplingParams
+from .sampling_params import SamplingParams
 
 END = 256
 _ALPHABET = b"abcdefghijklmnopqrstuvwxyz     .,"

@@ -87,17 +87,7 @@ def celery_config(settings: Settings) -> dict[str, Any]:
         "result_backend_always_retry": True,
         "result_backend_thread_safe": True,
         "result_backend_transport_options": {"retry_policy": {"timeout": 5.0}},
-        "broker_transport_options": {
-            **SOCKET_OPTIONS,
-            **transport_options(settings.redis_url),
-            "health_check_interval": 10,
-            "unacked_key": UNACKED_KEY,
-            "unacked_index_key": UNACKED_INDEX_KEY,
-            "unacked_mutex_key": UNACKED_MUTEX_KEY,
-            "priority_steps": list(PRIORITIES),
-            "sep": PRIORITY_SEPARATOR,
-            "queue_order_strategy": "round_robin",  # within the limits of tasks/broker/channels.py
-        },
+        "broker_transport_options": _transport_options(settings),
         "broker_connection_timeout": SOCKET_OPTIONS["socket_connect_timeout"],
         "broker_connection_retry_on_startup": True,
         "broker_connection_max_retries": None,
@@ -119,6 +109,20 @@ def celery_config(settings: Settings) -> dict[str, Any]:
         "worker_send_task_events": True,
         "worker_hijack_root_logger": False,
         "worker_redirect_stdouts": False,
+    }
+
+
+def _transport_options(settings: Settings) -> dict[str, Any]:
+    return {
+        **SOCKET_OPTIONS,
+        **transport_options(settings.redis_url),
+        "health_check_interval": 10,
+        "unacked_key": UNACKED_KEY,
+        "unacked_index_key": UNACKED_INDEX_KEY,
+        "unacked_mutex_key": UNACKED_MUTEX_KEY,
+        "priority_steps": list(PRIORITIES),
+        "sep": PRIORITY_SEPARATOR,
+        "queue_order_strategy": "round_robin",  # within the limits of tasks/broker/channels.py
     }
 
 

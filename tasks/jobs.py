@@ -1,40 +1,13 @@
-"""The tasks: how they are called, checked and queued. What they do in a worker is in `attempt.py`."""
+"""The tasks. How calls become jobs is in `job_task.py`, what they do in a worker in `attempt/`."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any
-from uuid import UUID, uuid5
 
-from celery import Task, group, states, uuid
-from celery.canvas import Signature
-from celery.result import AsyncResult
-from kombu import Producer
-from kombu.utils.functional import retry_over_time
-from redis.exceptions import RedisError
-
-from cellama.config import get_settings
-from cellama.tasks.calls.call_options import (
-    IN_WORKERS_ONLY,
-    ONE_AFTER_ANOTHER,
-    delay_s,
-    plain_priority,
-    plain_queue,
-    settle_options,
-)
-from cellama.tasks.calls.canvas_steps import follows_a_task, refuse_step, share
-from cellama.tasks.calls.enqueue import PAGE_JOBS, Checked, enqueue, ranges
-from cellama.tasks.connection.redis_errors import reaching_redis
-from cellama.tasks.contract.errors import InvalidJob, JobFailed, RedisRefused, RedisUnreachable
-from cellama.tasks.contract.keys import IGNORED_FIELD, job_key
-from cellama.tasks.contract.kinds import KINDS, Kind, Result
+from cellama.tasks.calls.canvas_steps import share
+from cellama.tasks.contract.kinds import KINDS, Result
 from cellama.tasks.contract.names import (
-    DEFAULT_MODEL,
-    PRIORITY_INTERACTIVE,
-    SUBMITTED_AT_HEADER,
     TASK_APPLY_CHAT_TEMPLATE,
     TASK_CHAT,
     TASK_CHUNK,
@@ -43,221 +16,10 @@ from cellama.tasks.contract.names import (
     TASK_GENERATE,
     TASK_RERANK,
     TASK_TOKENIZE,
-    queue_name,
 )
-from cellama.tasks.contract.payloads import parse_job
-from cellama.tasks.state.ledger import Ledger
-from cellama.tasks.state.records import Call
 
 from .app import app
-
-_INTERVALS = ("interval_start", "interval_step", "interval_max")
-IDEMPOTENCY = UUID("6d1f5a0e-3a0c-4b57-9d5a-5f0a1c7e2b44")  # the namespace of job ids that are made from keys
-
-
-class JobTask(Task):  # type: ignore[misc]
-    """A task whose calls are validated before anything is queued."""
-
-    abstract = True
-    kind: Kind
-    Request = "cellama.tasks.broker.message:JobRequest"
-    Strategy = "cellama.tasks.broker.plain_messages:strategy"
-    throws = (JobFailed,)  # expected: Celery logs one line, without a trace
-
-    @classmethod
-    def bind(cls, app_: Any) -> Any:
-        """A task of ours stays one in whichever app's registry it stands (canvas_steps.py)."""
-        return super().bind(app)
-
-    @property
-    def resultrepr_maxsize(self) -> int:
-        """How much of a result Flower and the logs show."""
-        return 1024 if get_settings().show_prompts else 0
-
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Result:
-        """As Celery's, which has no room for parameters of the name `self`."""
-        result: Result = self.run(*args, **kwargs)
-        return result
-
-    def apply_async(self, args: Any = None, kwargs: Any = None, **options: Any) -> AsyncResult:
-        """Queues the job on its model's queue with its priority; docs/canvas.md tells of Celery's options.
-
-        With `idempotency_key`, a second call with the same key gives the job of the first, as long as its result is
-        kept. Keys of different tasks and scopes (`idempotency_scope`, else `cache_scope`) have nothing to do with each
-        other; a key that was used with other parameters is refused. Raises InvalidJob, RedisUnreachable; but the next
-        step of a canvas that is wrong fails by itself.
-        """
-        steps_on = follows_a_task()
-        retry, policy = options.pop("retry", None), options.pop("retry_policy", None)
-        try:
-            job = self._check(args or (), kwargs or {}, options)
-        except InvalidJob as error:
-            if not steps_on:
-                raise
-            model = (kwargs or {}).get("model", DEFAULT_MODEL)
-            with reaching_redis():
-                return refuse_step(self, queue_name(str(model)), options, error)
-        if retry or (retry is None and steps_on):
-            return self._retrying(lambda: self._queue(job), policy)
-        return self._queue(job)
-
-    def _queue(self, job: Checked) -> AsyncResult:
-        results: list[AsyncResult] = []
-
-        def publish(producer: Producer, job: Checked) -> None:
-            call = job.call
-            results.append(
-                Task.apply_async(self, call.args, call.kwargs, producer=producer, retry=False, **job.options)
-            )
-
-        with reaching_redis():
-            list(enqueue(self.app, Ledger(self.backend.client), [job], publish))
-            if job.options.get("ignore_result"):
-                self.backend.client.hset(job_key(job.job_id), IGNORED_FIELD, 1)
-        return results[0]
-
-    def _retrying(self, queue: Callable[[], AsyncResult], policy: dict[str, Any] | None) -> AsyncResult:
-        """Queues in several tries, if need be, as Celery's `retry_policy` says; a second one queues nothing twice."""
-        given = {**self.app.conf.task_publish_retry_policy, **(policy or {})}
-        waits = {name: given[name] for name in ("max_retries", *_INTERVALS) if given.get(name) is not None}
-        return retry_over_time(queue, (RedisUnreachable,), **waits)
-
-    def apply(self, *_: Any, **__: Any) -> Any:
-        raise InvalidJob(IN_WORKERS_ONLY)
-
-    def signature(self, args: Any = None, *others: Any, **options: Any) -> Signature:
-        """A signature that leads to the model's queue, also where an app sends it that does not know our tasks."""
-        made = super().signature(args, *others, **options)
-        model = made.kwargs.get("model", made.args[0] if len(made.args) > 1 else None)
-        if isinstance(model, str):
-            made.options.setdefault("queue", queue_name(model))
-            made.options.setdefault("priority", made.kwargs.get("priority", PRIORITY_INTERACTIVE))
-        return made
-
-    def map(self, it: Iterable[Any]) -> group:
-        """One job for each, side by side; Celery's own calls the task one after another within one job."""
-        return group(self.s(argument) for argument in it)
-
-    def starmap(self, it: Iterable[Sequence[Any]]) -> group:
-        """As `map`, with the arguments of each call."""
-        return group(self.s(*arguments) for arguments in it)
-
-    def chunks(self, it: Iterable[Any], n: int) -> Any:
-        raise InvalidJob(ONE_AFTER_ANOTHER.format(task=self.__name__))
-
-    def apply_many(
-        self, calls: Iterable[tuple[Sequence[Any], dict[str, Any]]], keys: Sequence[str] | None = None
-    ) -> list[str]:
-        """Queues many calls (args, kwargs), none before all are checked; gives the ids of their jobs in this order.
-
-        With `keys`, one idempotency key per call, it may be repeated. Raises as `check_many` and `queue_many`.
-        """
-        return self.queue_many(self.check_many(calls, keys))
-
-    def check_many(
-        self, calls: Iterable[tuple[Sequence[Any], dict[str, Any]]], keys: Sequence[str] | None = None
-    ) -> list[Checked]:
-        """The jobs of many calls. Raises InvalidJob with each problem and the places, from 0, of calls that have it."""
-        calls = list(calls)
-        if keys is not None and len(keys) != len(calls):
-            raise InvalidJob(f"{len(keys)} idempotency keys for {len(calls)} jobs; give one for each")
-        jobs: list[Checked] = []
-        problems: dict[str, list[int]] = {}
-        for place, (args, kwargs) in enumerate(calls):
-            try:
-                jobs.append(self._check(args, kwargs, {} if keys is None else {"idempotency_key": keys[place]}))
-            except InvalidJob as problem:
-                problems.setdefault(str(problem), []).append(place)
-        if problems:
-            raise InvalidJob("; ".join(f"job {ranges(places)}: {text}" for text, places in problems.items()))
-        return jobs
-
-    def queue_many(self, jobs: Sequence[Checked]) -> list[str]:
-        """Queues jobs in pages of one call of Redis each.
-
-        Raises RedisUnreachable, RedisRefused, which say how many are queued.
-        """
-        num_queued = 0
-        try:
-            with reaching_redis():
-                for _ in enqueue(self.app, Ledger(self.backend.client), jobs, self._publish):
-                    num_queued += 1
-        except (RedisUnreachable, RedisRefused) as error:
-            some = f"the first {num_queued} of {len(jobs)} jobs are queued, and perhaps up to {PAGE_JOBS} more"
-            raise type(error)(f"{error}; {some}") from None
-        return [job.job_id for job in jobs]
-
-    def _check(self, args: Any, kwargs: Any, options: dict[str, Any]) -> Checked:
-        """A job that is fit to be queued. Raises InvalidJob."""
-        settings = get_settings()
-        job = self.parse(args, kwargs)
-        key = options.pop("idempotency_key", None)
-        scope = options.pop("idempotency_scope", getattr(job, "cache_scope", ""))
-        settle_options(self.app, options, job.model, job.priority if "priority" in kwargs else None)
-        if options["priority"] is None:
-            options["priority"] = job.priority
-        options.setdefault("task_id", uuid() if key is None else _id_of_key(self.name, scope, key))
-        delay = delay_s(self.app, options)  # until then nobody waits for the job
-        options["headers"] = {SUBMITTED_AT_HEADER: time.time(), **(options.get("headers") or {})}
-        if not settings.show_prompts:  # Flower and the logs show these instead of the arguments
-            shown = {name: value for name, value in kwargs.items() if name not in self.kind.positional}
-            options.setdefault("argsrepr", f"({job.model!r}, …)")
-            options.setdefault("kwargsrepr", repr(shown))
-        call = self._call(args, kwargs, options["queue"], options["priority"], options["headers"], delay)
-        _check_size(call, settings.max_payload_bytes)
-        return Checked(call, options, "" if key is None else call.digest(self.kind.positional))
-
-    def _publish(self, producer: Producer, job: Checked) -> None:
-        """As Celery does, but for its subscription to the result: who asks for that subscribes."""
-        amqp, options = self.app.amqp, job.options
-        message = amqp.create_task_message(
-            options["task_id"],
-            self.name,
-            *(job.call.args, job.call.kwargs),
-            reply_to=self.app.thread_oid,
-            argsrepr=options.get("argsrepr"),
-            kwargsrepr=options.get("kwargsrepr"),
-            create_sent_event=self.app.conf.task_send_sent_event,
-        )
-        sent = {name: options[name] for name in ("queue", "priority", "headers")}
-        amqp.send_task_message(producer, self.name, message, retry=False, **sent)
-
-    def _call(
-        self, args: Any, kwargs: Any, queue: str, priority: int, headers: dict[str, Any], delay: float = 0.0
-    ) -> Call:
-        timeout = (kwargs or {}).get("timeout")
-        timeout_s = float(timeout) + delay if isinstance(timeout, int | float) else None
-        return Call(self.name, list(args or ()), dict(kwargs or {}), queue, priority, timeout_s, headers, delay)
-
-    def call_of_plain(self, args: Any, kwargs: Any, delivery: dict[str, Any]) -> Call:
-        """What a message of plain Celery asks for; nobody has checked it yet."""
-        priority = plain_priority(kwargs, delivery.get("priority"))
-        return self._call(args, kwargs, plain_queue(kwargs, args, str(delivery.get("routing_key"))), priority, {})
-
-    def _payload_here(self, args: Any, kwargs: Any) -> Any:
-        """The payload of the job that runs here, with the priority of its message unless it has its own."""
-        job = self.parse(args, kwargs)
-        if "priority" in kwargs:
-            return job
-        return job.model_copy(update={"priority": self.request.delivery_info.get("priority")})
-
-    def after_return(self, status: str, retval: Any, task_id: str, args: Any, kwargs: Any, einfo: Any) -> None:
-        """The results of a chunk's lines are in its journal, which stays as long as results do."""
-        if self.kind.keeps_journal and status == states.SUCCESS and self.app.runtime is not None:
-            with contextlib.suppress(RedisError):  # they go with the events, then
-                self.app.runtime.ledger.keep_journal(task_id)
-
-    def parse(self, args: Any, kwargs: Any) -> Any:
-        """The payload of a call. Raises InvalidJob."""
-        return parse_job(self.kind.payload, self.kind.positional, args, kwargs)
-
-    def run_job(self, args: Any, kwargs: Any, body: Callable[[Any, Any], Result]) -> Result:
-        """Runs a call in a worker; `body(run, payload)` does the work. Raises JobFailed."""
-        if self.app.runtime is None or self.request.called_directly:
-            raise JobFailed("no_worker", IN_WORKERS_ONLY)
-        streams = self.kind.streams and kwargs.get("stream", True) is not False
-        result: Result = self.app.attempt(self, streams, lambda run: body(run, self._payload_here(args, kwargs)))
-        return result
+from .job_task import JobTask
 
 
 def _task(name: str) -> Callable[[Callable[..., Result]], JobTask]:
@@ -265,26 +27,6 @@ def _task(name: str) -> Callable[[Callable[..., Result]], JobTask]:
         bind=True, shared=False, base=JobTask, name=name, kind=KINDS[name]
     )
     return decorate
-
-
-def _id_of_key(task: str, scope: str, key: str) -> str:
-    """The id of the job that an idempotency key stands for: one for each task and scope."""
-    return str(uuid5(IDEMPOTENCY, json.dumps([task, scope, key])))
-
-
-def _check_size(call: Call, limit: int) -> None:
-    """Raises InvalidJob when a call is larger than messages may be, or no JSON."""
-    try:
-        length = len(call.to_json())  # ASCII: longer than what is counted
-    except TypeError as error:
-        raise InvalidJob(f"the job can't be written as JSON: {error}") from None
-    if length <= limit:
-        return
-    size = len(json.dumps([call.args, call.kwargs], ensure_ascii=False).encode())
-    if size > limit:
-        raise InvalidJob(
-            f"the job is {size} bytes long, and the limit is {limit}: split it, or raise CELLAMA_MAX_PAYLOAD_BYTES"
-        )
 
 
 @_task(TASK_GENERATE)

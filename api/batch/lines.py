@@ -226,3 +226,19 @@ def _key_of(kind: LineKind, params: Mapping[str, Any]) -> str:
         return ""  # nothing is shared
     prompt = params["prompt"]
     return prompt if isinstance(prompt, str) else "".join(chr(0x10000 + token % 0xF0000) for token in prompt)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A line as the work file has it."""
+
+    number: int
+    id: str
+    form: str
+    kind: LineKind
+    model: str
+    params: dict[str, Any]
+    tries: int
+    place: int | None  # in its chunk
+    state: int
+    columns: dict[str, Any] = field(default_factory=dict)  # of a table's row, for its result

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cellama.tasks.contract.results import with_messages
+from cellama.tasks.contract.messages import with_messages
 
 from . import openai
-from .lines import BadLine
-from .work import Stored
+from .lines import BadLine, Stored
 
 
 def result_line(line: Stored, result: dict[str, Any]) -> dict[str, Any]:

@@ -26,9 +26,11 @@ from cellama.tasks.state.bulk_runs import Batches
 from cellama.tasks.state.position import position_of
 
 from .files import LineFile
-from .output_format import error_line, result_line
+from .lines import Stored
+from .outcomes import LINES_PER_WRITE, Ended, Outcomes
+from .progress import Progress
 from .serving import Serving
-from .work import FAILED, FINISHED, TWIN, Stored, WorkFile
+from .work import FAILED, FINISHED, WorkFile
 
 log = logging.getLogger(__name__)
 
@@ -41,38 +43,6 @@ MAX_TRIES = 3  # of a line that fails with an error that may pass, or whose work
 SLOTS_PER_CHUNK = 2  # a chunk has lines for so many times a worker's slots …
 CHUNKS_PER_WORKER = 2  # … and a worker has so many chunks: there is always a line for a slot that becomes free
 MAX_CHUNK_BYTES = 2 << 20
-LINES_PER_WRITE = 1000  # of those that end without a worker
-
-
-@dataclass(slots=True)
-class Progress:
-    """Where a run is."""
-
-    total: int = 0
-    finished: int = 0
-    failed: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    completion_tokens: int = 0
-    in_flight: int = 0
-    workers: int = 0
-    ahead: int = 0  # jobs that get a slot before the first line
-    notice: str = ""  # what it waits for, if it waits
-    started_at: float = field(default_factory=time.monotonic)
-    already: int = 0  # lines that were done before this command
-
-    @property
-    def left(self) -> int:
-        return self.total - self.finished - self.failed
-
-    @property
-    def seconds(self) -> float:
-        return time.monotonic() - self.started_at
-
-    @property
-    def rate(self) -> float:
-        """Generated tokens per second."""
-        return self.completion_tokens / max(0.5, self.seconds)  # the first moments say nothing
 
 
 @dataclass(slots=True)
@@ -100,18 +70,15 @@ class BatchRun:
         self._batches = Batches(redis)
         self._work = work
         self._output = output
-        self._errors = errors
-        self._ordered = ordered
         self._deadline = None if deadline_s is None else time.monotonic() + deadline_s
         self._on_progress = on_progress
         self.id = work.get("run_id")
         self.progress = Progress(total=sum(work.count(state) for state in range(5)))
         self.progress.finished, self.progress.failed = work.count(FINISHED), work.count(FAILED)
         self.progress.already = self.progress.finished + self.progress.failed
-        self._open_from: int | None = 0 if ordered else None  # lines before this one have ended; None: write any
+        self._outcomes = Outcomes(work, output, errors, self.progress, ordered=ordered)
         self._chunks: dict[str, _Chunk] = {}
         self._serving = Serving(redis)
-        self._merges = work.count(TWIN) > 0
         self._next_look = 0.0
 
     def run(self) -> str:
@@ -123,7 +90,7 @@ class BatchRun:
         self._chunks = {chunk: _Chunk() for chunk in self._work.chunks()}
         self.progress.in_flight = self._work.in_flight()
         self._tell("in_progress")
-        self._write_held()
+        self._outcomes.write_held()
         ended = None
         while ended is None and (self._chunks or self._work.pending):
             try:
@@ -220,7 +187,7 @@ class BatchRun:
     def _fail_all(self, model: str, error: JobError) -> None:
         """Every line that waits for a model fails."""
         while lines := self._work.next_lines(model, LINES_PER_WRITE):
-            self._keep([], [(line, {"code": error.code, "message": str(error)}) for line in lines])
+            self._outcomes.keep([], [(line, {"code": error.code, "message": str(error)}) for line in lines])
 
     # Events in
 
@@ -230,8 +197,8 @@ class BatchRun:
             return
         streams: Any = {journal_key(name): chunk.last_id for name, chunk in self._chunks.items()}
         reply: Any = self._redis.xread(streams, count=EVENTS_PER_LOOK, block=BLOCK_MS)
-        results: list[tuple[Stored, dict[str, Any]]] = []
-        failures: list[tuple[Stored, dict[str, Any]]] = []
+        results: Ended = []
+        failures: Ended = []
         ended: list[tuple[str, dict[str, Any]]] = []
         for key, entries in reply or []:
             name = key.decode().removeprefix(journal_key(""))
@@ -243,17 +210,11 @@ class BatchRun:
                     self._sort_line(name, event, results, failures)
                 elif is_terminal(event):
                     ended.append((name, event))
-        self._keep(results, failures)
+        self._outcomes.keep(results, failures)
         for name, event in ended:
             self._end_chunk(name, tried=event["type"] == "error")
 
-    def _sort_line(
-        self,
-        chunk: str,
-        event: dict[str, Any],
-        results: list[tuple[Stored, dict[str, Any]]],
-        failures: list[tuple[Stored, dict[str, Any]]],
-    ) -> None:
+    def _sort_line(self, chunk: str, event: dict[str, Any], results: Ended, failures: Ended) -> None:
         line = self._work.line(chunk, event["line"])
         if line is None:
             return  # it was taken before
@@ -265,64 +226,13 @@ class BatchRun:
         else:
             failures.append((line, error))
 
-    def _keep(
-        self, results: list[tuple[Stored, dict[str, Any]]], failures: list[tuple[Stored, dict[str, Any]]]
-    ) -> None:
-        """On disk first, then in the work file: a crash between the two is found by reading the output's end."""
-        self._write(results, failures)
-        self._count(results)
-        if self._merges:
-            for line, result in results:
-                while twins := self._work.twins(line, LINES_PER_WRITE):
-                    self._write([(twin, result) for twin in twins], [])
-            for line, error in failures:
-                while twins := self._work.twins(line, LINES_PER_WRITE):
-                    self._write([], [(twin, error) for twin in twins])
-
-    def _write(
-        self, results: list[tuple[Stored, dict[str, Any]]], failures: list[tuple[Stored, dict[str, Any]]]
-    ) -> None:
-        outcomes = [(line, result_line(line, result)) for line, result in results]
-        if not self._ordered:
-            self._output.append([outcome for _, outcome in outcomes])
-        self._errors.append([error_line(line, error) for line, error in failures])
-        with self._work.transaction():
-            for line, outcome in outcomes:
-                kept = json.dumps(outcome, ensure_ascii=False) if self._ordered else None
-                self._work.finish(line, outcome=kept)
-            for line, _ in failures:
-                self._work.finish(line, failed=True)
-            self._work.note(output_size=self._output.size, errors_size=self._errors.size)
-        self.progress.finished += len(results)
-        self.progress.failed += len(failures)
-        self.progress.in_flight = self._work.in_flight()
-        if self._ordered:
-            self._write_held()
-
-    def _count(self, results: list[tuple[Stored, dict[str, Any]]]) -> None:
-        """Tokens that were computed for results; those of lines that took over another's are not."""
-        progress = self.progress
-        for _, result in results:
-            for name in ("prompt_tokens", "cached_tokens", "completion_tokens"):
-                setattr(progress, name, getattr(progress, name) + result["usage"][name])
-
-    def _write_held(self) -> None:
-        """Results whose turn it is; all that a command before has held, if the order does not matter any more."""
-        if self._open_from is not None:
-            self._open_from = self._work.first_open(self._open_from)
-        while held := self._work.held(LINES_PER_WRITE, self._open_from):
-            self._output.append([json.loads(outcome) for _, outcome in held])
-            with self._work.transaction():
-                self._work.drop_outcomes(number for number, _ in held)
-                self._work.note(output_size=self._output.size)
-
     def _end_chunk(self, name: str, *, tried: bool) -> None:
         """Nothing more comes of a chunk; lines of it that have not ended wait again, or have failed often enough."""
         with self._work.transaction():
             self._work.give_back(name, tried=tried)
         for line in self._work.tried_out(MAX_TRIES) if tried else ():
             code = {"code": "dead", "message": f"its workers died, {MAX_TRIES} times in a row", "retryable": False}
-            self._keep([], [(line, code)])
+            self._outcomes.keep([], [(line, code)])
         del self._chunks[name]
         self._redis.delete(journal_key(name))
         self.progress.in_flight = self._work.in_flight()

@@ -10,10 +10,10 @@ import sqlite3
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, get_args
+from typing import Any, BinaryIO
 
 from redis import Redis
 from redis.exceptions import RedisError
@@ -23,58 +23,16 @@ from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.state.bulk_runs import Batches
 
 from .files import LineFile, id_of, rewrite_without
-from .lines import BadLine, Defaults, Format, Line, format_of, read_lines
+from .lines import BadLine, Defaults, Line, format_of, read_lines
+from .options import ONCE, STANDARD, BatchOptions, Summary
 from .output_format import bad_line
+from .progress import Progress
 from .rows import Columns
-from .run import BatchRun, Progress
+from .run import BatchRun
 from .serving import check_model
 from .work import WorkFile
 
 LINES_PER_WORD = 2000  # while the input is read
-STANDARD = Path("-")
-_ONCE = ("output", "overwrite", "retry_failed")  # options that `resume` does not take over
-OutputForm = Literal["auto", "openai", "short"]
-
-
-@dataclass(frozen=True, slots=True)
-class BatchOptions:
-    """What a run is asked to do. `-` as input is stdin, as output stdout."""
-
-    input: Path
-    output: Path
-    errors: Path | None = None  # default: beside the output
-    format: Format = "auto"
-    column: str | None = None  # of a table: where the prompts are
-    id_column: str | None = None  # and the ids
-    form: OutputForm = "auto"  # as each line came
-    ordered: bool = False
-    model: str | None = None
-    params: Mapping[str, Any] = field(default_factory=dict)
-    deadline_s: float | None = None
-    merge_identical: bool = False  # lines that must have the same result are run once
-    retry_failed: bool = False
-    overwrite: bool = False
-
-    @classmethod
-    def of(cls, input: str | Path, output: str | Path, **given: Any) -> BatchOptions:
-        """The options among the keywords; all others are parameters for the lines. Raises InvalidJob."""
-        own = {name: given.pop(name) for name in cls.__slots__ if name in given and name != "params"}
-        for name, known in (("format", get_args(Format)), ("form", get_args(OutputForm))):
-            if own.get(name, "auto") not in known:
-                raise InvalidJob(f"{name} is {own[name]!r}; it must be one of {', '.join(known)}")
-        if own.get("errors") is not None:
-            own["errors"] = Path(own["errors"])
-        return cls(Path(input), Path(output), params=given, **own)
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """How a run ended."""
-
-    id: str
-    state: str
-    progress: Progress
-    errors: Path | None  # the error file, if there is one with something in it
 
 
 OnRead = Callable[[int], None]
@@ -287,7 +245,7 @@ def _open_output(work: WorkFile, paths: Paths, echo: int | None) -> LineFile:
 
 
 def _stored(options: BatchOptions) -> str:
-    values = {name: getattr(options, name) for name in BatchOptions.__slots__ if name not in _ONCE}
+    values = {name: getattr(options, name) for name in BatchOptions.__slots__ if name not in ONCE}
     values |= {name: str(Path(value).absolute()) for name, value in values.items() if isinstance(value, Path)}
     if options.input == STANDARD:
         values["input"] = str(STANDARD)

@@ -7,13 +7,10 @@ import json
 import sqlite3
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cellama.tasks.contract.chunks import LineKind
-
-from .lines import Line
+from .lines import Line, Stored
 
 PENDING, IN_FLIGHT, FINISHED, FAILED, TWIN = range(5)  # a twin waits for what becomes of an identical line
 LINES_PER_TRANSACTION = 2000  # of a first reading
@@ -32,22 +29,6 @@ CREATE INDEX IF NOT EXISTS twins ON lines (hash, number) WHERE merges;
 CREATE INDEX IF NOT EXISTS held ON lines (number) WHERE outcome IS NOT NULL;
 """
 _LINE = "number, id, form, kind, model, params, tries, place, state, columns"
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A line as the work file has it."""
-
-    number: int
-    id: str
-    form: str
-    kind: LineKind
-    model: str
-    params: dict[str, Any]
-    tries: int
-    place: int | None  # in its chunk
-    state: int
-    columns: dict[str, Any] = field(default_factory=dict)  # of a table's row, for its result
 
 
 class WorkFile:

@@ -18,8 +18,8 @@ from cellama.api.machine.redis_server import RedisServerError
 from cellama.config import SettingsError
 from cellama.tasks.contract.errors import InvalidJob, JobError, JobTimeout, RedisRefused, RedisUnreachable, UnknownModel
 
-from .batch import batch_resume_command, batch_run_command
-from .batch_runs import batch_cancel_command, batch_list_command, batch_status_command
+from .batch.run import batch_resume_command, batch_run_command
+from .batch.runs import batch_cancel_command, batch_list_command, batch_status_command
 from .dead import dead_list_command, dead_requeue_command
 from .embed import embed_command, rerank_command
 from .generation import chat_command, generate_command

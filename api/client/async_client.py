@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from cellama.api.batch.run import Progress
-from cellama.api.batch.start import BatchOptions, Summary
+from cellama.api.batch.options import BatchOptions, Summary
+from cellama.api.batch.progress import Progress
 from cellama.tasks import apply_chat_template, chat, detokenize, embed, generate, rerank, tokenize
 from cellama.tasks.connection.connections import connect_async
 from cellama.tasks.contract.events import Event, is_terminal
@@ -22,7 +22,9 @@ from cellama.tasks.state.registry import WorkerEntry
 
 from .adapters import AsyncAdapterControl
 from .client import LOAD_TIMEOUT_S, RESULT_AFTER_END_S, UNLOAD_TIMEOUT_S
-from .core import CONNECT_TIMEOUT_S, OUTAGE_RETRY_S, Core, Outage, memory_of, models_of
+from .core import CONNECT_TIMEOUT_S, Core
+from .outage import OUTAGE_RETRY_S, Outage
+from .registry_views import memory_of, models_of
 
 
 class AsyncJob:

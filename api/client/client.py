@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from cellama.api.batch.run import Progress
-from cellama.api.batch.start import BatchOptions, Summary
+from cellama.api.batch.options import BatchOptions, Summary
+from cellama.api.batch.progress import Progress
 from cellama.tasks import apply_chat_template, chat, detokenize, embed, generate, rerank, tokenize
 from cellama.tasks.contract.events import Event
 from cellama.tasks.state.job_list import OpenJob
@@ -17,7 +17,8 @@ from cellama.tasks.state.reader import STREAM_TIMEOUT_S
 from cellama.tasks.state.registry import WorkerEntry
 
 from .adapters import AdapterControl
-from .core import Core, memory_of, models_of
+from .core import Core
+from .registry_views import memory_of, models_of
 
 LOAD_TIMEOUT_S = 600.0  # a large model takes its time
 UNLOAD_TIMEOUT_S = 60.0

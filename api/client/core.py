@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import math
 import time
@@ -13,8 +12,9 @@ from celery.exceptions import TaskRevokedError
 from celery.exceptions import TimeoutError as CeleryTimeoutError
 from celery.result import AsyncResult
 
-from cellama.api.batch.run import Progress
-from cellama.api.batch.start import BatchOptions, Summary, run_batch
+from cellama.api.batch.options import BatchOptions, Summary
+from cellama.api.batch.progress import Progress
+from cellama.api.batch.start import run_batch
 from cellama.tasks import app
 from cellama.tasks.broker.control import purge_queue
 from cellama.tasks.connection.connections import connect
@@ -23,7 +23,6 @@ from cellama.tasks.contract.errors import (
     JobCancelled,
     JobFailed,
     JobTimeout,
-    RedisUnreachable,
     ResultIgnored,
     UnknownJob,
     UnknownModel,
@@ -34,36 +33,17 @@ from cellama.tasks.contract.keys import IGNORED_FIELD, job_key
 from cellama.tasks.contract.names import DEFAULT_MODEL, queue_keys, queue_name
 from cellama.tasks.state.job_list import OpenJob, open_jobs, queued_models, waiting_ids
 from cellama.tasks.state.ledger import Ledger
-from cellama.tasks.state.position import Position, estimate_s, position_of
+from cellama.tasks.state.position import Position, position_of
 from cellama.tasks.state.reader import EventCursor, stream_events
 from cellama.tasks.state.registry import WorkerEntry, live_workers
+
+from .outage import OUTAGE_RETRY_S, Outage
+from .registry_views import queues, stats
 
 CONNECT_TIMEOUT_S = 3.0
 REPLY_S = 5.0  # for workers to answer a command
 REGISTRY_POLL_S = 0.1
 RESULT_LOOK_S = 5.0
-OUTAGE_S = 15.0  # a reader waits so long for Redis to come back
-OUTAGE_RETRY_S = 0.5
-
-
-class Outage:
-    """Lets a reader wait for a Redis that comes back soon. Raises RedisUnreachable when it does not."""
-
-    def __init__(self) -> None:
-        self._since: float | None = None
-
-    def is_over(self) -> None:
-        self._since = None
-
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        try:
-            with reaching_redis():
-                yield
-        except RedisUnreachable:
-            self._since = self._since or time.monotonic()
-            if time.monotonic() - self._since > OUTAGE_S:
-                raise
 
 
 class Core:
@@ -286,66 +266,7 @@ class Core:
         workers = self.workers()
         with reaching_redis():
             models = queues(workers, queued_models(self._redis))
-        return _stats(workers, self.queue_depths(models), self.num_waiting(models))
+        return stats(workers, self.queue_depths(models), self.num_waiting(models))
 
     def close(self) -> None:
         self._redis.close()
-
-
-def models_of(workers: list[WorkerEntry]) -> list[dict[str, Any]]:
-    """Each model once, with the names of its workers; its `status` is the best that it has on one of them."""
-    models: dict[str, dict[str, Any]] = {}
-    for worker in workers:
-        for entry in worker.models:
-            described = {k: v for k, v in entry.items() if k != "engine"}
-            known = models.setdefault(entry["id"], {**described, "workers": []})
-            known["workers"].append(worker.name)
-            if known["status"] != "ready" and entry["status"] == "ready":
-                known.update(described)
-    return [models[model_id] for model_id in sorted(models)]
-
-
-def memory_of(workers: list[WorkerEntry], name: str | None) -> list[dict[str, Any]]:
-    """Per worker, or of the one of that name: budget, devices, and what its models take. Raises UnknownWorker."""
-    chosen = workers if name is None else [w for w in workers if name in (w.name, w.name.partition("@")[0])]
-    if name is not None and not chosen:
-        raise UnknownWorker(f"no live worker {name!r}; live: {', '.join(w.name for w in workers) or 'none'}")
-    return [
-        {
-            "worker": worker.name,
-            **worker.memory,
-            "models": [
-                {key: model[key] for key in ("id", "status", "default", "memory", "memory_bytes") if key in model}
-                for model in worker.models
-            ],
-        }
-        for worker in chosen
-    ]
-
-
-def _stats(workers: list[WorkerEntry], depths: dict[str, int], waiting: dict[str, int]) -> dict[str, Any]:
-    """Totals over all workers; per model the messages in its queue, the jobs without a slot, and when a new one's
-    turn would come; and the models that nobody serves although jobs wait for them."""
-    engines = [entry["engine"] for worker in workers for entry in worker.models if entry["engine"]]
-    ready = [entry for worker in workers for entry in worker.models if entry["status"] == "ready"]
-    served = {entry["id"] for entry in ready} | {DEFAULT_MODEL for entry in ready if entry["default"]}
-    known = {entry["id"] for worker in workers for entry in worker.models} | {DEFAULT_MODEL}
-    unserved = sorted(model for model in waiting if model not in served and (waiting[model] or depths[model]))
-    shown = [model for model in waiting if model in known or model in unserved]
-    depths, waiting = ({model: counts[model] for model in shown} for counts in (depths, waiting))
-    return {
-        "workers": len(workers),
-        "slots_total": sum(engine["slots_total"] for engine in engines),
-        "slots_busy": sum(engine["slots_prefilling"] + engine["slots_decoding"] for engine in engines),
-        "generation_rate": round(sum(engine["generation_rate"] for engine in engines), 1),
-        "queues": depths,
-        "waiting": waiting,
-        "unserved": unserved,
-        "eta_s": {model: estimate_s(workers, queue_name(model), count) for model, count in waiting.items()},
-    }
-
-
-def queues(workers: list[WorkerEntry], queued: list[str]) -> list[str]:
-    """The models that somebody serves or waits for, and `:default`."""
-    served = {entry["id"] for worker in workers for entry in worker.models}
-    return [*sorted(served | set(queued) - {DEFAULT_MODEL}), DEFAULT_MODEL]

@@ -17,7 +17,7 @@ from typing import Literal
 
 from cellama.engine.backend import Adapter, AdapterSet, AdapterStore, AdapterUse
 from cellama.engine.errors import AdapterBusy, IdTaken, UnknownAdapter, nearest
-from cellama.engine.options import Request
+from cellama.engine.request import Request
 
 UNLOAD_TIMEOUT_S = 30.0
 AdapterStatus = Literal["loading", "ready", "unloading"]

@@ -20,7 +20,8 @@ from cellama.engine.backend import Backend, Chunk, Vocabulary
 from cellama.engine.errors import EngineStopped, InvalidRequest
 from cellama.engine.events import EngineSnapshot, Event, RequestStats, StepStats
 from cellama.engine.kvcache.manager import KvCache
-from cellama.engine.options import EngineOptions, Request
+from cellama.engine.options import EngineOptions
+from cellama.engine.request import Request
 from cellama.engine.scheduling.micro_batches import passes_of
 from cellama.engine.scheduling.scheduler import Limits, Scheduler
 from cellama.engine.scheduling.strategies import INTERACTIVE_PRIORITY, make_strategy

@@ -14,7 +14,8 @@ from uuid import uuid4
 from cellama.engine.backend import Vocabulary
 from cellama.engine.errors import InvalidRequest, nearest
 from cellama.engine.events import Completion, Event, Finished, Text
-from cellama.engine.options import Request, SamplingParams
+from cellama.engine.request import Request
+from cellama.engine.sampling_params import SamplingParams
 
 from .handle import Handle
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from cellama.engine.backend import AdapterSet
 from cellama.engine.errors import EngineError
 from cellama.engine.events import Completion, Event, Finished
-from cellama.engine.options import Request
+from cellama.engine.request import Request
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import ParamSpec
 from cellama.engine.backend import Backend
 from cellama.engine.errors import EngineError, RequestFailed
 from cellama.engine.events import Finished, FinishReason, Started
-from cellama.engine.options import MAX_SEED
+from cellama.engine.sampling_params import MAX_SEED
 from cellama.engine.scheduling.scheduler import Scheduler
 from cellama.engine.scheduling.sequence import Sequence
 from cellama.engine.system.watchdog import Pulse

@@ -8,7 +8,8 @@ from typing import Protocol
 from cellama.engine.errors import InvalidRequest, PromptTooLong
 from cellama.engine.system.watchdog import Pulse
 
-from .embedder import Embedder, EmbeddingHandle
+from .embedder import Embedder
+from .embedding_handle import EmbeddingHandle
 
 
 class Pairs(Protocol):

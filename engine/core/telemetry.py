@@ -9,7 +9,7 @@ from typing import Literal, TypeVar
 
 from cellama.engine.backend import Chunk
 from cellama.engine.events import Completion, EngineSnapshot, Phase, RequestStats, StepStats, Usage
-from cellama.engine.options import Request
+from cellama.engine.request import Request
 from cellama.engine.scheduling.scheduler import Scheduler
 from cellama.engine.scheduling.sequence import State
 
@@ -105,8 +105,8 @@ class Telemetry:
             kv_used_tokens=scheduler.kv_used_tokens,
             kv_cached_tokens=scheduler.kv_cached_tokens,
             kv_total_tokens=cache.cells.total,
-            ram_states=cache.num_saved,
-            ram_used_bytes=cache.ram_used_bytes,
+            ram_states=len(cache.ram),
+            ram_used_bytes=cache.ram.used_bytes,
             preemptions=scheduler.num_preemptions,
             cache_hits=counters.hits_slot + counters.hits_copy + counters.hits_ram,
             cache_misses=counters.misses,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import unquote
 
@@ -13,7 +13,7 @@ from cellama.config import limits
 from cellama.engine.errors import InvalidRequest
 
 from .json_pattern import UnknownPattern, characters, literal, pattern_to_gbnf
-from .json_values import JSON_RULES, VALUE_OF_TYPE, type_of
+from .json_values import FORMATS, JSON_RULES, VALUE_OF_TYPE, characters_but, is_plain, listed, times, type_of
 from .schema_checks import (
     ANNOTATIONS,
     KINDS,
@@ -190,11 +190,11 @@ class _Converter:
         if shaped == ["pattern"]:
             return self._pattern(schema["pattern"], f"{path}/pattern")
         if shaped:
-            known = sorted(rule.removeprefix("format-") for rule in _FORMATS)
+            known = sorted(rule.removeprefix("format-") for rule in FORMATS)
             check_one_of(schema["format"], known, f"{path}/format")
             return f"format-{schema['format']}"
         least, most = bounds(schema, path, "minLength", "maxLength")
-        return "string" if least == 0 and most is None else self._rule(f'"\\"" char{_times(least, most)} "\\""')
+        return "string" if least == 0 and most is None else self._rule(f'"\\"" char{times(least, most)} "\\""')
 
     def _pattern(self, pattern: Any, path: str) -> str:
         try:
@@ -215,7 +215,7 @@ class _Converter:
             most -= len(first)
         if item is None and least:
             raise refused(path, "/minItems: items is false, so there are not so many; correct one")
-        return self._rule(f'"[" ws {_listed(first, item or "value", least, most)} "]"')
+        return self._rule(f'"[" ws {listed(first, item or "value", least, most)} "]"')
 
     def _item(self, schema: Schema, path: str) -> str | None:
         """The rule of an item after the prefix; None: there is none."""
@@ -265,8 +265,8 @@ class _Converter:
             ends.add(at)
         rules: dict[int, str] = {}
         for at in range(len(following) - 1, -1, -1):  # a node's number is below those of the nodes after it
-            inner = [f"{characters([(ord(c), ord(c))])} {rules[to]}" for c, to in following[at].items() if _is_plain(c)]
-            other = f"{_characters_but(following[at])} plain*" if following[at] else "plain+"
+            inner = [f"{characters([(ord(c), ord(c))])} {rules[to]}" for c, to in following[at].items() if is_plain(c)]
+            other = f"{characters_but(following[at])} plain*" if following[at] else "plain+"
             rules[at] = self._rule(" | ".join([other, *inner, *([] if at in ends else ['""'])]))
         return rules[0]
 
@@ -280,32 +280,3 @@ class _Converter:
             head = self._rule(f"{pair} {tail}" if is_required else f"{pair} {tail} | {head}")
             tail = self._rule(f'"," ws {pair} {tail}' if is_required else f'("," ws {pair})? {tail}')
         return head
-
-
-def _is_plain(char: str) -> bool:
-    """True for what a JSON string holds as it is."""
-    return char >= " " and char not in '"\\\x7f'
-
-
-def _characters_but(chars: Iterable[str]) -> str:
-    """GBNF of a character that a JSON string holds as it is, and that is none of these."""
-    listed = "".join(f"\\U{ord(char):08x}" for char in chars)
-    return f'[^"\\\\\\x00-\\x1F\\x7F{listed}]'
-
-
-_FORMATS = [rule.split()[0] for rule in JSON_RULES if rule.startswith("format-")]
-
-
-def _listed(first: list[str], item: str, least: int, most: int | None) -> str:
-    """Values with commas between: these first, then from `least` to `most` items."""
-    if first:
-        begin = ' "," ws '.join(f"{each} ws" for each in first)
-        return begin if most == 0 else f'{begin} ("," ws {item} ws){_times(least, most)}'
-    if most == 0:
-        return '""'
-    rest = f'{item} ws ("," ws {item} ws){_times(max(least - 1, 0), None if most is None else most - 1)}'
-    return rest if least else f"({rest})?"
-
-
-def _times(least: int, most: int | None) -> str:
-    return f"{{{least},{'' if most is None else most}}}"

@@ -5,6 +5,7 @@ Numbers have so few digits that all of them are finite; strings never hold half 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 _HEX = "[0-9a-fA-F]"
@@ -45,3 +46,32 @@ def type_of(value: Any) -> set[str]:
         return {"integer", "number"} if value == int(value) else {"number"}
     names: dict[type, str] = {str: "string", list: "array", dict: "object"}
     return {names.get(type(value), "null")}
+
+
+def is_plain(char: str) -> bool:
+    """True for what a JSON string holds as it is."""
+    return char >= " " and char not in '"\\\x7f'
+
+
+def characters_but(chars: Iterable[str]) -> str:
+    """GBNF of a character that a JSON string holds as it is, and that is none of these."""
+    listed = "".join(f"\\U{ord(char):08x}" for char in chars)
+    return f'[^"\\\\\\x00-\\x1F\\x7F{listed}]'
+
+
+FORMATS = [rule.split()[0] for rule in JSON_RULES if rule.startswith("format-")]
+
+
+def listed(first: list[str], item: str, least: int, most: int | None) -> str:
+    """Values with commas between: these first, then from `least` to `most` items."""
+    if first:
+        begin = ' "," ws '.join(f"{each} ws" for each in first)
+        return begin if most == 0 else f'{begin} ("," ws {item} ws){times(least, most)}'
+    if most == 0:
+        return '""'
+    rest = f'{item} ws ("," ws {item} ws){times(max(least - 1, 0), None if most is None else most - 1)}'
+    return rest if least else f"({rest})?"
+
+
+def times(least: int, most: int | None) -> str:
+    return f"{{{least},{'' if most is None else most}}}"

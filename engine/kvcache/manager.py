@@ -1,44 +1,27 @@
 """Which tokens lie in which slot, what a new sequence can take over, and what is kept in RAM.
 
 A slot's cells outlive its sequence: they wait there for somebody whose prompt begins alike, until their place is
-needed. Then they move to RAM, if they are worth it. Every change of the device's cells goes through this class.
-Engine thread only.
+needed. Then they move to RAM (ram_tier.py), if they are worth it. Every change of the device's cells goes through
+this class. Engine thread only.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from cellama.engine.backend import KvMemory
 
 from .cells import Cells
 from .prefix import PrefixIndex, Tokens
+from .ram_tier import RamTier, SavedState, Source
 
 log = logging.getLogger(__name__)
 
 MOVE_COST_TOKENS = 16  # a copy or a restore takes about as long as so many tokens of prefill
 MOVED_PER_TOKEN = 32  # and as one more for so many that are moved: between 20 and 80, by model and length of the stream
 WORTH_SAVING_TOKENS = 64  # fewer are faster computed again than kept
-
-
-@dataclass(eq=False, slots=True)
-class SavedState:
-    """The cells of one slot in RAM."""
-
-    num_tokens: int
-    scope: Hashable
-    data: Any
-
-    @property
-    def num_bytes(self) -> int:
-        return int(self.data.nbytes)
-
-
-Source = int | SavedState
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +41,6 @@ class CacheCounters:
     hits_copy: int = 0  # from another slot
     hits_ram: int = 0
     misses: int = 0
-    saves: int = 0
-    evictions: int = 0  # saved states dropped for the quota
 
 
 class KvCache:
@@ -70,21 +51,15 @@ class KvCache:
         self.memory = memory
         self.cells = Cells(memory.n_slots, memory.n_cells, shared=memory.unified)
         self.counters = CacheCounters()
-        self.ram_bytes = ram_bytes
         self.wanted: Callable[[Tokens, Hashable], int] = lambda tokens, scope: 0  # of these, by those who wait
-        self.ram_used_bytes = 0
         self._index: PrefixIndex[Source] = PrefixIndex()
+        self.ram = RamTier(memory, self._index, ram_bytes)
         self._scopes: dict[int, Hashable] = {}  # of slots that have an entry in the index
-        self._saved: OrderedDict[SavedState, None] = OrderedDict()  # least recently used first
         self._unsaved: dict[int, None] = {}  # idle slots worth saving, longest idle first
         self._last_used = [0] * memory.n_slots
         self._clock = 0
 
     # What there is
-
-    @property
-    def num_saved(self) -> int:
-        return len(self._saved)
 
     def longest(self, tokens: Sequence[int], scope: Hashable) -> list[tuple[Source, int]]:
         """Sources that hold a usable prefix of `tokens`, and its length; at least one token is left to compute."""
@@ -174,8 +149,8 @@ class KvCache:
         if plan.source is not None and plan.source == plan.slot:
             count = self._continue_in(plan.slot, plan.num_tokens)
         else:
-            if isinstance(plan.source, SavedState) and plan.source in self._saved:
-                self._saved.move_to_end(plan.source)  # what is saved now should not push it out
+            if isinstance(plan.source, SavedState):
+                self.ram.touch(plan.source)  # what is saved now should not push it out
             self.clear(plan.slot)
             count = self._bring(plan)
         self.counters.misses += count == 0
@@ -205,7 +180,7 @@ class KvCache:
         if self.memory.unified and source.num_tokens > self.cells.free:
             return 0  # it has no room just now
         if not self.memory.restore(slot, source.data, count):
-            self._forget(source)  # a damaged state is a miss, never a wrong text
+            self.ram.forget(source)  # a damaged state is a miss, never a wrong text
             return 0
         self.cells.extend(slot, count)
         self.counters.hits_ram += 1
@@ -250,12 +225,12 @@ class KvCache:
     def retire(self, slot: int, tokens: Sequence[int], scope: Hashable, *, save: bool) -> None:
         """The sequence of a slot has ended; its cells, which hold `tokens`, wait for somebody else."""
         self._note(slot, tokens, scope)
-        if save and self.ram_bytes and len(tokens) >= WORTH_SAVING_TOKENS:
+        if save and self.ram.quota_bytes and len(tokens) >= WORTH_SAVING_TOKENS:
             self._unsaved[slot] = None
 
     def clear(self, slot: int) -> None:
         """Empties a slot, after saving what is worth it."""
-        if self.ram_bytes and self._is_wanted(slot):
+        if self.ram.quota_bytes and self._is_wanted(slot):
             self._unsaved[slot] = None
         self._save_unsaved(slot)
         self._index.remove(slot)
@@ -289,41 +264,8 @@ class KvCache:
     def save(self, slot: int, tokens: Sequence[int], scope: Hashable) -> None:
         """Keeps a copy of a slot's cells, which hold `tokens`, as far as the quota goes."""
         self._unsaved.pop(slot, None)
-        if not self.ram_bytes or len(tokens) < WORTH_SAVING_TOKENS or self._is_saved(tokens, scope):
-            return
-        try:
-            self._save(slot, tokens, scope)
-        except Exception:  # no memory for it, for instance
-            log.exception("the state of a slot could not be saved; it is computed again when somebody needs it")
-
-    def _save(self, slot: int, tokens: Sequence[int], scope: Hashable) -> None:
-        size = self.memory.state_bytes(slot)
-        if size > self.ram_bytes:
-            return
-        self._forget_shorter(tokens, scope)
-        while self.ram_used_bytes + size > self.ram_bytes:  # before the copy: both together are more than the quota
-            self._forget(next(iter(self._saved)))
-            self.counters.evictions += 1
-        state = SavedState(len(tokens), scope, self.memory.save(slot))
-        self._saved[state] = None
-        self.ram_used_bytes += state.num_bytes
-        self._index.insert(state, tokens, scope)
-        self.counters.saves += 1
-
-    def _is_saved(self, tokens: Sequence[int], scope: Hashable) -> bool:
-        for source, n in self._index.matches(tokens, scope):
-            if n < len(tokens):
-                break
-            if isinstance(source, SavedState):
-                return True
-        return False
-
-    def _forget_shorter(self, tokens: Sequence[int], scope: Hashable) -> None:
-        """Drops states that a longer one makes superfluous: the turns of a conversation before the last."""
-        if self.memory.partial_reuse:
-            for source, shared in list(self._index.matches(tokens, scope)):
-                if isinstance(source, SavedState) and shared == source.num_tokens:
-                    self._forget(source)
+        if self.ram.quota_bytes and len(tokens) >= WORTH_SAVING_TOKENS:
+            self.ram.save(slot, tokens, scope)
 
     def _save_unsaved(self, slot: int) -> None:
         if slot in self._unsaved:
@@ -339,11 +281,4 @@ class KvCache:
 
     def forget_scope(self, scope: Hashable) -> None:
         """Drops the saved states of a scope that nobody will ask for again."""
-        for state in [state for state in self._saved if state.scope == scope]:
-            self._forget(state)
-
-    def _forget(self, state: SavedState) -> None:
-        if state in self._saved:
-            del self._saved[state]
-            self.ram_used_bytes -= state.num_bytes
-            self._index.remove(state)
+        self.ram.forget_scope(scope)

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from cellama.engine.backend import AdapterSet, Chunk, DecodeError, Sampler
 from cellama.engine.errors import InvalidRequest, ModelLoadFailed
-from cellama.engine.options import EngineOptions, SamplingParams
+from cellama.engine.options import EngineOptions
+from cellama.engine.sampling_params import SamplingParams
 from cellama.engine.system.processors import available_cores
 
 from . import log as llama_log

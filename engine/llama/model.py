@@ -13,7 +13,7 @@ import llama_cpp.llama_cpp as lib
 
 from cellama.engine.backend import ModelInfo
 from cellama.engine.errors import AdapterLoadFailed, InvalidRequest, ModelLoadFailed
-from cellama.engine.grammar.automaton import Grammars
+from cellama.engine.grammar.token_grammar import Grammars
 from cellama.engine.llama.files.adapter_file import check_adapter_file
 from cellama.engine.llama.files.gguf_file import fingerprint
 from cellama.engine.llama.files.pretokenizers import PreTokenizer

@@ -10,12 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cellama.engine.errors import GrammarFailed
-from cellama.engine.grammar.automaton import Automaton, Grammar, TokenBytes, Work
+from cellama.engine.grammar.automaton import Automaton, Work
 from cellama.engine.grammar.json_schema import schema_to_gbnf
+from cellama.engine.grammar.token_grammar import Grammar, TokenBytes
 from cellama.engine.logprobs import TokenLogprob
-from cellama.engine.options import SamplingParams
 from cellama.engine.sampling.dry import Breakers, Dry
 from cellama.engine.sampling.sampler import Chooser, NothingAllowed
+from cellama.engine.sampling_params import SamplingParams
 
 
 class LogitsSource(Protocol):

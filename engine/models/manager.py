@@ -8,21 +8,17 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import gc
 import logging
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
-from pathlib import PurePosixPath
-from typing import Any, Literal
+from typing import Any
 
 from cellama.engine.capabilities import Capability
 from cellama.engine.errors import IdTaken, ManagerExists, ModelBusy, UnknownModel, nearest
-from cellama.engine.memory.budget import Device, MemoryBudget, OnFull, readable
+from cellama.engine.memory.budget import MemoryBudget, OnFull, readable
+from cellama.engine.memory.free_memory import give_memory_back
 from cellama.engine.options import EngineOptions
 from cellama.engine.system.core_sharing import Claim, CoreSharing
 from cellama.engine.system.low_priority import at_low_priority
@@ -31,6 +27,7 @@ from cellama.engine.system.processors import available_cores
 from .hub import HubOptions
 from .memory_admission import Admission
 from .model import DEFAULT_MODEL, Model
+from .model_entry import ModelEntry, new_id
 from .sources import resolve
 
 log = logging.getLogger(__name__)
@@ -38,20 +35,6 @@ log = logging.getLogger(__name__)
 UNLOAD_TIMEOUT_S = 30.0
 EVICT_TIMEOUT_S = 10.0  # for an idle model that comes into use just then
 DRAIN_POLL_S = 0.02
-Status = Literal["loading", "ready", "unloading"]
-
-
-@dataclass(slots=True)
-class ModelEntry:
-    """A model by its id. While it is loading `model` is None, and `capabilities` are those that were asked for."""
-
-    id: str
-    source: str
-    capabilities: frozenset[Capability]
-    status: Status = "loading"
-    model: Model | None = None
-    since: float = 0.0  # unix seconds at which it became ready
-    num_holds: int = 0  # by those who may be about to use it
 
 
 class ModelManager:
@@ -106,8 +89,14 @@ class ModelManager:
             self._admission.release(entry.id)
             with self._lock:
                 del self._entries[entry.id]
-            _give_memory_back()
+            give_memory_back()
             raise
+        self._begin_to_serve(entry, model, default=default)
+        if plan.tuned:
+            log.info("model %s: as `cellama tune` measured: %s", entry.id, model.tuned_text)
+        return model
+
+    def _begin_to_serve(self, entry: ModelEntry, model: Model, *, default: bool) -> None:
         self._admission.settle(entry.id, model.memory)
         with self._lock:
             entry.model, entry.status, entry.since = model, "ready", time.time()
@@ -116,9 +105,6 @@ class ModelManager:
                 self._default = entry.id
         taken = readable(model.memory.total_bytes)
         log.info("model %s: %s, takes %s, loaded in %.2f s", entry.id, model.info.description, taken, model.load_s)
-        if plan.tuned:
-            log.info("model %s: as `cellama tune` measured: %s", entry.id, model.tuned_text)
-        return model
 
     def load_in_background(self, model_id: str | None, source: str, **options: Any) -> Future[Model]:
         """`load`, with its options, in a thread of its own; the future gives the model, or raises what `load` does."""
@@ -139,7 +125,7 @@ class ModelManager:
     def _reserve(self, model_id: str | None, source: str, capabilities: frozenset[Capability]) -> ModelEntry:
         with self._lock:
             if model_id is None:
-                model_id = _new_id(source, self._entries)
+                model_id = new_id(source, self._entries)
             elif model_id in self._entries:
                 status = self._entries[model_id].status
                 raise IdTaken(
@@ -190,7 +176,7 @@ class ModelManager:
 
     def _remove(self, entry: ModelEntry) -> None:
         entry.model = None
-        _give_memory_back()
+        give_memory_back()
         self._admission.release(entry.id)
         with self._lock:
             self._entries.pop(entry.id, None)
@@ -306,27 +292,3 @@ class ModelManager:
         with ModelManager._class_lock:
             if ModelManager._open is self:
                 ModelManager._open = None
-
-
-def devices() -> list[Device]:
-    """The devices that models can use, with total and free bytes; without a GPU build that is the CPU alone."""
-    from cellama.engine.llama import devices
-
-    return devices()
-
-
-def _give_memory_back() -> None:
-    """Frees what hangs on reference cycles, and gives freed pages back to the system (glibc keeps them otherwise)."""
-    gc.collect()
-    if sys.platform == "linux":
-        with contextlib.suppress(AttributeError):  # musl has no malloc_trim
-            ctypes.CDLL(None).malloc_trim(0)
-
-
-def _new_id(source: str, taken: Mapping[str, ModelEntry]) -> str:
-    """The name of the source, with a number if another model has it."""
-    name = PurePosixPath(source.partition("://")[2] or source).name.removesuffix(".gguf") or "model"
-    number = 1
-    while (candidate := name if number == 1 else f"{name}-{number}") in taken:
-        number += 1
-    return candidate

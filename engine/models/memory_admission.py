@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from cellama.engine.capabilities import Capability
 from cellama.engine.errors import EngineError, InsufficientMemory, InvalidRequest
-from cellama.engine.memory.budget import Budget, Footprint, MemoryBudget, OnFull, Shortage, choose_victims, readable
+from cellama.engine.memory.budget import (
+    Budget,
+    Device,
+    Footprint,
+    MemoryBudget,
+    OnFull,
+    Shortage,
+    choose_victims,
+    readable,
+)
 from cellama.engine.options import EngineOptions
 from cellama.engine.system.low_priority import at_low_priority
 
@@ -136,3 +145,10 @@ def _in_words(plan: Plan, device: str) -> str:
         context = f" for {plan.options.num_slots} slots of {plan.options.ctx_per_slot} tokens"
     parts = (("weights", usage.weights_bytes), ("KV cache" + context, usage.kv_bytes), ("compute", usage.compute_bytes))
     return ", ".join(f"{name} {readable(size)}" for name, size in parts if size)
+
+
+def devices() -> list[Device]:
+    """The devices that models can use, with total and free bytes; without a GPU build that is the CPU alone."""
+    from cellama.engine.llama import devices
+
+    return devices()

@@ -52,7 +52,7 @@ class Model(Texts):
         `tuned` names the options that are as `cellama tune` found them best.
         A failure leaves nothing behind. Raises ModelLoadFailed, and what `load_adapter` does.
         """
-        from cellama.engine.llama import LlamaModel, load_contexts
+        from cellama.engine.llama import LlamaModel
 
         started = time.monotonic()
         self.id = model_id
@@ -70,17 +70,23 @@ class Model(Texts):
         self._weights = at_low_priority(lambda: LlamaModel(path, n_gpu_layers=options.n_gpu_layers))
         try:
             super().__init__(model_id, self._weights, control_tokens_in_text=options.control_tokens_in_text)
-            if "chat" in self.capabilities and self._weights.chat_template is not None:
-                self.template  # noqa: B018  (a broken one is a reason not to load the model)
-            backends, self.memory, self.devices = at_low_priority(lambda: load_contexts(self._weights, options, uses))
-            self._start(backends)
-            for name, (adapter_source, scale) in (adapters or {}).items():
-                self.load_adapter(name, adapter_source, scale)
+            self._load(uses, adapters or {})
         except Exception:
             self.close()
             raise
         self.load_s = time.monotonic() - started
         self._loaded_at = time.time()
+
+    def _load(self, uses: Uses, adapters: Mapping[str, tuple[str, float]]) -> None:
+        """Makes the contexts and their threads, and loads the adapters."""
+        from cellama.engine.llama import load_contexts
+
+        if "chat" in self.capabilities and self._weights.chat_template is not None:
+            self.template  # noqa: B018  (a broken one is a reason not to load the model)
+        backends, self.memory, self.devices = at_low_priority(lambda: load_contexts(self._weights, self.options, uses))
+        self._start(backends)
+        for name, (source, scale) in adapters.items():
+            self.load_adapter(name, source, scale)
 
     def _start(self, backends: Backends) -> None:
         """Gives the backends to their threads, which run at normal priority; one that no thread took is freed."""

@@ -7,8 +7,6 @@ a sequence goes on exactly anywhere: what is needed is its tokens, and one numbe
 from __future__ import annotations
 
 import math
-import zlib
-from collections import Counter, deque
 from collections.abc import Iterable
 from typing import Protocol
 
@@ -16,15 +14,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cellama.engine.logprobs import TokenLogprob
-from cellama.engine.options import SamplingParams
+from cellama.engine.sampling_params import SamplingParams
 
-Logits = NDArray[np.float32]  # of the whole vocabulary
-Ids = NDArray[np.int64]
-Values = NDArray[np.float64]
+from .draws import uniforms
+from .filters import (
+    Ids,
+    Logits,
+    Values,
+    min_p,
+    min_p_candidates,
+    mirostat_top_k,
+    only,
+    softmax,
+    sorted_candidates,
+    tempered,
+    top_ids,
+    top_p,
+    typical,
+)
+from .penalties import Penalties
 
-_BLOCK = 64
 _FIRST_LOOK = 256  # candidates that a grammar is asked about before the whole vocabulary
-_MIROSTAT_M = 100  # tokens that mirostat 1 estimates from
 
 
 class Constraint(Protocol):
@@ -45,31 +55,6 @@ class Changer(Protocol):
     def apply(self, logits: Logits) -> None: ...
 
     def accept(self, token: int) -> None: ...
-
-
-class Penalties:
-    """Makes tokens that occurred lately less likely. Source: llama.cpp, llama-sampler.cpp, penalties."""
-
-    def __init__(self, params: SamplingParams, history: Iterable[int]) -> None:
-        self._params = params
-        self._window: deque[int] = deque(history, maxlen=params.repeat_last_n)
-        self._counts = Counter(self._window)
-
-    def apply(self, logits: Logits) -> None:
-        ids = np.fromiter(self._counts.keys(), np.int64, len(self._counts))
-        counts = np.fromiter(self._counts.values(), np.float32, len(self._counts))
-        values, repeat = logits[ids], self._params.repeat_penalty
-        values = np.where(values <= 0, values * repeat, values / repeat)
-        logits[ids] = values - counts * self._params.frequency_penalty - self._params.presence_penalty
-
-    def accept(self, token: int) -> None:
-        if len(self._window) == self._window.maxlen:
-            oldest = self._window[0]
-            self._counts[oldest] -= 1
-            if not self._counts[oldest]:
-                del self._counts[oldest]
-        self._window.append(token)
-        self._counts[token] += 1
 
 
 class Chooser:
@@ -142,12 +127,12 @@ class Chooser:
             ids = ids[logits[ids] > -np.inf]
             allowed = ids[constraint.allows(ids)]
             if len(allowed) >= needed:
-                return self._pick(_only(logits, allowed), "second draw")
+                return self._pick(only(logits, allowed), "second draw")
         ids = np.flatnonzero(logits > -np.inf)
         allowed = ids[constraint.allows(ids)]
         if not len(allowed):
             raise NothingAllowed
-        return self._pick(_only(logits, allowed), "second draw")
+        return self._pick(only(logits, allowed), "second draw")
 
     def _pick(self, logits: Logits, purpose: str) -> int:
         if not logits.max() > -np.inf:  # or there is no number at all
@@ -169,13 +154,13 @@ class Chooser:
         if params.mirostat:
             return self._mirostat_candidates(logits)
         if params.keeps_by_min_p_alone:
-            ids, values = _min_p_candidates(logits, params.min_p)
+            ids, values = min_p_candidates(logits, params.min_p)
         else:
-            ids, values = _sorted_candidates(logits, params.top_k)
-            for keep in (_typical, _top_p, _min_p):
+            ids, values = sorted_candidates(logits, params.top_k)
+            for keep in (typical, top_p, min_p):
                 ids, values = keep(ids, values, params)
             ids, values = self._exclude_top_choices(ids, values)
-        return ids, _tempered(values, params.temperature)
+        return ids, tempered(values, params.temperature)
 
     def _draw(self, ids: Ids, values: Values, purpose: str) -> int:
         """A place in `ids`, drawn with the probabilities that these logits mean.
@@ -199,11 +184,11 @@ class Chooser:
 
     def _mirostat_candidates(self, logits: Logits) -> tuple[Ids, Values]:
         """Keeps the surprise of the text near tau. Basu et al. 2021, arXiv:2007.14966; versions 1 and 2."""
-        ids, values = _sorted_candidates(logits, 0)
-        values = _tempered(values, self._params.temperature)
+        ids, values = sorted_candidates(logits, 0)
+        values = tempered(values, self._params.temperature)
         probabilities = softmax(values)
         if self._params.mirostat == 1:
-            count = _mirostat_top_k(probabilities, self.mirostat_mu)
+            count = mirostat_top_k(probabilities, self.mirostat_mu)
         else:
             count = int((-np.log2(np.maximum(probabilities, 1e-300)) <= self.mirostat_mu).sum())
         count = max(1, count)
@@ -237,119 +222,6 @@ class _LogprobReport:
 
     def of(self, token: int) -> TokenLogprob:
         return TokenLogprob(token, float(self._logits[token]) - self._normaliser, self._top)
-
-
-def uniforms(seed: int, position: int, purpose: str, ids: Ids) -> Values:
-    """A number in (0, 1) for each id, that depends on the arguments alone: splitmix64 of all of them."""
-    key = (seed << 32 | position) ^ zlib.crc32(purpose.encode()) << 16
-    state = ids.astype(np.uint64) + np.uint64(_mix(key))
-    state = state * np.uint64(0x9E3779B97F4A7C15)
-    state = (state ^ state >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
-    state = (state ^ state >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-    state ^= state >> np.uint64(31)
-    return ((state >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
-
-
-def _mix(value: int) -> int:
-    """splitmix64 of one number."""
-    mask = (1 << 64) - 1
-    value = value + 0x9E3779B97F4A7C15 & mask
-    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & mask
-    value = (value ^ value >> 27) * 0x94D049BB133111EB & mask
-    return value ^ value >> 31
-
-
-def softmax(values: Values) -> Values:
-    """Probabilities of logits, highest first or not."""
-    exponents: Values = np.exp(values - values.max())
-    exponents /= exponents.sum()
-    return exponents
-
-
-def top_ids(logits: Logits, count: int) -> Ids:
-    """At least the `count` likeliest tokens, the likeliest first; equal ones in the order of their ids.
-
-    The maxima of blocks tell a bound that the wanted ones reach, so that only few are sorted.
-    """
-    whole = len(logits) // _BLOCK * _BLOCK
-    if 0 < count < whole // _BLOCK:
-        maxima = logits[:whole].reshape(-1, _BLOCK).max(axis=1)
-        bound = np.partition(maxima, len(maxima) - count)[len(maxima) - count]
-        ids = np.flatnonzero(logits >= bound)
-    else:
-        ids = np.arange(len(logits))
-    return ids[np.argsort(-logits[ids], kind="stable")]
-
-
-def _sorted_candidates(logits: Logits, top_k: int) -> tuple[Ids, Values]:
-    ids = top_ids(logits, top_k)
-    ids = ids[:top_k] if top_k else ids
-    values = logits[ids].astype(np.float64)
-    possible = values > -np.inf
-    return ids[possible], values[possible]
-
-
-def _min_p_candidates(logits: Logits, min_p: float) -> tuple[Ids, Values]:
-    """As `_min_p`, without sorting the vocabulary."""
-    bound = logits.max() + math.log(min_p) if min_p > 0 else np.finfo(np.float32).min
-    ids = np.flatnonzero(logits >= bound)
-    return ids, logits[ids].astype(np.float64)
-
-
-def _only(logits: Logits, ids: Ids) -> Logits:
-    masked = np.full_like(logits, -np.inf)
-    masked[ids] = logits[ids]
-    return masked
-
-
-def _typical(ids: Ids, values: Values, params: SamplingParams) -> tuple[Ids, Values]:
-    """Tokens whose surprise is near the mean surprise. Meister et al. 2022, arXiv:2202.00666."""
-    if params.typical_p >= 1:
-        return ids, values
-    probabilities = softmax(values)
-    surprise = -np.log(np.maximum(probabilities, 1e-300))
-    order = np.argsort(np.abs(surprise - (probabilities * surprise).sum()), kind="stable")
-    count = int((probabilities[order].cumsum() <= params.typical_p).sum()) + 1
-    kept = np.sort(order[:count])
-    return ids[kept], values[kept]
-
-
-def _top_p(ids: Ids, values: Values, params: SamplingParams) -> tuple[Ids, Values]:
-    if params.top_p >= 1:
-        return ids, values
-    count = int((softmax(values).cumsum() < params.top_p).sum()) + 1
-    return ids[:count], values[:count]
-
-
-def _min_p(ids: Ids, values: Values, params: SamplingParams) -> tuple[Ids, Values]:
-    if params.min_p <= 0:
-        return ids, values
-    kept = values >= values[0] + math.log(params.min_p)
-    return ids[kept], values[kept]
-
-
-def _mirostat_top_k(probabilities: Values, mu: float) -> int:
-    """How many tokens mirostat 1 keeps: (ε·2^μ / (1 - N^-ε))^(1/s), by logarithms, because μ grows without a bound."""
-    head = probabilities[:_MIROSTAT_M]
-    head = head[head > 0]
-    if len(head) < 2:
-        return 1
-    ranks = np.log(np.arange(2, len(head) + 1) / np.arange(1, len(head)))
-    drops = np.log(head[:-1] / head[1:])
-    exponent = max(float((ranks * drops).sum() / (ranks * ranks).sum()), 1e-6)
-    epsilon = exponent - 1
-    if abs(epsilon) < 1e-9:
-        epsilon = 1e-9
-    scale = epsilon / -math.expm1(-epsilon * math.log(len(probabilities)))
-    log_count = (math.log(scale) + mu * math.log(2)) / exponent
-    return len(probabilities) if log_count >= math.log(len(probabilities)) else int(math.exp(log_count))
-
-
-def _tempered(values: Values, temperature: float) -> Values:
-    """The logits, less the highest of them, at a temperature; it may be the smallest number above 0."""
-    with np.errstate(over="ignore"):
-        tempered: Values = (values - values.max()) / temperature
-    return tempered
 
 
 def _bias_arrays(params: SamplingParams) -> tuple[Ids, NDArray[np.float32]] | None:

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from cellama.engine.backend import Chunk
 from cellama.engine.errors import PromptTooLong
 from cellama.engine.kvcache.manager import KvCache, Plan
 
-from .adapter_rotation import Rotation, place_for
+from .adapter_rotation import Rotation
+from .placement import Placement
 from .sequence import Sequence, State
 from .strategies import INTERACTIVE_PRIORITY, Guarded, SlotView, Strategy
 from .waiting_queue import WaitingLine, rank_if_preempted
 
-WORTH_WAITING_TOKENS = 64  # a prefix shorter than this is computed twice rather than waited for
 MAX_PASSED_OVER = 64  # sequences that wait for a prefix, beyond which the line is not searched for others
 BULK_PATIENCE_S = 20.0  # an interactive request that has its slot so much later still reads its prompt first
-GROWTH_TOKENS = 16  # cells kept free for each running sequence when a new one is admitted
 
 
 OnFailure = Callable[[Sequence, Exception], None]
@@ -44,6 +42,7 @@ class Scheduler:
         self.line = WaitingLine(limits.max_queue)
         cache.wanted = self.line.wanted
         self._rotation = Rotation()
+        self._placement = Placement(cache, self.slots, self._rotation)
         self.num_preemptions = 0
 
     def check(self, num_prompt_tokens: int) -> None:
@@ -73,7 +72,7 @@ class Scheduler:
         passed_over: list[Sequence] = []
         while len(passed_over) < MAX_PASSED_OVER and (sequence := self.line.pop()) is not None:
             try:
-                if self._prefix_is_coming(sequence):
+                if self._placement.prefix_is_coming(sequence):
                     passed_over.append(sequence)
                     continue
                 plan = self._room_for(sequence, now)
@@ -93,69 +92,16 @@ class Scheduler:
             sequence for sequence in admitted if sequence.slot is not None
         ]  # another of its request may have failed
 
-    def _prefix_is_coming(self, sequence: Sequence) -> bool:
-        """True while another slot computes a prefix that this sequence could take over a moment later."""
-        if sequence.waits_for is not None and _will_compute(*sequence.waits_for):
-            return True
-        sequence.waits_for = None
-        if None not in self.slots:
-            return False  # it can't have a slot now, or only somebody's who is less urgent: no reason to search
-        ready = max((n for _, n in self.cache.longest(sequence.tokens, sequence.scope)), default=0)
-        for slot, length in self.cache.soon(sequence.tokens, sequence.scope):
-            holder = self.slots[slot]
-            if length < ready + WORTH_WAITING_TOKENS:
-                break  # the longest come first
-            if holder is not None and _will_compute(holder, length) and self._can_be_taken(holder, length):
-                sequence.waits_for = (holder, length)
-                return True
-        return False
-
-    def _can_be_taken(self, holder: Sequence, length: int) -> bool:
-        """True if the first tokens of a slot can be taken over once they are computed, or all that it has then."""
-        return self.cache.memory.partial_reuse or length == len(holder.tokens)
-
     def _room_for(self, sequence: Sequence, now: float) -> Plan | None:
         """A place for the sequence, for which others may lose theirs; None, and nobody does, if it has to wait."""
         while True:
             idle = [slot for slot, holder in enumerate(self.slots) if holder is None]
-            if idle and (plan := self._plan_that_fits(sequence, idle)) is not None:
+            if idle and (plan := self._placement.find(sequence, idle)) is not None:
                 return plan
             victims = self._less_urgent_than(sequence, now)
-            if not victims or not self._would_fit(sequence, idle, victims):
+            if not victims or not self._placement.would_fit(sequence, idle, victims):
                 return None
             self.preempt(victims[0], now)
-
-    def _plan_that_fits(self, sequence: Sequence, idle: list[int]) -> Plan | None:
-        """Where the sequence goes with the cells that it needs, for which idle slots may be emptied."""
-        plan = self.cache.plan(sequence.tokens, sequence.scope, idle, self._place_for(sequence))
-        wanted = self._cells_wanted(sequence)
-        others = [slot for slot in idle if slot not in (plan.slot, plan.source)]
-        if self.cache.reclaim(others, self.cache.missing_cells(plan, wanted)):
-            return plan
-        anew = Plan(plan.slot, None, 0)
-        if self.cache.reclaim(idle, wanted - self.cache.cells.free):
-            return anew
-        # Nobody runs, so a prompt that `check` let pass fits; what is kept for growth is not needed.
-        return anew if len(idle) == len(self.slots) and self.cache.reclaim(idle, len(sequence.tokens)) else None
-
-    def _would_fit(self, sequence: Sequence, idle: list[int], victims: list[Sequence]) -> bool:
-        """True if there are cells enough once all victims have lost their slots."""
-        slots = idle + [victim.slot for victim in victims if victim.slot is not None]
-        cells = self.cache.cells
-        return self._cells_wanted(sequence, victims) <= cells.free + cells.freed_by(slots)
-
-    def _place_for(self, sequence: Sequence) -> int | None:
-        """The slot beside others with the same adapters; any will do while all have the same."""
-        if self.cache.memory.unified or not self._rotation.is_needed_with(sequence.adapters):
-            return None
-        return place_for(sequence.adapters, [None if s is None else s.adapters for s in self.slots])
-
-    def _cells_wanted(self, sequence: Sequence, victims: Seq[Sequence] = ()) -> int:
-        """Cells that have to be free for the sequence, and for what runs beside it without the victims."""
-        if not self.cache.memory.unified:
-            return 0  # each slot has its own
-        others = [holder for holder in self.slots if holder is not None and holder not in victims]
-        return len(sequence.tokens) + 1 + sum(GROWTH_TOKENS + other.num_pending for other in others)
 
     def _less_urgent_than(self, sequence: Sequence, now: float) -> list[Sequence]:
         """The running sequences that should rather wait, the least urgent first.
@@ -330,10 +276,6 @@ class Scheduler:
 def _expendable(sequence: Sequence) -> tuple[int, float, int]:
     """Larger for what should rather give up its slot: the less urgent, then the younger."""
     return sequence.request.priority, sequence.admitted_at or 0.0, sequence.order
-
-
-def _will_compute(sequence: Sequence, length: int) -> bool:
-    return sequence.state is State.PREFILLING and sequence.num_computed < length
 
 
 def _prefill_order(sequence: Sequence) -> float:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from cellama.engine.backend import AdapterSet, key_of
 from cellama.engine.events import Completion, FinishReason, Timings, Usage
 from cellama.engine.logprobs import TokenLogprob
-from cellama.engine.options import Request
+from cellama.engine.request import Request
 from cellama.engine.text.detokenizer import TextStream
 from cellama.engine.text.reply_parser import Part, ReplyReader
 from cellama.engine.text.tool_calls import ToolCall

@@ -42,6 +42,7 @@ from cellama.tasks.contract import events
 from cellama.tasks.contract.chunks import ChunkJob
 from cellama.tasks.contract.errors import InvalidJob, JobFailed
 from cellama.tasks.contract.kinds import NO_USAGE
+from cellama.tasks.contract.messages import with_messages
 from cellama.tasks.contract.names import DEFAULT_MODEL, SUBMITTED_AT_HEADER, TOKEN_HEADER
 from cellama.tasks.contract.payloads import (
     ApplyChatTemplateJob,
@@ -52,7 +53,6 @@ from cellama.tasks.contract.payloads import (
     RerankJob,
     TokenizeJob,
 )
-from cellama.tasks.contract.results import with_messages
 from cellama.tasks.publishing.results import error_event, failure_of, result_of, resume_of
 from cellama.tasks.state.foundation import Choice, Foundation, changed, foundation_of, may_come
 from cellama.tasks.state.history import Past, read_past

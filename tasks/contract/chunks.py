@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictStr
 
+from .messages import Payload
 from .names import PRIORITY_BULK
-from .payloads import ChatJob, EmbedJob, GenerateJob, _Job, _Payload, parse_job
+from .payloads import ChatJob, EmbedJob, GenerateJob, _Job, parse_job
 
 MAX_CHUNK_LINES = 1024
 LineKind = Literal["generate", "chat", "embed"]
@@ -20,7 +21,7 @@ LINE_JOBS: dict[LineKind, type[GenerateJob] | type[ChatJob] | type[EmbedJob]] = 
 }
 
 
-class ChunkLine(_Payload):
+class ChunkLine(Payload):
     """A line: the parameters of the job that it would be by itself, but for its model and its priority."""
 
     kind: LineKind

@@ -8,6 +8,7 @@ from typing import Any
 
 from .chunks import ChunkJob
 from .events import Event, done, error
+from .messages import with_messages
 from .names import (
     TASK_APPLY_CHAT_TEMPLATE,
     TASK_CHAT,
@@ -27,7 +28,6 @@ from .payloads import (
     RerankJob,
     TokenizeJob,
 )
-from .results import with_messages
 
 Payload = GenerateJob | ChatJob | EmbedJob | RerankJob | TokenizeJob | DetokenizeJob | ApplyChatTemplateJob | ChunkJob
 Result = dict[str, Any]

@@ -26,6 +26,7 @@ from cellama.tasks.state.ledger import Ledger
 from cellama.tasks.state.records import Attempt, Entry
 
 from .attempt_events import Result, RunEvents
+from .pages import MAX_BATCH, Numbered, pages
 from .signing import Signer
 
 if TYPE_CHECKING:
@@ -37,11 +38,8 @@ RETRY_S = 0.5
 CLOSING_ATTEMPTS = 4
 LINE_MARK = "\x1f"  # in the id of a request: between the run of a chunk and the number of its line
 HAND_BACK, FAIL = "hand_back", "fail"  # between this class and itself: no events of a job
-MAX_BATCH = 1000  # events per call of Redis: it serves nobody else meanwhile
-MAX_BATCH_BYTES = 8 << 20  # the same, but for one larger event
 
 Told = list[tuple[str, Event, Result | None]]  # run id, event without its seq, result with a terminal event
-Numbered = tuple[str, Entry]  # with the run id
 
 
 class Publisher:
@@ -175,7 +173,7 @@ class Publisher:
             return [(run_id, _line_failed(int(line), failure) if mark else {"type": FAIL, "failure": failure}, None)]
 
     def _tell(self, told: Told) -> None:
-        for page in _pages([entry for each in told for entry in self._entries_of(*each)]):
+        for page in pages([entry for each in told for entry in self._entries_of(*each)]):
             self._write(page)
         for run_id, event, _ in told:
             if event["type"] == HAND_BACK and (run := self._runs.pop(run_id, None)) is not None:
@@ -297,17 +295,3 @@ def _line_failed(line: int, failure: JobFailed) -> Event:
     from .results import error_of
 
     return events.line(line, {"error": error_of(failure)})
-
-
-def _pages(entries: list[Numbered]) -> Iterator[list[Numbered]]:
-    """The entries in their order, in pages that Redis takes in one call."""
-    page: list[Numbered] = []
-    num_bytes = 0
-    for each in entries:
-        if page and (len(page) == MAX_BATCH or num_bytes + each[1].num_bytes > MAX_BATCH_BYTES):
-            yield page
-            page, num_bytes = [], 0
-        page.append(each)
-        num_bytes += each[1].num_bytes
-    if page:
-        yield page

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from cellama.engine import EngineOptions, Model, ModelManager
-from cellama.engine.grammar.automaton import Grammar, Work
+from cellama.engine.grammar.automaton import Work
 from cellama.engine.grammar.json_schema import schema_to_gbnf
+from cellama.engine.grammar.token_grammar import Grammar
 from cellama.engine.llama import LlamaModel
 
 CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])  # llama.h: llama_token_data

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from cellama.engine import EngineOptions, Model, ModelManager
 from cellama.engine.llama import LlamaModel
-from cellama.engine.options import SamplingParams
 from cellama.engine.sampling.dry import Dry
 from cellama.engine.sampling.sampler import Chooser
+from cellama.engine.sampling_params import SamplingParams
 
 CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])  # llama.h: llama_token_data
 KEEP_ALL = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cellama.engine import Engine, EngineOptions, Request, SamplingParams
+from cellama.engine import Completion, Engine, EngineOptions, Request, SamplingParams
 from cellama.engine.fake import FakeBackend
 
 PATIENCE_S = 30
@@ -48,3 +48,9 @@ class Gate:
             decode(*call)
 
         backend.decode = gated  # type: ignore[method-assign]
+
+
+def cold(make_engine: MakeEngine, prompt: str, **params: Any) -> Completion:
+    """What an engine says that shares nothing with anybody."""
+    engine, _ = make_engine(FakeBackend(n_slots=1), cache_prompt=False)
+    return engine.submit(request(prompt, **params)).result(PATIENCE_S)

@@ -24,7 +24,7 @@ from cellama.tasks.contract.names import (
     TASK_TOKENIZE,
 )
 from cellama.tasks.contract.payloads import parse_job
-from cellama.tasks.jobs import JobTask
+from cellama.tasks.job_task import JobTask
 
 from .hostile import HUGE_INT, MODEL, SURROGATE, Payload
 

@@ -13,8 +13,8 @@ import pytest
 from redis import Redis
 
 from cellama.api import AsyncClient, Client
-from cellama.api.batch.run import Progress
-from cellama.api.batch.start import Summary
+from cellama.api.batch.options import Summary
+from cellama.api.batch.progress import Progress
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.state.bulk_runs import Batches
 

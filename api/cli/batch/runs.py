@@ -1,0 +1,130 @@
+"""`cellama batch`: list, status, cancel, from any machine."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from redis import Redis
+from rich.table import Table
+
+from cellama.api.cli.generation import JsonOption
+from cellama.api.cli.output import Exit, out, print_error, print_json, readable_time, table_of
+from cellama.tasks.connection.connections import connect
+from cellama.tasks.connection.redis_errors import reaching_redis
+from cellama.tasks.contract.errors import UnknownJob
+from cellama.tasks.state.bulk_runs import OPEN_STATES, Batches
+
+CONNECT_TIMEOUT_S = 3.0
+ID_SHOWN = 8  # characters
+_WORDS = {"validating": "reading its input", "in_progress": "running", "finalizing": "ending", "cancelling": "ending"}
+RunArgument = Annotated[str, typer.Argument(help="Id of the run, its first characters, or its output.")]
+
+
+@contextlib.contextmanager
+def redis_here() -> Iterator[Redis]:
+    """The Redis of the settings, which answers."""
+    with reaching_redis(), connect(socket_connect_timeout=CONNECT_TIMEOUT_S) as redis:
+        redis.ping()
+        yield redis
+
+
+def batch_list_command(json: JsonOption = False) -> None:
+    """Show the runs of the last 30 days.
+
+    Example:  cellama batch list
+    """
+    with redis_here() as redis:
+        runs = Batches(redis).all()
+    if json:
+        print_json(runs)
+    elif not runs:
+        out.print("no bulk run in the last 30 days; `cellama batch run IN -o OUT` begins one")
+    else:
+        table = table_of("run", "begun", "state", "model", "lines", "failed", "tokens", "output", right=_NUMBERS)
+        for run in runs:
+            tokens = str(run.get("completion_tokens", 0))
+            table.add_row(*_head(run), _lines(run), str(run.get("failed", 0)), tokens, str(run.get("output", "")))
+        out.print(table)
+
+
+_NUMBERS = "lines, failed, tokens"
+
+
+def batch_status_command(run: RunArgument, json: JsonOption = False) -> None:
+    """Show where a run is.
+
+    Example:  cellama batch status answers.jsonl
+    """
+    with redis_here() as redis:
+        facts = _find(redis, run)
+    if json:
+        print_json(facts)
+        return
+    grid = Table.grid(padding=(0, 2))
+    for name, value in _facts(facts).items():
+        grid.add_row(f"[dim]{name}[/]", value)
+    out.print(grid)
+
+
+def batch_cancel_command(run: RunArgument, json: JsonOption = False) -> None:
+    """End a run; finished lines stay in its output.
+
+    Example:  cellama batch cancel answers.jsonl
+    """
+    with redis_here() as redis:
+        facts = _find(redis, run)
+        if facts["state"] not in OPEN_STATES:
+            print_error(f"run {facts['id']} has ended already: it is {_state(facts)}")
+            raise typer.Exit(Exit.FAILED)
+        Batches(redis).cancel(str(facts["id"]))
+    if json:
+        print_json({"id": facts["id"], "cancelled": True})
+        return
+    how = "its command ends it now" if facts["alive"] else "no command worked on it"
+    out.print(f"run {facts['id']} is cancelled: {how}; finished lines are in {facts.get('output')}", soft_wrap=True)
+
+
+def _head(run: dict[str, Any]) -> tuple[str, str, str, str]:
+    begun = readable_time(run["created_at"])[:16] if "created_at" in run else ""
+    return str(run["id"])[:ID_SHOWN], begun, _state(run), str(run.get("model") or "")
+
+
+def _state(run: dict[str, Any]) -> str:
+    if run["state"] in OPEN_STATES and not run["alive"]:
+        return "interrupted"
+    return _WORDS.get(run["state"], str(run["state"]))
+
+
+def _lines(run: dict[str, Any]) -> str:
+    return f"{run.get('finished', 0)} of {run.get('total', 0)}"
+
+
+def _facts(run: dict[str, Any]) -> dict[str, str]:
+    resumed = f"; `cellama batch resume {run.get('output')}` goes on with it" if _state(run) == "interrupted" else ""
+    cached = f" ({run['cached_tokens']} of them cached)" if run.get("cached_tokens") else ""
+    return {
+        "run": str(run["id"]),
+        "state": _state(run) + resumed,
+        "lines": f"{_lines(run)} done, {run.get('failed', 0)} failed",
+        "tokens": f"{run.get('prompt_tokens', 0)} read{cached}, {run.get('completion_tokens', 0)} generated",
+        "model": str(run.get("model") or "as the lines say"),
+        "input": str(run.get("input") or "not known"),
+        "output": str(run.get("output")),
+        "begun": readable_time(run["created_at"]) if "created_at" in run else "not known",
+        "last word": readable_time(run["at"]),
+    }
+
+
+def _find(redis: Redis, run: str) -> dict[str, Any]:
+    runs = Batches(redis).all()
+    output = str(Path(run).absolute())
+    of_output = [facts for facts in runs if facts.get("output") == output]
+    found = of_output[:1] or [facts for facts in runs if run and str(facts["id"]).startswith(run)]
+    if len(found) == 1:
+        return found[0]
+    known = ", ".join(str(facts["id"])[:ID_SHOWN] for facts in found or runs) or "none"
+    raise UnknownJob(f"{'several runs begin with' if found else 'no run'} {run!r}; there are: {known}")

@@ -1,0 +1,71 @@
+"""What the registry says of live workers, as clients show it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cellama.tasks.contract.errors import (
+    UnknownWorker,
+)
+from cellama.tasks.contract.names import DEFAULT_MODEL, queue_name
+from cellama.tasks.state.position import estimate_s
+from cellama.tasks.state.registry import WorkerEntry
+
+
+def models_of(workers: list[WorkerEntry]) -> list[dict[str, Any]]:
+    """Each model once, with the names of its workers; its `status` is the best that it has on one of them."""
+    models: dict[str, dict[str, Any]] = {}
+    for worker in workers:
+        for entry in worker.models:
+            described = {k: v for k, v in entry.items() if k != "engine"}
+            known = models.setdefault(entry["id"], {**described, "workers": []})
+            known["workers"].append(worker.name)
+            if known["status"] != "ready" and entry["status"] == "ready":
+                known.update(described)
+    return [models[model_id] for model_id in sorted(models)]
+
+
+def memory_of(workers: list[WorkerEntry], name: str | None) -> list[dict[str, Any]]:
+    """Per worker, or of the one of that name: budget, devices, and what its models take. Raises UnknownWorker."""
+    chosen = workers if name is None else [w for w in workers if name in (w.name, w.name.partition("@")[0])]
+    if name is not None and not chosen:
+        raise UnknownWorker(f"no live worker {name!r}; live: {', '.join(w.name for w in workers) or 'none'}")
+    return [
+        {
+            "worker": worker.name,
+            **worker.memory,
+            "models": [
+                {key: model[key] for key in ("id", "status", "default", "memory", "memory_bytes") if key in model}
+                for model in worker.models
+            ],
+        }
+        for worker in chosen
+    ]
+
+
+def stats(workers: list[WorkerEntry], depths: dict[str, int], waiting: dict[str, int]) -> dict[str, Any]:
+    """Totals over all workers; per model the messages in its queue, the jobs without a slot, and when a new one's
+    turn would come; and the models that nobody serves although jobs wait for them."""
+    engines = [entry["engine"] for worker in workers for entry in worker.models if entry["engine"]]
+    ready = [entry for worker in workers for entry in worker.models if entry["status"] == "ready"]
+    served = {entry["id"] for entry in ready} | {DEFAULT_MODEL for entry in ready if entry["default"]}
+    known = {entry["id"] for worker in workers for entry in worker.models} | {DEFAULT_MODEL}
+    unserved = sorted(model for model in waiting if model not in served and (waiting[model] or depths[model]))
+    shown = [model for model in waiting if model in known or model in unserved]
+    depths, waiting = ({model: counts[model] for model in shown} for counts in (depths, waiting))
+    return {
+        "workers": len(workers),
+        "slots_total": sum(engine["slots_total"] for engine in engines),
+        "slots_busy": sum(engine["slots_prefilling"] + engine["slots_decoding"] for engine in engines),
+        "generation_rate": round(sum(engine["generation_rate"] for engine in engines), 1),
+        "queues": depths,
+        "waiting": waiting,
+        "unserved": unserved,
+        "eta_s": {model: estimate_s(workers, queue_name(model), count) for model, count in waiting.items()},
+    }
+
+
+def queues(workers: list[WorkerEntry], queued: list[str]) -> list[str]:
+    """The models that somebody serves or waits for, and `:default`."""
+    served = {entry["id"] for worker in workers for entry in worker.models}
+    return [*sorted(served | set(queued) - {DEFAULT_MODEL}), DEFAULT_MODEL]

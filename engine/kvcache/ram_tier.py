@@ -1,0 +1,103 @@
+"""The states that are kept in RAM: at most as many bytes as the quota allows, the least recently used go first."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cellama.engine.backend import KvMemory
+
+from .prefix import PrefixIndex
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False, slots=True)
+class SavedState:
+    """The cells of one slot in RAM."""
+
+    num_tokens: int
+    scope: Hashable
+    data: Any
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.data.nbytes)
+
+
+Source = int | SavedState  # a slot, or a state in RAM
+
+
+class RamTier:
+    """Owns the saved states, and their entries in the index that it shares with the slots. Engine thread only."""
+
+    def __init__(self, memory: KvMemory, index: PrefixIndex[Source], quota_bytes: int) -> None:
+        """A quota of 0 saves nothing."""
+        self.quota_bytes = quota_bytes
+        self.used_bytes = 0
+        self.num_saves = 0  # since the start
+        self.num_evictions = 0  # states dropped for the quota, since the start
+        self._memory = memory
+        self._index = index
+        self._states: OrderedDict[SavedState, None] = OrderedDict()  # least recently used first
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def save(self, slot: int, tokens: Sequence[int], scope: Hashable) -> None:
+        """Keeps a copy of a slot's cells, which hold `tokens`, unless there is one, or it is larger than the quota."""
+        if self._has(tokens, scope):
+            return
+        try:
+            self._save(slot, tokens, scope)
+        except Exception:  # no memory for it, for instance
+            log.exception("the state of a slot could not be saved; it is computed again when somebody needs it")
+
+    def _save(self, slot: int, tokens: Sequence[int], scope: Hashable) -> None:
+        size = self._memory.state_bytes(slot)
+        if size > self.quota_bytes:
+            return
+        self._forget_shorter(tokens, scope)
+        while self.used_bytes + size > self.quota_bytes:  # before the copy: both together are more than the quota
+            self.forget(next(iter(self._states)))
+            self.num_evictions += 1
+        state = SavedState(len(tokens), scope, self._memory.save(slot))
+        self._states[state] = None
+        self.used_bytes += state.num_bytes
+        self._index.insert(state, tokens, scope)
+        self.num_saves += 1
+
+    def _has(self, tokens: Sequence[int], scope: Hashable) -> bool:
+        for source, n in self._index.matches(tokens, scope):
+            if n < len(tokens):
+                break
+            if isinstance(source, SavedState):
+                return True
+        return False
+
+    def _forget_shorter(self, tokens: Sequence[int], scope: Hashable) -> None:
+        """Drops states that a longer one makes superfluous: the turns of a conversation before the last."""
+        if self._memory.partial_reuse:
+            for source, shared in list(self._index.matches(tokens, scope)):
+                if isinstance(source, SavedState) and shared == source.num_tokens:
+                    self.forget(source)
+
+    def touch(self, state: SavedState) -> None:
+        """A state is used: others go before it."""
+        if state in self._states:
+            self._states.move_to_end(state)
+
+    def forget(self, state: SavedState) -> None:
+        """Drops a state, if it is still there."""
+        if state in self._states:
+            del self._states[state]
+            self.used_bytes -= state.num_bytes
+            self._index.remove(state)
+
+    def forget_scope(self, scope: Hashable) -> None:
+        """Drops the states of a scope that nobody will ask for again."""
+        for state in [state for state in self._states if state.scope == scope]:
+            self.forget(state)

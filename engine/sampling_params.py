@@ -1,0 +1,138 @@
+"""How the next token is chosen: frozen, and valid once it exists."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from cellama.config import limits
+
+from .checks import check, check_int, check_length, check_number, is_real, utf8
+from .errors import InvalidRequest
+
+MAX_SEED = limits.MAX_SEED
+
+
+_RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0, limits.MAX_TEMPERATURE),
+    "min_p": (0, 1),
+    "xtc_probability": (0, 1),
+    "xtc_threshold": (0, 1),
+    "repeat_penalty": (limits.MIN_REPEAT_PENALTY, limits.MAX_REPEAT_PENALTY),
+    "frequency_penalty": (-limits.MAX_PENALTY, limits.MAX_PENALTY),
+    "presence_penalty": (-limits.MAX_PENALTY, limits.MAX_PENALTY),
+    "dry_multiplier": (0, limits.MAX_PENALTY),
+}
+
+
+_ABOVE_ZERO = {
+    "top_p": 1.0,
+    "typical_p": 1.0,
+    "dry_base": limits.MAX_DRY_BASE,
+    "mirostat_tau": limits.MAX_MIROSTAT_TAU,
+    "mirostat_eta": limits.MAX_MIROSTAT_ETA,
+}
+
+
+_COUNTS = {
+    "top_k": (0, limits.MAX_COUNT),
+    "repeat_last_n": (0, limits.MAX_LOOK_BACK),
+    "dry_allowed_length": (0, limits.MAX_COUNT),
+    "dry_penalty_last_n": (-1, limits.MAX_LOOK_BACK),
+    "mirostat": (0, 2),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen. `temperature=0` is greedy; `seed=None` lets the engine draw one.
+
+    Raises InvalidRequest for a value out of range.
+    """
+
+    temperature: float = 0.8
+    top_k: int = 40  # 0 = all tokens
+    top_p: float = 0.95
+    min_p: float = 0.05
+    typical_p: float = 1.0  # 1 = off
+    seed: int | None = None
+    repeat_penalty: float = 1.0  # 1 = off
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repeat_last_n: int = 64  # tokens that the penalties look back on, prompt included
+    logit_bias: tuple[tuple[int, float], ...] = ()  # token, what is added to its logit; -inf forbids it
+    dry_multiplier: float = 0.0  # 0 = off
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2  # tokens that may repeat without a penalty
+    dry_penalty_last_n: int = -1  # tokens that DRY looks back on; -1 = the whole context
+    dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
+    xtc_probability: float = 0.0  # 0 = off
+    xtc_threshold: float = 0.1  # above 0.5 it never applies
+    mirostat: int = 0  # 1 and 2 replace top_k, top_p, min_p, typical_p and XTC
+    mirostat_tau: float = 5.0  # wanted surprise, bits
+    mirostat_eta: float = 0.1
+    grammar: str | None = None  # GBNF, see llama.cpp's grammars/README.md
+    grammar_root: str = "root"
+    json_schema: str | None = None  # JSON Schema as JSON text, instead of a grammar
+    logprobs: int | None = None  # top alternatives to report with each token's log-probability; None = no report
+
+    def __post_init__(self) -> None:
+        for name, (low, high) in _RANGES.items():
+            value = getattr(self, name)
+            ok = is_real(value) and low <= value <= high
+            check(ok, name, value, f"from {low:g} to {high:g}")
+        for name, high in _ABOVE_ZERO.items():
+            value = getattr(self, name)
+            check(is_real(value) and 0 < value <= high, name, value, f"above 0 and at most {high:g}")
+        for name, (low, high) in _COUNTS.items():
+            check_int(name, getattr(self, name), low, high)
+        if self.seed is not None:
+            check_int("seed", self.seed, 0, limits.MAX_SEED)
+        if self.logprobs is not None:
+            check_int("logprobs", self.logprobs, 0, limits.MAX_LOGPROBS)
+        self._check_forms()
+        self._check_lists()
+
+    def _check_forms(self) -> None:
+        if self.grammar is not None and self.json_schema is not None:
+            raise InvalidRequest("grammar and json_schema are both given; choose one")
+        check_length("grammar", self.grammar or "", limits.MAX_GRAMMAR_CHARS)
+        check_length("grammar_root", self.grammar_root, limits.MAX_NAME_CHARS)
+        check_length("json_schema", self.json_schema or "", limits.MAX_SCHEMA_CHARS)
+
+    def _check_lists(self) -> None:
+        check_number("logit_bias", len(self.logit_bias), limits.MAX_BIASES, "tokens")
+        for token, bias in self.logit_bias:
+            check_int("a token of logit_bias", token, 0, limits.MAX_COUNT)
+            ok = bias == -math.inf or (is_real(bias) and abs(bias) <= limits.MAX_BIAS)
+            check(ok, f"logit_bias of {token}", bias, f"a number up to {limits.MAX_BIAS:g} either way, or -inf")
+        check_number("dry_sequence_breakers", len(self.dry_sequence_breakers), limits.MAX_DRY_BREAKERS, "texts")
+        for text in self.dry_sequence_breakers:
+            ok = isinstance(text, str) and 0 < len(utf8(text)) <= limits.MAX_DRY_BREAKER_BYTES
+            check(
+                ok, "one of dry_sequence_breakers", text, f"text of 1 to {limits.MAX_DRY_BREAKER_BYTES} bytes of UTF-8"
+            )
+
+    @property
+    def has_penalties(self) -> bool:
+        neutral = self.repeat_penalty == 1 and self.frequency_penalty == 0 and self.presence_penalty == 0
+        return not neutral and self.repeat_last_n > 0
+
+    @property
+    def has_dry(self) -> bool:
+        return self.dry_multiplier > 0 and self.dry_base >= 1 and self.dry_penalty_last_n != 0
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0 or (self.top_k == 1 and not self.mirostat)
+
+    @property
+    def keeps_by_min_p_alone(self) -> bool:
+        """No filter needs the tokens in order."""
+        return self.top_k == 0 and self.top_p == 1 and self.typical_p == 1 and self.xtc_probability == 0
+
+    @property
+    def is_plainly_greedy(self) -> bool:
+        """Greedy, and nothing changes or watches the logits."""
+        changed = self.has_penalties or self.logit_bias or self.has_dry or self.logprobs is not None
+        return self.is_greedy and not changed and self.grammar is None and self.json_schema is None

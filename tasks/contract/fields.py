@@ -1,0 +1,202 @@
+"""The types of fields in payloads: checked, bounded, and made into one form."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Annotated, Any
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    StrictFloat,
+    StrictInt,
+    StrictStr,
+)
+
+from cellama.config import MODEL_ID, limits
+
+from .json_values import check_text, json_text, shorten
+from .names import DEFAULT_MODEL
+
+
+def _check_text(text: str) -> str:
+    _check_length(text, limits.MAX_TEXT_CHARS)
+    return check_text(text)
+
+
+def _check_length(text: str, limit: int) -> None:
+    if len(text) > limit:
+        raise ValueError(f"it has {len(text)} characters, and the limit is {limit}; make it shorter")
+
+
+def at_most(limit: int) -> AfterValidator:
+    """Text of so many characters."""
+
+    def check(text: str) -> str:
+        _check_length(text, limit)
+        return text
+
+    return AfterValidator(check)
+
+
+def no_more_than(limit: int, what: str) -> BeforeValidator:
+    """A list, or an object, with so many entries; looked at before its entries are."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, list | tuple | dict) and len(value) > limit:
+            raise ValueError(f"these are {len(value)} {what}, and the limit is {limit}; leave some out")
+        return value
+
+    return BeforeValidator(check)
+
+
+def _check_filled(text: str) -> str:
+    if not text:
+        raise ValueError("it is empty; give it some text")
+    return text
+
+
+def check_model_id(text: str) -> str:
+    if text != DEFAULT_MODEL and not re.fullmatch(MODEL_ID, text):
+        raise ValueError("ids of models hold no colon, no spaces and no control characters; name one that is served")
+    return text
+
+
+def _to_tuple(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+def _to_texts(value: Any) -> Any:
+    value = _to_tuple(value)
+    if isinstance(value, list | tuple) and not 1 <= len(value) <= limits.MAX_TEXTS:
+        advice = "split them into several jobs" if value else "give at least one"
+        raise ValueError(f"these are {len(value)} texts, and one job takes 1 to {limits.MAX_TEXTS}: {advice}")
+    return value
+
+
+def to_json(value: Any) -> Any:
+    return json_text(value, limits.MAX_TEXT_CHARS) if isinstance(value, dict | bool) else value
+
+
+def join_parts(value: Any) -> Any:
+    """Content in parts, as in the OpenAI API, is their text."""
+    if not isinstance(value, list):
+        return value
+    if len(value) > limits.MAX_PARTS:
+        raise ValueError(f"these are {len(value)} parts, and the limit is {limits.MAX_PARTS}; join them")
+    if not all(isinstance(part, dict) and part.get("type") == "text" for part in value):
+        raise ValueError("of content in parts only those of type text are taken")
+    texts = [part.get("text", "") for part in value]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError("the text of a part must be text")
+    return "".join(texts)
+
+
+def to_choice(value: Any) -> Any:
+    """{"type": "function", "function": {"name": …}} as in the OpenAI API is the name."""
+    if not isinstance(value, dict):
+        return value
+    function = value.get("function")
+    return function.get("name") if isinstance(function, dict) else function
+
+
+def check_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    """A tool's parameters; whether every keyword of it is understood only matters to a forced call."""
+    json_text(schema, limits.MAX_JSON_CHARS)
+    if schema and schema.get("type") != "object":
+        raise ValueError(f'its type is {schema.get("type")!r}; parameters must be a JSON Schema of type "object"')
+    properties = schema.get("properties", {})
+    if not isinstance(properties, dict) or not all(isinstance(p, dict | bool) for p in properties.values()):
+        raise ValueError("its properties must map names to schemas")
+    required = schema.get("required", [])
+    if not isinstance(required, list) or not all(isinstance(name, str) and name in properties for name in required):
+        raise ValueError("required must list names of its properties")
+    return schema
+
+
+def _to_pairs(value: Any) -> Any:
+    """{"17": -1.5} as in the OpenAI API, or ["17=-1.5"], or pairs."""
+    if isinstance(value, dict):
+        value = list(value.items())
+    if not isinstance(value, list | tuple):
+        raise ValueError('it must map token ids to biases, for instance {"17": -1.5}')
+    if len(value) > limits.MAX_BIASES:
+        raise ValueError(f"these are {len(value)} tokens, and the limit is {limits.MAX_BIASES}; leave some out")
+    return tuple(_to_pair(entry) for entry in value)
+
+
+def _to_pair(entry: Any) -> tuple[int, float]:
+    try:
+        given, added = entry.split("=") if isinstance(entry, str) else entry
+        token, bias = int(given), float(added)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f'{shorten(entry)} is no token id with a bias; write {{"17": -1.5}} or 17=-1.5') from None
+    if isinstance(given, float) or not 0 <= token <= limits.MAX_COUNT:
+        raise ValueError(f"{shorten(given)} is no token id; it must be a whole number, 0 or more")
+    if not (abs(bias) <= limits.MAX_BIAS or bias == -math.inf):
+        raise ValueError(f"{shorten(added)} is no bias; it must be up to {limits.MAX_BIAS:g} either way, or -inf")
+    return token, bias
+
+
+def _to_adapters(value: Any) -> Any:
+    """{"pirate": 0.5}, or ["pirate=0.5"], or ["pirate"] for a scale of 1, or pairs."""
+    if value is None:
+        return None
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, dict | list | tuple):
+        raise ValueError('it must map names of adapters to scales, for instance {"pirate": 0.5}')
+    if len(value) > limits.MAX_ADAPTERS:
+        raise ValueError(f"these are {len(value)} adapters, and the limit is {limits.MAX_ADAPTERS}; leave some out")
+    entries = list(value.items()) if isinstance(value, dict) else [_to_adapter(entry) for entry in value]
+    names = [entry[0] for entry in entries if isinstance(entry, list | tuple) and entry]
+    if len({name for name in names if isinstance(name, str)}) < sum(isinstance(name, str) for name in names):
+        raise ValueError("an adapter is named twice; give one scale for each")
+    return tuple(entries)
+
+
+def _to_adapter(entry: Any) -> Any:
+    if not isinstance(entry, str):
+        return entry
+    name, equals, scale = entry.rpartition("=")
+    try:
+        return (name, float(scale)) if equals else (entry, 1.0)
+    except ValueError:
+        raise ValueError(f"{shorten(entry)} has no number as scale; write NAME, or NAME=0.5") from None
+
+
+def _check_breaker(text: str) -> str:
+    size, limit = len(text.encode()), limits.MAX_DRY_BREAKER_BYTES
+    if size > limit:
+        raise ValueError(f"it has {size} bytes of UTF-8, and the limit is {limit}; make it shorter")
+    return text
+
+
+Text = Annotated[StrictStr, AfterValidator(_check_text)]
+FilledText = Annotated[Text, AfterValidator(_check_filled)]
+Name = Annotated[FilledText, at_most(limits.MAX_NAME_CHARS)]
+Finite = Annotated[StrictFloat, Field(allow_inf_nan=False)]  # takes whole numbers, too
+LogitBias = Annotated[tuple[tuple[int, float], ...], BeforeValidator(_to_pairs)]
+Scale = Annotated[Finite, Field(ge=-limits.MAX_ADAPTER_SCALE, le=limits.MAX_ADAPTER_SCALE)]
+Adapters = Annotated[tuple[tuple[Name, Scale], ...] | None, BeforeValidator(_to_adapters)]
+Texts = Annotated[tuple[FilledText, ...], Field(fail_fast=True), BeforeValidator(_to_texts)]
+
+
+Stops = Annotated[
+    tuple[Annotated[FilledText, at_most(limits.MAX_STOP_CHARS)], ...],
+    no_more_than(limits.MAX_STOPS, "texts"),
+    BeforeValidator(_to_tuple),
+]
+
+
+Breakers = Annotated[
+    tuple[Annotated[FilledText, AfterValidator(_check_breaker)], ...],
+    no_more_than(limits.MAX_DRY_BREAKERS, "texts"),
+    BeforeValidator(_to_tuple),
+]
+
+
+Penalty = Annotated[Finite, Field(ge=-limits.MAX_PENALTY, le=limits.MAX_PENALTY)]
+Count = Annotated[StrictInt, Field(le=limits.MAX_COUNT)]

@@ -1,0 +1,60 @@
+"""What llama.cpp's log tells of a load."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from cellama.engine import (
+    ModelLoadFailed,
+)
+from cellama.engine.llama import LlamaModel
+from cellama.engine.llama import log as llama_log
+from cellama.engine.llama.planning import buffers
+from cellama.engine.memory.budget import Usage
+
+MIB = 1 << 20
+CONTEXT = [
+    "llama_context:        CPU  output buffer size =     1.00 MiB",
+    "sched_reserve:        CPU compute buffer size =    30.00 MiB",
+    "llama_kv_cache: layer   0: dev = CPU",
+    "llama_kv_cache: size =    8.00 MiB (  1024 cells,   1 layers, 16/16 seqs), K (f16):    4.00 MiB, V (f16)…",
+]
+
+
+@pytest.mark.parametrize("missing", range(len(CONTEXT)))
+def test_size_that_the_log_does_not_tell_is_an_error_and_not_zero(missing: int) -> None:
+    assert buffers.kv_and_compute(CONTEXT, []) == {"CPU": Usage(0, 8 * MIB, 31 * MIB)}
+    assert buffers.kv_and_compute(CONTEXT[:2], [], with_memory=False) == {"CPU": Usage(0, 0, 31 * MIB)}
+    with pytest.raises(ModelLoadFailed, match=r"did not say in its log .*; install a version of llama-cpp-python"):
+        buffers.kv_and_compute(CONTEXT[:missing] + CONTEXT[missing + 1 :], [])
+
+
+def test_weights_and_layers_that_the_log_does_not_tell_are_an_error() -> None:
+    with pytest.raises(ModelLoadFailed, match="the weights"):
+        buffers.loaded_weights(CONTEXT, [], MIB)
+    with pytest.raises(ModelLoadFailed, match="the layers' devices"):
+        buffers.planned_weights(CONTEXT, {})
+
+
+def test_last_errors_are_those_of_the_same_thread(tmp_path: Path) -> None:
+    heads = [tmp_path / f"{name}.gguf" for name in ("first", "second")]
+    for path in heads:
+        path.write_bytes(b"GGUF" + bytes(20))
+    llama_log.take_errors()
+    with pytest.raises(ModelLoadFailed, match=r"first.gguf.*: .*invalid|first.gguf.*: .*failed"):
+        LlamaModel(heads[0])
+    other = threading.Thread(target=lambda: llama_log._on_log(4, b"a complaint of another thread", None))
+    other.start()
+    other.join()
+    assert llama_log.take_errors() == ""
+
+
+def test_weights_that_are_repacked_for_the_processor_count_once() -> None:
+    load = [
+        "load_tensors:   CPU_Mapped model buffer size =   100.00 MiB",
+        "load_tensors:   CPU_REPACK model buffer size =    60.00 MiB",
+    ]
+    assert buffers.loaded_weights(load, [], 100 * MIB) == {"CPU": Usage(100 * MIB, mapped_bytes=40 * MIB)}

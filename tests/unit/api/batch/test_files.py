@@ -1,0 +1,272 @@
+"""The files of a bulk run: whole lines only, states that survive, nobody twice."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from cellama.api.batch.files import LineFile, id_of, rewrite_without
+from cellama.api.batch.lines import Line, Stored
+from cellama.api.batch.options import BatchOptions
+from cellama.api.batch.run import MAX_CHUNK_BYTES
+from cellama.api.batch.run import _that_fit as that_fit
+from cellama.api.batch.start import LINES_PER_WORD, paths_of
+from cellama.api.batch.start import _read_input as read_input
+from cellama.api.batch.work import FAILED, FINISHED, IN_FLIGHT, PENDING, TWIN, WorkFile
+from cellama.tasks.contract.chunks import room_bytes
+from cellama.tasks.job_task import _check_size as check_size
+from cellama.tasks.state.records import Call
+
+
+def line(number: int, prompt: str, line_id: str | None = None, model: str = "m") -> Line:
+    return Line(number, line_id or f"id{number}", "short", "generate", model, {"prompt": prompt})
+
+
+def read(work: WorkFile, *lines: Line, merge: bool = False) -> set[str]:
+    """Reads an input of these lines; the ids whose results are outdated."""
+    with work.reading():
+        assert [work.add(each, merge=merge) for each in lines] == [None] * len(lines)
+    outdated = outdated_of(work)
+    work.forget_outdated()
+    return outdated
+
+
+def outdated_of(work: WorkFile) -> set[str]:
+    return {name for name in (f"id{number}" for number in range(60)) if work.is_outdated(name)}
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> WorkFile:
+    return WorkFile(tmp_path / "w")
+
+
+def test_half_a_line_at_the_end_is_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(b'{"id": 1}\n{"id": 2}\n{"id": ' + b"x" * 100_000)
+    with contextlib.closing(LineFile(path)) as file:
+        file.append([{"id": 3}])
+        assert [value["id"] for value in file.lines()] == [1, 2, 3]
+    assert file.size == path.stat().st_size
+
+
+def test_full_disk_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = os.write, []
+
+    def write_half(fd: int, data: bytes) -> int:
+        calls.append(fd)
+        if len(calls) > 1:
+            raise OSError(28, "No space left on device")
+        return real(fd, data[: len(data) // 2])
+
+    with contextlib.closing(LineFile(tmp_path / "out")) as file:
+        file.append([{"id": 1}])
+        monkeypatch.setattr(os, "write", write_half)
+        with pytest.raises(OSError, match="No space left"):
+            file.append([{"id": 2}, {"id": 3}])
+        monkeypatch.undo()
+        file.append([{"id": 4}])
+    assert (tmp_path / "out").read_text() == '{"id": 1}\n{"id": 4}\n'
+
+
+def test_echo_gets_the_lines_that_are_appended(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text('{"id": 1}\n')
+    with (tmp_path / "echo").open("wb") as echo, contextlib.closing(LineFile(tmp_path / "out", echo.fileno())) as file:
+        file.append([{"id": 2}])
+        file.append([{"id": "ä"}])
+    assert (tmp_path / "echo").read_text() == '{"id": 2}\n{"id": "ä"}\n'
+
+
+def test_outdated_results_are_dropped_in_both_forms(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    path.write_text('{"id": "a"}\n{"id": "x", "custom_id": "b"}\n{"id": "c"}\n')
+    rewrite_without(path, {"a", "b"}.__contains__)
+    assert path.read_text() == '{"id": "c"}\n'
+
+
+def test_second_command_on_one_output_is_refused(work: WorkFile) -> None:
+    with pytest.raises(sqlite3.OperationalError):
+        WorkFile(work.path)
+
+
+def test_lines_go_out_with_those_that_begin_alike(work: WorkFile) -> None:
+    prompts = ["fox a", "cat a", "fox b", "cat b", "ant"]
+    read(work, *(line(i + 1, prompt) for i, prompt in enumerate(prompts)), line(9, "aaa", model="other"))
+    assert work.pending == {"m": 5, "other": 1}
+    assert [each.params["prompt"] for each in work.next_lines("m", 4)] == ["ant", "cat a", "cat b", "fox a"]
+    work.take("chunk", work.next_lines("m", 4))
+    assert work.pending == {"m": 1, "other": 1}
+
+
+def test_line_goes_through_its_states_and_comes_back_when_its_chunk_is_lost(work: WorkFile) -> None:
+    read(work, line(1, "a"), line(2, "b"), line(3, "c"))
+    work.take("chunk", work.next_lines("m", 3))
+    assert work.chunks() == ["chunk"]
+    first = work.line("chunk", 0)
+    assert first is not None
+    work.finish(first)
+    assert work.line("chunk", 0) is None
+    assert work.give_back("chunk", tried=True) == 2
+    assert [work.count(state) for state in (PENDING, IN_FLIGHT, FINISHED, FAILED)] == [2, 0, 1, 0]
+    assert [each.number for each in work.next_lines("m", 5)] == [2]  # one that was tried before goes alone
+    assert work.tried_out(1)
+    assert not work.tried_out(2)
+
+
+def test_same_input_keeps_states_and_a_changed_line_loses_its_result(work: WorkFile) -> None:
+    read(work, line(1, "a"), line(2, "b"), line(3, "c"))
+    first, second, third = work.next_lines("m", 3)
+    for each in (first, second):
+        work.finish(each)
+    work.finish(third, failed=True)
+    assert read(work, line(1, "a"), line(2, "b"), line(3, "c")) == set()
+    assert work.count(FINISHED) == 2
+    assert work.has_failed("id3")
+    # the second has changed, the first is gone, the third has moved
+    assert read(work, line(1, "B", "id2"), line(2, "c", "id3"), line(3, "new", "id4")) == {"id1", "id2"}
+    assert [work.count(state) for state in (PENDING, FINISHED, FAILED)] == [2, 0, 1]
+
+
+def test_outdated_results_are_known_after_a_crash_until_they_are_dropped(work: WorkFile) -> None:
+    read(work, line(1, "a"), line(2, "b"))
+    for each in work.next_lines("m", 2):
+        work.finish(each)
+    with work.reading():
+        work.add(line(1, "A", "id1"))
+    work.close()  # before the output was written again
+    again = WorkFile(work.path)
+    with again.reading():
+        again.add(line(1, "A", "id1"))
+    assert outdated_of(again) == {"id1", "id2"}
+    again.forget_outdated()
+    assert not again.is_outdated()
+    assert again.count(PENDING) == 1
+
+
+def test_reading_that_ends_early_changes_nothing(work: WorkFile) -> None:
+    read(work, *(line(i, "a") for i in range(1, 4)))
+    work.finish(work.next_lines("m", 1)[0])
+
+    def read_until_it_ends() -> None:
+        with work.reading():
+            for i in range(1, 3000):
+                work.add(line(i, "b"))
+            assert not work.keeps_results()
+            raise RuntimeError("cut off")
+
+    with pytest.raises(RuntimeError, match="cut off"):
+        read_until_it_ends()
+    assert not work.is_outdated()
+    assert [work.count(state) for state in (PENDING, FINISHED)] == [2, 1]
+
+
+def test_identical_lines_wait_for_the_first_of_them(work: WorkFile) -> None:
+    lines = [line(1, "a"), line(2, "b"), line(3, "a"), line(4, "a"), line(5, "b")]
+    read(work, *lines, merge=True)
+    assert work.pending == {"m": 2}
+    work.take("chunk", work.next_lines("m", 1))
+    first = work.line("chunk", 0)
+    assert first is not None
+    assert [each.id for each in work.twins(first, 9)] == ["id3", "id4"]
+    for each in (first, *work.twins(first, 9)):
+        work.finish(each)
+    assert work.pending == {"m": 1}
+    assert [work.count(state) for state in (PENDING, FINISHED, TWIN)] == [1, 3, 1]
+    read(work, *lines[2:], merge=True)  # without the one that the last waited for
+    assert [each.id for each in work.next_lines("m", 9)] == ["id5"]
+
+
+def test_failed_lines_wait_again_if_asked_for(work: WorkFile) -> None:
+    read(work, line(1, "a"), line(2, "b"))
+    for each in work.next_lines("m", 2):
+        work.finish(each, failed=True)
+    work.retry_failed()
+    assert [each.id for each in work.next_lines("m", 9)] == ["id1", "id2"]
+
+
+def test_id_that_stands_twice_is_told_with_the_earlier_line(work: WorkFile) -> None:
+    with work.reading():
+        assert work.add(line(1, "a", "x")) is None
+        assert work.add(line(2, "b", "x")) == 1
+
+
+def test_results_wait_for_those_before_them(work: WorkFile) -> None:
+    read(work, line(1, "a"), line(2, "b"), line(3, "c"), line(4, "d"))
+    first, second, third, fourth = work.next_lines("m", 4)
+    work.finish(first, outcome="one")
+    work.finish(third, outcome="three")
+    assert work.first_open(0) == 2
+    assert work.held(9, before=2) == [(1, "one")]
+    work.drop_outcomes([1])
+    work.finish(second, failed=True)
+    assert work.first_open(2) == 4
+    assert work.held(9, before=4) == [(3, "three")]
+    work.finish(fourth, outcome="four")
+    assert work.first_open(4) is None
+    assert work.held(1) == [(3, "three")]
+    assert work.held(9) == [(3, "three"), (4, "four")]
+
+
+def test_held_result_that_the_output_has_is_not_written_again(work: WorkFile) -> None:
+    read(work, line(1, "a"), line(2, "b"))
+    for each, outcome in zip(work.next_lines("m", 2), ("one", "two"), strict=True):
+        work.finish(each, outcome=outcome)
+    assert work.finish_by_id(["id1"]) == 1  # a crash came between the output and this file
+    assert work.held(9) == [(2, "two")]
+
+
+def test_finished_run_keeps_little_and_still_knows_its_lines(work: WorkFile) -> None:
+    read(work, *(line(i, f"{i} " * 5000) for i in range(1, 50)))
+    with work.transaction():
+        for each in work.next_lines("m", 49):
+            work.finish(each)
+    work.shrink()
+    work.close()
+    assert work.path.stat().st_size < 100_000
+    again = WorkFile(work.path)
+    assert read(again, *(line(i, f"{i} " * 5000) for i in range(1, 50))) == set()
+    assert again.count(FINISHED) == 49
+
+
+def test_failed_line_of_a_finished_run_can_be_run_again(work: WorkFile) -> None:
+    read(work, line(1, "a"), line(2, "b"))
+    first, second = work.next_lines("m", 2)
+    work.finish(first)
+    work.finish(second, failed=True)
+    work.shrink()
+    read(work, line(1, "a"), line(2, "b"))
+    work.retry_failed()
+    assert [(each.id, each.params) for each in work.next_lines("m", 9)] == [("id2", {"prompt": "b"})]
+
+
+@pytest.mark.parametrize("limit", [1024, 5000, 4 << 20])
+def test_chunk_is_never_larger_than_a_job_may_be(limit: int) -> None:
+    room = min(MAX_CHUNK_BYTES, room_bytes("m", limit))
+    lines = [
+        Stored(n, f"id{n}", "short", "generate", "m", {"prompt": "é" * (n * 7 % 300)}, 0, None, 0) for n in range(90)
+    ]
+    while lines:
+        fitting = that_fit(lines, room)
+        sent = [{"kind": line.kind, "params": line.params} for line in fitting]
+        check_size(Call("t", ["m", sent], {"priority": 9}, "q", 9, None, {}), limit)  # raises what is too large
+        lines = lines[len(fitting) :]
+
+
+def test_earlier_errors_are_taken_over_in_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = BatchOptions(tmp_path / "in.jsonl", tmp_path / "out.jsonl", model="m")
+    count = 3 * LINES_PER_WORD
+    options.input.write_text("".join(f'{{"id": "a{n}", "prompt": "Hi"}}\n' for n in range(count)))
+    paths = paths_of(options.output)
+    paths.errors.write_text("".join(f'{{"id": "a{n}", "error": {{}}}}\n' for n in range(count)))
+    monkeypatch.setattr(WorkFile, "has_failed", lambda work, line_id: line_id != "a7")
+    sizes: list[int] = []
+    append = LineFile.append
+    monkeypatch.setattr(LineFile, "append", lambda file, values: (sizes.append(len(values)), append(file, values))[1])
+    with contextlib.closing(WorkFile(paths.work)) as work:
+        errors = read_input(work, options, paths, lambda count: None, None)
+    errors.close()
+    assert max(sizes) == LINES_PER_WORD
+    assert [id_of(value) for value in errors.lines()] == [f"a{n}" for n in range(count) if n != 7]

@@ -1,0 +1,202 @@
+"""The command line: help that teaches, exit codes, messages without traces, light imports."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from cellama.api.cli import app
+from cellama.api.cli.commands import exit_code_of
+from cellama.api.cli.output import Exit
+from cellama.config import Settings, SettingsError
+from cellama.tasks.contract.errors import (
+    InvalidJob,
+    JobFailed,
+    JobTimeout,
+    RedisFull,
+    RedisUnreachable,
+    UnknownModel,
+)
+from cellama.tasks.contract.payloads import GenerateJob
+
+from ....conftest import clean_environment
+
+ROOT = Path(__file__).parents[4]
+COMMANDS = (
+    "demo",
+    "up",
+    "worker",
+    "generate",
+    "chat",
+    "embed",
+    "rerank",
+    "status",
+    "cancel",
+    "tune",
+    "bench",
+    "dead list",
+    "dead requeue",
+    "jobs list",
+    "jobs follow",
+    "jobs cancel",
+    "queue purge",
+)
+COMMANDS += tuple(f"models {name}" for name in ("list", "info", "load", "unload", "default", "memory"))
+COMMANDS += tuple(f"batch {name}" for name in ("run", "resume", "list", "status", "cancel"))
+
+
+def run_cli(*argv: str, folder: Path, stdin: bytes = b"", **variables: str) -> subprocess.CompletedProcess[bytes]:
+    """The real command in a process of its own; no Redis listens where it looks."""
+    environment = clean_environment(**{"CELLAMA_REDIS_URL": "redis://127.0.0.1:1/0", "COLUMNS": "200", **variables})
+    command = [sys.executable, "-c", "from cellama.api.cli import main; main()", *argv]
+    return subprocess.run(command, cwd=folder, env=environment, input=stdin, capture_output=True, timeout=60)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_every_command_has_an_example(command: str) -> None:
+    result = CliRunner().invoke(app, [*command.split(), "--help"])
+    assert result.exit_code == 0
+    assert f"cellama {command}" in result.output
+    assert "Example:" in result.output
+
+
+def test_every_generation_parameter_is_an_option() -> None:
+    output = CliRunner().invoke(app, ["generate", "--help"], env={"COLUMNS": "200"}).output
+    for name in GenerateJob.model_fields.keys() - {"model", "prompt", "stream"}:
+        assert f"--{name.replace('_', '-').replace('adapters', 'adapter ')}" in output
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (InvalidJob("x"), Exit.USAGE),
+        (SettingsError("x"), Exit.USAGE),
+        (JobFailed("prompt_too_long", "x"), Exit.USAGE),
+        (JobFailed("decode_failed", "x", True), Exit.FAILED),
+        (RedisUnreachable("x"), Exit.UNREACHABLE),
+        (RedisFull("x"), Exit.UNREACHABLE),
+        (UnknownModel("x"), Exit.UNREACHABLE),
+        (JobTimeout("x"), Exit.TIMEOUT),
+    ],
+)
+def test_exit_code_tells_what_kind_of_error_it_was(error: Exception, code: Exit) -> None:
+    assert exit_code_of(error) == code
+
+
+@pytest.mark.parametrize(
+    ("argv", "variables", "code", "message"),
+    [
+        (["generate", "tiny", "Hi"], {}, 3, "Redis at redis://127.0.0.1:1/0 does not answer"),
+        (["status"], {"CELLAMA_REDIS_URL": "redis://:secret@127.0.0.1:1/0"}, 3, "redis://:***@127.0.0.1:1/0"),
+        (["worker"], {}, 3, "does not answer; start it, or use `cellama up`"),
+        (["generate", "tiny", "Hi", "--max-tokens", "0"], {}, 2, "max_tokens is 0"),
+        (["generate", "tiny", "Hi", "--temperature", "-1"], {}, 2, "temperature is -1.0"),
+        (["generate", "tiny", "Hi", "--max-tokens", "many"], {}, 2, "valid integer"),
+        (["generate", "tiny", ""], {}, 2, "prompt is '': it is empty"),
+        (["generate", "tiny"], {}, 2, "Missing argument"),
+        (["generate", "tiny", "Hi", "--max-token", "3"], {}, 2, "--max-tokens"),
+        (["genrate"], {}, 2, "genrate"),
+        (["status"], {"CELLAMA_REDIS_ULR": "x"}, 2, "did you mean CELLAMA_REDIS_URL?"),
+        (["status"], {"CELLAMA_CONFIG": "nowhere.toml"}, 2, "there is no such file"),
+        (["up", "--redis", "redis://db.invalid:1/0"], {}, 3, "only a loopback one can be started here"),
+    ],
+)
+def test_mistake_ends_in_a_message_and_an_exit_code(
+    tmp_path: Path, argv: list[str], variables: dict[str, str], code: int, message: str
+) -> None:
+    done = run_cli(*argv, folder=tmp_path, **variables)
+    output = (done.stdout + done.stderr).decode()
+    assert done.returncode == code, output
+    assert message in output
+    assert "Traceback" not in output
+    assert "secret" not in output
+
+
+def test_prompt_from_stdin_must_be_utf8(tmp_path: Path) -> None:
+    done = run_cli("generate", "tiny", "-", folder=tmp_path, stdin=b"caf\xe9")
+    assert done.returncode == 2
+    assert b"stdin is not valid UTF-8 at byte 3" in done.stderr
+
+
+def test_delay_without_redis_raises_what_says_so(tmp_path: Path) -> None:
+    code = (
+        "from cellama.tasks import generate\nfrom cellama.tasks.contract.errors import RedisUnreachable\n"
+        "try:\n    generate.delay('tiny', 'Hi')\nexcept RedisUnreachable as error:\n    print(error)"
+    )
+    environment = clean_environment(CELLAMA_REDIS_URL="redis://:secret@127.0.0.1:1/0")
+    argv = [sys.executable, "-c", code]
+    done = subprocess.run(argv, cwd=tmp_path, env=environment, capture_output=True, timeout=60, text=True)
+    assert done.stdout.startswith("Redis at redis://:***@127.0.0.1:1/0 does not answer"), done.stderr
+
+
+IMPORTS = """
+import json, sys
+import {module}
+print(json.dumps([name for name in ("llama_cpp", "numpy", "jinja2", "cellama.engine") if name in sys.modules]))
+"""
+
+
+@pytest.mark.parametrize("module", ["cellama.tasks", "cellama.api"])
+def test_import_is_light_and_without_the_engine(module: str, tmp_path: Path) -> None:
+    argv = [sys.executable, "-c", IMPORTS.format(module=module)]
+    done = subprocess.run(argv, cwd=tmp_path, env=clean_environment(), capture_output=True, timeout=60, check=True)
+    assert json.loads(done.stdout) == []
+
+
+def test_compose_file_names_settings_commands_and_files_that_exist() -> None:
+    compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+    services = compose["services"]
+    assert services["worker-gpu"]["profiles"] == ["gpu"]
+    assert {"redis", "worker", "worker-gpu", "flower"} == set(services)
+    assert "--appendonly" in services["redis"]["command"]
+    for service in services.values():
+        known = {f"CELLAMA_{name.upper()}" for name in Settings.model_fields} | {"FLOWER_BASIC_AUTH"}
+        assert set(service.get("environment", {})) <= known
+        assert set(service.get("depends_on", {})) <= set(services)
+    assert services["worker"]["command"][0] in COMMANDS
+    assert (ROOT / "Dockerfile").exists()
+
+
+def test_bulk_run_has_the_parameters_of_a_job_but_for_its_priority() -> None:
+    shown = CliRunner().invoke(app, ["batch", "run", "--help"], env={"COLUMNS": "200"}).output
+    assert "--max-tokens" in shown
+    assert "--priority" not in shown
+
+
+@pytest.mark.parametrize("command", [["worker"], ["up"], ["demo"], ["tune", "bundled://tiny"]])
+def test_machine_without_the_workers_extra_is_told_so_once(command: list[str], tmp_path: Path) -> None:
+    code = (
+        "import sys\nfor name in ('llama_cpp', 'jinja2'):\n    sys.modules[name] = None\n"
+        "import importlib.util as u\nfind = u.find_spec\n"
+        "u.find_spec = lambda name, *a: None if name in ('llama_cpp', 'jinja2') else find(name, *a)\n"
+        "from cellama.api.cli import main\nmain()"
+    )
+    environment = clean_environment(CELLAMA_REDIS_URL="redis://127.0.0.1:1/0", COLUMNS="200")
+    done = subprocess.run(
+        [sys.executable, "-c", code, *command],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        timeout=60,
+        text=True,
+    )
+    assert done.returncode == Exit.USAGE
+    assert done.stderr.count("this needs llama_cpp, jinja2, as every worker does; `pip install 'cellama[worker]'`") == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_bench_shows_the_help_of_a_benchmark_and_refuses_a_model_that_is_none(tmp_path: Path) -> None:
+    shown = run_cli("bench", "python_time", "--help", folder=tmp_path)
+    assert shown.returncode == 0
+    assert b"usage: cellama bench python_time" in shown.stdout
+    assert b"--contexts" in shown.stdout
+    refused = run_cli("bench", "python_time", "--model", "bundled://tinny", folder=tmp_path)
+    assert refused.returncode == 2
+    assert b"no bundled file is called 'tinny'; did you mean 'tiny'" in refused.stderr
+    assert b"Traceback" not in refused.stderr

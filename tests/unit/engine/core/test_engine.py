@@ -1,0 +1,290 @@
+"""The engine thread on the fake backend: batching, ends, failures, telemetry."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from cellama.engine import (
+    Completion,
+    DecodeFailed,
+    EngineOptions,
+    EngineStopped,
+    Event,
+    Finished,
+    InvalidRequest,
+    QueueFull,
+    Request,
+    RequestStats,
+    Resumed,
+    SamplingParams,
+    Started,
+    StepStats,
+    Text,
+)
+from cellama.engine.fake import FakeBackend
+
+from ....conftest import wait_until
+from ...conftest import PATIENCE_S, Gate, MakeEngine, request
+
+
+def test_engine_gives_each_request_the_text_it_gets_alone(make_engine: MakeEngine) -> None:
+    prompts = [f"prompt number {i} " * (i % 7 + 1) for i in range(24)]
+    alone, _ = make_engine(FakeBackend(n_slots=1))
+    expected = [alone.submit(request(p)).result(PATIENCE_S).text for p in prompts]
+    together, backend = make_engine(FakeBackend(n_slots=8), chunk_size=16)
+    gate = Gate(backend)
+    handles = [together.submit(request(p)) for p in prompts]
+    gate.open.set()
+    assert [h.result(PATIENCE_S).text for h in handles] == expected
+    assert any(len(batch) == 8 for batch in backend.batches)
+
+
+def test_engine_mixes_decode_and_prefill_in_one_step(make_engine: MakeEngine) -> None:
+    engine, backend = make_engine(chunk_size=8)
+    gate = Gate(backend)
+    stats: list[StepStats] = []
+    engine.add_step_listener(stats.append)
+    handles = [engine.submit(request("x" * (1 + 30 * i))) for i in range(4)]
+    gate.open.set()
+    for handle in handles:
+        handle.result(PATIENCE_S)
+    mixed = [s for s in stats if s.decode_tokens and s.prefill_tokens]
+    assert mixed
+    assert all(s.batch_size == s.decode_tokens + s.prefill_tokens <= 64 for s in stats)
+    assert engine.snapshot().mixed_steps == len(mixed)
+
+
+def test_engine_events_are_started_then_text_then_one_end(make_engine: MakeEngine) -> None:
+    engine, _ = make_engine()
+    told: list[tuple[Event, ...]] = []
+    ended = threading.Event()
+    engine.add_listener(lambda events: (told.append(events), ended.set() if _ends(events) else None))
+    completion = engine.submit(request()).result(PATIENCE_S)
+    assert ended.wait(PATIENCE_S)
+    events = [event for step in told for event in step]
+    texts = [event for event in events if isinstance(event, Text)]
+    assert isinstance(events[0], Started)
+    assert [type(e) for e in events[1:-1]] == [Text] * len(texts)
+    assert events[-1] == Finished("r", completion)
+    assert "".join(t.text for t in texts) == completion.text
+    assert tuple(token for t in texts for token in t.tokens) == completion.tokens
+
+
+def _ends(events: tuple[Event, ...]) -> bool:
+    return any(isinstance(event, Finished) for event in events)
+
+
+def test_engine_tells_no_text_when_the_request_does_not_stream(make_engine: MakeEngine) -> None:
+    engine, _ = make_engine()
+    events: list[Event] = []
+    completion = engine.submit(request(stream=False), events.append).result(PATIENCE_S)
+    assert [type(event) for event in events] == [Started, Finished]
+    assert len(completion.text) == 20
+
+
+def test_engine_stops_at_a_stop_string_and_trims_it(make_engine: MakeEngine) -> None:
+    engine, _ = make_engine()
+    whole = engine.submit(request()).result(PATIENCE_S).text
+    events: list[Event] = []
+    completion = engine.submit(request(stop=(whole[7:10],)), events.append).result(PATIENCE_S)
+    assert (completion.text, completion.finish_reason, completion.stop_sequence) == (whole[:7], "stop", whole[7:10])
+    assert "".join(e.text for e in events if isinstance(e, Text)) == whole[:7]
+
+
+def test_engine_ends_at_the_end_token_unless_it_is_ignored(make_engine: MakeEngine) -> None:
+    engine, _ = make_engine(FakeBackend(end_every=5))
+    ended = engine.submit(request(max_tokens=200)).result(PATIENCE_S)
+    assert ended.finish_reason == "stop"
+    assert ended.usage.completion_tokens < 200
+    ignoring = engine.submit(request(max_tokens=200, ignore_eos=True)).result(PATIENCE_S)
+    assert (ignoring.finish_reason, ignoring.usage.completion_tokens) == ("length", 200)
+
+
+def test_engine_ends_with_length_when_the_slot_is_full(make_engine: MakeEngine) -> None:
+    engine, _ = make_engine(FakeBackend(ctx_per_slot=32))
+    completion = engine.submit(request("x" * 20, max_tokens=500)).result(PATIENCE_S)
+    assert completion.finish_reason == "length"
+    assert completion.usage.prompt_tokens + completion.usage.completion_tokens == 32
+    assert engine.snapshot().kv_used_tokens == 0
+
+
+def test_engine_same_seed_gives_the_same_text_and_another_does_not(make_engine: MakeEngine) -> None:
+    engine, _ = make_engine()
+    texts = [engine.submit(request(sampling=SamplingParams(seed=seed))).result(PATIENCE_S).text for seed in (0, 0, 1)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_engine_cancel_frees_the_slot_and_says_so(make_engine: MakeEngine) -> None:
+    engine, backend = make_engine(FakeBackend(n_slots=1))
+    running, waiting = [engine.submit(request(max_tokens=10**6, name=n)) for n in "ab"]
+    gate = Gate(backend)
+    assert gate.reached.wait(PATIENCE_S)
+    waiting.cancel()
+    running.cancel()
+    running.cancel()
+    gate.open.set()
+    assert [h.result(PATIENCE_S).finish_reason for h in (running, waiting)] == ["cancelled", "cancelled"]
+    assert waiting.result().slot is None
+    assert engine.submit(request()).result(PATIENCE_S).finish_reason == "length"
+    assert engine.snapshot().kv_used_tokens == 0
+
+
+def test_engine_timeout_keeps_the_text_so_far(make_engine: MakeEngine) -> None:
+    engine, _ = make_engine(FakeBackend(ctx_per_slot=10**7))
+    started = time.monotonic()
+    completion = engine.submit(request(max_tokens=10**7, timeout_s=0.2)).result(PATIENCE_S)
+    assert completion.finish_reason == "timeout"
+    assert completion.text
+    assert time.monotonic() - started >= 0.2
+
+
+def test_listeners_hear_of_a_request_whose_time_was_over_before_its_slot(make_engine: MakeEngine) -> None:
+    engine, _ = make_engine()
+    told: list[Event] = []
+    engine.add_listener(told.extend)
+    late = request("hi", timeout_s=5.0, submitted_at=time.monotonic() - 10)
+    assert engine.submit(late).result(PATIENCE_S).finish_reason == "timeout"
+    wait_until(lambda: any(isinstance(event, Finished) for event in told), "the end, although no step follows")
+
+
+def test_engine_generate_raises_timeout_error_and_frees_the_slot(make_engine: MakeEngine) -> None:
+    engine, _ = make_engine(FakeBackend(ctx_per_slot=10**7, n_slots=1))
+    with pytest.raises(TimeoutError, match=r"longer than 0\.1 s"):
+        engine.generate("hi", max_tokens=10**7, timeout_s=0.1)
+    assert len(engine.generate("hi", max_tokens=5, ignore_eos=True)) == 5
+
+
+@pytest.mark.parametrize("code", [1, -1, -3])
+def test_engine_loses_nothing_when_a_batch_fails_once(make_engine: MakeEngine, code: int) -> None:
+    prompts = ["one", "two two", "three three three"]
+    alone, _ = make_engine()
+    expected = [alone.submit(request(p)).result(PATIENCE_S).text for p in prompts]
+    engine, backend = make_engine()
+    gate = Gate(backend)
+    handles = [engine.submit(request(p)) for p in prompts]
+    backend.failures.extend([0, 0, code, 0, 0, 0, 0, code])
+    gate.open.set()
+    assert [h.result(PATIENCE_S).text for h in handles] == expected
+    assert not backend.failures
+
+
+def test_engine_tries_again_after_an_aborted_decode(make_engine: MakeEngine) -> None:
+    engine, backend = make_engine()
+    expected = engine.submit(request()).result(PATIENCE_S).text
+    backend.failures.extend([2, 0, 2])
+    assert engine.submit(request()).result(PATIENCE_S).text == expected
+
+
+def test_engine_fails_only_the_request_that_fails_alone(make_engine: MakeEngine) -> None:
+    engine, backend = make_engine()
+    backend.poison = ord("!")
+    good = [engine.submit(request(f"good {i}")) for i in range(3)]
+    bad = engine.submit(request("bad!"))
+    with pytest.raises(DecodeFailed, match="for this request alone"):
+        bad.result(PATIENCE_S)
+    assert all(h.result(PATIENCE_S).finish_reason == "length" for h in good)
+    assert engine.snapshot().requests_failed == 1
+
+
+def test_engine_lives_on_when_a_callback_fails(make_engine: MakeEngine) -> None:
+    engine, _ = make_engine()
+    calls: list[Event] = []
+
+    def bad(event: Event) -> None:
+        calls.append(event)
+        raise RuntimeError("not ours")
+
+    assert engine.submit(request(), bad).result(PATIENCE_S).finish_reason == "length"
+    assert len(calls) == 1
+    assert not engine.submit(request()).future.cancel()
+
+
+def test_engine_close_ends_what_runs_and_what_waits(make_engine: MakeEngine) -> None:
+    engine, backend = make_engine(FakeBackend(n_slots=1, ctx_per_slot=10**7))
+    handles = [engine.submit(request(max_tokens=10**7)) for _ in range(3)]
+    assert engine.close()
+    for handle in handles:
+        with pytest.raises(EngineStopped):
+            handle.result(PATIENCE_S)
+    assert backend.closed
+
+
+def test_engine_refuses_at_once_what_can_never_run(make_engine: MakeEngine) -> None:
+    engine, _ = make_engine()
+    with pytest.raises(InvalidRequest, match="a slot holds 255"):
+        engine.submit(request("x" * 256))
+    with pytest.raises(InvalidRequest, match=r"token ids outside 0\.\.256"):
+        engine.submit(Request("r", (5, 999)))
+    with pytest.raises(InvalidRequest, match="unknown parameter 'max_token'; did you mean 'max_tokens'"):
+        engine.generate("hi", max_token=3)
+
+
+@pytest.mark.parametrize(("completions", "accepted"), [((1,) * 7, 5), ((3,), 1), ((9,), 1), ((2, 2, 1, 1), 3)])
+def test_engine_counts_only_those_that_get_no_slot_at_once_for_max_queue(
+    make_engine: MakeEngine, completions: tuple[int, ...], accepted: int
+) -> None:
+    engine, backend = make_engine(FakeBackend(n_slots=4), max_queue=1)
+    gate = Gate(backend)
+    handles = [engine.submit(request(f"{i}", n=n)) for i, n in enumerate(completions)]
+    gate.open.set()
+    for handle in handles[:accepted]:
+        assert handle.result(PATIENCE_S).finish_reason == "length"
+    for handle in handles[accepted:]:
+        with pytest.raises(QueueFull, match="1 requests wait already, max_queue is 1"):
+            handle.result(PATIENCE_S)
+
+
+def test_engine_stream_yields_the_text_in_pieces_and_cancels_when_left(make_engine: MakeEngine) -> None:
+    engine, _ = make_engine(FakeBackend(ctx_per_slot=10**7))
+    whole = engine.generate("hello", temperature=0, max_tokens=20)
+    assert "".join(engine.stream("hello", temperature=0, max_tokens=20)) == whole
+    stream = engine.stream("hello", temperature=0, max_tokens=10**7)
+    assert next(stream) == whole[0]
+    ended: list[RequestStats] = []
+    cancelled = threading.Event()
+    engine.add_request_listener(lambda stats: (ended.append(stats), cancelled.set()))
+    stream.close()  # type: ignore[attr-defined]
+    assert cancelled.wait(PATIENCE_S)
+    assert (ended[0].finish_reason, ended[0].mode) == ("cancelled", "stream")
+
+
+def test_engine_request_telemetry_counts_from_submission(make_engine: MakeEngine) -> None:
+    engine, _ = make_engine()
+    stats: list[RequestStats] = []
+    engine.add_request_listener(stats.append)
+    submitted_at = time.monotonic() - 5
+    completion: Completion = engine.submit(request(submitted_at=submitted_at)).result(PATIENCE_S)
+    assert stats[0].prompt_tokens == completion.usage.prompt_tokens == 5
+    assert stats[0].generated_tokens == completion.usage.completion_tokens == 20
+    assert stats[0].ttft_ms is not None
+    assert 5000 <= completion.timings.queue_ms <= stats[0].ttft_ms <= stats[0].duration_ms
+    assert stats[0].prefix_cache_ratio == 0.0
+
+
+@pytest.mark.parametrize("options", [{"n_ubatch": 7}, {"n_batch": 7}, {"n_ubatch": 300, "n_batch": 7}])
+def test_options_with_fewer_tokens_in_a_pass_than_slots_are_refused(options: dict[str, int]) -> None:
+    with pytest.raises(InvalidRequest, match=r"(n_batch|n_ubatch) is 7; it must be at least n_parallel \(8\)"):
+        EngineOptions(n_parallel=8, **options)
+    assert EngineOptions(n_parallel=7, **options).pass_tokens == 7
+
+
+def test_resumed_tokens_that_the_model_does_not_have_are_refused(make_engine: MakeEngine) -> None:
+    engine, backend = make_engine()
+    with pytest.raises(InvalidRequest, match=r"what it resumes has token ids outside 0\.\.256"):
+        engine.submit(request(resume=(Resumed((1, backend.n_vocab)),)))
+    assert engine.submit(request()).result(PATIENCE_S).text
+
+
+def test_threads_change_between_steps(make_engine: MakeEngine) -> None:
+    engine, backend = make_engine()
+    gate = Gate(backend)
+    handle = engine.submit(request())
+    assert gate.reached.wait(PATIENCE_S)
+    engine.use_threads(3)
+    assert (engine.threads, backend.threads) == (3, 1)  # this step goes on as it began
+    gate.open.set()
+    handle.result(PATIENCE_S)
+    assert backend.threads == 3

@@ -1,0 +1,53 @@
+"""Passes that end early, and callers that go."""
+
+from __future__ import annotations
+
+import pytest
+
+from cellama.engine import StepStats
+from cellama.engine.fake import FakeBackend
+from cellama.engine.scheduling.strategies import DecodeMaximal
+
+from ...conftest import PATIENCE_S, Gate, MakeEngine, cold, request
+
+
+def test_cancel_of_the_request_that_fills_the_batch_aborts_the_decode_call(make_engine: MakeEngine) -> None:
+    engine, backend = make_engine(FakeBackend(n_slots=2))
+    gate = Gate(backend)
+    handle = engine.submit(request("x" * 200))
+    assert gate.reached.wait(PATIENCE_S)
+    handle.cancel()
+    gate.open.set()
+    assert handle.result(PATIENCE_S).finish_reason == "cancelled"
+    assert backend.num_used() == 0
+
+
+class Yielding(DecodeMaximal):
+    """Every pass over bulk requests may be given up."""
+
+    def may_yield(self, num_tokens: int) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("priority", [9, 3])
+def test_interactive_request_ends_a_long_pass_of_bulk_ones(make_engine: MakeEngine, priority: int) -> None:
+    engine, backend = make_engine(FakeBackend(n_slots=2), batch_strategy=f"{__name__}:Yielding")
+    gate = Gate(backend)
+    bulk = engine.submit(request("x" * 40, max_tokens=4, priority=9))
+    assert gate.reached.wait(PATIENCE_S)
+    other = engine.submit(request("other", max_tokens=4, priority=priority))
+    gate.open.set()
+    texts = [handle.result(PATIENCE_S).text for handle in (bulk, other)]
+    assert texts == [cold(make_engine, prompt, max_tokens=4).text for prompt in ("x" * 40, "other")]
+    num_reads = sum(chunk.position == 0 and len(chunk.tokens) == 40 for batch in backend.batches for chunk in batch)
+    assert num_reads == (2 if priority == 3 else 1)
+
+
+def test_steps_tell_what_python_took(make_engine: MakeEngine) -> None:
+    engine, _ = make_engine()
+    stats: list[StepStats] = []
+    engine.add_step_listener(stats.append)
+    engine.submit(request()).result(PATIENCE_S)
+    assert engine.close()
+    assert all(0 <= step.eval_ms <= step.step_ms and step.wait_ms >= 0 for step in stats)
+    assert all(step.python_ms == step.step_ms - step.eval_ms for step in stats)

@@ -1,0 +1,261 @@
+"""Grammars: what they allow, what they refuse, and that none of them takes more than its share of work."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cellama.config import limits
+from cellama.engine.errors import GrammarFailed, InvalidRequest
+from cellama.engine.grammar import automaton as grammar_module
+from cellama.engine.grammar.automaton import Automaton, Work
+from cellama.engine.grammar.program import compile_grammar, utf8_sequences
+from cellama.engine.grammar.token_grammar import Grammar, Grammars, TokenBytes
+
+END, CONTROL = 0, 1
+PIECES = [b"", b"", b"a", b"aa", b"ab", b"b", b'"', b"\xc3", b"\xa9", "é".encode(), b"\0", b"1", b"aaaaaaaaaaaaaaaa"]
+TOKENS = TokenBytes(PIECES, frozenset({END}))
+EVERY = np.arange(len(PIECES))
+
+
+def automaton_of(text: str, root: str = "root") -> Automaton:
+    return Automaton(compile_grammar(text, root))
+
+
+def accepts(automaton: Automaton, text: str) -> bool:
+    work = Work()
+    state = automaton.walk(automaton.start(work), text.encode(), work)
+    return state >= 0 and automaton.accepting[state]
+
+
+def allowed_after(text: str, tokens: Sequence[int], visible: dict[int, bytes] | None = None) -> set[int]:
+    grammar = Grammar(automaton_of(text), TOKENS, Work(), visible)
+    for token in tokens:
+        assert grammar.allows(np.array([token]))[0]
+        grammar.accept(token)
+    allowed = grammar.allows(EVERY)
+    assert [bool(grammar.allows(np.array([token]))[0]) for token in EVERY] == allowed.tolist()
+    return set(np.flatnonzero(allowed).tolist())
+
+
+CHARS = st.sampled_from(["a", "b", "é", "[ab]", "[^a]", "."])
+
+
+@st.composite
+def expressions(draw: st.DrawFn, depth: int = 3) -> tuple[str, str]:
+    """The same as GBNF and as a regular expression of Python."""
+    kind = draw(st.integers(0, 5)) if depth else 0
+    if kind <= 1:
+        char = draw(CHARS)
+        return (char if char[0] in "[." else f'"{char}"'), char
+    inner, pattern = draw(expressions(depth - 1))
+    if kind == 2:
+        least = draw(st.integers(0, 2))
+        suffix = draw(st.sampled_from(["*", "+", "?", f"{{{least}}}", f"{{{least},}}", f"{{{least},{least + 2}}}"]))
+        return f"({inner}){suffix}", f"(?:{pattern}){suffix}"
+    other, other_pattern = draw(expressions(depth - 1))
+    if kind == 3:
+        return f"({inner} | {other})", f"(?:{pattern}|{other_pattern})"
+    return f"({inner} {other})", f"(?:{pattern}{other_pattern})"
+
+
+@given(expressions(), st.lists(st.text("abéc", max_size=6), min_size=1, max_size=10))
+def test_grammar_accepts_what_a_regular_expression_matches(both: tuple[str, str], texts: list[str]) -> None:
+    gbnf, pattern = both
+    automaton = automaton_of(f"root ::= {gbnf}")
+    for text in texts:
+        assert accepts(automaton, text) == bool(re.fullmatch(pattern, text, re.DOTALL)), (gbnf, text)
+
+
+@given(
+    st.integers(0, 0x10FFFF), st.integers(0, 0x10FFFF), st.lists(st.characters(exclude_categories=["Cs"]), max_size=5)
+)
+def test_ranges_of_bytes_are_those_of_characters(one: int, other: int, chars: list[str]) -> None:
+    low, high = min(one, other), max(one, other)
+    sequences = list(utf8_sequences(low, high))
+    for char in [*chars, *(chr(code) for code in (low, high) if not 0xD800 <= code <= 0xDFFF)]:
+        data = char.encode()
+        matching = [
+            s for s in sequences if len(s) == len(data) and all(a <= b <= c for (a, c), b in zip(s, data, strict=True))
+        ]
+        assert len(matching) == (low <= ord(char) <= high)
+
+
+def test_grammar_recursion_nests_and_ends() -> None:
+    automaton = automaton_of('root ::= "(" root ")" | "x" # a comment\n')
+    assert accepts(automaton, "(" * 500 + "x" + ")" * 500)
+    assert not accepts(automaton, "((x)")
+    right = automaton_of('root ::= item | item "," root \n item ::= [a-z]+')
+    assert accepts(right, "a,b," * 2000 + "c")
+    assert len(right.states) < 10
+
+
+def test_grammar_root_and_later_rules_win() -> None:
+    text = 'root ::= "a"\nother ::= root "b"\nroot ::=\n  "c" | # either\n  "d"\n'
+    assert accepts(automaton_of(text, "other"), "db")
+    assert not accepts(automaton_of(text, "other"), "ab")
+
+
+def test_large_repetitions_are_counted_and_not_written_out() -> None:
+    program = compile_grammar('root ::= "a"{3,1000000} "b"', "root")
+    assert len(program.nodes) < 10
+    automaton = Automaton(program)
+    assert accepts(automaton, "a" * 3000 + "b")
+    assert not accepts(automaton, "aab")
+    exact = automaton_of('root ::= ("a" | "aa"){40}')
+    assert [accepts(exact, "a" * count) for count in (39, 40, 80, 81)] == [False, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("root ::= [a-", "it ends within a text or a class in line 1, at the end"),
+        ("root ::= missing", "it refers to the rule 'missing', which it does not have"),
+        ('other ::= "x"', "it has no rule 'root'"),
+        ('root ::= root "x" | "y"', "rule 'root' begins with itself"),
+        ('root ::= a* root | "x"\na ::= "b"?', "rule 'root' begins with itself"),
+        ('root ::= a\na ::= b | "x"\nb ::= a', "begins with itself"),
+        ("this is no grammar", "expected '::=' in line 1"),
+        ("", "it has no rule"),
+        ("root ::= <[5]>", "tokens by their ids are not supported"),
+        ('root ::= "a"{3,2}', "n is below m"),
+        ('root ::= "a"{0,9999999}', f"the limit of repetitions is {limits.MAX_GRAMMAR_REPEATS}"),
+        ('root ::= "a"{1' + "0" * 5000 + "}", "the limit of repetitions"),
+        ('root ::= "a"?{0,100000}', "repeats 100000 times what may be empty, and the limit of that is 64"),
+        ('root ::= "a"' + "*" * 10, "more than 3 repetitions of one part"),
+        ("root ::= " + "(" * 10_000, f"the limit of parentheses in parentheses is {limits.MAX_GRAMMAR_DEPTH}"),
+        ('root ::= "\\q"', "unknown escape"),
+        ("root ::= [z-a]", "goes backwards"),
+        ("root ::= []", "a class without characters"),
+        ('root ::= "\\uD800"', "0xd800 is no character"),
+    ],
+)
+def test_grammar_that_is_none_is_refused_with_its_reason(text: str, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"the grammar can't be used: .*" + re.escape(message)):
+        compile_grammar(text, "root")
+
+
+def test_left_recursion_is_looked_for_in_linear_time() -> None:
+    rules = [f'r{n} ::= r{n + 1} "x" | r{n + 1} "y"' for n in range(1500)]
+    compile_grammar("\n".join([*rules, 'r1500 ::= "z"']), "r0")
+    with pytest.raises(GrammarFailed, match="too ambiguous"):  # 2^1500 ways to begin
+        automaton_of("\n".join([*rules, 'r1500 ::= "z"']), "r0").start(Work())
+    with pytest.raises(InvalidRequest, match="begins with itself"):
+        compile_grammar("\n".join([*rules, 'r1500 ::= r0 | "z"']), "r0")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'root ::= "a" root "x" | "a" root "y" | "a"',
+        'root ::= "a" root "a" | "aa" root "b" | "a"',
+        'root ::= ("a" | "aa" | "aaa" | "aaaa" | [a-z]){0,100000} "b"',
+    ],
+)
+def test_ambiguous_grammar_ends_with_an_error_and_not_in_a_hang(text: str) -> None:
+    grammar = Grammar(automaton_of(text), TOKENS, Work())
+
+    def generate() -> None:
+        for _ in range(3000):
+            assert grammar.allows(EVERY)[2]
+            grammar.accept(2)
+
+    with pytest.raises(GrammarFailed, match=r"too ambiguous: more than \d+ ways .* write it so that"):
+        generate()
+
+
+def test_work_is_that_of_a_request_and_known_states_are_free() -> None:
+    automaton = automaton_of('root ::= ([a-z] [a-z0-9]* " "?)+')
+    first, second = Work(), Work()
+    for work in (first, second):
+        grammar = Grammar(automaton, TOKENS, work)
+        for _ in range(5):
+            grammar.allows(EVERY)
+            grammar.accept(4)
+    assert first.left > 0.9 * limits.GRAMMAR_WORK
+    assert second.left == limits.GRAMMAR_WORK
+
+
+def test_list_of_thousands_of_texts_takes_little_work() -> None:
+    words = [f"{number * 7919 % 10_000:04}" for number in range(5000)]
+    automaton, work = automaton_of("root ::= " + " | ".join(f'"{word}"' for word in words)), Work()
+    for word in words[::50]:
+        state = automaton.walk(automaton.start(work), word.encode(), work)
+        assert automaton.accepting[state]
+        assert automaton.walk(automaton.start(work), word.encode() + b"0", work) < 0
+    assert work.left > limits.GRAMMAR_WORK / 2
+
+
+def test_characters_may_be_split_between_tokens() -> None:
+    assert allowed_after("root ::= [é]", []) == {7, 9}
+    assert allowed_after("root ::= [é]", [7]) == {8}
+    assert allowed_after("root ::= [é]", [7, 8]) == {END}
+
+
+def test_control_tokens_are_allowed_only_where_their_text_is_shown() -> None:
+    text = 'root ::= "ab" | "a" "b" "1"'
+    assert CONTROL not in allowed_after(text, [])
+    assert CONTROL in allowed_after(text, [], {CONTROL: b"ab"})
+    assert allowed_after(text, [CONTROL], {CONTROL: b"ab"}) == {END, 11}
+    assert 10 not in allowed_after("root ::= [^a]", [])  # a token that begins with a NUL
+
+
+def test_forgotten_states_come_back_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = 'root ::= "(" root ")" | [a-c]{2,9} | "a" root'
+    walk = [2, 2, 5, 2]
+    expected = [allowed_after(text, walk[:count]) for count in range(len(walk) + 1)]
+    monkeypatch.setattr(grammar_module, "_MAX_STATES", 0)
+    assert [allowed_after(text, walk[:count]) for count in range(len(walk) + 1)] == expected
+    automaton = automaton_of(text)
+    one, other = Grammar(automaton, TOKENS, Work()), Grammar(automaton, TOKENS, Work())
+    for token in walk:
+        one.accept(token)
+    assert set(np.flatnonzero(one.allows(EVERY))) == expected[-1]
+    assert set(np.flatnonzero(other.allows(EVERY))) == expected[0]
+
+
+def test_text_that_does_not_follow_the_grammar_fails_the_request() -> None:
+    grammar = Grammar(automaton_of('root ::= "b"'), TOKENS, Work())
+    with pytest.raises(GrammarFailed, match="token 2 does not follow the grammar"):
+        grammar.accept(2)
+
+
+def test_grammars_used_lately_are_kept() -> None:
+    grammars = Grammars(PIECES, frozenset({END}))
+    first = grammars.automaton('root ::= "a"', "root")
+    assert grammars.automaton('root ::= "a"', "root") is first
+    for number in range(20):
+        grammars.automaton(f'root ::= "{number}"', "root")
+    assert grammars.automaton('root ::= "a"', "root") is not first
+
+
+def test_automaton_forgets_frames_too_when_they_take_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_module, "_MAX_BYTES", 100_000)
+    automaton = automaton_of('root ::= "b" root "a" | "a"')  # each b is one more frame
+    grammar = Grammar(automaton, TOKENS, Work())
+    generation, most = automaton.generation, 0
+    for _ in range(2000):
+        assert grammar.allows(np.array([5])).all()
+        grammar.accept(5)
+        most = max(most, automaton.num_bytes)
+    assert automaton.generation is not generation
+    assert most < 110_000
+
+
+def test_grammars_are_dropped_when_they_take_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars = Grammars(PIECES, frozenset({END}))
+    first = grammars.automaton('root ::= "b" root "a" | "a"', "root")
+    second = grammars.automaton('root ::= "a"', "root")
+    monkeypatch.setattr(grammar_module, "_MAX_KEPT_BYTES", grammars.num_bytes)
+    assert grammars.automaton('root ::= "a"', "root") is second
+    used = Grammar(first, TOKENS, Work())
+    for _ in range(200):
+        used.accept(5)
+    assert grammars.automaton('root ::= "a"', "root") is second  # it grew since: this one stays, the first goes
+    assert grammars.num_bytes == second.num_bytes
+    assert grammars.automaton('root ::= "b" root "a" | "a"', "root") is not first

@@ -1,0 +1,115 @@
+"""What the cache moves, and what it does not: on the fake backend's cells, whose states have a byte per token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from cellama.engine.backend import Chunk
+from cellama.engine.fake import FakeBackend, FakeState
+from cellama.engine.kvcache.cells import Cells
+from cellama.engine.kvcache.manager import MOVE_COST_TOKENS, MOVED_PER_TOKEN, KvCache, Plan
+
+
+@dataclass
+class CountingBackend(FakeBackend):
+    """Notes every state that is copied out."""
+
+    saved: list[int] = field(default_factory=list)
+    on_save: Any = None
+
+    def save(self, slot: int) -> FakeState:
+        self.saved.append(slot)
+        if self.on_save is not None:
+            self.on_save()
+        return super().save(slot)
+
+
+def fill(cache: KvCache, slot: int, tokens: list[int]) -> None:
+    """A sequence of these tokens runs in the slot and ends there."""
+    cache.place(Plan(slot, None, 0), tokens, "")
+    backend = cache.memory
+    assert isinstance(backend, FakeBackend)
+    backend.decode([Chunk(slot, 0, tokens, samples=False)])
+    cache.extend(slot, len(tokens))
+    cache.retire(slot, tokens, "", save=True)
+
+
+def new_cache(ram_bytes: int = 10_000, **options: Any) -> tuple[KvCache, CountingBackend]:
+    backend = CountingBackend(**{"n_slots": 3, "ctx_per_slot": 4000, "n_batch": 4000, **options})
+    return KvCache(backend, ram_bytes), backend
+
+
+def test_state_beyond_the_quota_is_not_even_copied() -> None:
+    cache, backend = new_cache(ram_bytes=99)
+    fill(cache, 0, [1] * 100)
+    assert cache.save_one_idle()
+    assert (backend.saved, len(cache.ram)) == ([], 0)
+
+
+def test_quota_holds_while_a_state_is_copied() -> None:
+    cache, backend = new_cache(ram_bytes=250)
+    used: list[int] = []
+    backend.on_save = lambda: used.append(cache.ram.used_bytes + 100)
+    for slot in range(3):
+        fill(cache, slot, [slot] * 100)
+    while cache.save_one_idle():
+        pass
+    assert used == [100, 200, 200]
+    assert (len(cache.ram), cache.ram.num_evictions) == (2, 1)
+
+
+@pytest.mark.parametrize("unified", [False, True])
+@pytest.mark.parametrize("worth", [False, True])
+def test_prefix_is_copied_from_a_long_slot_only_if_that_costs_less_than_it_saves(unified: bool, worth: bool) -> None:
+    cache, _ = new_cache(ram_bytes=0, unified=unified)
+    shared = MOVE_COST_TOKENS + 3000 // MOVED_PER_TOKEN + (1 if worth else 0)
+    fill(cache, 0, list(range(3000)))
+    plan = cache.plan([*range(shared), -1, -2], "", idle=[1, 2])
+    assert plan.source == (0 if worth or unified else None)  # in a pool nothing is moved
+
+
+def test_saved_state_that_has_no_room_just_now_is_kept() -> None:
+    cache, _ = new_cache(unified=True, n_cells=400)
+    fill(cache, 0, list(range(300)))
+    cache.clear(0)
+    fill(cache, 1, [7] * 150)
+    longer = [*range(200), -1]
+    plan = cache.plan(longer, "", idle=[0, 2])
+    assert cache.missing_cells(plan, len(longer)) == 300 - 250
+    assert cache.place(plan, longer, "") == 0
+    assert len(cache.ram) == 1
+    cache.clear(plan.slot)
+    assert cache.reclaim([1], 50)
+    assert cache.place(cache.plan(longer, "", idle=[0, 2]), longer, "") == 200
+
+
+def test_damaged_state_is_dropped_and_computed_again() -> None:
+    cache, backend = new_cache()
+    fill(cache, 0, list(range(300)))
+    cache.clear(0)
+    backend.restore = lambda *_: False  # type: ignore[method-assign]
+    plan = cache.plan([*range(200), -1], "", idle=[0, 1, 2])
+    assert cache.place(plan, [*range(200), -1], "") == 0
+    assert (len(cache.ram), cache.cells.used) == (0, 0)
+
+
+def test_reclaim_empties_nothing_when_that_would_not_be_enough() -> None:
+    cache, _ = new_cache(unified=True, n_cells=1000)
+    fill(cache, 0, [1] * 300)
+    fill(cache, 1, [2] * 300)
+    assert not cache.reclaim([0, 1], 601)
+    assert cache.cells.used == 600
+    assert cache.reclaim([0, 1], 300)
+    assert cache.cells.used == 300
+
+
+def test_cells_know_what_several_slots_free_together() -> None:
+    cells = Cells(4, 100, shared=True)
+    cells.extend(0, 10)
+    cells.copy(0, 1, 6)
+    cells.copy(0, 2, 4)
+    cells.extend(1, 5)
+    assert [cells.freed_by(slots) for slots in ([0], [1], [0, 1], [0, 1, 2], [])] == [4, 5, 11, 15, 0]

@@ -1,0 +1,212 @@
+"""Choosing tokens: distributions, filters, penalties, and going on after any number of draws."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from cellama.engine import InvalidRequest, SamplingParams
+from cellama.engine.sampling.draws import uniforms
+from cellama.engine.sampling.filters import softmax, top_ids
+from cellama.engine.sampling.penalties import Penalties
+from cellama.engine.sampling.sampler import Chooser, NothingAllowed
+
+OFF: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+LOGITS = np.log(np.array([0.4, 0.3, 0.15, 0.1, 0.05], dtype=np.float32))
+
+
+def draws(logits: NDArray[np.float32], count: int = 4000, **params: Any) -> NDArray[np.float64]:
+    """How often each token came, with one seed per draw."""
+    sampling = SamplingParams(**{**OFF, **params})
+    chosen = [Chooser(sampling, seed).choose(logits.copy())[0] for seed in range(count)]
+    return np.bincount(chosen, minlength=len(logits)) / count
+
+
+def test_draws_follow_the_probabilities() -> None:
+    assert np.abs(draws(LOGITS) - softmax(LOGITS.astype(np.float64))).max() < 0.03
+
+
+def test_temperature_sharpens_and_flattens() -> None:
+    cold, hot = draws(LOGITS, temperature=0.5), draws(LOGITS, temperature=4.0)
+    assert np.abs(cold - softmax(LOGITS.astype(np.float64) / 0.5)).max() < 0.03
+    assert np.abs(hot - softmax(LOGITS.astype(np.float64) / 4)).max() < 0.03
+
+
+@pytest.mark.parametrize(
+    ("params", "kept"),
+    [
+        ({"top_k": 2}, [0, 1]),
+        ({"top_p": 0.6}, [0, 1]),
+        ({"top_p": 0.75}, [0, 1, 2]),
+        ({"min_p": 0.3}, [0, 1, 2]),
+        ({"typical_p": 0.2}, [1]),  # its surprise is the nearest to the mean
+        ({"typical_p": 0.5}, [0, 1]),
+        ({"xtc_probability": 1.0, "xtc_threshold": 0.12}, [2, 3, 4]),
+        ({"xtc_probability": 1.0, "xtc_threshold": 0.5}, [0, 1, 2, 3, 4]),
+        ({"logit_bias": ((0, -np.inf), (2, -50.0))}, [1, 3, 4]),
+        ({"mirostat": 2, "mirostat_tau": 1.0}, [0, 1]),  # at first up to 2 bits of surprise
+        ({"top_k": 1}, [0]),
+        ({"temperature": 0.0, "logit_bias": ((4, 100.0),)}, [4]),
+    ],
+)
+def test_filter_keeps_these_tokens_and_no_others(params: dict[str, Any], kept: list[int]) -> None:
+    assert np.flatnonzero(draws(LOGITS, 600, **params)).tolist() == kept
+
+
+def test_xtc_applies_as_often_as_it_says() -> None:
+    share = draws(LOGITS, xtc_probability=0.5, xtc_threshold=0.12)[:2].sum()
+    assert share == pytest.approx(0.35, abs=0.04)  # half of the time the two top choices are left, 0.7
+
+
+def test_penalties_are_llama_cpps() -> None:
+    params = SamplingParams(repeat_penalty=2.0, frequency_penalty=0.5, presence_penalty=0.25, repeat_last_n=4)
+    penalties = Penalties(params, history=[9, 1, 1, 2, 0])  # 9 is out of the window
+    logits = np.array([2.0, 4.0, -1.0, 3.0] + [0.0] * 6, dtype=np.float32)
+    penalties.apply(logits)
+    assert logits[:4].tolist() == [2 / 2 - 0.75, 4 / 2 - 1.25, -1 * 2 - 0.75, 3.0]
+    assert not logits[4:].any()
+
+
+@given(st.integers(0, 2**32 - 2), st.integers(0, 40), st.sampled_from([{}, {"mirostat": 1}, {"mirostat": 2}]))
+def test_a_sampler_goes_on_exactly_after_any_number_of_draws(seed: int, count: int, extra: dict[str, Any]) -> None:
+    params = SamplingParams(temperature=1.5, repeat_penalty=1.3, xtc_probability=0.3, **extra)
+    steps = np.random.default_rng(3).normal(size=(60, 50)).astype(np.float32)
+    whole = Chooser(params, seed, history=[1, 2, 3])
+    tokens = [whole.choose(step.copy())[0] for step in steps]
+    first = Chooser(params, seed, history=[1, 2, 3])
+    head = [first.choose(step.copy())[0] for step in steps[:count]]
+    second = Chooser(params, seed, [1, 2, 3, *head], num_chosen=count, mirostat_mu=first.mirostat_mu)
+    assert head + [second.choose(step.copy())[0] for step in steps[count:]] == tokens
+
+
+def test_small_changes_of_the_logits_do_not_change_what_is_drawn() -> None:
+    rng = np.random.default_rng(1)
+    params = SamplingParams(temperature=3.0, top_k=0, top_p=1.0, min_p=0.0)
+    logits = rng.normal(size=2000).astype(np.float32)
+    shaken = logits + rng.normal(size=2000).astype(np.float32) * 1e-5
+    same = [Chooser(params, s).choose(logits.copy()) == Chooser(params, s).choose(shaken.copy()) for s in range(200)]
+    assert all(same)
+
+
+def test_mirostat_brings_the_surprise_near_tau() -> None:
+    rng = np.random.default_rng(2)
+    for version in (1, 2):
+        params = SamplingParams(temperature=1.0, mirostat=version, mirostat_tau=3.0)
+        chooser, surprises = Chooser(params, 5), []
+        for _ in range(400):
+            logits = rng.normal(size=500).astype(np.float32) * 2
+            chooser.choose(logits)
+            surprises.append(chooser._surprise)
+        assert np.mean(surprises[100:]) == pytest.approx(3.0, abs=0.4)
+
+
+class Only:
+    """A constraint that allows some tokens."""
+
+    def __init__(self, *allowed: int) -> None:
+        self.allowed = allowed
+        self.accepted: list[int] = []
+
+    def allows(self, tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
+        return np.isin(tokens, self.allowed)
+
+    def accept(self, token: int) -> None:
+        assert token in self.allowed
+        self.accepted.append(token)
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, {"top_k": 3}, {"mirostat": 2}, {}])
+def test_constraint_is_kept_whatever_is_likely(params: dict[str, Any]) -> None:
+    logits = np.random.default_rng(4).normal(size=3000).astype(np.float32) * 4
+    unlikely = np.argsort(logits)[:3].tolist()
+    constraint = Only(*unlikely)
+    chooser = Chooser(SamplingParams(**{**OFF, **params}), 1, constraint=constraint)
+    tokens = [chooser.choose(logits.copy())[0] for _ in range(5)]
+    assert constraint.accepted == tokens
+    if params.get("temperature") == 0:
+        assert set(tokens) == {unlikely[-1]}
+
+
+def test_constraint_does_not_change_what_it_allows_anyway() -> None:
+    free = Chooser(SamplingParams(), 7)
+    bound = Chooser(SamplingParams(), 7, constraint=Only(*range(5)))
+    assert [free.choose(LOGITS.copy()) for _ in range(20)] == [bound.choose(LOGITS.copy()) for _ in range(20)]
+
+
+def test_constraint_that_allows_nothing_is_told() -> None:
+    with pytest.raises(NothingAllowed):
+        Chooser(SamplingParams(), 1, constraint=Only()).choose(LOGITS.copy())
+
+
+def test_logprobs_are_of_the_models_own_distribution() -> None:
+    params = SamplingParams(temperature=0.0, logprobs=2, logit_bias=((4, 100.0),))
+    token, report = Chooser(params, 0).choose(LOGITS.copy())
+    assert report is not None
+    assert (token, report.token) == (4, 4)
+    assert report.logprob == pytest.approx(np.log(0.05), abs=1e-5)
+    assert [t for t, _ in report.top] == [0, 1]
+    assert report.top[0][1] == pytest.approx(np.log(0.4), abs=1e-5)
+
+
+@given(st.lists(st.integers(-5, 5), min_size=1, max_size=400), st.integers(0, 300))
+def test_top_ids_are_the_first_of_a_stable_sort(values: Sequence[int], count: int) -> None:
+    logits = np.array(values, dtype=np.float32)
+    expected = np.argsort(-logits, kind="stable")[:count]
+    assert top_ids(logits, count)[: min(count, len(values))].tolist() == expected.tolist()
+
+
+def test_noise_is_uniform_and_differs_by_everything() -> None:
+    ids = np.arange(50_000)
+    noise = uniforms(1, 2, "draw", ids)
+    assert abs(noise.mean() - 0.5) < 0.01
+    assert np.histogram(noise, 10, (0, 1))[0].min() > 4700
+    for other in (uniforms(2, 2, "draw", ids), uniforms(1, 3, "draw", ids), uniforms(1, 2, "xtc", ids)):
+        assert abs(np.corrcoef(noise, other)[0, 1]) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"typical_p": 0}, "typical_p is 0; it must be above 0"),
+        ({"mirostat": 3}, "mirostat is 3; it must be a whole number from 0 to 2"),
+        ({"xtc_probability": 1.5}, "xtc_probability is 1.5"),
+        ({"logprobs": -1}, "logprobs is -1"),
+        ({"logit_bias": ((1, float("nan")),)}, "logit_bias of 1 is nan"),
+        ({"grammar": "root ::= x", "json_schema": "{}"}, "both given; choose one"),
+        ({"dry_base": 0}, "dry_base is 0; it must be above 0"),
+    ],
+)
+def test_wrong_parameters_are_refused(params: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        SamplingParams(**params)
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-308, 1e-30, 1e-3])
+def test_temperature_next_to_zero_chooses_as_zero_does(temperature: float) -> None:
+    logits = np.array([1.0, 3.0, -2.0, 2.99, -np.inf], dtype=np.float32)
+    for filters in ({}, {"top_k": 0, "top_p": 1.0, "min_p": 0.0}, {"mirostat": 1}, {"mirostat": 2}):
+        chooser = Chooser(SamplingParams(temperature=temperature, **filters), 7)
+        assert chooser.choose(logits.copy())[0] == 1
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("mu", [-1e6, 0.0, 1023.0, 1e6, 1e300])
+def test_mirostat_goes_on_whatever_it_has_learned(version: int, mu: float) -> None:
+    params = SamplingParams(mirostat=version, mirostat_tau=100, mirostat_eta=10)
+    chooser = Chooser(params, 0, mirostat_mu=mu)
+    rows = np.random.default_rng(0).normal(size=(20, 64)).astype(np.float32) * 5
+    for row in rows:
+        assert 0 <= chooser.choose(row)[0] < 64
+    assert np.isfinite(chooser.mirostat_mu)
+
+
+def test_mirostat_ignores_top_k() -> None:
+    logits = np.linspace(0, 0.1, 50).astype(np.float32)
+    params = SamplingParams(mirostat=2, top_k=1, temperature=2.0)
+    assert len({Chooser(params, seed).choose(logits.copy())[0] for seed in range(30)}) > 5

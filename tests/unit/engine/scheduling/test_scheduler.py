@@ -1,0 +1,260 @@
+"""The scheduler conserves slots, keeps to the budget and starves nobody."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from cellama.engine import PromptTooLong, QueueFull, Request
+from cellama.engine.fake import FakeBackend
+from cellama.engine.scheduling.scheduler import BULK_PATIENCE_S, Limits
+from cellama.engine.scheduling.sequence import Sequence, State
+from cellama.engine.scheduling.strategies import (
+    MIN_CHUNK,
+    STRATEGIES,
+    Adaptive,
+    DecodeMaximal,
+    Share,
+    make_strategy,
+)
+
+from .schedulers import Mine, new_scheduler, run_step, sequence
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Any order of submitting, stepping, failing, preempting and ending, in every kind of memory."""
+
+    LIMITS = Limits(budget=64, chunk_size=40)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: list[Sequence] = []
+        self.now = 0.0
+
+    @initialize(
+        unified=st.booleans(),
+        partial_reuse=st.booleans(),
+        n_cells=st.integers(250, 750),
+        ram_bytes=st.sampled_from([0, 300, 10_000]),
+        strategy=st.sampled_from(sorted(STRATEGIES)),
+    )
+    def begin(self, unified: bool, partial_reuse: bool, n_cells: int, ram_bytes: int, strategy: str) -> None:
+        self.scheduler = new_scheduler(
+            make_strategy(strategy),
+            self.LIMITS,
+            ram_bytes=ram_bytes,
+            ctx_per_slot=250,
+            unified=unified,
+            partial_reuse=partial_reuse,
+            n_cells=n_cells if unified else 0,
+        )
+
+    @rule(lengths=st.lists(st.integers(1, 240), max_size=4), priority=st.integers(0, 9), family=st.integers(0, 2))
+    def submit(self, lengths: list[int], priority: int, family: int) -> None:
+        for length in lengths:
+            tokens = (family, *range(1, length))  # prompts of a family share prefixes
+            request = Request("r", tokens, priority=priority, cache_prompt=length % 8 != 0)
+            new = Sequence(request, seed=0, submitted_at=self.now, tokens=list(tokens))
+            self.scheduler.enqueue(new, self.now)
+            self.alive.append(new)
+
+    @rule(count=st.integers(1, 30), elapsed_s=st.sampled_from([0.1, 20.0]))
+    def steps(self, count: int, elapsed_s: float) -> None:
+        for _ in range(count):
+            self.step(elapsed_s)
+            self.slots_and_cells_are_conserved()
+
+    def step(self, elapsed_s: float) -> None:
+        self.now += elapsed_s
+        chunks = run_step(self.scheduler, self.now)
+        assert sum(len(chunk.tokens) for chunk in chunks) <= self.LIMITS.budget
+        assert all(len(chunk.tokens) <= self.LIMITS.chunk_size for chunk in chunks)
+        assert [chunk.slot for chunk in chunks] == sorted({chunk.slot for chunk in chunks})
+        assert bool(chunks) == bool(self.alive)
+        if isinstance(self.scheduler.strategy.current, DecodeMaximal):
+            decoding = {s.slot for s in self.alive if s.state is State.DECODING}
+            assert decoding <= {chunk.slot for chunk in chunks if chunk.samples}
+        self.alive = [s for s in self.alive if s.state is not State.FINISHED]
+
+    @rule()
+    def fail_a_step(self) -> None:
+        self.scheduler.admit(self.now)
+        for chunk in self.scheduler.schedule(self.now):
+            self.scheduler.undo(chunk)
+
+    @rule(index=st.integers(0, 100))
+    def preempt(self, index: int) -> None:
+        running = [s for s in self.alive if s.slot is not None]
+        if running:
+            self.scheduler.preempt(running[index % len(running)], self.now)
+
+    @rule(index=st.integers(0, 100), keep=st.booleans())
+    def end(self, index: int, keep: bool) -> None:
+        if self.alive:
+            ended = self.alive.pop(index % len(self.alive))
+            self.scheduler.release(ended, keep=keep)
+            ended.slot = None
+
+    @invariant()
+    def slots_and_cells_are_conserved(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        scheduler, backend = self.scheduler, self.scheduler.cache.memory
+        assert isinstance(backend, FakeBackend)
+        held = [s for s in self.alive if s.slot is not None]
+        assert [s for s in scheduler.slots if s is not None] == sorted(held, key=lambda s: s.slot or 0)
+        assert scheduler.num_waiting == sum(1 for s in self.alive if s.state is State.WAITING)
+        assert sorted(map(id, scheduler.unfinished())) == sorted(map(id, self.alive))
+        assert all(s.num_computed == len(backend.cells[s.slot or 0]) for s in held)
+        assert [scheduler.cache.cells.of(slot) for slot in range(3)] == [len(cells) for cells in backend.cells]
+        assert scheduler.cache.cells.used == backend.num_used() <= backend.n_cells
+        for s in held:  # what was taken over is what would have been computed
+            assert [cell.token for cell in backend.cells[s.slot or 0]] == s.tokens[: s.num_computed]
+
+    @invariant()
+    def saved_states_keep_to_the_quota(self) -> None:
+        if hasattr(self, "scheduler"):
+            cache = self.scheduler.cache
+            assert cache.ram.used_bytes == sum(state.num_bytes for state in cache.ram._states) <= cache.ram.quota_bytes
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(max_examples=400, stateful_step_count=30, deadline=None)
+
+
+def test_scheduler_refuses_a_prompt_that_no_slot_can_hold() -> None:
+    scheduler = new_scheduler()
+    scheduler.enqueue(sequence(39), 0)
+    with pytest.raises(PromptTooLong, match=r"40 tokens, a slot holds 39 .* raise ctx_per_slot"):
+        scheduler.enqueue(sequence(40), 0)
+
+
+def test_scheduler_refuses_more_than_max_queue_and_names_it() -> None:
+    scheduler = new_scheduler(limits=Limits(8, 4, max_queue=2), n_slots=3)
+    for _ in range(5):  # three of them get slots
+        scheduler.enqueue(sequence(), 0)
+    with pytest.raises(QueueFull, match="max_queue is 2"):
+        scheduler.enqueue(sequence(), 0)
+
+
+def test_scheduler_admits_the_urgent_first_but_lets_the_others_age() -> None:
+    scheduler = new_scheduler(n_slots=1)
+    old_bulk, bulk, urgent = sequence(priority=9), sequence(priority=9), sequence(priority=0)
+    for waiting, at in ((bulk, 280), (urgent, 300), (old_bulk, 0)):
+        scheduler.enqueue(waiting, at)
+    order = []
+    for _ in range(3):
+        order += scheduler.admit(301)
+        scheduler.release(order[-1])
+    assert order == [old_bulk, urgent, bulk]
+
+
+def test_scheduler_expires_waiting_and_running_sequences_once() -> None:
+    scheduler = new_scheduler(n_slots=1)
+    running, waiting, patient = sequence(timeout_s=1), sequence(timeout_s=2), sequence()
+    for new in (running, waiting, patient):
+        scheduler.enqueue(new, 0)
+    scheduler.admit(0)
+    assert list(scheduler.line.expired(0.5)) == []
+    assert list(scheduler.line.expired(3.0)) == [running, waiting]
+    assert list(scheduler.line.expired(3.0)) == []
+
+
+@pytest.mark.parametrize(
+    "shares", [[(0, 9)], [(0, 5)], [(0, 0)], [(0, 1), (0, 1)], [(2, 1)], [], [(0, 1.5)], [0], None]
+)
+def test_scheduler_does_without_a_strategy_that_chooses_what_cannot_be(shares: list[Share]) -> None:
+    class Wrong:
+        def build_batch(self, slots: object, budget: int, chunk_size: int, queue_depth: int) -> list[Share]:
+            return shares
+
+    scheduler = new_scheduler(Wrong())
+    scheduler.enqueue(sequence(20), 0)
+    scheduler.admit(0)
+    assert [len(chunk.tokens) for chunk in scheduler.schedule(0)] == [4]
+    assert isinstance(scheduler.strategy.current, Adaptive)
+
+
+def test_ended_sequences_are_forgotten_before_their_deadlines_and_wherever_they_stood_in_line() -> None:
+    scheduler = new_scheduler(n_slots=1)
+    for place in range(200):
+        ended = sequence(timeout_s=10**6, priority=place % 10)
+        scheduler.enqueue(ended, 0)
+        scheduler.release(ended)
+    for heap in (scheduler.line._heap, scheduler.line._deadlines):
+        assert list(heap) == []
+        assert len(heap._places) < 50
+    patient = sequence(timeout_s=1)
+    scheduler.enqueue(patient, 0)
+    assert scheduler.line.waiting() == [patient]
+    assert list(scheduler.line.expired(2)) == [patient]
+
+
+@pytest.mark.parametrize("partial_reuse", [False, True])
+def test_siblings_are_admitted_together_where_they_can_take_nothing_over(partial_reuse: bool) -> None:
+    scheduler = new_scheduler(n_slots=3, ctx_per_slot=250, partial_reuse=partial_reuse)
+    siblings = [Request("r", (*range(1, 150), 200 + i)) for i in range(3)]
+    for request in siblings:
+        scheduler.enqueue(Sequence(request, 0, 0.0, list(request.prompt)), 0)
+    assert len(scheduler.admit(0)) == (1 if partial_reuse else 3)
+
+
+def test_prompt_that_goes_on_where_another_ends_waits_for_it_in_every_memory() -> None:
+    scheduler = new_scheduler(n_slots=3, ctx_per_slot=250, partial_reuse=False, limits=Limits(200, 200))
+    for length in (100, 150):
+        scheduler.enqueue(sequence(length), 0)
+    first = scheduler.admit(0)
+    assert [s.num_prompt for s in first] == [100]
+    while first[0].state is State.PREFILLING:
+        run_step(scheduler)
+    (second,) = scheduler.admit(0)
+    assert (second.num_prompt, second.num_cached) == (150, 100)
+
+
+def test_nobody_loses_the_slot_for_one_that_would_not_fit_all_the_same() -> None:
+    scheduler = new_scheduler(
+        n_slots=4, ctx_per_slot=200, unified=True, n_cells=220, n_batch=200, limits=Limits(200, 200)
+    )
+    interactive, *bulk = (sequence(length, priority) for length, priority in ((100, 3), (30, 9), (30, 9)))
+    scheduler.enqueue(interactive, 0)
+    run_step(scheduler)
+    for each in bulk:
+        scheduler.enqueue(Sequence(each.request, 0, 0.0, [7, *each.tokens[1:]]), 0)
+    while scheduler.num_waiting or any(s is not None and s.state is State.PREFILLING for s in scheduler.slots):
+        run_step(scheduler)
+    urgent = Request("u", tuple(range(50, 230)), priority=3)
+    scheduler.enqueue(Sequence(urgent, 0, 0.0, list(urgent.prompt)), 1)
+    assert scheduler.admit(1) == []
+    assert scheduler.num_preemptions == 0
+    scheduler.release(interactive)
+    interactive.slot = None
+    assert [s.request.id for s in scheduler.admit(1)] == ["u"]
+    assert scheduler.num_preemptions > 0
+
+
+@pytest.mark.parametrize("name", [*sorted(STRATEGIES), "mine"])
+def test_nobody_starves_under_any_strategy(name: str) -> None:
+    strategy = Mine() if name == "mine" else make_strategy(name)
+    scheduler = new_scheduler(strategy)
+    waiting = [sequence(1 + i % 30, priority=i % 10) for i in range(12)]
+    for new in waiting:
+        scheduler.enqueue(new, 0)
+    for _ in range(12 * 40):
+        run_step(scheduler)
+    assert all(s.state is State.FINISHED for s in waiting)
+
+
+@pytest.mark.parametrize(("later_s", "first"), [(1.0, 3), (BULK_PATIENCE_S + 1, 9)])
+def test_prompt_of_an_interactive_request_is_read_first_unless_bulk_ones_are_much_older(
+    later_s: float, first: int
+) -> None:
+    scheduler = new_scheduler(limits=Limits(budget=MIN_CHUNK, chunk_size=MIN_CHUNK), n_slots=3, ctx_per_slot=500)
+    for now, priority in ((0.0, 9), (0.1, 9), (later_s, 3)):
+        scheduler.enqueue(sequence(400, priority=priority, cache_prompt=False), now)
+        scheduler.admit(now)
+    (chunk,) = scheduler.schedule(later_s)
+    owner = scheduler.slots[chunk.slot]
+    assert owner is not None
+    assert owner.request.priority == first

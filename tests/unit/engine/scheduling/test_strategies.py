@@ -1,0 +1,141 @@
+"""How a step's budget is split."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cellama.engine import InvalidRequest
+from cellama.engine.backend import Chunk
+from cellama.engine.scheduling.micro_batches import passes_of
+from cellama.engine.scheduling.sequence import Sequence
+from cellama.engine.scheduling.strategies import (
+    INTERACTIVE_PRIORITY,
+    MIN_CHUNK,
+    STRATEGIES,
+    TILE,
+    Adaptive,
+    DecodeMaximal,
+    SlotView,
+    equal_chunks,
+    make_strategy,
+)
+
+from .schedulers import Mine, sequence
+
+VIEWS = st.lists(st.tuples(st.integers(1, 200), st.booleans(), st.integers(0, 9)), min_size=1, max_size=20).map(
+    lambda slots: [SlotView(i, 1 if d else pending, d, priority) for i, (pending, d, priority) in enumerate(slots)]
+)
+
+
+@pytest.mark.parametrize("name", sorted(STRATEGIES))
+@given(views=VIEWS, budget=st.integers(20, 300), chunk_size=st.integers(1, 128))
+def test_strategy_keeps_to_the_budget_and_leaves_nothing_idle(
+    name: str, views: list[SlotView], budget: int, chunk_size: int
+) -> None:
+    shares = make_strategy(name).build_batch(views, budget, chunk_size, 0)
+    allowed = {view.slot: min(view.num_pending, chunk_size) for view in views}
+    assert len(dict(shares)) == len(shares)
+    assert all(1 <= count <= allowed[slot] for slot, count in shares)
+    total = sum(count for _, count in shares)
+    assert total <= budget
+    served = [allowed[view.slot] for view in (views if name != "adaptive" else without_waiting(views))]
+    # Equal chunks in whole tiles may leave a rest smaller than a tile for each slot that is served.
+    assert total >= min(budget, sum(served)) - len(views) * (TILE if budget > TILE else 1)
+
+
+def without_waiting(views: list[SlotView]) -> list[SlotView]:
+    """All but the bulk prompts behind an interactive one, which wait until it is read."""
+    prompts = [view for view in views if not view.decoding]
+    interactive = [place for place, view in enumerate(prompts) if view.priority <= INTERACTIVE_PRIORITY]
+    behind = prompts[interactive[-1] + 1 :] if interactive else []
+    return [view for view in views if view not in behind]
+
+
+@given(views=VIEWS, budget=st.integers(20, 300), chunk_size=st.integers(1, 128))
+def test_decode_maximal_takes_every_decode(views: list[SlotView], budget: int, chunk_size: int) -> None:
+    shares = dict(DecodeMaximal().build_batch(views, budget, chunk_size, 0))
+    assert all(shares.get(view.slot) == 1 for view in views if view.decoding)
+
+
+def test_strategies_split_a_tight_budget_as_they_say() -> None:
+    views = [SlotView(i, 1, True, 9) for i in range(8)] + [SlotView(8 + i, 500, False, 9) for i in range(2)]
+
+    def tokens(name: str) -> tuple[int, int]:
+        shares = make_strategy(name).build_batch(views, 10, 512, 0)
+        return sum(c for s, c in shares if s < 8), sum(c for s, c in shares if s >= 8)
+
+    assert tokens("decode_maximal") == (8, 2)
+    assert tokens("prefill_priority") == (0, 10)
+    assert tokens("balanced") == (5, 5)
+    assert tokens("adaptive") == tokens("prefill_priority")
+    views[0] = SlotView(0, 1, True, 3)
+    assert tokens("adaptive") == tokens("decode_maximal")
+
+
+def test_adaptive_reads_bulk_prompts_in_short_steps_and_not_beside_an_interactive_one() -> None:
+    adaptive = Adaptive()
+    views = [SlotView(i, 500, False, 9) for i in range(4)]
+
+    def num_tokens() -> int:
+        return sum(count for _, count in adaptive.build_batch(views, 512, 512, 0))
+
+    assert num_tokens() == 512  # nobody else was here
+    assert not adaptive.may_yield(512)  # it is not known how long that takes
+    adaptive.build_batch([SlotView(9, 1, True, 3)], 512, 512, 0)
+    for _ in range(14):
+        adaptive.observe(512, 0.75)
+        adaptive.observe(1, 1.0)  # decoding says nothing about prompts
+    assert num_tokens() == 2 * MIN_CHUNK
+    assert [adaptive.may_yield(count) for count in (2 * MIN_CHUNK, 3 * MIN_CHUNK)] == [False, True]
+    adaptive.observe(1, 6.0)
+    assert num_tokens() == 512  # nobody else came for 30 s
+    views = [SlotView(0, 500, False, 9), SlotView(1, 100, False, 3), *views[2:], SlotView(4, 1, True, 9)]
+    shares = dict(adaptive.build_batch(views, 512, 512, 0))
+    assert shares.keys() == {0, 1, 4}  # the older bulk prompt, the interactive one, and who decodes
+    assert shares[1] == 100
+    streams = [SlotView(0, 1, True, 3), SlotView(1, 1, True, 9), *(SlotView(2 + i, 500, False, 9) for i in range(4))]
+    assert sum(count for _, count in adaptive.build_batch(streams, 512, 512, 0)) == 2 + MIN_CHUNK
+
+
+def test_passes_put_longer_chunks_first_and_awaited_prompts_apart() -> None:
+    slots: list[Sequence | None] = [sequence(priority=priority) for priority in (3, 3, 9, 3, 3)]
+    for holder, admitted_at in zip(slots, (2.0, 1.0, 0.0, 0.0, 0.0), strict=True):
+        assert holder is not None
+        holder.admitted_at = admitted_at
+
+    def chunk(slot: int, count: int, *, samples: bool = True) -> Chunk:
+        return Chunk(slot, 0, [0] * count, samples)
+
+    younger, older, bulk = chunk(0, MIN_CHUNK), chunk(1, MIN_CHUNK), chunk(2, MIN_CHUNK)
+    part, single = chunk(3, MIN_CHUNK, samples=False), chunk(4, 1)
+    chunks = [younger, older, bulk, part, single]
+    assert passes_of(chunks, slots, unified=True) == [chunks]
+    assert passes_of(chunks, slots, unified=False) == [[older], [younger], [bulk, part], [single]]
+    assert passes_of([single], slots, unified=False) == [[single]]
+    short = [chunk(0, 2), chunk(1, 2)]
+    assert passes_of(short, slots, unified=False) == [short]  # a pass of its own would cost more than it gains
+
+
+def test_strategy_by_import_path_is_used() -> None:
+    assert type(make_strategy(f"{Mine.__module__}:Mine")).__name__ == "Mine"
+    for path, message in {
+        "nowhere.module:X": "can't be made: No module",
+        f"{__name__}:Nothing": "has no attribute 'Nothing'",
+        f"{__name__}:State": "can't be made",
+        "builtins:dict": "has no method build_batch",
+        "decode_maximum": "did you mean 'decode_maximal'",
+    }.items():
+        with pytest.raises(InvalidRequest, match=message):
+            make_strategy(path)
+
+
+def test_equal_chunks_are_equal_when_the_budget_serves_everybody() -> None:
+    views = [SlotView(i, 1000, False) for i in range(4)]
+    assert equal_chunks(views, 512, 512) == [(0, 128), (1, 128), (2, 128), (3, 128)]
+
+
+def test_equal_chunks_serve_the_first_when_the_budget_is_too_small_for_all() -> None:
+    views = [SlotView(i, 1000, False) for i in range(8)]
+    assert equal_chunks(views, 2 * MIN_CHUNK, 512) == [(0, MIN_CHUNK), (1, MIN_CHUNK)]

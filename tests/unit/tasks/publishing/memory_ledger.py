@@ -1,0 +1,53 @@
+"""A ledger in memory, and publishers on it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from redis.exceptions import ResponseError
+
+from cellama.engine import Completion, Timings, Usage
+from cellama.tasks.broker.pool import Interruption
+from cellama.tasks.publishing.publisher import Publisher
+from cellama.tasks.publishing.signing import Signer
+from cellama.tasks.state.records import Attempt, Entry
+
+COMPLETION = Completion("ab", (1, 2), "stop", None, Usage(3, 2), Timings(1.0, 2.0, 3.0, None, None), 0, 7)
+
+
+def attempt(job_id: str, number: int = 1) -> Attempt:
+    return Attempt(job_id, str(number), number, 1, "run")
+
+
+class MemoryLedger:
+    """Keeps what is written; `failures` are raised first, one per call."""
+
+    def __init__(self, *failures: Exception, void: str = "", torn: str = "", refused: str = "") -> None:
+        self.entries: list[Entry] = []
+        self.num_calls = 0
+        self._failures = list(failures)
+        self._void, self._torn = void, torn
+        self._refused = refused
+
+    def write(self, entries: Sequence[Entry]) -> tuple[set[int], set[int]]:
+        self.num_calls += 1
+        if self._failures:
+            raise self._failures.pop(0)
+        if any(entry.job_id == self._refused for entry in entries):
+            raise ResponseError("WRONGTYPE")
+        self.entries += entries
+        void = {place for place, entry in enumerate(entries) if entry.job_id == self._void}
+        return void, {place for place, entry in enumerate(entries) if entry.job_id == self._torn}
+
+    def journal(self, job_id: str) -> list[dict[str, Any]]:
+        return [entry.event for entry in self.entries if entry.job_id == job_id]
+
+
+def publisher_of(ledger: MemoryLedger, void: list[str] | None = None) -> Publisher:
+    void = void if void is not None else []
+
+    def interrupt(run_id: str, reason: Interruption) -> None:
+        void.append(f"{run_id} {reason.name}")
+
+    return Publisher(ledger, "w", interrupt, Signer(None))  # type: ignore[arg-type]

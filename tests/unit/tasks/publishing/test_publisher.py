@@ -1,0 +1,232 @@
+"""The publisher: numbering, one write for many events, retries that change nothing, runs that are void."""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import weakref
+from typing import Any
+
+import pytest
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import OutOfMemoryError, ResponseError
+
+from cellama.engine import DecodeFailed, Finished, Started, Text, Watchdog
+from cellama.tasks.contract import events
+from cellama.tasks.publishing.attempt_events import STRIDE
+from cellama.tasks.publishing.results import resume_of
+from cellama.tasks.state.history import Past
+
+from ....conftest import wait_until
+from .memory_ledger import COMPLETION, MemoryLedger, attempt, publisher_of
+
+
+def test_publisher_numbers_each_run_by_itself_and_tells_the_attempt() -> None:
+    ledger = MemoryLedger()
+    publisher = publisher_of(ledger)
+    ends = [publisher.open(attempt("a")), publisher.open(attempt("b", 3), next_seq=5)]
+    tell = publisher.listener("tiny")
+    tell((Started("a#1", 0, 3, 0, 7), Started("b#3", 1, 3, 0, 8)))
+    tell((Text("a#1", "x", (1,)), Text("b#3", "y", (2,)), Text("a#1", "z", (3,))))
+    tell((Finished("a#1", COMPLETION), Finished("b#3", error=DecodeFailed("no"))))
+    assert publisher.close()
+    assert [(e["seq"], e["type"]) for e in ledger.journal("a")] == [
+        *((0, "started"), (1, "token"), (2, "token"), (3, "done"))
+    ]
+    assert ledger.journal("a")[0] == {"seq": 0, **events.started("tiny", 3, "w", 7)}
+    assert ledger.journal("b")[-1] == {"seq": 7, **events.error("decode_failed", "no", True)}
+    assert {entry.run for entry in ledger.entries if entry.job_id == "b"} == {"3"}
+    assert [entry.result is not None for entry in ledger.entries if entry.kind == "end"] == [True, False]
+    assert [end.result(1) for end in ends] == [True, True]
+
+
+def test_publisher_goes_on_where_an_earlier_attempt_ended() -> None:
+    ledger = MemoryLedger()
+    publisher = publisher_of(ledger)
+    publisher.open(attempt("a", 2), next_seq=4, started=True)
+    publisher.listener("tiny")((Started("a#2", 0, 3, 0, 7), Text("a#2", "x", (1,))))
+    assert publisher.close()
+    assert ledger.journal("a") == [{"seq": 4, **events.token("x", [1])}]
+
+
+def test_publisher_gathers_the_tokens_of_a_job_that_does_not_stream() -> None:
+    ledger = MemoryLedger()
+    publisher = publisher_of(ledger)
+    publisher.open(attempt("a"), streams=False)
+    tell = publisher.listener("tiny")
+    for token in range(STRIDE + 1):
+        tell((Text("a#1", str(token), (token,)),))
+    tell((Text("a#1", "x", (1, 2), index=1), Finished("a#1", COMPLETION)))
+    assert publisher.close()
+    first, second, other, end = ledger.journal("a")
+    assert first == {"seq": 0, **events.token("01234567", list(range(STRIDE)))}
+    assert second == {"seq": 1, **events.token(str(STRIDE), [STRIDE])}
+    assert other == {"seq": 2, **events.token("x", [1, 2], index=1)}
+    assert (end["seq"], end["type"]) == (3, "done")
+
+
+def test_publisher_writes_the_parts_of_one_token_together() -> None:
+    ledger = MemoryLedger()
+    publisher = publisher_of(ledger)
+    publisher.open(attempt("a"), streams=False)
+    tell = publisher.listener("tiny")
+    tell((Text("a#1", "I ", (1,), kind="reasoning"),))
+    tell(
+        (
+            Text("a#1", "see", (2, 3), kind="reasoning"),
+            Text("a#1", "I see", (), kind="reasoning_end"),
+            Text("a#1", "Yes", ()),
+        )
+    )
+    tell((Text("a#1", ".", (4,)),))
+    wait_until(lambda: len(ledger.entries) == 3, "three entries")
+    assert ledger.journal("a") == [
+        {"seq": 0, **events.reasoning("I see", [1, 2, 3])},
+        {"seq": 1, **events.reasoning_end("", [])},
+        {"seq": 2, **events.token("Yes", [])},
+    ]
+    assert publisher.close()
+
+
+def test_publisher_tells_of_the_first_token_once_it_is_written() -> None:
+    ledger, told = MemoryLedger(), []
+    publisher = publisher_of(ledger)
+    publisher.open(attempt("a"), on_token=lambda: told.append(len(ledger.entries)))
+    publisher.listener("tiny")((Started("a#1", 0, 3, 0, 7),))
+    publisher.listener("tiny")((Text("a#1", "x", (1,)),))
+    assert publisher.close()
+    assert told == [2]
+
+
+@pytest.mark.parametrize(("problem", "reason"), [("void", "SUPERSEDED"), ("torn", "HANDED_BACK")])
+def test_publisher_ends_a_run_that_may_not_write(problem: str, reason: str) -> None:
+    ledger, void = MemoryLedger(**{problem: "a"}), []  # type: ignore[arg-type]
+    publisher = publisher_of(ledger, void)
+    ended, other = publisher.open(attempt("a")), publisher.open(attempt("b"))
+    publisher.publish("a#1", events.token("x", [1]))
+    assert ended.result(10) is False
+    assert void == [f"a#1 {reason}"]
+    publisher.publish("a#1", events.done("stop", {}))
+    publisher.publish("b#1", events.done("stop", {}))
+    assert publisher.close()
+    assert len(ledger.journal("a")) == 1
+    assert other.result(1) is True
+
+
+def test_publisher_writes_what_is_gathered_and_nothing_more_of_a_run_that_is_handed_back() -> None:
+    ledger, void = MemoryLedger(), []
+    publisher = publisher_of(ledger, void)
+    ended = publisher.open(attempt("a"), streams=False)
+    tell = publisher.listener("tiny")
+    tell((Text("a#1", "x", (1,)),))
+    publisher.hand_back("a#1")
+    tell((Text("a#1", "y", (2,)), Finished("a#1", COMPLETION)))
+    assert publisher.close()
+    assert ended.result(1) is False
+    assert ledger.journal("a") == [{"seq": 0, **events.token("x", [1])}]
+    assert void == []
+
+
+def test_publisher_goes_on_when_redis_refuses_the_events_of_one_job() -> None:
+    ledger, void = MemoryLedger(refused="broken"), []
+    publisher = publisher_of(ledger, void)
+    ended = publisher.open(attempt("broken"))
+    publisher.open(attempt("good"))
+    publisher.listener("tiny")((Finished("broken#1", COMPLETION), Finished("good#1", COMPLETION)))
+    assert publisher.close()
+    assert [e["seq"] for e in ledger.journal("good")] == [0]
+    assert ended.result(1) is False
+    assert void == ["broken#1 SUPERSEDED"]
+
+
+def test_publisher_writes_again_what_redis_did_not_take() -> None:
+    ledger = MemoryLedger(RedisConnectionError("gone"), RedisConnectionError("still gone"))
+    publisher = publisher_of(ledger)
+    ended = publisher.open(attempt("a"))
+    publisher.publish("a#1", events.done("stop", {}))
+    assert ended.result(10) is True
+    assert publisher.close()
+    assert ledger.num_calls == 3
+    assert [e["seq"] for e in ledger.journal("a")] == [0]
+
+
+def test_publisher_that_can_not_go_on_ends_the_process() -> None:
+    reasons: queue.SimpleQueue[str] = queue.SimpleQueue()
+    publisher = publisher_of(MemoryLedger(ZeroDivisionError()))
+    Watchdog(end=reasons.put).watch(publisher.pulse)
+    publisher.open(attempt("a"))
+    publisher.publish("a#1", events.done("stop", {}))
+    assert reasons.get(timeout=10) == "thread 'cellama-publisher' died: ZeroDivisionError: "
+
+
+def test_publisher_that_waits_for_redis_does_not_hang() -> None:
+    asked, answer = threading.Event(), threading.Event()
+    ledger = MemoryLedger()
+    publisher = publisher_of(ledger)
+    write = ledger.write
+    ledger.write = lambda entries: (asked.set(), answer.wait(30), write(entries))[-1]  # type: ignore[assignment]
+    publisher.open(attempt("a"))
+    publisher.publish("a#1", events.done("stop", {}))
+    assert asked.wait(10)
+    assert publisher.pulse.step is None
+    answer.set()
+    assert publisher.close()
+    assert publisher.pulse.closed
+
+
+@pytest.mark.parametrize("passing", [OutOfMemoryError("no room"), ResponseError("MISCONF no disk")])
+def test_publisher_waits_while_redis_takes_no_writes(passing: Exception) -> None:
+    ledger = MemoryLedger(passing)
+    publisher = publisher_of(ledger)
+    ended = publisher.open(attempt("a"))
+    publisher.publish("a#1", events.done("stop", {}))
+    assert ended.result(10) is True
+    assert publisher.close()
+
+
+def test_events_are_written_in_pages_that_redis_takes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cellama.tasks.publishing.pages.MAX_BATCH_BYTES", 1000)
+    ledger = MemoryLedger()
+    publisher = publisher_of(ledger)
+    ended = publisher.open(attempt("a"))
+    publisher.listener("tiny")((*(Text("a#1", "x" * 400, (1,)) for _ in range(5)), Finished("a#1", COMPLETION)))
+    assert ended.result(10) is True
+    assert publisher.close()
+    assert ledger.num_calls == 3
+    assert [event["seq"] for event in ledger.journal("a")] == list(range(6))
+
+
+def test_events_carry_what_mirostat_has_learned_and_the_past_reads_the_last() -> None:
+    ledger = MemoryLedger()
+    publisher = publisher_of(ledger)
+    publisher.open(attempt("a"), streams=False)
+    tell = publisher.listener("tiny")
+    for token in range(STRIDE):
+        tell((Text("a#1", str(token), (token,), mirostat_mu=token / 3),))
+    tell((Text("a#1", "x", (1, 2), index=1), Finished("a#1", COMPLETION)))
+    assert publisher.close()
+    past = Past()
+    for event in ledger.journal("a"):
+        past.add(json.loads(json.dumps(event)))
+    learned, fresh = resume_of(past, 2)
+    assert (learned.tokens, learned.mirostat_mu) == (tuple(range(STRIDE)), (STRIDE - 1) / 3)
+    assert fresh.mirostat_mu is None
+
+
+class Large(dict[str, Any]):
+    """A result that can be looked at from afar."""
+
+
+def test_publisher_that_waits_keeps_nothing_of_the_last_result() -> None:
+    ledger = MemoryLedger()
+    publisher = publisher_of(ledger)
+    ended = publisher.open(attempt("a"))
+    result = Large(text="ab")
+    seen = weakref.ref(result)
+    publisher.publish("a#1", events.done("stop", {}), result)
+    assert ended.result(30)
+    del result
+    ledger.entries.clear()
+    wait_until(lambda: seen() is None, "the result gone")
+    assert publisher.close()
