@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from cellama.config import limits
 from cellama.engine.errors import GrammarFailed, InvalidRequest
 from cellama.engine.grammar import automaton as grammar_module
+from cellama.engine.grammar import token_grammar
 from cellama.engine.grammar.automaton import Automaton, Work
 from cellama.engine.grammar.program import compile_grammar, utf8_sequences
 from cellama.engine.grammar.token_grammar import Grammar, Grammars, TokenBytes
@@ -251,7 +252,7 @@ def test_grammars_are_dropped_when_they_take_much(monkeypatch: pytest.MonkeyPatc
     grammars = Grammars(PIECES, frozenset({END}))
     first = grammars.automaton('root ::= "b" root "a" | "a"', "root")
     second = grammars.automaton('root ::= "a"', "root")
-    monkeypatch.setattr(grammar_module, "_MAX_KEPT_BYTES", grammars.num_bytes)
+    monkeypatch.setattr(token_grammar, "_MAX_KEPT_BYTES", grammars.num_bytes)
     assert grammars.automaton('root ::= "a"', "root") is second
     used = Grammar(first, TOKENS, Work())
     for _ in range(200):

@@ -11,7 +11,7 @@ import pytest
 
 from cellama.tasks.broker.pool import Interruption, JobControl, TaskPool, current_job
 
-from ..conftest import wait_until
+from ....conftest import wait_until
 
 PATIENCE_S = 30
 
