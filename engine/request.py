@@ -13,6 +13,12 @@ from .logprobs import TokenLogprob
 from .sampling_params import SamplingParams
 
 DEFAULT_PRIORITY = 3
+INTERACTIVE_PRIORITY = 5  # the least urgent that is not bulk work
+
+
+def is_interactive(priority: int) -> bool:
+    """True if a reader waits for each token of a request of this priority; else it is bulk work."""
+    return priority <= INTERACTIVE_PRIORITY
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +67,11 @@ class Request:
         self._check_adapters()
         timeout_ok = self.timeout_s is None or (is_real(self.timeout_s) and 0 < self.timeout_s <= limits.MAX_TIMEOUT_S)
         check(timeout_ok, "timeout_s", self.timeout_s, f"seconds above 0 and at most {limits.MAX_TIMEOUT_S}, or None")
+
+    @property
+    def is_interactive(self) -> bool:
+        """True if a reader waits for each token; else it is bulk work."""
+        return is_interactive(self.priority)
 
     def _check_adapters(self) -> None:
         adapters, most = self.adapters or (), limits.MAX_ADAPTER_SCALE

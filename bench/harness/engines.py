@@ -81,7 +81,7 @@ def warm_up(model: Model) -> None:
 def steps_of(model: Model) -> Iterator[list[StepStats]]:
     """The steps that an engine does within the block."""
     steps: list[StepStats] = []
-    on_step = model.engine._telemetry.on_step
+    on_step = model.engine._core.telemetry.on_step
     on_step.append(steps.append)
     try:
         yield steps

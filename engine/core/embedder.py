@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import logging
-import queue
-import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future
 
 from cellama.engine.backend import DecodeError, EmbeddingBackend
-from cellama.engine.errors import (
-    DecodeFailed,
-    EngineStopped,
-    InvalidRequest,
-    PromptTooLong,
-    RequestFailed,
-)
+from cellama.engine.errors import DecodeFailed, EngineStopped, InvalidRequest, PromptTooLong, RequestFailed
 from cellama.engine.system.threads import start_deep
 from cellama.engine.system.watchdog import FIRST_S, Pulse
 
-from .embedding_handle import EmbeddingHandle, Vectors
+from .embedding_handle import EmbeddingHandle
+from .inbox import Inbox
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +21,6 @@ CLOSE_TIMEOUT_S = 30.0
 BATCH_S = 0.05  # a batch is to take no longer: what else computes here, and other callers, need not wait for more
 BROKEN = 3  # texts that failed alone, one after another, and none was embedded between
 MIN_BATCH_TOKENS = 64  # fewer together don't pay on any machine
-
 
 Batch = list[tuple[EmbeddingHandle, tuple[int, ...]]]
 
@@ -41,14 +32,10 @@ class Embedder:
         """`ending` are the tokens behind every text of the vocabulary, which a text that is cut keeps."""
         self._backend = backend
         self._ending = ending
-        self._inbox: queue.SimpleQueue[EmbeddingHandle | None] = queue.SimpleQueue()
+        self._inbox: Inbox[EmbeddingHandle] = Inbox()
         self._waiting: deque[EmbeddingHandle] = deque()  # the next one's turn is first
         self._token_s: float | None = None  # seconds per token, as the last batches took
         self._threads = backend.threads  # for the next batch
-        self._closed = False
-        self._num_open = 0  # requests that have not ended
-        self.last_submit = 0.0  # unix seconds
-        self._hand_over = threading.Lock()  # nothing enters the inbox after `_closed`
         self._num_failed_alone = 0  # texts, since one was embedded
         self.pulse = Pulse(f"cellama-{name}-embed")
         self._thread = start_deep(self._run, self.pulse.name)
@@ -71,7 +58,7 @@ class Embedder:
     @property
     def is_closed(self) -> bool:
         """True when it takes no more requests."""
-        return self._closed
+        return self._inbox.is_closed
 
     def submit(
         self,
@@ -96,30 +83,27 @@ class Embedder:
         for index, text in enumerate(texts):
             self._check(index, len(text))
         handle = EmbeddingHandle([tuple(text) for text in texts], normalize, dimensions)
-        with self._hand_over:
-            if self._closed:
-                raise EngineStopped("the embedder is closed; the request was not taken")
-            self._inbox.put(handle)
-            self._num_open += 1
-        self.last_submit = time.time()
-        handle.future.add_done_callback(self._note_end)
+        if not self._inbox.submit(handle):
+            raise EngineStopped("the embedder is closed; the request was not taken")
+        handle.future.add_done_callback(lambda _: self._inbox.end())
         return handle
 
     def _cut(self, text: Sequence[int]) -> Sequence[int]:
-        """The text, or so much of its beginning as leaves room for its ending."""
+        """The text, or so much of its beginning as leaves its ending in."""
         if len(text) <= self.max_tokens:
             return text
         ending = self._ending if tuple(text[len(text) - len(self._ending) :]) == self._ending else ()
         return [*text[: self.max_tokens - len(ending)], *ending]
 
-    def _note_end(self, _: Future[Vectors]) -> None:
-        with self._hand_over:
-            self._num_open -= 1
-
     @property
     def is_busy(self) -> bool:
         """True while requests have not ended."""
-        return self._num_open > 0
+        return self._inbox.is_busy
+
+    @property
+    def last_submit(self) -> float:
+        """Unix seconds of the last request; 0 before the first."""
+        return self._inbox.last_submit
 
     @property
     def threads(self) -> int:
@@ -141,10 +125,7 @@ class Embedder:
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> bool:
         """Fails what waits with EngineStopped and frees the backend; False if a batch takes longer."""
-        with self._hand_over:
-            if not self._closed:
-                self._closed = True
-                self._inbox.put(None)
+        self._inbox.close()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -162,42 +143,36 @@ class Embedder:
             log.exception("the embedder thread died")
             self.pulse.die(repr(error))
             reason = f"the embedder thread died of {error!r}; restart the worker"
-        with self._hand_over:
-            self._closed = True
-        while not self._inbox.empty():
-            self._take(self._inbox.get())
-        for handle in [handle for handle, _ in batch] + list(self._waiting):
+        self._inbox.close()
+        for handle in [*(handle for handle, _ in batch), *self._waiting, *self._inbox.take()]:
             _fail(handle, EngineStopped(reason))
         self._backend.close()
         self.pulse.close()
 
     def _receive(self) -> bool:
-        while not self._inbox.empty() or not self._waiting:
+        """Waits for texts unless some wait already; False when the embedder is to end."""
+        if not self._waiting and not self._inbox:
             self.pulse.rest()
-            handle = self._inbox.get()
-            if handle is None:
-                return False
-            self._take(handle)
+            self._inbox.wait()
+        if self._inbox.is_closed:
+            return False
+        self._waiting += self._inbox.take()
         return True
-
-    def _take(self, handle: EmbeddingHandle | None) -> None:
-        if handle is not None:
-            self._waiting.append(handle)
 
     def _next_batch(self) -> Batch:
         """As many waiting texts as one batch takes, one of each caller in turn; a long one may be alone in it."""
         batch: Batch = []
-        room = self._batch_tokens()
+        num_left = self._batch_tokens()
         while self._waiting and len(batch) < self._backend.max_texts:
             handle = self._waiting[0]
             if handle.future.done():
                 self._waiting.popleft()
                 continue
             text = handle.texts[handle.num_taken]
-            if batch and len(text) > room:
+            if batch and len(text) > num_left:
                 break
             batch.append((handle, text))
-            room -= len(text)
+            num_left -= len(text)
             handle.num_taken += 1
             self._waiting.popleft()
             if handle.num_taken < len(handle.texts):

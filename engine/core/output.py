@@ -28,7 +28,7 @@ class Output:
         self._vocabulary = vocabulary
         self._events: list[Event] = []
 
-    def take(self, handle: Handle, sequence: Sequence, token: int) -> str | None:
+    def append(self, handle: Handle, sequence: Sequence, token: int) -> str | None:
         """Tells what is final with one more token of a sequence; returns the stop string that ends it."""
         released = self._text_after(sequence, token)
         if isinstance(released, StopMatch):
@@ -38,7 +38,7 @@ class Output:
         return None
 
     def replay(self, sequence: Sequence, tokens: tuple[int, ...]) -> str | None:
-        """As `take` of all of these, which were told before: nothing is told again."""
+        """As `append` of all of these, which were told before: nothing is told again."""
         for token in tokens:
             released = self._text_after(sequence, token)
             text = released.released if isinstance(released, StopMatch) else released
@@ -56,12 +56,12 @@ class Output:
             self._release_parts(handle, sequence, parts)
 
     def emit(self, handle: Handle, event: Event) -> None:
-        """Gives an event to its request at once, and to the listeners with the next `tell`."""
+        """Gives an event to its request at once, and to the listeners with the next `flush`."""
         if self.listeners:
             self._events.append(event)
         handle.deliver(event)
 
-    def tell(self) -> None:
+    def flush(self) -> None:
         """Hands all new events to the listeners."""
         if not self._events:
             return

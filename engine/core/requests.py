@@ -133,7 +133,7 @@ class Requests:
             return self._end(group, sequence, "stop")
         sequence.tokens.append(token)
         self._telemetry.token()
-        stop = self._output.take(group.handle, sequence, token)
+        stop = self._output.append(group.handle, sequence, token)
         if stop is not None:
             return self._end(group, sequence, "stop", stop)
         return self._end(group, sequence, "length") if self._is_complete(sequence) else None
@@ -194,7 +194,6 @@ class Requests:
         """The only way out: slot and sampler are free before anybody hears of it."""
         group.running.remove(sequence)
         self._scheduler.release(sequence, keep=keep)
-        sequence.slot = None
         if sequence.sampler is not None:
             try:
                 sequence.sampler.close()

@@ -46,12 +46,17 @@ class CacheCounters:
 class KvCache:
     """The states of all slots and of RAM, and how a sequence comes by its prefix."""
 
-    def __init__(self, memory: KvMemory, ram_bytes: int = 0) -> None:
-        """`ram_bytes` is the quota of saved states; 0 saves nothing."""
+    def __init__(
+        self, memory: KvMemory, ram_bytes: int = 0, demanded_prefix: Callable[[Tokens, Hashable], int] | None = None
+    ) -> None:
+        """`ram_bytes` is the quota of saved states; 0 saves nothing.
+
+        `demanded_prefix` says with how many of these tokens a waiting sequence begins.
+        """
         self.memory = memory
         self.cells = Cells(memory.n_slots, memory.n_cells, shared=memory.unified)
         self.counters = CacheCounters()
-        self.wanted: Callable[[Tokens, Hashable], int] = lambda tokens, scope: 0  # of these, by those who wait
+        self._demanded_prefix = demanded_prefix or (lambda tokens, scope: 0)
         self._index: PrefixIndex[Source] = PrefixIndex()
         self.ram = RamTier(memory, self._index, ram_bytes)
         self._scopes: dict[int, Hashable] = {}  # of slots that have an entry in the index
@@ -113,14 +118,14 @@ class KvCache:
         What somebody in the waiting line begins with goes last.
         """
         order = sorted(idle, key=lambda slot: (slot != liked, self.cells.of(slot) > 0, self._last_used[slot], slot))
-        return next((slot for slot in order if not self._is_wanted(slot)), order[0])
+        return next((slot for slot in order if not self._is_demanded(slot)), order[0])
 
-    def _is_wanted(self, slot: int) -> bool:
+    def _is_demanded(self, slot: int) -> bool:
         """True if somebody waits for a prefix that only this slot has."""
         if slot not in self._index:
             return False
         tokens, scope = self._index.tokens_of(slot), self._scopes[slot]
-        length = self._usable(slot, self.wanted(tokens, scope))
+        length = self._usable(slot, self._demanded_prefix(tokens, scope))
         if length < WORTH_SAVING_TOKENS or self.cells.of(slot) < len(tokens):  # a running one
             return False
         return not any(
@@ -230,7 +235,7 @@ class KvCache:
 
     def clear(self, slot: int) -> None:
         """Empties a slot, after saving what is worth it."""
-        if self.ram.quota_bytes and self._is_wanted(slot):
+        if self.ram.quota_bytes and self._is_demanded(slot):
             self._unsaved[slot] = None
         self._save_unsaved(slot)
         self._index.remove(slot)
@@ -249,7 +254,7 @@ class KvCache:
 
         Those that nobody in the waiting line wants go first, and of them the longest unused.
         """
-        slots = sorted(idle, key=lambda slot: (self._is_wanted(slot), self._last_used[slot])) if missing > 0 else []
+        slots = sorted(idle, key=lambda slot: (self._is_demanded(slot), self._last_used[slot])) if missing > 0 else []
         if missing > self.cells.freed_by(slots):
             return False
         wanted = self.cells.free + missing

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cellama.engine.backend import Chunk
+from cellama.engine.backend import Chunk, KvMemory
 from cellama.engine.errors import PromptTooLong
 from cellama.engine.kvcache.manager import KvCache, Plan
 
 from .adapter_rotation import Rotation
 from .placement import Placement
-from .sequence import Sequence, State
-from .strategies import INTERACTIVE_PRIORITY, Guarded, SlotView, Strategy
+from .sequence import Sequence, State, Work
+from .strategies import Guarded, SlotView, Strategy
 from .waiting_queue import WaitingLine, rank_if_preempted
 
 MAX_PASSED_OVER = 64  # sequences that wait for a prefix, beyond which the line is not searched for others
@@ -34,15 +34,15 @@ class Limits:
 class Scheduler:
     """Owns every sequence from `enqueue` to `release`. Each slot holds one sequence or none."""
 
-    def __init__(self, limits: Limits, strategy: Strategy, cache: KvCache) -> None:
+    def __init__(self, limits: Limits, strategy: Strategy, memory: KvMemory, ram_bytes: int = 0) -> None:
+        """`ram_bytes` is the quota of states that are saved in RAM; 0 saves nothing."""
         self.limits = limits
         self.strategy = Guarded(strategy)
-        self.cache = cache
-        self.slots: list[Sequence | None] = [None] * cache.memory.n_slots
+        self.slots: list[Sequence | None] = [None] * memory.n_slots
         self.line = WaitingLine(limits.max_queue)
-        cache.wanted = self.line.wanted
+        self.cache = KvCache(memory, ram_bytes, self.line.demanded_prefix)
         self._rotation = Rotation()
-        self._placement = Placement(cache, self.slots, self._rotation)
+        self._placement = Placement(self.cache, self.slots, self._rotation)
         self.num_preemptions = 0
 
     def check(self, num_prompt_tokens: int) -> None:
@@ -125,7 +125,7 @@ class Scheduler:
         self.cache.save(sequence.slot, computed, sequence.scope)
         self.cache.clear(sequence.slot)
         self.slots[sequence.slot] = None
-        self._rotation.leave(sequence.adapters, _is_interactive(sequence))
+        self._rotation.leave(sequence.adapters, sequence.request.is_interactive)
         sequence.slot, sequence.num_computed, sequence.state = None, 0, State.WAITING
         self.line.rejoin(sequence, now)
         self.num_preemptions += 1
@@ -142,24 +142,24 @@ class Scheduler:
         sequence.placed_at = now
         sequence.slot, sequence.state, sequence.waits_for = plan.slot, State.PREFILLING, None
         self.slots[plan.slot] = sequence
-        self._rotation.join(sequence.adapters, _is_interactive(sequence), now)
+        self._rotation.join(sequence.adapters, sequence.request.is_interactive, now)
         self.line.leave(sequence)
 
     # The batch of a step
 
-    def schedule(self, now: float, only: int | None = None) -> list[Chunk]:
-        """The batch of this step in order of slots, all with the same adapters; empty when no slot is busy.
+    def schedule(self, now: float, only: int | None = None) -> list[Work]:
+        """The work of this step in order of slots, all with the same adapters; empty when no slot is busy.
 
         When the cells do not suffice for it, idle slots are emptied; then one running sequence after another waits.
-        With `only` the batch is for this slot alone.
+        With `only` it is for this slot alone.
         """
         while True:
-            chunks = self._build_batch(now, only)
-            missing = sum(len(chunk.tokens) for chunk in chunks) - self.cache.cells.free
-            if missing <= 0 or not self.cache.memory.unified or not self.make_room(missing, now):
-                return chunks
+            works = self._build_batch(now, only)
+            missing = sum(len(work.chunk.tokens) for work in works) - self.cache.cells.free
+            if missing <= 0 or not self.cache.memory.unified or not self.free_cells(missing, now):
+                return works
 
-    def make_room(self, missing: int, now: float) -> bool:
+    def free_cells(self, missing: int, now: float) -> bool:
         """Frees cells for running sequences; False when only one is left, which has them all."""
         idle = [slot for slot, holder in enumerate(self.slots) if holder is None and self.cache.cells.of(slot)]
         freed = self.cache.cells.freed_by(idle)
@@ -171,12 +171,12 @@ class Scheduler:
         self.preempt(victim, now)
         return True
 
-    def _build_batch(self, now: float, only: int | None) -> list[Chunk]:
+    def _build_batch(self, now: float, only: int | None) -> list[Work]:
         views = self._views(now) if only is None else [_view(s) for s in [self.slots[only]] if s is not None]
         if not views:
             return []
         shares = self.strategy.build_batch(views, self.limits.budget, self.limits.chunk_size, self.num_waiting)
-        return [self._chunk(slot, count) for slot, count in sorted(shares)]
+        return [self._work(slot, count) for slot, count in sorted(shares)]
 
     def _views(self, now: float) -> list[SlotView]:
         busy = [s for s in self.slots if s is not None]
@@ -186,40 +186,38 @@ class Scheduler:
         busy.sort(key=_prefill_order)
         return [_view(s) for s in busy]
 
-    def _chunk(self, slot: int, count: int) -> Chunk:
+    def _work(self, slot: int, count: int) -> Work:
         sequence = self.slots[slot]
         assert sequence is not None
         start = sequence.num_computed
         tokens = sequence.tokens[start : start + count]
         decode = sequence.state is State.DECODING
-        return Chunk(slot, start, tokens, samples=count == sequence.num_pending, decode=decode)
+        return Work(sequence, Chunk(slot, start, tokens, samples=count == sequence.num_pending, decode=decode))
 
-    def computed(self, chunk: Chunk) -> Sequence:
+    def commit(self, work: Work) -> None:
         """Accounts a chunk that was decoded; its sequence decodes from now on if it samples."""
-        sequence = self.slots[chunk.slot]
-        assert sequence is not None
+        sequence, chunk = work
         sequence.num_computed += len(chunk.tokens)
         self.cache.extend(chunk.slot, len(chunk.tokens))
         if chunk.samples:
             sequence.state = State.DECODING
-        return sequence
 
-    def undo(self, chunk: Chunk) -> None:
+    def rollback(self, work: Work) -> None:
         """Puts a slot back to where it was before a chunk that failed; to its beginning where that can't be done."""
-        sequence = self.slots[chunk.slot]
-        if sequence is not None:
-            self._put_back(sequence, chunk.slot, chunk.position)
+        sequence, chunk = work
+        if sequence.slot == chunk.slot:  # else it has lost it
+            self._cut_back(sequence, chunk.slot, chunk.position)
 
     def settle(self) -> None:
         """Puts every slot back to what its sequence has accounted, after a step that broke off anywhere."""
         for slot, sequence in enumerate(self.slots):
             if sequence is None:
                 continue
-            self._put_back(sequence, slot, min(sequence.num_computed, len(sequence.tokens) - 1))
+            self._cut_back(sequence, slot, min(sequence.num_computed, len(sequence.tokens) - 1))
             if self.cache.cells.of(slot) != sequence.num_computed:  # nobody knows what it holds
-                self._put_back(sequence, slot, 0)
+                self._cut_back(sequence, slot, 0)
 
-    def _put_back(self, sequence: Sequence, slot: int, num_tokens: int) -> None:
+    def _cut_back(self, sequence: Sequence, slot: int, num_tokens: int) -> None:
         kept = num_tokens if self.cache.truncate(slot, num_tokens) else 0
         if kept < sequence.num_computed:
             sequence.num_computed = kept
@@ -237,16 +235,16 @@ class Scheduler:
         if sequence.state is State.WAITING:
             self.line.leave(sequence)
         self.line.forget(sequence)
-        sequence.state, slot = State.FINISHED, sequence.slot
+        sequence.state, slot, sequence.slot = State.FINISHED, sequence.slot, None
         if not sequence.request.cache_prompt:
             self.cache.forget_scope(sequence.scope)
         if slot is None:
             return
         self.slots[slot] = None
-        self._rotation.leave(sequence.adapters, _is_interactive(sequence))
+        self._rotation.leave(sequence.adapters, sequence.request.is_interactive)
         if keep and sequence.request.cache_prompt:
             computed = sequence.tokens[: sequence.num_computed]
-            self.cache.retire(slot, computed, sequence.scope, save=_is_interactive(sequence))
+            self.cache.retire(slot, computed, sequence.scope, save=sequence.request.is_interactive)
         else:
             self.cache.clear(slot)
 
@@ -280,11 +278,7 @@ def _expendable(sequence: Sequence) -> tuple[int, float, int]:
 
 def _prefill_order(sequence: Sequence) -> float:
     """By admission, but bulk requests let interactive ones that come in soon after them go first."""
-    return (sequence.admitted_at or 0.0) + (0.0 if _is_interactive(sequence) else BULK_PATIENCE_S)
-
-
-def _is_interactive(sequence: Sequence) -> bool:
-    return sequence.request.priority <= INTERACTIVE_PRIORITY
+    return (sequence.admitted_at or 0.0) + (0.0 if sequence.request.is_interactive else BULK_PATIENCE_S)
 
 
 def _view(sequence: Sequence) -> SlotView:

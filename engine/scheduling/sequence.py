@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from cellama.engine.backend import AdapterSet, key_of
+from cellama.engine.backend import AdapterSet, Chunk, key_of
 from cellama.engine.events import Completion, FinishReason, Timings, Usage
 from cellama.engine.logprobs import TokenLogprob
 from cellama.engine.request import Request
@@ -129,6 +129,13 @@ class Sequence:
             prompt_eval_rate=_rate(self.num_prompt - self.num_cached, prefill_s),
             generation_rate=_rate(self.num_output - 1, decode_s),
         )
+
+
+class Work(NamedTuple):
+    """A chunk of a step's batch, and the sequence that it is computed for."""
+
+    sequence: Sequence
+    chunk: Chunk
 
 
 def _rate(count: int, seconds: float | None) -> float | None:

@@ -7,12 +7,14 @@ import logging
 import math
 import operator
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from cellama.engine.errors import InvalidRequest, nearest
+from cellama.engine.request import is_interactive
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -30,25 +32,34 @@ class SlotView:
     decoding: bool
     priority: int = 3  # of its request: 0 is the most urgent, 9 the least
 
+    @property
+    def is_interactive(self) -> bool:
+        """As Request.is_interactive."""
+        return is_interactive(self.priority)
+
 
 Share = tuple[int, int]  # slot, number of its pending tokens in this step's batch
 
 
-class Strategy(Protocol):
-    """A pure function of the slots. One that fails, or chooses what is not allowed, is replaced by the default one."""
+class Strategy(ABC):
+    """Allocates a step's tokens to slots. One that fails, or breaks the rules, gives way to the default one."""
 
+    @abstractmethod
     def build_batch(self, slots: Seq[SlotView], budget: int, chunk_size: int, queue_depth: int) -> list[Share]:
-        """The shares of this step, each slot at most once, together at most `budget` tokens.
+        """The allocations of this step, each slot at most once, together at most `budget` tokens.
 
-        `slots` are in the order in which prefilling slots should be served; a chunk is at most `chunk_size`.
-        A strategy may have two more methods: `observe(num_tokens, seconds)` is told what each step took, and
-        `may_yield(num_tokens)` says whether a pass over so many tokens, all of bulk requests, is to be given up when
-        an interactive one comes.
+        `slots` are in the order in which prefilling slots should be served; a prefill chunk is at most `chunk_size`.
         """
-        ...
+
+    def observe(self, num_tokens: int, seconds: float) -> None:  # noqa: B027  (a hook)
+        """Is told what each step took: the tokens of its batch, and the seconds of its decode calls."""
+
+    def may_yield(self, num_tokens: int) -> bool:
+        """True if a decode call for so many tokens, all of bulk requests, ends when an interactive request comes."""
+        return False
 
 
-class DecodeMaximal:
+class DecodeMaximal(Strategy):
     """Every decode token first, then equal prefill chunks from what is left of the budget."""
 
     def build_batch(self, slots: Seq[SlotView], budget: int, chunk_size: int, queue_depth: int) -> list[Share]:
@@ -57,7 +68,7 @@ class DecodeMaximal:
         return shares + equal_chunks(prefilling, budget - len(shares), chunk_size)
 
 
-class PrefillPriority:
+class PrefillPriority(Strategy):
     """Prefill chunks first, decode tokens from what is left: for throughput. Prefill ends, so no decode starves."""
 
     def build_batch(self, slots: Seq[SlotView], budget: int, chunk_size: int, queue_depth: int) -> list[Share]:
@@ -67,7 +78,7 @@ class PrefillPriority:
         return shares + [(view.slot, 1) for view in slots if view.decoding][:left]
 
 
-class Balanced:
+class Balanced(Strategy):
     """Half of the budget for decode tokens, half for prefill; what one side does not need goes to the other."""
 
     def build_batch(self, slots: Seq[SlotView], budget: int, chunk_size: int, queue_depth: int) -> list[Share]:
@@ -83,10 +94,9 @@ BULK_STEP_S = 0.3
 BESIDE_STEP_S = 0.15
 QUIET_S = 30.0
 RATE_WEIGHT = 0.2  # of a new value in a running mean
-INTERACTIVE_PRIORITY = 5  # requests up to this priority have somebody who waits for each token
 
 
-class Adaptive:
+class Adaptive(Strategy):
     """PrefillPriority while only bulk requests have slots, DecodeMaximal as soon as an interactive one does.
 
     An interactive request shall not wait long for the step that runs when it comes, nor for prompts that come after it:
@@ -108,12 +118,12 @@ class Adaptive:
             self._rate = rate if math.isinf(self._rate) else self._rate + (rate - self._rate) * RATE_WEIGHT
 
     def build_batch(self, slots: Seq[SlotView], budget: int, chunk_size: int, queue_depth: int) -> list[Share]:
-        if not any(map(_is_interactive, slots)):
+        if not any(view.is_interactive for view in slots):
             budget = budget if self._quiet_s >= QUIET_S else min(budget, self._num_read_in(BULK_STEP_S))
             return self._bulk.build_batch(slots, budget, chunk_size, queue_depth)
         self._quiet_s = 0.0
         prompts = [view for view in slots if not view.decoding]
-        last = max((place for place, view in enumerate(prompts) if _is_interactive(view)), default=len(prompts))
+        last = max((index for index, view in enumerate(prompts) if view.is_interactive), default=len(prompts))
         decoding = [view for view in slots if view.decoding]
         if last == len(prompts):
             budget = min(budget, len(decoding) + self._num_read_in(BESIDE_STEP_S))
@@ -127,10 +137,6 @@ class Adaptive:
     def _num_read_in(self, seconds: float) -> int:
         """Tokens of prompts: whole chunks of MIN_CHUNK, at least one."""
         return sys.maxsize if math.isinf(self._rate) else max(1, round(self._rate * seconds / MIN_CHUNK)) * MIN_CHUNK
-
-
-def _is_interactive(view: SlotView) -> bool:
-    return view.priority <= INTERACTIVE_PRIORITY
 
 
 MIN_CHUNK = 128  # tokens: docs/adr/002-prefill-chunks.md
@@ -164,7 +170,7 @@ def _largest_equal_size(needs: list[int], budget: int) -> int:
     return max(needs)
 
 
-class Guarded:
+class Guarded(Strategy):
     """A strategy, and after its first mistake the default one in its place: it must not stop everybody's engine."""
 
     def __init__(self, strategy: Strategy) -> None:
@@ -180,12 +186,12 @@ class Guarded:
         return self._ask(choose)
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """Tells the strategy what a step took, if it wants to know."""
-        self._ask(lambda strategy: getattr(strategy, "observe", lambda *_: None)(num_tokens, seconds))
+        """As Strategy.observe."""
+        self._ask(lambda strategy: strategy.observe(num_tokens, seconds))
 
     def may_yield(self, num_tokens: int) -> bool:
-        """Whether a pass over so many tokens is to be given up when an interactive request comes."""
-        return self._ask(lambda strategy: bool(getattr(strategy, "may_yield", lambda _: False)(num_tokens)))
+        """As Strategy.may_yield."""
+        return self._ask(lambda strategy: bool(strategy.may_yield(num_tokens)))
 
     def _ask(self, question: Callable[[Strategy], T]) -> T:
         try:
@@ -239,7 +245,8 @@ def _import_strategy(path: str) -> Strategy:
         strategy = getattr(importlib.import_module(module), attribute)()
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise InvalidRequest(f"batch_strategy {path!r} can't be made: {error}") from None
-    if not callable(getattr(strategy, "build_batch", None)):
-        raise InvalidRequest(f"batch_strategy {path!r} has no method build_batch (see engine/scheduling/strategies.py)")
-    made: Strategy = strategy
-    return made
+    if not isinstance(strategy, Strategy):
+        raise InvalidRequest(
+            f"batch_strategy {path!r} is no Strategy; derive it from cellama.engine.scheduling.strategies.Strategy"
+        )
+    return strategy

@@ -111,8 +111,8 @@ class WaitingLine:
         """A sequence has ended: its deadline means nothing any more."""
         self._deadlines.discard(sequence)
 
-    def wanted(self, tokens: tuple[int, ...], scope: Hashable) -> int:
-        """How many of these tokens somebody who waits begins with."""
+    def demanded_prefix(self, tokens: tuple[int, ...], scope: Hashable) -> int:
+        """With how many of these tokens a waiting sequence begins."""
         return self._prompts.longest(tokens, scope)
 
     def expired(self, now: float) -> Iterator[Sequence]:

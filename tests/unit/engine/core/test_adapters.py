@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from cellama.engine import AdapterBusy, AdapterLoadFailed, Engine, IdTaken, InvalidRequest, Request, UnknownAdapter
 from cellama.engine.backend import Adapter, AdapterSet, AdapterUse
 from cellama.engine.fake import FakeBackend
-from cellama.engine.kvcache.manager import KvCache
 from cellama.engine.scheduling.scheduler import Limits, Scheduler
 from cellama.engine.scheduling.sequence import Sequence
 from cellama.engine.scheduling.strategies import STRATEGIES, make_strategy
@@ -192,7 +191,7 @@ def test_scheduler_serves_one_adapter_set_per_step_and_ends_everything(
     sequences: list[tuple[int, int, int, int]], strategy: str, unified: bool
 ) -> None:
     backend = FakeBackend(n_slots=4, ctx_per_slot=40, unified=unified, n_cells=90 if unified else 0, adapters={*"pq"})
-    scheduler = Scheduler(Limits(16, 8), make_strategy(strategy), KvCache(backend, 200))
+    scheduler = Scheduler(Limits(16, 8), make_strategy(strategy), backend, 200)
     waiting = list(enumerate(sequences))
     for step in range(3000):
         now = step * 0.05
@@ -201,16 +200,15 @@ def test_scheduler_serves_one_adapter_set_per_step_and_ends_everything(
             scheduler.enqueue(Sequence(made, 0, now, list(made.prompt), adapters=SETS[kind]), now)
         waiting = [entry for entry in waiting if entry[1][3] > step]
         scheduler.admit(now)
-        chunks = scheduler.schedule(now)
-        assert bool(chunks) == scheduler.has_work
-        holders = [scheduler.slots[chunk.slot] for chunk in chunks]
-        sets = {holder.adapters for holder in holders if holder is not None}
+        works = scheduler.schedule(now)
+        assert bool(works) == scheduler.has_work
+        sets = {work.sequence.adapters for work in works}
         assert len(sets) <= 1
-        if chunks:
-            backend.decode(chunks, *sets)
-        for chunk in chunks:
-            owner = scheduler.computed(chunk)
-            owner.tokens += [7] * chunk.samples
-            if scheduler.is_full(owner):
-                scheduler.release(owner)
+        if works:
+            backend.decode([work.chunk for work in works], *sets)
+        for work in works:
+            scheduler.commit(work)
+            work.sequence.tokens += [7] * work.chunk.samples
+            if scheduler.is_full(work.sequence):
+                scheduler.release(work.sequence)
     assert not scheduler.has_work

@@ -25,7 +25,7 @@ from cellama.engine import (
 )
 from cellama.engine.backend import DecodeError
 from cellama.engine.fake import FakeBackend
-from cellama.engine.scheduling.strategies import Share, SlotView
+from cellama.engine.scheduling.strategies import Share, SlotView, Strategy
 
 from ....conftest import wait_until
 from ...conftest import PATIENCE_S, MakeEngine, request
@@ -41,7 +41,7 @@ def texts_alone(prompts: list[str]) -> list[str]:
 
 def is_in_order(engine: Engine, backend: FakeBackend) -> bool:
     """Every slot is free, and the cache knows what lies in it."""
-    scheduler = engine._scheduler
+    scheduler = engine._core.scheduler
     cells = [scheduler.cache.cells.of(slot) for slot in range(backend.n_slots)]
     return not scheduler.has_work and cells == [len(held) for held in backend.cells]
 
@@ -63,7 +63,7 @@ def test_request_whose_text_cannot_be_made_fails_also_when_it_is_cancelled(make_
     engine, _ = make_engine(FaultyBackend(n_slots=1, ctx_per_slot=10**6))
     running = engine.submit(request(max_tokens=10**6))
     waiting = engine.submit(request("x"))
-    engine._output.finish = _refuse  # type: ignore[method-assign]
+    engine._core.output.finish = _refuse  # type: ignore[method-assign]
     running.cancel()
     for handle in (running, waiting):
         with pytest.raises(RequestFailed, match="TypeError: no text"):
@@ -87,7 +87,7 @@ def test_cache_that_fails_costs_time_and_no_text(make_engine: MakeEngine, unifie
     wait_until(lambda: is_in_order(engine, backend), "all slots free")
 
 
-class Failing:
+class Failing(Strategy):
     """A strategy of a user that fails after some batches, or chooses what can't be."""
 
     shares: list[Share] | None = None
@@ -123,7 +123,7 @@ def test_strategy_that_fails_is_replaced_by_the_default_one_and_told_once(
     ]
 
 
-class Learning:
+class Learning(Strategy):
     """A strategy that notes what it is told."""
 
     told: ClassVar[list[tuple[int, float]]] = []

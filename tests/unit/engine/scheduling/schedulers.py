@@ -7,7 +7,6 @@ from typing import Any
 from cellama.engine import Request
 from cellama.engine.backend import Chunk
 from cellama.engine.fake import FakeBackend
-from cellama.engine.kvcache.manager import KvCache
 from cellama.engine.scheduling.scheduler import Limits, Scheduler
 from cellama.engine.scheduling.sequence import Sequence
 from cellama.engine.scheduling.strategies import (
@@ -24,7 +23,7 @@ def new_scheduler(
     strategy: Strategy | None = None, limits: Limits = LIMITS, ram_bytes: int = 0, **memory: Any
 ) -> Scheduler:
     backend = FakeBackend(**{"n_slots": 3, "ctx_per_slot": 40, **memory})
-    return Scheduler(limits, strategy or DecodeMaximal(), KvCache(backend, ram_bytes))
+    return Scheduler(limits, strategy or DecodeMaximal(), backend, ram_bytes)
 
 
 def sequence(num_prompt: int = 5, priority: int = 3, timeout_s: float | None = None, **params: Any) -> Sequence:
@@ -35,21 +34,22 @@ def sequence(num_prompt: int = 5, priority: int = 3, timeout_s: float | None = N
 def run_step(scheduler: Scheduler, now: float = 0.0) -> list[Chunk]:
     """One step as the engine does it, each sampled token being 7."""
     scheduler.admit(now)
-    chunks = scheduler.schedule(now)
+    works = scheduler.schedule(now)
+    chunks = [work.chunk for work in works]
     backend = scheduler.cache.memory
     assert isinstance(backend, FakeBackend)
     if chunks:
         backend.decode(chunks)
-    for chunk in chunks:
-        owner = scheduler.computed(chunk)
-        if chunk.samples:
-            owner.tokens.append(7)
-            if scheduler.is_full(owner):
-                scheduler.release(owner)
+    for work in works:
+        scheduler.commit(work)
+        if work.chunk.samples:
+            work.sequence.tokens.append(7)
+            if scheduler.is_full(work.sequence):
+                scheduler.release(work.sequence)
     return chunks
 
 
-class Mine:
+class Mine(Strategy):
     """A strategy of a user: one slot at a time."""
 
     def build_batch(self, slots: list[SlotView], budget: int, chunk_size: int, queue_depth: int) -> list[Share]:

@@ -17,6 +17,7 @@ from cellama.engine.scheduling.strategies import (
     Adaptive,
     DecodeMaximal,
     Share,
+    Strategy,
     make_strategy,
 )
 
@@ -81,8 +82,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def fail_a_step(self) -> None:
         self.scheduler.admit(self.now)
-        for chunk in self.scheduler.schedule(self.now):
-            self.scheduler.undo(chunk)
+        for work in self.scheduler.schedule(self.now):
+            self.scheduler.rollback(work)
 
     @rule(index=st.integers(0, 100))
     def preempt(self, index: int) -> None:
@@ -95,7 +96,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.alive:
             ended = self.alive.pop(index % len(self.alive))
             self.scheduler.release(ended, keep=keep)
-            ended.slot = None
 
     @invariant()
     def slots_and_cells_are_conserved(self) -> None:
@@ -166,14 +166,14 @@ def test_scheduler_expires_waiting_and_running_sequences_once() -> None:
     "shares", [[(0, 9)], [(0, 5)], [(0, 0)], [(0, 1), (0, 1)], [(2, 1)], [], [(0, 1.5)], [0], None]
 )
 def test_scheduler_does_without_a_strategy_that_chooses_what_cannot_be(shares: list[Share]) -> None:
-    class Wrong:
+    class Wrong(Strategy):
         def build_batch(self, slots: object, budget: int, chunk_size: int, queue_depth: int) -> list[Share]:
             return shares
 
     scheduler = new_scheduler(Wrong())
     scheduler.enqueue(sequence(20), 0)
     scheduler.admit(0)
-    assert [len(chunk.tokens) for chunk in scheduler.schedule(0)] == [4]
+    assert [len(work.chunk.tokens) for work in scheduler.schedule(0)] == [4]
     assert isinstance(scheduler.strategy.current, Adaptive)
 
 
@@ -254,7 +254,7 @@ def test_prompt_of_an_interactive_request_is_read_first_unless_bulk_ones_are_muc
     for now, priority in ((0.0, 9), (0.1, 9), (later_s, 3)):
         scheduler.enqueue(sequence(400, priority=priority, cache_prompt=False), now)
         scheduler.admit(now)
-    (chunk,) = scheduler.schedule(later_s)
+    ((_, chunk),) = scheduler.schedule(later_s)
     owner = scheduler.slots[chunk.slot]
     assert owner is not None
     assert owner.request.priority == first

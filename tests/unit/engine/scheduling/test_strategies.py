@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 
 from cellama.engine import InvalidRequest
 from cellama.engine.backend import Chunk
-from cellama.engine.scheduling.micro_batches import passes_of
-from cellama.engine.scheduling.sequence import Sequence
+from cellama.engine.scheduling.micro_batches import micro_batches_of
+from cellama.engine.scheduling.sequence import Work
 from cellama.engine.scheduling.strategies import (
-    INTERACTIVE_PRIORITY,
     MIN_CHUNK,
     STRATEGIES,
     TILE,
@@ -48,7 +47,7 @@ def test_strategy_keeps_to_the_budget_and_leaves_nothing_idle(
 def without_waiting(views: list[SlotView]) -> list[SlotView]:
     """All but the bulk prompts behind an interactive one, which wait until it is read."""
     prompts = [view for view in views if not view.decoding]
-    interactive = [place for place, view in enumerate(prompts) if view.priority <= INTERACTIVE_PRIORITY]
+    interactive = [place for place, view in enumerate(prompts) if view.is_interactive]
     behind = prompts[interactive[-1] + 1 :] if interactive else []
     return [view for view in views if view not in behind]
 
@@ -99,23 +98,22 @@ def test_adaptive_reads_bulk_prompts_in_short_steps_and_not_beside_an_interactiv
     assert sum(count for _, count in adaptive.build_batch(streams, 512, 512, 0)) == 2 + MIN_CHUNK
 
 
-def test_passes_put_longer_chunks_first_and_awaited_prompts_apart() -> None:
-    slots: list[Sequence | None] = [sequence(priority=priority) for priority in (3, 3, 9, 3, 3)]
-    for holder, admitted_at in zip(slots, (2.0, 1.0, 0.0, 0.0, 0.0), strict=True):
-        assert holder is not None
+def test_micro_batches_put_longer_chunks_first_and_awaited_prompts_apart() -> None:
+    holders = [sequence(priority=priority) for priority in (3, 3, 9, 3, 3)]
+    for holder, admitted_at in zip(holders, (2.0, 1.0, 0.0, 0.0, 0.0), strict=True):
         holder.admitted_at = admitted_at
 
-    def chunk(slot: int, count: int, *, samples: bool = True) -> Chunk:
-        return Chunk(slot, 0, [0] * count, samples)
+    def work(slot: int, count: int, *, samples: bool = True) -> Work:
+        return Work(holders[slot], Chunk(slot, 0, [0] * count, samples))
 
-    younger, older, bulk = chunk(0, MIN_CHUNK), chunk(1, MIN_CHUNK), chunk(2, MIN_CHUNK)
-    part, single = chunk(3, MIN_CHUNK, samples=False), chunk(4, 1)
-    chunks = [younger, older, bulk, part, single]
-    assert passes_of(chunks, slots, unified=True) == [chunks]
-    assert passes_of(chunks, slots, unified=False) == [[older], [younger], [bulk, part], [single]]
-    assert passes_of([single], slots, unified=False) == [[single]]
-    short = [chunk(0, 2), chunk(1, 2)]
-    assert passes_of(short, slots, unified=False) == [short]  # a pass of its own would cost more than it gains
+    younger, older, bulk = work(0, MIN_CHUNK), work(1, MIN_CHUNK), work(2, MIN_CHUNK)
+    part, single = work(3, MIN_CHUNK, samples=False), work(4, 1)
+    works = [younger, older, bulk, part, single]
+    assert micro_batches_of(works, unified=True) == [works]
+    assert micro_batches_of(works, unified=False) == [[older], [younger], [bulk, part], [single]]
+    assert micro_batches_of([single], unified=False) == [[single]]
+    short = [work(0, 2), work(1, 2)]
+    assert micro_batches_of(short, unified=False) == [short]  # a decode call of its own would cost more than it gains
 
 
 def test_strategy_by_import_path_is_used() -> None:
@@ -124,7 +122,7 @@ def test_strategy_by_import_path_is_used() -> None:
         "nowhere.module:X": "can't be made: No module",
         f"{__name__}:Nothing": "has no attribute 'Nothing'",
         f"{__name__}:State": "can't be made",
-        "builtins:dict": "has no method build_batch",
+        "builtins:dict": "is no Strategy; derive it",
         "decode_maximum": "did you mean 'decode_maximal'",
     }.items():
         with pytest.raises(InvalidRequest, match=message):

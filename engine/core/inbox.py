@@ -1,0 +1,81 @@
+"""What other threads hand to the one that serves them, and how many of their requests have not ended."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Generic, TypeVar
+
+Command = TypeVar("Command")
+
+
+class Inbox(Generic[Command]):
+    """Commands in the order in which they came. Any thread may put one in; one thread, the owner, takes them out."""
+
+    def __init__(self) -> None:
+        # Reentrant: a generator that the garbage collector ends cancels its request wherever a thread is just now.
+        self._changed = threading.Condition()
+        self._commands: list[Command] = []
+        self._is_closed = False
+        self._num_open = 0
+        self.last_submit = 0.0  # unix seconds; 0 before the first request
+
+    # Any thread
+
+    def submit(self, command: Command) -> bool:
+        """Puts a request in, which is open until `end`; False, and it is not in, if the inbox is closed."""
+        with self._changed:
+            if self._is_closed:
+                return False
+            self._num_open += 1
+            self.last_submit = time.time()
+            return self.put(command)
+
+    def put(self, command: Command) -> bool:
+        """Puts a command in; False, and it is not in, if the inbox is closed."""
+        with self._changed:
+            if not self._is_closed:
+                self._commands.append(command)
+                self._changed.notify()
+            return not self._is_closed
+
+    def end(self) -> None:
+        """One of the requests that were submitted has ended."""
+        with self._changed:
+            self._num_open -= 1
+
+    @property
+    def is_busy(self) -> bool:
+        """True while requests have not ended."""
+        return self._num_open > 0
+
+    @property
+    def is_closed(self) -> bool:
+        """True when nothing can be put in any more."""
+        return self._is_closed
+
+    def close(self) -> bool:
+        """Nothing can be put in any more, and the owner wakes up; False if that was so before."""
+        with self._changed:
+            was_open, self._is_closed = not self._is_closed, True
+            self._changed.notify()
+            return was_open
+
+    # The owner
+
+    def __bool__(self) -> bool:
+        """True if there are commands."""
+        return bool(self._commands)
+
+    def wait(self) -> None:
+        """Returns as soon as there are commands, or the inbox is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._commands) or self._is_closed)
+
+    def take(self) -> list[Command]:
+        """Takes everything out. Never waits."""
+        if not self._commands:
+            return []
+        with self._changed:
+            commands, self._commands = self._commands, []
+            return commands
