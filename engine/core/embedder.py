@@ -100,6 +100,10 @@ class Embedder:
         """True while requests have not ended."""
         return self._inbox.is_busy
 
+    def wait_until_idle(self, timeout_s: float) -> bool:
+        """True as soon as every request has ended; False if one has not after `timeout_s`."""
+        return self._inbox.wait_until_idle(timeout_s)
+
     @property
     def last_submit(self) -> float:
         """Unix seconds of the last request; 0 before the first."""

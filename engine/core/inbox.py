@@ -36,13 +36,20 @@ class Inbox(Generic[Command]):
         with self._changed:
             if not self._is_closed:
                 self._commands.append(command)
-                self._changed.notify()
+                self._changed.notify_all()
             return not self._is_closed
 
     def end(self) -> None:
         """One of the requests that were submitted has ended."""
         with self._changed:
             self._num_open -= 1
+            if not self._num_open:
+                self._changed.notify_all()
+
+    def wait_until_idle(self, timeout_s: float) -> bool:
+        """True as soon as every request has ended; False if one has not after `timeout_s`."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._num_open, timeout_s)
 
     @property
     def is_busy(self) -> bool:
@@ -58,7 +65,7 @@ class Inbox(Generic[Command]):
         """Nothing can be put in any more, and the owner wakes up; False if that was so before."""
         with self._changed:
             was_open, self._is_closed = not self._is_closed, True
-            self._changed.notify()
+            self._changed.notify_all()
             return was_open
 
     # The owner

@@ -74,6 +74,10 @@ class Reranker:
         """True while requests have not ended."""
         return self._embedder.is_busy
 
+    def wait_until_idle(self, timeout_s: float) -> bool:
+        """As Embedder.wait_until_idle."""
+        return self._embedder.wait_until_idle(timeout_s)
+
     @property
     def threads(self) -> int:
         """As Embedder.threads."""

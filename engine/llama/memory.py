@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cellama.engine.errors import InvalidRequest
+from cellama.engine.memory.context_size import STREAM_PADDING
 from cellama.engine.options import EngineOptions
 
 from .model import LlamaModel
 
-STREAM_PADDING = 256  # llama.cpp pads a KV stream to a multiple of so many cells
 UNIFIED_UP_TO = 1  # slots; docs/adr/003-kv-layout.md
 
 

@@ -8,7 +8,7 @@ from .budget import ALL_DEVICES, Footprint, Room
 
 KV_SHARE = 0.5  # of what is left, at most, for a KV cache whose size nobody chose
 LEAST_TOKENS = 512
-STEP_TOKENS = 256  # llama.cpp pads a KV stream to a multiple of so many cells
+STREAM_PADDING = 256  # llama.cpp pads a KV stream to a multiple of so many cells
 MAX_TRIES = 8
 
 
@@ -31,7 +31,7 @@ def choose_ctx(
         if fits:
             best = guess, found
         elif following >= guess:  # what a line says is too much
-            following = guess - max(STEP_TOKENS, guess // 10)
+            following = guess - max(STREAM_PADDING, guess // 10)
         guess = following
     return best
 
@@ -43,7 +43,7 @@ def _affordable(one: tuple[int, Footprint], other: tuple[int, Footprint], room: 
         slope = (end - start) / (other[0] - one[0])
         if slope > 0:
             tokens = min(tokens, one[0] + (1 - start) / slope)
-    return most if tokens >= most else int(tokens) // STEP_TOKENS * STEP_TOKENS
+    return most if tokens >= most else int(tokens) // STREAM_PADDING * STREAM_PADDING
 
 
 def _fullness(footprint: Footprint, room: Room) -> float:

@@ -10,15 +10,14 @@ import fnmatch
 import hashlib
 import os
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
 from cellama.engine.errors import ModelLoadFailed
+from cellama.engine.split_files import is_first_part, part_names
 
 PREFIX = "hf://"
-_SPLIT = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _CHUNK_BYTES = 1 << 20
 
@@ -67,7 +66,7 @@ def fetch(source: str, options: HubOptions) -> Path:
         raise ModelLoadFailed(f"source {source!r} needs huggingface_hub; pip install 'cellama[worker]'") from None
     try:
         name = _match(wanted, options) if wanted.is_pattern else wanted.file
-        first, *_ = [_download(wanted, part, options) for part in _parts(name)]
+        first, *_ = [_download(wanted, part, options) for part in part_names(name)]
         return first
     except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, errors.HFValidationError, OSError) as error:
         _explain(source, wanted, error)
@@ -81,21 +80,13 @@ def _match(wanted: HubFile, options: HubOptions) -> str:
 
     api = HfApi(endpoint=_endpoint(), token=options.token)
     files = sorted(f for f in api.list_repo_files(wanted.repo, revision=wanted.revision) if f.endswith(".gguf"))
-    firsts = [file for file in files if (part := _SPLIT.search(file)) is None or int(part[1]) == 1]
+    firsts = [file for file in files if is_first_part(file)]
     found = [file for file in firsts if fnmatch.fnmatch(file, wanted.file)]
     if len(found) != 1:
         many = "fits several files" if found else "fits no GGUF file"
         listed = ", ".join(found or firsts) or "none"
         raise ModelLoadFailed(f"{wanted.file!r} {many} of {wanted.repo}: {listed}; name one")
     return found[0]
-
-
-def _parts(name: str) -> Iterable[str]:
-    """The files of a model: one, or all parts of a split one, the first one first."""
-    split = _SPLIT.search(name)
-    if split is None:
-        return [name]
-    return [f"{name[: split.start()]}-{number:05d}-of-{split[2]}.gguf" for number in range(1, int(split[2]) + 1)]
 
 
 def _download(wanted: HubFile, name: str, options: HubOptions) -> Path:

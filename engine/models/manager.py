@@ -34,7 +34,6 @@ log = logging.getLogger(__name__)
 
 UNLOAD_TIMEOUT_S = 30.0
 EVICT_TIMEOUT_S = 10.0  # for an idle model that comes into use just then
-DRAIN_POLL_S = 0.02
 
 
 class ModelManager:
@@ -56,7 +55,7 @@ class ModelManager:
             ModelManager._open = self
         self._entries: dict[str, ModelEntry] = {}
         self._default: str | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()  # notified when a model is held no more
         self.cores = CoreSharing(self._claims)
         self.cores.start()
 
@@ -147,16 +146,16 @@ class ModelManager:
         model = entry.model
         assert model is not None
         deadline = time.monotonic() + timeout_s
-        while entry.num_holds or model.is_busy:
-            if time.monotonic() >= deadline:
-                with self._lock:
-                    entry.status = "ready"
-                    self._default = entry.id if was_default else self._default
-                raise ModelBusy(
-                    f"model {entry.id!r} is still in use after {timeout_s:g} s; it stays loaded and serves again: "
-                    "cancel what runs, or allow more time"
-                )
-            time.sleep(DRAIN_POLL_S)
+        with self._lock:  # nobody holds it anew: it is not ready
+            is_free = self._lock.wait_for(lambda: not entry.num_holds, timeout_s)
+        if not (is_free and model.wait_until_idle(deadline)):
+            with self._lock:
+                entry.status = "ready"
+                self._default = entry.id if was_default else self._default
+            raise ModelBusy(
+                f"model {entry.id!r} is still in use after {timeout_s:g} s; it stays loaded and serves again: "
+                "cancel what runs, or allow more time"
+            )
         if not model.close():
             threading.Thread(target=self._remove_when_closed, args=(entry,), daemon=True).start()
             raise ModelBusy(
@@ -231,6 +230,7 @@ class ModelManager:
         finally:
             with self._lock:
                 entry.num_holds -= 1
+                self._lock.notify_all()
 
     def _ready(self, model_id: str) -> ModelEntry:
         """Raises UnknownModel. With the lock held."""

@@ -208,6 +208,10 @@ class Model(Texts):
         """True while requests of it have not ended."""
         return any(part.is_busy for part in self.parts)
 
+    def wait_until_idle(self, deadline: float) -> bool:
+        """True as soon as every request has ended; False if one has not at `deadline` (time.monotonic())."""
+        return all(part.wait_until_idle(max(0.0, deadline - time.monotonic())) for part in self.parts)
+
     @property
     def parts(self) -> list[Engine | Embedder | Reranker]:
         """What computes, each in a thread of its own."""

@@ -10,6 +10,7 @@ from typing import Any
 from cellama.bench.harness.engines import loaded, model_path, random_prompts, run_all, steps_of, warm_up
 from cellama.bench.harness.report import Report
 from cellama.bench.peers.programs import BATCHED_BENCH, batched_bench, program
+from cellama.engine.memory.context_size import STREAM_PADDING
 
 NAME = "decode"
 
@@ -47,7 +48,7 @@ def run(args: argparse.Namespace) -> Report:
 
 def context(slots: int, prompt: int, new: int) -> int:
     """Tokens of all KV streams, each padded as llama.cpp pads it."""
-    return -(-(prompt + new) // 256) * 256 * slots
+    return -(-(prompt + new) // STREAM_PADDING) * STREAM_PADDING * slots
 
 
 def engine_rate(path: Path, slots: int, prompt: int, new: int, seed: int) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +11,10 @@ from pathlib import Path
 import llama_cpp.llama_cpp as lib
 
 from cellama.engine.errors import ModelLoadFailed
+from cellama.engine.split_files import part_names
 
 WHOLE_UP_TO = 64 << 20  # bytes; smaller files are hashed from end to end
 BLOCK = 4096  # bytes of each sample
-_PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 
 class _InitParams(ctypes.Structure):
@@ -41,12 +40,8 @@ class FileTensor:
 
 
 def parts(path: Path) -> list[Path]:
-    """All files of a model that is split into `…-00001-of-00003.gguf` and so on; else the one."""
-    split = _PART.search(path.name)
-    if split is None:
-        return [path]
-    stem, count = path.name[: split.start()], int(split[2])
-    return [path.with_name(f"{stem}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
+    """All files of a model that is split; else the one."""
+    return [path.with_name(name) for name in part_names(path.name)]
 
 
 def tensors(path: Path) -> list[FileTensor]:
