@@ -16,11 +16,6 @@ DEFAULT_PRIORITY = 3
 INTERACTIVE_PRIORITY = 5  # the least urgent that is not bulk work
 
 
-def is_interactive(priority: int) -> bool:
-    """True if a reader waits for each token of a request of this priority; else it is bulk work."""
-    return priority <= INTERACTIVE_PRIORITY
-
-
 @dataclass(frozen=True, slots=True)
 class Resumed:
     """Output that a request has already: it goes on after that, as if nothing had happened between."""
@@ -71,7 +66,7 @@ class Request:
     @property
     def is_interactive(self) -> bool:
         """True if a reader waits for each token; else it is bulk work."""
-        return is_interactive(self.priority)
+        return self.priority <= INTERACTIVE_PRIORITY
 
     def _check_adapters(self) -> None:
         adapters, most = self.adapters or (), limits.MAX_ADAPTER_SCALE

@@ -143,7 +143,7 @@ class Engine(Generating):
     def _wait(self) -> bool:
         """Returns as soon as there is something to do; False when the engine is to end."""
         inbox, core = self._inbox, self._core
-        while not (inbox or inbox.is_closed or core.has_work):
+        while not (core.has_work or inbox or inbox.is_closed):
             if core.save_one_idle():
                 continue  # states go to RAM while no request waits for a step
             self.pulse.rest()

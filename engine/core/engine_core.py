@@ -122,10 +122,10 @@ class EngineCore:
 
     def _account(self, computed: list[Computed], started: float, cpu_started: float) -> None:
         """Tells strategy and telemetry what the step took."""
-        chunks = [work.chunk for micro_batch in computed for work in micro_batch.works]
+        chunks = [chunk for micro_batch in computed for _, chunk in micro_batch.works]
         eval_s = sum(micro_batch.seconds for micro_batch in computed)
         step_s = time.monotonic() - started
-        self.scheduler.strategy.observe(sum(len(chunk.tokens) for chunk in chunks), eval_s)
+        self.scheduler.strategy.observe(sum(micro_batch.num_tokens for micro_batch in computed), eval_s)
         self.telemetry.step(chunks, eval_s, step_s, step_s - (time.thread_time() - cpu_started))
         self._num_faults = 0
 

@@ -32,6 +32,7 @@ class Computed(NamedTuple):
     """What one decode call computed."""
 
     works: list[Work]
+    num_tokens: int
     at: float  # time.monotonic() at its end
     seconds: float
 
@@ -58,26 +59,27 @@ class Forward:
             yield from self._compute(micro_batch)
 
     def _compute(self, works: list[Work]) -> Iterator[Computed]:
-        works = [work for work in works if _stands(work)]  # not that of a request that just ended elsewhere
+        # Only what its slot still has to compute next: a request may have ended, or lost its slot, meanwhile.
+        works = [work for work in works if work[0].slot == work[1].slot and work[0].num_computed == work[1].position]
         if not works:
             return
+        num_tokens = sum([len(chunk.tokens) for _, chunk in works])
         started = time.monotonic()
-        error = self._decode(works)
+        error = self._decode(works, num_tokens)
         if error is not None:
             yield from self._recover(works, error)
             return
         now = time.monotonic()
         self._num_failed_alone = 0
-        yield Computed(works, now, now - started)
+        yield Computed(works, num_tokens, now, now - started)
 
-    def _decode(self, works: list[Work]) -> Exception | None:
+    def _decode(self, works: list[Work], num_tokens: int) -> Exception | None:
         """One decode call; returns what it failed with."""
-        num_tokens = sum(len(work.chunk.tokens) for work in works)
         self.worth_aborting = self._main_request(works, num_tokens)
         self.yields = self._is_long_bulk(works, num_tokens)
-        self._pulse.beat("decode", [work.sequence.request.id for work in works], num_tokens, first_s=FIRST_S)
+        self._pulse.beat("decode", [sequence.request.id for sequence, _ in works], num_tokens, first_s=FIRST_S)
         try:
-            self._backend.decode([work.chunk for work in works], works[0].sequence.adapters)
+            self._backend.decode([chunk for _, chunk in works], works[0].sequence.adapters)
         except DecodeError as error:
             return error
         except Exception as error:  # of a request's tokens or adapters, perhaps: its neighbours shall not pay
@@ -90,10 +92,10 @@ class Forward:
 
     def _main_request(self, works: list[Work], num_tokens: int) -> Handle | None:
         """The request that most of the batch is computed for: without it the others are better served anew."""
+        if num_tokens == len(works) > 1 or not self._backend.partial_reuse:
+            return None  # a token of each
         sequence, chunk = max(works, key=lambda work: len(work.chunk.tokens))
-        if 2 * len(chunk.tokens) <= num_tokens or not self._backend.partial_reuse:
-            return None
-        return self._requests.handle_of(sequence)
+        return self._requests.handle_of(sequence) if 2 * len(chunk.tokens) > num_tokens else None
 
     def _is_long_bulk(self, works: list[Work], num_tokens: int) -> bool:
         """True for a decode call that is worth giving up for an interactive request."""
@@ -126,9 +128,3 @@ class Forward:
             raise BackendBroken(f"{self._num_failed_alone} requests in a row can't be computed; the last: {error!r}")
         failure = DecodeFailed(f"{error} for this request alone; the others were not affected")
         self._requests.fail(sequence, failure)
-
-
-def _stands(work: Work) -> bool:
-    """True if the work is still what its slot has to compute next."""
-    sequence, chunk = work
-    return sequence.slot == chunk.slot and sequence.num_computed == chunk.position

@@ -50,8 +50,8 @@ class Telemetry:
 
     def step(self, chunks: list[Chunk], eval_s: float, step_s: float, wait_s: float) -> None:
         """Accounts one step, by what it computed."""
-        decode = sum(1 for chunk in chunks if chunk.decode)
-        total = sum(len(chunk.tokens) for chunk in chunks)
+        decode = sum([chunk.decode for chunk in chunks])
+        total = sum([len(chunk.tokens) for chunk in chunks])
         self._steps += bool(chunks)
         self._mixed_steps += 0 < decode < total
         if self.on_step and chunks:

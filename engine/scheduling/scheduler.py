@@ -155,8 +155,10 @@ class Scheduler:
         """
         while True:
             works = self._build_batch(now, only)
-            missing = sum(len(work.chunk.tokens) for work in works) - self.cache.cells.free
-            if missing <= 0 or not self.cache.memory.unified or not self.free_cells(missing, now):
+            if not self.cache.memory.unified:  # each slot has its own cells
+                return works
+            missing = sum([len(chunk.tokens) for _, chunk in works]) - self.cache.cells.free
+            if missing <= 0 or not self.free_cells(missing, now):
                 return works
 
     def free_cells(self, missing: int, now: float) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from cellama.engine.errors import InvalidRequest, nearest
-from cellama.engine.request import is_interactive
+from cellama.engine.request import INTERACTIVE_PRIORITY
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -35,7 +35,7 @@ class SlotView:
     @property
     def is_interactive(self) -> bool:
         """As Request.is_interactive."""
-        return is_interactive(self.priority)
+        return self.priority <= INTERACTIVE_PRIORITY
 
 
 Share = tuple[int, int]  # slot, number of its pending tokens in this step's batch
