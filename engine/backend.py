@@ -65,8 +65,7 @@ def key_of(adapters: AdapterSet) -> AdapterKey:
     return tuple((use.adapter.fingerprint, use.scale) for use in adapters)
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Consecutive tokens of one slot in a step's batch."""
 
     slot: int

@@ -10,8 +10,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from cellama.engine.errors import InvalidRequest, nearest
 from cellama.engine.request import INTERACTIVE_PRIORITY
@@ -20,8 +19,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class SlotView:
+class SlotView(NamedTuple):
     """What a strategy sees of a slot: its index, and the tokens to decode before it can sample.
 
     A slot that decodes has exactly one; a slot that prefills may have one left, too.
