@@ -90,7 +90,7 @@ class Vocabulary(Protocol):
 
 
 class Sampler(Protocol):
-    """Chooses tokens for one sequence. Engine thread only."""
+    """Samples the tokens of one sequence. Engine thread only."""
 
     @property
     def mirostat_mu(self) -> float | None:
@@ -195,11 +195,11 @@ class Backend(KvMemory, AdapterStore, Protocol):
         history: Sequence[int],
         *,
         ban_end: bool,
-        num_chosen: int = 0,
+        num_sampled: int = 0,
         num_unbound: int | None = 0,
         mirostat_mu: float | None = None,
     ) -> Sampler:
-        """A sampler for what follows `history`, of whose tokens the last `num_chosen` were sampled before.
+        """A sampler for what follows `history`, of whose tokens the last `num_sampled` were sampled before.
 
         `plan` is what `prepare` gave. The grammar does not hold for the first `num_unbound` of these; None: it holds
         once `bind` was called.

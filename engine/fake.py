@@ -185,12 +185,12 @@ class FakeBackend:
         history: Sequence[int],
         *,
         ban_end: bool,
-        num_chosen: int = 0,
+        num_sampled: int = 0,
         num_unbound: int | None = 0,
         mirostat_mu: float | None = None,
     ) -> FakeSampler:
         mu = (0.0 if mirostat_mu is None else mirostat_mu) if plan.mirostat else None
-        return FakeSampler(self, None if plan.is_greedy else seed, ban_end, num_chosen, mu)
+        return FakeSampler(self, None if plan.is_greedy else seed, ban_end, num_sampled, mu)
 
     def next_token(self, slot: int, draw: int, ban_end: bool) -> int:
         if slot not in self._logits:
@@ -211,12 +211,12 @@ class FakeSampler:
     backend: FakeBackend
     seed: int | None
     ban_end: bool
-    num_chosen: int = 0
+    num_sampled: int = 0
     mirostat_mu: float | None = None  # the sum of all tokens
 
     def sample(self, slot: int, forced: int | None = None) -> tuple[int, TokenLogprob | None]:
-        draw = 0 if self.seed is None else hash((self.seed, self.num_chosen, self.mirostat_mu or 0)) + 1
-        self.num_chosen += 1
+        draw = 0 if self.seed is None else hash((self.seed, self.num_sampled, self.mirostat_mu or 0)) + 1
+        self.num_sampled += 1
         token = self.backend.next_token(slot, draw, self.ban_end)
         if self.mirostat_mu is not None:
             self.mirostat_mu += token

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from cellama.engine.scheduling.strategies import Adaptive, Share, SlotView
+from cellama.engine.scheduling.strategies import Adaptive, SlotView, TokenAllocation
 
 STRATEGY = f"{__name__}:Paced"
 PACE_FILE = "BENCH_PACE_FILE"  # environment variable of the worker: the file, there or not, holds seconds per step
@@ -22,7 +22,9 @@ class Paced(Adaptive):
         super().__init__()
         self._path = Path(os.environ.get(PACE_FILE, "no such file"))
 
-    def build_batch(self, slots: Sequence[SlotView], budget: int, chunk_size: int, queue_depth: int) -> list[Share]:
+    def build_batch(
+        self, slots: Sequence[SlotView], budget: int, chunk_size: int, queue_depth: int
+    ) -> list[TokenAllocation]:
         with contextlib.suppress(OSError):
             time.sleep(float(self._path.read_text()))
         return super().build_batch(slots, budget, chunk_size, queue_depth)

@@ -20,7 +20,7 @@ from typing import Any
 
 from cellama.api.machine.redis_server import RedisServer, die_with_parent, free_port
 from cellama.config import get_settings
-from cellama.engine.scheduling.strategies import Share, SlotView
+from cellama.engine.scheduling.strategies import SlotView, TokenAllocation
 from cellama.tasks.connection.connections import connect
 from cellama.tasks.state.registry import live_workers
 
@@ -43,7 +43,9 @@ class CountingStrategy(Paced):
             self._file = mmap.mmap(file.fileno(), 8)
         self._count = 0
 
-    def build_batch(self, slots: Sequence[SlotView], budget: int, chunk_size: int, queue_depth: int) -> list[Share]:
+    def build_batch(
+        self, slots: Sequence[SlotView], budget: int, chunk_size: int, queue_depth: int
+    ) -> list[TokenAllocation]:
         if any(view.num_pending >= POISON_TOKENS for view in slots):
             os.kill(os.getpid(), signal.SIGKILL)
         shares = super().build_batch(slots, budget, chunk_size, queue_depth)

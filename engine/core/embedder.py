@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 from cellama.engine.backend import DecodeError, EmbeddingBackend
 from cellama.engine.errors import DecodeFailed, EngineStopped, InvalidRequest, PromptTooLong, RequestFailed
+from cellama.engine.system.inbox import Inbox
 from cellama.engine.system.threads import start_deep
 from cellama.engine.system.watchdog import FIRST_S, Pulse
 
 from .embedding_handle import EmbeddingHandle
-from .inbox import Inbox
 
 log = logging.getLogger(__name__)
 

@@ -18,11 +18,11 @@ from cellama.engine.options import EngineOptions
 from cellama.engine.scheduling.scheduler import Limits, Scheduler
 from cellama.engine.scheduling.sequence import Sequence
 from cellama.engine.scheduling.strategies import make_strategy
+from cellama.engine.system.inbox import Inbox
 from cellama.engine.system.watchdog import Pulse
 
 from .forward import BackendBroken, Computed, Forward
 from .handle import CancelReason, Handle
-from .inbox import Inbox
 from .output import Output
 from .requests import Requests
 from .telemetry import Telemetry
@@ -103,7 +103,7 @@ class EngineCore:
 
     def _expire(self, now: float) -> None:
         """Ends requests whose deadline has passed."""
-        for sequence in self.scheduler.line.expired(now):
+        for sequence in self.scheduler.queue.expired(now):
             self._requests.time_out(sequence)
 
     def _admit(self, now: float) -> None:

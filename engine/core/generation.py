@@ -74,11 +74,11 @@ class Generating(ABC):
         events: asyncio.Queue[Event] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
-        def hand_over(event: Event) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+        def append(event: Event) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: it has no reader any more
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
-        handle = self._submit(prompt, None, stream=True, on_event=hand_over, **params)
+        handle = self._submit(prompt, None, stream=True, on_event=append, **params)
         try:
             while True:
                 try:

@@ -33,7 +33,7 @@ class Handle:
         self.adapters = adapters
         self.plan = plan
         self.future: Future[Completion] = Future()
-        self.future.set_running_or_notify_cancel()  # so nobody ends it but the engine: see `cancel`
+        self.future.set_running_or_notify_cancel()  # so only the engine ends it: see `cancel`
         self._cancel = cancel
         self._on_event = on_event
 

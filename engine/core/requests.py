@@ -6,23 +6,42 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import ParamSpec
 
 from cellama.engine.backend import Backend
 from cellama.engine.errors import EngineError, RequestFailed
-from cellama.engine.events import Finished, FinishReason, Started
+from cellama.engine.events import Completion, Finished, FinishReason, Started, Usage
 from cellama.engine.sampling_params import MAX_SEED
 from cellama.engine.scheduling.scheduler import Scheduler
 from cellama.engine.scheduling.sequence import Sequence
 from cellama.engine.system.watchdog import Pulse
 
-from .group import Group
 from .handle import Handle
 from .output import Output
 from .telemetry import Telemetry
 
 log = logging.getLogger(__name__)
 Arguments = ParamSpec("Arguments")
+
+
+@dataclass(eq=False, slots=True)
+class Group:
+    """The sequences of one request: `n` completions of one prompt, which end together. Engine thread only."""
+
+    handle: Handle
+    sequences: list[Sequence] = field(default_factory=list)
+    running: list[Sequence] = field(default_factory=list)  # those that have not ended
+    finished: list[Completion] = field(default_factory=list)  # in the order of their ends
+
+    def completion(self) -> Completion:
+        """The first completion, with the others as its alternatives and the tokens of all in its usage."""
+        first, *others = sorted(self.finished, key=lambda completion: completion.index)
+        if not others:
+            return first
+        generated = sum(completion.usage.completion_tokens for completion in self.finished)
+        usage = Usage(first.usage.prompt_tokens, generated, first.usage.cached_tokens)
+        return replace(first, usage=usage, alternatives=tuple(others))
 
 
 class Requests:
@@ -102,7 +121,7 @@ class Requests:
             sequence.seed,
             sequence.tokens,
             ban_end=request.ignore_eos,
-            num_chosen=sequence.num_output,
+            num_sampled=sequence.num_output,
             num_unbound=0 if sequence.reply is None else sequence.reply.num_unbound,
             mirostat_mu=sequence.mirostat_mu,
         )

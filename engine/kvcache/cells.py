@@ -51,7 +51,7 @@ class Cells:
         self.used += count
 
     def trim(self, slot: int, count: int) -> None:
-        """The slot keeps its first `count` positions; cells behind them are free when nobody else has them."""
+        """The slot keeps its first `count` positions; cells behind them are free when no other slot has them."""
         kept = self._cut(slot, count)
         for block in self._blocks[slot][kept:]:
             block.owners -= 1

@@ -1,6 +1,6 @@
 """Which tokens lie in which slot, what a new sequence can take over, and what is kept in RAM.
 
-A slot's cells outlive its sequence: they wait there for somebody whose prompt begins alike, until their place is
+A slot's cells outlive its sequence: they wait there for a sequence that begins alike, until they are
 needed. Then they move to RAM (ram_tier.py), if they are worth it. Every change of the device's cells goes through
 this class. Engine thread only.
 """
@@ -25,7 +25,7 @@ WORTH_SAVING_TOKENS = 64  # fewer are faster computed again than kept
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Placement:
     """Where a sequence goes, and the first tokens that it takes over from `source`."""
 
     slot: int
@@ -66,7 +66,7 @@ class KvCache:
 
     # What there is
 
-    def longest(self, tokens: Sequence[int], scope: Hashable) -> list[tuple[Source, int]]:
+    def reusable_prefixes(self, tokens: Sequence[int], scope: Hashable) -> list[tuple[Source, int]]:
         """Sources that hold a usable prefix of `tokens`, and its length; at least one token is left to compute."""
         found = [(source, self._usable(source, n)) for source, n in self._matches(tokens, scope)]
         return [(source, n) for source, n in found if n > 0]
@@ -81,22 +81,26 @@ class KvCache:
             return min(shared, held)
         return held if held <= shared else 0
 
-    def soon(self, tokens: Sequence[int], scope: Hashable) -> list[tuple[int, int]]:
+    def prefixes_in_progress(self, tokens: Sequence[int], scope: Hashable) -> list[tuple[int, int]]:
         """Slots whose planned tokens share a prefix with `tokens`, computed yet or not, and its length."""
         return [(source, n) for source, n in self._matches(tokens, scope) if not isinstance(source, SavedState)]
 
-    # Planning
+    # Finding a slot
 
-    def plan(self, tokens: Sequence[int], scope: Hashable, idle: Sequence[int], liked: int | None = None) -> Plan:
-        """The cheapest way to place a sequence in one of the `idle` slots, the `liked` one if no prefix decides."""
-        best = max(self.longest(tokens, scope), key=lambda match: self._gain(match[0], match[1], idle), default=None)
+    def find_slot(
+        self, tokens: Sequence[int], scope: Hashable, idle: Sequence[int], preferred: int | None = None
+    ) -> Placement:
+        """The cheapest of the `idle` slots for a sequence, the `preferred` one if no prefix decides."""
+        best = max(
+            self.reusable_prefixes(tokens, scope), key=lambda match: self._gain(match[0], match[1], idle), default=None
+        )
         if best is None or self._gain(best[0], best[1], idle) <= 0:
-            return Plan(self._cheapest(idle, liked), None, 0)
+            return Placement(self._cheapest(idle, preferred), None, 0)
         source, count = best
         if isinstance(source, int) and source in idle and self._may_overwrite(source, count, idle):
-            return Plan(source, source, count)
+            return Placement(source, source, count)
         others = [slot for slot in idle if slot != source]
-        return Plan(self._cheapest(others, liked), source, count) if others else Plan(idle[0], None, 0)
+        return Placement(self._cheapest(others, preferred), source, count) if others else Placement(idle[0], None, 0)
 
     def _gain(self, source: Source, count: int, idle: Sequence[int]) -> int:
         """Tokens of prefill that are saved. A state is moved as a whole, however little of it is taken over."""
@@ -109,19 +113,19 @@ class KvCache:
         return source.num_tokens if isinstance(source, SavedState) else self.cells.of(source)
 
     def _may_overwrite(self, slot: int, count: int, idle: Sequence[int]) -> bool:
-        """True if continuing in the slot loses less than it takes over, or there is no other place."""
+        """True if continuing in the slot loses less than it takes over, or there is no other slot."""
         return len(idle) == 1 or self.cells.of(slot) - count <= count
 
-    def _cheapest(self, idle: Sequence[int], liked: int | None) -> int:
-        """The liked slot; an empty one, lowest index first (llama.cpp likes dense ids); else the longest unused one.
+    def _cheapest(self, idle: Sequence[int], preferred: int | None) -> int:
+        """The preferred slot; an empty one, lowest index first (llama.cpp likes dense ids); else the longest idle.
 
-        What somebody in the waiting line begins with goes last.
+        What a waiting sequence begins with goes last.
         """
-        order = sorted(idle, key=lambda slot: (slot != liked, self.cells.of(slot) > 0, self._last_used[slot], slot))
+        order = sorted(idle, key=lambda slot: (slot != preferred, self.cells.of(slot) > 0, self._last_used[slot], slot))
         return next((slot for slot in order if not self._is_demanded(slot)), order[0])
 
     def _is_demanded(self, slot: int) -> bool:
-        """True if somebody waits for a prefix that only this slot has."""
+        """True if a sequence waits for a prefix that only this slot has."""
         if slot not in self._index:
             return False
         tokens, scope = self._index.tokens_of(slot), self._scopes[slot]
@@ -133,33 +137,33 @@ class KvCache:
             for source, shared in self._index.matches(tokens, scope)
         )
 
-    def missing_cells(self, plan: Plan, num_tokens: int) -> int:
-        """Cells that `num_tokens` positions would need beyond those that are free once the plan is carried out."""
-        source = plan.source
+    def missing_cells(self, placement: Placement, num_tokens: int) -> int:
+        """Cells that `num_tokens` positions would need beyond those that are free once the placement is carried out."""
+        source = placement.source
         if isinstance(source, SavedState):
             num_tokens = max(num_tokens, source.num_tokens)  # it comes back whole before it is cut
         saved_by_sharing = (
-            plan.num_tokens if source == plan.slot or (source is not None and self._shares(source)) else 0
+            placement.num_tokens if source == placement.slot or (source is not None and self._shares(source)) else 0
         )
-        freed = 0 if source == plan.slot else self.cells.own(plan.slot)
+        freed = 0 if source == placement.slot else self.cells.own(placement.slot)
         return num_tokens - saved_by_sharing - self.cells.free - freed
 
     def _shares(self, source: Source) -> bool:
         return self.memory.unified and not isinstance(source, SavedState) and self.memory.partial_reuse
 
-    # Carrying out
+    # Assigning a slot
 
-    def place(self, plan: Plan, tokens: Sequence[int], scope: Hashable) -> int:
-        """Carries a plan out for a sequence of these tokens; returns how many of them its slot holds now."""
-        if plan.source is not None and plan.source == plan.slot:
-            count = self._continue_in(plan.slot, plan.num_tokens)
+    def assign_slot(self, placement: Placement, tokens: Sequence[int], scope: Hashable) -> int:
+        """Carries a placement out for a sequence of these tokens; returns how many of them its slot holds now."""
+        if placement.source is not None and placement.source == placement.slot:
+            count = self._continue_in(placement.slot, placement.num_tokens)
         else:
-            if isinstance(plan.source, SavedState):
-                self.ram.touch(plan.source)  # what is saved now should not push it out
-            self.clear(plan.slot)
-            count = self._bring(plan)
+            if isinstance(placement.source, SavedState):
+                self.ram.touch(placement.source)  # what is saved now should not push it out
+            self.clear(placement.slot)
+            count = self._load_prefix(placement)
         self.counters.misses += count == 0
-        self._note(plan.slot, tokens, scope)
+        self._index_slot(placement.slot, tokens, scope)
         return count
 
     def _continue_in(self, slot: int, count: int) -> int:
@@ -170,20 +174,20 @@ class KvCache:
         self.counters.hits_slot += kept > 0
         return kept
 
-    def _bring(self, plan: Plan) -> int:
-        """Fills the empty slot of a plan; what can't be taken over is computed, so nothing is lost but time."""
+    def _load_prefix(self, placement: Placement) -> int:
+        """Fills the empty slot of a placement; what can't be taken over is computed, so nothing is lost but time."""
         try:
-            return self._restore(plan) if isinstance(plan.source, SavedState) else self._copy(plan)
+            return self._restore(placement) if isinstance(placement.source, SavedState) else self._copy(placement)
         except Exception:  # no memory for the buffers, for instance
             log.exception("a state could not be taken over; it is computed again")
-            self.wipe(plan.slot)
+            self.wipe(placement.slot)
             return 0
 
-    def _restore(self, plan: Plan) -> int:
-        source, slot, count = plan.source, plan.slot, plan.num_tokens
+    def _restore(self, placement: Placement) -> int:
+        source, slot, count = placement.source, placement.slot, placement.num_tokens
         assert isinstance(source, SavedState)
         if self.memory.unified and source.num_tokens > self.cells.free:
-            return 0  # it has no room just now
+            return 0  # it has no free cells just now
         if not self.memory.restore(slot, source.data, count):
             self.ram.forget(source)  # a damaged state is a miss, never a wrong text
             return 0
@@ -191,8 +195,8 @@ class KvCache:
         self.counters.hits_ram += 1
         return count
 
-    def _copy(self, plan: Plan) -> int:
-        source, slot, count = plan.source, plan.slot, plan.num_tokens
+    def _copy(self, placement: Placement) -> int:
+        source, slot, count = placement.source, placement.slot, placement.num_tokens
         if source is None or isinstance(source, SavedState) or not self.memory.copy(source, slot, count):
             return 0
         self._copy_cells(source, slot, count)
@@ -206,7 +210,7 @@ class KvCache:
         else:
             self.cells.extend(slot, count)
 
-    def _note(self, slot: int, tokens: Sequence[int], scope: Hashable) -> None:
+    def _index_slot(self, slot: int, tokens: Sequence[int], scope: Hashable) -> None:
         self._index.insert(slot, tokens, scope)
         self._scopes[slot] = scope
         self._touch(slot)
@@ -228,8 +232,8 @@ class KvCache:
         return False
 
     def retire(self, slot: int, tokens: Sequence[int], scope: Hashable, *, save: bool) -> None:
-        """The sequence of a slot has ended; its cells, which hold `tokens`, wait for somebody else."""
-        self._note(slot, tokens, scope)
+        """The sequence of a slot has ended; its cells, which hold `tokens`, wait for another one."""
+        self._index_slot(slot, tokens, scope)
         if save and self.ram.quota_bytes and len(tokens) >= WORTH_SAVING_TOKENS:
             self._unsaved[slot] = None
 
@@ -243,7 +247,7 @@ class KvCache:
         self.truncate(slot, 0)
 
     def wipe(self, slot: int) -> None:
-        """Empties a slot of which nobody knows what it holds."""
+        """Empties a slot whose contents are unknown."""
         self._unsaved.pop(slot, None)
         self._index.remove(slot)
         self._scopes.pop(slot, None)
@@ -252,14 +256,14 @@ class KvCache:
     def reclaim(self, idle: Iterable[int], missing: int) -> bool:
         """Empties idle slots until `missing` cells are free; False, and nothing is emptied, if they don't have so many.
 
-        Those that nobody in the waiting line wants go first, and of them the longest unused.
+        Those without a demanded prefix go first, and of them the longest unused.
         """
         slots = sorted(idle, key=lambda slot: (self._is_demanded(slot), self._last_used[slot])) if missing > 0 else []
         if missing > self.cells.freed_by(slots):
             return False
-        wanted = self.cells.free + missing
+        needed = self.cells.free + missing
         for slot in slots:
-            if self.cells.free >= wanted:
+            if self.cells.free >= needed:
                 break
             self.clear(slot)
         return True
@@ -277,7 +281,7 @@ class KvCache:
             self.save(slot, self._index.tokens_of(slot), self._scopes[slot])
 
     def save_one_idle(self) -> bool:
-        """Saves the slot that has waited for it longest; False when none waits. For when nobody else does."""
+        """Saves the slot that has waited for it longest; False when none waits. For times without a step."""
         slot = next(iter(self._unsaved), None)
         if slot is None:
             return False
@@ -285,5 +289,5 @@ class KvCache:
         return True
 
     def forget_scope(self, scope: Hashable) -> None:
-        """Drops the saved states of a scope that nobody will ask for again."""
+        """Drops the saved states of a scope that will not be asked for again."""
         self.ram.forget_scope(scope)

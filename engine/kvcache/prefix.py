@@ -12,7 +12,7 @@ Tokens = tuple[int, ...]
 
 @dataclass(eq=False, slots=True)
 class _Node(Generic[Holder]):
-    """The tokens from its parent to here, and everybody whose tokens run through all of them."""
+    """The tokens from its parent to here, and every holder whose tokens run through all of them."""
 
     edge: Tokens
     parent: _Node[Holder] | None

@@ -54,7 +54,7 @@ class RamTier:
         try:
             self._save(slot, tokens, scope)
         except Exception:  # no memory for it, for instance
-            log.exception("the state of a slot could not be saved; it is computed again when somebody needs it")
+            log.exception("the state of a slot could not be saved; it is computed again when it is needed")
 
     def _save(self, slot: int, tokens: Sequence[int], scope: Hashable) -> None:
         size = self._memory.state_bytes(slot)
@@ -98,6 +98,6 @@ class RamTier:
             self._index.remove(state)
 
     def forget_scope(self, scope: Hashable) -> None:
-        """Drops the states of a scope that nobody will ask for again."""
+        """Drops the states of a scope that will not be asked for again."""
         for state in [state for state in self._states if state.scope == scope]:
             self.forget(state)

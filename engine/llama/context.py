@@ -206,14 +206,14 @@ class LlamaBackend(LlamaMemory):
         history: Sequence[int],
         *,
         ban_end: bool,
-        num_chosen: int = 0,
+        num_sampled: int = 0,
         num_unbound: int | None = 0,
         mirostat_mu: float | None = None,
     ) -> Sampler:
         banned = np.array(sorted(self.vocabulary.end_tokens), dtype=np.int64) if ban_end else None
         if plan.params.is_plainly_greedy:
             return GreedySampler(self, banned)
-        return LlamaSampler(self, plan, seed, history, banned, num_chosen, num_unbound, mirostat_mu)
+        return LlamaSampler(self, plan, seed, history, banned, num_sampled, num_unbound, mirostat_mu)
 
     def close(self) -> None:
         self._batch.close()

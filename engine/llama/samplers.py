@@ -15,7 +15,7 @@ from cellama.engine.grammar.json_schema import schema_to_gbnf
 from cellama.engine.grammar.token_grammar import Grammar, TokenBytes
 from cellama.engine.logprobs import TokenLogprob
 from cellama.engine.sampling.dry import Breakers, Dry
-from cellama.engine.sampling.sampler import Chooser, NothingAllowed
+from cellama.engine.sampling.sampler import NothingAllowed, TokenSampler
 from cellama.engine.sampling_params import SamplingParams
 
 
@@ -88,7 +88,7 @@ class LlamaSampler:
         seed: int,
         history: Sequence[int],
         banned: NDArray[np.int64] | None,
-        num_chosen: int,
+        num_sampled: int,
         num_unbound: int | None,
         mirostat_mu: float | None,
     ) -> None:
@@ -96,17 +96,17 @@ class LlamaSampler:
         self._source = source
         self._mirostat = bool(plan.params.mirostat)
         self._grammar = plan.grammar()
-        self._chooser = Chooser(
+        self._sampler = TokenSampler(
             plan.params,
             seed,
             history,
             banned=banned,
             dry=self._dry(plan, history),
-            num_chosen=num_chosen,
+            num_sampled=num_sampled,
             mirostat_mu=mirostat_mu,
         )
         if self._grammar is not None and num_unbound is not None:
-            for token in history[len(history) - num_chosen + num_unbound :]:
+            for token in history[len(history) - num_sampled + num_unbound :]:
                 self._grammar.accept(token)
             self.bind()
 
@@ -119,15 +119,15 @@ class LlamaSampler:
     @property
     def mirostat_mu(self) -> float | None:
         """What mirostat has learned; None without it."""
-        return self._chooser.mirostat_mu if self._mirostat else None
+        return self._sampler.mirostat_mu if self._mirostat else None
 
     def bind(self) -> None:
         if self._grammar is not None:
-            self._chooser.constrain(self._grammar)
+            self._sampler.constrain(self._grammar)
 
     def sample(self, slot: int, forced: int | None = None) -> tuple[int, TokenLogprob | None]:
         try:
-            return self._chooser.choose(self._source.logits(slot), forced)
+            return self._sampler.sample(self._source.logits(slot), forced)
         except NothingAllowed:
             raise GrammarFailed(
                 "none of the model's tokens is allowed here by grammar, logit_bias and ignore_eos; loosen one of them"

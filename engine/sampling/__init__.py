@@ -1,4 +1,4 @@
-"""How the next token is chosen from logits.
+"""How the next token is sampled from logits.
 
 May use: `errors`, `events`, `options`. numpy only.
 """

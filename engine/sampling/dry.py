@@ -1,6 +1,6 @@
 """DRY: tokens that would continue a repetition become less likely. Source: llama.cpp, llama-sampler.cpp, by pi6am.
 
-How far the end of a text repeats what came before is kept for every earlier place, and goes on with each token: numpy
+How far the end of a text repeats what came before is kept for every earlier index, and goes on with each token: numpy
 compares a whole context in some microseconds.
 """
 
@@ -82,10 +82,10 @@ class Dry:
         self._tokens[: self._size] = history
         self._repeats = np.zeros(len(self._tokens), np.int32)  # how far the text up to here is like the text's end
         self._repeats[: self._size] = _repeats(history)
-        self._break = -1  # the last place with a breaker that is older than any tail
+        self._break = -1  # the last index with a breaker that is older than any tail
         self._break_length = 0
-        for place in range(max(0, self._size - window), self._size - _MAX_TAIL):
-            self._note_break(place)
+        for index in range(max(0, self._size - window), self._size - _MAX_TAIL):
+            self._note_break(index)
         self._max_exponent = int(_FLOAT_MAX_LOG / math.log(params.dry_base)) if params.dry_base > 1.000001 else 0
 
     def accept(self, token: int) -> None:
@@ -112,10 +112,10 @@ class Dry:
             return
         room = np.arange(1, self._size - start, dtype=np.int32)  # no repetition begins before the window
         lengths = np.minimum(np.minimum(self._repeats[start : self._size - 1], room), limit)
-        places = np.flatnonzero(lengths >= allowed)
-        tokens, which = np.unique(self._tokens[start + 1 + places], return_inverse=True)
+        indices = np.flatnonzero(lengths >= allowed)
+        tokens, which = np.unique(self._tokens[start + 1 + indices], return_inverse=True)
         longest = np.zeros(len(tokens), np.int64)
-        np.maximum.at(longest, which, lengths[places])
+        np.maximum.at(longest, which, lengths[indices])
         kept = np.array([token not in self._breakers.single for token in tokens.tolist()], np.bool_)
         exponents = (longest - allowed)[kept]
         if self._max_exponent:
@@ -135,28 +135,28 @@ class Dry:
             return self._size - 1 - self._break - self._break_length
         return self._size - start
 
-    def _note_break(self, place: int) -> None:
-        token = int(self._tokens[place])
+    def _note_break(self, index: int) -> None:
+        token = int(self._tokens[index])
         if token in self._breakers.tails:
-            following = self._tokens[place : min(place + _MAX_TAIL + 1, self._size)].tolist()
+            following = self._tokens[index : min(index + _MAX_TAIL + 1, self._size)].tolist()
             longest = self._breakers.longest(following)
             if longest >= 0:
-                self._break, self._break_length = place, longest
+                self._break, self._break_length = index, longest
 
 
 def _repeats(tokens: Sequence[int]) -> NDArray[np.int32]:
-    """For every place how many tokens up to it are like the last ones; 0 for the last. The Z algorithm, backwards."""
+    """For every index how many tokens up to it are like the last ones; 0 for the last. The Z algorithm, backwards."""
     size = len(tokens)
     found = np.zeros(size, np.int32)
     backwards = list(reversed(tokens))
     lengths = [0] * size
     left = right = 0
-    for place in range(1, size):
-        length = min(right - place, lengths[place - left]) if place < right else 0
-        while place + length < size and backwards[length] == backwards[place + length]:
+    for index in range(1, size):
+        length = min(right - index, lengths[index - left]) if index < right else 0
+        while index + length < size and backwards[length] == backwards[index + length]:
             length += 1
-        if place + length > right:
-            left, right = place, place + length
-        lengths[place] = length
+        if index + length > right:
+            left, right = index, index + length
+        lengths[index] = length
     found[:] = lengths[::-1]
     return found

@@ -1,4 +1,4 @@
-"""How the next token is chosen from logits: numpy only, and the same for the same seed and position.
+"""How the next token is sampled from logits: numpy only, and the same for the same seed and position.
 
 The randomness of a token depends on the seed and on the token's place in the output, not on what was drawn before. So
 a sequence goes on exactly anywhere: what is needed is its tokens, and one number with mirostat.
@@ -57,7 +57,7 @@ class Changer(Protocol):
     def accept(self, token: int) -> None: ...
 
 
-class Chooser:
+class TokenSampler:
     """Chooses the tokens of one sequence, one after another."""
 
     def __init__(
@@ -69,10 +69,10 @@ class Chooser:
         banned: Ids | None = None,
         constraint: Constraint | None = None,
         dry: Changer | None = None,
-        num_chosen: int = 0,
+        num_sampled: int = 0,
         mirostat_mu: float | None = None,
     ) -> None:
-        """`history` is what the penalties look back on; `num_chosen` of its last tokens were chosen before.
+        """`history` is what the penalties look back on; `num_sampled` of its last tokens were sampled before.
 
         `dry` has seen the history. `mirostat_mu` is what mirostat had learned by then.
         """
@@ -84,15 +84,15 @@ class Chooser:
         self._changers = [changer for changer in (penalties, dry) if changer is not None]
         self._bias = _bias_arrays(params)
         self._changes_logits = bool(self._changers or self._bias) or banned is not None
-        self.num_chosen = num_chosen
+        self.num_sampled = num_sampled
         self.mirostat_mu = 2 * params.mirostat_tau if mirostat_mu is None else mirostat_mu
 
     def constrain(self, constraint: Constraint) -> None:
         """From now on the constraint holds."""
         self._constraint = constraint
 
-    def choose(self, logits: Logits, forced: int | None = None) -> tuple[int, TokenLogprob | None]:
-        """The next token, which counts as chosen: `forced`, unless that is None or the constraint forbids it.
+    def sample(self, logits: Logits, forced: int | None = None) -> tuple[int, TokenLogprob | None]:
+        """The next token, which counts as sampled: `forced`, unless that is None or the constraint forbids it.
 
         Changes `logits`. Raises NothingAllowed.
         """
@@ -168,7 +168,7 @@ class Chooser:
         The Gumbel-max trick, with noise that belongs to the token: when another batch shape changes logits in their
         last bits, the draw stays the same, unless two tokens come out equal.
         """
-        noise = -np.log(-np.log(uniforms(self._seed, self.num_chosen, purpose, ids)))
+        noise = -np.log(-np.log(uniforms(self._seed, self.num_sampled, purpose, ids)))
         return int((values + noise).argmax())
 
     def _exclude_top_choices(self, ids: Ids, values: Values) -> tuple[Ids, Values]:
@@ -176,7 +176,7 @@ class Chooser:
         params = self._params
         if not params.xtc_probability or len(ids) < 2:
             return ids, values
-        if uniforms(self._seed, self.num_chosen, "xtc", np.zeros(1, np.int64))[0] > params.xtc_probability:
+        if uniforms(self._seed, self.num_sampled, "xtc", np.zeros(1, np.int64))[0] > params.xtc_probability:
             return ids, values
         likely = int((softmax(values) >= params.xtc_threshold).sum())
         first = max(0, likely - 1)
@@ -203,7 +203,7 @@ class Chooser:
             changer.accept(token)
         if self._constraint is not None:
             self._constraint.accept(token)
-        self.num_chosen += 1
+        self.num_sampled += 1
 
 
 class NothingAllowed(Exception):

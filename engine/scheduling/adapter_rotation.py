@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 SLICE_S = 0.1
-BULK_SLICE_S = 0.5  # when nobody waits for each token
+BULK_SLICE_S = 0.5  # when no reader waits for each token
 BULK_EXTRA_S = 0.3  # a group with bulk requests only waits so much longer
 
 
@@ -35,7 +35,7 @@ class Rotation:
         self._turn: Hashable = None
         self._since = -math.inf  # when the turn began
 
-    def join(self, key: Hashable, interactive: bool, now: float) -> None:
+    def add(self, key: Hashable, interactive: bool, now: float) -> None:
         """One more sequence of this group has a slot."""
         group = self._groups.get(key)
         if group is None:
@@ -49,7 +49,7 @@ class Rotation:
         if len(self._groups) == 1:
             self._turn, self._since = next(iter(self._groups)), -math.inf
 
-    def leave(self, key: Hashable, interactive: bool) -> None:
+    def remove(self, key: Hashable, interactive: bool) -> None:
         """A sequence of this group has lost its slot, or ended."""
         group = self._groups[key]
         group.num -= 1
@@ -82,7 +82,7 @@ class Rotation:
         return SLICE_S if any(group.num_interactive for group in self._groups.values()) else BULK_SLICE_S
 
 
-def place_for(key: Hashable, holders: Sequence[Hashable | None]) -> int | None:
+def slot_beside(key: Hashable, holders: Sequence[Hashable | None]) -> int | None:
     """The idle slot that suits a group best: next to its own, else in the middle of a gap, so that it can grow.
 
     `holders` has the group of each slot, None where it is idle. With a stream of cells per slot llama.cpp decodes slots

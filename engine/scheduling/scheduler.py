@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 from cellama.engine.backend import Chunk, KvMemory
 from cellama.engine.errors import PromptTooLong
-from cellama.engine.kvcache.manager import KvCache, Plan
+from cellama.engine.kvcache.manager import KvCache, Placement
 
 from .adapter_rotation import Rotation
-from .placement import Placement
+from .placement import SlotFinder
 from .sequence import Sequence, State, Work
 from .strategies import Guarded, SlotView, Strategy
-from .waiting_queue import WaitingLine, rank_if_preempted
+from .waiting_queue import WaitingQueue, rank_if_preempted
 
-MAX_PASSED_OVER = 64  # sequences that wait for a prefix, beyond which the line is not searched for others
+MAX_PASSED_OVER = 64  # sequences that wait for a prefix, beyond which the queue is not searched for others
 BULK_PATIENCE_S = 20.0  # an interactive request that has its slot so much later still reads its prompt first
 
 
@@ -24,7 +24,7 @@ OnFailure = Callable[[Sequence, Exception], None]
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a step and the waiting line may hold."""
+    """What a step and the waiting queue may hold."""
 
     budget: int  # tokens of a step
     chunk_size: int  # prompt tokens of one slot in a step
@@ -39,47 +39,47 @@ class Scheduler:
         self.limits = limits
         self.strategy = Guarded(strategy)
         self.slots: list[Sequence | None] = [None] * memory.n_slots
-        self.line = WaitingLine(limits.max_queue)
-        self.cache = KvCache(memory, ram_bytes, self.line.demanded_prefix)
+        self.queue = WaitingQueue(limits.max_queue)
+        self.cache = KvCache(memory, ram_bytes, self.queue.demanded_prefix)
         self._rotation = Rotation()
-        self._placement = Placement(self.cache, self.slots, self._rotation)
+        self._finder = SlotFinder(self.cache, self.slots, self._rotation)
         self.num_preemptions = 0
 
     def check(self, num_prompt_tokens: int) -> None:
         """Raises PromptTooLong for a prompt that no slot can ever hold."""
-        room = self.cache.memory.ctx_per_slot - 1  # one place for the first generated token
-        if num_prompt_tokens > room:
+        most = self.cache.memory.ctx_per_slot - 1  # one cell is for the first generated token
+        if num_prompt_tokens > most:
             raise PromptTooLong(
-                f"the prompt has {num_prompt_tokens} tokens, a slot holds {room} and the answer; "
+                f"the prompt has {num_prompt_tokens} tokens, a slot holds {most} and the answer; "
                 "shorten the prompt, or raise ctx_per_slot"
             )
 
     def enqueue(self, sequence: Sequence, now: float) -> None:
-        """Puts a new sequence into the waiting line. Raises PromptTooLong, QueueFull."""
+        """Puts a new sequence into the waiting queue. Raises PromptTooLong, QueueFull."""
         self.check(sequence.num_prompt)
-        self.line.join(sequence, now, num_idle=self.slots.count(None))
+        self.queue.add(sequence, now, num_idle=self.slots.count(None))
 
     # Admission and preemption
 
     def admit(self, now: float, on_failure: OnFailure | None = None) -> list[Sequence]:
         """Gives slots to waiting sequences, the most urgent first, each with the longest prefix that there is.
 
-        A sequence whose prefix somebody else is computing right now is passed over until that is done. A sequence
-        that is less urgent than one in the line loses its slot to it. One for which that fails in a way that nobody
+        A sequence whose prefix another one is computing right now is passed over until that is done. A sequence
+        that is less urgent than one in the queue loses its slot to it. One for which that fails in a way that nobody
         foresaw has no slot, and is given to `on_failure`, which releases it.
         """
         admitted: list[Sequence] = []
         passed_over: list[Sequence] = []
-        while len(passed_over) < MAX_PASSED_OVER and (sequence := self.line.pop()) is not None:
+        while len(passed_over) < MAX_PASSED_OVER and (sequence := self.queue.pop()) is not None:
             try:
-                if self._placement.prefix_is_coming(sequence):
+                if self._finder.prefix_is_coming(sequence):
                     passed_over.append(sequence)
                     continue
-                plan = self._room_for(sequence, now)
-                if plan is None:
+                placement = self._find_slot(sequence, now)
+                if placement is None:
                     passed_over.append(sequence)
                     break
-                self._place(sequence, plan, now)
+                self._assign_slot(sequence, placement, now)
             except Exception as error:
                 if on_failure is None:
                     raise
@@ -87,26 +87,26 @@ class Scheduler:
             else:
                 admitted.append(sequence)
         for sequence in passed_over:
-            self.line.put_back(sequence)
+            self.queue.requeue(sequence)
         return [
             sequence for sequence in admitted if sequence.slot is not None
         ]  # another of its request may have failed
 
-    def _room_for(self, sequence: Sequence, now: float) -> Plan | None:
-        """A place for the sequence, for which others may lose theirs; None, and nobody does, if it has to wait."""
+    def _find_slot(self, sequence: Sequence, now: float) -> Placement | None:
+        """A slot for the sequence, for which others may lose theirs; None, and none does, if it has to wait."""
         while True:
             idle = [slot for slot, holder in enumerate(self.slots) if holder is None]
-            if idle and (plan := self._placement.find(sequence, idle)) is not None:
-                return plan
+            if idle and (placement := self._finder.find_slot(sequence, idle)) is not None:
+                return placement
             victims = self._less_urgent_than(sequence, now)
-            if not victims or not self._placement.would_fit(sequence, idle, victims):
+            if not victims or not self._finder.would_fit(sequence, idle, victims):
                 return None
             self.preempt(victims[0], now)
 
     def _less_urgent_than(self, sequence: Sequence, now: float) -> list[Sequence]:
         """The running sequences that should rather wait, the least urgent first.
 
-        The line's order decides, in which only time spent waiting makes a sequence older: so an urgent one takes
+        The order of the queue decides, in which only time spent waiting makes a sequence older: so an urgent one takes
         the slot of a bulk one, but not again and again from one that has waited long.
         """
         victims = [s for s in self.slots if s is not None and s.request.priority > sequence.request.priority]
@@ -121,29 +121,29 @@ class Scheduler:
     def preempt(self, sequence: Sequence, now: float) -> None:
         """Takes the slot away. The sequence waits again, with its cells saved if the quota allows it."""
         assert sequence.slot is not None
-        computed = sequence.tokens[: sequence.num_computed]
-        self.cache.save(sequence.slot, computed, sequence.scope)
+        committed = sequence.tokens[: sequence.num_computed]
+        self.cache.save(sequence.slot, committed, sequence.scope)
         self.cache.clear(sequence.slot)
         self.slots[sequence.slot] = None
-        self._rotation.leave(sequence.adapters, sequence.request.is_interactive)
+        self._rotation.remove(sequence.adapters, sequence.request.is_interactive)
         sequence.slot, sequence.num_computed, sequence.state = None, 0, State.WAITING
-        self.line.rejoin(sequence, now)
+        self.queue.add_preempted(sequence, now)
         self.num_preemptions += 1
 
-    def _place(self, sequence: Sequence, plan: Plan, now: float) -> None:
+    def _assign_slot(self, sequence: Sequence, placement: Placement, now: float) -> None:
         try:
-            sequence.num_computed = self.cache.place(plan, sequence.tokens, sequence.scope)
+            sequence.num_computed = self.cache.assign_slot(placement, sequence.tokens, sequence.scope)
         except Exception:
-            self.cache.wipe(plan.slot)
+            self.cache.wipe(placement.slot)
             raise
         if sequence.admitted_at is None:
             sequence.admitted_at = now
             sequence.num_cached = sequence.num_computed
         sequence.placed_at = now
-        sequence.slot, sequence.state, sequence.waits_for = plan.slot, State.PREFILLING, None
-        self.slots[plan.slot] = sequence
-        self._rotation.join(sequence.adapters, sequence.request.is_interactive, now)
-        self.line.leave(sequence)
+        sequence.slot, sequence.state, sequence.waits_for = placement.slot, State.PREFILLING, None
+        self.slots[placement.slot] = sequence
+        self._rotation.add(sequence.adapters, sequence.request.is_interactive, now)
+        self.queue.remove(sequence)
 
     # The batch of a step
 
@@ -177,8 +177,8 @@ class Scheduler:
         views = self._views(now) if only is None else [_view(s) for s in [self.slots[only]] if s is not None]
         if not views:
             return []
-        shares = self.strategy.build_batch(views, self.limits.budget, self.limits.chunk_size, self.num_waiting)
-        return [self._work(slot, count) for slot, count in sorted(shares)]
+        allocations = self.strategy.build_batch(views, self.limits.budget, self.limits.chunk_size, self.num_waiting)
+        return [self._work(slot, count) for slot, count in sorted(allocations)]
 
     def _views(self, now: float) -> list[SlotView]:
         busy = [s for s in self.slots if s is not None]
@@ -216,7 +216,7 @@ class Scheduler:
             if sequence is None:
                 continue
             self._cut_back(sequence, slot, min(sequence.num_computed, len(sequence.tokens) - 1))
-            if self.cache.cells.of(slot) != sequence.num_computed:  # nobody knows what it holds
+            if self.cache.cells.of(slot) != sequence.num_computed:  # what it holds is unknown
                 self._cut_back(sequence, slot, 0)
 
     def _cut_back(self, sequence: Sequence, slot: int, num_tokens: int) -> None:
@@ -229,34 +229,34 @@ class Scheduler:
     # The end
 
     def is_full(self, sequence: Sequence) -> bool:
-        """True when the slot has no room for one more token."""
+        """True when the slot has no free cell left."""
         return len(sequence.tokens) >= self.cache.memory.ctx_per_slot
 
     def release(self, sequence: Sequence, *, keep: bool = True) -> None:
         """Ends a sequence. With `keep`, and if it may, its slot's cells wait for another one."""
         if sequence.state is State.WAITING:
-            self.line.leave(sequence)
-        self.line.forget(sequence)
+            self.queue.remove(sequence)
+        self.queue.forget(sequence)
         sequence.state, slot, sequence.slot = State.FINISHED, sequence.slot, None
         if not sequence.request.cache_prompt:
             self.cache.forget_scope(sequence.scope)
         if slot is None:
             return
         self.slots[slot] = None
-        self._rotation.leave(sequence.adapters, sequence.request.is_interactive)
+        self._rotation.remove(sequence.adapters, sequence.request.is_interactive)
         if keep and sequence.request.cache_prompt:
-            computed = sequence.tokens[: sequence.num_computed]
-            self.cache.retire(slot, computed, sequence.scope, save=sequence.request.is_interactive)
+            committed = sequence.tokens[: sequence.num_computed]
+            self.cache.retire(slot, committed, sequence.scope, save=sequence.request.is_interactive)
         else:
             self.cache.clear(slot)
 
     def unfinished(self) -> list[Sequence]:
         """Every sequence that waits or has a slot."""
-        return [s for s in self.slots if s is not None] + self.line.waiting()
+        return [s for s in self.slots if s is not None] + self.queue.waiting()
 
     @property
     def num_waiting(self) -> int:
-        return self.line.num_waiting
+        return self.queue.num_waiting
 
     @property
     def has_work(self) -> bool:
@@ -269,7 +269,7 @@ class Scheduler:
 
     @property
     def kv_cached_tokens(self) -> int:
-        """Positions that wait in idle slots for somebody whose prompt begins alike."""
+        """Positions that wait in idle slots for sequences that begin alike."""
         return sum(self.cache.cells.of(slot) for slot, holder in enumerate(self.slots) if holder is None)
 
 

@@ -43,7 +43,7 @@ class Sequence:
     adapters: AdapterSet = ()
     state: State = State.WAITING
     slot: int | None = None
-    rank: float = 0.0  # in the waiting line: smaller is sooner
+    rank: float = 0.0  # in the waiting queue: smaller is sooner
     order: int = 0  # of arrival, among equal ranks
     waits_for: tuple[Sequence, int] | None = None  # another one's prefill of so many tokens, which they share
     num_computed: int = 0  # leading tokens whose KV cells are filled

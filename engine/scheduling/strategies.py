@@ -36,14 +36,16 @@ class SlotView(NamedTuple):
         return self.priority <= INTERACTIVE_PRIORITY
 
 
-Share = tuple[int, int]  # slot, number of its pending tokens in this step's batch
+TokenAllocation = tuple[int, int]  # slot, number of its pending tokens in this step's batch
 
 
 class Strategy(ABC):
     """Allocates a step's tokens to slots. One that fails, or breaks the rules, gives way to the default one."""
 
     @abstractmethod
-    def build_batch(self, slots: Seq[SlotView], budget: int, chunk_size: int, queue_depth: int) -> list[Share]:
+    def build_batch(
+        self, slots: Seq[SlotView], budget: int, chunk_size: int, queue_depth: int
+    ) -> list[TokenAllocation]:
         """The allocations of this step, each slot at most once, together at most `budget` tokens.
 
         `slots` are in the order in which prefilling slots should be served; a prefill chunk is at most `chunk_size`.
@@ -60,32 +62,38 @@ class Strategy(ABC):
 class DecodeMaximal(Strategy):
     """Every decode token first, then equal prefill chunks from what is left of the budget."""
 
-    def build_batch(self, slots: Seq[SlotView], budget: int, chunk_size: int, queue_depth: int) -> list[Share]:
-        shares = [(view.slot, 1) for view in slots if view.decoding][:budget]
+    def build_batch(
+        self, slots: Seq[SlotView], budget: int, chunk_size: int, queue_depth: int
+    ) -> list[TokenAllocation]:
+        allocations = [(view.slot, 1) for view in slots if view.decoding][:budget]
         prefilling = [view for view in slots if not view.decoding]
-        return shares + equal_chunks(prefilling, budget - len(shares), chunk_size)
+        return allocations + equal_chunks(prefilling, budget - len(allocations), chunk_size)
 
 
 class PrefillPriority(Strategy):
     """Prefill chunks first, decode tokens from what is left: for throughput. Prefill ends, so no decode starves."""
 
-    def build_batch(self, slots: Seq[SlotView], budget: int, chunk_size: int, queue_depth: int) -> list[Share]:
+    def build_batch(
+        self, slots: Seq[SlotView], budget: int, chunk_size: int, queue_depth: int
+    ) -> list[TokenAllocation]:
         prefilling = [view for view in slots if not view.decoding]
-        shares = equal_chunks(prefilling, budget, chunk_size)
-        left = budget - sum(count for _, count in shares)
-        return shares + [(view.slot, 1) for view in slots if view.decoding][:left]
+        allocations = equal_chunks(prefilling, budget, chunk_size)
+        left = budget - sum(count for _, count in allocations)
+        return allocations + [(view.slot, 1) for view in slots if view.decoding][:left]
 
 
 class Balanced(Strategy):
     """Half of the budget for decode tokens, half for prefill; what one side does not need goes to the other."""
 
-    def build_batch(self, slots: Seq[SlotView], budget: int, chunk_size: int, queue_depth: int) -> list[Share]:
+    def build_batch(
+        self, slots: Seq[SlotView], budget: int, chunk_size: int, queue_depth: int
+    ) -> list[TokenAllocation]:
         decoding = [view.slot for view in slots if view.decoding]
         prefilling = [view for view in slots if not view.decoding]
-        wanted = sum(min(view.num_pending, chunk_size) for view in prefilling)
-        num_decode = min(len(decoding), max(budget - wanted, (budget + 1) // 2))
-        shares = [(slot, 1) for slot in decoding[:num_decode]]
-        return shares + equal_chunks(prefilling, budget - num_decode, chunk_size)
+        needed = sum(min(view.num_pending, chunk_size) for view in prefilling)
+        num_decode = min(len(decoding), max(budget - needed, (budget + 1) // 2))
+        allocations = [(slot, 1) for slot in decoding[:num_decode]]
+        return allocations + equal_chunks(prefilling, budget - num_decode, chunk_size)
 
 
 BULK_STEP_S = 0.3
@@ -115,7 +123,9 @@ class Adaptive(Strategy):
             rate = num_tokens / seconds
             self._rate = rate if math.isinf(self._rate) else self._rate + (rate - self._rate) * RATE_WEIGHT
 
-    def build_batch(self, slots: Seq[SlotView], budget: int, chunk_size: int, queue_depth: int) -> list[Share]:
+    def build_batch(
+        self, slots: Seq[SlotView], budget: int, chunk_size: int, queue_depth: int
+    ) -> list[TokenAllocation]:
         if not any(view.is_interactive for view in slots):
             budget = budget if self._quiet_s >= QUIET_S else min(budget, self._num_read_in(BULK_STEP_S))
             return self._bulk.build_batch(slots, budget, chunk_size, queue_depth)
@@ -141,25 +151,25 @@ MIN_CHUNK = 128  # tokens: docs/adr/002-prefill-chunks.md
 TILE = 64  # rows that llama.cpp's attention on the CPU computes together
 
 
-def equal_chunks(slots: Seq[SlotView], budget: int, chunk_size: int) -> list[Share]:
+def equal_chunks(slots: Seq[SlotView], budget: int, chunk_size: int) -> list[TokenAllocation]:
     """Chunks of one size for as many slots as the budget serves well, in their order; short prompts take less.
 
     Equal sizes matter: llama.cpp splits a batch of sequences of different lengths into passes of equal length.
     """
-    shares: list[Share] = []
+    allocations: list[TokenAllocation] = []
     while slots and budget > 0:
         served, slots = slots[: max(1, budget // MIN_CHUNK)], slots[max(1, budget // MIN_CHUNK) :]
         needs = [min(view.num_pending, chunk_size) for view in served]
         size = _largest_equal_size(needs, budget)
         size -= size % TILE if size > TILE else 0
         takes = [(view.slot, min(need, size)) for view, need in zip(served, needs, strict=True) if size]
-        shares += takes
+        allocations += takes
         budget -= sum(count for _, count in takes)
-    return shares
+    return allocations
 
 
 def _largest_equal_size(needs: list[int], budget: int) -> int:
-    """The largest size for which everybody can take it, or all of a smaller need, within the budget."""
+    """The largest size that every slot can take, or all of a smaller need, within the budget."""
     for position, need in enumerate(sorted(needs)):
         fair = budget // (len(needs) - position)
         if need > fair:
@@ -169,19 +179,21 @@ def _largest_equal_size(needs: list[int], budget: int) -> int:
 
 
 class Guarded(Strategy):
-    """A strategy, and after its first mistake the default one in its place: it must not stop everybody's engine."""
+    """A strategy, and after its first mistake the default one in its place: it must not stop the engine of all."""
 
     def __init__(self, strategy: Strategy) -> None:
         self.current = strategy
 
-    def build_batch(self, slots: Seq[SlotView], budget: int, chunk_size: int, queue_depth: int) -> list[Share]:
+    def build_batch(
+        self, slots: Seq[SlotView], budget: int, chunk_size: int, queue_depth: int
+    ) -> list[TokenAllocation]:
         """What the strategy chooses, checked."""
 
-        def choose(strategy: Strategy) -> list[Share]:
-            shares = strategy.build_batch(list(slots), budget, chunk_size, queue_depth)
-            return _checked(shares, slots, budget, chunk_size)
+        def build(strategy: Strategy) -> list[TokenAllocation]:
+            allocations = strategy.build_batch(list(slots), budget, chunk_size, queue_depth)
+            return _checked(allocations, slots, budget, chunk_size)
 
-        return self._ask(choose)
+        return self._ask(build)
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """As Strategy.observe."""
@@ -204,10 +216,12 @@ class Guarded(Strategy):
         return self._ask(question)
 
 
-def _checked(shares: Seq[Share], views: Seq[SlotView], budget: int, chunk_size: int) -> list[Share]:
-    """The shares as whole numbers. Raises ValueError or TypeError for what can't be a batch."""
+def _checked(
+    allocations: Seq[TokenAllocation], views: Seq[SlotView], budget: int, chunk_size: int
+) -> list[TokenAllocation]:
+    """The allocations as whole numbers. Raises ValueError or TypeError for what can't be a batch."""
     pending = {view.slot: min(view.num_pending, chunk_size) for view in views}
-    whole = [(operator.index(slot), operator.index(count)) for slot, count in shares]
+    whole = [(operator.index(slot), operator.index(count)) for slot, count in allocations]
     for slot, count in whole:
         allowed = pending.pop(slot, 0)  # a slot named twice has nothing left
         if not 1 <= count <= allowed:

@@ -1,4 +1,4 @@
-"""The waiting line of an engine: the most urgent first, but nobody waits for ever. Pure."""
+"""The waiting queue of an engine: the most urgent first, but no sequence waits for ever. Pure."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ AGEING_S = 30.0  # waiting this long counts as much as one step of priority
 
 
 class _Heap:
-    """Sequences by a number. One that left is forgotten at once, with all that it holds; its place a bit later."""
+    """Sequences by a number. One that left is forgotten at once, with all that it holds; its entry a bit later."""
 
     def __init__(self) -> None:
-        self._places: list[tuple[float, int]] = []
+        self._entries: list[tuple[float, int]] = []
         self._sequences: dict[int, Sequence] = {}  # by order of arrival
 
     def push(self, number: float, sequence: Sequence) -> None:
         """Adds a sequence that is not in it."""
         self._sequences[sequence.order] = sequence
-        heapq.heappush(self._places, (number, sequence.order))
+        heapq.heappush(self._entries, (number, sequence.order))
 
     def pop(self, up_to: float = math.inf) -> Sequence | None:
         """Takes the one with the smallest number out, if that is not above `up_to`."""
-        while self._places and self._places[0][0] <= up_to:
-            sequence = self._sequences.pop(heapq.heappop(self._places)[1], None)
+        while self._entries and self._entries[0][0] <= up_to:
+            sequence = self._sequences.pop(heapq.heappop(self._entries)[1], None)
             if sequence is not None:
                 return sequence
         return None
@@ -39,9 +39,9 @@ class _Heap:
     def discard(self, sequence: Sequence) -> None:
         """Takes a sequence out, if it is in."""
         self._sequences.pop(sequence.order, None)
-        if len(self._places) > 2 * len(self._sequences) + MAX_EMPTY:
-            self._places = [place for place in self._places if place[1] in self._sequences]
-            heapq.heapify(self._places)
+        if len(self._entries) > 2 * len(self._sequences) + MAX_EMPTY:
+            self._entries = [entry for entry in self._entries if entry[1] in self._sequences]
+            heapq.heapify(self._entries)
 
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._sequences.values())
@@ -50,8 +50,8 @@ class _Heap:
         return len(self._sequences)
 
 
-class WaitingLine:
-    """Sequences by priority and by the time they have waited. It also knows everybody's deadline."""
+class WaitingQueue:
+    """Sequences by priority and by the time they have waited. It also knows the deadlines of all."""
 
     def __init__(self, max_waiting: int = 0) -> None:
         """`max_waiting` requests may wait beyond those that can have a slot at once; 0 is unlimited."""
@@ -63,8 +63,8 @@ class WaitingLine:
         self._deadlines = _Heap()
         self._prompts: PrefixIndex[Sequence] = PrefixIndex()
 
-    def join(self, sequence: Sequence, now: float, num_idle: int = 0) -> None:
-        """A new sequence waits from now on; `num_idle` slots wait for somebody. Raises QueueFull.
+    def add(self, sequence: Sequence, now: float, num_idle: int = 0) -> None:
+        """A new sequence waits from now on; `num_idle` slots are idle. Raises QueueFull.
 
         The limit is for requests, not for their completions, and never for one that can have a slot at once.
         """
@@ -73,34 +73,34 @@ class WaitingLine:
             num_left = self._num_requests - max(0, num_idle - num_others)  # those that get no slot at once
             if self.num_waiting >= num_idle and num_left >= self._max_waiting:
                 raise QueueFull(f"{num_left} requests wait already, max_queue is {self._max_waiting}; try later")
-        # Ageing without a clock: everybody who waits ages alike, so the order at arrival stays right.
+        # Ageing without a clock: all that wait age alike, so the order at arrival stays right.
         sequence.rank = now + AGEING_S * sequence.request.priority
         sequence.order = next(self._arrivals)
-        self._enter(sequence)
+        self._begin_to_wait(sequence)
         if sequence.deadline is not None:
             self._deadlines.push(sequence.deadline, sequence)
 
-    def rejoin(self, sequence: Sequence, now: float) -> None:
+    def add_preempted(self, sequence: Sequence, now: float) -> None:
         """A sequence that lost its slot waits again, as if it had not waited while it had one."""
         sequence.rank = rank_if_preempted(sequence, now)
-        self._enter(sequence)
+        self._begin_to_wait(sequence)
 
-    def _enter(self, sequence: Sequence) -> None:
+    def _begin_to_wait(self, sequence: Sequence) -> None:
         self._prompts.insert(sequence, sequence.tokens, sequence.scope)
         self.num_waiting += 1
         self._num_requests += sequence.index == 0
-        self.put_back(sequence)
+        self.requeue(sequence)
 
     def pop(self) -> Sequence | None:
-        """The next sequence. It still counts as waiting until `leave`; None if nobody waits."""
+        """The next sequence. It still counts as waiting until `remove`; None if none waits."""
         return self._heap.pop()
 
-    def put_back(self, sequence: Sequence) -> None:
-        """A popped sequence goes on waiting in its old place, unless it has ended."""
+    def requeue(self, sequence: Sequence) -> None:
+        """A popped sequence goes on waiting where it was, unless it has ended."""
         if sequence.state is State.WAITING:
             self._heap.push(sequence.rank, sequence)
 
-    def leave(self, sequence: Sequence) -> None:
+    def remove(self, sequence: Sequence) -> None:
         """One of those who waited does so no more: it got a slot or has ended."""
         self.num_waiting -= 1
         self._num_requests -= sequence.index == 0
@@ -121,10 +121,10 @@ class WaitingLine:
             yield sequence
 
     def waiting(self) -> list[Sequence]:
-        """Everybody who waits, in no order."""
+        """All that wait, in no order."""
         return list(self._heap)
 
 
 def rank_if_preempted(sequence: Sequence, now: float) -> float:
-    """Where a running sequence would stand in the line: only time spent waiting makes it older."""
+    """Where a running sequence would stand in the queue: only time spent waiting makes it older."""
     return sequence.rank + now - (now if sequence.placed_at is None else sequence.placed_at)

@@ -17,7 +17,7 @@ FALLING = 0.9  # of the best rate: fewer threads than these are not worth a look
 DOUBTFUL = 0.6  # of what the best rate promises for so many threads: it is measured again, in case it was disturbed
 HOPELESS = 0.9  # of the other layout's rate: with more slots it is not tried again
 LARGER_PASS = 1024  # tokens, beside the default …
-SMALLER_PASSES = (256, 128, 64)  # … and if that gains nothing
+SMALLER_UBATCHES = (256, 128, 64)  # … and if that gains nothing
 MAX_SLOTS = 64
 
 
@@ -144,7 +144,7 @@ class Search:
         larger = replace(best.setup, n_ubatch=LARGER_PASS)
         if self.bounds.step_tokens >= LARGER_PASS and self._try(larger) * TIE > best.tokens_per_s:
             return
-        for size in SMALLER_PASSES:
+        for size in SMALLER_UBATCHES:
             if (best.setup.n_parallel or 0) > size or size >= self.bounds.step_tokens:
                 continue
             if self._try(replace(best.setup, n_ubatch=size)) < TIE * best.tokens_per_s:

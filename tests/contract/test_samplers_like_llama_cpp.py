@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from cellama.engine import EngineOptions, Model, ModelManager
 from cellama.engine.llama import LlamaModel
 from cellama.engine.sampling.dry import Dry
-from cellama.engine.sampling.sampler import Chooser
+from cellama.engine.sampling.sampler import TokenSampler
 from cellama.engine.sampling_params import SamplingParams
 
 CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])  # llama.h: llama_token_data
@@ -94,10 +94,10 @@ def compare(weights: LlamaModel, params: SamplingParams, history: list[int], log
     chain.close()
     window, breakers = params.dry_penalty_last_n, weights.breakers(params.dry_sequence_breakers)
     dry = Dry(params, window, breakers, history) if params.has_dry else None
-    chooser = Chooser(params, 0, history, dry=dry)
+    sampler = TokenSampler(params, 0, history, dry=dry)
     changed = logits.copy()
-    chooser._adjust(changed)
-    ids, values = chooser.candidates(changed)
+    sampler._adjust(changed)
+    ids, values = sampler.candidates(changed)
     ours = probabilities(dict(zip(ids.tolist(), values.tolist(), strict=True)))
     for token in ours.keys() ^ theirs.keys():  # one more or less at the border of a filter
         assert min(max(ours.get(token, 0), theirs.get(token, 0)), 1) < 0.02, (token, params)

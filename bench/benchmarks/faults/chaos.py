@@ -201,6 +201,6 @@ class Scenario:
         return sum(int(attempt or 0) for attempt in pipeline.execute())
 
     def _twice(self, num_jobs: int, num_sampled: int) -> float:
-        """Share of tokens, in percent."""
+        """TokenAllocation of tokens, in percent."""
         total: int = num_jobs * self._args.new
         return round(100 * (num_sampled - total) / total, 2)

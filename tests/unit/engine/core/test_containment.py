@@ -25,7 +25,7 @@ from cellama.engine import (
 )
 from cellama.engine.backend import DecodeError
 from cellama.engine.fake import FakeBackend
-from cellama.engine.scheduling.strategies import Share, SlotView, Strategy
+from cellama.engine.scheduling.strategies import SlotView, Strategy, TokenAllocation
 
 from ....conftest import wait_until
 from ...conftest import PATIENCE_S, MakeEngine, request
@@ -90,10 +90,12 @@ def test_cache_that_fails_costs_time_and_no_text(make_engine: MakeEngine, unifie
 class Failing(Strategy):
     """A strategy of a user that fails after some batches, or chooses what can't be."""
 
-    shares: list[Share] | None = None
+    shares: list[TokenAllocation] | None = None
     where = "build_batch"
 
-    def build_batch(self, slots: list[SlotView], budget: int, chunk_size: int, queue_depth: int) -> list[Share]:
+    def build_batch(
+        self, slots: list[SlotView], budget: int, chunk_size: int, queue_depth: int
+    ) -> list[TokenAllocation]:
         if self.shares is not None:
             return self.shares
         if self.where == "build_batch":
@@ -128,7 +130,9 @@ class Learning(Strategy):
 
     told: ClassVar[list[tuple[int, float]]] = []
 
-    def build_batch(self, slots: list[SlotView], budget: int, chunk_size: int, queue_depth: int) -> list[Share]:
+    def build_batch(
+        self, slots: list[SlotView], budget: int, chunk_size: int, queue_depth: int
+    ) -> list[TokenAllocation]:
         return [(view.slot, min(view.num_pending, 10)) for view in slots]
 
     def observe(self, num_tokens: int, seconds: float) -> None:

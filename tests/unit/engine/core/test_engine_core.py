@@ -6,8 +6,8 @@ import threading
 
 from cellama.engine import EngineOptions, EngineStopped, Handle, Pulse, Request
 from cellama.engine.core.engine_core import Command, EngineCore
-from cellama.engine.core.inbox import Inbox
 from cellama.engine.fake import FakeBackend
+from cellama.engine.system.inbox import Inbox
 
 PATIENCE_S = 30
 

@@ -10,7 +10,7 @@ import pytest
 from cellama.engine.backend import Chunk
 from cellama.engine.fake import FakeBackend, FakeState
 from cellama.engine.kvcache.cells import Cells
-from cellama.engine.kvcache.manager import MOVE_COST_TOKENS, MOVED_PER_TOKEN, KvCache, Plan
+from cellama.engine.kvcache.manager import MOVE_COST_TOKENS, MOVED_PER_TOKEN, KvCache, Placement
 
 
 @dataclass
@@ -29,7 +29,7 @@ class CountingBackend(FakeBackend):
 
 def fill(cache: KvCache, slot: int, tokens: list[int]) -> None:
     """A sequence of these tokens runs in the slot and ends there."""
-    cache.place(Plan(slot, None, 0), tokens, "")
+    cache.assign_slot(Placement(slot, None, 0), tokens, "")
     backend = cache.memory
     assert isinstance(backend, FakeBackend)
     backend.decode([Chunk(slot, 0, tokens, samples=False)])
@@ -67,8 +67,8 @@ def test_prefix_is_copied_from_a_long_slot_only_if_that_costs_less_than_it_saves
     cache, _ = new_cache(ram_bytes=0, unified=unified)
     shared = MOVE_COST_TOKENS + 3000 // MOVED_PER_TOKEN + (1 if worth else 0)
     fill(cache, 0, list(range(3000)))
-    plan = cache.plan([*range(shared), -1, -2], "", idle=[1, 2])
-    assert plan.source == (0 if worth or unified else None)  # in a pool nothing is moved
+    placement = cache.find_slot([*range(shared), -1, -2], "", idle=[1, 2])
+    assert placement.source == (0 if worth or unified else None)  # in a pool nothing is moved
 
 
 def test_saved_state_that_has_no_room_just_now_is_kept() -> None:
@@ -77,13 +77,13 @@ def test_saved_state_that_has_no_room_just_now_is_kept() -> None:
     cache.clear(0)
     fill(cache, 1, [7] * 150)
     longer = [*range(200), -1]
-    plan = cache.plan(longer, "", idle=[0, 2])
-    assert cache.missing_cells(plan, len(longer)) == 300 - 250
-    assert cache.place(plan, longer, "") == 0
+    placement = cache.find_slot(longer, "", idle=[0, 2])
+    assert cache.missing_cells(placement, len(longer)) == 300 - 250
+    assert cache.assign_slot(placement, longer, "") == 0
     assert len(cache.ram) == 1
-    cache.clear(plan.slot)
+    cache.clear(placement.slot)
     assert cache.reclaim([1], 50)
-    assert cache.place(cache.plan(longer, "", idle=[0, 2]), longer, "") == 200
+    assert cache.assign_slot(cache.find_slot(longer, "", idle=[0, 2]), longer, "") == 200
 
 
 def test_damaged_state_is_dropped_and_computed_again() -> None:
@@ -91,8 +91,8 @@ def test_damaged_state_is_dropped_and_computed_again() -> None:
     fill(cache, 0, list(range(300)))
     cache.clear(0)
     backend.restore = lambda *_: False  # type: ignore[method-assign]
-    plan = cache.plan([*range(200), -1], "", idle=[0, 1, 2])
-    assert cache.place(plan, [*range(200), -1], "") == 0
+    placement = cache.find_slot([*range(200), -1], "", idle=[0, 1, 2])
+    assert cache.assign_slot(placement, [*range(200), -1], "") == 0
     assert (len(cache.ram), cache.cells.used) == (0, 0)
 
 

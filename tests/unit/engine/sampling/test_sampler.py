@@ -15,7 +15,7 @@ from cellama.engine import InvalidRequest, SamplingParams
 from cellama.engine.sampling.draws import uniforms
 from cellama.engine.sampling.filters import softmax, top_ids
 from cellama.engine.sampling.penalties import Penalties
-from cellama.engine.sampling.sampler import Chooser, NothingAllowed
+from cellama.engine.sampling.sampler import NothingAllowed, TokenSampler
 
 OFF: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 LOGITS = np.log(np.array([0.4, 0.3, 0.15, 0.1, 0.05], dtype=np.float32))
@@ -24,7 +24,7 @@ LOGITS = np.log(np.array([0.4, 0.3, 0.15, 0.1, 0.05], dtype=np.float32))
 def draws(logits: NDArray[np.float32], count: int = 4000, **params: Any) -> NDArray[np.float64]:
     """How often each token came, with one seed per draw."""
     sampling = SamplingParams(**{**OFF, **params})
-    chosen = [Chooser(sampling, seed).choose(logits.copy())[0] for seed in range(count)]
+    chosen = [TokenSampler(sampling, seed).sample(logits.copy())[0] for seed in range(count)]
     return np.bincount(chosen, minlength=len(logits)) / count
 
 
@@ -77,12 +77,12 @@ def test_penalties_are_llama_cpps() -> None:
 def test_a_sampler_goes_on_exactly_after_any_number_of_draws(seed: int, count: int, extra: dict[str, Any]) -> None:
     params = SamplingParams(temperature=1.5, repeat_penalty=1.3, xtc_probability=0.3, **extra)
     steps = np.random.default_rng(3).normal(size=(60, 50)).astype(np.float32)
-    whole = Chooser(params, seed, history=[1, 2, 3])
-    tokens = [whole.choose(step.copy())[0] for step in steps]
-    first = Chooser(params, seed, history=[1, 2, 3])
-    head = [first.choose(step.copy())[0] for step in steps[:count]]
-    second = Chooser(params, seed, [1, 2, 3, *head], num_chosen=count, mirostat_mu=first.mirostat_mu)
-    assert head + [second.choose(step.copy())[0] for step in steps[count:]] == tokens
+    whole = TokenSampler(params, seed, history=[1, 2, 3])
+    tokens = [whole.sample(step.copy())[0] for step in steps]
+    first = TokenSampler(params, seed, history=[1, 2, 3])
+    head = [first.sample(step.copy())[0] for step in steps[:count]]
+    second = TokenSampler(params, seed, [1, 2, 3, *head], num_sampled=count, mirostat_mu=first.mirostat_mu)
+    assert head + [second.sample(step.copy())[0] for step in steps[count:]] == tokens
 
 
 def test_small_changes_of_the_logits_do_not_change_what_is_drawn() -> None:
@@ -90,7 +90,10 @@ def test_small_changes_of_the_logits_do_not_change_what_is_drawn() -> None:
     params = SamplingParams(temperature=3.0, top_k=0, top_p=1.0, min_p=0.0)
     logits = rng.normal(size=2000).astype(np.float32)
     shaken = logits + rng.normal(size=2000).astype(np.float32) * 1e-5
-    same = [Chooser(params, s).choose(logits.copy()) == Chooser(params, s).choose(shaken.copy()) for s in range(200)]
+    same = [
+        TokenSampler(params, s).sample(logits.copy()) == TokenSampler(params, s).sample(shaken.copy())
+        for s in range(200)
+    ]
     assert all(same)
 
 
@@ -98,11 +101,11 @@ def test_mirostat_brings_the_surprise_near_tau() -> None:
     rng = np.random.default_rng(2)
     for version in (1, 2):
         params = SamplingParams(temperature=1.0, mirostat=version, mirostat_tau=3.0)
-        chooser, surprises = Chooser(params, 5), []
+        sampler, surprises = TokenSampler(params, 5), []
         for _ in range(400):
             logits = rng.normal(size=500).astype(np.float32) * 2
-            chooser.choose(logits)
-            surprises.append(chooser._surprise)
+            sampler.sample(logits)
+            surprises.append(sampler._surprise)
         assert np.mean(surprises[100:]) == pytest.approx(3.0, abs=0.4)
 
 
@@ -126,27 +129,27 @@ def test_constraint_is_kept_whatever_is_likely(params: dict[str, Any]) -> None:
     logits = np.random.default_rng(4).normal(size=3000).astype(np.float32) * 4
     unlikely = np.argsort(logits)[:3].tolist()
     constraint = Only(*unlikely)
-    chooser = Chooser(SamplingParams(**{**OFF, **params}), 1, constraint=constraint)
-    tokens = [chooser.choose(logits.copy())[0] for _ in range(5)]
+    sampler = TokenSampler(SamplingParams(**{**OFF, **params}), 1, constraint=constraint)
+    tokens = [sampler.sample(logits.copy())[0] for _ in range(5)]
     assert constraint.accepted == tokens
     if params.get("temperature") == 0:
         assert set(tokens) == {unlikely[-1]}
 
 
 def test_constraint_does_not_change_what_it_allows_anyway() -> None:
-    free = Chooser(SamplingParams(), 7)
-    bound = Chooser(SamplingParams(), 7, constraint=Only(*range(5)))
-    assert [free.choose(LOGITS.copy()) for _ in range(20)] == [bound.choose(LOGITS.copy()) for _ in range(20)]
+    free = TokenSampler(SamplingParams(), 7)
+    bound = TokenSampler(SamplingParams(), 7, constraint=Only(*range(5)))
+    assert [free.sample(LOGITS.copy()) for _ in range(20)] == [bound.sample(LOGITS.copy()) for _ in range(20)]
 
 
 def test_constraint_that_allows_nothing_is_told() -> None:
     with pytest.raises(NothingAllowed):
-        Chooser(SamplingParams(), 1, constraint=Only()).choose(LOGITS.copy())
+        TokenSampler(SamplingParams(), 1, constraint=Only()).sample(LOGITS.copy())
 
 
 def test_logprobs_are_of_the_models_own_distribution() -> None:
     params = SamplingParams(temperature=0.0, logprobs=2, logit_bias=((4, 100.0),))
-    token, report = Chooser(params, 0).choose(LOGITS.copy())
+    token, report = TokenSampler(params, 0).sample(LOGITS.copy())
     assert report is not None
     assert (token, report.token) == (4, 4)
     assert report.logprob == pytest.approx(np.log(0.05), abs=1e-5)
@@ -191,22 +194,22 @@ def test_wrong_parameters_are_refused(params: dict[str, Any], message: str) -> N
 def test_temperature_next_to_zero_chooses_as_zero_does(temperature: float) -> None:
     logits = np.array([1.0, 3.0, -2.0, 2.99, -np.inf], dtype=np.float32)
     for filters in ({}, {"top_k": 0, "top_p": 1.0, "min_p": 0.0}, {"mirostat": 1}, {"mirostat": 2}):
-        chooser = Chooser(SamplingParams(temperature=temperature, **filters), 7)
-        assert chooser.choose(logits.copy())[0] == 1
+        sampler = TokenSampler(SamplingParams(temperature=temperature, **filters), 7)
+        assert sampler.sample(logits.copy())[0] == 1
 
 
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("mu", [-1e6, 0.0, 1023.0, 1e6, 1e300])
 def test_mirostat_goes_on_whatever_it_has_learned(version: int, mu: float) -> None:
     params = SamplingParams(mirostat=version, mirostat_tau=100, mirostat_eta=10)
-    chooser = Chooser(params, 0, mirostat_mu=mu)
+    sampler = TokenSampler(params, 0, mirostat_mu=mu)
     rows = np.random.default_rng(0).normal(size=(20, 64)).astype(np.float32) * 5
     for row in rows:
-        assert 0 <= chooser.choose(row)[0] < 64
-    assert np.isfinite(chooser.mirostat_mu)
+        assert 0 <= sampler.sample(row)[0] < 64
+    assert np.isfinite(sampler.mirostat_mu)
 
 
 def test_mirostat_ignores_top_k() -> None:
     logits = np.linspace(0, 0.1, 50).astype(np.float32)
     params = SamplingParams(mirostat=2, top_k=1, temperature=2.0)
-    assert len({Chooser(params, seed).choose(logits.copy())[0] for seed in range(30)}) > 5
+    assert len({TokenSampler(params, seed).sample(logits.copy())[0] for seed in range(30)}) > 5

@@ -11,9 +11,9 @@ from cellama.engine.scheduling.scheduler import Limits, Scheduler
 from cellama.engine.scheduling.sequence import Sequence
 from cellama.engine.scheduling.strategies import (
     DecodeMaximal,
-    Share,
     SlotView,
     Strategy,
+    TokenAllocation,
 )
 
 LIMITS = Limits(budget=8, chunk_size=4)
@@ -52,5 +52,7 @@ def run_step(scheduler: Scheduler, now: float = 0.0) -> list[Chunk]:
 class Mine(Strategy):
     """A strategy of a user: one slot at a time."""
 
-    def build_batch(self, slots: list[SlotView], budget: int, chunk_size: int, queue_depth: int) -> list[Share]:
+    def build_batch(
+        self, slots: list[SlotView], budget: int, chunk_size: int, queue_depth: int
+    ) -> list[TokenAllocation]:
         return [(slots[0].slot, min(slots[0].num_pending, budget, chunk_size))]

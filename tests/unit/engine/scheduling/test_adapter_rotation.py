@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cellama.engine.scheduling.adapter_rotation import BULK_EXTRA_S, BULK_SLICE_S, SLICE_S, Rotation, place_for
+from cellama.engine.scheduling.adapter_rotation import BULK_EXTRA_S, BULK_SLICE_S, SLICE_S, Rotation, slot_beside
 
 GROUPS = "abcdef"
 MAX_STEP_S = 0.4
@@ -25,11 +25,11 @@ def test_rotation_serves_every_group_within_a_bounded_time(arrivals: list[Arriva
     served: dict[str, float] = {}
     for step, seconds in enumerate(steps):
         for _, key, interactive, length in (arrival for arrival in arrivals if arrival[0] == step):
-            rotation.join(key, interactive, now)
+            rotation.add(key, interactive, now)
             running.append((key, interactive, step + length))
             served.setdefault(key, now)
         for key, interactive, end in [entry for entry in running if entry[2] == step]:
-            rotation.leave(key, interactive)
+            rotation.remove(key, interactive)
             running.remove((key, interactive, end))
         present = {key for key, _, _ in running}
         served = {key: at for key, at in served.items() if key in present}
@@ -52,7 +52,7 @@ def turns(rotation: Rotation, seconds: float, step_s: float = 0.01) -> list[str]
 def test_turn_lasts_for_a_slice_and_groups_share_the_time() -> None:
     rotation = Rotation()
     for key in "abc":
-        rotation.join(key, interactive=True, now=0.0)
+        rotation.add(key, interactive=True, now=0.0)
     served = turns(rotation, 30.0)
     switches = sum(a != b for a, b in itertools.pairwise(served))
     assert all(served.count(key) == pytest.approx(1000, rel=0.1) for key in "abc")
@@ -62,15 +62,15 @@ def test_turn_lasts_for_a_slice_and_groups_share_the_time() -> None:
 def test_turns_are_longer_when_nobody_waits_for_each_token() -> None:
     rotation = Rotation()
     for key in "ab":
-        rotation.join(key, interactive=False, now=0.0)
+        rotation.add(key, interactive=False, now=0.0)
     served = turns(rotation, 30.0)
     assert sum(a != b for a, b in itertools.pairwise(served)) <= 30.0 / BULK_SLICE_S
 
 
 def test_newcomer_is_next_and_bulk_requests_let_interactive_ones_go_more_often() -> None:
     rotation = Rotation()
-    rotation.join("bulk", interactive=False, now=0.0)
-    rotation.join("chat", interactive=True, now=5.0)
+    rotation.add("bulk", interactive=False, now=0.0)
+    rotation.add("chat", interactive=True, now=5.0)
     assert rotation.turn(5.0) == "chat"
     served = [rotation.turn(5.0 + step * 0.01) for step in range(1000)]
     assert 0.1 < served.count("bulk") / len(served) < 0.4
@@ -81,11 +81,11 @@ def test_newcomer_is_next_and_bulk_requests_let_interactive_ones_go_more_often()
 
 def test_group_that_ran_alone_gives_way_at_once_and_frozen_clocks_still_change_turns() -> None:
     rotation = Rotation()
-    rotation.join("a", interactive=True, now=0.0)
+    rotation.add("a", interactive=True, now=0.0)
     assert not rotation.is_needed
-    rotation.join("b", interactive=True, now=0.0)
+    rotation.add("b", interactive=True, now=0.0)
     assert rotation.turn(0.0) == "b"
-    rotation.leave("b", interactive=True)
+    rotation.remove("b", interactive=True)
     assert not rotation.is_needed
     assert rotation.turn(0.0) == "a"
 
@@ -108,13 +108,13 @@ def test_group_that_ran_alone_gives_way_at_once_and_frozen_clocks_still_change_t
 def test_place_for_a_group_is_beside_its_own_or_in_the_middle_of_a_gap(
     holders: str, key: str, place: int | None
 ) -> None:
-    assert place_for(key, [None if holder == "." else holder for holder in holders]) == place
+    assert slot_beside(key, [None if holder == "." else holder for holder in holders]) == place
 
 
 def test_groups_that_arrive_mixed_lie_together() -> None:
     holders: list[str | None] = [None] * 12
     for key in "abc" * 4:
-        place = place_for(key, holders)
+        place = slot_beside(key, holders)
         assert place is not None
         assert holders[place] is None
         holders[place] = key

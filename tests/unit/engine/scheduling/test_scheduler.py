@@ -16,8 +16,8 @@ from cellama.engine.scheduling.strategies import (
     STRATEGIES,
     Adaptive,
     DecodeMaximal,
-    Share,
     Strategy,
+    TokenAllocation,
     make_strategy,
 )
 
@@ -157,17 +157,17 @@ def test_scheduler_expires_waiting_and_running_sequences_once() -> None:
     for new in (running, waiting, patient):
         scheduler.enqueue(new, 0)
     scheduler.admit(0)
-    assert list(scheduler.line.expired(0.5)) == []
-    assert list(scheduler.line.expired(3.0)) == [running, waiting]
-    assert list(scheduler.line.expired(3.0)) == []
+    assert list(scheduler.queue.expired(0.5)) == []
+    assert list(scheduler.queue.expired(3.0)) == [running, waiting]
+    assert list(scheduler.queue.expired(3.0)) == []
 
 
 @pytest.mark.parametrize(
     "shares", [[(0, 9)], [(0, 5)], [(0, 0)], [(0, 1), (0, 1)], [(2, 1)], [], [(0, 1.5)], [0], None]
 )
-def test_scheduler_does_without_a_strategy_that_chooses_what_cannot_be(shares: list[Share]) -> None:
+def test_scheduler_does_without_a_strategy_that_chooses_what_cannot_be(shares: list[TokenAllocation]) -> None:
     class Wrong(Strategy):
-        def build_batch(self, slots: object, budget: int, chunk_size: int, queue_depth: int) -> list[Share]:
+        def build_batch(self, slots: object, budget: int, chunk_size: int, queue_depth: int) -> list[TokenAllocation]:
             return shares
 
     scheduler = new_scheduler(Wrong())
@@ -177,19 +177,19 @@ def test_scheduler_does_without_a_strategy_that_chooses_what_cannot_be(shares: l
     assert isinstance(scheduler.strategy.current, Adaptive)
 
 
-def test_ended_sequences_are_forgotten_before_their_deadlines_and_wherever_they_stood_in_line() -> None:
+def test_ended_sequences_are_forgotten_before_their_deadlines_and_wherever_they_waited() -> None:
     scheduler = new_scheduler(n_slots=1)
-    for place in range(200):
-        ended = sequence(timeout_s=10**6, priority=place % 10)
+    for index in range(200):
+        ended = sequence(timeout_s=10**6, priority=index % 10)
         scheduler.enqueue(ended, 0)
         scheduler.release(ended)
-    for heap in (scheduler.line._heap, scheduler.line._deadlines):
+    for heap in (scheduler.queue._heap, scheduler.queue._deadlines):
         assert list(heap) == []
-        assert len(heap._places) < 50
+        assert len(heap._entries) < 50
     patient = sequence(timeout_s=1)
     scheduler.enqueue(patient, 0)
-    assert scheduler.line.waiting() == [patient]
-    assert list(scheduler.line.expired(2)) == [patient]
+    assert scheduler.queue.waiting() == [patient]
+    assert list(scheduler.queue.expired(2)) == [patient]
 
 
 @pytest.mark.parametrize("partial_reuse", [False, True])
