@@ -188,15 +188,16 @@ def events(_: str = "") -> str:
 
 def codes(_: str = "") -> str:
     """The one table of error codes, with the exit code that the command line has for each."""
-    exit_code_of = find("cellama.api.cli.commands.exit_code_of")
-    errors = importlib.import_module("cellama.tasks.contract.errors")
-    kinds = [c for c in vars(errors).values() if inspect.isclass(c) and issubclass(c, errors.JobError)]
-    raised = {kind.code: kind("") for kind in kinds if kind is not errors.JobFailed}
-    rows = []
-    for row in find("cellama.tasks.contract.codes.CODES").values():
-        exit_code = int(exit_code_of(raised.get(row.code) or errors.JobFailed(row.code, "")))
-        again = "yes" if row.retryable else ""
-        rows.append((f"`{row.code}`", row.meaning, again, str(row.http_status), str(exit_code)))
+    rows = [
+        (
+            f"`{row.code}`",
+            row.meaning,
+            "yes" if row.retryable else "",
+            str(row.http_status),
+            str(int(row.exit_code)),
+        )
+        for row in find("cellama.tasks.contract.codes.CODES").values()
+    ]
     return table(("code", "meaning", "may be tried again", "HTTP status", "exit code"), rows)
 
 

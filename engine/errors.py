@@ -21,7 +21,7 @@
     ├── EmbeddingCancelled      somebody cancelled an embedding (a generation ends as `cancelled` instead)
     └── EngineStopped           the engine closed, or its thread died
 
-The class attributes are the one table error → code, retryable, HTTP status; codes cross processes, objects don't.
+Codes cross processes, objects don't. What a code means for callers is in one table (`tasks/contract/codes.py`).
 """
 
 from __future__ import annotations
@@ -35,13 +35,10 @@ class EngineError(Exception):
     """The engine could not do what was asked; `str(error)` is written for people."""
 
     code: ClassVar[str] = "engine_error"
-    retryable: ClassVar[bool] = False
-    http_status: ClassVar[int] = 500
 
 
 class InvalidRequest(EngineError):
     code = "invalid_request"
-    http_status = 400
 
 
 class PromptTooLong(InvalidRequest):
@@ -50,17 +47,14 @@ class PromptTooLong(InvalidRequest):
 
 class TemplateFailed(EngineError):
     code = "template_failed"
-    http_status = 400
 
 
 class WrongCapability(EngineError):
     code = "wrong_capability"
-    http_status = 400
 
 
 class UnknownModel(EngineError):
     code = "unknown_model"
-    http_status = 404
 
 
 class ModelLoadFailed(EngineError):
@@ -69,14 +63,12 @@ class ModelLoadFailed(EngineError):
 
 class IdTaken(ModelLoadFailed):
     code = "id_taken"
-    http_status = 409
 
 
 class InsufficientMemory(ModelLoadFailed):
     """Nothing was allocated. The attributes say where, how much was wanted and how much there was."""
 
     code = "insufficient_memory"
-    http_status = 507
 
     def __init__(self, message: str, device: str, required_bytes: int, available_bytes: int) -> None:
         super().__init__(message)
@@ -91,13 +83,10 @@ class AdapterLoadFailed(EngineError):
 
 class UnknownAdapter(EngineError):
     code = "unknown_adapter"
-    http_status = 404
 
 
 class AdapterBusy(EngineError):
     code = "adapter_busy"
-    retryable = True
-    http_status = 409
 
 
 class ManagerExists(EngineError):
@@ -106,19 +95,14 @@ class ManagerExists(EngineError):
 
 class ModelBusy(EngineError):
     code = "model_busy"
-    retryable = True
-    http_status = 409
 
 
 class QueueFull(EngineError):
     code = "queue_full"
-    retryable = True
-    http_status = 429
 
 
 class DecodeFailed(EngineError):
     code = "decode_failed"
-    retryable = True
 
 
 class RequestFailed(EngineError):
@@ -127,18 +111,14 @@ class RequestFailed(EngineError):
 
 class GrammarFailed(EngineError):
     code = "grammar_failed"
-    http_status = 400
 
 
 class EmbeddingCancelled(EngineError):
     code = "cancelled"
-    http_status = 499
 
 
 class EngineStopped(EngineError):
     code = "engine_stopped"
-    retryable = True
-    http_status = 503
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

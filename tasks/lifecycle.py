@@ -18,6 +18,7 @@ from cellama.tasks.broker import revokes  # noqa: F401  (being imported makes it
 from cellama.tasks.calls.canvas_steps import tell_end
 from cellama.tasks.connection.connections import SOCKET_OPTIONS, connect
 from cellama.tasks.connection.server_check import ServerCheck, UnfitRedis
+from cellama.tasks.contract.codes import Exit
 from cellama.tasks.state.registry import describe
 from cellama.tasks.worker import commands  # noqa: F401  (too)
 from cellama.tasks.worker.runtime import Runtime
@@ -28,7 +29,6 @@ log = logging.getLogger(__name__)
 
 # What follows a job is sent again until Redis is back: a job that is done does not fail because Redis is away.
 NEXT_STEP_RETRIES = {"max_retries": 10_000, "interval_start": 0.1, "interval_step": 0.2, "interval_max": 2.0}
-EXIT_CONFIG = 78  # sysexits.h: EX_CONFIG; a supervisor must not start the worker again
 
 
 class LoadModels(bootsteps.StartStopStep):  # type: ignore[misc]
@@ -37,7 +37,7 @@ class LoadModels(bootsteps.StartStopStep):  # type: ignore[misc]
     requires = ("celery.worker.components:Pool",)
 
     def start(self, worker: Any) -> None:
-        """Makes the runtime; a mistake in the settings or a model file ends the process with EXIT_CONFIG."""
+        """Makes the runtime; a mistake in the settings or a model file ends the process with Exit.CONFIG."""
         worker.app.conf.task_publish_retry_policy = NEXT_STEP_RETRIES
         signals.task_revoked.connect(_tell_revoked, weak=False)
         signals.worker_shutdown.connect(_close, weak=False)
@@ -48,7 +48,7 @@ class LoadModels(bootsteps.StartStopStep):  # type: ignore[misc]
             runtime = Runtime(get_settings(), worker.hostname, store=lambda *job: tell_end(worker.app, *job))
         except EngineError as error:
             log.critical("the worker can't start: %s", error)
-            raise SystemExit(EXIT_CONFIG) from None
+            raise SystemExit(Exit.CONFIG) from None
         worker.app.runtime, worker.app.attempt = runtime, partial(attempt_job, runtime)
 
     def info(self, worker: Any) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def _check_server(app: CellamaApp) -> None:
             app.server_check.run(redis)
         except UnfitRedis as error:
             log.critical("the worker can't start: %s", error)
-            raise SystemExit(EXIT_CONFIG) from None
+            raise SystemExit(Exit.CONFIG) from None
 
 
 def _tell_revoked(sender: Any = None, request: Any = None, terminated: bool = False, **_: Any) -> None:

@@ -1,4 +1,4 @@
-"""The command line `cellama`. Exit codes: 0 ok, 1 failed, 2 wrong usage, 3 unreachable, 4 timeout, 130 Ctrl-C."""
+"""The command line `cellama`. What its exit codes mean is in `tasks/contract/codes.py`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from cellama.api.cli.local.services import NotInstalled, up_command, worker_comm
 from cellama.api.cli.local.tune import tune_command
 from cellama.api.machine.redis_server import RedisServerError
 from cellama.config import SettingsError
-from cellama.tasks.contract.errors import InvalidJob, JobError, JobTimeout, RedisRefused, RedisUnreachable, UnknownModel
+from cellama.tasks.contract.codes import EXITS, Exit
+from cellama.tasks.contract.errors import JobError
 
 from .batch.run import batch_resume_command, batch_run_command
 from .batch.runs import batch_cancel_command, batch_list_command, batch_status_command
@@ -42,13 +43,13 @@ from .models import (
     models_memory_command,
     models_unload_command,
 )
-from .output import Exit, print_error
+from .output import print_error
 from .status import status_command
 
 EPILOGUE = """
 Settings come from CELLAMA_* variables or cellama.toml.
-Exit codes: 0 ok, 1 failed, 2 wrong usage, 3 Redis or worker not there, 4 timeout, 130 Ctrl-C.
-"""
+Exit codes: {exits}.
+""".format(exits=", ".join(f"{code:d} {meaning}" for code, meaning in EXITS.items()))
 
 app = typer.Typer(
     name="cellama",
@@ -153,20 +154,11 @@ def _options(
     """The command line of cellama."""
 
 
-USAGE_CODES = ("invalid_request", "prompt_too_long", "wrong_capability", "unknown_adapter")
-
-
 def exit_code_of(error: Exception) -> Exit:
     """The exit code that tells what kind of error it was."""
-    if isinstance(error, InvalidJob | SettingsError | NotInstalled):
-        return Exit.USAGE
-    if isinstance(error, RedisUnreachable | RedisRefused | UnknownModel):
-        return Exit.UNREACHABLE
-    if isinstance(error, JobTimeout):
-        return Exit.TIMEOUT
-    if isinstance(error, JobError) and error.code in USAGE_CODES:
-        return Exit.USAGE
-    return Exit.FAILED
+    if isinstance(error, JobError):
+        return error.exit_code
+    return Exit.USAGE if isinstance(error, SettingsError | NotInstalled) else Exit.FAILED
 
 
 def main() -> None:

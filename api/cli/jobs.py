@@ -9,10 +9,11 @@ import typer
 from rich.prompt import Confirm
 
 from cellama.api.client.client import Client, Job
+from cellama.tasks.contract.codes import Exit
 
 from .following import Patience, show
 from .generation import JsonOption, PatienceOption
-from .output import Exit, err, out, print_error, print_json, readable_time, table_of
+from .output import err, out, print_error, print_json, readable_time, table_of
 
 LIMIT = 50
 JobArgument = Annotated[str, typer.Argument(help="Id of the job.")]

@@ -6,7 +6,6 @@ import json
 import os
 import sys
 from datetime import datetime
-from enum import IntEnum
 from typing import Any, TextIO
 
 from rich.box import SIMPLE_HEAD
@@ -23,17 +22,6 @@ def _console(stream: TextIO, *, stderr: bool = False) -> Console:
 
 out = _console(sys.stdout)
 err = _console(sys.stderr, stderr=True)
-
-
-class Exit(IntEnum):
-    """Exit codes of every command."""
-
-    OK = 0
-    FAILED = 1  # the job, or what was asked, failed
-    USAGE = 2  # wrong arguments, payload or settings
-    UNREACHABLE = 3  # Redis does not answer, or no worker serves the model
-    TIMEOUT = 4
-    INTERRUPTED = 130
 
 
 def print_json(value: Any) -> None:

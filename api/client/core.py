@@ -214,7 +214,7 @@ class Core:
         for name in chosen:
             answer = answers.get(name, {"error": f"it did not answer within {REPLY_S:g} s", "code": "timeout"})
             if "error" in answer:
-                raise JobFailed(answer.get("code", "failed"), f"worker {name}: {answer['error']}")
+                raise JobFailed(answer.get("code", "internal_error"), f"worker {name}: {answer['error']}")
         return {name: answers[name]["at"] for name in chosen}
 
     def _wait_for_model(self, begun: dict[str, float], model_id: str, wanted: str | None, timeout_s: float) -> None:

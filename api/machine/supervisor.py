@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from cellama.tasks.contract.codes import Exit
+
 from .redis_server import die_with_parent
 
 log = logging.getLogger(__name__)
@@ -22,7 +24,6 @@ log = logging.getLogger(__name__)
 POLL_S = 0.1
 FIRST_BACK_OFF_S, LAST_BACK_OFF_S = 1.0, 30.0
 HEALTHY_S = 60.0  # a child that lived so long starts again without delay
-EXIT_CONFIG = 78  # sysexits.h: EX_CONFIG; starting again would not help
 
 
 @dataclass
@@ -33,7 +34,7 @@ class Child:
     argv: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
     log_path: Path | None = None
-    final_codes: Sequence[int] = (0, EXIT_CONFIG)  # with these it shall not be started again, and all end
+    final_codes: Sequence[int] = (Exit.OK, Exit.CONFIG)  # with these it shall not be started again, and all end
     process: subprocess.Popen[bytes] | None = None
     started_at: float = 0.0
     back_off_s: float = 0.0

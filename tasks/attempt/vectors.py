@@ -56,7 +56,7 @@ def wait_for(handle: EmbeddingHandle, timeout_s: float | None, submitted_at: flo
     except TimeoutError:
         handle.cancel()
         message = f"the texts were not read within the timeout of {timeout_s} s; raise it, or send fewer texts"
-        raise JobFailed("timeout", message, retryable=True) from None
+        raise JobFailed("timeout", message) from None
 
 
 def rerank(model: Model, job: RerankJob, wait: Wait) -> dict[str, Any]:

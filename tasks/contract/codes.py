@@ -1,14 +1,35 @@
-"""The one table of error codes: what a code means, whether trying again may help, and its HTTP status.
+"""The one table of error codes: what a code means, whether trying again may help, its HTTP status and exit code.
 
-Codes are what crosses processes: in `error` events, in results, in the files of bulk runs. Classes (`contract.errors`,
-`engine.errors`) carry the same values, and a test compares them with this table.
+Codes are what crosses processes: in `error` events, in results, in the files of bulk runs. Errors of jobs
+(`contract.errors`) look up here what their code means; an error of the engine has a code and nothing else.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 
-from .errors import JobError
+
+class Exit(IntEnum):
+    """Exit codes of every command."""
+
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+    UNREACHABLE = 3
+    TIMEOUT = 4
+    CONFIG = 78  # of a worker process only; sysexits.h: EX_CONFIG; a supervisor must not start it again
+    INTERRUPTED = 130
+
+
+EXITS = {  # what commands end with
+    Exit.OK: "ok",
+    Exit.FAILED: "failed",
+    Exit.USAGE: "wrong usage",
+    Exit.UNREACHABLE: "Redis or worker not there",
+    Exit.TIMEOUT: "timeout",
+    Exit.INTERRUPTED: "Ctrl-C",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,21 +39,22 @@ class Code:
     code: str
     meaning: str
     http_status: int
+    exit_code: Exit = Exit.FAILED
     retryable: bool = False
 
 
 CODES: dict[str, Code] = {
     row.code: row
     for row in (
-        Code("invalid_request", "a parameter or a text is wrong; the message names it with a remedy", 400),
-        Code("prompt_too_long", "the prompt can never fit into a slot", 400),
-        Code("template_failed", "the model's chat template refused the messages, or there is none", 400),
-        Code("wrong_capability", "the model is not loaded for this task", 400),
-        Code("grammar_failed", "grammar, biases and `ignore_eos` together allow no token", 400),
-        Code("unknown_model", "no live worker serves the model", 404),
-        Code("unknown_adapter", "the model has no adapter of that name", 404),
+        Code("invalid_request", "a parameter or a text is wrong; the message names it with a remedy", 400, Exit.USAGE),
+        Code("prompt_too_long", "the prompt can never fit into a slot", 400, Exit.USAGE),
+        Code("template_failed", "the model's chat template refused the messages, or there is none", 400, Exit.USAGE),
+        Code("wrong_capability", "the model is not loaded for this task", 400, Exit.USAGE),
+        Code("grammar_failed", "grammar, biases and `ignore_eos` together allow no token", 400, Exit.USAGE),
+        Code("unknown_model", "no live worker serves the model", 404, Exit.UNREACHABLE),
+        Code("unknown_adapter", "the model has no adapter of that name", 404, Exit.USAGE),
         Code("unknown_job", "there is no such job, or it is forgotten by now", 404),
-        Code("unknown_worker", "no live worker has that name", 404),
+        Code("unknown_worker", "no live worker has that name", 404, Exit.UNREACHABLE),
         Code("adapter_busy", "the adapter is in use and can't be unloaded now", 409, retryable=True),
         Code("model_busy", "the model is in use and can't be unloaded now", 409, retryable=True),
         Code("model_changed", "no worker has the model and adapters that the job began with", 409, retryable=True),
@@ -50,17 +72,27 @@ CODES: dict[str, Code] = {
         Code("manager_exists", "the process has a model manager already", 500),
         Code("no_worker", "a task was called in a process that is no worker; queue it", 500),
         Code("internal_error", "an error that no one foresaw; the worker's log has its trace", 500),
-        Code("redis_refused", "Redis answers, and says no: a right is missing, or a key has another type", 500),
+        Code(
+            "redis_refused",
+            "Redis answers, and says no: a right is missing, or a key has another type",
+            500,
+            Exit.UNREACHABLE,
+        ),
         Code("engine_stopped", "the engine closed, or its thread died", 503, retryable=True),
-        Code("redis_unreachable", "Redis does not answer", 503, retryable=True),
-        Code("timeout", "nothing came within the time that the caller, or the job, had", 504, retryable=True),
+        Code("redis_unreachable", "Redis does not answer", 503, Exit.UNREACHABLE, retryable=True),
+        Code(
+            "timeout",
+            "nothing came within the time that the caller, or the job, had",
+            504,
+            Exit.TIMEOUT,
+            retryable=True,
+        ),
         Code("insufficient_memory", "the model does not fit into the memory budget", 507),
-        Code("redis_full", "Redis is at its maxmemory", 507, retryable=True),
+        Code("redis_full", "Redis is at its maxmemory", 507, Exit.UNREACHABLE, retryable=True),
     )
 }
 
 
-def http_status_of(error: JobError) -> int:
-    """The HTTP status with which a web backend answers an error of a job; 500 for a code that is not in the table."""
-    known = CODES.get(error.code)
-    return known.http_status if known else 500
+def meaning_of(code: str) -> Code:
+    """The row of a code; one that is not in the table, as of a newer worker, is a failure of the service."""
+    return CODES.get(code) or Code(code, "this version does not know it", 500)

@@ -17,14 +17,32 @@ JobError
 
 from __future__ import annotations
 
+from .codes import Exit, meaning_of
 from .valid_text import valid_text
 
 
 class JobError(Exception):
-    """A job could not be submitted, done or read; `str(error)` is written for people."""
+    """A job could not be submitted, done or read; `str(error)` is written for people.
 
-    code: str = "job_error"
-    retryable: bool = False
+    What its `code` means is in one table (`contract.codes`).
+    """
+
+    code: str = "internal_error"
+
+    @property
+    def retryable(self) -> bool:
+        """Whether the same call may succeed later."""
+        return meaning_of(self.code).retryable
+
+    @property
+    def http_status(self) -> int:
+        """The status with which a web backend answers; 500 for a code that this version does not know."""
+        return meaning_of(self.code).http_status
+
+    @property
+    def exit_code(self) -> Exit:
+        """With which the command line ends."""
+        return meaning_of(self.code).exit_code
 
     def __str__(self) -> str:
         return valid_text(super().__str__())  # it may quote what somebody sent
@@ -35,14 +53,19 @@ class InvalidJob(JobError, ValueError):
 
 
 class JobFailed(JobError):
-    """The job ended with an error. `code` and `retryable` are those of its `error` event."""
+    """The job ended with an error. `code` and `message` are those of its `error` event, which may know better than
+    this version's table whether the job is `retryable`."""
 
-    def __init__(self, code: str, message: str, retryable: bool = False) -> None:
+    def __init__(self, code: str, message: str, retryable: bool | None = None) -> None:
         message = valid_text(message)
-        super().__init__(code, message, retryable)  # args survive JSON: Celery makes the error again from them
+        self._retryable = meaning_of(code).retryable if retryable is None else retryable
+        super().__init__(code, message, self._retryable)  # args survive JSON: Celery makes the error again from them
         self.code = code
         self.message = message
-        self.retryable = retryable
+
+    @property
+    def retryable(self) -> bool:
+        return self._retryable
 
     def __str__(self) -> str:
         return self.message
@@ -54,7 +77,6 @@ class JobCancelled(JobError):
 
 class JobTimeout(JobError, TimeoutError):
     code = "timeout"
-    retryable = True
 
 
 class ResultIgnored(JobError):
@@ -79,7 +101,6 @@ class StreamTrimmed(JobError):
 
 class RedisUnreachable(JobError):
     code = "redis_unreachable"
-    retryable = True
 
 
 class RedisRefused(JobError):
@@ -88,4 +109,3 @@ class RedisRefused(JobError):
 
 class RedisFull(RedisRefused):
     code = "redis_full"
-    retryable = True

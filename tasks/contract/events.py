@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from .codes import meaning_of
+
 Event = dict[str, Any]
 
 EVENT_FIELD = "event"  # the one field of a journal entry
@@ -42,9 +44,10 @@ def done(finish_reason: str, usage: dict[str, int], **details: Any) -> Event:
     return {"type": "done", "finish_reason": finish_reason, "usage": usage, **details}
 
 
-def error(code: str, message: str, retryable: bool) -> Event:
-    """The job failed."""
-    return {"type": "error", "code": code, "message": message, "retryable": retryable}
+def error(code: str, message: str, retryable: bool | None = None) -> Event:
+    """The job failed. `retryable` is as the table of codes has it, unless somebody knows better."""
+    known = meaning_of(code).retryable if retryable is None else retryable
+    return {"type": "error", "code": code, "message": message, "retryable": known}
 
 
 def is_terminal(event: Event) -> bool:

@@ -71,7 +71,7 @@ def ending_of_late(task: str, text: str = "", num_tokens: int = 0) -> tuple[Even
     """
     kind = KINDS.get(task)
     if kind is None or not kind.completes:
-        return error("timeout", TOO_LATE, retryable=True), None
+        return error("timeout", TOO_LATE), None
     usage = {**NO_USAGE, "completion_tokens": num_tokens}
     result = {"text": text, "finish_reason": "timeout", "stop_sequence": None, "usage": usage, "timings": {}}
     return done("timeout", usage), kind.shape(result)

@@ -151,7 +151,7 @@ def _timings(completion: Completion) -> dict[str, float | None]:
 
 def failure_of(error: EngineError) -> JobFailed:
     """The job's failure for an engine's error."""
-    return JobFailed(error.code, str(error), error.retryable)
+    return JobFailed(error.code, str(error))
 
 
 def error_event(failure: JobFailed) -> Event:

@@ -87,4 +87,4 @@ def changed(model_id: str) -> JobFailed:
         f"the job began with another model or adapter under the name {model_id!r}, and no worker has that any more; "
         "submit it again, or load what was there"
     )
-    return JobFailed("model_changed", message, retryable=True)
+    return JobFailed("model_changed", message)

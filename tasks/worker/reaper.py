@@ -118,7 +118,7 @@ class Reaper:
         if self._redis.exists(cancel_key(job_id)):
             event = events.done("cancelled", past.usage)
         elif message is None:
-            event = events.error("refused", REFUSED, retryable=False)
+            event = events.error("refused", REFUSED)
         else:
             event, result = ending_of_late((task or b"").decode(), past.text, past.num_tokens)
         if self._ledger.end_waiting(job_id, event, result):

@@ -118,7 +118,7 @@ def test_model_that_does_not_fit_is_refused_with_numbers_and_leaves_nothing(make
     with pytest.raises(InsufficientMemory) as refused:
         load(manager, "b")
     error, needed = refused.value, footprint_of().total_bytes
-    assert (error.device, error.code, error.http_status) == ("all devices", "insufficient_memory", 507)
+    assert (error.device, error.code) == ("all devices", "insufficient_memory")
     assert (error.required_bytes, error.available_bytes) == (needed, pytest.approx(needed // 2, rel=0.05))
     for part in ("model 'b' does not fit: it needs", "MiB of all devices", "available are", "lower n_parallel"):
         assert part in str(error)

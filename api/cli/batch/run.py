@@ -16,6 +16,7 @@ from cellama.api.batch.start import options_of, run_batch
 from cellama.api.cli.generation import JsonOption
 from cellama.api.cli.options import with_bulk_options
 from cellama.api.cli.output import err
+from cellama.tasks.contract.codes import Exit
 
 from .progress import showing, summarise
 from .runs import redis_here
@@ -102,7 +103,7 @@ def _run(options: BatchOptions, json: bool) -> None:
         )
         raise
     except BrokenPipeError:
-        raise typer.Exit(1) from None  # who reads the results has enough
+        raise typer.Exit(Exit.FAILED) from None  # who reads the results has enough
     except OSError as error:
         hint = (
             "free some room and go on with the same command"
@@ -114,7 +115,7 @@ def _run(options: BatchOptions, json: bool) -> None:
         ) from None
     summarise(summary, time.monotonic() - started, json, to_stdout)
     if summary.state != "completed" or summary.progress.failed:
-        raise typer.Exit(1)
+        raise typer.Exit(Exit.FAILED)
 
 
 def _seconds(text: str | None) -> float | None:

@@ -12,9 +12,10 @@ from redis import Redis
 from rich.table import Table
 
 from cellama.api.cli.generation import JsonOption
-from cellama.api.cli.output import Exit, out, print_error, print_json, readable_time, table_of
+from cellama.api.cli.output import out, print_error, print_json, readable_time, table_of
 from cellama.tasks.connection.connections import connect
 from cellama.tasks.connection.redis_errors import reaching_redis
+from cellama.tasks.contract.codes import Exit
 from cellama.tasks.contract.errors import UnknownJob
 from cellama.tasks.state.bulk_runs import OPEN_STATES, Batches
 

@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from cellama.api.cli.output import Exit, print_error
+from cellama.api.cli.output import print_error
+from cellama.tasks.contract.codes import Exit
 
 
 def bench_command(

@@ -14,11 +14,12 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.rule import Rule
 
-from cellama.api.cli.output import Exit, err, out
+from cellama.api.cli.output import err, out
 from cellama.api.client.client import Client, Job
 from cellama.api.machine.redis_server import RedisServer
 from cellama.api.machine.supervisor import Supervisor, worker_child
 from cellama.tasks import generate
+from cellama.tasks.contract.codes import Exit
 from cellama.tasks.contract.names import PRIORITY_BULK
 
 from .services import check_installed, wait_for_worker

@@ -18,12 +18,13 @@ from redis.exceptions import AuthenticationError, RedisError
 from rich.panel import Panel
 from rich.table import Table
 
-from cellama.api.cli.output import Exit, err, out
+from cellama.api.cli.output import err, out
 from cellama.api.machine.redis_server import LOOPBACK, RedisServer, RedisServerError, check_port_free
-from cellama.api.machine.supervisor import EXIT_CONFIG, Child, Supervisor, flower_child, worker_child
+from cellama.api.machine.supervisor import Child, Supervisor, flower_child, worker_child
 from cellama.config import ModelSettings, Settings, get_settings
 from cellama.config.redis_url import parse_redis_url
 from cellama.tasks.connection.connections import connect
+from cellama.tasks.contract.codes import Exit
 from cellama.tasks.contract.errors import RedisUnreachable
 from cellama.tasks.state.registry import live_workers
 
@@ -59,7 +60,7 @@ def worker_command(model: ModelsOption = None, redis: RedisOption = None) -> Non
         supervisor.start()
         code = supervisor.run()
         supervisor.stop()
-    raise typer.Exit(Exit.USAGE if code == EXIT_CONFIG else code)
+    raise typer.Exit(Exit.USAGE if code == Exit.CONFIG else code)
 
 
 def up_command(

@@ -16,8 +16,9 @@ from rich.live import Live
 from rich.table import Table
 
 from cellama.api.cli.generation import JsonOption
-from cellama.api.cli.output import Exit, err, out, print_error, print_json
+from cellama.api.cli.output import err, out, print_error, print_json
 from cellama.config import ModelSettings, get_settings
+from cellama.tasks.contract.codes import Exit
 
 from .services import check_installed
 

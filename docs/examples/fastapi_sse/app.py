@@ -11,9 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel
 
-from cellama.api import AsyncClient
-from cellama.tasks.contract.codes import http_status_of
-from cellama.tasks.contract.errors import JobError
+from cellama.api import AsyncClient, JobError
 
 
 class Story(BaseModel):
@@ -35,7 +33,7 @@ app = FastAPI(lifespan=lifespan)
 @app.exception_handler(JobError)
 async def job_error(request: Request, error: JobError) -> JSONResponse:
     """A wrong parameter is a 400, an unknown job a 404, a Redis that is away a 503."""
-    return JSONResponse({"code": error.code, "message": str(error)}, http_status_of(error))
+    return JSONResponse({"code": error.code, "message": str(error)}, error.http_status)
 
 
 @app.post("/stories")

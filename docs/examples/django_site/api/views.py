@@ -9,10 +9,8 @@ from celery import chain
 from celery.result import AsyncResult
 from django.http import HttpRequest, HttpResponse, JsonResponse, StreamingHttpResponse
 
-from cellama.api import Client
+from cellama.api import Client, JobError
 from cellama.tasks import generate
-from cellama.tasks.contract.codes import http_status_of
-from cellama.tasks.contract.errors import JobError
 from config import celery_app
 from tasks import prompt_for, title_of
 
@@ -42,7 +40,7 @@ def story(request: HttpRequest) -> HttpResponse:
     try:
         job = client.generate("tiny", request.GET.get("prompt", "Once upon a time"), max_tokens=60)
     except JobError as error:
-        return JsonResponse({"code": error.code, "message": str(error)}, status=http_status_of(error))
+        return JsonResponse({"code": error.code, "message": str(error)}, status=error.http_status)
 
     def lines() -> Iterator[str]:
         for event in job.stream(ping=15, cancel_on_exit=True):

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from cellama.api.cli import app
 from cellama.api.cli.commands import exit_code_of
-from cellama.api.cli.output import Exit
 from cellama.config import Settings, SettingsError
+from cellama.tasks.contract.codes import Exit
 from cellama.tasks.contract.errors import (
     InvalidJob,
     JobFailed,
@@ -79,6 +79,8 @@ def test_every_generation_parameter_is_an_option() -> None:
         (SettingsError("x"), Exit.USAGE),
         (JobFailed("prompt_too_long", "x"), Exit.USAGE),
         (JobFailed("decode_failed", "x", True), Exit.FAILED),
+        (JobFailed("timeout", "x"), Exit.TIMEOUT),
+        (OSError("x"), Exit.FAILED),
         (RedisUnreachable("x"), Exit.UNREACHABLE),
         (RedisFull("x"), Exit.UNREACHABLE),
         (UnknownModel("x"), Exit.UNREACHABLE),

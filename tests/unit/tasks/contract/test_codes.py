@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 
+import cellama.api
 import cellama.engine
+import cellama.tasks
+from cellama.api.cli.commands import EPILOGUE
 from cellama.engine.errors import EngineError
-from cellama.tasks.contract import errors
-from cellama.tasks.contract.codes import CODES, http_status_of
+from cellama.tasks.contract import errors, events
+from cellama.tasks.contract.codes import CODES, EXITS, Code, Exit
 from cellama.tasks.contract.errors import JobError, JobFailed
 
 ROOT = Path(__file__).parents[4]
@@ -24,16 +27,21 @@ ENGINE_ERRORS = [
 ]
 
 
-@pytest.mark.parametrize("kind", ENGINE_ERRORS, ids=lambda kind: kind.__name__)
-def test_errors_of_the_engine_are_as_the_table_says(kind: type[EngineError]) -> None:
-    row = CODES[kind.code]
-    assert (row.retryable, row.http_status) == (kind.retryable, kind.http_status)
+@pytest.mark.parametrize("kind", [*ENGINE_ERRORS, *JOB_ERRORS], ids=lambda kind: f"{kind.__module__}.{kind.__name__}")
+def test_code_of_every_error_is_in_the_table(kind: type[EngineError | JobError]) -> None:
+    assert kind.code in CODES
 
 
-@pytest.mark.parametrize("kind", JOB_ERRORS, ids=lambda kind: kind.__name__)
-def test_errors_of_jobs_are_as_the_table_says(kind: type[JobError]) -> None:
-    if kind not in (JobError, JobFailed):
-        assert CODES[kind.code].retryable == kind.retryable
+@pytest.mark.parametrize("row", CODES.values(), ids=lambda row: row.code)
+def test_error_of_a_job_says_what_the_table_says(row: Code) -> None:
+    error = JobFailed(row.code, "")
+    assert (error.retryable, error.http_status, error.exit_code) == (row.retryable, row.http_status, row.exit_code)
+    assert events.error(row.code, "")["retryable"] == row.retryable
+
+
+def test_failure_believes_its_event_whether_it_may_be_tried_again() -> None:
+    assert JobFailed("decode_failed", "", retryable=False).retryable is False
+    assert JobFailed("something new", "", retryable=True).retryable is True
 
 
 def written_codes() -> Iterator[str]:
@@ -53,6 +61,22 @@ def test_codes_that_are_written_out_are_in_the_table() -> None:
     assert found <= CODES.keys(), found - CODES.keys()
 
 
-def test_http_status_of_an_unknown_code_is_500() -> None:
-    assert http_status_of(JobFailed("timeout", "")) == 504
-    assert http_status_of(JobFailed("something new", "")) == 500
+def test_code_that_is_not_known_here_is_a_failure_of_the_service() -> None:
+    error = JobFailed("something new", "")
+    assert (error.http_status, error.exit_code, error.retryable) == (500, Exit.FAILED, False)
+
+
+def test_usage_of_http_and_of_the_command_line_agree() -> None:
+    """Whoever is told 400 by a web backend, is told of wrong usage by a command."""
+    assert all(row.exit_code is Exit.USAGE for row in CODES.values() if row.http_status == 400)
+
+
+def test_errors_are_exported_where_users_look_for_them() -> None:
+    for package in (cellama.api, cellama.tasks):
+        assert {kind.__name__ for kind in JOB_ERRORS} <= set(package.__all__)
+        assert all(getattr(package, name) is not None for name in package.__all__)
+
+
+def test_every_exit_code_of_a_command_is_told_in_its_help() -> None:
+    assert EXITS.keys() == set(Exit) - {Exit.CONFIG}
+    assert all(f"{code:d} {meaning}" in EPILOGUE for code, meaning in EXITS.items())
