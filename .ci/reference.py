@@ -13,7 +13,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import click
 import typer
@@ -174,16 +174,14 @@ def dataclass_fields(name: str) -> str:
 
 def events(_: str = "") -> str:
     """The types of events: their fields, and what they tell."""
-    module = importlib.import_module("cellama.tasks.contract.events")
-    makers = [
-        f for f in vars(module).values() if inspect.isfunction(f) and inspect.signature(f).return_annotation == "Event"
-    ]
     rows = []
-    for maker in makers:
-        names = [p.name for p in inspect.signature(maker).parameters.values() if p.kind != p.VAR_KEYWORD]
-        shown = ", ".join(f"`{n}`" for n in names if n not in ("place", "outcome"))
-        rows.append((f"`{maker.__name__}`", shown, inspect.getdoc(maker) or ""))
-    return table(("type", "fields beside `seq` and `type`", "what it tells"), rows)
+    for kind in get_args(find("cellama.tasks.contract.events.Event")):
+        fields = get_type_hints(kind, include_extras=True)
+        (name,) = get_args(fields["type"])
+        always = ", ".join(f"`{field}`" for field in fields if field in kind.__required_keys__ - {"type"})
+        perhaps = ", ".join(f"`{field}`" for field in fields if field in kind.__optional_keys__ - {"seq"})
+        rows.append((f"`{name}`", always, perhaps, inspect.getdoc(kind) or ""))
+    return table(("type", "fields beside `seq` and `type`", "fields that may be there", "what it tells"), rows)
 
 
 def codes(_: str = "") -> str:

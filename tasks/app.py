@@ -20,7 +20,7 @@ from cellama.tasks.contract.names import DEFAULT_MODEL, PRIORITIES, PRIORITY_SEP
 
 if TYPE_CHECKING:
     from cellama.tasks.connection.server_check import ServerCheck
-    from cellama.tasks.contract.kinds import Result
+    from cellama.tasks.contract.shapes.results import Result
     from cellama.tasks.state.ledger import Ledger
 
 EMBEDDING_JOBS = 16  # of a model that only embeds or reranks: they fill its batches

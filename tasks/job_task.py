@@ -30,7 +30,7 @@ from cellama.tasks.calls.enqueue import PAGE_JOBS, Checked, enqueue, ranges
 from cellama.tasks.connection.redis_errors import reaching_redis
 from cellama.tasks.contract.errors import InvalidJob, JobFailed, RedisRefused, RedisUnreachable
 from cellama.tasks.contract.keys import IGNORED_FIELD, job_key
-from cellama.tasks.contract.kinds import Kind, Result
+from cellama.tasks.contract.kinds import Kind
 from cellama.tasks.contract.names import (
     DEFAULT_MODEL,
     PRIORITY_INTERACTIVE,
@@ -38,6 +38,7 @@ from cellama.tasks.contract.names import (
     queue_name,
 )
 from cellama.tasks.contract.payloads import parse_job
+from cellama.tasks.contract.shapes.results import Result
 from cellama.tasks.state.ledger import Ledger
 from cellama.tasks.state.records import Call
 

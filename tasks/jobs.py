@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cellama.tasks.calls.canvas_steps import share
-from cellama.tasks.contract.kinds import KINDS, Result
+from cellama.tasks.contract.kinds import KINDS
 from cellama.tasks.contract.names import (
     TASK_APPLY_CHAT_TEMPLATE,
     TASK_CHAT,
@@ -17,6 +17,7 @@ from cellama.tasks.contract.names import (
     TASK_RERANK,
     TASK_TOKENIZE,
 )
+from cellama.tasks.contract.shapes.results import Result
 
 from .app import app
 from .job_task import JobTask

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cellama.tasks.contract.messages import with_messages
+from cellama.tasks.contract.shapes.results import with_messages
 
 from . import openai
 from .lines import BadLine, Stored
@@ -13,13 +13,12 @@ from .lines import BadLine, Stored
 
 def result_line(line: Stored, result: dict[str, Any]) -> dict[str, Any]:
     """A line of the output."""
-    if line.kind == "chat":
-        result = with_messages(result)
+    shaped: Any = with_messages(result) if line.kind == "chat" else result
     if line.form == "openai":
-        return {**openai.response_of(line.id, _request_id(line), line.kind, result), **_beside(line.columns)}
+        return {**openai.response_of(line.id, _request_id(line), line.kind, shaped), **_beside(line.columns)}
     names = {"generate": ("text",), "chat": ("message",), "embed": ("embeddings",)}[line.kind]
     own = (*names, "finish_reason", "stop_sequence", "choices", "logprobs", "shapes", "usage", "model", "seed")
-    kept = {name: result[name] for name in own if result.get(name) is not None}
+    kept = {name: shaped[name] for name in own if shaped.get(name) is not None}
     return {"id": line.id, **kept, **_beside(line.columns)}
 
 

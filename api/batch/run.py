@@ -18,7 +18,7 @@ from cellama.config import get_settings
 from cellama.tasks.connection.redis_errors import reaching_redis
 from cellama.tasks.contract.chunks import MAX_CHUNK_LINES, line_bytes, room_bytes
 from cellama.tasks.contract.errors import JobError, RedisRefused, RedisUnreachable, UnknownJob
-from cellama.tasks.contract.events import EVENT_FIELD, is_terminal
+from cellama.tasks.contract.events import EVENT_FIELD, TerminalEvent, is_terminal
 from cellama.tasks.contract.keys import job_key, journal_key
 from cellama.tasks.contract.names import PRIORITY_BULK, WEIGHT_HEADER
 from cellama.tasks.jobs import chunk as chunk_task
@@ -199,7 +199,7 @@ class BatchRun:
         reply: Any = self._redis.xread(streams, count=EVENTS_PER_LOOK, block=BLOCK_MS)
         results: Ended = []
         failures: Ended = []
-        ended: list[tuple[str, dict[str, Any]]] = []
+        ended: list[tuple[str, TerminalEvent]] = []
         for key, entries in reply or []:
             name = key.decode().removeprefix(journal_key(""))
             chunk = self._chunks[name]

@@ -11,9 +11,9 @@ from typing import Any
 
 from cellama.api.client.client import RESULT_AFTER_END_S, Job
 from cellama.tasks.contract.errors import JobCancelled, JobFailed, JobTimeout
-from cellama.tasks.contract.events import Event
+from cellama.tasks.contract.events import DoneEvent, Event
+from cellama.tasks.contract.shapes.results import Timings
 from cellama.tasks.state.position import Position
-from cellama.tasks.state.reader import PING
 
 from .output import err, print_json
 
@@ -98,7 +98,7 @@ def _events(job: Job, patience: Patience) -> Iterator[Event]:
     with err.status("…") as spinner:
         spinner.stop()
         for event in job.stream(timeout=math.inf, ping=PING_S):
-            if event["type"] == PING:
+            if event["type"] == "ping":
                 spinner.update(f"[dim]{patience.look(job.position())}[/]")
                 spinner.start()
             else:
@@ -129,13 +129,13 @@ def _raise_if_failed(event: Event, job_id: str) -> None:
         raise JobCancelled(f"job {job_id} was cancelled")
 
 
-def _summarise(event: Event, job_id: str) -> None:
+def _summarise(event: DoneEvent, job_id: str) -> None:
     sys.stdout.write("\n")
     sys.stdout.flush()
-    usage, timings = event["usage"], event.get("timings") or {}
-    parts = [f"{usage['completion_tokens']} tokens", event["finish_reason"]]
-    if timings.get("generation_rate"):
-        parts.append(f"{timings['generation_rate']:.0f} tok/s")
-    if timings.get("ttft_ms") is not None:
-        parts.append(f"first after {timings['ttft_ms']:.0f} ms")
+    usage, timings = event["usage"], event.get("timings", Timings())
+    parts: list[str] = [f"{usage['completion_tokens']} tokens", event["finish_reason"]]
+    if rate := timings.get("generation_rate"):
+        parts.append(f"{rate:.0f} tok/s")
+    if (ttft_ms := timings.get("ttft_ms")) is not None:
+        parts.append(f"first after {ttft_ms:.0f} ms")
     err.print(f"[dim]{' · '.join([*parts, f'job {job_id}'])}[/]")

@@ -20,7 +20,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from celery import Task
 from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
@@ -41,8 +41,6 @@ from cellama.tasks.connection.redis_errors import is_passing
 from cellama.tasks.contract import events
 from cellama.tasks.contract.chunks import ChunkJob
 from cellama.tasks.contract.errors import InvalidJob, JobFailed
-from cellama.tasks.contract.kinds import NO_USAGE
-from cellama.tasks.contract.messages import with_messages
 from cellama.tasks.contract.names import DEFAULT_MODEL, SUBMITTED_AT_HEADER, TOKEN_HEADER
 from cellama.tasks.contract.payloads import (
     ApplyChatTemplateJob,
@@ -52,6 +50,15 @@ from cellama.tasks.contract.payloads import (
     GenerateJob,
     RerankJob,
     TokenizeJob,
+)
+from cellama.tasks.contract.shapes.results import (
+    ChunkResult,
+    EmbedResult,
+    RerankResult,
+    Result,
+    Usage,
+    usage_of,
+    with_messages,
 )
 from cellama.tasks.publishing.results import error_event, failure_of, result_of, resume_of
 from cellama.tasks.state.foundation import Choice, Foundation, changed, foundation_of, may_come
@@ -69,7 +76,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Result = dict[str, Any]
 T = TypeVar("T")
 RETRY_S = 0.5
 ELSEWHERE_S = 1.0  # before a job is handed back that this worker can't go on with
@@ -218,14 +224,15 @@ class JobRun:
             log.warning("job %s is not handed back: %s; it is recovered when its lease ends", self._job_id, error)
         raise Reject("the worker ends", requeue=True)
 
-    def _usage_so_far(self) -> dict[str, int]:
+    def _usage_so_far(self) -> Usage:
         return self._past.usage
 
     def _result_of(self, ending: Ending | None) -> Result:
         """What Celery is told of a job that had ended before: its worker died before it could, or none had it."""
-        if ending is not None and ending.event["type"] == "error":
-            raise JobFailed(ending.event["code"], ending.event["message"], ending.event["retryable"])
-        if ending is not None and ending.event["finish_reason"] == "cancelled":
+        event = None if ending is None else ending.event
+        if event is not None and event["type"] == "error":
+            raise JobFailed(event["code"], event["message"], event["retryable"])
+        if event is not None and event["finish_reason"] == "cancelled":
             self._task.backend.mark_as_revoked(self._job_id, "cancelled", self._task.request)
             raise Ignore()
         if ending is not None and ending.result is not None:
@@ -282,14 +289,14 @@ class JobRun:
         self._ended.add_done_callback(lambda _: lines.stop())
         lines.run()
         self._raise_if_interrupted()
-        return self._end_with({"lines": len(job.lines), "usage": NO_USAGE, "model": model.id})
+        return self._end_with({"lines": len(job.lines), "usage": usage_of(), "model": model.id})
 
     def _stop_lines(self, lines: ChunkRun, reason: Interruption) -> None:
         if reason in GIVEN_UP:
             self._runtime.publisher.hand_back(self._attempt.run_id)
         lines.stop()
 
-    def _end_with(self, result: Result) -> Result:
+    def _end_with(self, result: EmbedResult | RerankResult | ChunkResult) -> Result:
         self._end_stream(events.done("stop", result["usage"]), result)
         return result
 
@@ -310,7 +317,7 @@ class JobRun:
         return self._end_light({"prompt": prompt.text, "tokens": prompt.tokens, "model": model.id})
 
     def _end_light(self, result: Result) -> Result:
-        self._end_stream(events.done("stop", NO_USAGE), result)
+        self._end_stream(events.done("stop", usage_of()), result)
         return result
 
     def _model(self, model_id: str) -> Model:

@@ -9,7 +9,7 @@ import time
 import zlib
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cellama.engine import EmbeddingCancelled, EmbeddingHandle, EngineError, Handle, Model
 from cellama.tasks.contract import events
@@ -138,5 +138,5 @@ class ChunkRun:
     def _tell_failure(self, place: int, failure: InvalidJob | JobFailed) -> None:
         self._tell(events.line(place, {"error": error_of(failure)}))
 
-    def _tell(self, event: dict[str, Any]) -> None:
+    def _tell(self, event: events.Event) -> None:
         self._runtime.publisher.publish(self._run_id, event)

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 from cellama.config import limits
 from cellama.engine import EmbeddingHandle, InvalidRequest, Model, scores_of
 from cellama.tasks.contract.errors import JobFailed
-from cellama.tasks.contract.kinds import NO_USAGE
 from cellama.tasks.contract.payloads import EmbedJob, RerankJob
-from cellama.tasks.state.encoding import Encoded
+from cellama.tasks.contract.shapes.results import EmbedResult, Ranked, RerankResult, Usage, usage_of
 
 from .vector_json import as_base64, as_list
 
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 Wait = Callable[[EmbeddingHandle, float | None], None]
 
 
-def embed(model: Model, job: EmbedJob, wait: Wait) -> dict[str, Any]:
+def embed(model: Model, job: EmbedJob, wait: Wait) -> EmbedResult:
     """The vectors of a job's texts. `wait` returns when they are there. Raises EngineError, JobFailed."""
     handle = submit_texts(model, job)
     wait(handle, job.timeout)
@@ -39,10 +38,10 @@ def submit_texts(model: Model, job: EmbedJob) -> EmbeddingHandle:
     return embedder.submit(tokens, normalize=job.normalize, dimensions=job.dimensions, truncate=job.truncate)
 
 
-def vectors_of(model: Model, job: EmbedJob, handle: EmbeddingHandle) -> dict[str, Any]:
+def vectors_of(model: Model, job: EmbedJob, handle: EmbeddingHandle) -> EmbedResult:
     """The result of a job, once its texts are embedded; waits for that. Raises EngineError."""
     embedder, vectors = model.embedder, handle.result()
-    result = {"embeddings": _encoded(vectors, job), "usage": _usage(handle), "model": model.id}
+    result: EmbedResult = {"embeddings": _encoded(vectors, job), "usage": _usage(handle), "model": model.id}
     if embedder.per_token and job.encoding == "base64":
         result["shapes"] = [list(vector.shape) for vector in vectors]
     return result
@@ -59,13 +58,13 @@ def wait_for(handle: EmbeddingHandle, timeout_s: float | None, submitted_at: flo
         raise JobFailed("timeout", message) from None
 
 
-def rerank(model: Model, job: RerankJob, wait: Wait) -> dict[str, Any]:
+def rerank(model: Model, job: RerankJob, wait: Wait) -> RerankResult:
     """The documents' indices and scores, best first, equal ones in their order. Raises EngineError, JobFailed."""
     model.require("rerank")
     handle = model.reranker.submit(job.query, job.documents, truncate=job.truncate)
     wait(handle, job.timeout)
     ranked = sorted(enumerate(scores_of(handle)), key=lambda entry: -entry[1])
-    results = [{"index": index, "score": score} for index, score in ranked[: job.top_n]]
+    results: list[Ranked] = [{"index": index, "score": score} for index, score in ranked[: job.top_n]]
     return {"results": results, "usage": _usage(handle), "model": model.id}
 
 
@@ -77,11 +76,12 @@ def _check_size(num_vectors: int, dimensions: int) -> None:
         )
 
 
-def _encoded(vectors: Sequence[NDArray[np.float32]], job: EmbedJob) -> list[Encoded]:
+def _encoded(vectors: Sequence[NDArray[np.float32]], job: EmbedJob) -> Any:
+    """Lists of numbers, or texts, as they will be in JSON."""
     if job.encoding == "list":
         return [as_list(vector, unit=job.normalize) for vector in vectors]
     return [as_base64(vector) for vector in vectors]
 
 
-def _usage(handle: EmbeddingHandle) -> dict[str, int]:
-    return {**NO_USAGE, "prompt_tokens": sum(map(len, handle.texts))}
+def _usage(handle: EmbeddingHandle) -> Usage:
+    return usage_of(prompt_tokens=sum(map(len, handle.texts)))

@@ -23,6 +23,7 @@ from kombu.compression import decompress
 from cellama.tasks.contract import events
 from cellama.tasks.contract.errors import InvalidJob, JobFailed
 from cellama.tasks.contract.keys import job_key
+from cellama.tasks.contract.shapes.results import Result
 from cellama.tasks.state.ledger import Ledger
 from cellama.tasks.state.records import Call, Ending, Message, Submission
 
@@ -90,7 +91,7 @@ def _request_of(message: bytes | None) -> Context | None:
     return Context({**headers, **canvas}, args=args, kwargs=kwargs, delivery_info={})
 
 
-def _send_next(app: Celery, request: Context, result: dict[str, Any]) -> None:
+def _send_next(app: Celery, request: Context, result: Result) -> None:
     """The callbacks of a job, and the next step of its chain, as Celery sends them (celery.app.trace)."""
     family = {"parent_id": request.id, "root_id": request.root_id}
     for callback in request.callbacks or ():

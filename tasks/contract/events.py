@@ -1,12 +1,17 @@
-"""The events of a job, as JSON objects (docs/architecture.md: Events of a job)."""
+"""The events of a job, as JSON objects (docs/architecture.md: Events of a job).
+
+`type` tells them apart, for type checkers, too. The publisher numbers them: whatever a reader gets has a `seq`, but for
+a `ping`, which is in no journal.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, Unpack, cast
+
+from typing_extensions import TypedDict, TypeIs
 
 from .codes import meaning_of
-
-Event = dict[str, Any]
+from .shapes.results import FinishReason, Logprob, Result, Timings, ToolCall, Usage
 
 EVENT_FIELD = "event"  # the one field of a journal entry
 TERMINAL_TYPES = frozenset({"done", "error"})
@@ -14,42 +19,162 @@ OUTPUT_TYPES = frozenset({"token", "reasoning", "reasoning_end"})  # they carry 
 PROGRESS_TYPES = OUTPUT_TYPES | {"line"}
 
 
-def started(model: str, prompt_tokens: int, worker: str, seed: int) -> Event:
+class _Numbered(TypedDict, total=False):
+    seq: int
+
+
+class Foundation(TypedDict, total=False):
+    """What a job's tokens rest on: SHA-256 of its model; name, SHA-256 and scale of each adapter."""
+
+    fingerprint: str
+    adapters: list[tuple[str, str, float]]
+
+
+class StartedEvent(_Numbered, Foundation):
+    """Once, by the first worker that gave the job a slot."""
+
+    type: Literal["started"]
+    model: str
+    prompt_tokens: int
+    worker: str
+    seed: int
+
+
+class OutputDetails(_Numbered, total=False):
+    """What an event of output has if there is something to tell."""
+
+    index: int  # of the completion, unless 0
+    logprobs: list[Logprob]
+    mirostat_mu: float
+
+
+class TokenEvent(OutputDetails):
+    """Text of the answer."""
+
+    type: Literal["token"]
+    text: str
+    tokens: list[int]
+
+
+class ReasoningEvent(OutputDetails):
+    """Text of what the model thinks."""
+
+    type: Literal["reasoning"]
+    text: str
+    tokens: list[int]
+
+
+class ReasoningEndEvent(OutputDetails):
+    """The model has thought."""
+
+    type: Literal["reasoning_end"]
+    signature: str
+    tokens: list[int]
+
+
+class Failure(TypedDict):
+    """Why a job, or a line, failed (contract.codes)."""
+
+    code: str
+    message: str
+    retryable: bool
+
+
+class Outcome(_Numbered, total=False):
+    """Of a line: one of the two."""
+
+    result: Result
+    error: Failure
+
+
+class LineEvent(Outcome):
+    """A line of a bulk run has ended."""
+
+    type: Literal["line"]
+    line: int
+
+
+class DoneDetails(_Numbered, total=False):
+    """What is known of a job that an engine had."""
+
+    stop_sequence: str | None
+    timings: Timings
+    seed: int
+    tool_calls: list[ToolCall]
+
+
+class DoneEvent(DoneDetails):
+    """The job has ended without failing."""
+
+    type: Literal["done"]
+    finish_reason: FinishReason
+    usage: Usage
+
+
+class ErrorEvent(_Numbered, Failure):
+    """The job has failed."""
+
+    type: Literal["error"]
+
+
+class PingEvent(_Numbered):
+    """There was nothing to tell for so long as a reader asked for."""
+
+    type: Literal["ping"]
+
+
+OutputEvent = TokenEvent | ReasoningEvent | ReasoningEndEvent
+TerminalEvent = DoneEvent | ErrorEvent
+Event = StartedEvent | OutputEvent | LineEvent | TerminalEvent | PingEvent
+
+
+def started(model: str, prompt_tokens: int, worker: str, seed: int) -> StartedEvent:
     """The job has a slot."""
     return {"type": "started", "model": model, "prompt_tokens": prompt_tokens, "worker": worker, "seed": seed}
 
 
-def token(text: str, tokens: list[int], **details: Any) -> Event:
+def token(text: str, tokens: list[int], **details: Unpack[OutputDetails]) -> TokenEvent:
     """Text that is final, and the token ids sampled since the last event."""
     return {"type": "token", "text": text, "tokens": tokens, **details}
 
 
-def reasoning(text: str, tokens: list[int], **details: Any) -> Event:
+def reasoning(text: str, tokens: list[int], **details: Unpack[OutputDetails]) -> ReasoningEvent:
     """What the model thinks before it answers, as `token` tells its answer."""
     return {"type": "reasoning", "text": text, "tokens": tokens, **details}
 
 
-def reasoning_end(signature: str, tokens: list[int], **details: Any) -> Event:
+def reasoning_end(signature: str, tokens: list[int], **details: Unpack[OutputDetails]) -> ReasoningEndEvent:
     """The block of reasoning is closed. `signature` is of its whole text; empty if the workers have no key."""
     return {"type": "reasoning_end", "signature": signature, "tokens": tokens, **details}
 
 
-def line(place: int, outcome: dict[str, Any]) -> Event:
+def line(place: int, outcome: Outcome) -> LineEvent:
     """A line of a chunk has ended: `result`, as of a job of its own, or `error` with code, message, retryable."""
     return {"type": "line", "line": place, **outcome}
 
 
-def done(finish_reason: str, usage: dict[str, int], **details: Any) -> Event:
+def done(finish_reason: FinishReason, usage: Usage, **details: Unpack[DoneDetails]) -> DoneEvent:
     """The job ended without failing. `usage` as in its result."""
     return {"type": "done", "finish_reason": finish_reason, "usage": usage, **details}
 
 
-def error(code: str, message: str, retryable: bool | None = None) -> Event:
+def error(code: str, message: str, retryable: bool | None = None) -> ErrorEvent:
     """The job failed. `retryable` is as the table of codes has it, unless somebody knows better."""
     known = meaning_of(code).retryable if retryable is None else retryable
     return {"type": "error", "code": code, "message": message, "retryable": known}
 
 
-def is_terminal(event: Event) -> bool:
+def numbered(event: Event, seq: int) -> Event:
+    """The event as readers get it."""
+    with_seq: Any = {"seq": seq, **event}
+    return cast(Event, with_seq)
+
+
+def is_output(event: Event) -> TypeIs[OutputEvent]:
+    """True for what carries the ids of sampled tokens."""
+    return event["type"] in OUTPUT_TYPES
+
+
+def is_terminal(event: Event) -> TypeIs[TerminalEvent]:
     """True for the one event that ends a stream."""
     return event.get("type") in TERMINAL_TYPES

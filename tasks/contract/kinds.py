@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .chunks import ChunkJob
-from .events import Event, done, error
-from .messages import with_messages
+from .events import TerminalEvent, done, error
 from .names import (
     TASK_APPLY_CHAT_TEMPLATE,
     TASK_CHAT,
@@ -28,11 +27,10 @@ from .payloads import (
     RerankJob,
     TokenizeJob,
 )
+from .shapes.results import GenerateResult, Result, usage_of, with_messages
 
 Payload = GenerateJob | ChatJob | EmbedJob | RerankJob | TokenizeJob | DetokenizeJob | ApplyChatTemplateJob | ChunkJob
-Result = dict[str, Any]
 
-NO_USAGE = {"prompt_tokens": 0, "completion_tokens": 0, "cached_tokens": 0}
 TOO_LATE = "no worker came to the job within its timeout; raise it, or start more workers"
 
 
@@ -46,7 +44,7 @@ class Kind:
     completes: bool = False  # its result is a completion, so that an early end leaves a shorter one
     streams: bool = True  # may publish its output token by token
     keeps_journal: bool = False  # its results are events: they stay as long as results do
-    shape: Callable[[Result], Result] = lambda result: result  # the result as callers get it, from the completion
+    shape: Callable[[Any], Result] = lambda result: result  # the result as callers get it, from the completion
 
 
 KINDS: dict[str, Kind] = {
@@ -64,7 +62,7 @@ KINDS: dict[str, Kind] = {
 }
 
 
-def ending_of_late(task: str, text: str = "", num_tokens: int = 0) -> tuple[Event, Result | None]:
+def ending_of_late(task: str, text: str = "", num_tokens: int = 0) -> tuple[TerminalEvent, Result | None]:
     """How a job ends whose `timeout` is over while no worker has it: its last event, and its result if there is one.
 
     `text` and `num_tokens` are what earlier attempts wrote of its first completion.
@@ -72,6 +70,12 @@ def ending_of_late(task: str, text: str = "", num_tokens: int = 0) -> tuple[Even
     kind = KINDS.get(task)
     if kind is None or not kind.completes:
         return error("timeout", TOO_LATE), None
-    usage = {**NO_USAGE, "completion_tokens": num_tokens}
-    result = {"text": text, "finish_reason": "timeout", "stop_sequence": None, "usage": usage, "timings": {}}
+    usage = usage_of(completion_tokens=num_tokens)
+    result: GenerateResult = {
+        "text": text,
+        "finish_reason": "timeout",
+        "stop_sequence": None,
+        "usage": usage,
+        "timings": {},
+    }
     return done("timeout", usage), kind.shape(result)

@@ -98,13 +98,3 @@ def check_names(tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
     if twice:
         raise ValueError(f"{', '.join(twice)}: given twice; names of tools must differ")
     return tools
-
-
-def with_messages(result: dict[str, Any]) -> dict[str, Any]:
-    """A chat's result has the assistant's message, too, in the form in which it can be sent back."""
-    for choice in [result, *result.get("choices", [])]:
-        if "message" in choice:
-            continue
-        own = {name: choice.pop(name) for name in ("reasoning", "signature", "tool_calls") if name in choice}
-        choice["message"] = {"role": "assistant", "content": choice["text"], **own}
-    return result

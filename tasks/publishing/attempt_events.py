@@ -5,15 +5,31 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Literal, TypedDict
 
 from cellama.tasks.contract.errors import JobFailed
-from cellama.tasks.contract.events import Event
+from cellama.tasks.contract.events import Event, Foundation, OutputEvent, numbered
+from cellama.tasks.contract.shapes.results import Result
 from cellama.tasks.state.history import outputs_of_line
 from cellama.tasks.state.records import Attempt, Entry
 
 STRIDE = 8  # tokens per event of a job that does not stream
-Result = dict[str, Any]
+
+
+class HandBack(TypedDict):
+    """Between the publisher and itself: nothing more of this run is written."""
+
+    type: Literal["hand_back"]
+
+
+class Fail(TypedDict):
+    """Between the publisher and itself: the run ends with this failure."""
+
+    type: Literal["fail"]
+    failure: JobFailed
+
+
+Order = Event | HandBack | Fail
 
 
 @dataclass(slots=True)
@@ -27,18 +43,18 @@ class RunEvents:
     on_token: Callable[[], None]
     on_line: Callable[[int], None] = lambda line: None
     closed: bool = False  # no more events are taken
-    details: Event = field(default_factory=dict)  # more for its `started`
+    details: Foundation = field(default_factory=lambda: Foundation())  # more for its `started`
     failure: JobFailed | None = None  # that ended it here, whatever the engine goes on to tell
     ended: Future[bool] = field(default_factory=Future)
-    _gathered: dict[int, list[Event]] = field(default_factory=dict)  # of a job that does not stream, by index
+    _gathered: dict[int, list[OutputEvent]] = field(default_factory=dict)  # of a job that does not stream, by index
 
     def entry(self, event: Event, result: Result | None = None) -> Entry:
         """The event with the next number. Raises what it means that it can't be written; the number stays free then."""
-        entry = Entry(self.attempt.job_id, self.attempt.run, {"seq": self.next_seq, **event}, result)
+        entry = Entry(self.attempt.job_id, self.attempt.run, numbered(event, self.next_seq), result)
         self.next_seq += 1
         return entry
 
-    def gather(self, event: Event) -> Iterator[Event]:
+    def gather(self, event: OutputEvent) -> Iterator[OutputEvent]:
         """The event to write instead of this one and those before, if there are enough tokens.
 
         An event without tokens goes at once: those that its text comes from are told, and nobody would say it again.
@@ -56,18 +72,19 @@ class RunEvents:
         for index in outputs_of_line(line):
             self._gathered.pop(index, None)
 
-    def rest(self) -> Iterator[Event]:
+    def rest(self) -> Iterator[OutputEvent]:
         """What is still gathered."""
         for index in list(self._gathered):
             yield self._join(index)
 
-    def _join(self, index: int) -> Event:
+    def _join(self, index: int) -> OutputEvent:
         parts = self._gathered.pop(index)
-        joined = {**parts[0], "tokens": [token for part in parts for token in part["tokens"]]}
-        if "text" in joined:
-            joined["text"] = "".join(part["text"] for part in parts)
+        joined = parts[0].copy()
+        joined["tokens"] = [token for part in parts for token in part["tokens"]]
+        if joined["type"] != "reasoning_end":
+            joined["text"] = "".join(part["text"] for part in parts if part["type"] != "reasoning_end")
         if "logprobs" in joined:
-            joined["logprobs"] = [entry for part in parts for entry in part["logprobs"]]
+            joined["logprobs"] = [entry for part in parts for entry in part.get("logprobs", [])]
         if "mirostat_mu" in parts[-1]:
             joined["mirostat_mu"] = parts[-1]["mirostat_mu"]
         return joined

@@ -21,11 +21,12 @@ from cellama.tasks.broker.pool import Interruption
 from cellama.tasks.connection.redis_errors import is_passing
 from cellama.tasks.contract import events
 from cellama.tasks.contract.errors import JobFailed
-from cellama.tasks.contract.events import Event
+from cellama.tasks.contract.events import Event, Foundation, LineEvent
+from cellama.tasks.contract.shapes.results import Result
 from cellama.tasks.state.ledger import Ledger
 from cellama.tasks.state.records import Attempt, Entry
 
-from .attempt_events import Result, RunEvents
+from .attempt_events import Order, RunEvents
 from .pages import MAX_BATCH, Numbered, pages
 from .signing import Signer
 
@@ -37,9 +38,9 @@ log = logging.getLogger(__name__)
 RETRY_S = 0.5
 CLOSING_ATTEMPTS = 4
 LINE_MARK = "\x1f"  # in the id of a request: between the run of a chunk and the number of its line
-HAND_BACK, FAIL = "hand_back", "fail"  # between this class and itself: no events of a job
 
-Told = list[tuple[str, Event, Result | None]]  # run id, event without its seq, result with a terminal event
+
+Told = list[tuple[str, Order, Result | None]]  # run id, event without its seq, result with a terminal event
 
 
 class Publisher:
@@ -106,7 +107,7 @@ class Publisher:
 
         self._inbox.put(register)
 
-    def describe(self, run_id: str, details: Event) -> None:
+    def describe(self, run_id: str, details: Foundation) -> None:
         """Adds these to what the `started` event of a run will say."""
 
         def note() -> Told:
@@ -122,7 +123,7 @@ class Publisher:
 
     def hand_back(self, run_id: str) -> None:
         """Writes what is gathered, and nothing more of this run. Its future says False then."""
-        self._inbox.put(lambda: [(run_id, {"type": HAND_BACK}, None)])
+        self._inbox.put(lambda: [(run_id, {"type": "hand_back"}, None)])
 
     def close(self, timeout_s: float = 5.0) -> bool:
         """Writes what is there, then ends; False if Redis did not take it in time."""
@@ -170,16 +171,16 @@ class Publisher:
             return [] if of_line is None else [(run_id, of_line, None)]
         except Exception as error:
             failure = _unforeseen(run_id, error)
-            return [(run_id, _line_failed(int(line), failure) if mark else {"type": FAIL, "failure": failure}, None)]
+            return [(run_id, _line_failed(int(line), failure) if mark else {"type": "fail", "failure": failure}, None)]
 
     def _tell(self, told: Told) -> None:
         for page in pages([entry for each in told for entry in self._entries_of(*each)]):
             self._write(page)
         for run_id, event, _ in told:
-            if event["type"] == HAND_BACK and (run := self._runs.pop(run_id, None)) is not None:
+            if event["type"] == "hand_back" and (run := self._runs.pop(run_id, None)) is not None:
                 run.ended.set_result(False)
 
-    def _entries_of(self, run_id: str, event: Event, result: Result | None) -> list[Numbered]:
+    def _entries_of(self, run_id: str, event: Order, result: Result | None) -> list[Numbered]:
         """What is written for an event of a run: nothing yet, or several; if that can't be encoded, its failure."""
         run = self._runs.get(run_id)
         if run is None or run.closed or (event["type"] == "started" and run.started):
@@ -196,20 +197,22 @@ class Publisher:
                 entries.append(self._end_failed(run, failure))
         return [(run_id, entry) for entry in entries]
 
-    def _to_write(self, run: RunEvents, event: Event) -> Iterator[Event]:
-        kind = event["type"]
-        if kind in events.OUTPUT_TYPES and not run.streams:
-            yield from run.gather(event)
-            return
-        if kind == "line":
-            run.forget(event["line"])
-        if kind in (HAND_BACK, FAIL) or events.is_terminal(event):
+    def _to_write(self, run: RunEvents, event: Order) -> Iterator[Event]:
+        if event["type"] == "hand_back" or event["type"] == "fail" or events.is_terminal(event):
             yield from run.rest()
             run.closed = True
-        if kind == FAIL:
+        if event["type"] == "fail":
             raise event["failure"]
-        if kind != HAND_BACK:
-            yield {**event, **run.details} if kind == "started" else event
+        if event["type"] == "hand_back":
+            return
+        if events.is_output(event) and not run.streams:
+            yield from run.gather(event)
+            return
+        if event["type"] == "line":
+            run.forget(event["line"])
+        if event["type"] == "started":
+            event = {**event, **run.details}
+        yield event
 
     @staticmethod
     def _end_failed(run: RunEvents, failure: JobFailed) -> Entry:
@@ -291,7 +294,7 @@ def _unforeseen(run_id: str, error: Exception) -> JobFailed:
     return JobFailed("internal_error", f"an event could not be written: {type(error).__name__}: {error}")
 
 
-def _line_failed(line: int, failure: JobFailed) -> Event:
+def _line_failed(line: int, failure: JobFailed) -> LineEvent:
     from .results import error_of
 
     return events.line(line, {"error": error_of(failure)})

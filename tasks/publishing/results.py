@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, replace
+from typing import Any, cast
 
 from cellama.engine import Completion, EngineError, Finished, Resumed, Started, Text, TokenLogprob
 from cellama.engine import Event as EngineEvent
 from cellama.tasks.contract import events
 from cellama.tasks.contract.errors import InvalidJob, JobFailed
-from cellama.tasks.contract.events import Event
+from cellama.tasks.contract.events import DoneDetails, ErrorEvent, Event, Failure, OutputDetails, TerminalEvent
+from cellama.tasks.contract.shapes.results import Choice, GenerateResult, Logprob, Timings, ToolCall, Usage
 from cellama.tasks.contract.valid_text import valid_text
 from cellama.tasks.state.history import Output, Past, outputs_of_line
 
@@ -25,7 +26,7 @@ def event_of(event: EngineEvent, model_id: str, worker: str, signer: Signer) -> 
     if isinstance(event, Started):
         return events.started(model_id, event.num_prompt_tokens, worker, event.seed)
     if isinstance(event, Text):
-        details: dict[str, Any] = {"index": event.index} if event.index else {}
+        details: OutputDetails = {"index": event.index} if event.index else {}
         if event.logprobs:
             details["logprobs"] = _logprobs(event.logprobs)
         if event.mirostat_mu is not None:
@@ -37,40 +38,44 @@ def event_of(event: EngineEvent, model_id: str, worker: str, signer: Signer) -> 
     return _terminal_event(event)
 
 
-def _terminal_event(event: Finished) -> Event:
+def _terminal_event(event: Finished) -> TerminalEvent:
     if event.error is not None:
         return error_event(failure_of(event.error))
     completion = event.completion
     assert completion is not None
-    calls = {"tool_calls": _tool_calls(completion)} if completion.tool_calls else {}
-    return events.done(
-        completion.finish_reason,
-        asdict(completion.usage),
-        stop_sequence=completion.stop_sequence,
-        timings=_timings(completion),
-        seed=completion.seed,
-        **calls,
-    )
+    details: DoneDetails = {
+        "stop_sequence": completion.stop_sequence,
+        "timings": _timings(completion),
+        "seed": completion.seed,
+    }
+    if completion.tool_calls:
+        details["tool_calls"] = _tool_calls(completion)
+    return events.done(completion.finish_reason, _usage(completion), **details)
 
 
-def result_of(completion: Completion, model_id: str, signer: Signer) -> dict[str, Any]:
-    """The result of a generation job: its first completion, and all of them as `choices` if there are several."""
-    result = {
+def result_of(completion: Completion, model_id: str, signer: Signer) -> GenerateResult:
+    """The result of a generation job: its first completion, and all of them as `choices` if there are several.
+
+    What only chats have stands beside the text until `with_messages` puts it into the message.
+    """
+    told: Any = {
         **_choice(completion, signer),
-        "usage": asdict(completion.usage),
+        "usage": _usage(completion),
         "timings": _timings(completion),
         "model": model_id,
         "seq_id": completion.slot,
         "seed": completion.seed,
     }
+    result = cast(GenerateResult, told)
     if completion.alternatives:
         result["choices"] = [
-            {"index": choice.index, **_choice(choice, signer)} for choice in (completion, *completion.alternatives)
+            cast(Choice, {"index": choice.index, **_choice(choice, signer)})
+            for choice in (completion, *completion.alternatives)
         ]
     return result
 
 
-def result_of_end(event: EngineEvent, model_id: str, signer: Signer) -> dict[str, Any] | None:
+def result_of_end(event: EngineEvent, model_id: str, signer: Signer) -> GenerateResult | None:
     """The result that comes with an engine's event: with the end of a request that did not fail."""
     completion = event.completion if isinstance(event, Finished) else None
     if completion is None or completion.finish_reason == "cancelled":
@@ -93,7 +98,7 @@ def _choice(completion: Completion, signer: Signer) -> dict[str, Any]:
     return choice
 
 
-def _tool_calls(completion: Completion) -> list[dict[str, Any]]:
+def _tool_calls(completion: Completion) -> list[ToolCall]:
     """In the OpenAI form. The ids depend on the output alone, so that an event and a result name a call alike."""
     return [
         {
@@ -105,11 +110,8 @@ def _tool_calls(completion: Completion) -> list[dict[str, Any]]:
     ]
 
 
-def _logprobs(logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
-    return [
-        {"token": entry.token, "logprob": entry.logprob, "top": [list(pair) for pair in entry.top]}
-        for entry in logprobs
-    ]
+def _logprobs(logprobs: Sequence[TokenLogprob]) -> list[Logprob]:
+    return [{"token": entry.token, "logprob": entry.logprob, "top": list(entry.top)} for entry in logprobs]
 
 
 def line_event_of(event: EngineEvent, line: int, model_id: str, signer: Signer) -> Event | None:
@@ -117,15 +119,14 @@ def line_event_of(event: EngineEvent, line: int, model_id: str, signer: Signer) 
     if isinstance(event, Started):
         return None
     if isinstance(event, Text):
-        told = event_of(event, model_id, "", signer)
-        return {**told, "index": outputs_of_line(line)[event.index]}
+        return event_of(replace(event, index=outputs_of_line(line)[event.index]), model_id, "", signer)
     if event.error is not None:
         return events.line(line, {"error": error_of(failure_of(event.error))})
     result = result_of_end(event, model_id, signer)
     return None if result is None else events.line(line, {"result": result})
 
 
-def error_of(failure: JobFailed | InvalidJob) -> dict[str, Any]:
+def error_of(failure: JobFailed | InvalidJob) -> Failure:
     """What a line says of its failure."""
     return {"code": failure.code, "message": str(failure), "retryable": failure.retryable}
 
@@ -140,13 +141,19 @@ def resume_of(past: Past, n: int, line: int = 0) -> tuple[Resumed, ...]:
     )
 
 
-def _logprob(entry: dict[str, Any]) -> TokenLogprob:
+def _logprob(entry: Logprob) -> TokenLogprob:
     return TokenLogprob(entry["token"], entry["logprob"], tuple((int(t), float(p)) for t, p in entry["top"]))
 
 
-def _timings(completion: Completion) -> dict[str, float | None]:
+def _usage(completion: Completion) -> Usage:
+    usage: Any = asdict(completion.usage)
+    return cast(Usage, usage)
+
+
+def _timings(completion: Completion) -> Timings:
     values: dict[str, float | None] = asdict(completion.timings)
-    return {name: None if value is None else round(value, 3) for name, value in values.items()}
+    rounded: Any = {name: None if value is None else round(value, 3) for name, value in values.items()}
+    return cast(Timings, rounded)
 
 
 def failure_of(error: EngineError) -> JobFailed:
@@ -154,5 +161,5 @@ def failure_of(error: EngineError) -> JobFailed:
     return JobFailed(error.code, str(error))
 
 
-def error_event(failure: JobFailed) -> Event:
+def error_event(failure: JobFailed) -> ErrorEvent:
     return events.error(failure.code, failure.message, failure.retryable)

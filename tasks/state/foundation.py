@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cellama.tasks.contract.errors import JobFailed
-from cellama.tasks.contract.events import Event
+from cellama.tasks.contract.events import Foundation as FoundationDetails
+from cellama.tasks.contract.events import StartedEvent
 from cellama.tasks.contract.names import DEFAULT_MODEL
 
 from .registry import WorkerEntry
@@ -28,10 +29,11 @@ class Foundation:
     model: str
     adapters: tuple[tuple[str, str, float], ...] = ()
 
-    def details(self) -> dict[str, Any]:
+    def details(self) -> FoundationDetails:
         """For the `started` event."""
-        adapters = {"adapters": [list(adapter) for adapter in self.adapters]} if self.adapters else {}
-        return {"fingerprint": self.model, **adapters}
+        if not self.adapters:
+            return {"fingerprint": self.model}
+        return {"fingerprint": self.model, "adapters": list(self.adapters)}
 
     def is_in(self, model: Model) -> bool:
         """True if this is the model, and its adapters are there under their names."""
@@ -52,7 +54,7 @@ class Foundation:
         return {(name, fingerprint) for name, fingerprint, _ in self.adapters}
 
 
-def foundation_of_event(event: Event) -> Foundation | None:
+def foundation_of_event(event: StartedEvent) -> Foundation | None:
     """What a `started` event tells; None if it is from a version that told nothing of it."""
     adapters = tuple((name, fingerprint, scale) for name, fingerprint, scale in event.get("adapters", ()))
     return Foundation(event["fingerprint"], adapters) if "fingerprint" in event else None

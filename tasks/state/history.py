@@ -9,9 +9,9 @@ from typing import Any
 from redis import Redis
 
 from cellama.config.limits import MAX_COMPLETIONS
-from cellama.tasks.contract.events import EVENT_FIELD, OUTPUT_TYPES, Event, is_terminal
+from cellama.tasks.contract.events import EVENT_FIELD, Event, TerminalEvent, is_output, is_terminal
 from cellama.tasks.contract.keys import journal_key
-from cellama.tasks.contract.kinds import NO_USAGE
+from cellama.tasks.contract.shapes.results import Logprob, Usage, usage_of
 
 from .foundation import Foundation, foundation_of_event
 
@@ -22,7 +22,7 @@ class Output:
 
     tokens: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)  # without reasoning
-    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    logprobs: list[Logprob] = field(default_factory=list)
     mirostat_mu: float | None = None  # what mirostat had learned by the last token
 
 
@@ -34,7 +34,7 @@ class Past:
     seed: int | None = None
     foundation: Foundation | None = None  # what its tokens rest on
     outputs: dict[int, Output] = field(default_factory=dict)
-    end: Event | None = None
+    end: TerminalEvent | None = None
     trimmed: bool = False  # the first events are gone
     lines: set[int] = field(default_factory=set)  # of a chunk, that have ended
 
@@ -45,7 +45,7 @@ class Past:
         if event["type"] == "started":
             self.seed = event["seed"]
             self.foundation = foundation_of_event(event)
-        elif event["type"] in OUTPUT_TYPES:
+        elif is_output(event):
             output = self.outputs.setdefault(event.get("index", 0), Output())
             output.tokens += event["tokens"]
             if event["type"] == "token":
@@ -69,9 +69,9 @@ class Past:
         return "".join(self.outputs[0].texts) if 0 in self.outputs else ""
 
     @property
-    def usage(self) -> dict[str, int]:
+    def usage(self) -> Usage:
         """Of what earlier attempts have generated."""
-        return {**NO_USAGE, "completion_tokens": self.num_tokens}
+        return usage_of(completion_tokens=self.num_tokens)
 
     @property
     def num_tokens(self) -> int:

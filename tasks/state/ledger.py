@@ -15,7 +15,7 @@ from redis import Redis
 
 from cellama.tasks.connection.connections import database_of
 from cellama.tasks.connection.redis_clock import redis_time
-from cellama.tasks.contract.events import EVENT_FIELD, Event, done
+from cellama.tasks.contract.events import EVENT_FIELD, TerminalEvent, done, numbered
 from cellama.tasks.contract.keys import (
     DEAD_KEY,
     LOOKED_KEY,
@@ -26,6 +26,7 @@ from cellama.tasks.contract.keys import (
     waiting_key,
 )
 from cellama.tasks.contract.kinds import KINDS
+from cellama.tasks.contract.shapes.results import Result
 
 from .encoding import encode
 from .history import read_past
@@ -90,9 +91,9 @@ class Ledger:
             return False
         return self.end_waiting(job_id, done("cancelled", read_past(self._redis, job_id).usage))
 
-    def end_waiting(self, job_id: str, event: Event, result: dict[str, Any] | None = None) -> bool:
+    def end_waiting(self, job_id: str, event: TerminalEvent, result: Result | None = None) -> bool:
         """Ends a job with this event, as long as no worker runs it."""
-        superseded, _ = self.write([Entry(job_id, None, {"seq": 0, **event}, result)])
+        superseded, _ = self.write([Entry(job_id, None, numbered(event, 0), result)])
         return not superseded
 
     def state(self, job_id: str) -> State | None:
@@ -185,10 +186,10 @@ class Ledger:
         superseded, gaps = run_script(self._redis, "write", keys, args)
         return set(superseded), set(gaps)
 
-    def end_unknown(self, job_id: str, event: Event) -> None:
+    def end_unknown(self, job_id: str, event: TerminalEvent) -> None:
         """Ends the stream of a job that is not in the ledger with this event, unless it has an end."""
         field, _, event_ttl_s, *_ = self._write_options
-        data = encode({"seq": 0, **event}).partition(b",")[2]  # the script knows the seq
+        data = encode(numbered(event, 0)).partition(b",")[2]  # the script knows the seq
         args = [field, event_ttl_s, events_channel(job_id, self._database), data]
         run_script(self._redis, "end_unknown", [job_key(job_id), journal_key(job_id)], args)
 

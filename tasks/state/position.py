@@ -42,10 +42,10 @@ def position_of(redis: Redis, job_id: str) -> Position:
         )
     if state == "done":
         ending = ledger.ending(job_id)
-        event = {} if ending is None else ending.event
-        if event.get("type") == "error":
+        event = None if ending is None else ending.event
+        if event is not None and event["type"] == "error":
             return Position(job_id, "done", finish_reason="error", error=event["message"])
-        return Position(job_id, "done", finish_reason=event.get("finish_reason"))
+        return Position(job_id, "done", finish_reason=None if event is None else event["finish_reason"])
     if ahead is None:
         return Position(job_id, "waiting" if state == "queued" else "running", 0, None if state == "queued" else 0.0)
     return Position(job_id, "waiting", ahead, estimate_s(live_workers(redis), ledger.queue(job_id) or "", ahead))

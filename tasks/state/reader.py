@@ -27,7 +27,6 @@ PAGE = 1000  # journal entries per read
 STREAM_TIMEOUT_S = 30.0
 UNKNOWN_S = 2.0  # for the first sign of a job, which plain Celery tells nobody of before a worker has it
 TOLD = ("type", "index", "tokens", "text", "line", "result")  # fields of events
-PING = "ping"  # type of what a reader gets while there is nothing to tell; it is in no journal
 
 
 class EventCursor:
@@ -151,7 +150,7 @@ class _Patience:
         if now < self._ping_at:
             return []
         self._ping_at = now + self._ping_s
-        return [{"type": PING}]
+        return [{"type": "ping"}]
 
 
 def stream_events(

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from cellama.tasks.contract.events import PROGRESS_TYPES, Event, is_terminal
+from cellama.tasks.contract.events import PROGRESS_TYPES, Event, TerminalEvent, is_terminal
+from cellama.tasks.contract.shapes.results import Result
 
 from .encoding import encode
 
@@ -85,8 +86,8 @@ class Taken:
 class Ending:
     """How a job ended: its last event, and its result if it ended well and Celery has not stored it yet."""
 
-    event: Event
-    result: dict[str, Any] | None
+    event: TerminalEvent
+    result: Result | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +121,7 @@ class Entry:
     job_id: str
     run: str | None
     event: Event  # with its seq
-    result: dict[str, Any] | None = None  # with the end of a job that ends well, until Celery has it
+    result: Result | None = None  # with the end of a job that ends well, until Celery has it
     event_json: bytes = field(init=False, repr=False)
     result_json: bytes = field(init=False, repr=False)  # empty without one
 

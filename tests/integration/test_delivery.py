@@ -24,7 +24,7 @@ from cellama.tasks.contract.errors import InvalidJob, JobCancelled, JobFailed, U
 from cellama.tasks.contract.keys import DEAD_KEY, LEASES_KEY, cancel_key, job_key
 from cellama.tasks.contract.names import queue_keys
 from cellama.tasks.state.ledger import Ledger, new_run
-from cellama.tasks.state.reader import PING, stream_events
+from cellama.tasks.state.reader import stream_events
 from cellama.tasks.state.records import Entry
 
 from ..conftest import PATIENCE_S, WorkerProcess, wait_until
@@ -251,13 +251,13 @@ def test_stream_pings_while_the_job_waits_and_tells_its_position() -> None:
     with Client() as client:
         jobs = [client.generate(NOBODY, STORY, wait=True) for _ in range(2)]
         stream = jobs[1].stream(ping=0.1)
-        assert [next(stream) for _ in range(3)] == [{"type": PING}] * 3
+        assert [next(stream) for _ in range(3)] == [{"type": "ping"}] * 3
         position = jobs[1].position()
         assert (position.state, position.eta_s) == ("waiting", None)
         assert position.ahead >= 1
         for job in jobs:
             job.cancel()
-        assert [event for event in stream if event["type"] != PING][-1]["finish_reason"] == "cancelled"
+        assert [event for event in stream if event["type"] != "ping"][-1]["finish_reason"] == "cancelled"
 
 
 def test_reader_that_leaves_cancels_only_if_it_says_so(worker: WorkerProcess, redis_client: Redis) -> None:

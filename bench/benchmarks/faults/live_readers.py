@@ -26,7 +26,7 @@ class LiveReaders:
             text = ""
             try:
                 for event in self._client.stream(job_id, timeout=self._timeout_s):
-                    text += event.get("text", "")
+                    text += event["text"] if event["type"] == "token" else ""
                 self.texts[job_id] = text
             except StreamTrimmed:
                 self.num_told += 1

@@ -18,7 +18,6 @@ from cellama.bench.harness.pace import STRATEGY
 from cellama.bench.harness.report import Report
 from cellama.bench.harness.service import Service, wait_until
 from cellama.tasks.contract.keys import journal_key
-from cellama.tasks.state.reader import PING
 
 LOOK_AHEAD = 2
 TOO_FAST = (
@@ -113,7 +112,7 @@ class _Cancels:
 
     def _one(self, place: str) -> float:
         """Milliseconds from the cancel to the terminal event."""
-        sign = {"decode": "token", "prefill": "started"}.get(place, PING)
+        sign = {"decode": "token", "prefill": "started"}.get(place, "ping")
         job = self._submit(self._args.prompt if place == "prefill" else 32)
         stream = job.stream(ping=0.5, timeout=60)
         _wait_for(sign, stream)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cellama.tasks.contract.errors import JobTimeout, StreamTrimmed
 from cellama.tasks.contract.keys import job_key, journal_key, stream_id
-from cellama.tasks.state.reader import PAGE, PING, EventCursor, stream_events
+from cellama.tasks.state.reader import PAGE, EventCursor, stream_events
 
 
 def event(seq: int, last: int = 10**9) -> dict[str, Any]:
@@ -105,4 +105,4 @@ def test_stream_pings_when_nothing_comes_and_not_otherwise() -> None:
     redis.hset(job_key("j"), "state", "queued")
     redis.xadd(journal_key("j"), {"event": json.dumps(event(0))}, id=stream_id(0))
     stream = stream_events(redis, "j", ping_s=0.05)
-    assert [next(stream) for _ in range(3)] == [event(0), {"type": PING}, {"type": PING}]
+    assert [next(stream) for _ in range(3)] == [event(0), {"type": "ping"}, {"type": "ping"}]

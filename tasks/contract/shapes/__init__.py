@@ -1,0 +1,1 @@
+"""Parameters and results of jobs as type checkers see them."""

@@ -1,0 +1,152 @@
+"""The parameters of jobs as type checkers see them; `payloads` checks them, and a test compares the two."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NotRequired
+
+from typing_extensions import TypedDict
+
+from .results import AssistantMessage, ToolCall
+
+Prompt = str | list[int]
+Texts = str | Sequence[str]
+JsonObject = Mapping[str, Any]  # a JSON Schema, the variables of a template
+
+
+class TextPart(TypedDict):
+    """A part of a message's content, as in the OpenAI API."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(TypedDict):
+    """One turn of a conversation; a tool's answers the call `tool_call_id`."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: NotRequired[str | list[TextPart] | None]
+    reasoning: NotRequired[str | None]
+    signature: NotRequired[str | None]
+    tool_calls: NotRequired[list[ToolCall] | None]
+    tool_call_id: NotRequired[str | None]
+    name: NotRequired[str | None]
+
+
+Messages = Sequence[ChatMessage | AssistantMessage]
+
+
+class ToolFunction(TypedDict):
+    """What a model may call; `parameters` is a JSON Schema of type object."""
+
+    name: str
+    description: NotRequired[str | None]
+    parameters: NotRequired[JsonObject | None]
+    strict: NotRequired[bool | None]
+
+
+class Tool(TypedDict):
+    """A tool in the OpenAI form."""
+
+    type: Literal["function"]
+    function: ToolFunction
+
+
+class FunctionName(TypedDict):
+    """Of the tool that must be called."""
+
+    name: str
+
+
+class ToolChoice(TypedDict):
+    """The OpenAI form of a tool's name."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class JobParams(TypedDict, total=False):
+    """Of every job."""
+
+    priority: int
+    timeout: float | None
+
+
+class GenerateParams(JobParams, total=False):
+    """Of `generate`."""
+
+    max_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    typical_p: float
+    seed: int | None
+    repeat_penalty: float
+    frequency_penalty: float
+    presence_penalty: float
+    repeat_last_n: int
+    logit_bias: Mapping[int, float] | Mapping[str, float] | Sequence[tuple[int, float]]
+    dry_multiplier: float
+    dry_base: float
+    dry_allowed_length: int
+    dry_penalty_last_n: int
+    dry_sequence_breakers: Texts
+    xtc_probability: float
+    xtc_threshold: float
+    mirostat: int
+    mirostat_tau: float
+    mirostat_eta: float
+    grammar: str | None
+    grammar_root: str
+    json_schema: str | JsonObject | bool | None
+    logprobs: int | None
+    n: int
+    stop: Texts
+    cache_prompt: bool
+    cache_scope: str
+    adapters: str | Mapping[str, float] | Sequence[str] | Sequence[tuple[str, float]] | None
+    ignore_eos: bool
+    stream: bool
+
+
+class TemplateParams(JobParams, total=False):
+    """Of `apply_chat_template`."""
+
+    tools: Sequence[Tool]
+    tool_choice: str | ToolChoice
+    enable_thinking: bool | None
+    template_args: JsonObject
+
+
+class ChatParams(TemplateParams, GenerateParams, total=False):
+    """Of `chat`."""
+
+    thinking_budget: int | None
+
+
+class EmbedParams(JobParams, total=False):
+    """Of `embed`."""
+
+    normalize: bool
+    dimensions: int | None
+    truncate: bool
+    encoding: Literal["list", "base64"]
+
+
+class RerankParams(JobParams, total=False):
+    """Of `rerank`."""
+
+    top_n: int | None
+    truncate: bool
+
+
+class TokenizeParams(JobParams, total=False):
+    """Of `tokenize`."""
+
+    add_special: bool
+    parse_special: bool
+
+
+class DetokenizeParams(JobParams, total=False):
+    """Of `detokenize`."""

@@ -1,0 +1,183 @@
+"""The results of jobs, as JSON objects. What is NotRequired is there if it was asked for, or if the job got so far."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NotRequired
+
+from typing_extensions import TypedDict  # pydantic, and so FastAPI, takes no other one before Python 3.12
+
+FinishReason = Literal["stop", "length", "cancelled", "timeout"]
+
+
+class Usage(TypedDict):
+    """Token counts; `cached_tokens` of the prompt were not computed again."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+class Timings(TypedDict, total=False):
+    """Milliseconds from submission, and tokens per second; None where there was nothing to time."""
+
+    queue_ms: float
+    ttft_ms: float | None
+    duration_ms: float
+    prompt_eval_rate: float | None
+    generation_rate: float | None
+
+
+class Logprob(TypedDict):
+    """A sampled token. `top` are the best ones at its place: pairs of token id and logprob."""
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+class Function(TypedDict):
+    """What a model calls; `arguments` are a JSON object as text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(TypedDict):
+    """A call of a tool in the OpenAI form."""
+
+    id: str
+    type: Literal["function"]
+    function: Function
+
+
+class AssistantMessage(TypedDict):
+    """The assistant's turn, as it can be sent back."""
+
+    role: Literal["assistant"]
+    content: str
+    reasoning: NotRequired[str]
+    signature: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCall]]
+
+
+class _Completion(TypedDict):
+    text: str
+    finish_reason: FinishReason
+    stop_sequence: str | None
+    logprobs: NotRequired[list[Logprob]]
+
+
+class Choice(_Completion):
+    """One of several completions of a prompt."""
+
+    index: int
+
+
+class ChatChoice(Choice):
+    """One of several turns."""
+
+    message: AssistantMessage
+
+
+class _Run(_Completion):
+    usage: Usage
+    timings: Timings
+    model: NotRequired[str]  # this and what follows are missing if no worker came to the job in time
+    seq_id: NotRequired[int | None]  # the slot, if it had one
+    seed: NotRequired[int]
+
+
+class GenerateResult(_Run):
+    """Of `generate`: the first completion, and all of them as `choices` if there are several."""
+
+    choices: NotRequired[list[Choice]]
+
+
+class ChatResult(_Run):
+    """Of `chat`."""
+
+    message: AssistantMessage
+    choices: NotRequired[list[ChatChoice]]
+
+
+class EmbedResult(TypedDict):
+    """Of `embed`: one entry per text. In base64 each is little-endian float32; of a model that has a vector per token,
+    each is a list of those, or base64 of them all with its shape in `shapes`."""
+
+    embeddings: list[list[float]] | list[str] | list[list[list[float]]]
+    usage: Usage
+    model: str
+    shapes: NotRequired[list[list[int]]]
+
+
+class Ranked(TypedDict):
+    """A document, by its index in the call."""
+
+    index: int
+    score: float
+
+
+class RerankResult(TypedDict):
+    """Of `rerank`: the best document first."""
+
+    results: list[Ranked]
+    usage: Usage
+    model: str
+
+
+class TokenizeResult(TypedDict):
+    """Of `tokenize`."""
+
+    tokens: list[int]
+    model: str
+
+
+class DetokenizeResult(TypedDict):
+    """Of `detokenize`."""
+
+    text: str
+    model: str
+
+
+class TemplateResult(TypedDict):
+    """Of `apply_chat_template`: the prompt, and its tokens."""
+
+    prompt: str
+    tokens: list[int]
+    model: str
+
+
+class ChunkResult(TypedDict):
+    """Of a slice of a bulk run; the results of its lines are events."""
+
+    lines: int
+    usage: Usage
+    model: str
+
+
+Result = (
+    GenerateResult
+    | ChatResult
+    | EmbedResult
+    | RerankResult
+    | TokenizeResult
+    | DetokenizeResult
+    | TemplateResult
+    | ChunkResult
+)
+
+
+def usage_of(*, prompt_tokens: int = 0, completion_tokens: int = 0) -> Usage:
+    """Token counts of what had no engine, or none to its end."""
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "cached_tokens": 0}
+
+
+def with_messages(result: Any) -> ChatResult:
+    """A chat's result has the assistant's message, too, in the form in which it can be sent back."""
+    for choice in [result, *result.get("choices", [])]:
+        if "message" in choice:
+            continue
+        own = {name: choice.pop(name) for name in ("reasoning", "signature", "tool_calls") if name in choice}
+        choice["message"] = {"role": "assistant", "content": choice["text"], **own}
+    chat: ChatResult = result
+    return chat

@@ -1,0 +1,92 @@
+"""The parameters that type checkers know, against the payload models that check them for real."""
+
+from __future__ import annotations
+
+from typing import Any, get_type_hints
+
+import pytest
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from cellama.tasks.contract.kinds import KINDS
+from cellama.tasks.contract.names import (
+    TASK_APPLY_CHAT_TEMPLATE,
+    TASK_CHAT,
+    TASK_DETOKENIZE,
+    TASK_EMBED,
+    TASK_GENERATE,
+    TASK_RERANK,
+    TASK_TOKENIZE,
+)
+from cellama.tasks.contract.shapes.parameters import (
+    ChatParams,
+    DetokenizeParams,
+    EmbedParams,
+    GenerateParams,
+    RerankParams,
+    TemplateParams,
+    TokenizeParams,
+)
+
+TYPED: dict[str, Any] = {
+    TASK_GENERATE: GenerateParams,
+    TASK_CHAT: ChatParams,
+    TASK_EMBED: EmbedParams,
+    TASK_RERANK: RerankParams,
+    TASK_TOKENIZE: TokenizeParams,
+    TASK_DETOKENIZE: DetokenizeParams,
+    TASK_APPLY_CHAT_TEMPLATE: TemplateParams,
+}
+CONTENT: dict[str, Any] = {
+    "prompt": "Hi",
+    "messages": [{"role": "user", "content": "Hi"}],
+    "texts": "Hi",
+    "query": "Hi",
+    "documents": "Hi",
+    "text": "Hi",
+    "tokens": [1],
+}
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+VALUES = (
+    *(None, True, 1, 0.5, "1", "root", "list", ["a"], [("a", 0.5)], [(1, 0.5)], {"a": 0.5}, {1: 0.5}, [1], {}, [TOOL]),
+    *({"type": "object"}, {"type": "function", "function": {"name": "look"}}, {"a": ["b"]}, b"a"),
+)
+FIELDS = [(task, name) for task, typed in TYPED.items() for name in get_type_hints(typed)]
+
+
+@pytest.mark.parametrize("task", TYPED)
+def test_type_checkers_know_each_parameter_of_a_task(task: str) -> None:
+    kind = KINDS[task]
+    assert TYPED[task].__optional_keys__ == kind.payload.model_fields.keys() - set(kind.positional)
+
+
+@pytest.mark.parametrize(("task", "name"), FIELDS)
+def test_type_of_a_parameter_takes_what_its_payload_takes(task: str, name: str) -> None:
+    """Each takes something; what a type checker lets pass is refused for its range alone, if at all."""
+    accepted = [value for value in VALUES if fits(TYPED[task], name, value)]
+    assert accepted
+    refused = [value for value in accepted if "type" in " ".join(problems(task, name, value))]
+    assert not refused, [problems(task, name, value) for value in refused]
+    plain = [value for value in VALUES if type(value) in (bool, int, float, type(None))]
+    taken = [value for value in plain if not problems(task, name, value)]
+    assert all(fits(TYPED[task], name, value) for value in taken), taken
+
+
+def fits(typed: Any, name: str, value: Any) -> bool:
+    """Whether a type checker would let the value pass."""
+    adapter = TypeAdapter(get_type_hints(typed)[name], config=ConfigDict(strict=True))
+    try:
+        adapter.validate_python(value)
+    except ValidationError:
+        return False
+    return True
+
+
+def problems(task: str, name: str, value: Any) -> list[str]:
+    """What the payload has against a value, by kind of error."""
+    kind = KINDS[task]
+    content = {each: CONTENT[each] for each in kind.positional if each != "model"}
+    try:
+        kind.payload.model_validate({"model": "tiny", **content, name: value})
+    except ValidationError as error:
+        return [problem["type"] for problem in error.errors()]
+    return []

@@ -1,0 +1,75 @@
+"""What jobs tell and give, against the types that users' type checkers go by."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any, get_args
+
+import pytest
+from pydantic import TypeAdapter
+
+from cellama.engine import Completion, Finished, Text, TokenLogprob
+from cellama.engine import Timings as EngineTimings
+from cellama.engine import Usage as EngineUsage
+from cellama.engine.events import FinishReason as EngineFinishReason
+from cellama.engine.text.tool_calls import ToolCall as EngineToolCall
+from cellama.tasks import ChatResult, Event, GenerateResult, Timings, Usage
+from cellama.tasks.contract import events
+from cellama.tasks.contract.kinds import ending_of_late
+from cellama.tasks.contract.names import TASK_CHAT, TASK_GENERATE
+from cellama.tasks.contract.shapes.results import FinishReason, with_messages
+from cellama.tasks.publishing.results import event_of, result_of
+from cellama.tasks.publishing.signing import Signer
+
+SIGNER = Signer("a secret")
+
+
+def check(kind: Any, value: Any) -> None:
+    """Raises ValidationError for a key or a value that the type does not have."""
+    TypeAdapter(kind).validate_python(value, strict=True, extra="forbid")
+
+
+def completion(**more: Any) -> Completion:
+    usage, timings = EngineUsage(3, 2), EngineTimings(1.0, 2.0, 3.0, None, 4.0)
+    given = {"text": "Hi", "tokens": (1, 2), "finish_reason": "stop", "usage": usage, "timings": timings, "slot": 0}
+    return Completion(**{**given, "stop_sequence": None, "seed": 7, **more})
+
+
+LOGPROBS = (TokenLogprob(1, -0.5, ((1, -0.5), (2, -0.9))),)
+COMPLETIONS = [
+    completion(),
+    completion(slot=None, finish_reason="timeout"),
+    completion(logprobs=LOGPROBS, alternatives=(completion(index=1),)),
+]
+
+
+def test_counts_and_times_are_those_of_the_engine() -> None:
+    assert Usage.__required_keys__ == {field.name for field in fields(EngineUsage)}
+    assert Timings.__optional_keys__ == {field.name for field in fields(EngineTimings)}
+    assert get_args(FinishReason) == get_args(EngineFinishReason)
+
+
+@pytest.mark.parametrize("done", COMPLETIONS)
+def test_result_of_a_generation_is_as_its_type_says(done: Completion) -> None:
+    check(GenerateResult, result_of(done, "tiny", SIGNER))
+
+
+def test_result_of_a_chat_is_as_its_type_says() -> None:
+    calls = (EngineToolCall("look", "{}"),)
+    for done in (*COMPLETIONS, completion(reasoning="so", tool_calls=calls)):
+        check(ChatResult, with_messages(result_of(done, "tiny", SIGNER)))
+
+
+def test_result_of_a_job_that_no_worker_came_to_is_as_its_type_says() -> None:
+    check(GenerateResult, ending_of_late(TASK_GENERATE)[1])
+    check(ChatResult, ending_of_late(TASK_CHAT, "Hi", 2)[1])
+
+
+def test_events_of_an_engine_are_as_their_types_say() -> None:
+    text = Text("job", "Hi", (1,), index=1, logprobs=LOGPROBS, mirostat_mu=2.0)
+    for event in (text, Finished("job", completion(tool_calls=(EngineToolCall("look", "{}"),)), None)):
+        check(Event, events.numbered(event_of(event, "tiny", "worker", SIGNER), 3))
+
+
+def test_event_has_its_number_first() -> None:
+    assert list(events.numbered(events.error("dead", "…"), 3)) == ["seq", "type", "code", "message", "retryable"]
