@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from datetime import datetime
+from pathlib import Path
 from typing import Any, TextIO
 
 from rich.box import SIMPLE_HEAD
@@ -22,6 +24,13 @@ def _console(stream: TextIO, *, stderr: bool = False) -> Console:
 
 out = _console(sys.stdout)
 err = _console(sys.stderr, stderr=True)
+
+
+def called() -> str:
+    """How this command is called in the user's shell: `cellama`, or its path where it is in no folder of PATH."""
+    if shutil.which("cellama") or Path(sys.argv[0]).name != "cellama":
+        return "cellama"
+    return os.path.relpath(sys.argv[0])
 
 
 def print_json(value: Any) -> None:

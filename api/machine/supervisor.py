@@ -115,6 +115,11 @@ class Supervisor:
         child.process = None
         return None
 
+    def check(self) -> None:
+        """Raises KeyboardInterrupt if a stop was asked for: whoever waits for something else waits no longer."""
+        if self._stops:
+            raise KeyboardInterrupt
+
     def ask_to_stop(self) -> None:
         """First: ends `run`. While `stop` waits: the second time hands running jobs back, the third kills."""
         self._stops += 1

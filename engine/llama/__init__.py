@@ -1,5 +1,6 @@
 """llama.cpp behind the engine's protocols: the only importer of llama_cpp."""
 
+from .abilities import missing
 from .context import LlamaBackend
 from .embedding import LlamaEmbeddingBackend
 from .files.gguf_file import fingerprint
@@ -18,5 +19,6 @@ __all__ = [
     "fingerprint",
     "load_contexts",
     "machine",
+    "missing",
     "plan_load",
 ]

@@ -17,6 +17,7 @@ ENCODERS = frozenset(
     "bert jina-bert-v2 jina-bert-v3 nomic-bert nomic-bert-moe neo-bert eurobert modern-bert gemma-embedding "
     "wavtokenizer-dec".split()
 )
+_NO_HEAD = "its file has no classification head; take a model that was made for it and converted as a reranker"
 _HEADS = ("cls.weight", "cls.output.weight")
 
 
@@ -37,19 +38,32 @@ def has_head(model: LlamaModel) -> bool:
     return any(tensor.name in _HEADS for part in parts(model.path) for tensor in tensors(part))
 
 
+def missing(model: LlamaModel, capability: Capability) -> str:
+    """What a model lacks for a use that it was not loaded for, and what helps."""
+    if capability in ("generate", "chat") and not can_generate(model):
+        return "it only reads texts, so it never can; take another model"
+    if capability == "chat" and model.chat_template is None:
+        return "its file has no chat template; use `generate` with a prompt, or a model made for chat"
+    if capability == "rerank" and not has_head(model):
+        return _NO_HEAD
+    return f"add {capability!r} to its capabilities"
+
+
 def choose_uses(
     model_id: str, weights: LlamaModel, wanted: frozenset[Capability] | None, options: EngineOptions
 ) -> Uses:
     """What a model is loaded for, and how its embeddings are pooled. Raises WrongCapability for what it can't do.
 
-    None wants what its file is made for: a reranker ranks, other encoders embed, all others generate, chat and embed.
+    None wants what its file is made for: a reranker ranks, other encoders embed, all others generate, embed, and, with
+    a template for it, chat.
     """
     for name in (wanted or frozenset()) - set(CAPABILITIES):
         raise InvalidRequest(f"capability {name!r} is unknown; {nearest(name, CAPABILITIES)}")
     generates, head = can_generate(weights), has_head(weights)
     pooling = own_pooling(weights) if options.pooling == "auto" else options.pooling
     if wanted is None:
-        texts: set[Capability] = {"generate", "chat"} if generates else set()
+        texts: set[Capability] = {"generate"} if generates else set()
+        texts |= {"chat"} if generates and weights.chat_template is not None else set()
         ranks: set[Capability] = {"rerank"} if head and (is_reranker(weights) or not generates) else set()
         vectors: set[Capability] = {"embed"}
         wanted = frozenset({"rerank"} if pooling == "rank" else vectors | texts | ranks)
@@ -57,10 +71,7 @@ def choose_uses(
     if wanted & {"generate", "chat"} and not generates:
         raise WrongCapability(f"{kind} can't generate: it only reads texts; load it with capabilities = ['embed']")
     if "rerank" in wanted and not head:
-        raise WrongCapability(
-            f"{kind} can't rerank: its file has no classification head; take a model that was made for it and "
-            "converted as a reranker, or leave out 'rerank'"
-        )
+        raise WrongCapability(f"{kind} can't rerank: {_NO_HEAD}, or leave out 'rerank'")
     if "embed" in wanted and pooling == "rank":
         raise WrongCapability(
             f"{kind} is pooled by rank, which gives scores and no vectors; set pooling to mean, cls, last or none, or "

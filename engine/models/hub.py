@@ -10,9 +10,12 @@ import fnmatch
 import hashlib
 import os
 import re
+import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from cellama.engine.errors import ModelLoadFailed
 from cellama.engine.split_files import is_first_part, part_names
@@ -20,6 +23,8 @@ from cellama.engine.split_files import is_first_part, part_names
 PREFIX = "hf://"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _CHUNK_BYTES = 1 << 20
+_CONNECT_S = 5.0
+_PORTS = {"http": 80, "https": 443}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +74,11 @@ def fetch(source: str, options: HubOptions) -> Path:
         first, *_ = [_download(wanted, part, options) for part in part_names(name)]
         return first
     except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, errors.HFValidationError, OSError) as error:
-        _explain(source, wanted, error)
+        _explain(source, wanted, error, offline=options.offline)
+    except Exception as error:  # of the hub's HTTP client, which has another name in each major version
+        if not any(kind.__name__ == "TransportError" for kind in type(error).__mro__):
+            raise
+        raise ModelLoadFailed(f"{source!r} can't be fetched: {_away(str(error) or repr(error))}") from None
 
 
 def _match(wanted: HubFile, options: HubOptions) -> str:
@@ -78,6 +87,7 @@ def _match(wanted: HubFile, options: HubOptions) -> str:
         raise ModelLoadFailed(f"{wanted.file!r} is a pattern, and offline nobody can say what it fits; name the file")
     from huggingface_hub import HfApi
 
+    _check_reachable()
     api = HfApi(endpoint=_endpoint(), token=options.token)
     files = sorted(f for f in api.list_repo_files(wanted.repo, revision=wanted.revision) if f.endswith(".gguf"))
     firsts = [file for file in files if is_first_part(file)]
@@ -93,6 +103,8 @@ def _download(wanted: HubFile, name: str, options: HubOptions) -> Path:
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
     cached = try_to_load_from_cache(wanted.repo, name, cache_dir=options.cache_dir, revision=wanted.revision)
+    if not isinstance(cached, str) and not options.offline:
+        _check_reachable()
     path = Path(
         hf_hub_download(
             wanted.repo,
@@ -132,7 +144,30 @@ def _endpoint() -> str | None:
     return os.environ.get("HF_ENDPOINT") or None
 
 
-def _explain(source: str, wanted: HubFile, error: Exception) -> NoReturn:
+def _check_reachable() -> None:
+    """Raises OSError when nothing listens where the hub should be: its client would try again for half a minute."""
+    from huggingface_hub import constants
+
+    where = urlsplit(_endpoint() or constants.ENDPOINT)
+    if getproxies() or not where.hostname:
+        return  # who knows what the proxy reaches
+    try:
+        socket.create_connection((where.hostname, where.port or _PORTS[where.scheme]), _CONNECT_S).close()
+    except OSError as error:
+        raise OSError(_away(str(error))) from None
+
+
+def _away(said: str) -> str:
+    """What to do when the hub can't be reached."""
+    from huggingface_hub import constants
+
+    return (
+        f"this machine does not reach {_endpoint() or constants.ENDPOINT} ({said}); go online, set HF_ENDPOINT to a "
+        "mirror, or copy the file here and name its path"
+    )
+
+
+def _explain(source: str, wanted: HubFile, error: Exception, *, offline: bool) -> NoReturn:
     """Raises ModelLoadFailed for what the hub's client says, with a remedy."""
     from huggingface_hub import errors
 
@@ -149,7 +184,8 @@ def _explain(source: str, wanted: HubFile, error: Exception) -> NoReturn:
     elif isinstance(error, errors.RemoteEntryNotFoundError):
         reason = f"{wanted.repo} has no file {wanted.file!r}; hf://{wanted.repo}/* lists what it has"
     elif isinstance(error, errors.LocalEntryNotFoundError):
-        reason = "it is not in the cache, and the hub was not asked or can't be reached; go online, or name a path"
+        reason = "it is not in the cache" + ("; load it without offline, or name a path" if offline else "")
+        reason += "" if offline else f", and {_away('nothing came')}"
     else:
         reason = str(error).splitlines()[0] if str(error) else repr(error)
     raise ModelLoadFailed(f"{source!r} can't be fetched: {reason}") from None

@@ -163,10 +163,11 @@ class Model(Texts):
             raise self._lacks(capability)
 
     def _lacks(self, capability: Capability) -> WrongCapability:
+        from cellama.engine.llama import missing
+
         able = ", ".join(sorted(self.capabilities))
-        return WrongCapability(
-            f"model {self.id!r} is loaded for {able}, not for {capability}; add {capability!r} to its capabilities"
-        )
+        why = missing(self._weights, capability)
+        return WrongCapability(f"model {self.id!r} is loaded for {able}, not for {capability}; {why}")
 
     def render_chat(self, /, messages: Sequence[Message], **template_args: Any) -> str:
         """As Texts.render_chat. Raises WrongCapability, too."""

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from kombu.exceptions import OperationalError
 from redis.exceptions import (
+    AuthenticationError,
     ClusterCrossSlotError,
     ClusterDownError,
     MovedError,
@@ -44,11 +45,17 @@ def reaching_redis() -> Iterator[None]:
     """
     try:
         yield
+    except AuthenticationError as error:
+        raise credentials_refused(error) from None
     except _NO_ANSWER as error:
+        if isinstance(error.__cause__, AuthenticationError):  # kombu's
+            raise credentials_refused(error.__cause__) from None
         raise _unreachable(error) from None
     except ResponseError as error:
         raise _refused(error) from None
     except RuntimeError as error:  # Celery's result backend, after its retries
+        if isinstance(error.__cause__, AuthenticationError):
+            raise credentials_refused(error.__cause__) from None
         if not isinstance(error.__cause__, _NO_ANSWER):
             raise
         raise _unreachable(error.__cause__) from None
@@ -64,6 +71,16 @@ def _refused(error: ResponseError) -> RedisRefused:
             "until results and events of earlier jobs have expired"
         )
     return RedisRefused(f"Redis at {url} refuses: {said}")
+
+
+def credentials_refused(error: AuthenticationError) -> RedisRefused:
+    """Redis answers, and wants a password, or another one."""
+    settings = get_settings()
+    given = "the credentials in CELLAMA_REDIS_URL are wrong" if "@" in settings.redis_url else "it wants a password"
+    return RedisRefused(
+        f"Redis at {settings.redis_url_masked} lets nobody in ({error}): {given}; write them into the URL: "
+        "redis://:PASSWORD@HOST:PORT/0, or redis://USER:PASSWORD@HOST:PORT/0"
+    )
 
 
 def _unreachable(error: BaseException) -> RedisUnreachable:

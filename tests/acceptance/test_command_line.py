@@ -119,7 +119,7 @@ def test_chat_and_embed_take_arguments_and_stdin(machine: Machine) -> None:
 
 def test_status_shows_worker_model_and_slots(machine: Machine) -> None:
     shown = machine.run("status").stdout
-    assert re.search(r"cellama-[0-9a-f]{4}@.*pid \d+\n.*tiny \(default\) +0/16", shown, re.DOTALL)
+    assert re.search(r"cellama-[0-9a-f]{4}@.*pid \d+ *\n.*tiny \(default\) +0/16", shown, re.DOTALL)
     assert "jobs without a slot: none" in shown
     status = json.loads(machine.run("status", "--json").stdout)
     none = {"tiny": 0, ":default": 0}
@@ -216,6 +216,36 @@ def test_reader_that_goes_away_cancels_the_job(machine: Machine) -> None:
     assert "Traceback" not in told
     assert "Exception ignored" not in told
     assert (job.returncode, "cancelled job" in told) == (1, True)
+
+
+def test_jobs_are_followed_from_elsewhere_and_left_alone(machine: Machine) -> None:
+    with machine.slowed():
+        argv = [*CELLAMA, "generate", "tiny", "Once upon a time", "--ignore-eos", "--max-tokens", "1900", "--json"]
+        with subprocess.Popen(
+            argv, cwd=machine.folder, env=machine.environment, stdout=subprocess.PIPE, text=True
+        ) as job:
+            assert job.stdout is not None
+            job_id = json.loads(job.stdout.readline())["job_id"]
+            listed = json.loads(machine.run("jobs", "list", "--json").stdout)
+            assert [(each["job_id"], each["state"], each["kind"]) for each in listed] == [
+                (job_id, "running", "generate")
+            ]
+            argv = [*CELLAMA, "jobs", "follow", job_id]
+            with subprocess.Popen(
+                argv,
+                cwd=machine.folder,
+                env=machine.environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            ) as reader:
+                assert reader.stdout is not None
+                assert reader.stdout.read(5)
+                reader.send_signal(signal.SIGINT)
+                _, told = reader.communicate(timeout=PATIENCE_S)
+            assert (reader.returncode, f"job {job_id} goes on" in told, job.poll()) == (130, True, None)
+            assert machine.run("jobs", "cancel", job_id).stdout == f"job {job_id} is cancelled: it ran\n"
+    assert machine.run("status", job_id).stdout == f"job {job_id} was cancelled\n"
 
 
 def test_flower_shows_the_worker_and_its_tasks(machine: Machine) -> None:

@@ -203,13 +203,17 @@ def test_model_without_wanted_capabilities_gets_those_that_its_file_is_made_for(
         for path in sorted(folder.glob("*.gguf"))
     }
     assert able == {
-        "decoder": {"generate", "chat", "embed"},
+        "decoder": {"generate", "embed"},  # it has no chat template
         "head": {"embed", "rerank"},
         "plain": {"embed"},
         "ranks": {"rerank"},
         "silent": {"embed"},
     }
-    with pytest.raises(WrongCapability, match="model 'plain' is loaded for embed, not for rerank"):
+    with pytest.raises(WrongCapability, match="'plain' is loaded for embed, not for rerank; its file has no class"):
         manager.get("plain").reranker  # noqa: B018
+    with pytest.raises(WrongCapability, match="not for chat; its file has no chat template; use `generate`"):
+        manager.get("decoder").require("chat")
+    with pytest.raises(WrongCapability, match="not for generate; it only reads texts"):
+        manager.get("plain").engine  # noqa: B018
     with pytest.raises(InvalidRequest, match="capability 'embd' is unknown; did you mean 'embed'"):
         manager.load("x", "bundled://tiny", capabilities=["embd"])  # type: ignore[list-item]

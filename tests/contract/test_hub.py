@@ -201,7 +201,11 @@ def test_token_opens_what_is_private_and_is_never_shown(hub: Hub, options: HubOp
 
 def test_hub_that_is_away_is_told(monkeypatch: pytest.MonkeyPatch, options: HubOptions) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(ModelLoadFailed, match="can't be fetched: it is not in the cache"):
-        resolve(f"hf://{REPO}/m.gguf", options)
+    for proxy in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.delenv(proxy, raising=False)
+    for name in ("m.gguf", "*Q8_0*"):
+        with pytest.raises(ModelLoadFailed, match=r"can't be fetched: .*does not reach http://127.0.0.1:9 ") as away:
+            resolve(f"hf://{REPO}/{name}", options)
+        assert "copy the file here and name its path" in str(away.value)
     with pytest.raises(ModelLoadFailed, match="can't be fetched: it is not in the cache"):
         resolve(f"hf://{REPO}/m.gguf", with_(options, offline=True))

@@ -90,3 +90,14 @@ def test_command_that_a_user_may_not_use_is_named(server: RedisServer, run: Run)
     assert "poor:***@127.0.0.1" in line.stderr
     assert "evalsha" in line.stderr
     assert "Traceback" not in line.stderr
+
+
+@pytest.mark.parametrize(("password", "why"), [("", "it wants a password"), (":guess@", "are wrong")])
+def test_password_that_is_missing_or_wrong_is_told_as_that(tmp_path: Path, run: Run, password: str, why: str) -> None:
+    with RedisServer.start(tmp_path / "closed", password="secret") as closed:
+        url = f"redis://{password}127.0.0.1:{closed.port}/0"
+        for command in (COMMAND_LINE, (COMMAND_LINE[0], "up", "--no-flower")):
+            done = run(*command, url=url)
+            assert (done.returncode, why in done.stderr) == (3, True), done.stderr
+            assert "redis://:PASSWORD@HOST:PORT/0" in done.stderr
+            assert "guess" not in done.stderr

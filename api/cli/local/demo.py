@@ -14,7 +14,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.rule import Rule
 
-from cellama.api.cli.output import err, out
+from cellama.api.cli.output import called, err, out
 from cellama.api.client.client import Client, Job
 from cellama.api.machine.redis_server import RedisServer
 from cellama.api.machine.supervisor import Supervisor, worker_child
@@ -26,6 +26,7 @@ from .services import check_installed, wait_for_worker
 
 BULK_LINES = 48
 PATIENCE_S = 60.0
+POLL_S = 0.05
 MODEL = "tiny"
 ANIMALS = ("fox", "bear", "cat", "frog", "mouse", "dragon")
 NEXT_STEPS = """\
@@ -56,7 +57,7 @@ def demo_command() -> None:
                     supervisor.stop()
     if code:
         raise typer.Exit(Exit.FAILED)
-    out.print(NEXT_STEPS)
+    out.print(NEXT_STEPS.format(called()))
 
 
 def _prepare_environment(folder: Path) -> None:
@@ -69,12 +70,20 @@ def _prepare_environment(folder: Path) -> None:
 
 def _produce(redis: RedisServer, supervisor: Supervisor) -> int:
     worker = supervisor.children[0]
-    wait_for_worker(redis.url, worker)
+    wait_for_worker(redis.url, worker, supervisor)
     assert worker.process is not None
     out.print(f"[green]✓[/] a Celery worker with the bundled model (pid {worker.process.pid})")
-    producer = subprocess.Popen([sys.executable, "-m", "cellama.api.cli.local.demo"])
+    argv = [sys.executable, "-m", "cellama.api.cli.local.demo"]
+    producer = subprocess.Popen(argv, start_new_session=True)  # Ctrl-C is for this process, which ends all others
     out.print(f"[green]✓[/] a producer process (pid {producer.pid})")
-    code = producer.wait()
+    try:
+        while (code := producer.poll()) is None:
+            supervisor.check()
+            time.sleep(POLL_S)
+    except KeyboardInterrupt:
+        producer.kill()
+        producer.wait()
+        raise
     if code:
         err.print(f"the producer ended with code {code}; the worker's log ends:\n{worker.log_tail()}", markup=False)
     return code

@@ -18,12 +18,13 @@ from redis.exceptions import AuthenticationError, RedisError
 from rich.panel import Panel
 from rich.table import Table
 
-from cellama.api.cli.output import err, out
+from cellama.api.cli.output import called, err, out
 from cellama.api.machine.redis_server import LOOPBACK, RedisServer, RedisServerError, check_port_free
 from cellama.api.machine.supervisor import Child, Supervisor, flower_child, worker_child
 from cellama.config import ModelSettings, Settings, get_settings
 from cellama.config.redis_url import parse_redis_url
 from cellama.tasks.connection.connections import connect
+from cellama.tasks.connection.redis_errors import credentials_refused
 from cellama.tasks.contract.codes import Exit
 from cellama.tasks.contract.errors import RedisUnreachable
 from cellama.tasks.state.registry import live_workers
@@ -94,7 +95,7 @@ def up_command(
         with supervisor.handling_signals():
             supervisor.start()
             try:
-                wait_for_worker(settings.redis_url, children[0])
+                wait_for_worker(settings.redis_url, children[0], supervisor)
                 where = _describe_flower(flower_address, flower_port) if flower else None
                 _say_ready(settings, embedded, where, logs)
                 code = supervisor.run()
@@ -134,12 +135,12 @@ def check_installed() -> None:
 
 
 def is_reachable(url: str) -> bool:
-    """True when a Redis answers there. Raises RedisUnreachable when it answers but lets nobody in."""
+    """True when a Redis answers there. Raises RedisRefused when it answers but lets nobody in."""
     try:
         with connect(url, socket_connect_timeout=2, socket_timeout=2) as client:
             return bool(client.ping())
     except AuthenticationError as error:
-        raise RedisUnreachable(f"Redis refuses the credentials in CELLAMA_REDIS_URL: {error}") from None
+        raise credentials_refused(error) from None
     except RedisError:
         return False
 
@@ -161,11 +162,16 @@ def _redis_for(settings: Settings) -> Iterator[RedisServer | None]:
         yield server
 
 
-def wait_for_worker(url: str, worker: Child) -> None:
-    """Returns when the worker serves its models. Raises RedisServerError with the end of its log if it ends."""
+def wait_for_worker(url: str, worker: Child, supervisor: Supervisor | None = None) -> None:
+    """Returns when the worker serves its models.
+
+    Raises RedisServerError with the end of its log if it ends, KeyboardInterrupt if a stop is asked for.
+    """
     deadline = time.monotonic() + START_TIMEOUT_S
     with connect(url) as client, err.status("loading the models …"):
         while time.monotonic() < deadline:
+            if supervisor is not None:
+                supervisor.check()
             if any(entry.pid == worker.process.pid for entry in live_workers(client) if worker.process):
                 return
             if not worker.running:
@@ -201,6 +207,6 @@ def _say_ready(settings: Settings, embedded: RedisServer | None, flower: str | N
     if flower:
         table.add_row("[bold]Flower[/]", flower)
     table.add_row("[bold]Logs[/]", str(logs))
-    table.add_row("[bold]Try[/]", f'cellama generate {settings.default_model.id} "Once upon a time"')
+    table.add_row("[bold]Try[/]", f'{called()} generate {settings.default_model.id} "Once upon a time"')
     out.print(Panel(table, title="cellama is up", subtitle="Ctrl-C ends it", expand=False, border_style="green"))
     sys.stdout.flush()
