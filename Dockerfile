@@ -1,8 +1,10 @@
-# One image for workers, Flower and producers. GPU: --build-arg CMAKE_ARGS="-DGGML_CUDA=on" with a CUDA base image.
+# One image for workers, Flower and producers. For NVIDIA docker-compose.yml gives other bases and CMAKE_ARGS.
+# It runs on every x86-64 CPU with AVX2; CMAKE_ARGS="" builds for the CPU of the building machine, which may be faster.
+ARG BUILD_BASE=python:3.11-slim-bookworm
 ARG BASE=python:3.11-slim-bookworm
 
-FROM ${BASE} AS build
-ARG CMAKE_ARGS=""
+FROM ${BUILD_BASE} AS build
+ARG CMAKE_ARGS="-DGGML_NATIVE=off"
 ENV CMAKE_ARGS=${CMAKE_ARGS} PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN apt-get update && apt-get install -y --no-install-recommends build-essential python3 python3-venv && rm -rf /var/lib/apt/lists/*
 RUN python3 -m venv /venv
@@ -15,10 +17,12 @@ RUN /venv/bin/pip install --no-cache-dir -c constraints.txt '.[worker,flower]'
 
 FROM ${BASE}
 RUN apt-get update && apt-get install -y --no-install-recommends libgomp1 python3 && rm -rf /var/lib/apt/lists/* \
-    && useradd --create-home cellama
+    && useradd --create-home cellama && install -d -o cellama -g cellama /home/cellama/.cache
 COPY --from=build /venv /venv
 ENV PATH=/venv/bin:$PATH PYTHONUNBUFFERED=1
 USER cellama
 WORKDIR /home/cellama
+# Files of the hub and what `cellama tune` found out.
+VOLUME /home/cellama/.cache
 ENTRYPOINT ["cellama"]
 CMD ["worker"]

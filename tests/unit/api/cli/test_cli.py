@@ -28,6 +28,7 @@ from cellama.tasks.contract.payloads import GenerateJob
 from ....conftest import clean_environment
 
 ROOT = Path(__file__).parents[4]
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
 COMMANDS = (
     "demo",
     "up",
@@ -158,11 +159,27 @@ def test_compose_file_names_settings_commands_and_files_that_exist() -> None:
     assert {"redis", "worker", "worker-gpu", "flower"} == set(services)
     assert "--appendonly" in services["redis"]["command"]
     for service in services.values():
-        known = {f"CELLAMA_{name.upper()}" for name in Settings.model_fields} | {"FLOWER_BASIC_AUTH"}
+        known = {f"CELLAMA_{name.upper()}" for name in Settings.model_fields} | {
+            "FLOWER_BASIC_AUTH",
+            "HF_TOKEN",
+            "CELLAMA_CONFIG",
+        }
         assert set(service.get("environment", {})) <= known
         assert set(service.get("depends_on", {})) <= set(services)
     assert services["worker"]["command"][0] in COMMANDS
-    assert (ROOT / "Dockerfile").exists()
+    assert ":?" not in (ROOT / "docker-compose.yml").read_text()  # `down` and `logs` ask for nothing
+    named = {volume.partition(":")[0] for service in services.values() for volume in service.get("volumes", [])}
+    assert {name for name in named if not name.startswith(".")} == set(compose["volumes"])
+    compile(services["worker"]["healthcheck"]["test"][-1], "healthcheck", "exec")
+
+
+def test_image_has_the_bundled_models_only_and_the_bases_that_compose_names() -> None:
+    ignored = (ROOT / ".dockerignore").read_text().split()
+    assert {"models", "build", ".venv", "!engine/bundled/*.gguf"} <= set(ignored)
+    arguments = {line.split()[1].partition("=")[0] for line in DOCKERFILE.splitlines() if line.startswith("ARG ")}
+    compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+    assert set(compose["services"]["worker-gpu"]["build"]["args"]) == arguments
+    assert "devel" not in compose["services"]["worker-gpu"]["build"]["args"]["BASE"]
 
 
 def test_bulk_run_has_the_parameters_of_a_job_but_for_its_priority() -> None:
