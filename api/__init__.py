@@ -7,6 +7,7 @@ for event in job.stream(): ...
 
 from importlib.metadata import version
 
+from cellama.config.model_options import ModelOptions
 from cellama.tasks import (
     AssistantMessage,
     ChatMessage,
@@ -53,8 +54,10 @@ from cellama.tasks import (
     Usage,
 )
 
+from .batch.options import BatchParams
 from .client.async_client import AsyncClient, AsyncJob
-from .client.client import Client, Job
+from .client.client import Client
+from .client.job import Job
 
 __version__ = version("cellama")
 
@@ -62,6 +65,7 @@ __all__ = [
     "AssistantMessage",
     "AsyncClient",
     "AsyncJob",
+    "BatchParams",
     "ChatMessage",
     "ChatParams",
     "ChatResult",
@@ -82,6 +86,7 @@ __all__ = [
     "JobFailed",
     "JobTimeout",
     "LineEvent",
+    "ModelOptions",
     "PingEvent",
     "ReasoningEndEvent",
     "ReasoningEvent",

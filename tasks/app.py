@@ -42,6 +42,7 @@ class CellamaApp(Celery):  # type: ignore[misc]
     """A Celery app that, inside a worker, holds what the worker runs on."""
 
     control_cls = "cellama.tasks.broker.control:LastingControl"
+    redis_url: str | None = None  # None: that of the settings
     runtime: Worker | None = None  # set by the worker's lifecycle
     attempt: Callable[[Task, bool, Callable[[Any], Result]], Result]  # too: makes one attempt at a job (attempt.py)
     server_check: ServerCheck  # too
@@ -53,14 +54,20 @@ class CellamaApp(Celery):  # type: ignore[misc]
         return purging_with(partial(purge_queue, self), super().connection_for_write(url, **options))
 
 
-def make_app() -> CellamaApp:
-    """An app of its own: a web backend's current app stays what it is."""
+def make_app(redis_url: str | None = None) -> CellamaApp:
+    """An app of its own: a web backend's current app stays what it is. Its jobs go to this Redis, or the settings'."""
     new = CellamaApp("cellama", set_as_current=False, include=["cellama.tasks.jobs"])
-    new.add_defaults(lambda: celery_config(get_settings()))
+    new.redis_url = redis_url
+    new.add_defaults(lambda: celery_config(_settings_for(redis_url)))
     new.steps["worker"].add("cellama.tasks.lifecycle:LoadModels")  # by name: only a worker has these modules
     new.steps["consumer"] |= {"cellama.tasks.broker.consumer:Intake", "cellama.tasks.lifecycle:Attach"}
     signals.setup_logging.connect(_set_up_logging, weak=False)
     return new
+
+
+def _settings_for(redis_url: str | None) -> Settings:
+    settings = get_settings()
+    return settings if redis_url is None else settings.model_copy(update={"redis_url": redis_url})
 
 
 def _set_up_logging(loglevel: int | None = None, **_: Any) -> None:

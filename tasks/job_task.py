@@ -88,7 +88,7 @@ class JobTask(Task):  # type: ignore[misc]
             if not steps_on:
                 raise
             model = (kwargs or {}).get("model", DEFAULT_MODEL)
-            with reaching_redis():
+            with reaching_redis(self.app.redis_url):
                 return refuse_step(self, queue_name(str(model)), options, error)
         if retry or (retry is None and steps_on):
             return self._retrying(lambda: self._queue(job), policy)
@@ -103,7 +103,7 @@ class JobTask(Task):  # type: ignore[misc]
                 Task.apply_async(self, call.args, call.kwargs, producer=producer, retry=False, **job.options)
             )
 
-        with reaching_redis():
+        with reaching_redis(self.app.redis_url):
             list(enqueue(self.app, Ledger(self.backend.client), [job], publish))
             if job.options.get("ignore_result"):
                 self.backend.client.hset(job_key(job.job_id), IGNORED_FIELD, 1)
@@ -172,7 +172,7 @@ class JobTask(Task):  # type: ignore[misc]
         """
         num_queued = 0
         try:
-            with reaching_redis():
+            with reaching_redis(self.app.redis_url):
                 for _ in enqueue(self.app, Ledger(self.backend.client), jobs, self._publish):
                     num_queued += 1
         except (RedisUnreachable, RedisRefused) as error:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
+from celery import Task
+
+from cellama.config import mask_url
+from cellama.config.redis_url import parse_redis_url
 from cellama.tasks.calls.canvas_steps import share
 from cellama.tasks.contract.kinds import KINDS
 from cellama.tasks.contract.names import (
@@ -19,7 +24,7 @@ from cellama.tasks.contract.names import (
 )
 from cellama.tasks.contract.shapes.results import Result
 
-from .app import app
+from .app import CellamaApp, app, make_app
 from .job_task import JobTask
 
 
@@ -79,3 +84,18 @@ def apply_chat_template(self: JobTask, /, *args: Any, **kwargs: Any) -> Result:
 
 
 share(app, JobTask)
+
+
+@functools.cache
+def app_at(redis_url: str) -> CellamaApp:
+    """An app with tasks of its own, whose jobs go to this Redis. Raises ValueError if that is no URL of one."""
+    try:
+        parse_redis_url(redis_url)
+    except ValueError as error:
+        raise ValueError(f"url is {mask_url(redis_url)!r}: {error}") from None
+    other = make_app(redis_url)
+    for task in [task for task in app.tasks.values() if isinstance(task, JobTask)]:
+        own = type(task.__name__, (type(task),), {"app": other})()
+        other._tasks[own.name] = own  # before it is finalized, and gets those of the settings' app (canvas_steps.py)
+        Task.bind.__func__(type(own), other)  # that of ours binds to the app of the settings
+    return other

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from cellama.tasks.contract.errors import InvalidJob
+from cellama.tasks.contract.shapes.parameters import ChatParams, EmbedParams
 
 from .lines import Format
 from .progress import Progress
@@ -15,6 +16,22 @@ from .progress import Progress
 STANDARD = Path("-")
 ONCE = ("output", "overwrite", "retry_failed")  # options that `resume` does not take over
 OutputForm = Literal["auto", "openai", "short"]
+
+
+class BatchParams(ChatParams, EmbedParams, total=False):
+    """Options of the run, and parameters for lines that do not say otherwise."""
+
+    model: str | None
+    ordered: bool
+    errors: str | Path | None
+    format: Format
+    column: str | None
+    id_column: str | None
+    form: OutputForm
+    deadline_s: float | None
+    merge_identical: bool
+    retry_failed: bool
+    overwrite: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,13 +15,13 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from cellama.config import get_settings
+from cellama.tasks.app import CellamaApp
 from cellama.tasks.connection.redis_errors import reaching_redis
 from cellama.tasks.contract.chunks import MAX_CHUNK_LINES, line_bytes, room_bytes
 from cellama.tasks.contract.errors import JobError, RedisRefused, RedisUnreachable, UnknownJob
 from cellama.tasks.contract.events import EVENT_FIELD, TerminalEvent, is_terminal
 from cellama.tasks.contract.keys import job_key, journal_key
-from cellama.tasks.contract.names import PRIORITY_BULK, WEIGHT_HEADER
-from cellama.tasks.jobs import chunk as chunk_task
+from cellama.tasks.contract.names import PRIORITY_BULK, TASK_CHUNK, WEIGHT_HEADER
 from cellama.tasks.state.bulk_runs import Batches
 from cellama.tasks.state.position import position_of
 
@@ -57,6 +57,7 @@ class BatchRun:
     def __init__(
         self,
         redis: Redis,
+        app: CellamaApp,
         work: WorkFile,
         output: LineFile,
         errors: LineFile,
@@ -67,6 +68,7 @@ class BatchRun:
     ) -> None:
         """`deadline_s` counts from now. `ordered` writes results in the order of the input."""
         self._redis = redis
+        self._app = app
         self._batches = Batches(redis)
         self._work = work
         self._output = output
@@ -94,7 +96,7 @@ class BatchRun:
         ended = None
         while ended is None and (self._chunks or self._work.pending):
             try:
-                with reaching_redis():
+                with reaching_redis(self._app.redis_url):
                     ended = self._turn()
                 self.progress.notice = self._waits_for()
             except (RedisError, RedisUnreachable, RedisRefused) as error:
@@ -152,7 +154,8 @@ class BatchRun:
         params = [{"kind": line.kind, "params": line.params} for line in lines]
         try:
             headers = {WEIGHT_HEADER: len(lines)}
-            chunk_task.apply_async((model, params), {"priority": PRIORITY_BULK}, task_id=name, headers=headers)
+            task = self._app.tasks[TASK_CHUNK]
+            task.apply_async((model, params), {"priority": PRIORITY_BULK}, task_id=name, headers=headers)
         except BaseException:
             self._work.give_back(name, tried=False)
             raise
@@ -241,13 +244,13 @@ class BatchRun:
 
     def abandon(self) -> None:
         """Ends what is in flight of a run that nobody can go on with."""
-        with contextlib.suppress(RedisUnreachable, RedisRefused), reaching_redis():
+        with contextlib.suppress(RedisUnreachable, RedisRefused), reaching_redis(self._app.redis_url):
             self._revoke_chunks()
         self._tell("cancelled")
 
     def _revoke_chunks(self) -> None:
         for name in self._chunks:
-            chunk_task.AsyncResult(name).revoke(terminate=True)
+            self._app.AsyncResult(name).revoke(terminate=True)
 
     def _stop(self, state: str) -> str:
         """Ends what is in flight; what has come of it until then counts."""

@@ -19,6 +19,7 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from cellama.config import get_settings
+from cellama.tasks.app import CellamaApp
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.state.bulk_runs import Batches
 
@@ -57,6 +58,7 @@ def paths_of(output: Path, errors: Path | None = None) -> Paths:
 
 def run_batch(
     redis: Redis,
+    app: CellamaApp,
     options: BatchOptions,
     on_read: OnRead = lambda count: None,
     on_progress: OnProgress = lambda progress: None,
@@ -79,7 +81,7 @@ def run_batch(
         echo = sys.stdout.fileno() if to_stdout else None
         results = opened.enter_context(contextlib.closing(_open_output(work, paths, echo)))
         run = BatchRun(
-            redis, work, results, errors, options.deadline_s, ordered=options.ordered, on_progress=on_progress
+            redis, app, work, results, errors, options.deadline_s, ordered=options.ordered, on_progress=on_progress
         )
         run.progress.failed += int(work.get("unreadable", "0"))
         run.progress.total += int(work.get("unreadable", "0"))

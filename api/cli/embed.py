@@ -10,6 +10,7 @@ from rich.table import Table
 
 from cellama.api.client.client import Client
 from cellama.tasks.contract.errors import InvalidJob
+from cellama.tasks.contract.shapes.results import Ranked
 
 from .following import Patience, result_of
 from .generation import JsonOption, PatienceOption, WaitOption
@@ -34,13 +35,13 @@ def embed_command(
     """
     texts = _lines(texts)
     with Client() as client:
-        params = {"dimensions": dimensions, "normalize": normalize, "truncate": truncate}
-        job = client.embed(model, texts, wait=wait, **params)
+        job = client.embed(model, texts, wait=wait, dimensions=dimensions, normalize=normalize, truncate=truncate)
         result = result_of(job, Patience(job.id, patience, unserved=wait))
     if json:
         print_json(result)
         return
-    for text, embedding in zip(texts, result["embeddings"], strict=True):
+    embeddings: list[Any] = [*result["embeddings"]]
+    for text, embedding in zip(texts, embeddings, strict=True):
         per_token = isinstance(embedding[0], list)
         head = ", ".join(f"{value:.4f}" for value in (embedding[0] if per_token else embedding)[:NUMBERS_SHOWN])
         size = f"{len(embedding)} tokens of {len(embedding[0])}" if per_token else str(len(embedding))
@@ -63,8 +64,7 @@ def rerank_command(
     """
     documents = _lines(documents)
     with Client() as client:
-        params = {"top_n": top_n, "truncate": truncate}
-        job = client.rerank(model, query, documents, wait=wait, **params)
+        job = client.rerank(model, query, documents, wait=wait, top_n=top_n, truncate=truncate)
         result = result_of(job, Patience(job.id, patience, unserved=wait))
     if json:
         print_json(result)
@@ -72,7 +72,7 @@ def rerank_command(
     out.print(_ranking(documents, result["results"]))
 
 
-def _ranking(documents: list[str], results: list[dict[str, Any]]) -> Table:
+def _ranking(documents: list[str], results: list[Ranked]) -> Table:
     table = table_of("score", "index", "document", right="score, index")
     for entry in results:
         table.add_row(f"{entry['score']:.4f}", str(entry["index"]), repr(documents[entry["index"]]))

@@ -9,7 +9,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from cellama.api.client.client import RESULT_AFTER_END_S, Job
+from cellama.api.client.client import RESULT_AFTER_END_S
+from cellama.api.client.job import Job, R
 from cellama.tasks.contract.errors import JobCancelled, JobFailed, JobTimeout
 from cellama.tasks.contract.events import DoneEvent, Event
 from cellama.tasks.contract.shapes.results import Timings
@@ -62,7 +63,7 @@ class Patience:
 
 
 @contextlib.contextmanager
-def cancelled_with(job: Job) -> Iterator[None]:
+def cancelled_with(job: Job[Any]) -> Iterator[None]:
     """Ctrl-C, or a reader that goes away, cancels the job."""
     try:
         yield
@@ -72,7 +73,7 @@ def cancelled_with(job: Job) -> Iterator[None]:
         raise
 
 
-def result_of(job: Job, patience: Patience) -> dict[str, Any]:
+def result_of(job: Job[R], patience: Patience) -> R:
     """The result of a job of which nothing is shown before. Raises as `show`."""
     with cancelled_with(job):
         for _ in _events(job, patience):
@@ -80,7 +81,7 @@ def result_of(job: Job, patience: Patience) -> dict[str, Any]:
     return job.result(RESULT_AFTER_END_S)
 
 
-def show(job: Job, json: bool, patience: Patience) -> str:
+def show(job: Job[Any], json: bool, patience: Patience) -> str:
     """Streams a job to stdout and returns its text. Raises JobTimeout, JobFailed, JobCancelled."""
     text = ""
     for event in _events(job, patience):
@@ -93,7 +94,7 @@ def show(job: Job, json: bool, patience: Patience) -> str:
     return text
 
 
-def _events(job: Job, patience: Patience) -> Iterator[Event]:
+def _events(job: Job[Any], patience: Patience) -> Iterator[Event]:
     """A job's events to its end, without pings; while those come, stderr shows where it is."""
     with err.status("…") as spinner:
         spinner.stop()

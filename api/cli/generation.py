@@ -8,8 +8,10 @@ from typing import Annotated, Any
 import typer
 from rich.prompt import Prompt
 
-from cellama.api.client.client import Client, Job
+from cellama.api.client.client import Client
+from cellama.api.client.job import Job
 from cellama.tasks.contract.errors import InvalidJob, JobError
+from cellama.tasks.contract.shapes.parameters import ChatMessage
 
 from .following import Patience, cancelled_with, show
 from .options import with_chat_options, with_generation_options
@@ -58,7 +60,7 @@ def chat_command(
 
     Tools are a JSON list in the OpenAI form:  --tools @tools.json
     """
-    messages = [{"role": "system", "content": system}] if system else []
+    messages: list[ChatMessage] = [{"role": "system", "content": system}] if system else []
     with Client() as client:
         if message is not None or not sys.stdin.isatty():
             messages.append({"role": "user", "content": _read(message or "-")})
@@ -78,14 +80,14 @@ def _read(text: str) -> str:
         raise InvalidJob(f"stdin is not valid UTF-8 at byte {error.start}; convert it first") from None
 
 
-def _run(job: Job, json: bool, patience_s: float, wait: bool) -> str:
+def _run(job: Job[Any], json: bool, patience_s: float, wait: bool) -> str:
     with cancelled_with(job):
         return show(job, json, Patience(job.id, patience_s, unserved=wait))
 
 
 def _take_turn(
     client: Client,
-    messages: list[dict[str, str]],
+    messages: list[ChatMessage],
     said: str,
     model: str,
     json: bool,
@@ -94,7 +96,7 @@ def _take_turn(
     params: dict[str, Any],
 ) -> None:
     """What was said and its answer are part of the conversation; if there is no answer, neither is."""
-    turn = {"role": "user", "content": said}
+    turn: ChatMessage = {"role": "user", "content": said}
     try:
         answer = _run(client.chat(model, [*messages, turn], wait=wait, **params), json, patience_s, wait)
     except KeyboardInterrupt:

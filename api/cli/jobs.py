@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.prompt import Confirm
 
-from cellama.api.client.client import Client, Job
+from cellama.api.client.client import Client
 from cellama.tasks.contract.codes import Exit
 
 from .following import Patience, show
@@ -52,7 +52,7 @@ def jobs_follow_command(job_id: JobArgument, json: JsonOption = False, patience:
     """
     with Client() as client:
         try:
-            show(Job(client, job_id), json, Patience(job_id, patience, unserved=True))
+            show(client.job(job_id), json, Patience(job_id, patience, unserved=True))
         except KeyboardInterrupt:
             err.print(f"\n[yellow]job {job_id} goes on; `cellama cancel {job_id}` ends it[/]")
             raise

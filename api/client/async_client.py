@@ -4,38 +4,39 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import math
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Concatenate, Generic, ParamSpec, TypeVar, Unpack, cast
 
-from cellama.api.batch.options import BatchOptions, Summary
+from cellama.api.batch.options import BatchOptions, BatchParams, Summary
 from cellama.api.batch.progress import Progress
-from cellama.tasks import apply_chat_template, chat, detokenize, embed, generate, rerank, tokenize
 from cellama.tasks.connection.connections import connect_async
 from cellama.tasks.contract.events import Event, is_terminal
-from cellama.tasks.state.job_list import OpenJob
+from cellama.tasks.contract.shapes.results import Result
 from cellama.tasks.state.position import Position
 from cellama.tasks.state.reader import STREAM_TIMEOUT_S, EventCursor, astream_events
-from cellama.tasks.state.registry import WorkerEntry
 
-from .adapters import AsyncAdapterControl
-from .client import LOAD_TIMEOUT_S, RESULT_AFTER_END_S, UNLOAD_TIMEOUT_S
-from .core import CONNECT_TIMEOUT_S, Core
-from .outage import OUTAGE_RETRY_S, Outage
-from .registry_views import memory_of, models_of
+from .client import RESULT_AFTER_END_S, Client
+from .core import CONNECT_TIMEOUT_S
+from .job import Job, R
+from .outage import OUTAGE_RETRY_S
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
-class AsyncJob:
+class AsyncJob(Generic[R]):
     """A submitted job, for asyncio (see Job)."""
 
     def __init__(self, client: AsyncClient, job_id: str) -> None:
         self.id = job_id
         self._client = client
 
-    async def result(self, timeout: float | None = None) -> dict[str, Any]:
-        return await self._client.result(self.id, timeout)
+    async def result(self, timeout: float | None = None) -> R:
+        return cast(R, await self._client.result(self.id, timeout))
 
     def stream(
         self,
@@ -54,66 +55,86 @@ class AsyncJob:
         await self._client.cancel(self.id)
 
 
+def _in_thread(
+    method: Callable[Concatenate[Client, P], T],
+) -> Callable[Concatenate[AsyncClient, P], Coroutine[None, None, T]]:
+    """The method, run in a thread."""
+
+    @functools.wraps(method)
+    async def call(self: AsyncClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await asyncio.to_thread(method, self._client, *args, **kwargs)
+
+    return call
+
+
+def _submitting(
+    method: Callable[Concatenate[Client, P], Job[R]],
+) -> Callable[Concatenate[AsyncClient, P], Coroutine[None, None, AsyncJob[R]]]:
+    """The method, run in a thread, with a job for asyncio."""
+
+    @functools.wraps(method)
+    async def call(self: AsyncClient, /, *args: P.args, **kwargs: P.kwargs) -> AsyncJob[R]:
+        return AsyncJob(self, (await asyncio.to_thread(method, self._client, *args, **kwargs)).id)
+
+    return call
+
+
+def _submitting_many(
+    method: Callable[Concatenate[Client, P], list[Job[R]]],
+) -> Callable[Concatenate[AsyncClient, P], Coroutine[None, None, list[AsyncJob[R]]]]:
+    """The method, run in a thread, with jobs for asyncio."""
+
+    @functools.wraps(method)
+    async def call(self: AsyncClient, /, *args: P.args, **kwargs: P.kwargs) -> list[AsyncJob[R]]:
+        return [AsyncJob(self, job.id) for job in await asyncio.to_thread(method, self._client, *args, **kwargs)]
+
+    return call
+
+
 class _Stopped(Exception):
     """Ends a bulk run whose caller was cancelled."""
 
 
-class AsyncClient(AsyncAdapterControl):
+class AsyncClient:
     """The Client for asyncio: same methods, same errors. Short blocking calls run in threads, streams don't."""
 
-    def __init__(self) -> None:
-        self._core = Core()
-        self._redis = connect_async(socket_connect_timeout=CONNECT_TIMEOUT_S)
+    def __init__(self, url: str | None = None) -> None:
+        """As that of Client."""
+        self._client = Client(url)
+        self._core = self._client._core
+        self._redis = connect_async(url, socket_connect_timeout=CONNECT_TIMEOUT_S)
 
-    async def _submit(self, task: Any, model: str, content: Any, wait: bool, params: dict[str, Any]) -> AsyncJob:
-        result = await asyncio.to_thread(self._core.submit, task, model, content, wait, params)
-        return AsyncJob(self, result.id)
+    generate = _submitting(Client.generate)
+    chat = _submitting(Client.chat)
+    embed = _submitting(Client.embed)
+    rerank = _submitting(Client.rerank)
+    tokenize = _submitting(Client.tokenize)
+    detokenize = _submitting(Client.detokenize)
+    apply_chat_template = _submitting(Client.apply_chat_template)
+    requeue_dead = _submitting(Client.requeue_dead)
+    generate_many = _submitting_many(Client.generate_many)
+    chat_many = _submitting_many(Client.chat_many)
+    embed_many = _submitting_many(Client.embed_many)
+    cancel = _in_thread(Client.cancel)
+    position = _in_thread(Client.position)
+    jobs = _in_thread(Client.jobs)
+    purge = _in_thread(Client.purge)
+    dead = _in_thread(Client.dead)
+    workers = _in_thread(Client.workers)
+    models = _in_thread(Client.models)
+    memory = _in_thread(Client.memory)
+    load_model = _in_thread(Client.load_model)
+    unload_model = _in_thread(Client.unload_model)
+    set_default_model = _in_thread(Client.set_default_model)
+    stats = _in_thread(Client.stats)
+    adapters = _in_thread(Client.adapters)
+    load_adapter = _in_thread(Client.load_adapter)
+    set_adapter_scale = _in_thread(Client.set_adapter_scale)
+    unload_adapter = _in_thread(Client.unload_adapter)
 
-    async def generate(self, model: str, prompt: str | list[int], *, wait: bool = False, **params: Any) -> AsyncJob:
-        return await self._submit(generate, model, prompt, wait, params)
-
-    async def chat(self, model: str, messages: list[dict[str, str]], *, wait: bool = False, **params: Any) -> AsyncJob:
-        return await self._submit(chat, model, messages, wait, params)
-
-    async def embed(self, model: str, texts: str | list[str], *, wait: bool = False, **params: Any) -> AsyncJob:
-        return await self._submit(embed, model, texts, wait, params)
-
-    async def rerank(
-        self, model: str, query: str, documents: str | list[str], *, wait: bool = False, **params: Any
-    ) -> AsyncJob:
-        return await self._submit(rerank, model, query, wait, {"documents": documents, **params})
-
-    async def generate_many(
-        self, model: str, prompts: Iterable[str | list[int]], *, wait: bool = False, **params: Any
-    ) -> list[AsyncJob]:
-        return await self._submit_many(generate, model, prompts, wait, params)
-
-    async def chat_many(
-        self, model: str, conversations: Iterable[list[dict[str, Any]]], *, wait: bool = False, **params: Any
-    ) -> list[AsyncJob]:
-        return await self._submit_many(chat, model, conversations, wait, params)
-
-    async def embed_many(
-        self, model: str, texts: Iterable[str | list[str]], *, wait: bool = False, **params: Any
-    ) -> list[AsyncJob]:
-        return await self._submit_many(embed, model, texts, wait, params)
-
-    async def _submit_many(
-        self, task: Any, model: str, contents: Iterable[Any], wait: bool, params: dict[str, Any]
-    ) -> list[AsyncJob]:
-        ids = await asyncio.to_thread(self._core.submit_many, task, model, contents, wait, params)
-        return [AsyncJob(self, job_id) for job_id in ids]
-
-    async def tokenize(self, model: str, text: str, *, wait: bool = False, **params: Any) -> AsyncJob:
-        return await self._submit(tokenize, model, text, wait, params)
-
-    async def detokenize(self, model: str, tokens: list[int], *, wait: bool = False, **params: Any) -> AsyncJob:
-        return await self._submit(detokenize, model, tokens, wait, params)
-
-    async def apply_chat_template(
-        self, model: str, messages: list[dict[str, str]], *, wait: bool = False, **params: Any
-    ) -> AsyncJob:
-        return await self._submit(apply_chat_template, model, messages, wait, params)
+    def job(self, job_id: str) -> AsyncJob[Result]:
+        """As Client.job."""
+        return AsyncJob(self, job_id)
 
     async def batch(
         self,
@@ -121,7 +142,7 @@ class AsyncClient(AsyncAdapterControl):
         output: str | Path,
         *,
         on_progress: Callable[[Progress], None] = lambda progress: None,
-        **options: Any,
+        **options: Unpack[BatchParams],
     ) -> Summary:
         """As Client.batch, in a thread of its own, which calls `on_progress`.
 
@@ -153,7 +174,7 @@ class AsyncClient(AsyncAdapterControl):
         ping: float = math.inf,
         cancel_on_exit: bool = False,
     ) -> AsyncIterator[Event]:
-        outage, cursor, ended = Outage(), EventCursor(job_id, after), False
+        outage, cursor, ended = self._core.outage(), EventCursor(job_id, after), False
         try:
             while not ended:
                 with outage.watching():
@@ -175,7 +196,7 @@ class AsyncClient(AsyncAdapterControl):
         cancelling = asyncio.get_running_loop().run_in_executor(None, self._core.cancel, job_id)
         await asyncio.shield(cancelling)
 
-    async def result(self, job_id: str, timeout: float | None = None) -> dict[str, Any]:
+    async def result(self, job_id: str, timeout: float | None = None) -> Result:
         """The result. It follows the stream to its end first, so that no thread is held meanwhile."""
         if not await asyncio.to_thread(self._core.is_ready, job_id):
             try:
@@ -185,57 +206,6 @@ class AsyncClient(AsyncAdapterControl):
             except TimeoutError:
                 raise self._core.too_late(job_id, timeout) from None
         return await asyncio.to_thread(self._core.result, job_id, RESULT_AFTER_END_S)
-
-    async def cancel(self, job_id: str) -> None:
-        await asyncio.to_thread(self._core.cancel, job_id)
-
-    async def position(self, job_id: str) -> Position:
-        return await asyncio.to_thread(self._core.position, job_id)
-
-    async def jobs(self, model: str | None = None, *, limit: int = 1000) -> list[OpenJob]:
-        return await asyncio.to_thread(self._core.jobs, model, limit)
-
-    async def purge(self, model: str) -> int:
-        return await asyncio.to_thread(self._core.purge, model)
-
-    async def dead(self) -> list[dict[str, Any]]:
-        return await asyncio.to_thread(self._core.dead)
-
-    async def requeue_dead(self, job_id: str) -> AsyncJob:
-        return AsyncJob(self, await asyncio.to_thread(self._core.requeue_dead, job_id))
-
-    async def workers(self) -> list[WorkerEntry]:
-        return await asyncio.to_thread(self._core.workers)
-
-    async def models(self) -> list[dict[str, Any]]:
-        return models_of(await self.workers())
-
-    async def memory(self, worker: str | None = None) -> list[dict[str, Any]]:
-        return memory_of(await self.workers(), worker)
-
-    async def load_model(
-        self,
-        model_id: str,
-        source: str,
-        *,
-        worker: str | None = None,
-        default: bool = False,
-        timeout: float = LOAD_TIMEOUT_S,
-        **options: Any,
-    ) -> None:
-        model = {"id": model_id, "source": source, "default": default, **options}
-        await asyncio.to_thread(self._core.load_model, model, worker, timeout)
-
-    async def unload_model(
-        self, model_id: str, *, worker: str | None = None, timeout: float = UNLOAD_TIMEOUT_S
-    ) -> None:
-        await asyncio.to_thread(self._core.unload_model, model_id, worker, timeout)
-
-    async def set_default_model(self, model_id: str, *, worker: str | None = None) -> None:
-        await asyncio.to_thread(self._core.set_default_model, model_id, worker)
-
-    async def stats(self) -> dict[str, Any]:
-        return await asyncio.to_thread(self._core.stats)
 
     async def close(self) -> None:
         await self._redis.aclose()

@@ -1,130 +1,52 @@
-"""Submits, watches and cancels jobs. `async_client.py` has the same for asyncio; they share everything else."""
+"""Submits, watches and cancels jobs. `async_client.py` is made from it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
-from cellama.api.batch.options import BatchOptions, Summary
+from cellama.api.batch.options import BatchOptions, BatchParams, Summary
 from cellama.api.batch.progress import Progress
-from cellama.tasks import apply_chat_template, chat, detokenize, embed, generate, rerank, tokenize
+from cellama.config.model_options import ModelOptions
 from cellama.tasks.contract.events import Event
+from cellama.tasks.contract.shapes.results import Result
 from cellama.tasks.state.job_list import OpenJob
 from cellama.tasks.state.position import Position
 from cellama.tasks.state.reader import STREAM_TIMEOUT_S
+from cellama.tasks.state.records import DeadJob
 from cellama.tasks.state.registry import WorkerEntry
 
 from .adapters import AdapterControl
 from .core import Core
-from .registry_views import memory_of, models_of
+from .job import Job
+from .registry_views import Stats, memory_of, models_of
+from .submission import Submission
 
 LOAD_TIMEOUT_S = 600.0  # a large model takes its time
 UNLOAD_TIMEOUT_S = 60.0
 RESULT_AFTER_END_S = 30.0  # the result is stored right after the terminal event
 
 
-class Job:
-    """A submitted job."""
-
-    def __init__(self, client: Client, job_id: str) -> None:
-        self.id = job_id
-        self._client = client
-
-    def result(self, timeout: float | None = None) -> dict[str, Any]:
-        """The result. Raises JobFailed, JobCancelled, or JobTimeout after `timeout` seconds (the job goes on)."""
-        return self._client.result(self.id, timeout)
-
-    def stream(
-        self,
-        after: int = -1,
-        timeout: float = STREAM_TIMEOUT_S,
-        *,
-        ping: float = math.inf,
-        cancel_on_exit: bool = False,
-    ) -> Iterator[Event]:
-        """Its events (see Client.stream)."""
-        return self._client.stream(self.id, after, timeout, ping=ping, cancel_on_exit=cancel_on_exit)
-
-    def position(self) -> Position:
-        """Whether it waits, runs or is done, and how many jobs are before it."""
-        return self._client.position(self.id)
-
-    def cancel(self) -> None:
-        """Ends the job wherever it is; its slot is free within one step."""
-        self._client.cancel(self.id)
-
-
-class Client(AdapterControl):
+class Client(Submission, AdapterControl):
     """Talks to the workers through Redis. Threads may share one.
 
     Every method raises RedisUnreachable when Redis does not answer, RedisRefused when it refuses, RedisFull if that is
     because it is full.
     """
 
-    def __init__(self) -> None:
-        self._core = Core()
+    def __init__(self, url: str | None = None) -> None:
+        """`url` is that of the Redis, in any form of docs/redis.md; without it, that of the settings counts.
 
-    def generate(self, model: str, prompt: str | list[int], *, wait: bool = False, **params: Any) -> Job:
-        """Submits a generation. Raises InvalidJob, and UnknownModel if nobody serves the model (unless `wait`).
-
-        With `idempotency_key=`, the same key gives the same job, as long as its result is kept.
+        Raises ValueError for one that can't be read. What the settings say of size limits counts in any case.
         """
-        return Job(self, self._core.submit(generate, model, prompt, wait, params).id)
+        self._core = Core(url)
 
-    def chat(self, model: str, messages: list[dict[str, str]], *, wait: bool = False, **params: Any) -> Job:
-        """Submits a chat turn; raises as `generate`."""
-        return Job(self, self._core.submit(chat, model, messages, wait, params).id)
-
-    def embed(self, model: str, texts: str | list[str], *, wait: bool = False, **params: Any) -> Job:
-        """Submits texts to embed; raises as `generate`."""
-        return Job(self, self._core.submit(embed, model, texts, wait, params).id)
-
-    def rerank(self, model: str, query: str, documents: str | list[str], *, wait: bool = False, **params: Any) -> Job:
-        """Submits documents to rank for a query; raises as `generate`."""
-        return Job(self, self._core.submit(rerank, model, query, wait, {"documents": documents, **params}).id)
-
-    def generate_many(
-        self, model: str, prompts: Iterable[str | list[int]], *, wait: bool = False, **params: Any
-    ) -> list[Job]:
-        """Submits many generations with the same parameters, much faster than one by one; jobs in order of prompts.
-
-        All are checked before any is queued: InvalidJob names the places of all that are wrong. With
-        `idempotency_keys=`, one for each, the call may be repeated, for instance after RedisUnreachable.
-        """
-        return self._submit_many(generate, model, prompts, wait, params)
-
-    def chat_many(
-        self, model: str, conversations: Iterable[list[dict[str, Any]]], *, wait: bool = False, **params: Any
-    ) -> list[Job]:
-        """Submits many chat turns, as `generate_many`."""
-        return self._submit_many(chat, model, conversations, wait, params)
-
-    def embed_many(
-        self, model: str, texts: Iterable[str | list[str]], *, wait: bool = False, **params: Any
-    ) -> list[Job]:
-        """Submits a job for each of the texts, or lists of texts, as `generate_many`."""
-        return self._submit_many(embed, model, texts, wait, params)
-
-    def _submit_many(
-        self, task: Any, model: str, contents: Iterable[Any], wait: bool, params: dict[str, Any]
-    ) -> list[Job]:
-        return [Job(self, job_id) for job_id in self._core.submit_many(task, model, contents, wait, params)]
-
-    def tokenize(self, model: str, text: str, *, wait: bool = False, **params: Any) -> Job:
-        """Submits a text whose token ids are wanted; raises as `generate`."""
-        return Job(self, self._core.submit(tokenize, model, text, wait, params).id)
-
-    def detokenize(self, model: str, tokens: list[int], *, wait: bool = False, **params: Any) -> Job:
-        """Submits token ids whose text is wanted; raises as `generate`."""
-        return Job(self, self._core.submit(detokenize, model, tokens, wait, params).id)
-
-    def apply_chat_template(
-        self, model: str, messages: list[dict[str, str]], *, wait: bool = False, **params: Any
-    ) -> Job:
-        """Submits a conversation whose prompt is wanted; raises as `generate`."""
-        return Job(self, self._core.submit(apply_chat_template, model, messages, wait, params).id)
+    def job(self, job_id: str) -> Job[Result]:
+        """A job that was submitted elsewhere, for instance with `generate.delay(…).id`; whether there is one, its
+        methods tell."""
+        return Job(self._core, job_id)
 
     def batch(
         self,
@@ -132,7 +54,7 @@ class Client(AdapterControl):
         output: str | Path,
         *,
         on_progress: Callable[[Progress], None] = lambda progress: None,
-        **options: Any,
+        **options: Unpack[BatchParams],
     ) -> Summary:
         """Runs every line of a file as `cellama batch run` does, to its end; the same call goes on where it ended.
 
@@ -159,7 +81,7 @@ class Client(AdapterControl):
         """
         return self._core.stream(job_id, after, timeout, ping, cancel_on_exit)
 
-    def result(self, job_id: str, timeout: float | None = None) -> dict[str, Any]:
+    def result(self, job_id: str, timeout: float | None = None) -> Result:
         """The result of any job (see Job.result)."""
         return self._core.result(job_id, timeout)
 
@@ -179,13 +101,13 @@ class Client(AdapterControl):
         """Ends all jobs that wait for a model, and tells how many they were. Raises UnknownModel."""
         return self._core.purge(model)
 
-    def dead(self) -> list[dict[str, Any]]:
+    def dead(self) -> list[DeadJob]:
         """Jobs that were put aside because their workers died again and again, the last one first."""
         return self._core.dead()
 
-    def requeue_dead(self, job_id: str) -> Job:
+    def requeue_dead(self, job_id: str) -> Job[Result]:
         """Queues a dead job again, as a new job. Raises UnknownJob."""
-        return Job(self, self._core.requeue_dead(job_id))
+        return Job(self._core, self._core.requeue_dead(job_id))
 
     def workers(self) -> list[WorkerEntry]:
         """The live workers."""
@@ -210,7 +132,7 @@ class Client(AdapterControl):
         worker: str | None = None,
         default: bool = False,
         timeout: float = LOAD_TIMEOUT_S,
-        **options: Any,
+        **options: Unpack[ModelOptions],
     ) -> None:
         """Loads a model on every live worker, or on one, and returns when it takes jobs.
 
@@ -227,7 +149,7 @@ class Client(AdapterControl):
         """Serves `:default` from this model. Raises UnknownWorker, JobFailed."""
         self._core.set_default_model(model_id, worker)
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> Stats:
         """Slots, rate and waiting jobs over all workers."""
         return self._core.stats()
 

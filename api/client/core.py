@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from celery.exceptions import TaskRevokedError
@@ -31,14 +31,17 @@ from cellama.tasks.contract.errors import (
 from cellama.tasks.contract.events import Event, is_terminal
 from cellama.tasks.contract.keys import IGNORED_FIELD, job_key
 from cellama.tasks.contract.names import DEFAULT_MODEL, queue_keys, queue_name
+from cellama.tasks.contract.shapes.results import Result
+from cellama.tasks.jobs import app_at
 from cellama.tasks.state.job_list import OpenJob, open_jobs, queued_models, waiting_ids
 from cellama.tasks.state.ledger import Ledger
 from cellama.tasks.state.position import Position, position_of
 from cellama.tasks.state.reader import EventCursor, stream_events
+from cellama.tasks.state.records import DeadJob
 from cellama.tasks.state.registry import WorkerEntry, live_workers
 
 from .outage import OUTAGE_RETRY_S, Outage
-from .registry_views import queues, stats
+from .registry_views import Stats, queues, stats
 
 CONNECT_TIMEOUT_S = 3.0
 REPLY_S = 5.0  # for workers to answer a command
@@ -47,26 +50,40 @@ RESULT_LOOK_S = 5.0
 
 
 class Core:
-    """Redis is that of the settings. Threads may share one."""
+    """Redis is that of the URL, or of the settings. Threads may share one."""
 
-    def __init__(self) -> None:
-        self._redis = connect(socket_connect_timeout=CONNECT_TIMEOUT_S)
+    def __init__(self, url: str | None = None) -> None:
+        """Raises ValueError if that is no URL of a Redis."""
+        self._url = url
+        self._app = app if url is None else app_at(url)
+        self._redis = connect(url, socket_connect_timeout=CONNECT_TIMEOUT_S)
 
-    def submit(self, task: Any, model: str, content: Any, wait: bool, params: dict[str, Any]) -> AsyncResult:
-        key = params.pop("idempotency_key", None)
+    def outage(self) -> Outage:
+        return Outage(self._url)
+
+    def submit(
+        self, name: str, model: str, content: Any, wait: bool, key: str | None, params: Mapping[str, Any]
+    ) -> AsyncResult:
+        task = self._app.tasks[name]
         task.parse((model, content), params)  # the caller's mistakes first, then the world's
-        with reaching_redis():
+        with reaching_redis(self._url):
             self._redis.ping()  # Celery itself would retry for a long time
             if not wait:
                 self._check_served(model)
-            return task.apply_async((model, content), params, idempotency_key=key)
+            return task.apply_async((model, content), dict(params), idempotency_key=key)
 
     def submit_many(
-        self, task: Any, model: str, contents: Iterable[Any], wait: bool, params: dict[str, Any]
+        self,
+        name: str,
+        model: str,
+        contents: Iterable[Any],
+        wait: bool,
+        keys: Sequence[str] | None,
+        params: Mapping[str, Any],
     ) -> list[str]:
-        keys = params.pop("idempotency_keys", None)
-        jobs = task.check_many([((model, content), params) for content in contents], keys)
-        with reaching_redis():
+        task = self._app.tasks[name]
+        jobs = task.check_many([((model, content), dict(params)) for content in contents], keys)
+        with reaching_redis(self._url):
             self._redis.ping()
             if not wait:
                 self._check_served(model)
@@ -86,14 +103,14 @@ class Core:
         hint = f"did you mean {close[0]!r}?" if close else f"served: {', '.join(sorted(set(served)))}"
         raise UnknownModel(f"no live worker serves a model {model!r}; {hint}")
 
-    def result(self, job_id: str, timeout_s: float | None) -> dict[str, Any]:
+    def result(self, job_id: str, timeout_s: float | None) -> Result:
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        with reaching_redis():
+        with reaching_redis(self._url):
             self._check_kept(job_id)
             while True:  # a result that comes while Celery subscribes may be missed: it asks again now and then
                 remaining_s = max(0.0, deadline - time.monotonic())
                 try:
-                    result: dict[str, Any] = AsyncResult(job_id, app=app).get(
+                    result: Result = AsyncResult(job_id, app=self._app).get(
                         timeout=min(RESULT_LOOK_S, remaining_s), interval=0.05
                     )
                     return result
@@ -114,16 +131,16 @@ class Core:
         return JobTimeout(f"job {job_id} has no result after {timeout_s} s; it goes on: ask again, or cancel it")
 
     def is_ready(self, job_id: str) -> bool:
-        with reaching_redis():
+        with reaching_redis(self._url):
             self._check_kept(job_id)
-            return bool(AsyncResult(job_id, app=app).ready())
+            return bool(AsyncResult(job_id, app=self._app).ready())
 
     def cancel(self, job_id: str) -> None:
-        with reaching_redis():
-            app.control.revoke(job_id, terminate=True)
+        with reaching_redis(self._url):
+            self._app.control.revoke(job_id, terminate=True)
 
     def stream(self, job_id: str, after: int, timeout_s: float, ping_s: float, cancel_on_exit: bool) -> Iterator[Event]:
-        outage, cursor, ended = Outage(), EventCursor(job_id, after), False
+        outage, cursor, ended = self.outage(), EventCursor(job_id, after), False
         try:
             while not ended:
                 with outage.watching():
@@ -138,42 +155,42 @@ class Core:
                 self.cancel(job_id)
 
     def position(self, job_id: str) -> Position:
-        with reaching_redis():
+        with reaching_redis(self._url):
             return position_of(self._redis, job_id)
 
     def jobs(self, model: str | None, limit: int) -> list[OpenJob]:
-        with reaching_redis():
+        with reaching_redis(self._url):
             return open_jobs(self._redis, model, limit)
 
     def purge(self, model: str) -> int:
-        with reaching_redis():
+        with reaching_redis(self._url):
             if model not in (*self._models(), DEFAULT_MODEL):
                 known = ", ".join(queued_models(self._redis)) or "none"
                 raise UnknownModel(f"nobody serves a model {model!r}, and no job waits for it; jobs wait for: {known}")
-            num_messages = purge_queue(app, queue_name(model))
+            num_messages = purge_queue(self._app, queue_name(model))
             held = waiting_ids(self._redis, model)  # in the hands of workers
             if held:
-                app.control.revoke(held, terminate=True)
+                self._app.control.revoke(held, terminate=True)
             return num_messages + len(held)
 
     def _models(self) -> list[str]:
         return queues(live_workers(self._redis), queued_models(self._redis))
 
-    def dead(self) -> list[dict[str, Any]]:
-        with reaching_redis():
+    def dead(self) -> list[DeadJob]:
+        with reaching_redis(self._url):
             return Ledger(self._redis).dead()
 
     def requeue_dead(self, job_id: str) -> str:
-        with reaching_redis():
+        with reaching_redis(self._url):
             new_id = Ledger(self._redis).requeue_dead(job_id)
         if new_id is None:
             raise UnknownJob(f"no dead job {job_id}; `cellama dead list` shows those that there are")
         return new_id
 
     def batch(self, options: BatchOptions, on_progress: Callable[[Progress], None]) -> Summary:
-        with reaching_redis():
+        with reaching_redis(self._url):
             self._redis.ping()
-        return run_batch(self._redis, options, on_progress=on_progress)
+        return run_batch(self._redis, self._app, options, on_progress=on_progress)
 
     def load_model(self, model: dict[str, Any], worker: str | None, timeout_s: float) -> None:
         begun = self.command("cellama_load", {"model": model}, worker)
@@ -193,7 +210,7 @@ class Core:
 
         Raises what the first one that refuses says.
         """
-        with reaching_redis():
+        with reaching_redis(self._url):
             entries = live_workers(self._redis)
             alive = [entry.name for entry in entries]
             if worker is not None:
@@ -209,7 +226,7 @@ class Core:
             if not chosen:
                 raise UnknownWorker(f"no live worker {worker!r}; live: {', '.join(alive) or 'none'}")
             options = {"destination": chosen, "reply": True, "timeout": REPLY_S, "limit": len(chosen)}
-            replies = app.control.broadcast(command, arguments=arguments, **options)
+            replies = self._app.control.broadcast(command, arguments=arguments, **options)
         answers = {name: answer for reply in replies or [] for name, answer in reply.items()}
         for name in chosen:
             answer = answers.get(name, {"error": f"it did not answer within {REPLY_S:g} s", "code": "timeout"})
@@ -246,11 +263,11 @@ class Core:
         raise JobTimeout(f"{key!r} is not {doing} after {timeout_s:g} s; `cellama models list` shows its state")
 
     def workers(self) -> list[WorkerEntry]:
-        with reaching_redis():
+        with reaching_redis(self._url):
             return live_workers(self._redis)
 
     def queue_depths(self, models: list[str]) -> dict[str, int]:
-        with reaching_redis():
+        with reaching_redis(self._url):
             pipeline = self._redis.pipeline(transaction=False)
             for model in models:
                 for key in queue_keys(model):
@@ -259,12 +276,12 @@ class Core:
             return {model: sum(next(lengths) for _ in queue_keys(model)) for model in models}
 
     def num_waiting(self, models: list[str]) -> dict[str, int]:
-        with reaching_redis():
+        with reaching_redis(self._url):
             return {model: Ledger(self._redis).num_waiting(queue_name(model)) for model in models}
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> Stats:
         workers = self.workers()
-        with reaching_redis():
+        with reaching_redis(self._url):
             models = queues(workers, queued_models(self._redis))
         return stats(workers, self.queue_depths(models), self.num_waiting(models))
 

@@ -18,7 +18,8 @@ OUTAGE_RETRY_S = 0.5
 class Outage:
     """Lets a reader wait for a Redis that comes back soon. Raises RedisUnreachable when it does not."""
 
-    def __init__(self) -> None:
+    def __init__(self, url: str | None = None) -> None:
+        self._url = url
         self._since: float | None = None
 
     def is_over(self) -> None:
@@ -27,7 +28,7 @@ class Outage:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         try:
-            with reaching_redis():
+            with reaching_redis(self._url):
                 yield
         except RedisUnreachable:
             self._since = self._since or time.monotonic()

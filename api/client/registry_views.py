@@ -4,12 +4,28 @@ from __future__ import annotations
 
 from typing import Any
 
+from typing_extensions import TypedDict
+
 from cellama.tasks.contract.errors import (
     UnknownWorker,
 )
 from cellama.tasks.contract.names import DEFAULT_MODEL, queue_name
 from cellama.tasks.state.position import estimate_s
 from cellama.tasks.state.registry import WorkerEntry
+
+
+class Stats(TypedDict):
+    """Totals over all workers. By model: messages in its queue, jobs without a slot, and the seconds until a new one
+    would get a slot (None: no worker serves it)."""
+
+    workers: int
+    slots_total: int
+    slots_busy: int
+    generation_rate: float  # tokens per second
+    queues: dict[str, int]
+    waiting: dict[str, int]
+    eta_s: dict[str, float | None]
+    unserved: list[str]  # models that no worker serves, although jobs wait for them
 
 
 def models_of(workers: list[WorkerEntry]) -> list[dict[str, Any]]:
@@ -43,7 +59,7 @@ def memory_of(workers: list[WorkerEntry], name: str | None) -> list[dict[str, An
     ]
 
 
-def stats(workers: list[WorkerEntry], depths: dict[str, int], waiting: dict[str, int]) -> dict[str, Any]:
+def stats(workers: list[WorkerEntry], depths: dict[str, int], waiting: dict[str, int]) -> Stats:
     """Totals over all workers; per model the messages in its queue, the jobs without a slot, and when a new one's
     turn would come; and the models that nobody serves although jobs wait for them."""
     engines = [entry["engine"] for worker in workers for entry in worker.models if entry["engine"]]

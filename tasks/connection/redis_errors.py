@@ -20,7 +20,7 @@ from redis.exceptions import (
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from cellama.config import get_settings
+from cellama.config import get_settings, mask_url
 from cellama.tasks.contract.errors import RedisFull, RedisRefused, RedisUnreachable
 
 from .server_check import CLUSTER
@@ -38,53 +38,56 @@ def is_passing(error: RedisError) -> bool:
 
 
 @contextmanager
-def reaching_redis() -> Iterator[None]:
+def reaching_redis(url: str | None = None) -> Iterator[None]:
     """Raises RedisUnreachable when Redis does not answer inside, RedisRefused when it refuses a command.
 
-    Both name its URL without the password.
+    Both name its URL, that of the settings unless it is given, without the password.
     """
     try:
         yield
     except AuthenticationError as error:
-        raise credentials_refused(error) from None
+        raise credentials_refused(error, url) from None
     except _NO_ANSWER as error:
         if isinstance(error.__cause__, AuthenticationError):  # kombu's
-            raise credentials_refused(error.__cause__) from None
-        raise _unreachable(error) from None
+            raise credentials_refused(error.__cause__, url) from None
+        raise _unreachable(error, url) from None
     except ResponseError as error:
-        raise _refused(error) from None
+        raise _refused(error, url) from None
     except RuntimeError as error:  # Celery's result backend, after its retries
         if isinstance(error.__cause__, AuthenticationError):
-            raise credentials_refused(error.__cause__) from None
+            raise credentials_refused(error.__cause__, url) from None
         if not isinstance(error.__cause__, _NO_ANSWER):
             raise
-        raise _unreachable(error.__cause__) from None
+        raise _unreachable(error.__cause__, url) from None
 
 
-def _refused(error: ResponseError) -> RedisRefused:
+def _refused(error: ResponseError, url: str | None) -> RedisRefused:
     if isinstance(error, _CLUSTERED):
         return RedisRefused(CLUSTER)
-    url, said = get_settings().redis_url_masked, str(error)
+    shown, said = _shown(url), str(error)
     if "OOM command not allowed" in said:  # Redis 6 quotes it in an error of its own when a script meets it
         return RedisFull(
-            f"Redis at {url} is full: it has reached its maxmemory and takes nothing more; raise maxmemory, or wait "
+            f"Redis at {shown} is full: it has reached its maxmemory and takes nothing more; raise maxmemory, or wait "
             "until results and events of earlier jobs have expired"
         )
-    return RedisRefused(f"Redis at {url} refuses: {said}")
+    return RedisRefused(f"Redis at {shown} refuses: {said}")
 
 
-def credentials_refused(error: AuthenticationError) -> RedisRefused:
+def credentials_refused(error: AuthenticationError, url: str | None = None) -> RedisRefused:
     """Redis answers, and wants a password, or another one."""
-    settings = get_settings()
-    given = "the credentials in CELLAMA_REDIS_URL are wrong" if "@" in settings.redis_url else "it wants a password"
+    source = "CELLAMA_REDIS_URL" if url is None else "the url"
+    whole = get_settings().redis_url if url is None else url
+    given = f"the credentials in {source} are wrong" if "@" in whole else "it wants a password"
     return RedisRefused(
-        f"Redis at {settings.redis_url_masked} lets nobody in ({error}): {given}; write them into the URL: "
+        f"Redis at {_shown(url)} lets nobody in ({error}): {given}; write them into the URL: "
         "redis://:PASSWORD@HOST:PORT/0, or redis://USER:PASSWORD@HOST:PORT/0"
     )
 
 
-def _unreachable(error: BaseException) -> RedisUnreachable:
-    url = get_settings().redis_url_masked
-    return RedisUnreachable(
-        f"Redis at {url} does not answer ({error}); start it (`cellama up` does), or set CELLAMA_REDIS_URL"
-    )
+def _unreachable(error: BaseException, url: str | None) -> RedisUnreachable:
+    remedy = "start it (`cellama up` does), or set CELLAMA_REDIS_URL" if url is None else "start it, or correct the url"
+    return RedisUnreachable(f"Redis at {_shown(url)} does not answer ({error}); {remedy}")
+
+
+def _shown(url: str | None) -> str:
+    return get_settings().redis_url_masked if url is None else mask_url(url)

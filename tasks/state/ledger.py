@@ -30,7 +30,7 @@ from cellama.tasks.contract.shapes.results import Result
 
 from .encoding import encode
 from .history import read_past
-from .records import Attempt, Ending, Entry, State, Submission, Taken
+from .records import Attempt, DeadJob, Ending, Entry, State, Submission, Taken
 from .scripts import run_script
 
 PLACE_STEP_S = 2e-4  # between jobs that are queued at once: as near as scores of `waiting_score` can be told apart
@@ -225,10 +225,10 @@ class Ledger:
         """Jobs of a queue that have no slot yet."""
         return int(self._redis.zcard(waiting_key(queue)))
 
-    def dead(self) -> list[dict[str, Any]]:
+    def dead(self) -> list[DeadJob]:
         """The jobs that ended their workers again and again, the last one first: id, at, task, queue, attempts."""
         entries: Any = self._redis.zrevrange(DEAD_KEY, 0, -1, withscores=True)
-        found = []
+        found: list[DeadJob] = []
         for raw, at in entries:
             job_id = raw.decode()
             stored: Any = self._redis.hmget(job_key(job_id), "task", "attempt", "worker", "queue")
@@ -236,8 +236,16 @@ class Ledger:
                 self._redis.zrem(DEAD_KEY, job_id)
                 continue
             task, attempts, worker, queue = (value.decode() for value in stored)
-            dead = {"id": job_id, "at": at, "task": task, "queue": queue, "attempts": int(attempts)}
-            found.append({**dead, "last_worker": worker, "error": "dead"})
+            about: DeadJob = {
+                "id": job_id,
+                "at": at,
+                "task": task,
+                "queue": queue,
+                "attempts": int(attempts),
+                "last_worker": worker,
+                "error": "dead",
+            }
+            found.append(about)
         return found
 
     def requeue_dead(self, job_id: str) -> str | None:

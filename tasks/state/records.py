@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from typing_extensions import TypedDict
+
 from cellama.tasks.contract.events import PROGRESS_TYPES, Event, TerminalEvent, is_terminal
 from cellama.tasks.contract.shapes.results import Result
 
@@ -109,6 +111,18 @@ class Attempt:
     def run_id(self) -> str:
         """Names this run among all others, also of the same job."""
         return f"{self.job_id}#{self.run}"
+
+
+class DeadJob(TypedDict):
+    """A job that was put aside because it ended its workers again and again."""
+
+    id: str
+    at: float  # Unix seconds
+    task: str
+    queue: str
+    attempts: int
+    last_worker: str
+    error: str  # its code
 
 
 @dataclass(frozen=True, slots=True)

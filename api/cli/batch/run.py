@@ -16,6 +16,7 @@ from cellama.api.batch.start import options_of, run_batch
 from cellama.api.cli.generation import JsonOption
 from cellama.api.cli.options import with_bulk_options
 from cellama.api.cli.output import err
+from cellama.tasks import app as celery_app
 from cellama.tasks.contract.codes import Exit
 
 from .progress import showing, summarise
@@ -93,7 +94,7 @@ def _run(options: BatchOptions, json: bool) -> None:
     to_stdout = options.output == STANDARD
     try:
         with redis_here() as redis, showing(json, to_stdout) as show:
-            summary = run_batch(redis, options, show.reading, show.progress)
+            summary = run_batch(redis, celery_app, options, show.reading, show.progress)
     except KeyboardInterrupt:
         remedy = f"go on with[/]  cellama batch resume {options.output}"
         err.print(

@@ -15,7 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.rule import Rule
 
 from cellama.api.cli.output import called, err, out
-from cellama.api.client.client import Client, Job
+from cellama.api.client.client import Client
+from cellama.api.client.job import Job
 from cellama.api.machine.redis_server import RedisServer
 from cellama.api.machine.supervisor import Supervisor, worker_child
 from cellama.tasks import generate

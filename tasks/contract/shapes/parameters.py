@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NotRequired
+from typing import Literal, NotRequired
 
 from typing_extensions import TypedDict
 
@@ -11,7 +11,7 @@ from .results import AssistantMessage, ToolCall
 
 Prompt = str | list[int]
 Texts = str | Sequence[str]
-JsonObject = Mapping[str, Any]  # a JSON Schema, the variables of a template
+JsonObject = Mapping[str, object]  # a JSON Schema, the variables of a template
 
 
 class TextPart(TypedDict):

@@ -65,6 +65,7 @@ PARTS: dict[str, dict[str, str]] = {
         "celery.app.amqp:_callback_publish_retry": ATTRIBUTE,
         "celery.app.base:Celery._tasks": ATTRIBUTE,
     },
+    "jobs.py": {"celery.app.base:Celery._tasks": ATTRIBUTE},
 }
 
 # What we override, or call in the way Celery does, without an underscore.

@@ -1,0 +1,38 @@
+"""The options of a model as type checkers see them; `ModelSettings` checks them, and a test compares the two."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from typing_extensions import TypedDict
+
+from .settings import CacheType, Capability
+
+
+class ModelOptions(TypedDict, total=False):
+    """What a `[[models]]` table may say beside id, source and default. None stands for "choose for me"."""
+
+    hub_cache_dir: str | None
+    hub_token: str | None
+    hub_force: bool
+    hub_offline: bool
+    capabilities: Sequence[Capability] | None
+    adapters: Mapping[str, str | Mapping[str, object]]
+    n_parallel: int | Literal["auto"] | None
+    n_ctx: int | None
+    ctx_per_slot: int | None
+    kv_layout: Literal["auto", "unified", "partitioned"]
+    cache_prompt: bool
+    cache_ram_bytes: int
+    n_batch: int
+    n_ubatch: int | Literal["auto"] | None
+    chunk_size: int
+    threads: int | Literal["auto"] | None
+    n_gpu_layers: int
+    flash_attention: Literal["auto", "on", "off"]
+    cache_type_k: CacheType
+    cache_type_v: CacheType
+    pooling: Literal["auto", "mean", "cls", "last", "none", "rank"]
+    control_tokens_in_text: bool
+    batch_strategy: str

@@ -1,0 +1,39 @@
+"""What a user's type checker sees of cellama: mypy on programs that use it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+STRICT = ("--strict", "--disallow-any-expr", "--disallow-any-decorated", "--disallow-any-explicit")
+
+
+@pytest.fixture(scope="module")
+def found() -> list[str]:
+    """What mypy says of all programs, in one run beside the links that `.ci/check` makes."""
+    links = ROOT / "build/types/cellama"
+    links.mkdir(parents=True, exist_ok=True)
+    for name in ("api", "config", "engine", "tasks"):
+        if not (links / name).exists():
+            (links / name).symlink_to(Path("../../..") / name)
+    settings = ("--config-file", str(HERE / "mypy.ini"), "--cache-dir", str(ROOT / "build/types/.mypy_cache_users"))
+    programs = [str(HERE / name) for name in ("uses_everything.py", "wrong.py")]
+    argv = [sys.executable, "-m", "mypy", *settings, *STRICT, *programs]
+    done = subprocess.run(argv, cwd=links.parent, capture_output=True, text=True, timeout=170)
+    assert done.returncode == 1, done.stdout + done.stderr
+    return done.stdout.splitlines()
+
+
+def test_program_that_uses_everything_sees_types_and_no_any(found: list[str]) -> None:
+    assert [line for line in found if "wrong.py" not in line and not line.startswith("Found ")] == []
+
+
+def test_every_mistake_of_a_user_is_found(found: list[str]) -> None:
+    mistakes = (HERE / "wrong.py").read_text().splitlines()
+    places = {number for number, line in enumerate(mistakes, 1) if line.startswith(("client.", "awaited.", "next("))}
+    assert places == {int(line.split(":")[1]) for line in found if "wrong.py" in line and ": error:" in line}

@@ -1,0 +1,87 @@
+"""A program of a user: mypy --strict --disallow-any-expr must find nothing in it. It is checked, never run."""
+
+from __future__ import annotations
+
+from cellama.api import (
+    AsyncClient,
+    ChatMessage,
+    Client,
+    Event,
+    InvalidJob,
+    Job,
+    JobFailed,
+    Result,
+    Tool,
+    __version__,
+)
+
+LOOK: Tool = {"type": "function", "function": {"name": "look"}}
+
+
+def text_of(event: Event) -> str:
+    if event["type"] == "token" or event["type"] == "reasoning":
+        return event["text"]
+    if event["type"] == "done":
+        rate = event["timings"].get("generation_rate") if "timings" in event else None
+        return f"{event['finish_reason']}: {event['usage']['completion_tokens']} tokens, {rate}"
+    if event["type"] == "error":
+        return f"{event['code']}: {event['message']}" + (", again" if event["retryable"] else "")
+    return event["type"]
+
+
+def generate(client: Client) -> str:
+    job = client.generate("tiny", "Hi", max_tokens=5, stop=["."], json_schema={"type": "object"}, idempotency_key="1")
+    for event in job.stream(ping=1, cancel_on_exit=True):
+        print(event["seq"] if event["type"] != "ping" else "…", text_of(event))
+    result = job.result(timeout=60)
+    best = result["logprobs"][0]["top"][0][1] if "logprobs" in result else 0.0
+    return result["text"] + f"{result['usage']['prompt_tokens']} {best:.1f}"
+
+
+def chat(client: Client) -> list[ChatMessage]:
+    said: list[ChatMessage] = [{"role": "user", "content": "Look!"}]
+    message = client.chat("tiny", said, tools=[LOOK], enable_thinking=True).result()["message"]
+    for call in message.get("tool_calls", []):
+        print(call["function"]["name"], call["id"])
+    jobs = client.chat_many("tiny", [said, [*said, message]], temperature=0, idempotency_keys=["a", "b"])
+    return [{"role": "assistant", "content": job.result()["text"]} for job in jobs]
+
+
+def read(client: Client) -> float:
+    ranked = client.rerank("tiny", "fox?", ["a", "b"], top_n=1).result()["results"]
+    print(len(client.embed("tiny", ["a", "b"], dimensions=64).result()["embeddings"]))
+    tokens = client.tokenize("tiny", "a").result()["tokens"]
+    print(client.detokenize("tiny", tokens).result()["text"], client.apply_chat_template("tiny", chat(client)).result())
+    return ranked[0]["score"]
+
+
+def look(client: Client) -> None:
+    known: Job = client.job("an id")
+    result: Result = known.result()
+    position, stats = known.position(), client.stats()
+    print(result, position.state, position.eta_s, stats["eta_s"], [worker.name for worker in client.workers()])
+    print([(dead["id"], dead["attempts"]) for dead in client.dead()], client.requeue_dead("an id").id)
+    client.load_model("other", "bundled://tiny", n_parallel=4, threads="auto", timeout=30)
+    summary = client.batch("in.jsonl", "out.jsonl", model="tiny", max_tokens=5, ordered=True)
+    print(summary.state, summary.progress.failed)
+
+
+async def elsewhere(url: str) -> str:
+    async with AsyncClient(url) as client:
+        job = await client.generate("tiny", "Hi", max_tokens=5, adapters={"pirate": 0.5})
+        async for event in job.stream():
+            print(text_of(event))
+        jobs = await client.embed_many("tiny", [["a"], ["b"]], priority=9)
+        print(len(jobs), (await client.stats())["slots_busy"])
+        return (await job.result())["text"]
+
+
+def main() -> None:
+    with Client(url="redis://127.0.0.1:6379/0") as client:
+        try:
+            print(__version__, generate(client), read(client))
+            look(client)
+        except InvalidJob as error:
+            print(error.code, error.http_status, error.exit_code)
+        except JobFailed as error:
+            print(error.code, error.message, error.retryable)
