@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel
 
-from cellama.api import AsyncClient, JobError
+from cellama.api import AsyncClient, Event, JobError
 
 
 class Story(BaseModel):
@@ -61,7 +60,7 @@ async def tell(story: Story, request: Request) -> StreamingResponse:
     return sse(job.stream(ping=15, cancel_on_exit=True))
 
 
-def sse(events: AsyncIterator[dict[str, Any]]) -> StreamingResponse:
+def sse(events: AsyncIterator[Event]) -> StreamingResponse:
     """Events of a job as server-sent events; `seq` is the id that a browser sends back as Last-Event-ID."""
 
     async def lines() -> AsyncIterator[str]:
