@@ -1,0 +1,166 @@
+"""What each kind of job does in an attempt at it."""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from celery import Task
+from celery.exceptions import Ignore
+
+from cellama.engine import (
+    Completion,
+    EmbeddingCancelled,
+    EmbeddingHandle,
+    Handle,
+    Model,
+    UnknownAdapter,
+)
+from cellama.tasks.broker.pool import Interruption
+from cellama.tasks.contract import events
+from cellama.tasks.contract.chunks import ChunkJob
+from cellama.tasks.contract.payloads import (
+    ApplyChatTemplateJob,
+    ChatJob,
+    DetokenizeJob,
+    EmbedJob,
+    GenerateJob,
+    RerankJob,
+    TokenizeJob,
+)
+from cellama.tasks.contract.shapes.results import (
+    ChunkResult,
+    EmbedResult,
+    RerankResult,
+    Result,
+    usage_of,
+    with_messages,
+)
+from cellama.tasks.publishing.results import result_of, resume_of
+
+from .attempt import GIVEN_UP, JobAttempt
+from .bulk_slice import ChunkRun, adapters_of_lines
+from .engine_request import Asked, conversation_of, request_of
+from .vectors import embed, rerank, wait_for
+
+if TYPE_CHECKING:
+    from cellama.tasks.worker.runtime import Runtime
+
+log = logging.getLogger(__name__)
+
+MOST_URGENT = 0  # a suspect gets a slot at once: it shall not be blamed for a death while it only waited
+
+
+class JobRun(JobAttempt):
+    """A job on its way through the engine. Pool thread only."""
+
+    def generate(self, job: GenerateJob) -> Result:
+        model = self.model(job.model)
+        return result_of(self._complete(model, job), model.id, self.runtime.signer)
+
+    def chat(self, job: ChatJob) -> Result:
+        model = self.model(job.model)
+        return with_messages(result_of(self._complete(model, job), model.id, self.runtime.signer))
+
+    def embed(self, job: EmbedJob) -> Result:
+        return self._end_with(embed(self.model(job.model), job, self._wait_for))
+
+    def rerank(self, job: RerankJob) -> Result:
+        return self._end_with(rerank(self.model(job.model), job, self._wait_for))
+
+    def chunk(self, job: ChunkJob) -> Result:
+        model = self.model(job.model)
+        choice = self.foundation(model, job.model, None, adapters_of_lines(job)).choice
+        lines = ChunkRun(model, job, self.attempt.run_id, self.past, self.runtime, choice)
+        self.control.when_interrupted(lambda reason: self._stop_lines(lines, reason))
+        self.ended.add_done_callback(lambda _: lines.stop())
+        lines.run()
+        self.raise_if_interrupted()
+        return self._end_with({"lines": len(job.lines), "usage": usage_of(), "model": model.id})
+
+    def _stop_lines(self, lines: ChunkRun, reason: Interruption) -> None:
+        if reason in GIVEN_UP:
+            self.runtime.publisher.hand_back(self.attempt.run_id)
+        lines.stop()
+
+    def _end_with(self, result: EmbedResult | RerankResult | ChunkResult) -> Result:
+        self.end_stream(events.done("stop", result["usage"]), result)
+        return result
+
+    # What follows needs the vocabulary only, and no engine: it waits for nobody.
+
+    def tokenize(self, job: TokenizeJob) -> Result:
+        model = self.model(job.model)
+        tokens = model.tokenize(job.text, add_special=job.add_special, parse_special=job.parse_special)
+        return self._end_light({"tokens": tokens, "model": model.id})
+
+    def detokenize(self, job: DetokenizeJob) -> Result:
+        model = self.model(job.model)
+        return self._end_light({"text": model.detokenize(job.tokens), "model": model.id})
+
+    def apply_chat_template(self, job: ApplyChatTemplateJob) -> Result:
+        model = self.model(job.model)
+        prompt = model.prepare_chat(*conversation_of(job))
+        return self._end_light({"prompt": prompt.text, "tokens": prompt.tokens, "model": model.id})
+
+    def _end_light(self, result: Result) -> Result:
+        self.end_stream(events.done("stop", usage_of()), result)
+        return result
+
+    def _complete(self, model: Model, job: GenerateJob | ChatJob) -> Completion:
+        rests_on = self.foundation(model, job.model, job.adapters)
+        chosen = self.past.foundation is None and job.adapters is not None
+        asked = Asked(
+            id=self.attempt.run_id,
+            submitted_at=self.submitted_at,
+            adapters=job.adapters or () if chosen else rests_on.choice,
+            seed=self._seed_of(job),
+            priority=MOST_URGENT if self.attempt.num_failures > 1 else job.priority,
+            resume=resume_of(self.past, job.n),
+        )
+        try:
+            handle = model.engine.submit(request_of(model, job, asked, self.runtime.signer))
+        except UnknownAdapter:
+            if chosen:
+                raise
+            self.control.interrupt(Interruption.HANDED_BACK)  # one of the model's own went just now
+            raise Ignore() from None
+        self.engine_ends_stream = True
+        self.control.when_interrupted(lambda reason: self._stop(handle, reason))
+        completion = handle.result()
+        log.info(
+            "job %s on %s: %s, %d + %d tokens in %.0f ms",
+            *(self.job_id, model.id, completion.finish_reason),
+            *(completion.usage.prompt_tokens, completion.usage.completion_tokens, completion.timings.duration_ms),
+        )
+        if completion.finish_reason in ("cancelled", "timeout"):
+            self.raise_if_interrupted()
+        return completion
+
+    def _seed_of(self, job: GenerateJob | ChatJob) -> int | None:
+        """That of earlier attempts, or the job's own; else one that each attempt would choose, even if Redis has
+        forgotten the others in a failover."""
+        if self.past.seed is not None or job.seed is not None:
+            return self.past.seed
+        return zlib.crc32(self.job_id.encode()) & 0x7FFFFFFF
+
+    def _stop(self, handle: Handle, reason: Interruption) -> None:
+        if reason in GIVEN_UP:  # nobody shall hear of this end
+            self.runtime.publisher.hand_back(self.attempt.run_id)
+        handle.cancel("timeout" if reason in (Interruption.SOFT_LIMIT, Interruption.HARD_LIMIT) else "cancelled")
+
+    def _wait_for(self, handle: EmbeddingHandle, timeout_s: float | None) -> None:
+        """Until the vectors are there. Raises what the run ends with otherwise."""
+        self.control.when_interrupted(lambda _: handle.cancel())
+        try:
+            wait_for(handle, timeout_s, self.submitted_at)
+        except EmbeddingCancelled:
+            self.raise_if_interrupted()
+            raise
+
+
+def attempt_job(runtime: Runtime, task: Task, streams: bool, body: Callable[[JobRun], Result]) -> Result:
+    """Makes one attempt at a task's job; `body` does the work. Raises what Celery expects."""
+    return JobRun(task, runtime).execute(streams, body)
