@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -36,6 +37,9 @@ CACHE = Path(__file__).parents[1] / "build" / "test-cache"  # nothing that a per
 
 def pytest_configure() -> None:
     """This process is a producer for the Redis of the test run. Collecting tests makes Celery read the settings."""
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell's background job ignores it, and so would children
     for name in [name for name in os.environ if name.startswith("CELLAMA_")]:
         del os.environ[name]
     os.environ["CELLAMA_REDIS_URL"] = f"redis://127.0.0.1:{REDIS_PORT}/0"

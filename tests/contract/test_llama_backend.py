@@ -199,7 +199,7 @@ def test_model_of_an_unknown_architecture_or_with_a_broken_template_is_refused(
 def test_model_without_a_chat_template_says_so(manager: ModelManager, tmp_path: Path) -> None:
     write_model(tmp_path / "plain.gguf", Shape(**SMALL), file_type="F32")
     model = manager.load("plain", str(tmp_path / "plain.gguf"))
-    with pytest.raises(TemplateFailed, match="has no chat template; use `generate`"):
+    with pytest.raises(WrongCapability, match="has no chat template; use `generate`"):
         model.render_chat([{"role": "user", "content": "Hi"}])
 
 
