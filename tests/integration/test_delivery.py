@@ -46,9 +46,12 @@ def model() -> str:
 def start_worker(redis_server: RedisServer, tmp_path: Path, model: str) -> Iterator[StartWorker]:
     started: list[WorkerProcess] = []
 
-    def start(slots: int = 4, strategy: str = pace.STRATEGY, **settings: Any) -> WorkerProcess:
+    def start(slots: int = 4, strategy: str = pace.STRATEGY, step_s: float = 0.0, **settings: Any) -> WorkerProcess:
+        """`step_s`: each step takes so long from the first one on."""
         folder = tmp_path / str(len(started))
         folder.mkdir()
+        if step_s:
+            (folder / "pace").write_text(str(step_s))
         models = [{"id": model, "source": "bundled://tiny", "n_parallel": slots, "threads": 1, "default": True}]
         models[0]["batch_strategy"] = strategy
         own = {f"CELLAMA_{name.upper()}": str(value) for name, value in settings.items()}
@@ -314,12 +317,13 @@ def test_who_runs_beside_a_job_that_ends_workers_is_not_blamed_for_the_next_one(
 
     def live() -> None:
         """A worker's life, until it ends or the job does. Whenever the job begins, there is a poison more."""
-        worker, tried = start_worker(strategy=f"{service.__name__}:CountingStrategy", lease_s=3), attempts()
-        with worker.slowed(0.5):  # the job shows no token for some seconds, on any machine
-            wait_until(lambda: attempts() > tried or job.ready() or worker.process.poll(), "a next attempt")
-            if attempts() > tried:
-                poison()
-            wait_until(lambda: job.ready() or worker.process.poll(), "an end")
+        tried = attempts()
+        # The job shows no token for some seconds, on any machine.
+        worker = start_worker(strategy=f"{service.__name__}:CountingStrategy", step_s=0.5, lease_s=3)
+        wait_until(lambda: attempts() > tried or job.ready() or worker.process.poll(), "a next attempt")
+        if attempts() > tried:
+            poison()
+        wait_until(lambda: job.ready() or worker.process.poll(), "an end")
 
     while not job.ready():
         live()
