@@ -16,11 +16,10 @@ from cellama.engine.backend import KvMemory
 from .cells import Cells
 from .prefix import PrefixIndex, Tokens
 from .ram_tier import RamTier, SavedState, Source
+from .sources import Sources
 
 log = logging.getLogger(__name__)
 
-MOVE_COST_TOKENS = 16  # a copy or a restore takes about as long as so many tokens of prefill
-MOVED_PER_TOKEN = 32  # and as one more for so many that are moved: between 20 and 80, by model and length of the stream
 WORTH_SAVING_TOKENS = 64  # fewer are faster computed again than kept
 
 
@@ -57,33 +56,13 @@ class KvCache:
         self.cells = Cells(memory.n_slots, memory.n_cells, shared=memory.unified)
         self.counters = CacheCounters()
         self._demanded_prefix = demanded_prefix or (lambda tokens, scope: 0)
-        self._index: PrefixIndex[Source] = PrefixIndex()
-        self.ram = RamTier(memory, self._index, ram_bytes)
+        self._index: PrefixIndex[int] = PrefixIndex()
+        self.ram = RamTier(memory, ram_bytes)
+        self.sources = Sources(memory, self.cells, self._index, self.ram)
         self._scopes: dict[int, Hashable] = {}  # of slots that have an entry in the index
         self._unsaved: dict[int, None] = {}  # idle slots worth saving, longest idle first
         self._last_used = [0] * memory.n_slots
         self._clock = 0
-
-    # What there is
-
-    def reusable_prefixes(self, tokens: Sequence[int], scope: Hashable) -> list[tuple[Source, int]]:
-        """Sources that hold a usable prefix of `tokens`, and its length; at least one token is left to compute."""
-        found = [(source, self._usable(source, n)) for source, n in self._matches(tokens, scope)]
-        return [(source, n) for source, n in found if n > 0]
-
-    def _matches(self, tokens: Sequence[int], scope: Hashable) -> Iterable[tuple[Source, int]]:
-        limit = len(tokens) - 1
-        return ((source, min(n, limit)) for source, n in self._index.matches(tokens, scope))
-
-    def _usable(self, source: Source, shared: int) -> int:
-        held = self._held(source)
-        if self.memory.partial_reuse:
-            return min(shared, held)
-        return held if held <= shared else 0
-
-    def prefixes_in_progress(self, tokens: Sequence[int], scope: Hashable) -> list[tuple[int, int]]:
-        """Slots whose planned tokens share a prefix with `tokens`, computed yet or not, and its length."""
-        return [(source, n) for source, n in self._matches(tokens, scope) if not isinstance(source, SavedState)]
 
     # Finding a slot
 
@@ -91,26 +70,14 @@ class KvCache:
         self, tokens: Sequence[int], scope: Hashable, idle: Sequence[int], preferred: int | None = None
     ) -> Placement:
         """The cheapest of the `idle` slots for a sequence, the `preferred` one if no prefix decides."""
-        best = max(
-            self.reusable_prefixes(tokens, scope), key=lambda match: self._gain(match[0], match[1], idle), default=None
-        )
-        if best is None or self._gain(best[0], best[1], idle) <= 0:
+        best = self.sources.best(tokens, scope, idle)
+        if best is None:
             return Placement(self._cheapest(idle, preferred), None, 0)
         source, count = best
         if isinstance(source, int) and source in idle and self._may_overwrite(source, count, idle):
             return Placement(source, source, count)
         others = [slot for slot in idle if slot != source]
         return Placement(self._cheapest(others, preferred), source, count) if others else Placement(idle[0], None, 0)
-
-    def _gain(self, source: Source, count: int, idle: Sequence[int]) -> int:
-        """Tokens of prefill that are saved. A state is moved as a whole, however little of it is taken over."""
-        if isinstance(source, int) and source in idle:
-            return count
-        moved = 0 if self._shares(source) else self._held(source)
-        return count - MOVE_COST_TOKENS - moved // MOVED_PER_TOKEN
-
-    def _held(self, source: Source) -> int:
-        return source.num_tokens if isinstance(source, SavedState) else self.cells.of(source)
 
     def _may_overwrite(self, slot: int, count: int, idle: Sequence[int]) -> bool:
         """True if continuing in the slot loses less than it takes over, or there is no other slot."""
@@ -129,27 +96,20 @@ class KvCache:
         if slot not in self._index:
             return False
         tokens, scope = self._index.tokens_of(slot), self._scopes[slot]
-        length = self._usable(slot, self._demanded_prefix(tokens, scope))
+        length = self.sources.usable(slot, self._demanded_prefix(tokens, scope))
         if length < WORTH_SAVING_TOKENS or self.cells.of(slot) < len(tokens):  # a running one
             return False
-        return not any(
-            source != slot and self._usable(source, shared) >= length
-            for source, shared in self._index.matches(tokens, scope)
-        )
+        return not self.sources.has_another(slot, tokens, scope, length)
 
     def missing_cells(self, placement: Placement, num_tokens: int) -> int:
         """Cells that `num_tokens` positions would need beyond those that are free once the placement is carried out."""
         source = placement.source
         if isinstance(source, SavedState):
             num_tokens = max(num_tokens, source.num_tokens)  # it comes back whole before it is cut
-        saved_by_sharing = (
-            placement.num_tokens if source == placement.slot or (source is not None and self._shares(source)) else 0
-        )
+        stays = source is not None and (source == placement.slot or self.sources.shares_cells(source))
+        saved_by_sharing = placement.num_tokens if stays else 0
         freed = 0 if source == placement.slot else self.cells.own(placement.slot)
         return num_tokens - saved_by_sharing - self.cells.free - freed
-
-    def _shares(self, source: Source) -> bool:
-        return self.memory.unified and not isinstance(source, SavedState) and self.memory.partial_reuse
 
     # Assigning a slot
 
@@ -205,7 +165,7 @@ class KvCache:
         return count
 
     def _copy_cells(self, source: int, slot: int, count: int) -> None:
-        if self._shares(source):
+        if self.sources.shares_cells(source):
             self.cells.copy(source, slot, count)
         else:
             self.cells.extend(slot, count)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Generic, TypeVar
 
 Holder = TypeVar("Holder", bound=Hashable)
@@ -12,16 +13,21 @@ Tokens = tuple[int, ...]
 
 @dataclass(eq=False, slots=True)
 class _Node(Generic[Holder]):
-    """The tokens from its parent to here, and every holder whose tokens run through all of them."""
+    """The tokens from its parent to here, and what lies behind them."""
 
     edge: Tokens
     parent: _Node[Holder] | None
-    holders: dict[Holder, None] = field(default_factory=dict)  # a set with an order: the same choice in every run
+    scope: Hashable = None  # of a root
+    num_holders: int = 0  # whose tokens run through all of these
+    ends: dict[Holder, None] = field(default_factory=dict)  # whose last token this is; in the order of insertion
     children: dict[int, _Node[Holder]] = field(default_factory=dict)  # by the first token of their edge
 
 
 class PrefixIndex(Generic[Holder]):
-    """The tokens of every holder. Holders of different scopes never meet."""
+    """The tokens of every holder. Holders of different scopes never meet.
+
+    To insert, to remove and to find a first match takes as long as the tokens are, however many holders there are.
+    """
 
     def __init__(self) -> None:
         self._roots: dict[Hashable, _Node[Holder]] = {}
@@ -31,55 +37,87 @@ class PrefixIndex(Generic[Holder]):
         return holder in self._ends
 
     def insert(self, holder: Holder, tokens: Sequence[int], scope: Hashable = "") -> None:
-        """The holder has these tokens from now on, instead of what it had."""
+        """The holder has these tokens from now on, instead of what it had. A tuple is kept, not copied."""
         self.remove(holder)
-        node, rest = self._roots.setdefault(scope, _Node((), None)), tuple(tokens)
-        node.holders[holder] = None
-        while rest:
-            child = node.children.get(rest[0])
+        tokens, start = tuple(tokens), 0
+        node = self._roots.get(scope)
+        if node is None:
+            node = self._roots[scope] = _Node((), None, scope)
+        node.num_holders += 1
+        while start < len(tokens):
+            child = node.children.get(tokens[start])
             if child is None:
-                child = node.children[rest[0]] = _Node(rest, node)
-            shared = common_length(child.edge, rest)
+                child = node.children[tokens[start]] = _Node(tokens[start:], node)
+            shared = common_length(child.edge, tokens, start)
             if shared < len(child.edge):
                 child = _split(child, shared)
-            child.holders[holder] = None
-            node, rest = child, rest[shared:]
+            child.num_holders += 1
+            node, start = child, start + shared
+        node.ends[holder] = None
         self._ends[holder] = node
 
     def remove(self, holder: Holder) -> None:
         """The holder has nothing any more. Idempotent."""
         node = self._ends.pop(holder, None)
+        if node is not None:
+            del node.ends[holder]
         while node is not None:
             parent = node.parent
-            node.holders.pop(holder, None)
+            node.num_holders -= 1
             if parent is None:
-                self._forget_root(node)
-            elif not node.holders:
+                if not node.num_holders:
+                    del self._roots[node.scope]
+            elif not node.num_holders:
                 del parent.children[node.edge[0]]
-            elif len(node.children) == 1:
+            elif len(node.children) == 1 and not node.ends:
                 _merge_with_only_child(node)
             node = parent
 
-    def _forget_root(self, root: _Node[Holder]) -> None:
-        if not root.holders:
-            self._roots = {scope: node for scope, node in self._roots.items() if node is not root}
-
     def tokens_of(self, holder: Holder) -> Tokens:
         """The tokens that the holder was inserted with. Raises KeyError."""
-        edges, node = [], self._ends[holder]
+        node = self._ends[holder]
+        edges = [node.edge]
         while node.parent is not None:
-            edges.append(node.edge)
             node = node.parent
-        return tuple(token for edge in reversed(edges) for token in edge)
+            edges.append(node.edge)
+        return tuple(chain.from_iterable(reversed(edges)))
 
     def matches(self, tokens: Sequence[int], scope: Hashable = "") -> Iterator[tuple[Holder, int]]:
-        """Every holder of the scope that shares a prefix with `tokens`, and its length; the longest first."""
-        path = self._walk(tuple(tokens), scope)
-        seen: set[Holder] = set()
-        for node, length in reversed(path):
-            for holder in [holder for holder in node.holders if holder not in seen]:
+        """Every holder of the scope that shares a prefix with `tokens`, and its length; the longest first.
+
+        Lazy: what is not asked for costs nothing. Nothing may be inserted or removed meanwhile.
+        """
+        below = None
+        for node, length in reversed(self._walk(tuple(tokens), scope)):
+            for holder in _holders(node, below):
                 yield holder, length
-            seen.update(node.holders)
+            below = node
+
+    def whole_matches(self, tokens: Sequence[int], scope: Hashable = "") -> Iterator[tuple[Holder, int]]:
+        """Every holder of the scope all of whose tokens `tokens` begins with, and their number; the longest first."""
+        path = self._walk(tuple(tokens), scope)
+        starts = [0, *(length for _, length in path)]
+        for (node, length), start in zip(reversed(path), reversed(starts[:-1]), strict=True):
+            if length - start == len(node.edge):
+                for holder in node.ends:
+                    yield holder, length
+
+    def shared_by(
+        self, holders: Iterable[Holder], tokens: Sequence[int], scope: Hashable = ""
+    ) -> Iterator[tuple[Holder, int]]:
+        """How much each of these holders shares with `tokens`, in their order, as far as it does."""
+        lengths = {id(node): length for node, length in self._walk(tuple(tokens), scope)}
+        for holder in holders:
+            node = self._ends.get(holder)
+            while node is not None and id(node) not in lengths:
+                node = node.parent
+            if node is not None:
+                yield holder, lengths[id(node)]
+
+    def of_scope(self, scope: Hashable) -> list[Holder]:
+        """Every holder of the scope."""
+        root = self._roots.get(scope)
+        return [] if root is None else list(_holders(root))
 
     def longest(self, tokens: Sequence[int], scope: Hashable = "") -> int:
         """How many tokens the best match shares with `tokens`; 0 if there is none."""
@@ -102,6 +140,19 @@ class PrefixIndex(Generic[Holder]):
         return path
 
 
+def _holders(node: _Node[Holder], without: _Node[Holder] | None = None) -> Iterator[Holder]:
+    """All that end in this node or below it, but not in one of its children. No step takes longer than it is deep."""
+    yield from node.ends
+    levels = [iter(node.children.values())]
+    while levels:
+        child = next(levels[-1], None)
+        if child is None:
+            levels.pop()
+        elif child is not without:
+            yield from child.ends
+            levels.append(iter(child.children.values()))
+
+
 def common_length(left: Sequence[int], right: Sequence[int], start: int = 0) -> int:
     """How many tokens `left` shares with `right[start:]`. Compares slices first: those are compared in C."""
     limit, done = min(len(left), len(right) - start), 0
@@ -118,15 +169,15 @@ def common_length(left: Sequence[int], right: Sequence[int], start: int = 0) -> 
 def _split(node: _Node[Holder], length: int) -> _Node[Holder]:
     """Puts a node for the first `length` tokens of an edge before it, and returns that."""
     assert node.parent is not None
-    head = _Node(node.edge[:length], node.parent, dict(node.holders), {node.edge[length]: node})
+    head = _Node(node.edge[:length], node.parent, None, node.num_holders, {}, {node.edge[length]: node})
     node.parent.children[node.edge[0]] = head
     node.edge, node.parent = node.edge[length:], head
     return head
 
 
 def _merge_with_only_child(node: _Node[Holder]) -> None:
-    """Takes a node out when all its holders run on into its only child, which keeps their ends."""
+    """Takes a node out in which no holder ends, so that all run on into its only child, which keeps their ends."""
     (child,) = node.children.values()
-    if len(child.holders) == len(node.holders) and node.parent is not None:
-        child.edge, child.parent = node.edge + child.edge, node.parent
-        node.parent.children[child.edge[0]] = child
+    assert node.parent is not None
+    child.edge, child.parent = node.edge + child.edge, node.parent
+    node.parent.children[child.edge[0]] = child

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from cellama.engine.backend import KvMemory
@@ -13,6 +14,8 @@ from cellama.engine.backend import KvMemory
 from .prefix import PrefixIndex
 
 log = logging.getLogger(__name__)
+
+MOST_MATCHES = 64  # states that a search looks at: those that share as much differ by what a move costs
 
 
 @dataclass(eq=False, slots=True)
@@ -32,20 +35,29 @@ Source = int | SavedState  # a slot, or a state in RAM
 
 
 class RamTier:
-    """Owns the saved states, and their entries in the index that it shares with the slots. Engine thread only."""
+    """Owns the saved states. Engine thread only. However many there are, none of its methods looks at all of them."""
 
-    def __init__(self, memory: KvMemory, index: PrefixIndex[Source], quota_bytes: int) -> None:
+    def __init__(self, memory: KvMemory, quota_bytes: int) -> None:
         """A quota of 0 saves nothing."""
         self.quota_bytes = quota_bytes
         self.used_bytes = 0
         self.num_saves = 0  # since the start
         self.num_evictions = 0  # states dropped for the quota, since the start
         self._memory = memory
-        self._index = index
+        self._index: PrefixIndex[SavedState] = PrefixIndex()
         self._states: OrderedDict[SavedState, None] = OrderedDict()  # least recently used first
 
     def __len__(self) -> int:
         return len(self._states)
+
+    def matches(self, tokens: Sequence[int], scope: Hashable) -> Iterator[tuple[SavedState, int]]:
+        """States that share a prefix with `tokens`, and its length, the longest first; of many equal ones some.
+
+        Where a state is used whole or not at all, all that can be used.
+        """
+        if self._memory.partial_reuse:
+            return islice(self._index.matches(tokens, scope), MOST_MATCHES)
+        return self._index.whole_matches(tokens, scope)
 
     def save(self, slot: int, tokens: Sequence[int], scope: Hashable) -> None:
         """Keeps a copy of a slot's cells, which hold `tokens`, unless there is one, or it is larger than the quota."""
@@ -71,19 +83,14 @@ class RamTier:
         self.num_saves += 1
 
     def _has(self, tokens: Sequence[int], scope: Hashable) -> bool:
-        for source, n in self._index.matches(tokens, scope):
-            if n < len(tokens):
-                break
-            if isinstance(source, SavedState):
-                return True
-        return False
+        _, shared = next(self._index.matches(tokens, scope), (None, 0))
+        return shared == len(tokens)
 
     def _forget_shorter(self, tokens: Sequence[int], scope: Hashable) -> None:
         """Drops states that a longer one makes superfluous: the turns of a conversation before the last."""
         if self._memory.partial_reuse:
-            for source, shared in list(self._index.matches(tokens, scope)):
-                if isinstance(source, SavedState) and shared == source.num_tokens:
-                    self.forget(source)
+            for state, _ in list(self._index.whole_matches(tokens, scope)):
+                self.forget(state)
 
     def touch(self, state: SavedState) -> None:
         """A state is used: others go before it."""
@@ -99,5 +106,5 @@ class RamTier:
 
     def forget_scope(self, scope: Hashable) -> None:
         """Drops the states of a scope that will not be asked for again."""
-        for state in [state for state in self._states if state.scope == scope]:
+        for state in self._index.of_scope(scope):
             self.forget(state)

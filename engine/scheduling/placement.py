@@ -29,8 +29,8 @@ class SlotFinder:
         sequence.waits_for = None
         if None not in self._slots:
             return False  # it can't have a slot now, or only that of a less urgent one: no reason to search
-        ready = max((n for _, n in self._cache.reusable_prefixes(sequence.tokens, sequence.scope)), default=0)
-        for slot, length in self._cache.prefixes_in_progress(sequence.tokens, sequence.scope):
+        ready = self._cache.sources.longest(sequence.tokens, sequence.scope)
+        for slot, length in self._cache.sources.in_progress(sequence.tokens, sequence.scope):
             holder = self._slots[slot]
             if length < ready + WORTH_WAITING_TOKENS:
                 break  # the longest come first

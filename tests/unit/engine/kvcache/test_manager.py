@@ -10,7 +10,8 @@ import pytest
 from cellama.engine.backend import Chunk
 from cellama.engine.fake import FakeBackend, FakeState
 from cellama.engine.kvcache.cells import Cells
-from cellama.engine.kvcache.manager import MOVE_COST_TOKENS, MOVED_PER_TOKEN, KvCache, Placement
+from cellama.engine.kvcache.manager import KvCache, Placement
+from cellama.engine.kvcache.sources import MOVE_COST_TOKENS, MOVED_PER_TOKEN
 
 
 @dataclass

@@ -49,6 +49,14 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         assert dict(found) == brute_force(self.entries, tokens, scope)
         assert len(dict(found)) == len(found)
         assert [length for _, length in found] == sorted((length for _, length in found), reverse=True)
+        assert dict(self.index.shared_by(range(6), tokens, scope)) == dict(found)
+        whole = [(holder, length) for holder, length in found if length == len(self.entries[holder][0])]
+        assert sorted(self.index.whole_matches(tokens, scope)) == sorted(whole)
+
+    @rule(scope=SCOPES)
+    def search_scope(self, scope: str) -> None:
+        held = [holder for holder, (_, its_scope) in self.entries.items() if its_scope == scope]
+        assert sorted(self.index.of_scope(scope)) == sorted(held)
 
     @invariant()
     def tokens_are_kept(self) -> None:
@@ -63,9 +71,9 @@ class PrefixIndexMachine(RuleBasedStateMachine):
         while nodes:
             node = nodes.pop()
             children = list(node.children.values())
-            assert node.holders
+            assert node.num_holders == len(node.ends) + sum(child.num_holders for child in children) > 0
             assert node.edge
-            assert len(children) != 1 or len(children[0].holders) < len(node.holders)
+            assert len(children) != 1 or node.ends
             nodes += children
 
 

@@ -1,0 +1,145 @@
+"""What a step costs does not depend on how many wait, nor on how many states are saved.
+
+Costs are bytecode instructions, which are the same on any machine.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from itertools import count, cycle
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from cellama.engine import EngineOptions, Pulse, Request
+from cellama.engine.backend import AdapterSet, Chunk
+from cellama.engine.core.engine_core import Command, EngineCore
+from cellama.engine.core.handle import Handle
+from cellama.engine.fake import FakeBackend
+
+SLOTS, STEPS = 4, 12
+FEW, MANY = 20, 600
+SAME = 1.25  # a search tree is a bit deeper with more in it
+FAMILIES = [[family] * 70 for family in range(5)]
+IDS = count()
+
+
+class Weightless(FakeBackend):
+    """Only what the engine does around a decode call counts."""
+
+    def decode(self, chunks: Sequence[Chunk], adapters: AdapterSet = ()) -> None:
+        pass
+
+    def next_token(self, slot: int, draw: int, ban_end: bool) -> int:
+        return 97
+
+    def trim(self, slot: int, num_tokens: int) -> bool:
+        return True
+
+    def state_bytes(self, slot: int) -> int:
+        return 0
+
+
+class World:
+    """A core on one thread, whose requests end one after another, and the next ones begin."""
+
+    def __init__(self, shares: bool = False, **params: Any) -> None:
+        self.core = EngineCore(
+            Weightless(n_slots=SLOTS), EngineOptions(n_parallel=SLOTS, n_batch=512, n_ubatch=512), Pulse("test")
+        )
+        self.params = params
+        self.families = cycle(FAMILIES) if shares else cycle([[]])
+        self.lengths = cycle([3, 4, 5])
+        self.handles: list[Handle] = []
+
+    def submit(self, number: int) -> None:
+        for _ in range(number):
+            params = {"max_tokens": next(self.lengths), "ignore_eos": True, "submitted_at": 0.0, **self.params}
+            request = Request(str(next(IDS)), (*next(self.families), *self.own_tokens()), **params)
+            handle = Handle(request, lambda _handle, _reason: None, None, plan=request.sampling)
+            assert self.core.inbox.submit(Command("submit", handle))
+            self.handles.append(handle)
+
+    @staticmethod
+    def own_tokens() -> list[int]:
+        number = next(IDS)
+        return [number % 256, number // 256 % 256, *range(78)]
+
+    def save(self, number: int) -> None:
+        for _ in range(number):
+            tokens = [*next(self.families), *self.own_tokens()]
+            self.core.scheduler.cache.ram.save(0, tokens, self.params.get("cache_scope", ""))
+
+    def cost_of_steps(self) -> int:
+        """Of STEPS steps, before which as many requests come as there were admitted."""
+        waiting, cost = self.core.scheduler.num_waiting, 0
+        for _ in range(STEPS):
+            self.submit(waiting - self.core.scheduler.num_waiting)
+            cost += operations(self.core.step)
+        return cost
+
+
+def operations(action: Callable[[], object]) -> int:
+    """Bytecode instructions of ours that this takes."""
+    number = 0
+
+    def trace(frame: FrameType, event: str, _argument: object) -> Callable[..., Any]:
+        nonlocal number
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        number += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        action()
+    finally:
+        sys.settrace(before)
+    return number
+
+
+@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("params", [{}, {"cache_prompt": False}, {"timeout_s": 1e6}, {"n": 2}])
+def test_step_costs_no_more_when_many_wait(shares: bool, params: dict[str, Any]) -> None:
+    costs = []
+    for number in (FEW, MANY):
+        world = World(shares, **params)
+        world.submit(number)
+        for _ in range(20):
+            world.core.step()
+        world.submit(number - world.core.scheduler.num_waiting)
+        world.core.step()
+        costs.append(world.cost_of_steps())
+    assert costs[1] <= SAME * costs[0]
+
+
+@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("params", [{}, {"cache_prompt": False}, {"priority": 9}])
+def test_step_costs_no_more_when_many_states_are_saved(shares: bool, params: dict[str, Any]) -> None:
+    costs = []
+    for number in (FEW, MANY):
+        world = World(shares, **params)
+        world.save(number)
+        world.submit(FEW)
+        for _ in range(10):
+            world.core.step()
+        costs.append(world.cost_of_steps())
+    assert costs[1] <= SAME * costs[0]
+
+
+@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("params", [{}, {"cache_prompt": False}])
+def test_end_of_one_that_waits_costs_no_more_when_many_wait(shares: bool, params: dict[str, Any]) -> None:
+    costs = []
+    for number in (FEW, MANY):
+        world = World(shares, max_tokens=100, **params)
+        world.submit(SLOTS + number)
+        while world.core.inbox:
+            world.core.step()
+        idle = operations(world.core.step)
+        for handle in world.handles[-10:]:
+            world.core.inbox.put(Command("cancelled", handle))
+        costs.append(operations(world.core.step) - idle)
+    assert costs[1] <= SAME * costs[0]
