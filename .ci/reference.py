@@ -18,9 +18,11 @@ from typing import Any, get_args, get_type_hints
 import click
 import typer
 from pydantic import BaseModel
+from typing_extensions import get_original_bases, is_typeddict
 
 ROOT = Path(__file__).parents[1]
 MARKER = re.compile(r"^.*<!-- generated: (\w+)(?: ([\w./-]+))? -->$", re.MULTILINE)  # with what stands for it elsewhere
+FIELD = re.compile(r"^    (\w+): ([^#\n=]*[^#\n= ])(?: = [^#\n]*)?(?: +#\s*(.*))?$", re.MULTILINE)  # with its comment
 LINK_OUT = re.compile(r"\]\((?!\w+:|#)(?:\.\./)?(?:docs/)?([^)]+)\)")
 
 
@@ -165,11 +167,18 @@ def _signature(name: str, function: Callable[..., Any]) -> str:
 
 
 def dataclass_fields(name: str) -> str:
-    """The fields of a dataclass with the comments behind them."""
+    """The fields of a dataclass or TypedDict with the comments behind them."""
     kind = find(name)
-    comments = dict(re.findall(r"^    (\w+): [^#\n]*#\s*(.*)$", inspect.getsource(kind), re.MULTILINE))
-    rows = [(f"`{f.name}`", f"`{f.type}`", comments.get(f.name, "")) for f in dataclasses.fields(kind)]
+    rows = [(f"`{field}`", f"`{type_}`", comment) for field, type_, comment in declared(kind)]
     return f"{inspect.getdoc(kind)}\n\n" + table(("field", "type", ""), rows)
+
+
+def declared(kind: Any) -> Iterable[tuple[str, str, str]]:
+    """Name, type and comment of each field, those of the bases first."""
+    for base in get_original_bases(kind) if is_typeddict(kind) else kind.__bases__:
+        if is_typeddict(base) or dataclasses.is_dataclass(base):
+            yield from declared(base)
+    yield from FIELD.findall(inspect.getsource(kind))
 
 
 def events(_: str = "") -> str:

@@ -9,6 +9,7 @@ from importlib.metadata import version
 
 from cellama.config.model_options import ModelOptions
 from cellama.tasks import (
+    AdapterView,
     AssistantMessage,
     ChatMessage,
     ChatParams,
@@ -18,6 +19,7 @@ from cellama.tasks import (
     DoneEvent,
     EmbedParams,
     EmbedResult,
+    EngineState,
     ErrorEvent,
     Event,
     GenerateParams,
@@ -28,6 +30,8 @@ from cellama.tasks import (
     JobFailed,
     JobTimeout,
     LineEvent,
+    MemoryView,
+    ModelView,
     PingEvent,
     ReasoningEndEvent,
     ReasoningEvent,
@@ -52,16 +56,27 @@ from cellama.tasks import (
     UnknownModel,
     UnknownWorker,
     Usage,
+    WorkerAdapter,
+    WorkerCores,
+    WorkerMemory,
+    WorkerModel,
 )
+from cellama.tasks.state.job_list import OpenJob
+from cellama.tasks.state.position import Position
+from cellama.tasks.state.records import DeadJob
+from cellama.tasks.state.registry import WorkerEntry
 
-from .batch.options import BatchParams
+from .batch.options import BatchParams, Summary
+from .batch.progress import Progress
 from .client.async_client import AsyncClient, AsyncJob
 from .client.client import Client
 from .client.job import Job
+from .client.registry_views import Stats
 
 __version__ = version("cellama")
 
 __all__ = [
+    "AdapterView",
     "AssistantMessage",
     "AsyncClient",
     "AsyncJob",
@@ -70,11 +85,13 @@ __all__ = [
     "ChatParams",
     "ChatResult",
     "Client",
+    "DeadJob",
     "DetokenizeParams",
     "DetokenizeResult",
     "DoneEvent",
     "EmbedParams",
     "EmbedResult",
+    "EngineState",
     "ErrorEvent",
     "Event",
     "GenerateParams",
@@ -86,8 +103,13 @@ __all__ = [
     "JobFailed",
     "JobTimeout",
     "LineEvent",
+    "MemoryView",
     "ModelOptions",
+    "ModelView",
+    "OpenJob",
     "PingEvent",
+    "Position",
+    "Progress",
     "ReasoningEndEvent",
     "ReasoningEvent",
     "RedisFull",
@@ -98,7 +120,9 @@ __all__ = [
     "Result",
     "ResultIgnored",
     "StartedEvent",
+    "Stats",
     "StreamTrimmed",
+    "Summary",
     "TemplateParams",
     "TemplateResult",
     "Timings",
@@ -111,5 +135,10 @@ __all__ = [
     "UnknownModel",
     "UnknownWorker",
     "Usage",
+    "WorkerAdapter",
+    "WorkerCores",
+    "WorkerEntry",
+    "WorkerMemory",
+    "WorkerModel",
     "__version__",
 ]

@@ -4,7 +4,19 @@ from cellama.tasks import generate
 generate.delay("tiny", "Once upon a time", max_tokens=64).get(timeout=60)["text"]
 """
 
+from . import jobs
 from .app import app
+from .calls.task_types import (
+    CallOptions,
+    ChatTask,
+    DetokenizeTask,
+    EmbedTask,
+    GenerateTask,
+    QueuedJob,
+    RerankTask,
+    TemplateTask,
+    TokenizeTask,
+)
 from .contract.errors import (
     InvalidJob,
     JobCancelled,
@@ -56,10 +68,29 @@ from .contract.shapes.results import (
     ToolCall,
     Usage,
 )
-from .jobs import apply_chat_template, chat, detokenize, embed, generate, rerank, tokenize
+from .contract.shapes.workers import (
+    AdapterView,
+    EngineState,
+    MemoryView,
+    ModelView,
+    WorkerAdapter,
+    WorkerCores,
+    WorkerMemory,
+    WorkerModel,
+)
+
+generate: GenerateTask = jobs.generate
+chat: ChatTask = jobs.chat
+embed: EmbedTask = jobs.embed
+rerank: RerankTask = jobs.rerank
+tokenize: TokenizeTask = jobs.tokenize
+detokenize: DetokenizeTask = jobs.detokenize
+apply_chat_template: TemplateTask = jobs.apply_chat_template
 
 __all__ = [
+    "AdapterView",
     "AssistantMessage",
+    "CallOptions",
     "ChatMessage",
     "ChatParams",
     "ChatResult",
@@ -68,6 +99,7 @@ __all__ = [
     "DoneEvent",
     "EmbedParams",
     "EmbedResult",
+    "EngineState",
     "ErrorEvent",
     "Event",
     "GenerateParams",
@@ -78,7 +110,10 @@ __all__ = [
     "JobFailed",
     "JobTimeout",
     "LineEvent",
+    "MemoryView",
+    "ModelView",
     "PingEvent",
+    "QueuedJob",
     "ReasoningEndEvent",
     "ReasoningEvent",
     "RedisFull",
@@ -102,6 +137,10 @@ __all__ = [
     "UnknownModel",
     "UnknownWorker",
     "Usage",
+    "WorkerAdapter",
+    "WorkerCores",
+    "WorkerMemory",
+    "WorkerModel",
     "app",
     "apply_chat_template",
     "chat",

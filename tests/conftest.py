@@ -22,7 +22,7 @@ from cellama.api.machine.redis_server import RedisServer, free_port
 from cellama.bench.harness import pace
 from cellama.config import get_settings
 from cellama.tasks.connection.connections import connect
-from cellama.tasks.state.registry import live_workers
+from cellama.tasks.state.registry import WorkerEntry, live_workers
 
 PATIENCE_S = 60.0  # generous: the machines are shared
 SLOTS = 16
@@ -55,6 +55,13 @@ def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = PATIE
             return value
         time.sleep(0.02)
     pytest.fail(f"not seen within {timeout_s} s: {what}")
+
+
+def worker_entry(name: str, *models: Any, host: str = "host", seen_at: float = 0.0, **cores: Any) -> WorkerEntry:
+    """A worker as the registry has it, which need not be there."""
+    known: Any = {"machine": "here", "processors": [0, 1], "wants": 2, "uses": 1.0, "threads": 1, **cores}
+    memory: Any = {"budget": "auto", "on_full": "refuse", "devices": []}
+    return WorkerEntry(name, host, 1, seen_at, seen_at, list(models), {}, memory, known, seen_at)
 
 
 def clean_environment(**variables: str) -> dict[str, str]:

@@ -47,7 +47,7 @@ class Serving:
                 if model["status"] == "loading":
                     self._seen.add(model["id"])
                 if model["status"] == "ready":
-                    slots = (model.get("engine") or {}).get("slots_total") or TEXTS_AT_ONCE
+                    slots = model["engine"]["slots_total"] if model["engine"] else TEXTS_AT_ONCE
                     for name in {model["id"], DEFAULT_MODEL if model["default"] else model["id"]}:
                         count, most = self._models.get(name, (0, 0))
                         self._models[name] = (count + 1, max(most, slots))

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 
+from cellama.tasks.contract.shapes.workers import DeviceUse, MemoryView, ModelView
+
 from .output import readable_time, table_of
 
-PARTS = ("weights_bytes", "kv_bytes", "compute_bytes")
 FINGERPRINT_SHOWN = 16  # digits; --json has all
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -28,7 +29,7 @@ def num_params(count: int) -> str:
     return f"{count / 1e9:.1f} B" if count >= 1e9 else f"{count / 1e6:.1f} M"
 
 
-def render_info(model: dict[str, Any]) -> RenderableType:
+def render_info(model: ModelView) -> RenderableType:
     """Everything about one model that people ask for."""
     grid = Table.grid(padding=(0, 2))
     for name, value in _facts(model).items():
@@ -39,7 +40,7 @@ def render_info(model: dict[str, Any]) -> RenderableType:
     return Group(title, Padding(grid, (0, 0, 0, 2)), Padding(_usage_table(model["memory"]), (1, 0, 0, 2)))
 
 
-def _facts(model: dict[str, Any]) -> dict[str, str]:
+def _facts(model: ModelView) -> dict[str, str]:
     facts = {"source": model["source"], "for": ", ".join(model["capabilities"])}
     if "n_params" in model:
         facts |= {
@@ -58,19 +59,19 @@ def _facts(model: dict[str, Any]) -> dict[str, str]:
     return {**facts, "workers": "\n".join(model["workers"])}
 
 
-def _context(model: dict[str, Any]) -> str:
+def _context(model: ModelView) -> str:
     trained = f"trained for {model['n_ctx_train']}"
     if not model["slots"]:
         return f"no slots ({trained} tokens)"
     return f"{model['slots']} slots of {model['ctx_per_slot']} tokens ({trained})"
 
 
-def _status(model: dict[str, Any]) -> str:
+def _status(model: ModelView) -> str:
     colour = {"ready": "green", "loading": "yellow"}.get(model["status"], "red")
     return f"[{colour}]{model['status']}[/]" + ("  [dim]serves :default[/]" if model["default"] else "")
 
 
-def _usage_table(memory: dict[str, dict[str, int]]) -> Table:
+def _usage_table(memory: dict[str, DeviceUse]) -> Table:
     sizes = ("weights", "KV cache", "compute", "together")
     table = table_of("memory on", *sizes, right=", ".join(sizes))
     for device, usage in memory.items():
@@ -78,17 +79,17 @@ def _usage_table(memory: dict[str, dict[str, int]]) -> Table:
     return table
 
 
-def _sizes(usage: dict[str, int]) -> list[int]:
-    sizes = [usage[part] for part in PARTS]
+def _sizes(usage: DeviceUse) -> list[int]:
+    sizes = [usage["weights_bytes"], usage["kv_bytes"], usage["compute_bytes"]]
     return [*sizes, sum(sizes)]
 
 
-def render_memory(workers: list[dict[str, Any]]) -> RenderableType:
+def render_memory(workers: Sequence[MemoryView]) -> RenderableType:
     """A table per worker: its devices, and below each the models on it."""
     return Group(*(_worker_table(worker) for worker in workers))
 
 
-def _worker_table(worker: dict[str, Any]) -> Table:
+def _worker_table(worker: MemoryView) -> Table:
     budget = worker["budget"] if isinstance(worker["budget"], str) else readable(worker["budget"])
     taken = readable(sum(model.get("memory_bytes", 0) for model in worker["models"]))
     title = f"{worker['worker']}  [dim]models take {taken}; memory_budget {budget}, on_full {worker['on_full']}[/]"

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from cellama.tasks.contract.errors import UnknownModel
 from cellama.tasks.contract.names import failure_key
+from cellama.tasks.contract.shapes.workers import AdapterView, WorkerAdapter
 from cellama.tasks.state.registry import WorkerEntry
 
 from .core import REPLY_S, Core
@@ -19,8 +18,8 @@ class AdapterControl:
 
     _core: Core
 
-    def adapters(self, model_id: str) -> list[dict[str, Any]]:
-        """A model's adapters: name, source, status, scale, fingerprint, size_bytes, in_use (requests), workers.
+    def adapters(self, model_id: str) -> list[AdapterView]:
+        """A model's adapters on all live workers.
 
         A name stands there more than once if workers have different files or scales. Raises UnknownModel.
         """
@@ -30,10 +29,10 @@ class AdapterControl:
             raise UnknownModel(
                 f"no live worker has a model {model_id!r}; there are: {', '.join(sorted(known)) or 'none'}"
             )
-        found: dict[tuple[Any, ...], dict[str, Any]] = {}
+        found: dict[tuple[str, str, float, str], AdapterView] = {}
         for worker in workers:
             for adapter in _adapters(worker, model_id):
-                kind = tuple(adapter[name] for name in ("name", "fingerprint", "scale", "status"))
+                kind = (adapter["name"], adapter["fingerprint"], adapter["scale"], adapter["status"])
                 entry = found.setdefault(kind, {**adapter, "in_use": 0, "workers": []})
                 entry["in_use"] += adapter["in_use"]
                 entry["workers"].append(worker.name)
@@ -79,5 +78,5 @@ def _wait(core: Core, begun: dict[str, float], model_id: str, name: str, wanted:
     core.wait_for_status(begun, failure_key(model_id, name), status, wanted, timeout_s)
 
 
-def _adapters(worker: WorkerEntry, model_id: str) -> list[dict[str, Any]]:
+def _adapters(worker: WorkerEntry, model_id: str) -> list[WorkerAdapter]:
     return [adapter for m in worker.models if m["id"] == model_id for adapter in m.get("adapters", [])]

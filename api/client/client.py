@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Unpack
 
 from cellama.api.batch.options import BatchOptions, BatchParams, Summary
 from cellama.api.batch.progress import Progress
 from cellama.config.model_options import ModelOptions
 from cellama.tasks.contract.events import Event
 from cellama.tasks.contract.shapes.results import Result
+from cellama.tasks.contract.shapes.workers import MemoryView, ModelView
 from cellama.tasks.state.job_list import OpenJob
 from cellama.tasks.state.position import Position
 from cellama.tasks.state.reader import STREAM_TIMEOUT_S
@@ -113,11 +114,11 @@ class Client(Submission, AdapterControl):
         """The live workers."""
         return self._core.workers()
 
-    def models(self) -> list[dict[str, Any]]:
+    def models(self) -> list[ModelView]:
         """The models that live workers serve."""
         return models_of(self._core.workers())
 
-    def memory(self, worker: str | None = None) -> list[dict[str, Any]]:
+    def memory(self, worker: str | None = None) -> list[MemoryView]:
         """Per worker: its memory budget, the devices' total and free bytes, and what each model takes of them.
 
         Raises UnknownWorker.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import cast
 
 from typing_extensions import TypedDict
 
@@ -10,6 +10,7 @@ from cellama.tasks.contract.errors import (
     UnknownWorker,
 )
 from cellama.tasks.contract.names import DEFAULT_MODEL, queue_name
+from cellama.tasks.contract.shapes.workers import MemoryView, ModelMemory, ModelView, WorkerModel
 from cellama.tasks.state.position import estimate_s
 from cellama.tasks.state.registry import WorkerEntry
 
@@ -28,35 +29,38 @@ class Stats(TypedDict):
     unserved: list[str]  # models that no worker serves, although jobs wait for them
 
 
-def models_of(workers: list[WorkerEntry]) -> list[dict[str, Any]]:
+def models_of(workers: list[WorkerEntry]) -> list[ModelView]:
     """Each model once, with the names of its workers; its `status` is the best that it has on one of them."""
-    models: dict[str, dict[str, Any]] = {}
+    models: dict[str, tuple[WorkerModel, list[str]]] = {}
     for worker in workers:
         for entry in worker.models:
-            described = {k: v for k, v in entry.items() if k != "engine"}
-            known = models.setdefault(entry["id"], {**described, "workers": []})
-            known["workers"].append(worker.name)
-            if known["status"] != "ready" and entry["status"] == "ready":
-                known.update(described)
-    return [models[model_id] for model_id in sorted(models)]
+            shown, names = models.get(entry["id"], (entry, []))
+            if shown["status"] != "ready" and entry["status"] == "ready":
+                shown = entry
+            models[entry["id"]] = (shown, [*names, worker.name])
+    return [_view(*models[model_id]) for model_id in sorted(models)]
 
 
-def memory_of(workers: list[WorkerEntry], name: str | None) -> list[dict[str, Any]]:
+def _view(model: WorkerModel, workers: list[str]) -> ModelView:
+    return cast(ModelView, {**{k: v for k, v in model.items() if k != "engine"}, "workers": workers})
+
+
+def memory_of(workers: list[WorkerEntry], name: str | None) -> list[MemoryView]:
     """Per worker, or of the one of that name: budget, devices, and what its models take. Raises UnknownWorker."""
     chosen = workers if name is None else [w for w in workers if name in (w.name, w.name.partition("@")[0])]
     if name is not None and not chosen:
         raise UnknownWorker(f"no live worker {name!r}; live: {', '.join(w.name for w in workers) or 'none'}")
     return [
-        {
-            "worker": worker.name,
-            **worker.memory,
-            "models": [
-                {key: model[key] for key in ("id", "status", "default", "memory", "memory_bytes") if key in model}
-                for model in worker.models
-            ],
-        }
+        {"worker": worker.name, **worker.memory, "models": [_memory(model) for model in worker.models]}
         for worker in chosen
     ]
+
+
+def _memory(model: WorkerModel) -> ModelMemory:
+    known: ModelMemory = {"id": model["id"], "status": model["status"], "default": model["default"]}
+    if "memory" in model:
+        known = {**known, "memory": model["memory"], "memory_bytes": model["memory_bytes"]}
+    return known
 
 
 def stats(workers: list[WorkerEntry], depths: dict[str, int], waiting: dict[str, int]) -> Stats:

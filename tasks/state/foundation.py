@@ -5,14 +5,15 @@ The first attempt's `started` event tells it, and every later one goes on with t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cellama.tasks.contract.errors import JobFailed
 from cellama.tasks.contract.events import Foundation as FoundationDetails
 from cellama.tasks.contract.events import StartedEvent
 from cellama.tasks.contract.names import DEFAULT_MODEL
+from cellama.tasks.contract.shapes.workers import WorkerModel
 
 from .registry import WorkerEntry
 
@@ -39,7 +40,7 @@ class Foundation:
         """True if this is the model, and its adapters are there under their names."""
         return model.info.fingerprint == self.model and self._needs <= {(i.name, i.fingerprint) for i in _ready(model)}
 
-    def is_served_by(self, entry: Mapping[str, Any]) -> bool:
+    def is_served_by(self, entry: WorkerModel) -> bool:
         """The same of a model in a worker's entry in the registry."""
         there = {(adapter["name"], adapter["fingerprint"]) for adapter in entry.get("adapters", ())}
         return entry.get("fingerprint") == self.model and self._needs <= there

@@ -9,14 +9,15 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, cast
 
 from redis import Redis
 from redis.exceptions import RedisError
 
 from cellama.tasks.connection.redis_clock import redis_time, seconds_of
 from cellama.tasks.contract.keys import WORKERS_KEY
+from cellama.tasks.contract.shapes.workers import LoadFailure, WorkerCores, WorkerMemory, WorkerModel
 
 if TYPE_CHECKING:
     from cellama.engine import ModelEntry, ModelManager
@@ -30,7 +31,7 @@ KEPT_S = 60.0  # entries of workers that are gone: their successors may bring ba
 
 @dataclass(frozen=True, slots=True)
 class WorkerEntry:
-    """A live worker. `models` are as `describe` below makes them.
+    """A live worker.
 
     Times are unix seconds: `seen_at` by Redis' clock, the others by the worker's own.
     """
@@ -40,11 +41,11 @@ class WorkerEntry:
     pid: int
     started_at: float
     at: float
-    models: list[dict[str, Any]]
-    failures: dict[str, dict[str, str]] = field(default_factory=dict)  # by `failure_key`: code, message; of lately
-    memory: dict[str, Any] = field(default_factory=dict)  # as ModelManager.memory has it
-    cores: dict[str, Any] = field(default_factory=dict)  # as CoreSharing.report has it
-    seen_at: float = 0.0
+    models: list[WorkerModel]
+    failures: dict[str, LoadFailure]  # of lately; by model id, or "adapter NAME of MODEL"
+    memory: WorkerMemory
+    cores: WorkerCores
+    seen_at: float
 
 
 def live_workers(redis: Redis, within_s: float = STALE_S) -> list[WorkerEntry]:
@@ -66,7 +67,7 @@ class Registration:
         worker: str,
         manager: ModelManager,
         chores: Sequence[Callable[[], Any]],
-        failures: Callable[[], dict[str, dict[str, str]]],
+        failures: Callable[[], dict[str, LoadFailure]],
     ) -> None:
         self._redis = redis
         self._chores = chores
@@ -114,7 +115,8 @@ class Registration:
         host, pid, now = socket.gethostname(), os.getpid(), time.time()  # before the look at what is there
         seen_at = redis_time(self._redis)
         models = [describe(entry, entry.id == self._manager.default) for entry in self._manager.entries()]
-        memory, cores = self._manager.memory(), self._manager.cores.report()
+        memory = cast(WorkerMemory, self._manager.memory())
+        cores = cast(WorkerCores, self._manager.cores.report())
         entry = WorkerEntry(
             self._worker, host, pid, self._started_at, now, models, self._failures(), memory, cores, seen_at
         )
@@ -125,14 +127,14 @@ class Registration:
             self._redis.hdel(WORKERS_KEY, *stale)
 
 
-def describe(entry: ModelEntry, default: bool) -> dict[str, Any]:
+def describe(entry: ModelEntry, default: bool) -> WorkerModel:
     """A model and the state of its engine, in JSON; while it is loading there is no more to tell than its source."""
     able, model = sorted(entry.capabilities), entry.model
     dead = model is not None and entry.status == "ready" and any(pulse.closed for pulse in model.pulses)
     status = "stopped" if dead else entry.status  # the process ends in a moment
     known = {"id": entry.id, "status": status, "source": entry.source, "default": default, "capabilities": able}
     if model is None:
-        return {**known, "engine": None}
+        return cast(WorkerModel, {**known, "engine": None})
     engine = asdict(model.engine.snapshot()) if {"generate", "chat"} & model.capabilities else None
     resident = {
         "backend": " + ".join(model.devices),
@@ -147,4 +149,4 @@ def describe(entry: ModelEntry, default: bool) -> dict[str, Any]:
         "tuned": {name: getattr(model.options, name) for name in model.tuned},
         "adapters": [asdict(adapter) for adapter in model.adapters()],
     }
-    return {**known, **asdict(model.info), **resident, "engine": engine}
+    return cast(WorkerModel, {**known, **asdict(model.info), **resident, "engine": engine})

@@ -20,6 +20,7 @@ from cellama.config.settings import AdapterSettings
 from cellama.engine import EngineError, ModelBusy, ModelManager
 from cellama.tasks.app import num_jobs_of
 from cellama.tasks.contract.names import DEFAULT_MODEL, failure_key, queue_name
+from cellama.tasks.contract.shapes.workers import LoadFailure
 
 from .wanted import AdapterChoices, Wanted, WantedKeeper
 
@@ -59,9 +60,9 @@ class Residency:
         self._given: dict[str, ModelSettings] = {}  # by command, not by the settings
         self._restoring: set[str] = set()  # models that are on their way
         self._restored_default: str | None = None
-        self._failures: dict[str, tuple[float, dict[str, str]]] = {}
+        self._failures: dict[str, tuple[float, LoadFailure]] = {}
 
-    def failures(self) -> dict[str, dict[str, str]]:
+    def failures(self) -> dict[str, LoadFailure]:
         """Model id, or `failure_key` of an adapter → code and message of why it could not be (un)loaded lately."""
         now = time.monotonic()
         self._failures = {id_: entry for id_, entry in self._failures.items() if now - entry[0] < FAILURES_KEPT_S}

@@ -37,5 +37,5 @@ def peers_of(worker: str, own: dict[str, Any], entries: Iterable[WorkerEntry]) -
             goes_first=entry.name < worker,
         )
         for entry in entries
-        if entry.cores.get("machine") == own["machine"] and set(entry.cores["processors"]) & set(own["processors"])
+        if entry.cores["machine"] == own["machine"] and set(entry.cores["processors"]) & set(own["processors"])
     ]

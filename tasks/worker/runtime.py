@@ -21,6 +21,7 @@ from cellama.tasks.broker.places import Places
 from cellama.tasks.broker.pool import Interruption, JobControl
 from cellama.tasks.connection.connections import connect
 from cellama.tasks.contract.keys import cancel_key
+from cellama.tasks.contract.shapes.workers import LoadFailure
 from cellama.tasks.publishing.publisher import Publisher
 from cellama.tasks.publishing.signing import Signer
 from cellama.tasks.state.ledger import Ledger
@@ -113,7 +114,7 @@ class Runtime:
         if loaded.capabilities & {"generate", "chat"}:
             loaded.engine.add_listener(self.publisher.listener(model.id))
 
-    def _failures(self) -> dict[str, dict[str, str]]:
+    def _failures(self) -> dict[str, LoadFailure]:
         return {} if self.residency is None else self.residency.failures()
 
     def _tell_change(self) -> None:

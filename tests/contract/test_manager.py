@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from pydantic import TypeAdapter
 
 from cellama.bench.models.synthetic import Shape, write_model
 from cellama.engine import (
@@ -26,6 +28,7 @@ from cellama.engine import (
     UnknownModel,
 )
 from cellama.engine.llama.context import LlamaBackend
+from cellama.tasks.contract.shapes.workers import WorkerMemory, WorkerModel
 from cellama.tasks.state.registry import describe
 
 from ..conftest import PATIENCE_S, wait_until
@@ -218,6 +221,13 @@ def test_models_share_the_cores_with_peers_unless_their_threads_were_chosen(mana
     manager.cores.meet([Peer(wants=512, uses=512.0)] * 512)
     wait_until(lambda: shared.threads == 1, "one thread")
     assert chosen.threads == 3
+
+
+def test_what_the_registry_says_of_a_model_and_of_memory_is_as_its_types_say(manager: ModelManager) -> None:
+    manager.load("m", TINY, options=OPTIONS, adapters={"pirate": ("bundled://pirate", 1.0)})
+    (entry,) = manager.entries()
+    for kind, value in ((WorkerModel, describe(entry, default=True)), (WorkerMemory, manager.memory())):
+        TypeAdapter(kind).validate_python(json.loads(json.dumps(value)), strict=True, extra="forbid")
 
 
 def test_registry_says_of_a_model_whose_engine_thread_died_that_it_is_stopped(

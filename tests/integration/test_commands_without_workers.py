@@ -18,7 +18,8 @@ from cellama.tasks import generate
 from cellama.tasks.contract.errors import InvalidJob, UnknownJob, UnknownModel
 from cellama.tasks.contract.keys import WORKERS_KEY, batch_key
 from cellama.tasks.state.bulk_runs import SILENT_S, Batches
-from cellama.tasks.state.registry import WorkerEntry
+
+from ..conftest import worker_entry
 
 
 def cellama(*argv: str) -> Result:
@@ -96,7 +97,7 @@ def live_worker(redis_client: Redis) -> Iterator[str]:
     """An entry in the registry; the id of its model."""
     model, now = f"m{uuid.uuid4().hex[:8]}", time.time()
     served = {"id": model, "status": "ready", "default": False, "engine": None, "capabilities": ["generate"]}
-    entry = WorkerEntry(f"w-{model}@host", "host", 1, now, now, [served], seen_at=now + 3600)
+    entry = worker_entry(f"w-{model}@host", served, seen_at=now + 3600)
     redis_client.hset(WORKERS_KEY, entry.name, json.dumps(asdict(entry)))
     yield model
     redis_client.hdel(WORKERS_KEY, entry.name)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from cellama import tasks
 from cellama.api import (
+    AdapterView,
     AsyncClient,
     ChatMessage,
     Client,
@@ -10,6 +12,8 @@ from cellama.api import (
     InvalidJob,
     Job,
     JobFailed,
+    MemoryView,
+    ModelView,
     Result,
     Tool,
     __version__,
@@ -66,6 +70,34 @@ def look(client: Client) -> None:
     print(summary.state, summary.progress.failed)
 
 
+def describe(client: Client) -> list[str]:
+    models: list[ModelView] = client.models()
+    adapters: list[AdapterView] = client.adapters(models[0]["id"])
+    memory: list[MemoryView] = client.memory()
+    lines = [f"{model['id']} {model['status']} {model.get('memory_bytes', 0) / 1e6:.0f} MB" for model in models]
+    lines += [f"{adapter['name']} × {adapter['scale']} on {', '.join(adapter['workers'])}" for adapter in adapters]
+    lines += [f"{device['name']}: {device['free_bytes']}" for worker in memory for device in worker["devices"]]
+    for worker in client.workers():
+        lines.append(f"{worker.cores['uses']:.1f} of {len(worker.cores['processors'])}, {worker.memory['budget']}")
+        lines += [failure["message"] for failure in worker.failures.values()]
+        for model in worker.models:
+            if model["engine"] is not None:
+                lines.append(f"{model['engine']['slots_total']} slots, {model['engine']['generation_rate']:.0f} per s")
+    return lines
+
+
+def through_celery() -> float:
+    greedy: tasks.GenerateParams = {"temperature": 0, "max_tokens": 5}
+    job = tasks.generate.delay("tiny", "Hi", **greedy)
+    jobs: list[tasks.QueuedJob[object]] = [job, tasks.embed.delay("tiny", ["a", "b"], dimensions=64)]
+    said: ChatMessage = {"role": "user", "content": "Hi"}
+    turn = tasks.chat.apply_async(("tiny", [said]), {"max_tokens": 5}, countdown=1.5, priority=9)
+    jobs += [tasks.generate.apply_async(("tiny", "Hi"), greedy), tasks.generate.apply_async(kwargs={"model": "tiny"})]
+    print([each.id for each in jobs if not each.ready()], turn.get(timeout=60)["message"]["content"], turn.state)
+    print(job.get(timeout=60)["usage"]["cached_tokens"])
+    return tasks.rerank.delay("tiny", "fox?", ["a", "b"], top_n=1).get()["results"][0]["score"]
+
+
 async def elsewhere(url: str) -> str:
     async with AsyncClient(url) as client:
         job = await client.generate("tiny", "Hi", max_tokens=5, adapters={"pirate": 0.5})
@@ -79,7 +111,7 @@ async def elsewhere(url: str) -> str:
 def main() -> None:
     with Client(url="redis://127.0.0.1:6379/0") as client:
         try:
-            print(__version__, generate(client), read(client))
+            print(__version__, generate(client), read(client), describe(client), through_celery())
             look(client)
         except InvalidJob as error:
             print(error.code, error.http_status, error.exit_code)

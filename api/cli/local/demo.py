@@ -155,7 +155,7 @@ def _show_batching(client: Client, num_requests: int) -> None:
     while time.monotonic() < deadline:
         for worker in client.workers():
             engine = worker.models[0]["engine"]
-            if engine["requests_finished"] >= num_requests:
+            if engine and engine["requests_finished"] >= num_requests:
                 per_step = engine["generated_tokens"] / engine["steps"]
                 out.print(
                     f"[green]✓[/] {engine['slots_total']} slots, {engine['steps']} steps, "

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -41,14 +41,14 @@ def jobs(model: Path, source: Path, target: Path, options: dict[str, Any]) -> Ou
     """Our worker, one Celery job per line, in the order of the file."""
 
     def run(out: IO[str]) -> None:
-        from cellama.tasks import generate
+        from cellama.tasks import GenerateParams, generate
 
-        params = {"temperature": 0, "ignore_eos": True, "priority": 9, "stream": False}
+        params: GenerateParams = {"temperature": 0, "ignore_eos": True, "priority": 9, "stream": False}
         lines = list(read_lines(source))
-        sent = [generate.delay("bench", list(line.prompt), max_tokens=line.num_new, **params) for line in lines]
+        calls: list[GenerateParams] = [{**params, "max_tokens": line.num_new} for line in lines]
+        sent = [generate.delay("bench", list(line.prompt), **call) for line, call in zip(lines, calls, strict=True)]
         for line, job in zip(lines, sent, strict=True):
-            found = job.get(timeout=PATIENCE_S)
-            _write_ours(out, line.custom_id, found)
+            _write_ours(out, line.custom_id, job.get(timeout=PATIENCE_S))
 
     with tempfile.TemporaryDirectory() as folder, _worker(Path(folder), model, options):
         return timed(target, run, next(read_lines(source)).num_new)
@@ -83,7 +83,7 @@ def has_batch() -> bool:
     return False
 
 
-def _write_ours(out: IO[str], custom_id: str, found: dict[str, Any]) -> None:
+def _write_ours(out: IO[str], custom_id: str, found: Mapping[str, Any]) -> None:
     usage = found["usage"]
     computed = usage["prompt_tokens"] - usage["cached_tokens"]
     write_result(out, custom_id, found["text"], usage["completion_tokens"], computed)

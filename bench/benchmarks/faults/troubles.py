@@ -7,15 +7,18 @@ import random
 import signal
 import threading
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cellama.bench.harness.service import PATIENCE_S, Service, Stored, wait_until
 from cellama.tasks.contract.keys import RUNNING_KEY, job_key
 
+if TYPE_CHECKING:  # tasks are made for the Redis of the settings, which the benchmark starts first
+    from cellama.tasks import CallOptions, GenerateParams
+
 APART_S = 60.0  # the clocks of two workers
 LEASE_S = 15  # while only Redis is away: longer than a busy machine leaves a thread waiting
 TIMED_TOKENS = 16
-TIMED: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {  # payload, options, when it may end
+TIMED: dict[str, tuple[GenerateParams, CallOptions, float]] = {  # payload, options, when it may end
     "expires": ({}, {"expires": 45}, 0.0),
     "countdown": ({}, {"countdown": 10}, 9.5),
     "timeout": ({"timeout": 50}, {}, 0.0),
@@ -74,7 +77,7 @@ class Troubles:
         """The workers' clocks are a minute apart all the time; a wrong one would break the limits of urgent jobs."""
         from cellama.tasks import generate
 
-        params = {"max_tokens": TIMED_TOKENS, "temperature": 0, "ignore_eos": True, "priority": 0}
+        params: GenerateParams = {"max_tokens": TIMED_TOKENS, "temperature": 0, "ignore_eos": True, "priority": 0}
         started = time.monotonic()
         waiting = [
             (kind, generate.apply_async(("tiny", f"{kind} {number}"), {**params, **payload}, **options))

@@ -36,9 +36,9 @@ def prompts(count: int) -> list[str]:
 
 def measure(count: int, max_tokens: int, rounds: int) -> dict[str, Any]:
     """Seconds of both ways (the best of `rounds`), and whether every text is the same."""
-    from cellama.tasks import generate
+    from cellama.tasks import GenerateParams, generate
 
-    params = {"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    params: GenerateParams = {"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
     generate.delay("tiny", "warm up", **params).get(timeout=PATIENCE_S)
     serial_s, at_once_s, equal = [], [], True
     for _ in range(rounds):

@@ -116,9 +116,10 @@ class _BulkRun:
 @contextlib.contextmanager
 def _bulk_jobs(_folder: Path, prompts: Sequence[list[int]], num_new: int) -> Iterator[_Work]:
     """A job per prompt."""
-    from cellama.tasks import generate
+    from cellama.tasks import GenerateParams, generate
 
-    params = {"temperature": 0, "ignore_eos": True, "max_tokens": num_new, "priority": 9, "stream": False}
+    params: GenerateParams = {"temperature": 0, "ignore_eos": True, "max_tokens": num_new, "priority": 9}
+    params["stream"] = False
     yield _Jobs([generate.delay("bench", prompt, **params) for prompt in prompts], num_new)
 
 

@@ -23,8 +23,9 @@ from cellama.engine.system.cores import (
     threads_beside,
 )
 from cellama.engine.system.processors import Reading, cpu_quota, machine_id, read
-from cellama.tasks.state.registry import WorkerEntry
 from cellama.tasks.worker.neighbours import peers_of
+
+from ....conftest import worker_entry
 
 
 @given(st.integers(0, 200), st.lists(st.integers(1, 64), min_size=1, max_size=12))
@@ -242,19 +243,13 @@ def test_quota_is_read_from_the_control_group(tmp_path: Path, files: dict[str, s
     assert cpu_quota(tmp_path, own) == quota
 
 
-def entry_of(name: str, host: str, **cores: object) -> WorkerEntry:
-    known = {"machine": "here", "processors": [0, 1], "wants": 2, "uses": 1.0, "threads": 1}
-    return WorkerEntry(name, host, 1, 0.0, 0.0, [], cores={**known, **cores})
-
-
 def test_peers_are_workers_of_the_same_machine_that_share_a_processor() -> None:
     own_host = socket.gethostname()
     entries = [
-        entry_of("a", own_host, uses=1.5),
-        entry_of("c", "container"),
-        entry_of("far", own_host, machine="another"),
-        entry_of("pinned", own_host, processors=[2, 3]),
-        WorkerEntry("unknown", own_host, 1, 0.0, 0.0, []),
+        worker_entry("a", host=own_host, uses=1.5),
+        worker_entry("c", host="container"),
+        worker_entry("far", host=own_host, machine="another"),
+        worker_entry("pinned", host=own_host, processors=[2, 3]),
     ]
     peers = peers_of("b", {"machine": "here", "processors": [0, 1]}, entries)
     assert peers == [Peer(2, 1.5, same_quota=True, goes_first=True), Peer(2, 1.0)]

@@ -10,6 +10,8 @@ from cellama.tasks.state.foundation import Foundation, foundation_of, foundation
 from cellama.tasks.state.history import Past
 from cellama.tasks.state.registry import WorkerEntry
 
+from ....conftest import worker_entry
+
 
 def adapter(name: str, scale: float = 1.0, fingerprint: str = "", status: str = "ready") -> Any:
     return SimpleNamespace(name=name, scale=scale, fingerprint=fingerprint or f"sha-{name}", status=status)
@@ -19,8 +21,8 @@ def model(*adapters: Any, fingerprint: str = "sha") -> Any:
     return SimpleNamespace(info=SimpleNamespace(fingerprint=fingerprint), adapters=lambda: list(adapters))
 
 
-def worker(*models: dict[str, Any]) -> WorkerEntry:
-    return WorkerEntry("w", "host", 1, 0.0, 0.0, list(models))
+def worker(*models: Any) -> WorkerEntry:
+    return worker_entry("w", *models)
 
 
 def test_foundation_has_the_adapters_of_the_job_or_those_of_jobs_that_do_not_choose() -> None:

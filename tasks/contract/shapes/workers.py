@@ -1,0 +1,168 @@
+"""What a live worker tells of itself, as JSON objects: its models, their engines, memory and cores.
+
+Sizes are in bytes, times in unix seconds by the worker's clock. A test holds the fields to those of the engine.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NotRequired
+
+from typing_extensions import TypedDict
+
+from cellama.config.settings import Capability, OnFull
+
+ModelStatus = Literal["loading", "ready", "unloading", "stopped"]  # stopped: its process ends in a moment
+AdapterStatus = Literal["loading", "ready", "unloading"]
+
+
+class EngineState(TypedDict):
+    """As cellama.engine.EngineSnapshot; docs/reference/status.md says what each counts."""
+
+    phase: Literal["idle", "prefilling", "generating", "stopped"]
+    slots_total: int
+    slots_prefilling: int
+    slots_decoding: int
+    queue_depth: int
+    kv_used_tokens: int
+    kv_cached_tokens: int
+    kv_total_tokens: int
+    ram_states: int
+    ram_used_bytes: int
+    preemptions: int
+    cache_hits: int
+    cache_misses: int
+    steps: int
+    mixed_steps: int
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    requests_finished: int
+    requests_failed: int
+    generation_rate: float
+    mean_slot_s: float
+
+
+class DeviceUse(TypedDict):
+    """What a model takes of one device; `mapped_bytes` of the weights lie in the page cache."""
+
+    weights_bytes: int
+    kv_bytes: int
+    compute_bytes: int
+    mapped_bytes: int
+
+
+class WorkerAdapter(TypedDict):
+    """A LoRA adapter of a model on one worker."""
+
+    name: str
+    source: str
+    status: AdapterStatus
+    scale: float  # for jobs that do not choose; 0 = only for those that do
+    fingerprint: str  # SHA-256 of the file; "" while it is loading
+    size_bytes: int
+    in_use: int  # unfinished requests
+
+
+class AdapterView(WorkerAdapter):
+    """The same file with the same scale on all `workers` that have it; `in_use` is the sum."""
+
+    workers: list[str]
+
+
+class ModelFile(TypedDict):
+    """What is known of a model before it is loaded."""
+
+    id: str
+    status: ModelStatus
+    source: str
+    default: bool  # serves `:default`
+    capabilities: list[Capability]
+
+
+class LoadedModel(TypedDict, total=False):
+    """What is known of a model once it is loaded."""
+
+    architecture: str
+    description: str  # llama.cpp's own words, for instance "llama 1B Q8_0"
+    n_params: int
+    size_bytes: int
+    n_ctx_train: int
+    n_vocab: int
+    n_embd: int
+    file_type: str  # quantisation, for instance "Q8_0"
+    fingerprint: str  # of the file's content
+    backend: str  # names of its devices
+    threads: int  # in use now
+    slots: int  # 0: it does not generate
+    ctx_per_slot: int
+    memory: dict[str, DeviceUse]  # by device
+    memory_bytes: int  # on all devices
+    load_s: float
+    ready_at: float
+    last_used_at: float
+    tuned: dict[str, int | str]  # options that are as `cellama tune` found them best
+    adapters: list[WorkerAdapter]
+
+
+class WorkerModel(ModelFile, LoadedModel):
+    """A model on one worker. `engine` is None while it is loading, and of a model that does not generate."""
+
+    engine: EngineState | None
+
+
+class ModelView(ModelFile, LoadedModel):
+    """A model on all `workers` that have it; what differs is of the first of them where it is ready."""
+
+    workers: list[str]
+
+
+class WorkerDevice(TypedDict):
+    """A device with memory of its own, named as ggml names it: "CPU", "CUDA0" …"""
+
+    name: str
+    kind: Literal["cpu", "gpu", "integrated gpu"]
+    description: str
+    total_bytes: int
+    free_bytes: int
+
+
+class WorkerMemory(TypedDict):
+    """What a worker's models may take; `budget` in bytes is for all devices together."""
+
+    budget: int | Literal["auto", "unlimited"]
+    on_full: OnFull
+    devices: list[WorkerDevice]
+
+
+class ModelMemory(TypedDict):
+    """What a model takes; no sizes while it is loading."""
+
+    id: str
+    status: ModelStatus
+    default: bool
+    memory: NotRequired[dict[str, DeviceUse]]  # by device
+    memory_bytes: NotRequired[int]  # on all devices
+
+
+class MemoryView(WorkerMemory):
+    """Of the worker of that name: budget, devices, and what its models take of them."""
+
+    worker: str
+    models: list[ModelMemory]
+
+
+class WorkerCores(TypedDict):
+    """What other workers of a machine need to know, to share its cores."""
+
+    machine: str  # the same for all containers of it
+    processors: list[int]  # on which it may run
+    wants: int  # threads
+    uses: float  # cores, in the mean of the last seconds
+    threads: int  # that it has
+
+
+class LoadFailure(TypedDict):
+    """Why a model or an adapter could not be loaded or unloaded lately (contract.codes)."""
+
+    code: str
+    message: str
