@@ -18,7 +18,7 @@ ALL = "all"
 ROOMS = {
     "engine": {
         "decode": "decode rate against llama-batched-bench, the limit",
-        "mixed": "many requests at once, prefill and decode, against llama-server",
+        "uniform": "many requests of one length at once, against llama-server",
         "shared_prefix": "requests that share a prefix, against llama-server",
         "prefix_cache": "four-turn chats, more of them than slots: cache on against off",
         "strategies": "throughput and time to the first token under each batch strategy",
@@ -35,6 +35,9 @@ ROOMS = {
         "queue_tax": "jobs through Celery and Redis against requests given to the engine",
         "urgent": "an urgent job while a worker is full of bulk jobs and more wait",
         "cancel": "from a cancel to the end, wherever the job is",
+    },
+    "load": {
+        "mixed": "requests of mixed lengths, families and chats, against llama-server",
         "online": "Poisson arrivals, alone and beside a bulk load, against llama-server",
     },
     "faults": {

@@ -129,7 +129,7 @@ def _draw_bars(axes: Any, bars: Sequence[Bar]) -> None:
 def _kept_bars(results: Results) -> tuple[list[Bar], list[dict[str, Any]]]:
     """The bars that there are results for, and the lines they are from."""
     wanted: tuple[tuple[str, str, str], ...] = (
-        ("mixed", "best against best", "128 prompts at once, over llama-server"),
+        ("uniform", "best against best", "128 prompts at once, over llama-server"),
         ("shared_prefix", "llama-server over the engine's best", "128 that share a prefix, over llama-server"),
         ("prefix_cache", "median ms", "first token in a chat, cache on over off"),
         ("decode", "64 slots", "decoding, 64 slots, over llama-batched-bench"),

@@ -59,12 +59,13 @@ def random_prompts(count: int, length: int, *, shared: int = 0, seed: int = 0) -
 
 
 def run_all(
-    model: Model, prompts: Sequence[Sequence[int]], num_new: int, **params: Any
+    model: Model, prompts: Sequence[Sequence[int]], num_new: int | Sequence[int], **params: Any
 ) -> tuple[float, list[Completion]]:
     """All prompts at once, greedy, exactly `num_new` tokens each; seconds until the last, and the completions."""
+    lengths = [num_new] * len(prompts) if isinstance(num_new, int) else num_new
     requests = [
-        Request(str(i), tuple(prompt), **{"sampling": GREEDY, "max_tokens": num_new, "ignore_eos": True, **params})
-        for i, prompt in enumerate(prompts)
+        Request(str(i), tuple(prompt), **{"sampling": GREEDY, "max_tokens": length, "ignore_eos": True, **params})
+        for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
     ]
     started = time.monotonic()
     handles = [model.engine.submit(request) for request in requests]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
@@ -20,7 +21,7 @@ _SOURCES = (":(top)", ":(top,exclude)bench/results")
 
 @dataclass(frozen=True)
 class Report:
-    """What a benchmark found. Rows have the same keys; `targets` say what a ratio was hoped to be."""
+    """What a benchmark found. Rows with the same keys are a table; `targets` say what a ratio was hoped to be."""
 
     rows: Sequence[Mapping[str, Any]]
     ratios: Mapping[str, float] = field(default_factory=dict)
@@ -31,12 +32,10 @@ class Report:
 def show(name: str, workload: Mapping[str, Any], report: Report, *, save: bool = False) -> None:
     """Prints a report; with `save` its JSON line is appended to the results of this benchmark."""
     console = Console(width=max(100, Console().width))
-    table = Table(title=f"{name}: " + ", ".join(f"{key} {value}" for key, value in workload.items()))
-    for key in report.rows[0]:
-        table.add_column(key, justify="left" if isinstance(report.rows[0][key], str) else "right")
-    for row in report.rows:
-        table.add_row(*(_cell(value) for value in row.values()))
-    console.print(table)
+    title: str | None = f"{name}: " + ", ".join(f"{key} {value}" for key, value in workload.items())
+    for _, rows in itertools.groupby(report.rows, key=tuple):
+        console.print(_table(list(rows), title))
+        title = None
     for key, value in report.ratios.items():
         hoped = f"   (hoped for {report.targets[key]})" if key in report.targets else ""
         console.print(f"{key}: {value:.3g}{hoped}")
@@ -51,6 +50,15 @@ def show(name: str, workload: Mapping[str, Any], report: Report, *, save: bool =
         RESULTS.mkdir(exist_ok=True)
         with (RESULTS / f"{name}.jsonl").open("a", encoding="utf-8") as file:
             file.write(line + "\n")
+
+
+def _table(rows: Sequence[Mapping[str, Any]], title: str | None) -> Table:
+    table = Table(title=title)
+    for key, value in rows[0].items():
+        table.add_column(key, justify="left" if isinstance(value, str) else "right")
+    for row in rows:
+        table.add_row(*(_cell(value) for value in row.values()))
+    return table
 
 
 def _cell(value: Any) -> str:

@@ -60,11 +60,15 @@ def read_lines(path: Path) -> Iterator[Line]:
 
 def trie_optimum(prompts: Iterable[Sequence[int]]) -> int:
     """The least number of prompt tokens to compute: each different prefix once."""
-    optimum, last = 0, ()  # type: int, Sequence[int]
+    return sum(end - begin for begin, end in trie_parts(prompts))
+
+
+def trie_parts(prompts: Iterable[Sequence[int]]) -> Iterator[tuple[int, int]]:
+    """For each prompt, in sorted order, where the part begins and ends that those before it do not have."""
+    last: Sequence[int] = ()
     for prompt in sorted(map(tuple, prompts)):
-        optimum += len(prompt) - num_common(last, prompt)
+        yield num_common(last, prompt), len(prompt)
         last = prompt
-    return optimum
 
 
 def num_common(one: Sequence[int], other: Sequence[int]) -> int:

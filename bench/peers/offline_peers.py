@@ -33,16 +33,17 @@ class Outcome:
     num_computed: int
 
 
-def timed(target: Path, run: Callable[[IO[str]], None], num_new: int) -> Outcome:
+def timed(source: Path, target: Path, run: Callable[[IO[str]], None]) -> Outcome:
     """Runs it with the open output file. Raises RuntimeError if a line lacks tokens: then nothing can be compared."""
+    wanted = {line.custom_id: line.num_new for line in read_lines(source)}
     started = time.monotonic()
     with target.open("w", encoding="utf-8") as out:
         run(out)
     seconds = time.monotonic() - started
     results = [json.loads(text) for text in target.read_text(encoding="utf-8").splitlines()]
-    short = [result["custom_id"] for result in results if result["tokens"] != num_new]
+    short = [result["custom_id"] for result in results if result["tokens"] != wanted[result["custom_id"]]]
     if short:
-        raise RuntimeError(f"{len(short)} lines have another number of tokens than {num_new}, the first is {short[0]}")
+        raise RuntimeError(f"{len(short)} lines have another number of tokens than they asked for, first {short[0]}")
     return Outcome(len(results), seconds, sum(result["computed"] for result in results))
 
 
@@ -53,15 +54,24 @@ def write_result(out: IO[str], custom_id: str, text: str, num_tokens: int, num_c
 
 
 def llama_server(
-    program: Path, model: Path, source: Path, target: Path, slots: int, context: int, threads: int
+    program: Path,
+    model: Path,
+    source: Path,
+    target: Path,
+    slots: int,
+    context: int,
+    threads: int,
+    at_once: int | None = None,
 ) -> Outcome:
-    """llama-server with `slots` slots of `context` tokens (0: as it chooses), kept busy by an asynchronous client."""
+    """llama-server with `slots` slots of `context` tokens (0: as it chooses), kept busy by an asynchronous client.
+
+    It asks for `at_once` lines at a time, which is twice as many as there are slots if nothing else is said.
+    """
     options = ["-np", str(slots), "-c", str(slots * context)] if slots else []
     with LlamaServer.start(program, model, "-t", str(threads), *options) as server:
         server.complete(range(300, 316), 4)
-        num_new = next(read_lines(source)).num_new
-        limit = CONNECTIONS_PER_SLOT * (slots or 4)
-        return timed(target, lambda out: asyncio.run(_ask_server(server.port, source, out, limit)), num_new)
+        limit = at_once or CONNECTIONS_PER_SLOT * (slots or 4)
+        return timed(source, target, lambda out: asyncio.run(_ask_server(server.port, source, out, limit)))
 
 
 async def _ask_server(port: int, source: Path, out: IO[str], num_connections: int) -> None:
@@ -93,7 +103,7 @@ def naive_celery(model: Path, source: Path, target: Path, processes: int, contex
     ):
         for job in [submit(list(range(300, 316)), 4) for _ in range(4 * processes)]:
             job.get(timeout=300)
-        return timed(target, run, next(read_lines(source)).num_new)
+        return timed(source, target, run)
 
 
 def limit(program: Path, model: Path, lines: Sequence[Line], num_computed: int, slots: int, threads: int) -> Outcome:

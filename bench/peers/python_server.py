@@ -41,7 +41,7 @@ def run_lines(python: Path, model: Path, source: Path, target: Path, context: in
                 write_result(out, line.custom_id, choice["text"], usage["completion_tokens"], computed)
                 before = line.prompt
 
-        return timed(target, run, next(read_lines(source)).num_new)
+        return timed(source, target, run)
 
 
 def _ask(port: int, line: Line) -> tuple[dict[str, Any], dict[str, int]]:

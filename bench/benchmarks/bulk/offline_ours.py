@@ -27,14 +27,14 @@ def engine(model: Path, source: Path, target: Path, options: dict[str, Any]) -> 
 
         def run(out: IO[str]) -> None:
             lines = list(read_lines(source))
-            prompts = [line.prompt for line in lines]
-            _, done = run_all(ours, prompts, lines[0].num_new, priority=9, stream=False)
+            prompts, lengths = [line.prompt for line in lines], [line.num_new for line in lines]
+            _, done = run_all(ours, prompts, lengths, priority=9, stream=False)
             for line, completion in zip(lines, done, strict=True):
                 usage = completion.usage
                 computed = usage.prompt_tokens - usage.cached_tokens
                 write_result(out, line.custom_id, completion.text, usage.completion_tokens, computed)
 
-        return timed(target, run, next(read_lines(source)).num_new)
+        return timed(source, target, run)
 
 
 def jobs(model: Path, source: Path, target: Path, options: dict[str, Any]) -> Outcome:
@@ -51,7 +51,7 @@ def jobs(model: Path, source: Path, target: Path, options: dict[str, Any]) -> Ou
             _write_ours(out, line.custom_id, job.get(timeout=PATIENCE_S))
 
     with tempfile.TemporaryDirectory() as folder, _worker(Path(folder), model, options):
-        return timed(target, run, next(read_lines(source)).num_new)
+        return timed(source, target, run)
 
 
 def batch(model: Path, source: Path, target: Path, options: dict[str, Any]) -> Outcome:
@@ -67,7 +67,7 @@ def batch(model: Path, source: Path, target: Path, options: dict[str, Any]) -> O
             _write_ours(out, found["id"], found)
 
     with tempfile.TemporaryDirectory() as folder, _worker(Path(folder), model, options):
-        return timed(target, run, next(read_lines(source)).num_new)
+        return timed(source, target, run)
 
 
 def batch_command(source: Path, target: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""Many requests at once, prefill and decode mixed, against llama-server with the same slots and with its defaults."""
+"""Many requests of one length at once, against llama-server with the same slots and with its defaults."""
 
 from __future__ import annotations
 

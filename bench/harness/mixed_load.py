@@ -1,0 +1,136 @@
+"""A load as it comes from many users: prompts and answers of mixed lengths, families with a shared head, chats.
+
+Everything is drawn from a seed, as token ids, so that all peers get the same; `ignore_eos` makes answers as long as
+they were drawn.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from .engines import FIRST_WORD, LAST_WORD
+from .workloads import Line, trie_parts
+
+NUM_FAMILIES, SHARED_TOKENS = 5, 400  # a third of all requests begins with one of five heads
+FAMILY_EVERY = 3
+PROMPT_TOKENS, NEW_TOKENS = (16, 700), (8, 200)  # the least and the most
+TYPICAL_PROMPT, TYPICAL_NEW, SPREAD = 80, 48, 0.8  # medians and sigma of the lognormal laws; after a family's head
+
+Conversation = tuple[Line, ...]  # its turns: each prompt begins with the one before
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How much of everything. Lengths shrink with `scale`, heads too, for models and machines that are small."""
+
+    num_requests: int
+    num_chats: int = 0  # of the requests' conversations, so many have …
+    turns: int = 4  # … so many turns, each a request
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.num_chats * self.turns <= self.num_requests or self.turns < 1:
+            raise ValueError(
+                f"{self.num_chats} chats of {self.turns} turns don't fit into {self.num_requests} requests; "
+                "choose fewer, or more requests"
+            )
+
+
+def conversations(shape: Shape, *, seed: int = 0) -> list[Conversation]:
+    """Shuffled conversations with `shape.num_requests` turns in all; other seeds share nothing, heads neither.
+
+    A chat's prompt has the turns before, those of the assistant drawn like the others: what is generated is not the
+    same with all peers, because they round differently.
+    """
+    draw = _Draw(shape, seed)
+    found = [draw.chat(f"chat-{number}") for number in range(shape.num_chats)]
+    num_others = shape.num_requests - shape.num_chats * shape.turns
+    found += [(draw.request(f"line-{number}", number % FAMILY_EVERY == 0),) for number in range(num_others)]
+    draw.rng.shuffle(found)
+    return found
+
+
+def flat(found: Iterable[Conversation]) -> list[Line]:
+    """All turns in order, for those who get everything at once."""
+    return [line for conversation in found for line in conversation]
+
+
+class _Draw:
+    """What is drawn, in order."""
+
+    def __init__(self, shape: Shape, seed: int) -> None:
+        self.rng = random.Random(f"mixed load {seed}")
+        self._shape = shape
+        self._heads = [self._words(self._scaled(SHARED_TOKENS)) for _ in range(NUM_FAMILIES)]
+        self._num_of_families = 0
+
+    def request(self, name: str, in_family: bool) -> Line:
+        head: tuple[int, ...] = ()
+        if in_family:
+            head = self._heads[self._num_of_families % NUM_FAMILIES]
+            self._num_of_families += 1
+        return Line(name, self._prompt(head), self._num_new())
+
+    def chat(self, name: str) -> Conversation:
+        turns = [self.request(f"{name}-0", in_family=False)]
+        for number in range(1, self._shape.turns):
+            last = turns[-1]
+            answered = last.prompt + self._words(last.num_new)
+            turns.append(Line(f"{name}-{number}", self._prompt(answered), self._num_new()))
+        return tuple(turns)
+
+    def _prompt(self, head: tuple[int, ...]) -> tuple[int, ...]:
+        least, most = PROMPT_TOKENS
+        room = self._scaled(most) - len(head)  # a chat that has outgrown it gets the least more
+        return head + self._words(self._length(TYPICAL_PROMPT, least, room))
+
+    def _num_new(self) -> int:
+        least, most = NEW_TOKENS
+        return self._length(TYPICAL_NEW, least, self._scaled(most))
+
+    def _length(self, typical: int, least: int, most: int) -> int:
+        drawn = self._shape.scale * typical * self.rng.lognormvariate(0.0, SPREAD)
+        return max(self._scaled(least), min(round(drawn), most))
+
+    def _scaled(self, count: int) -> int:
+        return max(1, round(self._shape.scale * count))
+
+    def _words(self, count: int) -> tuple[int, ...]:
+        return tuple(self.rng.randrange(FIRST_WORD, LAST_WORD) for _ in range(count))
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What a load comes to."""
+
+    requests: int
+    prompt_tokens: int
+    trie_tokens: int  # the least that have to be computed: each different prefix once
+    new_tokens: int
+    longest: int  # prompt and answer of one request
+    mean_context: int  # tokens before a generated one
+    mean_position: int  # tokens before one of the trie's
+
+    @property
+    def decode_tokens(self) -> int:
+        """New tokens that come from decode passes: the first of a request comes from the pass that ends its prompt."""
+        return self.new_tokens - self.requests
+
+
+def sizes(lines: Sequence[Line]) -> Sizes:
+    """Of these lines."""
+    new = sum(line.num_new for line in lines)
+    contexts = sum(line.num_new * (len(line.prompt) + line.num_new / 2) for line in lines)
+    parts = list(trie_parts(line.prompt for line in lines))
+    num_trie = sum(end - begin for begin, end in parts)
+    return Sizes(
+        requests=len(lines),
+        prompt_tokens=sum(len(line.prompt) for line in lines),
+        trie_tokens=num_trie,
+        new_tokens=new,
+        longest=max(len(line.prompt) + line.num_new for line in lines),
+        mean_context=round(contexts / new),
+        mean_position=round(sum((end - begin) * (begin + end) / 2 for begin, end in parts) / num_trie),
+    )

@@ -1,0 +1,75 @@
+"""The load of mixed lengths."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import pytest
+
+from cellama.bench.harness.mixed_load import (
+    NEW_TOKENS,
+    NUM_FAMILIES,
+    PROMPT_TOKENS,
+    SHARED_TOKENS,
+    Shape,
+    conversations,
+    flat,
+    sizes,
+)
+from cellama.bench.harness.workloads import Line, trie_optimum
+
+
+def test_load_has_mixed_lengths_within_its_bounds() -> None:
+    lines = flat(conversations(Shape(160)))
+    prompts, new = [len(line.prompt) for line in lines], [line.num_new for line in lines]
+    assert len(lines) == 160 == len({line.custom_id for line in lines})
+    assert PROMPT_TOKENS[0] <= min(prompts) < 40 < 400 < max(prompts) <= PROMPT_TOKENS[1]
+    assert NEW_TOKENS[0] <= min(new) < 20 < 150 < max(new) <= NEW_TOKENS[1]
+
+
+def test_a_third_of_the_load_shares_the_heads_of_five_families() -> None:
+    lines = flat(conversations(Shape(160)))
+    heads = Counter(line.prompt[:SHARED_TOKENS] for line in lines if len(line.prompt) > SHARED_TOKENS)
+    shared = {head: count for head, count in heads.items() if count > 1}
+    assert len(shared) == NUM_FAMILIES
+    assert sum(shared.values()) == 54
+
+
+def test_load_is_seeded_and_seeds_share_next_to_nothing() -> None:
+    one, other = (flat(conversations(Shape(60), seed=seed)) for seed in (1, 2))
+    assert one == flat(conversations(Shape(60), seed=1)) != other
+    both = trie_optimum(line.prompt for line in one + other)
+    apart = trie_optimum(line.prompt for line in one) + trie_optimum(line.prompt for line in other)
+    assert apart - both < 60
+
+
+def test_each_turn_of_a_chat_begins_with_the_prompt_before() -> None:
+    found = conversations(Shape(40, num_chats=5, turns=3))
+    chats = [conversation for conversation in found if len(conversation) > 1]
+    assert len(flat(found)) == 40
+    assert [len(chat) for chat in chats] == [3] * 5
+    for chat in chats:
+        for before, after in itertools.pairwise(chat):
+            assert after.prompt[: len(before.prompt)] == before.prompt
+            assert len(after.prompt) > len(before.prompt) + before.num_new
+
+
+def test_load_shrinks_with_its_scale() -> None:
+    small, whole = (sizes(flat(conversations(Shape(90, scale=scale)))) for scale in (0.1, 1.0))
+    assert 0.08 < small.prompt_tokens / whole.prompt_tokens < 0.13
+    assert 0.08 < small.new_tokens / whole.new_tokens < 0.13
+
+
+def test_load_refuses_chats_that_do_not_fit() -> None:
+    with pytest.raises(ValueError, match="3 chats of 4 turns don't fit into 10 requests"):
+        Shape(10, num_chats=3)
+
+
+def test_sizes_count_what_full_passes_have_to_compute() -> None:
+    found = sizes([Line("a", (1, 2, 3, 4), 2), Line("b", (1, 2, 5), 6)])
+    assert (found.requests, found.prompt_tokens, found.trie_tokens, found.new_tokens) == (2, 7, 5, 8)
+    assert found.decode_tokens == 6
+    assert found.longest == 9
+    assert found.mean_context == round((2 * 5 + 6 * 6) / 8)
+    assert found.mean_position == round((4 * 2 + 1 * 2.5) / 5)
