@@ -118,7 +118,18 @@ class KvMemory(Protocol):
     ctx_per_slot: int
     n_cells: int  # in all
     unified: bool  # one pool for all slots, in which slots can share cells; else each has its own
-    partial_reuse: bool  # a state can be cut back to any length; else it is used whole or not at all
+    partial_reuse: bool  # a slot can give up its last positions at any time
+
+    def first_cut(self, slot: int) -> int:
+        """The least length from which on a slot can be cut back to any length: 0, or up to all that it holds.
+
+        It can always be emptied.
+        """
+        ...
+
+    def first_saved_cut(self, num_tokens: int) -> int:
+        """The same for so many positions that were saved."""
+        ...
 
     def trim(self, slot: int, num_tokens: int) -> bool:
         """Keeps the first positions of a slot. False: the memory can't, and the slot is empty now."""

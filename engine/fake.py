@@ -56,6 +56,7 @@ class FakeState:
     """What was saved of a slot."""
 
     tokens: tuple[CellToken, ...]
+    num_lost: int = 0  # first positions of which a window had not all
 
     @property
     def nbytes(self) -> int:
@@ -72,12 +73,14 @@ class FakeBackend:
     n_cells: int = 0  # 0 = as many as all slots can use
     unified: bool = False
     partial_reuse: bool = True
+    window: int = 0  # positions that a token looks back on; 0 = all
     end_every: int = 0  # about one token in so many ends the text; 0 = none does
     failures: deque[int] = field(default_factory=deque)
     poison: int | None = None  # a token that makes every batch that holds it fail
     vocabulary: FakeVocabulary = field(default_factory=FakeVocabulary)
     n_vocab: int = 257
     cells: list[list[Cell]] = field(init=False)
+    num_lost: list[int] = field(init=False)  # of each slot: its first positions that its window has passed and lost
     batches: list[list[Chunk]] = field(default_factory=list)  # every batch that was asked for
     adapter_sets: list[AdapterSet] = field(default_factory=list)  # of every batch
     adapters: set[str] = field(default_factory=set)  # texts of the files that are loaded
@@ -86,6 +89,7 @@ class FakeBackend:
 
     def __post_init__(self) -> None:
         self.cells = [[] for _ in range(self.n_slots)]
+        self.num_lost = [0] * self.n_slots
         self.n_cells = self.n_cells or self.n_slots * self.ctx_per_slot
         self._logits: set[int] = set()
         self._aborted = False
@@ -95,25 +99,41 @@ class FakeBackend:
 
     # KvMemory
 
+    def first_cut(self, slot: int) -> int:
+        if not self.partial_reuse:
+            return len(self.cells[slot])
+        return self.num_lost[slot] + self.window if self.num_lost[slot] else 0
+
+    def first_saved_cut(self, num_tokens: int) -> int:
+        return 0 if self.partial_reuse and (not self.window or num_tokens <= self.window) else num_tokens
+
+    def lose_what_the_window_passed(self, slot: int) -> None:
+        """As if others had taken these cells of a pool."""
+        if self.window:
+            self.num_lost[slot] = max(self.num_lost[slot], len(self.cells[slot]) - self.window)
+
     def trim(self, slot: int, num_tokens: int) -> bool:
-        if num_tokens and not self.partial_reuse and num_tokens != len(self.cells[slot]):
-            self.cells[slot] = []
-            return False
-        del self.cells[slot][num_tokens:]
-        return True
+        can = num_tokens == 0 or num_tokens >= self.first_cut(slot)
+        del self.cells[slot][num_tokens if can else 0 :]
+        if not self.cells[slot]:
+            self.num_lost[slot] = 0
+        return can
 
     def copy(self, source: int, target: int, num_tokens: int) -> bool:
         if self.cells[target]:
             raise AssertionError(f"slot {target} is not empty")
-        copied = self.cells[source][:num_tokens]
+        copied = self.cells[source][: num_tokens if self.partial_reuse else None]
         self.cells[target] = copied if self.unified and self.partial_reuse else [Cell(cell.token) for cell in copied]
-        return self.trim(source, len(self.cells[source])) and len(self.cells[target]) == num_tokens
+        self.num_lost[target] = self.num_lost[source]
+        return self.trim(target, num_tokens)
 
     def state_bytes(self, slot: int) -> int:
         return len(self.cells[slot])
 
     def save(self, slot: int) -> FakeState:
-        return FakeState(tuple(cell.token for cell in self.cells[slot]))
+        tokens = tuple(cell.token for cell in self.cells[slot])
+        num_passed = max(0, len(tokens) - self.window) if self.window else 0
+        return FakeState(tokens, max(self.num_lost[slot], num_passed))
 
     def restore(self, slot: int, data: FakeState, num_tokens: int) -> bool:
         if self.cells[slot]:
@@ -121,6 +141,7 @@ class FakeBackend:
         if self.num_used() + len(data.tokens) > self.n_cells:
             return False
         self.cells[slot] = [Cell(token) for token in data.tokens]
+        self.num_lost[slot] = data.num_lost
         return self.trim(slot, num_tokens)
 
     def num_used(self) -> int:
@@ -168,6 +189,8 @@ class FakeBackend:
         cells = self.cells[chunk.slot]
         if chunk.position != len(cells) or len(cells) + len(chunk.tokens) > self.ctx_per_slot:
             raise DecodeError(-1)
+        if cells and len(cells) < self.first_cut(chunk.slot):
+            raise AssertionError(f"slot {chunk.slot} has lost what its window looks back on")
         cells.extend(Cell((token, key) if key else token) for token in chunk.tokens)
         if chunk.samples:
             self._logits.add(chunk.slot)

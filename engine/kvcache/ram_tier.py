@@ -6,6 +6,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from heapq import merge
 from itertools import islice
 from typing import Any
 
@@ -23,6 +24,7 @@ class SavedState:
     """The cells of one slot in RAM."""
 
     num_tokens: int
+    first_cut: int  # it can be taken over whole, or from this length on in part
     scope: Hashable
     data: Any
 
@@ -51,13 +53,14 @@ class RamTier:
         return len(self._states)
 
     def matches(self, tokens: Sequence[int], scope: Hashable) -> Iterator[tuple[SavedState, int]]:
-        """States that share a prefix with `tokens`, and its length, the longest first; of many equal ones some.
+        """States that share a prefix with `tokens`, and its length, the longest first; of many some.
 
-        Where a state is used whole or not at all, all that can be used.
+        Where not every state can be cut back to any length, all that `tokens` begin with are among them.
         """
-        if self._memory.partial_reuse:
-            return islice(self._index.matches(tokens, scope), MOST_MATCHES)
-        return self._index.whole_matches(tokens, scope)
+        some = islice(self._index.matches(tokens, scope), MOST_MATCHES)
+        if self._memory.first_saved_cut(self._memory.ctx_per_slot) == 0:
+            return some
+        return merge(some, self._index.whole_matches(tokens, scope), key=lambda match: -match[1])
 
     def save(self, slot: int, tokens: Sequence[int], scope: Hashable) -> None:
         """Keeps a copy of a slot's cells, which hold `tokens`, unless there is one, or it is larger than the quota."""
@@ -76,7 +79,8 @@ class RamTier:
         while self.used_bytes + size > self.quota_bytes:  # before the copy: both together are more than the quota
             self.forget(next(iter(self._states)))
             self.num_evictions += 1
-        state = SavedState(len(tokens), scope, self._memory.save(slot))
+        first_cut = self._memory.first_saved_cut(len(tokens))
+        state = SavedState(len(tokens), first_cut, scope, self._memory.save(slot))
         self._states[state] = None
         self.used_bytes += state.num_bytes
         self._index.insert(state, tokens, scope)
@@ -88,8 +92,9 @@ class RamTier:
 
     def _forget_shorter(self, tokens: Sequence[int], scope: Hashable) -> None:
         """Drops states that a longer one makes superfluous: the turns of a conversation before the last."""
-        if self._memory.partial_reuse:
-            for state, _ in list(self._index.whole_matches(tokens, scope)):
+        first_cut = self._memory.first_saved_cut(len(tokens))
+        for state, length in list(self._index.whole_matches(tokens, scope)):
+            if length >= first_cut:
                 self.forget(state)
 
     def touch(self, state: SavedState) -> None:

@@ -32,10 +32,9 @@ class Sources:
 
     def usable(self, source: Source, shared: int) -> int:
         """How many tokens can be taken over where so many are the same."""
-        held = self.held(source)
-        if self._memory.partial_reuse:
-            return min(shared, held)
-        return held if held <= shared else 0
+        count = min(shared, self.held(source))
+        first_cut = source.first_cut if isinstance(source, SavedState) else self._memory.first_cut(source)
+        return count if count >= first_cut else 0
 
     def shares_cells(self, source: Source) -> bool:
         """True if a copy takes no cells."""

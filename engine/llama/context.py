@@ -41,6 +41,7 @@ def new_context(model: LlamaModel, options: EngineOptions, **overrides: Any) -> 
     params.flash_attn_type = _FLASH_ATTENTION[options.flash_attention]
     params.type_k = CACHE_TYPES[options.cache_type_k]
     params.type_v = CACHE_TYPES[options.cache_type_v]
+    params.swa_full = True  # a prefix can be cut back to any length (docs/adr/010-cutting-states-back.md)
     for name, value in overrides.items():
         setattr(params, name, value)
     llama_log.take_errors()
@@ -157,6 +158,8 @@ class LlamaBackend(LlamaMemory):
         # A GPU computes on after llama_decode: what it takes is known, and worth learning from, when that is over.
         lib.llama_synchronize(self.context)
         self._abort.lower()
+        if code != -1:  # else it did not even begin
+            self._in_copy.clear()
         if code:
             raise DecodeError(code)
 

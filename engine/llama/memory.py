@@ -65,7 +65,7 @@ def _padded(num_tokens: int) -> int:
 
 
 class LlamaMemory:
-    """The cells of a context's slots. Engine thread only."""
+    """The cells of a context's slots. Engine thread only. What they allow: docs/adr/010-cutting-states-back.md."""
 
     def __init__(self, model: LlamaModel, context: Any, shape: KvShape, n_slots: int) -> None:
         self.n_slots = n_slots
@@ -73,10 +73,20 @@ class LlamaMemory:
         self.n_cells = shape.n_cells
         self.unified = shape.unified
         recurrent = lib.llama_model_is_recurrent(model.pointer) or lib.llama_model_is_hybrid(model.pointer)
-        self._window = lib.llama_model_n_swa(model.pointer)
-        self.partial_reuse = not recurrent and not self._window
+        self._window = 0 if recurrent else lib.llama_model_n_swa(model.pointer)
+        self.partial_reuse = not recurrent
         self._context = context
         self._memory = lib.llama_get_memory(context)
+        self._in_copy: set[int] = set()  # slots whose streams llama.cpp copies at the beginning of its next decode call
+
+    def first_cut(self, slot: int) -> int:
+        if not self.partial_reuse:
+            return int(lib.llama_memory_seq_pos_max(self._memory, slot)) + 1
+        first = lib.llama_memory_seq_pos_min(self._memory, slot) if self._window else 0
+        return first + self._window if first > 0 else 0
+
+    def first_saved_cut(self, num_tokens: int) -> int:
+        return 0 if self.partial_reuse and (not self._window or num_tokens <= self._window) else num_tokens
 
     def trim(self, slot: int, num_tokens: int) -> bool:
         if lib.llama_memory_seq_rm(self._memory, slot, num_tokens, -1) and self._is_whole(slot, num_tokens):
@@ -88,22 +98,39 @@ class LlamaMemory:
         """True if the next token can be computed from what is left: a window may have lost what it looks back on."""
         if num_tokens == 0:
             return True
-        if lib.llama_memory_seq_pos_max(self._memory, slot) != num_tokens - 1:
-            return False
-        first_needed = max(0, num_tokens - self._window)
-        return not self._window or lib.llama_memory_seq_pos_min(self._memory, slot) <= first_needed
+        held = lib.llama_memory_seq_pos_max(self._memory, slot) + 1
+        return bool(held == num_tokens >= self.first_cut(slot))
 
     def copy(self, source: int, target: int, num_tokens: int) -> bool:
         if self.unified and self.partial_reuse:
             lib.llama_memory_seq_cp(self._memory, source, target, 0, num_tokens)
-            return True
-        # Between streams llama.cpp copies whole streams; the state of the used cells alone takes less time.
-        return self._set(target, self.save(source), num_tokens)
+        elif self._window:
+            lib.llama_memory_seq_cp(self._memory, source, target, -1, -1)  # a state has the last window only
+            self._in_copy |= {source, target}
+        else:  # llama.cpp copies whole streams; the state of the used cells alone takes less time
+            return self._set(target, self.save(source), num_tokens)
+        return self.trim(target, num_tokens)
+
+    def _finish_copy(self, slot: int) -> None:
+        """The stream of the slot is copied now: only decode calls do that, so a token is computed and removed again."""
+        if slot not in self._in_copy:
+            return
+        position = lib.llama_memory_seq_pos_max(self._memory, slot) + 1
+        batch = lib.llama_batch_init(1, 0, 1)
+        batch.n_tokens, batch.token[0], batch.pos[0], batch.logits[0] = 1, 0, position, 0
+        batch.n_seq_id[0], batch.seq_id[0][0] = 1, slot
+        code = lib.llama_decode(self._context, batch)
+        lib.llama_batch_free(batch)
+        lib.llama_memory_seq_rm(self._memory, slot, position, -1)
+        if code < 0:
+            raise RuntimeError(f"llama.cpp can't copy the stream of slot {slot}: llama_decode returned {code}")
+        self._in_copy.clear()
 
     def state_bytes(self, slot: int) -> int:
         return int(lib.llama_state_seq_get_size(self._context, slot))
 
     def save(self, slot: int) -> NDArray[np.uint8]:
+        self._finish_copy(slot)
         data = np.empty(self.state_bytes(slot), np.uint8)
         if not lib.llama_state_seq_get_data(self._context, _pointer(data), len(data), slot):
             raise RuntimeError(f"llama.cpp can't copy the state of slot {slot}, which has {len(data)} bytes")
@@ -113,6 +140,7 @@ class LlamaMemory:
         return self._set(slot, data, num_tokens)
 
     def _set(self, slot: int, data: NDArray[np.uint8], num_tokens: int) -> bool:
+        self._finish_copy(slot)
         if not lib.llama_state_seq_set_data(self._context, _pointer(data), len(data), slot):
             lib.llama_memory_seq_rm(self._memory, slot, -1, -1)
             return False

@@ -192,6 +192,24 @@ def test_every_kind_of_memory_gives_the_text_it_gives_cold(
     assert cached > 0, "nothing was reused: the test shows nothing"
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("shape", "slots"), [(WindowShape, 4)], ids=str)
+def test_family_of_prompts_computes_what_it_shares_once(
+    manager: ModelManager, tmp_path: Path, shape: type[Shape], layout: str, slots: int
+) -> None:
+    path = tmp_path / "model.gguf"
+    write_model(path, shape(**SMALL), file_type="F32", seed=3)
+    cold = load(manager, str(path), n_parallel=1, cache_prompt=False, **EXACT)
+    model = load(manager, str(path), n_parallel=slots, kv_layout=layout, **EXACT)
+    prefix = model.tokenize(STORY * 2)[:200]
+    prompts = [[*prefix, 10 + i, *model.tokenize(f"and {i} others")] for i in range(7)]
+    computed: list[int] = []
+    model.engine.add_step_listener(lambda step: computed.append(step.prefill_tokens))
+    handles = [model.engine.submit(Request(str(p), tuple(p), GREEDY, max_tokens=9, ignore_eos=True)) for p in prompts]
+    assert [h.result(PATIENCE_S).tokens for h in handles] == [run(cold, p, max_tokens=9).tokens for p in prompts]
+    assert sum(computed) == len(prefix) + sum(len(prompt) - len(prefix) for prompt in prompts)
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: str(shape.architecture))
 def test_every_kind_of_memory_survives_preemption(manager: ModelManager, tmp_path: Path, shape: type[Shape]) -> None:
     path = tmp_path / "model.gguf"

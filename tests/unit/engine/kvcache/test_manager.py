@@ -114,3 +114,26 @@ def test_cells_know_what_several_slots_free_together() -> None:
     cells.copy(0, 2, 4)
     cells.extend(1, 5)
     assert [cells.freed_by(slots) for slots in ([0], [1], [0, 1], [0, 1, 2], [])] == [4, 5, 11, 15, 0]
+
+
+def test_window_is_taken_over_where_it_is_there_and_whole_from_ram() -> None:
+    cache, backend = new_cache(window=50)
+
+    def longest(shared: int) -> int:
+        return cache.sources.longest([*range(shared), -1], "")
+
+    fill(cache, 0, list(range(300)))
+    assert [longest(shared) for shared in (20, 200, 300)] == [20, 200, 300]
+    backend.lose_what_the_window_passed(0)
+    assert [longest(shared) for shared in (20, 200, 299, 300)] == [0, 0, 0, 300]
+    cache.clear(0)
+    assert [longest(shared) for shared in (20, 200, 300)] == [0, 0, 300]
+
+
+def test_longer_saved_state_replaces_a_shorter_one_only_if_it_can_be_cut_back_to_it() -> None:
+    for window, kept in ((0, 1), (50, 2), (400, 1)):
+        cache, _ = new_cache(window=window)
+        for length in (200, 300):
+            fill(cache, 0, list(range(length)))
+            cache.clear(0)
+        assert len(cache.ram) == kept

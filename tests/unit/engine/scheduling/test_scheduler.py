@@ -37,11 +37,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         unified=st.booleans(),
         partial_reuse=st.booleans(),
+        window=st.sampled_from([0, 20]),
         n_cells=st.integers(250, 750),
         ram_bytes=st.sampled_from([0, 300, 10_000]),
         strategy=st.sampled_from(sorted(STRATEGIES)),
     )
-    def begin(self, unified: bool, partial_reuse: bool, n_cells: int, ram_bytes: int, strategy: str) -> None:
+    def begin(
+        self, unified: bool, partial_reuse: bool, window: int, n_cells: int, ram_bytes: int, strategy: str
+    ) -> None:
         self.scheduler = new_scheduler(
             make_strategy(strategy),
             self.LIMITS,
@@ -49,6 +52,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             ctx_per_slot=250,
             unified=unified,
             partial_reuse=partial_reuse,
+            window=window if partial_reuse else 0,
             n_cells=n_cells if unified else 0,
         )
 
@@ -84,6 +88,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.admit(self.now)
         for work in self.scheduler.schedule(self.now):
             self.scheduler.rollback(work)
+
+    @rule(slot=st.integers(0, 2))
+    def lose_what_a_window_passed(self, slot: int) -> None:
+        backend = self.scheduler.cache.memory
+        assert isinstance(backend, FakeBackend)
+        backend.lose_what_the_window_passed(slot)
 
     @rule(index=st.integers(0, 100))
     def preempt(self, index: int) -> None:
