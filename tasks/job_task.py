@@ -25,8 +25,9 @@ from cellama.tasks.calls.call_options import (
     plain_queue,
     settle_options,
 )
-from cellama.tasks.calls.canvas_steps import follows_a_task, refuse_step
+from cellama.tasks.calls.canvas_steps import refuse_step
 from cellama.tasks.calls.enqueue import PAGE_JOBS, Checked, enqueue, ranges
+from cellama.tasks.connection.kombu_internals import sends_what_follows_a_task
 from cellama.tasks.connection.redis_errors import reaching_redis
 from cellama.tasks.contract.errors import InvalidJob, JobFailed, RedisRefused, RedisUnreachable
 from cellama.tasks.contract.keys import IGNORED_FIELD, job_key
@@ -80,7 +81,7 @@ class JobTask(Task):  # type: ignore[misc]
         other; a key that was used with other parameters is refused. Raises InvalidJob, RedisUnreachable; but the next
         step of a canvas that is wrong fails by itself.
         """
-        steps_on = follows_a_task()
+        steps_on = sends_what_follows_a_task()
         retry, policy = options.pop("retry", None), options.pop("retry_policy", None)
         try:
             job = self._check(args or (), kwargs or {}, options)

@@ -11,6 +11,7 @@ from celery import Task
 from cellama.config import mask_url
 from cellama.config.redis_url import parse_redis_url
 from cellama.tasks.calls.canvas_steps import share
+from cellama.tasks.connection.kombu_internals import tasks_before_finalizing
 from cellama.tasks.contract.kinds import KINDS
 from cellama.tasks.contract.names import (
     TASK_APPLY_CHAT_TEMPLATE,
@@ -96,6 +97,6 @@ def app_at(redis_url: str) -> CellamaApp:
     other = make_app(redis_url)
     for task in [task for task in app.tasks.values() if isinstance(task, JobTask)]:
         own = type(task.__name__, (type(task),), {"app": other})()
-        other._tasks[own.name] = own  # before it is finalized, and gets those of the settings' app (canvas_steps.py)
+        tasks_before_finalizing(other)[own.name] = own  # then it gets no more of the settings' app (canvas_steps.py)
         Task.bind.__func__(type(own), other)  # that of ours binds to the app of the settings
     return other

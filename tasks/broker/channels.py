@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from celery.worker import state
 from redis.exceptions import ResponseError
 
+from cellama.tasks.connection.kombu_internals import (
+    ask_with,
+    make_clients_by,
+    queues_in_turn,
+    send_brpop,
+    socket_of,
+    waits_for_message,
+)
 from cellama.tasks.contract.names import WEIGHT_HEADER, queue_key
 from cellama.tasks.state.ledger import Ledger
 
@@ -31,7 +38,7 @@ class PlaceQoS(HoldingQoS):
 
     def can_consume(self) -> bool:
         """Also while an answer of Redis is due: what it has taken from a queue must not lie in a socket."""
-        return bool(self.channel._in_poll or self.open_queues(self.channel.active_queues))
+        return bool(waits_for_message(self.channel) or self.open_queues(self.channel.active_queues))
 
     def held(self) -> HeldJobs:
         """What this channel holds, but for jobs whose ETA has not come: they take no place from anybody."""
@@ -62,12 +69,11 @@ class Asker:
         self._asked: frozenset[str] = frozenset()  # the queues that the BRPOP which waits was sent for
         self._client_id: tuple[Any, int] | None = None  # socket, its id in Redis
         self._may_unblock = True
-        channel._brpop_start = self._start
+        ask_with(channel, self._start)
 
     def _open_queues(self) -> list[str]:
         channel = self._channel
-        queues: list[str] = channel._queue_cycle.consume(len(channel.active_queues))
-        return list(channel.qos.open_queues(queues))
+        return list(channel.qos.open_queues(queues_in_turn(channel)))
 
     def _keys(self, queues: Sequence[str]) -> list[str]:
         """The lists of these queues, the first choice first."""
@@ -80,25 +86,22 @@ class Asker:
         queues = self._open_queues()
         if not queues:
             return
-        connection = channel.client.connection
-        self._note_client_id(connection)
-        channel._in_poll = connection
-        channel._brpop_sent_at = time.monotonic()
-        connection.send_command("BRPOP", *self._keys(queues), timeout or channel.brpop_timeout or 0)
+        self._note_client_id(channel.client.connection)
+        send_brpop(channel, self._keys(queues), timeout or channel.brpop_timeout or 0)
         self._asked = frozenset(queues)
 
     def _note_client_id(self, connection: Any) -> None:
-        if self._may_unblock and (self._client_id is None or self._client_id[0] is not connection._sock):
+        if self._may_unblock and (self._client_id is None or self._client_id[0] is not socket_of(connection)):
             connection.send_command("CLIENT", "ID")
             try:
-                self._client_id = (connection._sock, int(connection.read_response()))
+                self._client_id = (socket_of(connection), int(connection.read_response()))
             except ResponseError as error:
                 self._give_up(error)
 
     def ask_again(self) -> None:
         """Ends a BRPOP that waits without a model which has room by now; kombu then sends the next one."""
         channel = self._channel
-        if not channel._in_poll or self._client_id is None or self._asked.issuperset(self._open_queues()):
+        if not waits_for_message(channel) or self._client_id is None or self._asked.issuperset(self._open_queues()):
             return
         try:
             with channel.conn_or_acquire() as client:
@@ -114,16 +117,18 @@ class Asker:
 
 def keep_client(channel: Any) -> None:
     """Lets a channel use one client for its commands; kombu makes one for each, which takes longer than the command."""
-    create = channel._create_client
     kept: dict[Any, Any] = {}  # pool → its client
 
-    def create_once(asynchronous: bool = False) -> Any:
-        if asynchronous:  # for the connections that the event loop listens on
-            return create(asynchronous=True)
-        pool = channel.pool
-        if pool not in kept:
-            kept.clear()
-            kept[pool] = create()
-        return kept[pool]
+    def once(create: Callable[..., Any]) -> Callable[..., Any]:
+        def create_once(asynchronous: bool = False) -> Any:
+            if asynchronous:  # for the connections that the event loop listens on
+                return create(asynchronous=True)
+            pool = channel.pool
+            if pool not in kept:
+                kept.clear()
+                kept[pool] = create()
+            return kept[pool]
 
-    channel._create_client = create_once
+        return create_once
+
+    make_clients_by(channel, once)

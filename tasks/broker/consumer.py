@@ -22,6 +22,7 @@ from celery.worker.consumer import Consumer
 from kombu.common import ignore_errors
 
 from cellama.config import get_settings
+from cellama.tasks.connection.kombu_internals import qos_of_lost, read_message, set_qos, waits_for_message
 from cellama.tasks.contract.names import BULK_PRIORITIES, URGENT_PRIORITIES
 
 from .channels import Asker, PlaceQoS, keep_client
@@ -62,9 +63,7 @@ class SteadyConsumer(Consumer):  # type: ignore[misc]
     def on_connection_error_after_connected(self, exc: Exception) -> Any:
         """The connection is gone; what was taken stays ours until its lease ends."""
         for connection in (self.connection, self.bulk_connection):
-            channel = getattr(connection, "_default_channel", None)
-            qos = getattr(channel, "_qos", None)
-            if qos is not None:
+            if (qos := qos_of_lost(connection)) is not None:
                 qos.restore_at_shutdown = False
         self.close_bulk()
         return super().on_connection_error_after_connected(exc)
@@ -121,13 +120,15 @@ class SteadyConsumer(Consumer):  # type: ignore[misc]
 def _share_places(consumer: SteadyConsumer, urgent: Any, bulk: Any) -> None:
     """Lets the two channels ask for what the models of the worker have room for."""
     ledger, lease_s = consumer.app.runtime.ledger, get_settings().lease_s
-    urgent._qos = PlaceQoS(
-        *(urgent, ledger, lease_s), lambda queues: consumer.places.open_for_urgent(queues, urgent.qos.held())
-    )
-    bulk._qos = PlaceQoS(
-        *(bulk, ledger, lease_s),
-        lambda queues: consumer.places.open_for_bulk(queues, urgent.qos.held(), bulk.qos.held()),
-    )
+
+    def open_for_urgent(queues: Sequence[str]) -> list[str]:
+        return consumer.places.open_for_urgent(queues, urgent.qos.held())
+
+    def open_for_bulk(queues: Sequence[str]) -> list[str]:
+        return consumer.places.open_for_bulk(queues, urgent.qos.held(), bulk.qos.held())
+
+    set_qos(urgent, PlaceQoS(urgent, ledger, lease_s, open_for_urgent))
+    set_qos(bulk, PlaceQoS(bulk, ledger, lease_s, open_for_bulk))
     consumer.askers = [
         Asker(channel, lambda: consumer.places, priorities)
         for channel, priorities in ((urgent, URGENT_PRIORITIES), (bulk, BULK_PRIORITIES))
@@ -179,8 +180,8 @@ class Intake(bootsteps.StartStopStep):  # type: ignore[misc]
                 continue
             ignore_errors(consumer, task_consumer.cancel)
             with contextlib.suppress(Empty, *consumer.connection_errors):
-                if task_consumer.channel._in_poll:
-                    task_consumer.channel._brpop_read()
+                if waits_for_message(task_consumer.channel):
+                    read_message(task_consumer.channel)
 
     def shutdown(self, consumer: SteadyConsumer) -> None:
         consumer.close_bulk()

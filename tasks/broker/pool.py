@@ -16,10 +16,10 @@ from enum import IntEnum
 from typing import Any
 
 from celery.concurrency.base import BasePool, apply_target
-from celery.concurrency.prefork import _run_ready_callbacks
 from kombu.asynchronous import get_event_loop
 
 from cellama.config import get_settings
+from cellama.tasks.connection.kombu_internals import run_ready_callbacks
 
 log = logging.getLogger(__name__)
 
@@ -174,10 +174,10 @@ class TaskPool(BasePool):  # type: ignore[misc]
             wait([future for _, future in jobs], timeout=DRAIN_PUMP_S, return_when=FIRST_COMPLETED)
             if hub is not None:
                 hub.fire_timers()
-                _run_ready_callbacks(hub)
+                run_ready_callbacks(hub)
         self._executor.shutdown()
         if hub is not None:
-            _run_ready_callbacks(hub)
+            run_ready_callbacks(hub)
 
     def hurry(self) -> None:
         """Hands running jobs back instead of letting them finish, now or when the pool stops."""

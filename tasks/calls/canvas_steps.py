@@ -12,14 +12,13 @@ import logging
 from typing import Any
 
 from celery import Celery, Task, uuid
-from celery._state import _get_active_apps, connect_on_app_finalize
-from celery.app.amqp import _callback_publish_retry
 from celery.app.task import Context
 from celery.canvas import signature
 from celery.result import AsyncResult
 from celery.utils.functional import maybe_list
 from kombu.compression import decompress
 
+from cellama.tasks.connection.kombu_internals import send_next_step, tasks_before_finalizing, tell_each_app
 from cellama.tasks.contract import events
 from cellama.tasks.contract.errors import InvalidJob, JobFailed
 from cellama.tasks.contract.keys import job_key
@@ -28,11 +27,6 @@ from cellama.tasks.state.ledger import Ledger
 from cellama.tasks.state.records import Call, Ending, Message, Submission
 
 log = logging.getLogger(__name__)
-
-
-def follows_a_task() -> bool:
-    """Whether Celery is just sending what comes after a task that has ended, in a worker of any app."""
-    return bool(_callback_publish_retry.get())
 
 
 def refuse_step(task: Task, queue: str, options: dict[str, Any], error: InvalidJob) -> AsyncResult:
@@ -95,10 +89,10 @@ def _send_next(app: Celery, request: Context, result: Result) -> None:
     """The callbacks of a job, and the next step of its chain, as Celery sends them (celery.app.trace)."""
     family = {"parent_id": request.id, "root_id": request.root_id}
     for callback in request.callbacks or ():
-        app.amqp._retry_publish(signature(callback, app=app).apply_async, (result,), **family)
+        send_next_step(app, signature(callback, app=app).apply_async, (result,), **family)
     if request.chain:
         *rest, step = request.chain
-        app.amqp._retry_publish(signature(step, app=app).apply_async, (result,), chain=rest, **family)
+        send_next_step(app, signature(step, app=app).apply_async, (result,), chain=rest, **family)
 
 
 def share(app: Celery, kind: type[Task]) -> None:
@@ -108,9 +102,6 @@ def share(app: Celery, kind: type[Task]) -> None:
         if other is not app:
             for name, task in app.tasks.items():
                 if isinstance(task, kind):
-                    other._tasks.setdefault(name, task)
+                    tasks_before_finalizing(other).setdefault(name, task)
 
-    connect_on_app_finalize(offer)
-    for other in list(_get_active_apps()):
-        if other.finalized:
-            offer(other)
+    tell_each_app(offer)

@@ -19,6 +19,7 @@ from cellama.config import ModelSettings, Settings
 from cellama.config.settings import AdapterSettings
 from cellama.engine import EngineError, ModelBusy, ModelManager
 from cellama.tasks.app import num_jobs_of
+from cellama.tasks.connection.kombu_internals import prefetch_more
 from cellama.tasks.contract.names import DEFAULT_MODEL, failure_key, queue_name
 from cellama.tasks.contract.shapes.workers import LoadFailure
 
@@ -233,7 +234,7 @@ class Residency:
             return
         pool = self._consumer.pool
         (pool.grow if num_jobs >= 0 else pool.shrink)(abs(num_jobs))
-        self._consumer._update_prefetch_count(num_jobs)
+        prefetch_more(self._consumer, num_jobs)
 
     def _note_failure(self, key: str, code: str, message: str) -> None:
         self._failures[key] = (time.monotonic(), {"code": code, "message": message})

@@ -1,72 +1,26 @@
-"""The private parts of Celery, kombu and redis-py that we build on. One that is gone or changed is named here first.
-
-Versions are bounded in pyproject.toml; whoever raises a bound reads the sources of what fails.
-"""
+"""The private parts of Celery, kombu and redis-py that we build on. One that is gone or changed is named here first."""
 
 from __future__ import annotations
 
 import ast
 import inspect
+import re
+import tomllib
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kombu.utils.imports import symbol_by_name
 
-TASKS = Path(__file__).parents[3] / "tasks"
-ATTRIBUTE = "an attribute"
+from cellama.tasks.connection.kombu_internals import ATTRIBUTE, INHERITED, PARTS
 
-# file of ours → the parts it uses, with their signatures
-PARTS: dict[str, dict[str, str]] = {
-    "broker/channels.py": {
-        "kombu.transport.redis:Channel._brpop_start": "(self, timeout=None)",
-        "kombu.transport.redis:Channel._brpop_sent_at": ATTRIBUTE,
-        "kombu.transport.redis:Channel._create_client": "(self, asynchronous=False)",
-        "kombu.transport.redis:Channel._in_poll": ATTRIBUTE,
-        "kombu.transport.redis:Channel._queue_cycle": ATTRIBUTE,
-        "redis.connection:AbstractConnection._sock": ATTRIBUTE,
-    },
-    "broker/consumer.py": {
-        "celery.worker.consumer:Consumer._flush_events": "(self)",
-        "kombu.connection:Connection._default_channel": ATTRIBUTE,
-        "kombu.transport.redis:Channel._brpop_read": "(self, **options)",
-        "kombu.transport.redis:Channel._in_poll": ATTRIBUTE,
-        "kombu.transport.virtual:Channel._qos": ATTRIBUTE,
-    },
-    "broker/control.py": {"kombu.transport.redis:Channel._purge": "(self, queue)"},
-    "calls/enqueue.py": {
-        "kombu.messaging:Producer._publish": (
-            "(self, body, priority, content_type, content_encoding, headers, properties, routing_key, mandatory, "
-            "immediate, exchange, declare, timeout=None, confirm_timeout=None, retry=False, retry_policy=None)"
-        ),
-    },
-    "broker/holding.py": {
-        **{f"kombu.transport.virtual:QoS.{name}": ATTRIBUTE for name in ("_delivered", "_dirty", "_quick_ack")},
-    },
-    "broker/pool.py": {
-        "celery.concurrency.base:BasePool._get_info": "(self) -> Dict[str, Any]",
-        "celery.concurrency.prefork:_run_ready_callbacks": "(hub)",
-    },
-    "broker/message.py": {f"celery.worker.request:Request.{name}": ATTRIBUTE for name in ("_apply_result", "_message")},
-    "worker/model_loading.py": {"celery.worker.consumer:Consumer._update_prefetch_count": "(self, index=0)"},
-    "broker/result_backend.py": {
-        "celery.backends.redis:RedisBackend._MAX_STR_VALUE_SIZE": ATTRIBUTE,
-        "celery.backends.redis:RedisBackend._get_result_meta": (
-            "(self, result, state, traceback, request, format_date=True, encode=False)"
-        ),
-        "celery.backends.redis:RedisBackend._store_result": (
-            "(self, task_id, result, state, traceback=None, request=None, **kwargs)"
-        ),
-    },
-    "calls/canvas_steps.py": {
-        "celery._state:_get_active_apps": "()",
-        "celery.app.amqp:AMQP._retry_publish": "(self, publish, *args, **kwargs)",
-        "celery.app.amqp:_callback_publish_retry": ATTRIBUTE,
-        "celery.app.base:Celery._tasks": ATTRIBUTE,
-    },
-    "jobs.py": {"celery.app.base:Celery._tasks": ATTRIBUTE},
-}
+ROOT = Path(__file__).parents[3]
+TABLES = "tasks/connection/kombu_internals.py"
+TABLE = {path: expected for parts in (PARTS, *INHERITED.values()) for path, expected in parts.items()}
+FILES = sorted(str(file.relative_to(ROOT)) for folder in ("api", "tasks") for file in (ROOT / folder).rglob("*.py"))
+FILES.remove(TABLES)
 
 # What we override, or call in the way Celery does, without an underscore.
 OVERRIDDEN = {
@@ -92,6 +46,10 @@ OVERRIDDEN = {
 }
 
 
+def name_of(path: str) -> str:
+    return path.rpartition(".")[2].rpartition(":")[2]
+
+
 def find(path: str) -> tuple[Any, str]:
     module, _, names = path.partition(":")
     *owners, name = names.split(".")
@@ -99,27 +57,38 @@ def find(path: str) -> tuple[Any, str]:
     return owner, name
 
 
-@pytest.mark.parametrize(
-    ("path", "expected", "user"),
-    [(path, expected, file) for file, parts in PARTS.items() for path, expected in parts.items()]
-    + [(path, expected, "see docs/architecture.md") for path, expected in OVERRIDDEN.items()],
-)
-def test_part_is_there_as_we_know_it(path: str, expected: str, user: str) -> None:
+@pytest.mark.parametrize(("path", "expected"), [*TABLE.items(), *OVERRIDDEN.items()])
+def test_part_is_there_as_we_know_it(path: str, expected: str) -> None:
+    installed = ", ".join(f"{name} {version(name)}" for name in ("celery", "kombu", "redis"))
+    gone = f"{path} is not what cellama builds on any more in {installed}: see tasks/connection/kombu_internals.py"
     owner, name = find(path)
     if expected is not ATTRIBUTE:
-        assert str(inspect.signature(getattr(owner, name))).startswith(expected), f"tasks/{user} builds on it"
+        part = getattr(owner, name, None)
+        assert part is not None, gone
+        assert str(inspect.signature(part)).startswith(expected), gone
     elif not hasattr(owner, name):
         sources = [inspect.getsource(kind) for kind in owner.__mro__ if kind is not object]
-        assert any(f"self.{name}" in source for source in sources), f"tasks/{user} builds on it"
+        assert any(f"self.{name}" in source for source in sources), gone
+
+
+def test_versions_have_upper_bounds() -> None:
+    needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    for name in ("celery", "kombu", "redis"):
+        assert any(re.match(rf"{name}\b.*<", line) for line in needed), name
+
+
+def private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
 
 
 def mentioned(node: ast.AST) -> Iterator[str]:
-    """Names that are read or set somewhere below as attributes, or imported."""
+    """Private names that are read or set somewhere below as attributes, or imported, also from private modules."""
     for child in ast.walk(node):
         if isinstance(child, ast.Attribute):
             yield child.attr
         elif isinstance(child, ast.ImportFrom) and child.level == 0:
-            yield from (alias.name for alias in child.names)
+            inner = any(map(private, (child.module or "").split(".")))
+            yield from (f"_{alias.name}" if inner else alias.name for alias in child.names)
         elif isinstance(child, ast.Call) and isinstance(child.func, ast.Name) and child.func.id == "getattr":
             yield from (arg.value for arg in child.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str))
 
@@ -136,11 +105,16 @@ def defined(node: ast.AST) -> Iterator[str]:
             yield from (target.id for target in targets if isinstance(target, ast.Name))
 
 
-@pytest.mark.parametrize("file", sorted(str(path.relative_to(TASKS)) for path in TASKS.rglob("*.py")))
-def test_every_private_part_that_a_module_uses_is_listed(file: str) -> None:
-    tree = ast.parse((TASKS / file).read_text())
-    known = {path.rpartition(".")[2].rpartition(":")[2] for path in PARTS.get(file, {})}
-    names = {name for name in mentioned(tree) if name.startswith("_") and not name.startswith("__")}
-    own = set(defined(tree))
-    assert names - own <= known, f"{file} uses what no table lists: {names - own - known}"
+@pytest.mark.parametrize("file", FILES)
+def test_private_parts_are_used_in_one_file_but_for_what_a_subclass_inherits(file: str) -> None:
+    tree = ast.parse((ROOT / file).read_text())
+    known = {name_of(path) for path in INHERITED.get(file.removeprefix("tasks/"), {})}
+    names, own = {name for name in mentioned(tree) if private(name)} - {"_exit"}, set(defined(tree))  # os._exit
+    assert names - own <= known, f"{file}: {names - own - known} belongs into tasks/connection/kombu_internals.py"
     assert known <= names | own, f"{file} uses no more: {known - names - own}"
+
+
+def test_table_has_what_its_file_uses_and_nothing_else() -> None:
+    used = set(mentioned(ast.parse((ROOT / TABLES).read_text())))
+    names = {name_of(path).lstrip("_") for path in PARTS}
+    assert names == {name.lstrip("_") for name in used if name.startswith("_")}

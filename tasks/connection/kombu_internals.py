@@ -1,0 +1,151 @@
+"""Every private name of Celery, kombu and redis-py that cellama builds on: what reads or sets one is a function here.
+
+What a subclass of ours overrides, or has from its parent, stands in `INHERITED`. A test looks up each, with its
+signature, in what is installed, and finds private names elsewhere. Versions are bounded in pyproject.toml; whoever
+raises a bound mends this file first.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from celery import Celery
+from celery._state import _get_active_apps, connect_on_app_finalize
+from celery.app.amqp import _callback_publish_retry
+
+ATTRIBUTE = "an attribute"
+
+# A part that the functions below use → its signature.
+PARTS: Mapping[str, str] = {
+    "celery._state:_get_active_apps": "()",
+    "celery._state:connect_on_app_finalize": "(callback)",
+    "celery.app.amqp:AMQP._retry_publish": "(self, publish, *args, **kwargs)",
+    "celery.app.amqp:_callback_publish_retry": ATTRIBUTE,
+    "celery.app.base:Celery._tasks": ATTRIBUTE,
+    "celery.concurrency.prefork:_run_ready_callbacks": "(hub)",
+    "celery.worker.consumer:Consumer._update_prefetch_count": "(self, index=0)",
+    "kombu.connection:Connection._default_channel": ATTRIBUTE,
+    "kombu.transport.redis:Channel._brpop_read": "(self, **options)",
+    "kombu.transport.redis:Channel._brpop_sent_at": ATTRIBUTE,
+    "kombu.transport.redis:Channel._brpop_start": "(self, timeout=None)",
+    "kombu.transport.redis:Channel._create_client": "(self, asynchronous=False)",
+    "kombu.transport.redis:Channel._in_poll": ATTRIBUTE,
+    "kombu.transport.redis:Channel._queue_cycle": ATTRIBUTE,
+    "kombu.transport.virtual:Channel._qos": ATTRIBUTE,
+    "redis.connection:AbstractConnection._sock": ATTRIBUTE,
+}
+
+# A file with a subclass → what it overrides, or has from its parent.
+INHERITED: Mapping[str, Mapping[str, str]] = {
+    "broker/consumer.py": {"celery.worker.consumer:Consumer._flush_events": "(self)"},
+    "broker/control.py": {"kombu.transport.redis:Channel._purge": "(self, queue)"},
+    "broker/holding.py": {
+        f"kombu.transport.virtual:QoS.{name}": ATTRIBUTE for name in ("_delivered", "_dirty", "_quick_ack")
+    },
+    "broker/message.py": {f"celery.worker.request:Request.{name}": ATTRIBUTE for name in ("_apply_result", "_message")},
+    "broker/pool.py": {"celery.concurrency.base:BasePool._get_info": "(self) -> Dict[str, Any]"},
+    "broker/result_backend.py": {
+        "celery.backends.redis:RedisBackend._MAX_STR_VALUE_SIZE": ATTRIBUTE,
+        "celery.backends.redis:RedisBackend._create_client": "(self, **params)",
+        "celery.backends.redis:RedisBackend._get_result_meta": (
+            "(self, result, state, traceback, request, format_date=True, encode=False)"
+        ),
+        "celery.backends.redis:RedisBackend._params_from_url": "(self, url, defaults)",
+        "celery.backends.redis:RedisBackend._store_result": (
+            "(self, task_id, result, state, traceback=None, request=None, **kwargs)"
+        ),
+    },
+    "calls/enqueue.py": {
+        "kombu.messaging:Producer._publish": (
+            "(self, body, priority, content_type, content_encoding, headers, properties, routing_key, mandatory, "
+            "immediate, exchange, declare, timeout=None, confirm_timeout=None, retry=False, retry_policy=None)"
+        ),
+    },
+}
+
+
+def tasks_before_finalizing(app: Celery) -> dict[str, Any]:
+    """An app's registry of tasks; `app.tasks` would finalize the app first."""
+    registry: dict[str, Any] = app._tasks
+    return registry
+
+
+def tell_each_app(tell: Callable[[Celery], None]) -> None:
+    """Calls it with each Celery app of this process that is finalized, and with others when they are."""
+    connect_on_app_finalize(tell)
+    for app in list(_get_active_apps()):
+        if app.finalized:
+            tell(app)
+
+
+def sends_what_follows_a_task() -> bool:
+    """Whether Celery is just sending the next step of a canvas, in a worker of any app."""
+    return bool(_callback_publish_retry.get())
+
+
+def send_next_step(app: Celery, publish: Callable[..., Any], *args: Any, **options: Any) -> None:
+    """Publishes as Celery does after a task: retried while Redis is away."""
+    app.amqp._retry_publish(publish, *args, **options)
+
+
+def run_ready_callbacks(hub: Any) -> None:
+    """Runs what is due on an event loop that turns no more by itself."""
+    from celery.concurrency.prefork import _run_ready_callbacks  # workers only
+
+    _run_ready_callbacks(hub)
+
+
+def prefetch_more(consumer: Any, num_messages: int) -> None:
+    """Lets a consumer take so many more messages at once, or fewer."""
+    consumer._update_prefetch_count(num_messages)
+
+
+def qos_of_lost(connection: Any) -> Any:
+    """What a connection's default channel holds; None if it had no channel, or the channel took nothing."""
+    return getattr(getattr(connection, "_default_channel", None), "_qos", None)
+
+
+def set_qos(channel: Any, qos: Any) -> None:
+    """The channel holds its messages there."""
+    channel._qos = qos
+
+
+def waits_for_message(channel: Any) -> bool:
+    """Whether an answer to the channel's BRPOP is due."""
+    return bool(channel._in_poll)
+
+
+def read_message(channel: Any) -> None:
+    """Reads the answer to the channel's BRPOP. Raises queue.Empty if that brings no message."""
+    channel._brpop_read()
+
+
+def ask_with(channel: Any, start: Callable[[float | None], None]) -> None:
+    """The channel asks for its next message by that, with the seconds until Redis gives up."""
+    channel._brpop_start = lambda timeout=None: start(timeout)
+
+
+def send_brpop(channel: Any, keys: Iterable[str], timeout_s: float) -> None:
+    """Asks Redis for the next message of these lists."""
+    connection = channel.client.connection
+    channel._in_poll = connection
+    channel._brpop_sent_at = time.monotonic()
+    connection.send_command("BRPOP", *keys, timeout_s)
+
+
+def queues_in_turn(channel: Any) -> list[str]:
+    """The queues that a channel consumes, the one whose turn it is first."""
+    queues: list[str] = channel._queue_cycle.consume(len(channel.active_queues))
+    return queues
+
+
+def socket_of(connection: Any) -> Any:
+    """The socket of a redis-py connection; another one after each reconnect."""
+    return connection._sock
+
+
+def make_clients_by(channel: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """The channel makes its Redis clients by `wrap(what kombu does)`."""
+    channel._create_client = wrap(channel._create_client)
