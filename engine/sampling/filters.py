@@ -13,6 +13,9 @@ Logits = NDArray[np.float32]  # of the whole vocabulary
 Ids = NDArray[np.int64]
 Values = NDArray[np.float64]
 _BLOCK = 64
+_FIRST_DEPTH = 4.0  # below the highest logit, where top-p looks first
+_NOTHING_BELOW = 800.0  # below the highest logit a probability is 0
+_ROUNDING = 1e-9  # of sums of probabilities
 _MIROSTAT_M = 100  # tokens that mirostat 1 estimates from
 
 
@@ -26,15 +29,23 @@ def softmax(values: Values) -> Values:
 def top_ids(logits: Logits, count: int) -> Ids:
     """At least the `count` likeliest tokens, the likeliest first; equal ones in the order of their ids.
 
-    The maxima of blocks tell a bound that the wanted ones reach, so that only few are sorted.
+    The maxima of blocks tell a bound that the wanted ones reach, so that only few are sorted. A block is every
+    `width`-th token, not neighbours: so the maxima of all are found in vector registers, nine times as fast.
     """
-    whole = len(logits) // _BLOCK * _BLOCK
-    if 0 < count < whole // _BLOCK:
-        maxima = logits[:whole].reshape(-1, _BLOCK).max(axis=1)
-        bound = np.partition(maxima, len(maxima) - count)[len(maxima) - count]
-        ids = np.flatnonzero(logits >= bound)
-    else:
-        ids = np.arange(len(logits))
+    width = len(logits) // _BLOCK
+    if not 0 < count < width:
+        return _sorted(np.arange(len(logits)), logits)
+    blocks = logits[: width * _BLOCK].reshape(_BLOCK, width)
+    maxima = blocks.max(axis=0)
+    bound = np.partition(maxima, width - count)[width - count]
+    columns = np.flatnonzero(maxima >= bound)
+    rows, places = np.nonzero(blocks[:, columns] >= bound)
+    rest = np.flatnonzero(logits[width * _BLOCK :] >= bound) + width * _BLOCK
+    return _sorted(np.concatenate([rows * width + columns[places], rest]), logits)
+
+
+def _sorted(ids: Ids, logits: Logits) -> Ids:
+    """The likeliest first; equal ones in the order in which they are."""
     return ids[np.argsort(-logits[ids], kind="stable")]
 
 
@@ -51,6 +62,20 @@ def min_p_candidates(logits: Logits, min_p: float) -> tuple[Ids, Values]:
     bound = logits.max() + math.log(min_p) if min_p > 0 else np.finfo(np.float32).min
     ids = np.flatnonzero(logits >= bound)
     return ids, logits[ids].astype(np.float64)
+
+
+def top_p_candidates(logits: Logits, params: SamplingParams) -> tuple[Ids, Values]:
+    """As `top_p` of all tokens, but sorts no more of them than those that are about as likely as what is kept."""
+    best = float(logits.max())
+    weights = np.exp(logits - np.float64(best))
+    total, needed, depth = weights.sum(), params.top_p + _ROUNDING, _FIRST_DEPTH
+    ids = np.flatnonzero(logits >= best - depth)
+    while weights[ids].sum() < needed * total and depth < _NOTHING_BELOW:
+        depth *= 1.5
+        ids = np.flatnonzero(logits >= best - depth)
+    ids = _sorted(ids, logits)
+    count = int(((weights[ids] / total).cumsum() < params.top_p).sum()) + 1
+    return ids[:count], logits[ids[:count]].astype(np.float64)
 
 
 def only(logits: Logits, ids: Ids) -> Logits:

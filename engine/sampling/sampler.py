@@ -30,6 +30,7 @@ from .filters import (
     tempered,
     top_ids,
     top_p,
+    top_p_candidates,
     typical,
 )
 from .penalties import Penalties
@@ -135,10 +136,11 @@ class TokenSampler:
         return self._pick(only(logits, allowed), "second draw")
 
     def _pick(self, logits: Logits, purpose: str) -> int:
-        if not logits.max() > -np.inf:  # or there is no number at all
+        likeliest = int(logits.argmax())
+        if not logits[likeliest] > -np.inf:  # or there is no number at all
             raise NothingAllowed
         if self._params.is_greedy:
-            return int(logits.argmax())
+            return likeliest
         ids, values = self.candidates(logits)
         at = self._draw(ids, values, purpose)
         if self._params.mirostat:
@@ -155,11 +157,12 @@ class TokenSampler:
             return self._mirostat_candidates(logits)
         if params.keeps_by_min_p_alone:
             ids, values = min_p_candidates(logits, params.min_p)
+            return ids, tempered(values, params.temperature)
+        if params.top_k == 0 and params.typical_p >= 1 > params.top_p:
+            ids, values = top_p_candidates(logits, params)
         else:
-            ids, values = sorted_candidates(logits, params.top_k)
-            for keep in (typical, top_p, min_p):
-                ids, values = keep(ids, values, params)
-            ids, values = self._exclude_top_choices(ids, values)
+            ids, values = top_p(*typical(*sorted_candidates(logits, params.top_k), params), params)
+        ids, values = self._exclude_top_choices(*min_p(ids, values, params))
         return ids, tempered(values, params.temperature)
 
     def _draw(self, ids: Ids, values: Values, purpose: str) -> int:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from cellama.engine import InvalidRequest, SamplingParams
 from cellama.engine.sampling.draws import uniforms
-from cellama.engine.sampling.filters import softmax, top_ids
+from cellama.engine.sampling.filters import softmax, sorted_candidates, top_ids, top_p, top_p_candidates
 from cellama.engine.sampling.penalties import Penalties
 from cellama.engine.sampling.sampler import NothingAllowed, TokenSampler
 
@@ -162,6 +162,14 @@ def test_top_ids_are_the_first_of_a_stable_sort(values: Sequence[int], count: in
     logits = np.array(values, dtype=np.float32)
     expected = np.argsort(-logits, kind="stable")[:count]
     assert top_ids(logits, count)[: min(count, len(values))].tolist() == expected.tolist()
+
+
+@given(st.lists(st.integers(-900, 5), min_size=1, max_size=400), st.sampled_from([1, 130]), st.floats(0.01, 0.999))
+def test_top_p_keeps_what_a_sort_of_the_whole_vocabulary_keeps(values: list[int], times: int, limit: float) -> None:
+    logits, params = np.array(values * times, np.float32) / 7, SamplingParams(**{**OFF, "top_p": limit})
+    expected = top_p(*sorted_candidates(logits, 0), params)
+    found = top_p_candidates(logits, params)
+    assert [part.tolist() for part in found] == [part.tolist() for part in expected]
 
 
 def test_noise_is_uniform_and_differs_by_everything() -> None:
