@@ -33,6 +33,8 @@ class Timings:
     duration_ms: float
     prompt_eval_rate: float | None
     generation_rate: float | None
+    delivery_ms: float = 0.0  # part of queue_ms: until the engine was given it, a job's way through queue and worker
+    prefix_wait_ms: float = 0.0  # part of queue_ms: while others computed a prefix that it could take over
 
 
 @dataclass(frozen=True, slots=True)

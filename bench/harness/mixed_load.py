@@ -30,6 +30,14 @@ class Shape:
     turns: int = 4  # … so many turns, each a request
     scale: float = 1.0
 
+    @property
+    def longest(self) -> int:
+        """Tokens of a request that is no turn of a chat, at most."""
+        return self.scaled(PROMPT_TOKENS[1]) + self.scaled(NEW_TOKENS[1])
+
+    def scaled(self, count: int) -> int:
+        return max(1, round(self.scale * count))
+
     def __post_init__(self) -> None:
         if not 0 <= self.num_chats * self.turns <= self.num_requests or self.turns < 1:
             raise ValueError(
@@ -63,7 +71,7 @@ class _Draw:
     def __init__(self, shape: Shape, seed: int) -> None:
         self.rng = random.Random(f"mixed load {seed}")
         self._shape = shape
-        self._heads = [self._words(self._scaled(SHARED_TOKENS)) for _ in range(NUM_FAMILIES)]
+        self._heads = [self._words(self._shape.scaled(SHARED_TOKENS)) for _ in range(NUM_FAMILIES)]
         self._num_of_families = 0
 
     def request(self, name: str, in_family: bool) -> Line:
@@ -83,19 +91,16 @@ class _Draw:
 
     def _prompt(self, head: tuple[int, ...]) -> tuple[int, ...]:
         least, most = PROMPT_TOKENS
-        room = self._scaled(most) - len(head)  # a chat that has outgrown it gets the least more
+        room = self._shape.scaled(most) - len(head)  # a chat that has outgrown it gets the least more
         return head + self._words(self._length(TYPICAL_PROMPT, least, room))
 
     def _num_new(self) -> int:
         least, most = NEW_TOKENS
-        return self._length(TYPICAL_NEW, least, self._scaled(most))
+        return self._length(TYPICAL_NEW, least, self._shape.scaled(most))
 
     def _length(self, typical: int, least: int, most: int) -> int:
         drawn = self._shape.scale * typical * self.rng.lognormvariate(0.0, SPREAD)
-        return max(self._scaled(least), min(round(drawn), most))
-
-    def _scaled(self, count: int) -> int:
-        return max(1, round(self._shape.scale * count))
+        return max(self._shape.scaled(least), min(round(drawn), most))
 
     def _words(self, count: int) -> tuple[int, ...]:
         return tuple(self.rng.randrange(FIRST_WORD, LAST_WORD) for _ in range(count))

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 SHORT = {
     "decode": "--slots 1 16 --new 32 --rounds 1",
     "uniform": "--requests 16 --new 32 --slots 16 --best-slots 16 --server-slots 16",
-    "mixed": "--requests 16 --scale 0.5 --slots 8 --server-slots 8",
+    "mixed": "--requests 16 --scale 0.5 --slots 8 --server-slots 8 --arrivals 8 --shares 0.5",
     "shared_prefix": "--requests 16 --new 16 --slots 16 --best-slots 16",
     "prefix_cache": "--conversations 4 --slots 2 --turns 2 --system 128 --message 32 --new 8 --think 0.2",
     "strategies": "--requests 6 --slots 3 --new 16",

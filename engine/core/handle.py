@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Literal
@@ -30,6 +31,7 @@ class Handle:
     ) -> None:
         """`adapters` are those that the request keeps to its end, `plan` is what its samplers are made from."""
         self.request = request
+        self.taken_at = time.monotonic()
         self.adapters = adapters
         self.plan = plan
         self.future: Future[Completion] = Future()

@@ -88,6 +88,7 @@ class Requests:
         for index in range(request.n):
             seed_of_it, prompt = (seed + index) % (MAX_SEED + 1), list(request.prompt)
             sequence = Sequence(request, seed_of_it, request.submitted_at, prompt, index, handle.adapters)
+            sequence.taken_at = handle.taken_at
             group.sequences.append(sequence)
             self._group_of[sequence] = group
             self._scheduler.enqueue(sequence, time.monotonic())

@@ -72,7 +72,9 @@ class Scheduler:
         passed_over: list[Sequence] = []
         while len(passed_over) < MAX_PASSED_OVER and (sequence := self.queue.pop()) is not None:
             try:
-                if self._finder.prefix_is_coming(sequence):
+                is_held = self._finder.prefix_is_coming(sequence)
+                sequence.note_prefix_wait(is_held, now)
+                if is_held:
                     passed_over.append(sequence)
                     continue
                 placement = self._find_slot(sequence, now)

@@ -50,6 +50,9 @@ class Sequence:
     num_cached: int = 0  # of the prompt, reused instead of computed when it first got a slot
     failures_alone: int = 0  # decode calls in a row that failed with nothing else in the batch
     sampler: Sampler | None = None
+    taken_at: float = 0.0  # when the engine was given the request
+    held_since: float | None = None  # waiting for a prefix that another one computes
+    prefix_wait_s: float = 0.0  # before that
     admitted_at: float | None = None  # the first time
     placed_at: float | None = None  # the last time
     first_token_at: float | None = None
@@ -118,8 +121,16 @@ class Sequence:
             logprobs=None if self.request.sampling.logprobs is None else tuple(self.logprobs),
         )
 
+    def note_prefix_wait(self, is_held: bool, now: float) -> None:
+        """Whether it waits for a prefix from now on."""
+        if is_held:
+            self.held_since = now if self.held_since is None else self.held_since
+        elif self.held_since is not None:
+            self.prefix_wait_s, self.held_since = self.prefix_wait_s + now - self.held_since, None
+
     def timings(self, now: float) -> Timings:
         start, first, last = self.admitted_at, self.first_token_at, self.last_token_at
+        held_s = self.prefix_wait_s + (0.0 if self.held_since is None else now - self.held_since)
         prefill_s = first - start if first is not None and start is not None else None
         decode_s = last - first if first is not None and last is not None else None
         return Timings(
@@ -128,6 +139,8 @@ class Sequence:
             duration_ms=(now - self.submitted_at) * 1e3,
             prompt_eval_rate=_rate(self.num_prompt - self.num_cached, prefill_s),
             generation_rate=_rate(self.num_output - 1, decode_s),
+            delivery_ms=max(0.0, self.taken_at - self.submitted_at) * 1e3,
+            prefix_wait_ms=held_s * 1e3,
         )
 
 

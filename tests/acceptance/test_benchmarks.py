@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 
@@ -28,7 +29,8 @@ SMALL = {
     "footprint": "--cases 2 --shapes 0",
     "decode": "--slots 2 --prompt 16 --new 8 --rounds 1",
     "uniform": "--requests 4 --prompt 16 --new 4 --slots 2 --best-slots 4",
-    "mixed": "--requests 9 --chats 1 --turns 3 --scale 0.2 --slots 3 --server-slots 2 --threads 1",
+    "mixed": "--requests 9 --chats 1 --turns 3 --scale 0.2 --slots 3 --server-slots 2 --arrivals 12 --rates 8 "
+    "--threads 1",
     "enqueue": "--jobs 50 --threads 2 --rounds 1",
     "queue_tax": "--slots 2 --requests 6 --prompt 16 --new 8 --samples 2 --rounds 1 --threads 1",
     "urgent": "--slots 2 --bulk 10 --prompt 32 --new 400 --samples 1 --threads 1",
@@ -68,6 +70,11 @@ def test_benchmark_prints_a_table_and_one_json_line(name: str) -> None:
         assert {row["lines"] for row in report["rows"]} == {12}
     if name == "online":
         assert {(row["load"], row["requests"]) for row in report["rows"]} == {("alone", 6), ("beside bulk", 6)}
+    if name == "mixed":
+        counts = Counter(row["part"] for row in report["rows"])
+        assert counts.keys() == {"at once", "alone", "beside bulk", "slowest"}
+        assert counts["slowest"] == 20
+        assert report["ratios"]["at once: engine alone over full passes"] > 0
     if name == "urgent":
         assert report["ratios"]["bulk finished"] == 1
     if name == "bulk_lines":

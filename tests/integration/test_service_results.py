@@ -37,7 +37,8 @@ def test_generate_returns_text_usage_and_timings() -> None:
     assert result["model"] == "tiny"
     assert 0 <= result["seq_id"] < SLOTS
     timings = result["timings"]
-    assert 0 < timings["queue_ms"] <= timings["ttft_ms"] <= timings["duration_ms"]
+    assert 0 < timings["delivery_ms"] <= timings["queue_ms"] <= timings["ttft_ms"] <= timings["duration_ms"]
+    assert timings["prefix_wait_ms"] == 0
     assert timings["prompt_eval_rate"] > 0
     assert timings["generation_rate"] > 0
 

@@ -15,6 +15,7 @@ from cellama.bench.benchmarks.bulk import offline_ours as ours
 from cellama.bench.harness.mixed_load import Shape, Sizes, conversations, flat, sizes
 from cellama.bench.harness.workloads import Line, write_lines
 from cellama.bench.peers.offline_peers import Outcome, llama_server
+from cellama.engine.memory.context_size import STREAM_PADDING
 
 from . import full_passes
 
@@ -73,15 +74,15 @@ def targets(ratios: Mapping[str, float]) -> dict[str, str]:
     return {name: OVER_FULL if name.endswith("full passes") else OVER_SERVER for name in ratios}
 
 
-def options_of(args: argparse.Namespace, load: Sizes) -> dict[str, Any]:
+def options_of(args: argparse.Namespace, longest: int) -> dict[str, Any]:
     """Engine options of our side, with cells for the longest request in each slot."""
-    options = {"n_parallel": args.slots, "ctx_per_slot": room(load), "kv_layout": "partitioned", "n_batch": 2048}
+    options = {"n_parallel": args.slots, "ctx_per_slot": room(longest), "kv_layout": "partitioned", "n_batch": 2048}
     return {**options, "n_ubatch": 512, "threads": args.threads, **args.options}
 
 
-def room(load: Sizes) -> int:
+def room(longest: int) -> int:
     """Tokens of a slot, for both sides."""
-    return -(-(load.longest + 1) // 256) * 256
+    return -(-(longest + 1) // STREAM_PADDING) * STREAM_PADDING
 
 
 def measure(path: Path, server: Path | None, args: argparse.Namespace) -> AtOnce:
@@ -103,19 +104,19 @@ def _ways(
     """Name → slots and what runs it."""
     source, target, load = folder / "lines.jsonl", folder / "out.jsonl", sizes(lines)
     write_lines(source, lines)
-    options = options_of(args, load)
+    options = options_of(args, load.longest)
     ways: dict[str, tuple[int, Callable[[], Outcome]]] = {
         OURS[name]: (args.slots, partial(getattr(ours, name), path, source, target, options)) for name in args.ours
     }
     if server is None:
         return ways
     for slots in args.server_slots:
-        asked = partial(llama_server, server, path, source, target, slots, room(load), args.threads, len(lines))
+        asked = partial(llama_server, server, path, source, target, slots, room(load.longest), args.threads, len(lines))
         ways[f"{SERVER} -np {slots}"] = slots, asked
     return ways
 
 
 def _full(path: Path, args: argparse.Namespace, load: Sizes) -> Outcome:
-    rates = full_passes.measure(path, load, options_of(args, load), args.seed)
+    rates = full_passes.measure(path, load, options_of(args, load.longest), args.seed)
     print(f"full passes: {rates.decode:.0f} tokens/s decoding, {rates.prefill:.0f} reading", flush=True)
     return Outcome(load.requests, rates.seconds(load), load.trie_tokens)

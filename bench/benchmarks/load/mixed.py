@@ -1,44 +1,139 @@
 """A load of mixed lengths, with families that share a head, and chats on request, against llama-server.
 
 All at once: the engine alone, jobs through the queue, `cellama batch run`, llama-server with each of --server-slots,
-and what it would take if every pass of llama.cpp were a full one.
+and what it would take if every pass of llama.cpp were a full one. Then as Poisson arrivals at shares of what
+llama-server has served, alone and beside a bulk load, with the slowest first tokens explained step by step.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import itertools
 import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 from cellama.bench.harness.engines import CORES, model_path
+from cellama.bench.harness.mixed_load import Conversation, Shape, conversations, flat, sizes
 from cellama.bench.harness.report import Report
-from cellama.bench.peers.programs import LLAMA_SERVER, program
+from cellama.bench.harness.workloads import Line
+from cellama.bench.peers.programs import LLAMA_SERVER, LlamaServer, program
 
-from . import at_once
+from . import at_once, first_token
+from .arrivals import ALONE, BESIDE, LOADS, Arrivals, Phase, ask_ours, measure
+from .sides import OURS, Server
+
+PARTS = (at_once.PART, *LOADS)
+TTFT, GAPS = ("ttft p50 ms", "ttft p95 ms"), ("gap p50 ms", "gap p95 ms", "gap p99 ms")
+BULK_SEED = 1_000_000  # no seed that arrivals have
+CAVEATS = (
+    "Clients run beside what they ask, on the same cores. Ratios of what came at once are of rates: above 1 we are "
+    "faster; those of arrivals are of times: below 1 we are. The start of the command `cellama batch run` is in its "
+    "time, those of servers and workers are not.",
+    "Full passes: each different prefix once at the rate of full prefill steps, and all generated tokens but the first "
+    "of each request at the rate of full decode steps, of the same engine (load/full_passes.py).",
+    "First tokens and gaps are those that a reader in this process sees. Bulk tokens/s counts the bulk requests that "
+    "ended while others were on their way. Steps of the first token: load/first_token.py.",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--requests", type=int, default=160, help="all at once")
-    parser.add_argument("--chats", type=int, default=0, help="conversations of several turns among them")
-    parser.add_argument("--turns", type=int, default=4, help="requests of a chat")
-    parser.add_argument("--scale", type=float, default=1.0, help="of all lengths")
-    parser.add_argument("--rounds", type=int, default=1, help="of everything at once, in turns; medians are shown")
-    parser.add_argument("--ours", nargs="+", choices=list(at_once.OURS), default=list(at_once.OURS), help="our ways")
-    parser.add_argument("--slots", type=int, default=64, help="of our side, unless --options names others")
-    parser.add_argument("--options", type=json.loads, default={}, help="engine options of our side, as JSON")
-    parser.add_argument("--server-slots", type=int, nargs="*", default=[16, 32, 64], help="the -np of llama-server")
-    parser.add_argument("--threads", type=int, default=CORES, help="of every side")
-    parser.add_argument("--seed", type=int, default=0)
+    add = parser.add_argument
+    add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what is measured")
+    add("--requests", type=int, default=160, help="all at once")
+    add("--chats", type=int, default=0, help="conversations of several turns among them, and in proportion elsewhere")
+    add("--turns", type=int, default=4, help="requests of a chat")
+    add("--scale", type=float, default=1.0, help="of all lengths")
+    add("--rounds", type=int, default=1, help="of everything at once, in turns; medians are shown")
+    add("--ours", nargs="+", choices=list(at_once.OURS), default=list(at_once.OURS), help="our ways, all at once")
+    add("--slots", type=int, default=64, help="of our side, unless --options names others")
+    add("--options", type=json.loads, default={}, help="engine options of our side, as JSON")
+    add("--server-slots", type=int, nargs="*", default=[16, 32, 64], help="the -np of llama-server; arrivals: the best")
+    add("--arrivals", type=int, default=80, help="requests that arrive at each rate")
+    add("--shares", type=float, nargs="+", default=[0.25, 0.5, 0.8], help="of what llama-server has served at once")
+    add("--rates", type=float, nargs="*", default=[], help="arrivals per second instead of shares")
+    add("--threads", type=int, default=CORES, help="of every side")
+    add("--seed", type=int, default=0)
 
 
 def run(args: argparse.Namespace) -> Report:
     args.slots = args.options.get("n_parallel", args.slots)
     path, server = model_path(args.model), program(LLAMA_SERVER)
-    found = at_once.measure(path, server, args)
-    ratios = found.ratios()
-    caveats = [
-        "Clients run beside what they ask, on the same cores. Ratios are of rates: above 1 we are faster. The start of "
-        "the command `cellama batch run` is in its time, those of servers and workers are not.",
-        "Full passes: each different prefix once at the rate of full prefill steps, and all generated tokens but the "
-        "first of each request at the rate of full decode steps, of the same engine (load/full_passes.py).",
-    ]
-    return Report(found.rows(), ratios, at_once.targets(ratios), caveats)
+    rows: list[dict[str, Any]] = []
+    ratios: dict[str, float] = {}
+    targets: dict[str, str] = {}
+    best_slots, rates = max(args.server_slots, default=0), args.rates
+    if at_once.PART in args.parts or not rates:
+        found = at_once.measure(path, server, args)
+        rows += found.rows()
+        ratios |= found.ratios()
+        targets |= at_once.targets(ratios)
+        best = found.best_server or next(iter(found.seconds))
+        best_slots = found.slots[best]
+        rates = rates or [share * found.requests_per_s(best) for share in args.shares]
+    loads = [load for load in LOADS if load in args.parts]
+    if loads:
+        phases = _arrive(path, server, args, best_slots, _arrivals(args, rates, loads))
+        rows += map(_row, phases)
+        rows += first_token.slowest(phase for phase in phases if phase.who == OURS)
+        of_times, hoped = compare(phases)
+        ratios, targets = ratios | of_times, targets | hoped
+    return Report(rows, ratios, targets, CAVEATS)
+
+
+def _row(phase: Phase) -> dict[str, Any]:
+    row = phase.row()
+    return {"part": row.pop("load"), **row}
+
+
+def _arrivals(args: argparse.Namespace, rates: Sequence[float], loads: Sequence[str]) -> Arrivals:
+    num_chats = args.chats * args.arrivals // args.requests
+    phase = Shape(args.arrivals, num_chats, args.turns, args.scale)
+    bulk = Shape(100, scale=args.scale)
+
+    def of_bulk(seed: int) -> Iterator[Line]:
+        for number in itertools.count(BULK_SEED * (seed + 1)):
+            yield from flat(conversations(bulk, seed=number))
+
+    def of_phase(seed: int) -> Sequence[Conversation]:
+        return conversations(phase, seed=seed)
+
+    return Arrivals(rates, of_phase, of_bulk, loads, args.seed)
+
+
+def _arrive(
+    path: Path, server: Path | None, args: argparse.Namespace, server_slots: int, arrivals: Arrivals
+) -> list[Phase]:
+    longest = _longest(args, arrivals)
+    phases = ask_ours({"source": str(path), **at_once.options_of(args, longest)}, 2 * args.slots, arrivals)
+    if server is None or not server_slots:
+        return phases
+    options = ["-np", str(server_slots), "-c", str(server_slots * at_once.room(longest)), "-t", str(args.threads)]
+    with LlamaServer.start(server, path, *options) as running:
+        running.complete(range(300, 316), 4)
+        return phases + asyncio.run(measure(Server(running.port, max(1, server_slots // 2)), arrivals))
+
+
+def _longest(args: argparse.Namespace, arrivals: Arrivals) -> int:
+    """Tokens of the longest request of any phase; bulk requests are no chats."""
+    phases = [arrivals.of_phase(load, index)[1] for load in arrivals.loads for index in range(len(arrivals.rates))]
+    return max(Shape(1, scale=args.scale).longest, *(sizes(flat(phase)).longest for phase in phases))
+
+
+def compare(phases: Sequence[Phase]) -> tuple[dict[str, float], dict[str, str]]:
+    """Our times over llama-server's, and bulk rates; and what is hoped for."""
+    ratios: dict[str, float] = {}
+    targets: dict[str, str] = {}
+    ours = [phase for phase in phases if phase.who == OURS]
+    for one, other in zip(ours, [phase for phase in phases if phase.who != OURS], strict=False):
+        mine, theirs, name = one.row(), other.row(), f"{one.load}, {one.rate:.2g}/s"
+        for column in (*TTFT, *GAPS):
+            key = f"{name}: {column[:-3]}, ours over {other.who}'s"
+            ratios[key] = mine[column] / theirs[column]
+            targets[key] = "<= 1.0" if one.load == ALONE and column in GAPS else "<= 0.9"
+        if one.load == BESIDE and other.bulk_rate:
+            key = f"{name}: bulk rate, ours over {other.who}'s"
+            ratios[key], targets[key] = one.bulk_rate / other.bulk_rate, ">= 1.0"
+    return ratios, targets

@@ -18,13 +18,19 @@ class Usage(TypedDict):
 
 
 class Timings(TypedDict, total=False):
-    """Milliseconds from submission, and tokens per second; None where there was nothing to time."""
+    """Milliseconds from submission, and tokens per second; None where there was nothing to time.
+
+    Until the worker's engine was given the request (`delivery_ms`), until it got a slot (`queue_ms`, in which
+    `prefix_wait_ms` went by while others computed a prefix that it begins with), until its first token (`ttft_ms`).
+    """
 
     queue_ms: float
     ttft_ms: float | None
     duration_ms: float
     prompt_eval_rate: float | None
     generation_rate: float | None
+    delivery_ms: float
+    prefix_wait_ms: float
 
 
 class Logprob(TypedDict):

@@ -260,7 +260,8 @@ def test_engine_request_telemetry_counts_from_submission(make_engine: MakeEngine
     assert stats[0].prompt_tokens == completion.usage.prompt_tokens == 5
     assert stats[0].generated_tokens == completion.usage.completion_tokens == 20
     assert stats[0].ttft_ms is not None
-    assert 5000 <= completion.timings.queue_ms <= stats[0].ttft_ms <= stats[0].duration_ms
+    assert 5000 <= completion.timings.delivery_ms <= completion.timings.queue_ms
+    assert completion.timings.queue_ms <= stats[0].ttft_ms <= stats[0].duration_ms
     assert stats[0].prefix_cache_ratio == 0.0
 
 

@@ -211,6 +211,24 @@ def test_siblings_are_admitted_together_where_they_can_take_nothing_over(partial
     assert len(scheduler.admit(0)) == (1 if partial_reuse else 3)
 
 
+def test_sequence_tells_how_long_it_waited_for_a_prefix_and_how_long_for_a_slot() -> None:
+    scheduler = new_scheduler(n_slots=2, ctx_per_slot=250, n_batch=200, limits=Limits(200, 200))
+    siblings = [Request("r", (*range(1, 150), 200 + i)) for i in range(3)]
+    first, second, third = (Sequence(request, 0, 1.0, list(request.prompt), taken_at=4.0) for request in siblings)
+    for each in (first, second, third):
+        scheduler.enqueue(each, 4)
+    scheduler.admit(5)
+    while first.state is State.PREFILLING:
+        run_step(scheduler, now=6)
+    assert scheduler.admit(7) == [second]
+    scheduler.release(first)
+    assert scheduler.admit(10) == [third]
+    timings = [each.timings(20) for each in (first, second, third)]
+    assert [t.delivery_ms for t in timings] == [3000] * 3
+    assert [t.prefix_wait_ms for t in timings] == [0, 2000, 2000]
+    assert [t.queue_ms for t in timings] == [4000, 6000, 9000]
+
+
 def test_prompt_that_goes_on_where_another_ends_waits_for_it_in_every_memory() -> None:
     scheduler = new_scheduler(n_slots=3, ctx_per_slot=250, partial_reuse=False, limits=Limits(200, 200))
     for length in (100, 150):
