@@ -180,22 +180,53 @@ def online(results: Results) -> Any:
     if not line:
         return None
     figure, both = pyplot.subplots(1, 2, figsize=(9.6, 3.9), sharey=True)
+    _draw_first_tokens(both, line["rows"], "load")
+    _caption(figure, [line])
+    return figure
+
+
+def _draw_first_tokens(both: Sequence[Any], rows: Sequence[dict[str, Any]], load_key: str) -> None:
+    """Alone, and beside a bulk load."""
     for axes, load in zip(both, ("alone", "beside bulk"), strict=True):
         for who, color, mark in (("llama-server", ORANGE, "s"), ("cellama", BLUE, "o")):
-            rows = [row for row in line["rows"] if row["who"] == who and row["load"] == load]
-            at = [row["rate/s"] for row in rows]
+            found = [row for row in rows if row["who"] == who and row[load_key] == load]
+            at = [row["rate/s"] for row in found]
             for share, style in (("p50", "-"), ("p95", "--")):
-                values = [row[f"ttft {share} ms"] / 1e3 for row in rows]
+                values = [row[f"ttft {share} ms"] / 1e3 for row in found]
                 axes.plot(at, values, style, color=color, marker=mark, label=f"{who}, {share}")
-        axes.set(title=f"First token, {load}", xlabel="arrivals per second", yscale="log", xticks=at)
+        axes.set(title=f"First token, {load}", xlabel="arrivals per second", yscale="log")
+        axes.set_xticks(at, [f"{rate:.2g}" for rate in at])
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter("")
         axes.grid(axis="y", which="minor", color="#F2F2F2")
     both[0].set_ylabel("seconds")
     both[0].legend(loc="best", handlelength=3.5, markerscale=0.8)
+
+
+def mixed(results: Results) -> Any:
+    """A load of mixed lengths: all at once, and as arrivals if the line has them; None without results."""
+    line = results.last("mixed")
+    rows = [row for row in line["rows"] if row["part"] == "at once"] if line else []
+    if not line or not rows:
+        return None
+    arrivals = [row for row in line["rows"] if row["part"] in ("alone", "beside bulk")]
+    figure, axes = pyplot.subplots(1, 3 if arrivals else 1, figsize=(12.8 if arrivals else 9.6, 3.9), squeeze=False)
+    left, rows = axes[0][0], rows[::-1]
+    colors = [_color_of(row["who"]) for row in rows]
+    left.barh(range(len(rows)), [row["new tok/s"] for row in rows], color=colors, height=0.62)
+    left.set_yticks(range(len(rows)), [row["who"] for row in rows])
+    left.grid(visible=False, axis="y")
+    left.set(title=f"{line['requests']} at once", xlabel="new tokens per second")
+    if arrivals:
+        axes[0][2].sharey(axes[0][1])
+        _draw_first_tokens(axes[0][1:], arrivals, "part")
     _caption(figure, [line])
     return figure
+
+
+def _color_of(who: str) -> str:
+    return ORANGE if who.startswith("llama-server") else GREY if who.startswith("full passes") else BLUE
 
 
 FIGURES: dict[str, Callable[[Results], Any]] = {
@@ -203,6 +234,7 @@ FIGURES: dict[str, Callable[[Results], Any]] = {
     "comparisons": comparisons,
     "offline": offline,
     "online": online,
+    "mixed": mixed,
 }
 
 

@@ -12,13 +12,21 @@ from cellama.bench.harness.report import RESULTS
 
 pytest.importorskip("matplotlib", reason="pictures need matplotlib, which cellama[bench] brings")
 
-ONLINE = {
+ONLINE: dict[str, Any] = {
     "rows": [
         {"who": who, "load": load, "rate/s": rate, "ttft p50 ms": 100.0 * rate, "ttft p95 ms": 300.0 * rate}
         for who in ("cellama", "llama-server")
         for load in ("alone", "beside bulk")
         for rate in (0.5, 1.0)
     ]
+}
+MIXED = {
+    "requests": 16,
+    "rows": [
+        {"part": "at once", "who": who, "new tok/s": 100.0}
+        for who in ("engine alone", "llama-server -np 8", "full passes (computed)")
+    ]
+    + [{"part": row["load"], **row} for row in ONLINE["rows"]],
 }
 OFFLINE = {
     "lines": 24,
@@ -46,4 +54,5 @@ def test_only_what_has_results_is_drawn(tmp_path: Path) -> None:
     assert draw(tmp_path, tmp_path / "none") == []
     keep(tmp_path, "offline", OFFLINE)
     keep(tmp_path, "online", ONLINE)
-    assert [path.name for path in draw(tmp_path, tmp_path)] == ["offline.png", "online.png"]
+    keep(tmp_path, "mixed", MIXED)
+    assert [path.name for path in draw(tmp_path, tmp_path)] == ["offline.png", "online.png", "mixed.png"]
