@@ -20,8 +20,9 @@ from cellama.engine.models.tuned_options import Measured, Setup
 from cellama.engine.options import DEFAULT_SLOTS, EngineOptions
 from cellama.engine.system.processors import available_cores
 
-from .bed import CONTEXT, Bed, Work
+from .bed import CONTEXT, Bed
 from .search import MAX_SLOTS, Bounds, Search
+from .workload import Work
 
 if TYPE_CHECKING:
     from cellama.engine.llama import Plan

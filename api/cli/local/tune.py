@@ -164,7 +164,8 @@ def _table(rows: list[Row], generates: bool, marked: Row, work: dict[str, int] |
     names = CHOICES if generates else ("threads",)
     title = None
     if work is not None and generates:
-        title = f"16 requests, or one per slot, each {work['prompt_tokens']} tokens and {work['new_tokens']} new ones"
+        lengths = f"{work['prompt_tokens']} tokens and {work['new_tokens']} new ones"
+        title = f"32 requests, or two per slot, half of them {lengths}, the others up to twice as long"
     table = Table(title=title, title_justify="left", header_style="bold")
     for column in ("", *names, "tokens/s", *(["first token ms"] if generates else [])):
         table.add_column(column, justify="left" if column in ("", "kv_layout") else "right")
