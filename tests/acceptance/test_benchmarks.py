@@ -33,7 +33,7 @@ SMALL = {
     "--threads 1",
     "enqueue": "--jobs 50 --threads 2 --rounds 1",
     "queue_tax": "--slots 2 --requests 6 --prompt 16 --new 8 --samples 2 --rounds 1 --threads 1",
-    "urgent": "--slots 2 --bulk 10 --prompt 32 --new 400 --samples 1 --threads 1",
+    "urgent": "--slots 2 --bulk 10 --prompt 32 --new 400 --samples 1 --pause 0.1 --threads 1",
     "cancel": "--slots 2 --prompt 1500 --chunk 32 --samples 1 --threads 1 --pace 0.05",
     "embeddings": "--texts 12 --words 2 6 --rounds 1 --threads 1",
     "embed_beside": "--texts 12 --words 2 6 --context 512 --threads 1",
@@ -77,6 +77,7 @@ def test_benchmark_prints_a_table_and_one_json_line(name: str) -> None:
         assert report["ratios"]["at once: engine alone over full passes"] > 0
     if name == "urgent":
         assert report["ratios"]["bulk finished"] == 1
+        assert {"busy over idle", "busy over idle, p95", "bulk rate kept"} <= report["ratios"].keys()
     if name == "bulk_lines":
         assert report["ratios"]["peak MB more with the most lines"] <= 50
     if name == "storm":
