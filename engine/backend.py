@@ -131,11 +131,11 @@ class KvMemory(Protocol):
         """The same for so many positions that were saved."""
         ...
 
-    def trim(self, slot: int, num_tokens: int) -> bool:
+    def trim(self, slot: int, num_tokens: int, checkpoint: Any = None) -> bool:
         """Keeps the first positions of a slot. False: the memory can't, and the slot is empty now."""
         ...
 
-    def copy(self, source: int, target: int, num_tokens: int) -> bool:
+    def copy(self, source: int, target: int, num_tokens: int, checkpoint: Any = None) -> bool:
         """Gives the empty slot `target` the first positions of `source`. False: `target` is still empty."""
         ...
 
@@ -147,8 +147,16 @@ class KvMemory(Protocol):
         """All cells of a slot as something with `nbytes`."""
         ...
 
-    def restore(self, slot: int, data: Any, num_tokens: int) -> bool:
+    def restore(self, slot: int, data: Any, num_tokens: int, checkpoint: Any = None) -> bool:
         """Gives an empty slot the first positions of what was saved. False: it is still empty."""
+        ...
+
+    def checkpoint_bytes(self, slot: int) -> int:
+        """The `nbytes` of what `checkpoint` would give."""
+        ...
+
+    def checkpoint(self, slot: int) -> Any:
+        """What `trim`, `copy` and `restore` take to cut this slot's state, or a copy, back to the length it has now."""
         ...
 
 

@@ -12,9 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
 from cellama.engine.backend import AdapterKey, AdapterSet, Chunk, key_of
 
 from .backend import DecodeError
@@ -57,10 +54,19 @@ class FakeState:
 
     tokens: tuple[CellToken, ...]
     num_lost: int = 0  # first positions of which a window had not all
+    summary: int = 0
 
     @property
     def nbytes(self) -> int:
         return len(self.tokens)
+
+
+@dataclass(frozen=True)
+class FakeCheckpoint:
+    """What a recurrent state was like."""
+
+    summary: int
+    nbytes: int = 4
 
 
 @dataclass
@@ -80,6 +86,7 @@ class FakeBackend:
     vocabulary: FakeVocabulary = field(default_factory=FakeVocabulary)
     n_vocab: int = 257
     cells: list[list[Cell]] = field(init=False)
+    summaries: list[int] = field(init=False)  # of each slot: of all that was computed in it, where that is irreversible
     num_lost: list[int] = field(init=False)  # of each slot: its first positions that its window has passed and lost
     batches: list[list[Chunk]] = field(default_factory=list)  # every batch that was asked for
     adapter_sets: list[AdapterSet] = field(default_factory=list)  # of every batch
@@ -89,6 +96,7 @@ class FakeBackend:
 
     def __post_init__(self) -> None:
         self.cells = [[] for _ in range(self.n_slots)]
+        self.summaries = [0] * self.n_slots
         self.num_lost = [0] * self.n_slots
         self.n_cells = self.n_cells or self.n_slots * self.ctx_per_slot
         self._logits: set[int] = set()
@@ -112,20 +120,22 @@ class FakeBackend:
         if self.window:
             self.num_lost[slot] = max(self.num_lost[slot], len(self.cells[slot]) - self.window)
 
-    def trim(self, slot: int, num_tokens: int) -> bool:
-        can = num_tokens == 0 or num_tokens >= self.first_cut(slot)
+    def trim(self, slot: int, num_tokens: int, checkpoint: FakeCheckpoint | None = None) -> bool:
+        can = num_tokens == 0 or checkpoint is not None or num_tokens >= self.first_cut(slot)
+        if checkpoint is not None:
+            self.summaries[slot] = checkpoint.summary
         del self.cells[slot][num_tokens if can else 0 :]
         if not self.cells[slot]:
-            self.num_lost[slot] = 0
+            self.num_lost[slot] = self.summaries[slot] = 0
         return can
 
-    def copy(self, source: int, target: int, num_tokens: int) -> bool:
+    def copy(self, source: int, target: int, num_tokens: int, checkpoint: FakeCheckpoint | None = None) -> bool:
         if self.cells[target]:
             raise AssertionError(f"slot {target} is not empty")
         copied = self.cells[source][: num_tokens if self.partial_reuse else None]
         self.cells[target] = copied if self.unified and self.partial_reuse else [Cell(cell.token) for cell in copied]
-        self.num_lost[target] = self.num_lost[source]
-        return self.trim(target, num_tokens)
+        self.num_lost[target], self.summaries[target] = self.num_lost[source], self.summaries[source]
+        return self.trim(target, num_tokens, checkpoint)
 
     def state_bytes(self, slot: int) -> int:
         return len(self.cells[slot])
@@ -133,16 +143,22 @@ class FakeBackend:
     def save(self, slot: int) -> FakeState:
         tokens = tuple(cell.token for cell in self.cells[slot])
         num_passed = max(0, len(tokens) - self.window) if self.window else 0
-        return FakeState(tokens, max(self.num_lost[slot], num_passed))
+        return FakeState(tokens, max(self.num_lost[slot], num_passed), self.summaries[slot])
 
-    def restore(self, slot: int, data: FakeState, num_tokens: int) -> bool:
+    def restore(self, slot: int, data: FakeState, num_tokens: int, checkpoint: FakeCheckpoint | None = None) -> bool:
         if self.cells[slot]:
             raise AssertionError(f"slot {slot} is not empty")
         if self.num_used() + len(data.tokens) > self.n_cells:
             return False
         self.cells[slot] = [Cell(token) for token in data.tokens]
-        self.num_lost[slot] = data.num_lost
-        return self.trim(slot, num_tokens)
+        self.num_lost[slot], self.summaries[slot] = data.num_lost, data.summary
+        return self.trim(slot, num_tokens, checkpoint)
+
+    def checkpoint_bytes(self, slot: int) -> int:
+        return FakeCheckpoint.nbytes
+
+    def checkpoint(self, slot: int) -> FakeCheckpoint:
+        return FakeCheckpoint(self.summaries[slot])
 
     def num_used(self) -> int:
         """Distinct cells."""
@@ -191,7 +207,10 @@ class FakeBackend:
             raise DecodeError(-1)
         if cells and len(cells) < self.first_cut(chunk.slot):
             raise AssertionError(f"slot {chunk.slot} has lost what its window looks back on")
+        if not self.partial_reuse and self.summaries[chunk.slot] != _summary(cells):
+            raise AssertionError(f"slot {chunk.slot} has the recurrent state of other tokens than its cells")
         cells.extend(Cell((token, key) if key else token) for token in chunk.tokens)
+        self.summaries[chunk.slot] = 0 if self.partial_reuse else _summary(cells)
         if chunk.samples:
             self._logits.add(chunk.slot)
 
@@ -227,6 +246,10 @@ class FakeBackend:
         self.closed = True
 
 
+def _summary(cells: Sequence[Cell]) -> int:
+    return zlib.crc32(repr([cell.token for cell in cells]).encode()) if cells else 0
+
+
 @dataclass
 class FakeSampler:
     """Greedy ignores the seed; otherwise seed and position change every token, and what mirostat has learned."""
@@ -247,40 +270,6 @@ class FakeSampler:
 
     def bind(self) -> None:
         pass
-
-    def close(self) -> None:
-        pass
-
-
-@dataclass
-class FakeEmbeddingBackend:
-    """A vector is a hash of its text's tokens."""
-
-    max_tokens: int = 64
-    batch_tokens: int = 64
-    max_texts: int = 8
-    n_embd: int = 2
-    per_token: bool = False
-    poison: int | None = None  # a token that makes every call that holds it fail
-    calls: list[list[tuple[int, ...]]] = field(default_factory=list)  # the texts of every call
-    threads: int = 1
-
-    def set_threads(self, count: int) -> None:
-        self.threads = count
-
-    def embed(self, texts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
-        self.calls.append([tuple(text) for text in texts])
-        if sum(map(len, texts)) > self.max_tokens:
-            raise AssertionError("more tokens than max_tokens would kill the process")
-        if self.poison is not None and any(self.poison in text for text in texts):
-            raise DecodeError(-1)
-        if self.per_token:
-            return [np.stack([self._vector([token]) for token in text]) for text in texts]
-        return [self._vector(text) for text in texts]
-
-    @staticmethod
-    def _vector(tokens: Sequence[int]) -> NDArray[np.float32]:
-        return np.array([zlib.crc32(bytes(t % 256 for t in tokens)) % 1000, 1.0], dtype=np.float32)
 
     def close(self) -> None:
         pass

@@ -106,7 +106,7 @@ class Telemetry:
             kv_cached_tokens=scheduler.kv_cached_tokens,
             kv_total_tokens=cache.cells.total,
             ram_states=len(cache.ram),
-            ram_used_bytes=cache.ram.used_bytes,
+            ram_used_bytes=cache.ram.used_bytes + cache.checkpoints.used_bytes,
             preemptions=scheduler.num_preemptions,
             cache_hits=counters.hits_slot + counters.hits_copy + counters.hits_ram,
             cache_misses=counters.misses,

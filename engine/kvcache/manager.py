@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from cellama.engine.backend import KvMemory
 
 from .cells import Cells
+from .checkpoints import Checkpoints
 from .prefix import PrefixIndex, Tokens
 from .ram_tier import RamTier, SavedState, Source
 from .sources import Sources
@@ -48,7 +49,7 @@ class KvCache:
     def __init__(
         self, memory: KvMemory, ram_bytes: int = 0, demanded_prefix: Callable[[Tokens, Hashable], int] | None = None
     ) -> None:
-        """`ram_bytes` is the quota of saved states; 0 saves nothing.
+        """`ram_bytes` is the quota of saved states and checkpoints; 0 saves nothing.
 
         `demanded_prefix` says with how many of these tokens a waiting sequence begins.
         """
@@ -57,8 +58,9 @@ class KvCache:
         self.counters = CacheCounters()
         self._demanded_prefix = demanded_prefix or (lambda tokens, scope: 0)
         self._index: PrefixIndex[int] = PrefixIndex()
-        self.ram = RamTier(memory, ram_bytes)
-        self.sources = Sources(memory, self.cells, self._index, self.ram)
+        self.checkpoints = Checkpoints(memory, 0 if memory.partial_reuse else ram_bytes // 2)
+        self.ram = RamTier(memory, ram_bytes - self.checkpoints.quota_bytes, self.checkpoints)
+        self.sources = Sources(memory, self.cells, self._index, self.ram, self.checkpoints)
         self._scopes: dict[int, Hashable] = {}  # of slots that have an entry in the index
         self._unsaved: dict[int, None] = {}  # idle slots worth saving, longest idle first
         self._last_used = [0] * memory.n_slots
@@ -130,7 +132,7 @@ class KvCache:
         if self.cells.of(slot) - count >= WORTH_SAVING_TOKENS:
             self._save_unsaved(slot)
         self._unsaved.pop(slot, None)
-        kept = count if self.truncate(slot, count) else 0
+        kept = self.truncate(slot, count)
         self.counters.hits_slot += kept > 0
         return kept
 
@@ -148,18 +150,22 @@ class KvCache:
         assert isinstance(source, SavedState)
         if self.memory.unified and source.num_tokens > self.cells.free:
             return 0  # it has no free cells just now
-        if not self.memory.restore(slot, source.data, count):
+        if not self.memory.restore(slot, source.data, count, self.sources.checkpoint_for(source, count)):
             self.ram.forget(source)  # a damaged state is a miss, never a wrong text
             return 0
         self.cells.extend(slot, count)
+        self.checkpoints.inherit(slot, source, count)
         self.counters.hits_ram += 1
         return count
 
     def _copy(self, placement: Placement) -> int:
         source, slot, count = placement.source, placement.slot, placement.num_tokens
-        if source is None or isinstance(source, SavedState) or not self.memory.copy(source, slot, count):
+        if source is None or isinstance(source, SavedState):
+            return 0
+        if not self.memory.copy(source, slot, count, self.sources.checkpoint_for(source, count)):
             return 0
         self._copy_cells(source, slot, count)
+        self.checkpoints.inherit(slot, source, count)
         self.counters.hits_copy += 1
         self._touch(source)
         return count
@@ -183,13 +189,24 @@ class KvCache:
         """Accounts `count` positions that were computed."""
         self.cells.extend(slot, count)
 
-    def truncate(self, slot: int, count: int) -> bool:
-        """Keeps the first positions of a slot; False if it is empty now, and all has to be computed again."""
-        if self.memory.trim(slot, count):
-            self.cells.trim(slot, count)
-            return True
-        self.cells.trim(slot, 0)
-        return False
+    def take_checkpoint(self, slot: int) -> None:
+        """What the slot holds now can be taken over by others later, as far as the quota goes."""
+        self.checkpoints.take(slot, self.cells.of(slot))
+
+    def truncate(self, slot: int, count: int) -> int:
+        """Keeps the first positions of a slot, or as many of them as it can be cut back to; returns how many."""
+        first_cut = self.memory.first_cut(slot)
+        kept = count if count >= first_cut else self.checkpoints.longest(slot, count)
+        checkpoint = None if kept >= first_cut else self.checkpoints.at(slot, kept)
+        if not self.memory.trim(slot, kept, checkpoint):
+            kept = 0
+        self.cells.trim(slot, kept)
+        self.checkpoints.cut(slot, kept)
+        return kept
+
+    def branches(self, tokens: Sequence[int], scope: Hashable) -> list[int]:
+        """The lengths at which what is or was here parts from these tokens, or ends."""
+        return self._index.branches(tokens, scope) + self.ram.branches(tokens, scope)
 
     def retire(self, slot: int, tokens: Sequence[int], scope: Hashable, *, save: bool) -> None:
         """The sequence of a slot has ended; its cells, which hold `tokens`, wait for another one."""

@@ -124,6 +124,11 @@ class PrefixIndex(Generic[Holder]):
         path = self._walk(tuple(tokens), scope)
         return path[-1][1] if path else 0
 
+    def branches(self, tokens: Sequence[int], scope: Hashable = "", at_least: int = 1) -> list[int]:
+        """The lengths at which holders part from `tokens`, or end, of what so many holders begin with."""
+        path = self._walk(tuple(tokens), scope)
+        return [length for node, length in path if node.num_holders >= at_least]
+
     def _walk(self, tokens: Tokens, scope: Hashable) -> list[tuple[_Node[Holder], int]]:
         """The nodes that `tokens` run through or end in, each with the number of tokens shared with it."""
         path: list[tuple[_Node[Holder], int]] = []

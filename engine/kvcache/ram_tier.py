@@ -12,6 +12,7 @@ from typing import Any
 
 from cellama.engine.backend import KvMemory
 
+from .checkpoints import Checkpoints
 from .prefix import PrefixIndex
 
 log = logging.getLogger(__name__)
@@ -39,13 +40,14 @@ Source = int | SavedState  # a slot, or a state in RAM
 class RamTier:
     """Owns the saved states. Engine thread only. However many there are, none of its methods looks at all of them."""
 
-    def __init__(self, memory: KvMemory, quota_bytes: int) -> None:
-        """A quota of 0 saves nothing."""
+    def __init__(self, memory: KvMemory, quota_bytes: int, checkpoints: Checkpoints) -> None:
+        """A quota of 0 saves nothing. What is saved has the checkpoints of its slot."""
         self.quota_bytes = quota_bytes
         self.used_bytes = 0
         self.num_saves = 0  # since the start
         self.num_evictions = 0  # states dropped for the quota, since the start
         self._memory = memory
+        self._checkpoints = checkpoints
         self._index: PrefixIndex[SavedState] = PrefixIndex()
         self._states: OrderedDict[SavedState, None] = OrderedDict()  # least recently used first
 
@@ -82,6 +84,7 @@ class RamTier:
         first_cut = self._memory.first_saved_cut(len(tokens))
         state = SavedState(len(tokens), first_cut, scope, self._memory.save(slot))
         self._states[state] = None
+        self._checkpoints.inherit(state, slot, len(tokens))
         self.used_bytes += state.num_bytes
         self._index.insert(state, tokens, scope)
         self.num_saves += 1
@@ -108,6 +111,11 @@ class RamTier:
             del self._states[state]
             self.used_bytes -= state.num_bytes
             self._index.remove(state)
+            self._checkpoints.cut(state, 0)
+
+    def branches(self, tokens: Sequence[int], scope: Hashable) -> list[int]:
+        """The lengths at which saved tokens part from these, or end."""
+        return self._index.branches(tokens, scope)
 
     def forget_scope(self, scope: Hashable) -> None:
         """Drops the states of a scope that will not be asked for again."""

@@ -6,10 +6,12 @@ Looks at no more sources than it must: the longest prefixes come first, and what
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
 
 from cellama.engine.backend import KvMemory
 
 from .cells import Cells
+from .checkpoints import Checkpoints
 from .prefix import PrefixIndex, Tokens
 from .ram_tier import RamTier, SavedState, Source
 
@@ -20,11 +22,14 @@ MOVED_PER_TOKEN = 32  # and as one more for so many that are moved: between 20 a
 class Sources:
     """The slots with the tokens that they have or will have, and the states in RAM. Changes nothing."""
 
-    def __init__(self, memory: KvMemory, cells: Cells, slots: PrefixIndex[int], ram: RamTier) -> None:
+    def __init__(
+        self, memory: KvMemory, cells: Cells, slots: PrefixIndex[int], ram: RamTier, checkpoints: Checkpoints
+    ) -> None:
         self._memory = memory
         self._cells = cells
         self._slots = slots
         self._ram = ram
+        self._checkpoints = checkpoints
 
     def held(self, source: Source) -> int:
         """Positions that are computed."""
@@ -33,8 +38,14 @@ class Sources:
     def usable(self, source: Source, shared: int) -> int:
         """How many tokens can be taken over where so many are the same."""
         count = min(shared, self.held(source))
-        first_cut = source.first_cut if isinstance(source, SavedState) else self._memory.first_cut(source)
-        return count if count >= first_cut else 0
+        return count if count >= self._first_cut(source) else self._checkpoints.longest(source, count)
+
+    def _first_cut(self, source: Source) -> int:
+        return source.first_cut if isinstance(source, SavedState) else self._memory.first_cut(source)
+
+    def checkpoint_for(self, source: Source, count: int) -> Any | None:
+        """What it takes to cut the source back to so many tokens, or to copy them; None if nothing."""
+        return None if count >= self._first_cut(source) else self._checkpoints.at(source, count)
 
     def shares_cells(self, source: Source) -> bool:
         """True if a copy takes no cells."""

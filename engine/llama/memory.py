@@ -88,7 +88,9 @@ class LlamaMemory:
     def first_saved_cut(self, num_tokens: int) -> int:
         return 0 if self.partial_reuse and (not self._window or num_tokens <= self._window) else num_tokens
 
-    def trim(self, slot: int, num_tokens: int) -> bool:
+    def trim(self, slot: int, num_tokens: int, checkpoint: NDArray[np.uint8] | None = None) -> bool:
+        if checkpoint is not None and not self._read(slot, checkpoint, lib.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY):
+            return False
         if lib.llama_memory_seq_rm(self._memory, slot, num_tokens, -1) and self._is_whole(slot, num_tokens):
             return True
         lib.llama_memory_seq_rm(self._memory, slot, -1, -1)  # removing all of a sequence never fails
@@ -101,14 +103,14 @@ class LlamaMemory:
         held = lib.llama_memory_seq_pos_max(self._memory, slot) + 1
         return bool(held == num_tokens >= self.first_cut(slot))
 
-    def copy(self, source: int, target: int, num_tokens: int) -> bool:
+    def copy(self, source: int, target: int, num_tokens: int, checkpoint: NDArray[np.uint8] | None = None) -> bool:
         if self.unified and self.partial_reuse:
             lib.llama_memory_seq_cp(self._memory, source, target, 0, num_tokens)
         elif self._window:
             lib.llama_memory_seq_cp(self._memory, source, target, -1, -1)  # a state has the last window only
             self._in_copy |= {source, target}
         else:  # llama.cpp copies whole streams; the state of the used cells alone takes less time
-            return self._set(target, self.save(source), num_tokens)
+            return self.restore(target, self.save(source), num_tokens, checkpoint)
         return self.trim(target, num_tokens)
 
     def _finish_copy(self, slot: int) -> None:
@@ -130,21 +132,33 @@ class LlamaMemory:
         return int(lib.llama_state_seq_get_size(self._context, slot))
 
     def save(self, slot: int) -> NDArray[np.uint8]:
+        return self._write(slot, self.state_bytes(slot), lib.LLAMA_STATE_SEQ_FLAGS_NONE)
+
+    def restore(
+        self, slot: int, data: NDArray[np.uint8], num_tokens: int, checkpoint: NDArray[np.uint8] | None = None
+    ) -> bool:
+        return self._read(slot, data, lib.LLAMA_STATE_SEQ_FLAGS_NONE) and self.trim(slot, num_tokens, checkpoint)
+
+    def checkpoint_bytes(self, slot: int) -> int:
+        return int(lib.llama_state_seq_get_size_ext(self._context, slot, lib.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY))
+
+    def checkpoint(self, slot: int) -> NDArray[np.uint8]:
+        return self._write(slot, self.checkpoint_bytes(slot), lib.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)
+
+    def _write(self, slot: int, size: int, flags: int) -> NDArray[np.uint8]:
         self._finish_copy(slot)
-        data = np.empty(self.state_bytes(slot), np.uint8)
-        if not lib.llama_state_seq_get_data(self._context, _pointer(data), len(data), slot):
+        data = np.empty(size, np.uint8)
+        if not lib.llama_state_seq_get_data_ext(self._context, _pointer(data), len(data), slot, flags):
             raise RuntimeError(f"llama.cpp can't copy the state of slot {slot}, which has {len(data)} bytes")
         return data
 
-    def restore(self, slot: int, data: NDArray[np.uint8], num_tokens: int) -> bool:
-        return self._set(slot, data, num_tokens)
-
-    def _set(self, slot: int, data: NDArray[np.uint8], num_tokens: int) -> bool:
+    def _read(self, slot: int, data: NDArray[np.uint8], flags: int) -> bool:
+        """The slot has the state, or the part of it that is written in `data`; False: it is empty."""
         self._finish_copy(slot)
-        if not lib.llama_state_seq_set_data(self._context, _pointer(data), len(data), slot):
-            lib.llama_memory_seq_rm(self._memory, slot, -1, -1)
-            return False
-        return self.trim(slot, num_tokens)
+        if lib.llama_state_seq_set_data_ext(self._context, _pointer(data), len(data), slot, flags):
+            return True
+        lib.llama_memory_seq_rm(self._memory, slot, -1, -1)
+        return False
 
 
 def _pointer(data: NDArray[np.uint8]) -> Any:

@@ -34,14 +34,17 @@ class SlotFinder:
             holder = self._slots[slot]
             if length < ready + WORTH_WAITING_TOKENS:
                 break  # the longest come first
-            if holder is not None and _will_compute(holder, length) and self._is_reusable(holder, length):
-                sequence.waits_for = (holder, length)
+            coming = 0 if holder is None else self._num_coming(holder, length)
+            if holder is not None and coming >= ready + WORTH_WAITING_TOKENS and _will_compute(holder, coming):
+                sequence.waits_for = (holder, coming)
                 return True
         return False
 
-    def _is_reusable(self, holder: Sequence, length: int) -> bool:
-        """True if the first tokens of a slot can be taken over once they are computed, or all that it has then."""
-        return self._cache.memory.partial_reuse or length == len(holder.tokens)
+    def _num_coming(self, holder: Sequence, shared: int) -> int:
+        """How many of the shared tokens can be taken over from a slot once they are computed."""
+        if self._cache.memory.partial_reuse or shared == len(holder.tokens):
+            return shared
+        return max((cut for cut in holder.cuts if cut <= shared), default=0)
 
     def find_slot(self, sequence: Sequence, idle: list[int]) -> Placement | None:
         """Where the sequence goes with the cells that it needs, for which idle slots may be emptied."""

@@ -10,6 +10,7 @@ from cellama.engine.errors import PromptTooLong
 from cellama.engine.kvcache.manager import KvCache, Placement
 
 from .adapter_rotation import Rotation
+from .cuts import CutPlanner
 from .placement import SlotFinder
 from .sequence import Sequence, State, Work
 from .strategies import Guarded, SlotView, Strategy
@@ -43,6 +44,7 @@ class Scheduler:
         self.cache = KvCache(memory, ram_bytes, self.queue.demanded_prefix)
         self._rotation = Rotation()
         self._finder = SlotFinder(self.cache, self.slots, self._rotation)
+        self._cuts = CutPlanner(self.cache, self.queue, self.slots)
         self.num_preemptions = 0
 
     def check(self, num_prompt_tokens: int) -> None:
@@ -58,6 +60,7 @@ class Scheduler:
         """Puts a new sequence into the waiting queue. Raises PromptTooLong, QueueFull."""
         self.check(sequence.num_prompt)
         self.queue.add(sequence, now, num_idle=self.slots.count(None))
+        self._cuts.ask(sequence)
 
     # Admission and preemption
 
@@ -133,6 +136,7 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _assign_slot(self, sequence: Sequence, placement: Placement, now: float) -> None:
+        self._cuts.plan(sequence, placement.num_tokens)
         try:
             sequence.num_computed = self.cache.assign_slot(placement, sequence.tokens, sequence.scope)
         except Exception:
@@ -203,6 +207,8 @@ class Scheduler:
         sequence, chunk = work
         sequence.num_computed += len(chunk.tokens)
         self.cache.extend(chunk.slot, len(chunk.tokens))
+        if sequence.num_computed in sequence.cuts:
+            self.cache.take_checkpoint(chunk.slot)
         if chunk.samples:
             sequence.state = State.DECODING
 
@@ -222,7 +228,7 @@ class Scheduler:
                 self._cut_back(sequence, slot, 0)
 
     def _cut_back(self, sequence: Sequence, slot: int, num_tokens: int) -> None:
-        kept = num_tokens if self.cache.truncate(slot, num_tokens) else 0
+        kept = self.cache.truncate(slot, num_tokens)
         if kept < sequence.num_computed:
             sequence.num_computed = kept
             if sequence.num_pending > 1:
@@ -288,4 +294,4 @@ def _prefill_order(sequence: Sequence) -> float:
 def _view(sequence: Sequence) -> SlotView:
     assert sequence.slot is not None
     decoding = sequence.state is State.DECODING
-    return SlotView(sequence.slot, sequence.num_pending, decoding, sequence.request.priority)
+    return SlotView(sequence.slot, sequence.num_until_cut, decoding, sequence.request.priority)

@@ -46,6 +46,7 @@ class Sequence:
     rank: float = 0.0  # in the waiting queue: smaller is sooner
     order: int = 0  # of arrival, among equal ranks
     waits_for: tuple[Sequence, int] | None = None  # another one's prefill of so many tokens, which they share
+    cuts: tuple[int, ...] = ()  # lengths at which its prefill stops for a checkpoint, ascending
     num_computed: int = 0  # leading tokens whose KV cells are filled
     num_cached: int = 0  # of the prompt, reused instead of computed when it first got a slot
     failures_alone: int = 0  # decode calls in a row that failed with nothing else in the batch
@@ -82,6 +83,11 @@ class Sequence:
     def num_pending(self) -> int:
         """Tokens that still have to be decoded before the next one can be sampled."""
         return len(self.tokens) - self.num_computed
+
+    @property
+    def num_until_cut(self) -> int:
+        """Of these, those before the next cut."""
+        return next((cut for cut in self.cuts if cut > self.num_computed), len(self.tokens)) - self.num_computed
 
     @property
     def scope(self) -> Hashable:

@@ -115,6 +115,10 @@ class WaitingQueue:
         """With how many of these tokens a waiting sequence begins."""
         return self._prompts.longest(tokens, scope)
 
+    def branches(self, sequence: Sequence) -> list[int]:
+        """The lengths at which other waiting sequences part from this one, or end."""
+        return self._prompts.branches(sequence.tokens, sequence.scope, at_least=2)
+
     def expired(self, now: float) -> Iterator[Sequence]:
         """Every unfinished sequence whose deadline has passed, once, waiting or not."""
         while (sequence := self._deadlines.pop(now)) is not None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cellama.bench.models.memory_shapes import WindowShape
+from cellama.bench.models.memory_shapes import HybridShape, RecurrentShape, WindowShape
 from cellama.bench.models.synthetic import Shape, write_model
 from cellama.engine import EngineOptions
 from cellama.engine.backend import Chunk
@@ -127,3 +127,32 @@ def test_copy_can_be_saved_and_given_up_at_once(copied: tuple[Bed, NDArray[np.ui
     fork = bed.compute(0, SHARED, FORK[SHARED:])
     np.testing.assert_allclose(fork, bed.anew(FORK, SHARED), atol=NEAR)
     np.testing.assert_allclose(rest, bed.anew(OTHER, 250), atol=NEAR)
+
+
+@pytest.fixture(params=[(shape, layout) for shape in (RecurrentShape, HybridShape) for layout in LAYOUTS], ids=str)
+def recurrent(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bed]:
+    shape, layout = request.param
+    yield from bed_of(shape, layout, tmp_path / "m.gguf")
+
+
+def test_recurrent_state_is_cut_back_to_a_checkpoint_wherever_it_lies(recurrent: Bed) -> None:
+    backend, expected = recurrent.backend, recurrent.anew(FORK, SHARED)
+    recurrent.compute(0, 0, LONG[:SHARED])
+    checkpoint = backend.checkpoint(0)
+    assert checkpoint.nbytes == backend.checkpoint_bytes(0)
+    recurrent.compute(0, SHARED, LONG[SHARED:])
+    saved = backend.save(0)
+    assert backend.copy(0, 1, SHARED, checkpoint)
+    np.testing.assert_allclose(recurrent.compute(1, SHARED, FORK[SHARED:]), expected, atol=NEAR)
+    assert backend.restore(2, saved, SHARED, checkpoint)
+    np.testing.assert_allclose(recurrent.compute(2, SHARED, FORK[SHARED:]), expected, atol=NEAR)
+    assert backend.trim(0, SHARED, checkpoint)
+    np.testing.assert_allclose(recurrent.compute(0, SHARED, FORK[SHARED:]), expected, atol=NEAR)
+
+
+def test_recurrent_state_is_not_cut_back_without_a_checkpoint(recurrent: Bed) -> None:
+    recurrent.compute(0, 0, LONG)
+    assert recurrent.backend.first_cut(0) == recurrent.backend.first_saved_cut(len(LONG)) == len(LONG)
+    assert not recurrent.backend.copy(0, 1, SHARED)
+    assert not recurrent.backend.trim(0, SHARED)
+    assert recurrent.backend.first_cut(0) == recurrent.backend.first_cut(1) == 0

@@ -24,6 +24,7 @@ from cellama.engine import (
     SamplingParams,
     Text,
 )
+from cellama.engine.text.reply_parser import ReplyFormat
 
 PATIENCE_S = 60
 GREEDY = SamplingParams(temperature=0)
@@ -193,21 +194,42 @@ def test_every_kind_of_memory_gives_the_text_it_gives_cold(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("shape", "slots"), [(WindowShape, 4)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "slots"), [(WindowShape, 4), (RecurrentShape, 4), (HybridShape, 4), (HybridShape, 1)]
+)
 def test_family_of_prompts_computes_what_it_shares_once(
     manager: ModelManager, tmp_path: Path, shape: type[Shape], layout: str, slots: int
 ) -> None:
+    """A tree: all share 100 tokens, and some of them 90 more."""
     path = tmp_path / "model.gguf"
     write_model(path, shape(**SMALL), file_type="F32", seed=3)
     cold = load(manager, str(path), n_parallel=1, cache_prompt=False, **EXACT)
     model = load(manager, str(path), n_parallel=slots, kv_layout=layout, **EXACT)
-    prefix = model.tokenize(STORY * 2)[:200]
-    prompts = [[*prefix, 10 + i, *model.tokenize(f"and {i} others")] for i in range(7)]
+    prefix = model.tokenize(STORY * 2)[:190]
+    prompts = [[*prefix[: 100 if i % 2 else 190], 10 + i, *model.tokenize(f"and {i} others")] for i in range(7)]
     computed: list[int] = []
     model.engine.add_step_listener(lambda step: computed.append(step.prefill_tokens))
     handles = [model.engine.submit(Request(str(p), tuple(p), GREEDY, max_tokens=9, ignore_eos=True)) for p in prompts]
     assert [h.result(PATIENCE_S).tokens for h in handles] == [run(cold, p, max_tokens=9).tokens for p in prompts]
-    assert sum(computed) == len(prefix) + sum(len(prompt) - len(prefix) for prompt in prompts)
+    assert sum(computed) <= 1.02 * (190 + sum(len(p) - (100 if i % 2 else 190) for i, p in enumerate(prompts)))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", SHAPES[1:], ids=lambda shape: str(shape.architecture))
+def test_turn_of_a_chat_takes_the_prompt_of_the_last_one_over_whatever_became_of_its_answer(
+    manager: ModelManager, tmp_path: Path, shape: type[Shape], layout: str
+) -> None:
+    path = tmp_path / "model.gguf"
+    write_model(path, shape(**SMALL), file_type="F32", seed=4)
+    cold = load(manager, str(path), n_parallel=1, cache_prompt=False, **EXACT)
+    model = load(manager, str(path), n_parallel=2, kv_layout=layout, **EXACT)
+    talk, kept = model.tokenize(STORY), 0
+    for turn in range(3):
+        done = run(model, talk, reply=ReplyFormat())
+        assert done.tokens == run(cold, talk, reply=ReplyFormat()).tokens
+        assert done.usage.cached_tokens >= kept
+        kept = len(talk) - 4
+        talk = [*talk[:-2], *model.tokenize(f"Answer {turn} as it was. ") * 5]  # without the end of the prompt
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: str(shape.architecture))

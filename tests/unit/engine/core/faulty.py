@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cellama.engine.backend import AdapterSet, Chunk
-from cellama.engine.fake import FakeBackend, FakeSampler, FakeState, FakeVocabulary
+from cellama.engine.fake import FakeBackend, FakeCheckpoint, FakeSampler, FakeState, FakeVocabulary
 
 Fault = Callable[[str, Any], None]
 POISON = ord("!")
@@ -56,9 +56,9 @@ class FaultyBackend(FakeBackend):
         own.fault, own.poisoned = lambda place, what: self.fault(place, what), POISON in history
         return own
 
-    def trim(self, slot: int, num_tokens: int) -> bool:
+    def trim(self, slot: int, num_tokens: int, checkpoint: FakeCheckpoint | None = None) -> bool:
         self.fault("trim", None)
-        return super().trim(slot, num_tokens)
+        return super().trim(slot, num_tokens, checkpoint)
 
     def state_bytes(self, slot: int) -> int:
         self.fault("state_bytes", None)
@@ -68,13 +68,17 @@ class FaultyBackend(FakeBackend):
         self.fault("save", None)
         return super().save(slot)
 
-    def copy(self, source: int, target: int, num_tokens: int) -> bool:
+    def copy(self, source: int, target: int, num_tokens: int, checkpoint: FakeCheckpoint | None = None) -> bool:
         self.fault("copy", None)
-        return super().copy(source, target, num_tokens)
+        return super().copy(source, target, num_tokens, checkpoint)
 
-    def restore(self, slot: int, data: FakeState, num_tokens: int) -> bool:
+    def restore(self, slot: int, data: FakeState, num_tokens: int, checkpoint: FakeCheckpoint | None = None) -> bool:
         self.fault("restore", None)
-        return super().restore(slot, data, num_tokens)
+        return super().restore(slot, data, num_tokens, checkpoint)
+
+    def checkpoint(self, slot: int) -> FakeCheckpoint:
+        self.fault("checkpoint", None)
+        return super().checkpoint(slot)
 
 
 def at(place: str) -> Fault:

@@ -24,7 +24,7 @@ from cellama.engine import (
     Watchdog,
 )
 from cellama.engine.backend import DecodeError
-from cellama.engine.fake import FakeBackend
+from cellama.engine.fake import FakeBackend, FakeCheckpoint
 from cellama.engine.scheduling.strategies import SlotView, Strategy, TokenAllocation
 
 from ....conftest import wait_until
@@ -168,10 +168,10 @@ class Breaking(FakeBackend):
 
     broken = False
 
-    def trim(self, slot: int, num_tokens: int) -> bool:
+    def trim(self, slot: int, num_tokens: int, checkpoint: FakeCheckpoint | None = None) -> bool:
         if self.broken:
             raise OSError("the device is gone")
-        return super().trim(slot, num_tokens)
+        return super().trim(slot, num_tokens, checkpoint)
 
     def decode(self, *call: Any) -> None:
         if self.broken:

@@ -17,7 +17,7 @@ from cellama.engine import EngineOptions, Pulse, Request
 from cellama.engine.backend import AdapterSet, Chunk
 from cellama.engine.core.engine_core import Command, EngineCore
 from cellama.engine.core.handle import Handle
-from cellama.engine.fake import FakeBackend
+from cellama.engine.fake import FakeBackend, FakeCheckpoint
 
 SLOTS, STEPS = 4, 12
 FEW, MANY = 20, 600
@@ -35,7 +35,7 @@ class Weightless(FakeBackend):
     def next_token(self, slot: int, draw: int, ban_end: bool) -> int:
         return 97
 
-    def trim(self, slot: int, num_tokens: int) -> bool:
+    def trim(self, slot: int, num_tokens: int, checkpoint: FakeCheckpoint | None = None) -> bool:
         return True
 
     def state_bytes(self, slot: int) -> int:

@@ -47,8 +47,12 @@ def test_prefix_is_taken_over_from_a_slot_that_still_runs(make_engine: MakeEngin
     assert second.text == cold(make_engine, HEAD + "second", max_tokens=5).text
 
 
-def test_requests_that_wait_for_one_prefix_compute_it_once(make_engine: MakeEngine) -> None:
-    engine, backend = make_engine(FakeBackend(n_slots=8), chunk_size=16)
+@pytest.mark.parametrize("memory", [{}, {"window": 20}, {"partial_reuse": False}], ids=str)
+@pytest.mark.parametrize("n_slots", [1, 8])
+def test_requests_that_wait_for_one_prefix_compute_it_once(
+    make_engine: MakeEngine, n_slots: int, memory: dict[str, Any]
+) -> None:
+    engine, backend = make_engine(FakeBackend(n_slots=n_slots, **memory), chunk_size=16)
     gate = Gate(backend)
     prompts = [HEAD + f"question {i}" for i in range(24)]
     handles = [engine.submit(request(prompt, max_tokens=3)) for prompt in prompts]
@@ -200,8 +204,10 @@ def test_storm_of_failures_loses_nothing(make_engine: MakeEngine, unified: bool,
     assert engine.snapshot().kv_used_tokens == 0
 
 
-def test_memory_that_cannot_be_cut_back_is_reused_whole_or_not_at_all(make_engine: MakeEngine) -> None:
-    engine, _ = make_engine(FakeBackend(n_slots=2, partial_reuse=False))
+def test_memory_that_cannot_be_cut_back_is_reused_whole_or_not_at_all_without_checkpoints(
+    make_engine: MakeEngine,
+) -> None:
+    engine, _ = make_engine(FakeBackend(n_slots=2, partial_reuse=False), cache_ram_bytes=0)
     first = engine.submit(request(HEAD, max_tokens=5)).result(PATIENCE_S)
     whole = HEAD + first.text[:4]  # the last token is never computed
     longer = engine.submit(request(whole + "more", max_tokens=5)).result(PATIENCE_S)
@@ -211,8 +217,19 @@ def test_memory_that_cannot_be_cut_back_is_reused_whole_or_not_at_all(make_engin
     assert other.text == cold(make_engine, HEAD + "other", max_tokens=5).text
 
 
-def test_completions_of_one_prompt_share_its_prefill(make_engine: MakeEngine) -> None:
-    engine, backend = make_engine(FakeBackend(n_slots=8))
+def test_third_request_takes_over_from_a_checkpoint_what_the_second_shared_with_the_first(
+    make_engine: MakeEngine,
+) -> None:
+    engine, _ = make_engine(FakeBackend(n_slots=2, partial_reuse=False))
+    done = [engine.submit(request(HEAD + name, max_tokens=5)).result(PATIENCE_S) for name in ("one", "two", "six")]
+    assert [each.usage.cached_tokens for each in done] == [0, 0, len(HEAD)]
+    assert done[2].text == cold(make_engine, HEAD + "six", max_tokens=5).text
+    assert 0 < engine.snapshot().ram_used_bytes < 1000
+
+
+@pytest.mark.parametrize("partial_reuse", [False, True])
+def test_completions_of_one_prompt_share_its_prefill(make_engine: MakeEngine, partial_reuse: bool) -> None:
+    engine, backend = make_engine(FakeBackend(n_slots=8, partial_reuse=partial_reuse))
     sampling = SamplingParams(seed=11)
     events: list[Event] = []
     done = engine.submit(request(HEAD, n=5, sampling=sampling, max_tokens=6), events.append).result(PATIENCE_S)

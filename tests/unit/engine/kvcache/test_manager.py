@@ -137,3 +137,50 @@ def test_longer_saved_state_replaces_a_shorter_one_only_if_it_can_be_cut_back_to
             fill(cache, 0, list(range(length)))
             cache.clear(0)
         assert len(cache.ram) == kept
+
+
+def checkpointed(cache: KvCache, slot: int, tokens: list[int], *lengths: int) -> None:
+    """As `fill`, with checkpoints at these lengths."""
+    cache.assign_slot(Placement(slot, None, 0), tokens, "")
+    backend = cache.memory
+    assert isinstance(backend, FakeBackend)
+    for start, end in zip((0, *lengths), (*lengths, len(tokens)), strict=True):
+        backend.decode([Chunk(slot, start, tokens[start:end], samples=False)])
+        cache.extend(slot, end - start)
+        if end in lengths:
+            cache.take_checkpoint(slot)
+    cache.retire(slot, tokens, "", save=True)
+
+
+def test_checkpoints_move_with_what_is_copied_saved_and_restored_and_count_once() -> None:
+    cache, backend = new_cache(partial_reuse=False)
+    tokens = list(range(400))
+    checkpointed(cache, 0, tokens, 100, 200, 300)
+    assert cache.sources.longest([*tokens[:250], -1], "") == 200
+    placement = cache.find_slot([*tokens[:250], -1], "", idle=[1, 2])
+    assert cache.assign_slot(placement, [*tokens[:250], -1], "") == 200
+    assert [cache.checkpoints.longest(placement.slot, n) for n in (99, 150, 400)] == [0, 100, 200]
+    cache.clear(0)
+    cache.wipe(placement.slot)
+    assert cache.checkpoints.used_bytes == 3 * 4  # they are with what was saved
+    restored = cache.find_slot([*tokens[:350], -1], "", idle=[2])
+    assert cache.assign_slot(restored, [*tokens[:350], -1], "") == 300
+    assert [cell.token for cell in backend.cells[2]] == tokens[:300]
+    assert cache.counters.hits_ram == cache.counters.hits_copy == 1
+
+
+def test_checkpoints_keep_to_their_half_of_the_quota_and_the_least_used_go_first() -> None:
+    cache, _ = new_cache(ram_bytes=16, partial_reuse=False)  # two checkpoints, and no state
+    checkpointed(cache, 0, list(range(400)), 100, 200)
+    cache.checkpoints.at(0, 100)
+    checkpointed(cache, 1, [7] * 200, 100)
+    assert [cache.checkpoints.longest(slot, 400) for slot in (0, 1)] == [100, 100]
+    assert cache.checkpoints.used_bytes == 8
+    assert not new_cache(ram_bytes=7, partial_reuse=True)[0].checkpoints.are_kept
+
+
+def test_slot_that_can_t_be_cut_back_to_a_length_keeps_what_its_last_checkpoint_has() -> None:
+    cache, backend = new_cache(partial_reuse=False)
+    checkpointed(cache, 0, list(range(400)), 100, 200)
+    assert [cache.truncate(0, count) for count in (400, 350, 150, 50)] == [400, 200, 100, 0]
+    assert (backend.cells[0], cache.checkpoints.used_bytes) == ([], 0)

@@ -127,6 +127,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def saved_states_keep_to_the_quota(self) -> None:
         if hasattr(self, "scheduler"):
             cache = self.scheduler.cache
+            checkpoints = cache.checkpoints
+            held = {c for of_one in checkpoints._of.values() for c in of_one.values()}
+            assert held == set(checkpoints._all)
+            assert checkpoints.used_bytes == sum(c.data.nbytes for c in held) <= checkpoints.quota_bytes
+            assert set(checkpoints._of) <= {*range(3), *cache.ram._states}
             assert cache.ram.used_bytes == sum(state.num_bytes for state in cache.ram._states) <= cache.ram.quota_bytes
 
 
