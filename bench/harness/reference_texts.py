@@ -1,0 +1,54 @@
+"""Greedy texts of a run without trouble, and how far the texts of another run may differ from them.
+
+llama.cpp rounds differently by the number of tokens in a pass, and trouble changes how many jobs run side by side.
+Where the two likeliest tokens are about as likely, either is right, and what follows it is another text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, NamedTuple
+
+from cellama.engine import Tokenizer
+
+NEAR_TIE = (
+    0.05  # of log-probability; tokens that were read again as a prompt differ by up to 0.011 in it (bundled model)
+)
+LOGPROBS = 2  # that the jobs of the run without trouble ask for
+
+
+class ReferenceText(NamedTuple):
+    """A text, and its near ties."""
+
+    text: str
+    ties: Sequence[tuple[int, int]]  # characters among which a text that goes another way at the tie first differs
+
+    def compare(self, text: str) -> Literal["same", "tied", "other"]:
+        """Whether the text is the same, goes another way at a near tie, or is wrong."""
+        if text == self.text:
+            return "same"
+        pairs = zip(self.text, text, strict=False)
+        place = next((i for i, (left, right) in enumerate(pairs) if left != right), min(len(self.text), len(text)))
+        return "tied" if any(start <= place < end for start, end in self.ties) else "other"
+
+
+def reference_texts(results: Iterable[Any], source: str) -> list[ReferenceText]:
+    """The texts of jobs that asked for LOGPROBS, with the vocabulary of the model at `source`."""
+    with Tokenizer(source) as tokenizer:
+        return [_reference_text(result, tokenizer) for result in results]
+
+
+def _reference_text(result: Any, tokenizer: Tokenizer) -> ReferenceText:
+    tokens = [entry["token"] for entry in result["logprobs"]]
+    near = [index for index, entry in enumerate(result["logprobs"]) if _margin(entry["top"]) < NEAR_TIE]
+
+    def length(count: int) -> int:
+        return len(tokenizer.detokenize(tokens[:count]))
+
+    # The other token may begin with the whole text of this one: then the next one's text is the first that differs.
+    return ReferenceText(result["text"], [(length(index), length(index + 2)) for index in near])
+
+
+def _margin(top: Sequence[Sequence[float]]) -> float:
+    best, second = sorted((logprob for _, logprob in top), reverse=True)[:2]
+    return best - second
