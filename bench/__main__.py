@@ -25,7 +25,7 @@ ROOMS = {
         "tokenize_overhead": "what tokenizing costs beside generating, and how it scales over threads",
         "single_generate": "one request at a time: time to the first token, time per token",
         "server_concurrent": "growing numbers of callers at once: rate and latency",
-        "python_time": "time outside llama.cpp per step, by slots and by context length",
+        "python_time": "time outside llama.cpp per step, by slots, context length and requests that wait",
         "interactive": "an interactive request into an engine full of bulk work",
         "layouts": "unified against partitioned KV cache by number of slots",
         "adapters": "requests with different LoRA adapters on one engine, by the length of a turn",

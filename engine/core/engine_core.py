@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+from itertools import islice
 from typing import Literal, NamedTuple
 
 from cellama.engine.backend import Backend
@@ -29,6 +30,7 @@ from .telemetry import Telemetry
 
 log = logging.getLogger(__name__)
 
+MOST_AT_ONCE = 512  # requests that begin or end between two decode calls: thousands would be a gap in every stream
 MAX_FAULTS = 3  # steps in a row that fail although each of their requests goes on alone
 
 
@@ -91,7 +93,7 @@ class EngineCore:
         """Serves what other threads have put into the inbox, and uses as many threads as they say."""
         if self.num_threads != self._backend.threads:
             self._backend.set_threads(self.num_threads)
-        for command in self.inbox.take():
+        for command in self.inbox.take(MOST_AT_ONCE):
             self._pulse.beat(command.what, (command.handle.request.id,))
             self._serve(command)
 
@@ -103,7 +105,7 @@ class EngineCore:
 
     def _expire(self, now: float) -> None:
         """Ends requests whose deadline has passed."""
-        for sequence in self.scheduler.queue.expired(now):
+        for sequence in islice(self.scheduler.queue.expired(now), MOST_AT_ONCE):
             self._requests.time_out(sequence)
 
     def _admit(self, now: float) -> None:

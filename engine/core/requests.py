@@ -136,8 +136,12 @@ class Requests:
     def sample(self, sequence: Sequence, slot: int, now: float) -> None:
         """Chooses the next token of a sequence and accounts it: text, stop strings, end."""
         self._pulse.suspect = sequence.request.id  # a beat for each would cost a third of what a token costs us
-        if (group := self._group_of.get(sequence)) is not None:
-            self._guarded(group, self._sample, group, sequence, slot, now)
+        if (group := self._group_of.get(sequence)) is None:
+            return
+        try:  # as `_guarded`, whose calls would take as long as finding the token
+            self._sample(group, sequence, slot, now)
+        except Exception as error:  # the boundary between one request and all others
+            self._fail(group, error)
 
     def _sample(self, group: Group, sequence: Sequence, slot: int, now: float) -> None:
         assert sequence.sampler is not None

@@ -21,6 +21,7 @@ from . import log as llama_log
 from .abort import AbortFlag
 from .memory import CACHE_TYPES, KvShape, LlamaMemory
 from .model import LlamaModel, adapter_pointer
+from .outputs import Outputs
 from .samplers import GreedySampler, LlamaSampler, Plan, grammar_of
 
 _FLASH_ATTENTION = {
@@ -28,10 +29,6 @@ _FLASH_ATTENTION = {
     "on": lib.LLAMA_FLASH_ATTN_TYPE_ENABLED,
     "off": lib.LLAMA_FLASH_ATTN_TYPE_DISABLED,
 }
-
-
-# llama.h: llama_get_logits_ith, with the plain address as its result
-_logits_address = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32)(("llama_get_logits_ith", lib._lib))
 
 
 def new_context(model: LlamaModel, options: EngineOptions, **overrides: Any) -> Any:
@@ -125,8 +122,7 @@ class LlamaBackend(LlamaMemory):
         super().__init__(model, self.context, shape, options.num_slots)
         self.threads: int = lib.llama_n_threads(self.context)
         self._batch = TokenBatch(options.n_batch)
-        self._rows: dict[int, int] = {}  # slot → row of its logits in the last batch
-        self._views: dict[int, NDArray[np.float32]] = {}  # by address
+        self._outputs = Outputs(self.context, options.num_slots, self.n_vocab)
         self._abort = AbortFlag(self.context)
         self._adapters: AdapterSet = ()  # those of the last decode call
 
@@ -143,12 +139,11 @@ class LlamaBackend(LlamaMemory):
     def decode(self, chunks: Sequence[Chunk], adapters: AdapterSet = ()) -> None:
         batch = self._batch
         batch.clear()
-        self._rows.clear()
+        self._outputs.forget()
         for chunk in chunks:
             row = batch.add(chunk.slot, chunk.position, chunk.tokens)
             if chunk.samples:
                 batch.want_output(row)
-                self._rows[chunk.slot] = row
         if adapters == self._adapters:
             code = lib.llama_decode(self.context, batch.batch)
         else:  # the first decode call with other adapters makes its graph anew
@@ -162,6 +157,7 @@ class LlamaBackend(LlamaMemory):
             self._in_copy.clear()
         if code:
             raise DecodeError(code)
+        self._outputs.expect([chunk.slot for chunk in chunks if chunk.samples])
 
     def _set_adapters(self, adapters: AdapterSet) -> None:
         # Through none at all: llama.cpp compares addresses, and a new adapter may lie where a freed one was.
@@ -177,17 +173,13 @@ class LlamaBackend(LlamaMemory):
     def abort(self) -> None:
         self._abort.raise_()
 
-    def row_of(self, slot: int) -> int:
-        """The row of this slot's logits. llama.cpp would end the process on a row that has none."""
-        return self._rows[slot]
-
     def logits(self, slot: int) -> NDArray[np.float32]:
-        """A view on the logits of this slot, float32 of n_vocab, valid until the next decode."""
-        address = _logits_address(self.context, self.row_of(slot))
-        view = self._views.get(address)
-        if view is None:  # llama.cpp keeps its buffer, and making a view takes as long as searching it for the maximum
-            view = self._views[address] = np.ctypeslib.as_array((ctypes.c_float * self.n_vocab).from_address(address))
-        return view
+        """A view on the logits of this slot, float32 of n_vocab, valid until the next decode. Raises KeyError."""
+        return self._outputs.row(slot)
+
+    def likeliest(self, slot: int) -> int:
+        """The token with the highest logit, before anything changed this slot's logits. Raises KeyError."""
+        return self._outputs.likeliest(slot)
 
     def prepare(self, params: SamplingParams, visible: Mapping[int, bytes] | None = None) -> Plan:
         for token, _ in params.logit_bias:

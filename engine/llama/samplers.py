@@ -28,6 +28,10 @@ class LogitsSource(Protocol):
         """The logits that the last decode left for a slot: float32 of n_vocab. The sampler may write into them."""
         ...
 
+    def likeliest(self, slot: int) -> int:
+        """The token with the highest of them, before anything is written into them."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -61,15 +65,17 @@ class GreedySampler:
 
     def __init__(self, source: LogitsSource, banned: NDArray[np.int64] | None) -> None:
         self._source = source
-        self._banned = banned
+        self._banned = frozenset() if banned is None else frozenset(banned.tolist())
 
     def sample(self, slot: int, forced: int | None = None) -> tuple[int, TokenLogprob | None]:
         if forced is not None:
             return forced, None
-        logits = self._source.logits(slot)
-        if self._banned is not None:
-            logits[self._banned] = -np.inf
-        return int(logits.argmax()), None
+        token = self._source.likeliest(slot)
+        if token in self._banned:
+            logits = self._source.logits(slot)
+            logits[list(self._banned)] = -np.inf
+            token = int(logits.argmax())
+        return token, None
 
     def bind(self) -> None:
         pass

@@ -86,7 +86,8 @@ class WaitingQueue:
         self._begin_to_wait(sequence)
 
     def _begin_to_wait(self, sequence: Sequence) -> None:
-        self._prompts.insert(sequence, sequence.tokens, sequence.scope)
+        tokens = sequence.tokens if sequence.num_output else sequence.request.prompt  # which is not copied
+        self._prompts.insert(sequence, tokens, sequence.scope)
         self.num_waiting += 1
         self._num_requests += sequence.index == 0
         self.requeue(sequence)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from typing import Generic, TypeVar
 
 Command = TypeVar("Command")
@@ -15,7 +16,7 @@ class Inbox(Generic[Command]):
     def __init__(self) -> None:
         # Reentrant: a generator that the garbage collector ends cancels its request wherever a thread is just now.
         self._changed = threading.Condition()
-        self._commands: list[Command] = []
+        self._commands: deque[Command] = deque()
         self._is_closed = False
         self._num_open = 0
         self.last_submit = 0.0  # unix seconds; 0 before the first request
@@ -79,10 +80,10 @@ class Inbox(Generic[Command]):
         with self._changed:
             self._changed.wait_for(lambda: bool(self._commands) or self._is_closed)
 
-    def take(self) -> list[Command]:
-        """Takes everything out. Never waits."""
+    def take(self, most: int | None = None) -> list[Command]:
+        """Takes everything out, or the first `most` commands. Never waits."""
         if not self._commands:
             return []
         with self._changed:
-            commands, self._commands = self._commands, []
-            return commands
+            number = len(self._commands) if most is None else min(most, len(self._commands))
+            return [self._commands.popleft() for _ in range(number)]

@@ -6,40 +6,24 @@ Costs are bytecode instructions, which are the same on any machine.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable
 from itertools import count, cycle
 from types import FrameType
 from typing import Any
 
 import pytest
 
+from cellama.bench.harness.weightless import Weightless
 from cellama.engine import EngineOptions, Pulse, Request
-from cellama.engine.backend import AdapterSet, Chunk
-from cellama.engine.core.engine_core import Command, EngineCore
+from cellama.engine.core.engine_core import MOST_AT_ONCE, Command, EngineCore
 from cellama.engine.core.handle import Handle
-from cellama.engine.fake import FakeBackend, FakeCheckpoint
 
 SLOTS, STEPS = 4, 12
 FEW, MANY = 20, 600
 SAME = 1.25  # a search tree is a bit deeper with more in it
 FAMILIES = [[family] * 70 for family in range(5)]
 IDS = count()
-
-
-class Weightless(FakeBackend):
-    """Only what the engine does around a decode call counts."""
-
-    def decode(self, chunks: Sequence[Chunk], adapters: AdapterSet = ()) -> None:
-        pass
-
-    def next_token(self, slot: int, draw: int, ban_end: bool) -> int:
-        return 97
-
-    def trim(self, slot: int, num_tokens: int, checkpoint: FakeCheckpoint | None = None) -> bool:
-        return True
-
-    def state_bytes(self, slot: int) -> int:
-        return 0
 
 
 class World:
@@ -56,7 +40,12 @@ class World:
 
     def submit(self, number: int) -> None:
         for _ in range(number):
-            params = {"max_tokens": next(self.lengths), "ignore_eos": True, "submitted_at": 0.0, **self.params}
+            params = {
+                "max_tokens": next(self.lengths),
+                "ignore_eos": True,
+                "submitted_at": time.monotonic(),
+                **self.params,
+            }
             request = Request(str(next(IDS)), (*next(self.families), *self.own_tokens()), **params)
             handle = Handle(request, lambda _handle, _reason: None, None, plan=request.sampling)
             assert self.core.inbox.submit(Command("submit", handle))
@@ -143,3 +132,18 @@ def test_end_of_one_that_waits_costs_no_more_when_many_wait(shares: bool, params
             world.core.inbox.put(Command("cancelled", handle))
         costs.append(operations(world.core.step) - idle)
     assert costs[1] <= SAME * costs[0]
+
+
+def test_step_serves_a_bounded_number_of_those_that_come_and_end_together() -> None:
+    world = World(max_tokens=100, timeout_s=1e6)
+    world.submit(SLOTS + 2 * MOST_AT_ONCE)
+    waiting = []
+    for _ in range(3):
+        world.core.step()
+        waiting.append(world.core.scheduler.num_waiting)
+    assert waiting == [MOST_AT_ONCE - SLOTS, 2 * MOST_AT_ONCE - SLOTS, 2 * MOST_AT_ONCE]
+    world.core._expire(1e12)
+    assert world.core.scheduler.num_waiting >= MOST_AT_ONCE
+    for _ in range(2):
+        world.core._expire(1e12)
+    assert all(handle.result(0).finish_reason == "timeout" for handle in world.handles)

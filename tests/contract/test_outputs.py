@@ -1,0 +1,63 @@
+"""Every slot reads the row of logits that llama.cpp made for it, in whatever order, and the likeliest token of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import llama_cpp.llama_cpp as lib
+import numpy as np
+import pytest
+
+from cellama.engine import EngineOptions, SamplingParams
+from cellama.engine.backend import Chunk
+from cellama.engine.bundled import TINY_PATH
+from cellama.engine.llama.context import LlamaBackend
+from cellama.engine.llama.model import LlamaModel
+
+SLOTS = 4
+STEPS = [[0, 1, 2, 3], [0, 1, 2, 3], [0, 3], [1, 2], [2], [0, 1, 3]]  # slots that decode; gaps are passes of their own
+
+
+@pytest.fixture
+def backend() -> Iterator[LlamaBackend]:
+    options = EngineOptions(threads=1, n_parallel=SLOTS, ctx_per_slot=256, kv_layout="partitioned")
+    backend = LlamaBackend(LlamaModel(TINY_PATH), options)
+    yield backend
+    backend.close()
+
+
+def decode(backend: LlamaBackend, slots: list[int], lengths: list[int]) -> list[int]:
+    """A decode call in which slots have chunks of different lengths; the batch row of each slot's last token."""
+    chunks = [Chunk(slot, lengths[slot], [40 + slot + i for i in range(1 + slot % 2)], True) for slot in slots]
+    backend.decode(chunks)
+    for chunk in chunks:
+        lengths[chunk.slot] += len(chunk.tokens)
+    return list(np.cumsum([len(chunk.tokens) for chunk in chunks]) - 1)
+
+
+@pytest.mark.parametrize("asked", [SLOTS, 1])
+def test_slots_read_their_own_rows(backend: LlamaBackend, asked: int) -> None:
+    lengths = [0] * SLOTS
+    for slots in STEPS:
+        rows = decode(backend, slots, lengths)
+        found = [backend.likeliest(slot) for slot in slots[:asked]]  # of all together once most are asked for
+        for slot, row in zip(slots, rows, strict=True):
+            address = lib.llama_get_logits_ith(backend.context, int(row))
+            expected = np.ctypeslib.as_array(address, (backend.n_vocab,))
+            assert (backend.logits(slot) == expected).all()
+        assert found == [int(backend.logits(slot).argmax()) for slot in slots[:asked]]
+    with pytest.raises(KeyError):
+        backend.logits(2)
+
+
+def test_greedy_sampler_never_ends_a_text_that_may_not_end(backend: LlamaBackend) -> None:
+    plan, lengths = backend.prepare(SamplingParams(temperature=0)), [0] * SLOTS
+    (end,) = list(backend.vocabulary.end_tokens)[:1]
+    for _ in range(3):
+        decode(backend, [0, 1], lengths)
+        backend.logits(0)[end] = np.inf
+        assert backend.new_sampler(plan, 0, (), ban_end=False).sample(0)[0] == end
+        second = backend.logits(0).copy()
+        second[sorted(backend.vocabulary.end_tokens)] = -np.inf
+        assert backend.new_sampler(plan, 0, (), ban_end=True).sample(0)[0] == int(second.argmax())
+        backend.likeliest(1)
