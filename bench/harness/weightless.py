@@ -29,7 +29,7 @@ class Weightless(FakeBackend):
     def trim(self, slot: int, num_tokens: int, checkpoint: FakeCheckpoint | None = None) -> bool:
         return True
 
-    def copy(self, source: int, target: int, num_tokens: int) -> bool:
+    def copy(self, source: int, target: int, num_tokens: int, checkpoint: FakeCheckpoint | None = None) -> bool:
         return True
 
     def state_bytes(self, slot: int) -> int:
