@@ -4,6 +4,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# More than the usual two cores: tests wait more than they compute.
+TEST_PROCESSES ?= 3
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check docs bench clean
@@ -14,8 +16,10 @@ help: ## Show what there is
 demo: $(VENV)/.run ## Run the main job: Redis, a worker with the bundled model, streams, a bulk run
 	$(BIN)/cellama demo
 
+# Else each of some hundred processes that tests start compiles our modules again.
+test: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/.dev check ## Check the code and run all tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist worksteal --tb short
 
 check: $(VENV)/.dev ## Lint, types, import contracts
 	.ci/check

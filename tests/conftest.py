@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ import psutil
 import pytest
 from redis import Redis
 
-from cellama.api.machine.redis_server import RedisServer, free_port
+from cellama.api.machine.redis_server import LOOPBACK, RedisServer
 from cellama.bench.harness import pace
 from cellama.config import get_settings
 from cellama.tasks.connection.connections import connect
@@ -31,7 +32,9 @@ MODELS = json.dumps([{"id": "tiny", "source": "bundled://tiny", "n_parallel": SL
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
-REDIS_PORT = free_port()
+RESERVED = socket.socket()  # nobody else is given its port until the Redis of the test run takes it
+RESERVED.bind((LOOPBACK, 0))
+REDIS_PORT = RESERVED.getsockname()[1]
 CACHE = Path(__file__).parents[1] / "build" / "test-cache"  # nothing that a person has tuned counts in tests
 
 
@@ -44,7 +47,24 @@ def pytest_configure() -> None:
         del os.environ[name]
     os.environ["CELLAMA_REDIS_URL"] = f"redis://127.0.0.1:{REDIS_PORT}/0"
     os.environ["XDG_CACHE_HOME"] = str(CACHE)
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # llama.cpp's threads wait without taking a core from others
     get_settings.cache_clear()
+
+
+def pytest_unconfigure() -> None:
+    RESERVED.close()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The last lines tell what failed and why, a line each: pytest's own are cut off, or in CI have whole logs."""
+    failed = [*terminalreporter.getreports("failed"), *terminalreporter.getreports("error")]
+    if failed:
+        terminalreporter.section("failed")
+    for report in failed:
+        crash = getattr(report.longrepr, "reprcrash", None)
+        reason = crash.message if crash else str(report.longrepr)
+        terminalreporter.line(f"FAILED {report.nodeid} - {' '.join(reason.split())[:200]}")
 
 
 def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = PATIENCE_S) -> Any:
@@ -137,6 +157,7 @@ class WorkerProcess:
 
 @pytest.fixture(scope="session")
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    RESERVED.close()
     with RedisServer.start(tmp_path_factory.mktemp("redis"), port=REDIS_PORT) as server:
         yield server
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -120,21 +121,20 @@ def test_any_payload_is_a_job_or_invalid(
     assert len(problem.encode()) < 4000  # it is told as JSON
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"prompt": [True] * limits.MAX_PROMPT_TOKENS},
-        {"prompt": [1] * (limits.MAX_PROMPT_TOKENS + 1)},
-        {"json_schema": deep(1_000_000)},
-        {"stop": [1] * 1_000_000},
-        {"logit_bias": {str(number): 1 for number in range(1_000_000)}},
-        {"prompt": "x" * 50_000_000},
-    ],
-    ids=lambda values: next(iter(values)),
-)
-def test_large_payload_is_refused(values: dict[str, Any]) -> None:
+LARGE: dict[str, Callable[[], dict[str, Any]]] = {  # built when they are needed: they take 100s of MB
+    "prompt of what are no tokens": lambda: {"prompt": [True] * limits.MAX_PROMPT_TOKENS},
+    "prompt of tokens": lambda: {"prompt": [1] * (limits.MAX_PROMPT_TOKENS + 1)},
+    "prompt": lambda: {"prompt": "x" * 50_000_000},
+    "json_schema": lambda: {"json_schema": deep(1_000_000)},
+    "stop": lambda: {"stop": [1] * 1_000_000},
+    "logit_bias": lambda: {"logit_bias": {str(number): 1 for number in range(1_000_000)}},
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_large_payload_is_refused(name: str) -> None:
     with pytest.raises(InvalidJob):
-        parse_job(GenerateJob, (), (), {"model": "m", "prompt": "p", **values})
+        parse_job(GenerateJob, (), (), {"model": "m", "prompt": "p", **LARGE[name]()})
 
 
 LIMITED = {
