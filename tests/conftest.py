@@ -19,7 +19,7 @@ import psutil
 import pytest
 from redis import Redis
 
-from cellama.api.machine.redis_server import LOOPBACK, RedisServer
+from cellama.api.machine.redis_server import LOOPBACK, RedisServer, die_with_parent
 from cellama.bench.harness import pace
 from cellama.config import get_settings
 from cellama.tasks.connection.connections import connect
@@ -108,7 +108,12 @@ class WorkerProcess:
         argv = [sys.executable, "-m", "celery", "-A", "cellama.tasks.app", "worker", "-n", f"{name}@%h"]
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(
-                [*argv, "--without-gossip", "--without-mingle"], cwd=folder, env=environment, stdout=log, stderr=log
+                [*argv, "--without-gossip", "--without-mingle"],
+                cwd=folder,
+                env=environment,
+                stdout=log,
+                stderr=log,
+                preexec_fn=die_with_parent,  # however the test run ends
             )
 
     def wait_ready(self) -> WorkerProcess:

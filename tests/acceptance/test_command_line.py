@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from cellama.api.machine.redis_server import free_port
+from cellama.api.machine.redis_server import die_with_parent, free_port
 from cellama.bench.harness import pace
 
 from ..conftest import MODELS, PATIENCE_S, clean_environment, descendants, paced, wait_until
@@ -65,7 +65,9 @@ def up(folder: Path) -> Iterator[Machine]:
     ) | {pace.PACE_FILE: str(folder / "pace")}
     with (folder / "up.log").open("w") as log:
         argv = [*CELLAMA, "up", "--flower-port", str(flower_port)]
-        process = subprocess.Popen(argv, cwd=folder, env=environment, stdout=log, stderr=log, text=True)
+        process = subprocess.Popen(
+            argv, cwd=folder, env=environment, stdout=log, stderr=log, text=True, preexec_fn=die_with_parent
+        )
     machine = Machine(folder, environment, flower_port, process)
     try:
         wait_until(lambda: "cellama is up" in machine.output() or process.poll() is not None, "cellama up")
