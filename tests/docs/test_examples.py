@@ -53,9 +53,10 @@ def started(argv: list[str], folder: Path, log: Path, **variables: str) -> Itera
 class Site:
     """A web server of an example."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, process: subprocess.Popen[bytes]) -> None:
         self.port = port
-        wait_until(self._answers, "the web server")
+        wait_until(lambda: self._answers() or process.poll() is not None, "the web server")
+        assert process.poll() is None, "the web server ended"
 
     def _answers(self) -> bool:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=5):
@@ -83,22 +84,22 @@ def events_in(text: str) -> list[dict[str, Any]]:
 def fastapi_site(worker: WorkerProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     port, log = free_port(), tmp_path_factory.mktemp("fastapi") / "log"
     argv = [sys.executable, "-m", "uvicorn", "app:app", "--port", str(port)]
-    with started(argv, EXAMPLES / "fastapi_sse", log):
-        yield Site(port)
+    with started(argv, EXAMPLES / "fastapi_sse", log) as server:
+        yield Site(port, server)
 
 
 @pytest.fixture(scope="module")
 def django_site(worker: WorkerProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     port, logs, folder = free_port(), tmp_path_factory.mktemp("django"), EXAMPLES / "django_site"
     celery = [sys.executable, "-m", "celery", "-A", "config", "worker", "-P", "solo", "-Q", "site", "-n", "site@%h"]
-    server = [sys.executable, "-m", "django", "runserver", "--noreload", str(port)]
+    argv = [sys.executable, "-m", "django", "runserver", "--noreload", str(port)]
     settings = {"DJANGO_SETTINGS_MODULE": "config.settings", "PYTHONPATH": str(folder)}
     quiet = ["--without-gossip", "--without-mingle"]
     with (
         started([*celery, *quiet], folder, logs / "celery", **settings),
-        started(server, folder, logs / "server", **settings),
+        started(argv, folder, logs / "server", **settings) as server,
     ):
-        yield Site(port)
+        yield Site(port, server)
 
 
 def test_fastapi_example_streams_a_story_and_a_reader_goes_on_where_it_was(fastapi_site: Site) -> None:
