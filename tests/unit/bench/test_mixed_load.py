@@ -7,6 +7,8 @@ from collections import Counter
 
 import pytest
 
+from cellama.bench.benchmarks.load.at_once import FULL, AtOnce, targets
+from cellama.bench.benchmarks.load.full_passes import Rates
 from cellama.bench.harness.mixed_load import (
     NEW_TOKENS,
     NUM_FAMILIES,
@@ -18,6 +20,7 @@ from cellama.bench.harness.mixed_load import (
     sizes,
 )
 from cellama.bench.harness.workloads import Line, trie_optimum
+from cellama.bench.peers.offline_peers import Outcome
 
 
 def test_load_has_mixed_lengths_within_its_bounds() -> None:
@@ -73,3 +76,28 @@ def test_sizes_count_what_full_passes_have_to_compute() -> None:
     assert found.longest == 9
     assert found.mean_context == round((2 * 5 + 6 * 6) / 8)
     assert found.mean_position == round((4 * 2 + 1 * 2.5) / 5)
+
+
+def test_ratios_of_what_came_at_once_are_over_the_best_server_and_full_passes() -> None:
+    found = AtOnce(sizes(flat(conversations(Shape(20)))))
+    times = {
+        "engine alone": [11.0, 9.0, 10.0],
+        "llama-server -np 16": [30.0],
+        "llama-server -np 32": [15.0],
+        FULL: [8.0],
+    }
+    for who, seconds in times.items():
+        for each in seconds:
+            found.note(who, 16, Outcome(20, each, found.load.trie_tokens))
+    assert found.best_server == "llama-server -np 32"
+    ratios = found.ratios()
+    assert ratios == pytest.approx(
+        {"at once: engine alone over full passes": 0.8, "at once: engine alone over the best llama-server": 1.5}
+    )
+    assert list(targets(ratios).values()) == [">= 0.9", ">= 1.4"]
+    assert found.requests_per_s("llama-server -np 32") == pytest.approx(20 / 15)
+
+
+def test_full_passes_take_what_has_to_be_computed_at_their_rates() -> None:
+    load = sizes([Line("a", (1, 2, 3, 4), 2), Line("b", (1, 2, 5), 6)])
+    assert Rates(decode=3.0, prefill=10.0).seconds(load) == pytest.approx(6 / 3 + 5 / 10)
