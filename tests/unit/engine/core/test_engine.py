@@ -54,7 +54,7 @@ def test_engine_mixes_decode_and_prefill_in_one_step(make_engine: MakeEngine) ->
     mixed = [s for s in stats if s.decode_tokens and s.prefill_tokens]
     assert mixed
     assert all(s.batch_size == s.decode_tokens + s.prefill_tokens <= 64 for s in stats)
-    assert engine.snapshot().mixed_steps == len(mixed)
+    assert wait_until(lambda: engine.snapshot().mixed_steps == len(mixed), "a snapshot after the last step")
 
 
 def test_engine_events_are_started_then_text_then_one_end(make_engine: MakeEngine) -> None:
