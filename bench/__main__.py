@@ -33,6 +33,7 @@ ROOMS = {
     "service": {
         "enqueue": "jobs into Redis: one by one, from threads, in bulk, and by plain Celery",
         "queue_tax": "jobs through Celery and Redis against requests given to the engine",
+        "small_jobs": "jobs that are next to nothing, beside no-ops of plain Celery",
         "urgent": "an urgent job while a worker is full of bulk jobs and more wait",
         "cancel": "from a cancel to the end, wherever the job is",
     },

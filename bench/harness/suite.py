@@ -22,6 +22,7 @@ SHORT = {
     "python_time": "--slots 1 8 --contexts 1024 4096 --new 16 --waiting 0 1000 --crowd-slots 32",
     "interactive": "--slots 8 --prompt 64 --samples 2",
     "queue_tax": "--slots 8 --requests 16 --new 32 --samples 3 --rounds 1",
+    "small_jobs": "--jobs 100 --rounds 1 --slots 8",
     "urgent": "--slots 8 --bulk 24 --prompt 64 --new 100 --samples 2 --pause 0.5",
     "cancel": "--prompt 600 --chunk 64 --samples 1",
     "chaos": "--scenarios kills poison --jobs 40 --new 200 --kills 2 --period 2",

@@ -1,0 +1,164 @@
+"""What a worker needs for jobs that are next to nothing, beside plain Celery and a task that does nothing at all.
+
+The jobs wait in Redis while the worker is stopped (SIGSTOP), so nobody else needs a processor once it goes on. The time
+is from there to the last result. All workers are up all the time; rounds take turns, and the median counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+
+from cellama.bench.harness.report import Report
+from cellama.bench.harness.service import Service, wait_until
+from cellama.bench.peers.noop import noop_worker
+
+MODEL = "bundled://tiny"
+POLL_S = 0.005
+LOOK = 50  # jobs that a poll looks at, the oldest that had not ended
+LIKE_OURS, DEFAULTS = "no-op of plain Celery, threads and acks as here", "no-op of plain Celery, its defaults"
+TARGETS = ("embed, 1 text", "generate, 1 token")
+TEXT = "A short text, number {}"
+
+Queue = Callable[[Sequence[str]], list[str]]
+
+
+@dataclass(frozen=True)
+class Way:
+    """Jobs of one kind, and the process that does them."""
+
+    name: str
+    pid: int
+    queue: Queue
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--jobs", type=int, default=1500, help="of each way, per round")
+    parser.add_argument("--slots", type=int, default=32)
+    parser.add_argument("--threads", type=int, default=1, help="of the engine")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ways", nargs="+", metavar="TEXT", help="only those whose name has one of these texts in it")
+
+
+def run(args: argparse.Namespace) -> Report:
+    source = str(args.model) if args.model else MODEL
+    model = {"id": "bench", "source": source, "n_parallel": args.slots, "default": True, "threads": args.threads}
+    model |= {"batch_strategy": "adaptive", "ctx_per_slot": 256, "capabilities": ["generate", "embed"]}
+    measured: dict[str, list[tuple[float, float, float]]] = {}
+    with tempfile.TemporaryDirectory() as folder, Service(Path(folder), [model]) as service, ExitStack() as peers:
+        pid = service.processes[service.start_worker()].pid
+        service.wait_ready()
+        ways = [*_peers(Path(folder), service, args.slots, peers), *_ours(pid)]
+        ways = [way for way in ways if any(part in way.name for part in args.ways or [""])]
+        for way in ways:  # connections, scripts, threads
+            _measure(service.redis, way, 2 * args.slots)
+        for _ in range(args.rounds):
+            for way in ways:
+                measured.setdefault(way.name, []).append(_measure(service.redis, way, args.jobs))
+    os.environ.pop("CELLAMA_MODELS", None)
+    rows = [{"way": name, **_row(found)} for name, found in measured.items()]
+    rates = {row["way"]: row["jobs/s"] for row in rows}
+    ratios = {
+        f"{name} over {peer}": rates[name] / rates[peer]
+        for peer in (LIKE_OURS, DEFAULTS)
+        if peer in rates
+        for name in rates
+        if name != peer and name != DEFAULTS
+    }
+    caveats = ["worker CPU is of all threads and children of the worker, that of the model among it; Redis has its own"]
+    return Report(rows, ratios, {f"{name} over {LIKE_OURS}": ">= 0.8" for name in TARGETS}, caveats)
+
+
+def _peers(folder: Path, service: Service, threads: int, peers: ExitStack) -> Iterator[Way]:
+    """Starts the workers of plain Celery."""
+    for name, number in ((LIKE_OURS, threads), (DEFAULTS, None)):
+        process, submit = peers.enter_context(noop_worker(folder, service.redis_server.url, threads=number))
+        way = Way(name, process.pid, lambda texts, submit=submit: [submit(text) for text in texts])
+        _wait_ready(service.redis, way)
+        yield way
+
+
+def _wait_ready(redis: Any, way: Way) -> None:
+    """Until the worker has done a job."""
+    ids = way.queue([""])
+    wait_until(lambda: not _unfinished(redis, ids), way.name)
+
+
+def _ours(pid: int) -> Iterator[Way]:
+    from cellama.tasks import embed, generate
+
+    def embed_all(texts: Sequence[str]) -> list[str]:
+        return embed.apply_many((("bench", text), {}) for text in texts)
+
+    def generating(num_new: int, stream: bool) -> Queue:
+        params = {"max_tokens": num_new, "temperature": 0, "ignore_eos": True, "stream": stream}
+        return lambda texts: generate.apply_many((("bench", text), params) for text in texts)
+
+    yield Way("embed, 1 text", pid, embed_all)
+    for num_new in (1, 16):
+        for stream in (False, True):
+            name = f"generate, {num_new} token" + "s" * (num_new > 1) + ", stream" * stream
+            yield Way(name, pid, generating(num_new, stream))
+
+
+def _measure(redis: Any, way: Way, num_jobs: int) -> tuple[float, float, float]:
+    """Jobs per second; ms of processor per job of the worker and of Redis."""
+    os.kill(way.pid, signal.SIGSTOP)
+    try:
+        ids = way.queue([TEXT.format(number) for number in range(num_jobs)])
+        before, redis_before = _cpu_s(way.pid), _redis_cpu_s(redis)
+        started = time.monotonic()
+    finally:
+        os.kill(way.pid, signal.SIGCONT)
+    while ids := _unfinished(redis, ids):
+        if time.monotonic() - started > 300:
+            raise RuntimeError(f"{len(ids)} jobs of {way.name} have not ended")
+        time.sleep(POLL_S)
+    seconds = time.monotonic() - started
+    time.sleep(0.3)  # acks and events that come after the last result
+    each = 1e3 / num_jobs
+    return num_jobs / seconds, (_cpu_s(way.pid) - before) * each, (_redis_cpu_s(redis) - redis_before) * each
+
+
+def _unfinished(redis: Any, ids: list[str]) -> list[str]:
+    """Those that have not ended; jobs end about in their order, so only the first ones are looked at."""
+    with redis.pipeline(transaction=False) as pipe:
+        for job_id in ids[:LOOK]:
+            pipe.getrange(f"celery-task-meta-{job_id}", 0, 30)
+        states = pipe.execute()
+    if b"FAILURE" in b"".join(states):
+        raise RuntimeError(f"a job failed: {states}")
+    return [job_id for job_id, state in zip(ids, states, strict=False) if b"SUCCESS" not in state] + ids[LOOK:]
+
+
+def _cpu_s(pid: int) -> float:
+    process = psutil.Process(pid)
+    times = [each.cpu_times() for each in (process, *process.children(recursive=True))]
+    return float(sum(each.user + each.system for each in times))
+
+
+def _redis_cpu_s(redis: Any) -> float:
+    used = redis.info("cpu")
+    return float(used["used_cpu_user"] + used["used_cpu_sys"])
+
+
+def _row(found: Sequence[tuple[float, float, float]]) -> dict[str, float]:
+    rates, worker, redis = zip(*found, strict=True)
+    return {
+        "jobs/s": median(rates),
+        "least": min(rates),
+        "most": max(rates),
+        "worker CPU ms/job": median(worker),
+        "Redis CPU ms/job": median(redis),
+    }

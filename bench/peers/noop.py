@@ -1,0 +1,65 @@
+"""What plain Celery makes of a task that does nothing: the least that a job through Celery and Redis costs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from celery import Celery
+
+from cellama.api.machine.redis_server import die_with_parent
+
+URL, LIKE_OURS = "NOOP_REDIS_URL", "NOOP_LIKE_OURS"
+TASK = "noop.nothing"
+OURS = {  # what our workers set, too
+    "task_acks_late": True,
+    "task_track_started": True,
+    "worker_prefetch_multiplier": 1,
+    "worker_send_task_events": True,
+    "task_send_sent_event": True,
+    "result_backend_thread_safe": True,
+    "worker_deduplicate_successful_tasks": True,
+}
+
+Submit = Callable[[str], str]
+
+app = Celery("noop", broker=os.environ.get(URL), backend=os.environ.get(URL), set_as_current=False)
+app.conf.update({"task_default_queue": os.environ.get(LIKE_OURS, "") + "noop", "worker_hijack_root_logger": False})
+if os.environ.get(LIKE_OURS):
+    app.conf.update(OURS)
+
+
+@app.task(name=TASK)  # type: ignore[untyped-decorator]
+def nothing(text: str) -> None:
+    """Does nothing."""
+
+
+@contextlib.contextmanager
+def noop_worker(
+    folder: Path, url: str, *, threads: int | None = None
+) -> Iterator[tuple[subprocess.Popen[bytes], Submit]]:
+    """A worker, and what gives it a job and tells the job's id. With `threads`, its pool and its settings are as ours
+    are, else they are Celery's own."""
+    mark = "like-ours-" if threads else ""
+    producer = Celery(broker=url, backend=url, set_as_current=False)
+    argv = [sys.executable, "-m", "celery", "-A", "cellama.bench.peers.noop", "worker", "-n", f"{mark}noop@bench"]
+    argv += ["--pool", "threads", "--concurrency", str(threads), "--without-gossip"] if threads else []
+    with (folder / f"{mark}noop.log").open("wb") as log:
+        process = subprocess.Popen(
+            argv,
+            env={**os.environ, URL: url, LIKE_OURS: mark},
+            stdout=log,
+            stderr=log,
+            preexec_fn=die_with_parent,
+            cwd=folder,
+        )
+    try:
+        yield process, lambda text: str(producer.send_task(TASK, (text,), queue=f"{mark}noop"))
+    finally:
+        process.terminate()
+        process.wait(60)
+        producer.close()
