@@ -56,6 +56,7 @@ class JobTask(Task):  # type: ignore[misc]
     kind: Kind
     Request = "cellama.tasks.broker.message:JobRequest"
     Strategy = "cellama.tasks.broker.plain_messages:strategy"
+    track_started = False  # the ledger's script tells Celery of it, when the attempt has begun
     throws = (JobFailed,)  # expected: Celery logs one line, without a trace
 
     @classmethod

@@ -46,6 +46,8 @@ from cellama.tasks.state.ledger import new_run
 from cellama.tasks.state.records import DEAD, Attempt, Ending
 from cellama.tasks.state.registry import KEPT_S, live_workers
 
+from .celery_words import celery_end_of, settle, started_for_celery
+
 if TYPE_CHECKING:
     from cellama.tasks.worker.runtime import Runtime
 
@@ -76,6 +78,7 @@ class JobAttempt:
         self.attempt: Attempt
         self.ended: Future[bool]  # whether the terminal event of this run counts
         self.engine_ends_stream = False
+        self.celery_end = celery_end_of(task, self.control)
         self.past = Past()
         self._held = contextlib.ExitStack()  # the model, until the run ends
         self.submitted_at = time.monotonic()  # once it has begun, as Redis' clock has it
@@ -98,7 +101,10 @@ class JobAttempt:
             raise Reject("the worker ends", requeue=True)
         ledger, worker, request = self.runtime.ledger, self.runtime.incarnation, self._task.request
         token = getattr(request, TOKEN_HEADER, "")  # Celery makes attributes of message headers
-        attempt = self._reaching_redis(lambda: ledger.begin(self.job_id, run, worker, token=token, alone=alone))
+        started = started_for_celery(self._task)
+        attempt = self._reaching_redis(
+            lambda: ledger.begin(self.job_id, run, worker, token=token, alone=alone, started=started)
+        )
         self.submitted_at = time.monotonic() - attempt.waited_s
         return attempt
 
@@ -117,9 +123,16 @@ class JobAttempt:
             self.past = self._reaching_redis(lambda: read_past(self.runtime.redis, self.job_id))
         with self.runtime.running(attempt, self.control), self._held:
             self.ended = self.runtime.publisher.open(
-                attempt, self.past.next_seq, streams=streams, started=self.past.started, on_token=on_token
+                attempt,
+                self.past.next_seq,
+                streams=streams,
+                started=self.past.started,
+                on_token=on_token,
+                celery_end=self.celery_end,
             )
-            return self._execute(body)
+            result = self._execute(body)
+            settle(self._task, self.celery_end, self.control)
+            return result
 
     def _reaching_redis(self, action: Callable[[], T]) -> T:
         """Waits out an outage of Redis; the worker's end hands the job back, and limits end it.

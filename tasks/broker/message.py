@@ -8,6 +8,7 @@ from typing import Any
 
 from celery.utils.time import maybe_make_aware
 from celery.worker.request import Request
+from kombu.asynchronous import get_event_loop
 from redis.exceptions import RedisError
 
 from cellama.tasks.state.ledger import Ledger
@@ -71,10 +72,13 @@ class JobRequest(Request):  # type: ignore[misc]
         """Gives back the place that the message takes among those that this worker may hold, and nothing else."""
         self._message.channel.qos.forget(self._message)
         self.acknowledged = True
+        if (hub := get_event_loop()) is not None:
+            hub.call_soon(_look_for_room)
 
     def acknowledge(self) -> None:
         if self._claim_settlement():
-            if self._is_superseded:
+            control = self._control
+            if self._is_superseded or (control is not None and control.is_settled):
                 self._forget_message()
             else:
                 super().acknowledge()
@@ -91,3 +95,7 @@ class JobRequest(Request):  # type: ignore[misc]
         control = self._control
         if control is not None:
             control.interrupt(Interruption.HANDED_BACK)
+
+
+def _look_for_room() -> None:
+    """Nothing: the event loop looks at each of its turns for what there is room for, and this makes it turn."""

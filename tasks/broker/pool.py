@@ -43,6 +43,7 @@ class JobControl:
     def __init__(self, number: int) -> None:
         self.number = number
         self.interruption: Interruption | None = None
+        self.is_settled = False  # Redis has the job's end and result, and its message is gone
         self._stop: Callable[[Interruption], None] | None = None
         self._ended = False
         self._lock = threading.Lock()

@@ -17,7 +17,10 @@ from cellama.config import mask_url
 from cellama.tasks.connection.connections import SOCKET_OPTIONS, connect
 from cellama.tasks.contract.keys import job_key
 from cellama.tasks.state.encoding import encode
+from cellama.tasks.state.records import Stored
 from cellama.tasks.state.scripts import run_script
+
+IS_STORED = "cellama_is_stored"  # of a task's request: its result is in Redis
 
 
 class ResultBackend(RedisBackend):  # type: ignore[misc]
@@ -37,9 +40,13 @@ class ResultBackend(RedisBackend):  # type: ignore[misc]
     def _store_result(
         self, task_id: str, result: Any, state: str, traceback: Any = None, request: Any = None, **_: Any
     ) -> Any:
-        """What Celery does here (KeyValueStoreBackend), retried as it does. Raises BackendStoreError."""
-        meta = self._get_result_meta(result=result, state=state, traceback=traceback, request=request)
-        value = self._encoded({**meta, "task_id": task_id})
+        """What Celery does here (KeyValueStoreBackend), retried as it does. Raises BackendStoreError.
+
+        A result that was stored with the last event of its job (`celery_end`) is there already.
+        """
+        if getattr(request, IS_STORED, False) and state == states.SUCCESS:
+            return result
+        value = self._value(task_id, result, state, traceback, request)
         if len(value) > self._MAX_STR_VALUE_SIZE:
             raise BackendStoreError("value too large for Redis backend", state=state, task_id=task_id)
         expires = self.failure_expires if state == states.FAILURE else self.expires
@@ -47,6 +54,15 @@ class ResultBackend(RedisBackend):  # type: ignore[misc]
         args = [value, expires or "", task_id if state in states.READY_STATES else "", int(state == states.SUCCESS)]
         self.ensure(self._run, (keys, args))
         return result
+
+    def stored(self, task_id: str, result: Any, state: str, request: Any) -> Stored:
+        """What stands in Redis in this state of a task, to be stored by somebody else. Raises as `encode`."""
+        value = self._value(task_id, result, state, None, request)
+        return Stored(value if isinstance(value, bytes) else value.encode(), self.expires)
+
+    def _value(self, task_id: str, result: Any, state: str, traceback: Any, request: Any) -> bytes | str:
+        meta = self._get_result_meta(result=result, state=state, traceback=traceback, request=request)
+        return self._encoded({**meta, "task_id": task_id})
 
     def _encoded(self, meta: dict[str, Any]) -> bytes | str:
         """As Celery does; numbers by the million are JSON already."""

@@ -74,6 +74,11 @@ def waiting_score(priority: int, submitted_at: float) -> float:
     return priority * PRIORITY_WEIGHT + submitted_at
 
 
+def result_key(job_id: str) -> str:
+    """Where Celery keeps a result (celery.backends.base: task_keyprefix)."""
+    return f"celery-task-meta-{job_id}"
+
+
 def events_channel(job_id: str, database: int) -> str:
     return f"cellama:events:{database}:{job_id}"
 

@@ -11,7 +11,7 @@ from cellama.tasks.contract.errors import JobFailed
 from cellama.tasks.contract.events import Event, Foundation, OutputEvent, numbered
 from cellama.tasks.contract.shapes.results import Result
 from cellama.tasks.state.history import outputs_of_line
-from cellama.tasks.state.records import Attempt, Entry
+from cellama.tasks.state.records import Attempt, CeleryEnd, Entry
 
 STRIDE = 8  # tokens per event of a job that does not stream
 
@@ -41,18 +41,34 @@ class RunEvents:
     streams: bool
     started: bool
     on_token: Callable[[], None]
+    celery_end: CeleryEnd | None = None
     on_line: Callable[[int], None] = lambda line: None
     closed: bool = False  # no more events are taken
     details: Foundation = field(default_factory=lambda: Foundation())  # more for its `started`
     failure: JobFailed | None = None  # that ended it here, whatever the engine goes on to tell
     ended: Future[bool] = field(default_factory=Future)
+    _last_result: Result | None = None  # that Celery has with the last event
     _gathered: dict[int, list[OutputEvent]] = field(default_factory=dict)  # of a job that does not stream, by index
 
     def entry(self, event: Event, result: Result | None = None) -> Entry:
         """The event with the next number. Raises what it means that it can't be written; the number stays free then."""
-        entry = Entry(self.attempt.job_id, self.attempt.run, numbered(event, self.next_seq), result)
+        fence, told = (self.attempt.job_id, self.attempt.run), numbered(event, self.next_seq)
+        if result is not None and self.celery_end and (stored := self.celery_end.stored(result)) is not None:
+            entry = Entry(*fence, told, None, stored, self.celery_end.token)
+            self._last_result = result
+        else:
+            entry = Entry(*fence, told, result)
         self.next_seq += 1
         return entry
+
+    def end(self) -> None:
+        """Its last event is in Redis."""
+        if self.celery_end is not None:
+            self.celery_end.result = self._last_result
+        if self.failure is None:
+            self.ended.set_result(True)
+        else:
+            self.ended.set_exception(self.failure)
 
     def gather(self, event: OutputEvent) -> Iterator[OutputEvent]:
         """The event to write instead of this one and those before, if there are enough tokens.

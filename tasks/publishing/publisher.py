@@ -24,7 +24,7 @@ from cellama.tasks.contract.errors import JobFailed
 from cellama.tasks.contract.events import Event, Foundation, LineEvent
 from cellama.tasks.contract.shapes.results import Result
 from cellama.tasks.state.ledger import Ledger
-from cellama.tasks.state.records import Attempt, Entry
+from cellama.tasks.state.records import Attempt, CeleryEnd, Entry
 
 from .attempt_events import Order, RunEvents
 from .pages import MAX_BATCH, Numbered, pages
@@ -76,13 +76,14 @@ class Publisher:
         streams: bool = True,
         started: bool = False,
         on_token: Callable[[], None] = lambda: None,
+        celery_end: CeleryEnd | None = None,
     ) -> Future[bool]:
         """Takes the events of a run from now on. The future tells whether its terminal event counts.
 
         It raises JobFailed if the run was ended here, with that error, because an event of it could not be written.
-        `on_token` is called, on this thread, once its first token is in Redis.
+        `on_token` is called, on this thread, once its first token is in Redis. By `celery_end` Celery hears of its end.
         """
-        run = RunEvents(attempt, next_seq, streams, started, on_token)
+        run = RunEvents(attempt, next_seq, streams, started, on_token, celery_end)
 
         def register() -> Told:
             self._runs[attempt.run_id] = run
@@ -274,10 +275,8 @@ class Publisher:
 
     def _settle_end(self, run_id: str, run: RunEvents) -> None:
         del self._runs[run_id]
-        if run.failure is None:
-            run.ended.set_result(True)
-        else:
-            run.ended.set_exception(run.failure)  # first: who is interrupted asks for it
+        run.end()  # first: who is interrupted asks for it
+        if run.failure is not None:
             self._interrupt(run_id, Interruption.FAILED)
 
     def _give_up(self, run_id: str, reason: Interruption = Interruption.SUPERSEDED) -> None:

@@ -23,6 +23,7 @@ from cellama.tasks.contract.keys import (
     events_channel,
     job_key,
     journal_key,
+    result_key,
     waiting_key,
 )
 from cellama.tasks.contract.kinds import KINDS
@@ -30,7 +31,7 @@ from cellama.tasks.contract.shapes.results import Result
 
 from .encoding import encode
 from .history import read_past
-from .records import Attempt, DeadJob, Ending, Entry, State, Submission, Taken
+from .records import Attempt, DeadJob, Ending, Entry, State, Stored, Submission, Taken
 from .scripts import run_script
 
 PLACE_STEP_S = 2e-4  # between jobs that are queued at once: as near as scores of `waiting_score` can be told apart
@@ -155,16 +156,18 @@ class Ledger:
         *,
         token: str | None = None,
         alone: bool = False,
+        started: Stored | None = None,
     ) -> Attempt:
         """This worker runs the job from now on, unless the verdict says otherwise.
 
         `run` tells this attempt from all others, so that it may be asked for again. `token` is that of the message:
         only its holder may begin (None is not checked). The verdict is "suspect", and nothing has begun, if the last
         attempt ended without a token and without an end, because that may have ended its worker, and this one would
-        not be `alone`.
+        not be `alone`. `started` is what Celery is told if it has begun.
         """
-        args = [run, worker, MAX_ATTEMPTS, int(alone), "any" if token is None else token]
-        reply: Any = run_script(self._redis, "begin", [job_key(job_id), cancel_key(job_id)], args)
+        args = [run, worker, MAX_ATTEMPTS, int(alone), "any" if token is None else token, *_parts(started)]
+        keys = [job_key(job_id), cancel_key(job_id), result_key(job_id)]
+        reply: Any = run_script(self._redis, "begin", keys, args)
         ending = None
         if reply[0] == b"done":
             ending = _ending(*reply[4:])
@@ -180,9 +183,10 @@ class Ledger:
         args: list[Any] = list(self._write_options)
         for entry in entries:
             job_id = entry.job_id
-            keys += [job_key(job_id), journal_key(job_id), cancel_key(job_id)]
+            keys += [job_key(job_id), journal_key(job_id), cancel_key(job_id), result_key(job_id)]
             args += [job_id, entry.run or "", entry.kind, entry.event["seq"], events_channel(job_id, self._database)]
             args += [entry.event_json.partition(b",")[2], entry.result_json]  # the script knows the seq
+            args += [*_parts(entry.stored), entry.token]
         superseded, gaps = run_script(self._redis, "write", keys, args)
         return set(superseded), set(gaps)
 
@@ -269,6 +273,10 @@ def _renamed(message: dict[str, Any], job_id: str, new_id: str) -> dict[str, Any
         headers["root_id"] = new_id
     properties["delivery_tag"] = str(uuid.uuid4())
     return message
+
+
+def _parts(stored: Stored | None) -> tuple[bytes, int | str]:
+    return (b"", "") if stored is None else (stored.value, stored.expires_s or "")
 
 
 def _ending(event: bytes, result: bytes | None, task: bytes) -> Ending | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -93,6 +93,26 @@ class Ending:
 
 
 @dataclass(frozen=True, slots=True)
+class Stored:
+    """A state of a job as Celery keeps it, in JSON; None: for ever."""
+
+    value: bytes
+    expires_s: int | None
+
+
+@dataclass(slots=True)
+class CeleryEnd:
+    """How Celery hears of a job that ends well: with the job's last event, in one step.
+
+    `stored` gives what Celery keeps of a result, or None if Celery must hear of it otherwise. `token` is of the taking.
+    """
+
+    stored: Callable[[Result], Stored | None]
+    token: str
+    result: Result | None = None  # once Celery has it, and the message is gone: nothing is left to do
+
+
+@dataclass(frozen=True, slots=True)
 class Attempt:
     """One run of a job. `run` is its fence: a Redis that has lost its last writes gives a `number` out a second time.
 
@@ -136,6 +156,8 @@ class Entry:
     run: str | None
     event: Event  # with its seq
     result: Result | None = None  # with the end of a job that ends well, until Celery has it
+    stored: Stored | None = None  # instead of a result: Celery has it with this event
+    token: str = ""  # with that: of the taking of its message, which is gone then
     event_json: bytes = field(init=False, repr=False)
     result_json: bytes = field(init=False, repr=False)  # empty without one
 
@@ -148,7 +170,7 @@ class Entry:
     @property
     def num_bytes(self) -> int:
         """What it sends to Redis."""
-        return len(self.event_json) + len(self.result_json)
+        return len(self.event_json) + len(self.result_json) + (len(self.stored.value) if self.stored else 0)
 
     @property
     def kind(self) -> str:

@@ -1,5 +1,6 @@
--- An attempt begins, unless the verdict says otherwise.
--- KEYS: entry, cancel. ARGV: begin token, worker, most failures, 1 if alone, token of taking ('any' is not checked).
+-- An attempt begins, unless the verdict says otherwise, and Celery is told that its task has started.
+-- KEYS: entry, cancel, Celery's result. ARGV: begin token, worker, most failures, 1 if alone, token of taking ('any' is not
+-- checked), what Celery is told or '', seconds to keep that or ''.
 -- Returns verdict, attempt, failures, seconds since it was submitted, or might run; with `done` the last event, the
 -- result, the task.
 local job, cancel = KEYS[1], KEYS[2]
@@ -17,6 +18,7 @@ if found[5] ~= run then -- else the reply was lost, and this is the second quest
   redis.call('HINCRBY', job, 'failures', 1) -- until this attempt shows a token
 end
 redis.call('HSET', job, 'state', 'running', 'run', run, 'worker', worker)
+if ARGV[6] ~= '' then tell_celery(KEYS[3], ARGV[6], ARGV[7]) end
 local attempt, failures = tonumber(redis.call('HGET', job, 'attempt')), tonumber(redis.call('HGET', job, 'failures'))
 if redis.call('EXISTS', cancel) == 1 then return {'cancelled', attempt, failures, waited} end
 if failures > limit then return {'dead', attempt, failures, waited} end

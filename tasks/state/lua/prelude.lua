@@ -49,6 +49,14 @@ local function give_back(job, cancel, id)
   return true
 end
 
+-- Stores a state of Celery's under Celery's own key, and tells its channel. As in Celery, nothing replaces a success.
+local function tell_celery(key, value, expires)
+  if string.find(redis.call('GETRANGE', key, 0, 30), '^{"status": ?"SUCCESS"') then return false end
+  if expires == '' then redis.call('SET', key, value) else redis.call('SETEX', key, expires, value) end
+  redis.call('PUBLISH', key, value)
+  return true
+end
+
 -- Nothing is left to do for the job but to keep what is known of it for a while.
 local function forget(job, id, queue)
   redis.call('ZREM', WAITING .. queue, id)

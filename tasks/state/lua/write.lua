@@ -1,15 +1,18 @@
 -- Journals and publishes events, each only if its run is the job's current one.
--- KEYS: entry, journal, cancel for each event. ARGV: field, max events, four times of life and the time to store a result
--- (in seconds), then seven values for each event. `data` is its JSON after the `seq`, which stands before it.
+-- KEYS: entry, journal, cancel, Celery's result for each event. ARGV: field, max events, four times of life and the time to
+-- store a result (in seconds), then ten values for each event. `data` is its JSON after the `seq`, which stands before it.
+-- With `stored`, what Celery keeps of a job that ends well, nothing is left to do for it: Celery has its result, and whoever
+-- holds the message by `token` is done with it.
 -- Returns the places of events whose run is superseded, and of those before which the journal has a gap.
 local field, max_events, event_ttl, journal_ttl, result_ttl, dead_ttl, settle =
   ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6], tonumber(ARGV[7])
 local superseded, gaps = {}, {}
-for i = 0, (#ARGV - 7) / 7 - 1 do
-  local job, journal, cancel = KEYS[3*i+1], KEYS[3*i+2], KEYS[3*i+3]
-  local id, run, kind, seq, channel, data, result = unpack(ARGV, 7*i + 8, 7*i + 14)
+for i = 0, (#ARGV - 7) / 10 - 1 do
+  local job, journal, cancel = KEYS[4*i+1], KEYS[4*i+2], KEYS[4*i+3]
+  local id, run, kind, seq, channel, data, result, stored, expires, token = unpack(ARGV, 10*i + 8, 10*i + 17)
   local ends = kind == 'end' or kind == 'dead'
-  local found = redis.call('HMGET', job, 'run', 'state', 'queue', 'ended_by', 'failures', 'next_seq')
+  local found = redis.call('HMGET', job, 'run', 'state', 'queue', 'ended_by', 'failures', 'next_seq',
+                           'holder')
   local state, next_seq = found[2], tonumber(found[6] or 0)
   local mine
   if run == '' then -- nobody runs it: the event is the next one
@@ -32,9 +35,15 @@ for i = 0, (#ARGV - 7) / 7 - 1 do
     if kind == 'started' or ends then redis.call('ZREM', WAITING .. found[3], id) end
     if ends then
       redis.call('HSET', job, 'state', 'done', 'ended_by', run, 'end', event)
-      if result ~= '' then redis.call('HSET', job, 'result', result) end
       forget(job, id, found[3])
-      redis.call('ZADD', DUE, stamp(clock() + settle), id) -- Celery has its result by then, or gets it
+      if stored ~= '' then
+        tell_celery(KEYS[4*i+4], stored, expires)
+        redis.call('ZREM', DUE, id)
+        if found[7] == token then let_go(job, id) end
+      else
+        if result ~= '' then redis.call('HSET', job, 'result', result) end
+        redis.call('ZADD', DUE, stamp(clock() + settle), id) -- Celery has its result by then, or gets it
+      end
       redis.call('DEL', cancel)
       redis.call('EXPIRE', journal, event_ttl)
       if kind == 'dead' then
