@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from celery.worker import state
@@ -11,37 +11,55 @@ from redis.exceptions import ResponseError
 
 from cellama.tasks.connection.kombu_internals import (
     ask_with,
+    deliver,
     make_clients_by,
     queues_in_turn,
+    read_message,
+    read_with,
     send_brpop,
     socket_of,
     waits_for_message,
 )
 from cellama.tasks.contract.names import WEIGHT_HEADER, queue_key
 from cellama.tasks.state.ledger import Ledger
+from cellama.tasks.state.records import Room
 
 from .holding import HoldingQoS
 from .places import HeldJobs, Places
 
 log = logging.getLogger(__name__)
 
-OpenQueues = Callable[[Sequence[str]], list[str]]
+RoomOf = Callable[[Sequence[str]], Mapping[str, int]]
 
 
 class PlaceQoS(HoldingQoS):
     """Lets a channel take messages as long as a model has room for one."""
 
-    def __init__(self, channel: Any, ledger: Ledger, lease_s: float, open_queues: OpenQueues) -> None:
-        """`open_queues` chooses those queues from which a message may be taken now."""
+    def __init__(self, channel: Any, ledger: Ledger, lease_s: float, room_of: RoomOf) -> None:
+        """`room_of` tells how many messages may be taken now from each of these queues."""
         super().__init__(channel, ledger, lease_s)
-        self.open_queues = open_queues
+        self.room_of = room_of
+        self._held: tuple[Any, HeldJobs] = (None, {})
+
+    def open_queues(self, queues: Sequence[str]) -> list[str]:
+        """The queues from which a message may be taken now."""
+        return [queue for queue, room in self.room_of(queues).items() if room]
 
     def can_consume(self) -> bool:
         """Also while an answer of Redis is due: what it has taken from a queue must not lie in a socket."""
         return bool(waits_for_message(self.channel) or self.open_queues(self.channel.active_queues))
 
     def held(self) -> HeldJobs:
-        """What this channel holds, but for jobs whose ETA has not come: they take no place from anybody."""
+        """What this channel holds, but for jobs whose ETA has not come: they take no place from anybody.
+
+        The event loop asks at each of its turns, several times; it is counted anew when something has changed.
+        """
+        changes = (self.num_changes, len(state.scheduled_requests))
+        if self._held[0] != changes:
+            self._held = changes, self._count_held()
+        return self._held[1]
+
+    def _count_held(self) -> HeldJobs:
         early = {request.message.delivery_tag for request in list(state.scheduled_requests)}
         held: dict[str, list[int]] = {}
         for message in self.messages():
@@ -70,6 +88,8 @@ class Asker:
         self._client_id: tuple[Any, int] | None = None  # socket, its id in Redis
         self._may_unblock = True
         ask_with(channel, self._start)
+        read_with(channel, self._read)
+        channel.qos.room_beside = self._room_beside
 
     def _open_queues(self) -> list[str]:
         channel = self._channel
@@ -89,6 +109,24 @@ class Asker:
         self._note_client_id(channel.client.connection)
         send_brpop(channel, self._keys(queues), timeout or channel.brpop_timeout or 0)
         self._asked = frozenset(queues)
+
+    def _read(self) -> None:
+        """Delivers the message that an answer to a BRPOP brings, and what the ledger took together with that."""
+        channel = self._channel
+        try:
+            read_message(channel)
+        finally:
+            for fetched, message in channel.qos.take_page():
+                deliver(channel, message, fetched.key.rsplit(channel.sep, 1)[0])
+
+    def _room_beside(self, queue: str) -> Room:
+        """What may come in one page with a message of this queue, which is not among what is held yet."""
+        channel, places = self._channel, self._places()
+        room = dict(channel.qos.room_of(channel.active_queues))
+        for other in room:
+            room[other] -= places.model_of(other) == places.model_of(queue)
+        groups = places.by_model([queue for queue, left in room.items() if left > 0])
+        return [(room[group[0]], self._keys(group)) for group in groups]
 
     def _note_client_id(self, connection: Any) -> None:
         if self._may_unblock and (self._client_id is None or self._client_id[0] is not socket_of(connection)):

@@ -121,14 +121,14 @@ def _share_places(consumer: SteadyConsumer, urgent: Any, bulk: Any) -> None:
     """Lets the two channels ask for what the models of the worker have room for."""
     ledger, lease_s = consumer.app.runtime.ledger, get_settings().lease_s
 
-    def open_for_urgent(queues: Sequence[str]) -> list[str]:
-        return consumer.places.open_for_urgent(queues, urgent.qos.held())
+    def room_for_urgent(queues: Sequence[str]) -> dict[str, int]:
+        return consumer.places.room_for_urgent(queues, urgent.qos.held())
 
-    def open_for_bulk(queues: Sequence[str]) -> list[str]:
-        return consumer.places.open_for_bulk(queues, urgent.qos.held(), bulk.qos.held())
+    def room_for_bulk(queues: Sequence[str]) -> dict[str, int]:
+        return consumer.places.room_for_bulk(queues, urgent.qos.held(), bulk.qos.held())
 
-    set_qos(urgent, PlaceQoS(urgent, ledger, lease_s, open_for_urgent))
-    set_qos(bulk, PlaceQoS(bulk, ledger, lease_s, open_for_bulk))
+    set_qos(urgent, PlaceQoS(urgent, ledger, lease_s, room_for_urgent))
+    set_qos(bulk, PlaceQoS(bulk, ledger, lease_s, room_for_bulk))
     consumer.askers = [
         Asker(channel, lambda: consumer.places, priorities)
         for channel, priorities in ((urgent, URGENT_PRIORITIES), (bulk, BULK_PRIORITIES))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from typing import Any
 
@@ -16,11 +16,12 @@ from celery.utils.time import maybe_iso8601, maybe_make_aware
 from celery.worker import state
 from kombu.transport import virtual
 from kombu.transport.redis import QoS
+from kombu.utils.json import loads
 from redis.exceptions import RedisError
 
 from cellama.tasks.contract.names import SUBMITTED_AT_HEADER, TOKEN_HEADER
 from cellama.tasks.state.ledger import Ledger
-from cellama.tasks.state.records import Taken
+from cellama.tasks.state.records import Fetched, Room, Taken
 
 log = logging.getLogger(__name__)
 
@@ -34,21 +35,41 @@ class HoldingQoS(QoS):  # type: ignore[misc]
         super().__init__(channel)
         self._ledger = ledger
         self._lease_s = lease_s
+        self.room_beside: Callable[[str], Room] = lambda queue: ()  # for messages that come with one of this queue
+        self._page: list[Fetched] = []
+        self._coming: Taken | None = None  # the message of a page that is delivered just now
+        self._num_appended = 0
 
     def append(self, message: Any, delivery_tag: str) -> None:
-        """Takes a message. Raises RedisError; the reaper finds the message then."""
-        job_id = message.headers.get("id")
-        if job_id is not None and SUBMITTED_AT_HEADER in message.headers:  # else plain Celery's: plain_messages.py
-            taken = self._ledger.take(str(job_id), self._lease_s)
-            message.headers[TOKEN_HEADER] = taken.token
-            if taken.waited_s is not None:
-                set_by_this_clock(message.headers, taken.waited_s)
+        """Takes a message, and a page of others for which there is room. Raises RedisError; the reaper finds the
+        message then."""
+        headers, taken = message.headers, self._coming
+        self._coming = None
+        job_id = headers.get("id")
+        if job_id is not None and SUBMITTED_AT_HEADER in headers:  # else plain Celery's: plain_messages.py
+            if taken is None:
+                room = self.room_beside(str(message.delivery_info.get("routing_key")))
+                taken, self._page = self._ledger.take(str(job_id), self._lease_s, room)
+            headers[TOKEN_HEADER] = taken.token
+            if taken.waited_s is not None and (headers.get("eta") or headers.get("expires")):
+                set_by_this_clock(headers, taken.waited_s)
         else:
-            message.headers.pop(TOKEN_HEADER, None)
+            headers.pop(TOKEN_HEADER, None)
         self.adopt(message)
+
+    def take_page(self) -> Iterator[tuple[Fetched, Any]]:
+        """The messages that were taken together with the last one, for the channel to deliver one after another.
+
+        If one can't be delivered, the leases of those after it end, and they come again.
+        """
+        page, self._page = self._page, []
+        for fetched in page:
+            self._coming = fetched.taken
+            yield fetched, loads(fetched.payload.decode())
 
     def adopt(self, message: Any) -> None:
         """Answers for a message that another channel of this worker took."""
+        self._num_appended += 1
         virtual.QoS.append(self, message, message.delivery_tag)
 
     def ack(self, delivery_tag: str) -> None:
@@ -93,6 +114,11 @@ class HoldingQoS(QoS):  # type: ignore[misc]
     def messages(self) -> list[Any]:
         """What this channel holds. Any thread."""
         return [message for tag, message in list(self._delivered.items()) if tag not in self._dirty]
+
+    @property
+    def num_changes(self) -> tuple[int, int]:
+        """Another value whenever `messages` may give others."""
+        return self._num_appended, len(self._dirty)
 
 
 def set_by_this_clock(headers: dict[str, Any], waited_s: float) -> None:

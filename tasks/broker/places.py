@@ -29,16 +29,16 @@ class Places:
     def _limit(self, model: str) -> int:
         return max(1, self._jobs.get(model, 0) + self._look_ahead)
 
-    def open_for_urgent(self, queues: Iterable[str], urgent: HeldJobs) -> list[str]:
-        """The queues whose models have room for an urgent job: bulk jobs that are held don't count."""
+    def room_for_urgent(self, queues: Iterable[str], urgent: HeldJobs) -> dict[str, int]:
+        """How many urgent jobs the model of each queue has room for: bulk jobs that are held don't count."""
         held: dict[str, int] = {}
         for queue, weights in urgent.items():
             model = self.model_of(queue)
             held[model] = held.get(model, 0) + len(weights)
-        return self._below_limit(queues, held)
+        return self._room(queues, held)
 
-    def open_for_bulk(self, queues: Iterable[str], urgent: HeldJobs, bulk: HeldJobs) -> list[str]:
-        """The queues whose models have room for a bulk job.
+    def room_for_bulk(self, queues: Iterable[str], urgent: HeldJobs, bulk: HeldJobs) -> dict[str, int]:
+        """How many bulk jobs the model of each queue has room for.
 
         A chunk of a bulk run counts as many jobs, but for no more than half of a model's places: so there are two of
         them, and slots go from the one to the other.
@@ -49,11 +49,11 @@ class Places:
                 model = self.model_of(queue)
                 most = (self._limit(model) + 1) // 2
                 held[model] = held.get(model, 0) + sum(min(weight, most) for weight in weights)
-        return self._below_limit(queues, held)
+        return self._room(queues, held)
 
-    def _below_limit(self, queues: Iterable[str], held: Mapping[str, int]) -> list[str]:
+    def _room(self, queues: Iterable[str], held: Mapping[str, int]) -> dict[str, int]:
         models = {queue: self.model_of(queue) for queue in queues}
-        return [queue for queue, model in models.items() if held.get(model, 0) < self._limit(model)]
+        return {queue: max(0, self._limit(model) - held.get(model, 0)) for queue, model in models.items()}
 
     def by_model(self, queues: Iterable[str]) -> list[list[str]]:
         """The queues of each model together, in the given order of the models."""

@@ -34,6 +34,7 @@ PARTS: Mapping[str, str] = {
     "kombu.transport.redis:Channel._in_poll": ATTRIBUTE,
     "kombu.transport.redis:Channel._queue_cycle": ATTRIBUTE,
     "kombu.transport.virtual:Channel._qos": ATTRIBUTE,
+    "kombu.transport.virtual.base:Transport._deliver": "(self, message, queue)",
     "redis.connection:AbstractConnection._sock": ATTRIBUTE,
 }
 
@@ -120,6 +121,16 @@ def waits_for_message(channel: Any) -> bool:
 def read_message(channel: Any) -> None:
     """Reads the answer to the channel's BRPOP. Raises queue.Empty if that brings no message."""
     channel._brpop_read()
+
+
+def read_with(channel: Any, read: Callable[[], None]) -> None:
+    """By that the channel reads the answer to its BRPOP, as soon as it is there."""
+    channel.handlers["BRPOP"] = read
+
+
+def deliver(channel: Any, message: Mapping[str, Any], queue: str) -> None:
+    """Does with a message from a queue what the channel does with one that a BRPOP brings."""
+    channel.connection._deliver(message, queue)
 
 
 def ask_with(channel: Any, start: Callable[[float | None], None]) -> None:

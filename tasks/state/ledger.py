@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from redis import Redis
@@ -30,10 +31,12 @@ from cellama.tasks.contract.kinds import KINDS
 from cellama.tasks.contract.shapes.results import Result
 
 from .encoding import encode
+from .gathering import Gathered
 from .history import read_past
-from .records import Attempt, DeadJob, Ending, Entry, State, Stored, Submission, Taken
+from .records import Attempt, DeadJob, Ending, Entry, Fetched, Room, State, Stored, Submission, Taken, renamed
 from .scripts import run_script
 
+RunScript = Callable[[str, Sequence[str], Sequence[Any]], Any]
 PLACE_STEP_S = 2e-4  # between jobs that are queued at once: as near as scores of `waiting_score` can be told apart
 MAX_ATTEMPTS = 3  # in a row that end without a token and without an end
 DEAD_TTL_S = 7 * 86400  # of a dead job: so long it can be queued again
@@ -41,6 +44,8 @@ CANCEL_TTL_S = 7 * 86400  # of the wish to cancel a job that no worker has told 
 REFUSED_S = 3  # after Celery has refused a message, its job gets an end
 SETTLE_S = 30  # after the end of a job Celery should have its result; else the reaper gives it
 RESTORED_AT_ONCE = 1000  # messages
+PAGE_PART = 8  # of what waits in a list a page takes an eighth, so that other workers get their part
+PAGE_MESSAGE_BYTES = 1 << 16  # a larger message comes alone
 
 
 class Ledger:
@@ -54,8 +59,11 @@ class Ledger:
         event_ttl_s: int = 3600,
         journal_ttl_s: int = 86400,
         result_ttl_s: int = 86400,
+        gathers: bool = False,
     ) -> None:
+        """With `gathers`, the attempts that threads begin at the same time take one round trip."""
         self._redis = redis
+        self._run_begin: RunScript = Gathered(redis).run if gathers else partial(run_script, redis)
         self._database = database_of(redis)
         self._result_ttl_s = result_ttl_s
         self._write_options = (EVENT_FIELD, max_events, event_ttl_s, journal_ttl_s, result_ttl_s, DEAD_TTL_S, SETTLE_S)
@@ -109,13 +117,20 @@ class Ledger:
         """Unix seconds by the clock of everything here: Redis' own."""
         return redis_time(self._redis)
 
-    def take(self, job_id: str, lease_s: float) -> Taken:
+    def take(self, job_id: str, lease_s: float, room: Room = ()) -> tuple[Taken, list[Fetched]]:
         """This worker holds the job's message for `lease_s`; with an empty token if it does not, because the job has
-        ended, or somebody else holds a copy."""
+        ended, or somebody else holds a copy. So it does with a page of those that wait in the lists of `room`."""
         token = uuid.uuid4().hex
-        answer: Any = run_script(self._redis, "take", [job_key(job_id)], [job_id, token, lease_s])
-        verdict, waited_s = answer
-        return Taken(job_id, token if verdict == b"held" else "", float(waited_s) if waited_s else None)
+        keys, args = [job_key(job_id)], [job_id, token, lease_s, job_key(""), PAGE_PART, PAGE_MESSAGE_BYTES]
+        for num_messages, lists in room:
+            keys += lists
+            args += [num_messages, len(lists)]
+        verdict, waited, *page = run_script(self._redis, "take", keys, args)
+        fetched = [
+            Fetched(key.decode(), message, _taken("", of.decode(), how, since))
+            for key, message, of, how, since in zip(*(page[part::5] for part in range(5)), strict=True)
+        ]
+        return _taken(job_id, token, verdict, waited), fetched
 
     def renew(self, held: Sequence[Taken], lease_s: float) -> list[Taken]:
         """Goes on holding messages; gives those back that this worker does not hold any more."""
@@ -167,7 +182,7 @@ class Ledger:
         """
         args = [run, worker, MAX_ATTEMPTS, int(alone), "any" if token is None else token, *_parts(started)]
         keys = [job_key(job_id), cancel_key(job_id), result_key(job_id)]
-        reply: Any = run_script(self._redis, "begin", keys, args)
+        reply: Any = self._run_begin("begin", keys, args)
         ending = None
         if reply[0] == b"done":
             ending = _ending(*reply[4:])
@@ -258,21 +273,14 @@ class Ledger:
         if stored[0] is None:
             return None
         new_id = str(uuid.uuid4())
-        message = _renamed(json.loads(stored[0]), job_id, new_id)
+        message = renamed(json.loads(stored[0]), job_id, new_id)
         keys = [job_key(job_id), job_key(new_id), stored[1].decode()]
         done = run_script(self._redis, "requeue_dead", keys, [job_id, new_id, json.dumps(message)])
         return new_id if done else None
 
 
-def _renamed(message: dict[str, Any], job_id: str, new_id: str) -> dict[str, Any]:
-    """A message of kombu's, for a job of another id."""
-    headers, properties = message["headers"], message["properties"]
-    headers["id"] = properties["correlation_id"] = new_id
-    headers["eta"] = None  # its time has come, long ago
-    if headers.get("root_id") == job_id:
-        headers["root_id"] = new_id
-    properties["delivery_tag"] = str(uuid.uuid4())
-    return message
+def _taken(job_id: str, token: str, verdict: bytes, waited: bytes) -> Taken:
+    return Taken(job_id, token if verdict == b"held" else "", float(waited) if waited else None)
 
 
 def _parts(stored: Stored | None) -> tuple[bytes, int | str]:

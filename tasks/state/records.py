@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -85,6 +86,18 @@ class Taken:
 
 
 @dataclass(frozen=True, slots=True)
+class Fetched:
+    """A message that came in a page with another one, from the list of this key."""
+
+    key: str
+    payload: bytes
+    taken: Taken  # without the id, which is in the message
+
+
+Room = Sequence[tuple[int, Sequence[str]]]  # so many messages of each model, from these lists, the first choice first
+
+
+@dataclass(frozen=True, slots=True)
 class Ending:
     """How a job ended: its last event, and its result if it ended well and Celery has not stored it yet."""
 
@@ -131,6 +144,17 @@ class Attempt:
     def run_id(self) -> str:
         """Names this run among all others, also of the same job."""
         return f"{self.job_id}#{self.run}"
+
+
+def renamed(message: dict[str, Any], job_id: str, new_id: str) -> dict[str, Any]:
+    """A message of kombu's, for a job of another id."""
+    headers, properties = message["headers"], message["properties"]
+    headers["id"] = properties["correlation_id"] = new_id
+    headers["eta"] = None  # its time has come, long ago
+    if headers.get("root_id") == job_id:
+        headers["root_id"] = new_id
+    properties["delivery_tag"] = str(uuid.uuid4())
+    return message
 
 
 class DeadJob(TypedDict):

@@ -21,6 +21,7 @@ from cellama.tasks.contract.keys import (
     journal_key,
     waiting_key,
 )
+from cellama.tasks.contract.names import SUBMITTED_AT_HEADER, WEIGHT_HEADER
 
 CONSTANTS: dict[str, str | float] = {
     "WAITING": waiting_key(""),
@@ -32,12 +33,19 @@ CONSTANTS: dict[str, str | float] = {
     "MISSING": MISSING_KEY,
     "DEAD": DEAD_KEY,
     "WEIGHT": PRIORITY_WEIGHT,
+    "OURS": SUBMITTED_AT_HEADER,
+    "WEIGHS": WEIGHT_HEADER,
 }
 
 
 def run_script(redis: Redis, name: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
     """What the script of this name returns. Raises RedisError."""
     return _script(name)(keys=keys, args=args, client=redis)
+
+
+def sha(name: str) -> str:
+    """The name by which Redis knows a script that it has run."""
+    return str(_script(name).sha)
 
 
 @functools.cache

@@ -94,6 +94,7 @@ class Runtime:
             event_ttl_s=settings.event_ttl_s,
             journal_ttl_s=settings.journal_ttl_s,
             result_ttl_s=settings.result_ttl_s,
+            gathers=True,
         )
 
     def _load(self, model: ModelSettings) -> None:

@@ -39,7 +39,7 @@ def submit(ledger: Ledger, queue: str, **options: Any) -> str:
 
 def take(ledger: Ledger, job_id: str, lease_s: float = LEASE_S) -> Taken:
     """A worker has the message, as far as the ledger is concerned."""
-    return ledger.take(job_id, lease_s)
+    return ledger.take(job_id, lease_s)[0]
 
 
 def begin(ledger: Ledger, job_id: str, **options: Any) -> Attempt:

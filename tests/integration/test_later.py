@@ -44,7 +44,7 @@ def worker(tmp_path: Path, redis_server: RedisServer, model: str) -> Iterator[Wo
 def test_message_that_is_set_aside_comes_back_when_its_time_has_come(redis_client: Redis, model: str) -> None:
     job = generate.delay(model, "Once", **GREEDY)
     ledger, waiting = Ledger(redis_client), waiting_key(queue_name(model))
-    taken = ledger.take(job.id, 5)
+    taken = ledger.take(job.id, 5)[0]
     ledger.set_aside(taken, HOUR_S)
     assert not redis_client.exists(waiting)
     assert position_of(redis_client, job.id).state == "waiting"

@@ -141,7 +141,7 @@ class Delivery:
         if worker.frozen or (message := self.redis.rpop(LIST)) is None:
             return
         job_id = json.loads(message)["headers"]["id"]
-        worker.held[job_id] = Held(self.ledger.take(job_id, LEASE_S))
+        worker.held[job_id] = Held(self.ledger.take(job_id, LEASE_S)[0])
 
     def begin(self, number: int) -> None:
         worker = self.workers[number % 3]

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,7 +23,7 @@ import psutil
 
 from cellama.bench.harness.report import Report
 from cellama.bench.harness.service import Service, wait_until
-from cellama.bench.peers.noop import noop_worker
+from cellama.bench.peers.noop import Submit, noop_worker
 
 MODEL = "bundled://tiny"
 POLL_S = 0.005
@@ -67,8 +68,8 @@ def run(args: argparse.Namespace) -> Report:
             for way in ways:
                 measured.setdefault(way.name, []).append(_measure(service.redis, way, args.jobs))
     os.environ.pop("CELLAMA_MODELS", None)
-    rows = [{"way": name, **_row(found)} for name, found in measured.items()]
-    rates = {row["way"]: row["jobs/s"] for row in rows}
+    rows: list[dict[str, Any]] = [{"way": name, **_row(found)} for name, found in measured.items()]
+    rates = {name: _row(found)["jobs/s"] for name, found in measured.items()}
     ratios = {
         f"{name} over {peer}": rates[name] / rates[peer]
         for peer in (LIKE_OURS, DEFAULTS)
@@ -84,9 +85,13 @@ def _peers(folder: Path, service: Service, threads: int, peers: ExitStack) -> It
     """Starts the workers of plain Celery."""
     for name, number in ((LIKE_OURS, threads), (DEFAULTS, None)):
         process, submit = peers.enter_context(noop_worker(folder, service.redis_server.url, threads=number))
-        way = Way(name, process.pid, lambda texts, submit=submit: [submit(text) for text in texts])
+        way = Way(name, process.pid, partial(_each, submit))
         _wait_ready(service.redis, way)
         yield way
+
+
+def _each(submit: Submit, texts: Sequence[str]) -> list[str]:
+    return [submit(text) for text in texts]
 
 
 def _wait_ready(redis: Any, way: Way) -> None:

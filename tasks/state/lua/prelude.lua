@@ -1,5 +1,6 @@
 -- What all scripts share. docs/delivery.md has the states; contract/keys.py the keys.
--- Constants that Python puts before this: WAITING (prefix), QUEUES, RUNNING, DUE, LEASES, MISSING, DEAD, JOURNAL (prefix), WEIGHT.
+-- Constants that Python puts before this: WAITING (prefix), QUEUES, RUNNING, DUE, LEASES, MISSING, DEAD, JOURNAL (prefix), WEIGHT;
+-- OURS and WEIGHS, names of headers.
 
 -- Unix seconds of the one clock that counts: Redis' own.
 local function clock()
@@ -24,6 +25,24 @@ local function note(job, id, task, queue, list, priority, timeout, message, subm
   redis.call('DEL', JOURNAL .. id) -- of an older job of that id
   wait_in_queue(id, queue, priority, submitted_at)
   if timeout ~= '' then redis.call('ZADD', DUE, stamp(submitted_at + timeout), id) end
+end
+
+-- A worker holds the job's message from now on, unless the answer says otherwise: verdict, seconds since it was submitted
+-- or ''.
+local function hold(job, id, token, lease)
+  local found = redis.call('HMGET', job, 'state', 'holder', 'submitted_at')
+  local state, holder = found[1], found[2]
+  if not state then return 'gone', '' end -- an entry stays as long as its job has not ended
+  local waited = stamp(math.max(0, clock() - tonumber(found[3])))
+  if state == 'done' then return 'done', waited end
+  if holder and holder ~= token then
+    local ends_at = redis.call('ZSCORE', LEASES, id)
+    if ends_at and tonumber(ends_at) > clock() then return 'copy', waited end
+  end
+  redis.call('HSET', job, 'holder', token)
+  redis.call('ZADD', LEASES, stamp(clock() + lease), id)
+  redis.call('ZREM', MISSING, id)
+  return 'held', waited
 end
 
 -- Nobody holds the job's message any more.

@@ -1,16 +1,31 @@
--- A worker has taken a message from its queue, and holds it from now on, unless the answer says otherwise.
--- KEYS: entry. ARGV: id, token of this taking, lease in seconds. Returns verdict, seconds since it was submitted or ''.
-local job, id, token, lease = KEYS[1], ARGV[1], ARGV[2], tonumber(ARGV[3])
-local found = redis.call('HMGET', job, 'state', 'holder', 'submitted_at')
-local state, holder = found[1], found[2]
-if not state then return {'gone', ''} end -- an entry stays as long as its job has not ended
-local waited = stamp(math.max(0, clock() - tonumber(found[3])))
-if state == 'done' then return {'done', waited} end
-if holder and holder ~= token then
-  local ends_at = redis.call('ZSCORE', LEASES, id)
-  if ends_at and tonumber(ends_at) > clock() then return {'copy', waited} end
+-- A worker has taken a message from its queue, and takes more of what waits there: a page for which it has room.
+-- KEYS: entry, then message lists, the next one first. ARGV: id, token of this taking, lease in seconds, prefix of entries,
+-- what part of a list a page leaves to others, most bytes of a message, then for each model its room and its number of lists.
+-- Returns verdict and seconds since it was submitted or '', and then for each message of the page its list, itself, its
+-- token (that of this taking and a number), verdict and seconds.
+local token, lease, prefix, part, most_bytes = ARGV[2], tonumber(ARGV[3]), ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6])
+local told = {hold(KEYS[1], ARGV[1], token, lease)}
+local first = 2 -- list of the next model
+for at = 7, #ARGV, 2 do
+  local room, lists = tonumber(ARGV[at]), tonumber(ARGV[at+1])
+  for i = first, first + lists - 1 do
+    local list = KEYS[i]
+    local left = room > 0 and math.ceil(redis.call('LLEN', list) / part) or 0
+    while room > 0 and left > 0 do
+      local message = redis.call('LINDEX', list, -1)
+      local id = #message <= most_bytes and string.match(message, '"correlation_id": ?"([^"]+)"')
+      -- what plain Celery sent, and what counts as many jobs, comes alone: a worker looks at it first
+      if not id or not string.find(message, '"' .. OURS .. '"', 1, true) or string.find(message, '"' .. WEIGHS .. '"', 1, true) then
+        room = 0
+      else
+        redis.call('RPOP', list)
+        local own = token .. '.' .. (#told - 2)
+        local verdict, waited = hold(prefix .. id, id, own, lease)
+        for _, value in ipairs({list, message, own, verdict, waited}) do told[#told+1] = value end
+        room, left = room - 1, left - 1
+      end
+    end
+  end
+  first = first + lists
 end
-redis.call('HSET', job, 'holder', token)
-redis.call('ZADD', LEASES, stamp(clock() + lease), id)
-redis.call('ZREM', MISSING, id)
-return {'held', waited}
+return told

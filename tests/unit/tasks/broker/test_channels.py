@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +13,7 @@ from redis.exceptions import NoPermissionError
 
 from cellama.tasks.broker.channels import Asker
 from cellama.tasks.broker.places import Places
-from cellama.tasks.contract.names import queue_key, queue_name
+from cellama.tasks.contract.names import PRIORITY_SEPARATOR, queue_key, queue_name
 
 A, B = queue_name("a"), queue_name("b")
 
@@ -44,10 +44,18 @@ class Channel:
         self.client = SimpleNamespace(connection=self.connection)
         self.held: dict[str, list[int]] = {}
         self.places = Places({"a": 2, "b": 2}, 0, lambda: "a")
-        self.qos = SimpleNamespace(open_queues=lambda queues: self.places.open_for_urgent(queues, self.held))
+        self.handlers: dict[str, Any] = {}
+        self.sep = PRIORITY_SEPARATOR
+        self.qos = SimpleNamespace(open_queues=self._open_queues, room_of=self._room_of)
         self.unblocked: list[int] = []
         self.refuses = False
         self._brpop_start: Any = None
+
+    def _room_of(self, queues: Sequence[str]) -> dict[str, int]:
+        return self.places.room_for_urgent(queues, self.held)
+
+    def _open_queues(self, queues: Sequence[str]) -> list[str]:
+        return [queue for queue, room in self._room_of(queues).items() if room]
 
     @contextlib.contextmanager
     def conn_or_acquire(self) -> Iterator[Any]:

@@ -8,36 +8,40 @@ from cellama.tasks.contract.names import DEFAULT_MODEL, queue_name
 A, B, DEFAULT = queue_name("a"), queue_name("b"), queue_name(DEFAULT_MODEL)
 
 
+def open_queues(room: dict[str, int]) -> list[str]:
+    return [queue for queue, left in room.items() if left]
+
+
 def places(look_ahead: int = 1, **jobs: int) -> Places:
     return Places(jobs or {"a": 4, "b": 2}, look_ahead, lambda: "a")
 
 
 def test_places_of_a_full_model_leave_others_theirs() -> None:
     full = {A: [1] * 5}
-    assert places().open_for_urgent([A, B], full) == [B]
-    assert places().open_for_bulk([A, B], {}, full) == [B]
-    assert places().open_for_urgent([A, B], {A: [1] * 4, B: [1] * 3}) == [A]
+    assert open_queues(places().room_for_urgent([A, B], full)) == [B]
+    assert open_queues(places().room_for_bulk([A, B], {}, full)) == [B]
+    assert open_queues(places().room_for_urgent([A, B], {A: [1] * 4, B: [1] * 3})) == [A]
 
 
 def test_places_of_urgent_jobs_are_not_taken_by_bulk_jobs_but_the_other_way_round() -> None:
-    assert places().open_for_urgent([A], {A: [1] * 4}) == [A]
-    assert places().open_for_bulk([A], {A: [1] * 4}, {A: [1]}) == []
+    assert open_queues(places().room_for_urgent([A], {A: [1] * 4})) == [A]
+    assert open_queues(places().room_for_bulk([A], {A: [1] * 4}, {A: [1]})) == []
 
 
 def test_places_of_the_default_queue_are_those_of_its_model() -> None:
-    assert places().open_for_bulk([A, DEFAULT, B], {}, {DEFAULT: [1] * 3, A: [1] * 2}) == [B]
+    assert open_queues(places().room_for_bulk([A, DEFAULT, B], {}, {DEFAULT: [1] * 3, A: [1] * 2})) == [B]
     assert places().by_model([B, DEFAULT, A]) == [[B], [DEFAULT, A]]
 
 
 def test_places_take_two_chunks_whatever_their_weight() -> None:
-    assert places(look_ahead=2).open_for_bulk([A], {}, {A: [100]}) == [A]
-    assert places(look_ahead=2).open_for_bulk([A], {}, {A: [100, 100]}) == []
+    assert open_queues(places(look_ahead=2).room_for_bulk([A], {}, {A: [100]})) == [A]
+    assert open_queues(places(look_ahead=2).room_for_bulk([A], {}, {A: [100, 100]})) == []
 
 
 def test_places_follow_models_that_come_and_go() -> None:
     jobs = {"a": 1}
     some = Places(jobs, 0, lambda: None)
-    assert some.open_for_urgent([B], {B: [1]}) == []  # one, at least
+    assert open_queues(some.room_for_urgent([B], {B: [1]})) == []  # one, at least
     jobs["b"] = 2
-    assert some.open_for_urgent([B], {B: [1]}) == [B]
-    assert some.open_for_urgent([DEFAULT], {}) == [DEFAULT]  # nobody serves it yet
+    assert open_queues(some.room_for_urgent([B], {B: [1]})) == [B]
+    assert open_queues(some.room_for_urgent([DEFAULT], {})) == [DEFAULT]  # nobody serves it yet

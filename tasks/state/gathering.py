@@ -1,0 +1,93 @@
+"""Scripts of many threads in few round trips: while one is under way, the next calls gather, and go together.
+
+Each script is a step of its own, as if it had been sent alone: what fails for one fails for no other. Who comes alone
+is held back for nobody.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from redis import Redis
+from redis.exceptions import NoScriptError
+
+from .scripts import run_script, sha
+
+
+@dataclass(eq=False, slots=True)
+class _Call:
+    """A script that a thread waits for, and what became of it."""
+
+    name: str
+    keys: Sequence[str]
+    args: Sequence[Any]
+    answered: threading.Event = field(default_factory=threading.Event)  # or it is this thread that sends the next page
+    reply: Any = None
+    error: BaseException | None = None
+    is_done: bool = False
+
+    def end(self, reply: Any) -> None:
+        self.reply, self.error = (None, reply) if isinstance(reply, BaseException) else (reply, None)
+        self.is_done = True
+        self.answered.set()
+
+
+class Gathered:
+    """Runs scripts for any thread; the thread that finds nobody sending sends, for all that wait by then."""
+
+    def __init__(self, redis: Redis) -> None:
+        self._redis = redis
+        self._lock = threading.Lock()
+        self._waiting: list[_Call] = []
+        self._is_sending = False
+
+    def run(self, name: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
+        """What the script of this name returns. Raises RedisError."""
+        call = _Call(name, keys, args)
+        with self._lock:
+            self._waiting.append(call)
+            sends, self._is_sending = not self._is_sending, True
+        if not sends:
+            call.answered.wait()
+        if not call.is_done:
+            self._send()
+        if call.error is not None:
+            raise call.error
+        return call.reply
+
+    def _send(self) -> None:
+        """Sends what waits, with the own call among it, and leaves what has come meanwhile to the first of those."""
+        with self._lock:
+            page, self._waiting = self._waiting, []
+        try:
+            replies = self._replies(page)
+        except BaseException as error:  # the others must hear of it, too, whatever it is
+            replies = [error] * len(page)
+        with self._lock:
+            next_one = self._waiting[0] if self._waiting else None
+            self._is_sending = next_one is not None
+        if next_one is not None:
+            next_one.answered.set()
+        for call, reply in zip(page, replies, strict=True):
+            call.end(reply)
+
+    def _replies(self, page: Sequence[_Call]) -> list[Any]:
+        if len(page) == 1:
+            return [run_script(self._redis, page[0].name, page[0].keys, page[0].args)]
+        with self._redis.pipeline(transaction=False) as pipe:
+            for call in page:
+                pipe.evalsha(sha(call.name), len(call.keys), *call.keys, *call.args)
+            replies = pipe.execute(raise_on_error=False)
+        return [self._again(call, reply) for call, reply in zip(page, replies, strict=True)]
+
+    def _again(self, call: _Call, reply: Any) -> Any:
+        """The reply; of a script that Redis has not seen before, that to a second question."""
+        if not isinstance(reply, NoScriptError):
+            return reply
+        try:
+            return run_script(self._redis, call.name, call.keys, call.args)
+        except Exception as error:
+            return error
