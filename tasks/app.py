@@ -75,6 +75,9 @@ def _set_up_logging(loglevel: int | None = None, **_: Any) -> None:
         configure_logging(get_settings().log_level)
     else:
         configure_logging(logging.getLevelName(loglevel))
+    for name in ("celery.worker.strategy", "celery.app.trace"):  # attempts tell of themselves, in one line
+        if not logging.getLogger(name).isEnabledFor(logging.DEBUG):
+            logging.getLogger(name).setLevel(logging.WARNING)
     logging.getLogger("celery.app.trace").addFilter(_without_trace_of_hand_backs)
 
 

@@ -186,9 +186,15 @@ class JobAttempt:
         return result
 
     def _fail(self, failure: JobFailed) -> JobFailed:
+        log.info("job %s failed: %s: %s", self.job_id, failure.code, failure)
         self.end_stream(error_event(failure))
         self._ignore_unless_mine()
         return failure
+
+    @property
+    def celery_has_result(self) -> bool:
+        """Whether Celery has heard of the job's end with its last event: no other end counts then."""
+        return self.celery_end is not None and self.celery_end.result is not None
 
     def end_stream(self, event: events.Event, result: Result | None = None) -> None:
         """The last event of the job's stream, unless the engine tells it."""

@@ -87,6 +87,7 @@ class JobRun(JobAttempt):
 
     def _end_with(self, result: EmbedResult | RerankResult | ChunkResult) -> Result:
         self.end_stream(events.done("stop", result["usage"]), result)
+        log.info("job %s on %s: read, %d tokens", self.job_id, result["model"], result["usage"]["prompt_tokens"])
         return result
 
     # What follows needs the vocabulary only, and no engine: it waits for nobody.
@@ -129,13 +130,14 @@ class JobRun(JobAttempt):
             raise Ignore() from None
         self.engine_ends_stream = True
         self.control.when_interrupted(lambda reason: self._stop(handle, reason))
+        self.ended.exception()  # first: when its end is in Redis the engine has told it, and nobody wakes up twice
         completion = handle.result()
         log.info(
             "job %s on %s: %s, %d + %d tokens in %.0f ms",
             *(self.job_id, model.id, completion.finish_reason),
             *(completion.usage.prompt_tokens, completion.usage.completion_tokens, completion.timings.duration_ms),
         )
-        if completion.finish_reason in ("cancelled", "timeout"):
+        if completion.finish_reason in ("cancelled", "timeout") and not self.celery_has_result:
             self.raise_if_interrupted()
         return completion
 

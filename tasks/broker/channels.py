@@ -153,8 +153,11 @@ class Asker:
         self._client_id, self._may_unblock = None, False
 
 
-def keep_client(channel: Any) -> None:
-    """Lets a channel use one client for its commands; kombu makes one for each, which takes longer than the command."""
+def keep_client(channel: Any, on_publish: Callable[[str, int], None] | None = None) -> None:
+    """Lets a channel use one client for its commands; kombu makes one for each, which takes longer than the command.
+
+    `on_publish` hears of each topic that it publishes to, and how many listened.
+    """
     kept: dict[Any, Any] = {}  # pool → its client
 
     def once(create: Callable[..., Any]) -> Callable[..., Any]:
@@ -165,8 +168,21 @@ def keep_client(channel: Any) -> None:
             if pool not in kept:
                 kept.clear()
                 kept[pool] = create()
+                if on_publish is not None:
+                    _tell_published(kept[pool], on_publish)
             return kept[pool]
 
         return create_once
 
     make_clients_by(channel, once)
+
+
+def _tell_published(client: Any, on_publish: Callable[[str, int], None]) -> None:
+    publish = client.publish
+
+    def publish_and_tell(topic: str, *args: Any, **options: Any) -> Any:
+        num_listeners = publish(topic, *args, **options)
+        on_publish(topic, num_listeners)
+        return num_listeners
+
+    client.publish = publish_and_tell

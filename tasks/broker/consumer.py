@@ -27,6 +27,7 @@ from cellama.tasks.contract.names import BULK_PRIORITIES, URGENT_PRIORITIES
 
 from .channels import Asker, PlaceQoS, keep_client
 from .places import Places
+from .task_events import TaskEvents
 
 log = logging.getLogger(__name__)
 
@@ -148,8 +149,9 @@ class Intake(bootsteps.StartStopStep):  # type: ignore[misc]
         keep_client(urgent)
         keep_client(bulk)
         if consumer.event_dispatcher is not None and consumer.event_dispatcher.enabled:
-            keep_client(consumer.event_dispatcher.producer.channel)
             consumer.event_dispatcher.buffer_limit = MAX_EVENTS
+            keep_client(consumer.event_dispatcher.producer.channel, TaskEvents(consumer.event_dispatcher).note)
+            consumer.update_strategies()  # they know `send`
         consumer.bulk_consumer = consumer.app.amqp.TaskConsumer(bulk, on_decode_error=consumer.on_decode_error)
         self._adopt(consumer)
 

@@ -6,6 +6,7 @@ Keys, values and channels are Celery's own, so every Celery reads the results.
 from __future__ import annotations
 
 import sys
+from functools import cached_property
 from typing import Any
 
 from celery import states
@@ -59,6 +60,21 @@ class ResultBackend(RedisBackend):  # type: ignore[misc]
         """What stands in Redis in this state of a task, to be stored by somebody else. Raises as `encode`."""
         value = self._value(task_id, result, state, None, request)
         return Stored(value if isinstance(value, bytes) else value.encode(), self.expires)
+
+    @cached_property
+    def _is_extended(self) -> bool:
+        return bool(self.app.conf.find_value_for_key("extended", "result"))
+
+    def _get_result_meta(self, result: Any, state: str, traceback: Any, request: Any, **options: Any) -> dict[str, Any]:
+        """As Celery's, which looks into its configuration each time."""
+        if self._is_extended or options:
+            extended: dict[str, Any] = super()._get_result_meta(result, state, traceback, request, **options)
+            return extended
+        done_at = self.app.now().isoformat() if state in states.READY_STATES else None
+        children = self.current_task_children(request)
+        meta = {"status": state, "result": result, "traceback": traceback, "children": children, "date_done": done_at}
+        own = {"group_id": getattr(request, "group", None), "parent_id": getattr(request, "parent_id", None)}
+        return {**meta, **{name: value for name, value in own.items() if value}}
 
     def _value(self, task_id: str, result: Any, state: str, traceback: Any, request: Any) -> bytes | str:
         meta = self._get_result_meta(result=result, state=state, traceback=traceback, request=request)

@@ -25,6 +25,7 @@ PARTS: Mapping[str, str] = {
     "celery.app.amqp:_callback_publish_retry": ATTRIBUTE,
     "celery.app.base:Celery._tasks": ATTRIBUTE,
     "celery.concurrency.prefork:_run_ready_callbacks": "(hub)",
+    "celery.events.dispatcher:EventDispatcher._group_buffer": ATTRIBUTE,
     "celery.worker.consumer:Consumer._update_prefetch_count": "(self, index=0)",
     "kombu.connection:Connection._default_channel": ATTRIBUTE,
     "kombu.transport.redis:Channel._brpop_read": "(self, **options)",
@@ -150,6 +151,12 @@ def queues_in_turn(channel: Any) -> list[str]:
     """The queues that a channel consumes, the one whose turn it is first."""
     queues: list[str] = channel._queue_cycle.consume(len(channel.active_queues))
     return queues
+
+
+def gathered_events(dispatcher: Any, group: str) -> list[Any]:
+    """Events of a group that a dispatcher of Celery's has not sent yet."""
+    events: list[Any] = dispatcher._group_buffer[group]
+    return events
 
 
 def socket_of(connection: Any) -> Any:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import fields, replace
 from typing import Any, cast
 
+from cellama import engine
 from cellama.engine import Completion, EngineError, Finished, Resumed, Started, Text, TokenLogprob
 from cellama.engine import Event as EngineEvent
 from cellama.tasks.contract import events
@@ -18,6 +19,8 @@ from cellama.tasks.state.history import Output, Past, outputs_of_line
 
 from .signing import Signer
 
+USAGE = tuple(field.name for field in fields(engine.Usage))
+TIMINGS = tuple(field.name for field in fields(engine.Timings))
 CALL_ID_CHARS = 9  # what Mistral's templates insist on
 
 
@@ -146,12 +149,12 @@ def _logprob(entry: Logprob) -> TokenLogprob:
 
 
 def _usage(completion: Completion) -> Usage:
-    usage: Any = asdict(completion.usage)
+    usage: Any = {name: getattr(completion.usage, name) for name in USAGE}
     return cast(Usage, usage)
 
 
 def _timings(completion: Completion) -> Timings:
-    values: dict[str, float | None] = asdict(completion.timings)
+    values: dict[str, float | None] = {name: getattr(completion.timings, name) for name in TIMINGS}
     rounded: Any = {name: None if value is None else round(value, 3) for name, value in values.items()}
     return cast(Timings, rounded)
 

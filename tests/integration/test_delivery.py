@@ -350,7 +350,8 @@ def test_job_does_not_go_on_with_the_tokens_of_another_model(
 
 def test_prompts_and_texts_stay_out_of_the_log(worker: WorkerProcess) -> None:
     prompt = "Once upon a time, a secretive hedgehog"
-    result = generate.delay("tiny", prompt, max_tokens=30, **GREEDY).get(timeout=PATIENCE_S)
-    wait_until(lambda: worker.log().count("succeeded in") > 0, "the end of a job in the log")
+    job = generate.delay("tiny", prompt, max_tokens=30, **GREEDY)
+    result = job.get(timeout=PATIENCE_S)
+    wait_until(lambda: f"{job.id} on tiny" in worker.log(), "the end of the job in the log")
     assert "secretive" not in worker.log()
     assert result["text"][:20] not in worker.log()

@@ -1,0 +1,33 @@
+"""Celery's events of tasks, which Flower shows: told in full while somebody listens.
+
+Redis says of each message how many have heard it. While nobody does, a worker tells one event of those that come within
+EVENTS_EVERY_S, to hear of whoever listens by now.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cellama.tasks.connection.kombu_internals import gathered_events
+
+TOPIC = "task.multi"  # under which Celery publishes what it has gathered
+
+
+class TaskEvents:
+    """Stands before the `send` of a dispatcher of Celery's."""
+
+    def __init__(self, dispatcher: Any) -> None:
+        self._send = dispatcher.send
+        self._gathered = gathered_events(dispatcher, "task")
+        self._is_heard = True
+        dispatcher.send = self.send
+
+    def send(self, type: str, *args: Any, **fields: Any) -> None:
+        """What Celery's does, unless nobody would hear it."""
+        if self._is_heard or not self._gathered or not type.startswith("task-"):
+            self._send(type, *args, **fields)
+
+    def note(self, topic: str, num_listeners: int) -> None:
+        """So many have heard what was published."""
+        if topic.endswith(TOPIC):
+            self._is_heard = num_listeners > 0
