@@ -6,7 +6,7 @@ import json
 import uuid
 from typing import Any
 
-from cellama.tasks.contract.names import PRIORITY_INTERACTIVE, queue_key
+from cellama.tasks.contract.names import PRIORITY_INTERACTIVE, SUBMITTED_AT_HEADER, queue_key
 from cellama.tasks.state.ledger import Ledger, new_run
 from cellama.tasks.state.records import Attempt, Call, Entry, Message, Submission, Taken
 
@@ -25,7 +25,8 @@ def submission(
     """A job with a message as kombu writes it."""
     job_id = job_id or str(uuid.uuid4())
     properties = {"correlation_id": job_id, "priority": priority, "delivery_tag": str(uuid.uuid4())}
-    payload = json.dumps({"body": "W10=", "headers": {"id": job_id, "task": task}, "properties": properties})
+    headers = {"id": job_id, "task": task, SUBMITTED_AT_HEADER: 1.0}
+    payload = json.dumps({"body": "W10=", "headers": headers, "properties": properties})
     call = Call(task, ["tiny", "Hi"], {}, queue, priority, timeout_s, {})
     return Submission(job_id, call, Message(queue_key(queue, priority), payload), digest)
 

@@ -19,10 +19,12 @@ from cellama.tasks.contract.keys import (
     events_channel,
     job_key,
     journal_key,
+    result_key,
     waiting_key,
 )
+from cellama.tasks.contract.names import queue_key
 from cellama.tasks.state.ledger import MAX_ATTEMPTS, Ledger, new_run
-from cellama.tasks.state.records import Entry
+from cellama.tasks.state.records import Entry, Stored
 
 from ..conftest import PATIENCE_S
 from .ledgers import LEASE_S, begin, ids_in, submission, submit, take, write
@@ -333,3 +335,59 @@ def _result(ledger: Ledger, job_id: str) -> dict[str, object] | None:
 
 def _journal(redis: Redis, job_id: str) -> list[dict[str, object]]:
     return [json.loads(fields[b"event"]) for _, fields in redis.xrange(journal_key(job_id))]
+
+
+def test_a_page_takes_an_eighth_of_what_waits_as_far_as_there_is_room(ledger: Ledger, queue: str) -> None:
+    jobs = [submit(ledger, queue) for _ in range(17)]
+    taken, page = ledger.take(jobs[0], LEASE_S, [(9, [queue_key(queue, 0), queue_key(queue, 3)])])  # 0 came by BRPOP
+    assert [json.loads(fetched.payload)["headers"]["id"] for fetched in page] == jobs[:3]
+    assert page[0].taken.token == ""  # somebody holds that one already
+    assert len({taken.token, *(fetched.taken.token for fetched in page)}) == 4
+    assert begin(ledger, jobs[1], token=page[1].taken.token).verdict == "run"
+    assert begin(ledger, jobs[2], token=page[1].taken.token).verdict == "superseded"
+    assert len(ledger.take(jobs[3], LEASE_S, [(1, [queue_key(queue, 3)])])[1]) == 1
+
+
+@pytest.mark.parametrize("mark", ["cellama_weight", None])
+def test_a_page_ends_before_what_a_worker_must_look_at(
+    ledger: Ledger, queue: str, redis_client: Redis, mark: str | None
+) -> None:
+    first, *others = [submission(queue) for _ in range(3)]
+    ledger.submit([first])
+    of_others = [json.loads(job.message.payload) for job in others]
+    for message in of_others:
+        message["headers"] = {"id": "x", mark: 1} if mark else {"id": "x"}
+        redis_client.lpush(queue_key(queue, 3), json.dumps(message))
+    page = ledger.take(first.job_id, LEASE_S, [(9, [queue_key(queue, 3)])])[1]
+    assert len(page) == 1  # its own message, which nobody popped here
+    assert redis_client.llen(queue_key(queue, 3)) == 2
+
+
+def test_an_end_that_celery_hears_of_leaves_nothing_to_do(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
+    taken = take(ledger, job_id)
+    attempt = begin(ledger, job_id, token=taken.token)
+    end = Entry(job_id, attempt.run, {"seq": 0, **DONE}, None, Stored(b'{"status": "SUCCESS"}', 100), taken.token)
+    assert ledger.write([end]) == ledger.write([end]) == (set(), set())  # the reply was lost
+    assert redis_client.get(result_key(job_id)) == b'{"status": "SUCCESS"}'
+    assert 0 < redis_client.ttl(result_key(job_id)) <= 100
+    assert redis_client.zscore(DUE_KEY, job_id) is redis_client.zscore(LEASES_KEY, job_id) is None
+    assert redis_client.hmget(job_key(job_id), "holder", "message", "result") == [None] * 3
+    assert begin(ledger, job_id).verdict == "done"
+
+
+def test_an_end_leaves_the_message_to_whoever_holds_it_by_now(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
+    attempt = begin(ledger, job_id, token=take(ledger, job_id).token)
+    redis_client.zadd(LEASES_KEY, {job_id: 0})  # its worker was frozen
+    other = take(ledger, job_id)
+    end = Entry(job_id, attempt.run, {"seq": 0, **DONE}, None, Stored(b"{}", None), "token of the frozen one")
+    assert ledger.write([end]) == (set(), set())
+    assert redis_client.hget(job_key(job_id), "holder") == other.token.encode()
+    assert begin(ledger, job_id, token=other.token).verdict == "done"
+
+
+def test_celery_is_told_of_a_start_once_it_has_begun(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
+    started = Stored(b'{"status": "STARTED"}', 100)
+    assert begin(ledger, job_id, token="of somebody else", started=started).verdict == "superseded"
+    assert redis_client.get(result_key(job_id)) is None
+    begin(ledger, job_id, token=take(ledger, job_id).token, started=started)
+    assert redis_client.get(result_key(job_id)) == started.value

@@ -19,12 +19,12 @@ from redis import Redis
 
 from cellama.api.machine.redis_server import RedisServer
 from cellama.tasks.contract import events
-from cellama.tasks.contract.keys import DUE_KEY, LEASES_KEY, job_key, journal_key, reaper_key
+from cellama.tasks.contract.keys import DUE_KEY, LEASES_KEY, job_key, journal_key, reaper_key, result_key
 from cellama.tasks.contract.names import queue_key
 from cellama.tasks.state import scripts
 from cellama.tasks.state.history import read_past
 from cellama.tasks.state.ledger import Ledger, new_run
-from cellama.tasks.state.records import Attempt, Ending, Entry, Taken
+from cellama.tasks.state.records import Attempt, Ending, Entry, Stored, Taken
 from cellama.tasks.worker.reaper import Reaper
 
 from .ledgers import submission
@@ -108,7 +108,7 @@ class Delivery:
     def store(self, job_id: str, ending: Ending) -> None:
         """What Celery's result backend does."""
         assert self.ledger.state(job_id) == "done"
-        self.redis.setnx(f"result:{job_id}", json.dumps(ending.event))
+        self.redis.setnx(result_key(job_id), json.dumps(ending.event))
         self.redis.zrem(DUE_KEY, job_id)
 
     def journal(self, job_id: str) -> list[dict[str, Any]]:
@@ -141,7 +141,11 @@ class Delivery:
         if worker.frozen or (message := self.redis.rpop(LIST)) is None:
             return
         job_id = json.loads(message)["headers"]["id"]
-        worker.held[job_id] = Held(self.ledger.take(job_id, LEASE_S)[0])
+        taken, page = self.ledger.take(job_id, LEASE_S, [(3, [LIST])] if number % 2 else ())
+        worker.held[job_id] = Held(taken)
+        for fetched in page:
+            job_id = json.loads(fetched.payload)["headers"]["id"]
+            worker.held[job_id] = Held(Taken(job_id, fetched.taken.token))
 
     def begin(self, number: int) -> None:
         worker = self.workers[number % 3]
@@ -179,9 +183,9 @@ class Delivery:
         elif self.tell(worker, job_id, held, events.token(str(held.number), [held.num_tokens])):
             held.num_tokens += 1
 
-    def tell(self, worker: Worker, job_id: str, held: Held, event: events.Event) -> bool:
+    def tell(self, worker: Worker, job_id: str, held: Held, event: events.Event, stored: Stored | None = None) -> bool:
         assert held.attempt is not None
-        entry = Entry(job_id, held.attempt.run, {"seq": held.next_seq, **event})
+        entry = Entry(job_id, held.attempt.run, {"seq": held.next_seq, **event}, None, stored, held.taken.token)
         superseded, gaps = self.ledger.write([entry])
         held.next_seq += 1
         if gaps:  # Redis has lost some: from the journal on
@@ -196,7 +200,11 @@ class Delivery:
         assert held.attempt is not None
         reason = "cancelled" if held.attempt.verdict == "cancelled" else "stop"
         event = events.done(reason, {})
-        if self.tell(worker, job_id, held, event) and not dies:
+        if held.number % 2 and reason == "stop":  # Celery hears of it with the event
+            if self.tell(worker, job_id, held, event, Stored(json.dumps(event).encode(), None)):
+                assert self.redis.exists(result_key(job_id))
+                assert self.redis.hget(job_key(job_id), "holder") != held.taken.token.encode()
+        elif self.tell(worker, job_id, held, event) and not dies:
             self.store(job_id, Ending(event, None))
             self.ledger.release(held.taken)
         worker.held.pop(job_id, None)
@@ -297,11 +305,11 @@ class Delivery:
                 self.begin(number)
                 self.write(number)
             self.pass_time(1)
-            if all(self.ledger.state(j) == "done" and self.redis.exists(f"result:{j}") for j in self.jobs):
+            if all(self.ledger.state(j) == "done" and self.redis.exists(result_key(j)) for j in self.jobs):
                 break
         for job_id in self.jobs:
             assert self.ledger.state(job_id) == "done", job_id
-            assert json.loads(self.redis.get(f"result:{job_id}"))["finish_reason"]
+            assert json.loads(self.redis.get(result_key(job_id)))["finish_reason"]
         self.streams_are_whole()
 
 

@@ -21,9 +21,11 @@ from typing import Any
 
 import psutil
 
+from cellama.api import Client
 from cellama.bench.harness.report import Report
 from cellama.bench.harness.service import Service, wait_until
 from cellama.bench.peers.noop import Submit, noop_worker
+from cellama.tasks.contract.shapes.parameters import GenerateParams
 
 MODEL = "bundled://tiny"
 POLL_S = 0.005
@@ -60,7 +62,7 @@ def run(args: argparse.Namespace) -> Report:
     with tempfile.TemporaryDirectory() as folder, Service(Path(folder), [model]) as service, ExitStack() as peers:
         pid = service.processes[service.start_worker()].pid
         service.wait_ready()
-        ways = [*_peers(Path(folder), service, args.slots, peers), *_ours(pid)]
+        ways = [*_peers(Path(folder), service, args.slots, peers), *_ours(pid, peers.enter_context(Client()))]
         ways = [way for way in ways if any(part in way.name for part in args.ways or [""])]
         for way in ways:  # connections, scripts, threads
             _measure(service.redis, way, 2 * args.slots)
@@ -100,21 +102,19 @@ def _wait_ready(redis: Any, way: Way) -> None:
     wait_until(lambda: not _unfinished(redis, ids), way.name)
 
 
-def _ours(pid: int) -> Iterator[Way]:
-    from cellama.tasks import embed, generate
+def _ours(pid: int, client: Client) -> Iterator[Way]:
+    def embed(texts: Sequence[str]) -> list[str]:
+        return [job.id for job in client.embed_many("bench", texts)]
 
-    def embed_all(texts: Sequence[str]) -> list[str]:
-        return embed.apply_many((("bench", text), {}) for text in texts)
+    def generate(num_new: int, stream: bool, texts: Sequence[str]) -> list[str]:
+        params: GenerateParams = {"max_tokens": num_new, "temperature": 0, "ignore_eos": True, "stream": stream}
+        return [job.id for job in client.generate_many("bench", texts, **params)]
 
-    def generating(num_new: int, stream: bool) -> Queue:
-        params = {"max_tokens": num_new, "temperature": 0, "ignore_eos": True, "stream": stream}
-        return lambda texts: generate.apply_many((("bench", text), params) for text in texts)
-
-    yield Way("embed, 1 text", pid, embed_all)
+    yield Way("embed, 1 text", pid, embed)
     for num_new in (1, 16):
         for stream in (False, True):
             name = f"generate, {num_new} token" + "s" * (num_new > 1) + ", stream" * stream
-            yield Way(name, pid, generating(num_new, stream))
+            yield Way(name, pid, partial(generate, num_new, stream))
 
 
 def _measure(redis: Any, way: Way, num_jobs: int) -> tuple[float, float, float]:
