@@ -92,7 +92,9 @@ def test_a_lost_connection_is_told_to_each_and_what_comes_later_goes_on(held: He
         with pytest.raises(RedisConnectionError):
             future.result(PATIENCE_S)
     held.is_cut = False
+    held.goes_on.clear()
     again = begin_together(held, job_ids[1:])
+    held.goes_on.set()
     assert [future.result(PATIENCE_S).verdict for future in again] == ["run"] * 4
 
 
