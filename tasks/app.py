@@ -14,6 +14,7 @@ from kombu import Connection, Exchange, Queue
 from cellama.config import ModelSettings, Settings, get_settings
 from cellama.config.logging import configure_logging
 from cellama.config.settings import DEFAULT_SLOTS
+from cellama.tasks.calls.message_templates import Templates
 from cellama.tasks.connection.connections import SOCKET_OPTIONS, broker_options, transport_options
 from cellama.tasks.contract.keys import UNACKED_INDEX_KEY, UNACKED_KEY, UNACKED_MUTEX_KEY
 from cellama.tasks.contract.names import DEFAULT_MODEL, PRIORITIES, PRIORITY_SEPARATOR, queue_name
@@ -43,6 +44,7 @@ class CellamaApp(Celery):  # type: ignore[misc]
 
     control_cls = "cellama.tasks.broker.control:LastingControl"
     redis_url: str | None = None  # None: that of the settings
+    templates: Templates  # of messages (enqueue.py)
     runtime: Worker | None = None  # set by the worker's lifecycle
     attempt: Callable[[Task, bool, Callable[[Any], Result]], Result]  # too: makes one attempt at a job (attempt.py)
     server_check: ServerCheck  # too
@@ -58,6 +60,7 @@ def make_app(redis_url: str | None = None) -> CellamaApp:
     """An app of its own: a web backend's current app stays what it is. Its jobs go to this Redis, or the settings'."""
     new = CellamaApp("cellama", set_as_current=False, include=["cellama.tasks.jobs"])
     new.redis_url = redis_url
+    new.templates = Templates()
     new.add_defaults(lambda: celery_config(_settings_for(redis_url)))
     new.steps["worker"].add("cellama.tasks.lifecycle:LoadModels")  # by name: only a worker has these modules
     new.steps["consumer"] |= {"cellama.tasks.broker.consumer:Intake", "cellama.tasks.lifecycle:Attach"}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 from uuid import UUID, uuid5
 
-from celery import Task, group, states, uuid
+from celery import Task, current_task, group, signals, states, uuid
 from celery.canvas import Signature
 from celery.result import AsyncResult
 from kombu import Producer
@@ -46,6 +48,9 @@ from cellama.tasks.state.records import Call
 from .app import app
 
 _INTERVALS = ("interval_start", "interval_step", "interval_max")
+# Options of a job whose message is like others (message_templates.py), and who may change what Celery publishes.
+LIKE_OTHERS = {"task_id", "queue", "priority", "headers", "argsrepr", "kwargsrepr"}
+PUBLISHING = (signals.before_task_publish, signals.after_task_publish, signals.task_sent)
 IDEMPOTENCY = UUID("6d1f5a0e-3a0c-4b57-9d5a-5f0a1c7e2b44")  # the namespace of job ids that are made from keys
 
 
@@ -105,11 +110,12 @@ class JobTask(Task):  # type: ignore[misc]
                 Task.apply_async(self, call.args, call.kwargs, producer=producer, retry=False, **job.options)
             )
 
+        job = self._like_others(job, "one")
         with reaching_redis(self.app.redis_url):
             list(enqueue(self.app, Ledger(self.backend.client), [job], publish))
             if job.options.get("ignore_result"):
                 self.backend.client.hset(job_key(job.job_id), IGNORED_FIELD, 1)
-        return results[0]
+        return results[0] if results else self.AsyncResult(job.job_id)  # one like others; who asks for it subscribes
 
     def _retrying(self, queue: Callable[[], AsyncResult], policy: dict[str, Any] | None) -> AsyncResult:
         """Queues in several tries, if need be, as Celery's `retry_policy` says; a second one queues nothing twice."""
@@ -175,7 +181,8 @@ class JobTask(Task):  # type: ignore[misc]
         num_queued = 0
         try:
             with reaching_redis(self.app.redis_url):
-                for _ in enqueue(self.app, Ledger(self.backend.client), jobs, self._publish):
+                like_others = [self._like_others(job, "many") for job in jobs]
+                for _ in enqueue(self.app, Ledger(self.backend.client), like_others, self._publish):
                     num_queued += 1
         except (RedisUnreachable, RedisRefused) as error:
             some = f"the first {num_queued} of {len(jobs)} jobs are queued, and perhaps up to {PAGE_JOBS} more"
@@ -199,8 +206,18 @@ class JobTask(Task):  # type: ignore[misc]
             options.setdefault("argsrepr", f"({job.model!r}, …)")
             options.setdefault("kwargsrepr", repr(shown))
         call = self._call(args, kwargs, options["queue"], options["priority"], options["headers"], delay)
-        _check_size(call, settings.max_payload_bytes)
-        return Checked(call, options, "" if key is None else call.digest(self.kind.positional))
+        payload_json = _written(call, settings.max_payload_bytes)
+        return Checked(call, options, payload_json, "" if key is None else call.digest(self.kind.positional))
+
+    def _like_others(self, job: Checked, way: str) -> Checked:
+        """The job with what its message has in common with others; as it is, if somebody gave it more than a job needs,
+        or listens to what Celery publishes."""
+        options = job.options
+        usual = options.keys() == LIKE_OTHERS and len(options["headers"]) == 1
+        if not usual or any(signal.receivers for signal in PUBLISHING) or current_task:
+            return job
+        common = (way, self.name, options["queue"], options["priority"], os.getpid(), self.app.thread_oid)
+        return replace(job, common=common)
 
     def _publish(self, producer: Producer, job: Checked) -> None:
         """As Celery does, but for its subscription to the result: who asks for that subscribes."""
@@ -260,16 +277,18 @@ def _id_of_key(task: str, scope: str, key: str) -> str:
     return str(uuid5(IDEMPOTENCY, json.dumps([task, scope, key])))
 
 
-def _check_size(call: Call, limit: int) -> None:
-    """Raises InvalidJob when a call is larger than messages may be, or no JSON."""
+def _written(call: Call, limit: int) -> str:
+    """Args and kwargs as JSON. Raises InvalidJob when they are larger than messages may be, or no JSON."""
     try:
-        length = len(call.to_json())  # ASCII: longer than what is counted
+        text = json.dumps([call.args, call.kwargs])
+        json.dumps(call.headers)
     except TypeError as error:
         raise InvalidJob(f"the job can't be written as JSON: {error}") from None
-    if length <= limit:
-        return
+    if len(text) <= limit:  # ASCII: longer than what is counted
+        return text
     size = len(json.dumps([call.args, call.kwargs], ensure_ascii=False).encode())
     if size > limit:
         raise InvalidJob(
             f"the job is {size} bytes long, and the limit is {limit}: split it, or raise CELLAMA_MAX_PAYLOAD_BYTES"
         )
+    return text

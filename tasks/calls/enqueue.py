@@ -1,11 +1,13 @@
 """How jobs get into Redis: what Celery would publish is collected, and pushed together with the ledger's entries.
 
-Celery and kombu make the messages, so any Celery worker reads them. The script that writes a job's entry pushes its
-message as well: there is never one without the other, and up to `PAGE_JOBS` jobs take one round trip to Redis.
+Celery and kombu make the messages, or the one that a message is like, so any Celery worker reads them. The script that
+writes a job's entry pushes its message as well: there is never one without the other, and up to `PAGE_JOBS` jobs take
+one round trip to Redis.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +16,7 @@ from celery import Celery
 from kombu import Producer
 
 from cellama.tasks.contract.errors import InvalidJob
+from cellama.tasks.contract.names import SUBMITTED_AT_HEADER
 from cellama.tasks.state.ledger import Ledger
 from cellama.tasks.state.records import Call, Message, Submission
 
@@ -69,7 +72,9 @@ class Checked:
 
     call: Call
     options: dict[str, Any]
+    payload_json: str  # args and kwargs
     digest: str = ""  # of an idempotent one
+    common: tuple[Any, ...] | None = None  # with jobs whose messages are like this one's; None: it is like no other
 
     @property
     def job_id(self) -> str:
@@ -77,6 +82,33 @@ class Checked:
 
 
 Publish = Callable[[Producer, Checked], Any]
+
+
+class _Messages(contextlib.ExitStack):
+    """Makes the messages of jobs: like one that was made before, or by Celery and kombu."""
+
+    def __init__(self, app: Any, publish: Publish) -> None:
+        super().__init__()
+        self._app = app
+        self._publish = publish
+        self._collector: Collector | None = None
+
+    def message(self, job: Checked) -> Message:
+        template = None if job.common is None else self._app.templates.get(job.common)
+        if template is not None:
+            options = job.options
+            shown = (options["argsrepr"], options["kwargsrepr"])
+            at = options["headers"][SUBMITTED_AT_HEADER]
+            made: Message = template.message(job.job_id, job.payload_json, shown, at, self._app.clock.forward())
+            return made
+        if self._collector is None:
+            producer = self.enter_context(self._app.producer_pool.acquire(block=True))
+            self._collector = Collector(producer.channel)
+        self._publish(self._collector, job)
+        message = self._collector.take()
+        if job.common is not None:
+            self._app.templates.learn(job.common, message, job.payload_json)
+        return message
 
 
 def enqueue(app: Celery, ledger: Ledger, jobs: Sequence[Checked], publish: Publish) -> Iterator[bool]:
@@ -87,11 +119,9 @@ def enqueue(app: Celery, ledger: Ledger, jobs: Sequence[Checked], publish: Publi
     """
     page: list[Submission] = []
     num_bytes = 0
-    with app.producer_pool.acquire(block=True) as producer:
-        collector = Collector(producer.channel)
+    with _Messages(app, publish) as messages:
         for number, job in enumerate(jobs, start=1):
-            publish(collector, job)
-            page.append(Submission(job.job_id, job.call, collector.take(), job.digest))
+            page.append(Submission(job.job_id, job.call, messages.message(job), job.digest))
             num_bytes += page[-1].num_bytes
             if len(page) == PAGE_JOBS or num_bytes > PAGE_BYTES:
                 yield from _told(page, ledger.submit(page, following=len(jobs) - number))

@@ -37,9 +37,6 @@ class Call:
     headers: dict[str, Any]
     delay_s: float = 0.0  # before it may run at all
 
-    def to_json(self) -> str:
-        return json.dumps({name: getattr(self, name) for name in self.__slots__}, separators=(",", ":"))
-
     def digest(self, positional: Sequence[str]) -> str:
         """The same for the same parameters, however they were given."""
         parameters = {**dict(zip(positional, self.args, strict=False)), **self.kwargs}

@@ -158,3 +158,20 @@ def test_a_key_stands_for_one_payload_in_each_task_and_scope(unserved: str) -> N
         chat.apply_async((unserved, [{"role": "user", "content": "Hi"}]), {}, idempotency_key=key),
     ]
     assert len({first.id, *(other.id for other in others)}) == 4
+
+
+def test_messages_like_others_differ_in_what_is_their_own_only(unserved: str, redis_client: Redis) -> None:
+    for prompt in ("One", "Two"):  # the second message is made like the first one
+        generate.delay(unserved, prompt, max_tokens=3)
+    generate.apply_async((unserved, "Three"), {"max_tokens": 3}, retries=0)  # built by Celery
+    found = messages(redis_client, unserved)
+    assert len({message["properties"]["delivery_tag"] for message in found}) == 3
+    for message, prompt in zip(found, ("One", "Two", "Three"), strict=True):
+        body = json.loads(base64.b64decode(message["body"]))
+        assert body[:2] == [[unserved, prompt], {"max_tokens": 3}]
+        job_id = message["headers"]["id"]
+        assert message["headers"]["root_id"] == message["properties"]["correlation_id"] == job_id
+        message["body"] = body[2]
+        message["headers"] |= {"id": "", "root_id": "", "cellama_submitted_at": 0.0}
+        message["properties"] |= {"correlation_id": "", "delivery_tag": ""}
+    assert found[0] == found[1] == found[2]

@@ -1,0 +1,91 @@
+"""Messages that are made like one that Celery and kombu have built."""
+
+from __future__ import annotations
+
+import base64
+import json
+import uuid
+from typing import Any
+
+import pytest
+from celery import signals
+
+from cellama.tasks import generate
+from cellama.tasks.calls.message_templates import Template, Templates
+from cellama.tasks.state.records import Message
+
+PROMPTS = ["Hi", 'quoted "Hi"', "ünïcode \u2028 \U0001f600", "\\ @ \n"]
+
+
+def decoded(message: Message) -> dict[str, Any]:
+    told: dict[str, Any] = json.loads(message.payload)
+    return {**told, "body": json.loads(base64.b64decode(told["body"]))}
+
+
+def body_of(prompt: str) -> str:
+    return json.dumps([["tiny", prompt], {}])
+
+
+def made(prompt: str, job_id: str) -> Message:
+    """As kombu writes it, with an event."""
+    body = json.dumps([["tiny", prompt], {}, {"callbacks": None, "chord": None}])
+    headers = {"id": job_id, "root_id": job_id, "argsrepr": "a", "kwargsrepr": "k", "cellama_submitted_at": 1.5}
+    headers["eta"] = None
+    properties = {"correlation_id": job_id, "delivery_tag": str(uuid.uuid4()), "priority": 3}
+    event = {"uuid": job_id, "root_id": job_id, "args": "a", "kwargs": "k", "timestamp": 2.5, "clock": 7}
+    frame = {"body": base64.b64encode(json.dumps(event).encode()).decode(), "properties": {"delivery_tag": "t"}}
+    whole = {"body": base64.b64encode(body.encode()).decode(), "headers": headers, "properties": properties}
+    return Message("cellama:queue:tiny", json.dumps(whole), (("topic", json.dumps(frame)),))
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_message_from_a_template_has_its_own_values_and_nothing_of_the_first_one(prompt: str) -> None:
+    template = Template(made("a secret", "first"), body_of("a secret"))
+    message = template.message("own", body_of(prompt), (f"({prompt!r},)", "{}"), 9.25, 8)
+    told, event = decoded(message), decoded(Message("", message.events[0][1]))["body"]
+    assert told["body"][:2] == [["tiny", prompt], {}]
+    assert told["headers"] == {
+        "id": "own",
+        "root_id": "own",
+        "argsrepr": f"({prompt!r},)",
+        "kwargsrepr": "{}",
+        "cellama_submitted_at": 9.25,
+        "eta": None,
+    }
+    assert told["properties"]["correlation_id"] == "own"
+    assert (event["uuid"], event["args"], event["clock"]) == ("own", f"({prompt!r},)", 8)
+    assert "secret" not in json.dumps(told)
+    tags = {told["properties"]["delivery_tag"], decoded(made("x", "y"))["properties"]["delivery_tag"]}
+    assert len(tags) == 2
+
+
+def test_message_that_a_template_would_not_give_again_is_no_template() -> None:
+    odd = made("Hi", "first")
+    templates = Templates()
+    dense = Message(odd.key, odd.payload.replace(", ", ","), odd.events)
+    for common, message in enumerate((dense, Message("k", "{}"))):
+        templates.learn((common,), message, body_of("Hi"))
+        assert templates.get((common,)) is None
+    templates.learn((3,), odd, body_of("another body"))
+    assert templates.get((3,)) is None
+
+
+def test_job_with_more_than_others_is_built_by_celery() -> None:
+    usual, late = (generate._check(("tiny", "Hi"), {}, options) for options in ({}, {"countdown": 5}))
+    own = generate._check(("tiny", "Hi"), {}, {"headers": {"own": 1}})
+    assert generate._like_others(usual, "one").common is not None
+    assert generate._like_others(late, "one").common is generate._like_others(own, "one").common is None
+
+
+def test_job_is_built_by_celery_while_somebody_listens_to_what_it_publishes() -> None:
+    job = generate._check(("tiny", "Hi"), {}, {})
+
+    def note(**_: Any) -> None:
+        """As tracers do, which add headers."""
+
+    signals.before_task_publish.connect(note)
+    try:
+        assert generate._like_others(job, "one").common is None
+    finally:
+        signals.before_task_publish.disconnect(note)
+    assert generate._like_others(job, "one").common is not None
