@@ -52,6 +52,7 @@ ROOMS = {
         "embeddings": "1000 texts in one call or job against one text per call or job",
         "embed_beside": "gaps of a stream while another model embeds",
         "neighbours": "two workers on one machine, and one beside a busy program: their rates",
+        "reuse": "prefixes that models with windows, recurrent and hybrid memory take over: cache on against off",
         "footprint": "memory of a model: planned before the load, logged by llama.cpp, resident",
     },
     "bulk": {

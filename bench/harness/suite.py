@@ -33,6 +33,7 @@ SHORT = {
     "embed_beside": "--texts 100",
     "neighbours": "--slots 4 --settle 3 --seconds 2 --rounds 1 --tries 2",
     "footprint": "--cases 2 --shapes 0",
+    "reuse": "--requests 8 --new 4 --slots 4 --turns 2 --rounds 1",
     "layouts": "--slots 1 4 --prompt 300 --new 8",
     "adapters": "--slots 4 --turns 0 0.1 --prompt 32 --new 8",
     "enqueue": "--jobs 500 --rounds 1",

@@ -27,6 +27,7 @@ SMALL = {
     "layouts": "--slots 2 --prompt 300 --new 4",
     "adapters": "--slots 3 --turns 0 0.1 --prompt 16 --new 4 --threads 1",
     "footprint": "--cases 2 --shapes 0",
+    "reuse": "--kinds hybrid --requests 6 --prompt 200 --shared 150 --new 4 --slots 2 --turns 2 --rounds 1",
     "decode": "--slots 2 --prompt 16 --new 8 --rounds 1",
     "uniform": "--requests 4 --prompt 16 --new 4 --slots 2 --best-slots 4",
     "mixed": "--requests 9 --chats 1 --turns 3 --scale 0.2 --slots 3 --server-slots 2 --arrivals 12 --rates 8 "
@@ -67,6 +68,8 @@ def test_benchmark_prints_a_table_and_one_json_line(name: str) -> None:
     assert {"machine", "commit", "ratios", "caveats"} <= report.keys()
     if name == "shared_prefix":
         assert report["ratios"]["prefill tokens over a trie's optimum"] <= 1.05
+    if name == "reuse":
+        assert max(ratio for name, ratio in report["ratios"].items() if "optimum" in name) <= 1.05
     if name == "footprint":
         assert (
             0.9 <= report["ratios"]["planned over logged, min"] <= report["ratios"]["planned over logged, max"] <= 1.1
