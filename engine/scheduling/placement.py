@@ -75,7 +75,8 @@ class SlotFinder:
         """Cells that have to be free for the sequence, and for what runs beside it without the victims."""
         if not self._cache.memory.unified:
             return 0  # each slot has its own
-        others = [holder for holder in self._slots if holder is not None and holder not in victims]
+        gone = frozenset(victims)
+        others = [holder for holder in self._slots if holder is not None and holder not in gone]
         return len(sequence.tokens) + 1 + sum(GROWTH_TOKENS + other.num_pending for other in others)
 
 
