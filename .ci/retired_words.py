@@ -1,4 +1,8 @@
-"""Fails on identifiers of the engine that use a word which the field has another one for (docs/glossary.md)."""
+"""Fails on words that were retired (docs/glossary.md): identifiers of the engine's core, and texts of the repository.
+
+Texts are all that people read: pages, comments, docstrings, messages, log lines. Those of tests are not looked at: they
+quote what a user may say.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-ENGINE = Path(__file__).parents[1] / "engine"
+ROOT = Path(__file__).parents[1]
+ENGINE = ROOT / "engine"
 ROOMS = ("core", "kvcache", "sampling", "scheduling")  # elsewhere a line is one of a file, and memory has room
 
 # A pattern for whole identifiers → what is meant, in the field's words.
@@ -27,6 +32,33 @@ RETIRED = {
 }
 # Files in which such a word is the right one: the results of decode calls.
 EXCEPT = {"computed": {"core/forward.py", "core/engine_core.py"}}
+# In texts: a pattern → what is meant.
+RETIRED_TEXTS = {
+    r"(some|no|every|any)body|(some|every|any)one\b": "name who or what acts: the worker, a request, the reader",
+    r"waiting lines?\b": "the waiting queue",
+    r"\berrands?\b": "a command",
+    r"\bchoosers?\b": "a token sampler",
+    r"\bis void\b": "is superseded",
+}
+TEXTS = (
+    "*.py",
+    "*.lua",
+    "*.md",
+    "*.toml",
+    "*.yml",
+    "*.css",
+    "*.sh",
+    "*.service",
+    "Makefile",
+    "Dockerfile",
+    "run",
+    "check",
+)
+FOLDERS = (".ci", "api", "bench", "config", "docs", "engine", "tasks")
+TEXTS_EXCEPT = {
+    ".ci/retired_words.py": "names them",
+    "bench/tiny_model/corpus.py": "what the bundled model has learned",
+}
 PATTERNS = {re.compile(pattern): instead for pattern, instead in RETIRED.items()}
 
 
@@ -52,7 +84,22 @@ def retired(path: Path) -> Iterator[str]:
                 yield f"engine/{name}:{line}: {word!r} is retired: {instead}"
 
 
+def retired_texts() -> Iterator[str]:
+    """A line of text for each line of the repository with a retired word."""
+    files = {file for folder in FOLDERS for pattern in TEXTS for file in (ROOT / folder).rglob(pattern)}
+    files |= {file for pattern in TEXTS for file in ROOT.glob(pattern)}
+    for file in sorted(files):
+        name = file.relative_to(ROOT).as_posix()
+        if name in TEXTS_EXCEPT or not file.is_file():
+            continue
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+            for pattern, instead in RETIRED_TEXTS.items():
+                for found in re.finditer(pattern, line, re.IGNORECASE):
+                    yield f"{name}:{number}: {found[0]!r} is retired: {instead}"
+
+
 if __name__ == "__main__":
     found = [text for room in ROOMS for path in sorted((ENGINE / room).rglob("*.py")) for text in retired(path)]
+    found += retired_texts()
     print(*found, sep="\n", end="\n" if found else "")
     sys.exit(1 if found else 0)

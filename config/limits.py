@@ -9,7 +9,7 @@ from __future__ import annotations
 # Numbers that size nothing: what llama.cpp's 32-bit integers hold.
 MAX_COUNT = 2**31 - 1
 MAX_SEED = 2**32 - 2  # llama.h: 0xFFFFFFFF means "random"
-MAX_TIMEOUT_S = 30 * 24 * 3600  # waits of Python overflow beyond some centuries; nobody waits longer than a month
+MAX_TIMEOUT_S = 30 * 24 * 3600  # waits of Python overflow beyond some centuries; no caller waits longer than a month
 
 # Texts, lists, nesting
 MAX_TEXT_CHARS = 1 << 23  # of one text: some seconds of tokenizing

@@ -167,7 +167,7 @@ def mask_url(url: str) -> str:
 
 
 def _mask_roughly(url: str) -> str:
-    """Hides more than is needed: in what can't be read, nobody knows where a password ends."""
+    """Hides more than is needed: in what can't be read, a password may end anywhere."""
     scheme = _SCHEME.match(url)
     _, at, host = url.rpartition("@")
     if at:

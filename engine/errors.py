@@ -14,11 +14,11 @@
     ├── AdapterBusy             the adapter is in use and can't be unloaded now
     ├── ManagerExists           this process has a model manager already
     ├── ModelBusy               the model is in use and can't be unloaded now
-    ├── QueueFull               the engine's waiting line is at its limit
+    ├── QueueFull               the engine's waiting queue is at its limit
     ├── DecodeFailed            llama.cpp refused this request's tokens
-    ├── RequestFailed           something that nobody foresaw went wrong for this request
+    ├── RequestFailed           something unforeseen went wrong for this request
     ├── GrammarFailed           grammar, biases and ignore_eos together allow no token
-    ├── EmbeddingCancelled      somebody cancelled an embedding (a generation ends as `cancelled` instead)
+    ├── EmbeddingCancelled      an embedding was cancelled (a generation ends as `cancelled` instead)
     └── EngineStopped           the engine closed, or its thread died
 
 Codes cross processes, objects don't. What a code means for callers is in one table (`tasks/contract/codes.py`).

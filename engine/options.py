@@ -73,12 +73,12 @@ class EngineOptions:
 
     @property
     def num_slots(self) -> int:
-        """`n_parallel`, or what it is when nobody chose."""
+        """`n_parallel`, or what it is where it was left open."""
         return DEFAULT_SLOTS if self.n_parallel is None else self.n_parallel
 
     @property
     def pass_tokens(self) -> int:
-        """Tokens of one pass: `n_ubatch`, or what it is when nobody chose, and never more than a step has."""
+        """Tokens of one pass: `n_ubatch`, or what it is where it was left open, and never more than a step has."""
         return min(DEFAULT_UBATCH if self.n_ubatch is None else self.n_ubatch, self.n_batch)
 
     def _check_one_of(self, name: str, known: Iterable[str]) -> None:

@@ -74,7 +74,7 @@ def _settings_for(redis_url: str | None) -> Settings:
 
 
 def _set_up_logging(loglevel: int | None = None, **_: Any) -> None:
-    if loglevel is None or loglevel == logging.WARNING:  # WARNING is what Celery says when nobody chose
+    if loglevel is None or loglevel == logging.WARNING:  # WARNING is what Celery says where it was left open
         configure_logging(get_settings().log_level)
     else:
         configure_logging(logging.getLevelName(loglevel))

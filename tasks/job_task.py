@@ -199,7 +199,7 @@ class JobTask(Task):  # type: ignore[misc]
         if options["priority"] is None:
             options["priority"] = job.priority
         options.setdefault("task_id", uuid() if key is None else _id_of_key(self.name, scope, key))
-        delay = delay_s(self.app, options)  # until then nobody waits for the job
+        delay = delay_s(self.app, options)  # until then no caller waits for the job
         options["headers"] = {SUBMITTED_AT_HEADER: time.time(), **(options.get("headers") or {})}
         if not settings.show_prompts:  # Flower and the logs show these instead of the arguments
             shown = {name: value for name, value in kwargs.items() if name not in self.kind.positional}
@@ -242,7 +242,7 @@ class JobTask(Task):  # type: ignore[misc]
         return Call(self.name, list(args or ()), dict(kwargs or {}), queue, priority, timeout_s, headers, delay)
 
     def call_of_plain(self, args: Any, kwargs: Any, delivery: dict[str, Any]) -> Call:
-        """What a message of plain Celery asks for; nobody has checked it yet."""
+        """What a message of plain Celery asks for; it is not checked yet."""
         priority = plain_priority(kwargs, delivery.get("priority"))
         return self._call(args, kwargs, plain_queue(kwargs, args, str(delivery.get("routing_key"))), priority, {})
 

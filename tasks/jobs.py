@@ -12,17 +12,8 @@ from cellama.config import mask_url
 from cellama.config.redis_url import parse_redis_url
 from cellama.tasks.calls.canvas_steps import share
 from cellama.tasks.connection.kombu_internals import tasks_before_finalizing
+from cellama.tasks.contract import names
 from cellama.tasks.contract.kinds import KINDS
-from cellama.tasks.contract.names import (
-    TASK_APPLY_CHAT_TEMPLATE,
-    TASK_CHAT,
-    TASK_CHUNK,
-    TASK_DETOKENIZE,
-    TASK_EMBED,
-    TASK_GENERATE,
-    TASK_RERANK,
-    TASK_TOKENIZE,
-)
 from cellama.tasks.contract.shapes.results import Result
 
 from .app import CellamaApp, app, make_app
@@ -36,49 +27,49 @@ def _task(name: str) -> Callable[[Callable[..., Result]], JobTask]:
     return decorate
 
 
-@_task(TASK_GENERATE)
+@_task(names.TASK_GENERATE)
 def generate(self: JobTask, /, *args: Any, **kwargs: Any) -> Result:
     """`generate(model, prompt, **params)`: the text that follows a prompt."""
     return self.run_job(args, kwargs, lambda run, job: run.generate(job))
 
 
-@_task(TASK_CHAT)
+@_task(names.TASK_CHAT)
 def chat(self: JobTask, /, *args: Any, **kwargs: Any) -> Result:
     """`chat(model, messages, **params)`: the assistant's next turn."""
     return self.run_job(args, kwargs, lambda run, job: run.chat(job))
 
 
-@_task(TASK_EMBED)
+@_task(names.TASK_EMBED)
 def embed(self: JobTask, /, *args: Any, **kwargs: Any) -> Result:
     """`embed(model, texts)`: one vector of unit length per text."""
     return self.run_job(args, kwargs, lambda run, job: run.embed(job))
 
 
-@_task(TASK_RERANK)
+@_task(names.TASK_RERANK)
 def rerank(self: JobTask, /, *args: Any, **kwargs: Any) -> Result:
     """`rerank(model, query, documents)`: the documents' indices and scores, the best first."""
     return self.run_job(args, kwargs, lambda run, job: run.rerank(job))
 
 
-@_task(TASK_CHUNK)
+@_task(names.TASK_CHUNK)
 def chunk(self: JobTask, /, *args: Any, **kwargs: Any) -> Result:
     """`chunk(model, lines)`: lines of a bulk run; their results are `line` events."""
     return self.run_job(args, kwargs, lambda run, job: run.chunk(job))
 
 
-@_task(TASK_TOKENIZE)
+@_task(names.TASK_TOKENIZE)
 def tokenize(self: JobTask, /, *args: Any, **kwargs: Any) -> Result:
     """`tokenize(model, text)`: its token ids."""
     return self.run_job(args, kwargs, lambda run, job: run.tokenize(job))
 
 
-@_task(TASK_DETOKENIZE)
+@_task(names.TASK_DETOKENIZE)
 def detokenize(self: JobTask, /, *args: Any, **kwargs: Any) -> Result:
     """`detokenize(model, tokens)`: their text."""
     return self.run_job(args, kwargs, lambda run, job: run.detokenize(job))
 
 
-@_task(TASK_APPLY_CHAT_TEMPLATE)
+@_task(names.TASK_APPLY_CHAT_TEMPLATE)
 def apply_chat_template(self: JobTask, /, *args: Any, **kwargs: Any) -> Result:
     """`apply_chat_template(model, messages)`: the prompt that `chat` would give to the model."""
     return self.run_job(args, kwargs, lambda run, job: run.apply_chat_template(job))

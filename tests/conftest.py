@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ import pytest
 from redis import Redis
 
 from cellama.api.machine.redis_server import LOOPBACK, RedisServer, die_with_parent
+from cellama.api.machine.supervisor import worker_argv
 from cellama.bench.harness import pace
 from cellama.config import get_settings
 from cellama.tasks.connection.connections import connect
@@ -105,10 +105,9 @@ class WorkerProcess:
         settings = {"CELLAMA_MODELS": MODELS, pace.PACE_FILE: str(self._pace_file), **settings}
         settings["CELLAMA_MODELS"] = paced(settings["CELLAMA_MODELS"])
         environment = clean_environment(CELLAMA_REDIS_URL=redis_url, **settings)
-        argv = [sys.executable, "-m", "celery", "-A", "cellama.tasks.app", "worker", "-n", f"{name}@%h"]
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(
-                [*argv, "--without-gossip", "--without-mingle"],
+                worker_argv(f"{name}@%h"),
                 cwd=folder,
                 env=environment,
                 stdout=log,

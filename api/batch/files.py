@@ -1,4 +1,4 @@
-"""The output of a run: whole lines only, on disk before anybody says so."""
+"""The output of a run: whole lines only, on disk before they are told."""
 
 from __future__ import annotations
 

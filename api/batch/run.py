@@ -243,7 +243,7 @@ class BatchRun:
     # The end
 
     def abandon(self) -> None:
-        """Ends what is in flight of a run that nobody can go on with."""
+        """Ends what is in flight of a run that can't go on."""
         with contextlib.suppress(RedisUnreachable, RedisRefused), reaching_redis(self._app.redis_url):
             self._revoke_chunks()
         self._tell("cancelled")

@@ -66,7 +66,7 @@ class Serving:
         return self._models.get(model, (0, 0))
 
     def unknown(self) -> dict[str, UnknownModel]:
-        """Models that nobody will serve, it seems: workers live, and none has had them for a good while."""
+        """Models that no worker will serve, it seems: workers live, and none has had them for a good while."""
         until = time.monotonic() - MODEL_PATIENCE_S
         there = ", ".join(sorted(name for name in self._models if name != DEFAULT_MODEL)) or "none"
         return {

@@ -22,10 +22,10 @@ PING_S = 1.0
 
 
 class Patience:
-    """How long a job may tell nothing. While it waits its turn it may be silent for ever, unless nobody serves it."""
+    """How long a job may tell nothing. While it waits its turn it may be silent for ever, if a worker serves it."""
 
     def __init__(self, job_id: str, patience_s: float, *, unserved: bool = False) -> None:
-        """With `unserved`, a job may also wait for somebody to serve it."""
+        """With `unserved`, a job may also wait for a worker that serves it."""
         self._job_id = job_id
         self._patience_s = patience_s
         self._unserved = unserved
@@ -43,7 +43,7 @@ class Patience:
         if position.state == "waiting" and (position.eta_s is not None or self._unserved):
             self._heard_at = now
         if now - self._heard_at > self._patience_s:
-            why = "nobody serves its model" if position.state == "waiting" else "it goes on"
+            why = "no worker serves its model" if position.state == "waiting" else "it goes on"
             raise JobTimeout(
                 f"job {self._job_id} told nothing for {self._patience_s:g} s; {why}: `cellama jobs follow "
                 f"{self._job_id}` waits longer, `cellama cancel {self._job_id}` ends it"

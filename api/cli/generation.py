@@ -23,7 +23,7 @@ CHAT_HELP = """\
   /exit         end the conversation, as Ctrl-D does
   Ctrl-C        while an answer comes: cancel it, and go on[/]"""
 JsonOption = Annotated[bool, typer.Option("--json", help="Write JSON lines for machines.")]
-WaitOption = Annotated[bool, typer.Option("--wait", help="Queue the job even if nobody serves the model now.")]
+WaitOption = Annotated[bool, typer.Option("--wait", help="Queue the job even if no worker serves the model now.")]
 PatienceOption = Annotated[float, typer.Option("--patience", help="Seconds without a word from a job that has a slot.")]
 
 

@@ -25,7 +25,7 @@ def jobs_list_command(
     limit: Annotated[int, typer.Option(help="At most so many.", min=1)] = LIMIT,
     json: JsonOption = False,
 ) -> None:
-    """List the jobs that run or wait, those of models that nobody serves included.
+    """List the jobs that run or wait, those of models that no worker serves included.
 
     Example:  cellama jobs list --model tiny
     """

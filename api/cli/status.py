@@ -97,14 +97,14 @@ def _engine_cells(engine: dict[str, Any] | None) -> tuple[str, ...]:
 
 
 def _queues(status: dict[str, Any]) -> list[str]:
-    """One line per queue with jobs, those that nobody serves at last and loudly."""
+    """One line per queue with jobs, those that no worker serves at last and loudly."""
     unserved = status["unserved"]
     counts = {model: max(status["waiting"][model], status["queues"][model]) for model in status["waiting"]}
     served = [model for model, count in counts.items() if count and model not in unserved]
     lines = [_queue(model, counts[model], status["eta_s"][model]) for model in served]
     return [
         "[dim]jobs without a slot: " + (", ".join(lines) or "none") + "[/]",
-        *(f"[yellow]{counts[model]} job(s) wait for {escape(model)}, which nobody serves[/]" for model in unserved),
+        *(f"[yellow]{counts[model]} job(s) wait for {escape(model)}, which no worker serves[/]" for model in unserved),
     ]
 
 
@@ -123,5 +123,5 @@ def _render_position(position: dict[str, Any]) -> str:
     if position["state"] == "running":
         return f"{job} runs"
     eta_s = position["eta_s"]
-    when = "nobody serves its model now" if eta_s is None else f"a slot is free in about {eta_s:.1f} s"
+    when = "no worker serves its model now" if eta_s is None else f"a slot is free in about {eta_s:.1f} s"
     return f"{job} waits: {position['ahead']} job(s) ahead, {when}"

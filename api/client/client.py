@@ -95,7 +95,7 @@ class Client(Submission, AdapterControl):
         return self._core.position(job_id)
 
     def jobs(self, model: str | None = None, *, limit: int = 1000) -> list[OpenJob]:
-        """The jobs that run or wait, of one model or all, whether anybody serves it or not."""
+        """The jobs that run or wait, of one model or all, whether a worker serves it or not."""
         return self._core.jobs(model, limit)
 
     def purge(self, model: str) -> int:

@@ -96,7 +96,7 @@ class Core:
             return
         if not served:
             raise UnknownModel(
-                f"no worker is running, so nobody serves {model!r}; start one with `cellama up` or `cellama worker`, "
+                f"no worker is running, so none serves {model!r}; start one with `cellama up` or `cellama worker`, "
                 "or pass wait=True to queue the job all the same"
             )
         close = difflib.get_close_matches(model, served, n=1)
@@ -166,7 +166,9 @@ class Core:
         with reaching_redis(self._url):
             if model not in (*self._models(), DEFAULT_MODEL):
                 known = ", ".join(queued_models(self._redis)) or "none"
-                raise UnknownModel(f"nobody serves a model {model!r}, and no job waits for it; jobs wait for: {known}")
+                raise UnknownModel(
+                    f"no worker serves a model {model!r}, and no job waits for it; jobs wait for: {known}"
+                )
             num_messages = purge_queue(self._app, queue_name(model))
             held = waiting_ids(self._redis, model)  # in the hands of workers
             if held:

@@ -65,7 +65,7 @@ def _memory(model: WorkerModel) -> ModelMemory:
 
 def stats(workers: list[WorkerEntry], depths: dict[str, int], waiting: dict[str, int]) -> Stats:
     """Totals over all workers; per model the messages in its queue, the jobs without a slot, and when a new one's
-    turn would come; and the models that nobody serves although jobs wait for them."""
+    turn would come; and the models that no worker serves although jobs wait for them."""
     engines = [entry["engine"] for worker in workers for entry in worker.models if entry["engine"]]
     ready = [entry for worker in workers for entry in worker.models if entry["status"] == "ready"]
     served = {entry["id"] for entry in ready} | {DEFAULT_MODEL for entry in ready if entry["default"]}
@@ -86,6 +86,6 @@ def stats(workers: list[WorkerEntry], depths: dict[str, int], waiting: dict[str,
 
 
 def queues(workers: list[WorkerEntry], queued: list[str]) -> list[str]:
-    """The models that somebody serves or waits for, and `:default`."""
+    """The models that a worker serves or a job waits for, and `:default`."""
     served = {entry["id"] for worker in workers for entry in worker.models}
     return [*sorted(served | set(queued) - {DEFAULT_MODEL}), DEFAULT_MODEL]

@@ -5,15 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Unpack
 
-from cellama.tasks.contract.names import (
-    TASK_APPLY_CHAT_TEMPLATE,
-    TASK_CHAT,
-    TASK_DETOKENIZE,
-    TASK_EMBED,
-    TASK_GENERATE,
-    TASK_RERANK,
-    TASK_TOKENIZE,
-)
+from cellama.tasks.contract import names
 from cellama.tasks.contract.shapes.parameters import (
     ChatParams,
     DetokenizeParams,
@@ -54,11 +46,11 @@ class Submission:
         idempotency_key: str | None = None,
         **params: Unpack[GenerateParams],
     ) -> Job[GenerateResult]:
-        """Submits a generation. Raises InvalidJob, and UnknownModel if nobody serves the model (unless `wait`).
+        """Submits a generation. Raises InvalidJob, and UnknownModel if no worker serves the model (unless `wait`).
 
         With `idempotency_key=`, the same key gives the same job, as long as its result is kept.
         """
-        return self._submit(TASK_GENERATE, model, prompt, wait, idempotency_key, params)
+        return self._submit(names.TASK_GENERATE, model, prompt, wait, idempotency_key, params)
 
     def chat(
         self,
@@ -70,7 +62,7 @@ class Submission:
         **params: Unpack[ChatParams],
     ) -> Job[ChatResult]:
         """Submits a chat turn; raises as `generate`."""
-        return self._submit(TASK_CHAT, model, messages, wait, idempotency_key, params)
+        return self._submit(names.TASK_CHAT, model, messages, wait, idempotency_key, params)
 
     def embed(
         self,
@@ -82,7 +74,7 @@ class Submission:
         **params: Unpack[EmbedParams],
     ) -> Job[EmbedResult]:
         """Submits texts to embed; raises as `generate`."""
-        return self._submit(TASK_EMBED, model, texts, wait, idempotency_key, params)
+        return self._submit(names.TASK_EMBED, model, texts, wait, idempotency_key, params)
 
     def rerank(
         self,
@@ -95,7 +87,7 @@ class Submission:
         **params: Unpack[RerankParams],
     ) -> Job[RerankResult]:
         """Submits documents to rank for a query; raises as `generate`."""
-        return self._submit(TASK_RERANK, model, query, wait, idempotency_key, {"documents": documents, **params})
+        return self._submit(names.TASK_RERANK, model, query, wait, idempotency_key, {"documents": documents, **params})
 
     def generate_many(
         self,
@@ -111,7 +103,7 @@ class Submission:
         All are checked before any is queued: InvalidJob names the places of all that are wrong. With
         `idempotency_keys=`, one for each, the call may be repeated, for instance after RedisUnreachable.
         """
-        return self._submit_many(TASK_GENERATE, model, prompts, wait, idempotency_keys, params)
+        return self._submit_many(names.TASK_GENERATE, model, prompts, wait, idempotency_keys, params)
 
     def chat_many(
         self,
@@ -123,7 +115,7 @@ class Submission:
         **params: Unpack[ChatParams],
     ) -> list[Job[ChatResult]]:
         """Submits many chat turns, as `generate_many`."""
-        return self._submit_many(TASK_CHAT, model, conversations, wait, idempotency_keys, params)
+        return self._submit_many(names.TASK_CHAT, model, conversations, wait, idempotency_keys, params)
 
     def embed_many(
         self,
@@ -135,7 +127,7 @@ class Submission:
         **params: Unpack[EmbedParams],
     ) -> list[Job[EmbedResult]]:
         """Submits a job for each of the texts, or lists of texts, as `generate_many`."""
-        return self._submit_many(TASK_EMBED, model, texts, wait, idempotency_keys, params)
+        return self._submit_many(names.TASK_EMBED, model, texts, wait, idempotency_keys, params)
 
     def _submit(
         self, task: str, model: str, content: Any, wait: bool, key: str | None, params: Mapping[str, Any]
@@ -163,7 +155,7 @@ class Submission:
         **params: Unpack[TokenizeParams],
     ) -> Job[TokenizeResult]:
         """Submits a text whose token ids are wanted; raises as `generate`."""
-        return self._submit(TASK_TOKENIZE, model, text, wait, idempotency_key, params)
+        return self._submit(names.TASK_TOKENIZE, model, text, wait, idempotency_key, params)
 
     def detokenize(
         self,
@@ -175,7 +167,7 @@ class Submission:
         **params: Unpack[DetokenizeParams],
     ) -> Job[DetokenizeResult]:
         """Submits token ids whose text is wanted; raises as `generate`."""
-        return self._submit(TASK_DETOKENIZE, model, tokens, wait, idempotency_key, params)
+        return self._submit(names.TASK_DETOKENIZE, model, tokens, wait, idempotency_key, params)
 
     def apply_chat_template(
         self,
@@ -187,4 +179,4 @@ class Submission:
         **params: Unpack[TemplateParams],
     ) -> Job[TemplateResult]:
         """Submits a conversation whose prompt is wanted; raises as `generate`."""
-        return self._submit(TASK_APPLY_CHAT_TEMPLATE, model, messages, wait, idempotency_key, params)
+        return self._submit(names.TASK_APPLY_CHAT_TEMPLATE, model, messages, wait, idempotency_key, params)

@@ -78,7 +78,7 @@ class Supervisor:
     """Runs children until a stop is asked for, or one ends that must not be started again."""
 
     def __init__(self, children: Sequence[Child], kept: Sequence[Child] = ()) -> None:
-        """`kept` are replaced like the children, also while those end; somebody else starts and ends them."""
+        """`kept` are replaced like the children, also while those end; they are started and ended elsewhere."""
         self.children = children
         self._kept = kept
         self._stops = 0  # how often a stop was asked for
@@ -155,11 +155,15 @@ class Supervisor:
         self.ask_to_stop()
 
 
-def worker_child(*, log_path: Path | None = None, env: Mapping[str, str] | None = None) -> Child:
-    """The Celery worker with our pool and queues, as a child process; its name differs from those of its neighbours."""
-    name = f"cellama-{secrets.token_hex(2)}@%h"
+def worker_argv(name: str) -> list[str]:
+    """The command of a Celery worker with our pool and queues; `%h` in its name stands for the host."""
     argv = [sys.executable, "-m", "celery", "-A", "cellama.tasks.app", "worker", "-n", name]
-    return Child("worker", [*argv, "--without-gossip", "--without-mingle"], env or {}, log_path)
+    return [*argv, "--without-gossip", "--without-mingle"]
+
+
+def worker_child(*, log_path: Path | None = None, env: Mapping[str, str] | None = None) -> Child:
+    """A worker as a child process; its name differs from those of its neighbours."""
+    return Child("worker", worker_argv(f"cellama-{secrets.token_hex(2)}@%h"), env or {}, log_path)
 
 
 def flower_child(

@@ -1,4 +1,4 @@
-"""Work that lasts as long as somebody needs it to, on any machine: steps that take longer while a file says so."""
+"""Work that lasts as long as a test needs it to, on any machine: steps that take longer while a file says so."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def slowed(path: Path, seconds: float = SLOW_S) -> Iterator[None]:
     """Workers that look at this file take so long for a step, for the length of a `with` block."""
     writing = path.with_suffix(".new")
     writing.write_text(str(seconds))
-    writing.rename(path)  # nobody reads half of it
+    writing.rename(path)  # no reader finds half of it
     try:
         yield
     finally:

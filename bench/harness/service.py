@@ -11,7 +11,6 @@ import os
 import signal
 import struct
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from cellama.api.machine.redis_server import RedisServer, die_with_parent, free_port
+from cellama.api.machine.supervisor import worker_argv
 from cellama.config import get_settings
 from cellama.engine.scheduling.strategies import SlotView, TokenAllocation
 from cellama.tasks.connection.connections import connect
@@ -146,11 +146,10 @@ class Service:
         return name
 
     def _start(self, name: str) -> subprocess.Popen[bytes]:
-        argv = [sys.executable, "-m", "celery", "-A", "cellama.tasks.app", "worker", "-n", f"{name}@bench"]
         ahead_s = self._ahead_s[name]
         with (self.folder / f"{name}.log").open("ab") as log:
             return subprocess.Popen(
-                [*argv, "--without-gossip", "--without-mingle"],
+                worker_argv(f"{name}@bench"),
                 stdout=log,
                 stderr=log,
                 cwd=self.folder,

@@ -1,4 +1,4 @@
-"""llama.cpp's own programs as peers, when somebody has built them (bench/README.md says how).
+"""llama.cpp's own programs as peers, where they are built (bench/README.md says how).
 
 BENCH_LLAMA_BATCHED_BENCH and BENCH_LLAMA_SERVER name the programs `llama-batched-bench` and `llama-server`.
 """

@@ -203,7 +203,7 @@ class Embedder:
             self._isolate(batch, error)
             return
         except Exception as error:  # of one text, perhaps: its neighbours shall not pay
-            log.exception("a batch of %d texts failed in a way that nobody foresaw", len(batch))
+            log.exception("a batch of %d texts failed in an unforeseen way", len(batch))
             self._isolate(batch, error)
             return
         self.pulse.beat("finish")

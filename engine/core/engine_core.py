@@ -140,7 +140,7 @@ class EngineCore:
         self._num_faults += 1
         if self._num_faults > MAX_FAULTS:
             raise error
-        log.error("a step failed in a way that nobody foresaw; its requests are tried one by one", exc_info=error)
+        log.error("a step failed in an unforeseen way; its requests are tried one by one", exc_info=error)
         self.scheduler.settle()
         running = [sequence for sequence in self.scheduler.slots if sequence is not None]
         failed = [(sequence, fault) for sequence in running if (fault := self._step_alone(sequence)) is not None]

@@ -83,7 +83,7 @@ class Forward:
         except DecodeError as error:
             return error
         except Exception as error:  # of a request's tokens or adapters, perhaps: its neighbours shall not pay
-            log.exception("a decode call of %d requests failed in a way that nobody foresaw", len(works))
+            log.exception("a decode call of %d requests failed in an unforeseen way", len(works))
             return error
         finally:
             self.worth_aborting, self.yields = None, False

@@ -195,12 +195,12 @@ class Requests:
             self._fail(group, error)
 
     def _fail(self, group: Group, error: Exception) -> None:
-        """Ends a request with an error; one that nobody foresaw is logged, and told as RequestFailed."""
+        """Ends a request with an error; an unforeseen one is logged, and told as RequestFailed."""
         if group.handle not in self._groups:
             return  # it has ended already
         request_id = group.handle.request.id
         if not isinstance(error, EngineError):
-            log.error("request %s failed in a way that nobody foresaw; others go on", request_id, exc_info=error)
+            log.error("request %s failed in an unforeseen way; others go on", request_id, exc_info=error)
             error = RequestFailed(f"{type(error).__name__}: {error}; the other requests were not affected")
         for sequence in list(group.running):
             try:
@@ -215,7 +215,7 @@ class Requests:
             self._fail(group, error)
 
     def _free(self, group: Group, sequence: Sequence, *, keep: bool = True) -> None:
-        """The only way out: slot and sampler are free before anybody hears of it."""
+        """The only way out: slot and sampler are free before a caller hears of it."""
         group.running.remove(sequence)
         self._scheduler.release(sequence, keep=keep)
         if sequence.sampler is not None:

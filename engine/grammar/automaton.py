@@ -67,7 +67,7 @@ class Automaton:
         self.forget()
 
     def forget(self) -> None:
-        """Drops all states; those that somebody is in are numbered anew by `number_of`."""
+        """Drops all states; those that a sequence is in are numbered anew by `number_of`."""
         self._frames: dict[tuple[int, int, Frame | None], Frame] = {}
         self.states: list[frozenset[Way]] = []
         self.accepting: list[bool] = []

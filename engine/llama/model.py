@@ -245,7 +245,7 @@ class LlamaModel:
                 lib.llama_adapter_lora_free(adapter_pointer(handle))
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> bool:
-        """Frees the adapters and the weights, once nobody uses them; False, and nothing is freed, if that takes longer.
+        """Frees the adapters and the weights, once they are unused; False, and nothing is freed, if that takes longer.
 
         Whoever uses it later gets EngineStopped. Idempotent. No context of this model may be in use.
         """

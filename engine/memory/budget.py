@@ -154,7 +154,7 @@ class Budget:
         return self._taken.get(model_id, Footprint())
 
     def room(self) -> Room:
-        """What the budget leaves. "unlimited" leaves what "auto" does: the sizes that nobody chose go by it."""
+        """What the budget leaves. "unlimited" leaves what "auto" does: the sizes that were left open go by it."""
         if isinstance(self.limit, int):
             return Room({ALL_DEVICES: self.limit - sum(taken.total_bytes for taken in self._taken.values())})
         free = self._measured()

@@ -1,4 +1,4 @@
-"""The context of a slot when nobody chose one: the training context, or as much as the memory holds. Pure."""
+"""The context of a slot where it was left open: the training context, or as much as the memory holds. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from .budget import ALL_DEVICES, Footprint, Room
 
-KV_SHARE = 0.5  # of what is left, at most, for a KV cache whose size nobody chose
+KV_SHARE = 0.5  # of what is left, at most, for a KV cache whose size was left open
 LEAST_TOKENS = 512
 STREAM_PADDING = 256  # llama.cpp pads a KV stream to a multiple of so many cells
 MAX_TRIES = 8

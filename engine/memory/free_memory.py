@@ -18,7 +18,7 @@ _NO_LIMIT = 1 << 60  # what v1 writes when there is none is near 2**63
 
 
 def ram() -> tuple[int, int]:
-    """Total and free bytes. Page cache counts as free: the system gives it back when somebody needs memory."""
+    """Total and free bytes. Page cache counts as free: the system gives it back when a program needs memory."""
     memory = psutil.virtual_memory()
     total, free = int(memory.total), int(memory.available)
     limit = group_limit()

@@ -84,7 +84,9 @@ def fetch(source: str, options: HubOptions) -> Path:
 def _match(wanted: HubFile, options: HubOptions) -> str:
     """The one GGUF file, or the first part of the one split model, that fits a pattern."""
     if options.offline:
-        raise ModelLoadFailed(f"{wanted.file!r} is a pattern, and offline nobody can say what it fits; name the file")
+        raise ModelLoadFailed(
+            f"{wanted.file!r} is a pattern, and offline there is no list of files that it could fit; name the file"
+        )
     from huggingface_hub import HfApi
 
     _check_reachable()

@@ -134,7 +134,7 @@ class ModelManager:
         return entry
 
     def unload(self, model_id: str, timeout_s: float = UNLOAD_TIMEOUT_S) -> None:
-        """Takes no more requests for a model, waits until nobody holds or uses it, then frees its memory.
+        """Takes no more requests for a model, waits until it is neither held nor in use, then frees its memory.
 
         If it is the default one, another that is ready is that from now on. Raises UnknownModel, and ModelBusy if it is
         still in use after `timeout_s`: it serves again, then, as the default one if it was.
@@ -146,7 +146,7 @@ class ModelManager:
         model = entry.model
         assert model is not None
         deadline = time.monotonic() + timeout_s
-        with self._lock:  # nobody holds it anew: it is not ready
+        with self._lock:  # it can't be held anew: it is not ready
             is_free = self._lock.wait_for(lambda: not entry.num_holds, timeout_s)
         if not (is_free and model.wait_until_idle(deadline)):
             with self._lock:
@@ -198,7 +198,7 @@ class ModelManager:
         return self._admission.report()
 
     def _idle(self) -> list[str]:
-        """The models that nobody uses, the least recently used first. The default one is not among them."""
+        """The models that are not in use, the least recently used first. The default one is not among them."""
         with self._lock:
             others = [entry for entry in self._entries.values() if entry.id != self._default]
             ready = [entry.model for entry in others if entry.status == "ready" and not entry.num_holds]

@@ -29,7 +29,7 @@ class Texts:
     """The text side of a model."""
 
     def __init__(self, name: str, weights: LlamaModel, *, control_tokens_in_text: bool = False) -> None:
-        """With `control_tokens_in_text` what reads like a control token in a message is one, as anybody may write it;
+        """With `control_tokens_in_text` what reads like a control token in a message is one, whoever wrote it;
         else only the template writes any."""
         self._name = name
         self._weights = weights

@@ -82,7 +82,7 @@ def keep(fingerprint: str, given: Conditions, chosen: Measured, rows: Iterable[M
 
 
 def recall(fingerprint: str, given: Conditions) -> Setup | None:
-    """What was chosen for this model under these conditions; None if nobody measured it."""
+    """What was chosen for this model under these conditions; None if it was not measured."""
     path = _path(fingerprint)
     for result in _results(path):
         if result["conditions"] == given:

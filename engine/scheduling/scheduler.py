@@ -68,8 +68,8 @@ class Scheduler:
         """Gives slots to waiting sequences, the most urgent first, each with the longest prefix that there is.
 
         A sequence whose prefix another one is computing right now is passed over until that is done. A sequence
-        that is less urgent than one in the queue loses its slot to it. One for which that fails in a way that nobody
-        foresaw has no slot, and is given to `on_failure`, which releases it.
+        that is less urgent than one in the queue loses its slot to it. One for which that fails in an unforeseen way
+        has no slot, and is given to `on_failure`, which releases it.
         """
         admitted: list[Sequence] = []
         passed_over: list[Sequence] = []

@@ -35,7 +35,7 @@ class Part(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What computes, and its threads if it were alone; `fixed` if somebody chose them, so that they stay."""
+    """What computes, and its threads if it were alone; `fixed` if they were set, so that they stay."""
 
     part: Part
     threads: int
@@ -111,7 +111,7 @@ class CoreSharing:
         return others_of((reading.busy_s - last[1].busy_s) / seconds, own, self._peers)
 
     def _warn_of(self, others: float, now: float, share: int) -> None:
-        """Says once that other programs take cores from us: it may be what somebody wonders about."""
+        """Says once that other programs take cores from us: it may be what a slow worker suffers from."""
         if self._quiet_at is None or cores_beside(self._place.cores, others) == self._place.cores:
             self._quiet_at = now
         elif not self._warned and now - self._quiet_at >= WARN_S and share < self._wants:

@@ -41,7 +41,7 @@ class Place:
 
 
 def fair_shares(total: int, wants: Sequence[int]) -> list[int]:
-    """Cores for each, at least 1: nobody gets more than it wants, the others share what that leaves.
+    """Cores for each, at least 1: none gets more than it wants, the others share what that leaves.
 
     What can't be divided goes to those named first.
     """

@@ -94,7 +94,7 @@ class Pulse:
         return self.on_death is not None
 
     def die(self, reason: str) -> None:
-        """The thread ends for a reason that nobody foresaw. Does not return where a watchdog looks after it."""
+        """The thread ends for an unforeseen reason. Does not return where a watchdog looks after it."""
         if self.on_death is not None:
             self.on_death(f"thread {self.name!r} died: {reason}")
         self.close()
@@ -144,7 +144,7 @@ class Watchdog:
     def look(self, now: float) -> None:
         """Ends the process if a thread has made no step for too long.
 
-        Only time between two looks counts: in a process that was suspended nobody makes steps.
+        Only time between two looks counts: in a process that was suspended no thread makes steps.
         """
         elapsed_s = 0.0 if self._looked_at is None else min(now - self._looked_at, 2 * LOOK_S)
         self._looked_at = now
@@ -183,7 +183,7 @@ class Watchdog:
 
 
 def _reason(pulse: Pulse, step: Step, stalled_s: float) -> str:
-    suspects = pulse.suspect or ", ".join(step.suspects) or "nobody in particular"
+    suspects = pulse.suspect or ", ".join(step.suspects) or "no request in particular"
     return f"thread {pulse.name!r} has been in one step ({step.kind}) for {stalled_s:.0f} s; it works for: {suspects}"
 
 

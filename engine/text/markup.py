@@ -1,7 +1,7 @@
 """Which characters of a prompt are its template's own markup, and what tokens they become. Pure.
 
 A prompt comes with `marked`: the same text, in which FROM_CALLER stands for each character of a caller that could be
-part of a control token. So what reads like a control token in somebody's text is not found in `marked`, and stays text.
+part of a control token. So what reads like a control token in a caller's text is not found in `marked`, and stays text.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Renders one chat template in a process of its own, which `template_renderer.py` starts by this file's path.
 
 Templates come with models, and what they get comes from whoever sends jobs: both may make them run for ever, fill the
-memory, or hold Python's lock in one long call. Here that costs nobody else anything. Only the standard library and
+memory, or hold Python's lock in one long call. Here that costs no other job anything. Only the standard library and
 Jinja are imported, so that the process is there at once.
 
 It reads a JSON object per line and answers with one. The first has `source`, `bos`, `eos`, `control`, `markup` and

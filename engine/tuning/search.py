@@ -32,7 +32,7 @@ class Bounds:
 
 
 def choose(rows: Iterable[Measured]) -> Measured | None:
-    """The fastest; among those within 2 % of it fewer slots, then fewer threads, then what nobody has to set."""
+    """The fastest; among those within 2 % of it fewer slots, then fewer threads, then what need not be set."""
     rows = list(rows)
     best = max((row.tokens_per_s for row in rows), default=0.0)
     near = [row for row in rows if row.tokens_per_s >= TIE * best]

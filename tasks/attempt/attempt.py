@@ -180,7 +180,7 @@ class JobAttempt:
         except (InvalidJob, JobFailed) as error:
             raise self._fail(JobFailed(error.code, str(error), error.retryable)) from None
         except Exception as error:
-            log.exception("job %s failed in a way that nobody foresaw", self.job_id)
+            log.exception("job %s failed in an unforeseen way", self.job_id)
             raise self._fail(JobFailed("internal_error", f"{type(error).__name__}: {error}")) from None
         self._ignore_unless_mine()
         return result
@@ -233,7 +233,7 @@ class JobAttempt:
             return ending.result
         if self._task.AsyncResult(self.job_id).ready():
             raise Ignore()
-        raise JobFailed("result_lost", f"job {self.job_id} has ended, and nobody knows its result any more")
+        raise JobFailed("result_lost", f"job {self.job_id} has ended, and its result is gone")
 
     def _unknown(self) -> JobFailed:
         """The end of what says that it is in the ledger, and is not: the copy of a job that is forgotten, or a message

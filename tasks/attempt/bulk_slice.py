@@ -100,7 +100,7 @@ class ChunkRun:
         except EngineError as error:
             self._tell_failure(place, failure_of(error))
         except Exception as error:
-            log.exception("line %d of %s failed in a way that nobody foresaw", place, self._run_id)
+            log.exception("line %d of %s failed in an unforeseen way", place, self._run_id)
             self._tell_failure(place, JobFailed("internal_error", f"{type(error).__name__}: {error}"))
 
     def _begin(self, place: int, texts: list[tuple[int, EmbedJob, EmbeddingHandle]]) -> None:

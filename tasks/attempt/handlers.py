@@ -90,7 +90,7 @@ class JobRun(JobAttempt):
         log.info("job %s on %s: read, %d tokens", self.job_id, result["model"], result["usage"]["prompt_tokens"])
         return result
 
-    # What follows needs the vocabulary only, and no engine: it waits for nobody.
+    # What follows needs the vocabulary only, and no engine: it waits for no slot.
 
     def tokenize(self, job: TokenizeJob) -> Result:
         model = self.model(job.model)
@@ -149,7 +149,7 @@ class JobRun(JobAttempt):
         return zlib.crc32(self.job_id.encode()) & 0x7FFFFFFF
 
     def _stop(self, handle: Handle, reason: Interruption) -> None:
-        if reason in GIVEN_UP:  # nobody shall hear of this end
+        if reason in GIVEN_UP:  # this end is not told
             self.runtime.publisher.hand_back(self.attempt.run_id)
         handle.cancel("timeout" if reason in (Interruption.SOFT_LIMIT, Interruption.HARD_LIMIT) else "cancelled")
 

@@ -101,7 +101,7 @@ class HoldingQoS(QoS):  # type: ignore[misc]
         return True
 
     def forget(self, message: Any) -> None:
-        """The message is somebody else's: only its place here is free again. Any thread."""
+        """The message is another worker's: only its place here is free again. Any thread."""
         if self._delivered.get(message.delivery_tag) is message:
             self._quick_ack(message.delivery_tag)
 
@@ -151,7 +151,7 @@ def taken_of(message: Any) -> Taken | None:
 
 
 def forget_lost(message: Any) -> None:
-    """Ends what this worker does with a message that somebody else holds by now. Any thread."""
+    """Ends what this worker does with a message that another worker holds by now. Any thread."""
     for request in list(state.requests.values()):
         if request.message is message:
             request.supersede()

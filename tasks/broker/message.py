@@ -22,7 +22,7 @@ class JobRequest(Request):  # type: ignore[misc]
     Celery checks and sets `acknowledged` in two steps, which is safe with one thread. Here a job may end in its
     own thread while the main thread revokes it; the second ack would raise in Celery's event loop and end the worker.
 
-    The message of a superseded run is not its own any more: somebody else holds it now, or nobody.
+    The message of a superseded run is not its own any more: another worker holds it now, or none.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -42,7 +42,7 @@ class JobRequest(Request):  # type: ignore[misc]
         try:
             return Ledger(self.app.backend.client).state(self.id) not in (None, "queued")
         except RedisError:
-            return True  # as far as anybody knows
+            return True  # as far as it can be known
 
     def _claim_settlement(self) -> bool:
         with self._settle_lock:
@@ -64,7 +64,7 @@ class JobRequest(Request):  # type: ignore[misc]
         return not self.acknowledged and not self._is_superseded
 
     def supersede(self) -> None:
-        """Somebody else has the job by now: what runs here ends without a word. Any thread."""
+        """Another worker has the job by now: what runs here ends without a word. Any thread."""
         if (control := self._control) is not None:
             control.interrupt(Interruption.SUPERSEDED)
 

@@ -61,7 +61,7 @@ def adopt(ledger: Ledger, task: Any, message: Any) -> None:
 def _adopted(message: Any, priority: int, now: float) -> str:
     """The same message under another priority, and another tag, as this one is not acked yet.
 
-    Nobody knows its producer's clock: its `eta` and `expires` are taken for times of `now`'s clock, that of Redis.
+    Its producer's clock is unknown: its `eta` and `expires` are taken for times of `now`'s clock, that of Redis.
     """
     made = message.serializable()
     made["properties"] = {**made["properties"], "priority": priority, "delivery_tag": uuid()}

@@ -33,7 +33,7 @@ class Interruption(IntEnum):
     SOFT_LIMIT = 2
     HARD_LIMIT = 3
     CANCELLED = 4
-    SUPERSEDED = 5  # another attempt of the job has begun, or it has ended, so this run is void
+    SUPERSEDED = 5  # another attempt of the job has begun, or it has ended, so this run is superseded
     FAILED = 6  # its events could not be written: its stream has ended with an error
 
 
@@ -80,7 +80,7 @@ _current: ContextVar[JobControl | None] = ContextVar("cellama_job_control", defa
 
 
 def current_job() -> JobControl:
-    """The control of the job that runs in this thread; one that nobody else holds outside a pool."""
+    """The control of the job that runs in this thread; outside a pool, one of its own."""
     return _current.get() or JobControl(0)
 
 

@@ -84,7 +84,7 @@ class ResultBackend(RedisBackend):  # type: ignore[misc]
         """As Celery does; numbers by the million are JSON already."""
         try:
             return encode(meta)
-        except TypeError:  # what somebody's own task gives: dates, decimals
+        except TypeError:  # what a user's own task gives: dates, decimals
             return self.encode(meta)  # type: ignore[no-any-return]
 
     def remove_pending_result(self, result: Any) -> Any:

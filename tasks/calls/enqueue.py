@@ -20,7 +20,7 @@ from cellama.tasks.contract.names import SUBMITTED_AT_HEADER
 from cellama.tasks.state.ledger import Ledger
 from cellama.tasks.state.records import Call, Message, Submission
 
-PAGE_JOBS = 100  # per script: Redis serves nobody else meanwhile
+PAGE_JOBS = 100  # per script: Redis serves no other client meanwhile
 PAGE_BYTES = 4 * 2**20
 
 

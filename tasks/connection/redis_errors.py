@@ -79,7 +79,7 @@ def credentials_refused(error: AuthenticationError, url: str | None = None) -> R
     whole = get_settings().redis_url if url is None else url
     given = f"the credentials in {source} are wrong" if "@" in whole else "it wants a password"
     return RedisRefused(
-        f"Redis at {_shown(url)} lets nobody in ({error}): {given}; write them into the URL: "
+        f"Redis at {_shown(url)} lets no client in ({error}): {given}; write them into the URL: "
         "redis://:PASSWORD@HOST:PORT/0, or redis://USER:PASSWORD@HOST:PORT/0"
     )
 

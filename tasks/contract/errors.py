@@ -3,7 +3,7 @@
 JobError
 ├── InvalidJob          the call is wrong: nothing was queued
 ├── JobFailed           the job ran and failed; travels through Celery's result backend
-├── JobCancelled        somebody cancelled the job
+├── JobCancelled        the job was cancelled
 ├── JobTimeout          nothing came within the time that the caller gave
 ├── ResultIgnored       the job was queued with `ignore_result`: there will be none
 ├── UnknownModel        no live worker serves the model
@@ -45,7 +45,7 @@ class JobError(Exception):
         return meaning_of(self.code).exit_code
 
     def __str__(self) -> str:
-        return valid_text(super().__str__())  # it may quote what somebody sent
+        return valid_text(super().__str__())  # it may quote what a producer sent
 
 
 class InvalidJob(JobError, ValueError):

@@ -159,7 +159,7 @@ def done(finish_reason: FinishReason, usage: Usage, **details: Unpack[DoneDetail
 
 
 def error(code: str, message: str, retryable: bool | None = None) -> ErrorEvent:
-    """The job failed. `retryable` is as the table of codes has it, unless somebody knows better."""
+    """The job failed. `retryable` is as the table of codes has it, unless the caller knows better."""
     known = meaning_of(code).retryable if retryable is None else retryable
     return {"type": "error", "code": code, "message": message, "retryable": known}
 

@@ -3,7 +3,7 @@
 cellama:journal:{job_id}   stream   the events of a job, entry (seq+1)-0; publisher; TTL
 cellama:events:{db}:{job_id} channel the same events, live; publisher. Channels know no databases, so it names its own
 cellama:job:{job_id}       hash     ledger entry (docs/delivery.md); producer, then its worker; TTL after the end
-cellama:cancel:{job_id}    string   somebody wants the job to end; TTL
+cellama:cancel:{job_id}    string   the job shall end; TTL
 cellama:waiting:{queue}    zset     jobs that have no slot yet, the next one first (see `waiting_score`)
 cellama:running            zset     jobs that have started and not ended, by time of start
 cellama:leases             zset     jobs whose message a worker holds, by the time at which its lease ends
@@ -37,7 +37,7 @@ BATCHES_KEY = "cellama:batches"
 UNACKED_KEY = "cellama:kombu:unacked"
 UNACKED_INDEX_KEY = "cellama:kombu:unacked_index"
 UNACKED_MUTEX_KEY = "cellama:kombu:unacked_mutex"
-IGNORED_FIELD = "ignored"  # of a ledger entry: nobody stores the job's result
+IGNORED_FIELD = "ignored"  # of a ledger entry: the job's result is not stored
 PRIORITY_WEIGHT = 1e11  # seconds; more than any time of submission
 
 

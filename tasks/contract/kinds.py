@@ -6,18 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from . import names
 from .chunks import ChunkJob
 from .events import TerminalEvent, done, error
-from .names import (
-    TASK_APPLY_CHAT_TEMPLATE,
-    TASK_CHAT,
-    TASK_CHUNK,
-    TASK_DETOKENIZE,
-    TASK_EMBED,
-    TASK_GENERATE,
-    TASK_RERANK,
-    TASK_TOKENIZE,
-)
 from .payloads import (
     ApplyChatTemplateJob,
     ChatJob,
@@ -50,14 +41,14 @@ class Kind:
 KINDS: dict[str, Kind] = {
     kind.task: kind
     for kind in (
-        Kind(TASK_GENERATE, GenerateJob, ("model", "prompt"), completes=True),
-        Kind(TASK_CHAT, ChatJob, ("model", "messages"), completes=True, shape=with_messages),
-        Kind(TASK_EMBED, EmbedJob, ("model", "texts")),
-        Kind(TASK_RERANK, RerankJob, ("model", "query", "documents")),
-        Kind(TASK_CHUNK, ChunkJob, ("model", "lines"), streams=False, keeps_journal=True),
-        Kind(TASK_TOKENIZE, TokenizeJob, ("model", "text")),
-        Kind(TASK_DETOKENIZE, DetokenizeJob, ("model", "tokens")),
-        Kind(TASK_APPLY_CHAT_TEMPLATE, ApplyChatTemplateJob, ("model", "messages")),
+        Kind(names.TASK_GENERATE, GenerateJob, ("model", "prompt"), completes=True),
+        Kind(names.TASK_CHAT, ChatJob, ("model", "messages"), completes=True, shape=with_messages),
+        Kind(names.TASK_EMBED, EmbedJob, ("model", "texts")),
+        Kind(names.TASK_RERANK, RerankJob, ("model", "query", "documents")),
+        Kind(names.TASK_CHUNK, ChunkJob, ("model", "lines"), streams=False, keeps_journal=True),
+        Kind(names.TASK_TOKENIZE, TokenizeJob, ("model", "text")),
+        Kind(names.TASK_DETOKENIZE, DetokenizeJob, ("model", "tokens")),
+        Kind(names.TASK_APPLY_CHAT_TEMPLATE, ApplyChatTemplateJob, ("model", "messages")),
     )
 }
 

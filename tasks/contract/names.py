@@ -36,7 +36,7 @@ def is_model_queue(queue: str) -> bool:
 
 
 def model_of(queue: str) -> str:
-    """The model of a Celery queue; a queue of somebody else's as it is."""
+    """The model of a Celery queue; a queue of another app as it is."""
     return queue.removeprefix(_QUEUE_PREFIX)
 
 

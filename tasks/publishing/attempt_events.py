@@ -73,7 +73,7 @@ class RunEvents:
     def gather(self, event: OutputEvent) -> Iterator[OutputEvent]:
         """The event to write instead of this one and those before, if there are enough tokens.
 
-        An event without tokens goes at once: those that its text comes from are told, and nobody would say it again.
+        An event without tokens goes at once: those that its text comes from are told, and they would not be told again.
         """
         index = event.get("index", 0)
         if index in self._gathered and self._gathered[index][0]["type"] != event["type"]:

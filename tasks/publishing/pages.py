@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from cellama.tasks.state.records import Entry
 
-MAX_BATCH = 1000  # events per call of Redis: it serves nobody else meanwhile
+MAX_BATCH = 1000  # events per call of Redis: it serves no other client meanwhile
 MAX_BATCH_BYTES = 8 << 20  # the same, but for one larger event
 Numbered = tuple[str, Entry]  # with the run id
 

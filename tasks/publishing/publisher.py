@@ -282,7 +282,7 @@ class Publisher:
     def _give_up(self, run_id: str, reason: Interruption = Interruption.SUPERSEDED) -> None:
         run = self._runs.pop(run_id, None)
         if run is not None:
-            self._interrupt(run_id, reason)  # before anybody draws conclusions from the end
+            self._interrupt(run_id, reason)  # before conclusions are drawn from the end
             run.ended.set_result(False)
 
 

@@ -63,7 +63,7 @@ class Batches:
         self._redis.zrem(BATCHES_KEY, run_id)
 
     def take_cancel(self, run_id: str) -> bool:
-        """True if somebody has asked for it since the last time."""
+        """True if it was asked for since the last time."""
         return bool(self._redis.hdel(batch_key(run_id), "cancel"))
 
 

@@ -40,7 +40,7 @@ def open_jobs(redis: Redis, model: str | None, limit: int) -> list[OpenJob]:
 
 
 def queued_models(redis: Redis) -> list[str]:
-    """The models for which jobs wait, or have waited lately, whether anybody serves them or not."""
+    """The models for which jobs wait, or have waited lately, whether a worker serves them or not."""
     queues: Any = redis.smembers(QUEUES_KEY)
     return sorted(model_of(name) for raw in queues if is_model_queue(name := raw.decode()))
 

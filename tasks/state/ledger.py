@@ -150,13 +150,13 @@ class Ledger:
         run_script(self._redis, "give_back", keys, [taken.job_id, taken.token])
 
     def set_aside(self, taken: Taken, seconds: float) -> None:
-        """A message waits so long in nobody's hands, and goes back to the head of its queue then."""
+        """A message waits so long in no worker's hands, and goes back to the head of its queue then."""
         run_script(self._redis, "set_aside", [job_key(taken.job_id)], [taken.job_id, taken.token, seconds])
 
     def restore(self, lease_s: float) -> int:
         """Gives back the messages whose lease has ended; returns how many there were.
 
-        If nobody has asked for a third of a lease, they get half a one more: perhaps nobody could renew.
+        If no reaper has asked for a third of a lease, they get half a one more: perhaps no worker could renew.
         """
         args = [lease_s, RESTORED_AT_ONCE, job_key(""), cancel_key("")]
         return int(run_script(self._redis, "restore", [LOOKED_KEY], args))
@@ -217,7 +217,7 @@ class Ledger:
         run_script(self._redis, "hand_back", [job_key(attempt.job_id)], [attempt.job_id, attempt.run])
 
     def ending(self, job_id: str) -> Ending | None:
-        """How a job ended; None if it has not, or nobody knows any more."""
+        """How a job ended; None if it has not, or that is not known any more."""
         found: Any = self._redis.hmget(job_key(job_id), "end", "result", "task")
         return _ending(*found) if found[0] else None
 

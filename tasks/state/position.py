@@ -19,7 +19,7 @@ JobState = Literal["waiting", "running", "done"]
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """`ahead` counts the jobs that get a slot before this one; `eta_s` is None when nobody serves its model.
+    """`ahead` counts the jobs that get a slot before this one; `eta_s` is None when no worker serves its model.
 
     Of a job that is done, `finish_reason` says how it ended, and `error` why, if it failed: as in its last event.
     """

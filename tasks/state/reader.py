@@ -25,7 +25,7 @@ QUIET_S = 1.0  # after so long without a message the journal is read again: pub/
 SUBSCRIBE_S = 10.0  # for Redis to confirm a subscription
 PAGE = 1000  # journal entries per read
 STREAM_TIMEOUT_S = 30.0
-UNKNOWN_S = 2.0  # for the first sign of a job, which plain Celery tells nobody of before a worker has it
+UNKNOWN_S = 2.0  # for the first sign of a job, which plain Celery does not tell of before a worker has it
 TOLD = ("type", "index", "tokens", "text", "line", "result")  # fields of events
 
 
@@ -120,7 +120,7 @@ class _Patience:
         self._job_id = job_id
         self._timeout_s = timeout_s
         self._ping_s = ping_s
-        self.is_known = False  # somebody has heard of the job
+        self.is_known = False  # there is a sign of the job
         self.heard()
         self._unknown_at = time.monotonic() + UNKNOWN_S
 
@@ -165,7 +165,7 @@ def stream_events(
 
     A `cursor` that was read with before goes on where it was, instead of behind `after`. Whenever `ping_s` pass without
     an event there is one of type `ping`, without a `seq`. Raises JobTimeout when nothing comes for `timeout_s`,
-    StreamTrimmed when events are gone, UnknownJob when nobody has heard of the job.
+    StreamTrimmed when events are gone, UnknownJob when there is no sign of the job.
     """
     cursor, patience = cursor or EventCursor(job_id, after), _Patience(job_id, timeout_s, ping_s)
     cursor.connected_again()

@@ -19,7 +19,7 @@ from .encoding import encode
 MAX_ENTRY_BYTES = 480 << 20  # Redis keeps up to 512 MiB under a key, and Celery adds some words
 DEAD = "dead"  # error code of jobs that ended their workers again and again
 # What to do with an attempt. Nothing has begun with the last four: the job has ended, and Celery perhaps has not heard
-# of it; it has ended, and is forgotten; somebody else holds its message; it may have ended a worker.
+# of it; it has ended, and is forgotten; another worker holds its message; it may have ended a worker.
 Verdict = Literal["run", "cancelled", "dead", "done", "gone", "superseded", "suspect"]
 State = Literal["queued", "running", "handed_back", "done"]
 
@@ -168,7 +168,7 @@ class DeadJob(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An event to write. With `run` None, nobody's: it counts only while no attempt runs, as the next one.
+    """An event to write. With `run` None, no attempt's: it counts only while no attempt runs, as the next one.
 
     What can't be written is refused here, with ValueError, TypeError or RecursionError: writing never fails for it.
     """

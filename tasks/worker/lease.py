@@ -1,4 +1,4 @@
-"""Renews the leases of a worker: as long as it lives, Redis gives its messages to nobody else."""
+"""Renews the leases of a worker: as long as it lives, Redis gives its messages to no other worker."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class LeaseKeeper:
     def renew(self) -> int:
         """Renews the lease of every message that this worker holds; returns how many there are.
 
-        What somebody else holds by now, because this worker was frozen or cut off, is given up.
+        What another worker holds by now, because this worker was frozen or cut off, is given up.
         """
         held = {taken_of(message): message for message in self._held()}
         messages = {taken: message for taken, message in held.items() if taken is not None and taken.token}

@@ -162,7 +162,7 @@ class Residency:
         self._in_background(model_id, lambda: self._unload(model_id, queues, timeout_s))
 
     def _queues_of(self, model_id: str) -> list[str]:
-        """The queues whose jobs nobody serves here without this model."""
+        """The queues whose jobs are not served here without this model."""
         others = self._manager.models().keys() - {model_id}
         alone = self._manager.default == model_id and not others
         return [queue_name(name) for name in ([model_id, DEFAULT_MODEL] if alone else [model_id])]

@@ -150,7 +150,7 @@ class Reaper:
             self._redis.zrem(MISSING_KEY, *found)
 
     def _busy_queues(self) -> list[str]:
-        """Queues in which somebody waits; the others are noted no more."""
+        """Queues in which a job waits; the others are noted no more."""
         names: Any = self._redis.smembers(QUEUES_KEY)
         queues = [raw.decode() for raw in names]
         with self._redis.pipeline(transaction=False) as pipe:

@@ -190,7 +190,7 @@ class Runtime:
             self._registration = Registration(self.redis, self._worker, self.manager, chores, self._failures)
 
     def close(self) -> None:
-        """Ends everything in order: nobody is told of a worker that is gone, no event is lost."""
+        """Ends everything in order: no caller is told of a worker that is gone, no event is lost."""
         if self._registration is not None:
             self._registration.close()
         self._reaper.close()

@@ -41,7 +41,7 @@ def ids_of(model: str) -> list[str]:
 
 
 def test_status_shows_queues_that_nobody_serves(unserved: str) -> None:
-    assert f"2 job(s) wait for {unserved}, which nobody serves" in cellama("status").output
+    assert f"2 job(s) wait for {unserved}, which no worker serves" in cellama("status").output
     status = json.loads(cellama("status", "--json").output)
     assert unserved in status["unserved"]
     assert (status["queues"][unserved], status["waiting"][unserved], status["eta_s"][unserved]) == (2, 2, None)

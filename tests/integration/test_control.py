@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any
@@ -20,7 +20,6 @@ from celery.worker.state import REVOKE_EXPIRES
 from kombu.message import Message
 from redis import Redis
 
-from cellama.api.machine.redis_server import RedisServer
 from cellama.tasks import app, embed, generate
 from cellama.tasks.broker.control import REVOKED_S
 from cellama.tasks.broker.message import JobRequest
@@ -35,19 +34,6 @@ from .conftest import LONG
 from .ledgers import submit
 
 EventsOf = Callable[..., list[dict[str, Any]]]
-
-
-@pytest.fixture
-def unserved(redis_server: RedisServer) -> str:
-    """A model that no worker has: its jobs stay where they were put."""
-    return f"nobody-{uuid.uuid4().hex[:8]}"
-
-
-@pytest.fixture(scope="module")
-def plain(redis_server: RedisServer) -> Iterator[Celery]:
-    """A Celery app that knows nothing of cellama."""
-    with Celery("plain", broker=redis_server.url, backend=redis_server.url, set_as_current=False) as other:
-        yield other
 
 
 def test_plain_revoke_of_a_waiting_job_ends_it(

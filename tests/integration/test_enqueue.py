@@ -13,7 +13,6 @@ from celery import Celery
 from redis import Redis
 
 from cellama.api import AsyncClient, Client
-from cellama.api.machine.redis_server import RedisServer
 from cellama.tasks import app, chat, generate
 from cellama.tasks.calls.enqueue import PAGE_JOBS, ranges
 from cellama.tasks.contract.errors import InvalidJob, UnknownModel
@@ -26,12 +25,6 @@ from ..conftest import PATIENCE_S
 from .conftest import GREEDY
 
 NUM = PAGE_JOBS + 7
-
-
-@pytest.fixture
-def unserved(redis_server: RedisServer) -> str:
-    """A model that no worker has: its jobs stay where they were put."""
-    return f"nobody-{uuid.uuid4().hex[:8]}"
 
 
 def messages(redis: Redis, model: str, priority: int = 3) -> list[dict[str, Any]]:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import base64
 import json
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from celery import Celery
 from redis import Redis
 
-from cellama.api.machine.redis_server import RedisServer
 from cellama.tasks import app, generate
 from cellama.tasks.broker.plain_messages import adopt
 from cellama.tasks.contract.errors import JobFailed
@@ -24,18 +22,6 @@ from ..conftest import PATIENCE_S, WorkerProcess
 from .conftest import GREEDY
 
 EventsOf = Callable[..., list[dict[str, Any]]]
-
-
-@pytest.fixture
-def unserved(redis_server: RedisServer) -> str:
-    """A model that no worker has: its jobs stay where they were put."""
-    return f"nobody-{uuid.uuid4().hex[:8]}"
-
-
-@pytest.fixture(scope="module")
-def plain(redis_server: RedisServer) -> Iterator[Celery]:
-    with Celery("plain", broker=redis_server.url, backend=redis_server.url, set_as_current=False) as other:
-        yield other
 
 
 def take(model: str) -> tuple[Any, Any]:

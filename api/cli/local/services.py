@@ -135,7 +135,7 @@ def check_installed() -> None:
 
 
 def is_reachable(url: str) -> bool:
-    """True when a Redis answers there. Raises RedisRefused when it answers but lets nobody in."""
+    """True when a Redis answers there. Raises RedisRefused when it answers but lets no client in."""
     try:
         with connect(url, socket_connect_timeout=2, socket_timeout=2) as client:
             return bool(client.ping())

@@ -13,7 +13,7 @@ from cellama.bench.peers.programs import LLAMA_SERVER, LlamaServer, program
 from .decode import context
 
 _WHY = (
-    "What is left after the prefix are suffixes and decoding, which nobody shares: at the rates of llama-batched-bench "
+    "What is left after the prefix are suffixes and decoding, which none share: at the rates of llama-batched-bench "
     "on the machine of the kept results (743 prompt tokens/s, 444 decoded tokens/s at 32 slots with short contexts) "
     "these alone take 29.5 s, which is 2.1 times less than llama-server needs. With contexts of 384 to 448 tokens "
     "attention slows both down (650 and 340 tokens/s), so a factor of 2 is out of reach there."

@@ -262,7 +262,7 @@ class _Fuzz:
             if failure["exc_type"] != "JobFailed" or code in UNCLEAR:
                 self._off(job, f"fails without a clear error: {code} {str(failure['exc_message'])[:300]}")
         elif status == "REVOKED":
-            self._off(job, "was revoked by nobody")
+            self._off(job, "was revoked unasked")
         self._check_stream(job)
 
     def _check_stream(self, job: _Job) -> None:

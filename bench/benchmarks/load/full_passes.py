@@ -2,8 +2,8 @@
 
 The rates are those of the same engine in the same run: of steps that decode in every slot and read nothing, at the
 load's mean context; and of steps that read as many prompt tokens as a step may and decode nothing, at their mean
-position. The work is what nobody can do without: each different prefix once, and every generated token but the first of
-each request, which comes from the pass that ends its prompt.
+position. The work is what no engine can do without: each different prefix once, and every generated token but the first
+of each request, which comes from the pass that ends its prompt.
 """
 
 from __future__ import annotations

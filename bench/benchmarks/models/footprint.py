@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> Report:
 
 
 def in_own_process(path: Path, options: dict[str, Any], capability: str) -> dict[str, Any]:
-    """Measures in a process whose memory nobody has used before."""
+    """Measures in a process whose memory is unused."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         result: dict[str, Any] = pool.apply(_measure, (path, options, capability))
     return result

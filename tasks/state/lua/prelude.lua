@@ -51,7 +51,7 @@ local function let_go(job, id)
   redis.call('ZREM', LEASES, id)
 end
 
--- The job has not ended, and nobody holds its message: it is the next one of its queue.
+-- The job has not ended, and no worker holds its message: it is the next one of its queue.
 local function give_back(job, cancel, id)
   let_go(job, id)
   local found = redis.call('HMGET', job, 'state', 'queue', 'list', 'priority', 'submitted_at', 'message')

@@ -1,5 +1,5 @@
 -- Leases go on. KEYS: entries. ARGV: lease in seconds, then id and token of taking for each.
--- Returns the places of messages that another one holds by now, or nobody.
+-- Returns the places of messages that another one holds by now, or none.
 local ends_at, lost = stamp(clock() + tonumber(ARGV[1])), {}
 for i, job in ipairs(KEYS) do
   local found = redis.call('HMGET', job, 'holder', 'state')

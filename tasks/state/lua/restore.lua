@@ -5,7 +5,7 @@ local lease, now = tonumber(ARGV[1]), clock()
 local looked_at = tonumber(redis.call('GET', KEYS[1]) or 0)
 redis.call('SET', KEYS[1], stamp(now))
 if now < looked_at or now - looked_at > lease / 3 then
-  -- Nobody could look, so perhaps nobody could renew: an outage, another clock after a failover, or no worker at all.
+  -- No reaper could look, so perhaps no worker could renew: an outage, another clock after a failover, or no worker at all.
   for _, id in ipairs(redis.call('ZRANGEBYSCORE', LEASES, '-inf', stamp(now + lease / 2))) do
     redis.call('ZADD', LEASES, stamp(now + lease / 2), id)
   end

@@ -1,4 +1,4 @@
--- The message waits for its ETA in nobody's hands: its lease ends then, and the message goes back to its queue.
+-- The message waits for its ETA in no worker's hands: its lease ends then, and the message goes back to its queue.
 -- KEYS: entry. ARGV: id, token of taking, seconds until then. Who does not hold it any more changes nothing.
 local job, id = KEYS[1], ARGV[1]
 local found = redis.call('HMGET', job, 'holder', 'queue')

@@ -15,7 +15,7 @@ for i = 0, (#ARGV - 7) / 10 - 1 do
                            'holder')
   local state, next_seq = found[2], tonumber(found[6] or 0)
   local mine
-  if run == '' then -- nobody runs it: the event is the next one
+  if run == '' then -- no worker runs it: the event is the next one
     mine = state == 'queued' or state == 'handed_back'
     seq = next_seq
   else

@@ -66,7 +66,7 @@ def test_patience_ends_for_a_job_that_nobody_serves_unless_that_was_wanted(monke
     clock, patience, wanted = Clock(monkeypatch), Patience("j", 60.0), Patience("j", 60.0, unserved=True)
     clock.now = 61.0
     assert "no worker serves it now" in wanted.look(Position("j", "waiting", 0, None))
-    with pytest.raises(JobTimeout, match="nobody serves its model"):
+    with pytest.raises(JobTimeout, match="no worker serves its model"):
         patience.look(Position("j", "waiting", 0, None))
 
 
