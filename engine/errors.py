@@ -38,30 +38,44 @@ class EngineError(Exception):
 
 
 class InvalidRequest(EngineError):
+    """A parameter or a text is wrong; the message names it, its value and what would do."""
+
     code = "invalid_request"
 
 
 class PromptTooLong(InvalidRequest):
+    """The prompt can never fit into a slot's context."""
+
     code = "prompt_too_long"
 
 
 class TemplateFailed(EngineError):
+    """The chat template refused the messages, took too long, or there is none."""
+
     code = "template_failed"
 
 
 class WrongCapability(EngineError):
+    """The model is not loaded for this use."""
+
     code = "wrong_capability"
 
 
 class UnknownModel(EngineError):
+    """There is no model of that id."""
+
     code = "unknown_model"
 
 
 class ModelLoadFailed(EngineError):
+    """The source is missing, damaged or not supported; nothing of it stays in memory."""
+
     code = "model_load_failed"
 
 
 class IdTaken(ModelLoadFailed):
+    """Another model, or another adapter of the model, has the id."""
+
     code = "id_taken"
 
 
@@ -78,46 +92,68 @@ class InsufficientMemory(ModelLoadFailed):
 
 
 class AdapterLoadFailed(EngineError):
+    """The file is missing, damaged, no LoRA adapter, or made for another model."""
+
     code = "adapter_load_failed"
 
 
 class UnknownAdapter(EngineError):
+    """The model has no adapter of that name."""
+
     code = "unknown_adapter"
 
 
 class AdapterBusy(EngineError):
+    """Requests still have the adapter when the time is over; it serves on."""
+
     code = "adapter_busy"
 
 
 class ManagerExists(EngineError):
+    """This process has an open ModelManager already."""
+
     code = "manager_exists"
 
 
 class ModelBusy(EngineError):
+    """The model is still in use when the time is over; it serves on."""
+
     code = "model_busy"
 
 
 class QueueFull(EngineError):
+    """`max_queue` requests wait already; it comes through the handle."""
+
     code = "queue_full"
 
 
 class DecodeFailed(EngineError):
+    """llama.cpp refused the tokens of this request (llama.h: llama_decode, llama_encode); others go on."""
+
     code = "decode_failed"
 
 
 class RequestFailed(EngineError):
+    """Something unforeseen went wrong for this request; the log has it, and others go on."""
+
     code = "internal_error"
 
 
 class GrammarFailed(EngineError):
+    """Grammar, biases and ignore_eos together allow no token."""
+
     code = "grammar_failed"
 
 
 class EmbeddingCancelled(EngineError):
+    """An embedding was cancelled; a generation ends with the finish reason `cancelled` instead."""
+
     code = "cancelled"
 
 
 class EngineStopped(EngineError):
+    """The engine closed, or its thread died; it takes no more requests."""
+
     code = "engine_stopped"
 
 

@@ -164,4 +164,5 @@ class EngineSnapshot:
 
     @property
     def slots_busy(self) -> int:
+        """Slots that read a prompt or decode."""
         return self.slots_prefilling + self.slots_decoding

@@ -115,15 +115,18 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
+        """Whether repetition, frequency or presence change logits (llama.h: llama_sampler_init_penalties)."""
         neutral = self.repeat_penalty == 1 and self.frequency_penalty == 0 and self.presence_penalty == 0
         return not neutral and self.repeat_last_n > 0
 
     @property
     def has_dry(self) -> bool:
+        """Whether DRY changes logits (llama.h: llama_sampler_init_dry)."""
         return self.dry_multiplier > 0 and self.dry_base >= 1 and self.dry_penalty_last_n != 0
 
     @property
     def is_greedy(self) -> bool:
+        """Whether the likeliest token is taken, whatever the seed."""
         return self.temperature == 0 or (self.top_k == 1 and not self.mirostat)
 
     @property

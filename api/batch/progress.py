@@ -25,10 +25,12 @@ class Progress:
 
     @property
     def left(self) -> int:
+        """Lines that have not ended."""
         return self.total - self.finished - self.failed
 
     @property
     def seconds(self) -> float:
+        """Since this command began."""
         return time.monotonic() - self.started_at
 
     @property

@@ -36,6 +36,7 @@ class AsyncJob(Generic[R]):
         self._client = client
 
     async def result(self, timeout: float | None = None) -> R:
+        """As Job.result; no thread is held meanwhile."""
         return cast(R, await self._client.result(self.id, timeout))
 
     def stream(
@@ -46,12 +47,15 @@ class AsyncJob(Generic[R]):
         ping: float = math.inf,
         cancel_on_exit: bool = False,
     ) -> AsyncIterator[Event]:
+        """As Job.stream; no thread is held meanwhile."""
         return self._client.stream(self.id, after, timeout, ping=ping, cancel_on_exit=cancel_on_exit)
 
     async def position(self) -> Position:
+        """As Job.position."""
         return await self._client.position(self.id)
 
     async def cancel(self) -> None:
+        """As Job.cancel."""
         await self._client.cancel(self.id)
 
 
@@ -174,6 +178,7 @@ class AsyncClient:
         ping: float = math.inf,
         cancel_on_exit: bool = False,
     ) -> AsyncIterator[Event]:
+        """As Client.stream. With `cancel_on_exit` the job is cancelled also when the caller's task is."""
         outage, cursor, ended = self._core.outage(), EventCursor(job_id, after), False
         try:
             while not ended:
@@ -208,6 +213,7 @@ class AsyncClient:
         return await asyncio.to_thread(self._core.result, job_id, RESULT_AFTER_END_S)
 
     async def close(self) -> None:
+        """As Client.close."""
         await self._redis.aclose()
         self._core.close()
 

@@ -68,7 +68,7 @@ class Embedder:
         dimensions: int | None = None,
         truncate: bool = False,
     ) -> EmbeddingHandle:
-        """Hands token ids of one or more texts over.
+        """Hands token ids of one or more texts over; the vectors are float32 of `n_embd` (EmbeddingHandle.result).
 
         `dimensions` keeps so many numbers of each vector (for models trained for that), then `normalize` gives it unit
         length. `truncate` cuts texts that are too long instead of refusing them.

@@ -27,7 +27,7 @@ class EmbeddingHandle:
     num_taken: int = 0  # texts that went into a batch
 
     def result(self, timeout_s: float | None = None) -> Vectors:
-        """One array per text, in order: [n], or [tokens, n] where the model gives a vector per token.
+        """One float32 array per text, in order: [n], or [tokens, n] where the model gives a vector per token.
 
         Raises the EngineError of the request, or TimeoutError.
         """

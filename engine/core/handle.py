@@ -53,6 +53,7 @@ class Handle:
 
     @property
     def done(self) -> bool:
+        """Whether the request has ended, in whichever way."""
         return self.future.done()
 
     def deliver(self, event: Event) -> None:

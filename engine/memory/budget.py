@@ -43,6 +43,7 @@ class Usage:
 
     @property
     def total_bytes(self) -> int:
+        """Without `mapped_bytes`, which are a part of the weights."""
         return self.weights_bytes + self.kv_bytes + self.compute_bytes
 
 
@@ -54,6 +55,7 @@ class Footprint:
 
     @property
     def total_bytes(self) -> int:
+        """On all devices together."""
         return self.on(ALL_DEVICES).total_bytes
 
     def on(self, device: str) -> Usage:

@@ -114,6 +114,7 @@ class Model(Texts):
 
     @property
     def info(self) -> ModelInfo:
+        """What the file says that the model is."""
         return self._weights.info
 
     @property

@@ -49,6 +49,8 @@ class JobError(Exception):
 
 
 class InvalidJob(JobError, ValueError):
+    """The call is wrong, and nothing was queued; the message lists each problem with its value and a remedy."""
+
     code = "invalid_request"
 
 
@@ -65,6 +67,7 @@ class JobFailed(JobError):
 
     @property
     def retryable(self) -> bool:
+        """As its `error` event says; without a word there, as the table of codes does."""
         return self._retryable
 
     def __str__(self) -> str:
@@ -72,40 +75,60 @@ class JobFailed(JobError):
 
 
 class JobCancelled(JobError):
+    """The job was cancelled, so it has no result; what it generated until then is in its stream."""
+
     code = "cancelled"
 
 
 class JobTimeout(JobError, TimeoutError):
+    """Nothing came within the seconds that the caller gave. The job goes on."""
+
     code = "timeout"
 
 
 class ResultIgnored(JobError):
+    """The job was queued with `ignore_result`: there will be no result, only its stream."""
+
     code = "result_ignored"
 
 
 class UnknownModel(JobError):
+    """No live worker serves the model."""
+
     code = "unknown_model"
 
 
 class UnknownWorker(JobError):
+    """No live worker has that name."""
+
     code = "unknown_worker"
 
 
 class UnknownJob(JobError):
+    """There is no such job, or not any more."""
+
     code = "unknown_job"
 
 
 class StreamTrimmed(JobError):
+    """Events that the caller asked for are gone from the journal, or others stand in their place after a failover."""
+
     code = "stream_trimmed"
 
 
 class RedisUnreachable(JobError):
+    """Redis does not answer. The same call may succeed later; with an idempotency key it queues nothing twice."""
+
     code = "redis_unreachable"
 
 
 class RedisRefused(JobError):
+    """Redis answers, and says no: a missing right, a wrong password, a key of another type."""
+
     code = "redis_refused"
 
 
 class RedisFull(RedisRefused):
+    """Redis is at its maxmemory, and takes nothing more."""
+
     code = "redis_full"

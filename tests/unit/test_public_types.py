@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 
 import cellama.api
 import cellama.config
+import cellama.engine
 import cellama.tasks
 from cellama.engine import AdapterInfo, Device, EngineSnapshot, ModelInfo
 from cellama.engine.memory.budget import Usage
@@ -62,6 +63,20 @@ def test_public_names_have_no_any(package: ModuleType) -> None:
     variables = get_type_hints(package)
     public = {name: variables.get(name, getattr(package, name)) for name in package.__all__ if name != "app"}
     assert [place for name, thing in public.items() for place in untyped(thing, name, set())] == []
+
+
+@pytest.mark.parametrize("package", [*PUBLIC, cellama.engine], ids=lambda package: package.__name__)
+def test_public_names_and_their_methods_say_what_holds(package: ModuleType) -> None:
+    silent = []
+    for name in package.__all__:
+        thing = getattr(package, name)
+        members = vars(thing).items() if inspect.isclass(thing) else ()
+        methods = [(inner, m.fget if isinstance(m, property) else getattr(m, "__func__", m)) for inner, m in members]
+        silent += [
+            f"{name}.{inner}" for inner, m in methods if inner[0] != "_" and inspect.isfunction(m) and not m.__doc__
+        ]
+        silent += [name] if (inspect.isclass(thing) or inspect.isfunction(thing)) and not thing.__doc__ else []
+    assert silent == []
 
 
 @pytest.mark.parametrize(("inside", "outside"), TWINS)

@@ -41,7 +41,7 @@ class Arrivals:
     seed: int = 0
 
     def of_phase(self, load: str, index: int) -> tuple[float, Sequence[Conversation]]:
-        """The rate, and what comes: nobody has seen any of it before."""
+        """The rate, and what comes, which no side has seen before."""
         number = 1 + index + len(self.rates) * LOADS.index(load)
         return self.rates[index], self.conversations(1000 * self.seed + number)
 
