@@ -69,7 +69,7 @@ class Checkpoints:
             self._release(holder, checkpoint)
 
     def _release(self, holder: Hashable, checkpoint: _Checkpoint) -> None:
-        """The holder has it no more; nor has anybody, if it was the last one."""
+        """The holder has it no more; if it was the last one, it is gone."""
         del self._of[holder][checkpoint.num_tokens]
         if not self._of[holder]:
             del self._of[holder]

@@ -16,7 +16,7 @@ TURN_END_TOKENS = 4  # of a chat's prompt that its next turn may not have, for i
 
 
 class CutPlanner:
-    """Plans the cuts of sequences where nobody could take over a part of them otherwise; elsewhere there are none."""
+    """Plans the cuts of sequences of which no other one could take over a part otherwise, and of none else."""
 
     def __init__(self, cache: KvCache, queue: WaitingQueue, slots: Seq[Sequence | None]) -> None:
         """`slots` is the scheduler's own list."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sqlite3
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -40,8 +41,9 @@ def outdated_of(work: WorkFile) -> set[str]:
 
 
 @pytest.fixture
-def work(tmp_path: Path) -> WorkFile:
-    return WorkFile(tmp_path / "w")
+def work(tmp_path: Path) -> Iterator[WorkFile]:
+    with contextlib.closing(WorkFile(tmp_path / "w")) as work:
+        yield work
 
 
 def test_half_a_line_at_the_end_is_cut_off(tmp_path: Path) -> None:
@@ -137,13 +139,13 @@ def test_outdated_results_are_known_after_a_crash_until_they_are_dropped(work: W
     with work.reading():
         work.add(line(1, "A", "id1"))
     work.close()  # before the output was written again
-    again = WorkFile(work.path)
-    with again.reading():
-        again.add(line(1, "A", "id1"))
-    assert outdated_of(again) == {"id1", "id2"}
-    again.forget_outdated()
-    assert not again.is_outdated()
-    assert again.count(PENDING) == 1
+    with contextlib.closing(WorkFile(work.path)) as again:
+        with again.reading():
+            again.add(line(1, "A", "id1"))
+        assert outdated_of(again) == {"id1", "id2"}
+        again.forget_outdated()
+        assert not again.is_outdated()
+        assert again.count(PENDING) == 1
 
 
 def test_reading_that_ends_early_changes_nothing(work: WorkFile) -> None:
@@ -226,9 +228,9 @@ def test_finished_run_keeps_little_and_still_knows_its_lines(work: WorkFile) -> 
     work.shrink()
     work.close()
     assert work.path.stat().st_size < 100_000
-    again = WorkFile(work.path)
-    assert read(again, *(line(i, f"{i} " * 5000) for i in range(1, 50))) == set()
-    assert again.count(FINISHED) == 49
+    with contextlib.closing(WorkFile(work.path)) as again:
+        assert read(again, *(line(i, f"{i} " * 5000) for i in range(1, 50))) == set()
+        assert again.count(FINISHED) == 49
 
 
 def test_failed_line_of_a_finished_run_can_be_run_again(work: WorkFile) -> None:

@@ -1,0 +1,75 @@
+"""Clients that are given a URL, beside the Redis of the settings: all goes to the one, and nothing to the other."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from redis import Redis
+
+from cellama.api import AsyncClient, Client
+from cellama.api.machine.redis_server import RedisServer
+from cellama.tasks.contract.keys import job_key
+
+from ..conftest import PATIENCE_S, WorkerProcess
+
+STORY = "Once upon a time"
+SHORT = {"max_tokens": 6, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def elsewhere(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of another Redis, whose only worker has a model that the worker of the test run lacks."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    models = json.dumps([{"id": "other", "source": "bundled://tiny", "n_parallel": 2, "threads": 1}])
+    with RedisServer.start(folder / "redis") as server:
+        process = WorkerProcess(folder, server.url, CELLAMA_MODELS=models)
+        try:
+            process.wait_ready()
+            yield server.url
+        finally:
+            assert process.stop() == 0, process.log()
+
+
+def test_jobs_streams_and_results_of_a_client_are_in_the_redis_of_its_url(elsewhere: str, redis_client: Redis) -> None:
+    with Client(elsewhere) as client, Redis.from_url(elsewhere) as there:
+        job = client.generate("other", STORY, **SHORT)
+        text = "".join(event["text"] for event in job.stream() if event["type"] == "token")
+        assert job.result(PATIENCE_S)["text"] == text
+        assert (job.position().state, client.job(job.id).result(PATIENCE_S)["text"]) == ("done", text)
+        assert (there.exists(job_key(job.id)), redis_client.exists(job_key(job.id))) == (1, 0)
+        many = client.generate_many("other", [STORY, STORY], **SHORT)
+        assert [each.result(PATIENCE_S)["text"] for each in many] == [text, text]
+        assert client.embed("other", STORY).result(PATIENCE_S)["usage"]["prompt_tokens"] > 0
+
+
+def test_client_of_a_url_sees_commands_and_cancels_its_own_workers(elsewhere: str) -> None:
+    with Client(elsewhere) as client:
+        assert [(model["id"], model["status"]) for model in client.models()] == [("other", "ready")]
+        client.load_adapter("other", "pirate", "bundled://pirate", scale=0)
+        assert [adapter["name"] for adapter in client.adapters("other")] == ["pirate"]
+        job = client.generate("nowhere", STORY, wait=True)
+        job.cancel()
+        assert [event["type"] for event in job.stream(timeout=PATIENCE_S)][-1] == "done"
+
+
+def test_bulk_run_of_a_client_goes_through_the_redis_of_its_url(elsewhere: str, tmp_path: Path) -> None:
+    lines, answers = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines.write_text("".join(json.dumps({"id": str(n), "prompt": STORY}) + "\n" for n in range(4)))
+    with Client(elsewhere) as client:
+        summary = client.batch(lines, answers, model="other", **SHORT)
+    assert (summary.state, summary.progress.finished, len(answers.read_text().splitlines())) == ("completed", 4, 4)
+
+
+def test_async_client_of_a_url_speaks_to_that_redis(elsewhere: str) -> None:
+    async def run() -> tuple[str, str]:
+        async with AsyncClient(elsewhere) as client:
+            job = await client.generate("other", STORY, **SHORT)
+            streamed = "".join([event["text"] async for event in job.stream() if event["type"] == "token"])
+            return streamed, (await job.result(PATIENCE_S))["text"]
+
+    streamed, text = asyncio.run(run())
+    assert streamed == text != ""
