@@ -210,7 +210,7 @@ class JobTask(Task):  # type: ignore[misc]
         return Checked(call, options, payload_json, "" if key is None else call.digest(self.kind.positional))
 
     def _like_others(self, job: Checked, way: str) -> Checked:
-        """The job with what its message has in common with others; as it is, if somebody gave it more than a job needs,
+        """The job with what its message has in common with others; as it is, if it was given more than a job needs,
         or listens to what Celery publishes."""
         options = job.options
         usual = options.keys() == LIKE_OTHERS and len(options["headers"]) == 1

@@ -15,7 +15,7 @@ from cellama.tasks.state.records import CeleryEnd, Stored
 
 
 def started_for_celery(task: Task) -> Stored | None:
-    """That the task of a job has started, as Celery tells it; None if nobody keeps its state."""
+    """That the task of a job has started, as Celery tells it; None if its state is not kept."""
     request = task.request
     if get_actual_ignore_result(task, request):
         return None

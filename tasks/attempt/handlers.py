@@ -130,7 +130,7 @@ class JobRun(JobAttempt):
             raise Ignore() from None
         self.engine_ends_stream = True
         self.control.when_interrupted(lambda reason: self._stop(handle, reason))
-        self.ended.exception()  # first: when its end is in Redis the engine has told it, and nobody wakes up twice
+        self.ended.exception()  # first: when its end is in Redis the engine has told it, and no thread wakes up twice
         completion = handle.result()
         log.info(
             "job %s on %s: %s, %d + %d tokens in %.0f ms",

@@ -50,7 +50,7 @@ class PlaceQoS(HoldingQoS):
         return bool(waits_for_message(self.channel) or self.open_queues(self.channel.active_queues))
 
     def held(self) -> HeldJobs:
-        """What this channel holds, but for jobs whose ETA has not come: they take no place from anybody.
+        """What this channel holds, but for jobs whose ETA has not come: they take no other job's place.
 
         The event loop asks at each of its turns, several times; it is counted anew when something has changed.
         """

@@ -57,7 +57,7 @@ class ResultBackend(RedisBackend):  # type: ignore[misc]
         return result
 
     def stored(self, task_id: str, result: Any, state: str, request: Any) -> Stored:
-        """What stands in Redis in this state of a task, to be stored by somebody else. Raises as `encode`."""
+        """What stands in Redis in this state of a task, to be stored elsewhere. Raises as `encode`."""
         value = self._value(task_id, result, state, None, request)
         return Stored(value if isinstance(value, bytes) else value.encode(), self.expires)
 

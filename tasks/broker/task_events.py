@@ -1,6 +1,6 @@
-"""Celery's events of tasks, which Flower shows: told in full while somebody listens.
+"""Celery's events of tasks, which Flower shows: told in full while a program listens.
 
-Redis says of each message how many have heard it. While nobody does, a worker tells one event of those that come within
+Redis says of each message how many have heard it. While none does, a worker tells one event of those that come within
 EVENTS_EVERY_S, to hear of whoever listens by now.
 """
 
@@ -23,7 +23,7 @@ class TaskEvents:
         dispatcher.send = self.send
 
     def send(self, type: str, *args: Any, **fields: Any) -> None:
-        """What Celery's does, unless nobody would hear it."""
+        """What Celery's does, unless it would not be heard."""
         if self._is_heard or not self._gathered or not type.startswith("task-"):
             self._send(type, *args, **fields)
 

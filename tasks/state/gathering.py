@@ -1,7 +1,7 @@
 """Scripts of many threads in few round trips: while one is under way, the next calls gather, and go together.
 
-Each script is a step of its own, as if it had been sent alone: what fails for one fails for no other. Who comes alone
-is held back for nobody.
+Each script is a step of its own, as if it had been sent alone: what fails for one fails for no other. A call that
+comes alone is sent at once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Call:
 
 
 class Gathered:
-    """Runs scripts for any thread; the thread that finds nobody sending sends, for all that wait by then."""
+    """Runs scripts for any thread; the thread that finds no other one sending sends, for all that wait by then."""
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis

@@ -119,7 +119,7 @@ class Ledger:
 
     def take(self, job_id: str, lease_s: float, room: Room = ()) -> tuple[Taken, list[Fetched]]:
         """This worker holds the job's message for `lease_s`; with an empty token if it does not, because the job has
-        ended, or somebody else holds a copy. So it does with a page of those that wait in the lists of `room`."""
+        ended, or another worker holds a copy. So it does with a page of those that wait in the lists of `room`."""
         token = uuid.uuid4().hex
         keys, args = [job_key(job_id)], [job_id, token, lease_s, job_key(""), PAGE_PART, PAGE_MESSAGE_BYTES]
         for num_messages, lists in room:

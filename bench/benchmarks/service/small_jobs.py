@@ -1,6 +1,6 @@
 """What a worker needs for jobs that are next to nothing, beside plain Celery and a task that does nothing at all.
 
-The jobs wait in Redis while the worker is stopped (SIGSTOP), so nobody else needs a processor once it goes on. The time
+The jobs wait in Redis while the worker is stopped (SIGSTOP), so no other needs a processor once it goes on. The time
 is from there to the last result. All workers are up all the time; rounds take turns, and the median counts.
 """
 

@@ -45,7 +45,7 @@ local function hold(job, id, token, lease)
   return 'held', waited
 end
 
--- Nobody holds the job's message any more.
+-- No worker holds the job's message any more.
 local function let_go(job, id)
   redis.call('HDEL', job, 'holder')
   redis.call('ZREM', LEASES, id)
