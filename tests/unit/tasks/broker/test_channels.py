@@ -23,6 +23,7 @@ class Connection:
 
     def __init__(self) -> None:
         self.commands: list[tuple[Any, ...]] = []
+        self._deliver: Any = None
 
     def send_command(self, *command: Any) -> None:
         self.commands.append(command)
@@ -50,6 +51,7 @@ class Channel:
         self.unblocked: list[int] = []
         self.refuses = False
         self._brpop_start: Any = None
+        self._brpop_read: Any = None
 
     def _room_of(self, queues: Sequence[str]) -> dict[str, int]:
         return self.places.room_for_urgent(queues, self.held)
@@ -122,3 +124,18 @@ def test_channel_goes_on_without_permission_to_unblock(
     assert caplog.text.count("may wait up to 1 s") == 1
     channel._brpop_start()
     assert A in channel.asked()
+
+
+def test_page_has_room_for_what_is_left_beside_the_message_that_brings_it(channel: Channel, asker: Asker) -> None:
+    channel.held = {B: [1]}
+    assert channel.qos.room_beside(A) == [(1, [A, queue_key(A, 3)]), (1, [B, queue_key(B, 3)])]
+    assert channel.qos.room_beside(B) == [(2, [A, queue_key(A, 3)])]
+
+
+def test_messages_of_a_page_are_delivered_after_the_one_that_brought_them(channel: Channel, asker: Asker) -> None:
+    delivered: list[tuple[Any, str]] = []
+    channel._brpop_read = lambda: delivered.append(("first", A))
+    channel.connection._deliver = lambda message, queue: delivered.append((message, queue))
+    channel.qos.take_page = lambda: [(SimpleNamespace(key=queue_key(B, 3)), "second")]
+    channel.handlers["BRPOP"]()
+    assert delivered == [("first", A), ("second", B)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from kombu.message import Message
 
 from cellama.tasks import app, generate
 from cellama.tasks.broker.message import JobRequest
+from cellama.tasks.broker.pool import JobControl
 
 
 def a_request(**handlers: Any) -> JobRequest:
@@ -47,3 +49,15 @@ def test_jobs_are_held_by_such_requests() -> None:
     from kombu.utils.imports import symbol_by_name
 
     assert symbol_by_name(generate.Request) is JobRequest
+
+
+def test_a_message_that_went_with_the_end_of_its_job_is_only_forgotten() -> None:
+    forgotten: list[Any] = []
+    request = a_request(on_ack=lambda *_: pytest.fail("Redis has let go of it already"))
+    request.message.channel = SimpleNamespace(qos=SimpleNamespace(forget=forgotten.append))
+    control = JobControl(1)
+    control.is_settled = True
+    request._apply_result = lambda: control
+    request.acknowledge()
+    request.acknowledge()
+    assert (forgotten, request.acknowledged) == ([request.message], True)

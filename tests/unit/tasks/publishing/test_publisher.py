@@ -17,8 +17,9 @@ from cellama.tasks.contract import events
 from cellama.tasks.publishing.attempt_events import STRIDE
 from cellama.tasks.publishing.results import resume_of
 from cellama.tasks.state.history import Past
+from cellama.tasks.state.records import CeleryEnd, Stored
 
-from ....conftest import wait_until
+from ....conftest import PATIENCE_S, wait_until
 from .memory_ledger import COMPLETION, MemoryLedger, attempt, publisher_of
 
 
@@ -230,3 +231,28 @@ def test_publisher_that_waits_keeps_nothing_of_the_last_result() -> None:
     ledger.entries.clear()
     wait_until(lambda: seen() is None, "the result gone")
     assert publisher.close()
+
+
+def test_celery_hears_of_an_end_with_the_last_event_unless_it_ends_otherwise() -> None:
+    ledger = MemoryLedger()
+    publisher = publisher_of(ledger)
+    ways = {
+        "told": CeleryEnd(lambda result: Stored(b"told", 9), "token"),
+        "interrupted": CeleryEnd(lambda result: None, "token"),
+        "failed": CeleryEnd(lambda result: Stored(b"told", 9), "token"),
+    }
+    ends = [publisher.open(attempt(job_id), celery_end=way) for job_id, way in ways.items()]
+    tell = publisher.listener("tiny")
+    tell((Finished("told#1", COMPLETION), Finished("interrupted#1", COMPLETION)))
+    tell((Finished("failed#1", error=DecodeFailed("no")),))
+    assert [end.result(PATIENCE_S) for end in ends] == [True] * 3
+    assert publisher.close()
+    written = {entry.job_id: entry for entry in ledger.entries}
+    assert (written["told"].stored, written["told"].token, written["told"].result) == (
+        Stored(b"told", 9),
+        "token",
+        None,
+    )
+    assert written["interrupted"].stored is None
+    assert written["interrupted"].result is not None
+    assert [way.result is not None for way in ways.values()] == [True, False, False]
