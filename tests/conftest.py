@@ -47,6 +47,7 @@ def pytest_configure() -> None:
         del os.environ[name]
     os.environ["CELLAMA_REDIS_URL"] = f"redis://127.0.0.1:{REDIS_PORT}/0"
     os.environ["XDG_CACHE_HOME"] = str(CACHE)
+    os.environ.pop("COLUMNS", None)  # commands speak as to no terminal; xdist sets it
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # llama.cpp's threads wait without taking a core from others
     get_settings.cache_clear()
 

@@ -22,6 +22,7 @@ from cellama.api.machine.redis_server import RedisServer
 from cellama.tasks import app, chat, generate
 from cellama.tasks.contract.errors import JobFailed, ResultIgnored
 from cellama.tasks.contract.names import queue_name
+from cellama.tasks.state.registry import live_workers
 
 from ..conftest import PATIENCE_S, WorkerProcess, clean_environment, wait_until
 
@@ -174,12 +175,12 @@ def test_blocks_of_the_page_run(users: Any, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_queue_of_the_users_own_is_served_by_a_worker_that_listens_to_it(worker: WorkerProcess, story: str) -> None:
-    (alive,) = app.control.ping(timeout=PATIENCE_S, limit=1)
-    app.control.add_consumer("mine", destination=list(alive), reply=True)
+    ours = [entry.name for entry in live_workers(worker.redis) if entry.pid == worker.process.pid]
+    app.control.add_consumer("mine", destination=ours, reply=True)
     try:
         assert generate.apply_async(("tiny", STORY), SHORT, queue="mine").get(timeout=PATIENCE_S)["text"] == story
     finally:
-        app.control.cancel_consumer("mine", destination=list(alive), reply=True)
+        app.control.cancel_consumer("mine", destination=ours, reply=True)
 
 
 def test_ignored_result_is_not_waited_for(client: Client, events_of: EventsOf) -> None:

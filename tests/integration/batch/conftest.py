@@ -87,6 +87,10 @@ class Commands:
     def results(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.output.read_text().splitlines()] if self.output.exists() else []
 
+    def num_results(self) -> int:
+        """Whole lines so far: a run that goes on, or was killed, may have written half of the next one."""
+        return self.output.read_bytes().count(b"\n") if self.output.exists() else 0
+
     def errors(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.folder / "out.errors.jsonl").read_text().splitlines()]
 

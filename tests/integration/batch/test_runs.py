@@ -70,13 +70,13 @@ def test_killed_command_and_workers_lose_and_double_nothing(
             slowed.enter_context(worker.slowed(0.01))
         command = commands.start_run()
         for count in (10, 40):
-            wait_until(lambda count=count: len(commands.results()) >= count, f"{count} results")
+            wait_until(lambda count=count: commands.num_results() >= count, f"{count} results")
             command.kill()
             command.wait()
             victim = workers.pop(0)
             victim.process.kill()
             victim.process.wait()
-            assert len(commands.results()) < 120
+            assert commands.num_results() < 120
             workers.append(start_worker())
             slowed.enter_context(workers[-1].slowed(0.01))
             command = commands.start_run()
@@ -109,7 +109,7 @@ def test_run_is_cancelled_and_resumed_from_elsewhere(
     commands.write([*stories(2, max_tokens=4), *stories(40, max_tokens=400)[2:]])
     with worker.slowed():
         command = commands.start_run()
-        wait_until(lambda: len(commands.results()) >= 2, "results")
+        wait_until(lambda: commands.num_results() >= 2, "results")
         assert commands.start("cancel", "out.jsonl").wait(PATIENCE_S) == 0
         assert command.wait(PATIENCE_S) == 1
     assert [run["state"] for run in _runs(commands, redis_client)] == ["cancelled"]
@@ -124,10 +124,10 @@ def test_output_of_a_command_that_runs_is_left_alone(start_worker: StartWorker, 
     commands.write([*stories(2, max_tokens=4), *stories(40, max_tokens=400)[2:]])
     with worker.slowed():
         command = commands.start_run()
-        wait_until(lambda: len(commands.results()) >= 2, "results")
+        wait_until(lambda: commands.num_results() >= 2, "results")
         assert commands.run("--overwrite") == 2
         assert "is the output of a command that runs" in commands.words()
-        assert len(commands.results()) >= 2
+        assert commands.num_results() >= 2
         assert command.poll() is None
         command.kill()
         command.wait()
