@@ -38,6 +38,7 @@ ROOMS = {
         "cancel": "from a cancel to the end, wherever the job is",
     },
     "load": {
+        "holes": "decode steps while busy slots lie among idle ones, against as many side by side",
         "mixed": "requests of mixed lengths, families and chats, against llama-server",
         "online": "Poisson arrivals, alone and beside a bulk load, against llama-server",
     },

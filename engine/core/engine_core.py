@@ -1,6 +1,6 @@
 """An engine without its thread: what one step does, with all that it needs.
 
-    step:  receive → expire → admit → schedule → forward → update → emit
+    step:  receive → expire → admit → move → schedule → forward → update → emit
 
 It owns the backend, the cache, the scheduler and all sequences. One thread at a time may use it; others reach it
 through the inbox, and read snapshots.
@@ -77,6 +77,7 @@ class EngineCore:
         try:
             self._expire(started)
             self._admit(started)
+            self._move()
             computed: list[Computed] = []
             for micro_batch in self.forward.run(self.scheduler.schedule(started)):
                 self._update(micro_batch)  # before the next one: its logits would take the place of these
@@ -112,6 +113,14 @@ class EngineCore:
         """Gives slots and samplers to waiting sequences."""
         for sequence in self.scheduler.admit(now, self._requests.fail):
             self._requests.start(sequence)
+
+    def _move(self) -> None:
+        """Moves sequences next to each other, where that makes decoding faster."""
+        layout = self.scheduler.layout
+        if moves := layout.next_moves():
+            self._pulse.beat("move", [move.sequence.request.id for move in moves])
+            layout.carry_out(moves, time.monotonic)
+            self._pulse.beat("step")
 
     def _update(self, computed: Computed) -> None:
         """Commits what was computed, and samples the tokens that follow it."""

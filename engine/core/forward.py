@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from cellama.engine.backend import Backend, DecodeError
+from cellama.engine.backend import Backend, Chunk, DecodeError
 from cellama.engine.errors import DecodeFailed
 from cellama.engine.scheduling.micro_batches import micro_batches_of
 from cellama.engine.scheduling.scheduler import Scheduler
@@ -63,23 +63,31 @@ class Forward:
         works = [work for work in works if work[0].slot == work[1].slot and work[0].num_computed == work[1].position]
         if not works:
             return
+        works, padding = self._scheduler.layout.fill(works)
         num_tokens = sum([len(chunk.tokens) for _, chunk in works])
+        chunks = [chunk for _, chunk in works]
+        if padding:
+            chunks = sorted(chunks + padding, key=lambda chunk: chunk.slot)
         started = time.monotonic()
-        error = self._decode(works, num_tokens)
+        try:
+            error = self._decode(works, chunks, num_tokens)
+        finally:
+            self._scheduler.layout.take_off(padding)
         if error is not None:
             yield from self._recover(works, error)
             return
         now = time.monotonic()
         self._num_failed_alone = 0
+        self._scheduler.layout.observe_decode(chunks, now - started)
         yield Computed(works, num_tokens, now, now - started)
 
-    def _decode(self, works: list[Work], num_tokens: int) -> Exception | None:
-        """One decode call; returns what it failed with."""
+    def _decode(self, works: list[Work], chunks: list[Chunk], num_tokens: int) -> Exception | None:
+        """One decode call of these chunks, those of the works among them; returns what it failed with."""
         self.worth_aborting = self._main_request(works, num_tokens)
         self.yields = self._is_long_bulk(works, num_tokens)
         self._pulse.beat("decode", [sequence.request.id for sequence, _ in works], num_tokens, first_s=FIRST_S)
         try:
-            self._backend.decode([chunk for _, chunk in works], works[0].sequence.adapters)
+            self._backend.decode(chunks, works[0].sequence.adapters)
         except DecodeError as error:
             return error
         except Exception as error:  # of a request's tokens or adapters, perhaps: its neighbours shall not pay

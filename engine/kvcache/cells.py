@@ -70,6 +70,10 @@ class Cells:
             block.owners += 1
         self._blocks[target] = blocks
 
+    def swap(self, one: int, other: int) -> None:
+        """Each of two slots has what the other one had."""
+        self._blocks[one], self._blocks[other] = self._blocks[other], self._blocks[one]
+
     def _cut(self, slot: int, count: int) -> int:
         """Number of blocks that hold the first `count` positions; a block across that border is cut in two."""
         position = 0

@@ -96,6 +96,16 @@ class Checkpoints:
             if length <= num_tokens:
                 self._hold(heir, checkpoint)
 
+    def swap(self, one: Hashable, other: Hashable) -> None:
+        """Each of two holders has the checkpoints of the other one."""
+        held = {holder: self._of.pop(holder, {}) for holder in (one, other)}
+        for holder, checkpoints in held.items():
+            for checkpoint in checkpoints.values():
+                checkpoint.holders.remove(holder)
+        for heir, source in ((one, other), (other, one)):
+            for checkpoint in held[source].values():
+                self._hold(heir, checkpoint)
+
     def cut(self, holder: Hashable, num_tokens: int) -> None:
         """The holder has only its first tokens left, and the checkpoints in them."""
         for length, checkpoint in list(self._of.get(holder, {}).items()):

@@ -17,6 +17,7 @@ from .cells import Cells
 from .checkpoints import Checkpoints
 from .prefix import PrefixIndex, Tokens
 from .ram_tier import RamTier, SavedState, Source
+from .slot_swaps import SlotSwaps
 from .sources import Sources
 
 log = logging.getLogger(__name__)
@@ -64,6 +65,9 @@ class KvCache:
         self._scopes: dict[int, Hashable] = {}  # of slots that have an entry in the index
         self._unsaved: dict[int, None] = {}  # idle slots worth saving, longest idle first
         self._last_used = [0] * memory.n_slots
+        self.swaps = SlotSwaps(
+            memory, self.cells, self._index, self.checkpoints, (self._scopes, self._unsaved, self._last_used)
+        )
         self._clock = 0
 
     # Finding a slot

@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 from cellama.engine.kvcache.manager import KvCache, Placement
 
 from .adapter_rotation import Rotation, slot_beside
+from .neighbours import beside
 from .sequence import Sequence, State
 
 WORTH_WAITING_TOKENS = 64  # a prefix shorter than this is computed twice rather than waited for
@@ -48,7 +49,7 @@ class SlotFinder:
 
     def find_slot(self, sequence: Sequence, idle: list[int]) -> Placement | None:
         """Where the sequence goes with the cells that it needs, for which idle slots may be emptied."""
-        placement = self._cache.find_slot(sequence.tokens, sequence.scope, idle, self._preferred_slot(sequence))
+        placement = self._cache.find_slot(sequence.tokens, sequence.scope, idle, self._preferred_slot(sequence, idle))
         needed = self._cells_needed(sequence)
         others = [slot for slot in idle if slot not in (placement.slot, placement.source)]
         if self._cache.reclaim(others, self._cache.missing_cells(placement, needed)):
@@ -65,10 +66,13 @@ class SlotFinder:
         cells = self._cache.cells
         return self._cells_needed(sequence, victims) <= cells.free + cells.freed_by(slots)
 
-    def _preferred_slot(self, sequence: Sequence) -> int | None:
-        """The slot beside others with the same adapters; any will do while all have the same."""
-        if self._cache.memory.unified or not self._rotation.is_needed_with(sequence.adapters):
+    def _preferred_slot(self, sequence: Sequence, idle: list[int]) -> int | None:
+        """The slot beside others with the same adapters; else an empty one beside any that run."""
+        if self._cache.memory.unified:
             return None
+        if not self._rotation.is_needed_with(sequence.adapters):
+            running = [slot for slot, holder in enumerate(self._slots) if holder is not None]
+            return beside(running, [slot for slot in idle if not self._cache.cells.of(slot)])
         return slot_beside(sequence.adapters, [None if s is None else s.adapters for s in self._slots])
 
     def _cells_needed(self, sequence: Sequence, victims: Seq[Sequence] = ()) -> int:

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cellama.engine.backend import Chunk, KvMemory
+from cellama.engine.backend import KvMemory
 from cellama.engine.errors import PromptTooLong
 from cellama.engine.kvcache.manager import KvCache, Placement
 
 from .adapter_rotation import Rotation
 from .cuts import CutPlanner
 from .placement import SlotFinder
-from .sequence import Sequence, State, Work
+from .sequence import Sequence, State, Work, work_of
+from .slot_layout import SlotLayout
 from .strategies import Guarded, SlotView, Strategy
 from .waiting_queue import WaitingQueue, rank_if_preempted
 
@@ -45,6 +46,7 @@ class Scheduler:
         self._rotation = Rotation()
         self._finder = SlotFinder(self.cache, self.slots, self._rotation)
         self._cuts = CutPlanner(self.cache, self.queue, self.slots)
+        self.layout = SlotLayout(self.cache, self.slots, limits.budget)
         self.num_preemptions = 0
 
     def check(self, num_prompt_tokens: int) -> None:
@@ -184,7 +186,7 @@ class Scheduler:
         if not views:
             return []
         allocations = self.strategy.build_batch(views, self.limits.budget, self.limits.chunk_size, self.num_waiting)
-        return [self._work(slot, count) for slot, count in sorted(allocations)]
+        return [work_of(s, count) for slot, count in sorted(allocations) if (s := self.slots[slot]) is not None]
 
     def _views(self, now: float) -> list[SlotView]:
         busy = [s for s in self.slots if s is not None]
@@ -193,14 +195,6 @@ class Scheduler:
             busy = [s for s in busy if s.adapters == turn]
         busy.sort(key=_prefill_order)
         return [_view(s) for s in busy]
-
-    def _work(self, slot: int, count: int) -> Work:
-        sequence = self.slots[slot]
-        assert sequence is not None
-        start = sequence.num_computed
-        tokens = sequence.tokens[start : start + count]
-        decode = sequence.state is State.DECODING
-        return Work(sequence, Chunk(slot, start, tokens, samples=count == sequence.num_pending, decode=decode))
 
     def commit(self, work: Work) -> None:
         """Accounts a chunk that was decoded; its sequence decodes from now on if it samples."""
@@ -222,17 +216,14 @@ class Scheduler:
         """Puts every slot back to what its sequence has accounted, after a step that broke off anywhere."""
         for slot, sequence in enumerate(self.slots):
             if sequence is None:
+                self.layout.restore_slot(slot)
                 continue
             self._cut_back(sequence, slot, min(sequence.num_computed, len(sequence.tokens) - 1))
             if self.cache.cells.of(slot) != sequence.num_computed:  # what it holds is unknown
                 self._cut_back(sequence, slot, 0)
 
     def _cut_back(self, sequence: Sequence, slot: int, num_tokens: int) -> None:
-        kept = self.cache.truncate(slot, num_tokens)
-        if kept < sequence.num_computed:
-            sequence.num_computed = kept
-            if sequence.num_pending > 1:
-                sequence.state = State.PREFILLING
+        sequence.cut_back(self.cache.truncate(slot, num_tokens))
 
     # The end
 
@@ -245,6 +236,7 @@ class Scheduler:
         if sequence.state is State.WAITING:
             self.queue.remove(sequence)
         self.queue.forget(sequence)
+        self.layout.observe_end(sequence)
         sequence.state, slot, sequence.slot = State.FINISHED, sequence.slot, None
         if not sequence.request.cache_prompt:
             self.cache.forget_scope(sequence.scope)

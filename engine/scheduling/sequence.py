@@ -101,6 +101,13 @@ class Sequence:
         timeout_s = self.request.timeout_s
         return None if timeout_s is None else self.submitted_at + timeout_s
 
+    def cut_back(self, num_tokens: int) -> None:
+        """Its slot holds no more than so many of its tokens; it computes what is missing again."""
+        if num_tokens < self.num_computed:
+            self.num_computed = num_tokens
+            if self.num_pending > 1:
+                self.state = State.PREFILLING
+
     def keep(self, parts: list[Part]) -> None:
         """Adds final parts of the reply to what the completion will say."""
         self.texts += [part.text for part in parts if part.kind == "text"]
@@ -155,6 +162,16 @@ class Work(NamedTuple):
 
     sequence: Sequence
     chunk: Chunk
+
+
+def work_of(sequence: Sequence, count: int) -> Work:
+    """The next `count` tokens of a sequence that has a slot."""
+    assert sequence.slot is not None
+    start = sequence.num_computed
+    tokens = sequence.tokens[start : start + count]
+    decode = sequence.state is State.DECODING
+    chunk = Chunk(sequence.slot, start, tokens, samples=count == sequence.num_pending, decode=decode)
+    return Work(sequence, chunk)
 
 
 def _rate(count: int, seconds: float | None) -> float | None:

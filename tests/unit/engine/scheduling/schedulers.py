@@ -7,8 +7,9 @@ from typing import Any
 from cellama.engine import Request
 from cellama.engine.backend import Chunk
 from cellama.engine.fake import FakeBackend
+from cellama.engine.scheduling.neighbours import runs_of
 from cellama.engine.scheduling.scheduler import Limits, Scheduler
-from cellama.engine.scheduling.sequence import Sequence
+from cellama.engine.scheduling.sequence import Sequence, Work
 from cellama.engine.scheduling.strategies import (
     DecodeMaximal,
     SlotView,
@@ -31,22 +32,36 @@ def sequence(num_prompt: int = 5, priority: int = 3, timeout_s: float | None = N
     return Sequence(request, seed=0, submitted_at=0.0, tokens=list(request.prompt))
 
 
-def run_step(scheduler: Scheduler, now: float = 0.0) -> list[Chunk]:
-    """One step as the engine does it, each sampled token being 7."""
+def run_step(scheduler: Scheduler, now: float = 0.0, *, pass_s: float = 1.0, row_s: float = 1.0) -> list[Chunk]:
+    """One step as the engine does it, in one decode call, each sampled token being 7; what was scheduled.
+
+    Rows and passes take the times that are given, moves none.
+    """
     scheduler.admit(now)
+    scheduler.layout.carry_out(scheduler.layout.next_moves(), lambda: now)
     works = scheduler.schedule(now)
-    chunks = [work.chunk for work in works]
-    backend = scheduler.cache.memory
-    assert isinstance(backend, FakeBackend)
-    if chunks:
-        backend.decode(chunks)
+    scheduled = [work.chunk for work in works]
+    if works:
+        works = decode(scheduler, works, pass_s, row_s)
     for work in works:
         scheduler.commit(work)
         if work.chunk.samples:
             work.sequence.tokens.append(7)
             if scheduler.is_full(work.sequence):
                 scheduler.release(work.sequence)
-    return chunks
+    return scheduled
+
+
+def decode(scheduler: Scheduler, works: list[Work], pass_s: float, row_s: float) -> list[Work]:
+    """A decode call with its holes filled; what it computed."""
+    backend, layout = scheduler.cache.memory, scheduler.layout
+    assert isinstance(backend, FakeBackend)
+    works, padding = layout.fill(works)
+    chunks = sorted([*(work.chunk for work in works), *padding])
+    backend.decode(chunks)
+    layout.take_off(padding)
+    layout.observe_decode(chunks, len(runs_of([chunk.slot for chunk in chunks])) * pass_s + len(chunks) * row_s)
+    return works
 
 
 class Mine(Strategy):

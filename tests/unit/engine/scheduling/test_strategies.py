@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from cellama.engine import InvalidRequest
 from cellama.engine.backend import Chunk
 from cellama.engine.scheduling.micro_batches import micro_batches_of
-from cellama.engine.scheduling.sequence import Work
+from cellama.engine.scheduling.sequence import State, Work
 from cellama.engine.scheduling.strategies import (
     MIN_CHUNK,
     STRATEGIES,
@@ -21,7 +21,7 @@ from cellama.engine.scheduling.strategies import (
     make_strategy,
 )
 
-from .schedulers import Mine, sequence
+from .schedulers import Mine, new_scheduler, run_step, sequence
 
 VIEWS = st.lists(st.tuples(st.integers(1, 200), st.booleans(), st.integers(0, 9)), min_size=1, max_size=20).map(
     lambda slots: [SlotView(i, 1 if d else pending, d, priority) for i, (pending, d, priority) in enumerate(slots)]
@@ -137,3 +137,15 @@ def test_equal_chunks_are_equal_when_the_budget_serves_everybody() -> None:
 def test_equal_chunks_serve_the_first_when_the_budget_is_too_small_for_all() -> None:
     views = [SlotView(i, 1000, False) for i in range(8)]
     assert equal_chunks(views, 2 * MIN_CHUNK, 512) == [(0, MIN_CHUNK), (1, MIN_CHUNK)]
+
+
+@pytest.mark.parametrize("name", [*sorted(STRATEGIES), "mine"])
+def test_nobody_starves_under_any_strategy(name: str) -> None:
+    strategy = Mine() if name == "mine" else make_strategy(name)
+    scheduler = new_scheduler(strategy)
+    waiting = [sequence(1 + i % 30, priority=i % 10) for i in range(12)]
+    for new in waiting:
+        scheduler.enqueue(new, 0)
+    for _ in range(12 * 40):
+        run_step(scheduler)
+    assert all(s.state is State.FINISHED for s in waiting)

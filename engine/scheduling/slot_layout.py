@@ -1,0 +1,219 @@
+"""Keeps slots that decode side by side, as far as that costs less than it saves (docs/adr/008-holes.md).
+
+llama.cpp with a stream of cells per slot computes slots with consecutive indices in one pass; a hole between them
+begins another. Pure: times come from a clock that is given.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+from cellama.engine.backend import Chunk
+from cellama.engine.kvcache.manager import WORTH_SAVING_TOKENS, KvCache
+
+from .decode_costs import MOVE_TOKENS, DecodeCosts, MoveCosts
+from .neighbours import cheapest_cover, moves_together, runs_of
+from .sequence import Sequence, Work, work_of
+
+log = logging.getLogger(__name__)
+
+USUAL_OUTPUT_TOKENS = 64.0  # of a sequence, before any has ended
+LENGTH_WEIGHT = 0.05  # of a new length in the running mean
+LOOK_AGAIN = 16  # steps after which the same layout is weighed anew
+
+
+class Move(NamedTuple):
+    """A running sequence goes to an idle slot."""
+
+    sequence: Sequence
+    slot: int  # where it is
+    target: int
+
+
+class SlotLayout:
+    """Fills holes and moves sequences. Shares the scheduler's slots; engine thread only."""
+
+    def __init__(self, cache: KvCache, slots: list[Sequence | None], budget: int) -> None:
+        """`slots` is the scheduler's own list; a decode call has at most `budget` rows."""
+        self.is_active = not cache.memory.unified and len(slots) > 2  # one pool: any slots are decoded in one pass
+        self.num_moves = 0  # since the start
+        self._cache = cache
+        self._slots = slots
+        self._budget = budget
+        self._decode_costs = DecodeCosts(len(slots))
+        self._move_costs = MoveCosts()
+        self._one_for_each_pass = [0.0] + [1.0] * len(slots)
+        self._output_tokens = USUAL_OUTPUT_TOKENS
+        self._weighed: tuple[list[int], int] = ([], 0)  # a layout that is left as it is, and for how many steps
+
+    # Filling
+
+    def fill(self, works: list[Work]) -> tuple[list[Work], list[Chunk]]:
+        """Single tokens with what fills the holes between them: the next tokens of other slots, and padding.
+
+        Padding is a token that is taken off again (`take_off`) after the decode call, whatever becomes of that.
+        """
+        slots = [work.chunk.slot for work in works]
+        if not self.is_active or slots[-1] - slots[0] + 1 == len(slots):
+            return works, []
+        if any(len(work.chunk.tokens) > 1 for work in works):
+            return works, []
+        adapters = works[0].sequence.adapters
+        holes = self._holes_to_fill(slots, lambda slot: self._can_fill(slot, adapters))
+        useful = [work_of(s, 1) for slot in holes if (s := self._slots[slot]) and s.adapters == adapters]
+        filled = {work.chunk.slot for work in useful}
+        padding = [self._padding(slot, works[0]) for slot in holes if slot not in filled]
+        return sorted(works + useful, key=lambda work: work.chunk.slot), padding
+
+    def _holes_to_fill(self, slots: list[int], can_fill: Callable[[int], bool]) -> list[int]:
+        """Of none, all and what is cheapest by all that is known, what may well be the best."""
+        costs = self._decode_costs
+        covers = [cheapest_cover(slots, can_fill, table) for table in (costs.expected(), self._one_for_each_pass)]
+        choices = [[], *(cover.holes for cover in covers if len(slots) + len(cover.holes) <= self._budget)]
+        return min(choices, key=lambda holes: costs.hoped([run.size for run in runs_of(sorted(slots + holes))]))
+
+    def _can_fill(self, slot: int, adapters: Hashable) -> bool:
+        holder = self._slots[slot]
+        if holder is not None and holder.adapters == adapters:
+            return holder.num_pending > 0
+        return self._can_pad(slot)
+
+    def _can_pad(self, slot: int) -> bool:
+        """True if one more token can be taken off again. In a stream of its own it takes no cell from anything."""
+        memory = self._cache.memory
+        return memory.partial_reuse and self._cache.cells.of(slot) < memory.ctx_per_slot
+
+    def _padding(self, slot: int, work: Work) -> Chunk:
+        """A row that says nothing: any token will do."""
+        return Chunk(slot, self._cache.cells.of(slot), work.chunk.tokens, samples=False, decode=False)
+
+    def take_off(self, padding: Seq[Chunk]) -> None:
+        """Slots hold again what they held before they were padded."""
+        for chunk in padding:
+            self.restore_slot(chunk.slot)
+
+    def restore_slot(self, slot: int) -> None:
+        """The device's cells of a slot are those that are accounted; a state that can't be cut to them is forgotten."""
+        num_cells = self._cache.cells.of(slot)
+        if self._cache.truncate(slot, num_cells) < num_cells and self._slots[slot] is None:
+            self._cache.wipe(slot)
+
+    # Learning
+
+    def observe_decode(self, chunks: Seq[Chunk], seconds: float) -> None:
+        """Is told what a decode call took, of what chunks."""
+        if self.is_active and all(len(chunk.tokens) == 1 for chunk in chunks):
+            self._decode_costs.observe([run.size for run in runs_of([chunk.slot for chunk in chunks])], seconds)
+
+    def observe_end(self, sequence: Sequence) -> None:
+        """Is told of each sequence that ends."""
+        if sequence.num_output:
+            self._output_tokens += (sequence.num_output - self._output_tokens) * LENGTH_WEIGHT
+
+    def _steps_left(self, sequence: Sequence) -> float:
+        """How long it will go on. Lengths are taken to be geometric: what it has already says nothing."""
+        return min(max(0.0, sequence.request.max_tokens - sequence.num_output), self._output_tokens)
+
+    # Moving
+
+    @property
+    def _may_move(self) -> bool:
+        return self.is_active and self._decode_costs.is_measured
+
+    def next_moves(self) -> list[Move]:
+        """Moves that cost less than they save over what their sequences will probably still need."""
+        busy = [slot for slot, holder in enumerate(self._slots) if holder is not None]
+        if not self._may_move or len(busy) < 2 or len(busy) == len(self._slots):
+            return []
+        layout, left = self._weighed
+        if busy == layout and left > 0:
+            self._weighed = layout, left - 1
+            return []
+        for own in self._groups(busy):
+            if moves := self._worthwhile(own, busy):
+                return moves
+        self._weighed = busy, LOOK_AGAIN
+        return []
+
+    def _groups(self, busy: Seq[int]) -> list[list[int]]:
+        """The busy slots that are decoded together: those with the same adapters."""
+        groups: dict[Hashable, list[int]] = {}
+        for slot in busy:
+            holder = self._slots[slot]
+            assert holder is not None
+            groups.setdefault(holder.adapters, []).append(slot)
+        return list(groups.values())
+
+    def _worthwhile(self, own: list[int], busy: Seq[int]) -> list[Move]:
+        if own[-1] - own[0] + 1 == len(own):
+            return []
+        taken = set(busy)
+        idle = [slot for slot in range(len(self._slots)) if slot not in taken]
+        weight = {slot: self._weight(slot) for slot in [*own, *idle]}
+        moves = [self._move(*pair) for pair in moves_together(own, idle, weight)]
+        if not moves:
+            return []
+        cost = self._decode_costs.expected()
+        after = sorted({*own} - {move.slot for move in moves} | {move.target for move in moves})
+        saved_s = cheapest_cover(own, self._can_pad, cost).seconds - cheapest_cover(after, self._can_pad, cost).seconds
+        steps = sum(self._steps_left(move.sequence) for move in moves) / len(moves)
+        return moves if saved_s * steps > sum(self._seconds_of(move) for move in moves) else []
+
+    def _move(self, slot: int, target: int) -> Move:
+        sequence = self._slots[slot]
+        assert sequence is not None
+        return Move(sequence, slot, target)
+
+    def _weight(self, slot: int) -> int:
+        """Tokens whose moving costs as much as emptying this slot, or using it."""
+        num_tokens = self._num_moved(slot)
+        return num_tokens + MOVE_TOKENS if num_tokens else 0
+
+    def _num_moved(self, slot: int) -> int:
+        """Cells that a move to or from this slot takes along."""
+        num_cells = self._cache.cells.of(slot)
+        return num_cells if self._slots[slot] is not None or num_cells >= WORTH_SAVING_TOKENS else 0
+
+    def _seconds_of(self, move: Move) -> float:
+        return sum(self._move_costs.of(self._num_moved(slot)) for slot in (move.slot, move.target))
+
+    def carry_out(self, moves: Seq[Move], clock: Callable[[], float]) -> None:
+        """Moves one sequence after another, as long as that takes no longer than a decode call does.
+
+        What the idle slots have goes the other way. What gets lost is computed again.
+        """
+        started = clock()
+        running = [slot for slot, holder in enumerate(self._slots) if holder is not None]
+        allowed_s = cheapest_cover(running, self._can_pad, self._decode_costs.expected()).seconds
+        for index, move in enumerate(moves):
+            now = clock()
+            if index and now - started + self._seconds_of(move) > allowed_s:
+                break
+            num_tokens = self._num_moved(move.slot) + self._num_moved(move.target)
+            if not self._carry_out(move):
+                self._weighed = running, LOOK_AGAIN
+                break
+            self._move_costs.observe(num_tokens, clock() - now)
+            self.num_moves += 1
+
+    def _carry_out(self, move: Move) -> bool:
+        """False: it could not be moved."""
+        sequence, slot, target = move
+        if not self._num_moved(target):
+            self._cache.clear(target)
+        try:
+            if not self._cache.swaps.swap(slot, target):
+                return False
+        except Exception:  # what the two hold is unknown
+            log.exception("a slot could not be moved; its sequence is computed again")
+            self._cache.wipe(target)
+            self._cache.wipe(slot)
+            sequence.cut_back(0)
+            return False
+        self._slots[slot], self._slots[target] = None, sequence
+        sequence.slot = target
+        sequence.cut_back(self._cache.cells.of(target))
+        return True

@@ -1,0 +1,159 @@
+"""Texts do not depend on rows beside them that mean nothing, nor on moves between slots: the real llama.cpp."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cellama.bench.models.memory_shapes import HybridShape, RecurrentShape, WindowShape
+from cellama.bench.models.synthetic import Shape, write_model
+from cellama.engine import (
+    Completion,
+    EngineOptions,
+    Event,
+    Handle,
+    Model,
+    ModelManager,
+    Request,
+    SamplingParams,
+    Text,
+)
+from cellama.engine.scheduling.decode_costs import DecodeCosts, MoveCosts
+from cellama.engine.scheduling.slot_layout import SlotLayout
+
+PATIENCE_S = 120
+GREEDY = SamplingParams(temperature=0)
+N_SLOTS = 6
+KEPT = (1, 3, 5)
+NEW = 60
+STORY = "Once upon a time, there was a little fox. The fox liked to play in the park. "
+SMALL = {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_head_kv": 2, "n_ff": 96, "n_vocab": 320, "n_ctx": 1024}
+# llama.cpp's attention on the CPU rounds differently for chunks of different lengths: "off" and F32 leave 1e-5.
+EXACT: dict[str, Any] = {"cache_type_k": "f32", "cache_type_v": "f32", "flash_attention": "off"}
+
+
+@pytest.fixture
+def manager() -> Iterator[ModelManager]:
+    manager = ModelManager()
+    yield manager
+    manager.close()
+
+
+@pytest.fixture(autouse=True)
+def dear_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes cost seconds and rows nearly nothing, whatever this machine takes."""
+    monkeypatch.setattr(DecodeCosts, "is_measured", True, raising=False)
+    monkeypatch.setattr(DecodeCosts, "expected", lambda _: [0.0, *(1 + 0.01 * rows for rows in range(1, N_SLOTS + 1))])
+    monkeypatch.setattr(DecodeCosts, "hoped", lambda _, sizes: float(sum(1 + 0.01 * size for size in sizes)))
+    monkeypatch.setattr(MoveCosts, "of", lambda _, num_tokens: 0.0)
+
+
+class Gate:
+    """Lets the test do something while the engine waits, after so many texts of a request."""
+
+    def __init__(self, count: int) -> None:
+        self.reached, self.opened, self._left = threading.Event(), threading.Event(), count
+
+    def __call__(self, event: Event) -> None:
+        self._left -= isinstance(event, Text)
+        if self._left == 0:
+            self.reached.set()
+            assert self.opened.wait(PATIENCE_S)
+
+
+def load(manager: ModelManager, source: str, **options: Any) -> Model:
+    chosen = {"threads": 1, "ctx_per_slot": 512, "cache_ram_bytes": 0, **EXACT, **options}
+    return manager.load(None, source, options=EngineOptions(**chosen), capabilities=["generate"])
+
+
+def request(model: Model, text: str, **params: Any) -> Request:
+    return Request(text, tuple(model.tokenize(text)), GREEDY, **{"max_tokens": NEW, "ignore_eos": True, **params})
+
+
+def alone(manager: ModelManager, source: str, texts: list[str], **params: Any) -> list[tuple[int, ...]]:
+    model = load(manager, source, n_parallel=1, cache_prompt=False)
+    return [model.engine.submit(request(model, text, **params)).result(PATIENCE_S).tokens for text in texts]
+
+
+def scattered(model: Model, texts: list[str]) -> tuple[list[Completion], SlotLayout]:
+    """The completions of every other one of these; the others are cancelled in the middle, and leave holes."""
+    gate = Gate(8)
+    handles: list[Handle] = [model.engine.submit(request(model, text)) for text in texts[:-1]]
+    handles.append(model.engine.submit(request(model, texts[-1]), gate))
+    assert gate.reached.wait(PATIENCE_S)
+    for index, handle in enumerate(handles):
+        if index not in KEPT:
+            handle.cancel()
+    gate.opened.set()
+    done = [handle.result(PATIENCE_S) for handle in handles]
+    return [done[index] for index in KEPT], model.engine._core.scheduler.layout
+
+
+def source_of(shape: type[Shape] | None, folder: Path) -> str:
+    if shape is None:
+        return "bundled://tiny"
+    write_model(folder / "model.gguf", shape(**SMALL), file_type="F32", seed=2)
+    return str(folder / "model.gguf")
+
+
+TEXTS = [f"{index}: {STORY * (1 + index % 3)}" for index in range(N_SLOTS)]
+SHAPES = (None, Shape, WindowShape, RecurrentShape, HybridShape)
+
+
+@pytest.mark.parametrize("moves", [True, False], ids=["moved", "padded"])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "tiny" if shape is None else str(shape.architecture))
+def test_texts_are_the_same_scattered_and_alone_and_what_was_cached_stays(
+    manager: ModelManager, tmp_path: Path, shape: type[Shape] | None, moves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not moves:
+        monkeypatch.setattr(SlotLayout, "next_moves", lambda _: [])
+    padded: list[int] = []
+    take_off = SlotLayout.take_off
+    monkeypatch.setattr(SlotLayout, "take_off", lambda self, rows: (padded.append(len(rows)), take_off(self, rows))[1])
+    source = source_of(shape, tmp_path)
+    expected = alone(manager, source, TEXTS)
+    model = load(manager, source, n_parallel=N_SLOTS, kv_layout="partitioned")
+    done, layout = scattered(model, TEXTS)
+    assert [completion.tokens for completion in done] == [expected[index] for index in KEPT]
+    assert (layout.num_moves > 0) == moves
+    memory = model.engine._core.scheduler.cache.memory
+    assert (sum(padded) > 0) == (not moves and memory.partial_reuse)
+    if memory.partial_reuse:
+        sources, asked = model.engine._core.scheduler.cache.sources, [request(model, text) for text in TEXTS]
+        reusable = [sources.longest(each.prompt, each.cache_scope) for each in asked]
+        assert reusable == [len(each.prompt) - 1 for each in asked]
+    again = [model.engine.submit(request(model, text)).result(PATIENCE_S) for text in TEXTS]
+    assert [completion.tokens for completion in again] == expected
+
+
+def test_nothing_is_padded_or_moved_in_one_pool(manager: ModelManager) -> None:
+    model = load(manager, "bundled://tiny", n_parallel=N_SLOTS, kv_layout="unified", n_ctx=N_SLOTS * 512)
+    done, layout = scattered(model, TEXTS)
+    assert [completion.tokens for completion in done] == [
+        tokens for index, tokens in enumerate(alone(manager, "bundled://tiny", TEXTS)) if index in KEPT
+    ]
+    assert layout.num_moves == 0
+
+
+def test_completions_of_one_prompt_move_together_with_their_texts(manager: ModelManager) -> None:
+    model = load(manager, "bundled://tiny", n_parallel=N_SLOTS, kv_layout="partitioned")
+    sampling = SamplingParams(temperature=0.8, seed=5)
+    single = load(manager, "bundled://tiny", n_parallel=1, cache_prompt=False)
+    many = Request("n", tuple(model.tokenize(STORY)), sampling, max_tokens=NEW, ignore_eos=True, n=2)
+    expected = single.engine.submit(many).result(PATIENCE_S)
+    gate = Gate(8)
+    first = model.engine.submit(request(model, TEXTS[0]))
+    second = model.engine.submit(request(model, TEXTS[1]))
+    handle = model.engine.submit(many, gate)
+    assert gate.reached.wait(PATIENCE_S)
+    first.cancel()
+    late = model.engine.submit(request(model, TEXTS[5]))
+    second.cancel()
+    gate.opened.set()
+    done = handle.result(PATIENCE_S)
+    late.result(PATIENCE_S)
+    assert [c.tokens for c in (done, *done.alternatives)] == [c.tokens for c in (expected, *expected.alternatives)]

@@ -1,0 +1,67 @@
+"""What passes take is learnt, whatever machine it is."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cellama.engine.scheduling.decode_costs import DecodeCosts, MoveCosts
+from cellama.engine.scheduling.neighbours import runs_of
+
+CPU = {1: 6.9, 2: 17.2, 8: 25.8, 16: 28.7, 32: 57.8, 64: 99.9}  # ms, 174M on two cores
+
+
+def cpu(size: int) -> float:
+    low, high = max(s for s in CPU if s <= size), min(s for s in CPU if s >= size)
+    return CPU[low] if low == high else CPU[low] + (CPU[high] - CPU[low]) * (size - low) / (high - low)
+
+
+def gpu(size: int) -> float:
+    return 8.0 + 0.01 * size
+
+
+@pytest.mark.parametrize("machine", [cpu, gpu])
+def test_costs_are_learnt_from_sums_of_passes_and_in_noise(machine: Callable[[int], float]) -> None:
+    rng, costs = random.Random(1), DecodeCosts(64)
+    for step in range(400):
+        sizes = [run.size for run in runs_of(sorted(rng.sample(range(64), rng.choice([1, 2, 8, 40, 60, 64]))))]
+        sizes = sizes if step % 2 else [sum(sizes)]
+        busy = 8.0 if step % 50 == 49 else 1.0  # another process had the machine
+        costs.observe(sizes, busy * sum(map(machine, sizes)) * rng.uniform(0.9, 1.1))
+    table = costs.expected()
+    for size in (1, 2, 8, 40, 64):
+        assert table[size] == pytest.approx(machine(size), rel=0.35)
+
+
+def test_one_measurement_tells_the_scale_of_all() -> None:
+    costs = DecodeCosts(16)
+    before = costs.expected()
+    costs.observe([8], 0.024)
+    assert costs.expected()[8] == pytest.approx(0.024)
+    assert costs.expected()[1] / costs.expected()[16] == pytest.approx(before[1] / before[16])
+
+
+@given(st.lists(st.tuples(st.lists(st.integers(1, 20), min_size=1), st.floats(0, 1e4)), max_size=30))
+def test_costs_never_fall_with_rows_and_are_above_nothing(measured: list[tuple[list[int], float]]) -> None:
+    costs = DecodeCosts(20)
+    for sizes, seconds in measured:
+        costs.observe(sizes, seconds)
+    table = costs.expected()
+    assert len(table) == 21
+    assert all(costs.hoped([size]) <= table[size] for size in range(1, 21))
+    assert table[0] == 0
+    assert all(0 < before <= after < float("inf") for before, after in pairwise(table[1:]))
+
+
+def test_moves_cost_what_they_cost_of_late() -> None:
+    costs = MoveCosts()
+    for _ in range(40):
+        costs.observe(436, 0.005)
+    assert costs.of(436) == pytest.approx(0.005, rel=0.01)
+    assert costs.of(936) == pytest.approx(0.010, rel=0.01)
+    assert costs.of(0) == 0

@@ -1,0 +1,69 @@
+"""Which holes are filled, and who moves where."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cellama.engine.scheduling.neighbours import beside, cheapest_cover, moves_together, runs_of
+
+SLOTS = st.sets(st.integers(0, 15), min_size=1).map(sorted)
+# seconds of a pass of 0 to 16 rows that never fall
+COSTS = st.lists(st.integers(0, 20), min_size=16, max_size=16).map(lambda steps: [0, *(5 + s for s in sorted(steps))])
+
+
+def seconds(slots: list[int], cost: list[int]) -> int:
+    return sum(cost[run.size] for run in runs_of(slots))
+
+
+@given(SLOTS)
+def test_runs_are_the_slots_in_as_few_pieces_as_there_are(slots: list[int]) -> None:
+    runs = runs_of(slots)
+    assert [slot for run in runs for slot in range(run.first, run.end)] == slots
+    assert all(before.end < after.first for before, after in pairwise(runs))
+
+
+@settings(deadline=None)
+@given(st.sets(st.integers(0, 9), min_size=1).map(sorted), st.sets(st.integers(0, 9)), COSTS)
+def test_cover_is_the_cheapest_of_all_and_fills_allowed_holes_only(
+    slots: list[int], fillable: set[int], cost: list[int]
+) -> None:
+    cover = cheapest_cover(slots, fillable.__contains__, cost)
+    between = [slot for slot in range(slots[0], slots[-1]) if slot not in slots and slot in fillable]
+    assert set(cover.holes) <= set(between)
+    ways = [holes for size in range(len(between) + 1) for holes in combinations(between, size)]
+    assert cover.seconds == min(seconds(sorted([*slots, *holes]), cost) for holes in ways)
+    assert cover.seconds == seconds(sorted([*slots, *cover.holes]), cost)
+    assert cover == cheapest_cover(slots, fillable.__contains__, cost)
+
+
+@given(SLOTS, st.sets(st.integers(0, 15)), st.lists(st.integers(0, 500), min_size=16, max_size=16))
+def test_moves_go_to_idle_slots_and_leave_no_more_runs_than_before(
+    own: list[int], idle: set[int], weight: list[int]
+) -> None:
+    idle -= set(own)
+    moves = moves_together(own, sorted(idle), dict(enumerate(weight)))
+    leaving, targets = [move[0] for move in moves], [move[1] for move in moves]
+    assert set(leaving) <= set(own)
+    assert set(targets) <= idle
+    assert len(set(leaving)) == len(set(targets)) == len(moves)
+    after = sorted({*own} - {*leaving} | {*targets})
+    assert len(runs_of(after)) <= len(runs_of(own))
+    assert moves_together(after, sorted(({*own} | idle) - {*after}), dict.fromkeys(range(16), 1)) == []
+
+
+def test_moves_leave_what_is_heavy_where_it_is() -> None:
+    weight = {0: 10, 1: 0, 2: 0, 3: 900, 4: 0}
+    assert moves_together([0, 3], [1, 2, 4], weight) == [(0, 2)]
+    assert moves_together([0, 3], [1, 2, 4], weight | {2: 50}) == [(0, 4)]
+    assert moves_together([0, 3], [1, 2, 4], weight | {0: 2000}) == [(3, 1)]
+
+
+def test_another_one_comes_into_a_hole_else_beside_those_that_run() -> None:
+    assert beside([0, 1, 3, 4], [2, 5]) == 2
+    assert beside([4, 5], [0, 1, 6, 7]) == 6
+    assert beside([4, 5], [0, 3]) == 3
+    assert beside([], [2, 3]) == 2
+    assert beside([0], []) is None
