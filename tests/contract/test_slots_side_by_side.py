@@ -22,6 +22,7 @@ from cellama.engine import (
     SamplingParams,
     Text,
 )
+from cellama.engine.kvcache.manager import WORTH_SAVING_TOKENS
 from cellama.engine.scheduling.decode_costs import DecodeCosts, MoveCosts
 from cellama.engine.scheduling.slot_layout import SlotLayout
 
@@ -122,10 +123,15 @@ def test_texts_are_the_same_scattered_and_alone_and_what_was_cached_stays(
     assert (layout.num_moves > 0) == moves
     memory = model.engine._core.scheduler.cache.memory
     assert (sum(padded) > 0) == (not moves and memory.partial_reuse)
-    if memory.partial_reuse:
+    if memory.partial_reuse and not (
+        moves and shape is WindowShape
+    ):  # a window's state is taken over whole, once moved
         sources, asked = model.engine._core.scheduler.cache.sources, [request(model, text) for text in TEXTS]
         reusable = [sources.longest(each.prompt, each.cache_scope) for each in asked]
-        assert reusable == [len(each.prompt) - 1 for each in asked]
+        worth = [len(each.prompt) >= WORTH_SAVING_TOKENS for each in asked]
+        assert [n for n, is_worth in zip(reusable, worth, strict=True) if is_worth] == [
+            len(each.prompt) - 1 for each, is_worth in zip(asked, worth, strict=True) if is_worth
+        ]
     again = [model.engine.submit(request(model, text)).result(PATIENCE_S) for text in TEXTS]
     assert [completion.tokens for completion in again] == expected
 

@@ -86,7 +86,7 @@ def _milliseconds(model: Model, args: argparse.Namespace, slots: list[int]) -> t
 def _steps(model: Model, args: argparse.Namespace, slots: list[int], round_: int, *, is_active: bool) -> list[float]:
     """Milliseconds of decode steps after all other slots have become idle."""
     layout = model.engine._core.scheduler.layout
-    layout.is_active = False  # nobody moves before the pattern is there
+    layout.is_active = False  # no sequence moves before the pattern is there
     prompts = random_prompts(args.slots, args.prompt, seed=round_)
     with steps_of(model) as steps:
         handles = [_submit(model, args, str(index), prompt) for index, prompt in enumerate(prompts)]
@@ -106,7 +106,7 @@ def _steps(model: Model, args: argparse.Namespace, slots: list[int], round_: int
 
 
 def _new_tokens(args: argparse.Namespace) -> int:
-    """Of a request: more than are measured and than what comes before, so that nobody ends by itself."""
+    """Of a request: more than are measured and than what comes before, so that no request ends by itself."""
     return 2 * int(args.slots + args.steps)
 
 
