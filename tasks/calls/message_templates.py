@@ -93,7 +93,13 @@ class Template:
     ) -> Message:
         """That of another job. `shown` is what Flower shows of its arguments, `clock` Celery's logical one."""
         args, kwargs = shown
-        own = {ID: quoted(job_id), TAG: _tag(), ARGS: quoted(args), KWARGS: quoted(kwargs), AT: repr(submitted_at)}
+        own = {
+            ID: quoted(job_id),
+            TAG: _tag(),
+            ARGS: quoted(args),
+            KWARGS: quoted(kwargs),
+            AT: json.dumps(submitted_at),
+        }
         now = {**own, NOW: repr(time.time()), CLOCK: str(clock)} if self._events else own
         return self._fill(own, payload_json, [({TAG: _tag()}, now) for _ in self._events])
 

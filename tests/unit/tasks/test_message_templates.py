@@ -59,6 +59,13 @@ def test_message_from_a_template_has_its_own_values_and_nothing_of_the_first_one
     assert len(tags) == 2
 
 
+@pytest.mark.parametrize("submitted_at", ["soon", float("nan"), 1e308, [[]]])
+def test_time_of_submission_of_a_caller_stays_json_whatever_it_is(submitted_at: Any) -> None:
+    template = Template(made("Hi", "first"), body_of("Hi"))
+    told = decoded(template.message("own", body_of("Hi"), ("a", "k"), submitted_at, 8))["headers"]
+    assert repr(told["cellama_submitted_at"]) == repr(submitted_at)
+
+
 def test_message_that_a_template_would_not_give_again_is_no_template() -> None:
     odd = made("Hi", "first")
     templates = Templates()

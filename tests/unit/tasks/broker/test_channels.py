@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from kombu.utils.scheduling import round_robin_cycle
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoPermissionError
 
 from cellama.tasks.broker.channels import Asker
@@ -136,6 +138,29 @@ def test_messages_of_a_page_are_delivered_after_the_one_that_brought_them(channe
     delivered: list[tuple[Any, str]] = []
     channel._brpop_read = lambda: delivered.append(("first", A))
     channel.connection._deliver = lambda message, queue: delivered.append((message, queue))
-    channel.qos.take_page = lambda: [(SimpleNamespace(key=queue_key(B, 3)), "second")]
+    channel.qos.take_page = lambda: [SimpleNamespace(key=queue_key(B, 3), payload=b'"second"')]
     channel.handlers["BRPOP"]()
     assert delivered == [("first", A), ("second", B)]
+
+
+def test_what_is_no_message_is_dropped_and_the_others_are_delivered(
+    channel: Channel, asker: Asker, caplog: Any
+) -> None:
+    delivered: list[tuple[Any, str]] = []
+    channel._brpop_read = lambda: json.loads("nan")
+    channel.connection._deliver = lambda message, queue: delivered.append((message, queue))
+    payloads = [b'{"sent": nan}', b"\xff", b'"second"']
+    channel.qos.take_page = lambda: [SimpleNamespace(key=queue_key(B, 3), payload=payload) for payload in payloads]
+    channel.handlers["BRPOP"]()
+    assert delivered == [("second", B)]
+    assert caplog.text.count("is no message") == 3
+
+
+def test_a_message_that_can_not_be_taken_is_told_to_celery(channel: Channel, asker: Asker) -> None:
+    def lose_connection() -> None:
+        raise RedisConnectionError("gone")
+
+    channel._brpop_read = lose_connection
+    channel.qos.take_page = list
+    with pytest.raises(RedisConnectionError):
+        channel.handlers["BRPOP"]()
