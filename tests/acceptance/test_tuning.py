@@ -89,7 +89,7 @@ def pool_size() -> int | None:
 
 
 def test_tune_without_a_terminal_prints_a_line_per_setup_then_the_table(tmp_path: Path) -> None:
-    done = tune(tmp_path, "tiny", *SHORT)
+    done = tune(tmp_path, "tiny", *SHORT, "--seconds", "30")  # time for two setups on a busy machine, too
     assert done.returncode == 0, done.stderr
     lines = re.findall(r"^n_parallel \d+, kv_layout \w+, n_ubatch \d+, threads 1: \d+ tokens/s", done.stdout, re.M)
     assert len(lines) >= 2
