@@ -37,12 +37,12 @@ from cellama.engine.backend import Adapter, AdapterUse, Chunk
 from cellama.engine.bundled import PIRATE_PATH, TINY_PATH
 from cellama.engine.llama import LlamaBackend, LlamaModel
 
+from .small_models import EXACT
+
 PATIENCE_S = 60
 GREEDY = SamplingParams(temperature=0)
 PIRATE = "bundled://pirate"
 TINY_SHAPE = shape_of(TINY_PATH)
-# llama.cpp's attention on the CPU rounds differently for chunks of different lengths: "off" and F32 leave 1e-5.
-EXACT: dict[str, Any] = {"cache_type_k": "f32", "cache_type_v": "f32", "flash_attention": "off"}
 
 
 @pytest.fixture

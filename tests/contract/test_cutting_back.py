@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,16 +16,8 @@ from cellama.engine.backend import Chunk
 from cellama.engine.llama.context import LlamaBackend
 from cellama.engine.llama.model import LlamaModel
 
-SMALL: dict[str, int] = {
-    "n_embd": 64,
-    "n_layer": 4,
-    "n_head": 4,
-    "n_head_kv": 2,
-    "n_ff": 96,
-    "n_vocab": 320,
-    "n_ctx": 1024,
-}
-EXACT: dict[str, Any] = {"cache_type_k": "f32", "cache_type_v": "f32", "flash_attention": "off"}
+from .small_models import EXACT, SMALL
+
 LAYOUTS = ("partitioned", "unified")
 TOKENS = [int(token) for token in np.random.default_rng(0).integers(5, 300, 300)]
 LONG, SHARED = TOKENS[:200], 120

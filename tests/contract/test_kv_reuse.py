@@ -26,26 +26,12 @@ from cellama.engine import (
 )
 from cellama.engine.text.reply_parser import ReplyFormat
 
+from .small_models import EXACT, SMALL
+
 PATIENCE_S = 60
 GREEDY = SamplingParams(temperature=0)
 STORY = "Once upon a time, there was a little fox. The fox liked to play in the park. One day, the fox found a ball. "
 LAYOUTS = ("partitioned", "unified")
-SMALL: dict[str, int] = {
-    "n_embd": 64,
-    "n_layer": 4,
-    "n_head": 4,
-    "n_head_kv": 2,
-    "n_ff": 96,
-    "n_vocab": 320,
-    "n_ctx": 1024,
-}
-# llama.cpp's attention on the CPU rounds differently for chunks of different lengths: "off" and F32 leave 1e-5.
-EXACT: dict[str, Any] = {
-    "cache_type_k": "f32",
-    "cache_type_v": "f32",
-    "flash_attention": "off",
-    "ctx_per_slot": 512,
-}
 
 
 @pytest.fixture

@@ -26,15 +26,14 @@ from cellama.engine.kvcache.manager import WORTH_SAVING_TOKENS
 from cellama.engine.scheduling.decode_costs import DecodeCosts, MoveCosts
 from cellama.engine.scheduling.slot_layout import SlotLayout
 
+from .small_models import EXACT, SMALL
+
 PATIENCE_S = 120
 GREEDY = SamplingParams(temperature=0)
 N_SLOTS = 6
 KEPT = (1, 3, 5)
 NEW = 60
 STORY = "Once upon a time, there was a little fox. The fox liked to play in the park. "
-SMALL = {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_head_kv": 2, "n_ff": 96, "n_vocab": 320, "n_ctx": 1024}
-# llama.cpp's attention on the CPU rounds differently for chunks of different lengths: "off" and F32 leave 1e-5.
-EXACT: dict[str, Any] = {"cache_type_k": "f32", "cache_type_v": "f32", "flash_attention": "off"}
 
 
 @pytest.fixture
