@@ -150,7 +150,7 @@ def test_ending_worker_finishes_what_it_can(start_worker: StartWorker, model: st
         wait_until(lambda: "Warm shutdown" in worker.log(), "the signal in the log")
     assert worker.process.wait(PATIENCE_S) == 0
     assert all(job.get(timeout=1)["usage"]["completion_tokens"] == MEDIUM["max_tokens"] for job in jobs)
-    assert not redis_client.exists(LEASES_KEY)
+    assert redis_client.zmscore(LEASES_KEY, [job.id for job in jobs]) == [None] * len(jobs)
 
 
 def test_message_that_the_broker_lost_is_queued_again(
