@@ -120,9 +120,10 @@ def test_chat_and_embed_take_arguments_and_stdin(machine: Machine) -> None:
 
 
 def test_status_shows_worker_model_and_slots(machine: Machine) -> None:
-    shown = machine.run("status").stdout
-    assert re.search(r"cellama-[0-9a-f]{4}@.*pid \d+ *\n.*tiny \(default\) +0/16", shown, re.DOTALL)
-    assert "jobs without a slot: none" in shown
+    idle = re.compile(
+        r"cellama-[0-9a-f]{4}@.*pid \d+ *\n.*tiny \(default\) +0/16.*\njobs without a slot: none\n", re.DOTALL
+    )
+    wait_until(lambda: idle.search(machine.run("status").stdout), "the job before told to have ended")
     status = json.loads(machine.run("status", "--json").stdout)
     none = {"tiny": 0, ":default": 0}
     assert status["unserved"] == []
