@@ -1,6 +1,16 @@
 """The settings of every process of cellama, from the environment and a file."""
 
+from .model_ids import MODEL_ID, MODEL_ID_RULE, id_of_source
 from .redis_url import mask_url
-from .settings import MODEL_ID, ModelSettings, Settings, SettingsError, get_settings
+from .settings import ModelSettings, Settings, SettingsError, get_settings
 
-__all__ = ["MODEL_ID", "ModelSettings", "Settings", "SettingsError", "get_settings", "mask_url"]
+__all__ = [
+    "MODEL_ID",
+    "MODEL_ID_RULE",
+    "ModelSettings",
+    "Settings",
+    "SettingsError",
+    "get_settings",
+    "id_of_source",
+    "mask_url",
+]

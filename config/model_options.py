@@ -27,7 +27,7 @@ class ModelOptions(TypedDict, total=False):
     cache_ram_bytes: int
     n_batch: int
     n_ubatch: int | Literal["auto"] | None
-    chunk_size: int
+    chunk_size: int | Literal["auto"] | None
     threads: int | Literal["auto"] | None
     n_gpu_layers: int
     flash_attention: Literal["auto", "on", "off"]
@@ -35,4 +35,5 @@ class ModelOptions(TypedDict, total=False):
     cache_type_v: CacheType
     pooling: Literal["auto", "mean", "cls", "last", "none", "rank"]
     control_tokens_in_text: bool
+    sampling: Mapping[str, object] | None
     batch_strategy: str

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import json
 import os
 import re
 import tomllib
@@ -16,6 +15,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    JsonValue,
     SecretStr,
     ValidationError,
     field_validator,
@@ -23,11 +23,12 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
+from . import limits
+from .model_ids import MODEL_ID, parse_models, with_ids
 from .redis_url import mask_url, parse_redis_url
 
 PREFIX = "CELLAMA_"
 CONFIG_VARIABLE = "CELLAMA_CONFIG"  # names the file; default: cellama.toml in the working folder
-MODEL_ID = r"^[^:\s\x00-\x1f\x7f]+$"  # what ends up in names of queues
 DEFAULT_FILE = "cellama.toml"
 Capability = Literal["generate", "chat", "embed", "rerank"]
 OnFull = Literal["refuse", "evict"]
@@ -68,7 +69,7 @@ class ModelSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    id: str = Field(min_length=1, pattern=MODEL_ID, description="its name in queues and calls")
+    id: str = Field(min_length=1, pattern=MODEL_ID, description="its name in queues and calls; default: its file's")
     source: str = Field(min_length=1, description="path of a GGUF file, hf://ORG/REPO/FILE, or bundled://tiny")
     hub_cache_dir: str | None = Field(default=None, description="of files from the hub; default: the hub's own")
     hub_token: str | None = Field(default=None, repr=False, description="for the hub; default: HF_TOKEN")
@@ -89,7 +90,9 @@ class ModelSettings(BaseModel):
     cache_ram_bytes: int = Field(default=1 << 30, ge=0, description="quota of KV states kept in RAM; 0 = none")
     n_batch: int = Field(default=2048, ge=1, description="tokens per step, as far as n_ubatch goes")
     n_ubatch: AutoInt = Field(default=None, ge=1, description="tokens per pass inside llama.cpp; auto: 512")
-    chunk_size: int = Field(default=512, ge=1, description="prompt tokens per slot and step, at most")
+    chunk_size: AutoInt = Field(
+        default=None, ge=1, description="prompt tokens per slot and step, up to n_ubatch; auto: 512, if that allows it"
+    )
     threads: AutoInt = Field(
         default=None, ge=1, le=512, description="CPU threads; auto: all cores, shared with other workers and programs"
     )
@@ -104,6 +107,10 @@ class ModelSettings(BaseModel):
     )
     control_tokens_in_text: bool = Field(
         default=False, description="messages and reranked texts may write control tokens, and so forge turns"
+    )
+    sampling: dict[str, JsonValue] | None = Field(
+        default=None,
+        description="of jobs that do not say otherwise: temperature, top_k, … grammar_root; all but logprobs, n, stop",
     )
     batch_strategy: str = Field(
         default="adaptive",
@@ -125,13 +132,21 @@ class Settings(BaseSettings):
         default="redis://127.0.0.1:6379/0", repr=False, description="broker, results, events; see docs/redis.md"
     )
     models: Annotated[tuple[ModelSettings, ...], NoDecode] = Field(
-        default=(TINY,), min_length=1, description="what a worker loads: ID=SOURCE,…, a JSON list, or [[models]] tables"
+        default=(TINY,),
+        min_length=1,
+        description="what a worker loads: [ID=]SOURCE,…, a JSON list, or [[models]] tables",
     )
     memory_budget: int | Literal["auto", "unlimited"] = Field(
         default="auto", description="for all models of a worker: auto, unlimited, or a size such as 8GB or 8GiB"
     )
     on_full: OnFull = Field(default="refuse", description="a model that does not fit: refuse it, or evict idle ones")
     look_ahead: int = Field(default=4, ge=0, description="jobs of a model that a worker takes beyond its slots")
+    default_timeout_s: int = Field(
+        default=3600,
+        ge=0,
+        le=limits.MAX_TIMEOUT_S,
+        description="`timeout` of jobs with priorities 0 to 5 that name none; 0 = none; bulk jobs have none",
+    )
     lease_s: int = Field(default=6, ge=3, description="after so long without a sign of its worker a job is given away")
     drain_s: int = Field(default=30, ge=0, description="after so long an ending worker gives its jobs to others")
     hang_s: int = Field(
@@ -176,7 +191,7 @@ class Settings(BaseSettings):
     @field_validator("models", mode="before")
     @classmethod
     def _parse_models(cls, value: Any) -> Any:
-        return parse_models(value) if isinstance(value, str) else value
+        return with_ids(parse_models(value) if isinstance(value, str) else value)
 
     @field_validator("memory_budget", mode="before")
     @classmethod
@@ -220,20 +235,6 @@ def parse_size(text: str) -> int | None:
         return None
     step = 1024 if match[3] else 1000
     return int(float(match[1]) * step ** " kmgt".index(match[2].lower() or " "))
-
-
-def parse_models(text: str) -> list[dict[str, Any]]:
-    """Models from `tiny=bundled://tiny,big=/models/big.gguf` or a JSON list. Raises ValueError."""
-    if text.lstrip().startswith("["):
-        parsed = json.loads(text)
-        return list(parsed)
-    models = []
-    for entry in filter(None, (part.strip() for part in text.split(","))):
-        model_id, equals, source = entry.partition("=")
-        if not equals:
-            raise ValueError(f"{entry!r} is no ID=SOURCE; write for instance tiny=bundled://tiny")
-        models.append({"id": model_id.strip(), "source": source.strip()})
-    return models
 
 
 @functools.cache

@@ -51,7 +51,7 @@ from .models.model_entry import ModelEntry
 from .models.tokenizer import Tokenizer
 from .options import EngineOptions
 from .request import Request, Resumed
-from .sampling_params import SamplingParams
+from .sampling_params import SamplingParams, sampling_of
 from .system.core_sharing import CoreSharing
 from .system.cores import Peer
 from .system.threads import STACK_BYTES
@@ -121,5 +121,6 @@ __all__ = [
     "Watchdog",
     "WrongCapability",
     "devices",
+    "sampling_of",
     "scores_of",
 ]

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from .checks import check, check_int
 from .errors import InvalidRequest, nearest
+from .sampling_params import defaults_of
 
 DEFAULT_SLOTS = 8
 MAX_SLOTS = 256  # llama.cpp: LLAMA_MAX_SEQ
 DEFAULT_UBATCH = 512  # tokens
+DEFAULT_CHUNK = 512  # tokens
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 
 FlashAttention = Literal["auto", "on", "off"]
@@ -35,7 +37,9 @@ class EngineOptions:
     cache_ram_bytes: int = 1 << 30  # quota of states kept in RAM; 0 = none
     n_batch: int = 2048  # token budget of a step, as far as n_ubatch goes
     n_ubatch: int | None = None  # tokens of one pass inside llama.cpp; a step is one pass; `pass_tokens` has the number
-    chunk_size: int = 512  # prompt tokens per slot and step, at most
+    # Prompt tokens per slot and step, at most a pass; `chunk_tokens` has the number. One that is given widens n_ubatch
+    # where that is left open.
+    chunk_size: int | None = None
     max_queue: int = 0  # requests that wait because no slot is free for them; 0 = unlimited
     threads: int | None = None  # None = a share of the cores that this process may use, as core_sharing.py finds it
     n_gpu_layers: int = -1  # -1 = all; without a GPU build it means nothing
@@ -47,16 +51,17 @@ class EngineOptions:
     # of its classification head, for a model that is loaded to rerank.
     pooling: Pooling = "auto"
     control_tokens_in_text: bool = False  # what reads like a control token in messages and rerank's texts becomes one
+    # SamplingParams by name, but for logprobs, of requests that do not say otherwise; see `sampling_defaults`.
+    sampling: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("n_batch", "chunk_size"):
-            check_int(name, getattr(self, name), 1)
+        check_int("n_batch", self.n_batch, 1)
         check_int("n_parallel", self.num_slots, 1, MAX_SLOTS)
         check_int("n_ubatch", DEFAULT_UBATCH if self.n_ubatch is None else self.n_ubatch, 1)
         check_int("max_queue", self.max_queue, 0)
         check_int("cache_ram_bytes", self.cache_ram_bytes, 0)
         check_int("n_gpu_layers", self.n_gpu_layers, -1)
-        for name in ("ctx_per_slot", "n_ctx"):
+        for name in ("ctx_per_slot", "n_ctx", "chunk_size"):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), 1)
         if self.threads is not None:
@@ -65,6 +70,10 @@ class EngineOptions:
         least = f"at least n_parallel ({self.num_slots})"
         check(self.n_batch >= self.num_slots, "n_batch", self.n_batch, least)
         check(self.pass_tokens >= self.num_slots, "n_ubatch", self.pass_tokens, f"{least}; raise it, or lower that")
+        most = f"at most n_ubatch and n_batch ({self.pass_tokens}), a step has no more tokens; lower it, or raise those"
+        check((self.chunk_size or 1) <= self.pass_tokens, "chunk_size", self.chunk_size, most)
+        if self.sampling is not None:
+            object.__setattr__(self, "sampling", defaults_of(self.sampling))
         self._check_one_of("flash_attention", get_args(FlashAttention))
         self._check_one_of("kv_layout", get_args(KvLayout))
         self._check_one_of("pooling", get_args(Pooling))
@@ -79,7 +88,18 @@ class EngineOptions:
     @property
     def pass_tokens(self) -> int:
         """Tokens of one pass: `n_ubatch`, or what it is where it was left open, and never more than a step has."""
-        return min(DEFAULT_UBATCH if self.n_ubatch is None else self.n_ubatch, self.n_batch)
+        widest = max(DEFAULT_UBATCH, self.chunk_size or 0) if self.n_ubatch is None else self.n_ubatch
+        return min(widest, self.n_batch)
+
+    @property
+    def chunk_tokens(self) -> int:
+        """`chunk_size`, or what it is where it was left open."""
+        return min(DEFAULT_CHUNK, self.pass_tokens) if self.chunk_size is None else self.chunk_size
+
+    @property
+    def sampling_defaults(self) -> Mapping[str, Any]:
+        """What requests get that do not say otherwise."""
+        return self.sampling or {}
 
     def _check_one_of(self, name: str, known: Iterable[str]) -> None:
         value = getattr(self, name)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from cellama.config import limits
 
 from .checks import check, check_int, check_length, check_number, is_real, utf8
-from .errors import InvalidRequest
+from .errors import InvalidRequest, nearest
 
 MAX_SEED = limits.MAX_SEED
 
@@ -139,3 +142,46 @@ class SamplingParams:
         """Greedy, and nothing changes or watches the logits."""
         changed = self.has_penalties or self.logit_bias or self.has_dry or self.logprobs is not None
         return self.is_greedy and not changed and self.grammar is None and self.json_schema is None
+
+
+_NO_DEFAULTS = frozenset({"logprobs"})  # what a caller reads, and so asks for
+
+
+def defaults_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Defaults of a model, by the names of SamplingParams, as plain JSON. Raises InvalidRequest."""
+    known = SamplingParams.__dataclass_fields__.keys() - _NO_DEFAULTS
+    for name in given.keys() - known:
+        raise InvalidRequest(f"sampling has {name!r}, for which there is no default; {nearest(name, known)}")
+    try:
+        defaults = {name: _plain(name, value) for name, value in given.items()}
+        sampling_of({}, defaults)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"sampling is {dict(given)!r}, and a value has the wrong type: {error}") from None
+    return defaults
+
+
+def _plain(name: str, value: Any) -> Any:
+    if name == "json_schema" and isinstance(value, Mapping | bool):
+        return json.dumps(value)
+    if name == "logit_bias":  # -inf is no JSON
+        pairs = value.items() if isinstance(value, Mapping) else value
+        return [[int(token), bias if math.isfinite(float(bias)) else str(bias)] for token, bias in pairs]
+    return list(value) if isinstance(value, tuple) else value
+
+
+def sampling_of(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> SamplingParams:
+    """What a caller gave, and for the rest a model's defaults (`defaults_of`). Raises InvalidRequest.
+
+    A grammar or a schema that is given takes the place of either in the defaults.
+    """
+    if given.get("grammar") is not None or given.get("json_schema") is not None:
+        replaced = {"json_schema", "grammar", *(["grammar_root"] if "grammar" in defaults else [])}
+        defaults = {name: value for name, value in defaults.items() if name not in replaced}
+    left = {name: _in_form(name, value) for name, value in defaults.items() if name not in given}
+    return SamplingParams(**left, **given)
+
+
+def _in_form(name: str, value: Any) -> Any:
+    if name == "logit_bias":
+        return tuple((token, float(bias)) for token, bias in value)
+    return tuple(value) if isinstance(value, list) else value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from cellama.tasks.state.ledger import Ledger
 
 EMBEDDING_JOBS = 16  # of a model that only embeds or reranks: they fill its batches
-EMBEDDING_JOBS_BESIDE = 4  # of one that generates, too: jobs of both kinds take them, so more would wait here
 
 
 class Worker(Protocol):
@@ -157,17 +156,15 @@ def concurrency(settings: Settings) -> int:
     return sum(num_jobs_of(model) + settings.look_ahead for model in settings.models)
 
 
-def num_jobs_of(model: ModelSettings, slots: int | None = None) -> int:
-    """Jobs that a model works on at once: one per slot, and some for embeddings and reranking.
+def num_jobs_of(model: ModelSettings, slots: int | None = None, able: Collection[str] = ()) -> int:
+    """Jobs that a model works on at once: one per slot, whatever they are; some if it only embeds or reranks.
 
-    `slots` are those of the loaded model; without them it is what the settings say, or the default.
-    One that gets its capabilities from its file counts as if it could do everything.
+    `slots` and `able` are those of the loaded model; without them it is what the settings say, or the default, and one
+    that gets its capabilities from its file counts as one that generates.
     """
-    able = set(model.capabilities or ("generate", "embed"))
-    reads = bool({"embed", "rerank"} & able)
-    if not {"generate", "chat"} & able:
-        return EMBEDDING_JOBS * reads
-    return (slots or model.n_parallel or DEFAULT_SLOTS) + EMBEDDING_JOBS_BESIDE * reads
+    if not {"generate", "chat"} & set(able or model.capabilities or ("generate",)):
+        return EMBEDDING_JOBS
+    return slots or model.n_parallel or DEFAULT_SLOTS
 
 
 app = make_app()

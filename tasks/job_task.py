@@ -26,6 +26,7 @@ from cellama.tasks.calls.call_options import (
     plain_priority,
     plain_queue,
     settle_options,
+    timeout_of,
 )
 from cellama.tasks.calls.canvas_steps import refuse_step
 from cellama.tasks.calls.enqueue import PAGE_JOBS, Checked, enqueue, ranges
@@ -237,9 +238,9 @@ class JobTask(Task):  # type: ignore[misc]
     def _call(
         self, args: Any, kwargs: Any, queue: str, priority: int, headers: dict[str, Any], delay: float = 0.0
     ) -> Call:
-        timeout = (kwargs or {}).get("timeout")
-        timeout_s = float(timeout) + delay if isinstance(timeout, int | float) else None
-        return Call(self.name, list(args or ()), dict(kwargs or {}), queue, priority, timeout_s, headers, delay)
+        timeout_s = timeout_of(kwargs or {}, priority)
+        due_s = None if timeout_s is None else timeout_s + delay
+        return Call(self.name, list(args or ()), dict(kwargs or {}), queue, priority, due_s, headers, delay)
 
     def call_of_plain(self, args: Any, kwargs: Any, delivery: dict[str, Any]) -> Call:
         """What a message of plain Celery asks for; it is not checked yet."""
@@ -247,11 +248,11 @@ class JobTask(Task):  # type: ignore[misc]
         return self._call(args, kwargs, plain_queue(kwargs, args, str(delivery.get("routing_key"))), priority, {})
 
     def _payload_here(self, args: Any, kwargs: Any) -> Any:
-        """The payload of the job that runs here, with the priority of its message unless it has its own."""
+        """The payload of the job that runs here, with the priority of its message and the settings' timeout unless it
+        has its own."""
         job = self.parse(args, kwargs)
-        if "priority" in kwargs:
-            return job
-        return job.model_copy(update={"priority": self.request.delivery_info.get("priority")})
+        priority = job.priority if "priority" in kwargs else self.request.delivery_info.get("priority")
+        return job.model_copy(update={"priority": priority, "timeout": timeout_of(kwargs, priority)})
 
     def after_return(self, status: str, retval: Any, task_id: str, args: Any, kwargs: Any, einfo: Any) -> None:
         """The results of a chunk's lines are in its journal, which stays as long as results do."""

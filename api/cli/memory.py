@@ -52,6 +52,8 @@ def _facts(model: ModelView) -> dict[str, str]:
             "loaded": f"{readable_time(model['ready_at'])}, in {model['load_s']:.2f} s",
             "last used": readable_time(model["last_used_at"]),
         }
+    if model.get("sampling"):
+        facts["sampling"] = ", ".join(f"{name} {value}" for name, value in model["sampling"].items())
     if model.get("tuned"):
         facts["tuned"] = ", ".join(f"{name} {value}" for name, value in model["tuned"].items())
     if model.get("adapters"):

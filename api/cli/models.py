@@ -78,10 +78,10 @@ def models_memory_command(worker: WorkerOption = None, json: JsonOption = False)
 
 
 def models_load_command(
-    model_id: IdArgument,
+    model: Annotated[str, typer.Argument(help="Id of the model; left out, it is made from the source.")],
     source: Annotated[
-        str, typer.Argument(help="Path of a GGUF file as the workers see it, hf://…, or bundled://tiny.")
-    ],
+        str | None, typer.Argument(help="Path of a GGUF file as the workers see it, hf://…, or bundled://tiny.")
+    ] = None,
     option: Annotated[
         list[str] | None,
         typer.Option("--set", help="NAME=VALUE as in cellama.toml; may be given more than once."),
@@ -96,8 +96,9 @@ def models_load_command(
     Example:  cellama models load big /models/big.gguf --set n_parallel=16
     """
     options = _options(option or [])
-    with Client() as client, _loading(model_id, f"cellama models unload {model_id}"):
-        client.load_model(model_id, source, worker=worker, default=default, timeout=timeout, **options)
+    given, source = (None, model) if source is None else (model, source)
+    with Client() as client, _loading(model, f"cellama models unload {given or 'ID'}"):
+        model_id = client.load_model(given, source, worker=worker, default=default, timeout=timeout, **options)
     _say(json, {"model": model_id, "status": "ready"}, f"model {model_id} takes jobs")
 
 

@@ -127,20 +127,21 @@ class Client(Submission, AdapterControl):
 
     def load_model(
         self,
-        model_id: str,
+        model_id: str | None,
         source: str,
         *,
         worker: str | None = None,
         default: bool = False,
         timeout: float = LOAD_TIMEOUT_S,
         **options: Unpack[ModelOptions],
-    ) -> None:
-        """Loads a model on every live worker, or on one, and returns when it takes jobs.
+    ) -> str:
+        """Loads a model on every live worker, or on one, and returns its id when it takes jobs.
 
-        `options` are those of a `[[models]]` table. Raises UnknownWorker, JobTimeout, JobFailed (what the worker said).
+        Without an id it gets one that no live worker has, from the name of its file. `options` are those of a
+        `[[models]]` table. Raises UnknownWorker, JobTimeout, JobFailed (what the worker said).
         """
         model = {"id": model_id, "source": source, "default": default, **options}
-        self._core.load_model(model, worker, timeout)
+        return self._core.load_model(model, worker, timeout)
 
     def unload_model(self, model_id: str, *, worker: str | None = None, timeout: float = UNLOAD_TIMEOUT_S) -> None:
         """Unloads a model after its running jobs have ended. Raises as `load_model`; it serves on if it is too slow."""

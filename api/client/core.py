@@ -15,6 +15,7 @@ from celery.result import AsyncResult
 from cellama.api.batch.options import BatchOptions, Summary
 from cellama.api.batch.progress import Progress
 from cellama.api.batch.start import run_batch
+from cellama.config import id_of_source
 from cellama.tasks import app
 from cellama.tasks.broker.control import purge_queue
 from cellama.tasks.connection.connections import connect
@@ -194,9 +195,14 @@ class Core:
             self._redis.ping()
         return run_batch(self._redis, self._app, options, on_progress=on_progress)
 
-    def load_model(self, model: dict[str, Any], worker: str | None, timeout_s: float) -> None:
+    def load_model(self, model: dict[str, Any], worker: str | None, timeout_s: float) -> str:
+        if model["id"] is None:
+            taken = {loaded["id"] for entry in self.workers() for loaded in entry.models}
+            model = {**model, "id": id_of_source(model["source"], taken)}
         begun = self.command("cellama_load", {"model": model}, worker)
-        self._wait_for_model(begun, model["id"], "ready", timeout_s)
+        model_id: str = model["id"]
+        self._wait_for_model(begun, model_id, "ready", timeout_s)
+        return model_id
 
     def unload_model(self, model_id: str, worker: str | None, timeout_s: float) -> None:
         begun = self.command("cellama_unload", {"model_id": model_id, "timeout_s": timeout_s}, worker)

@@ -12,6 +12,7 @@ from cellama.engine.errors import EngineStopped, InvalidRequest
 from cellama.engine.events import EngineSnapshot, Event, RequestStats, StepStats
 from cellama.engine.options import EngineOptions
 from cellama.engine.request import Request
+from cellama.engine.sampling_params import sampling_of
 from cellama.engine.system.threads import start_deep
 from cellama.engine.system.watchdog import Pulse
 
@@ -30,7 +31,9 @@ class Engine(Generating):
     """Serves many requests at once on one backend. Every method may be called from any thread."""
 
     def __init__(self, backend: Backend, options: EngineOptions, name: str = "engine") -> None:
-        """Starts the engine thread, which owns the backend from now on. Raises InvalidRequest."""
+        """Starts the engine thread, which owns the backend from now on. Raises InvalidRequest, GrammarFailed."""
+        self.sampling_defaults = options.sampling_defaults
+        backend.prepare(sampling_of({}, self.sampling_defaults), None)  # a broken grammar would fail every request
         self._backend = backend
         self._cache_prompt = options.cache_prompt
         self.adapters = Adapters(backend)

@@ -49,7 +49,7 @@ class EngineCore:
         self.inbox: Inbox[Command] = Inbox()
         self._backend = backend
         # One micro-batch of llama.cpp: it would cut a larger batch into pieces of all sequences, too small to be fast.
-        limits = Limits(options.pass_tokens, options.chunk_size, options.max_queue)
+        limits = Limits(options.pass_tokens, options.chunk_tokens, options.max_queue)
         ram_bytes = options.cache_ram_bytes if options.cache_prompt else 0
         self.scheduler = Scheduler(limits, make_strategy(options.batch_strategy), backend, ram_bytes)
         self.telemetry = Telemetry(self.scheduler)

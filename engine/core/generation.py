@@ -7,7 +7,7 @@ import contextlib
 import queue
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 
@@ -15,7 +15,7 @@ from cellama.engine.backend import Vocabulary
 from cellama.engine.errors import InvalidRequest, nearest
 from cellama.engine.events import Completion, Event, Finished, Text
 from cellama.engine.request import Request
-from cellama.engine.sampling_params import SamplingParams
+from cellama.engine.sampling_params import SamplingParams, sampling_of
 
 from .handle import Handle
 
@@ -29,6 +29,7 @@ class Generating(ABC):
     """`generate` and `stream`, for threads and for asyncio, over the one method `submit`."""
 
     vocabulary: Vocabulary
+    sampling_defaults: Mapping[str, Any]  # of generate and stream; a Request says all itself
 
     @abstractmethod
     def submit(self, request: Request, on_event: Callable[[Event], None] | None = None) -> Handle: ...
@@ -113,7 +114,7 @@ class Generating(ABC):
         request = Request(
             id=params.pop("id", None) or uuid4().hex,
             prompt=tuple(tokens),
-            sampling=SamplingParams(**sampling),
+            sampling=sampling_of(sampling, self.sampling_defaults),
             timeout_s=timeout_s,
             stream=stream,
             **{"submitted_at": submitted_at, **params},

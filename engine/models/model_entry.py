@@ -29,7 +29,7 @@ class ModelEntry:
 
 def new_id(source: str, taken: Mapping[str, ModelEntry]) -> str:
     """The name of the source, with a number if another model has it."""
-    name = PurePosixPath(source.partition("://")[2] or source).name.removesuffix(".gguf") or "model"
+    name = PurePosixPath(source.partition("://")[2] or source).name.removesuffix(".gguf") or "model"  # as id_of_source
     number = 1
     while (candidate := name if number == 1 else f"{name}-{number}") in taken:
         number += 1

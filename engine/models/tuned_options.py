@@ -116,9 +116,9 @@ def apply(options: EngineOptions, path: Path) -> tuple[EngineOptions, tuple[str,
 
 
 def _is_too_narrow(options: EngineOptions, found: dict[str, Any]) -> bool:
-    """True if a pass would have fewer tokens than there are slots."""
+    """True if a pass would have fewer tokens than there are slots, or than a chunk."""
     pass_tokens = min(found.get("n_ubatch") or options.pass_tokens, options.n_batch)
-    return bool((found.get("n_parallel") or options.num_slots) > pass_tokens)
+    return bool(max(found.get("n_parallel") or options.num_slots, options.chunk_size or 0) > pass_tokens)
 
 
 def _left_open(options: EngineOptions) -> list[str]:

@@ -18,10 +18,10 @@ from cellama.tasks.contract.errors import InvalidJob, JobFailed
 from cellama.tasks.contract.payloads import EmbedJob
 from cellama.tasks.publishing.publisher import LINE_MARK
 from cellama.tasks.publishing.results import error_of, failure_of, resume_of
-from cellama.tasks.state.foundation import Choice
+from cellama.tasks.state.foundation import Foundation
 from cellama.tasks.state.history import Past
 
-from .engine_request import Asked, request_of
+from .engine_request import Asked, has_seed, request_of
 from .vectors import submit_texts, vectors_of, wait_for
 
 if TYPE_CHECKING:
@@ -45,14 +45,14 @@ class ChunkRun:
     """One attempt at a chunk. Pool thread, but for `stop` and `_note_line`."""
 
     def __init__(
-        self, model: Model, job: ChunkJob, run_id: str, past: Past, runtime: Runtime, adapters: Choice = ()
+        self, model: Model, job: ChunkJob, run_id: str, past: Past, runtime: Runtime, rests_on: Foundation
     ) -> None:
-        """`adapters` are for lines that do not choose."""
+        """What the chunk rests on is for lines that do not choose."""
         self._model = model
         self._job = job
         self._run_id = run_id
         self._past = past
-        self._adapters = adapters
+        self._rests_on = rests_on
         self._runtime = runtime
         self._left = set(range(len(job.lines))) - past.lines
         self._handles: list[Handle | EmbeddingHandle] = []
@@ -113,8 +113,9 @@ class ChunkRun:
         asked = Asked(
             id=f"{self._run_id}{LINE_MARK}{place}",
             submitted_at=self._began_at,
-            adapters=self._adapters if job.adapters is None else job.adapters,
-            seed=self._seed_of(place) if job.seed is None else job.seed,
+            adapters=self._rests_on.choice if job.adapters is None else job.adapters,
+            sampling=self._rests_on.sampling,
+            seed=None if has_seed(job, self._rests_on.sampling) else self._seed_of(place),
             priority=job.priority,
             resume=resume_of(self._past, job.n, place),
         )

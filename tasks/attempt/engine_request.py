@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cellama.engine import ChatOptions, ChatPrompt, Message, Model, ReplyFormat, Request, Resumed, SamplingParams
+from cellama.engine import (
+    ChatOptions,
+    ChatPrompt,
+    Message,
+    Model,
+    ReplyFormat,
+    Request,
+    Resumed,
+    SamplingParams,
+    sampling_of,
+)
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.payloads import ApplyChatTemplateJob, ChatJob, GenerateJob
 from cellama.tasks.publishing.signing import Signer
@@ -20,6 +31,7 @@ class Asked:
     submitted_at: float
     priority: int
     adapters: tuple[tuple[str, float], ...]  # of the model, or those that the job chose
+    sampling: Mapping[str, object]  # the model's defaults, as the job began with them
     seed: int | None = None  # instead of the job's own, None leaves that
     resume: tuple[Resumed, ...] = ()
 
@@ -27,17 +39,17 @@ class Asked:
 def request_of(model: Model, job: GenerateJob | ChatJob, asked: Asked, signer: Signer) -> Request:
     """The request of a generation or a chat. Raises EngineError, InvalidJob."""
     prompt = _prompt_of(model, job, signer)
-    sampling = {name: getattr(job, name) for name in SAMPLING}
+    sampling = {name: getattr(job, name) for name in SAMPLING if name in job.model_fields_set}
     if prompt.grammar is not None:
         if job.grammar is not None or job.json_schema is not None:
             raise InvalidJob("tool_choice forces a call, so there can be no grammar and no json_schema; choose one")
-        sampling["grammar"] = prompt.grammar
+        sampling |= {"grammar": prompt.grammar, "grammar_root": "root"}
     if asked.seed is not None:
         sampling["seed"] = asked.seed
     return Request(
         id=asked.id,
         prompt=tuple(prompt.tokens),
-        sampling=SamplingParams(**sampling),
+        sampling=sampling_of(sampling, asked.sampling),
         max_tokens=job.max_tokens,
         n=job.n,
         adapters=asked.adapters,
@@ -51,6 +63,12 @@ def request_of(model: Model, job: GenerateJob | ChatJob, asked: Asked, signer: S
         reply=prompt.reply,
         resume=asked.resume,
     )
+
+
+def has_seed(job: GenerateJob | ChatJob, defaults: Mapping[str, object]) -> bool:
+    """Whether the job says its seed, or leaves that to the model's defaults, which have one."""
+    seed = job.seed if "seed" in job.model_fields_set else defaults.get("seed")
+    return seed is not None
 
 
 @dataclass(frozen=True, slots=True)

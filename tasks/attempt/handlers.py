@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from celery import Task
@@ -42,7 +42,7 @@ from cellama.tasks.publishing.results import result_of, resume_of
 
 from .attempt import GIVEN_UP, JobAttempt
 from .bulk_slice import ChunkRun, adapters_of_lines
-from .engine_request import Asked, conversation_of, request_of
+from .engine_request import Asked, conversation_of, has_seed, request_of
 from .vectors import embed, rerank, wait_for
 
 if TYPE_CHECKING:
@@ -72,8 +72,8 @@ class JobRun(JobAttempt):
 
     def chunk(self, job: ChunkJob) -> Result:
         model = self.model(job.model)
-        choice = self.foundation(model, job.model, None, adapters_of_lines(job)).choice
-        lines = ChunkRun(model, job, self.attempt.run_id, self.past, self.runtime, choice)
+        rests_on = self.foundation(model, job.model, None, adapters_of_lines(job))
+        lines = ChunkRun(model, job, self.attempt.run_id, self.past, self.runtime, rests_on)
         self.control.when_interrupted(lambda reason: self._stop_lines(lines, reason))
         self.ended.add_done_callback(lambda _: lines.stop())
         lines.run()
@@ -117,7 +117,8 @@ class JobRun(JobAttempt):
             id=self.attempt.run_id,
             submitted_at=self.submitted_at,
             adapters=job.adapters or () if chosen else rests_on.choice,
-            seed=self._seed_of(job),
+            sampling=rests_on.sampling,
+            seed=self._seed_of(job, rests_on.sampling),
             priority=MOST_URGENT if self.attempt.num_failures > 1 else job.priority,
             resume=resume_of(self.past, job.n),
         )
@@ -141,10 +142,10 @@ class JobRun(JobAttempt):
             self.raise_if_interrupted()
         return completion
 
-    def _seed_of(self, job: GenerateJob | ChatJob) -> int | None:
-        """That of earlier attempts, or the job's own; else one that each attempt would choose, even if Redis has
-        forgotten the others in a failover."""
-        if self.past.seed is not None or job.seed is not None:
+    def _seed_of(self, job: GenerateJob | ChatJob, defaults: Mapping[str, object]) -> int | None:
+        """That of earlier attempts; None for the job's own, or the model's; else one that each attempt would choose,
+        even if Redis has forgotten the others in a failover."""
+        if self.past.seed is not None or has_seed(job, defaults):
             return self.past.seed
         return zlib.crc32(self.job_id.encode()) & 0x7FFFFFFF
 

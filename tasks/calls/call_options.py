@@ -9,8 +9,9 @@ from celery import Celery
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 from kombu import Connection, Exchange, Queue
 
+from cellama.config import get_settings
 from cellama.tasks.contract.errors import InvalidJob
-from cellama.tasks.contract.names import PRIORITIES, PRIORITY_INTERACTIVE, is_model_queue, queue_name
+from cellama.tasks.contract.names import BULK_PRIORITIES, PRIORITIES, PRIORITY_INTERACTIVE, is_model_queue, queue_name
 
 IN_WORKERS_ONLY = (
     "cellama's tasks run where the models are, in its workers: use delay, apply_async or a signature, and start a "
@@ -100,6 +101,14 @@ def delay_s(app: Celery, options: dict[str, Any]) -> float:
         return 0.0
     at: datetime = maybe_make_aware(maybe_iso8601(eta), app.timezone)
     return max(0.0, float((at - app.now()).total_seconds()))
+
+
+def timeout_of(kwargs: Any, priority: int) -> float | None:
+    """Seconds after which a job ends: its own `timeout`, None too, or the settings' one unless it is bulk work."""
+    if "timeout" in kwargs:
+        own = kwargs["timeout"]
+        return float(own) if isinstance(own, int | float) else None
+    return None if priority in BULK_PRIORITIES else get_settings().default_timeout_s or None
 
 
 def plain_priority(kwargs: Any, given: Any) -> int:

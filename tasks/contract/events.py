@@ -24,10 +24,12 @@ class _Numbered(TypedDict, total=False):
 
 
 class Foundation(TypedDict, total=False):
-    """What a job's tokens rest on: SHA-256 of its model; name, SHA-256 and scale of each adapter."""
+    """What a job's tokens rest on: SHA-256 of its model; name, SHA-256 and scale of each adapter; `sampling` of the
+    model's settings, for what the job leaves open."""
 
     fingerprint: str
     adapters: list[tuple[str, str, float]]
+    sampling: dict[str, object]
 
 
 class StartedEvent(_Numbered, Foundation):

@@ -15,7 +15,7 @@ from pydantic import (
     StrictStr,
 )
 
-from cellama.config import MODEL_ID, limits
+from cellama.config import MODEL_ID, MODEL_ID_RULE, limits
 
 from .json_values import check_text, json_text, shorten
 from .names import DEFAULT_MODEL
@@ -60,7 +60,7 @@ def _check_filled(text: str) -> str:
 
 def check_model_id(text: str) -> str:
     if text != DEFAULT_MODEL and not re.fullmatch(MODEL_ID, text):
-        raise ValueError("ids of models hold no colon, no spaces and no control characters; name one that is served")
+        raise ValueError(f"{MODEL_ID_RULE}; name one that is served")
     return text
 
 

@@ -5,8 +5,8 @@ The first attempt's `started` event tells it, and every later one goes on with t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from cellama.tasks.contract.errors import JobFailed
@@ -29,12 +29,16 @@ class Foundation:
 
     model: str
     adapters: tuple[tuple[str, str, float], ...] = ()
+    sampling: Mapping[str, object] = field(default_factory=dict)  # the model's defaults
 
     def details(self) -> FoundationDetails:
         """For the `started` event."""
-        if not self.adapters:
-            return {"fingerprint": self.model}
-        return {"fingerprint": self.model, "adapters": list(self.adapters)}
+        details: FoundationDetails = {"fingerprint": self.model}
+        if self.adapters:
+            details["adapters"] = list(self.adapters)
+        if self.sampling:
+            details["sampling"] = dict(self.sampling)
+        return details
 
     def is_in(self, model: Model) -> bool:
         """True if this is the model, and its adapters are there under their names."""
@@ -58,7 +62,7 @@ class Foundation:
 def foundation_of_event(event: StartedEvent) -> Foundation | None:
     """What a `started` event tells; None if it is from a version that told nothing of it."""
     adapters = tuple((name, fingerprint, scale) for name, fingerprint, scale in event.get("adapters", ()))
-    return Foundation(event["fingerprint"], adapters) if "fingerprint" in event else None
+    return Foundation(event["fingerprint"], adapters, event.get("sampling", {})) if "fingerprint" in event else None
 
 
 def foundation_of(model: Model, choice: Choice | None, also: Iterable[str] = ()) -> Foundation:
@@ -70,7 +74,7 @@ def foundation_of(model: Model, choice: Choice | None, also: Iterable[str] = ())
     chosen = ((info.name, info.scale) for info in infos) if choice is None else choice
     scales = {**dict.fromkeys(also, 0.0), **{name: scale for name, scale in chosen if scale}}
     adapters = tuple((i.name, i.fingerprint, float(scales[i.name])) for i in infos if i.name in scales)
-    return Foundation(model.info.fingerprint, adapters)
+    return Foundation(model.info.fingerprint, adapters, model.options.sampling_defaults)
 
 
 def _ready(model: Model) -> list[AdapterInfo]:

@@ -42,7 +42,7 @@ class WorkerEntry:
     started_at: float
     at: float
     models: list[WorkerModel]
-    failures: dict[str, LoadFailure]  # of lately; by model id, or "adapter NAME of MODEL"
+    failures: dict[str, LoadFailure]  # of lately; by model id, or `failure_key` of an adapter
     memory: WorkerMemory
     cores: WorkerCores
     seen_at: float
@@ -147,6 +147,7 @@ def describe(entry: ModelEntry, default: bool) -> WorkerModel:
         "ready_at": entry.since,
         "last_used_at": model.last_used,
         "tuned": {name: getattr(model.options, name) for name in model.tuned},
+        "sampling": dict(model.options.sampling_defaults),
         "adapters": [asdict(adapter) for adapter in model.adapters()],
     }
     return cast(WorkerModel, {**known, **asdict(model.info), **resident, "engine": engine})

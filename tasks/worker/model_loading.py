@@ -143,7 +143,8 @@ class Residency:
     def _load(self, model: ModelSettings) -> None:
         self._load_now(model)
         self._given[model.id] = model
-        self._jobs[model.id] = num_jobs_of(model, self._manager.get(model.id).options.num_slots)
+        loaded = self._manager.get(model.id)
+        self._jobs[model.id] = num_jobs_of(model, loaded.options.num_slots, loaded.capabilities)
         self._consumer.call_soon(self._begin_serving, model.id)
 
     def _begin_serving(self, model_id: str) -> None:

@@ -167,8 +167,9 @@ class Runtime:
         """Renews, from now on, the leases of what this consumer of Celery's takes; lets models come and go."""
         if self._lease is None:
             wanted = self._wanted.read()  # Celery connects again if this fails
-            loaded = {id_: model.options.num_slots for id_, model in self.manager.models().items()}
-            jobs = {model.id: num_jobs_of(model, loaded.get(model.id)) for model in self.settings.models}
+            models = self.manager.models()
+            loaded = {id_: (model.options.num_slots, model.capabilities) for id_, model in models.items()}
+            jobs = {model.id: num_jobs_of(model, *loaded.get(model.id, ())) for model in self.settings.models}
             consumer.places = Places(jobs, self.settings.look_ahead, lambda: self.manager.default)
             waiting = self.ledger.num_waiting
             told = (self._tell_change, self.settings, self._wanted)

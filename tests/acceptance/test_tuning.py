@@ -16,7 +16,7 @@ import pytest
 from cellama.api.machine.redis_server import RedisServer
 from cellama.bench.models.bert import BertShape
 from cellama.bench.models.synthetic import write_model
-from cellama.tasks.app import EMBEDDING_JOBS_BESIDE, app
+from cellama.tasks.app import app
 from cellama.tasks.state.registry import live_workers
 
 from ..conftest import PATIENCE_S, WorkerProcess, clean_environment, wait_until
@@ -59,7 +59,7 @@ def test_tuned_options_are_those_of_a_worker_that_leaves_them_open(redis_server:
         assert served["tuned"] == {name: chosen[name] for name in served["tuned"]}
         assert set(served["tuned"]) == {"n_parallel", "threads", "n_ubatch", "kv_layout"}
         assert served["slots"] == chosen["n_parallel"]
-        room = chosen["n_parallel"] + EMBEDDING_JOBS_BESIDE + LOOK_AHEAD
+        room = chosen["n_parallel"] + LOOK_AHEAD
         assert wait_until(pool_size, "the pool") == room
         info = show_info(tmp_path, redis_server.url)
         assert re.search(rf"tuned +.*n_parallel {chosen['n_parallel']}\b", info)

@@ -172,7 +172,7 @@ def test_urgent_job_is_answered_while_bulk_jobs_fill_the_worker(
         bulk = [generate.delay(model, STORY, stream=False, priority=9, **longer) for _ in range(20)]
         begun = [job_key(job.id) for job in bulk]  # those that the worker holds race for its slots
         wait_until(lambda: any(int(redis_client.hget(key, "next_seq") or 0) > 1 for key in begun), "a token")
-        assert int(str(redis_client.llen(queue_keys(model)[9]))) > 8  # it takes only as many as it may hold
+        assert int(str(redis_client.llen(queue_keys(model)[9]))) == 20 - 3  # it holds one per slot, and the look-ahead
         assert len(generate.delay(model, STORY, max_tokens=8, **GREEDY).get(timeout=PATIENCE_S)["text"]) > 0
         assert not any(redis_client.hget(job_key(job.id), "state") == b"done" for job in bulk)
     texts = {job.get(timeout=PATIENCE_S)["text"] for job in bulk}
@@ -221,6 +221,20 @@ def test_timeout_ends_jobs_that_no_worker_has_taken() -> None:
         assert [event["finish_reason"] for event in late.stream()] == ["timeout"]
         with pytest.raises(JobFailed, match="within its timeout"):
             texts.result(timeout=PATIENCE_S)
+
+
+@pytest.mark.usefixtures("worker")
+def test_timeout_of_the_settings_is_for_interactive_jobs_that_name_none(
+    settings_environment: Callable[..., None], redis_server: RedisServer
+) -> None:
+    settings_environment(redis_url=redis_server.url, default_timeout_s="1")
+    with Client() as client:
+        late = client.generate(NOBODY, STORY, wait=True)
+        kept = [client.generate(NOBODY, STORY, wait=True, **own) for own in ({"priority": 9}, {"timeout": None})]
+        assert late.result(timeout=PATIENCE_S)["finish_reason"] == "timeout"
+        assert [client.position(job.id).state for job in kept] == ["waiting", "waiting"]
+        for job in kept:
+            job.cancel()
 
 
 @pytest.mark.usefixtures("worker")

@@ -101,6 +101,7 @@ class LoadedModel(TypedDict, total=False):
     ready_at: float
     last_used_at: float
     tuned: dict[str, int | str]  # options that are as `cellama tune` found them best
+    sampling: dict[str, object]  # of jobs that do not say otherwise; what is not here is as for any model
     adapters: list[WorkerAdapter]
 
 

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from cellama.config import Settings, SettingsError, get_settings, mask_url
+from cellama.config import Settings, SettingsError, get_settings, id_of_source, mask_url
 from cellama.config.settings import DEFAULT_SLOTS
 from cellama.engine import EngineOptions
-from cellama.tasks.app import EMBEDDING_JOBS_BESIDE, concurrency, num_jobs_of
+from cellama.engine.models.model_entry import new_id
+from cellama.tasks.app import EMBEDDING_JOBS, concurrency, num_jobs_of
 from cellama.tasks.worker.runtime import NOT_OPTIONS
 
 SetVariables = Callable[..., None]
@@ -47,6 +48,13 @@ def test_settings_models_have_a_short_form_and_json(settings_environment: SetVar
     assert settings.default_model.id == "tiny"
 
 
+def test_settings_models_without_an_id_are_named_after_their_files(settings_environment: SetVariables) -> None:
+    settings_environment(models="/m/big.gguf, qwen2.5:7b=/m/q.gguf, bundled://tiny, /other/big.gguf")
+    assert [model.id for model in get_settings().models] == ["big", "qwen2.5:7b", "tiny", "big-2"]
+    for source in ("bundled://tiny", "hf://org/repo/a b.gguf", "/m/x:1.gguf", "/m/.gguf"):
+        assert id_of_source(source, {"tiny"}) == new_id(source, {"tiny": None})  # type: ignore[dict-item]
+
+
 def test_settings_adapters_have_a_short_form_and_a_scale(settings_environment: SetVariables, tmp_path: Path) -> None:
     (tmp_path / "cellama.toml").write_text(
         '[[models]]\nid = "a"\nsource = "a.gguf"\n'
@@ -67,7 +75,7 @@ def test_settings_adapters_have_a_short_form_and_a_scale(settings_environment: S
         ({"look_ahead": "-1"}, "look_ahead is '-1': .*greater than or equal to 0"),
         ({"look_ahead": "many"}, "look_ahead is 'many': .*valid integer"),
         ({"log_level": "LOUD"}, "log_level is 'LOUD'"),
-        ({"models": "tiny"}, "'tiny' is no ID=SOURCE; write for instance tiny=bundled://tiny"),
+        ({"models": "tiny"}, "'tiny' is no ID=SOURCE, and no source; write for instance tiny=bundled://tiny"),
         ({"models": "a=x,a=y"}, "'a' stand"),
         ({"models": '[{"id":"a","source":"x","adapters":{"p":{"source":"y","scale":"much"}}}]'}, "scale is 'much'"),
         (
@@ -75,7 +83,9 @@ def test_settings_adapters_have_a_short_form_and_a_scale(settings_environment: S
             r"n_paralel: no such setting; did you mean n_parallel\?",
         ),
         ({"models": '[{"id":"a","source":"x","n_parallel":0}]'}, r"models\.0\.n_parallel is 0"),
-        ({"models": '[{"id":"a b","source":"x"}]'}, r"models\.0\.id is 'a b'"),
+        ({"models": '[{"id":":a","source":"x"}]'}, r"models\.0\.id is ':a'"),
+        ({"models": '[{"id":"a ","source":"x"}]'}, r"models\.0\.id is 'a '"),
+        ({"models": '[{"id":"","source":"x"}]'}, r"models\.0\.id is ''"),
         ({"config": "nowhere.toml"}, "CELLAMA_CONFIG names 'nowhere.toml', but there is no such file"),
     ],
 )
@@ -117,8 +127,9 @@ def test_settings_of_a_model_may_be_left_to_what_was_tuned(settings_environment:
     )
     (model,) = get_settings().models
     assert (model.n_parallel, model.n_ubatch, model.threads, model.kv_layout) == (None, None, None, "auto")
-    assert num_jobs_of(model) == DEFAULT_SLOTS + EMBEDDING_JOBS_BESIDE == concurrency(get_settings())
-    assert num_jobs_of(model, 20) == 20 + EMBEDDING_JOBS_BESIDE
+    assert num_jobs_of(model) == DEFAULT_SLOTS == concurrency(get_settings())
+    assert num_jobs_of(model, 20, {"generate", "embed"}) == 20
+    assert num_jobs_of(model, 20, {"embed"}) == EMBEDDING_JOBS
     assert EngineOptions().num_slots == DEFAULT_SLOTS
 
 

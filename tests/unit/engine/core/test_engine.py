@@ -10,7 +10,6 @@ import pytest
 from cellama.engine import (
     Completion,
     DecodeFailed,
-    EngineOptions,
     EngineStopped,
     Event,
     Finished,
@@ -263,13 +262,6 @@ def test_engine_request_telemetry_counts_from_submission(make_engine: MakeEngine
     assert 5000 <= completion.timings.delivery_ms <= completion.timings.queue_ms
     assert completion.timings.queue_ms <= stats[0].ttft_ms <= stats[0].duration_ms
     assert stats[0].prefix_cache_ratio == 0.0
-
-
-@pytest.mark.parametrize("options", [{"n_ubatch": 7}, {"n_batch": 7}, {"n_ubatch": 300, "n_batch": 7}])
-def test_options_with_fewer_tokens_in_a_pass_than_slots_are_refused(options: dict[str, int]) -> None:
-    with pytest.raises(InvalidRequest, match=r"(n_batch|n_ubatch) is 7; it must be at least n_parallel \(8\)"):
-        EngineOptions(n_parallel=8, **options)
-    assert EngineOptions(n_parallel=7, **options).pass_tokens == 7
 
 
 def test_resumed_tokens_that_the_model_does_not_have_are_refused(make_engine: MakeEngine) -> None:

@@ -207,6 +207,7 @@ def test_options_left_open_are_the_tuned_ones(kept_in: Path) -> None:
         (EngineOptions(n_ctx=4096), {"threads", "n_ubatch"}),  # the context of each slot would change
         (EngineOptions(n_batch=8), {"threads", "n_ubatch"}),  # 16 slots need 16 tokens
         (EngineOptions(n_ubatch=8), {"threads"}),  # of one pass
+        (EngineOptions(n_parallel=8, chunk_size=512), {"threads"}),  # chunks need a pass of 512
         (EngineOptions(n_parallel=250, n_batch=256), {"threads", "n_ubatch"}),
         (EngineOptions(n_gpu_layers=0), set()),  # other conditions
         (EngineOptions(kv_layout="unified"), {"n_parallel", "threads", "n_ubatch"}),

@@ -12,6 +12,7 @@ import numpy as np
 from cellama.engine import DecodeFailed, EmbeddingHandle
 from cellama.tasks.attempt.bulk_slice import ChunkRun
 from cellama.tasks.contract.chunks import ChunkJob
+from cellama.tasks.state.foundation import Foundation
 from cellama.tasks.state.history import Past
 
 
@@ -59,7 +60,7 @@ def run_lines(*params: dict[str, Any]) -> dict[int, str]:
     )
     runtime: Any = SimpleNamespace(publisher=publisher, incarnation="worker 1", signer=None)
     job = ChunkJob.model_validate({"model": "m", "lines": [{"kind": "embed", "params": each} for each in params]})
-    ChunkRun(model, job, "job#1", Past(), runtime).run()
+    ChunkRun(model, job, "job#1", Past(), runtime, Foundation("sha")).run()
     return publisher.codes()
 
 

@@ -17,8 +17,9 @@ def adapter(name: str, scale: float = 1.0, fingerprint: str = "", status: str = 
     return SimpleNamespace(name=name, scale=scale, fingerprint=fingerprint or f"sha-{name}", status=status)
 
 
-def model(*adapters: Any, fingerprint: str = "sha") -> Any:
-    return SimpleNamespace(info=SimpleNamespace(fingerprint=fingerprint), adapters=lambda: list(adapters))
+def model(*adapters: Any, fingerprint: str = "sha", sampling: Any = None) -> Any:
+    info, options = SimpleNamespace(fingerprint=fingerprint), SimpleNamespace(sampling_defaults=sampling or {})
+    return SimpleNamespace(info=info, adapters=lambda: list(adapters), options=options)
 
 
 def worker(*models: Any) -> WorkerEntry:
@@ -44,9 +45,10 @@ def test_foundation_is_in_the_same_contents_only() -> None:
 
 
 def test_foundation_survives_the_journal() -> None:
-    begun, past = foundation_of(model(adapter("a", 0.25)), None), Past()
+    begun, past = foundation_of(model(adapter("a", 0.25), sampling={"top_k": 3}), None), Past()
     past.add({"seq": 0, **events.started("m", 3, "w", 7), **begun.details()})
     assert past.foundation == begun
+    assert begun.sampling == {"top_k": 3}
     assert foundation_of_event({"type": "started", "seed": 1}) is None
 
 

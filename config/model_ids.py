@@ -1,0 +1,55 @@
+"""What models may be called, and the names of those that were given none."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+from pathlib import PurePosixPath
+from typing import Any
+
+_CONTROL = r"\x00-\x1f\x7f-\x9f\u2028\u2029"
+# Any text in one line, blanks at neither end; what begins with a colon is a word of ours (`:default`).
+MODEL_ID = rf"^[^:\s{_CONTROL}](?:[^{_CONTROL}]*[^\s{_CONTROL}])?$"
+MODEL_ID_RULE = "ids of models hold no control characters, begin with no colon, and have no blanks at either end"
+
+
+def id_of_source(source: str, taken: Collection[str] = ()) -> str:
+    """The name of a source's file, in the form of an id, with a number if that is taken."""
+    name = PurePosixPath(source.partition("://")[2] or source).name.removesuffix(".gguf")
+    name = re.sub(f"[{_CONTROL}]", "", name).strip().lstrip(": ") or "model"
+    number = 1
+    while (candidate := name if number == 1 else f"{name}-{number}") in taken:
+        number += 1
+    return candidate
+
+
+def with_ids(models: Any) -> Any:
+    """The models of the settings; those without an id have one made from their source."""
+    if not isinstance(models, list | tuple):
+        return models
+    taken = {model["id"] for model in models if isinstance(model, dict) and isinstance(model.get("id"), str)}
+    named = []
+    for model in models:
+        if isinstance(model, dict) and model.get("id") is None and isinstance(model.get("source"), str):
+            model = {**model, "id": id_of_source(model["source"], taken)}
+            taken.add(model["id"])
+        named.append(model)
+    return named
+
+
+def parse_models(text: str) -> list[dict[str, Any]]:
+    """Models from `tiny=bundled://tiny,/models/big.gguf` or a JSON list. Raises ValueError."""
+    if text.lstrip().startswith("["):
+        parsed = json.loads(text)
+        return list(parsed)
+    models: list[dict[str, Any]] = []
+    for entry in filter(None, (part.strip() for part in text.split(","))):
+        model_id, equals, source = entry.partition("=")
+        if equals:
+            models.append({"id": model_id.strip(), "source": source.strip()})
+        elif "/" in entry or entry.endswith(".gguf"):
+            models.append({"source": entry})
+        else:
+            raise ValueError(f"{entry!r} is no ID=SOURCE, and no source; write for instance tiny=bundled://tiny")
+    return models

@@ -1,0 +1,52 @@
+"""Who says nothing of a timeout gets that of the settings, unless it is bulk work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cellama.tasks import app, generate
+from cellama.tasks.calls.call_options import timeout_of
+
+CASES = [
+    ({}, 3, 50.0),
+    ({}, 5, 50.0),
+    ({}, 6, None),
+    ({"timeout": None}, 3, None),
+    ({"timeout": 7}, 9, 7.0),
+    ({"timeout": 0.5}, 0, 0.5),
+]
+
+
+@pytest.mark.parametrize(("kwargs", "priority", "expected"), CASES)
+def test_timeout_of_a_job_is_its_own_or_that_of_the_settings_and_none_of_bulk_work(
+    settings_environment: Callable[..., None], kwargs: dict[str, Any], priority: int, expected: float | None
+) -> None:
+    settings_environment(default_timeout_s="50")
+    assert timeout_of(kwargs, priority) == expected
+    settings_environment(default_timeout_s="0")
+    assert timeout_of({}, priority) is None
+
+
+@pytest.mark.parametrize(("kwargs", "priority", "expected"), CASES)
+def test_job_that_runs_has_the_timeout_that_it_was_queued_with(
+    settings_environment: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    kwargs: dict[str, Any],
+    priority: int,
+    expected: float | None,
+) -> None:
+    settings_environment(default_timeout_s="50")
+    seen: list[Any] = []
+    run = SimpleNamespace(generate=seen.append)
+    monkeypatch.setattr(app, "runtime", object())
+    monkeypatch.setattr(app, "attempt", lambda task, streams, body: body(run), raising=False)
+    generate.push_request(delivery_info={"priority": priority}, called_directly=False)
+    try:
+        generate.run("tiny", "Hi", **kwargs)
+    finally:
+        generate.pop_request()
+    assert [(job.timeout, job.priority) for job in seen] == [(expected, priority)]
