@@ -24,7 +24,7 @@ class ModelOptions(TypedDict, total=False):
     ctx_per_slot: int | None
     kv_layout: Literal["auto", "unified", "partitioned"]
     cache_prompt: bool
-    cache_ram_bytes: int
+    cache_ram_bytes: int | Literal["auto"] | None
     n_batch: int
     n_ubatch: int | Literal["auto"] | None
     chunk_size: int | Literal["auto"] | None

@@ -87,7 +87,9 @@ class ModelSettings(BaseModel):
     ctx_per_slot: int | None = Field(default=None, ge=1, description="context of each slot, in tokens")
     kv_layout: Literal["auto", "unified", "partitioned"] = Field(default="auto", description="of the KV cache")
     cache_prompt: bool = Field(default=True, description="share prefixes between requests")
-    cache_ram_bytes: int = Field(default=1 << 30, ge=0, description="quota of KV states kept in RAM; 0 = none")
+    cache_ram_bytes: AutoInt = Field(
+        default=None, ge=0, description="quota of KV states kept in RAM; 0 = none; auto: up to 1 GiB of what is left"
+    )
     n_batch: int = Field(default=2048, ge=1, description="tokens per step, as far as n_ubatch goes")
     n_ubatch: AutoInt = Field(default=None, ge=1, description="tokens per pass inside llama.cpp; auto: 512")
     chunk_size: AutoInt = Field(

@@ -14,6 +14,7 @@ DEFAULT_SLOTS = 8
 MAX_SLOTS = 256  # llama.cpp: LLAMA_MAX_SEQ
 DEFAULT_UBATCH = 512  # tokens
 DEFAULT_CHUNK = 512  # tokens
+DEFAULT_SAVED_BYTES = 1 << 30
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 
 FlashAttention = Literal["auto", "on", "off"]
@@ -34,7 +35,8 @@ class EngineOptions:
     ctx_per_slot: int | None = None  # tokens; None = from n_ctx, else the training context as far as memory goes
     kv_layout: KvLayout = "auto"  # docs/adr/003-kv-layout.md
     cache_prompt: bool = True  # False: no request shares its prefix
-    cache_ram_bytes: int = 1 << 30  # quota of states kept in RAM; 0 = none
+    # Quota of KV states kept in RAM, 0 = none; None = up to 1 GiB of what is left. `saved_bytes` has the number.
+    cache_ram_bytes: int | None = None
     n_batch: int = 2048  # token budget of a step, as far as n_ubatch goes
     n_ubatch: int | None = None  # tokens of one pass inside llama.cpp; a step is one pass; `pass_tokens` has the number
     # Prompt tokens per slot and step, at most a pass; `chunk_tokens` has the number. One that is given widens n_ubatch
@@ -59,7 +61,7 @@ class EngineOptions:
         check_int("n_parallel", self.num_slots, 1, MAX_SLOTS)
         check_int("n_ubatch", DEFAULT_UBATCH if self.n_ubatch is None else self.n_ubatch, 1)
         check_int("max_queue", self.max_queue, 0)
-        check_int("cache_ram_bytes", self.cache_ram_bytes, 0)
+        check_int("cache_ram_bytes", self.saved_bytes, 0)
         check_int("n_gpu_layers", self.n_gpu_layers, -1)
         for name in ("ctx_per_slot", "n_ctx", "chunk_size"):
             if getattr(self, name) is not None:
@@ -95,6 +97,11 @@ class EngineOptions:
     def chunk_tokens(self) -> int:
         """`chunk_size`, or what it is where it was left open."""
         return min(DEFAULT_CHUNK, self.pass_tokens) if self.chunk_size is None else self.chunk_size
+
+    @property
+    def saved_bytes(self) -> int:
+        """`cache_ram_bytes`, or what it is where it was left open and no load has chosen it."""
+        return DEFAULT_SAVED_BYTES if self.cache_ram_bytes is None else self.cache_ram_bytes
 
     @property
     def sampling_defaults(self) -> Mapping[str, Any]:

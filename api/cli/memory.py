@@ -74,7 +74,7 @@ def _status(model: ModelView) -> str:
 
 
 def _usage_table(memory: dict[str, DeviceUse]) -> Table:
-    sizes = ("weights", "KV cache", "compute", "together")
+    sizes = ("weights", "KV cache", "compute", "saved", "together")
     table = table_of("memory on", *sizes, right=", ".join(sizes))
     for device, usage in memory.items():
         table.add_row(device, *(readable(size) for size in _sizes(usage)))
@@ -82,7 +82,7 @@ def _usage_table(memory: dict[str, DeviceUse]) -> Table:
 
 
 def _sizes(usage: DeviceUse) -> list[int]:
-    sizes = [usage["weights_bytes"], usage["kv_bytes"], usage["compute_bytes"]]
+    sizes = [usage["weights_bytes"], usage["kv_bytes"], usage["compute_bytes"], usage["saved_bytes"]]
     return [*sizes, sum(sizes)]
 
 
@@ -95,7 +95,7 @@ def _worker_table(worker: MemoryView) -> Table:
     budget = worker["budget"] if isinstance(worker["budget"], str) else readable(worker["budget"])
     taken = readable(sum(model.get("memory_bytes", 0) for model in worker["models"]))
     title = f"{worker['worker']}  [dim]models take {taken}; memory_budget {budget}, on_full {worker['on_full']}[/]"
-    sizes = ("total", "free", "weights", "KV cache", "compute", "together")
+    sizes = ("total", "free", "weights", "KV cache", "compute", "saved", "together")
     table = table_of("device, models", *sizes, right=", ".join(sizes), title=title)
     for device in worker["devices"]:
         label = f"{device['name']} [dim]{device['description']}[/]"

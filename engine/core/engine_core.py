@@ -50,7 +50,7 @@ class EngineCore:
         self._backend = backend
         # One micro-batch of llama.cpp: it would cut a larger batch into pieces of all sequences, too small to be fast.
         limits = Limits(options.pass_tokens, options.chunk_tokens, options.max_queue)
-        ram_bytes = options.cache_ram_bytes if options.cache_prompt else 0
+        ram_bytes = options.saved_bytes if options.cache_prompt else 0
         self.scheduler = Scheduler(limits, make_strategy(options.batch_strategy), backend, ram_bytes)
         self.telemetry = Telemetry(self.scheduler)
         self.output = Output(backend.vocabulary)

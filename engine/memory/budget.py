@@ -34,17 +34,21 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Bytes that a model takes on one device. `mapped_bytes` of the weights lie in the page cache."""
+    """Bytes that a model takes on one device. `mapped_bytes` of the weights lie in the page cache.
+
+    `saved_bytes` are the quota of KV states that are kept in RAM: they may be taken at any time, and so count in full.
+    """
 
     weights_bytes: int = 0
     kv_bytes: int = 0  # cells, and the states of recurrent layers
     compute_bytes: int = 0  # scratch and output buffers
     mapped_bytes: int = 0
+    saved_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
         """Without `mapped_bytes`, which are a part of the weights."""
-        return self.weights_bytes + self.kv_bytes + self.compute_bytes
+        return self.weights_bytes + self.kv_bytes + self.compute_bytes + self.saved_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +121,16 @@ def margin(device: Device) -> int:
 class Budget:
     """Who has taken what, and what is left. Its owner has a lock around every call."""
 
-    def __init__(self, limit: MemoryBudget, devices: Callable[[], Sequence[Device]]) -> None:
+    def __init__(
+        self,
+        limit: MemoryBudget,
+        devices: Callable[[], Sequence[Device]],
+        num_saved: Callable[[str], int] = lambda model_id: 0,
+    ) -> None:
+        """`num_saved` tells how many bytes of its quota a model's saved states take just now."""
         self.limit = limit
         self._devices = devices
+        self._num_saved = num_saved
         self._taken: dict[str, Footprint] = {}
         self._in_flight: set[str] = set()
         # While loads are in flight, what the devices report falls, sooner or later, by what they take. It is known
@@ -170,6 +181,8 @@ class Budget:
             for name, usage in self._taken[model_id].devices.items():
                 if name in free:
                     free[name] -= usage.mapped_bytes
+                    if usage.saved_bytes:
+                        free[name] -= max(0, usage.saved_bytes - self._num_saved(model_id))
         return free
 
 

@@ -48,7 +48,7 @@ class ModelManager:
         A load that does not fit is refused, or with "evict" idle models are unloaded first, the least recently used
         before others, if that is enough. Raises ManagerExists if another one is open in this process, InvalidRequest.
         """
-        self._admission = Admission(memory_budget, on_full, self._idle, self._evict)
+        self._admission = Admission(memory_budget, on_full, self._idle, self._evict, self._num_saved)
         with ModelManager._class_lock:
             if ModelManager._open is not None:
                 raise ManagerExists("this process has a ModelManager already; use that one, or close it first")
@@ -204,6 +204,12 @@ class ModelManager:
             ready = [entry.model for entry in others if entry.status == "ready" and not entry.num_holds]
         idle = [model for model in ready if model is not None and not model.is_busy]
         return [model.id for model in sorted(idle, key=lambda model: model.last_used)]
+
+    def _num_saved(self, model_id: str) -> int:
+        with self._lock:
+            entry = self._entries.get(model_id)
+            model = None if entry is None else entry.model
+        return 0 if model is None else model.num_saved_bytes
 
     def _evict(self, model_id: str) -> None:
         self.unload(model_id, EVICT_TIMEOUT_S)

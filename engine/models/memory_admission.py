@@ -40,9 +40,15 @@ class Admission:
     """
 
     def __init__(
-        self, limit: MemoryBudget, on_full: OnFull, idle: Callable[[], Sequence[str]], evict: Callable[[str], None]
+        self,
+        limit: MemoryBudget,
+        on_full: OnFull,
+        idle: Callable[[], Sequence[str]],
+        evict: Callable[[str], None],
+        num_saved: Callable[[str], int],
     ) -> None:
-        """`idle` names the models that may go, the least recently used first; `evict` returns when one is gone.
+        """`idle` names the models that may go, the least recently used first; `evict` returns when one is gone;
+        `num_saved` tells the bytes of a model's states in RAM.
 
         Raises InvalidRequest.
         """
@@ -55,7 +61,7 @@ class Admission:
         self.on_full: OnFull = on_full
         self.evict = evict
         self._idle = idle
-        self._budget = Budget(limit, devices)
+        self._budget = Budget(limit, devices, num_saved)
         self._turn = threading.Lock()  # of one load to be planned
         self._lock = threading.Lock()  # around the budget; never held while anything waits
 
@@ -123,8 +129,9 @@ class Admission:
         return InsufficientMemory(
             f"model {model_id!r} does not fit: it needs {readable(shortage.required_bytes)} of {device} "
             f"({_in_words(plan, device)}), available are {readable(shortage.available_bytes)} "
-            f"(memory_budget is {limit if isinstance(limit, str) else readable(limit)}); lower n_parallel or "
-            f"ctx_per_slot, choose q8_0 as cache_type_k and cache_type_v, raise memory_budget{unload}",
+            f"(memory_budget is {limit if isinstance(limit, str) else readable(limit)}); lower "
+            "n_parallel, ctx_per_slot or cache_ram_bytes, choose q8_0 as cache_type_k and cache_type_v, raise "
+            f"memory_budget{unload}",
             *(device, shortage.required_bytes, shortage.available_bytes),
         )
 
@@ -143,7 +150,10 @@ def _in_words(plan: Plan, device: str) -> str:
     usage, context = plan.footprint.on(device), ""
     if plan.options.ctx_per_slot:
         context = f" for {plan.options.num_slots} slots of {plan.options.ctx_per_slot} tokens"
-    parts = (("weights", usage.weights_bytes), ("KV cache" + context, usage.kv_bytes), ("compute", usage.compute_bytes))
+    parts = (
+        *(("weights", usage.weights_bytes), ("KV cache" + context, usage.kv_bytes), ("compute", usage.compute_bytes)),
+        ("saved states", usage.saved_bytes),
+    )
     return ", ".join(f"{name} {readable(size)}" for name, size in parts if size)
 
 

@@ -133,6 +133,11 @@ class Model(Texts):
         return self.options.threads is not None and "threads" not in self.tuned
 
     @property
+    def num_saved_bytes(self) -> int:
+        """What the KV states that it keeps in RAM take now."""
+        return 0 if self._engine is None else self._engine.snapshot().ram_used_bytes
+
+    @property
     def last_used(self) -> float:
         """Unix seconds of the last request, or of the end of the load."""
         return max(self._loaded_at, *(part.last_submit for part in self.parts))

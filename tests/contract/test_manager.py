@@ -197,10 +197,11 @@ def test_memory_is_back_at_its_level_after_unload(manager: ModelManager, tmp_pat
     path = tmp_path / "m.gguf"
     write_model(path, Shape(n_embd=512, n_layer=8, n_head=8, n_head_kv=8, n_ff=1536, n_vocab=2000))
     process = psutil.Process()
+    sizes = {"n_parallel": 8, "ctx_per_slot": 2048, "threads": 1, "cache_ram_bytes": 0}
 
     def load_and_use() -> tuple[int, int]:
         """The memory of the process afterwards, and what the model took of it."""
-        model = manager.load("m", str(path), options=EngineOptions(n_parallel=8, ctx_per_slot=2048, threads=1))
+        model = manager.load("m", str(path), options=EngineOptions(**sizes))
         model.engine.submit(Request("r", tuple(range(300, 800)), GREEDY, max_tokens=4, ignore_eos=True)).result(60)
         taken = model.memory.total_bytes
         manager.unload("m")

@@ -32,7 +32,7 @@ from cellama.engine.models.sources import resolve
 
 MIB = 1 << 20
 TINY = "bundled://tiny"
-OPTIONS = EngineOptions(n_parallel=4, ctx_per_slot=512, threads=1)
+OPTIONS = EngineOptions(n_parallel=4, ctx_per_slot=512, threads=1, cache_ram_bytes=0)
 SIZES: dict[str, Any] = {"n_embd": 128, "n_layer": 4, "n_head": 2, "n_head_kv": 2, "n_ff": 256, "n_vocab": 2000}
 SHAPES = {
     "llama": Shape(**SIZES),
@@ -127,6 +127,21 @@ def test_model_that_does_not_fit_is_refused_with_numbers_and_leaves_nothing(make
     assert manager.get("a").engine.generate("Once upon a time", max_tokens=4, temperature=0) == ", there was a"
     manager.unload("a")
     assert load(manager, "b").id == "b"
+
+
+def test_saved_states_are_within_the_budget_or_the_model_is_refused(make_manager: MakeManager) -> None:
+    needed = footprint_of().total_bytes
+    manager, shape = make_manager(needed + 20 * MIB), {"n_parallel": 4, "ctx_per_slot": 512, "threads": 1}
+    with pytest.raises(InsufficientMemory, match=r"saved states 30\.0 MiB.*lower n_parallel, ctx_per_slot or cache"):
+        manager.load("m", TINY, options=EngineOptions(**shape, cache_ram_bytes=30 * MIB), capabilities=["generate"])
+    for wanted, given in ((10 * MIB, 10 * MIB), (None, 5 * MIB)):
+        options = EngineOptions(**shape, cache_ram_bytes=wanted)
+        model = manager.load("m", TINY, options=options, capabilities=["generate"])
+        assert model.options.cache_ram_bytes == model.memory.on("CPU").saved_bytes == pytest.approx(given, rel=0.01)
+        assert model.memory.total_bytes == pytest.approx(needed + given, rel=0.05)
+        manager.unload("m")
+    no_use = manager.load("m", TINY, options=EngineOptions(**shape, cache_prompt=False), capabilities=["generate"])
+    assert no_use.memory.on("CPU").saved_bytes == 0
 
 
 def test_giant_context_is_refused_at_once_in_auto(manager: ModelManager) -> None:

@@ -22,6 +22,7 @@ from .conftest import GREEDY, LONG
 
 STORY = "Once upon a time"
 SMALL: dict[str, Any] = {"n_parallel": 8, "ctx_per_slot": 1024, "threads": 1, "capabilities": ["generate"]}
+SMALL["cache_ram_bytes"] = 0
 OPTIONS: dict[str, Any] = {"n_parallel": 2, "threads": 1, "capabilities": ["generate"]}
 
 

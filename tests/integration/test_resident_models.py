@@ -96,7 +96,8 @@ def test_three_models_share_a_worker_and_leave_no_memory_behind(worker: WorkerPr
 
     def cycle(client: Client) -> int:
         """Loads both, uses all three, unloads both while jobs still come; returns what the two took."""
-        client.load_model(big, str(folder / "big.gguf"), n_parallel=8, ctx_per_slot=2048, threads=1, **patience)
+        lean: Any = {"threads": 1, "cache_ram_bytes": 0, **patience}
+        client.load_model(big, str(folder / "big.gguf"), n_parallel=8, ctx_per_slot=2048, **lean)
         client.load_model(encoder, str(folder / "encoder.gguf"), threads=1, **patience)
         callers.wait_for_more()
         taken = sum(m["memory_bytes"] for m in client.memory(name)[0]["models"] if m["id"] in (big, encoder))

@@ -78,7 +78,7 @@ def in_own_process(path: Path, options: dict[str, Any], capability: str) -> dict
 
 
 def _measure(path: Path, given: dict[str, Any], capability: str) -> dict[str, Any]:
-    options = EngineOptions(**given, threads=1)
+    options = EngineOptions(**given, threads=1, cache_ram_bytes=0)
     capabilities: frozenset[Any] = frozenset(capability.split(", "))
     room = Room({})
     plan_load("m", path, options, capabilities, room)  # what the libraries take once

@@ -24,6 +24,7 @@ from cellama.engine.llama.files.gguf_file import parts, tensors
 from cellama.engine.llama.model import LlamaModel
 from cellama.engine.memory.budget import CPU, Footprint, Room, Usage
 from cellama.engine.memory.context_size import LEAST_TOKENS, choose_ctx
+from cellama.engine.memory.ram_quota import choose_quota, room_beside, with_quota
 from cellama.engine.options import EngineOptions
 
 from . import buffers
@@ -67,7 +68,15 @@ def load_contexts(model: LlamaModel, options: EngineOptions, uses: Uses) -> tupl
     with llama_log.capture() as lines:
         backends = Backends.make(model, options, uses)
     weights = buffers.loaded_weights(model.load_log, gpu_names(), model.info.size_bytes)
-    return backends, _measure(model, lines, backends, weights), buffers.layers_per_device(model.load_log)
+    taken = _measure(model, lines, backends, weights)
+    if saves_states(options, uses):
+        taken = with_quota(taken, options.saved_bytes)
+    return backends, taken, buffers.layers_per_device(model.load_log)
+
+
+def saves_states(options: EngineOptions, uses: Uses) -> bool:
+    """Whether a model has use for a quota of saved states."""
+    return uses.generates and options.cache_prompt
 
 
 def _measure(model: LlamaModel, load_log: Iterable[str], backends: Backends, weights: dict[str, Usage]) -> Footprint:
@@ -100,7 +109,8 @@ class _DryLoad:
         self._model = model
         self._options = options
         self._uses = uses
-        self._room = room
+        self._room = room_beside(room, options.cache_ram_bytes) if saves_states(options, uses) else room
+        self._whole_room = room
         self._weights = self._plan_weights()
 
     def _plan_weights(self) -> dict[str, Usage]:
@@ -111,6 +121,14 @@ class _DryLoad:
         return buffers.planned_weights(self._model.load_log, sizes)
 
     def plan(self) -> Plan:
+        plan = self._plan_context()
+        if not saves_states(self._options, self._uses):
+            return plan
+        quota = choose_quota(self._options.cache_ram_bytes, plan.footprint, self._whole_room)
+        options = replace(plan.options, cache_ram_bytes=quota)
+        return replace(plan, options=options, footprint=with_quota(plan.footprint, quota))
+
+    def _plan_context(self) -> Plan:
         states = self._too_large_states()
         if states is not None:
             return Plan(self._options, states, self._uses)

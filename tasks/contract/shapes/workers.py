@@ -43,12 +43,14 @@ class EngineState(TypedDict):
 
 
 class DeviceUse(TypedDict):
-    """What a model takes of one device; `mapped_bytes` of the weights lie in the page cache."""
+    """What a model takes of one device; `mapped_bytes` of the weights lie in the page cache, and `saved_bytes` are the
+    quota of KV states that are kept in RAM."""
 
     weights_bytes: int
     kv_bytes: int
     compute_bytes: int
     mapped_bytes: int
+    saved_bytes: int
 
 
 class WorkerAdapter(TypedDict):

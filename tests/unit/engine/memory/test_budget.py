@@ -23,6 +23,8 @@ from cellama.engine.memory.budget import (
 )
 from cellama.engine.memory.context_size import KV_SHARE, choose_ctx
 from cellama.engine.memory.free_memory import group_limit
+from cellama.engine.memory.ram_quota import choose_quota, room_beside, with_quota
+from cellama.engine.options import EngineOptions
 
 GIB = 1 << 30
 SMALL = 100  # devices so small that their margin is easy: 5 %
@@ -48,6 +50,30 @@ class Machine:
 def test_auto_leaves_what_devices_have_free_less_a_margin() -> None:
     assert Machine(80, 60).budget().room() == Room({"CPU": 75, "CUDA0": 55})
     assert margin(Device("CPU", "cpu", "", 1000 * GIB, 0)) == GIB
+
+
+def test_quota_of_saved_states_counts_once_whatever_of_it_is_in_use() -> None:
+    machine, used = Machine(90), {"a": 0}
+    budget = Budget("auto", machine.devices, used.__getitem__)
+    model = with_quota(on_cpu(10), 30)
+    assert model.total_bytes == 40
+    budget.reserve("a", model)
+    assert budget.room().free["CPU"] == 85 - 40
+    machine.free["CPU"] = 80  # the weights are there
+    budget.settle("a", model)
+    assert budget.room().free["CPU"] == 75 - 30
+    machine.free["CPU"], used["a"] = 55, 25  # and states are
+    assert budget.room().free["CPU"] == 50 - 5
+    assert budget.room().with_back([model]).free["CPU"] == 50 - 5 + 40
+
+
+def test_quota_of_saved_states_that_was_left_open_is_a_part_of_what_is_left() -> None:
+    assert choose_quota(None, on_cpu(20), Room({"CPU": 100, "CUDA0": 1})) == 20
+    assert choose_quota(None, on_cpu(20), Room({ALL_DEVICES: 60})) == 10
+    assert choose_quota(None, on_cpu(20), Room({"CPU": 10})) == 0
+    assert choose_quota(None, on_cpu(20), Room({"CPU": 100 * GIB})) == GIB == EngineOptions().saved_bytes
+    assert choose_quota(7, on_cpu(20), Room({"CPU": 10})) == 7
+    assert room_beside(Room({"CPU": 100, "CUDA0": 50}), 30) == Room({"CPU": 70, "CUDA0": 50})
 
 
 def test_number_is_a_limit_for_all_devices_and_models_together() -> None:
