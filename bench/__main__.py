@@ -39,6 +39,7 @@ ROOMS = {
     },
     "load": {
         "holes": "decode steps while busy slots lie among idle ones, against as many side by side",
+        "reading": "prompts read in one decode call, against one after another",
         "mixed": "requests of mixed lengths, families and chats, against llama-server",
         "online": "Poisson arrivals, alone and beside a bulk load, against llama-server",
     },

@@ -36,6 +36,7 @@ SHORT = {
     "reuse": "--requests 8 --new 4 --slots 4 --turns 2 --rounds 1",
     "layouts": "--slots 1 4 --prompt 300 --new 8",
     "holes": "--slots 16 --busy 4 8 --prompt 16 --steps 8 --rounds 1",
+    "reading": "--slots 16 --length 32 --rounds 3",
     "adapters": "--slots 4 --turns 0 0.1 --prompt 32 --new 8",
     "enqueue": "--jobs 500 --rounds 1",
     "offline": "--lines 16 --new 16 --families 4 --slots 8 --server-slots 8 --try-lines 4 --naive-lines 4",

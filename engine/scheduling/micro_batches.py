@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence as Seq
 
 from .sequence import Work
@@ -19,13 +20,14 @@ def micro_batches_of(works: Seq[Work], *, unified: bool) -> list[list[Work]]:
     """
     if unified:
         return [list(works)] if works else []
+    lengths = Counter(len(work.chunk.tokens) for work in works)
     awaited: list[tuple[float, Work]] = []
     others: list[Work] = []
     single: list[Work] = []
     for work in works:
         if len(work.chunk.tokens) == 1:
             single.append(work)
-        elif _is_awaited(work):
+        elif _is_awaited(work) and (len(work.chunk.tokens) >= MIN_CHUNK or lengths[len(work.chunk.tokens)] == 1):
             awaited.append((work.sequence.admitted_at or 0.0, work))
         else:
             others.append(work)
@@ -35,6 +37,5 @@ def micro_batches_of(works: Seq[Work], *, unified: bool) -> list[list[Work]]:
 
 
 def _is_awaited(work: Work) -> bool:
-    """True if an interactive request has its first token after this chunk, and a decode call for it costs little."""
-    sequence, chunk = work
-    return sequence.request.is_interactive and chunk.samples and len(chunk.tokens) >= MIN_CHUNK
+    """True if an interactive request has its first token after this chunk."""
+    return work.sequence.request.is_interactive and work.chunk.samples

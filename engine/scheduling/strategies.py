@@ -154,15 +154,20 @@ TILE = 64  # rows that llama.cpp's attention on the CPU computes together
 def equal_chunks(slots: Seq[SlotView], budget: int, chunk_size: int) -> list[TokenAllocation]:
     """Chunks of one size for as many slots as the budget serves well, in their order; short prompts take less.
 
-    Equal sizes matter: llama.cpp splits a batch of sequences of different lengths into passes of equal length.
+    Equal sizes matter: llama.cpp splits a batch of sequences of different lengths into passes of equal length. What is
+    left of the budget goes to the next in order, but never as a crumb, which would be a pass of its own.
     """
     allocations: list[TokenAllocation] = []
+    crumb = TILE if budget > TILE else 1
     while slots and budget > 0:
         served, slots = slots[: max(1, budget // MIN_CHUNK)], slots[max(1, budget // MIN_CHUNK) :]
         needs = [min(view.num_pending, chunk_size) for view in served]
         size = _largest_equal_size(needs, budget)
-        size -= size % TILE if size > TILE else 0
-        takes = [(view.slot, min(need, size)) for view, need in zip(served, needs, strict=True) if size]
+        if TILE < size < max(needs):  # whole tiles, as long as they are not the ends of prompts
+            size -= size % TILE
+        takes = [
+            (view.slot, min(need, size)) for view, need in zip(served, needs, strict=True) if size >= min(need, crumb)
+        ]
         allocations += takes
         budget -= sum(count for _, count in takes)
     return allocations

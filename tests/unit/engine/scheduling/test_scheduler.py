@@ -249,7 +249,7 @@ def test_sequence_tells_how_long_it_waited_for_a_prefix_and_how_long_for_a_slot(
 
 
 def test_prompt_that_goes_on_where_another_ends_waits_for_it_in_every_memory() -> None:
-    scheduler = new_scheduler(n_slots=3, ctx_per_slot=250, partial_reuse=False, limits=Limits(200, 200))
+    scheduler = new_scheduler(n_slots=3, ctx_per_slot=250, partial_reuse=False, n_batch=200, limits=Limits(200, 200))
     for length in (100, 150):
         scheduler.enqueue(sequence(length), 0)
     first = scheduler.admit(0)

@@ -17,6 +17,7 @@ from cellama.engine.scheduling.strategies import (
     Adaptive,
     DecodeMaximal,
     SlotView,
+    TokenAllocation,
     equal_chunks,
     make_strategy,
 )
@@ -113,7 +114,9 @@ def test_micro_batches_put_longer_chunks_first_and_awaited_prompts_apart() -> No
     assert micro_batches_of(works, unified=False) == [[older], [younger], [bulk, part], [single]]
     assert micro_batches_of([single], unified=False) == [[single]]
     short = [work(0, 2), work(1, 2)]
-    assert micro_batches_of(short, unified=False) == [short]  # a decode call of its own would cost more than it gains
+    assert micro_batches_of(short, unified=False) == [short]  # one pass for both
+    shorter = work(1, 3)
+    assert micro_batches_of([short[0], shorter], unified=False) == [[shorter], [short[0]]]  # a pass each in any case
 
 
 def test_strategy_by_import_path_is_used() -> None:
@@ -137,6 +140,18 @@ def test_equal_chunks_are_equal_when_the_budget_serves_everybody() -> None:
 def test_equal_chunks_serve_the_first_when_the_budget_is_too_small_for_all() -> None:
     views = [SlotView(i, 1000, False) for i in range(8)]
     assert equal_chunks(views, 2 * MIN_CHUNK, 512) == [(0, MIN_CHUNK), (1, MIN_CHUNK)]
+
+
+@pytest.mark.parametrize(("left", "last"), [(4, []), (63, []), (64, [(4, 64)]), (100, [(4, 64)])])
+def test_rest_of_the_budget_is_no_crumb_of_a_long_prompt(left: int, last: list[TokenAllocation]) -> None:
+    lengths = [100, 100, 100, 212 - left, 500]
+    chunks = equal_chunks([SlotView(i, length, False) for i, length in enumerate(lengths)], 512, 512)
+    assert chunks == [*enumerate(lengths[:4]), *last]
+
+
+def test_rest_of_the_budget_ends_a_short_prompt() -> None:
+    lengths = [100, 100, 100, 180, 20]
+    assert equal_chunks([SlotView(i, n, False) for i, n in enumerate(lengths)], 512, 512) == list(enumerate(lengths))
 
 
 @pytest.mark.parametrize("name", [*sorted(STRATEGIES), "mine"])
