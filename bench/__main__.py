@@ -22,7 +22,7 @@ ROOMS = {
         "shared_prefix": "requests that share a prefix, against llama-server",
         "prefix_cache": "four-turn chats, more of them than slots: cache on against off",
         "strategies": "throughput and time to the first token under each batch strategy",
-        "tokenize_overhead": "what tokenizing costs beside generating, and how it scales over threads",
+        "tokenize_overhead": "what tokenizing costs beside generating, for one caller and for many at once",
         "single_generate": "one request at a time: time to the first token, time per token",
         "server_concurrent": "growing numbers of callers at once: rate and latency",
         "python_time": "time outside llama.cpp per step, by slots, context length and requests that wait",
