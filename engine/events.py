@@ -1,7 +1,8 @@
-"""What the engine tells: events of requests, once per step, and telemetry."""
+"""What the engine tells: events of requests, once per step; telemetry of steps and requests; snapshots."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,6 +11,7 @@ from cellama.engine.text.tool_calls import ToolCall
 
 from .errors import EngineError
 from .logprobs import TokenLogprob
+from .request import Mode
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout"]
 Phase = Literal["idle", "prefilling", "generating", "stopped"]  # stopped: its thread died, it takes nothing
@@ -35,6 +37,7 @@ class Timings:
     generation_rate: float | None
     delivery_ms: float = 0.0  # part of queue_ms: until the engine was given it, a job's way through queue and worker
     prefix_wait_ms: float = 0.0  # part of queue_ms: while others computed a prefix that it could take over
+    prefix_cache_ratio: float = 0.0  # of the prompt's tokens, those that were not computed again: 0 to 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,7 @@ class Completion:
     logprobs: tuple[TokenLogprob, ...] | None = None  # one per token, if asked for
     reasoning: str | None = None  # what the model thought, if it did
     tool_calls: tuple[ToolCall, ...] = ()
+    mode: Mode = "generate"  # how its caller gets the text
     alternatives: tuple[Completion, ...] = ()  # with n > 1: the others, by index; `usage` counts all then
 
 
@@ -102,14 +106,17 @@ Event = Started | Text | Finished
 class StepStats:
     """One step: what its batch held and how long it took."""
 
+    model: str
+    at: float  # its end, in unix seconds
     batch_size: int  # tokens
     decode_tokens: int
     prefill_tokens: int
-    active_slots: int
-    queue_depth: int
+    active_slots: int  # that read a prompt or decode, whether this batch has tokens of them or not
+    queue_depth: int  # requests waiting for a slot
     eval_ms: float  # inside llama.cpp's decode
     step_ms: float  # the whole step, sampling included
     wait_ms: float  # of these the engine thread did not run: it waited for the GIL, a core, or a device
+    worker: str | None = None  # the Celery worker that computed it; None in a library
 
     @property
     def python_ms(self) -> float:
@@ -119,46 +126,59 @@ class StepStats:
 
 @dataclass(frozen=True, slots=True)
 class RequestStats:
-    """One finished request, in numbers only."""
+    """One request that ended, in numbers only. Times count from its submission; None: it did not come so far."""
 
-    request_id: str
-    mode: Literal["generate", "stream"]
-    seq_id: int | None
+    model: str
+    at: float  # its end, in unix seconds
+    request_id: str  # of a job's attempt, in a worker
+    mode: Mode
+    seq_id: int | None  # the slot, if it had one
     finish_reason: str  # of the completion, or "error"
     prompt_tokens: int
     generated_tokens: int
     duration_ms: float
     ttft_ms: float | None
-    prompt_eval_rate: float | None
-    generation_rate: float | None
-    prefix_cache_tokens: int
-    prefix_cache_ratio: float
+    prompt_eval_rate: float | None  # tokens per second
+    generation_rate: float | None  # tokens per second
+    prefix_cache_tokens: int  # of the prompt, that were not computed again
+    prefix_cache_ratio: float  # of the prompt: 0 to 1
+    worker: str | None = None  # the Celery worker that had it; None in a library
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSnapshot:
-    """The state of an engine a moment ago (20 ms when it works, exact when it is idle); reading it never waits."""
+    """The state of an engine at the moment of asking, also during a step; reading it never waits.
+
+    Counts are since the engine was made.
+    """
 
     phase: Phase
     slots_total: int
     slots_prefilling: int
     slots_decoding: int
-    queue_depth: int
+    requests_running: int  # admitted: they have a slot
+    requests_waiting: int  # submitted, and no slot yet
     kv_used_tokens: int  # held by running sequences
     kv_cached_tokens: int  # held by idle slots for whoever begins alike
     kv_total_tokens: int
     ram_states: int  # saved in RAM
     ram_used_bytes: int
+    ram_saves: int
+    ram_evictions: int  # states dropped for the quota
     preemptions: int
-    cache_hits: int  # admissions that took over a prefix
+    cache_hits: int  # admissions that took over a prefix, of which …
+    cache_hits_slot: int  # … in the slot where it was
+    cache_hits_copy: int  # … from another slot
+    cache_hits_ram: int  # … from RAM
     cache_misses: int
     steps: int
     mixed_steps: int  # steps whose batch held decode and prefill tokens
-    prompt_tokens: int
-    cached_tokens: int
+    prompt_tokens: int  # of requests that finished
+    cached_tokens: int  # of these, that were not computed again
     generated_tokens: int
     requests_finished: int
     requests_failed: int
+    prompt_rate: float  # prompt tokens computed per second, over the last second of work
     generation_rate: float  # tokens per second, over the last second of work
     mean_slot_s: float  # how long recent requests were in a slot, on average; 0 before the first
 
@@ -166,3 +186,89 @@ class EngineSnapshot:
     def slots_busy(self) -> int:
         """Slots that read a prompt or decode."""
         return self.slots_prefilling + self.slots_decoding
+
+
+@dataclass(frozen=True, slots=True)
+class EmbedderSnapshot:
+    """The state of an embedder or a reranker at the moment of asking, also during a step; reading it never waits.
+
+    Counts are since it was made.
+    """
+
+    phase: Phase  # never "generating"
+    requests_running: int  # of which a text is computed, or was
+    requests_waiting: int  # of which none was
+    texts_waiting: int  # of all requests
+    steps: int
+    texts: int  # that were computed
+    prompt_tokens: int  # of these
+    requests_finished: int
+    requests_failed: int
+    prompt_rate: float  # tokens per second, over the last second of work
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSnapshot:
+    """What a model has of the three, each as it is at the moment of asking."""
+
+    engine: EngineSnapshot | None
+    embedder: EmbedderSnapshot | None
+    reranker: EmbedderSnapshot | None
+
+    @property
+    def parts(self) -> list[EngineSnapshot | EmbedderSnapshot]:
+        """Those that it has."""
+        return [part for part in (self.engine, self.embedder, self.reranker) if part is not None]
+
+    @property
+    def phase(self) -> Phase:
+        """Of the busiest; "stopped" if one of them is."""
+        return busiest([part.phase for part in self.parts])
+
+    @property
+    def requests_running(self) -> int:
+        """Of all of them."""
+        return sum(part.requests_running for part in self.parts)
+
+    @property
+    def requests_waiting(self) -> int:
+        """Of all of them."""
+        return sum(part.requests_waiting for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerSnapshot:
+    """All models of a process together, those of other capabilities than generation, too: sums over what is loaded."""
+
+    phase: Phase  # of the busiest; "stopped" if a thread of one died
+    models: int  # that are loaded
+    slots_total: int
+    slots_busy: int
+    requests_running: int
+    requests_waiting: int
+    requests_finished: int
+    requests_failed: int
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    prompt_rate: float
+    generation_rate: float
+    kv_used_tokens: int
+    kv_cached_tokens: int
+    kv_total_tokens: int
+    ram_states: int
+    ram_used_bytes: int
+    ram_saves: int
+    ram_evictions: int
+    preemptions: int
+    cache_hits: int
+    cache_hits_slot: int
+    cache_hits_copy: int
+    cache_hits_ram: int
+    cache_misses: int
+
+
+def busiest(phases: Sequence[Phase]) -> Phase:
+    """The phase of several together; "stopped" if one of them is."""
+    order: tuple[Phase, ...] = ("stopped", "generating", "prefilling")
+    return next((phase for phase in order if phase in phases), "idle")

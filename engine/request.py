@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from cellama.config import limits
 from cellama.engine.text.reply_parser import ReplyFormat
@@ -14,6 +15,8 @@ from .sampling_params import SamplingParams
 
 DEFAULT_PRIORITY = 3
 INTERACTIVE_PRIORITY = 5  # the least urgent that is not bulk work
+
+Mode = Literal["generate", "stream"]  # a caller gets all of the text at its end, or piece by piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,7 @@ class Request:
     timeout_s: float | None = None  # from submission
     priority: int = DEFAULT_PRIORITY  # 0 is the most urgent, 9 the least
     stream: bool = True  # False: no Text events, only Started and Finished
+    mode: Mode | None = None  # how its caller gets the text, which telemetry names; None = as `stream` says
     cache_prompt: bool = True  # take over what is in the cache, and leave what was computed to others
     cache_scope: str = ""  # only requests of the same scope share prefixes
     adapters: tuple[tuple[str, float], ...] | None = None  # LoRA, name and scale; None = the model's own, () = none
@@ -62,6 +66,11 @@ class Request:
         self._check_adapters()
         timeout_ok = self.timeout_s is None or (is_real(self.timeout_s) and 0 < self.timeout_s <= limits.MAX_TIMEOUT_S)
         check(timeout_ok, "timeout_s", self.timeout_s, f"seconds above 0 and at most {limits.MAX_TIMEOUT_S}, or None")
+
+    @property
+    def called_mode(self) -> Mode:
+        """How its caller gets the text."""
+        return self.mode or ("stream" if self.stream else "generate")
 
     @property
     def is_interactive(self) -> bool:

@@ -70,9 +70,11 @@ from .contract.shapes.results import (
 )
 from .contract.shapes.workers import (
     AdapterView,
+    EmbedderState,
     EngineState,
     MemoryView,
     ModelView,
+    Totals,
     WorkerAdapter,
     WorkerCores,
     WorkerMemory,
@@ -99,6 +101,7 @@ __all__ = [
     "DoneEvent",
     "EmbedParams",
     "EmbedResult",
+    "EmbedderState",
     "EngineState",
     "ErrorEvent",
     "Event",
@@ -133,6 +136,7 @@ __all__ = [
     "TokenizeResult",
     "Tool",
     "ToolCall",
+    "Totals",
     "UnknownJob",
     "UnknownModel",
     "UnknownWorker",

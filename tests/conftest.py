@@ -18,6 +18,7 @@ import psutil
 import pytest
 from redis import Redis
 
+from cellama.api.client.registry_views import COUNTED
 from cellama.api.machine.redis_server import LOOPBACK, RedisServer, die_with_parent
 from cellama.api.machine.supervisor import worker_argv
 from cellama.bench.harness import pace
@@ -82,7 +83,8 @@ def worker_entry(name: str, *models: Any, host: str = "host", seen_at: float = 0
     """A worker as the registry has it, which need not be there."""
     known: Any = {"machine": "here", "processors": [0, 1], "wants": 2, "uses": 1.0, "threads": 1, **cores}
     memory: Any = {"budget": "auto", "on_full": "refuse", "devices": []}
-    return WorkerEntry(name, host, 1, seen_at, seen_at, list(models), {}, memory, known, seen_at)
+    totals: Any = {"phase": "idle", **dict.fromkeys(COUNTED, 0)}
+    return WorkerEntry(name, host, 1, seen_at, seen_at, list(models), {}, memory, known, totals, seen_at)
 
 
 def clean_environment(**variables: str) -> dict[str, str]:

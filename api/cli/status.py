@@ -20,6 +20,8 @@ from .generation import JsonOption
 from .output import out, print_json, table_of
 
 WATCH_S = 1.0
+READS = ("requests_waiting", "prompt_rate", "requests_finished")
+HITS = {"slot": "in their slot", "copy": "from another slot", "ram": "from RAM"}
 
 
 def status_command(
@@ -65,7 +67,7 @@ def _read(client: Client) -> dict[str, Any]:
 
 def _render(status: dict[str, Any]) -> RenderableType:
     if status["live"]:
-        return Group(*map(_worker, status["live"]), *_queues(status))
+        return Group(*map(_worker, status["live"]), *_totals(status["totals"], status["age_s"]), *_queues(status))
     return Group("no worker is running; start one with `cellama up` or `cellama worker`", *_queues(status))
 
 
@@ -76,24 +78,45 @@ def _worker(worker: dict[str, Any]) -> RenderableType:
     table = table_of(*columns, right=", ".join(columns[1:]), title=title)
     for model in worker["models"]:
         label = escape(model["id"]) + (" [dim](default)[/]" if model["default"] else "")
-        table.add_row(label, *_engine_cells(model["engine"]), str(model.get("threads", "-")))
+        table.add_row(label, *_cells(model), str(model.get("threads", "-")))
     return table
 
 
-def _engine_cells(engine: dict[str, Any] | None) -> tuple[str, ...]:
-    if engine is None:
+def _cells(model: dict[str, Any]) -> tuple[str, ...]:
+    """What the model generates; what it reads, if it only embeds or reranks."""
+    if (engine := model["engine"]) is not None:
+        return _engine_cells(engine)
+    parts = [model[name] for name in ("embedder", "reranker") if model[name] is not None]
+    if not parts:
         return ("-",) * 6
+    waiting, rate, done = (sum(part[name] for part in parts) for name in READS)
+    return ("-", str(waiting), f"{rate:.0f}", "-", "-", str(done))
+
+
+def _engine_cells(engine: dict[str, Any]) -> tuple[str, ...]:
     busy = engine["slots_prefilling"] + engine["slots_decoding"]
     kv = 100 * engine["kv_used_tokens"] / engine["kv_total_tokens"]
     looked = engine["cache_hits"] + engine["cache_misses"]
     return (
         f"{busy}/{engine['slots_total']}",
-        str(engine["queue_depth"]),
+        str(engine["requests_waiting"]),
         f"{engine['generation_rate']:.0f}",
         f"{kv:.0f} %",
         f"{100 * engine['cache_hits'] / looked:.0f} %" if looked else "-",  # of prompts, a prefix was in the cache
         str(engine["requests_finished"]),
     )
+
+
+def _totals(totals: dict[str, Any], age_s: float) -> list[str]:
+    """What all models of all workers do together, and how old these figures are."""
+    hits = ", ".join(f"{totals[f'cache_hits_{kind}']} {name}" for kind, name in HITS.items())
+    return [
+        f"[dim]all models, {age_s:.1f} s ago: {totals['phase']}, {totals['requests_running']} requests run, "
+        f"{totals['requests_waiting']} wait in workers; tok/s: {totals['prompt_rate']:.0f} prompt, "
+        f"{totals['generation_rate']:.0f} generated[/]",
+        f"[dim]prefixes: {hits}, {totals['cache_misses']} missed; states in RAM: {totals['ram_states']}, "
+        f"{totals['ram_saves']} saved, {totals['ram_evictions']} evicted[/]",
+    ]
 
 
 def _queues(status: dict[str, Any]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 from typing_extensions import TypedDict
 
@@ -10,16 +10,23 @@ from cellama.tasks.contract.errors import (
     UnknownWorker,
 )
 from cellama.tasks.contract.names import DEFAULT_MODEL, queue_name
-from cellama.tasks.contract.shapes.workers import MemoryView, ModelMemory, ModelView, WorkerModel
+from cellama.tasks.contract.shapes.workers import MemoryView, ModelMemory, ModelView, Phase, Totals, WorkerModel
 from cellama.tasks.state.position import estimate_s
 from cellama.tasks.state.registry import WorkerEntry
+
+PARTS = {"engine", "embedder", "reranker"}
+COUNTED = tuple(name for name in Totals.__annotations__ if name != "phase")
 
 
 class Stats(TypedDict):
     """Totals over all workers. By model: messages in its queue, jobs without a slot, and the seconds until a new one
-    would get a slot (None: no worker serves it)."""
+    would get a slot (None: no worker serves it).
+
+    What queues hold is as it is now; what workers tell of themselves is up to `age_s` seconds old (None: no worker)."""
 
     workers: int
+    age_s: float | None
+    totals: Totals
     slots_total: int
     slots_busy: int
     generation_rate: float  # tokens per second
@@ -42,7 +49,7 @@ def models_of(workers: list[WorkerEntry]) -> list[ModelView]:
 
 
 def _view(model: WorkerModel, workers: list[str]) -> ModelView:
-    return cast(ModelView, {**{k: v for k, v in model.items() if k != "engine"}, "workers": workers})
+    return cast(ModelView, {**{k: v for k, v in model.items() if k not in PARTS}, "workers": workers})
 
 
 def memory_of(workers: list[WorkerEntry], name: str | None) -> list[MemoryView]:
@@ -66,7 +73,7 @@ def _memory(model: WorkerModel) -> ModelMemory:
 def stats(workers: list[WorkerEntry], depths: dict[str, int], waiting: dict[str, int]) -> Stats:
     """Totals over all workers; per model the messages in its queue, the jobs without a slot, and when a new one's
     turn would come; and the models that no worker serves although jobs wait for them."""
-    engines = [entry["engine"] for worker in workers for entry in worker.models if entry["engine"]]
+    totals = _totals(workers)
     ready = [entry for worker in workers for entry in worker.models if entry["status"] == "ready"]
     served = {entry["id"] for entry in ready} | {DEFAULT_MODEL for entry in ready if entry["default"]}
     known = {entry["id"] for worker in workers for entry in worker.models} | {DEFAULT_MODEL}
@@ -75,14 +82,24 @@ def stats(workers: list[WorkerEntry], depths: dict[str, int], waiting: dict[str,
     depths, waiting = ({model: counts[model] for model in shown} for counts in (depths, waiting))
     return {
         "workers": len(workers),
-        "slots_total": sum(engine["slots_total"] for engine in engines),
-        "slots_busy": sum(engine["slots_prefilling"] + engine["slots_decoding"] for engine in engines),
-        "generation_rate": round(sum(engine["generation_rate"] for engine in engines), 1),
+        "age_s": max((worker.age_s for worker in workers), default=None),
+        "totals": totals,
+        "slots_total": totals["slots_total"],
+        "slots_busy": totals["slots_busy"],
+        "generation_rate": round(totals["generation_rate"], 1),
         "queues": depths,
         "waiting": waiting,
         "unserved": unserved,
         "eta_s": {model: estimate_s(workers, queue_name(model), count) for model, count in waiting.items()},
     }
+
+
+def _totals(workers: list[WorkerEntry]) -> Totals:
+    phases = [worker.totals["phase"] for worker in workers]
+    order: tuple[Phase, ...] = ("stopped", "generating", "prefilling")
+    told: list[Any] = [worker.totals for worker in workers]
+    sums: Any = {name: sum(totals[name] for totals in told) for name in COUNTED}
+    return cast(Totals, {**sums, "phase": next((phase for phase in order if phase in phases), "idle")})
 
 
 def queues(workers: list[WorkerEntry], queued: list[str]) -> list[str]:

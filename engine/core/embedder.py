@@ -9,11 +9,13 @@ from collections.abc import Sequence
 
 from cellama.engine.backend import DecodeError, EmbeddingBackend
 from cellama.engine.errors import DecodeFailed, EngineStopped, InvalidRequest, PromptTooLong, RequestFailed
+from cellama.engine.events import EmbedderSnapshot
 from cellama.engine.system.inbox import Inbox
 from cellama.engine.system.threads import start_deep
 from cellama.engine.system.watchdog import FIRST_S, Pulse
 
 from .embedding_handle import EmbeddingHandle
+from .telemetry import TextTelemetry
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +36,8 @@ class Embedder:
         self._ending = ending
         self._inbox: Inbox[EmbeddingHandle] = Inbox()
         self._waiting: deque[EmbeddingHandle] = deque()  # the next one's turn is first
+        self._batch: Batch = []  # that is computed
+        self._telemetry = TextTelemetry()
         self._token_s: float | None = None  # seconds per token, as the last batches took
         self._threads = backend.threads  # for the next batch
         self._num_failed_alone = 0  # texts, since one was embedded
@@ -109,6 +113,11 @@ class Embedder:
         """Unix seconds of the last request; 0 before the first."""
         return self._inbox.last_submit
 
+    def snapshot(self) -> EmbedderSnapshot:
+        """The state just now. Never waits for the embedder thread."""
+        computing = [handle for handle, _ in list(self._batch)]
+        return self._telemetry.snapshot(computing, list(self._waiting), self._inbox.waiting())
+
     @property
     def threads(self) -> int:
         """With how many a batch is computed."""
@@ -137,19 +146,19 @@ class Embedder:
 
     def _run(self) -> None:
         reason = "the embedder was closed before the request ended"
-        batch: Batch = []
         try:
             while self._receive():
-                batch = self._next_batch()
-                self._embed(batch)
-                batch = []  # a thread that waits for its next text keeps nothing of the last ones
+                self._fill_batch()
+                self._embed(self._batch)
+                self._batch = []  # a thread that waits for its next text keeps nothing of the last ones
         except BaseException as error:  # the boundary of the thread
             log.exception("the embedder thread died")
             self.pulse.die(repr(error))
             reason = f"the embedder thread died of {error!r}; restart the worker"
+            self._telemetry.stopped()
         self._inbox.close()
-        for handle in [*(handle for handle, _ in batch), *self._waiting, *self._inbox.take()]:
-            _fail(handle, EngineStopped(reason))
+        for handle in [*(handle for handle, _ in self._batch), *self._waiting, *self._inbox.take()]:
+            self._fail(handle, EngineStopped(reason))
         self._backend.close()
         self.pulse.close()
 
@@ -163,9 +172,9 @@ class Embedder:
         self._waiting += self._inbox.take()
         return True
 
-    def _next_batch(self) -> Batch:
-        """As many waiting texts as one batch takes, one of each caller in turn; a long one may be alone in it."""
-        batch: Batch = []
+    def _fill_batch(self) -> None:
+        """Takes as many waiting texts as one batch has room for, one of each caller in turn; a long one is alone."""
+        batch = self._batch
         num_left = self._batch_tokens()
         while self._waiting and len(batch) < self._backend.max_texts:
             handle = self._waiting[0]
@@ -181,7 +190,6 @@ class Embedder:
             self._waiting.popleft()
             if handle.num_taken < len(handle.texts):
                 self._waiting.append(handle)
-        return batch
 
     def _batch_tokens(self) -> int:
         """As many as BATCH_S allows at the speed of the last batches."""
@@ -209,10 +217,11 @@ class Embedder:
         self.pulse.beat("finish")
         self._num_failed_alone = 0
         self._note_speed(batch, time.perf_counter() - started)
+        self._telemetry.step([text for _, text in batch], idle=not (self._waiting or self._inbox))
         for (handle, _), vector in zip(batch, vectors, strict=True):
             handle.vectors.append(vector)  # in order: batches are, and so are a caller's texts within one
             if len(handle.vectors) == len(handle.texts):
-                _finish(handle)
+                self._finish(handle)
 
     def _note_speed(self, batch: Batch, seconds: float) -> None:
         num_tokens = sum(len(text) for _, text in batch)
@@ -230,22 +239,23 @@ class Embedder:
         self._num_failed_alone += 1
         if self._num_failed_alone >= BROKEN and self.pulse.is_watched:
             raise error
-        _fail(batch[0][0], DecodeFailed(f"{error} for a text of this request; the others were not affected"))
+        self._fail(batch[0][0], DecodeFailed(f"{error} for a text of this request; the others were not affected"))
 
+    def _finish(self, handle: EmbeddingHandle) -> None:
+        try:
+            vectors = handle.finished()
+        except Exception as error:  # this caller's numbers only
+            log.exception("the vectors of a request could not be put together")
+            reason = f"{type(error).__name__}: {error}; the other requests were not affected"
+            self._fail(handle, RequestFailed(reason))
+            return
+        finally:
+            handle.vectors = []
+        if handle.future.set_running_or_notify_cancel():
+            self._telemetry.request(failed=False)
+            handle.future.set_result(vectors)
 
-def _finish(handle: EmbeddingHandle) -> None:
-    try:
-        vectors = handle.finished()
-    except Exception as error:  # this caller's numbers only
-        log.exception("the vectors of a request could not be put together")
-        _fail(handle, RequestFailed(f"{type(error).__name__}: {error}; the other requests were not affected"))
-        return
-    finally:
-        handle.vectors = []
-    if handle.future.set_running_or_notify_cancel():
-        handle.future.set_result(vectors)
-
-
-def _fail(handle: EmbeddingHandle, error: Exception) -> None:
-    if not handle.future.done() and handle.future.set_running_or_notify_cancel():
-        handle.future.set_exception(error)
+    def _fail(self, handle: EmbeddingHandle, error: Exception) -> None:
+        if not handle.future.done() and handle.future.set_running_or_notify_cancel():
+            self._telemetry.request(failed=True)
+            handle.future.set_exception(error)

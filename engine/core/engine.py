@@ -31,14 +31,17 @@ class Engine(Generating):
     """Serves many requests at once on one backend. Every method may be called from any thread."""
 
     def __init__(self, backend: Backend, options: EngineOptions, name: str = "engine") -> None:
-        """Starts the engine thread, which owns the backend from now on. Raises InvalidRequest, GrammarFailed."""
+        """Starts the engine thread, which owns the backend from now on. Telemetry names the model by `name`.
+
+        Raises InvalidRequest, GrammarFailed.
+        """
         self.sampling_defaults = options.sampling_defaults
         backend.prepare(sampling_of({}, self.sampling_defaults), None)  # a broken grammar would fail every request
         self._backend = backend
         self._cache_prompt = options.cache_prompt
         self.adapters = Adapters(backend)
         self.pulse = Pulse(f"cellama-{name}")
-        self._core = EngineCore(backend, options, self.pulse)
+        self._core = EngineCore(backend, options, self.pulse, name)
         self._inbox = self._core.inbox
         self._thread = start_deep(self._run, self.pulse.name)
 
@@ -104,7 +107,7 @@ class Engine(Generating):
         self._core.telemetry.on_request.append(listener)
 
     def snapshot(self) -> EngineSnapshot:
-        """The state a moment ago. Never waits."""
+        """The state just now. Never waits for the engine thread."""
         return self._core.telemetry.snapshot
 
     @property

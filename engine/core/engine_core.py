@@ -44,15 +44,15 @@ class Command(NamedTuple):
 class EngineCore:
     """Serves many requests at once, step by step."""
 
-    def __init__(self, backend: Backend, options: EngineOptions, pulse: Pulse) -> None:
-        """`pulse` is told what is done just now. Raises InvalidRequest."""
+    def __init__(self, backend: Backend, options: EngineOptions, pulse: Pulse, model: str = "engine") -> None:
+        """`pulse` is told what is done just now; telemetry names the `model`. Raises InvalidRequest."""
         self.inbox: Inbox[Command] = Inbox()
         self._backend = backend
         # One micro-batch of llama.cpp: it would cut a larger batch into pieces of all sequences, too small to be fast.
         limits = Limits(options.pass_tokens, options.chunk_tokens, options.max_queue)
         ram_bytes = options.saved_bytes if options.cache_prompt else 0
         self.scheduler = Scheduler(limits, make_strategy(options.batch_strategy), backend, ram_bytes)
-        self.telemetry = Telemetry(self.scheduler)
+        self.telemetry = Telemetry(self.scheduler, self.inbox, model)
         self.output = Output(backend.vocabulary)
         self._pulse = pulse
         self._requests = Requests(backend, self.scheduler, self.output, self.telemetry, pulse)
@@ -78,13 +78,14 @@ class EngineCore:
             self._expire(started)
             self._admit(started)
             self._move()
+            active_slots = self.scheduler.num_busy
             computed: list[Computed] = []
             for micro_batch in self.forward.run(self.scheduler.schedule(started)):
                 self._update(micro_batch)  # before the next one: its logits would take the place of these
                 self.output.flush()
                 computed.append(micro_batch)
             self.output.flush()  # also without a decode call: requests may have come to their end
-            self._account(computed, started, cpu_started)
+            self._account(computed, active_slots, started, cpu_started)
         except BackendBroken:
             raise
         except Exception as error:
@@ -131,13 +132,13 @@ class EngineCore:
             if chunk.samples and sequence.slot is not None:  # None: it ended with another one of its request
                 self._requests.sample(sequence, chunk.slot, computed.at)
 
-    def _account(self, computed: list[Computed], started: float, cpu_started: float) -> None:
+    def _account(self, computed: list[Computed], active_slots: int, started: float, cpu_started: float) -> None:
         """Tells strategy and telemetry what the step took."""
         chunks = [chunk for micro_batch in computed for _, chunk in micro_batch.works]
         eval_s = sum(micro_batch.seconds for micro_batch in computed)
         step_s = time.monotonic() - started
         self.scheduler.strategy.observe(sum(micro_batch.num_tokens for micro_batch in computed), eval_s)
-        self.telemetry.step(chunks, eval_s, step_s, step_s - (time.thread_time() - cpu_started))
+        self.telemetry.step(chunks, active_slots, eval_s, step_s, step_s - (time.thread_time() - cpu_started))
         self._num_faults = 0
 
     def _isolate(self, error: Exception) -> None:
@@ -158,7 +159,6 @@ class EngineCore:
         for sequence, fault in failed:
             self._requests.fail(sequence, fault)
         self.output.flush()  # of those that ended in it: there may be no other step
-        self.telemetry.idle()
 
     def _step_alone(self, sequence: Sequence) -> Exception | None:
         """A step for one sequence; what it failed with, if it did. Raises BackendBroken."""
@@ -185,5 +185,4 @@ class EngineCore:
             self._serve(command)
         self._requests.fail_all(error)
         self.output.flush()
-        self.telemetry.idle()
         self._backend.close()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from cellama.engine.errors import InvalidRequest, PromptTooLong
+from cellama.engine.events import EmbedderSnapshot
 from cellama.engine.system.watchdog import Pulse
 
 from .embedder import Embedder
@@ -77,6 +78,10 @@ class Reranker:
     def wait_until_idle(self, timeout_s: float) -> bool:
         """As Embedder.wait_until_idle."""
         return self._embedder.wait_until_idle(timeout_s)
+
+    def snapshot(self) -> EmbedderSnapshot:
+        """As Embedder.snapshot, of pairs as texts."""
+        return self._embedder.snapshot()
 
     @property
     def threads(self) -> int:

@@ -1,69 +1,81 @@
-"""Counters of one engine, its snapshot, and the callbacks that want numbers. Written by the engine thread only."""
+"""Counters of an engine or an embedder, their snapshots, and the callbacks that want numbers.
+
+The thread that computes writes the counters. Any thread may ask for a snapshot, which is read off what is there just
+then: single numbers, and copies of lists, which need no lock. So it is right in the middle of a long step, too.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from typing import Literal, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 from cellama.engine.backend import Chunk
-from cellama.engine.events import Completion, EngineSnapshot, Phase, RequestStats, StepStats, Usage
+from cellama.engine.events import Completion, EmbedderSnapshot, EngineSnapshot, Phase, RequestStats, StepStats, Usage
 from cellama.engine.request import Request
 from cellama.engine.scheduling.scheduler import Scheduler
-from cellama.engine.scheduling.sequence import State
+from cellama.engine.scheduling.sequence import Sequence, State
+from cellama.engine.system.inbox import Inbox
+
+from .embedding_handle import EmbeddingHandle
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 RATE_WINDOW_S = 1.0
 MEAN_WEIGHT = 0.05  # of a new value in a running mean
-SNAPSHOT_S = 0.02  # a snapshot costs as much as a slot's share of a step: not one for each
+
+
+class Rates:
+    """How fast counters grow, over the last second of work."""
+
+    def __init__(self, *counts: int) -> None:
+        self.per_s = tuple(0.0 for _ in counts)
+        self._window = (time.monotonic(), counts)
+
+    def measure(self, *counts: int, idle: bool) -> None:
+        """Notes the counters after a step; what is idle has no rate, and its next second of work begins anew."""
+        now, (start, before) = time.monotonic(), self._window
+        if idle:
+            self.per_s, self._window = tuple(0.0 for _ in counts), (now, counts)
+        elif now - start >= RATE_WINDOW_S:
+            grown = zip(counts, before, strict=True)
+            self.per_s, self._window = tuple((new - old) / (now - start) for new, old in grown), (now, counts)
 
 
 class Telemetry:
-    """Counts what happens. `snapshot` is replaced as a whole, so any thread can read it without waiting."""
+    """Counts what happens in an engine. Engine thread only, but for `snapshot`."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, inbox: Inbox[Any], model: str) -> None:
         self._scheduler = scheduler
+        self._inbox = inbox
+        self._model = model
         self._steps = self._mixed_steps = 0
-        self._prompt_tokens = self._cached_tokens = self._generated_tokens = 0
+        self._prompt_tokens = self._cached_tokens = self._generated_tokens = self._prefilled_tokens = 0
         self._finished = self._failed = 0
-        self._rate = 0.0
+        self._rates = Rates(0, 0)
         self._mean_slot_s = 0.0
-        self._window = (time.monotonic(), 0)  # start, generated tokens at the start
-        self._renewed_at = 0.0
         self._is_stopped = False
         self.on_step: list[Callable[[StepStats], None]] = []
         self.on_request: list[Callable[[RequestStats], None]] = []
-        self.snapshot = self._snapshot()
-
-    def idle(self) -> None:
-        """Renews the snapshot when there is no step to do it."""
-        self._measure_rate(time.monotonic(), idle=not self._scheduler.has_work)
-        self.snapshot = self._snapshot()
 
     def stopped(self) -> None:
         """Says from now on that nothing is served here."""
         self._is_stopped = True
-        self.snapshot = self._snapshot()
 
-    def step(self, chunks: list[Chunk], eval_s: float, step_s: float, wait_s: float) -> None:
-        """Accounts one step, by what it computed."""
+    def step(self, chunks: list[Chunk], active_slots: int, eval_s: float, step_s: float, wait_s: float) -> None:
+        """Accounts one step, by what it computed and how many slots were busy in it."""
         decode = sum([chunk.decode for chunk in chunks])
         total = sum([len(chunk.tokens) for chunk in chunks])
+        self._prefilled_tokens += total - decode
         self._steps += bool(chunks)
         self._mixed_steps += 0 < decode < total
         if self.on_step and chunks:
-            waiting = self._scheduler.num_waiting
+            counts = (total, decode, total - decode, active_slots, self._look()[1])
             times = (eval_s * 1e3, step_s * 1e3, max(0.0, wait_s) * 1e3)
-            stats = StepStats(total, decode, total - decode, len(chunks), waiting, *times)
-            _call(self.on_step, stats)
-        now = time.monotonic()
-        if now - self._renewed_at >= SNAPSHOT_S or not self._scheduler.has_work:
-            self._renewed_at = now
-            self._measure_rate(now, idle=not self._scheduler.has_work)
-            self.snapshot = self._snapshot()
+            _call(self.on_step, StepStats(self._model, time.time(), *counts, *times))
+        self._rates.measure(self._prefilled_tokens, self._generated_tokens, idle=not self._scheduler.has_work)
 
     def request(self, request: Request, completion: Completion | None, now: float) -> None:
         """Accounts the end of a request; without a completion it failed."""
@@ -75,41 +87,47 @@ class Telemetry:
             slot_s = max(0.0, completion.timings.duration_ms - completion.timings.queue_ms) / 1e3
             self._mean_slot_s += (slot_s - self._mean_slot_s) * (MEAN_WEIGHT if self._mean_slot_s else 1.0)
         if self.on_request:
-            _call(self.on_request, _request_stats(request, completion, now))
+            _call(self.on_request, _request_stats(self._model, request, completion, now))
 
     def token(self) -> None:
         self._generated_tokens += 1
 
-    def _measure_rate(self, now: float, *, idle: bool) -> None:
-        start, tokens = self._window
-        if idle:
-            self._rate = 0.0
-            self._window = (now, self._generated_tokens)
-        elif now - start >= RATE_WINDOW_S:
-            self._rate = (self._generated_tokens - tokens) / (now - start)
-            self._window = (now, self._generated_tokens)
+    def _look(self) -> tuple[list[Sequence], int, int]:
+        """The sequences with slots, the requests without one, those in the inbox included, and those with some."""
+        ended = self._finished + self._failed  # first: what ends meanwhile does not wait
+        sequences = [sequence for sequence in list(self._scheduler.slots) if sequence is not None]
+        running = len({id(sequence.request) for sequence in sequences})
+        return sequences, max(0, self._inbox.num_submitted - ended - running), running
 
-    def _snapshot(self) -> EngineSnapshot:
+    @property
+    def snapshot(self) -> EngineSnapshot:
+        """The state just now. Any thread."""
         scheduler, cache = self._scheduler, self._scheduler.cache
-        counters = cache.counters
-        decoding = sum(1 for s in scheduler.slots if s is not None and s.state is State.DECODING)
-        busy = sum(1 for s in scheduler.slots if s is not None)
-        phase: Phase = "generating" if decoding else "prefilling" if busy else "idle"
-        phase = "stopped" if self._is_stopped else phase
+        hits = cache.counters
+        sequences, waiting, running = self._look()
+        decoding = sum([sequence.state is State.DECODING for sequence in sequences])
+        phase: Phase = "generating" if decoding else "prefilling" if running else "idle"
+        prompt_rate, generation_rate = self._rates.per_s if running or waiting else (0.0, 0.0)
         return EngineSnapshot(
-            phase=phase,
+            phase="stopped" if self._is_stopped else phase,
             slots_total=len(scheduler.slots),
-            slots_prefilling=busy - decoding,
+            slots_prefilling=len(sequences) - decoding,
             slots_decoding=decoding,
-            queue_depth=scheduler.num_waiting,
+            requests_running=running,
+            requests_waiting=waiting,
             kv_used_tokens=scheduler.kv_used_tokens,
             kv_cached_tokens=scheduler.kv_cached_tokens,
             kv_total_tokens=cache.cells.total,
             ram_states=len(cache.ram),
             ram_used_bytes=cache.ram.used_bytes + cache.checkpoints.used_bytes,
+            ram_saves=cache.ram.num_saves,
+            ram_evictions=cache.ram.num_evictions,
             preemptions=scheduler.num_preemptions,
-            cache_hits=counters.hits_slot + counters.hits_copy + counters.hits_ram,
-            cache_misses=counters.misses,
+            cache_hits=hits.hits_slot + hits.hits_copy + hits.hits_ram,
+            cache_hits_slot=hits.hits_slot,
+            cache_hits_copy=hits.hits_copy,
+            cache_hits_ram=hits.hits_ram,
+            cache_misses=hits.misses,
             steps=self._steps,
             mixed_steps=self._mixed_steps,
             prompt_tokens=self._prompt_tokens,
@@ -117,8 +135,57 @@ class Telemetry:
             generated_tokens=self._generated_tokens,
             requests_finished=self._finished,
             requests_failed=self._failed,
-            generation_rate=self._rate,
+            prompt_rate=prompt_rate,
+            generation_rate=generation_rate,
             mean_slot_s=self._mean_slot_s,
+        )
+
+
+class TextTelemetry:
+    """Counts what happens in an embedder. Its thread only, but for `snapshot`."""
+
+    def __init__(self) -> None:
+        self._steps = self._texts = self._tokens = 0
+        self._finished = self._failed = 0
+        self._rates = Rates(0)
+        self._is_stopped = False
+
+    def stopped(self) -> None:
+        """Says from now on that nothing is served here."""
+        self._is_stopped = True
+
+    def step(self, texts: Iterable[tuple[int, ...]], *, idle: bool) -> None:
+        """Accounts a batch that was computed; `idle` if nothing waits behind it."""
+        sizes = [len(text) for text in texts]
+        self._steps += 1
+        self._texts += len(sizes)
+        self._tokens += sum(sizes)
+        self._rates.measure(self._tokens, idle=idle)
+
+    def request(self, *, failed: bool) -> None:
+        """Accounts the end of a request that was not cancelled."""
+        self._failed += failed
+        self._finished += not failed
+
+    def snapshot(
+        self, computing: list[EmbeddingHandle], waiting: list[EmbeddingHandle], new: list[EmbeddingHandle]
+    ) -> EmbedderSnapshot:
+        """The state with requests whose texts are computed, those with texts that wait, and those in the inbox."""
+        waiting = [handle for handle in waiting + new if not handle.future.done()]
+        running = {id(handle) for handle in computing if not handle.future.done()}
+        running |= {id(handle) for handle in waiting if handle.num_taken}
+        phase: Phase = "prefilling" if running else "idle"
+        return EmbedderSnapshot(
+            phase="stopped" if self._is_stopped else phase,
+            requests_running=len(running),
+            requests_waiting=sum(not handle.num_taken for handle in waiting),
+            texts_waiting=sum(len(handle.texts) - handle.num_taken for handle in waiting),
+            steps=self._steps,
+            texts=self._texts,
+            prompt_tokens=self._tokens,
+            requests_finished=self._finished,
+            requests_failed=self._failed,
+            prompt_rate=self._rates.per_s[0] if running or waiting else 0.0,
         )
 
 
@@ -131,13 +198,14 @@ def _call(callbacks: list[Callable[[T], None]], stats: T) -> None:
             callbacks.remove(callback)
 
 
-def _request_stats(request: Request, completion: Completion | None, now: float) -> RequestStats:
-    mode: Literal["generate", "stream"] = "stream" if request.stream else "generate"
+def _request_stats(model: str, request: Request, completion: Completion | None, now: float) -> RequestStats:
     usage = completion.usage if completion else Usage(len(request.prompt), 0)
     timings = completion.timings if completion else None
     return RequestStats(
+        model=model,
+        at=time.time(),
         request_id=request.id,
-        mode=mode,
+        mode=request.called_mode,
         seq_id=completion.slot if completion else None,
         finish_reason=completion.finish_reason if completion else "error",
         prompt_tokens=usage.prompt_tokens,
@@ -147,5 +215,5 @@ def _request_stats(request: Request, completion: Completion | None, now: float) 
         prompt_eval_rate=timings.prompt_eval_rate if timings else None,
         generation_rate=timings.generation_rate if timings else None,
         prefix_cache_tokens=usage.cached_tokens,
-        prefix_cache_ratio=usage.cached_tokens / usage.prompt_tokens,
+        prefix_cache_ratio=timings.prefix_cache_ratio if timings else 0.0,
     )

@@ -17,6 +17,7 @@ from typing import Any
 
 from cellama.engine.capabilities import Capability
 from cellama.engine.errors import IdTaken, ManagerExists, ModelBusy, UnknownModel, nearest
+from cellama.engine.events import ManagerSnapshot
 from cellama.engine.memory.budget import MemoryBudget, OnFull, readable
 from cellama.engine.memory.free_memory import give_memory_back
 from cellama.engine.options import EngineOptions
@@ -29,6 +30,7 @@ from .memory_admission import Admission
 from .model import DEFAULT_MODEL, Model
 from .model_entry import ModelEntry, new_id
 from .sources import resolve
+from .totals import totals_of
 
 log = logging.getLogger(__name__)
 
@@ -192,6 +194,10 @@ class ModelManager:
             for model in self.models().values()
             for part in model.parts
         ]
+
+    def snapshot(self) -> ManagerSnapshot:
+        """All models together, just now. Never waits for their threads."""
+        return totals_of([entry.model.snapshot() for entry in self.entries() if entry.model])
 
     def memory(self) -> dict[str, Any]:
         """The budget, what is done when it is full, and the devices with their total and free bytes."""

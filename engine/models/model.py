@@ -15,6 +15,7 @@ from cellama.engine.core.embedder import Embedder
 from cellama.engine.core.engine import Engine
 from cellama.engine.core.reranker import Reranker
 from cellama.engine.errors import AdapterLoadFailed, ModelLoadFailed, WrongCapability
+from cellama.engine.events import ModelSnapshot
 from cellama.engine.memory.budget import Footprint
 from cellama.engine.options import EngineOptions
 from cellama.engine.system.low_priority import at_low_priority
@@ -204,6 +205,15 @@ class Model(Texts):
     def unload_adapter(self, name: str, timeout_s: float = UNLOAD_TIMEOUT_S) -> None:
         """Frees an adapter once no unfinished request has it; new ones don't get it. Raises as Adapters.unload."""
         self.engine.adapters.unload(name, timeout_s)
+
+    def snapshot(self) -> ModelSnapshot:
+        """The state of its engine, embedder and reranker just now. Never waits for their threads."""
+        engine, embedder, reranker = self._engine, self._embedder, self._reranker
+        return ModelSnapshot(
+            engine=None if engine is None else engine.snapshot(),
+            embedder=None if embedder is None else embedder.snapshot(),
+            reranker=None if reranker is None else reranker.snapshot(),
+        )
 
     @property
     def pulses(self) -> list[Pulse]:

@@ -146,7 +146,9 @@ class Scheduler:
             raise
         if sequence.admitted_at is None:
             sequence.admitted_at = now
-            sequence.num_cached = sequence.num_computed
+            sequence.num_cached = min(
+                sequence.num_computed, sequence.num_prompt
+            )  # of a resumed one, output may be, too
         sequence.placed_at = now
         sequence.slot, sequence.state, sequence.waits_for = placement.slot, State.PREFILLING, None
         self.slots[placement.slot] = sequence
@@ -257,6 +259,11 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return self.queue.num_waiting
+
+    @property
+    def num_busy(self) -> int:
+        """Slots that a sequence has."""
+        return len([s for s in self.slots if s is not None])
 
     @property
     def has_work(self) -> bool:

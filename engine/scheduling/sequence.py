@@ -132,6 +132,7 @@ class Sequence:
             reasoning=self.reasoning,
             tool_calls=self.tool_calls,
             logprobs=None if self.request.sampling.logprobs is None else tuple(self.logprobs),
+            mode=self.request.called_mode,
         )
 
     def note_prefix_wait(self, is_held: bool, now: float) -> None:
@@ -154,6 +155,7 @@ class Sequence:
             generation_rate=_rate(self.num_output - 1, decode_s),
             delivery_ms=max(0.0, self.taken_at - self.submitted_at) * 1e3,
             prefix_wait_ms=held_s * 1e3,
+            prefix_cache_ratio=self.num_cached / self.num_prompt,
         )
 
 

@@ -19,6 +19,7 @@ class Inbox(Generic[Command]):
         self._commands: deque[Command] = deque()
         self._is_closed = False
         self._num_open = 0
+        self.num_submitted = 0  # requests, ever
         self.last_submit = 0.0  # unix seconds; 0 before the first request
 
     # Any thread
@@ -29,6 +30,7 @@ class Inbox(Generic[Command]):
             if self._is_closed:
                 return False
             self._num_open += 1
+            self.num_submitted += 1
             self.last_submit = time.time()
             return self.put(command)
 
@@ -68,6 +70,11 @@ class Inbox(Generic[Command]):
             was_open, self._is_closed = not self._is_closed, True
             self._changed.notify_all()
             return was_open
+
+    def waiting(self) -> list[Command]:
+        """What is in it just now, and stays there."""
+        with self._changed:
+            return list(self._commands)
 
     # The owner
 

@@ -116,6 +116,7 @@ class ChunkRun:
             adapters=self._rests_on.choice if job.adapters is None else job.adapters,
             sampling=self._rests_on.sampling,
             seed=None if has_seed(job, self._rests_on.sampling) else self._seed_of(place),
+            mode="generate",
             priority=job.priority,
             resume=resume_of(self._past, job.n, place),
         )

@@ -18,6 +18,7 @@ from cellama.engine import (
 )
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.payloads import ApplyChatTemplateJob, ChatJob, GenerateJob
+from cellama.tasks.contract.shapes.results import Mode
 from cellama.tasks.publishing.signing import Signer
 
 SAMPLING = tuple(SamplingParams.__dataclass_fields__)
@@ -32,6 +33,7 @@ class Asked:
     priority: int
     adapters: tuple[tuple[str, float], ...]  # of the model, or those that the job chose
     sampling: Mapping[str, object]  # the model's defaults, as the job began with them
+    mode: Mode
     seed: int | None = None  # instead of the job's own, None leaves that
     resume: tuple[Resumed, ...] = ()
 
@@ -60,6 +62,7 @@ def request_of(model: Model, job: GenerateJob | ChatJob, asked: Asked, signer: S
         timeout_s=job.timeout,
         priority=asked.priority,
         submitted_at=asked.submitted_at,
+        mode=asked.mode,
         reply=prompt.reply,
         resume=asked.resume,
     )

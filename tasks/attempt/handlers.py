@@ -119,6 +119,7 @@ class JobRun(JobAttempt):
             adapters=job.adapters or () if chosen else rests_on.choice,
             sampling=rests_on.sampling,
             seed=self._seed_of(job, rests_on.sampling),
+            mode="stream" if job.stream else "generate",
             priority=MOST_URGENT if self.attempt.num_failures > 1 else job.priority,
             resume=resume_of(self.past, job.n),
         )

@@ -11,7 +11,7 @@ from typing import Any, Literal, Unpack, cast
 from typing_extensions import TypedDict, TypeIs
 
 from .codes import meaning_of
-from .shapes.results import FinishReason, Logprob, Result, Timings, ToolCall, Usage
+from .shapes.results import FinishReason, Logprob, Mode, Result, Timings, ToolCall, Usage
 
 EVENT_FIELD = "event"  # the one field of a journal entry
 TERMINAL_TYPES = frozenset({"done", "error"})
@@ -102,6 +102,8 @@ class DoneDetails(_Numbered, total=False):
     stop_sequence: str | None
     timings: Timings
     seed: int
+    seq_id: int | None
+    mode: Mode
     tool_calls: list[ToolCall]
 
 

@@ -50,6 +50,8 @@ def _terminal_event(event: Finished) -> TerminalEvent:
         "stop_sequence": completion.stop_sequence,
         "timings": _timings(completion),
         "seed": completion.seed,
+        "seq_id": completion.slot,
+        "mode": completion.mode,
     }
     if completion.tool_calls:
         details["tool_calls"] = _tool_calls(completion)
@@ -68,6 +70,7 @@ def result_of(completion: Completion, model_id: str, signer: Signer) -> Generate
         "model": model_id,
         "seq_id": completion.slot,
         "seed": completion.seed,
+        "mode": completion.mode,
     }
     result = cast(GenerateResult, told)
     if completion.alternatives:

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from redis import Redis
@@ -17,7 +17,7 @@ from redis.exceptions import RedisError
 
 from cellama.tasks.connection.redis_clock import redis_time, seconds_of
 from cellama.tasks.contract.keys import WORKERS_KEY
-from cellama.tasks.contract.shapes.workers import LoadFailure, WorkerCores, WorkerMemory, WorkerModel
+from cellama.tasks.contract.shapes.workers import LoadFailure, Totals, WorkerCores, WorkerMemory, WorkerModel
 
 if TYPE_CHECKING:
     from cellama.engine import ModelEntry, ModelManager
@@ -31,7 +31,7 @@ KEPT_S = 60.0  # entries of workers that are gone: their successors may bring ba
 
 @dataclass(frozen=True, slots=True)
 class WorkerEntry:
-    """A live worker.
+    """A live worker, as it was `age_s` seconds before it was read.
 
     Times are unix seconds: `seen_at` by Redis' clock, the others by the worker's own.
     """
@@ -45,7 +45,9 @@ class WorkerEntry:
     failures: dict[str, LoadFailure]  # of lately; by model id, or `failure_key` of an adapter
     memory: WorkerMemory
     cores: WorkerCores
+    totals: Totals  # of its models
     seen_at: float
+    age_s: float = 0.0
 
 
 def live_workers(redis: Redis, within_s: float = STALE_S) -> list[WorkerEntry]:
@@ -54,8 +56,9 @@ def live_workers(redis: Redis, within_s: float = STALE_S) -> list[WorkerEntry]:
     pipeline.time()
     pipeline.hgetall(WORKERS_KEY)
     now, entries = pipeline.execute()
-    workers = [WorkerEntry(**json.loads(data)) for data in entries.values()]
-    return sorted((w for w in workers if seconds_of(now) - w.seen_at < within_s), key=lambda w: w.name)
+    stored = [WorkerEntry(**json.loads(data)) for data in entries.values()]
+    workers = [replace(entry, age_s=round(max(0.0, seconds_of(now) - entry.seen_at), 3)) for entry in stored]
+    return sorted((worker for worker in workers if worker.age_s < within_s), key=lambda worker: worker.name)
 
 
 class Registration:
@@ -117,9 +120,9 @@ class Registration:
         models = [describe(entry, entry.id == self._manager.default) for entry in self._manager.entries()]
         memory = cast(WorkerMemory, self._manager.memory())
         cores = cast(WorkerCores, self._manager.cores.report())
-        entry = WorkerEntry(
-            self._worker, host, pid, self._started_at, now, models, self._failures(), memory, cores, seen_at
-        )
+        totals = cast(Totals, asdict(self._manager.snapshot()))
+        told = (models, self._failures(), memory, cores, totals, seen_at)
+        entry = WorkerEntry(self._worker, host, pid, self._started_at, now, *told)
         self._redis.hset(WORKERS_KEY, self._worker, json.dumps(asdict(entry)))
         stored: Any = self._redis.hgetall(WORKERS_KEY)
         stale = [name for name, data in stored.items() if seen_at - json.loads(data).get("seen_at", 0) > KEPT_S]
@@ -128,18 +131,18 @@ class Registration:
 
 
 def describe(entry: ModelEntry, default: bool) -> WorkerModel:
-    """A model and the state of its engine, in JSON; while it is loading there is no more to tell than its source."""
+    """A model and the state of its parts, in JSON; while it is loading there is no more to tell than its source."""
     able, model = sorted(entry.capabilities), entry.model
     dead = model is not None and entry.status == "ready" and any(pulse.closed for pulse in model.pulses)
     status = "stopped" if dead else entry.status  # the process ends in a moment
     known = {"id": entry.id, "status": status, "source": entry.source, "default": default, "capabilities": able}
     if model is None:
-        return cast(WorkerModel, {**known, "engine": None})
-    engine = asdict(model.engine.snapshot()) if {"generate", "chat"} & model.capabilities else None
+        return cast(WorkerModel, {**known, "engine": None, "embedder": None, "reranker": None})
+    parts = asdict(model.snapshot())
     resident = {
         "backend": " + ".join(model.devices),
         "threads": model.threads,
-        "slots": engine["slots_total"] if engine else 0,
+        "slots": parts["engine"]["slots_total"] if parts["engine"] else 0,
         "ctx_per_slot": model.ctx_per_slot,
         "memory": {device: asdict(usage) for device, usage in model.memory.devices.items()},
         "memory_bytes": model.memory.total_bytes,
@@ -150,4 +153,4 @@ def describe(entry: ModelEntry, default: bool) -> WorkerModel:
         "sampling": dict(model.options.sampling_defaults),
         "adapters": [asdict(adapter) for adapter in model.adapters()],
     }
-    return cast(WorkerModel, {**known, **asdict(model.info), **resident, "engine": engine})
+    return cast(WorkerModel, {**known, **asdict(model.info), **resident, **parts})

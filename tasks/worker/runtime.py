@@ -130,7 +130,7 @@ class Runtime:
             if model.capabilities & {"generate", "chat"}
         }
         return "; ".join(
-            f"{model_id}: {engine.slots_busy} of {engine.slots_total} busy, {engine.queue_depth} waiting"
+            f"{model_id}: {engine.slots_busy} of {engine.slots_total} busy, {engine.requests_waiting} waiting"
             for model_id, engine in engines.items()
         )
 

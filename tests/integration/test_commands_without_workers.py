@@ -96,7 +96,15 @@ def run_id(redis_client: Redis) -> str:
 def live_worker(redis_client: Redis) -> Iterator[str]:
     """An entry in the registry; the id of its model."""
     model, now = f"m{uuid.uuid4().hex[:8]}", time.time()
-    served = {"id": model, "status": "ready", "default": False, "engine": None, "capabilities": ["generate"]}
+    served = {
+        "id": model,
+        "status": "ready",
+        "default": False,
+        "engine": None,
+        "embedder": None,
+        "reranker": None,
+        "capabilities": ["generate"],
+    }
     entry = worker_entry(f"w-{model}@host", served, seen_at=now + 3600)
     redis_client.hset(WORKERS_KEY, entry.name, json.dumps(asdict(entry)))
     yield model

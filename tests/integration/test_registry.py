@@ -12,7 +12,8 @@ import pytest
 from kombu.exceptions import OperationalError
 from redis import Redis
 
-from cellama.engine import CoreSharing
+from cellama.engine import CoreSharing, ManagerSnapshot
+from cellama.engine.models.totals import totals_of
 from cellama.tasks.contract.keys import WORKERS_KEY
 from cellama.tasks.state.bulk_runs import Batches
 from cellama.tasks.state.registry import Registration, live_workers
@@ -28,6 +29,9 @@ class Models:
 
     def entries(self) -> list[Any]:
         return []
+
+    def snapshot(self) -> ManagerSnapshot:
+        return totals_of([])
 
     def memory(self) -> dict[str, Any]:
         return {}

@@ -63,6 +63,7 @@ def look(client: Client) -> None:
     known: Job = client.job("an id")
     result: Result = known.result()
     position, stats = known.position(), client.stats()
+    print(stats["totals"]["ram_evictions"] + stats["totals"]["prompt_rate"], stats["age_s"])
     print(result, position.state, position.eta_s, stats["eta_s"], [worker.name for worker in client.workers()])
     print([(dead["id"], dead["attempts"]) for dead in client.dead()], client.requeue_dead("an id").id)
     client.load_model("other", "bundled://tiny", n_parallel=4, threads="auto", timeout=30)
@@ -81,6 +82,8 @@ def describe(client: Client) -> list[str]:
         lines.append(f"{worker.cores['uses']:.1f} of {len(worker.cores['processors'])}, {worker.memory['budget']}")
         lines += [failure["message"] for failure in worker.failures.values()]
         for model in worker.models:
+            if model["embedder"] is not None:
+                lines.append(f"{model['embedder']['texts_waiting']} texts wait, {worker.totals['phase']}")
             if model["engine"] is not None:
                 lines.append(f"{model['engine']['slots_total']} slots, {model['engine']['generation_rate']:.0f} per s")
     return lines

@@ -7,6 +7,7 @@ from typing import Any, Literal, NotRequired
 from typing_extensions import TypedDict  # pydantic, and so FastAPI, takes no other one before Python 3.12
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout"]
+Mode = Literal["generate", "stream"]
 
 
 class Usage(TypedDict):
@@ -22,6 +23,7 @@ class Timings(TypedDict, total=False):
 
     Until the worker's engine was given the request (`delivery_ms`), until it got a slot (`queue_ms`, in which
     `prefix_wait_ms` went by while others computed a prefix that it begins with), until its first token (`ttft_ms`).
+    `prefix_cache_ratio` is the share of the prompt's tokens that were not computed again, 0 to 1.
     """
 
     queue_ms: float
@@ -31,6 +33,7 @@ class Timings(TypedDict, total=False):
     generation_rate: float | None
     delivery_ms: float
     prefix_wait_ms: float
+    prefix_cache_ratio: float
 
 
 class Logprob(TypedDict):
@@ -90,6 +93,7 @@ class _Run(_Completion):
     timings: Timings
     model: NotRequired[str]  # this and what follows are missing if no worker came to the job in time
     seq_id: NotRequired[int | None]  # the slot, if it had one
+    mode: NotRequired[Mode]  # "stream" if its text was told piece by piece
     seed: NotRequired[int]
 
 

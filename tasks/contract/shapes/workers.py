@@ -12,24 +12,31 @@ from typing_extensions import TypedDict
 from cellama.config.settings import Capability, OnFull
 
 ModelStatus = Literal["loading", "ready", "unloading", "stopped"]  # stopped: its process ends in a moment
+Phase = Literal["idle", "prefilling", "generating", "stopped"]
 AdapterStatus = Literal["loading", "ready", "unloading"]
 
 
 class EngineState(TypedDict):
     """As cellama.engine.EngineSnapshot; docs/reference/status.md says what each counts."""
 
-    phase: Literal["idle", "prefilling", "generating", "stopped"]
+    phase: Phase
     slots_total: int
     slots_prefilling: int
     slots_decoding: int
-    queue_depth: int
+    requests_running: int
+    requests_waiting: int
     kv_used_tokens: int
     kv_cached_tokens: int
     kv_total_tokens: int
     ram_states: int
     ram_used_bytes: int
+    ram_saves: int
+    ram_evictions: int
     preemptions: int
     cache_hits: int
+    cache_hits_slot: int
+    cache_hits_copy: int
+    cache_hits_ram: int
     cache_misses: int
     steps: int
     mixed_steps: int
@@ -38,8 +45,55 @@ class EngineState(TypedDict):
     generated_tokens: int
     requests_finished: int
     requests_failed: int
+    prompt_rate: float
     generation_rate: float
     mean_slot_s: float
+
+
+class EmbedderState(TypedDict):
+    """As cellama.engine.EmbedderSnapshot; docs/reference/status.md says what each counts."""
+
+    phase: Phase
+    requests_running: int
+    requests_waiting: int
+    texts_waiting: int
+    steps: int
+    texts: int
+    prompt_tokens: int
+    requests_finished: int
+    requests_failed: int
+    prompt_rate: float
+
+
+class Totals(TypedDict):
+    """As cellama.engine.ManagerSnapshot: sums over the models of a worker, or over those of all workers."""
+
+    phase: Phase
+    models: int
+    slots_total: int
+    slots_busy: int
+    requests_running: int
+    requests_waiting: int
+    requests_finished: int
+    requests_failed: int
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    prompt_rate: float
+    generation_rate: float
+    kv_used_tokens: int
+    kv_cached_tokens: int
+    kv_total_tokens: int
+    ram_states: int
+    ram_used_bytes: int
+    ram_saves: int
+    ram_evictions: int
+    preemptions: int
+    cache_hits: int
+    cache_hits_slot: int
+    cache_hits_copy: int
+    cache_hits_ram: int
+    cache_misses: int
 
 
 class DeviceUse(TypedDict):
@@ -108,9 +162,11 @@ class LoadedModel(TypedDict, total=False):
 
 
 class WorkerModel(ModelFile, LoadedModel):
-    """A model on one worker. `engine` is None while it is loading, and of a model that does not generate."""
+    """A model on one worker. Each of the last three is None while it is loading, and where it has no such part."""
 
     engine: EngineState | None
+    embedder: EmbedderState | None
+    reranker: EmbedderState | None
 
 
 class ModelView(ModelFile, LoadedModel):

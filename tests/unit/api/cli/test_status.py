@@ -10,36 +10,54 @@ from rich.console import Console
 from cellama.api.cli import following
 from cellama.api.cli.following import Patience
 from cellama.api.cli.status import _render
+from cellama.api.client.registry_views import COUNTED
 from cellama.tasks.contract.errors import JobTimeout
 from cellama.tasks.state.position import Position
 
 ENGINE = {
-    "slots_prefilling": 4, "slots_decoding": 252, "slots_total": 256, "queue_depth": 12345, "generation_rate": 12345.6,
-    "kv_used_tokens": 9, "kv_total_tokens": 9, "cache_hits": 123456, "cache_misses": 7, "requests_finished": 1234567,
+    "slots_prefilling": 4, "slots_decoding": 252, "slots_total": 256, "requests_waiting": 12345,
+    "generation_rate": 12345.6, "kv_used_tokens": 9, "kv_total_tokens": 9, "cache_hits": 123456, "cache_misses": 7,
+    "requests_finished": 1234567,
 }  # fmt: skip
+NO_PARTS = {"engine": None, "embedder": None, "reranker": None}
+READER = {"requests_waiting": 4321, "prompt_rate": 98765.4, "requests_finished": 7654321}
+TOTALS = {"phase": "generating", **dict.fromkeys(COUNTED, 1234)}
 
 
 def shown(models: list[dict[str, Any]], width: int = 80) -> str:
     live = [{"name": "cellama-0a1b@a-rather-long-name-of-a-machine", "pid": 4123456, "models": models}]
     console = Console(width=width, record=True)
-    console.print(_render({"live": live, "queues": {}, "waiting": {}, "eta_s": {}, "unserved": []}))
+    told = {"live": live, "queues": {}, "waiting": {}, "eta_s": {}, "unserved": [], "totals": TOTALS, "age_s": 1.234}
+    console.print(_render(told))
     return console.export_text()
 
 
 def test_status_shows_the_threads_in_use_and_none_of_a_model_that_is_loading() -> None:
-    ready = {"id": "reader", "default": True, "threads": 7, "engine": None}
-    loading = {"id": "writer", "default": False, "engine": None}
+    ready = {"id": "reader", "default": True, "threads": 7, **NO_PARTS}
+    loading = {"id": "writer", "default": False, **NO_PARTS}
     lines = [line.split() for line in shown([ready, loading]).splitlines() if line.strip()]
     assert lines[1][-1] == "threads"
     assert [line[-1] for line in lines if line[0] in ("reader", "writer")] == ["7", "-"]
 
 
 def test_status_is_whole_in_80_columns() -> None:
-    model = {"id": "a-model-with-a-long-id", "default": True, "threads": 128, "engine": ENGINE}
+    model = {"id": "a-model-with-a-long-id", "default": True, "threads": 128, **NO_PARTS, "engine": ENGINE}
     text = shown([model])
     assert "…" not in text
     assert max(map(len, text.splitlines())) <= 80
     for part in ("(default)", "256/256", "12345", "12346", "100 %", "1234567", "128", "machine pid 4123456"):
+        assert part in text
+
+
+def test_status_shows_what_a_model_reads_that_does_not_generate() -> None:
+    model = {"id": "reader", "default": True, "threads": 2, **NO_PARTS, "embedder": READER, "reranker": READER}
+    row = next(line.split() for line in shown([model]).splitlines() if line.split()[:1] == ["reader"])
+    assert row == ["reader", "(default)", "-", "8642", "197531", "-", "-", "15308642", "2"]
+
+
+def test_status_shows_the_totals_and_how_old_they_are() -> None:
+    text = " ".join(shown([]).split())
+    for part in ("all models, 1.2 s ago: generating", "1234 requests run", "1234 from RAM", "1234 saved, 1234 evicted"):
         assert part in text
 
 

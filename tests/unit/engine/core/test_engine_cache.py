@@ -14,6 +14,7 @@ from cellama.engine import Event, Finished, InvalidRequest, SamplingParams, Star
 from cellama.engine.core import forward
 from cellama.engine.fake import FakeBackend
 
+from ....conftest import wait_until
 from ...conftest import PATIENCE_S, Gate, MakeEngine, cold, request
 
 HEAD = "You are a helpful assistant. Answer in one sentence, and never lie about what you do not know for sure. "
@@ -123,7 +124,8 @@ def test_ram_keeps_the_last_turn_of_a_conversation_only(make_engine: MakeEngine)
     for turn in range(4):
         talk += engine.submit(request(talk, max_tokens=5)).result(PATIENCE_S).text + f" turn {turn} "
         engine.submit(request(f"{turn} somebody else " + HEAD, max_tokens=5)).result(PATIENCE_S)
-    assert engine.snapshot().ram_states == 1 + 3  # the talk, and who came in between, but for the last who has the slot
+    wait_until(lambda: engine.snapshot().ram_states == 1 + 4, "the talk, and those who came in between")
+    assert engine.snapshot().ram_saves == 4 + 4
 
 
 def test_ram_keeps_to_its_quota_and_forgets_the_least_used(make_engine: MakeEngine) -> None:
@@ -257,7 +259,7 @@ def test_completions_of_one_prompt_end_together(make_engine: MakeEngine) -> None
     backend.poison = ord("!")
     with pytest.raises(Exception, match="for this request alone"):
         engine.submit(request("!", n=3)).result(PATIENCE_S)
-    assert engine.snapshot().kv_used_tokens == engine.snapshot().queue_depth == 0
+    assert engine.snapshot().kv_used_tokens == engine.snapshot().requests_waiting == 0
     with pytest.raises(InvalidRequest, match="n is 3; generate and stream give one text"):
         engine.generate("x", n=3)
 

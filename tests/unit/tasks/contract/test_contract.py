@@ -20,7 +20,7 @@ from cellama.tasks.contract.payloads import ChatJob, EmbedJob, GenerateJob, Rera
 def test_payload_parameters_have_the_engines_names_and_defaults() -> None:
     engine = {n: f.default for c in (SamplingParams, Request) for n, f in c.__dataclass_fields__.items()}
     engine["timeout"] = engine.pop("timeout_s")
-    for internal in ("id", "sampling", "submitted_at", "prompt", "reply", "resume"):
+    for internal in ("id", "sampling", "submitted_at", "prompt", "reply", "resume", "mode"):
         del engine[internal]
     payload = {n: f.default for n, f in GenerateJob.model_fields.items() if n not in ("model", "prompt")}
     assert payload == engine
