@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import functools
 import os
-import re
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -26,13 +25,13 @@ from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource
 from . import limits
 from .model_ids import MODEL_ID, parse_models, with_ids
 from .redis_url import mask_url, parse_redis_url
+from .sizes import parse_budget
 
 PREFIX = "CELLAMA_"
 CONFIG_VARIABLE = "CELLAMA_CONFIG"  # names the file; default: cellama.toml in the working folder
 DEFAULT_FILE = "cellama.toml"
 Capability = Literal["generate", "chat", "embed", "rerank"]
 OnFull = Literal["refuse", "evict"]
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 DEFAULT_SLOTS = 8  # of a model that leaves n_parallel to us, and was never tuned
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
 
@@ -167,6 +166,12 @@ class Settings(BaseSettings):
     journal_max_events: int = Field(default=100_000, ge=1, description="events kept per job, about")
     result_ttl_s: int = Field(default=86400, ge=1, description="life of a result")
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(default="INFO", description="of every process")
+    telemetry_hook: str | None = Field(
+        default=None, pattern=r"^[\w.]+:\w+$", description="package.module:name, called in workers with each event"
+    )
+    telemetry_log: Literal["off", "requests", "steps"] = Field(
+        default="off", description="events as lines of JSON in the log: of requests, or of steps, too"
+    )
     data_dir: Path = Field(
         default_factory=lambda: _default_data_dir(),
         description="data of the embedded Redis, logs of `cellama up`; default: ~/.local/share/cellama",
@@ -198,12 +203,7 @@ class Settings(BaseSettings):
     @field_validator("memory_budget", mode="before")
     @classmethod
     def _parse_memory_budget(cls, value: Any) -> Any:
-        if value in ("auto", "unlimited"):
-            return value
-        size = parse_size(str(value))
-        if not size:
-            raise ValueError("it must be auto, unlimited, or a size such as 8GB, 8GiB or 8000000000")
-        return size
+        return parse_budget(value)
 
     @model_validator(mode="after")
     def _check_models(self) -> Settings:
@@ -228,15 +228,6 @@ class Settings(BaseSettings):
 
 def _default_data_dir() -> Path:
     return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "cellama"
-
-
-def parse_size(text: str) -> int | None:
-    """Bytes of `8GB` (8·10⁹), `8GiB` (8·2³⁰), `8G` (as GB) or plain digits; None for what is no size."""
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        return None
-    step = 1024 if match[3] else 1000
-    return int(float(match[1]) * step ** " kmgt".index(match[2].lower() or " "))
 
 
 @functools.cache

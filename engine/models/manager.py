@@ -24,6 +24,7 @@ from cellama.engine.options import EngineOptions
 from cellama.engine.system.core_sharing import Claim, CoreSharing
 from cellama.engine.system.low_priority import at_low_priority
 from cellama.engine.system.processors import available_cores
+from cellama.engine.system.threads import in_background
 
 from .hub import HubOptions
 from .memory_admission import Admission
@@ -109,19 +110,7 @@ class ModelManager:
 
     def load_in_background(self, model_id: str | None, source: str, **options: Any) -> Future[Model]:
         """`load`, with its options, in a thread of its own; the future gives the model, or raises what `load` does."""
-        future: Future[Model] = Future()
-        future.set_running_or_notify_cancel()
-
-        def run() -> None:
-            try:
-                loaded = self.load(model_id, source, **options)
-            except BaseException as error:
-                future.set_exception(error)
-            else:
-                future.set_result(loaded)
-
-        threading.Thread(target=run, name=f"cellama-load-{model_id or source}", daemon=True).start()
-        return future
+        return in_background(lambda: self.load(model_id, source, **options), f"cellama-load-{model_id or source}")
 
     def _reserve(self, model_id: str | None, source: str, capabilities: frozenset[Capability]) -> ModelEntry:
         with self._lock:

@@ -34,6 +34,7 @@ from .model_loading import Residency
 from .neighbours import Neighbours
 from .quarantine import Quarantine
 from .reaper import Reaper, Store
+from .telemetry import Relay
 from .wanted import WantedKeeper
 
 log = logging.getLogger(__name__)
@@ -56,8 +57,8 @@ class Runtime:
         threading.stack_size(STACK_BYTES)  # of the pool's threads, which tokenize and compile grammars
         gc.freeze()  # what is there now stays: collecting after an unload need not look at it while engines wait
         self.settings = settings
-        redis = connect(settings.redis_url, socket_timeout=SOCKET_TIMEOUT_S, health_check_interval=10)
-        self.redis = redis
+        self.telemetry = Relay(worker, settings.telemetry_hook, settings.telemetry_log)
+        self.redis = redis = connect(settings.redis_url, socket_timeout=SOCKET_TIMEOUT_S, health_check_interval=10)
         self.incarnation = f"{worker} {os.getpid()} {time.time():.3f}"
         self.ledger = self._ledger_on(redis)
         self._running: dict[str, tuple[str, JobControl]] = {}  # run id → job id
@@ -77,6 +78,7 @@ class Runtime:
                 self._load(model)
         except Exception:
             self.manager.close()
+            self.telemetry.close()
             self.publisher.close()
             self.watchdog.close()
             raise
@@ -114,6 +116,7 @@ class Runtime:
         self.watchdog.watch(*loaded.pulses)
         if loaded.capabilities & {"generate", "chat"}:
             loaded.engine.add_listener(self.publisher.listener(model.id))
+            self.telemetry.watch(loaded.engine)
 
     def _failures(self) -> dict[str, LoadFailure]:
         return {} if self.residency is None else self.residency.failures()
@@ -196,6 +199,7 @@ class Runtime:
             self._registration.close()
         self._reaper.close()
         self.manager.close()
+        self.telemetry.close()
         self.watchdog.close()
         if not self.publisher.close():
             log.error("the publisher did not end: Redis does not answer")

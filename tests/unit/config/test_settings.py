@@ -75,6 +75,8 @@ def test_settings_adapters_have_a_short_form_and_a_scale(settings_environment: S
         ({"look_ahead": "-1"}, "look_ahead is '-1': .*greater than or equal to 0"),
         ({"look_ahead": "many"}, "look_ahead is 'many': .*valid integer"),
         ({"log_level": "LOUD"}, "log_level is 'LOUD'"),
+        ({"telemetry_hook": "mine"}, "telemetry_hook is 'mine'"),
+        ({"telemetry_log": "all"}, "telemetry_log is 'all': .*'off', 'requests' or 'steps'"),
         ({"models": "tiny"}, "'tiny' is no ID=SOURCE, and no source; write for instance tiny=bundled://tiny"),
         ({"models": "a=x,a=y"}, "'a' stand"),
         ({"models": '[{"id":"a","source":"x","adapters":{"p":{"source":"y","scale":"much"}}}]'}, "scale is 'much'"),

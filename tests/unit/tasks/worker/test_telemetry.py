@@ -1,0 +1,153 @@
+"""Telemetry on its way to a hook and into the log: whatever a hook does, engines go on."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cellama.config.logging import json_lines
+from cellama.engine import Engine, EngineOptions, InvalidRequest, RequestStats, StepStats
+from cellama.engine.fake import FakeBackend
+from cellama.tasks.worker import telemetry
+from cellama.tasks.worker.telemetry import Hook, Logged, Relay, Stats, hook_of
+
+from ....conftest import wait_until
+
+HOOKS = """
+class Counter:
+    def __init__(self):
+        self.events = []
+    def __call__(self, stats):
+        self.events.append(stats)
+
+class Broken:
+    def __init__(self):
+        raise RuntimeError("no server there")
+
+def hook(stats):
+    pass
+
+number = 7
+"""
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    engine = Engine(FakeBackend(), EngineOptions(n_parallel=4, n_batch=64), name="mine")
+    yield engine
+    assert engine.close()
+
+
+@pytest.fixture
+def lines() -> Iterator[list[str]]:
+    """What the logger of JSON lines says."""
+    written: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: written.append(record.getMessage())  # type: ignore[method-assign]
+    logger = json_lines()
+    others, logger.handlers = logger.handlers, [handler]
+    yield written
+    logger.handlers = others
+
+
+def told_of(engine: Engine, hook: Hook | None, logged: Logged = "off", times: int = 1) -> Relay:
+    """The relay, after requests of an engine that it has watched, and its end."""
+    relay = Relay("w@host", hook, logged)
+    relay.watch(engine)
+    for _ in range(times):
+        assert engine.generate("hello", max_tokens=4)
+    assert engine.close()
+    relay.close()
+    return relay
+
+
+def test_hook_gets_typed_events_with_model_and_worker(engine: Engine) -> None:
+    events: list[Stats] = []
+    told_of(engine, events.append)
+    assert {(event.model, event.worker) for event in events} == {("mine", "w@host")}
+    steps = [event for event in events if isinstance(event, StepStats)]
+    (request,) = [event for event in events if isinstance(event, RequestStats)]
+    assert sum(step.prefill_tokens for step in steps) == 5
+    assert (request.generated_tokens, request.mode, request.seq_id) == (4, "generate", 0)
+    assert [event.at for event in events] == sorted(event.at for event in events)
+
+
+@pytest.mark.parametrize("error", [ValueError("a mistake"), SystemExit(3)])
+def test_hook_that_fails_is_told_of_once_and_costs_no_token(
+    engine: Engine, error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls: list[Stats] = []
+
+    def fail(stats: Stats) -> None:
+        calls.append(stats)
+        raise error
+
+    relay = told_of(engine, fail, times=3)
+    assert relay.num_failed == len(calls) > 3
+    assert [record.message for record in caplog.records if record.exc_info] == [
+        "the telemetry hook failed; it is called again, and told of at the end only"
+    ]
+    assert f"0 events were lost, and the hook failed for {len(calls)}" in caplog.text
+
+
+def test_hook_that_hangs_loses_events_and_costs_no_token(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(telemetry, "MOST_WAITING", 3)
+    monkeypatch.setattr(telemetry, "CLOSE_S", 0.01)
+    entered, end = threading.Event(), threading.Event()
+    relay = Relay("w@host", lambda stats: (entered.set(), end.wait())[0])
+    relay.watch(engine)
+    assert engine.generate("hello", max_tokens=4)
+    wait_until(entered.is_set, "a call of the hook")
+    assert engine.generate("hello", max_tokens=40)
+    relay.close()
+    end.set()
+    assert relay.num_dropped > 0
+    assert caplog.text.count("the telemetry hook is too slow") == 1
+    assert "events were lost" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("logged", "kinds"), [("off", set()), ("requests", {"request"}), ("steps", {"request", "step"})]
+)
+def test_lines_of_json_are_what_the_setting_says(
+    engine: Engine, lines: list[str], logged: Logged, kinds: set[str]
+) -> None:
+    told_of(engine, None, logged)
+    events = [json.loads(line) for line in lines]
+    assert {event["event"] for event in events} == kinds
+    assert all((event["model"], event["worker"]) == ("mine", "w@host") for event in events)
+    for event in events:
+        if event["event"] == "request":
+            assert event["mode"] == "generate"
+            assert (event["prompt_tokens"], event["prefix_cache_ratio"]) == (5, 0.0)
+
+
+def test_engines_are_left_alone_where_nobody_wants_their_telemetry(engine: Engine) -> None:
+    before = threading.active_count()
+    relay = Relay("w@host", None)
+    relay.watch(engine)
+    assert threading.active_count() == before
+    assert engine._core.telemetry.on_step == engine._core.telemetry.on_request == []
+    relay.close()
+
+
+def test_hook_is_a_function_or_an_object_of_a_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "hooks_of_a_test.py").write_text(HOOKS)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert hook_of("hooks_of_a_test:hook").__name__ == "hook"  # type: ignore[attr-defined]
+    assert hook_of("hooks_of_a_test:Counter").events == []  # type: ignore[attr-defined]
+    for path, reason in (
+        ("nowhere:hook", "ModuleNotFoundError: No module named 'nowhere'"),
+        ("hooks_of_a_test:nothing", "AttributeError"),
+        ("hooks_of_a_test:Broken", "RuntimeError: no server there"),
+        ("hooks_of_a_test:number", "can't be called"),
+    ):
+        with pytest.raises(InvalidRequest, match=f"telemetry_hook '{path}' can't be .*{reason}|{reason}"):
+            hook_of(path)
