@@ -45,10 +45,10 @@ from .events import (
     Usage,
 )
 from .logprobs import TokenLogprob
-from .memory.budget import Device, Footprint
+from .memory.budget import Device, Footprint, Vram
 from .models.hub import HubOptions
 from .models.manager import ModelManager
-from .models.memory_admission import devices
+from .models.memory_admission import devices, vram_info
 from .models.model import Model
 from .models.model_entry import ModelEntry
 from .models.tokenizer import Tokenizer
@@ -124,9 +124,11 @@ __all__ = [
     "UnknownAdapter",
     "UnknownModel",
     "Usage",
+    "Vram",
     "Watchdog",
     "WrongCapability",
     "devices",
     "sampling_of",
     "scores_of",
+    "vram_info",
 ]

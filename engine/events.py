@@ -14,6 +14,8 @@ from .logprobs import TokenLogprob
 from .request import Mode
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout"]
+# What was taken over of a prompt: all but its last token, which has to be computed; a part; nothing.
+CacheHitKind = Literal["exact", "partial", "cold"]
 Phase = Literal["idle", "prefilling", "generating", "stopped"]  # stopped: its thread died, it takes nothing
 
 
@@ -24,6 +26,13 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+
+    @property
+    def cache_hit_kind(self) -> CacheHitKind:
+        """How much of the prompt was taken over."""
+        if not self.cached_tokens:
+            return "cold"
+        return "exact" if self.cached_tokens >= self.prompt_tokens - 1 else "partial"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +69,7 @@ class Completion:
     reasoning: str | None = None  # what the model thought, if it did
     tool_calls: tuple[ToolCall, ...] = ()
     mode: Mode = "generate"  # how its caller gets the text
+    context_tokens: tuple[int, ...] | None = None  # of the prompt and `tokens`, if asked for; not of alternatives
     alternatives: tuple[Completion, ...] = ()  # with n > 1: the others, by index; `usage` counts all then
 
 

@@ -43,6 +43,7 @@ class Request:
     priority: int = DEFAULT_PRIORITY  # 0 is the most urgent, 9 the least
     stream: bool = True  # False: no Text events, only Started and Finished
     mode: Mode | None = None  # how its caller gets the text, which telemetry names; None = as `stream` says
+    return_tokens: bool = False  # the completion has its `context_tokens`
     cache_prompt: bool = True  # take over what is in the cache, and leave what was computed to others
     cache_scope: str = ""  # only requests of the same scope share prefixes
     adapters: tuple[tuple[str, float], ...] | None = None  # LoRA, name and scale; None = the model's own, () = none

@@ -104,9 +104,9 @@ def _worker_table(worker: MemoryView) -> Table:
             usage = model.get("memory", {}).get(device["name"])
             if usage:
                 table.add_row(f"  {model['id']}", "", "", *(readable(size) for size in _sizes(usage)))
-    if not any(device["kind"] != "cpu" for device in worker["devices"]):
-        table.caption, table.caption_justify = (
-            "no GPU: llama.cpp is built for the CPU, or finds no other device",
-            "left",
-        )
+    vram = worker.get("vram")
+    table.caption, table.caption_justify = "no GPU: llama.cpp is built for the CPU, or finds no other device", "left"
+    if vram is not None:
+        used, total = readable(vram["used_bytes"]), readable(vram["total_bytes"])
+        table.caption = f"of all GPUs together {used} of {total} are in use"
     return table

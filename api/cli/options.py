@@ -16,7 +16,7 @@ from rich.markup import escape
 
 from cellama.tasks.contract.payloads import ChatJob, GenerateJob
 
-_NOT_OPTIONS = {"model", "prompt", "messages", "stream", "n"}
+_NOT_OPTIONS = {"model", "prompt", "messages", "stream", "n", "system"}
 _FROM_FILE = {"grammar", "json_schema", "tools", "template_args"}
 _JSON = {"tools", "template_args"}
 _SINGULAR = {"adapters": "adapter"}  # options that are given once per entry

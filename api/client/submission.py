@@ -16,6 +16,7 @@ from cellama.tasks.contract.shapes.parameters import (
     RerankParams,
     TemplateParams,
     Texts,
+    TextsOrTokens,
     TokenizeParams,
 )
 from cellama.tasks.contract.shapes.results import (
@@ -67,13 +68,13 @@ class Submission:
     def embed(
         self,
         model: str,
-        texts: Texts,
+        texts: TextsOrTokens,
         *,
         wait: bool = False,
         idempotency_key: str | None = None,
         **params: Unpack[EmbedParams],
     ) -> Job[EmbedResult]:
-        """Submits texts to embed; raises as `generate`."""
+        """Submits texts, or token ids, to embed; raises as `generate`."""
         return self._submit(names.TASK_EMBED, model, texts, wait, idempotency_key, params)
 
     def rerank(
@@ -120,7 +121,7 @@ class Submission:
     def embed_many(
         self,
         model: str,
-        texts: Iterable[Texts],
+        texts: Iterable[TextsOrTokens],
         *,
         wait: bool = False,
         idempotency_keys: Sequence[str] | None = None,

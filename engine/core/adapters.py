@@ -53,6 +53,7 @@ class Adapters:
         self._entries: dict[str, _Entry] = {}
         self._users: Counter[Adapter] = Counter()
         self._default: AdapterSet = ()
+        self._unloaded: set[str] = set()  # names that were here; unloading them again is no mistake
         self._changed = threading.Condition()
 
     def load(self, name: str, source: str, path: Path, scale: float = 1.0) -> AdapterInfo:
@@ -73,6 +74,7 @@ class Adapters:
             raise
         with self._changed:
             entry.adapter, entry.status, entry.size_bytes = adapter, "ready", path.stat().st_size
+            self._unloaded.discard(name)
             self._renew_default()
             return self._info(name, entry)
 
@@ -83,10 +85,11 @@ class Adapters:
             if name in self._entries:
                 raise IdTaken(f"there is an adapter {name!r} already; choose another name, or unload it first")
 
-    def require(self, name: str) -> Adapter:
-        """The adapter of that name. Raises UnknownAdapter."""
+    def check_unload(self, name: str) -> None:
+        """Raises UnknownAdapter as `unload` would now."""
         with self._changed:
-            return self._ready(name)
+            if name not in self._unloaded or name in self._entries:
+                self._ready(name)
 
     def set_scale(self, name: str, scale: float) -> None:
         """Requests that do not choose have the adapter with this scale from now on; 0 = they don't have it.
@@ -102,9 +105,12 @@ class Adapters:
     def unload(self, name: str, timeout_s: float = UNLOAD_TIMEOUT_S) -> None:
         """Gives an adapter to no more requests, waits until the last one that has it has ended, then frees it.
 
-        Raises UnknownAdapter, and AdapterBusy if it is still in use after `timeout_s`: it serves again, then.
+        One that was unloaded before is left alone. Raises UnknownAdapter for one that never was here, and AdapterBusy
+        if it is still in use after `timeout_s`: it serves again, then.
         """
         with self._changed:
+            if name in self._unloaded and name not in self._entries:
+                return
             adapter, entry = self._ready(name), self._entries[name]
             entry.status = "unloading"
             self._renew_default()
@@ -116,6 +122,7 @@ class Adapters:
                     "it stays loaded and serves again: cancel what runs, or allow more time"
                 )
             del self._entries[name], self._users[adapter]
+            self._unloaded.add(name)
         self._store.free_adapter(adapter.handle)
 
     def infos(self) -> list[AdapterInfo]:

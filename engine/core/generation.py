@@ -39,13 +39,17 @@ class Generating(ABC):
 
         Raises TimeoutError when it takes longer than `timeout_s`; the slot is free then.
         """
-        return _text_of(self._submit(prompt, timeout_s, stream=False, **params).result(), timeout_s)
+        return self.complete(prompt, timeout_s=timeout_s, **params).text
+
+    def complete(self, prompt: Prompt, *, timeout_s: float = GENERATE_TIMEOUT_S, **params: Any) -> Completion:
+        """As `generate`, with all that is known of the text."""
+        return _in_time(self._submit(prompt, timeout_s, stream=False, **params).result(), timeout_s)
 
     async def agenerate(self, prompt: Prompt, *, timeout_s: float = GENERATE_TIMEOUT_S, **params: Any) -> str:
         """`generate` for asyncio. Cancelling the task frees the slot."""
         handle = self._submit(prompt, timeout_s, stream=False, **params)
         try:
-            return _text_of(await asyncio.wrap_future(handle.future), timeout_s)
+            return _in_time(await asyncio.wrap_future(handle.future), timeout_s).text
         finally:
             handle.cancel()
 
@@ -122,10 +126,10 @@ class Generating(ABC):
         return self.submit(request, on_event)
 
 
-def _text_of(completion: Completion, timeout_s: float) -> str:
+def _in_time(completion: Completion, timeout_s: float) -> Completion:
     if completion.finish_reason == "timeout":
         raise TimeoutError(f"the generation took longer than {timeout_s} s; raise timeout_s or lower max_tokens")
-    return completion.text
+    return completion
 
 
 def _too_slow(timeout_s: float) -> TimeoutError:

@@ -33,6 +33,24 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True)
+class Vram:
+    """The memory of all devices but the CPU together; what others use is among `used_bytes`."""
+
+    total_bytes: int
+    free_bytes: int
+    used_bytes: int
+
+
+def vram_of(devices: Iterable[Device]) -> Vram | None:
+    """The sum of these devices' own memory; None, and no made-up number, if none of them has any."""
+    own = [device for device in devices if device.kind != "cpu"]
+    if not own:
+        return None
+    total, free = sum(device.total_bytes for device in own), sum(device.free_bytes for device in own)
+    return Vram(total, free, total - free)
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
     """Bytes that a model takes on one device. `mapped_bytes` of the weights lie in the page cache.
 

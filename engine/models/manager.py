@@ -26,6 +26,7 @@ from cellama.engine.system.low_priority import at_low_priority
 from cellama.engine.system.processors import available_cores
 from cellama.engine.system.threads import in_background
 
+from .calls import CallsById
 from .hub import HubOptions
 from .memory_admission import Admission
 from .model import DEFAULT_MODEL, Model
@@ -39,7 +40,7 @@ UNLOAD_TIMEOUT_S = 30.0
 EVICT_TIMEOUT_S = 10.0  # for an idle model that comes into use just then
 
 
-class ModelManager:
+class ModelManager(CallsById):
     """Holds models by id and routes to them. Safe from any thread; one per process, because memory is one."""
 
     _open: ModelManager | None = None
@@ -201,9 +202,7 @@ class ModelManager:
         return [model.id for model in sorted(idle, key=lambda model: model.last_used)]
 
     def _num_saved(self, model_id: str) -> int:
-        with self._lock:
-            entry = self._entries.get(model_id)
-            model = None if entry is None else entry.model
+        model = self.models().get(model_id)
         return 0 if model is None else model.num_saved_bytes
 
     def _evict(self, model_id: str) -> None:
@@ -212,7 +211,7 @@ class ModelManager:
     def get(self, model_id: str) -> Model:
         """The model of that id, or the default one for ":default". Raises UnknownModel.
 
-        It may be unloaded meanwhile, and then raises EngineStopped: see `hold`.
+        It may be unloaded meanwhile, and then every use of it raises EngineStopped: `hold` it for longer uses.
         """
         with self._lock:
             model = self._ready(model_id).model

@@ -19,8 +19,10 @@ from cellama.engine.memory.budget import (
     MemoryBudget,
     OnFull,
     Shortage,
+    Vram,
     choose_victims,
     readable,
+    vram_of,
 )
 from cellama.engine.options import EngineOptions
 from cellama.engine.system.low_priority import at_low_priority
@@ -97,12 +99,13 @@ class Admission:
 
     def report(self) -> dict[str, Any]:
         """The budget, what it does when it is full, and the devices: for people and registries."""
-        from cellama.engine.llama import devices
-
+        found = devices()
+        vram = vram_of(found)
         return {
             "budget": self._budget.limit,
             "on_full": self.on_full,
-            "devices": [asdict(device) for device in devices()],
+            "devices": [asdict(device) for device in found],
+            "vram": None if vram is None else asdict(vram),
         }
 
     def _make_room(self, model_id: str, footprint: Footprint, stubborn: set[str]) -> bool:
@@ -162,3 +165,8 @@ def devices() -> list[Device]:
     from cellama.engine.llama import devices
 
     return devices()
+
+
+def vram_info() -> Vram | None:
+    """Total, free and used bytes of all GPUs together; None without one, or if llama.cpp is built for the CPU only."""
+    return vram_of(devices())

@@ -22,9 +22,9 @@ from cellama.engine.system.low_priority import at_low_priority
 from cellama.engine.system.watchdog import Pulse
 from cellama.engine.text.chat_template import Message
 
+from .calls import ModelCalls
 from .hub import HubOptions
 from .sources import resolve
-from .tokenizer import Texts
 
 if TYPE_CHECKING:
     from cellama.engine.llama.backends import Backends
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 DEFAULT_MODEL = ":default"
 
 
-class Model(Texts):
+class Model(ModelCalls):
     """A loaded model: its weights, once, and an engine, an embedder, a reranker where its capabilities ask for them."""
 
     def __init__(

@@ -57,11 +57,19 @@ class Texts:
         """Token ids of a text; `parse_special` turns the text of special tokens into them."""
         return self._weights.tokenize(text, add_special=add_special, parse_special=parse_special)
 
-    def detokenize(self, tokens: Iterable[int]) -> str:
-        """The text of tokens; control tokens have none. Raises InvalidRequest."""
+    def tokens_of(self, texts: Iterable[str | Sequence[int]]) -> list[list[int]]:
+        """Token ids of texts; those of whoever gives ids are taken as they are. Raises InvalidRequest."""
+        return [self.tokenize(text) if isinstance(text, str) else self._known(text) for text in texts]
+
+    def _known(self, tokens: Iterable[int]) -> list[int]:
         ids, n_vocab = list(tokens), self._weights.info.n_vocab
         if not all(0 <= token < n_vocab for token in ids):
             raise InvalidRequest(f"there are token ids outside 0..{n_vocab - 1}")
+        return ids
+
+    def detokenize(self, tokens: Iterable[int]) -> str:
+        """The text of tokens; control tokens have none. Raises InvalidRequest."""
+        ids = self._known(tokens)
         with self._weights.lifetime:
             return b"".join(self._weights.token_bytes(token) for token in ids).decode(errors="replace")
 
@@ -87,7 +95,7 @@ class Texts:
 
     def prepare_chat(self, messages: Sequence[Message], options: ChatOptions) -> ChatPrompt:
         """A conversation's prompt, and how the reply to it is read. Raises TemplateFailed, InvalidRequest."""
-        prompt = self._render(messages, **options.variables)
+        prompt = self._render(options.all_of(messages), **options.variables)
         reply = reply_format_of(self._name, self.template, prompt, options, self._ids_of_markup)
         grammar = grammar_of_choice(self._name, reply, options, schema_to_gbnf)
         return ChatPrompt(prompt.text, self._tokens_of_prompt(prompt), reply, grammar)

@@ -133,6 +133,7 @@ class Sequence:
             tool_calls=self.tool_calls,
             logprobs=None if self.request.sampling.logprobs is None else tuple(self.logprobs),
             mode=self.request.called_mode,
+            context_tokens=tuple(self.tokens) if self.request.return_tokens and self.index == 0 else None,
         )
 
     def note_prefix_wait(self, is_held: bool, now: float) -> None:

@@ -83,6 +83,15 @@ class ChatOptions:
     enable_thinking: bool | None = None  # None: as the template does it
     thinking_budget: int | None = None  # tokens
     template_args: Mapping[str, Any] = field(default_factory=dict)
+    system: str | None = None  # a system message before all others
+
+    def all_of(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """The messages, behind that of the system. Raises InvalidRequest if they begin with one already."""
+        if self.system is None:
+            return messages
+        if messages and messages[0].get("role") == "system":
+            raise InvalidRequest("system is given, and the messages begin with a system's, too; leave one out")
+        return [{"role": "system", "content": self.system}, *messages]
 
     @property
     def offered(self) -> Sequence[Mapping[str, Any]]:

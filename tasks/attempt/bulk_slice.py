@@ -15,13 +15,13 @@ from cellama.engine import EmbeddingCancelled, EmbeddingHandle, EngineError, Han
 from cellama.tasks.contract import events
 from cellama.tasks.contract.chunks import ChunkJob, job_of_line
 from cellama.tasks.contract.errors import InvalidJob, JobFailed
-from cellama.tasks.contract.payloads import EmbedJob
+from cellama.tasks.contract.payloads import ChatJob, EmbedJob
 from cellama.tasks.publishing.publisher import LINE_MARK
 from cellama.tasks.publishing.results import error_of, failure_of, resume_of
 from cellama.tasks.state.foundation import Foundation
 from cellama.tasks.state.history import Past
 
-from .engine_request import Asked, has_seed, request_of
+from .engine_request import Asked, has_seed, request_of, signer_of
 from .vectors import submit_texts, vectors_of, wait_for
 
 if TYPE_CHECKING:
@@ -120,6 +120,8 @@ class ChunkRun:
             priority=job.priority,
             resume=resume_of(self._past, job.n, place),
         )
+        if isinstance(job, ChatJob):
+            self._runtime.publisher.sign_with(asked.id, signer_of(job, self._runtime.signer))
         self._keep(self._model.engine.submit(request_of(self._model, job, asked, self._runtime.signer)))
 
     def _keep(self, handle: Handle | EmbeddingHandle) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cellama.engine import (
@@ -59,6 +59,7 @@ def request_of(model: Model, job: GenerateJob | ChatJob, asked: Asked, signer: S
         cache_scope=job.cache_scope,
         stop=job.stop,
         ignore_eos=job.ignore_eos,
+        return_tokens=job.return_tokens,
         timeout_s=job.timeout,
         priority=asked.priority,
         submitted_at=asked.submitted_at,
@@ -86,16 +87,25 @@ def _prompt_of(model: Model, job: GenerateJob | ChatJob, signer: Signer) -> _Pro
         model.require("generate")
         return _Prompt(model.tokenize(job.prompt) if isinstance(job.prompt, str) else job.prompt)
     model.require("chat")
-    _check_signatures(job, signer)
-    return model.prepare_chat(*conversation_of(job, job.thinking_budget))
+    messages, options = conversation_of(job, job.thinking_budget)
+    _check_signatures(options.all_of(messages), signer)
+    return model.prepare_chat(messages, options)
 
 
-def _check_signatures(job: ChatJob, signer: Signer) -> None:
-    for place, message in enumerate(job.messages):
-        if message.signature and not signer.verifies(message.reasoning or "", message.signature):
+def signer_of(job: ChatJob, signer: Signer) -> Signer:
+    """Signs what a model thinks in a chat."""
+    messages, options = conversation_of(job)
+    return signer.after(options.all_of(messages))
+
+
+def _check_signatures(messages: Sequence[Message], signer: Signer) -> None:
+    """Raises InvalidJob for a thought that is not as it was signed, after other messages than these."""
+    for place, message in enumerate(messages):
+        signature = message.get("signature")
+        if signature and not signer.after(messages[:place]).verifies(message.get("reasoning") or "", signature):
             raise InvalidJob(
-                f"messages.{place}: the signature is not that of its reasoning; "
-                "send both as they came, or leave the signature out"
+                f"messages.{place}: the signature is not that of its reasoning after the messages before it; send all "
+                "of them as they came, or leave the signature out"
             )
 
 
@@ -105,4 +115,5 @@ def conversation_of(
     """What a model's template gets."""
     messages: list[Message] = [message.model_dump(exclude_none=True) for message in job.messages]
     tools = [tool.model_dump(exclude_none=True) for tool in job.tools]
-    return messages, ChatOptions(tools, job.tool_choice, job.enable_thinking, thinking_budget, job.template_args)
+    how = (job.tool_choice, job.enable_thinking, thinking_budget, job.template_args, job.system)
+    return messages, ChatOptions(tools, *how)

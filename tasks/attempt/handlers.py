@@ -42,7 +42,7 @@ from cellama.tasks.publishing.results import result_of, resume_of
 
 from .attempt import GIVEN_UP, JobAttempt
 from .bulk_slice import ChunkRun, adapters_of_lines
-from .engine_request import Asked, conversation_of, has_seed, request_of
+from .engine_request import Asked, conversation_of, has_seed, request_of, signer_of
 from .vectors import embed, rerank, wait_for
 
 if TYPE_CHECKING:
@@ -62,7 +62,9 @@ class JobRun(JobAttempt):
 
     def chat(self, job: ChatJob) -> Result:
         model = self.model(job.model)
-        return with_messages(result_of(self._complete(model, job), model.id, self.runtime.signer))
+        signer = signer_of(job, self.runtime.signer)
+        self.runtime.publisher.sign_with(self.attempt.run_id, signer)
+        return with_messages(result_of(self._complete(model, job), model.id, signer))
 
     def embed(self, job: EmbedJob) -> Result:
         return self._end_with(embed(self.model(job.model), job, self._wait_for))

@@ -32,7 +32,7 @@ def submit_texts(model: Model, job: EmbedJob) -> EmbeddingHandle:
     """Hands a job's texts to the embedder. Raises EngineError."""
     model.require("embed")
     embedder = model.embedder
-    tokens = [model.tokenize(text) for text in job.texts]
+    tokens = model.tokens_of(job.texts)
     num_tokens = sum(min(len(text), embedder.max_tokens) for text in tokens)
     _check_size(num_tokens if embedder.per_token else len(tokens), job.dimensions or embedder.n_embd)
     return embedder.submit(tokens, normalize=job.normalize, dimensions=job.dimensions, truncate=job.truncate)

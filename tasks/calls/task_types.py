@@ -22,6 +22,7 @@ from cellama.tasks.contract.shapes.parameters import (
     RerankParams,
     TemplateParams,
     Texts,
+    TextsOrTokens,
     TokenizeParams,
 )
 from cellama.tasks.contract.shapes.results import (
@@ -141,7 +142,7 @@ class EmbedCall(EmbedParams, total=False):
     """A call of `embed`, by name."""
 
     model: str
-    texts: Texts
+    texts: TextsOrTokens
 
 
 class RerankCall(RerankParams, total=False):
@@ -186,9 +187,9 @@ class ChatTask(_Task[ChatCall | ChatParams, ChatResult], Protocol):
 
 
 class EmbedTask(_Task[EmbedCall | EmbedParams, EmbedResult], Protocol):
-    """One vector per text, of unit length unless `normalize=False`."""
+    """One vector per text (a text, or token ids), of unit length unless `normalize=False`."""
 
-    def delay(self, model: str, texts: Texts, **params: Unpack[EmbedParams]) -> QueuedJob[EmbedResult]: ...
+    def delay(self, model: str, texts: TextsOrTokens, **params: Unpack[EmbedParams]) -> QueuedJob[EmbedResult]: ...
 
 
 class RerankTask(_Task[RerankCall | RerankParams, RerankResult], Protocol):

@@ -68,6 +68,11 @@ def _to_tuple(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
 
+def to_inputs(value: Any) -> Any:
+    """A list of token ids is one text."""
+    return _to_texts((value,) if isinstance(value, list) and value and isinstance(value[0], int) else value)
+
+
 def _to_texts(value: Any) -> Any:
     value = _to_tuple(value)
     if isinstance(value, list | tuple) and not 1 <= len(value) <= limits.MAX_TEXTS:

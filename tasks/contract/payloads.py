@@ -38,6 +38,7 @@ from .fields import (
     check_model_id,
     no_more_than,
     to_choice,
+    to_inputs,
     to_json,
 )
 from .json_values import check_escapes, shorten
@@ -115,6 +116,9 @@ class _GenerationJob(_Job):
     adapters: Adapters = Field(
         default=None, description="LoRA adapters, NAME or NAME=SCALE, instead of the model's own; NAME=0 for none"
     )
+    return_tokens: StrictBool = Field(
+        default=False, description="the result has `tokens` and, with those of the prompt before them, `context_tokens`"
+    )
     ignore_eos: StrictBool = Field(default=False, description="go on where the model would end")
     stream: StrictBool = Field(default=True, description="publish the text token by token")
 
@@ -142,11 +146,11 @@ def _prompt_kind(value: Any) -> str:
 TokenId = Annotated[StrictInt, Field(ge=0, le=limits.MAX_COUNT)]
 TokenList = Annotated[list[TokenId], Field(fail_fast=True), no_more_than(limits.MAX_PROMPT_TOKENS, "tokens")]
 TokenIds = Annotated[TokenList, Field(min_length=1)]
-Prompt = Annotated[
-    Annotated[FilledText, Tag(_TEXT)] | Annotated[TokenIds, Tag(_TOKENS)],
-    Discriminator(_prompt_kind),
-    BeforeValidator(_text_of_result),
+TextOrTokens = Annotated[
+    Annotated[FilledText, Tag(_TEXT)] | Annotated[TokenIds, Tag(_TOKENS)], Discriminator(_prompt_kind)
 ]
+Prompt = Annotated[TextOrTokens, BeforeValidator(_text_of_result)]
+Inputs = Annotated[tuple[TextOrTokens, ...], Field(fail_fast=True), BeforeValidator(to_inputs)]
 
 
 class GenerateJob(_GenerationJob):
@@ -159,6 +163,7 @@ class _Conversation(_Job):
     messages: Annotated[
         tuple[Message, ...], Field(fail_fast=True), Field(min_length=1), no_more_than(limits.MAX_MESSAGES, "messages")
     ]
+    system: Text | None = Field(default=None, description="a system message before all others")
     tools: Annotated[tuple[Tool, ...], AfterValidator(check_names), no_more_than(limits.MAX_TOOLS, "tools")] = Field(
         default=(), description="what the model may call: JSON list of tools in the OpenAI form"
     )
@@ -170,6 +175,12 @@ class _Conversation(_Job):
         default_factory=dict, description="variables of the model's chat template, as JSON"
     )
 
+    @model_validator(mode="after")
+    def _check_system(self) -> _Conversation:
+        if self.system is not None and self.messages[0].role == "system":
+            raise ValueError("system is given, and messages begin with a system's message, too; leave one out")
+        return self
+
 
 class ChatJob(_Conversation, _GenerationJob):
     """The assistant's next turn. `template_args` are variables of the model's chat template."""
@@ -178,9 +189,9 @@ class ChatJob(_Conversation, _GenerationJob):
 
 
 class EmbedJob(_Job):
-    """One vector per text."""
+    """One vector per text: text, or token ids."""
 
-    texts: Texts
+    texts: Inputs
     normalize: StrictBool = Field(default=True, description="vectors of unit length")
     dimensions: Count | None = Field(default=None, ge=1, description="numbers kept of each vector; default: all")
     truncate: StrictBool = Field(default=False, description="cut texts that are too long instead of refusing them")

@@ -13,6 +13,8 @@ from cellama.tasks.contract.shapes.results import Result
 from cellama.tasks.state.history import outputs_of_line
 from cellama.tasks.state.records import Attempt, CeleryEnd, Entry
 
+from .signing import Signer
+
 STRIDE = 8  # tokens per event of a job that does not stream
 
 
@@ -45,6 +47,7 @@ class RunEvents:
     on_line: Callable[[int], None] = lambda line: None
     closed: bool = False  # no more events are taken
     details: Foundation = field(default_factory=lambda: Foundation())  # more for its `started`
+    signers: dict[str, Signer] = field(default_factory=dict)  # of its request, or of a chunk's lines
     failure: JobFailed | None = None  # that ended it here, whatever the engine goes on to tell
     ended: Future[bool] = field(default_factory=Future)
     _last_result: Result | None = None  # that Celery has with the last event

@@ -38,8 +38,6 @@ log = logging.getLogger(__name__)
 RETRY_S = 0.5
 CLOSING_ATTEMPTS = 4
 LINE_MARK = "\x1f"  # in the id of a request: between the run of a chunk and the number of its line
-
-
 Told = list[tuple[str, Order, Result | None]]  # run id, event without its seq, result with a terminal event
 
 
@@ -100,23 +98,24 @@ class Publisher:
 
     def watch_lines(self, run_id: str, on_line: Callable[[int], None]) -> None:
         """Calls `on_line`, on this thread, with each line of a chunk whose end is in Redis."""
-
-        def register() -> Told:
-            if run_id in self._runs:
-                self._runs[run_id].on_line = on_line
-            return []
-
-        self._inbox.put(register)
+        self._change(run_id, lambda run: setattr(run, "on_line", on_line))
 
     def describe(self, run_id: str, details: Foundation) -> None:
         """Adds these to what the `started` event of a run will say."""
+        self._change(run_id, lambda run: setattr(run, "details", details))
 
-        def note() -> Told:
+    def sign_with(self, request_id: str, signer: Signer) -> None:
+        """Lets this one sign what is thought for a request, if it is told before the engine is given that."""
+        run_id, _, line = request_id.partition(LINE_MARK)
+        self._change(run_id, lambda run: run.signers.__setitem__(line, signer))
+
+    def _change(self, run_id: str, change: Callable[[RunEvents], None]) -> None:
+        def make() -> Told:
             if run_id in self._runs:
-                self._runs[run_id].details = details
+                change(self._runs[run_id])
             return []
 
-        self._inbox.put(note)
+        self._inbox.put(make)
 
     def publish(self, run_id: str, event: Event, result: Result | None = None) -> None:
         """Publishes an event that no engine tells."""
@@ -164,11 +163,13 @@ class Publisher:
         from .results import event_of, line_event_of, result_of_end
 
         run_id, mark, line = event.request_id.partition(LINE_MARK)
+        run = self._runs.get(run_id)
+        signer = self._signer if run is None else run.signers.get(line, self._signer)
         try:
             if not mark:
-                own = event_of(event, model_id, self._worker, self._signer)
-                return [(run_id, own, result_of_end(event, model_id, self._signer))]
-            of_line = line_event_of(event, int(line), model_id, self._signer)
+                own = event_of(event, model_id, self._worker, signer)
+                return [(run_id, own, result_of_end(event, model_id, signer))]
+            of_line = line_event_of(event, int(line), model_id, signer)
             return [] if of_line is None else [(run_id, of_line, None)]
         except Exception as error:
             failure = _unforeseen(run_id, error)

@@ -63,19 +63,23 @@ def result_of(completion: Completion, model_id: str, signer: Signer) -> Generate
 
     What only chats have stands beside the text until `with_messages` puts it into the message.
     """
+    with_tokens = completion.context_tokens is not None
     told: Any = {
-        **_choice(completion, signer),
+        **_choice(completion, signer, with_tokens),
         "usage": _usage(completion),
         "timings": _timings(completion),
         "model": model_id,
         "seq_id": completion.slot,
         "seed": completion.seed,
         "mode": completion.mode,
+        "cache_hit_kind": completion.usage.cache_hit_kind,
     }
+    if completion.context_tokens is not None:
+        told["context_tokens"] = list(completion.context_tokens)
     result = cast(GenerateResult, told)
     if completion.alternatives:
         result["choices"] = [
-            cast(Choice, {"index": choice.index, **_choice(choice, signer)})
+            cast(Choice, {"index": choice.index, **_choice(choice, signer, with_tokens)})
             for choice in (completion, *completion.alternatives)
         ]
     return result
@@ -89,12 +93,14 @@ def result_of_end(event: EngineEvent, model_id: str, signer: Signer) -> Generate
     return result_of(completion, model_id, signer)
 
 
-def _choice(completion: Completion, signer: Signer) -> dict[str, Any]:
+def _choice(completion: Completion, signer: Signer, with_tokens: bool) -> dict[str, Any]:
     choice: dict[str, Any] = {
         "text": completion.text,
         "finish_reason": completion.finish_reason,
         "stop_sequence": completion.stop_sequence,
     }
+    if with_tokens:
+        choice["tokens"] = list(completion.tokens)
     if completion.reasoning is not None:
         choice["reasoning"], choice["signature"] = completion.reasoning, signer.sign(completion.reasoning)
     if completion.tool_calls:

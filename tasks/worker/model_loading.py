@@ -222,7 +222,7 @@ class Residency:
     def unload_adapter(self, model_id: str, name: str, timeout_s: float) -> None:
         """Begins to drain an adapter, which goes with the last job that has it. Raises UnknownModel, UnknownAdapter."""
         model = self._manager.get(model_id)
-        model.engine.adapters.require(name)
+        model.engine.adapters.check_unload(name)
         self._begin(failure_key(model_id, name), lambda: model.unload_adapter(name, timeout_s))
 
     def _begin(self, key: str, action: Callable[[], object]) -> None:

@@ -13,7 +13,9 @@ from pydantic import TypeAdapter
 
 from cellama.bench.models.synthetic import Shape, write_model
 from cellama.engine import (
+    ChatOptions,
     Engine,
+    EngineError,
     EngineOptions,
     EngineStopped,
     IdTaken,
@@ -114,6 +116,44 @@ def test_unload_waits_for_who_holds_the_model_before_the_first_request(manager: 
     assert not manager.is_leaving(":default")
 
 
+def test_manager_serves_by_id_in_one_call_and_holds_the_model_meanwhile(manager: ModelManager) -> None:
+    manager.load("m", TINY, options=OPTIONS)
+    greedy = {"temperature": 0}
+    assert manager.generate(":default", "Once upon a time", max_tokens=4, **greedy) == ", there was a"
+    assert "".join(manager.stream("m", "Once upon a time", max_tokens=4, **greedy)) == ", there was a"
+    question: list[Message] = [{"role": "user", "content": "What is the capital of France?"}]
+    reply = manager.chat("m", question, enable_thinking=True, **greedy)
+    assert (reply.text, bool(reply.reasoning)) == ("The capital of France is Paris.", True)
+    assert manager.get("m").chat(question, **greedy).text == reply.text
+    ids = manager.get("m").tokenize("a fox")
+    one, two, three = [*manager.embed("m", "a fox"), *manager.embed("m", ids), manager.embed("m", ["a bee", ids])[1]]
+    assert one.tolist() == two.tolist() == pytest.approx(three.tolist(), abs=1e-3)
+    chunks = manager.stream("m", "Once upon a time", max_tokens=500, ignore_eos=True)
+    assert next(chunks)
+    with pytest.raises(ModelBusy):
+        manager.unload("m", timeout_s=0.05)
+    del chunks  # leaving the loop ends the request, and lets the model go
+    manager.unload("m")
+    for use in (lambda: manager.stream("m", "Once"), lambda: manager.generate("m", "Once")):
+        with pytest.raises(UnknownModel, match="no model 'm' is loaded here"):
+            use()
+
+
+def test_one_call_of_a_model_says_what_is_wrong(manager: ModelManager) -> None:
+    model = manager.load("m", TINY, options=OPTIONS, capabilities=["chat"])
+    hello: list[Message] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    for use, message in (
+        (lambda: model.embed("a fox"), "is loaded for chat, not for embed"),
+        (lambda: model.chat(hello, max_tokns=3), "unknown parameter 'max_tokns'"),
+        (lambda: model.chat(hello, system="Be kind."), "the messages begin with a system's, too"),
+        (lambda: model.chat(hello, tool_choice="required"), "there are no tools"),
+    ):
+        with pytest.raises(EngineError, match=message):
+            use()
+    told = model.tokenize_chat(hello)
+    assert model.prepare_chat(hello[1:], ChatOptions(system="Be brief.")).tokens == told
+
+
 def test_default_moves_as_soon_as_its_model_begins_to_go_and_back_if_that_stays(manager: ModelManager) -> None:
     for model_id in ("a", "b"):
         manager.load(model_id, TINY, options=OPTIONS)
@@ -149,6 +189,9 @@ def test_model_that_is_gone_refuses_every_use_and_never_reads_what_was_freed(man
         lambda: model.detokenize(tokens),
         lambda: model.tokenize_chat(messages),
         lambda: model.engine.generate("Once upon a time"),
+        lambda: model.generate("Once upon a time"),
+        lambda: model.chat(messages),
+        lambda: model.embed("Once"),
         lambda: model.engine.vocabulary.tokenize("Once"),
     ]
     for action in actions:

@@ -23,6 +23,7 @@ from cellama.engine import (
     ModelManager,
     Request,
     devices,
+    vram_info,
 )
 from cellama.engine.llama import LlamaModel, plan_load
 from cellama.engine.llama.files import gguf_file
@@ -242,6 +243,8 @@ def test_devices_are_told_as_they_are() -> None:
     cpu = devices()[0]
     assert (cpu.name, cpu.kind) == ("CPU", "cpu")
     assert 0 < cpu.free_bytes < cpu.total_bytes <= psutil.virtual_memory().total
+    found = vram_info()
+    assert (found is None) == (len(devices()) == 1)  # of a build for the CPU: no made-up number
 
 
 def test_layers_on_a_gpu_take_their_weights_cells_and_buffers_there() -> None:

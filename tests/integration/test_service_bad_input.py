@@ -54,6 +54,8 @@ CALLS: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
     (chat, ("tiny", HELLO), {"thinking_budget": -1}, "thinking_budget is -1"),
     (embed, ("tiny", []), {}, "texts is"),
     (embed, ("tiny", ["a", ""]), {}, r"texts\.1 is '': it is empty"),
+    (embed, ("tiny", [[1], []]), {}, r"texts\.1 is \[\]"),
+    (embed, ("tiny", [[1, "a"]]), {}, r"texts\.0\.1 is 'a'"),
 ]
 
 
@@ -128,7 +130,7 @@ def test_bad_call_is_refused_before_it_is_queued(
             ["tiny", [{"role": "assistant", "content": "a", "reasoning": "b", "signature": "forged"}]],
             {},
             "invalid_request",
-            r"messages\.0: the signature is not that of its reasoning",
+            r"messages\.0: the signature is not that of its reasoning after",
         ),
     ],
 )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +10,8 @@ import pytest
 from cellama.api import Client
 from cellama.bench.tiny_model.corpus import WEATHER_TOOL
 from cellama.tasks import apply_chat_template, chat
+from cellama.tasks.contract.errors import InvalidJob, JobFailed
+from cellama.tasks.publishing.signing import Signer
 
 from ..conftest import PATIENCE_S
 from .conftest import GREEDY
@@ -32,7 +32,7 @@ def told(events: list[dict[str, Any]], kind: str) -> str:
 def test_thinking_turn_says_the_same_streamed_and_not(events_of: EventsOf, stream: bool) -> None:
     job = chat.delay("tiny", FRANCE, enable_thinking=True, stream=stream, **GREEDY)
     result, events = job.get(timeout=PATIENCE_S), events_of(job.id)
-    signature = hmac.new(b"a secret", THOUGHT.encode(), hashlib.sha256).hexdigest()
+    signature = Signer("a secret").after(FRANCE).sign(THOUGHT)
     message = {"role": "assistant", "content": ANSWER, "reasoning": THOUGHT, "signature": signature}
     assert result["message"] == message
     assert result["text"] == told(events, "token") == ANSWER
@@ -62,8 +62,21 @@ def test_signed_reasoning_can_be_sent_back_and_a_changed_one_cannot(client: Clie
     message = client.chat("tiny", FRANCE, enable_thinking=True, **GREEDY).result(PATIENCE_S)["message"]
     turns = [*FRANCE, message, {"role": "user", "content": "What does a cat say?"}]
     assert "meow" in client.chat("tiny", turns, **GREEDY).result(PATIENCE_S)["text"]
-    with pytest.raises(Exception, match="not that of its reasoning"):
-        client.chat("tiny", [*FRANCE, {**message, "reasoning": "Nothing."}], **GREEDY).result(PATIENCE_S)
+    changed = [*FRANCE, {**message, "reasoning": "Nothing."}]
+    elsewhere = [{"role": "user", "content": "What is the capital of Norway?"}, message]
+    for turns in (changed, elsewhere, [{"role": "system", "content": "Be brief."}, *FRANCE, message]):
+        with pytest.raises(JobFailed, match="not that of its reasoning after the messages before it"):
+            client.chat("tiny", turns, **GREEDY).result(PATIENCE_S)
+
+
+def test_signature_holds_for_a_system_message_however_it_was_given(client: Client) -> None:
+    thinks: dict[str, Any] = {"enable_thinking": True, **GREEDY}
+    message = client.chat("tiny", FRANCE, system="Be brief.", **thinks).result(PATIENCE_S)["message"]
+    told = [{"role": "system", "content": "Be brief."}, *FRANCE]
+    same = client.chat("tiny", told, **thinks).result(PATIENCE_S)["message"]
+    assert message == same
+    turns = [*FRANCE, message, {"role": "user", "content": "What does a cat say?"}]
+    assert client.chat("tiny", turns, system="Be brief.", **GREEDY).result(PATIENCE_S)["text"]
 
 
 def test_thinking_has_a_budget(client: Client) -> None:
@@ -85,3 +98,8 @@ def test_template_is_rendered_as_for_the_chat(client: Client) -> None:
     assert '"name": "get_weather"' in rendered["prompt"]
     usage = client.chat("tiny", WEATHER, tools=[WEATHER_TOOL], enable_thinking=True).result(PATIENCE_S)["usage"]
     assert usage["prompt_tokens"] == len(rendered["tokens"])
+    told = [{"role": "system", "content": "Be brief."}, *FRANCE]
+    with_system = apply_chat_template.delay("tiny", FRANCE, system="Be brief.").get(timeout=PATIENCE_S)
+    assert with_system == apply_chat_template.delay("tiny", told).get(timeout=PATIENCE_S)
+    with pytest.raises(InvalidJob, match="system is given, and messages begin with a system's message, too"):
+        chat.delay("tiny", told, system="Be kind.")

@@ -57,6 +57,17 @@ def test_generate_takes_token_ids_and_the_default_model() -> None:
     assert result["usage"]["prompt_tokens"] == 8
 
 
+def test_result_has_the_tokens_of_the_context_if_asked() -> None:
+    prompt = tokenize.delay("tiny", "Once upon a time").get(timeout=PATIENCE_S)["tokens"]
+    job = generate.delay("tiny", "Once upon a time", max_tokens=8, return_tokens=True, **GREEDY)
+    result = job.get(timeout=PATIENCE_S)
+    assert result["tokens"] == [token for event in _stored(job) for token in event.get("tokens", [])]
+    assert result["context_tokens"] == [*prompt, *result["tokens"]]
+    again = generate.delay("tiny", "Once upon a time", max_tokens=8, **GREEDY).get(timeout=PATIENCE_S)
+    assert again["cache_hit_kind"] == "exact"
+    assert not {"tokens", "context_tokens"} & again.keys()
+
+
 def _stored(job: Any) -> list[dict[str, Any]]:
     job.get(timeout=PATIENCE_S)
     with Redis.from_url(app.conf.broker_url) as redis:

@@ -88,6 +88,13 @@ def test_embed_of_an_encoder_equals_the_reference(reference: BertReference, voca
         expected = reference.pooled(vocabulary.tokenize(text), "mean")
         assert np.abs(np.array(vector) - expected / np.linalg.norm(expected)).max() < TOLERANCE
     assert result["usage"]["prompt_tokens"] == sum(len(vocabulary.tokenize(text)) for text in TEXTS)
+    ids = [vocabulary.tokenize(text) for text in TEXTS]
+    for given, expected in ((ids, result["embeddings"]), ([TEXTS[0], *ids[1:]], result["embeddings"])):
+        assert np.allclose(embed.delay("texts", given).get(timeout=PATIENCE_S)["embeddings"], expected, atol=TOLERANCE)
+    (alone,) = embed.delay("texts", ids[1]).get(timeout=PATIENCE_S)["embeddings"]
+    assert np.allclose(alone, result["embeddings"][1], atol=TOLERANCE)
+    with pytest.raises(JobFailed, match=r"there are token ids outside 0\.\.299"):
+        embed.delay("texts", [[1, 300]]).get(timeout=PATIENCE_S)
 
 
 def test_embed_gives_a_vector_per_token_as_lists_or_with_shapes_in_base64() -> None:

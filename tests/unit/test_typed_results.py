@@ -11,13 +11,14 @@ from pydantic import TypeAdapter
 from cellama.engine import Completion, Finished, Text, TokenLogprob
 from cellama.engine import Timings as EngineTimings
 from cellama.engine import Usage as EngineUsage
+from cellama.engine.events import CacheHitKind as EngineCacheHitKind
 from cellama.engine.events import FinishReason as EngineFinishReason
 from cellama.engine.text.tool_calls import ToolCall as EngineToolCall
 from cellama.tasks import ChatResult, Event, GenerateResult, Timings, Usage
 from cellama.tasks.contract import events
 from cellama.tasks.contract.kinds import ending_of_late
 from cellama.tasks.contract.names import TASK_CHAT, TASK_GENERATE
-from cellama.tasks.contract.shapes.results import FinishReason, with_messages
+from cellama.tasks.contract.shapes.results import CacheHitKind, FinishReason, with_messages
 from cellama.tasks.publishing.results import event_of, result_of
 from cellama.tasks.publishing.signing import Signer
 
@@ -40,6 +41,7 @@ COMPLETIONS = [
     completion(),
     completion(slot=None, finish_reason="timeout"),
     completion(logprobs=LOGPROBS, alternatives=(completion(index=1),)),
+    completion(context_tokens=(5, 6, 7, 1, 2), alternatives=(completion(index=1),)),
 ]
 
 
@@ -52,6 +54,32 @@ def test_counts_and_times_are_those_of_the_engine() -> None:
 @pytest.mark.parametrize("done", COMPLETIONS)
 def test_result_of_a_generation_is_as_its_type_says(done: Completion) -> None:
     check(GenerateResult, result_of(done, "tiny", SIGNER))
+
+
+def test_result_has_token_ids_where_they_were_asked_for() -> None:
+    asked = result_of(COMPLETIONS[-1], "tiny", SIGNER)
+    assert (asked["tokens"], asked["context_tokens"]) == ([1, 2], [5, 6, 7, 1, 2])
+    assert [choice["tokens"] for choice in asked["choices"]] == [[1, 2], [1, 2]]
+    assert not {"tokens", "context_tokens"} & result_of(COMPLETIONS[0], "tiny", SIGNER).keys()
+
+
+@pytest.mark.parametrize(("cached", "kind"), [(0, "cold"), (1, "partial"), (2, "exact"), (3, "exact")])
+def test_result_says_how_much_of_the_prompt_was_in_the_cache(cached: int, kind: str) -> None:
+    done = completion(usage=EngineUsage(3, 2, cached))
+    assert result_of(done, "tiny", SIGNER)["cache_hit_kind"] == kind
+    assert get_args(CacheHitKind) == get_args(EngineCacheHitKind)
+
+
+def test_signature_of_a_thought_is_of_the_conversation_before_it_too() -> None:
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    signature = SIGNER.after(turns).sign("so")
+    same = [turns[0], {**turns[1], "reasoning": None, "tool_calls": None}]
+    assert SIGNER.after(same).verifies("so", signature)
+    others = ([], turns[1:], turns[::-1], [*turns, turns[1]], [turns[0], {**turns[1], "content": "Ho"}])
+    assert not any(SIGNER.after(other).verifies("so", signature) for other in others)
+    assert not SIGNER.after(turns).verifies("no", signature)
+    assert not Signer("another").after(turns).verifies("so", signature)
+    assert Signer(None).after(turns).sign("so") == ""
 
 
 def test_result_of_a_chat_is_as_its_type_says() -> None:

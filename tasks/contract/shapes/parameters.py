@@ -11,6 +11,7 @@ from .results import AssistantMessage, ToolCall
 
 Prompt = str | list[int]
 Texts = str | Sequence[str]
+TextsOrTokens = Texts | list[int] | Sequence[list[int]] | Sequence[str | list[int]]
 JsonObject = Mapping[str, object]  # a JSON Schema, the variables of a template
 
 
@@ -106,6 +107,7 @@ class GenerateParams(JobParams, total=False):
     cache_prompt: bool
     cache_scope: str
     adapters: str | Mapping[str, float] | Sequence[str] | Sequence[tuple[str, float]] | None
+    return_tokens: bool
     ignore_eos: bool
     stream: bool
 
@@ -113,6 +115,7 @@ class GenerateParams(JobParams, total=False):
 class TemplateParams(JobParams, total=False):
     """Of `apply_chat_template`."""
 
+    system: str | None
     tools: Sequence[Tool]
     tool_choice: str | ToolChoice
     enable_thinking: bool | None

@@ -8,6 +8,7 @@ from typing_extensions import TypedDict  # pydantic, and so FastAPI, takes no ot
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout"]
 Mode = Literal["generate", "stream"]
+CacheHitKind = Literal["exact", "partial", "cold"]
 
 
 class Usage(TypedDict):
@@ -73,6 +74,7 @@ class _Completion(TypedDict):
     text: str
     finish_reason: FinishReason
     stop_sequence: str | None
+    tokens: NotRequired[list[int]]  # all that were generated
     logprobs: NotRequired[list[Logprob]]
 
 
@@ -95,6 +97,8 @@ class _Run(_Completion):
     seq_id: NotRequired[int | None]  # the slot, if it had one
     mode: NotRequired[Mode]  # "stream" if its text was told piece by piece
     seed: NotRequired[int]
+    cache_hit_kind: NotRequired[CacheHitKind]  # all of the prompt but its last token was in the cache, a part, nothing
+    context_tokens: NotRequired[list[int]]  # of the prompt, then `tokens`
 
 
 class GenerateResult(_Run):

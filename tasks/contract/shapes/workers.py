@@ -185,12 +185,21 @@ class WorkerDevice(TypedDict):
     free_bytes: int
 
 
+class WorkerVram(TypedDict):
+    """The memory of all GPUs of a worker together, whoever uses it."""
+
+    total_bytes: int
+    free_bytes: int
+    used_bytes: int
+
+
 class WorkerMemory(TypedDict):
-    """What a worker's models may take; `budget` in bytes is for all devices together."""
+    """What a worker's models may take; `budget` in bytes is for all devices together. `vram` is None without a GPU."""
 
     budget: int | Literal["auto", "unlimited"]
     on_full: OnFull
     devices: list[WorkerDevice]
+    vram: WorkerVram | None
 
 
 class ModelMemory(TypedDict):

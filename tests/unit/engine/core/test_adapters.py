@@ -36,6 +36,22 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_second_unload_of_an_adapter_is_no_error_and_that_of_an_unknown_one_is(
+    make_engine: MakeEngine, folder: Path
+) -> None:
+    engine, _ = make_engine()
+    add(engine, folder, "p")
+    for _ in range(2):
+        engine.adapters.check_unload("p")
+        engine.adapters.unload("p")
+    for unload in (engine.adapters.check_unload, engine.adapters.unload):
+        with pytest.raises(UnknownAdapter, match="no adapter 'q'"):
+            unload("q")
+    add(engine, folder, "p")
+    engine.adapters.unload("p")
+    assert engine.adapters.infos() == []
+
+
 def text_of(engine: Engine, prompt: str = PREFIX, adapters: Choice | None = None, max_tokens: int = 20) -> str:
     return engine.submit(request(prompt, adapters=adapters, max_tokens=max_tokens)).result(PATIENCE_S).text
 
@@ -147,7 +163,7 @@ def test_unload_that_takes_too_long_leaves_the_adapter_as_it_was(make_engine: Ma
     assert text_of(engine) == own
     engine.adapters.unload("p", 0)
     with pytest.raises(UnknownAdapter, match="no adapter 'p' is loaded for this model; known: none"):
-        engine.adapters.unload("p")
+        text_of(engine, adapters=(("p", 1.0),))
 
 
 def test_failed_requests_and_closed_engines_give_their_adapters_back(make_engine: MakeEngine, folder: Path) -> None:

@@ -30,3 +30,14 @@ def test_chunk_size_has_its_effect_or_is_refused(make_engine: MakeEngine) -> Non
     engine, backend = make_engine(FakeBackend(n_slots=1, n_batch=4096, ctx_per_slot=4096), chunk_size=1024)
     assert engine.submit(request("x" * 1024, max_tokens=1)).result(PATIENCE_S)
     assert [len(chunk.tokens) for chunk in backend.batches[0]] == [1024]
+
+
+def test_completion_has_all_tokens_of_its_context_if_asked_and_says_what_the_cache_had(make_engine: MakeEngine) -> None:
+    engine, _ = make_engine(FakeBackend(n_slots=2))
+    first = engine.submit(request("a long prompt", return_tokens=True, n=2)).result(PATIENCE_S)
+    assert first.context_tokens == (*b"a long prompt", *first.tokens)
+    assert [other.context_tokens for other in first.alternatives] == [None]
+    again = engine.submit(request("a long prompt")).result(PATIENCE_S)
+    other = engine.submit(request("a long one")).result(PATIENCE_S)
+    assert [done.usage.cache_hit_kind for done in (first, again, other)] == ["cold", "exact", "partial"]
+    assert again.context_tokens is None

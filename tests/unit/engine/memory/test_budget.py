@@ -17,9 +17,11 @@ from cellama.engine.memory.budget import (
     Room,
     Shortage,
     Usage,
+    Vram,
     choose_victims,
     margin,
     readable,
+    vram_of,
 )
 from cellama.engine.memory.context_size import KV_SHARE, choose_ctx
 from cellama.engine.memory.free_memory import group_limit
@@ -50,6 +52,12 @@ class Machine:
 def test_auto_leaves_what_devices_have_free_less_a_margin() -> None:
     assert Machine(80, 60).budget().room() == Room({"CPU": 75, "CUDA0": 55})
     assert margin(Device("CPU", "cpu", "", 1000 * GIB, 0)) == GIB
+
+
+def test_vram_is_the_sum_of_all_gpus_and_nothing_without_one() -> None:
+    cpu, gpus = Device("CPU", "cpu", "", 100, 50), [Device(f"CUDA{i}", "gpu", "", 24, 4 * i) for i in range(3)]
+    assert vram_of([cpu, *gpus]) == Vram(72, 12, 60)
+    assert vram_of([cpu]) is None
 
 
 def test_quota_of_saved_states_counts_once_whatever_of_it_is_in_use() -> None:

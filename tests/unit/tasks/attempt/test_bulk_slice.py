@@ -56,7 +56,10 @@ class Embedder:
 def run_lines(*params: dict[str, Any]) -> dict[int, str]:
     publisher = Publisher()
     model: Any = SimpleNamespace(
-        id="m", require=lambda ability: None, embedder=Embedder(), tokenize=lambda text: [int(text)]
+        id="m",
+        require=lambda ability: None,
+        embedder=Embedder(),
+        tokens_of=lambda texts: [[int(text)] for text in texts],
     )
     runtime: Any = SimpleNamespace(publisher=publisher, incarnation="worker 1", signer=None)
     job = ChunkJob.model_validate({"model": "m", "lines": [{"kind": "embed", "params": each} for each in params]})
