@@ -8,12 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 from typer.testing import CliRunner
 
 from cellama.api.cli import app
 from cellama.api.cli.commands import exit_code_of
-from cellama.config import Settings, SettingsError
+from cellama.config import SettingsError
 from cellama.tasks.contract.codes import Exit
 from cellama.tasks.contract.errors import (
     InvalidJob,
@@ -159,36 +158,6 @@ def test_import_is_light_and_without_the_engine(module: str, tmp_path: Path) -> 
     argv = [sys.executable, "-c", IMPORTS.format(module=module)]
     done = subprocess.run(argv, cwd=tmp_path, env=clean_environment(), capture_output=True, timeout=60, check=True)
     assert json.loads(done.stdout) == []
-
-
-def test_compose_file_names_settings_commands_and_files_that_exist() -> None:
-    compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
-    services = compose["services"]
-    assert services["worker-gpu"]["profiles"] == ["gpu"]
-    assert {"redis", "worker", "worker-gpu", "flower"} == set(services)
-    assert "--appendonly" in services["redis"]["command"]
-    for service in services.values():
-        known = {f"CELLAMA_{name.upper()}" for name in Settings.model_fields} | {
-            "FLOWER_BASIC_AUTH",
-            "HF_TOKEN",
-            "CELLAMA_CONFIG",
-        }
-        assert set(service.get("environment", {})) <= known
-        assert set(service.get("depends_on", {})) <= set(services)
-    assert services["worker"]["command"][0] in COMMANDS
-    assert ":?" not in (ROOT / "docker-compose.yml").read_text()  # `down` and `logs` ask for nothing
-    named = {volume.partition(":")[0] for service in services.values() for volume in service.get("volumes", [])}
-    assert {name for name in named if not name.startswith(".")} == set(compose["volumes"])
-    compile(services["worker"]["healthcheck"]["test"][-1], "healthcheck", "exec")
-
-
-def test_image_has_the_bundled_models_only_and_the_bases_that_compose_names() -> None:
-    ignored = (ROOT / ".dockerignore").read_text().split()
-    assert {"models", "build", ".venv", "!engine/bundled/*.gguf"} <= set(ignored)
-    arguments = {line.split()[1].partition("=")[0] for line in DOCKERFILE.splitlines() if line.startswith("ARG ")}
-    compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
-    assert set(compose["services"]["worker-gpu"]["build"]["args"]) == arguments
-    assert "devel" not in compose["services"]["worker-gpu"]["build"]["args"]["BASE"]
 
 
 def test_bulk_run_has_the_parameters_of_a_job_but_for_its_priority() -> None:

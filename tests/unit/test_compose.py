@@ -1,0 +1,116 @@
+"""docker-compose.yml is what the Compose Specification allows, and names what there is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from cellama.api.cli import app
+from cellama.config import Settings
+
+ROOT = Path(__file__).parents[2]
+COMPOSE = ROOT / "docker-compose.yml"
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+
+TEXT, TEXTS = {"type": "string"}, {"type": "array", "items": {"type": "string"}}
+DURATION = {"type": "string", "pattern": r"^(\d+(us|ms|s|m|h))+$"}
+
+
+def object_of(required: tuple[str, ...] = (), **properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
+
+
+def map_of(values: Any) -> dict[str, Any]:
+    return {"type": "object", "patternProperties": {r"^[a-zA-Z0-9._-]+$": values}, "additionalProperties": False}
+
+
+GPU = object_of(
+    ("capabilities",), driver=TEXT, count={"type": ["integer", "string"]}, capabilities={**TEXTS, "minItems": 1}
+)
+SERVICE = object_of(
+    image=TEXT,
+    build={"oneOf": [TEXT, object_of(context=TEXT, args=map_of(TEXT))]},
+    entrypoint=TEXTS,
+    command=TEXTS,
+    environment=map_of({"type": ["string", "number", "null"]}),
+    volumes={"type": "array", "items": {"type": "string", "pattern": r"^[^:]+:/[^:]*(:ro|:rw)?$"}},
+    ports={"type": "array", "items": {"type": "string", "pattern": r"^([\d.]+:)?\d+:\d+$"}},
+    depends_on=map_of(
+        object_of(
+            ("condition",),
+            condition={"enum": ["service_started", "service_healthy", "service_completed_successfully"]},
+        )
+    ),
+    healthcheck=object_of(
+        ("test",),
+        test={**TEXTS, "minItems": 2, "prefixItems": [{"enum": ["CMD", "CMD-SHELL"]}]},
+        **dict.fromkeys(("interval", "timeout", "start_period"), DURATION),
+        retries={"type": "integer", "minimum": 1},
+    ),
+    restart={"type": "string", "pattern": r"^(no|always|unless-stopped|on-failure(:\d+)?)$"},
+    stop_grace_period=DURATION,
+    profiles=TEXTS,
+    deploy=object_of(resources=object_of(reservations=object_of(devices={"type": "array", "items": GPU}))),
+)
+# What we use of https://github.com/compose-spec/compose-spec. A key that is not here is no key of Compose, or new here.
+SCHEMA = {
+    **object_of(("services",), services=map_of(SERVICE), volumes=map_of({"type": "null"})),
+    "patternProperties": {"^x-": {}},
+}
+
+
+@pytest.fixture
+def compose() -> Any:
+    return yaml.safe_load(COMPOSE.read_text())
+
+
+def test_compose_file_is_as_the_specification_has_it(compose: Any) -> None:
+    jsonschema.Draft202012Validator(SCHEMA).validate(compose)
+    for service in compose["services"].values():
+        assert ("image" in service) != ("build" in service)
+        assert "$" not in json.dumps(service).replace("$$", "")  # else Compose would put a variable of its own there
+
+
+@pytest.mark.parametrize(
+    ("service", "change"),
+    [
+        ("worker", {"stop_grace_period": "2 minutes"}),
+        ("worker", {"restart": "sometimes"}),
+        ("worker", {"comand": ["worker"]}),
+        ("redis", {"healthcheck": {"test": ["ping"]}}),
+        ("redis", {"ports": ["localhost:6379"]}),
+        ("flower", {"depends_on": {"redis": {"condition": "healthy"}}}),
+    ],
+)
+def test_compose_file_with_a_mistake_is_told_from_one_without(compose: Any, service: str, change: Any) -> None:
+    compose["services"][service] |= change
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.Draft202012Validator(SCHEMA).validate(compose)
+
+
+def test_compose_file_names_settings_commands_and_files_that_exist(compose: Any) -> None:
+    services = compose["services"]
+    assert services["worker-gpu"]["profiles"] == ["gpu"]
+    assert {"redis", "worker", "worker-gpu", "flower"} == set(services)
+    assert "--appendonly" in services["redis"]["command"]
+    known = {f"CELLAMA_{name.upper()}" for name in Settings.model_fields}
+    for service in services.values():
+        assert set(service.get("environment", {})) <= known | {"FLOWER_BASIC_AUTH", "HF_TOKEN", "CELLAMA_CONFIG"}
+        assert set(service.get("depends_on", {})) <= set(services)
+    assert services["worker"]["command"][0] in {command.name for command in app.registered_commands}
+    assert ":?" not in COMPOSE.read_text()  # `down` and `logs` ask for nothing
+    named = {volume.partition(":")[0] for service in services.values() for volume in service.get("volumes", [])}
+    assert {name for name in named if not name.startswith(".")} == set(compose["volumes"])
+
+
+def test_image_has_the_bundled_models_only_and_the_bases_that_compose_names(compose: Any) -> None:
+    ignored = (ROOT / ".dockerignore").read_text().split()
+    assert {"models", "build", ".venv", "!engine/bundled/*.gguf"} <= set(ignored)
+    arguments = {line.split()[1].partition("=")[0] for line in DOCKERFILE.splitlines() if line.startswith("ARG ")}
+    assert set(compose["services"]["worker-gpu"]["build"]["args"]) == arguments
+    assert "devel" not in compose["services"]["worker-gpu"]["build"]["args"]["BASE"]
