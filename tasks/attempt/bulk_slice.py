@@ -120,7 +120,7 @@ class ChunkRun:
             priority=job.priority,
             resume=resume_of(self._past, job.n, place),
         )
-        if isinstance(job, ChatJob):
+        if isinstance(job, ChatJob) and self._runtime.signer.has_key:
             self._runtime.publisher.sign_with(asked.id, signer_of(job, self._runtime.signer))
         self._keep(self._model.engine.submit(request_of(self._model, job, asked, self._runtime.signer)))
 

@@ -94,6 +94,8 @@ def _prompt_of(model: Model, job: GenerateJob | ChatJob, signer: Signer) -> _Pro
 
 def signer_of(job: ChatJob, signer: Signer) -> Signer:
     """Signs what a model thinks in a chat."""
+    if not signer.has_key:
+        return signer
     messages, options = conversation_of(job)
     return signer.after(options.all_of(messages))
 

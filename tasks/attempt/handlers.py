@@ -63,7 +63,8 @@ class JobRun(JobAttempt):
     def chat(self, job: ChatJob) -> Result:
         model = self.model(job.model)
         signer = signer_of(job, self.runtime.signer)
-        self.runtime.publisher.sign_with(self.attempt.run_id, signer)
+        if signer.has_key:
+            self.runtime.publisher.sign_with(self.attempt.run_id, signer)
         return with_messages(result_of(self._complete(model, job), model.id, signer))
 
     def embed(self, job: EmbedJob) -> Result:

@@ -19,6 +19,11 @@ class Signer:
         self._key = key
         self._conversation = conversation
 
+    @property
+    def has_key(self) -> bool:
+        """False if its signatures are empty."""
+        return self._key is not None
+
     def after(self, messages: Sequence[Mapping[str, Any]]) -> Signer:
         """Signs what is thought of these messages: in another conversation the same thought has another signature."""
         return self if self._key is None else Signer(self._key, _digest(messages))
