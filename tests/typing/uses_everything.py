@@ -34,11 +34,12 @@ def text_of(event: Event) -> str:
 
 
 def generate(client: Client) -> str:
-    job = client.generate("tiny", "Hi", max_tokens=5, stop=["."], json_schema={"type": "object"}, idempotency_key="1")
+    job = client.generate("tiny", "Hi", max_tokens=5, stop=["."], json_schema={"type": "object"}, return_tokens=True)
     for event in job.stream(ping=1, cancel_on_exit=True):
         print(event["seq"] if event["type"] != "ping" else "…", text_of(event))
     result = job.result(timeout=60)
     best = result["logprobs"][0]["top"][0][1] if "logprobs" in result else 0.0
+    print(len(result.get("context_tokens", [])), result.get("cache_hit_kind"))
     return result["text"] + f"{result['usage']['prompt_tokens']} {best:.1f}"
 
 
@@ -54,8 +55,12 @@ def chat(client: Client) -> list[ChatMessage]:
 def read(client: Client) -> float:
     ranked = client.rerank("tiny", "fox?", ["a", "b"], top_n=1).result()["results"]
     print(len(client.embed("tiny", ["a", "b"], dimensions=64).result()["embeddings"]))
-    tokens = client.tokenize("tiny", "a").result()["tokens"]
-    print(client.detokenize("tiny", tokens).result()["text"], client.apply_chat_template("tiny", chat(client)).result())
+    tokens = client.tokenize("tiny", "a", idempotency_key="1").result()["tokens"]
+    print(client.embed("tiny", tokens).result(), client.embed("tiny", [tokens, "b"]).result())
+    print(
+        client.detokenize("tiny", tokens).result()["text"],
+        client.apply_chat_template("tiny", chat(client), system="Hi").result(),
+    )
     return ranked[0]["score"]
 
 
@@ -66,7 +71,8 @@ def look(client: Client) -> None:
     print(stats["totals"]["ram_evictions"] + stats["totals"]["prompt_rate"], stats["age_s"])
     print(result, position.state, position.eta_s, stats["eta_s"], [worker.name for worker in client.workers()])
     print([(dead["id"], dead["attempts"]) for dead in client.dead()], client.requeue_dead("an id").id)
-    client.load_model("other", "bundled://tiny", n_parallel=4, threads="auto", timeout=30)
+    name = client.load_model(None, "bundled://tiny", n_parallel=4, threads="auto", sampling={"top_k": 3}, timeout=30)
+    client.unload_model(name)
     summary = client.batch("in.jsonl", "out.jsonl", model="tiny", max_tokens=5, ordered=True)
     print(summary.state, summary.progress.failed)
 
@@ -78,6 +84,7 @@ def describe(client: Client) -> list[str]:
     lines = [f"{model['id']} {model['status']} {model.get('memory_bytes', 0) / 1e6:.0f} MB" for model in models]
     lines += [f"{adapter['name']} × {adapter['scale']} on {', '.join(adapter['workers'])}" for adapter in adapters]
     lines += [f"{device['name']}: {device['free_bytes']}" for worker in memory for device in worker["devices"]]
+    lines += [f"{vram['used_bytes']} in use" for worker in memory if (vram := worker["vram"]) is not None]
     for worker in client.workers():
         lines.append(f"{worker.cores['uses']:.1f} of {len(worker.cores['processors'])}, {worker.memory['budget']}")
         lines += [failure["message"] for failure in worker.failures.values()]

@@ -28,6 +28,13 @@ def test_places_of_urgent_jobs_are_not_taken_by_bulk_jobs_but_the_other_way_roun
     assert open_queues(places().room_for_bulk([A], {A: [1] * 4}, {A: [1]})) == []
 
 
+def test_places_are_one_per_slot_and_the_look_ahead_for_jobs_of_all_kinds_and_again_for_urgent_ones() -> None:
+    eight = places(look_ahead=4, a=8)
+    assert eight.room_for_bulk([A], {}, {}) == eight.room_for_urgent([A], {}) == {A: 12}
+    assert eight.room_for_bulk([A], {A: [1] * 5}, {A: [1] * 7}) == {A: 0}
+    assert eight.room_for_urgent([A], {A: [1] * 5}) == {A: 7}  # they get the slots of the bulk jobs, which stay
+
+
 def test_places_of_the_default_queue_are_those_of_its_model() -> None:
     assert open_queues(places().room_for_bulk([A, DEFAULT, B], {}, {DEFAULT: [1] * 3, A: [1] * 2})) == [B]
     assert places().by_model([B, DEFAULT, A]) == [[B], [DEFAULT, A]]
