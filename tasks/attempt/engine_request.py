@@ -88,7 +88,7 @@ def _prompt_of(model: Model, job: GenerateJob | ChatJob, signer: Signer) -> _Pro
         return _Prompt(model.tokenize(job.prompt) if isinstance(job.prompt, str) else job.prompt)
     model.require("chat")
     messages, options = conversation_of(job, job.thinking_budget)
-    _check_signatures(options.all_of(messages), signer)
+    _check_signatures(messages, options, signer)
     return model.prepare_chat(messages, options)
 
 
@@ -100,15 +100,14 @@ def signer_of(job: ChatJob, signer: Signer) -> Signer:
     return signer.after(options.all_of(messages))
 
 
-def _check_signatures(messages: Sequence[Message], signer: Signer) -> None:
+def _check_signatures(messages: Sequence[Message], options: ChatOptions, signer: Signer) -> None:
     """Raises InvalidJob for a thought that is not as it was signed, after other messages than these."""
-    for place, message in enumerate(messages):
-        signature = message.get("signature")
-        if signature and not signer.after(messages[:place]).verifies(message.get("reasoning") or "", signature):
-            raise InvalidJob(
-                f"messages.{place}: the signature is not that of its reasoning after the messages before it; send all "
-                "of them as they came, or leave the signature out"
-            )
+    told = options.all_of(messages)
+    if (wrong := signer.first_wrong(told)) is not None:
+        raise InvalidJob(
+            f"messages.{wrong - len(told) + len(messages)}: the signature is not that of its reasoning after the "
+            "messages before it; send all of them as they came, or leave the signature out"
+        )
 
 
 def conversation_of(

@@ -16,7 +16,7 @@ class Signer:
 
     def __init__(self, key: str | None, conversation: str = "") -> None:
         """`conversation` is a digest of what the texts answer to."""
-        self._key = key
+        self._key = key or None
         self._conversation = conversation
 
     @property
@@ -26,7 +26,22 @@ class Signer:
 
     def after(self, messages: Sequence[Mapping[str, Any]]) -> Signer:
         """Signs what is thought of these messages: in another conversation the same thought has another signature."""
-        return self if self._key is None else Signer(self._key, _digest(messages))
+        if self._key is None:
+            return self
+        digest = hashlib.sha256()
+        for message in messages:
+            digest.update(_line(message))
+        return Signer(self._key, digest.hexdigest())
+
+    def first_wrong(self, messages: Sequence[Mapping[str, Any]]) -> int | None:
+        """The place of a message whose thoughts are not as they were signed, after those before it; None: all are."""
+        so_far = hashlib.sha256()
+        for place, message in enumerate(messages):
+            signature, signer = message.get("signature"), Signer(self._key, so_far.hexdigest())
+            if signature and not signer.verifies(message.get("reasoning") or "", signature):
+                return place
+            so_far.update(_line(message))
+        return None
 
     def sign(self, text: str) -> str:
         """The signature in hex."""
@@ -36,10 +51,9 @@ class Signer:
 
     def verifies(self, text: str, signature: str) -> bool:
         """True if this is the signature of the text."""
-        return bool(self._key) and hmac.compare_digest(self.sign(text), signature)
+        return self._key is not None and hmac.compare_digest(self.sign(text).encode(), signature.encode())
 
 
-def _digest(messages: Sequence[Mapping[str, Any]]) -> str:
+def _line(message: Mapping[str, Any]) -> bytes:
     """Whether content is missing or empty makes no difference, nor what was thought: templates leave that out, too."""
-    kept = [{name: message[name] for name in _SIGNED if message.get(name)} for message in messages]
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+    return json.dumps({name: message[name] for name in _SIGNED if message.get(name)}, sort_keys=True).encode() + b"\n"

@@ -79,7 +79,19 @@ def test_signature_of_a_thought_is_of_the_conversation_before_it_too() -> None:
     assert not any(SIGNER.after(other).verifies("so", signature) for other in others)
     assert not SIGNER.after(turns).verifies("no", signature)
     assert not Signer("another").after(turns).verifies("so", signature)
-    assert Signer(None).after(turns).sign("so") == ""
+    assert Signer("").after(turns).sign("so") == Signer(None).after(turns).sign("so") == ""
+
+
+def test_message_that_is_not_as_it_was_signed_is_found() -> None:
+    turns: list[dict[str, str]] = [{"role": "user", "content": "Hi"}]
+    for thought in ("so", "or so"):
+        signature = SIGNER.after(turns).sign(thought)
+        turns += [{"role": "assistant", "content": "Ho", "reasoning": thought, "signature": signature}, turns[0]]
+    assert SIGNER.first_wrong(turns) is None
+    assert SIGNER.first_wrong([turns[0], {**turns[1], "reasoning": ""}, *turns[2:]]) == 1
+    assert SIGNER.first_wrong([*turns[:2], {"role": "user", "content": "He"}, *turns[3:]]) == 3
+    assert SIGNER.first_wrong([turns[0], {**turns[1], "signature": "\u00fc"}]) == 1
+    assert Signer(None).first_wrong(turns) == 1
 
 
 def test_result_of_a_chat_is_as_its_type_says() -> None:
