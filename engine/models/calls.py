@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,15 +20,14 @@ from cellama.engine.text.chat_template import ChatOptions, Message
 
 from .tokenizer import Texts
 
-if TYPE_CHECKING:
-    from .model import Model
-
 TextOrTokens = str | Sequence[int]
 Vector = NDArray[np.float32]
 
 
 class ModelCalls(Texts, ABC):
     """One call for each use of a model."""
+
+    id: str
 
     @property
     @abstractmethod
@@ -89,10 +88,10 @@ class CallsById(ABC):
     """The same calls by the id of a model, or ":default": it stays until the call has ended, whoever unloads it."""
 
     @abstractmethod
-    def get(self, model_id: str) -> Model: ...
+    def get(self, model_id: str) -> ModelCalls: ...
 
     @abstractmethod
-    def hold(self, model_id: str) -> AbstractContextManager[Model]: ...
+    def hold(self, model_id: str) -> AbstractContextManager[ModelCalls]: ...
 
     def generate(self, model_id: str, prompt: Prompt, **params: Any) -> str:
         """As Model.generate. Raises UnknownModel, too."""
