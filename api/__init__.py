@@ -58,13 +58,14 @@ from cellama.tasks import (
     UnknownModel,
     UnknownWorker,
     Usage,
+    WantedThing,
     WorkerAdapter,
     WorkerCores,
     WorkerMemory,
     WorkerModel,
 )
+from cellama.tasks.estimates.position import Position
 from cellama.tasks.state.job_list import OpenJob
-from cellama.tasks.state.position import Position
 from cellama.tasks.state.records import DeadJob
 from cellama.tasks.state.registry import WorkerEntry
 
@@ -139,6 +140,7 @@ __all__ = [
     "UnknownModel",
     "UnknownWorker",
     "Usage",
+    "WantedThing",
     "WorkerAdapter",
     "WorkerCores",
     "WorkerEntry",

@@ -35,6 +35,7 @@ ROOMS = {
         "queue_tax": "jobs through Celery and Redis against requests given to the engine",
         "small_jobs": "jobs that are next to nothing, beside no-ops of plain Celery",
         "urgent": "an urgent job while a worker is full of bulk jobs and more wait",
+        "positions": "what is told of jobs that wait, against how long they really do",
         "cancel": "from a cancel to the end, wherever the job is",
     },
     "load": {

@@ -141,6 +141,7 @@ class Settings(BaseSettings):
         default="auto", description="for all models of a worker: auto, unlimited, or a size such as 8GB or 8GiB"
     )
     on_full: OnFull = Field(default="refuse", description="a model that does not fit: refuse it, or evict idle ones")
+    pool: str = Field(default="default", min_length=1, description="its workers have the same models at run time")
     look_ahead: int = Field(default=4, ge=0, description="jobs of a model that a worker takes beyond its slots")
     default_timeout_s: int = Field(
         default=3600,

@@ -22,8 +22,8 @@ from cellama.tasks.contract.errors import JobError, RedisRefused, RedisUnreachab
 from cellama.tasks.contract.events import EVENT_FIELD, TerminalEvent, is_terminal
 from cellama.tasks.contract.keys import job_key, journal_key
 from cellama.tasks.contract.names import PRIORITY_BULK, TASK_CHUNK, WEIGHT_HEADER
+from cellama.tasks.estimates.position import position_of
 from cellama.tasks.state.bulk_runs import Batches
-from cellama.tasks.state.position import position_of
 
 from .files import LineFile
 from .lines import Stored

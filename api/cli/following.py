@@ -14,7 +14,7 @@ from cellama.api.client.job import Job, R
 from cellama.tasks.contract.errors import JobCancelled, JobFailed, JobTimeout
 from cellama.tasks.contract.events import DoneEvent, Event
 from cellama.tasks.contract.shapes.results import Timings
-from cellama.tasks.state.position import Position
+from cellama.tasks.estimates.position import Position
 
 from .output import err, print_json
 
@@ -40,7 +40,7 @@ class Patience:
     def look(self, position: Position) -> str:
         """Where the job is, in words. Raises JobTimeout."""
         now = time.monotonic()
-        if position.state == "waiting" and (position.eta_s is not None or self._unserved):
+        if position.state == "waiting" and (position.served or self._unserved):
             self._heard_at = now
         if now - self._heard_at > self._patience_s:
             why = "no worker serves its model" if position.state == "waiting" else "it goes on"
@@ -52,13 +52,15 @@ class Patience:
             return f"job {self._job_id}: the prompt is being read …"
         if position.ahead != self._ahead:
             self._ahead, self._moved_at = position.ahead, now
-        return f"job {self._job_id} waits: {position.ahead} job(s) ahead, {self._when(position.eta_s, now)}"
+        return f"job {self._job_id} waits: {position.ahead} job(s) ahead, {self._when(position, now)}"
 
-    def _when(self, eta_s: float | None, now: float) -> str:
+    def _when(self, position: Position, now: float) -> str:
         """The estimate is of the moment in which the last job before this one got its slot."""
-        if eta_s is None:
+        if not position.served:
             return "no worker serves it now"
-        left_s = eta_s - (now - self._moved_at)
+        if position.eta_s is None:
+            return "nothing is known yet of how long such jobs take"
+        left_s = position.eta_s - (now - self._moved_at)
         return f"about {left_s:.0f} s" if left_s >= 1 else "soon"
 
 

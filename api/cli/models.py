@@ -8,16 +8,19 @@ from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from cellama.api.client.adapters import ADAPTER_LOAD_TIMEOUT_S, ADAPTER_UNLOAD_TIMEOUT_S
 from cellama.api.client.client import LOAD_TIMEOUT_S, UNLOAD_TIMEOUT_S, Client
 from cellama.tasks.contract.errors import InvalidJob, UnknownModel
+from cellama.tasks.contract.shapes.workers import LoadFailure
 
 from .generation import JsonOption
 from .memory import num_params, readable, render_info, render_memory
 from .output import err, out, print_json, table_of
 
-WorkerOption = Annotated[str | None, typer.Option("--worker", "-w", help="Only this worker, instead of all.")]
+WorkerOption = Annotated[str | None, typer.Option("--worker", "-w", help="Only this worker, instead of a pool.")]
+PoolOption = Annotated[str | None, typer.Option("--pool", help="Only the workers of this pool, also later ones.")]
 NameArgument = Annotated[str, typer.Argument(help="Name of the adapter.")]
 IdArgument = Annotated[str, typer.Argument(help="Id of the model.")]
 
@@ -45,6 +48,9 @@ def models_list_command(json: JsonOption = False) -> None:
         workers = "\n".join(model["workers"])
         table.add_row(label, model["status"], ", ".join(model["capabilities"]), file, memory, workers)
     out.print(table)
+    for model in models:
+        for worker, why in model["lacks"].items():
+            out.print(f"[yellow]{escape(worker)} lacks {escape(model['id'])}: {escape(why['message'])}[/]")
 
 
 def models_info_command(model_id: IdArgument, json: JsonOption = False) -> None:
@@ -88,6 +94,7 @@ def models_load_command(
     ] = None,
     default: Annotated[bool, typer.Option("--default", help="Serve `:default` from it.")] = False,
     worker: WorkerOption = None,
+    pool: PoolOption = None,
     timeout: Annotated[float, typer.Option(help="Seconds to wait until it takes jobs.")] = LOAD_TIMEOUT_S,
     json: JsonOption = False,
 ) -> None:
@@ -97,14 +104,17 @@ def models_load_command(
     """
     options = _options(option or [])
     given, source = (None, model) if source is None else (model, source)
+    whom: dict[str, Any] = {"worker": worker, "pool": pool}
     with Client() as client, _loading(model, f"cellama models unload {given or 'ID'}"):
-        model_id = client.load_model(given, source, worker=worker, default=default, timeout=timeout, **options)
-    _say(json, {"model": model_id, "status": "ready"}, f"model {model_id} takes jobs")
+        model_id = client.load_model(given, source, default=default, timeout=timeout, **whom, **options)
+        but = _not_so_on(client, model_id)
+    _say(json, {"model": model_id, "status": "ready", "not_on": but}, f"model {model_id} takes jobs", but)
 
 
 def models_unload_command(
     model_id: IdArgument,
     worker: WorkerOption = None,
+    pool: PoolOption = None,
     timeout: Annotated[float, typer.Option(help="Seconds for its running jobs to end.")] = UNLOAD_TIMEOUT_S,
     json: JsonOption = False,
 ) -> None:
@@ -113,17 +123,20 @@ def models_unload_command(
     Example:  cellama models unload big
     """
     with Client() as client, err.status(f"unloading {model_id} …"):
-        client.unload_model(model_id, worker=worker, timeout=timeout)
-    _say(json, {"model": model_id, "status": "unloaded"}, f"model {model_id} is unloaded")
+        client.unload_model(model_id, worker=worker, pool=pool, timeout=timeout)
+        but = _not_so_on(client, model_id)
+    _say(json, {"model": model_id, "status": "unloaded", "not_on": but}, f"model {model_id} is unloaded", but)
 
 
-def models_default_command(model_id: IdArgument, worker: WorkerOption = None, json: JsonOption = False) -> None:
+def models_default_command(
+    model_id: IdArgument, worker: WorkerOption = None, pool: PoolOption = None, json: JsonOption = False
+) -> None:
     """Serve jobs for `:default` from a model.
 
     Example:  cellama models default big
     """
     with Client() as client:
-        client.set_default_model(model_id, worker=worker)
+        client.set_default_model(model_id, worker=worker, pool=pool)
     _say(json, {"default": model_id}, f"model {model_id} serves :default")
 
 
@@ -154,6 +167,7 @@ def adapter_load_command(
     source: Annotated[str, typer.Argument(help="Path of the adapter's GGUF file as the workers see it, or hf://….")],
     scale: Annotated[float, typer.Option(help="For jobs that do not choose; 0 = only for those that do.")] = 1.0,
     worker: WorkerOption = None,
+    pool: PoolOption = None,
     timeout: Annotated[float, typer.Option(help="Seconds to wait until jobs can have it.")] = ADAPTER_LOAD_TIMEOUT_S,
     json: JsonOption = False,
 ) -> None:
@@ -162,9 +176,11 @@ def adapter_load_command(
     Example:  cellama models adapter load tiny pirate /models/pirate.gguf --scale 0
     """
     with Client() as client, _loading(name, f"cellama models adapter unload {model_id} {name}"):
-        client.load_adapter(model_id, name, source, scale=scale, worker=worker, timeout=timeout)
+        client.load_adapter(model_id, name, source, scale=scale, worker=worker, pool=pool, timeout=timeout)
+        but = _not_so_on(client, model_id, name)
     whose = f"all its jobs have it with scale {scale:g}" if scale else f"jobs with --adapter {name} have it"
-    _say(json, {"model": model_id, "adapter": name, "scale": scale, "status": "ready"}, f"{name} is loaded: {whose}")
+    loaded = {"model": model_id, "adapter": name, "scale": scale, "status": "ready", "not_on": but}
+    _say(json, loaded, f"{name} is loaded: {whose}", but)
 
 
 def adapter_scale_command(
@@ -172,6 +188,7 @@ def adapter_scale_command(
     name: NameArgument,
     scale: Annotated[float, typer.Argument(help="For jobs that do not choose; 0 = only for those that do.")],
     worker: WorkerOption = None,
+    pool: PoolOption = None,
     json: JsonOption = False,
 ) -> None:
     """Change the scale of an adapter for the jobs that come from now on.
@@ -179,7 +196,7 @@ def adapter_scale_command(
     Example:  cellama models adapter scale tiny pirate 0.5
     """
     with Client() as client:
-        client.set_adapter_scale(model_id, name, scale, worker=worker)
+        client.set_adapter_scale(model_id, name, scale, worker=worker, pool=pool)
     _say(json, {"model": model_id, "adapter": name, "scale": scale}, f"new jobs of {model_id} have {name} × {scale:g}")
 
 
@@ -187,6 +204,7 @@ def adapter_unload_command(
     model_id: IdArgument,
     name: NameArgument,
     worker: WorkerOption = None,
+    pool: PoolOption = None,
     timeout: Annotated[
         float, typer.Option(help="Seconds for the jobs that have it to end.")
     ] = ADAPTER_UNLOAD_TIMEOUT_S,
@@ -197,8 +215,10 @@ def adapter_unload_command(
     Example:  cellama models adapter unload tiny pirate
     """
     with Client() as client, err.status(f"unloading {name} …"):
-        client.unload_adapter(model_id, name, worker=worker, timeout=timeout)
-    _say(json, {"model": model_id, "adapter": name, "status": "unloaded"}, f"adapter {name} is unloaded")
+        client.unload_adapter(model_id, name, worker=worker, pool=pool, timeout=timeout)
+        but = _not_so_on(client, model_id, name)
+    unloaded = {"model": model_id, "adapter": name, "status": "unloaded", "not_on": but}
+    _say(json, unloaded, f"adapter {name} is unloaded", but)
 
 
 @contextlib.contextmanager
@@ -226,8 +246,17 @@ def _options(given: list[str]) -> dict[str, Any]:
     return options
 
 
-def _say(json: bool, value: dict[str, Any], text: str) -> None:
+def _not_so_on(client: Client, model_id: str, adapter: str | None = None) -> dict[str, LoadFailure]:
+    """By worker: why it could not load or unload what others did."""
+    found = {worker.name: thing for worker in client.workers() for thing in worker.wanted if thing["model"] == model_id}
+    return {name: thing["why"] for name, thing in found.items() if thing["adapter"] == adapter and thing["why"]}
+
+
+def _say(json: bool, value: dict[str, Any], text: str, but: dict[str, LoadFailure] | None = None) -> None:
+    """`but` has the workers on which it is not so yet, with the reason; they try again."""
     if json:
         print_json(value)
-    else:
-        out.print(text)
+        return
+    out.print(text)
+    for worker, failure in (but or {}).items():
+        err.print(f"[yellow]but not on {escape(worker)}, which tries again: {escape(failure['message'])}[/]")

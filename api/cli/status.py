@@ -73,13 +73,24 @@ def _render(status: dict[str, Any]) -> RenderableType:
 
 def _worker(worker: dict[str, Any]) -> RenderableType:
     """What a worker serves, in a terminal of 80 columns as well."""
-    title = f"{escape(worker['name'])} [dim]pid {worker['pid']}[/]"
+    pool = "" if worker["pool"] == "default" else f" · pool {escape(worker['pool'])}"
+    title = f"{escape(worker['name'])} [dim]pid {worker['pid']}{pool}[/]"
     columns = ("model", "slots", "waiting", "tok/s", "KV", "hits", "done", "threads")
     table = table_of(*columns, right=", ".join(columns[1:]), title=title)
     for model in worker["models"]:
         label = escape(model["id"]) + (" [dim](default)[/]" if model["default"] else "")
         table.add_row(label, *_cells(model), str(model.get("threads", "-")))
-    return table
+    return Group(table, *filter(None, map(_other_than_wanted, worker["wanted"])))
+
+
+def _other_than_wanted(thing: dict[str, Any]) -> str:
+    """What a worker lacks, or has and shall not; nothing of what is as it shall be."""
+    if thing["state"] == "ready":
+        return ""
+    name = f"model {thing['model']}" if thing["adapter"] is None else f"adapter {thing['adapter']} of {thing['model']}"
+    state = {"loading": "is loading", "lacking": "lacks", "leaving": "is letting go of"}[thing["state"]]
+    why = "" if thing["why"] is None else f": {thing['why']['message']}"
+    return f"[yellow]{state} {escape(name)}{escape(why)}[/]"
 
 
 def _cells(model: dict[str, Any]) -> tuple[str, ...]:
@@ -145,6 +156,14 @@ def _render_position(position: dict[str, Any]) -> str:
         return f"{job} {_ENDS.get(position['finish_reason'], 'is done')}{why}"
     if position["state"] == "running":
         return f"{job} runs"
-    eta_s = position["eta_s"]
-    when = "no worker serves its model now" if eta_s is None else f"a slot is free in about {eta_s:.1f} s"
-    return f"{job} waits: {position['ahead']} job(s) ahead, {when}"
+    return f"{job} waits: {position['ahead']} job(s) ahead, {_when(position)}"
+
+
+def _when(position: dict[str, Any]) -> str:
+    eta_s, least_s, most_s = (position[name] for name in ("eta_s", "eta_least_s", "eta_most_s"))
+    if not position["served"]:
+        return "no worker serves its model now"
+    if eta_s is None:
+        return "nothing is known yet of how long such jobs take"
+    known = f"from {position['learnt_from']} jobs" if position["learnt_from"] else "guessed: none of its kind has ended"
+    return f"a slot is free in about {eta_s:.1f} s ({least_s:.1f} to {most_s:.1f} s; {known})"

@@ -7,14 +7,15 @@ from cellama.tasks.contract.names import failure_key
 from cellama.tasks.contract.shapes.workers import AdapterView, WorkerAdapter
 from cellama.tasks.state.registry import WorkerEntry
 
-from .core import REPLY_S, Core
+from .commands import REPLY_S, Begun, Whom
+from .core import Core
 
 ADAPTER_LOAD_TIMEOUT_S = 120.0
 ADAPTER_UNLOAD_TIMEOUT_S = 60.0
 
 
 class AdapterControl:
-    """Each method is for every live worker that has the model, or for one."""
+    """Each method is for every worker that has the model, or those of a pool, also those that join it; or for one."""
 
     _core: Core
 
@@ -46,36 +47,48 @@ class AdapterControl:
         *,
         scale: float = 1.0,
         worker: str | None = None,
+        pool: str | None = None,
         timeout: float = ADAPTER_LOAD_TIMEOUT_S,
     ) -> None:
-        """Loads a LoRA adapter, and returns when jobs can have it.
+        """Loads a LoRA adapter, and returns when jobs can have it. Which workers lack it, and why, `models()` tells.
 
         Jobs that do not choose have it with this scale from then on; 0 = only those that ask for it have it.
-        Raises UnknownModel, UnknownWorker, JobTimeout, JobFailed (what the worker said).
+        Raises UnknownModel, UnknownWorker, JobTimeout, JobFailed (what a worker said, if none has it).
         """
         arguments = {"model_id": model_id, "name": name, "source": source, "scale": scale}
-        begun = self._core.command("cellama_load_adapter", arguments, worker, model_id)
+        begun = self._core.commands.send("cellama_load_adapter", arguments, Whom(worker, pool), model_id)
         _wait(self._core, begun, model_id, name, "ready", timeout)
 
-    def set_adapter_scale(self, model_id: str, name: str, scale: float, *, worker: str | None = None) -> None:
+    def set_adapter_scale(
+        self, model_id: str, name: str, scale: float, *, worker: str | None = None, pool: str | None = None
+    ) -> None:
         """Jobs that do not choose have the adapter with this scale from now on. Raises as `load_adapter`."""
         arguments = {"model_id": model_id, "name": name, "scale": scale}
-        self._core.command("cellama_scale_adapter", arguments, worker, model_id)
+        self._core.commands.send("cellama_scale_adapter", arguments, Whom(worker, pool), model_id)
 
     def unload_adapter(
-        self, model_id: str, name: str, *, worker: str | None = None, timeout: float = ADAPTER_UNLOAD_TIMEOUT_S
+        self,
+        model_id: str,
+        name: str,
+        *,
+        worker: str | None = None,
+        pool: str | None = None,
+        timeout: float = ADAPTER_UNLOAD_TIMEOUT_S,
     ) -> None:
-        """Unloads an adapter after the jobs that have it. Raises as `load_adapter`; it serves on if they are slow."""
+        """Unloads an adapter after the jobs that have it.
+
+        Raises as `load_adapter`, if no worker could; it serves on then. If some could, the others try again.
+        """
         arguments = {"model_id": model_id, "name": name, "timeout_s": timeout}
-        begun = self._core.command("cellama_unload_adapter", arguments, worker, model_id)
+        begun = self._core.commands.send("cellama_unload_adapter", arguments, Whom(worker, pool), model_id)
         _wait(self._core, begun, model_id, name, None, timeout + REPLY_S)
 
 
-def _wait(core: Core, begun: dict[str, float], model_id: str, name: str, wanted: str | None, timeout_s: float) -> None:
+def _wait(core: Core, begun: Begun, model_id: str, name: str, wanted: str | None, timeout_s: float) -> None:
     def status(worker: WorkerEntry) -> str | None:
         return next((str(a["status"]) for a in _adapters(worker, model_id) if a["name"] == name), None)
 
-    core.wait_for_status(begun, failure_key(model_id, name), status, wanted, timeout_s)
+    core.commands.wait_for_status(begun, failure_key(model_id, name), status, wanted, timeout_s)
 
 
 def _adapters(worker: WorkerEntry, model_id: str) -> list[WorkerAdapter]:

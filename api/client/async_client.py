@@ -16,7 +16,7 @@ from cellama.api.batch.progress import Progress
 from cellama.tasks.connection.connections import connect_async
 from cellama.tasks.contract.events import Event, is_terminal
 from cellama.tasks.contract.shapes.results import Result
-from cellama.tasks.state.position import Position
+from cellama.tasks.estimates.position import Position
 from cellama.tasks.state.reader import STREAM_TIMEOUT_S, EventCursor, astream_events
 
 from .client import RESULT_AFTER_END_S, Client

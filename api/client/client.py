@@ -13,13 +13,14 @@ from cellama.config.model_options import ModelOptions
 from cellama.tasks.contract.events import Event
 from cellama.tasks.contract.shapes.results import Result
 from cellama.tasks.contract.shapes.workers import MemoryView, ModelView
+from cellama.tasks.estimates.position import Position
 from cellama.tasks.state.job_list import OpenJob
-from cellama.tasks.state.position import Position
 from cellama.tasks.state.reader import STREAM_TIMEOUT_S
 from cellama.tasks.state.records import DeadJob
 from cellama.tasks.state.registry import WorkerEntry
 
 from .adapters import AdapterControl
+from .commands import Whom
 from .core import Core
 from .job import Job
 from .registry_views import Stats, memory_of, models_of
@@ -131,25 +132,37 @@ class Client(Submission, AdapterControl):
         source: str,
         *,
         worker: str | None = None,
+        pool: str | None = None,
         default: bool = False,
         timeout: float = LOAD_TIMEOUT_S,
         **options: Unpack[ModelOptions],
     ) -> str:
-        """Loads a model on every live worker, or on one, and returns its id when it takes jobs.
+        """Loads a model on every worker, or those of a pool, and on those that join it later; or on one worker.
 
-        Without an id it gets one that no live worker has, from the name of its file. `options` are those of a
-        `[[models]]` table. Raises UnknownWorker, JobTimeout, JobFailed (what the worker said).
+        Returns its id when it takes jobs; without one it gets one that no live worker has, from the name of its file.
+        Which workers lack it, and why, `models()` tells. `options` are those of a `[[models]]` table.
+        Raises UnknownWorker, JobTimeout, JobFailed (what a worker said, if none has the model).
         """
         model = {"id": model_id, "source": source, "default": default, **options}
-        return self._core.load_model(model, worker, timeout)
+        return self._core.commands.load_model(model, Whom(worker, pool), timeout)
 
-    def unload_model(self, model_id: str, *, worker: str | None = None, timeout: float = UNLOAD_TIMEOUT_S) -> None:
-        """Unloads a model after its running jobs have ended. Raises as `load_model`; it serves on if it is too slow."""
-        self._core.unload_model(model_id, worker, timeout)
+    def unload_model(
+        self,
+        model_id: str,
+        *,
+        worker: str | None = None,
+        pool: str | None = None,
+        timeout: float = UNLOAD_TIMEOUT_S,
+    ) -> None:
+        """Unloads a model after its running jobs have ended.
 
-    def set_default_model(self, model_id: str, *, worker: str | None = None) -> None:
+        Raises as `load_model`, if no worker could; it serves on then. If some could, the others try again.
+        """
+        self._core.commands.unload_model(model_id, Whom(worker, pool), timeout)
+
+    def set_default_model(self, model_id: str, *, worker: str | None = None, pool: str | None = None) -> None:
         """Serves `:default` from this model. Raises UnknownWorker, JobFailed."""
-        self._core.set_default_model(model_id, worker)
+        self._core.commands.set_default_model(model_id, Whom(worker, pool))
 
     def stats(self) -> Stats:
         """Slots, rate and waiting jobs over all workers."""

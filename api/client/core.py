@@ -6,6 +6,7 @@ import difflib
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from celery.exceptions import TaskRevokedError
@@ -15,38 +16,34 @@ from celery.result import AsyncResult
 from cellama.api.batch.options import BatchOptions, Summary
 from cellama.api.batch.progress import Progress
 from cellama.api.batch.start import run_batch
-from cellama.config import id_of_source
 from cellama.tasks import app
 from cellama.tasks.broker.control import purge_queue
 from cellama.tasks.connection.connections import connect
 from cellama.tasks.connection.redis_errors import reaching_redis
 from cellama.tasks.contract.errors import (
     JobCancelled,
-    JobFailed,
     JobTimeout,
     ResultIgnored,
     UnknownJob,
     UnknownModel,
-    UnknownWorker,
 )
 from cellama.tasks.contract.events import Event, is_terminal
 from cellama.tasks.contract.keys import IGNORED_FIELD, job_key
-from cellama.tasks.contract.names import DEFAULT_MODEL, queue_keys, queue_name
+from cellama.tasks.contract.names import DEFAULT_MODEL, PRIORITIES, queue_keys, queue_name
 from cellama.tasks.contract.shapes.results import Result
+from cellama.tasks.estimates.position import Position, estimate, position_of
 from cellama.tasks.jobs import app_at
 from cellama.tasks.state.job_list import OpenJob, open_jobs, queued_models, waiting_ids
 from cellama.tasks.state.ledger import Ledger
-from cellama.tasks.state.position import Position, position_of
 from cellama.tasks.state.reader import EventCursor, stream_events
 from cellama.tasks.state.records import DeadJob
 from cellama.tasks.state.registry import WorkerEntry, live_workers
 
+from .commands import Commands
 from .outage import OUTAGE_RETRY_S, Outage
 from .registry_views import Stats, queues, stats
 
 CONNECT_TIMEOUT_S = 3.0
-REPLY_S = 5.0  # for workers to answer a command
-REGISTRY_POLL_S = 0.1
 RESULT_LOOK_S = 5.0
 
 
@@ -58,6 +55,7 @@ class Core:
         self._url = url
         self._app = app if url is None else app_at(url)
         self._redis = connect(url, socket_connect_timeout=CONNECT_TIMEOUT_S)
+        self.commands = Commands(self._app, self.workers)
 
     def outage(self) -> Outage:
         return Outage(self._url)
@@ -195,81 +193,6 @@ class Core:
             self._redis.ping()
         return run_batch(self._redis, self._app, options, on_progress=on_progress)
 
-    def load_model(self, model: dict[str, Any], worker: str | None, timeout_s: float) -> str:
-        if model["id"] is None:
-            taken = {loaded["id"] for entry in self.workers() for loaded in entry.models}
-            model = {**model, "id": id_of_source(model["source"], taken)}
-        begun = self.command("cellama_load", {"model": model}, worker)
-        model_id: str = model["id"]
-        self._wait_for_model(begun, model_id, "ready", timeout_s)
-        return model_id
-
-    def unload_model(self, model_id: str, worker: str | None, timeout_s: float) -> None:
-        begun = self.command("cellama_unload", {"model_id": model_id, "timeout_s": timeout_s}, worker)
-        self._wait_for_model(begun, model_id, None, timeout_s + REPLY_S)
-
-    def set_default_model(self, model_id: str, worker: str | None) -> None:
-        self.command("cellama_default", {"model_id": model_id}, worker)
-
-    def command(
-        self, command: str, arguments: dict[str, Any], worker: str | None, model_id: str | None = None
-    ) -> dict[str, float]:
-        """The workers that took a command, one or all that live (and have the model), and when, by their clocks.
-
-        Raises what the first one that refuses says.
-        """
-        with reaching_redis(self._url):
-            entries = live_workers(self._redis)
-            alive = [entry.name for entry in entries]
-            if worker is not None:
-                chosen = [name for name in alive if worker in (name, name.partition("@")[0])]
-            elif model_id is not None:
-                chosen = [entry.name for entry in entries if any(m["id"] == model_id for m in entry.models)]
-            else:
-                chosen = alive
-            if not chosen and worker is None and alive:
-                raise UnknownModel(
-                    f"no live worker has a model {model_id!r}; `cellama models list` shows what there is"
-                )
-            if not chosen:
-                raise UnknownWorker(f"no live worker {worker!r}; live: {', '.join(alive) or 'none'}")
-            options = {"destination": chosen, "reply": True, "timeout": REPLY_S, "limit": len(chosen)}
-            replies = self._app.control.broadcast(command, arguments=arguments, **options)
-        answers = {name: answer for reply in replies or [] for name, answer in reply.items()}
-        for name in chosen:
-            answer = answers.get(name, {"error": f"it did not answer within {REPLY_S:g} s", "code": "timeout"})
-            if "error" in answer:
-                raise JobFailed(answer.get("code", "internal_error"), f"worker {name}: {answer['error']}")
-        return {name: answers[name]["at"] for name in chosen}
-
-    def _wait_for_model(self, begun: dict[str, float], model_id: str, wanted: str | None, timeout_s: float) -> None:
-        def status(worker: WorkerEntry) -> str | None:
-            return next((str(m["status"]) for m in worker.models if m["id"] == model_id), None)
-
-        self.wait_for_status(begun, model_id, status, wanted, timeout_s)
-
-    def wait_for_status(
-        self,
-        begun: dict[str, float],
-        key: str,
-        status: Callable[[WorkerEntry], str | None],
-        wanted: str | None,
-        timeout_s: float,
-    ) -> None:
-        """Until something has a status on these workers, None standing for being gone; `key` is its failure_key."""
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            entries = [worker for worker in self.workers() if worker.at >= begun.get(worker.name, math.inf)]
-            for worker in entries:
-                if key in worker.failures:
-                    failure = worker.failures[key]
-                    raise JobFailed(failure["code"], f"worker {worker.name}: {failure['message']}")
-            if len(entries) == len(begun) and all(status(worker) == wanted for worker in entries):
-                return
-            time.sleep(REGISTRY_POLL_S)
-        doing = "loaded" if wanted else "unloaded"
-        raise JobTimeout(f"{key!r} is not {doing} after {timeout_s:g} s; `cellama models list` shows its state")
-
     def workers(self) -> list[WorkerEntry]:
         with reaching_redis(self._url):
             return live_workers(self._redis)
@@ -291,7 +214,11 @@ class Core:
         workers = self.workers()
         with reaching_redis(self._url):
             models = queues(workers, queued_models(self._redis))
-        return stats(workers, self.queue_depths(models), self.num_waiting(models))
+            return stats(workers, self.queue_depths(models), self.num_waiting(models), partial(self._eta_s, workers))
+
+    def _eta_s(self, workers: list[WorkerEntry], queue: str, ahead: int) -> float | None:
+        found = estimate(self._redis, workers, queue, ahead, PRIORITIES[-1])
+        return None if found is None or found[0] is None else round(found[0].eta_s, 3)
 
     def close(self) -> None:
         self._redis.close()

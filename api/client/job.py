@@ -10,7 +10,7 @@ from typing_extensions import TypeVar
 
 from cellama.tasks.contract.events import Event
 from cellama.tasks.contract.shapes.results import Result
-from cellama.tasks.state.position import Position
+from cellama.tasks.estimates.position import Position
 from cellama.tasks.state.reader import STREAM_TIMEOUT_S
 
 from .core import Core

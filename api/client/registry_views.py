@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 from typing_extensions import TypedDict
@@ -10,8 +11,15 @@ from cellama.tasks.contract.errors import (
     UnknownWorker,
 )
 from cellama.tasks.contract.names import DEFAULT_MODEL, queue_name
-from cellama.tasks.contract.shapes.workers import MemoryView, ModelMemory, ModelView, Phase, Totals, WorkerModel
-from cellama.tasks.state.position import estimate_s
+from cellama.tasks.contract.shapes.workers import (
+    LoadFailure,
+    MemoryView,
+    ModelMemory,
+    ModelView,
+    Phase,
+    Totals,
+    WorkerModel,
+)
 from cellama.tasks.state.registry import WorkerEntry
 
 PARTS = {"engine", "embedder", "reranker"}
@@ -20,7 +28,7 @@ COUNTED = tuple(name for name in Totals.__annotations__ if name != "phase")
 
 class Stats(TypedDict):
     """Totals over all workers. By model: messages in its queue, jobs without a slot, and the seconds until a new one
-    would get a slot (None: no worker serves it).
+    would get a slot (None: no worker serves it, or nothing is known yet of how long such jobs take).
 
     What queues hold is as it is now; what workers tell of themselves is up to `age_s` seconds old (None: no worker)."""
 
@@ -37,7 +45,10 @@ class Stats(TypedDict):
 
 
 def models_of(workers: list[WorkerEntry]) -> list[ModelView]:
-    """Each model once, with the names of its workers; its `status` is the best that it has on one of them."""
+    """Each model once, with the names of its workers; its `status` is the best that it has on one of them.
+
+    Those that a worker shall have, and no worker has, are `lacking`.
+    """
     models: dict[str, tuple[WorkerModel, list[str]]] = {}
     for worker in workers:
         for entry in worker.models:
@@ -45,11 +56,25 @@ def models_of(workers: list[WorkerEntry]) -> list[ModelView]:
             if shown["status"] != "ready" and entry["status"] == "ready":
                 shown = entry
             models[entry["id"]] = (shown, [*names, worker.name])
-    return [_view(*models[model_id]) for model_id in sorted(models)]
+    lacking = {thing["model"]: thing for worker in workers for thing in worker.wanted if thing["state"] == "lacking"}
+    for model_id in lacking.keys() - models.keys():
+        known = {"id": model_id, "status": "lacking", "source": lacking[model_id]["source"], "default": False}
+        models[model_id] = (cast(WorkerModel, {**known, "capabilities": []}), [])
+    return [_view(*models[model_id], lacks_of(workers, model_id)) for model_id in sorted(models)]
 
 
-def _view(model: WorkerModel, workers: list[str]) -> ModelView:
-    return cast(ModelView, {**{k: v for k, v in model.items() if k not in PARTS}, "workers": workers})
+def lacks_of(workers: list[WorkerEntry], model_id: str) -> dict[str, LoadFailure]:
+    """By worker: why it does not have the model, or an adapter of it, that it shall have."""
+    return {
+        worker.name: thing["why"]
+        for worker in workers
+        for thing in worker.wanted
+        if thing["model"] == model_id and thing["state"] == "lacking" and thing["why"] is not None
+    }
+
+
+def _view(model: WorkerModel, workers: list[str], lacks: dict[str, LoadFailure]) -> ModelView:
+    return cast(ModelView, {**{k: v for k, v in model.items() if k not in PARTS}, "workers": workers, "lacks": lacks})
 
 
 def memory_of(workers: list[WorkerEntry], name: str | None) -> list[MemoryView]:
@@ -70,7 +95,12 @@ def _memory(model: WorkerModel) -> ModelMemory:
     return known
 
 
-def stats(workers: list[WorkerEntry], depths: dict[str, int], waiting: dict[str, int]) -> Stats:
+def stats(
+    workers: list[WorkerEntry],
+    depths: dict[str, int],
+    waiting: dict[str, int],
+    eta_s: Callable[[str, int], float | None],
+) -> Stats:
     """Totals over all workers; per model the messages in its queue, the jobs without a slot, and when a new one's
     turn would come; and the models that no worker serves although jobs wait for them."""
     totals = _totals(workers)
@@ -90,7 +120,7 @@ def stats(workers: list[WorkerEntry], depths: dict[str, int], waiting: dict[str,
         "queues": depths,
         "waiting": waiting,
         "unserved": unserved,
-        "eta_s": {model: estimate_s(workers, queue_name(model), count) for model, count in waiting.items()},
+        "eta_s": {model: eta_s(queue_name(model), count) for model, count in waiting.items()},
     }
 
 

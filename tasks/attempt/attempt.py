@@ -47,6 +47,7 @@ from cellama.tasks.state.records import DEAD, Attempt, Ending
 from cellama.tasks.state.registry import KEPT_S, live_workers
 
 from .celery_words import celery_end_of, settle, started_for_celery
+from .took import note_took
 
 if TYPE_CHECKING:
     from cellama.tasks.worker.runtime import Runtime
@@ -102,7 +103,7 @@ class JobAttempt:
         ledger, worker, request = self.runtime.ledger, self.runtime.incarnation, self._task.request
         token = getattr(request, TOKEN_HEADER, "")  # Celery makes attributes of message headers
         started = started_for_celery(self._task)
-        attempt = self._reaching_redis(
+        attempt = self.reaching_redis(
             lambda: ledger.begin(self.job_id, run, worker, token=token, alone=alone, started=started)
         )
         self.submitted_at = time.monotonic() - attempt.waited_s
@@ -120,7 +121,7 @@ class JobAttempt:
         if attempt.verdict == "done":
             return self._result_of(attempt.ending)
         if attempt.number > 1:
-            self.past = self._reaching_redis(lambda: read_past(self.runtime.redis, self.job_id))
+            self.past = self.reaching_redis(lambda: read_past(self.runtime.redis, self.job_id))
         with self.runtime.running(attempt, self.control), self._held:
             self.ended = self.runtime.publisher.open(
                 attempt,
@@ -130,11 +131,14 @@ class JobAttempt:
                 on_token=on_token,
                 celery_end=self.celery_end,
             )
+            began_at = time.monotonic()
             result = self._execute(body)
+            if attempt.number == 1:
+                note_took(self.runtime, self._task, result, time.monotonic() - began_at)
             settle(self._task, self.celery_end, self.control)
             return result
 
-    def _reaching_redis(self, action: Callable[[], T]) -> T:
+    def reaching_redis(self, action: Callable[[], T]) -> T:
         """Waits out an outage of Redis; the worker's end hands the job back, and limits end it.
 
         Raises JobFailed if Redis refuses what is asked, because asking again would not help.
@@ -238,10 +242,10 @@ class JobAttempt:
     def _unknown(self) -> JobFailed:
         """The end of what says that it is in the ledger, and is not: the copy of a job that is forgotten, or a message
         of plain Celery under a header of ours. Raises Ignore if Celery knows an end."""
-        if self._reaching_redis(self._task.AsyncResult(self.job_id).ready):
+        if self.reaching_redis(self._task.AsyncResult(self.job_id).ready):
             raise Ignore()
         failure = JobFailed("unknown_job", UNKNOWN_MESSAGE.format(self.job_id, SUBMITTED_AT_HEADER))
-        self._reaching_redis(lambda: self.runtime.ledger.end_unknown(self.job_id, error_event(failure)))
+        self.reaching_redis(lambda: self.runtime.ledger.end_unknown(self.job_id, error_event(failure)))
         return failure
 
     def foundation(self, model: Model, asked: str, choice: Choice | None, also: Iterable[str] = ()) -> Foundation:
@@ -253,7 +257,7 @@ class JobAttempt:
             return begun
         if begun.is_in(model):
             return begun
-        workers = self._reaching_redis(lambda: live_workers(self.runtime.redis, within_s=KEPT_S))
+        workers = self.reaching_redis(lambda: live_workers(self.runtime.redis, within_s=KEPT_S))
         if not may_come(workers, asked, begun):
             raise changed(asked)
         log.info("job %s waits for a worker with the model and the adapters that it began with", self.job_id)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from celery import Task
@@ -39,8 +40,10 @@ from cellama.tasks.contract.shapes.results import (
     with_messages,
 )
 from cellama.tasks.publishing.results import result_of, resume_of
+from cellama.tasks.state.foundation import have_adapters
+from cellama.tasks.state.registry import live_workers
 
-from .attempt import GIVEN_UP, JobAttempt
+from .attempt import ELSEWHERE_S, GIVEN_UP, JobAttempt
 from .bulk_slice import ChunkRun, adapters_of_lines
 from .engine_request import Asked, conversation_of, has_seed, request_of, signer_of
 from .vectors import embed, rerank, wait_for
@@ -129,9 +132,9 @@ class JobRun(JobAttempt):
         try:
             handle = model.engine.submit(request_of(model, job, asked, self.runtime.signer))
         except UnknownAdapter:
-            if chosen:
+            if chosen and not self._adapters_are_elsewhere(job.model, [name for name, _ in job.adapters or ()]):
                 raise
-            self.control.interrupt(Interruption.HANDED_BACK)  # one of the model's own went just now
+            self.control.interrupt(Interruption.HANDED_BACK)  # or one of the model's own went just now
             raise Ignore() from None
         self.engine_ends_stream = True
         self.control.when_interrupted(lambda reason: self._stop(handle, reason))
@@ -145,6 +148,14 @@ class JobRun(JobAttempt):
         if completion.finish_reason in ("cancelled", "timeout") and not self.celery_has_result:
             self.raise_if_interrupted()
         return completion
+
+    def _adapters_are_elsewhere(self, asked: str, names: Iterable[str]) -> bool:
+        """True, after a while, if another worker has what this one lacks (docs/adr/012-pools.md)."""
+        own = self.runtime.incarnation.split()[0]
+        workers = self.reaching_redis(lambda: live_workers(self.runtime.redis))
+        found = have_adapters([worker for worker in workers if worker.name != own], asked, names)
+        time.sleep(ELSEWHERE_S if found else 0.0)
+        return found
 
     def _seed_of(self, job: GenerateJob | ChatJob, defaults: Mapping[str, object]) -> int | None:
         """That of earlier attempts; None for the job's own, or the model's; else one that each attempt would choose,

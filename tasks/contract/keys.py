@@ -16,7 +16,11 @@ cellama:looked             string   when a worker last looked for ended leases
 cellama:batch:{run_id}     hash     a bulk run, as its command sees it; that command; TTL
 cellama:batches            zset     bulk runs by their last word; entries go with their TTL
 cellama:workers            hash     worker name → JSON entry; each worker its own, renewed every 2 s
-cellama:wanted:{worker}    string   what that worker was given at run time, for its successor; TTL of 30 days
+cellama:wanted:pool:{pool} hash     what its workers shall have beside their settings; workers; TTL of 30 days
+cellama:wanted:worker:{worker} hash the same, of one worker alone
+cellama:trials:{worker}    hash     loads that it has begun and not ended; TTL of a day
+cellama:took:{class}:{kind}:{queue} list what jobs asked for, and how much work it was; workers; TTL of 30 days
+cellama:speed:{worker}:{queue} list how fast a worker was lately, and how busy; that worker; TTL of 30 days
 cellama:queue:{model}…     list     Celery's queues, one list per priority (names.py); `:default` is a model here
 cellama:kombu:unacked…     none     what kombu would keep of held messages under names that all Celery apps share; the
                                     ledger keeps it instead (tasks/broker/holding.py)
@@ -24,6 +28,8 @@ celery-task-meta-{job_id}  string   Celery's results; TTL
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 WORKERS_KEY = "cellama:workers"
 RUNNING_KEY = "cellama:running"
@@ -41,8 +47,20 @@ IGNORED_FIELD = "ignored"  # of a ledger entry: the job's result is not stored
 PRIORITY_WEIGHT = 1e11  # seconds; more than any time of submission
 
 
-def wanted_key(worker: str) -> str:
-    return f"cellama:wanted:{worker}"
+def wanted_key(whose: Literal["pool", "worker"], name: str) -> str:
+    return f"cellama:wanted:{whose}:{name}"
+
+
+def took_key(queue: str, kind: str, of: Literal["interactive", "bulk"]) -> str:
+    return f"cellama:took:{of}:{kind}:{queue}"
+
+
+def speed_key(queue: str, worker: str) -> str:
+    return f"cellama:speed:{worker}:{queue}"
+
+
+def trials_key(worker: str) -> str:
+    return f"cellama:trials:{worker}"
 
 
 def journal_key(job_id: str) -> str:

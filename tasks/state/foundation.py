@@ -88,6 +88,15 @@ def may_come(workers: Iterable[WorkerEntry], model_id: str, wanted: Foundation) 
     return any(entry["status"] == "loading" or wanted.is_served_by(entry) for entry in served)
 
 
+def have_adapters(workers: Iterable[WorkerEntry], model_id: str, names: Iterable[str]) -> bool:
+    """True if one of these workers has the model with all these adapters."""
+    served = [
+        e for w in workers for e in w.models if e["id"] == model_id or (model_id == DEFAULT_MODEL and e["default"])
+    ]
+    ready = [{adapter["name"] for adapter in e.get("adapters", ()) if adapter["status"] == "ready"} for e in served]
+    return any(set(names) <= there for there in ready)
+
+
 def changed(model_id: str) -> JobFailed:
     """The end of a job that can't go on as it began."""
     message = (

@@ -85,7 +85,8 @@ class Ledger:
             keys += [job_key(job.job_id), message.key]
             timeout = "" if call.timeout_s is None else call.timeout_s
             args += [job.job_id, call.task, call.queue, call.priority, timeout, call.delay_s, job.digest]
-            args += [message.payload, len(message.events), *(part for event in message.events for part in event)]
+            told_of = [part for event in message.events for part in event]
+            args += [call.work.text, message.payload, len(message.events), *told_of]
         told: list[int] = run_script(self._redis, "submit", keys, args)
         return told
 

@@ -5,23 +5,76 @@ from __future__ import annotations
 import hashlib
 import json
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from typing_extensions import TypedDict
 
 from cellama.tasks.contract.events import PROGRESS_TYPES, Event, TerminalEvent, is_terminal
+from cellama.tasks.contract.kinds import KINDS
+from cellama.tasks.contract.payloads import GenerateJob
 from cellama.tasks.contract.shapes.results import Result
 
 from .encoding import encode
 
+MAX_ASKED = 10**9
 MAX_ENTRY_BYTES = 480 << 20  # Redis keeps up to 512 MiB under a key, and Celery adds some words
 DEAD = "dead"  # error code of jobs that ended their workers again and again
 # What to do with an attempt. Nothing has begun with the last four: the job has ended, and Celery perhaps has not heard
 # of it; it has ended, and is forgotten; another worker holds its message; it may have ended a worker.
 Verdict = Literal["run", "cancelled", "dead", "done", "gone", "superseded", "suspect"]
 State = Literal["queued", "running", "handed_back", "done"]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """How much a job asks for: tokens of completions, else texts; its `pieces` can be side by side."""
+
+    kind: str  # of its task; with a "!" a completion ends by its length only
+    asked: int = 1
+    pieces: int = 1
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether it takes slots for tokens; else for seconds."""
+        return self.kind.rstrip("!") in ("generate", "chat")
+
+    @property
+    def is_exact(self) -> bool:
+        return self.kind.endswith("!")
+
+    @property
+    def text(self) -> str:
+        return f"{self.kind} {self.asked} {self.pieces}"
+
+
+def work_of_text(text: str) -> Work:
+    """The work as it stands in the ledger; that of a usual job if it does not."""
+    try:
+        kind, asked, pieces = text.split()
+        return Work(kind, max(1, int(asked)), max(1, int(pieces)))
+    except ValueError:
+        return Work("generate", GenerateJob.model_fields["max_tokens"].default)
+
+
+def work_of(task: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Work:
+    """What a call asks for. It need not be checked: what is nonsense counts as a usual job."""
+    kind = KINDS.get(task)
+    name = task.removeprefix("cellama.")
+    given = {**dict(zip(kind.positional if kind else (), args, strict=False)), **kwargs}
+    if kind is not None and kind.completes:
+        pieces = _count(given.get("n"), 1)
+        asked = pieces * _count(given.get("max_tokens"), GenerateJob.model_fields["max_tokens"].default)
+        return Work(name + "!" * (given.get("ignore_eos") is True and not given.get("stop")), asked, pieces)
+    many = next(
+        (given[part] for part in ("lines", "texts", "documents") if isinstance(given.get(part), list | tuple)), ()
+    )
+    return Work(name, max(1, len(many)), max(1, len(many)) if name == "chunk" else 1)
+
+
+def _count(given: Any, default: int) -> int:
+    return given if type(given) is int and 0 < given <= MAX_ASKED else default
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +89,11 @@ class Call:
     timeout_s: float | None
     headers: dict[str, Any]
     delay_s: float = 0.0  # before it may run at all
+
+    @property
+    def work(self) -> Work:
+        """What it asks for."""
+        return work_of(self.task, self.args, self.kwargs)
 
     def digest(self, positional: Sequence[str]) -> str:
         """The same for the same parameters, however they were given."""

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from redis import Redis
@@ -17,7 +17,14 @@ from redis.exceptions import RedisError
 
 from cellama.tasks.connection.redis_clock import redis_time, seconds_of
 from cellama.tasks.contract.keys import WORKERS_KEY
-from cellama.tasks.contract.shapes.workers import LoadFailure, Totals, WorkerCores, WorkerMemory, WorkerModel
+from cellama.tasks.contract.shapes.workers import (
+    LoadFailure,
+    Totals,
+    WantedThing,
+    WorkerCores,
+    WorkerMemory,
+    WorkerModel,
+)
 
 if TYPE_CHECKING:
     from cellama.engine import ModelEntry, ModelManager
@@ -48,6 +55,8 @@ class WorkerEntry:
     totals: Totals  # of its models
     seen_at: float
     age_s: float = 0.0
+    pool: str = "default"
+    wanted: list[WantedThing] = field(default_factory=list)  # what it shall have, has and lacks
 
 
 def live_workers(redis: Redis, within_s: float = STALE_S) -> list[WorkerEntry]:
@@ -56,9 +65,21 @@ def live_workers(redis: Redis, within_s: float = STALE_S) -> list[WorkerEntry]:
     pipeline.time()
     pipeline.hgetall(WORKERS_KEY)
     now, entries = pipeline.execute()
-    stored = [WorkerEntry(**json.loads(data)) for data in entries.values()]
+    stored = [entry for entry in map(_entry_of, entries.values()) if entry is not None]
     workers = [replace(entry, age_s=round(max(0.0, seconds_of(now) - entry.seen_at), 3)) for entry in stored]
     return sorted((worker for worker in workers if worker.age_s < within_s), key=lambda worker: worker.name)
+
+
+_FIELDS = {each.name for each in fields(WorkerEntry)}
+
+
+def _entry_of(data: bytes) -> WorkerEntry | None:
+    """None for what no worker of this version writes; what a later one adds is left out."""
+    try:
+        entry = WorkerEntry(**{name: value for name, value in json.loads(data).items() if name in _FIELDS})
+        return entry if entry.name and entry.seen_at + entry.at > 0 else None
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        return None
 
 
 class Registration:
@@ -71,10 +92,14 @@ class Registration:
         manager: ModelManager,
         chores: Sequence[Callable[[], Any]],
         failures: Callable[[], dict[str, LoadFailure]],
+        pool: str = "default",
+        wanted: Callable[[], list[WantedThing]] = list,
     ) -> None:
         self._redis = redis
         self._chores = chores
         self._failures = failures
+        self._pool = pool
+        self._wanted = wanted
         self._worker = worker
         self._manager = manager
         self._started_at = time.time()
@@ -121,11 +146,12 @@ class Registration:
         memory = cast(WorkerMemory, self._manager.memory())
         cores = cast(WorkerCores, self._manager.cores.report())
         totals = cast(Totals, asdict(self._manager.snapshot()))
-        told = (models, self._failures(), memory, cores, totals, seen_at)
+        told = (models, self._failures(), memory, cores, totals, seen_at, 0.0, self._pool, self._wanted())
         entry = WorkerEntry(self._worker, host, pid, self._started_at, now, *told)
         self._redis.hset(WORKERS_KEY, self._worker, json.dumps(asdict(entry)))
         stored: Any = self._redis.hgetall(WORKERS_KEY)
-        stale = [name for name, data in stored.items() if seen_at - json.loads(data).get("seen_at", 0) > KEPT_S]
+        found = {name: _entry_of(data) for name, data in stored.items()}
+        stale = [name for name, other in found.items() if other is None or seen_at - other.seen_at > KEPT_S]
         if stale:
             self._redis.hdel(WORKERS_KEY, *stale)
 

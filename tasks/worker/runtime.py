@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from redis import Redis
+from redis.exceptions import RedisError
 
 from cellama.config import ModelSettings, Settings
 from cellama.engine import STACK_BYTES, EngineOptions, HubOptions, ModelManager, Watchdog
@@ -21,21 +22,26 @@ from cellama.tasks.broker.places import Places
 from cellama.tasks.broker.pool import Interruption, JobControl
 from cellama.tasks.connection.connections import connect
 from cellama.tasks.contract.keys import cancel_key
+from cellama.tasks.contract.names import DEFAULT_MODEL, queue_name
 from cellama.tasks.contract.shapes.workers import LoadFailure
+from cellama.tasks.estimates.samples import Took
 from cellama.tasks.publishing.publisher import Publisher
 from cellama.tasks.publishing.signing import Signer
 from cellama.tasks.state.ledger import Ledger
 from cellama.tasks.state.records import Attempt
 from cellama.tasks.state.registry import Registration
 
+from .commands import Changes
 from .heap import bound_free_heap, trim_heap
 from .lease import LeaseKeeper
 from .model_loading import Residency
 from .neighbours import Neighbours
 from .quarantine import Quarantine
 from .reaper import Reaper, Store
+from .reconciling import Reconciler
 from .telemetry import Relay
-from .wanted import WantedKeeper
+from .wanted import wanted_by
+from .wanted_record import WantedRecord
 
 log = logging.getLogger(__name__)
 
@@ -65,16 +71,27 @@ class Runtime:
         self._trimmed = True  # since the last job began
         self.quarantine = Quarantine()
         self._lease: LeaseKeeper | None = None
-        key = settings.reasoning_key
-        self.signer = Signer(key.get_secret_value() if key else None)
+        self.signer = Signer(settings.reasoning_key.get_secret_value() if settings.reasoning_key else None)
         self.publisher = Publisher(self.ledger, worker, self._interrupt, self.signer)
         self.watchdog = Watchdog(settings.hang_s)
         self.watchdog.watch(self.publisher.pulse)
         if settings.hang_s:
             self.watchdog.start()
         self.manager = ModelManager(settings.memory_budget)
+        self._record = WantedRecord(redis, settings.pool, worker)
+        self._loaded = self._configured_and_wanted()
+        self._load_or_close(self._loaded)
+        self.took = Took(redis, worker)
+        self.residency: Residency | None = None  # once there is a consumer, as the next two
+        self.changes: Changes
+        self._worker = worker
+        self._reconciler: Reconciler | None = None
+        self._reaper = Reaper(redis, self.ledger, store, settings.lease_s)
+        self._registration: Registration | None = None  # once it hears commands
+
+    def _load_or_close(self, models: list[ModelSettings]) -> None:
         try:
-            for model in settings.models:
+            for model in models:
                 self._load(model)
         except Exception:
             self.manager.close()
@@ -82,11 +99,15 @@ class Runtime:
             self.publisher.close()
             self.watchdog.close()
             raise
-        self.residency: Residency | None = None  # once there is a consumer
-        self._worker = worker
-        self._wanted = WantedKeeper(redis, worker)
-        self._reaper = Reaper(redis, self.ledger, store, settings.lease_s)
-        self._registration: Registration | None = None  # once it hears commands
+
+    def _configured_and_wanted(self) -> list[ModelSettings]:
+        """The models of the settings, without those that were unloaded or replaced at run time."""
+        try:
+            wanted = wanted_by(self.settings, self._record.look()).models
+        except RedisError as error:
+            log.warning("the worker begins with the models of its settings, as Redis does not answer: %s", error)
+            return list(self.settings.models)
+        return [model for model in self.settings.models if wanted.get(model.id, (None, ""))[1] == "settings"]
 
     def _ledger_on(self, redis: Redis) -> Ledger:
         settings = self.settings
@@ -169,35 +190,51 @@ class Runtime:
     def attach(self, consumer: Any) -> None:
         """Renews, from now on, the leases of what this consumer of Celery's takes; lets models come and go."""
         if self._lease is None:
-            wanted = self._wanted.read()  # Celery connects again if this fails
+            self._record.look()  # Celery connects again if this fails
             models = self.manager.models()
             loaded = {id_: (model.options.num_slots, model.capabilities) for id_, model in models.items()}
-            jobs = {model.id: num_jobs_of(model, *loaded.get(model.id, ())) for model in self.settings.models}
+            jobs = {model.id: num_jobs_of(model, *loaded[model.id]) for model in self._loaded}
             consumer.places = Places(jobs, self.settings.look_ahead, lambda: self.manager.default)
-            waiting = self.ledger.num_waiting
-            told = (self._tell_change, self.settings, self._wanted)
-            self.residency = Residency(self.manager, consumer, self._load, jobs, waiting, *told)
+            told = (self._tell_change, self._loaded)
+            self.residency = residency = Residency(self.manager, consumer, self._load, jobs, *told)
+            parts = (self.manager, consumer, residency, self._record)
+            self.changes = Changes(*parts, self.ledger.num_waiting)
             assumed = sum(num_jobs_of(model) for model in self.settings.models)
-            self.residency.resize(sum(jobs.values()) - assumed)  # tuned models have other slots than were assumed
+            residency.resize(sum(jobs.values()) - assumed)  # tuned models have other slots than were assumed
+            self._leave_queues(consumer, [model.id for model in self.settings.models if model.id not in jobs])
             if self.settings.on_full == "evict":  # only now: the models of the settings don't push each other out
-                self.manager.evict_through(self.residency.evict)
-            self.residency.restore(wanted)
+                self.manager.evict_through(self.changes.evict)
+            self._reconciler = Reconciler(self.settings, self.manager, residency, self._record)
+            self._reconciler.restore()
             own = connect(self.settings.redis_url, socket_timeout=SOCKET_TIMEOUT_S, health_check_interval=10)
             self._lease = LeaseKeeper(self._ledger_on(own), consumer, self.settings.lease_s)
 
+    def _leave_queues(self, consumer: Any, models: list[str]) -> None:
+        """Takes no jobs of models of the settings that are not there, and none for `:default` without a default."""
+        for name in [*models, *([] if self.manager.default else [DEFAULT_MODEL])]:
+            consumer.cancel_task_queue(queue_name(name))
+
     def announce(self) -> None:
         """Enters this worker into the registry; it takes jobs and commands now."""
-        if self._registration is None:
+        if self._registration is None and self._reconciler is not None:
             self._reaper.start()
             neighbours = Neighbours(self.redis, self._worker, self.manager.cores)
-            chores = (self._wanted.look, self._end_cancelled, neighbours.look, self._trim_when_idle)
-            self._registration = Registration(self.redis, self._worker, self.manager, chores, self._failures)
+            chores = (
+                self._reconciler.look,
+                self._end_cancelled,
+                neighbours.look,
+                self._trim_when_idle,
+                self.took.flush,
+            )
+            told = (self._failures, self.settings.pool, self._reconciler.told)
+            self._registration = Registration(self.redis, self._worker, self.manager, chores, *told)
 
     def close(self) -> None:
         """Ends everything in order: no caller is told of a worker that is gone, no event is lost."""
         if self._registration is not None:
             self._registration.close()
         self._reaper.close()
+        self._record.end_trial(None)  # an orderly end is no fault of a load
         self.manager.close()
         self.telemetry.close()
         self.watchdog.close()

@@ -16,8 +16,8 @@ from cellama.tasks import generate
 from cellama.tasks.broker.holding import SOON_S
 from cellama.tasks.contract.keys import LEASES_KEY, waiting_key
 from cellama.tasks.contract.names import queue_name
+from cellama.tasks.estimates.position import position_of
 from cellama.tasks.state.ledger import Ledger
-from cellama.tasks.state.position import position_of
 
 from ..conftest import PATIENCE_S, WorkerProcess, wait_until
 from .conftest import GREEDY

@@ -15,7 +15,6 @@ from cellama.api import Client
 from cellama.api.machine.redis_server import RedisServer
 from cellama.tasks import generate
 from cellama.tasks.contract.errors import JobFailed, UnknownModel, UnknownWorker
-from cellama.tasks.contract.keys import wanted_key
 
 from ..conftest import PATIENCE_S, WorkerProcess, wait_until
 from .conftest import GREEDY, LONG
@@ -203,10 +202,14 @@ def test_successor_of_a_killed_worker_has_what_was_loaded_at_run_time(
         assert [m["id"] for m in client.models() if m["default"] and m["id"].startswith(name)] == [second]
         client.unload_model(second, worker=name, timeout=PATIENCE_S)
         client.unload_adapter(first, "asked", worker=name, timeout=PATIENCE_S)
-        wait_until(lambda: not worker.redis.exists(wanted_key(worker_name(client, name))), "nothing is wanted any more")
+        wanted = wait_until(lambda: not_of_settings(client, name), "nothing is wanted any more")
+        assert wanted == [[]]
     finally:
         worker.stop()
 
 
-def worker_name(client: Client, name: str) -> str:
-    return next(worker.name for worker in client.workers() if worker.name.startswith(name))
+def not_of_settings(client: Client, name: str) -> list[list[str]]:
+    """What the worker wants beside what its settings say; [] while there is some of it."""
+    found = [entry.wanted for entry in client.workers() if entry.name.startswith(name)]
+    wanted = [[thing["model"] for thing in things if thing["by"] != "settings"] for things in found]
+    return [] if any(wanted) else wanted

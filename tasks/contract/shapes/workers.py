@@ -11,7 +11,9 @@ from typing_extensions import TypedDict
 
 from cellama.config.settings import Capability, OnFull
 
-ModelStatus = Literal["loading", "ready", "unloading", "stopped"]  # stopped: its process ends in a moment
+# stopped: its process ends in a moment; lacking: no worker has it that shall
+ModelStatus = Literal["loading", "ready", "unloading", "stopped", "lacking"]
+WantedState = Literal["ready", "loading", "lacking", "leaving"]  # leaving: it is there, and shall not be
 Phase = Literal["idle", "prefilling", "generating", "stopped"]
 AdapterStatus = Literal["loading", "ready", "unloading"]
 
@@ -96,6 +98,25 @@ class Totals(TypedDict):
     cache_misses: int
 
 
+class LoadFailure(TypedDict):
+    """Why a model or an adapter could not be loaded or unloaded lately (contract.codes)."""
+
+    code: str
+    message: str
+
+
+class WantedThing(TypedDict):
+    """A model, or an adapter of it, that a worker shall have, or has and shall not: by its settings, by what was said
+    at run time for its pool, or for it alone."""
+
+    model: str
+    adapter: str | None
+    source: str
+    by: Literal["settings", "pool", "worker"]
+    state: WantedState
+    why: LoadFailure | None  # of what it lacks, or can't let go of: it tries again
+
+
 class DeviceUse(TypedDict):
     """What a model takes of one device; `mapped_bytes` of the weights lie in the page cache, and `saved_bytes` are the
     quota of KV states that are kept in RAM."""
@@ -170,9 +191,13 @@ class WorkerModel(ModelFile, LoadedModel):
 
 
 class ModelView(ModelFile, LoadedModel):
-    """A model on all `workers` that have it; what differs is of the first of them where it is ready."""
+    """A model on all `workers` that have it; what differs is of the first of them where it is ready.
+
+    `lacks` has the workers that shall have it, or an adapter of it, and can't, with the reason.
+    """
 
     workers: list[str]
+    lacks: dict[str, LoadFailure]
 
 
 class WorkerDevice(TypedDict):
@@ -227,10 +252,3 @@ class WorkerCores(TypedDict):
     wants: int  # threads
     uses: float  # cores, in the mean of the last seconds
     threads: int  # that it has
-
-
-class LoadFailure(TypedDict):
-    """Why a model or an adapter could not be loaded or unloaded lately (contract.codes)."""
-
-    code: str
-    message: str

@@ -12,7 +12,7 @@ from cellama.api.cli.following import Patience
 from cellama.api.cli.status import _render
 from cellama.api.client.registry_views import COUNTED
 from cellama.tasks.contract.errors import JobTimeout
-from cellama.tasks.state.position import Position
+from cellama.tasks.estimates.position import Position
 
 ENGINE = {
     "slots_prefilling": 4, "slots_decoding": 252, "slots_total": 256, "requests_waiting": 12345,
@@ -25,7 +25,8 @@ TOTALS = {"phase": "generating", **dict.fromkeys(COUNTED, 1234)}
 
 
 def shown(models: list[dict[str, Any]], width: int = 80) -> str:
-    live = [{"name": "cellama-0a1b@a-rather-long-name-of-a-machine", "pid": 4123456, "models": models}]
+    worker = {"name": "cellama-0a1b@a-rather-long-name-of-a-machine", "pid": 4123456, "models": models}
+    live = [{**worker, "pool": "default", "wanted": []}]
     console = Console(width=width, record=True)
     told = {"live": live, "queues": {}, "waiting": {}, "eta_s": {}, "unserved": [], "totals": TOTALS, "age_s": 1.234}
     console.print(_render(told))
@@ -83,9 +84,9 @@ def test_patience_counts_from_the_start_of_a_job(monkeypatch: pytest.MonkeyPatch
 def test_patience_ends_for_a_job_that_nobody_serves_unless_that_was_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, patience, wanted = Clock(monkeypatch), Patience("j", 60.0), Patience("j", 60.0, unserved=True)
     clock.now = 61.0
-    assert "no worker serves it now" in wanted.look(Position("j", "waiting", 0, None))
+    assert "no worker serves it now" in wanted.look(Position("j", "waiting", 0, None, served=False))
     with pytest.raises(JobTimeout, match="no worker serves its model"):
-        patience.look(Position("j", "waiting", 0, None))
+        patience.look(Position("j", "waiting", 0, None, served=False))
 
 
 def test_estimate_of_a_waiting_job_moves(monkeypatch: pytest.MonkeyPatch) -> None:

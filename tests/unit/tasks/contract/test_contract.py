@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -111,7 +112,8 @@ def test_queues_and_journal_ids_are_as_documented() -> None:
 
 def test_queues_share_no_name_with_other_keys_or_each_other_whatever_models_are_called() -> None:
     ours = [value for name, value in vars(keys).items() if name.endswith("_KEY")]
-    ours += [make("x") for name, make in vars(keys).items() if name.endswith("_key")] + [keys.events_channel("x", 0)]
+    makers = [make for name, make in vars(keys).items() if name.endswith("_key")]
+    ours += [make(*"x" * len(signature(make).parameters)) for make in makers] + [keys.events_channel("x", 0)]
     ids = [":default", "default", "a b:c", *(key.removeprefix("cellama:").split(":")[0] for key in ours)]
     lists = [key for model_id in dict.fromkeys(ids) for key in queue_keys(model_id)]
     assert len(set(lists)) == len(lists)

@@ -1,0 +1,116 @@
+"""Commands to running workers, through Celery's remote control: models and adapters come and go."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from celery import Celery
+
+from cellama.config import id_of_source
+from cellama.tasks.contract.errors import JobFailed, JobTimeout, UnknownModel, UnknownWorker
+from cellama.tasks.state.registry import WorkerEntry
+
+REPLY_S = 5.0  # for workers to answer a command
+REGISTRY_POLL_S = 0.1
+Begun = dict[str, float]  # by worker: when it took the command, by its clock
+
+
+@dataclass(frozen=True, slots=True)
+class Whom:
+    """One worker alone; or all workers of a pool, or of every pool, and those that join it later."""
+
+    worker: str | None = None
+    pool: str | None = None
+
+    def among(self, workers: Iterable[WorkerEntry], model_id: str | None) -> list[str]:
+        """The names of those that are meant, and have the model. Raises UnknownWorker, UnknownModel."""
+        alive = list(workers)
+        chosen = [
+            entry
+            for entry in alive
+            if self.worker in (None, entry.name, entry.name.partition("@")[0]) and self.pool in (None, entry.pool)
+        ]
+        if not chosen:
+            asked = f"worker {self.worker!r}" if self.worker is not None else "worker"
+            asked += "" if self.pool is None else f" in pool {self.pool!r}"
+            live = ", ".join(f"{entry.name} (pool {entry.pool})" for entry in alive) or "none"
+            raise UnknownWorker(f"no live {asked}; live: {live}")
+        having = [e.name for e in chosen if model_id is None or any(m["id"] == model_id for m in e.models)]
+        if not having and self.worker is None:
+            raise UnknownModel(f"no live worker has a model {model_id!r}; `cellama models list` shows what there is")
+        return having or [entry.name for entry in chosen]
+
+
+class Commands:
+    """Asks workers, and waits until the registry says that they did. Threads may share one."""
+
+    def __init__(self, app: Celery, workers: Callable[[], list[WorkerEntry]]) -> None:
+        self._app = app
+        self._workers = workers
+
+    def load_model(self, model: dict[str, Any], whom: Whom, timeout_s: float) -> str:
+        if model["id"] is None:
+            taken = {thing["model"] for entry in self._workers() for thing in entry.wanted}
+            taken |= {loaded["id"] for entry in self._workers() for loaded in entry.models}
+            model = {**model, "id": id_of_source(model["source"], taken)}
+        begun = self.send("cellama_load", {"model": model}, whom)
+        model_id: str = model["id"]
+        self._wait_for_model(begun, model_id, "ready", timeout_s)
+        return model_id
+
+    def unload_model(self, model_id: str, whom: Whom, timeout_s: float) -> None:
+        begun = self.send("cellama_unload", {"model_id": model_id, "timeout_s": timeout_s}, whom)
+        self._wait_for_model(begun, model_id, None, timeout_s + REPLY_S)
+
+    def set_default_model(self, model_id: str, whom: Whom) -> None:
+        self.send("cellama_default", {"model_id": model_id}, whom)
+
+    def send(self, command: str, arguments: dict[str, Any], whom: Whom, model_id: str | None = None) -> Begun:
+        """The workers that took a command, of those that are meant (and have the model).
+
+        Raises what the first one that refuses says.
+        """
+        chosen = whom.among(self._workers(), model_id)
+        arguments = {**arguments, "whole_pool": whom.worker is None}
+        options = {"destination": chosen, "reply": True, "timeout": REPLY_S, "limit": len(chosen)}
+        replies = self._app.control.broadcast(command, arguments=arguments, **options)
+        answers = {name: answer for reply in replies or [] for name, answer in reply.items()}
+        for name in chosen:
+            answer = answers.get(name, {"error": f"it did not answer within {REPLY_S:g} s", "code": "timeout"})
+            if "error" in answer:
+                raise JobFailed(answer.get("code", "internal_error"), f"worker {name}: {answer['error']}")
+        return {name: answers[name]["at"] for name in chosen}
+
+    def _wait_for_model(self, begun: Begun, model_id: str, wanted: str | None, timeout_s: float) -> None:
+        def status(worker: WorkerEntry) -> str | None:
+            return next((str(m["status"]) for m in worker.models if m["id"] == model_id), None)
+
+        self.wait_for_status(begun, model_id, status, wanted, timeout_s)
+
+    def wait_for_status(
+        self,
+        begun: Begun,
+        key: str,
+        status: Callable[[WorkerEntry], str | None],
+        wanted: str | None,
+        timeout_s: float,
+    ) -> None:
+        """Until something has a status on these workers, None standing for being gone, or they say why it has not;
+        `key` is its failure_key. Raises JobFailed if it has it on none, JobTimeout."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            entries = [worker for worker in self._workers() if worker.at >= begun.get(worker.name, math.inf)]
+            failed = {worker.name: worker.failures[key] for worker in entries if key in worker.failures}
+            done = [worker for worker in entries if worker.name not in failed and status(worker) == wanted]
+            if failed and len(failed) == len(begun):
+                name, failure = next(iter(failed.items()))
+                raise JobFailed(failure["code"], f"worker {name}: {failure['message']}")
+            if len(failed) + len(done) == len(begun):
+                return
+            time.sleep(REGISTRY_POLL_S)
+        doing = "loaded" if wanted else "unloaded"
+        raise JobTimeout(f"{key!r} is not {doing} after {timeout_s:g} s; `cellama models list` shows its state")

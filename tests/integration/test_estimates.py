@@ -1,0 +1,268 @@
+"""Estimates of waits, through the real ledger and the client, on a clock that the test moves: no machine is measured.
+
+Two workers play jobs as engines do: each slot makes tokens at the worker's speed, and the ledger is told.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis import Redis
+from redis.client import Pipeline
+
+from cellama.api import Client
+from cellama.api.machine.redis_server import RedisServer
+from cellama.tasks.contract import events
+from cellama.tasks.contract.keys import WORKERS_KEY, took_key
+from cellama.tasks.contract.names import queue_key, queue_name
+from cellama.tasks.estimates.position import Position
+from cellama.tasks.estimates.samples import KEPT_SAMPLES, Took, class_of
+from cellama.tasks.state import scripts
+from cellama.tasks.state.ledger import Ledger, new_run
+from cellama.tasks.state.records import Attempt, Call, Entry, Message, Submission, work_of
+
+from ..conftest import worker_entry
+from .ledgers import submission
+from .test_model_check import CLOCK, MovedRedis
+
+NOW = f"return {{redis.call('GET', '{CLOCK}'), 0}}"
+
+MODEL, QUEUE = "m", queue_name("m")
+START = 1e6
+HEARTBEAT_S = 2.0
+
+
+class MovedPipeline(Pipeline):
+    """As MovedRedis."""
+
+    def time(self, **_: Any) -> Any:
+        return self.execute_command("EVAL", NOW, 0)
+
+
+class SteadyRedis(MovedRedis):
+    """Its pipelines are of the test's time, too."""
+
+    def pipeline(self, transaction: bool = True, shard_hint: Any = None) -> Any:
+        return MovedPipeline(self.connection_pool, self.response_callbacks, transaction, shard_hint)
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[MovedRedis]:
+    """A Redis of its own, whose clock stands still."""
+    source = scripts.source
+    own = "local time = {redis.call('GET', '" + CLOCK + "') or 0, 0}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scripts, "source", lambda name: source(name).replace("local time = redis.call('TIME')", own))
+        scripts._script.cache_clear()
+        with RedisServer.start(tmp_path) as server, SteadyRedis.from_url(server.url) as client:
+            yield client
+    scripts._script.cache_clear()
+
+
+@dataclass
+class Played:
+    """What becomes of a job, and what was said of it when it was submitted."""
+
+    asked: int
+    tokens: float  # of work, with what reading its prompt takes
+    asked_at: float = 0.0
+    said: Position | None = None
+    began_at: float = 0.0
+    attempt: Attempt | None = None
+
+    @property
+    def waited_s(self) -> float:
+        return self.began_at - self.asked_at
+
+
+@dataclass
+class Cluster:
+    """Workers by name, with so many slots each, and a time."""
+
+    redis: MovedRedis
+    slots: int = 4
+    speeds: dict[str, float] = field(default_factory=lambda: {"one": 20.0, "two": 12.0})
+    now: float = START
+    jobs: dict[str, Played] = field(default_factory=dict)
+    chance: random.Random = field(default_factory=lambda: random.Random(7))
+
+    def __post_init__(self) -> None:
+        self.ledger = Ledger(self.redis)
+        self.took = {name: Took(self.redis, name) for name in self.speeds}
+        self.ends: list[tuple[float, str, str]] = []  # when, worker, job
+        self.beat_at = self.now
+        self.client = Client()
+        self.client._core._redis = self.redis
+        self.beat()
+
+    def beat(self) -> None:
+        """What workers write every 2 s."""
+        self.redis.set(CLOCK, self.now)
+        for name, speed in self.speeds.items():
+            busy = sum(worker == name for _, worker, _ in self.ends)
+            engine = {"slots_total": self.slots, "slots_decoding": busy, "slots_prefilling": 0}
+            rate = busy * speed * self.chance.uniform(0.8, 1.2)
+            model = {"id": MODEL, "status": "ready", "default": False, "engine": {**engine, "generation_rate": rate}}
+            self.redis.hset(WORKERS_KEY, name, json.dumps(asdict(worker_entry(name, model, seen_at=self.now))))
+            self.took[name].flush()
+        self.beat_at = self.now + HEARTBEAT_S
+
+    def submit(self, asked: int, part: float = 1.0, **params: Any) -> Played:
+        """A job that makes this part of what it asks for; its prompt takes as long as up to a third of that."""
+        made = max(1.0, asked * part)
+        job = submission(QUEUE)
+        call = Call("cellama.generate", [MODEL, "Hi"], {"max_tokens": asked, **params}, QUEUE, 3, None, {})
+        self.ledger.submit([Submission(job.job_id, call, Message(queue_key(QUEUE, 3), job.message.payload))])
+        played = self.jobs[job.job_id] = Played(asked, made * self.chance.uniform(1.0, 1.3), self.now)
+        self.fill()
+        if played.attempt is None:
+            played.said = self.client.position(job.job_id)
+        return played
+
+    def submit_when_full(self) -> Played:
+        """The last one of twenty."""
+        jobs = [self.submit(100) for _ in range(20)]
+        self.run(HEARTBEAT_S + 0.1)
+        return jobs[-1] if jobs[-1].attempt else self.submit(100)
+
+    def fill(self) -> None:
+        """Free slots take the next jobs."""
+        for worker in self.speeds:
+            while sum(name == worker for _, name, _ in self.ends) < self.slots:
+                found = self.redis.zrange(f"cellama:waiting:{QUEUE}", 0, 0)
+                if not found:
+                    return
+                job_id = found[0].decode()
+                job = self.jobs[job_id]
+                job.attempt, job.began_at = self.ledger.begin(job_id, new_run(), f"{worker} 1 1"), self.now
+                self.write(job, 0, events.started(MODEL, 1, worker, 0))
+                heapq.heappush(self.ends, (self.now + job.tokens / self.speeds[worker], worker, job_id))
+
+    def write(self, job: Played, seq: int, event: events.Event) -> None:
+        assert job.attempt is not None
+        self.ledger.write([Entry(job.attempt.job_id, job.attempt.run, {"seq": seq, **event})])  # type: ignore[arg-type]
+
+    def run(self, seconds: float) -> None:
+        """Time goes by."""
+        until = self.now + seconds
+        while min(self.beat_at, self.ends[0][0] if self.ends else until) < until:
+            if self.ends and self.ends[0][0] <= self.beat_at:
+                self.now, worker, job_id = heapq.heappop(self.ends)
+                self.redis.set(CLOCK, self.now)
+                self.end(worker, job_id)
+                self.fill()
+            else:
+                self.now = self.beat_at
+                self.beat()
+        self.now = until
+        self.redis.set(CLOCK, self.now)
+
+    def end(self, worker: str, job_id: str) -> None:
+        job = self.jobs[job_id]
+        self.write(job, 1, events.done("stop", {"prompt_tokens": 1, "completion_tokens": 1, "cached_tokens": 0}))
+        work = work_of("cellama.generate", [], {"max_tokens": job.asked})
+        self.took[worker].note(class_of(QUEUE, work, 3), job.asked, job.tokens, self.speeds[worker])
+
+
+@pytest.fixture
+def cluster(redis: MovedRedis) -> Cluster:
+    return Cluster(redis)
+
+
+def hits(jobs: list[Played]) -> float:
+    """The part of the jobs whose wait was within the range that was told."""
+    return sum(j.said.eta_least_s <= j.waited_s <= (j.said.eta_most_s or 0) for j in jobs if j.said) / len(jobs)
+
+
+def test_waits_of_500_jobs_of_mixed_lengths_are_within_the_range(cluster: Cluster) -> None:
+    chance = random.Random(11)
+    jobs: list[Played] = []
+    for number in range(500):
+        asked = round(2 ** chance.uniform(3, 9))
+        jobs.append(cluster.submit(asked, chance.choice([0.1, 0.4, 1.0, 1.0])))
+        cluster.run(chance.expovariate(2.5) if number % 50 else 12.0)
+        if number == 300:  # another program has taken half of the machine
+            cluster.speeds["one"] /= 2
+    cluster.run(10_000)
+    waited = [job for job in jobs if job.said is not None and job.said.eta_s is not None]
+    assert len(waited) > 400
+    assert hits(waited) >= 0.8
+    off = sorted(max(j.said.eta_s or 0.1, 0.1) / max(j.waited_s, 0.1) for j in waited if j.said and j.waited_s > 3)
+    assert 1 / 1.5 <= off[len(off) // 2] <= 1.5
+    mean_width = sum((j.said.eta_most_s or 0) - j.said.eta_least_s for j in waited if j.said) / len(waited)
+    assert mean_width < 1.5 * sum(j.waited_s for j in waited) / len(waited)  # a range that says something
+
+
+def test_second_job_is_told_within_a_factor_of_one_and_a_half(redis: MovedRedis) -> None:
+    cluster = Cluster(redis, slots=1, speeds={"one": 20.0})
+    cluster.submit(200, ignore_eos=True)
+    cluster.run(HEARTBEAT_S + 0.1)
+    second = cluster.submit(200, ignore_eos=True)
+    cluster.run(1000)
+    assert second.said is not None
+    assert second.said.eta_s is not None
+    assert 1 / 1.5 <= second.said.eta_s / second.waited_s <= 1.5
+    third, fourth = cluster.submit(100), cluster.submit(100)
+    assert (third.attempt is not None, fourth.said is not None) == (True, True)
+    cluster.run(1000)
+    assert fourth.said is not None
+    assert fourth.said.learnt_from == 2
+    assert 1 / 1.5 <= (fourth.said.eta_s or 0) / fourth.waited_s <= 1.5
+
+
+def test_without_history_it_says_so_and_guesses_once_tokens_come(cluster: Cluster) -> None:
+    for _ in range(2 * cluster.slots):
+        cluster.submit(100)
+    unknown = cluster.submit(100).said
+    assert unknown is not None
+    assert (unknown.eta_s, unknown.eta_least_s, unknown.eta_most_s) == (None, 0.0, None)
+    assert (unknown.learnt_from, unknown.served) == (0, True)
+    cluster.run(HEARTBEAT_S + 0.1)
+    guessed = cluster.submit(100)
+    cluster.run(1000)
+    assert guessed.said is not None
+    assert guessed.said.learnt_from == 0
+    assert guessed.said.eta_least_s <= guessed.waited_s <= (guessed.said.eta_most_s or 0)
+
+
+def test_slower_machine_is_noticed_and_history_survives_in_redis(cluster: Cluster, redis: Redis) -> None:
+    for _ in range(40):
+        cluster.submit(100)
+    cluster.run(1000)
+    before = cluster.submit_when_full()
+    cluster.run(1000)
+    cluster.speeds = {name: speed / 4 for name, speed in cluster.speeds.items()}
+    for _ in range(16):
+        cluster.submit(100)
+    cluster.run(40)
+    after = cluster.submit_when_full()
+    cluster.run(2000)
+    for job in (before, after):
+        assert job.said is not None
+        assert job.said.eta_least_s <= job.waited_s <= (job.said.eta_most_s or 0)
+    key = took_key(QUEUE, "generate", "interactive")
+    assert 0 < redis.llen(key) <= KEPT_SAMPLES
+    assert redis.ttl(key) > 86400
+
+
+def test_what_no_worker_wrote_into_the_history_is_left_out(cluster: Cluster, redis: Redis) -> None:
+    key = took_key(QUEUE, "generate", "interactive")
+    redis.lpush(key, "", "x y", "-1 5", "nan 3", "1e999 2", "1 2 3", b"\xff", "100 100")
+    for _ in range(2 * cluster.slots):
+        cluster.submit(100)
+    cluster.run(HEARTBEAT_S + 0.1)
+    said = cluster.submit(100).said
+    assert said is not None
+    assert said.learnt_from == 1
+    redis.delete(key)
+    redis.set(key, "text")
+    said = cluster.submit(100).said
+    assert said is not None
+    assert said.learnt_from == 0

@@ -1,0 +1,34 @@
+"""What a call asks for, as estimates count it; whatever a plain producer sends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cellama.tasks.state.records import Work, work_of, work_of_text
+
+
+@pytest.mark.parametrize(
+    ("task", "args", "kwargs", "work"),
+    [
+        ("generate", ["m", "Hi"], {}, Work("generate", 256)),
+        ("generate", ["m", "Hi"], {"max_tokens": 8, "n": 3}, Work("generate", 24, 3)),
+        ("generate", ["m", "Hi"], {"max_tokens": 8, "ignore_eos": True}, Work("generate!", 8)),
+        ("generate", ["m", "Hi"], {"max_tokens": 8, "ignore_eos": True, "stop": ["."]}, Work("generate", 8)),
+        ("chat", [], {"messages": [], "max_tokens": True, "n": -1}, Work("chat", 256)),
+        ("embed", ["m", ["a", "b"]], {}, Work("embed", 2)),
+        ("rerank", ["m"], {"query": "q", "documents": ("a", "b", "c")}, Work("rerank", 3)),
+        ("chunk", ["m", [{}, {}]], {}, Work("chunk", 2, 2)),
+        ("tokenize", ["m", "text"], {}, Work("tokenize")),
+        ("unheard_of", [1, 2, 3], {"texts": 7}, Work("unheard_of")),
+    ],
+)
+def test_work_of_a_call(task: str, args: list[Any], kwargs: dict[str, Any], work: Work) -> None:
+    assert work_of(f"cellama.{task}", args, kwargs) == work
+    assert work_of_text(work.text) == work
+
+
+@pytest.mark.parametrize("text", ["", "generate", "generate x 1", "a b c d"])
+def test_work_that_the_ledger_does_not_have_is_that_of_a_usual_job(text: str) -> None:
+    assert work_of_text(text) == Work("generate", 256)
