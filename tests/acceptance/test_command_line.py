@@ -2,93 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
 import signal
 import subprocess
-import sys
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-from cellama.api.machine.redis_server import die_with_parent, free_port
-from cellama.bench.harness import pace
-
-from ..conftest import MODELS, PATIENCE_S, clean_environment, descendants, paced, wait_until
-
-CELLAMA = [sys.executable, "-c", "from cellama.api.cli import main; main()"]
-
-
-@dataclass
-class Machine:
-    """A running `cellama up` with ports and data of its own."""
-
-    folder: Path
-    environment: dict[str, str]
-    flower_port: int
-    process: subprocess.Popen[str]
-
-    def run(self, *argv: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*CELLAMA, *argv],
-            cwd=self.folder,
-            env=self.environment,
-            input=stdin,
-            capture_output=True,
-            timeout=PATIENCE_S,
-            text=True,
-        )
-
-    def output(self) -> str:
-        return (self.folder / "up.log").read_text()
-
-    def slowed(self) -> contextlib.AbstractContextManager[None]:
-        """As WorkerProcess.slowed."""
-        return pace.slowed(Path(self.environment[pace.PACE_FILE]))
-
-
-@contextlib.contextmanager
-def up(folder: Path) -> Iterator[Machine]:
-    flower_port = free_port()
-    environment = clean_environment(
-        CELLAMA_REDIS_URL=f"redis://127.0.0.1:{free_port()}/0",
-        CELLAMA_DATA_DIR=str(folder / "data"),
-        CELLAMA_MODELS=paced(MODELS),
-        COLUMNS="120",
-    ) | {pace.PACE_FILE: str(folder / "pace")}
-    with (folder / "up.log").open("w") as log:
-        argv = [*CELLAMA, "up", "--flower-port", str(flower_port)]
-        process = subprocess.Popen(
-            argv, cwd=folder, env=environment, stdout=log, stderr=log, text=True, preexec_fn=die_with_parent
-        )
-    machine = Machine(folder, environment, flower_port, process)
-    try:
-        wait_until(lambda: "cellama is up" in machine.output() or process.poll() is not None, "cellama up")
-        assert process.poll() is None, machine.output()
-        yield machine
-    finally:
-        process.send_signal(signal.SIGINT)
-        process.wait(PATIENCE_S)
+from ..conftest import PATIENCE_S, wait_until
+from .machines import CELLAMA, Machine, up
 
 
 @pytest.fixture(scope="module")
 def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
     """For tests that leave it as it was."""
     with up(tmp_path_factory.mktemp("machine")) as machine:
-        yield machine
-
-
-@pytest.fixture
-def own_machine(tmp_path: Path) -> Iterator[Machine]:
-    """For tests that end something of it."""
-    with up(tmp_path) as machine:
         yield machine
 
 
@@ -269,70 +200,3 @@ def test_second_up_says_that_the_port_of_flower_is_taken(machine: Machine) -> No
     second = machine.run("up", "--flower-port", str(machine.flower_port))
     assert second.returncode == 1
     assert f"port {machine.flower_port} on 127.0.0.1 is taken" in second.stderr
-
-
-def test_worker_that_dies_is_replaced(own_machine: Machine) -> None:
-    def worker() -> int | None:
-        status = json.loads(own_machine.run("status", "--json").stdout)
-        alive = [entry["pid"] for entry in status["live"] if psutil.pid_exists(entry["pid"])]
-        return alive[0] if alive else None
-
-    before = wait_until(worker, "a worker")
-    os.kill(before, signal.SIGKILL)
-    wait_until(lambda: worker() not in (None, before), "another worker")
-    assert own_machine.run("generate", "tiny", "Once", "--max-tokens", "2").returncode == 0
-
-
-def test_redis_that_dies_is_replaced_and_jobs_go_on(own_machine: Machine) -> None:
-    argv = [*CELLAMA, "generate", "tiny", "Once upon a time", "--ignore-eos", "--max-tokens", "60", "--json"]
-    options: dict[str, Any] = {"cwd": own_machine.folder, "env": own_machine.environment, "text": True}
-    with own_machine.slowed(), subprocess.Popen(argv, stdout=subprocess.PIPE, **options) as job:
-        assert job.stdout is not None
-        assert [json.loads(job.stdout.readline())["type"] for _ in range(2)] == ["started", "token"]
-        os.kill(redis_of(own_machine), signal.SIGKILL)
-        events = [json.loads(line) for line in job.stdout]
-    assert (events[-1]["type"], events[-1]["finish_reason"]) == ("done", "length")
-    assert "redis ended with code -9" in own_machine.output()
-
-
-def test_ctrl_c_ends_everything_at_once_although_redis_is_gone(own_machine: Machine) -> None:
-    children = descendants(own_machine.process.pid)
-    os.kill(redis_of(own_machine), signal.SIGKILL)
-    own_machine.process.send_signal(signal.SIGINT)
-    assert own_machine.process.wait(PATIENCE_S) == 0
-    wait_until(lambda: not any(map(is_running, children)), "the end of all children")
-
-
-def is_running(pid: int) -> bool:
-    """False for one that has ended, and that nobody asks for its exit code: a child of a worker that was killed."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    return False
-
-
-def redis_of(machine: Machine) -> int:
-    return next(pid for pid, command in descendants(machine.process.pid).items() if "redis-server" in command)
-
-
-def test_ctrl_c_ends_everything_that_up_started(own_machine: Machine) -> None:
-    children = descendants(own_machine.process.pid)
-    assert len(children) >= 3
-    own_machine.process.send_signal(signal.SIGINT)
-    assert own_machine.process.wait(PATIENCE_S) == 0
-    wait_until(lambda: not any(map(is_running, children)), "the end of all children")
-
-
-@pytest.mark.parametrize(
-    ("models", "message"),
-    [("m=nowhere.gguf", "there is no model file at 'nowhere.gguf'"), ("m=text.gguf", "is no GGUF file")],
-)
-def test_worker_with_a_bad_model_says_so_once_and_ends(
-    redis_server: Any, tmp_path: Path, models: str, message: str
-) -> None:
-    (tmp_path / "text.gguf").write_text("I am no model")
-    environment = clean_environment(CELLAMA_REDIS_URL=redis_server.url, CELLAMA_MODELS=models)
-    argv = [*CELLAMA, "worker"]
-    done = subprocess.run(argv, cwd=tmp_path, env=environment, capture_output=True, timeout=PATIENCE_S, text=True)
-    assert done.returncode == 2
-    assert (done.stdout + done.stderr).count(message) == 1
-    assert "Traceback" not in done.stderr

@@ -6,11 +6,16 @@ import json
 import uuid
 from typing import Any
 
+from redis import Redis
+
+from cellama.tasks.contract import events
+from cellama.tasks.contract.keys import journal_key
 from cellama.tasks.contract.names import PRIORITY_INTERACTIVE, SUBMITTED_AT_HEADER, queue_key
 from cellama.tasks.state.ledger import Ledger, new_run
 from cellama.tasks.state.records import Attempt, Call, Entry, Message, Submission, Taken
 
 LEASE_S = 600.0
+STARTED, TOKEN, DONE = events.started("tiny", 3, "w", 7), events.token("x", [1]), events.done("stop", {})
 
 
 def submission(
@@ -59,3 +64,13 @@ def ids_in(redis: Any, queue: str, priority: int = PRIORITY_INTERACTIVE) -> list
     """The jobs whose messages stand in a queue, the next one first."""
     messages = redis.lrange(queue_key(queue, priority), 0, -1)
     return [json.loads(message)["headers"]["id"] for message in reversed(messages)]
+
+
+def kept_result(ledger: Ledger, job_id: str) -> dict[str, object] | None:
+    ending = ledger.ending(job_id)
+    assert ending is not None
+    return ending.result
+
+
+def journal(redis: Redis, job_id: str) -> list[dict[str, object]]:
+    return [json.loads(fields[b"event"]) for _, fields in redis.xrange(journal_key(job_id))]

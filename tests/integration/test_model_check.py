@@ -6,36 +6,18 @@ A job's k-th token is the number k, so a stream that is torn, doubled or has a g
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from redis import Redis
 
 from cellama.api.machine.redis_server import RedisServer
-from cellama.tasks.contract import events
-from cellama.tasks.contract.keys import DUE_KEY, LEASES_KEY, job_key, journal_key, reaper_key, result_key
-from cellama.tasks.contract.names import queue_key
 from cellama.tasks.state import scripts
-from cellama.tasks.state.history import read_past
-from cellama.tasks.state.ledger import Ledger, new_run
-from cellama.tasks.state.records import Attempt, Ending, Entry, Stored, Taken
-from cellama.tasks.worker.reaper import Reaper
 
-from .ledgers import submission
+from .delivery_steps import CLOCK, Delivery, MovedRedis, redis_of_test
 
-LEASE_S = 6.0
-TICK_S = 1.5
-QUEUE = "cellama:queue:checked"
-LIST = queue_key(QUEUE, 3)
-CLOCK = "test:clock"
-TOKENS = 4  # of a job that nobody ends before
-MAX_JOBS = 5
 # What happens, as often as it stands here.
 STEPS = [
     *["submit"] * 3,
@@ -46,16 +28,6 @@ STEPS = [
     *["lose", "cancel", "die", "die", "end_and_die", "hand_back", "freeze_or_thaw", "freeze_or_thaw"],
     *["cut_off", "remember", "remember", "roll_back", "roll_back"],
 ]
-
-redis_of_test: list[Any] = []
-
-
-class MovedRedis(Redis):
-    """Its time is the test's."""
-
-    def time(self, **_: Any) -> Any:
-        now = float(self.get(CLOCK) or 0)  # type: ignore[arg-type]
-        return int(now), int(now % 1 * 1e6)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -71,246 +43,6 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             yield
             redis_of_test.clear()
     scripts._script.cache_clear()
-
-
-@dataclass
-class Held:
-    """A message in a worker's memory, and the attempt at its job, if there is one."""
-
-    taken: Taken
-    attempt: Attempt | None = None
-    number: int = 0  # of the attempt, among those of all jobs; no rollback gives it out again
-    num_tokens: int = 0
-    next_seq: int = 0
-
-
-@dataclass
-class Worker:
-    held: dict[str, Held] = field(default_factory=dict)
-    frozen: bool = False
-
-
-class Delivery:
-    """Every method without an underscore that takes a number from 0 to 11 is a step; most choose a worker by it."""
-
-    def __init__(self) -> None:
-        self.redis = redis_of_test[0]
-        self.redis.flushdb()
-        self.redis.set(CLOCK, 1e6)
-        self.ledger = Ledger(self.redis)
-        self.reaper = Reaper(self.redis, self.ledger, self.store, LEASE_S)
-        self.workers = [Worker() for _ in range(3)]
-        self.jobs: list[str] = []
-        self.ticks = 0
-        self.num_begun = 0
-        self.snapshot: dict[bytes, bytes] = {}
-
-    def store(self, job_id: str, ending: Ending) -> None:
-        """What Celery's result backend does."""
-        assert self.ledger.state(job_id) == "done"
-        self.redis.setnx(result_key(job_id), json.dumps(ending.event))
-        self.redis.zrem(DUE_KEY, job_id)
-
-    def journal(self, job_id: str) -> list[dict[str, Any]]:
-        return [json.loads(fields[b"event"]) for _, fields in self.redis.xrange(journal_key(job_id))]
-
-    # Producers
-
-    def submit(self, number: int) -> None:
-        if len(self.jobs) < MAX_JOBS:
-            job = submission(QUEUE, timeout_s=5.0 if number == 0 else None)
-            self.ledger.submit([job])
-            self.jobs.append(job.job_id)
-
-    def cancel(self, number: int) -> None:
-        if not self.jobs:
-            return
-        job_id = self.jobs[number % len(self.jobs)]
-        if self.ledger.cancel(job_id, running=True) and (ending := self.ledger.ending(job_id)):
-            self.store(job_id, ending)
-
-    # Workers
-
-    def lose(self, number: int) -> None:
-        """A worker is killed between the two commands by which it takes a message."""
-        self.redis.rpop(LIST)
-        self.die(number)
-
-    def take(self, number: int) -> None:
-        worker = self.workers[number % 3]
-        if worker.frozen or (message := self.redis.rpop(LIST)) is None:
-            return
-        job_id = json.loads(message)["headers"]["id"]
-        taken, page = self.ledger.take(job_id, LEASE_S, [(3, [LIST])] if number % 2 else ())
-        worker.held[job_id] = Held(taken)
-        for fetched in page:
-            job_id = json.loads(fetched.payload)["headers"]["id"]
-            worker.held[job_id] = Held(Taken(job_id, fetched.taken.token))
-
-    def begin(self, number: int) -> None:
-        worker = self.workers[number % 3]
-        for job_id, held in list(worker.held.items()):
-            if not worker.frozen and held.attempt is None:
-                self.begin_one(worker, job_id, held)
-
-    def begin_one(self, worker: Worker, job_id: str, held: Held) -> None:
-        attempt = self.ledger.begin(job_id, new_run(), "w", token=held.taken.token, alone=True)
-        if attempt.verdict in ("superseded", "done", "gone"):
-            if attempt.ending is not None:
-                self.store(job_id, attempt.ending)
-            self.ledger.release(held.taken)
-            del worker.held[job_id]
-            return
-        past = read_past(self.redis, job_id)
-        assert not past.trimmed
-        self.num_begun += 1
-        held.number = self.num_begun
-        held.attempt, held.num_tokens, held.next_seq = attempt, past.num_tokens, past.next_seq
-        if attempt.verdict in ("cancelled", "dead"):
-            self.end(worker, job_id, held)
-
-    def write(self, number: int) -> None:
-        worker = self.workers[number % 3]
-        for job_id, held in list(worker.held.items()):
-            if not worker.frozen and held.attempt is not None:
-                self.write_one(worker, job_id, held)
-
-    def write_one(self, worker: Worker, job_id: str, held: Held) -> None:
-        if held.num_tokens >= TOKENS:
-            self.end(worker, job_id, held)
-        elif held.next_seq == 0:
-            self.tell(worker, job_id, held, events.started("m", 1, "w", 1))
-        elif self.tell(worker, job_id, held, events.token(str(held.number), [held.num_tokens])):
-            held.num_tokens += 1
-
-    def tell(self, worker: Worker, job_id: str, held: Held, event: events.Event, stored: Stored | None = None) -> bool:
-        assert held.attempt is not None
-        entry = Entry(job_id, held.attempt.run, {"seq": held.next_seq, **event}, None, stored, held.taken.token)
-        superseded, gaps = self.ledger.write([entry])
-        held.next_seq += 1
-        if gaps:  # Redis has lost some: from the journal on
-            self.hand_back_one(worker, job_id, held)
-        elif superseded:
-            holder = self.redis.hget(job_key(job_id), "holder")
-            assert holder != held.taken.token.encode() or self.ledger.state(job_id) != "running", "its own run"
-            worker.held.pop(job_id, None)
-        return not superseded and not gaps
-
-    def end(self, worker: Worker, job_id: str, held: Held, *, dies: bool = False) -> None:
-        assert held.attempt is not None
-        reason = "cancelled" if held.attempt.verdict == "cancelled" else "stop"
-        event = events.done(reason, {})
-        if held.number % 2 and reason == "stop":  # Celery hears of it with the event
-            if self.tell(worker, job_id, held, event, Stored(json.dumps(event).encode(), None)):
-                assert self.redis.exists(result_key(job_id))
-                assert self.redis.hget(job_key(job_id), "holder") != held.taken.token.encode()
-        elif self.tell(worker, job_id, held, event) and not dies:
-            self.store(job_id, Ending(event, None))
-            self.ledger.release(held.taken)
-        worker.held.pop(job_id, None)
-
-    def end_and_die(self, number: int) -> None:
-        worker = self.workers[number % 3]
-        for job_id, held in list(worker.held.items()):
-            if not worker.frozen and held.attempt is not None:
-                self.end(worker, job_id, held, dies=True)
-
-    def hand_back(self, number: int) -> None:
-        worker = self.workers[number % 3]
-        for job_id, held in list(worker.held.items()):
-            if not worker.frozen:
-                self.hand_back_one(worker, job_id, held)
-
-    def hand_back_one(self, worker: Worker, job_id: str, held: Held) -> None:
-        if held.attempt is not None:
-            self.ledger.hand_back(held.attempt)
-        self.ledger.give_back(held.taken)
-        worker.held.pop(job_id, None)
-
-    def die(self, number: int) -> None:
-        self.workers[number % 3] = Worker()
-
-    def freeze_or_thaw(self, number: int) -> None:
-        worker = self.workers[number % 3]
-        worker.frozen = not worker.frozen
-
-    # Time, outages, failovers
-
-    def pass_time(self, number: int) -> None:
-        for _ in range(number + 1):
-            self.redis.incrbyfloat(CLOCK, TICK_S)
-            self.ticks += 1
-            for worker in self.workers:
-                if not worker.frozen:
-                    self.renew(worker)
-            if not all(worker.frozen for worker in self.workers):
-                self.look()
-
-    def renew(self, worker: Worker) -> None:
-        held = {h.taken: job_id for job_id, h in worker.held.items() if h.taken.token}
-        for lost in self.ledger.renew(list(held), LEASE_S):
-            del worker.held[held[lost]]
-
-    def look(self) -> None:
-        self.redis.delete(reaper_key("due"))
-        if self.ticks % 4 == 0:
-            self.redis.delete(reaper_key("missing"))
-        self.reaper.look()
-
-    def cut_off(self, number: int) -> None:
-        """Nobody reaches Redis for a while; or a replica takes over that has another clock."""
-        self.redis.incrbyfloat(CLOCK, (2.0, 8.0, 60.0, -60.0)[number % 4])
-
-    def remember(self, _: int) -> None:
-        self.snapshot = {key: self.redis.dump(key) for key in self.redis.keys("*")}
-
-    def roll_back(self, _: int) -> None:
-        if not self.snapshot:
-            return
-        now = self.redis.get(CLOCK)
-        self.redis.flushdb()
-        for key, value in self.snapshot.items():
-            self.redis.restore(key, 0, value)
-        self.redis.set(CLOCK, now)
-        self.snapshot = {}
-        self.jobs = [job_id for job_id in self.jobs if self.ledger.state(job_id) is not None]
-
-    # What must hold
-
-    def streams_are_whole(self) -> None:
-        for job_id in self.jobs:
-            told = self.journal(job_id)
-            assert [event["seq"] for event in told] == list(range(len(told)))
-            tokens = [token for event in told if event["type"] == "token" for token in event["tokens"]]
-            assert tokens == list(range(len(tokens)))
-            attempts = [int(event["text"]) for event in told if event["type"] == "token"]
-            assert attempts == sorted(attempts), "an older attempt wrote after a younger one"
-            ends = [event["seq"] for event in told if events.is_terminal(event)]
-            assert ends == ([told[-1]["seq"]] if self.ledger.state(job_id) == "done" else [])
-
-    def somebody_looks_after_each_job(self) -> None:
-        for job_id in self.jobs:
-            if self.ledger.state(job_id) != "done":
-                noted = self.ledger.place(job_id) is not None or self.redis.zscore("cellama:running", job_id)
-                assert noted or self.redis.zscore(LEASES_KEY, job_id) is not None
-
-    def finish(self) -> None:
-        """Every job ends once workers do what they do, and Celery hears of it."""
-        for worker in self.workers:
-            worker.frozen = False
-        for _ in range(60):
-            for number in range(3):
-                while self.redis.llen(LIST):
-                    self.take(number)
-                self.begin(number)
-                self.write(number)
-            self.pass_time(1)
-            if all(self.ledger.state(j) == "done" and self.redis.exists(result_key(j)) for j in self.jobs):
-                break
-        for job_id in self.jobs:
-            assert self.ledger.state(job_id) == "done", job_id
-            assert json.loads(self.redis.get(result_key(job_id)))["finish_reason"]
-        self.streams_are_whole()
 
 
 def scenario(text: str) -> list[tuple[str, int]]:

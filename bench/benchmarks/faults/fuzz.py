@@ -28,11 +28,11 @@ from cellama.config import get_settings
 from cellama.engine.bundled import TINY_PATH
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.events import EVENT_FIELD, is_terminal
-from cellama.tasks.contract.keys import LOOKED_KEY, journal_key
+from cellama.tasks.contract.keys import journal_key
 from cellama.tasks.contract.names import DEFAULT_MODEL, queue_name
-from cellama.tasks.state.registry import live_workers
 
 from .hostile import MODEL, Payload, corpus, full_contexts
+from .levels import Level, lasting_keys, slots_busy
 
 SLOTS = 16
 SETTLED_S = 60.0
@@ -84,15 +84,6 @@ def run(args: argparse.Namespace) -> Report:
     targets = dict.fromkeys(list(ratios)[:-1], "0") | {"MB more of memory": f"<= {MOST_MEMORY // 10**6}"}
     left = [f"left in Redis: {', '.join(sorted(after.keys - before.keys))}"] if after.keys - before.keys else []
     return Report(rows, ratios, targets, [*fuzz.told, *left])
-
-
-@dataclass(frozen=True)
-class _Level:
-    """What must be the same before and after."""
-
-    slots_busy: int
-    rss: int
-    keys: frozenset[str]
 
 
 @dataclass
@@ -156,31 +147,17 @@ class _Fuzz:
         row |= {"unsendable": tally.unsendable, "bad": len(tally.bad), "good": tally.good, "good off": tally.good_off}
         return {**row, "seconds": round(time.monotonic() - started, 1)}
 
-    def level(self, before: _Level | None = None) -> _Level:
+    def level(self, before: Level | None = None) -> Level:
         """Once all is quiet, and as it was before, unless that takes longer than anything may."""
-        deadline = time.monotonic() + SETTLED_S
+        redis, deadline = self._service.redis, time.monotonic() + SETTLED_S
         while True:
-            level = _Level(self._slots_busy(), self._process.memory_info().rss, self._lasting_keys())
+            level = Level(slots_busy(redis), self._process.memory_info().rss, lasting_keys(redis))
             quiet = not level.slots_busy
             if before is not None:  # a worker gives memory back with one of its next signs of life
                 quiet &= level.keys <= before.keys and level.rss <= before.rss + MOST_MEMORY
             if quiet or time.monotonic() > deadline:
                 return level
             time.sleep(POLL_S)
-
-    def _slots_busy(self) -> int:
-        engines = [model["engine"] for entry in live_workers(self._service.redis) for model in entry.models]
-        return sum(engine["slots_prefilling"] + engine["slots_decoding"] for engine in engines if engine)
-
-    def _lasting_keys(self) -> frozenset[str]:
-        """Keys that never expire: what jobs leave for good."""
-        redis = self._service.redis
-        keys = list(redis.scan_iter(count=1000))
-        pipeline = redis.pipeline(transaction=False)
-        for key in keys:
-            pipeline.ttl(key)
-        lasting = {key.decode() for key, ttl in zip(keys, pipeline.execute(), strict=True) if ttl == -1}
-        return frozenset(lasting - {LOOKED_KEY})
 
     # Out
 

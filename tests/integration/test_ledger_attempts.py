@@ -1,0 +1,186 @@
+"""Attempts at a job in the ledger, on a real Redis: who may write, who is suspect, how it ends."""
+
+from __future__ import annotations
+
+import json
+import uuid
+
+from redis import Redis
+
+from cellama.tasks import app
+from cellama.tasks.contract import events
+from cellama.tasks.contract.keys import (
+    DUE_KEY,
+    LEASES_KEY,
+    cancel_key,
+    events_channel,
+    job_key,
+    journal_key,
+    result_key,
+)
+from cellama.tasks.state.ledger import MAX_ATTEMPTS, Ledger, new_run
+from cellama.tasks.state.records import Entry, Stored
+
+from ..conftest import PATIENCE_S
+from .ledgers import DONE, STARTED, TOKEN, begin, journal, kept_result, submit, take, write
+
+
+def test_only_the_youngest_attempt_writes(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
+    first = begin(ledger, job_id)
+    assert write(ledger, first, STARTED, TOKEN) == set()
+    second = begin(ledger, job_id)
+    assert second.number == 2
+    assert write(ledger, first, TOKEN, DONE, seq=2) == {0, 1}
+    assert write(ledger, second, TOKEN, DONE, seq=2) == set()
+    assert [json.loads(f[b"event"])["seq"] for _, f in redis_client.xrange(journal_key(job_id))] == [0, 1, 2, 3]
+    assert write(ledger, first, DONE, seq=4) == {0}
+
+
+def test_writing_again_after_a_lost_reply_changes_nothing(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
+    attempt = begin(ledger, job_id)
+    with redis_client.pubsub() as pubsub:
+        pubsub.subscribe(events_channel(job_id, 0))
+        for _ in range(2):
+            assert write(ledger, attempt, STARTED, TOKEN, DONE) == set()
+        told = [pubsub.get_message(timeout=1) for _ in range(5)]
+    assert [m["type"] for m in told if m] == ["subscribe", "message", "message", "message"]
+    assert redis_client.xlen(journal_key(job_id)) == 3
+
+
+def test_asking_again_whether_to_begin_counts_once(ledger: Ledger, job_id: str) -> None:
+    run = new_run()
+    first, again = (ledger.begin(job_id, run, "w", alone=True) for _ in range(2))
+    assert first == again
+    assert first.number == first.num_failures == 1
+
+
+def test_a_job_without_a_token_is_suspect_and_dead_after_three_attempts(
+    ledger: Ledger, job_id: str, queue: str
+) -> None:
+    assert begin(ledger, job_id).verdict == "run"
+    assert begin(ledger, job_id).verdict == "suspect"
+    for _ in range(MAX_ATTEMPTS - 1):
+        assert begin(ledger, job_id, alone=True).verdict == "run"
+    attempt = begin(ledger, job_id, alone=True)
+    assert attempt.verdict == "dead"
+    assert write(ledger, attempt, events.error("dead", "…", False)) == set()
+    dead = next(entry for entry in ledger.dead() if entry["id"] == job_id)
+    assert (dead["attempts"], dead["task"], dead["queue"]) == (4, "cellama.generate", queue)
+    new_id = ledger.requeue_dead(job_id)
+    assert new_id is not None
+    assert (ledger.state(new_id), ledger.dead()) == ("queued", [])
+    assert ledger.requeue_dead(job_id) is None
+
+
+def test_a_token_clears_a_job_of_suspicion(ledger: Ledger, job_id: str) -> None:
+    write(ledger, begin(ledger, job_id), STARTED, TOKEN)
+    assert begin(ledger, job_id).verdict == "run"
+
+
+def test_a_job_that_is_handed_back_is_no_suspect_and_waits_again(ledger: Ledger, job_id: str) -> None:
+    attempt = begin(ledger, job_id)
+    write(ledger, attempt, STARTED)
+    ledger.hand_back(attempt)
+    assert ledger.state(job_id) == "handed_back"
+    assert ledger.place(job_id) is not None
+    assert write(ledger, attempt, TOKEN, seq=1) == {0}
+    assert begin(ledger, job_id).verdict == "run"
+
+
+def test_cancel_ends_a_waiting_job_at_once_and_tells_who_comes_later(
+    ledger: Ledger, queue: str, redis_client: Redis
+) -> None:
+    waiting, running, unknown = submit(ledger, queue), submit(ledger, queue), str(uuid.uuid4())
+    taken = take(ledger, running)
+    begin(ledger, running, token=taken.token)
+    assert ledger.cancel(waiting, running=True)
+    ending = ledger.ending(waiting)
+    assert ending is not None
+    assert ending.event["finish_reason"] == "cancelled"
+    assert not redis_client.exists(cancel_key(waiting))
+    assert not ledger.cancel(running, running=True)
+    assert begin(ledger, running, alone=True, token=taken.token).verdict == "cancelled"
+    assert not ledger.cancel(unknown, running=True)
+    assert redis_client.exists(cancel_key(unknown))
+
+
+def test_cancel_ends_a_job_whose_worker_is_gone(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
+    taken = take(ledger, job_id, lease_s=0)
+    attempt = begin(ledger, job_id, token=taken.token)
+    write(ledger, attempt, STARTED, TOKEN)
+    assert ledger.cancel(job_id, running=True)
+    assert [event["seq"] for event in journal(redis_client, job_id)] == [0, 1, 2]
+    assert write(ledger, attempt, TOKEN, seq=2) == {0}
+
+
+def test_nobody_ends_a_job_that_has_begun(ledger: Ledger, job_id: str) -> None:
+    begin(ledger, job_id)
+    assert not ledger.end_waiting(job_id, DONE)
+    assert ledger.state(job_id) == "running"
+
+
+def test_a_stream_with_a_gap_is_not_written(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
+    attempt = begin(ledger, job_id)
+    write(ledger, attempt, STARTED, TOKEN)
+    assert ledger.write([Entry(job_id, attempt.run, {"seq": 4, **TOKEN})]) == (set(), {0})
+    assert [event["seq"] for event in journal(redis_client, job_id)] == [0, 1]
+
+
+def test_an_attempt_that_redis_has_lost_does_not_write_into_its_successor_of_the_same_number(
+    ledger: Ledger, job_id: str, redis_client: Redis
+) -> None:
+    snapshot = redis_client.dump(job_key(job_id))
+    lost = begin(ledger, job_id)
+    write(ledger, lost, STARTED)
+    redis_client.delete(journal_key(job_id))
+    redis_client.restore(job_key(job_id), 0, snapshot, replace=True)  # type: ignore[arg-type]
+    again = begin(ledger, job_id)
+    assert (again.number, again.run_id == lost.run_id) == (lost.number, False)
+    write(ledger, again, STARTED)
+    assert write(ledger, lost, TOKEN, seq=1) == {0}
+    ledger.hand_back(lost)
+    assert write(ledger, again, TOKEN, DONE, seq=1) == set()
+
+
+def test_results_are_kept_until_celery_has_them(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
+    attempt = begin(ledger, job_id)
+    ledger.write([Entry(job_id, attempt.run, {"seq": 0, **DONE}, {"text": "x"})])
+    assert kept_result(ledger, job_id) == {"text": "x"}
+    app.backend.store_result(job_id, {"text": "x"}, "STARTED")
+    assert kept_result(ledger, job_id) == {"text": "x"}
+    app.backend.store_result(job_id, {"text": "x"}, "SUCCESS")
+    assert kept_result(ledger, job_id) is None
+    assert redis_client.zscore(DUE_KEY, job_id) is None
+    app.backend.store_result(job_id, {"text": "y"}, "STARTED")  # a late copy replaces no success
+    assert app.AsyncResult(job_id).get(timeout=PATIENCE_S) == {"text": "x"}
+    assert redis_client.ttl(f"celery-task-meta-{job_id}") > 0
+
+
+def test_an_end_that_celery_hears_of_leaves_nothing_to_do(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
+    taken = take(ledger, job_id)
+    attempt = begin(ledger, job_id, token=taken.token)
+    end = Entry(job_id, attempt.run, {"seq": 0, **DONE}, None, Stored(b'{"status": "SUCCESS"}', 100), taken.token)
+    assert ledger.write([end]) == ledger.write([end]) == (set(), set())  # the reply was lost
+    assert redis_client.get(result_key(job_id)) == b'{"status": "SUCCESS"}'
+    assert 0 < redis_client.ttl(result_key(job_id)) <= 100
+    assert redis_client.zscore(DUE_KEY, job_id) is redis_client.zscore(LEASES_KEY, job_id) is None
+    assert redis_client.hmget(job_key(job_id), "holder", "message", "result") == [None] * 3
+    assert begin(ledger, job_id).verdict == "done"
+
+
+def test_an_end_leaves_the_message_to_whoever_holds_it_by_now(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
+    attempt = begin(ledger, job_id, token=take(ledger, job_id).token)
+    redis_client.zadd(LEASES_KEY, {job_id: 0})  # its worker was frozen
+    other = take(ledger, job_id)
+    end = Entry(job_id, attempt.run, {"seq": 0, **DONE}, None, Stored(b"{}", None), "token of the frozen one")
+    assert ledger.write([end]) == (set(), set())
+    assert redis_client.hget(job_key(job_id), "holder") == other.token.encode()
+    assert begin(ledger, job_id, token=other.token).verdict == "done"
+
+
+def test_celery_is_told_of_a_start_once_it_has_begun(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
+    started = Stored(b'{"status": "STARTED"}', 100)
+    assert begin(ledger, job_id, token="of somebody else", started=started).verdict == "superseded"
+    assert redis_client.get(result_key(job_id)) is None
+    begin(ledger, job_id, token=take(ledger, job_id).token, started=started)
+    assert redis_client.get(result_key(job_id)) == started.value
