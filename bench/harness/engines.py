@@ -6,12 +6,12 @@ import contextlib
 import os
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from cellama.bench.models.synthetic import Shape, write_model
-from cellama.engine import Completion, EngineOptions, Model, ModelManager, Request, SamplingParams, StepStats
+from cellama.engine import Completion, EngineOptions, Handle, Model, ModelManager, Request, SamplingParams, StepStats
 
 GREEDY = SamplingParams(temperature=0)
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -68,9 +68,15 @@ def run_all(
         for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
     ]
     started = time.monotonic()
-    handles = [model.engine.submit(request) for request in requests]
+    handles = submit_together(model, requests)
     completions = [handle.result() for handle in handles]
     return time.monotonic() - started, completions
+
+
+def submit_together(model: Model, requests: Iterable[Request]) -> list[Handle]:
+    """Submits requests so that the engine finds all of them at its next step, however slow this thread is."""
+    with model.engine._inbox._changed:
+        return [model.engine.submit(request) for request in requests]
 
 
 def warm_up(model: Model) -> None:
