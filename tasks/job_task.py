@@ -7,7 +7,6 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 from uuid import UUID, uuid5
 
@@ -25,11 +24,12 @@ from cellama.tasks.calls.call_options import (
     delay_s,
     plain_priority,
     plain_queue,
+    refuse_eager,
     settle_options,
     timeout_of,
 )
 from cellama.tasks.calls.canvas_steps import refuse_step
-from cellama.tasks.calls.enqueue import PAGE_JOBS, Checked, enqueue, ranges
+from cellama.tasks.calls.enqueue import PAGE_JOBS, Alike, Checked, enqueue, ranges
 from cellama.tasks.connection.kombu_internals import sends_what_follows_a_task
 from cellama.tasks.connection.redis_errors import reaching_redis
 from cellama.tasks.contract.errors import InvalidJob, JobFailed, RedisRefused, RedisUnreachable
@@ -91,6 +91,7 @@ class JobTask(Task):  # type: ignore[misc]
         steps_on = sends_what_follows_a_task()
         retry, policy = options.pop("retry", None), options.pop("retry_policy", None)
         try:
+            refuse_eager(self.app)
             job = self._check(args or (), kwargs or {}, options)
         except InvalidJob as error:
             if not steps_on:
@@ -111,9 +112,8 @@ class JobTask(Task):  # type: ignore[misc]
                 Task.apply_async(self, call.args, call.kwargs, producer=producer, retry=False, **job.options)
             )
 
-        job = self._like_others(job, "one")
         with reaching_redis(self.app.redis_url):
-            list(enqueue(self.app, Ledger(self.backend.client), [job], publish))
+            list(enqueue(self.app, Ledger(self.backend.client), [job], publish, self._alike("one")))
             if job.options.get("ignore_result"):
                 self.backend.client.hset(job_key(job.job_id), IGNORED_FIELD, 1)
         return results[0] if results else self.AsyncResult(job.job_id)  # one like others; who asks for it subscribes
@@ -160,6 +160,7 @@ class JobTask(Task):  # type: ignore[misc]
         self, calls: Iterable[tuple[Sequence[Any], dict[str, Any]]], keys: Sequence[str] | None = None
     ) -> list[Checked]:
         """The jobs of many calls. Raises InvalidJob with each problem and the places, from 0, of calls that have it."""
+        refuse_eager(self.app)
         calls = list(calls)
         if keys is not None and len(keys) != len(calls):
             raise InvalidJob(f"{len(keys)} idempotency keys for {len(calls)} jobs; give one for each")
@@ -182,8 +183,7 @@ class JobTask(Task):  # type: ignore[misc]
         num_queued = 0
         try:
             with reaching_redis(self.app.redis_url):
-                like_others = [self._like_others(job, "many") for job in jobs]
-                for _ in enqueue(self.app, Ledger(self.backend.client), like_others, self._publish):
+                for _ in enqueue(self.app, Ledger(self.backend.client), jobs, self._publish, self._alike("many")):
                     num_queued += 1
         except (RedisUnreachable, RedisRefused) as error:
             some = f"the first {num_queued} of {len(jobs)} jobs are queued, and perhaps up to {PAGE_JOBS} more"
@@ -201,24 +201,22 @@ class JobTask(Task):  # type: ignore[misc]
             options["priority"] = job.priority
         options.setdefault("task_id", uuid() if key is None else _id_of_key(self.name, scope, key))
         delay = delay_s(self.app, options)  # until then no caller waits for the job
-        options["headers"] = {SUBMITTED_AT_HEADER: time.time(), **(options.get("headers") or {})}
+        headers = options.get("headers") or {}
+        options["headers"] = {SUBMITTED_AT_HEADER: time.time(), **headers}
         if not settings.show_prompts:  # Flower and the logs show these instead of the arguments
             shown = {name: value for name, value in kwargs.items() if name not in self.kind.positional}
             options.setdefault("argsrepr", f"({job.model!r}, …)")
             options.setdefault("kwargsrepr", repr(shown))
         call = self._call(args, kwargs, options["queue"], options["priority"], options["headers"], delay)
-        payload_json = _written(call, settings.max_payload_bytes)
-        return Checked(call, options, payload_json, "" if key is None else call.digest(self.kind.positional))
+        payload_json = _written(call, headers, settings.max_payload_bytes)
+        digest = "" if key is None else call.digest(self.kind.positional)
+        return Checked(call, options, payload_json, digest, options.keys() == LIKE_OTHERS and not headers)
 
-    def _like_others(self, job: Checked, way: str) -> Checked:
-        """The job with what its message has in common with others; as it is, if it was given more than a job needs,
-        or listens to what Celery publishes."""
-        options = job.options
-        usual = options.keys() == LIKE_OTHERS and len(options["headers"]) == 1
-        if not usual or any(signal.receivers for signal in PUBLISHING) or current_task:
-            return job
-        common = (way, self.name, options["queue"], options["priority"], os.getpid(), self.app.thread_oid)
-        return replace(job, common=common)
+    def _alike(self, way: str) -> Alike:
+        """What messages that are published now have in common, if they need nothing but what jobs need."""
+        if current_task or any(signal.receivers for signal in PUBLISHING):
+            return None
+        return way, self.name, os.getpid(), self.app.thread_oid
 
     def _publish(self, producer: Producer, job: Checked) -> None:
         """As Celery does, but for its subscription to the result: who asks for that subscribes."""
@@ -278,11 +276,12 @@ def _id_of_key(task: str, scope: str, key: str) -> str:
     return str(uuid5(IDEMPOTENCY, json.dumps([task, scope, key])))
 
 
-def _written(call: Call, limit: int) -> str:
+def _written(call: Call, headers: dict[str, Any], limit: int) -> str:
     """Args and kwargs as JSON. Raises InvalidJob when they are larger than messages may be, or no JSON."""
     try:
         text = json.dumps([call.args, call.kwargs])
-        json.dumps(call.headers)
+        if headers:
+            json.dumps(headers)
     except TypeError as error:
         raise InvalidJob(f"the job can't be written as JSON: {error}") from None
     if len(text) <= limit:  # ASCII: longer than what is counted

@@ -23,13 +23,17 @@ ONE_AFTER_ANOTHER = (
 )
 
 
+def refuse_eager(app: Celery) -> None:
+    """Raises InvalidJob where calls would run here."""
+    if app.conf.task_always_eager:
+        raise InvalidJob(f"task_always_eager is on, but {IN_WORKERS_ONLY}")
+
+
 def settle_options(app: Celery, options: dict[str, Any], model: str, payload_priority: int | None) -> None:
     """Makes `options` say where the job goes and how urgent it is; takes out what has no meaning for it.
 
     A priority in the payload counts more than Celery's. Raises InvalidJob.
     """
-    if app.conf.task_always_eager:
-        raise InvalidJob(f"task_always_eager is on, but {IN_WORKERS_ONLY}")
     _check_connection(app, options.pop("connection", None))
     for name in ("producer", "publisher"):  # canvas gives one; the ledger's script publishes
         options.pop(name, None)

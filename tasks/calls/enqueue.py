@@ -19,6 +19,7 @@ from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.names import SUBMITTED_AT_HEADER
 from cellama.tasks.state.ledger import Ledger
 from cellama.tasks.state.records import Call, Message, Submission
+from cellama.tasks.state.scripts import SentScript
 
 PAGE_JOBS = 100  # per script: Redis serves no other client meanwhile
 PAGE_BYTES = 4 * 2**20
@@ -74,7 +75,7 @@ class Checked:
     options: dict[str, Any]
     payload_json: str  # args and kwargs
     digest: str = ""  # of an idempotent one
-    common: tuple[Any, ...] | None = None  # with jobs whose messages are like this one's; None: it is like no other
+    is_usual: bool = False  # its message is like that of others with the same task, queue and priority
 
     @property
     def job_id(self) -> str:
@@ -82,21 +83,25 @@ class Checked:
 
 
 Publish = Callable[[Producer, Checked], Any]
+Alike = tuple[Any, ...] | None  # what the usual ones of some jobs have in common; None: each is built by Celery
 
 
 class _Messages(contextlib.ExitStack):
     """Makes the messages of jobs: like one that was made before, or by Celery and kombu."""
 
-    def __init__(self, app: Any, publish: Publish) -> None:
+    def __init__(self, app: Any, publish: Publish, alike: Alike) -> None:
         super().__init__()
         self._app = app
         self._publish = publish
+        self._alike = alike
         self._collector: Collector | None = None
 
     def message(self, job: Checked) -> Message:
-        template = None if job.common is None else self._app.templates.get(job.common)
+        options, common, template = job.options, None, None
+        if self._alike is not None and job.is_usual:
+            common = (*self._alike, options["queue"], options["priority"])
+            template = self._app.templates.get(common)
         if template is not None:
-            options = job.options
             shown = (options["argsrepr"], options["kwargsrepr"])
             at = options["headers"][SUBMITTED_AT_HEADER]
             made: Message = template.message(job.job_id, job.payload_json, shown, at, self._app.clock.forward())
@@ -106,27 +111,46 @@ class _Messages(contextlib.ExitStack):
             self._collector = Collector(producer.channel)
         self._publish(self._collector, job)
         message = self._collector.take()
-        if job.common is not None:
-            self._app.templates.learn(job.common, message, job.payload_json)
+        if common is not None:
+            self._app.templates.learn(common, message, job.payload_json)
         return message
 
 
-def enqueue(app: Celery, ledger: Ledger, jobs: Sequence[Checked], publish: Publish) -> Iterator[bool]:
-    """Queues jobs in their order, and tells of each whether it is new.
+def enqueue(
+    app: Celery, ledger: Ledger, jobs: Sequence[Checked], publish: Publish, alike: Alike = None
+) -> Iterator[bool]:
+    """Queues jobs in their order, and tells of each whether it is new. While Redis notes a page, the next one is made.
 
     Raises what Redis raises, and InvalidJob if an idempotency key stands for something else. The jobs told of by then
     are queued, and those of the next page perhaps.
     """
+    before: list[Submission] = []
+    sent: SentScript | None = None
+    try:
+        with _Messages(app, publish, alike) as messages:
+            for page, following in _pages(jobs, messages):
+                if sent is not None:
+                    yield from _told(before, sent.reply())
+                    sent = None
+                if following:
+                    before, sent = page, ledger.send(page, following)
+                else:
+                    yield from _told(page, ledger.submit(page))
+    finally:
+        if sent is not None:
+            sent.close()
+
+
+def _pages(jobs: Sequence[Checked], messages: _Messages) -> Iterator[tuple[list[Submission], int]]:
+    """Jobs with their messages, as many as a script takes, and how many follow."""
     page: list[Submission] = []
     num_bytes = 0
-    with _Messages(app, publish) as messages:
-        for number, job in enumerate(jobs, start=1):
-            page.append(Submission(job.job_id, job.call, messages.message(job), job.digest))
-            num_bytes += page[-1].num_bytes
-            if len(page) == PAGE_JOBS or num_bytes > PAGE_BYTES:
-                yield from _told(page, ledger.submit(page, following=len(jobs) - number))
-                page, num_bytes = [], 0
-        yield from _told(page, ledger.submit(page))
+    for number, job in enumerate(jobs, start=1):
+        page.append(Submission(job.job_id, job.call, messages.message(job), job.digest))
+        num_bytes += page[-1].num_bytes
+        if len(page) == PAGE_JOBS or num_bytes > PAGE_BYTES or number == len(jobs):
+            yield page, len(jobs) - number
+            page, num_bytes = [], 0
 
 
 def _told(page: Sequence[Submission], told: Sequence[int]) -> Iterator[bool]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -56,14 +57,11 @@ class _Text:
             if self.first.setdefault(name, json.dumps(inner[last])) != json.dumps(inner[last]):
                 raise ValueError(f"two values for {name}")
             inner[last] = f"{mark} {name} {mark}"
-        parts = json.dumps(parsed).replace(f'"{mark} ', mark).replace(f' {mark}"', mark).split(mark)
-        self._fixed, self._names = parts[::2], parts[1::2]
+        text = json.dumps(parsed).replace("%", "%%")
+        self._format = text.replace(f'"{mark} ', "%(").replace(f' {mark}"', ")s")
 
     def fill(self, values: Mapping[str, str]) -> str:
-        parts = [self._fixed[0]]
-        for name, fixed in zip(self._names, self._fixed[1:], strict=True):
-            parts += (values[name], fixed)
-        return "".join(parts)
+        return self._format % values
 
 
 class Template:
@@ -118,7 +116,8 @@ class Template:
 
 
 def _tag() -> str:
-    return f'"{uuid.uuid4()}"'
+    """A name for one message: kombu takes any."""
+    return f'"{os.urandom(16).hex()}"'
 
 
 def _decoded(body: str) -> str:

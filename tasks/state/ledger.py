@@ -7,6 +7,7 @@ nothing half done. Times are those of Redis: one clock for all machines.
 from __future__ import annotations
 
 import json
+import os
 import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -33,8 +34,8 @@ from cellama.tasks.contract.shapes.results import Result
 from .encoding import encode
 from .gathering import Gathered
 from .history import read_past
-from .records import Attempt, DeadJob, Ending, Entry, Fetched, Room, State, Stored, Submission, Taken, renamed
-from .scripts import run_script
+from .records import Attempt, DeadJob, Ending, Entry, Fetched, Room, State, Stored, Submission, Taken, renamed, told_of
+from .scripts import SentScript, run_script
 
 RunScript = Callable[[str, Sequence[str], Sequence[Any]], Any]
 PLACE_STEP_S = 2e-4  # between jobs that are queued at once: as near as scores of `waiting_score` can be told apart
@@ -78,17 +79,12 @@ class Ledger:
         """
         if not jobs:
             return []
-        keys: list[str] = []
-        args: list[Any] = [PLACE_STEP_S, following]
-        for job in jobs:
-            call, message = job.call, job.message
-            keys += [job_key(job.job_id), message.key]
-            timeout = "" if call.timeout_s is None else call.timeout_s
-            args += [job.job_id, call.task, call.queue, call.priority, timeout, call.delay_s, job.digest]
-            told_of = [part for event in message.events for part in event]
-            args += [call.work.text, message.payload, len(message.events), *told_of]
-        told: list[int] = run_script(self._redis, "submit", keys, args)
+        told: list[int] = run_script(self._redis, "submit", *told_of(jobs, following, PLACE_STEP_S))
         return told
+
+    def send(self, jobs: Sequence[Submission], following: int) -> SentScript:
+        """`submit`, on its way: its reply tells what that does."""
+        return SentScript(self._redis, "submit", *told_of(jobs, following, PLACE_STEP_S))
 
     def cancel(self, job_id: str, *, running: bool) -> bool:
         """Wants a job to end. True if that ended it, because no worker runs it.
@@ -121,7 +117,7 @@ class Ledger:
     def take(self, job_id: str, lease_s: float, room: Room = ()) -> tuple[Taken, list[Fetched]]:
         """This worker holds the job's message for `lease_s`; with an empty token if it does not, because the job has
         ended, or another worker holds a copy. So it does with a page of those that wait in the lists of `room`."""
-        token = uuid.uuid4().hex
+        token = new_run()
         keys, args = [job_key(job_id)], [job_id, token, lease_s, job_key(""), PAGE_PART, PAGE_MESSAGE_BYTES]
         for num_messages, lists in room:
             keys += lists
@@ -296,5 +292,5 @@ def _ending(event: bytes, result: bytes | None, task: bytes) -> Ending | None:
 
 
 def new_run() -> str:
-    """A token that tells one question of `begin` from all others."""
-    return uuid.uuid4().hex
+    """A token that tells one question of the ledger from all others."""
+    return os.urandom(16).hex()

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from typing_extensions import TypedDict
 
 from cellama.tasks.contract.events import PROGRESS_TYPES, Event, TerminalEvent, is_terminal
+from cellama.tasks.contract.keys import job_key
 from cellama.tasks.contract.kinds import KINDS
 from cellama.tasks.contract.payloads import GenerateJob
 from cellama.tasks.contract.shapes.results import Result
@@ -129,6 +130,20 @@ class Submission:
     def num_bytes(self) -> int:
         """About what it sends to Redis."""
         return 2 * len(self.message.payload)
+
+
+def told_of(jobs: Sequence[Submission], following: int, step_s: float) -> tuple[list[str], list[Any]]:
+    """Keys and arguments of the script that notes jobs, `step_s` apart."""
+    keys: list[str] = []
+    args: list[Any] = [step_s, following]
+    for job in jobs:
+        call, message = job.call, job.message
+        keys += [job_key(job.job_id), message.key]
+        timeout = "" if call.timeout_s is None else call.timeout_s
+        args += [job.job_id, call.task, call.queue, call.priority, timeout, call.delay_s, job.digest]
+        parts = [part for event in message.events for part in event]
+        args += [call.work.text, message.payload, len(message.events), *parts]
+    return keys, args
 
 
 @dataclass(frozen=True, slots=True)

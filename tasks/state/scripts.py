@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
 from redis import Redis
 from redis.commands.core import Script
+from redis.exceptions import NoScriptError, RedisError, ResponseError
 
 from cellama.tasks.contract.keys import (
     DEAD_KEY,
@@ -22,6 +24,8 @@ from cellama.tasks.contract.keys import (
     waiting_key,
 )
 from cellama.tasks.contract.names import SUBMITTED_AT_HEADER, WEIGHT_HEADER
+
+log = logging.getLogger(__name__)
 
 CONSTANTS: dict[str, str | float] = {
     "WAITING": waiting_key(""),
@@ -41,6 +45,47 @@ CONSTANTS: dict[str, str | float] = {
 def run_script(redis: Redis, name: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
     """What the script of this name returns. Raises RedisError."""
     return _script(name)(keys=keys, args=args, client=redis)
+
+
+class SentScript:
+    """A script on its way: Redis runs it while its caller does something else. Not for several threads at once.
+
+    If something is wrong with the connection it is run once more, so it must be one that does nothing twice.
+    """
+
+    def __init__(self, redis: Redis, name: str, keys: Sequence[str], args: Sequence[Any]) -> None:
+        """Sends it. What goes wrong is said by `reply`."""
+        self._run_again = functools.partial(run_script, redis, name, keys, args)
+        self._pool = redis.connection_pool
+        self._connection: Any = None
+        try:
+            self._connection = self._pool.get_connection()
+            self._connection.send_command("EVALSHA", sha(name), len(keys), *keys, *args)
+        except RedisError:
+            self.close()
+
+    def reply(self) -> Any:
+        """What the script returns. Raises RedisError."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            try:
+                return connection.read_response()  # which disconnects if that fails for another reason than the script
+            except NoScriptError:
+                pass
+            except ResponseError:  # it may have begun, and a second run would not say that it did not end
+                raise
+            except RedisError as error:
+                log.info("a script is run once more: %s", error)
+            finally:
+                self._pool.release(connection)
+        return self._run_again()
+
+    def close(self) -> None:
+        """Gives the connection up, if the reply has not been read."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.disconnect()
+            self._pool.release(connection)
 
 
 def sha(name: str) -> str:

@@ -6,22 +6,26 @@ import asyncio
 import base64
 import json
 import uuid
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from celery import Celery
 from redis import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import ResponseError
 
 from cellama.api import AsyncClient, Client
 from cellama.tasks import app, chat, generate
-from cellama.tasks.calls.enqueue import PAGE_JOBS, ranges
+from cellama.tasks.calls.enqueue import PAGE_JOBS, enqueue, ranges
 from cellama.tasks.contract.errors import InvalidJob, UnknownModel
 from cellama.tasks.contract.keys import cancel_key, job_key
 from cellama.tasks.contract.names import queue_key, queue_name
 from cellama.tasks.state.ledger import Ledger
+from cellama.tasks.state.records import Call, Message, Submission
 from cellama.tasks.state.scripts import run_script
 
-from ..conftest import PATIENCE_S
+from ..conftest import PATIENCE_S, wait_until
 from .conftest import GREEDY
 
 NUM = PAGE_JOBS + 7
@@ -31,6 +35,11 @@ def messages(redis: Redis, model: str, priority: int = 3) -> list[dict[str, Any]
     """What is in a queue, the next one first."""
     found: Any = redis.lrange(queue_key(queue_name(model), priority), 0, -1)
     return [json.loads(message) for message in reversed(found)]
+
+
+def submission(job_id: str, model: str) -> Submission:
+    message = Message(queue_key(queue_name(model), 3), json.dumps({"headers": {"id": job_id}}))
+    return Submission(job_id, Call("cellama.generate", [], {}, queue_name(model), 3, None, {}), message)
 
 
 def test_many_jobs_give_their_results_in_the_order_of_the_prompts(client: Client) -> None:
@@ -135,6 +144,45 @@ def test_a_lost_message_is_queued_again_with_all_that_it_held(unserved: str, red
     for _ in range(2):
         run_script(redis_client, "missing", [job_key(job_id), cancel_key(job_id)], [job_id, 0, "unknown"])
     assert redis_client.lrange(key, 0, -1) == [message]
+
+
+@pytest.mark.parametrize("lost", ["nothing", "script", "connection", "reply"])
+def test_page_on_its_way_is_queued_once_whatever_is_lost(redis_client: Redis, unserved: str, lost: str) -> None:
+    if lost == "script":
+        redis_client.script_flush()
+    if lost == "connection":
+        redis_client.connection_pool.disconnect()
+    ids = [uuid.uuid4().hex for _ in range(3)]
+    sent = Ledger(redis_client).send([submission(job_id, unserved) for job_id in ids], following=5)
+    if lost == "reply":
+        sent._connection.disconnect()
+    assert len(sent.reply()) == 3
+    assert [message["headers"]["id"] for message in messages(redis_client, unserved)] == ids
+    sent.close()
+    assert redis_client.ping()
+
+
+def test_page_that_redis_refuses_says_so(redis_client: Redis, unserved: str) -> None:
+    with Redis.from_url("redis://127.0.0.1:1") as nowhere, pytest.raises(RedisConnectionError):
+        Ledger(nowhere).send([submission("any", unserved)], following=5).reply()
+    redis_client.set(queue_key(queue_name(unserved), 3), "no list")
+    with pytest.raises(ResponseError, match="WRONGTYPE"):
+        Ledger(redis_client).send([submission("any", unserved)], following=5).reply()
+    redis_client.delete(queue_key(queue_name(unserved), 3), job_key("any"))
+
+
+def test_bulk_that_fails_between_two_pages_leaves_no_connection_behind(redis_client: Redis, unserved: str) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no more messages")
+
+    jobs = [replace(job, is_usual=False) for job in generate.check_many([((unserved, "Hi"), {})] * NUM)]
+    built = iter(range(PAGE_JOBS + 1))
+    publish = generate._publish
+    ledger = Ledger(redis_client)
+    with pytest.raises(RuntimeError, match="no more messages"):
+        list(enqueue(app, ledger, jobs, lambda *given: publish(*given) if next(built, None) is not None else fail()))
+    wait_until(lambda: len(messages(redis_client, unserved)) == PAGE_JOBS, "the page that was on its way")
+    assert redis_client.ping()
 
 
 def test_a_key_stands_for_one_payload_in_each_task_and_scope(unserved: str) -> None:

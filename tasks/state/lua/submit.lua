@@ -2,7 +2,7 @@
 -- KEYS: entry and message list of each job. ARGV: seconds between two jobs, how many jobs follow in other calls, then
 -- ten values for each job, and topic and event for each of its events.
 -- Returns for each job: 1 new, 0 there already, -1 there already with another payload under its idempotency key.
-local step, following, next, told = tonumber(ARGV[1]), tonumber(ARGV[2]), 3, {}
+local step, following, next, told, now = tonumber(ARGV[1]), tonumber(ARGV[2]), 3, {}, clock()
 for i = 1, #KEYS / 2 do
   local job, list = KEYS[2*i-1], KEYS[2*i]
   local id, task, queue, priority, timeout, delay, digest, work, message, events = unpack(ARGV, next, next + 9)
@@ -12,7 +12,7 @@ for i = 1, #KEYS / 2 do
     told[i] = (digest == '' or redis.call('HGET', job, 'digest') == digest) and 0 or -1
   else
     told[i] = 1
-    local submitted_at = clock() - math.min(1, (#KEYS / 2 - i + following) * step)
+    local submitted_at = now - math.min(1, (#KEYS / 2 - i + following) * step)
     note(job, id, task, queue, list, tonumber(priority), timeout, message, submitted_at)
     redis.call('HSET', job, 'work', work)
     if delay ~= '0.0' then redis.call('HSET', job, 'delay', delay) end

@@ -80,19 +80,18 @@ def test_message_that_a_template_would_not_give_again_is_no_template() -> None:
 def test_job_with_more_than_others_is_built_by_celery() -> None:
     usual, late = (generate._check(("tiny", "Hi"), {}, options) for options in ({}, {"countdown": 5}))
     own = generate._check(("tiny", "Hi"), {}, {"headers": {"own": 1}})
-    assert generate._like_others(usual, "one").common is not None
-    assert generate._like_others(late, "one").common is generate._like_others(own, "one").common is None
+    assert usual.is_usual
+    assert not late.is_usual
+    assert not own.is_usual
 
 
 def test_job_is_built_by_celery_while_somebody_listens_to_what_it_publishes() -> None:
-    job = generate._check(("tiny", "Hi"), {}, {})
-
     def note(**_: Any) -> None:
         """As tracers do, which add headers."""
 
     signals.before_task_publish.connect(note)
     try:
-        assert generate._like_others(job, "one").common is None
+        assert generate._alike("one") is None
     finally:
         signals.before_task_publish.disconnect(note)
-    assert generate._like_others(job, "one").common is not None
+    assert generate._alike("one") is not None
