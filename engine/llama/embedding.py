@@ -68,7 +68,7 @@ class LlamaEmbeddingBackend:
         for index, tokens in enumerate(texts):
             self._batch.add(index, 0, tokens, all_outputs=True)
         if self._memory:
-            lib.llama_memory_clear(self._memory, True)
+            lib.llama_memory_clear(self._memory, False)  # what cells held is masked, and overwriting it takes longer
         code = lib.llama_decode(self._context, self._batch.batch)
         if code:
             raise DecodeError(code)

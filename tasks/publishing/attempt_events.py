@@ -36,7 +36,7 @@ Order = Event | HandBack | Fail
 
 @dataclass(slots=True)
 class RunEvents:
-    """What the publisher knows of an attempt. Its thread only."""
+    """What the publisher knows of an attempt. Its thread only, but for what is said of events before they come."""
 
     attempt: Attempt
     next_seq: int

@@ -64,7 +64,7 @@ class Publisher:
         self._thread = threading.Thread(target=self._work, name=self.pulse.name, daemon=True)
         self._thread.start()
 
-    # For other threads
+    # For other threads. What is said of events before they come needs no turn of the publisher thread.
 
     def open(
         self,
@@ -82,12 +82,7 @@ class Publisher:
         `on_token` is called, on this thread, once its first token is in Redis. By `celery_end` Celery hears of its end.
         """
         run = RunEvents(attempt, next_seq, streams, started, on_token, celery_end)
-
-        def register() -> Told:
-            self._runs[attempt.run_id] = run
-            return []
-
-        self._inbox.put(register)
+        self._runs[attempt.run_id] = run
         return run.ended
 
     def listener(self, model_id: str) -> Callable[[tuple[EngineEvent, ...]], None]:
@@ -110,12 +105,8 @@ class Publisher:
         self._change(run_id, lambda run: run.signers.__setitem__(line, signer))
 
     def _change(self, run_id: str, change: Callable[[RunEvents], None]) -> None:
-        def make() -> Told:
-            if run_id in self._runs:
-                change(self._runs[run_id])
-            return []
-
-        self._inbox.put(make)
+        if (run := self._runs.get(run_id)) is not None:
+            change(run)
 
     def publish(self, run_id: str, event: Event, result: Result | None = None) -> None:
         """Publishes an event that no engine tells."""
