@@ -34,6 +34,9 @@ def settle_options(app: Celery, options: dict[str, Any], model: str, payload_pri
 
     A priority in the payload counts more than Celery's. Raises InvalidJob.
     """
+    if not options:  # as most calls are
+        options |= {"queue": queue_name(model), "priority": payload_priority}
+        return
     _check_connection(app, options.pop("connection", None))
     for name in ("producer", "publisher"):  # canvas gives one; the ledger's script publishes
         options.pop(name, None)

@@ -95,8 +95,10 @@ class _Messages(contextlib.ExitStack):
         self._publish = publish
         self._alike = alike
         self._collector: Collector | None = None
+        self.is_heard = True  # a program listens to Celery's events, as far as it is known
 
-    def message(self, job: Checked) -> Message:
+    def message(self, job: Checked, tells: bool) -> Message:
+        """`tells`: with its event, also where it is not heard."""
         options, common, template = job.options, None, None
         if self._alike is not None and job.is_usual:
             common = (*self._alike, options["queue"], options["priority"])
@@ -104,7 +106,8 @@ class _Messages(contextlib.ExitStack):
         if template is not None:
             shown = (options["argsrepr"], options["kwargsrepr"])
             at = options["headers"][SUBMITTED_AT_HEADER]
-            made: Message = template.message(job.job_id, job.payload_json, shown, at, self._app.clock.forward())
+            clock = self._app.clock.forward() if tells or self.is_heard else None
+            made: Message = template.message(job.job_id, job.payload_json, shown, at, clock)
             return made
         if self._collector is None:
             producer = self.enter_context(self._app.producer_pool.acquire(block=True))
@@ -119,7 +122,10 @@ class _Messages(contextlib.ExitStack):
 def enqueue(
     app: Celery, ledger: Ledger, jobs: Sequence[Checked], publish: Publish, alike: Alike = None
 ) -> Iterator[bool]:
-    """Queues jobs in their order, and tells of each whether it is new. While Redis notes a page, the next one is made.
+    """Queues jobs in their order, and tells of each whether it is new.
+
+    While Redis notes a page, the next one is made. If no program has heard the events of a page, only the first jobs of
+    those that follow have one, until one is heard.
 
     Raises what Redis raises, and InvalidJob if an idempotency key stands for something else. The jobs told of by then
     are queued, and those of the next page perhaps.
@@ -130,7 +136,9 @@ def enqueue(
         with _Messages(app, publish, alike) as messages:
             for page, following in _pages(jobs, messages):
                 if sent is not None:
-                    yield from _told(before, sent.reply())
+                    told, num_heard = sent.reply()
+                    messages.is_heard = num_heard != 0
+                    yield from _told(before, told)
                     sent = None
                 if following:
                     before, sent = page, ledger.send(page, following)
@@ -146,7 +154,7 @@ def _pages(jobs: Sequence[Checked], messages: _Messages) -> Iterator[tuple[list[
     page: list[Submission] = []
     num_bytes = 0
     for number, job in enumerate(jobs, start=1):
-        page.append(Submission(job.job_id, job.call, messages.message(job), job.digest))
+        page.append(Submission(job.job_id, job.call, messages.message(job, tells=not page), job.digest))
         num_bytes += page[-1].num_bytes
         if len(page) == PAGE_JOBS or num_bytes > PAGE_BYTES or number == len(jobs):
             yield page, len(jobs) - number

@@ -87,9 +87,10 @@ class Template:
             raise ValueError("not the message that it was made from")
 
     def message(
-        self, job_id: str, payload_json: str, shown: tuple[str, str], submitted_at: float, clock: int
+        self, job_id: str, payload_json: str, shown: tuple[str, str], submitted_at: float, clock: int | None
     ) -> Message:
-        """That of another job. `shown` is what Flower shows of its arguments, `clock` Celery's logical one."""
+        """That of another job. `shown` is what Flower shows of its arguments, `clock` Celery's logical one; without it
+        the message has no event."""
         args, kwargs = shown
         own = {
             ID: quoted(job_id),
@@ -98,7 +99,9 @@ class Template:
             KWARGS: quoted(kwargs),
             AT: json.dumps(submitted_at),
         }
-        now = {**own, NOW: repr(time.time()), CLOCK: str(clock)} if self._events else own
+        if clock is None:
+            return self._fill(own, payload_json, [])
+        now = {**own, NOW: repr(time.time()), CLOCK: str(clock)}
         return self._fill(own, payload_json, [({TAG: _tag()}, now) for _ in self._events])
 
     def _fill(
@@ -110,7 +113,7 @@ class Template:
         text = self._text.fill({**values, BODY: _encoded(payload_json[:-1] + self._rest_of_body)})
         events = tuple(
             (topic, frame.fill({**of_frame, BODY: _encoded(event.fill(of_event))}))
-            for (topic, frame, event), (of_frame, of_event) in zip(self._events, of_events, strict=True)
+            for (topic, frame, event), (of_frame, of_event) in zip(self._events, of_events, strict=False)
         )
         return Message(self._key, text, events)
 

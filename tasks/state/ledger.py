@@ -79,11 +79,11 @@ class Ledger:
         """
         if not jobs:
             return []
-        told: list[int] = run_script(self._redis, "submit", *told_of(jobs, following, PLACE_STEP_S))
+        told: list[int] = run_script(self._redis, "submit", *told_of(jobs, following, PLACE_STEP_S))[0]
         return told
 
     def send(self, jobs: Sequence[Submission], following: int) -> SentScript:
-        """`submit`, on its way: its reply tells what that does."""
+        """`submit`, on its way: its reply tells what that does, and how many heard the events (-1: there were none)."""
         return SentScript(self._redis, "submit", *told_of(jobs, following, PLACE_STEP_S))
 
     def cancel(self, job_id: str, *, running: bool) -> bool:

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import uuid
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +24,7 @@ from cellama.tasks.contract.keys import cancel_key, job_key
 from cellama.tasks.contract.names import queue_key, queue_name
 from cellama.tasks.state.ledger import Ledger
 from cellama.tasks.state.records import Call, Message, Submission
-from cellama.tasks.state.scripts import run_script
+from cellama.tasks.state.scripts import SentScript, run_script
 
 from ..conftest import PATIENCE_S, wait_until
 from .conftest import GREEDY
@@ -40,6 +41,22 @@ def messages(redis: Redis, model: str, priority: int = 3) -> list[dict[str, Any]
 def submission(job_id: str, model: str) -> Submission:
     message = Message(queue_key(queue_name(model), 3), json.dumps({"headers": {"id": job_id}}))
     return Submission(job_id, Call("cellama.generate", [], {}, queue_name(model), 3, None, {}), message)
+
+
+class Watched(Ledger):
+    """Notes how many events each page has."""
+
+    def __init__(self, redis: Redis) -> None:
+        super().__init__(redis)
+        self.num_events: list[int] = []
+
+    def send(self, jobs: Sequence[Submission], following: int) -> SentScript:
+        self.num_events.append(sum(len(job.message.events) for job in jobs))
+        return super().send(jobs, following)
+
+    def submit(self, jobs: Sequence[Submission], following: int = 0) -> list[int]:
+        self.num_events.append(sum(len(job.message.events) for job in jobs))
+        return super().submit(jobs, following)
 
 
 def test_many_jobs_give_their_results_in_the_order_of_the_prompts(client: Client) -> None:
@@ -136,6 +153,25 @@ def test_sent_events_tell_of_many_jobs(unserved: str, redis_client: Redis) -> No
     assert "a secret" not in json.dumps(events)
 
 
+def test_sent_events_are_few_while_no_program_listens(unserved: str, redis_client: Redis) -> None:
+    jobs = generate.check_many([((unserved, "Hi"), {})] * 4 * PAGE_JOBS)
+    ledger = Watched(redis_client)
+    assert list(enqueue(app, ledger, jobs, generate._publish, generate._alike("many"))) == [True] * len(jobs)
+    assert ledger.num_events == [PAGE_JOBS, PAGE_JOBS, 1, 1]  # the second page is made before the first one is told
+    assert len(messages(redis_client, unserved)) == len(jobs)
+
+
+def test_sent_events_are_told_again_once_a_program_listens(unserved: str, redis_client: Redis) -> None:
+    jobs = generate.check_many([((unserved, "Hi"), {})] * 6 * PAGE_JOBS)
+    ledger = Watched(redis_client)
+    with redis_client.pubsub() as pubsub:
+        for number, _ in enumerate(enqueue(app, ledger, jobs, generate._publish, generate._alike("many"))):
+            if number == 2 * PAGE_JOBS:
+                pubsub.psubscribe("*celeryev/task.sent")
+                assert pubsub.get_message(timeout=PATIENCE_S)["type"] == "psubscribe"
+        assert ledger.num_events == [PAGE_JOBS, PAGE_JOBS, 1, 1, 1, PAGE_JOBS]
+
+
 def test_a_lost_message_is_queued_again_with_all_that_it_held(unserved: str, redis_client: Redis) -> None:
     options = {"link": generate.si(unserved, "Ho"), "countdown": 60, "headers": {"own": 1}, "time_limit": 99}
     job_id = generate.apply_async((unserved, "Hi"), {"seed": 5}, **options).id
@@ -156,7 +192,7 @@ def test_page_on_its_way_is_queued_once_whatever_is_lost(redis_client: Redis, un
     sent = Ledger(redis_client).send([submission(job_id, unserved) for job_id in ids], following=5)
     if lost == "reply":
         sent._connection.disconnect()
-    assert len(sent.reply()) == 3
+    assert len(sent.reply()[0]) == 3
     assert [message["headers"]["id"] for message in messages(redis_client, unserved)] == ids
     sent.close()
     assert redis_client.ping()

@@ -1,8 +1,9 @@
 -- Notes jobs and pushes their messages, all or none. A job that stands there already is left as it is.
 -- KEYS: entry and message list of each job. ARGV: seconds between two jobs, how many jobs follow in other calls, then
 -- ten values for each job, and topic and event for each of its events.
--- Returns for each job: 1 new, 0 there already, -1 there already with another payload under its idempotency key.
-local step, following, next, told, now = tonumber(ARGV[1]), tonumber(ARGV[2]), 3, {}, clock()
+-- Returns for each job: 1 new, 0 there already, -1 there already with another payload under its idempotency key; and how
+-- many heard an event, -1 if there was none.
+local step, following, next, told, now, heard = tonumber(ARGV[1]), tonumber(ARGV[2]), 3, {}, clock(), -1
 for i = 1, #KEYS / 2 do
   local job, list = KEYS[2*i-1], KEYS[2*i]
   local id, task, queue, priority, timeout, delay, digest, work, message, events = unpack(ARGV, next, next + 9)
@@ -18,7 +19,7 @@ for i = 1, #KEYS / 2 do
     if delay ~= '0.0' then redis.call('HSET', job, 'delay', delay) end
     if digest ~= '' then redis.call('HSET', job, 'digest', digest) end
     if message ~= '' then redis.call('LPUSH', list, message) end
-    for at = first, next - 2, 2 do redis.call('PUBLISH', ARGV[at], ARGV[at+1]) end
+    for at = first, next - 2, 2 do heard = math.max(heard, redis.call('PUBLISH', ARGV[at], ARGV[at+1])) end
   end
 end
-return told
+return {told, heard}
