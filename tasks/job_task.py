@@ -208,7 +208,7 @@ class JobTask(Task):  # type: ignore[misc]
             options.setdefault("argsrepr", f"({job.model!r}, …)")
             options.setdefault("kwargsrepr", repr(shown))
         call = self._call(args, kwargs, options["queue"], options["priority"], options["headers"], delay)
-        payload_json = _written(call, headers, settings.max_payload_bytes)
+        payload_json = _written(call, settings.max_payload_bytes)
         digest = "" if key is None else call.digest(self.kind.positional)
         return Checked(call, options, payload_json, digest, options.keys() == LIKE_OTHERS and not headers)
 
@@ -276,12 +276,12 @@ def _id_of_key(task: str, scope: str, key: str) -> str:
     return str(uuid5(IDEMPOTENCY, json.dumps([task, scope, key])))
 
 
-def _written(call: Call, headers: dict[str, Any], limit: int) -> str:
+def _written(call: Call, limit: int) -> str:
     """Args and kwargs as JSON. Raises InvalidJob when they are larger than messages may be, or no JSON."""
     try:
         text = json.dumps([call.args, call.kwargs])
-        if headers:
-            json.dumps(headers)
+        if len(call.headers) > 1 or not isinstance(call.headers.get(SUBMITTED_AT_HEADER), float):
+            json.dumps(call.headers)
     except TypeError as error:
         raise InvalidJob(f"the job can't be written as JSON: {error}") from None
     if len(text) <= limit:  # ASCII: longer than what is counted
