@@ -56,7 +56,7 @@ def read(client: Client) -> float:
     ranked = client.rerank("tiny", "fox?", ["a", "b"], top_n=1).result()["results"]
     print(len(client.embed("tiny", ["a", "b"], dimensions=64).result()["embeddings"]))
     tokens = client.tokenize("tiny", "a", idempotency_key="1").result()["tokens"]
-    print(client.embed("tiny", tokens).result(), client.embed("tiny", [tokens, "b"]).result())
+    print(client.embed("tiny", tokens).result(), client.embed("tiny", [tokens, tokens]).result())
     print(
         client.detokenize("tiny", tokens).result()["text"],
         client.apply_chat_template("tiny", chat(client), system="Hi").result(),

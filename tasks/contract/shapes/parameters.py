@@ -11,7 +11,7 @@ from .results import AssistantMessage, ToolCall
 
 Prompt = str | list[int]
 Texts = str | Sequence[str]
-TextsOrTokens = Texts | list[int] | Sequence[list[int]] | Sequence[str | list[int]]
+TextsOrTokens = str | list[int] | Sequence[str | list[int]]
 JsonObject = Mapping[str, object]  # a JSON Schema, the variables of a template
 
 
