@@ -1,0 +1,134 @@
+"""The services of docker-compose.yml as processes of this machine: their commands, settings and checks of health."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from redis import Redis
+from redis.exceptions import RedisError
+
+from cellama.api.machine.redis_server import find_redis_binary, free_port
+
+from ..conftest import PATIENCE_S, wait_until
+
+ROOT = Path(__file__).parents[2]
+SERVICES: Any = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
+ENTRYPOINT = json.loads(re.findall(r"^ENTRYPOINT (.*)$", (ROOT / "Dockerfile").read_text(), re.M)[-1])
+MODEL = {"id": "tiny", "source": "bundled://tiny", "n_parallel": 2, "threads": 1}
+CREDENTIALS = "me:secret"
+
+
+class Composed:
+    """Runs services where Compose would: their ports and their Redis are others."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.redis_port, self.flower_port = free_port(), free_port()
+        self.url = f"redis://127.0.0.1:{self.redis_port}/0"
+        self.running: list[subprocess.Popen[bytes]] = []
+
+    def argv(self, name: str) -> list[str]:
+        service = SERVICES[name]
+        parts = [*service.get("entrypoint", [] if name == "redis" else ENTRYPOINT), *service.get("command", [])]
+        return [part.replace("$$", "$").replace("5555", str(self.flower_port)) for part in parts]
+
+    def environment(self, name: str, **given: str) -> dict[str, str]:
+        """The variables of a service: its own, and of those that it passes on what is given."""
+        named: dict[str, str | None] = SERVICES[name]["environment"]
+        own = {
+            key: value.replace("redis:6379", f"127.0.0.1:{self.redis_port}") for key, value in named.items() if value
+        }
+        assert given.keys() <= named.keys()
+        paths = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "HOME": str(self.folder)}
+        return {**paths, **own, **given}
+
+    def start(self, name: str, argv: list[str], environment: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
+        with (self.folder / f"{name}.log").open("wb") as log:
+            process = subprocess.Popen(argv, cwd=self.folder, env=environment, stdout=log, stderr=log)
+        self.running.append(process)
+        return process
+
+    def is_healthy(self, name: str, environment: dict[str, str]) -> bool:
+        kind, *argv = SERVICES[name]["healthcheck"]["test"]
+        assert kind == "CMD"
+        return subprocess.run(argv, cwd=self.folder, env=environment, capture_output=True, timeout=60).returncode == 0
+
+    def log(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text(errors="replace")
+
+
+@pytest.fixture
+def composed(tmp_path: Path) -> Iterator[Composed]:
+    """With its Redis."""
+    composed = Composed(tmp_path)
+    _, *options = composed.argv("redis")
+    here = ["--port", str(composed.redis_port), "--bind", "127.0.0.1", "--dir", str(tmp_path)]
+    composed.start("redis", [str(find_redis_binary()), *options, *here])
+
+    def answers() -> bool:
+        with contextlib.suppress(RedisError), Redis.from_url(composed.url) as client:
+            return bool(client.ping())  # as its check of health does
+        return False
+
+    try:
+        wait_until(answers, "Redis")
+        yield composed
+    finally:
+        for process in reversed(composed.running):
+            process.terminate()
+        for process in reversed(composed.running):
+            process.wait(PATIENCE_S)
+
+
+def test_worker_of_the_compose_file_gets_healthy_serves_and_ends_in_order(composed: Composed) -> None:
+    environment = composed.environment("worker", CELLAMA_MODELS=json.dumps([MODEL]))
+    assert not composed.is_healthy("worker", environment)
+    worker = composed.start("worker", composed.argv("worker"), environment)
+    wait_until(lambda: worker.poll() is not None or composed.is_healthy("worker", environment), "a healthy worker")
+    assert worker.poll() is None, composed.log("worker")
+    said = ["cellama", "generate", "tiny", "Once upon a time", "--max-tokens", "4", "--temperature", "0"]
+    done = subprocess.run(
+        said, cwd=composed.folder, env=environment, capture_output=True, timeout=PATIENCE_S, text=True
+    )
+    assert done.stdout.strip() == ", there was a", done.stderr
+    worker.terminate()
+    assert worker.wait(PATIENCE_S) == 0, composed.log("worker")
+    assert not composed.is_healthy("worker", environment)
+    for setting in ("appendonly", "maxmemory-policy"):
+        assert setting not in composed.log("worker")  # it has nothing to say against this Redis
+
+
+def test_flower_of_the_compose_file_asks_for_a_password_and_takes_no_other(composed: Composed) -> None:
+    argv = composed.argv("flower")
+    without = subprocess.run(argv, cwd=composed.folder, env=composed.environment("flower"), capture_output=True)
+    assert without.returncode == 1
+    assert b"set FLOWER_BASIC_AUTH to user:password" in without.stderr
+    flower = composed.start("flower", argv, composed.environment("flower", FLOWER_BASIC_AUTH=CREDENTIALS))
+
+    def status(credentials: str) -> int | None:
+        assert flower.poll() is None, composed.log("flower")
+        request = urllib.request.Request(f"http://127.0.0.1:{composed.flower_port}/workers")
+        request.add_header("Authorization", "Basic " + base64.b64encode(credentials.encode()).decode())
+        try:
+            with urllib.request.urlopen(request, timeout=10) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            return int(error.code)
+        except OSError:
+            return None  # it is on its way
+
+    assert wait_until(lambda: status(CREDENTIALS), "Flower") == 200
+    assert status("me:guess") == 401
