@@ -24,7 +24,7 @@ NOT_RUN = {
     "fetches a model from the hub": 1,
     "a second `cellama up` beside the first one": 1,
     "names a host of yours": 2,
-    "names files of yours": 3,
+    "names files of yours": 4,
     "takes minutes": 1,
     "needs a reranking model": 1,
 }

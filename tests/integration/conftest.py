@@ -83,8 +83,10 @@ def model() -> str:
 def start_worker(redis_server: RedisServer, tmp_path: Path, model: str) -> Iterator[StartWorker]:
     started: list[WorkerProcess] = []
 
-    def start(slots: int = 4, strategy: str = pace.STRATEGY, step_s: float = 0.0, **settings: Any) -> WorkerProcess:
-        """`step_s`: each step takes so long from the first one on."""
+    def start(
+        slots: int = 4, strategy: str = pace.STRATEGY, step_s: float = 0.0, ready: bool = True, **settings: Any
+    ) -> WorkerProcess:
+        """`step_s`: each step takes so long from the first one on. Not `ready`: it may end before it can be seen."""
         folder = tmp_path / str(len(started))
         folder.mkdir()
         if step_s:
@@ -96,7 +98,7 @@ def start_worker(redis_server: RedisServer, tmp_path: Path, model: str) -> Itera
             folder, redis_server.url, name=f"w{len(started)}{model}", **own, CELLAMA_MODELS=json.dumps(models)
         )
         started.append(worker)
-        return worker.wait_ready()
+        return worker.wait_ready() if ready else worker
 
     yield start
     for worker in started:

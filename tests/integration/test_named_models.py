@@ -46,6 +46,6 @@ def test_model_has_any_name_in_one_line_and_sampling_of_its_own(
 def test_model_without_a_name_is_called_as_its_file_and_never_as_another_one(client: Client) -> None:
     argv = ("models", "load", "bundled://tiny", "-w", "worker", "--set", "n_parallel=1", "--set", "threads=1", "--json")
     loaded = CliRunner().invoke(app, argv, catch_exceptions=False)
-    assert json.loads(loaded.output) == {"model": "tiny-2", "status": "ready"}
+    assert json.loads(loaded.output) == {"model": "tiny-2", "status": "ready", "not_on": {}}
     assert generate.delay("tiny-2", STORY, max_tokens=4, **GREEDY).get(timeout=PATIENCE_S)["text"] == ", there was a"
     client.unload_model("tiny-2", worker="worker", timeout=PATIENCE_S)
