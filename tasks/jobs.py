@@ -86,8 +86,11 @@ def app_at(redis_url: str) -> CellamaApp:
     except ValueError as error:
         raise ValueError(f"url is {mask_url(redis_url)!r}: {error}") from None
     other = make_app(redis_url)
-    for task in [task for task in app.tasks.values() if isinstance(task, JobTask)]:
-        own = type(task.__name__, (type(task),), {"app": other})()
+    ours = [task for task in app.tasks.values() if isinstance(task, JobTask)]
+    owns = [type(task.__name__, (type(task),), {"app": other})() for task in ours]
+    for own in owns:
         tasks_before_finalizing(other)[own.name] = own  # then it gets no more of the settings' app (canvas_steps.py)
-        Task.bind.__func__(type(own), other)  # that of ours binds to the app of the settings
+    other.finalize()
+    for own in owns:
+        Task.bind.__func__(type(own), other)  # JobTask.bind, which finalizing calls, binds to the app of the settings
     return other

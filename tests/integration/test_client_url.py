@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +17,7 @@ from cellama.api import AsyncClient, Client
 from cellama.api.machine.redis_server import RedisServer
 from cellama.tasks.contract.keys import job_key
 
-from ..conftest import PATIENCE_S, WorkerProcess
+from ..conftest import PATIENCE_S, WorkerProcess, clean_environment
 
 STORY = "Once upon a time"
 SHORT = {"max_tokens": 6, "temperature": 0}
@@ -44,6 +47,24 @@ def test_jobs_streams_and_results_of_a_client_are_in_the_redis_of_its_url(elsewh
         many = client.generate_many("other", [STORY, STORY], **SHORT)
         assert [each.result(PATIENCE_S)["text"] for each in many] == [text, text]
         assert client.embed("other", STORY).result(PATIENCE_S)["usage"]["prompt_tokens"] > 0
+
+
+def test_client_of_a_url_needs_no_redis_of_the_settings(elsewhere: str) -> None:
+    program = f"""
+        from cellama.api import Client
+        with Client({elsewhere!r}) as client:
+            job = client.generate("other", {STORY!r}, **{SHORT!r})
+            many = client.generate_many("other", [{STORY!r}], **{SHORT!r})
+            assert job.result({PATIENCE_S})["text"] == many[0].result({PATIENCE_S})["text"]
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        env=clean_environment(CELLAMA_REDIS_URL="redis://127.0.0.1:1/0"),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_client_of_a_url_sees_commands_and_cancels_its_own_workers(elsewhere: str) -> None:
