@@ -6,12 +6,22 @@ import contextlib
 import os
 import random
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from cellama.bench.models.synthetic import Shape, write_model
-from cellama.engine import Completion, EngineOptions, Handle, Model, ModelManager, Request, SamplingParams, StepStats
+from cellama.engine import (
+    Completion,
+    EngineOptions,
+    Event,
+    Handle,
+    Model,
+    ModelManager,
+    Request,
+    SamplingParams,
+    StepStats,
+)
 
 GREEDY = SamplingParams(temperature=0)
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -73,10 +83,12 @@ def run_all(
     return time.monotonic() - started, completions
 
 
-def submit_together(model: Model, requests: Iterable[Request]) -> list[Handle]:
+def submit_together(
+    model: Model, requests: Iterable[Request], new_listener: Callable[[], Callable[[Event], None] | None] = lambda: None
+) -> list[Handle]:
     """Submits requests so that the engine finds all of them at its next step, however slow this thread is."""
     with model.engine._inbox._changed:
-        return [model.engine.submit(request) for request in requests]
+        return [model.engine.submit(request, new_listener()) for request in requests]
 
 
 def warm_up(model: Model) -> None:

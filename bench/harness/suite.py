@@ -15,7 +15,7 @@ SHORT = {
     "mixed": "--requests 16 --scale 0.5 --slots 8 --server-slots 8 --arrivals 8 --shares 0.5",
     "shared_prefix": "--requests 16 --new 16 --slots 16 --best-slots 16",
     "prefix_cache": "--conversations 4 --slots 2 --turns 2 --system 128 --message 32 --new 8 --think 0.2",
-    "strategies": "--requests 6 --slots 3 --new 16",
+    "strategies": "--requests 8 --slots 4 --scale 0.3",
     "tokenize_overhead": "--repeats 20",
     "single_generate": "--prompts 16 128 --new 32 --samples 1",
     "server_concurrent": "--callers 1 4 8 --slots 8 --new 16",

@@ -60,14 +60,12 @@ class Strategy(ABC):
 
 
 class DecodeMaximal(Strategy):
-    """Every decode token first, then equal prefill chunks from what is left of the budget."""
+    """Every decode token, and beside them one chunk of MIN_CHUNK prompt tokens: for the shortest gaps."""
 
     def build_batch(
         self, slots: Seq[SlotView], budget: int, chunk_size: int, queue_depth: int
     ) -> list[TokenAllocation]:
-        allocations = [(view.slot, 1) for view in slots if view.decoding][:budget]
-        prefilling = [view for view in slots if not view.decoding]
-        return allocations + equal_chunks(prefilling, budget - len(allocations), chunk_size)
+        return decode_first(slots, budget, chunk_size, beside=MIN_CHUNK)
 
 
 class PrefillPriority(Strategy):
@@ -83,17 +81,16 @@ class PrefillPriority(Strategy):
 
 
 class Balanced(Strategy):
-    """Half of the budget for decode tokens, half for prefill; what one side does not need goes to the other."""
+    """Half of the budget at most for prefill while others decode, and half for those if prompts need the other one."""
 
     def build_batch(
         self, slots: Seq[SlotView], budget: int, chunk_size: int, queue_depth: int
     ) -> list[TokenAllocation]:
-        decoding = [view.slot for view in slots if view.decoding]
+        needed = sum(min(view.num_pending, chunk_size) for view in slots if not view.decoding)
+        num_decode = max(budget - needed, (budget + 1) // 2)
+        decoding = [view for view in slots if view.decoding][:num_decode]
         prefilling = [view for view in slots if not view.decoding]
-        needed = sum(min(view.num_pending, chunk_size) for view in prefilling)
-        num_decode = min(len(decoding), max(budget - needed, (budget + 1) // 2))
-        allocations = [(slot, 1) for slot in decoding[:num_decode]]
-        return allocations + equal_chunks(prefilling, budget - num_decode, chunk_size)
+        return decode_first([*decoding, *prefilling], budget, chunk_size, beside=max(1, budget // 2))
 
 
 BULK_STEP_S = 0.3
@@ -103,7 +100,7 @@ RATE_WEIGHT = 0.2  # of a new value in a running mean
 
 
 class Adaptive(Strategy):
-    """PrefillPriority while only bulk requests have slots, DecodeMaximal as soon as an interactive one does.
+    """PrefillPriority while only bulk requests have slots, decode tokens first as soon as an interactive one does.
 
     An interactive request shall not wait long for the step that runs when it comes, nor for prompts that come after it:
     bulk prompts are read in steps of about `BULK_STEP_S`, and wait while an interactive one is read. Beside a stream
@@ -112,7 +109,7 @@ class Adaptive(Strategy):
     """
 
     def __init__(self) -> None:
-        self._bulk, self._interactive = PrefillPriority(), DecodeMaximal()
+        self._bulk = PrefillPriority()
         self._rate = math.inf  # tokens per second of late, when prompts were read
         self._quiet_s = math.inf  # of steps since an interactive request had a slot
 
@@ -135,8 +132,7 @@ class Adaptive(Strategy):
         decoding = [view for view in slots if view.decoding]
         if last == len(prompts):
             budget = min(budget, len(decoding) + self._num_read_in(BESIDE_STEP_S))
-        slots = [*decoding, *prompts[: last + 1]]
-        return self._interactive.build_batch(slots, budget, chunk_size, queue_depth)
+        return decode_first([*decoding, *prompts[: last + 1]], budget, chunk_size)
 
     def may_yield(self, num_tokens: int) -> bool:
         """True for what takes longer than an interactive request should wait."""
@@ -149,6 +145,17 @@ class Adaptive(Strategy):
 
 MIN_CHUNK = 128  # tokens: docs/adr/002-prefill-chunks.md
 TILE = 64  # rows that llama.cpp's attention on the CPU computes together
+
+
+def decode_first(
+    slots: Seq[SlotView], budget: int, chunk_size: int, beside: int | None = None
+) -> list[TokenAllocation]:
+    """Every decode token, then equal prefill chunks from what is left: beside decode tokens at most `beside` tokens."""
+    allocations = [(view.slot, 1) for view in slots if view.decoding][:budget]
+    left = budget - len(allocations)
+    if allocations and beside is not None:
+        left = min(left, beside)
+    return allocations + equal_chunks([view for view in slots if not view.decoding], left, chunk_size)
 
 
 def equal_chunks(slots: Seq[SlotView], budget: int, chunk_size: int) -> list[TokenAllocation]:

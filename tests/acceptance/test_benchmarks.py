@@ -18,7 +18,7 @@ from ..conftest import clean_environment
 
 SMALL = {
     "prefix_cache": "--conversations 3 --slots 2 --turns 2 --system 64 --message 16 --new 4 --think 0.05",
-    "strategies": "--requests 6 --slots 3 --new 4",
+    "strategies": "--requests 6 --slots 3 --scale 0.1",
     "tokenize_overhead": "--prompt 30 --repeats 3 --callers 1 3 --slots 2 --rounds 1",
     "single_generate": "--prompts 16 64 --new 4 --samples 1",
     "server_concurrent": "--callers 1 4 --slots 2 --prompt 16 --new 4",

@@ -1,57 +1,85 @@
-"""Throughput and latency under each batch strategy: requests with long prompts arrive while others decode."""
+"""First tokens, gaps and rate under each batch strategy: requests of mixed lengths, more than slots, all at once."""
 
 from __future__ import annotations
 
 import argparse
-import random
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cellama.bench.harness.engines import GREEDY, loaded, model_path, percentile, random_prompts, warm_up
+from cellama.bench.harness.engines import GREEDY, loaded, model_path, percentile, submit_together, warm_up
+from cellama.bench.harness.mixed_load import Shape, conversations, flat, sizes
 from cellama.bench.harness.report import Report
+from cellama.bench.harness.workloads import Line
 from cellama.engine import Event, Request, Text
 
-STRATEGIES = ("decode_maximal", "prefill_priority", "balanced", "adaptive")
+STRATEGIES = ("decode_maximal", "balanced", "prefill_priority", "adaptive")
+CLASSES = {"interactive": 3, "bulk": 9}  # name → priority
+GAP, RATE, FIRST = "gap p95 ms", "new tok/s", "ttft p95 ms"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--requests", type=int, default=48)
+    parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--slots", type=int, default=16)
-    parser.add_argument("--new", type=int, default=48, help="tokens")
-    parser.add_argument("--priority", type=int, default=3, help="3 is interactive, 9 is bulk")
+    parser.add_argument("--scale", type=float, default=1.0, help="of all lengths")
+    parser.add_argument("--classes", nargs="+", choices=list(CLASSES), default=list(CLASSES))
     parser.add_argument("--seed", type=int, default=0)
 
 
 def run(args: argparse.Namespace) -> Report:
     path = model_path(args.model)
-    return Report([_row(path, args, strategy) for strategy in STRATEGIES])
+    lines = flat(conversations(Shape(args.requests, scale=args.scale), seed=args.seed))
+    rows: list[dict[str, Any]] = []
+    ratios: dict[str, float] = {}
+    targets: dict[str, str] = {}
+    for name in args.classes:
+        found = {strategy: _row(path, args, lines, strategy, CLASSES[name]) for strategy in STRATEGIES}
+        rows += [{"requests": name, "strategy": strategy, **row} for strategy, row in found.items()]
+        compared, hoped = compare(found)
+        ratios |= {f"{name}: {key}": value for key, value in compared.items()}
+        targets |= {f"{name}: {key}": value for key, value in hoped.items()}
+    return Report(rows, ratios, targets, ["All requests come at once; those without a slot wait. One run each."])
 
 
-def _row(path: Path, args: argparse.Namespace, strategy: str) -> dict[str, Any]:
-    rng = random.Random(args.seed)
-    prompts = [p[: rng.choice((32, 128, 400))] for p in random_prompts(args.requests, 400, seed=args.seed)]
+def compare(found: Mapping[str, Mapping[str, float]]) -> tuple[dict[str, float], dict[str, str]]:
+    """What each strategy is for, over the best of the others; and what the default one gives."""
+    maximal, balanced, prefill, adaptive = (found[strategy] for strategy in STRATEGIES)
+    ratios = {
+        "gaps, decode_maximal over the shortest other": maximal[GAP] / min(balanced[GAP], prefill[GAP]),
+        "gaps, balanced over decode_maximal": balanced[GAP] / maximal[GAP],
+        "rate, prefill_priority over the best other": prefill[RATE] / max(balanced[RATE], maximal[RATE]),
+        "rate, balanced over decode_maximal": balanced[RATE] / maximal[RATE],
+        "rate, adaptive over the best": adaptive[RATE] / max(row[RATE] for row in found.values()),
+        "first token, adaptive over the soonest": adaptive[FIRST] / min(row[FIRST] for row in found.values()),
+    }
+    hoped = dict.fromkeys(ratios, ">= 1.0") | {"gaps, decode_maximal over the shortest other": "<= 1.0"}
+    return ratios, hoped | {
+        "first token, adaptive over the soonest": "<= 1.05",
+        "rate, adaptive over the best": ">= 0.95",
+    }
+
+
+def _row(path: Path, args: argparse.Namespace, lines: Sequence[Line], strategy: str, priority: int) -> dict[str, float]:
+    load = sizes(lines)
     gaps_ms: list[float] = []
-    with loaded(path, n_parallel=args.slots, ctx_per_slot=512, n_batch=256, batch_strategy=strategy) as model:
+    with loaded(path, n_parallel=args.slots, ctx_per_slot=load.longest + 1, batch_strategy=strategy) as model:
         warm_up(model)
+        requests = [
+            Request(line.custom_id, line.prompt, GREEDY, max_tokens=line.num_new, ignore_eos=True, priority=priority)
+            for line in lines
+        ]
         started = time.monotonic()
-        handles = []
-        for index, prompt in enumerate(prompts):
-            request = Request(
-                str(index), tuple(prompt), GREEDY, max_tokens=args.new, ignore_eos=True, priority=args.priority
-            )
-            handles.append(model.engine.submit(request, _Gaps(gaps_ms)))
+        handles = submit_together(model, requests, lambda: _Gaps(gaps_ms))
         done = [handle.result() for handle in handles]
         seconds = time.monotonic() - started
     ttft = [completion.timings.ttft_ms or 0.0 for completion in done]
     return {
-        "strategy": strategy,
-        "seconds": seconds,
-        "tokens/s": args.new * args.requests / seconds,
+        RATE: load.new_tokens / seconds,
         "ttft median ms": percentile(ttft, 0.5),
-        "ttft p95 ms": percentile(ttft, 0.95),
-        "gap median ms": percentile(gaps_ms, 0.5),
-        "gap p95 ms": percentile(gaps_ms, 0.95),
+        FIRST: percentile(ttft, 0.95),
+        GAP: percentile(gaps_ms, 0.95),
+        "gap p99 ms": percentile(gaps_ms, 0.99),
     }
 
 

@@ -41,6 +41,9 @@ def test_strategy_keeps_to_the_budget_and_leaves_nothing_idle(
     total = sum(count for _, count in shares)
     assert total <= budget
     served = [allowed[view.slot] for view in (views if name != "adaptive" else without_waiting(views))]
+    if name in ("decode_maximal", "balanced") and any(view.decoding for view in views):
+        num_decoding = sum(view.decoding for view in views)
+        budget = min(budget, num_decoding + (MIN_CHUNK if name == "decode_maximal" else budget // 2))
     # Equal chunks in whole tiles may leave a rest smaller than a tile for each slot that is served.
     assert total >= min(budget, sum(served)) - len(views) * (TILE if budget > TILE else 1)
 
@@ -72,6 +75,19 @@ def test_strategies_split_a_tight_budget_as_they_say() -> None:
     assert tokens("adaptive") == tokens("prefill_priority")
     views[0] = SlotView(0, 1, True, 3)
     assert tokens("adaptive") == tokens("decode_maximal")
+
+
+def test_gaps_of_those_that_decode_are_as_long_as_the_strategy_says() -> None:
+    views = [SlotView(i, 1, True) for i in range(8)] + [SlotView(8 + i, 500, False) for i in range(8)]
+
+    def tokens(name: str, views: list[SlotView]) -> int:
+        return sum(count for _, count in make_strategy(name).build_batch(views, 512, 512, 0))
+
+    assert tokens("decode_maximal", views) == 8 + MIN_CHUNK
+    assert tokens("balanced", views) == 8 + 256
+    assert tokens("prefill_priority", views) == 512  # and nobody decodes
+    for name in STRATEGIES:
+        assert tokens(name, views[8:]) == 512  # there is no gap
 
 
 def test_adaptive_reads_bulk_prompts_in_short_steps_and_not_beside_an_interactive_one() -> None:
