@@ -146,9 +146,8 @@ class Scheduler:
             raise
         if sequence.admitted_at is None:
             sequence.admitted_at = now
-            sequence.num_cached = min(
-                sequence.num_computed, sequence.num_prompt
-            )  # of a resumed one, output may be, too
+            # Of a resumed one output may be in the cache, too.
+            sequence.num_cached = min(sequence.num_computed, sequence.num_prompt)
         sequence.placed_at = now
         sequence.slot, sequence.state, sequence.waits_for = placement.slot, State.PREFILLING, None
         self.slots[placement.slot] = sequence

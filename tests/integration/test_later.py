@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,11 +22,6 @@ from ..conftest import PATIENCE_S, WorkerProcess, wait_until
 from .conftest import GREEDY
 
 HOUR_S = 3600
-
-
-@pytest.fixture
-def model() -> str:
-    return f"m{uuid.uuid4().hex[:8]}"
 
 
 @pytest.fixture

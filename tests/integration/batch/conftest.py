@@ -6,7 +6,6 @@ import json
 import resource
 import subprocess
 import sys
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,6 @@ from ...conftest import PATIENCE_S, WorkerProcess, clean_environment
 CELLAMA = (sys.executable, "-c", "from cellama.api.cli import main; main()")
 ANIMALS = ("fox", "cat", "bear", "frog", "mouse")
 StartWorker = Callable[[], WorkerProcess]
-
-
-@pytest.fixture
-def model() -> str:
-    return f"b{uuid.uuid4().hex[:8]}"
 
 
 @pytest.fixture
