@@ -19,6 +19,7 @@ SOCKET_OPTIONS: dict[str, Any] = {
     "socket_connect_timeout": 5,
     "socket_keepalive": True,
 }
+MOST_CONNECTIONS = 1 << 31  # of a client: each reader of a stream has one; the limit is Redis' own (`maxclients`)
 SENTINEL_TIMEOUT_S = 2.0  # for one sentinel, until the next one is asked
 _CERTIFICATE_CHECKS = {"none": ssl.CERT_NONE, "optional": ssl.CERT_OPTIONAL, "required": ssl.CERT_REQUIRED}
 _TCP_ONLY = ("socket_connect_timeout", "socket_keepalive")
@@ -28,18 +29,22 @@ def connect(url: str | None = None, **options: Any) -> Redis:
     """A client for this URL, or that of the settings; `options` are those of redis-py's connections."""
     where = parse_redis_url(url or get_settings().redis_url)
     if where.kind == "sentinel":
-        master: Redis = _sentinel(Sentinel, where, options).master_for(where.master_name)
+        master: Redis = _sentinel(Sentinel, where, options).master_for(
+            where.master_name, max_connections=MOST_CONNECTIONS
+        )
         return master
-    return Redis.from_url(_url_for_redis_py(where), **_fitting(where, options))
+    return Redis.from_url(_url_for_redis_py(where), max_connections=MOST_CONNECTIONS, **_fitting(where, options))
 
 
 def connect_async(url: str | None = None, **options: Any) -> AsyncRedis:
     """`connect` for asyncio."""
     where = parse_redis_url(url or get_settings().redis_url)
     if where.kind == "sentinel":
-        master: AsyncRedis = _sentinel(AsyncSentinel, where, options).master_for(where.master_name)
+        master: AsyncRedis = _sentinel(AsyncSentinel, where, options).master_for(
+            where.master_name, max_connections=MOST_CONNECTIONS
+        )
         return master
-    return AsyncRedis.from_url(_url_for_redis_py(where), **_fitting(where, options))
+    return AsyncRedis.from_url(_url_for_redis_py(where), max_connections=MOST_CONNECTIONS, **_fitting(where, options))
 
 
 def _sentinel(kind: Any, where: RedisUrl, options: dict[str, Any]) -> Any:

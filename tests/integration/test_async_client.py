@@ -53,6 +53,20 @@ def test_async_client_serves_many_jobs_at_once() -> None:
     with_client(body)
 
 
+def test_async_client_has_hundreds_of_readers_at_once(worker: WorkerProcess) -> None:
+    async def body(client: AsyncClient) -> None:
+        job = await client.generate("tiny", "Once upon a time", **LONG)
+        readers = [job.stream(timeout=PATIENCE_S) for _ in range(150)]
+        firsts = await asyncio.gather(*(anext(reader) for reader in readers))  # none of them has ended
+        assert {event["seq"] for event in firsts} == {0}
+        await job.cancel()
+        for reader in readers:
+            await reader.aclose()
+
+    with worker.slowed():
+        with_client(body)
+
+
 def test_async_client_cancel_and_timeout_are_told_apart(worker: WorkerProcess) -> None:
     async def body(client: AsyncClient) -> None:
         job = await client.generate("tiny", "Once upon a time", **LONG)
