@@ -26,17 +26,15 @@ from .errors import (
     RequestFailed,
     TemplateFailed,
     UnknownAdapter,
+    UnknownKey,
     UnknownModel,
     WrongCapability,
 )
 from .events import (
+    CacheHit,
     Completion,
-    EmbedderSnapshot,
-    EngineSnapshot,
     Event,
     Finished,
-    ManagerSnapshot,
-    ModelSnapshot,
     RequestStats,
     Started,
     StepStats,
@@ -55,6 +53,7 @@ from .models.tokenizer import Tokenizer
 from .options import EngineOptions
 from .request import Request, Resumed
 from .sampling_params import SamplingParams, sampling_of
+from .snapshots import EmbedderSnapshot, EngineSnapshot, ManagerSnapshot, ModelSnapshot
 from .system.core_sharing import CoreSharing
 from .system.cores import Peer
 from .system.threads import STACK_BYTES
@@ -68,6 +67,7 @@ __all__ = [
     "AdapterBusy",
     "AdapterInfo",
     "AdapterLoadFailed",
+    "CacheHit",
     "ChatOptions",
     "ChatPrompt",
     "Completion",
@@ -122,6 +122,7 @@ __all__ = [
     "Tokenizer",
     "ToolCall",
     "UnknownAdapter",
+    "UnknownKey",
     "UnknownModel",
     "Usage",
     "Vram",

@@ -179,6 +179,7 @@ class Backend(KvMemory, AdapterStore, Protocol):
     """
 
     n_vocab: int
+    identity: bytes  # a digest of what cells depend on beside tokens and adapters: weights, types, formats (ADR 014)
     threads: int  # that a decode call computes with
 
     def set_threads(self, count: int) -> None:

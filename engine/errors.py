@@ -11,6 +11,7 @@
     │   └── InsufficientMemory  the model does not fit into the memory budget
     ├── AdapterLoadFailed       file missing, damaged, no LoRA adapter, or made for another model
     ├── UnknownAdapter          the model has no adapter of that name
+    ├── UnknownKey              no context of that key for whoever asks
     ├── AdapterBusy             the adapter is in use and can't be unloaded now
     ├── ManagerExists           this process has a model manager already
     ├── ModelBusy               the model is in use and can't be unloaded now
@@ -101,6 +102,12 @@ class UnknownAdapter(EngineError):
     """The model has no adapter of that name."""
 
     code = "unknown_adapter"
+
+
+class UnknownKey(EngineError):
+    """No context of that key is known here, for these adapters and this scope."""
+
+    code = "unknown_key"
 
 
 class AdapterBusy(EngineError):

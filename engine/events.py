@@ -1,11 +1,11 @@
-"""What the engine tells: events of requests, once per step; telemetry of steps and requests; snapshots."""
+"""What the engine tells: events of requests, once per step; telemetry of steps and requests."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
+from cellama.engine.kvstore.keys import key_of, seed_of
 from cellama.engine.text.reply_parser import Kind
 from cellama.engine.text.tool_calls import ToolCall
 
@@ -16,7 +16,15 @@ from .request import Mode
 FinishReason = Literal["stop", "length", "cancelled", "timeout"]
 # What was taken over of a prompt: all but its last token, which has to be computed; a part; nothing.
 CacheHitKind = Literal["exact", "partial", "cold"]
-Phase = Literal["idle", "prefilling", "generating", "stopped"]  # stopped: its thread died, it takes nothing
+CacheTier = Literal["device", "ram", "disk"]  # where it was: in a slot's cells, or saved
+
+
+class CacheHit(NamedTuple):
+    """What was taken over of a prompt: how much, and from where."""
+
+    kind: CacheHitKind
+    num_tokens: int
+    tier: CacheTier | None  # None: cold
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +34,7 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    cache_tier: CacheTier | None = None  # where they were; None: nowhere
 
     @property
     def cache_hit_kind(self) -> CacheHitKind:
@@ -33,6 +42,11 @@ class Usage:
         if not self.cached_tokens:
             return "cold"
         return "exact" if self.cached_tokens >= self.prompt_tokens - 1 else "partial"
+
+    @property
+    def cache_hit(self) -> CacheHit:
+        """The same with the length and where it was."""
+        return CacheHit(self.cache_hit_kind, self.cached_tokens, self.cache_tier)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +61,48 @@ class Timings:
     delivery_ms: float = 0.0  # part of queue_ms: until the engine was given it, a job's way through queue and worker
     prefix_wait_ms: float = 0.0  # part of queue_ms: while others computed a prefix that it could take over
     prefix_cache_ratio: float = 0.0  # of the prompt's tokens, those that were not computed again: 0 to 1
+
+
+class Context:
+    """The tokens of a prompt and of what was generated after it, and who may go on from there. Any thread."""
+
+    __slots__ = ("_key", "adapters", "generated", "identity", "prompt", "scope")
+
+    def __init__(
+        self,
+        identity: bytes,
+        adapters: tuple[tuple[str, float], ...],
+        scope: str,
+        prompt: tuple[int, ...],
+        generated: tuple[int, ...] = (),
+    ) -> None:
+        """`adapters`: fingerprints and scales. Nothing is computed or copied: the engine thread makes these."""
+        self.identity = identity
+        self.adapters = adapters
+        self.scope = scope
+        self.prompt = prompt
+        self.generated = generated
+        self._key: str | None = None
+
+    @property
+    def seed(self) -> bytes:
+        """What cells of these tokens depend on beside them."""
+        return seed_of(self.identity, self.adapters, self.scope)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """All of them."""
+        return self.prompt + self.generated
+
+    @property
+    def key(self) -> str:
+        """Its name: 64 hex digits."""
+        if self._key is None:
+            self._key = key_of(self.seed, self.tokens)
+        return self._key
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.generated)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +127,15 @@ class Completion:
     mode: Mode = "generate"  # how its caller gets the text
     context_tokens: tuple[int, ...] | None = None  # of the prompt and `tokens`, if asked for; not of alternatives
     alternatives: tuple[Completion, ...] = ()  # with n > 1: the others, by index; `usage` counts all then
+    context: Context | None = field(default=None, repr=False, compare=False)  # None: cache_prompt is off
+
+    @property
+    def finish_key(self) -> str | None:
+        """The key of what was read and generated, which a later request goes on from as its `parent_key`.
+
+        Computed when it is asked for, on the asker's thread. None with `cache_prompt` off: then nothing can go on.
+        """
+        return None if self.context is None else self.context.key
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,132 +218,3 @@ class RequestStats:
     prefix_cache_tokens: int  # of the prompt, that were not computed again
     prefix_cache_ratio: float  # of the prompt: 0 to 1
     worker: str | None = None  # the Celery worker that had it; None in a library
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSnapshot:
-    """The state of an engine at the moment of asking, also during a step; reading it never waits.
-
-    Counts are since the engine was made.
-    """
-
-    phase: Phase
-    slots_total: int
-    slots_prefilling: int
-    slots_decoding: int
-    requests_running: int  # admitted: they have a slot
-    requests_waiting: int  # submitted, and no slot yet
-    kv_used_tokens: int  # held by running sequences
-    kv_cached_tokens: int  # held by idle slots for whoever begins alike
-    kv_total_tokens: int
-    ram_states: int  # saved in RAM
-    ram_used_bytes: int
-    ram_saves: int
-    ram_evictions: int  # states dropped for the quota
-    preemptions: int
-    cache_hits: int  # admissions that took over a prefix, of which …
-    cache_hits_slot: int  # … in the slot where it was
-    cache_hits_copy: int  # … from another slot
-    cache_hits_ram: int  # … from RAM
-    cache_misses: int
-    steps: int
-    mixed_steps: int  # steps whose batch held decode and prefill tokens
-    prompt_tokens: int  # of requests that finished
-    cached_tokens: int  # of these, that were not computed again
-    generated_tokens: int
-    requests_finished: int
-    requests_failed: int
-    prompt_rate: float  # prompt tokens computed per second, over the last second of work
-    generation_rate: float  # tokens per second, over the last second of work
-    mean_slot_s: float  # how long recent requests were in a slot, on average; 0 before the first
-
-    @property
-    def slots_busy(self) -> int:
-        """Slots that read a prompt or decode."""
-        return self.slots_prefilling + self.slots_decoding
-
-
-@dataclass(frozen=True, slots=True)
-class EmbedderSnapshot:
-    """The state of an embedder or a reranker at the moment of asking, also during a step; reading it never waits.
-
-    Counts are since it was made.
-    """
-
-    phase: Phase  # never "generating"
-    requests_running: int  # of which a text is computed, or was
-    requests_waiting: int  # of which none was
-    texts_waiting: int  # of all requests
-    steps: int
-    texts: int  # that were computed
-    prompt_tokens: int  # of these
-    requests_finished: int
-    requests_failed: int
-    prompt_rate: float  # tokens per second, over the last second of work
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSnapshot:
-    """What a model has of the three, each as it is at the moment of asking."""
-
-    engine: EngineSnapshot | None
-    embedder: EmbedderSnapshot | None
-    reranker: EmbedderSnapshot | None
-
-    @property
-    def parts(self) -> list[EngineSnapshot | EmbedderSnapshot]:
-        """Those that it has."""
-        return [part for part in (self.engine, self.embedder, self.reranker) if part is not None]
-
-    @property
-    def phase(self) -> Phase:
-        """Of the busiest; "stopped" if one of them is."""
-        return busiest([part.phase for part in self.parts])
-
-    @property
-    def requests_running(self) -> int:
-        """Of all of them."""
-        return sum(part.requests_running for part in self.parts)
-
-    @property
-    def requests_waiting(self) -> int:
-        """Of all of them."""
-        return sum(part.requests_waiting for part in self.parts)
-
-
-@dataclass(frozen=True, slots=True)
-class ManagerSnapshot:
-    """All models of a process together, those of other capabilities than generation, too: sums over what is loaded."""
-
-    phase: Phase  # of the busiest; "stopped" if a thread of one died
-    models: int  # that are loaded
-    slots_total: int
-    slots_busy: int
-    requests_running: int
-    requests_waiting: int
-    requests_finished: int
-    requests_failed: int
-    prompt_tokens: int
-    cached_tokens: int
-    generated_tokens: int
-    prompt_rate: float
-    generation_rate: float
-    kv_used_tokens: int
-    kv_cached_tokens: int
-    kv_total_tokens: int
-    ram_states: int
-    ram_used_bytes: int
-    ram_saves: int
-    ram_evictions: int
-    preemptions: int
-    cache_hits: int
-    cache_hits_slot: int
-    cache_hits_copy: int
-    cache_hits_ram: int
-    cache_misses: int
-
-
-def busiest(phases: Sequence[Phase]) -> Phase:
-    """The phase of several together; "stopped" if one of them is."""
-    order: tuple[Phase, ...] = ("stopped", "generating", "prefilling")
-    return next((phase for phase in order if phase in phases), "idle")

@@ -93,6 +93,7 @@ class FakeBackend:
     adapters: set[str] = field(default_factory=set)  # texts of the files that are loaded
     closed: bool = False
     threads: int = 1
+    identity: bytes = b"fake"
 
     def __post_init__(self) -> None:
         self.cells = [[] for _ in range(self.n_slots)]

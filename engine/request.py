@@ -35,7 +35,7 @@ class Request:
     id: str
     prompt: tuple[int, ...]
     sampling: SamplingParams = SamplingParams()  # noqa: RUF009  (it is frozen)
-    max_tokens: int = 256
+    max_tokens: int = 256  # 0: the prompt is read, for those that begin alike later, and nothing is sampled
     n: int = 1  # completions of the one prompt, with seeds counting up
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
@@ -54,7 +54,7 @@ class Request:
     def __post_init__(self) -> None:
         check(len(self.prompt) > 0, "prompt", self.prompt, "at least one token; give it some text")
         check_number("prompt", len(self.prompt), limits.MAX_PROMPT_TOKENS, "tokens")
-        check_int("max_tokens", self.max_tokens, 1, limits.MAX_COUNT)
+        check_int("max_tokens", self.max_tokens, 0, limits.MAX_COUNT)
         check_int("n", self.n, 1, limits.MAX_COMPLETIONS)
         check_int("priority", self.priority, 0, 9)
         if self.sampling.logprobs is not None:
@@ -63,6 +63,7 @@ class Request:
         check_number("stop", len(self.stop), limits.MAX_STOPS, "texts")
         for text in self.stop:
             check_length("a text of stop", text, limits.MAX_STOP_CHARS)
+        check(isinstance(self.cache_scope, str), "cache_scope", self.cache_scope, "text")
         check_number("resume", len(self.resume), self.n, "outputs")
         self._check_adapters()
         timeout_ok = self.timeout_s is None or (is_real(self.timeout_s) and 0 < self.timeout_s <= limits.MAX_TIMEOUT_S)
@@ -72,6 +73,11 @@ class Request:
     def called_mode(self) -> Mode:
         """How its caller gets the text."""
         return self.mode or ("stream" if self.stream else "generate")
+
+    @property
+    def prefill_only(self) -> bool:
+        """True if it ends when its prompt is read."""
+        return self.max_tokens == 0
 
     @property
     def is_interactive(self) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from cellama.engine.backend import DecodeError, EmbeddingBackend
 from cellama.engine.errors import DecodeFailed, EngineStopped, InvalidRequest, PromptTooLong, RequestFailed
-from cellama.engine.events import EmbedderSnapshot
+from cellama.engine.snapshots import EmbedderSnapshot
 from cellama.engine.system.inbox import Inbox
 from cellama.engine.system.threads import start_deep
 from cellama.engine.system.watchdog import FIRST_S, Pulse

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from cellama.engine.backend import Backend, Vocabulary
-from cellama.engine.errors import EngineStopped, InvalidRequest
-from cellama.engine.events import EngineSnapshot, Event, RequestStats, StepStats
+from cellama.engine.backend import key_of as adapters_key
+from cellama.engine.errors import EngineStopped, InvalidRequest, UnknownKey
+from cellama.engine.events import CacheHit, Event, RequestStats, StepStats
+from cellama.engine.kvstore.keys import is_key, key_of, seed_of
 from cellama.engine.options import EngineOptions
 from cellama.engine.request import Request
 from cellama.engine.sampling_params import sampling_of
+from cellama.engine.snapshots import EngineSnapshot
 from cellama.engine.system.threads import start_deep
 from cellama.engine.system.watchdog import Pulse
 
 from .adapters import Adapters
 from .engine_core import Command, EngineCore
-from .generation import Generating
+from .generation import AdapterChoice, Generating
 from .handle import CancelReason, Handle
 from .output import Listener
 
@@ -76,6 +79,31 @@ class Engine(Generating):
         handle.add_done_callback(self._note_end)
         return handle
 
+    def context_of(self, key: str, scope: str = "", adapters: AdapterChoice = None) -> tuple[int, ...]:
+        """The tokens of the context that a `finish_key` names, for a request of this scope with these adapters.
+
+        Never waits for the engine thread. Raises UnknownKey where it is gone, or was another scope's or other
+        adapters', and UnknownAdapter.
+        """
+        tokens = None
+        if isinstance(key, str) and is_key(key):
+            tokens = self._core.requests.recent.find(key, self._seed(scope, adapters))
+        if tokens is None:
+            raise UnknownKey(
+                f"parent_key {str(key)[:80]!r} names no context that is known here for cache_scope {scope!r} and these "
+                "adapters: send the whole prompt without parent_key"
+            )
+        return tokens
+
+    def key_of(self, tokens: Sequence[int], scope: str = "", adapters: AdapterChoice = None) -> str:
+        """The key of a context for a request of this scope with these adapters. Raises UnknownAdapter."""
+        return key_of(self._seed(scope, adapters), tokens)
+
+    def _seed(self, scope: str, adapters: AdapterChoice) -> bytes:
+        taken = self.adapters.take(adapters)
+        self.adapters.give_back(taken)
+        return seed_of(self._backend.identity, adapters_key(taken), scope)
+
     def _note_end(self, handle: Handle) -> None:
         self.adapters.give_back(handle.adapters)
         self._inbox.end()
@@ -109,6 +137,11 @@ class Engine(Generating):
     def snapshot(self) -> EngineSnapshot:
         """The state just now. Never waits for the engine thread."""
         return self._core.telemetry.snapshot
+
+    @property
+    def last_cache_hit(self) -> CacheHit | None:
+        """What the request that got a slot last took over; None before the first. Never waits."""
+        return self._core.telemetry.last_cache_hit
 
     @property
     def threads(self) -> int:

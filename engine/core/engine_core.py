@@ -55,8 +55,8 @@ class EngineCore:
         self.telemetry = Telemetry(self.scheduler, self.inbox, model)
         self.output = Output(backend.vocabulary)
         self._pulse = pulse
-        self._requests = Requests(backend, self.scheduler, self.output, self.telemetry, pulse)
-        self.forward = Forward(backend, self.scheduler, self._requests, pulse)
+        self.requests = Requests(backend, self.scheduler, self.output, self.telemetry, pulse)
+        self.forward = Forward(backend, self.scheduler, self.requests, pulse)
         self.num_threads = backend.threads  # for the next step; any thread may set it
         self._num_faults = 0  # steps in a row that failed for no request in particular
 
@@ -101,19 +101,19 @@ class EngineCore:
 
     def _serve(self, command: Command) -> None:
         if command.what == "submit":
-            self._requests.enqueue(command.handle)
+            self.requests.enqueue(command.handle)
         else:
-            self._requests.end(command.handle, command.what)
+            self.requests.end(command.handle, command.what)
 
     def _expire(self, now: float) -> None:
         """Ends requests whose deadline has passed."""
         for sequence in islice(self.scheduler.queue.expired(now), MOST_AT_ONCE):
-            self._requests.time_out(sequence)
+            self.requests.time_out(sequence)
 
     def _admit(self, now: float) -> None:
         """Gives slots and samplers to waiting sequences."""
-        for sequence in self.scheduler.admit(now, self._requests.fail):
-            self._requests.start(sequence)
+        for sequence in self.scheduler.admit(now, self.requests.fail):
+            self.requests.start(sequence)
 
     def _move(self) -> None:
         """Moves sequences next to each other, where that makes decoding faster."""
@@ -130,7 +130,7 @@ class EngineCore:
         for sequence, chunk in computed.works:
             sequence.failures_alone = 0
             if chunk.samples and sequence.slot is not None:  # None: it ended with another one of its request
-                self._requests.sample(sequence, chunk.slot, computed.at)
+                self.requests.sample(sequence, chunk.slot, computed.at)
 
     def _account(self, computed: list[Computed], active_slots: int, started: float, cpu_started: float) -> None:
         """Tells strategy and telemetry what the step took."""
@@ -157,7 +157,7 @@ class EngineCore:
         if len(failed) == len(running) > 1:
             raise failed[0][1]
         for sequence, fault in failed:
-            self._requests.fail(sequence, fault)
+            self.requests.fail(sequence, fault)
         self.output.flush()  # of those that ended in it: there may be no other step
 
     def _step_alone(self, sequence: Sequence) -> Exception | None:
@@ -183,6 +183,6 @@ class EngineCore:
         self.inbox.close()
         for command in self.inbox.take():
             self._serve(command)
-        self._requests.fail_all(error)
+        self.requests.fail_all(error)
         self.output.flush()
         self._backend.close()

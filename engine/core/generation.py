@@ -7,7 +7,7 @@ import contextlib
 import queue
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 
@@ -23,6 +23,8 @@ GENERATE_TIMEOUT_S = 60.0
 CHUNK_TIMEOUT_S = 30.0
 
 Prompt = str | Sequence[int]
+_OURS = ("parent_key",)  # parameters that become a part of the prompt
+AdapterChoice = Iterable[tuple[str, float]] | None  # as in Request
 
 
 class Generating(ABC):
@@ -34,16 +36,25 @@ class Generating(ABC):
     @abstractmethod
     def submit(self, request: Request, on_event: Callable[[Event], None] | None = None) -> Handle: ...
 
+    @abstractmethod
+    def context_of(self, key: str, scope: str = "", adapters: AdapterChoice = None) -> tuple[int, ...]: ...
+
     def generate(self, prompt: Prompt, *, timeout_s: float = GENERATE_TIMEOUT_S, **params: Any) -> str:
         """The text that follows a prompt (text or token ids). `params` as in Request and SamplingParams.
 
-        Raises TimeoutError when it takes longer than `timeout_s`; the slot is free then.
+        With `parent_key`, a completion's `finish_key`, the prompt follows that one's context, token by token.
+        Raises UnknownKey, and TimeoutError when it takes longer than `timeout_s`; the slot is free then.
         """
         return self.complete(prompt, timeout_s=timeout_s, **params).text
 
     def complete(self, prompt: Prompt, *, timeout_s: float = GENERATE_TIMEOUT_S, **params: Any) -> Completion:
         """As `generate`, with all that is known of the text."""
         return _in_time(self._submit(prompt, timeout_s, stream=False, **params).result(), timeout_s)
+
+    def prefill(self, prompt: Prompt, *, timeout_s: float = GENERATE_TIMEOUT_S, **params: Any) -> Completion:
+        """Reads a prompt into the cache and samples nothing; what begins with it later, or follows its `finish_key`,
+        need not be read again. `params` and errors as those of `generate`."""
+        return self.complete(prompt, timeout_s=timeout_s, **{**params, "max_tokens": 0})
 
     async def agenerate(self, prompt: Prompt, *, timeout_s: float = GENERATE_TIMEOUT_S, **params: Any) -> str:
         """`generate` for asyncio. Cancelling the task frees the slot."""
@@ -108,22 +119,30 @@ class Generating(ABC):
         **params: Any,
     ) -> Handle:
         submitted_at = time.monotonic()
-        tokens = self.vocabulary.tokenize(prompt) if isinstance(prompt, str) else list(prompt)
+        tokens = self._tokens_of(prompt, params.pop("parent_key", None), params)
         sampling = {name: params.pop(name) for name in SamplingParams.__dataclass_fields__ if name in params}
         known = Request.__dataclass_fields__.keys() | SamplingParams.__dataclass_fields__.keys()
         for name in params.keys() - known:
-            raise InvalidRequest(f"unknown parameter {name!r}; {nearest(name, known)}")
+            raise InvalidRequest(f"unknown parameter {name!r}; {nearest(name, [*known, *_OURS])}")
         if params.get("n", 1) != 1:
             raise InvalidRequest(f"n is {params['n']}; generate and stream give one text, use submit for several")
         request = Request(
             id=params.pop("id", None) or uuid4().hex,
-            prompt=tuple(tokens),
+            prompt=tokens,
             sampling=sampling_of(sampling, self.sampling_defaults),
             timeout_s=timeout_s,
             stream=stream,
             **{"submitted_at": submitted_at, **params},
         )
         return self.submit(request, on_event)
+
+    def _tokens_of(self, prompt: Prompt, parent_key: str | None, params: Mapping[str, Any]) -> tuple[int, ...]:
+        """Those of a prompt; behind a parent's context nothing is put before them."""
+        if parent_key is None:
+            return tuple(self.vocabulary.tokenize(prompt) if isinstance(prompt, str) else prompt)
+        context = self.context_of(parent_key, params.get("cache_scope", ""), params.get("adapters"))
+        follows = self.vocabulary.tokenize(prompt, add_special=False) if isinstance(prompt, str) else prompt
+        return (*context, *follows)
 
 
 def _in_time(completion: Completion, timeout_s: float) -> Completion:

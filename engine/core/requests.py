@@ -11,7 +11,8 @@ from typing import ParamSpec
 
 from cellama.engine.backend import Backend
 from cellama.engine.errors import EngineError, RequestFailed
-from cellama.engine.events import Completion, Finished, FinishReason, Started, Usage
+from cellama.engine.events import Completion, Finished, FinishReason, Started
+from cellama.engine.kvcache.recent import RecentContexts
 from cellama.engine.sampling_params import MAX_SEED
 from cellama.engine.scheduling.scheduler import Scheduler
 from cellama.engine.scheduling.sequence import Sequence
@@ -40,7 +41,7 @@ class Group:
         if not others:
             return first
         generated = sum(completion.usage.completion_tokens for completion in self.finished)
-        usage = Usage(first.usage.prompt_tokens, generated, first.usage.cached_tokens)
+        usage = replace(first.usage, completion_tokens=generated)
         return replace(first, usage=usage, alternatives=tuple(others))
 
 
@@ -58,6 +59,7 @@ class Requests:
         self._pulse = pulse
         self._groups: dict[Handle, Group] = {}
         self._group_of: dict[Sequence, Group] = {}
+        self.recent = RecentContexts()
 
     def _guarded(
         self, group: Group, action: Callable[Arguments, object], *args: Arguments.args, **kwargs: Arguments.kwargs
@@ -88,7 +90,7 @@ class Requests:
         for index in range(request.n):
             seed_of_it, prompt = (seed + index) % (MAX_SEED + 1), list(request.prompt)
             sequence = Sequence(request, seed_of_it, request.submitted_at, prompt, index, handle.adapters)
-            sequence.taken_at = handle.taken_at
+            sequence.taken_at, sequence.identity = handle.taken_at, self._backend.identity
             group.sequences.append(sequence)
             self._group_of[sequence] = group
             self._scheduler.enqueue(sequence, time.monotonic())
@@ -97,6 +99,8 @@ class Requests:
 
     def _resume(self, group: Group) -> None:
         """Gives the sequences of a request the output that they have already; some may be at their end with it."""
+        if group.handle.request.prefill_only:
+            return  # it ends when its prompt is read, and not before
         for sequence, resumed in zip(list(group.running), group.handle.request.resume, strict=False):
             sequence.tokens += resumed.tokens
             sequence.logprobs += resumed.logprobs
@@ -130,6 +134,7 @@ class Requests:
             assert sequence.slot is not None
             started = Started(request.id, sequence.slot, sequence.num_prompt, sequence.num_cached, sequence.seed)
             self._output.emit(handle, started)
+            self._telemetry.last_cache_hit = sequence.usage.cache_hit
 
     # Tokens
 
@@ -145,6 +150,8 @@ class Requests:
 
     def _sample(self, group: Group, sequence: Sequence, slot: int, now: float) -> None:
         assert sequence.sampler is not None
+        if sequence.request.prefill_only:
+            return self._end(group, sequence, "length")
         forced = None if sequence.reply is None else sequence.reply.forced_token
         token, logprob = sequence.sampler.sample(slot, forced)
         if logprob is not None:
@@ -184,7 +191,10 @@ class Requests:
     def _end(self, group: Group, sequence: Sequence, reason: FinishReason, stop_sequence: str | None = None) -> None:
         """Ends one sequence; its request ends with the last of them."""
         self._output.finish(group.handle, sequence, stopped=stop_sequence is not None)
-        group.finished.append(sequence.completion(reason, stop_sequence, time.monotonic()))
+        completion = sequence.completion(reason, stop_sequence, time.monotonic())
+        group.finished.append(completion)
+        if completion.context is not None:
+            self.recent.add(completion.context)
         self._free(group, sequence)
         if not group.running:
             self._close(group, Finished(sequence.request.id, completion=group.completion()))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from cellama.engine.errors import InvalidRequest, PromptTooLong
-from cellama.engine.events import EmbedderSnapshot
+from cellama.engine.snapshots import EmbedderSnapshot
 from cellama.engine.system.watchdog import Pulse
 
 from .embedder import Embedder

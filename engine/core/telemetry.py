@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from cellama.engine.backend import Chunk
-from cellama.engine.events import Completion, EmbedderSnapshot, EngineSnapshot, Phase, RequestStats, StepStats, Usage
+from cellama.engine.events import CacheHit, Completion, RequestStats, StepStats, Usage
 from cellama.engine.request import Request
 from cellama.engine.scheduling.scheduler import Scheduler
 from cellama.engine.scheduling.sequence import Sequence, State
+from cellama.engine.snapshots import EmbedderSnapshot, EngineSnapshot, Phase
 from cellama.engine.system.inbox import Inbox
 
 from .embedding_handle import EmbeddingHandle
@@ -57,6 +58,7 @@ class Telemetry:
         self._rates = Rates(0, 0)
         self._mean_slot_s = 0.0
         self._is_stopped = False
+        self.last_cache_hit: CacheHit | None = None  # of the request that got a slot last
         self.on_step: list[Callable[[StepStats], None]] = []
         self.on_request: list[Callable[[RequestStats], None]] = []
 
@@ -123,10 +125,11 @@ class Telemetry:
             ram_saves=cache.ram.num_saves,
             ram_evictions=cache.ram.num_evictions,
             preemptions=scheduler.num_preemptions,
-            cache_hits=hits.hits_slot + hits.hits_copy + hits.hits_ram,
+            cache_hits=hits.hits_slot + hits.hits_copy + hits.hits_ram + hits.hits_disk,
             cache_hits_slot=hits.hits_slot,
             cache_hits_copy=hits.hits_copy,
             cache_hits_ram=hits.hits_ram,
+            cache_hits_disk=hits.hits_disk,
             cache_misses=hits.misses,
             steps=self._steps,
             mixed_steps=self._mixed_steps,

@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from cellama.engine.backend import KvMemory
+from cellama.engine.events import CacheTier
 
 from .cells import Cells
 from .checkpoints import Checkpoints
@@ -33,6 +34,11 @@ class Placement:
     source: Source | None
     num_tokens: int
 
+    @property
+    def tier(self) -> CacheTier:
+        """Where its prefix is, if it has one."""
+        return self.source.tier if isinstance(self.source, SavedState) else "device"
+
 
 @dataclass(slots=True)
 class CacheCounters:
@@ -41,6 +47,7 @@ class CacheCounters:
     hits_slot: int = 0  # continued where it was
     hits_copy: int = 0  # from another slot
     hits_ram: int = 0
+    hits_disk: int = 0  # read from the folder for it
     misses: int = 0
 
 
@@ -159,7 +166,9 @@ class KvCache:
             return 0
         self.cells.extend(slot, count)
         self.checkpoints.inherit(slot, source, count)
-        self.counters.hits_ram += 1
+        self.counters.hits_ram += source.tier == "ram"
+        self.counters.hits_disk += source.tier == "disk"
+        source.tier = "ram"
         return count
 
     def _copy(self, placement: Placement) -> int:

@@ -11,6 +11,7 @@ from itertools import islice
 from typing import Any
 
 from cellama.engine.backend import KvMemory
+from cellama.engine.events import CacheTier
 
 from .checkpoints import Checkpoints
 from .prefix import PrefixIndex
@@ -28,6 +29,7 @@ class SavedState:
     first_cut: int  # it can be taken over whole, or from this length on in part
     scope: Hashable
     data: Any
+    tier: CacheTier = "ram"  # "disk" until it is taken over for the first time, if it was read from there
 
     @property
     def num_bytes(self) -> int:

@@ -19,7 +19,7 @@ from cellama.engine.system.processors import available_cores
 
 from . import log as llama_log
 from .abort import AbortFlag
-from .memory import CACHE_TYPES, KvShape, LlamaMemory
+from .memory import CACHE_TYPES, KvShape, LlamaMemory, identity_of
 from .model import LlamaModel, adapter_pointer
 from .outputs import Outputs
 from .samplers import GreedySampler, LlamaSampler, Plan, grammar_of
@@ -109,16 +109,18 @@ class LlamaBackend(LlamaMemory):
         shape = KvShape.choose(model, options)
         self.vocabulary = model
         self.n_vocab = model.info.n_vocab
-        self.context = new_context(
-            model,
-            options,
-            n_ctx=shape.n_ctx,
-            n_seq_max=options.num_slots,
-            n_batch=options.n_batch,
-            n_ubatch=options.pass_tokens,
-            n_outputs_max=options.num_slots,  # a slot samples once per step; n_batch rows of logits would be reserved
-            kv_unified=shape.unified,
-        )
+        with llama_log.capture() as lines:
+            self.context = new_context(
+                model,
+                options,
+                n_ctx=shape.n_ctx,
+                n_seq_max=options.num_slots,
+                n_batch=options.n_batch,
+                n_ubatch=options.pass_tokens,
+                n_outputs_max=options.num_slots,  # a slot samples once per step; n_batch rows would be reserved
+                kv_unified=shape.unified,
+            )
+        self.identity = identity_of(model, options, lines)
         super().__init__(model, self.context, shape, options.num_slots)
         self.threads: int = lib.llama_n_threads(self.context)
         self._batch = TokenBatch(options.n_batch)

@@ -46,13 +46,18 @@ def install() -> None:
 
 @contextlib.contextmanager
 def capture() -> Iterator[list[str]]:
-    """Collects every line that llama.cpp logs on this thread; other threads may load other models meanwhile."""
+    """Collects every line that llama.cpp logs on this thread; other threads may load other models meanwhile.
+
+    What is collected within another one is that one's, too.
+    """
     outer, lines = _heard.lines, list[str]()
     _heard.lines = lines
     try:
         yield lines
     finally:
         _heard.lines = outer
+        if outer is not None:
+            outer += lines
 
 
 def take_errors() -> str:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import llama_cpp
 import llama_cpp.llama_cpp as lib
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +19,7 @@ from cellama.engine.options import EngineOptions
 
 from .model import LlamaModel
 
+STATE_FORMAT = 1  # of portable states; another number makes those of before foreign
 UNIFIED_UP_TO = 1  # slots; docs/adr/003-kv-layout.md
 
 
@@ -62,6 +66,23 @@ class KvShape:
 
 def _padded(num_tokens: int) -> int:
     return -(-num_tokens // STREAM_PADDING) * STREAM_PADDING
+
+
+def identity_of(model: LlamaModel, options: EngineOptions, load_log: Iterable[str]) -> bytes:
+    """What states of a context depend on beside tokens and adapters; `load_log` is what llama.cpp said when making it.
+
+    The file's own settings, for instance of rope, are in its fingerprint. llama.cpp numbers the format of its files of
+    states and not that of states in memory, so its own version counts, too: an update computes them anew.
+    """
+    refused = any("Flash Attention not supported" in line or "flash_attn is not compat" in line for line in load_log)
+    parts = (
+        STATE_FORMAT,
+        (llama_cpp.__version__, lib.LLAMA_STATE_SEQ_VERSION, lib.LLAMA_SESSION_VERSION),
+        (model.info.architecture, model.info.fingerprint, model.info.n_vocab),
+        (options.cache_type_k, options.cache_type_v),
+        options.flash_attention != "off" and not refused,
+    )
+    return hashlib.sha256(repr(parts).encode()).digest()
 
 
 class LlamaMemory:

@@ -45,6 +45,11 @@ class ModelCalls(Texts, ABC):
         self.require("generate")
         return self.engine.generate(prompt, timeout_s=timeout_s, **params)
 
+    def prefill(self, prompt: Prompt, *, timeout_s: float = GENERATE_TIMEOUT_S, **params: Any) -> Completion:
+        """Reads a prompt into the cache; see Engine.prefill. Raises WrongCapability, too."""
+        self.require("generate")
+        return self.engine.prefill(prompt, timeout_s=timeout_s, **params)
+
     def stream(self, prompt: Prompt, *, timeout_s: float = CHUNK_TIMEOUT_S, **params: Any) -> Iterator[str]:
         """The same in chunks; see Engine.stream."""
         self.require("generate")
@@ -53,12 +58,13 @@ class ModelCalls(Texts, ABC):
     def chat(self, messages: Sequence[Message], *, timeout_s: float = GENERATE_TIMEOUT_S, **params: Any) -> Completion:
         """The assistant's next turn: a Completion, since there is more to it than its text.
 
-        `params` as in ChatOptions, Request and SamplingParams. Raises TimeoutError, TemplateFailed, InvalidRequest,
-        WrongCapability, and what Engine.submit does.
+        `params` as in ChatOptions, Request and SamplingParams. With `parent_key`, a completion's `finish_key`, the
+        messages are those that follow it. Raises TimeoutError, TemplateFailed, InvalidRequest, WrongCapability,
+        UnknownKey, and what Engine.submit does.
         """
         self.require("chat")
         given = {name: params.pop(name) for name in ChatOptions.__dataclass_fields__ if name in params}
-        prompt = self.prepare_chat(messages, ChatOptions(**given))
+        prompt = self.prepare_chat(messages, ChatOptions(**given), follows_reply=params.get("parent_key") is not None)
         if prompt.grammar is not None:
             if params.get("grammar") is not None or params.get("json_schema") is not None:
                 raise InvalidRequest("tool_choice forces a call, so there can be no grammar and no json_schema")
@@ -97,6 +103,11 @@ class CallsById(ABC):
         """As Model.generate. Raises UnknownModel, too."""
         with self.hold(model_id) as model:
             return model.generate(prompt, **params)
+
+    def prefill(self, model_id: str, prompt: Prompt, **params: Any) -> Completion:
+        """As Model.prefill. Raises UnknownModel, too."""
+        with self.hold(model_id) as model:
+            return model.prefill(prompt, **params)
 
     def stream(self, model_id: str, prompt: Prompt, **params: Any) -> Iterator[str]:
         """As Model.stream. Raises UnknownModel, at once and not with the first chunk."""

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from cellama.engine.errors import ModelLoadFailed
-from cellama.engine.split_files import is_first_part, part_names
+from cellama.engine.system.split_files import is_first_part, part_names
 
 PREFIX = "hf://"
 _SHA256 = re.compile(r"[0-9a-f]{64}")

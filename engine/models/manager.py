@@ -17,10 +17,10 @@ from typing import Any
 
 from cellama.engine.capabilities import Capability
 from cellama.engine.errors import IdTaken, ManagerExists, ModelBusy, UnknownModel, nearest
-from cellama.engine.events import ManagerSnapshot
 from cellama.engine.memory.budget import MemoryBudget, OnFull, readable
 from cellama.engine.memory.free_memory import give_memory_back
 from cellama.engine.options import EngineOptions
+from cellama.engine.snapshots import ManagerSnapshot
 from cellama.engine.system.core_sharing import Claim, CoreSharing
 from cellama.engine.system.low_priority import at_low_priority
 from cellama.engine.system.processors import available_cores

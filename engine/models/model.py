@@ -15,9 +15,9 @@ from cellama.engine.core.embedder import Embedder
 from cellama.engine.core.engine import Engine
 from cellama.engine.core.reranker import Reranker
 from cellama.engine.errors import AdapterLoadFailed, ModelLoadFailed, WrongCapability
-from cellama.engine.events import ModelSnapshot
 from cellama.engine.memory.budget import Footprint
 from cellama.engine.options import EngineOptions
+from cellama.engine.snapshots import ModelSnapshot
 from cellama.engine.system.low_priority import at_low_priority
 from cellama.engine.system.watchdog import Pulse
 from cellama.engine.text.chat_template import Message

@@ -14,6 +14,7 @@ from cellama.engine.text.chat_template import (
     ChatTemplate,
     Message,
     Rendered,
+    after_reply,
     grammar_of_choice,
     reply_format_of,
 )
@@ -85,20 +86,46 @@ class Texts:
         return self._tokens_of_prompt(self._render(messages, **template_args))
 
     def _tokens_of_prompt(self, prompt: Rendered) -> list[int]:
-        weights = self._weights
-        tokens = weights.tokenize_marked(prompt.text, prompt.marked, self.template.markup)
+        weights, tokens = self._weights, self._tokens_after(prompt)
         bos = weights.special_text("bos")
         if bos and prompt.marked.startswith(bos):
             return tokens
         begin, end = weights.around
         return [*begin, *tokens, *end]
 
-    def prepare_chat(self, messages: Sequence[Message], options: ChatOptions) -> ChatPrompt:
-        """A conversation's prompt, and how the reply to it is read. Raises TemplateFailed, InvalidRequest."""
-        prompt = self._render(options.all_of(messages), **options.variables)
+    def prepare_chat(
+        self,
+        messages: Sequence[Message],
+        options: ChatOptions,
+        *,
+        follows_reply: bool = False,
+        add_generation_prompt: bool = True,
+    ) -> ChatPrompt:
+        """A conversation's prompt, and how the reply to it is read. Raises TemplateFailed, InvalidRequest.
+
+        With `follows_reply` the messages are those after a reply that is there already, token by token: the prompt is
+        what comes after it. What the conversation began with, its system message and tools, stays as it was. Without
+        `add_generation_prompt` it ends with the last message, and nothing of a reply is begun.
+        """
+        variables = {**options.variables, "add_generation_prompt": add_generation_prompt}
+        if follows_reply:
+            prompt = self._render_after_reply(messages, options, variables)
+        else:
+            prompt = self._render(options.all_of(messages), **variables)
         reply = reply_format_of(self._name, self.template, prompt, options, self._ids_of_markup)
         grammar = grammar_of_choice(self._name, reply, options, schema_to_gbnf)
-        return ChatPrompt(prompt.text, self._tokens_of_prompt(prompt), reply, grammar)
+        tokens = self._tokens_after(prompt) if follows_reply else self._tokens_of_prompt(prompt)
+        return ChatPrompt(prompt.text, tokens, reply, grammar)
+
+    def _render_after_reply(
+        self, messages: Sequence[Message], options: ChatOptions, variables: dict[str, Any]
+    ) -> Rendered:
+        if options.system is not None or any(message.get("role") == "system" for message in messages[:1]):
+            raise InvalidRequest("a system message can't follow a reply: leave it out, the conversation keeps its own")
+        return after_reply(messages, lambda all_: self._render(all_, **variables))
+
+    def _tokens_after(self, prompt: Rendered) -> list[int]:
+        return self._weights.tokenize_marked(prompt.text, prompt.marked, self.template.markup)
 
     def _ids_of_markup(self, text: str) -> list[int]:
         return self.tokenize(text, add_special=False, parse_special=True)

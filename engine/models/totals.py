@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from cellama.engine.events import ManagerSnapshot, ModelSnapshot, busiest
+from cellama.engine.snapshots import ManagerSnapshot, ModelSnapshot, busiest
 
 SUMS = tuple(field.name for field in fields(ManagerSnapshot) if field.name not in ("phase", "models"))
 

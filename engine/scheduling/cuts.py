@@ -36,7 +36,9 @@ class CutPlanner:
         tokens, scope = sequence.tokens, sequence.scope
         lengths = {*self._queue.branches(sequence), *self._cache.branches(tokens, scope)}
         sequence.cuts = _cuts(lengths, num_taken_over, len(tokens) - 1)
-        if sequence.request.reply is not None:
+        if sequence.request.prefill_only:  # it is read for others, all of it
+            sequence.cuts = (*sequence.cuts, sequence.num_prompt)
+        elif sequence.request.reply is not None:
             end = sequence.num_prompt - TURN_END_TOKENS
             if end - max((num_taken_over, *sequence.cuts)) >= APART_TOKENS:
                 sequence.cuts = (*sequence.cuts, end)

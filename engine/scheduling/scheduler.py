@@ -139,6 +139,7 @@ class Scheduler:
 
     def _assign_slot(self, sequence: Sequence, placement: Placement, now: float) -> None:
         self._cuts.plan(sequence, placement.num_tokens)
+        tier = placement.tier  # before it is moved
         try:
             sequence.num_computed = self.cache.assign_slot(placement, sequence.tokens, sequence.scope)
         except Exception:
@@ -148,6 +149,7 @@ class Scheduler:
             sequence.admitted_at = now
             # Of a resumed one output may be in the cache, too.
             sequence.num_cached = min(sequence.num_computed, sequence.num_prompt)
+            sequence.cache_tier = tier if sequence.num_cached else None
         sequence.placed_at = now
         sequence.slot, sequence.state, sequence.waits_for = placement.slot, State.PREFILLING, None
         self.slots[placement.slot] = sequence
@@ -247,7 +249,8 @@ class Scheduler:
         self._rotation.remove(sequence.adapters, sequence.request.is_interactive)
         if keep and sequence.request.cache_prompt:
             committed = sequence.tokens[: sequence.num_computed]
-            self.cache.retire(slot, committed, sequence.scope, save=sequence.request.is_interactive)
+            asked_for = sequence.request.is_interactive or sequence.request.prefill_only
+            self.cache.retire(slot, committed, sequence.scope, save=asked_for)
         else:
             self.cache.clear(slot)
 

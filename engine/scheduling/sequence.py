@@ -8,7 +8,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
 from cellama.engine.backend import AdapterSet, Chunk, key_of
-from cellama.engine.events import Completion, FinishReason, Timings, Usage
+from cellama.engine.events import CacheTier, Completion, Context, FinishReason, Timings, Usage
 from cellama.engine.logprobs import TokenLogprob
 from cellama.engine.request import Request
 from cellama.engine.text.detokenizer import TextStream
@@ -41,6 +41,7 @@ class Sequence:
     tokens: list[int]  # prompt, then output
     index: int = 0  # among the n completions of its request
     adapters: AdapterSet = ()
+    identity: bytes = b""  # of the backend: what its cells depend on
     state: State = State.WAITING
     slot: int | None = None
     rank: float = 0.0  # in the waiting queue: smaller is sooner
@@ -49,6 +50,7 @@ class Sequence:
     cuts: tuple[int, ...] = ()  # lengths at which its prefill stops for a checkpoint, ascending
     num_computed: int = 0  # leading tokens whose KV cells are filled
     num_cached: int = 0  # of the prompt, reused instead of computed when it first got a slot
+    cache_tier: CacheTier | None = None  # where these were; None: nowhere
     failures_alone: int = 0  # decode calls in a row that failed with nothing else in the batch
     sampler: Sampler | None = None
     taken_at: float = 0.0  # when the engine was given the request
@@ -119,12 +121,13 @@ class Sequence:
         return "".join(self.thoughts) or None
 
     def completion(self, reason: FinishReason, stop_sequence: str | None, now: float) -> Completion:
+        tokens = tuple(self.tokens[self.num_prompt :])
         return Completion(
             text="".join(self.texts),
-            tokens=tuple(self.tokens[self.num_prompt :]),
+            tokens=tokens,
             finish_reason=reason,
             stop_sequence=stop_sequence,
-            usage=Usage(self.num_prompt, self.num_output, self.num_cached),
+            usage=self.usage,
             timings=self.timings(now),
             slot=self.slot,
             seed=self.seed,
@@ -134,7 +137,17 @@ class Sequence:
             logprobs=None if self.request.sampling.logprobs is None else tuple(self.logprobs),
             mode=self.request.called_mode,
             context_tokens=tuple(self.tokens) if self.request.return_tokens and self.index == 0 else None,
+            context=self._context(tokens) if self.request.cache_prompt else None,
         )
+
+    @property
+    def usage(self) -> Usage:
+        """Its tokens so far, and what was taken over."""
+        return Usage(self.num_prompt, self.num_output, self.num_cached, self.cache_tier)
+
+    def _context(self, generated: tuple[int, ...]) -> Context:
+        request = self.request
+        return Context(self.identity, key_of(self.adapters), request.cache_scope, request.prompt, generated)
 
     def note_prefix_wait(self, is_held: bool, now: float) -> None:
         """Whether it waits for a prefix from now on."""
@@ -146,7 +159,8 @@ class Sequence:
     def timings(self, now: float) -> Timings:
         start, first, last = self.admitted_at, self.first_token_at, self.last_token_at
         held_s = self.prefix_wait_s + (0.0 if self.held_since is None else now - self.held_since)
-        prefill_s = first - start if first is not None and start is not None else None
+        read = now if self.request.prefill_only and not self.num_pending else first
+        prefill_s = read - start if read is not None and start is not None else None
         decode_s = last - first if first is not None and last is not None else None
         return Timings(
             queue_ms=((start if start is not None else now) - self.submitted_at) * 1e3,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cellama.engine.errors import InvalidRequest
+from cellama.engine.errors import InvalidRequest, TemplateFailed
 
 from .markup import SpecialToken
 from .reply_parser import ReplyFormat
@@ -116,6 +117,31 @@ class ChatPrompt:
     tokens: list[int]
     reply: ReplyFormat
     grammar: str | None = None  # GBNF of a forced tool call
+
+
+def after_reply(messages: Sequence[Message], render: Callable[[list[Message]], Rendered]) -> Rendered:
+    """What a template writes after a reply, when these messages follow it. Raises TemplateFailed, InvalidRequest.
+
+    The template renders a conversation whose reply is a word that stands nowhere else; what comes behind that is it.
+    """
+    if not messages:
+        raise InvalidRequest("messages is empty; with a parent_key, give those that follow its reply")
+    reply = f"reply{secrets.token_hex(16)}"
+    turns: list[Message] = [{"role": "user", "content": "."}, {"role": "assistant", "content": reply}, *messages]
+    refused = TemplateFailed(
+        "the chat template does not show a reply as it was, so nothing can be put after one: send the whole "
+        "conversation without parent_key"
+    )
+    for beginning in ([], [{"role": "system", "content": "."}]):  # some can't do with one, some not without
+        try:
+            prompt = render([*beginning, *turns])
+        except TemplateFailed as error:
+            refused = error
+            continue
+        if prompt.text.count(reply) == 1:
+            at = prompt.text.index(reply) + len(reply)
+            return Rendered(prompt.text[at:], prompt.marked[at:])
+    raise refused
 
 
 def reply_format_of(

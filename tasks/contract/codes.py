@@ -53,6 +53,7 @@ CODES: dict[str, Code] = {
         Code("grammar_failed", "grammar, biases and `ignore_eos` together allow no token", 400, Exit.USAGE),
         Code("unknown_model", "no live worker serves the model", 404, Exit.UNREACHABLE),
         Code("unknown_adapter", "the model has no adapter of that name", 404, Exit.USAGE),
+        Code("unknown_key", "no context of that `parent_key` is known any more, for this scope", 404, Exit.USAGE),
         Code("unknown_job", "there is no such job, or it is forgotten by now", 404),
         Code("unknown_worker", "no live worker has that name", 404, Exit.UNREACHABLE),
         Code("adapter_busy", "the adapter is in use and can't be unloaded now", 409, retryable=True),

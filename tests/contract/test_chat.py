@@ -154,3 +154,14 @@ def weights_of(model: Model) -> LlamaModel:
     weights = model.engine.vocabulary
     assert isinstance(weights, LlamaModel)
     return weights
+
+
+def test_chat_by_parent_key_is_the_conversation_token_by_token(model: Model) -> None:
+    first = model.chat([{"role": "user", "content": FRANCE}], max_tokens=60, temperature=0)
+    then = {"role": "user", "content": CAT}
+    second = model.chat([then], parent_key=first.finish_key, max_tokens=60, temperature=0, return_tokens=True)
+    history = [{"role": "user", "content": FRANCE}, {"role": "assistant", "content": first.text}, then]
+    whole = model.chat(history, max_tokens=60, temperature=0, return_tokens=True, cache_prompt=False)
+    assert second.context_tokens == whole.context_tokens
+    assert second.usage.cached_tokens >= first.usage.prompt_tokens + len(first.tokens) - 1
+    assert model.prefill("The cat says").usage.completion_tokens == 0

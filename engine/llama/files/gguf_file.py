@@ -11,7 +11,7 @@ from pathlib import Path
 import llama_cpp.llama_cpp as lib
 
 from cellama.engine.errors import ModelLoadFailed
-from cellama.engine.split_files import part_names
+from cellama.engine.system.split_files import part_names
 
 WHOLE_UP_TO = 64 << 20  # bytes; smaller files are hashed from end to end
 BLOCK = 4096  # bytes of each sample

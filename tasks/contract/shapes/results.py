@@ -9,6 +9,7 @@ from typing_extensions import TypedDict  # pydantic, and so FastAPI, takes no ot
 FinishReason = Literal["stop", "length", "cancelled", "timeout"]
 Mode = Literal["generate", "stream"]
 CacheHitKind = Literal["exact", "partial", "cold"]
+CacheTier = Literal["device", "ram", "disk"]
 
 
 class Usage(TypedDict):
@@ -17,6 +18,7 @@ class Usage(TypedDict):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    cache_tier: NotRequired[CacheTier | None]  # where they were; None: nowhere
 
 
 class Timings(TypedDict, total=False):

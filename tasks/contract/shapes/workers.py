@@ -39,6 +39,7 @@ class EngineState(TypedDict):
     cache_hits_slot: int
     cache_hits_copy: int
     cache_hits_ram: int
+    cache_hits_disk: int
     cache_misses: int
     steps: int
     mixed_steps: int
@@ -95,6 +96,7 @@ class Totals(TypedDict):
     cache_hits_slot: int
     cache_hits_copy: int
     cache_hits_ram: int
+    cache_hits_disk: int
     cache_misses: int
 
 

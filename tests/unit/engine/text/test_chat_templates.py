@@ -14,7 +14,7 @@ import pytest
 
 from cellama.engine import ChatOptions, EngineStopped, InvalidRequest, TemplateFailed
 from cellama.engine.text import template_renderer as templates
-from cellama.engine.text.chat_template import ChatTemplate, grammar_of_choice, reply_format_of
+from cellama.engine.text.chat_template import ChatTemplate, after_reply, grammar_of_choice, reply_format_of
 
 TEMPLATES = Path(__file__).parent / "templates"
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
@@ -48,6 +48,24 @@ def test_templates_of_common_families_render(family: str) -> None:
     for part in FAMILIES[family]:
         assert part in text
     assert "00" not in text.replace("2000", "")  # the signature is for us, not for the model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_follows_a_reply_is_the_same_as_in_the_whole_conversation(family: str) -> None:
+    template = ChatTemplate((TEMPLATES / f"{family}.jinja").read_text(encoding="utf-8"), bos="<s>", eos="</s>")
+    for more in ([{"role": "user", "content": "Ask"}], [{"role": "user", "content": "Ask"}, CALL, TALK[-1]]):
+        whole = template.render([*TALK[:2], {"role": "assistant", "content": "Hello"}, *more])
+        after = after_reply(more, template.render)
+        assert whole.text.endswith("Hello" + after.text)
+        assert len(after.text) == len(after.marked)
+
+
+def test_template_that_hides_or_repeats_a_reply_is_refused() -> None:
+    for source in ("{{ messages[-1].content }}", "{% for m in messages %}{{ m.content * 2 }}{% endfor %}"):
+        with pytest.raises(TemplateFailed, match="without parent_key"):
+            after_reply([{"role": "user", "content": "Ask"}], ChatTemplate(source).render)
+    with pytest.raises(InvalidRequest, match="messages"):
+        after_reply([], ChatTemplate("").render)
 
 
 @pytest.mark.parametrize(

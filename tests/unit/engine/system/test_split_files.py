@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cellama.engine.split_files import is_first_part, part_names
+from cellama.engine.system.split_files import is_first_part, part_names
 
 
 def test_part_names_are_those_of_all_parts_whichever_is_given() -> None:
