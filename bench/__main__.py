@@ -82,7 +82,10 @@ def main() -> None:
     benchmark = importlib.import_module(f".benchmarks.{_room_of(chosen.name)}.{chosen.name}", __package__)
     own = argparse.ArgumentParser(prog=f"cellama bench {chosen.name}", description=benchmark.__doc__)
     own.add_argument(
-        "--model", type=_model, help="GGUF file or bundled://tiny; default: 174M random weights, Q8_0, written once"
+        "--model",
+        type=_model,
+        help="GGUF file, bundled://tiny, or padded: the bundled one at the cost of 160M parameters; "
+        "default: 174M random weights, Q8_0; both are written once",
     )
     own.add_argument("--save", action="store_true", help="keep the JSON line under bench/results/")
     benchmark.add_arguments(own)
@@ -103,6 +106,10 @@ def _room_of(name: str) -> str:
 
 def _model(source: str) -> Path:
     """The file of a source. Raises what argparse shows."""
+    if source == "padded":
+        from cellama.bench.harness.engines import padded_model
+
+        return padded_model()
     try:
         return resolve(source)
     except EngineError as error:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from cellama.bench.models.padded import write_padded
 from cellama.bench.models.synthetic import Shape, write_model
 from cellama.engine import (
     Completion,
@@ -35,12 +36,21 @@ def model_path(given: Path | None) -> Path:
 
 def cached_model(name: str, shape: Shape, file_type: str) -> Path:
     """A file with random weights in the cache folder, written if it is not there."""
+    return _cached(name, lambda path: write_model(path, shape, file_type=file_type))
+
+
+def padded_model() -> Path:
+    """The bundled model at the cost of one with 160M parameters, written once."""
+    return _cached("padded-160m-q8_0.gguf", lambda path: write_padded(path, 160.0))
+
+
+def _cached(name: str, write: Callable[[Path], None]) -> Path:
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cellama"
     path = folder / name
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(f".{os.getpid()}")
-        write_model(partial, shape, file_type=file_type)
+        write(partial)
         partial.rename(path)
     return path
 

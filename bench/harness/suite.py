@@ -52,7 +52,7 @@ def run(names: Sequence[str], arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="cellama bench all", description=__doc__)
     parser.add_argument("--short", action="store_true", help="small forms, for a look at all of them")
     parser.add_argument("--only", nargs="+", choices=names, default=list(names), metavar="NAME")
-    parser.add_argument("--model", help="a GGUF file, or bundled://tiny; default: that of each benchmark")
+    parser.add_argument("--model", help="a GGUF file, bundled://tiny, or padded; default: that of each benchmark")
     parser.add_argument("--save", action="store_true", help="keep the JSON lines under bench/results/")
     parser.add_argument("--limit", type=float, help="seconds for each benchmark; default: 120 with --short, else none")
     args = parser.parse_args(arguments)

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import itertools
 import json
 import os
 import subprocess
-import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cellama.api.machine.redis_server import free_port
+from cellama.engine.memory.context_size import STREAM_PADDING
 
 BATCHED_BENCH, LLAMA_SERVER = "BENCH_LLAMA_BATCHED_BENCH", "BENCH_LLAMA_SERVER"
 START_S = 120.0
@@ -32,6 +34,18 @@ def program(variable: str) -> Path | None:
         return Path(named)
     print(f"{variable} names no program, so this peer is left out; bench/README.md says how to build it")
     return None
+
+
+@contextlib.contextmanager
+def llama_server(model: Path, slots: int, context: int, threads: int) -> Iterator[LlamaServer | None]:
+    """A warm llama-server with so many tokens of context in each slot, else its defaults; None if there is none."""
+    if not (peer := program(LLAMA_SERVER)):
+        yield None
+        return
+    size = -(-context // STREAM_PADDING) * STREAM_PADDING * slots
+    with LlamaServer.start(peer, model, "-np", str(slots), "-c", str(size), "-t", str(threads)) as server:
+        server.complete(range(300, 316), 4)
+        yield server
 
 
 def _environment(path: Path) -> dict[str, str]:
@@ -56,10 +70,24 @@ def batched_bench(path: Path, model: Path, num_sequences: int, num_prompt: int, 
 class Reply:
     """One request to llama-server, in seconds from its submission."""
 
-    ttft_s: float
+    pieces_s: Sequence[float]  # when each piece of text came
     total_s: float
+    tokens: Sequence[int]  # but for those of an unfinished character
     num_tokens: int
     num_computed: int  # prompt tokens that it did not have in its cache
+
+    @property
+    def ttft_s(self) -> float:
+        return self.pieces_s[0] if self.pieces_s else self.total_s
+
+    @property
+    def gaps_ms(self) -> list[float]:
+        return [(after - before) * 1e3 for before, after in itertools.pairwise(self.pieces_s)]
+
+    @property
+    def generation_rate(self) -> float:
+        """Tokens per second after the first one."""
+        return (self.num_tokens - 1) / (self.total_s - self.ttft_s)
 
 
 @contextlib.contextmanager
@@ -105,43 +133,44 @@ class LlamaServer:
         with served(command, _environment(path), port, "/health"):
             yield cls(port)
 
-    def complete(self, prompt: Sequence[int], num_new: int) -> Reply:
-        """One greedy request over a connection of its own: the server closes kept ones under load."""
-        started = time.monotonic()
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=REQUEST_S)
-        body = {
-            "prompt": list(prompt),
-            "n_predict": num_new,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "cache_prompt": True,
-        }
-        connection.request("POST", "/completion", json.dumps(body), {"Content-Type": "application/json"})
-        response, first, last = connection.getresponse(), None, {}
-        if response.status != 200:
-            raise RuntimeError(f"llama-server answered {response.status}: {response.read()[:200]!r}")
-        for line in response:
-            if line.startswith(b"data: "):
-                first = first or time.monotonic()
-                last = json.loads(line[6:])
-        ended = time.monotonic()
-        connection.close()
-        computed = int(last.get("timings", {}).get("prompt_n", -1))
-        return Reply((first or ended) - started, ended - started, int(last.get("tokens_predicted", 0)), computed)
+    def complete(self, prompt: Sequence[int] | str, num_new: int, *, cache_prompt: bool = True) -> Reply:
+        """One greedy request."""
+        given = prompt if isinstance(prompt, str) else list(prompt)
+        body = {"prompt": given, "n_predict": num_new, "cache_prompt": cache_prompt, "stream": True}
+        asked = time.monotonic()
+        with self._post("/completion", {**body, "temperature": 0, "ignore_eos": True}) as response:
+            lines = [(time.monotonic() - asked, line[6:]) for line in response if line.startswith(b"data: ")]
+        total_s = time.monotonic() - asked
+        events = [(at_s, json.loads(line)) for at_s, line in lines]  # read when no other request can wait for it
+        last = events[-1][1] if events else {}
+        return Reply(
+            [at_s for at_s, event in events if event.get("tokens")],
+            total_s,
+            [token for _, event in events for token in event.get("tokens", ())],
+            int(last.get("tokens_predicted", 0)),
+            int(last.get("timings", {}).get("prompt_n", -1)),
+        )
 
-    def complete_all(self, prompts: Sequence[Sequence[int]], num_new: int) -> tuple[float, list[Reply]]:
+    def tokenize(self, text: str) -> list[int]:
+        """The tokens of a text."""
+        with self._post("/tokenize", {"content": text}) as response:
+            return list(json.load(response)["tokens"])
+
+    def complete_all(self, prompts: Sequence[Sequence[int]], num_new: int | Sequence[int]) -> tuple[float, list[Reply]]:
         """All at once, each from a thread; seconds until the last, and the replies in order."""
-        replies: list[Reply | None] = [None] * len(prompts)
-
-        def run(index: int) -> None:
-            replies[index] = self.complete(prompts[index], num_new)
-
-        threads = [threading.Thread(target=run, args=(index,)) for index in range(len(prompts))]
+        lengths = [num_new] * len(prompts) if isinstance(num_new, int) else num_new
         started = time.monotonic()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        seconds = time.monotonic() - started
-        return seconds, [reply for reply in replies if reply is not None]
+        with ThreadPoolExecutor(len(prompts)) as threads:
+            replies = list(threads.map(self.complete, prompts, lengths))
+        return time.monotonic() - started, replies
+
+    @contextlib.contextmanager
+    def _post(self, path: str, body: dict[str, Any]) -> Iterator[http.client.HTTPResponse]:
+        """The answer over a connection of its own: the server closes kept ones under load."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=REQUEST_S)
+        with contextlib.closing(connection):
+            connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            if response.status != 200:
+                raise RuntimeError(f"llama-server answered {response.status}: {response.read()[:200]!r}")
+            yield response

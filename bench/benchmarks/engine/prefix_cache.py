@@ -1,6 +1,7 @@
 """Four-turn chats, more of them than slots: time to the first token with the cache on and off.
 
-The times count from submission. All conversations go on at once, each turn of one after the answer to its last.
+The same chats come to llama-server, which keeps prompts in RAM, too. Times count from submission. All conversations go
+on at once, each turn of one after the answer to its last.
 """
 
 from __future__ import annotations
@@ -8,12 +9,19 @@ from __future__ import annotations
 import argparse
 import threading
 import time
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-from cellama.bench.harness.engines import GREEDY, loaded, model_path, percentile, random_prompts, warm_up
+from cellama.bench.harness.engines import CORES, GREEDY, loaded, model_path, percentile, random_prompts, warm_up
 from cellama.bench.harness.report import Report
-from cellama.engine import Request
+from cellama.bench.peers.programs import LlamaServer, llama_server
+from cellama.engine import Model, Request
+
+OURS, SERVER = "engine", "llama-server"
+WHERE = {True: "cache on", False: "cache off"}
+MEDIAN, P95 = "median ms", "p95 ms"
+Ask = Callable[[str, Sequence[int]], tuple[float, Sequence[int]]]  # → milliseconds to the first token, new tokens
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,44 +36,64 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Report:
-    path = model_path(args.model)
-    off, on = (talk(path, args, cache_prompt=cache) for cache in (False, True))
-    rows = [_row("cache off", off), _row("cache on", on)]
-    ratios = {name: rows[0][name] / rows[1][name] for name in ("median ms", "p95 ms")}
+    path, size = model_path(args.model), args.system + args.turns * (args.message + args.new) + 1
+    times: dict[tuple[str, bool], list[float]] = {}
+    for cache in WHERE:
+        options = {"n_parallel": args.slots, "ctx_per_slot": size, "n_batch": 512, "cache_prompt": cache}
+        with loaded(path, **options) as model:
+            warm_up(model)
+            times[OURS, cache] = talk(partial(_ask_engine, model, args.new), args)
+    with llama_server(path, args.slots, size, CORES) as server:
+        for cache in WHERE if server else ():
+            times[SERVER, cache] = talk(partial(_ask_server, server, args.new, cache), args)
+    rows = [_row(who, cache, found) for (who, cache), found in times.items()]
+    ratios = {name: rows[1][name] / rows[0][name] for name in (MEDIAN, P95)}
+    if server:
+        ratios |= {f"{name}, llama-server over ours": rows[2][name] / rows[0][name] for name in (MEDIAN, P95)}
     return Report(
         rows,
         ratios,
-        {"median ms": ">= 3.5", "p95 ms": ">= 2"},
+        dict.fromkeys(ratios, ">= 1.0") | {MEDIAN: ">= 3.5", P95: ">= 2"},
         ["Time to the first token of all turns; the first ones can share the system prompt only."],
     )
 
 
-def _row(name: str, times: list[float]) -> dict[str, Any]:
-    return {"who": name, "median ms": percentile(times, 0.5), "p95 ms": percentile(times, 0.95), "turns": len(times)}
+def _row(who: str, cache: bool, times: list[float]) -> dict[str, Any]:
+    found = {MEDIAN: percentile(times, 0.5), P95: percentile(times, 0.95)}
+    return {"who": f"{who}, {WHERE[cache]}", **found, "turns": len(times)}
 
 
-def talk(path: Path, args: argparse.Namespace, *, cache_prompt: bool) -> list[float]:
+def _ask_engine(model: Model, num_new: int, name: str, tokens: Sequence[int]) -> tuple[float, Sequence[int]]:
+    request = Request(name, tuple(tokens), GREEDY, max_tokens=num_new, ignore_eos=True)
+    done = model.engine.submit(request).result()
+    return done.timings.ttft_ms or 0.0, done.tokens
+
+
+def _ask_server(
+    server: LlamaServer, num_new: int, cache: bool, _name: str, tokens: Sequence[int]
+) -> tuple[float, Sequence[int]]:
+    reply = server.complete(tokens, num_new, cache_prompt=cache)
+    return reply.ttft_s * 1e3, reply.tokens
+
+
+def talk(ask: Ask, args: argparse.Namespace) -> list[float]:
     """Milliseconds to the first token of every turn."""
-    length = args.system + args.turns * (args.message + args.new)
     openings = random_prompts(args.conversations, args.system + args.message, shared=args.system, seed=args.seed)
     messages = random_prompts(args.conversations * args.turns, args.message, seed=args.seed + 1)
     times: list[float] = []
-    with loaded(path, n_parallel=args.slots, ctx_per_slot=length + 1, n_batch=512, cache_prompt=cache_prompt) as model:
-        warm_up(model)
 
-        def converse(number: int) -> None:
-            tokens = openings[number]
-            time.sleep(args.think * number / args.conversations)
-            for turn in range(args.turns):
-                request = Request(f"{number}.{turn}", tuple(tokens), GREEDY, max_tokens=args.new, ignore_eos=True)
-                done = model.engine.submit(request).result()
-                times.append(done.timings.ttft_ms or 0.0)
-                tokens = [*tokens, *done.tokens, *messages[number * args.turns + turn]]
-                time.sleep(args.think)
+    def converse(number: int) -> None:
+        tokens = openings[number]
+        time.sleep(args.think * number / args.conversations)
+        for turn in range(args.turns):
+            ttft_ms, answer = ask(f"{number}.{turn}", tokens)
+            times.append(ttft_ms)
+            tokens = [*tokens, *answer, *messages[number * args.turns + turn]]
+            time.sleep(args.think)
 
-        threads = [threading.Thread(target=converse, args=(number,)) for number in range(args.conversations)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    threads = [threading.Thread(target=converse, args=(number,)) for number in range(args.conversations)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     return times

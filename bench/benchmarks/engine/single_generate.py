@@ -1,12 +1,19 @@
-"""One request at a time: time to the first token by length of the prompt, and rate of what follows."""
+"""One request at a time: time to the first token by length of the prompt, and rate of what follows.
+
+Beside llama-server with one slot, in turns. Both are timed by their callers, ours directly, the server over HTTP.
+"""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from statistics import median
+from typing import Any
 
-from cellama.bench.harness.engines import loaded, model_path, random_prompts, run_all, warm_up
+from cellama.bench.harness.engines import CORES, loaded, model_path, random_prompts, run_all, warm_up
 from cellama.bench.harness.report import Report
+from cellama.bench.peers.programs import Reply, llama_server
+from cellama.engine import Completion
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,18 +23,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Report:
-    rows = []
-    with loaded(model_path(args.model), n_parallel=1, ctx_per_slot=max(args.prompts) + args.new) as model:
+    path, longest = model_path(args.model), max(args.prompts) + args.new
+    rows: list[dict[str, Any]] = []
+    ratios: dict[str, float] = {}
+    with loaded(path, n_parallel=1, ctx_per_slot=longest) as model, llama_server(path, 1, longest, CORES) as server:
         warm_up(model)
         for length in args.prompts:
-            done = [run_all(model, random_prompts(1, length, seed=i), args.new)[1][0] for i in range(args.samples)]
-            rows.append(
-                {
-                    "prompt": length,
-                    "ttft ms": median(c.timings.ttft_ms or 0 for c in done),
-                    "prefill t/s": median(c.timings.prompt_eval_rate or 0 for c in done),
-                    "decode t/s": median(c.timings.generation_rate or 0 for c in done),
-                    "total ms": median(c.timings.duration_ms for c in done),
-                }
-            )
-    return Report(rows)
+            ours, theirs = [], []
+            for number in range(args.samples):
+                prompts = random_prompts(1, length, seed=number)
+                ours += run_all(model, prompts, args.new)[1]
+                theirs += [server.complete(prompts[0], args.new)] if server else []
+            rows.append(_row("engine", length, *_of_engine(ours)))
+            if theirs:
+                rows.append(_row("llama-server", length, *_of_server(theirs)))
+                ratios |= _ratios(*rows[-2:])
+    return Report(rows, ratios, dict.fromkeys(ratios, ">= 1.0"))
+
+
+def _of_engine(done: Sequence[Completion]) -> tuple[float, float, float]:
+    """Milliseconds to the first token, tokens per second after it, milliseconds in all; medians."""
+    times = [completion.timings for completion in done]
+    return (
+        median(one.ttft_ms or 0.0 for one in times),
+        median(one.generation_rate or 0.0 for one in times),
+        median(one.duration_ms for one in times),
+    )
+
+
+def _of_server(replies: Sequence[Reply]) -> tuple[float, float, float]:
+    """The same."""
+    rate = median(reply.generation_rate for reply in replies)
+    return median(reply.ttft_s for reply in replies) * 1e3, rate, median(reply.total_s for reply in replies) * 1e3
+
+
+def _row(who: str, length: int, ttft_ms: float, rate: float, total_ms: float) -> dict[str, Any]:
+    row = {"prompt": length, "who": who, "ttft ms": ttft_ms, "prefill t/s": length / ttft_ms * 1e3}
+    return {**row, "decode t/s": rate, "total ms": total_ms}
+
+
+def _ratios(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, float]:
+    """llama-server's times over ours, and our rate over its."""
+    name = f"{ours['prompt']} tokens: "
+    return {
+        name + "first token, llama-server over ours": theirs["ttft ms"] / ours["ttft ms"],
+        name + "decode rate, ours over llama-server": ours["decode t/s"] / theirs["decode t/s"],
+    }

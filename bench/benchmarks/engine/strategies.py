@@ -1,4 +1,7 @@
-"""First tokens, gaps and rate under each batch strategy: requests of mixed lengths, more than slots, all at once."""
+"""First tokens, gaps and rate under each batch strategy: requests of mixed lengths, more than slots, all at once.
+
+llama-server, which has one way to batch and no priorities, gets the same requests with as many slots.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cellama.bench.harness.engines import GREEDY, loaded, model_path, percentile, submit_together, warm_up
+from cellama.bench.harness.engines import CORES, GREEDY, loaded, model_path, percentile, submit_together, warm_up
 from cellama.bench.harness.mixed_load import Shape, conversations, flat, sizes
 from cellama.bench.harness.report import Report
 from cellama.bench.harness.workloads import Line
+from cellama.bench.peers.programs import llama_server
 from cellama.engine import Event, Request, Text
 
 STRATEGIES = ("decode_maximal", "balanced", "prefill_priority", "adaptive")
@@ -39,6 +43,10 @@ def run(args: argparse.Namespace) -> Report:
         compared, hoped = compare(found)
         ratios |= {f"{name}: {key}": value for key, value in compared.items()}
         targets |= {f"{name}: {key}": value for key, value in hoped.items()}
+    if server := _server_row(path, args, lines):
+        rows.append({"requests": "all alike", "strategy": "llama-server", **server})
+        compared = over_server(rows)
+        ratios, targets = ratios | compared, targets | dict.fromkeys(compared, ">= 1.0")
     return Report(rows, ratios, targets, ["All requests come at once; those without a slot wait. One run each."])
 
 
@@ -60,6 +68,26 @@ def compare(found: Mapping[str, Mapping[str, float]]) -> tuple[dict[str, float],
     }
 
 
+def over_server(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The best of each figure over that of llama-server, which is the last row; above 1 is in our favour."""
+    *ours, server = rows
+    return {
+        "rate, the highest over llama-server": max(row[RATE] for row in ours) / server[RATE],
+        "first token p95, llama-server over the soonest": server[FIRST] / min(row[FIRST] for row in ours),
+        "gap p95, llama-server over the shortest": server[GAP] / min(row[GAP] for row in ours),
+    }
+
+
+def _server_row(path: Path, args: argparse.Namespace, lines: Sequence[Line]) -> dict[str, float] | None:
+    load = sizes(lines)
+    with llama_server(path, args.slots, load.longest + 1, CORES) as server:
+        if not server:
+            return None
+        seconds, replies = server.complete_all([line.prompt for line in lines], [line.num_new for line in lines])
+    gaps_ms = [gap for reply in replies for gap in reply.gaps_ms]
+    return _figures(load.new_tokens / seconds, [reply.ttft_s * 1e3 for reply in replies], gaps_ms)
+
+
 def _row(path: Path, args: argparse.Namespace, lines: Sequence[Line], strategy: str, priority: int) -> dict[str, float]:
     load = sizes(lines)
     gaps_ms: list[float] = []
@@ -74,10 +102,14 @@ def _row(path: Path, args: argparse.Namespace, lines: Sequence[Line], strategy: 
         done = [handle.result() for handle in handles]
         seconds = time.monotonic() - started
     ttft = [completion.timings.ttft_ms or 0.0 for completion in done]
+    return _figures(load.new_tokens / seconds, ttft, gaps_ms)
+
+
+def _figures(rate: float, ttft_ms: Sequence[float], gaps_ms: Sequence[float]) -> dict[str, float]:
     return {
-        RATE: load.new_tokens / seconds,
-        "ttft median ms": percentile(ttft, 0.5),
-        FIRST: percentile(ttft, 0.95),
+        RATE: rate,
+        "ttft median ms": percentile(ttft_ms, 0.5),
+        FIRST: percentile(ttft_ms, 0.95),
         GAP: percentile(gaps_ms, 0.95),
         "gap p99 ms": percentile(gaps_ms, 0.99),
     }

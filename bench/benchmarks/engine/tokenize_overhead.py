@@ -1,7 +1,7 @@
 """What tokenizing costs: alone, over threads, and beside the generation that follows, for more and more callers.
 
 Callers with text tokenize in their own threads while the engine computes; callers with tokens have done so before.
-Both kinds take turns, so that neither has the quieter machine.
+Both kinds take turns, so that neither has the quieter machine; so does llama-server, asked over HTTP.
 """
 
 from __future__ import annotations
@@ -13,11 +13,15 @@ from collections.abc import Callable
 from statistics import mean, median
 from typing import Any
 
-from cellama.bench.harness.engines import loaded, model_path, percentile, warm_up
+from cellama.bench.harness.engines import CORES, loaded, model_path, percentile, warm_up
 from cellama.bench.harness.report import Report
+from cellama.bench.peers.programs import LlamaServer, llama_server
 from cellama.engine import Model
 
 Call = Callable[[], object]
+OURS, SERVER = "engine", "llama-server"
+TEXT, TOKENS = "text", "tokens"
+TOKENS_PER_WORD = 7  # at most, of the words that it makes up
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Report:
-    with loaded(model_path(args.model), n_parallel=args.slots, ctx_per_slot=4096) as model:
+    path, size = model_path(args.model), TOKENS_PER_WORD * args.prompt + args.new
+    with (
+        loaded(path, n_parallel=args.slots, ctx_per_slot=size) as model,
+        llama_server(path, args.slots, size, CORES) as server,
+    ):
         warm_up(model)
         text = " ".join(f"word{i} is said" for i in range(args.prompt // 3))
         tokens = model.tokenize(text)
@@ -43,31 +51,55 @@ def run(args: argparse.Namespace) -> Report:
             {"what": "the same at once, per call", "threads": args.threads, "ms": mean(parallel) / args.threads},
             {"what": "detokenize", "threads": 1, "ms": mean(back)},
         ]
+        if server:
+            asked = _in_threads(lambda: server.tokenize(text), 1, args.repeats)
+            rows.append({"what": "tokenize, llama-server over HTTP", "threads": 1, "ms": mean(asked)})
         ratios = {"speed-up by threads": mean(alone) * args.threads / mean(parallel)}
         for callers in args.callers:
-            by_text, by_tokens = _side_by_side(model, text, tokens, callers, args)
-            rows += [_row(callers, "text", by_text), _row(callers, "tokens", by_tokens)]
-            ratios[f"text over tokens, {callers} callers"] = mean(by_text) / mean(by_tokens)
-            ratios[f"tokenizing over generating, {callers} callers"] = mean(alone) / mean(by_text)
-    return Report(rows, ratios, {name: "about 1" for name in ratios if name.startswith("text over")})
+            times = _side_by_side(_ways(model, server, text, tokens, args.new), callers, args.rounds)
+            rows += [_row(callers, who, given, ms) for (who, given), ms in times.items()]
+            ratios |= _ratios(f"{callers} callers", {way: mean(ms) for way, ms in times.items()}, mean(alone))
+    return Report(rows, ratios, {name: "about 1" for name in ratios if "text over" in name})
 
 
-def _side_by_side(
-    model: Model, text: str, tokens: list[int], callers: int, args: argparse.Namespace
-) -> tuple[list[float], list[float]]:
-    """Milliseconds of each call with text, and of each with tokens."""
-    once = {"temperature": 0, "max_tokens": args.new, "ignore_eos": True, "cache_prompt": False}
-    by_text: list[float] = []
-    by_tokens: list[float] = []
-    for _ in range(args.rounds):
-        by_text += _in_threads(lambda: model.engine.generate(text, **once), callers, 1)
-        by_tokens += _in_threads(lambda: model.engine.generate(tokens, **once), callers, 1)
-    return by_text, by_tokens
+def _ways(
+    model: Model, server: LlamaServer | None, text: str, tokens: list[int], num_new: int
+) -> dict[tuple[str, str], Call]:
+    """Who generates, and from what, → a call that does it."""
+    once = {"temperature": 0, "max_tokens": num_new, "ignore_eos": True, "cache_prompt": False}
+    ways: dict[tuple[str, str], Call] = {
+        (OURS, TEXT): lambda: model.engine.generate(text, **once),
+        (OURS, TOKENS): lambda: model.engine.generate(tokens, **once),
+    }
+    if server is not None:
+        ways[SERVER, TEXT] = lambda: server.complete(text, num_new, cache_prompt=False)
+        ways[SERVER, TOKENS] = lambda: server.complete(tokens, num_new, cache_prompt=False)
+    return ways
 
 
-def _row(callers: int, given: str, ms: list[float]) -> dict[str, Any]:
+def _side_by_side(ways: dict[tuple[str, str], Call], callers: int, rounds: int) -> dict[tuple[str, str], list[float]]:
+    """Milliseconds of each call, by way."""
+    times: dict[tuple[str, str], list[float]] = {way: [] for way in ways}
+    for _ in range(rounds):
+        for way, call in ways.items():
+            times[way] += _in_threads(call, callers, 1)
+    return times
+
+
+def _ratios(name: str, means: dict[tuple[str, str], float], alone: float) -> dict[str, float]:
+    ratios = {
+        f"{name}: text over tokens": means[OURS, TEXT] / means[OURS, TOKENS],
+        f"{name}: tokenizing over generating": alone / means[OURS, TEXT],
+    }
+    if (SERVER, TEXT) in means:
+        ratios[f"{name}: text over tokens, llama-server"] = means[SERVER, TEXT] / means[SERVER, TOKENS]
+        ratios[f"{name}: from text, llama-server's time over ours"] = means[SERVER, TEXT] / means[OURS, TEXT]
+    return ratios
+
+
+def _row(callers: int, who: str, given: str, ms: list[float]) -> dict[str, Any]:
     times = {"average ms": mean(ms), "median ms": median(ms), "p95 ms": percentile(ms, 0.95)}
-    return {"callers": callers, "generate from": given, **times}
+    return {"callers": callers, "who": who, "generate from": given, **times}
 
 
 def _in_threads(call: Call, num_threads: int, repeats: int) -> list[float]:
