@@ -1,0 +1,46 @@
+"""What strategies are for, under computed costs of passes: the same order on every machine."""
+
+from __future__ import annotations
+
+from cellama.bench.harness.engines import percentile
+from cellama.bench.harness.mixed_load import Shape, conversations, flat
+from cellama.bench.harness.simulation import CHEAP_ROWS, CPU, Costs, Simulated, simulate
+from cellama.bench.harness.workloads import Line
+from cellama.engine.scheduling.strategies import STRATEGIES, make_strategy
+
+INTERACTIVE, BULK = 3, 9
+
+
+def simulated(priority: int, costs: Costs) -> dict[str, Simulated]:
+    lines = flat(conversations(Shape(32, scale=0.5), seed=1))
+    return {name: simulate(make_strategy(name), lines, 8, priority, costs) for name in STRATEGIES}
+
+
+def test_strategies_have_the_rates_that_they_are_for_where_passes_cost() -> None:
+    for costs in (CPU, CHEAP_ROWS):
+        seconds = {name: found.seconds for name, found in simulated(BULK, costs).items()}
+        assert seconds["prefill_priority"] <= seconds["balanced"] * 1.005
+        assert seconds["balanced"] < seconds["decode_maximal"]
+        assert seconds["adaptive"] == seconds["prefill_priority"]
+
+
+def test_strategies_have_the_gaps_that_they_are_for() -> None:
+    found = simulated(BULK, CPU)
+    for longest in (lambda gaps: percentile(gaps, 0.99), max):
+        gaps = {name: longest(one.gaps_ms) for name, one in found.items()}
+        assert gaps["decode_maximal"] < gaps["balanced"] < gaps["prefill_priority"]
+
+
+def test_adaptive_has_the_rate_and_the_first_tokens_of_the_best_for_interactive_requests() -> None:
+    found = simulated(INTERACTIVE, CPU)
+    assert found["adaptive"].seconds <= 1.005 * min(one.seconds for one in found.values())
+    first = {name: percentile(one.ttft_ms, 0.95) for name, one in found.items()}
+    assert first["adaptive"] <= 1.01 * min(first.values())
+
+
+def test_simulation_computes_each_prompt_once_and_gives_each_request_its_tokens() -> None:
+    lines = [Line("a", tuple(range(10)), 3), Line("b", tuple(range(20, 50)), 2)]
+    found = simulate(make_strategy("decode_maximal"), lines, 2, BULK, Costs(1.0, 1.0, 1.0))
+    assert {name: len(times) for name, times in found.texts_s.items()} == {"a": 3, "b": 2}
+    assert found.num_passes == 2 + 2  # of 10 and 30 tokens, which differ in length; then both, then one
+    assert round(found.seconds * 1e3) == (1 + 1 + 40) + (1 + 2) + (1 + 1)
