@@ -24,7 +24,7 @@ from cellama.engine.scheduling.strategies import make_strategy
 STRATEGIES = ("decode_maximal", "balanced", "prefill_priority", "adaptive")
 CLASSES = {"interactive": 3, "bulk": 9}  # name → priority
 GAP, LONG_GAP, RATE, FIRST = "gap p95 ms", "gap p99 ms", "new tok/s", "ttft p95 ms"
-COSTS = {CPU: "as on a CPU", CHEAP_ROWS: "rows nearly free"}
+COSTS = {CPU: "CPU", CHEAP_ROWS: "cheap rows"}
 CAVEATS = [
     "All requests come at once; those without a slot wait. One run each. For bulk requests adaptive makes the steps of "
     "prefill_priority: what differs between these two rows is noise.",
@@ -131,7 +131,7 @@ def _row(path: Path, args: argparse.Namespace, lines: Sequence[Line], strategy: 
 def _figures(rate: float, ttft_ms: Sequence[float], gaps_ms: Sequence[float]) -> dict[str, float]:
     return {
         RATE: rate,
-        "ttft median ms": percentile(ttft_ms, 0.5),
+        "ttft p50 ms": percentile(ttft_ms, 0.5),
         FIRST: percentile(ttft_ms, 0.95),
         GAP: percentile(gaps_ms, 0.95),
         LONG_GAP: percentile(gaps_ms, 0.99),
