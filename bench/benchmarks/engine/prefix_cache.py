@@ -44,8 +44,8 @@ def run(args: argparse.Namespace) -> Report:
             warm_up(model)
             times[OURS, cache] = talk(partial(_ask_engine, model, args.new), args)
     with llama_server(path, args.slots, size, CORES) as server:
-        for cache in WHERE if server else ():
-            times[SERVER, cache] = talk(partial(_ask_server, server, args.new, cache), args)
+        if server:
+            times |= {(SERVER, cache): talk(partial(_ask_server, server, args.new, cache), args) for cache in WHERE}
     rows = [_row(who, cache, found) for (who, cache), found in times.items()]
     ratios = {name: rows[1][name] / rows[0][name] for name in (MEDIAN, P95)}
     if server:
