@@ -27,7 +27,7 @@ ROOMS = {
         "server_concurrent": "growing numbers of callers at once: rate and latency",
         "python_time": "time outside llama.cpp per step, by slots, context length and requests that wait",
         "interactive": "an interactive request into an engine full of bulk work",
-        "layouts": "unified against partitioned KV cache by number of slots",
+        "layouts": "unified against partitioned KV cache by number of slots; types of keys and values",
         "adapters": "requests with different LoRA adapters on one engine, by the length of a turn",
     },
     "service": {

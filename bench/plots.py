@@ -9,7 +9,6 @@ Each picture shows the last kept line of its benchmarks, and says on which machi
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 import matplotlib
 
 from cellama.bench.benchmarks.bulk.offline import NAIVE, WORKLOADS
+from cellama.bench.harness.kept import Results
 from cellama.bench.harness.report import RESULTS
 
 matplotlib.use("Agg")  # before pyplot chooses one
@@ -42,20 +42,6 @@ STYLE = {
     "lines.markersize": 6,
 }
 DPI = 110
-
-
-@dataclass(frozen=True, slots=True)
-class Results:
-    """The kept lines."""
-
-    folder: Path
-
-    def last(self, name: str, *ratios: str) -> dict[str, Any] | None:
-        """The last line of a benchmark that has these ratios; None if there is none."""
-        path = self.folder / f"{name}.jsonl"
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        found = [line for line in map(json.loads, lines) if set(ratios) <= line.get("ratios", {}).keys()]
-        return found[-1] if found else None
 
 
 @dataclass(frozen=True, slots=True)

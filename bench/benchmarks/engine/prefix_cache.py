@@ -19,7 +19,7 @@ from cellama.bench.peers.programs import LlamaServer, llama_server
 from cellama.engine import Model, Request
 
 OURS, SERVER = "engine", "llama-server"
-WHERE = {True: "cache on", False: "cache off"}
+ON, NO_RAM, OFF = "cache on", "cache on, none in RAM", "cache off"
 MEDIAN, P95 = "median ms", "p95 ms"
 Ask = Callable[[str, Sequence[int]], tuple[float, Sequence[int]]]  # → milliseconds to the first token, new tokens
 
@@ -37,30 +37,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Report:
     path, size = model_path(args.model), args.system + args.turns * (args.message + args.new) + 1
-    times: dict[tuple[str, bool], list[float]] = {}
-    for cache in WHERE:
-        options = {"n_parallel": args.slots, "ctx_per_slot": size, "n_batch": 512, "cache_prompt": cache}
-        with loaded(path, **options) as model:
+    times: dict[tuple[str, str], list[float]] = {}
+    for cache, options in {ON: {}, NO_RAM: {"cache_ram_bytes": 0}, OFF: {"cache_prompt": False}}.items():
+        with loaded(path, n_parallel=args.slots, ctx_per_slot=size, n_batch=512, **options) as model:
             warm_up(model)
             times[OURS, cache] = talk(partial(_ask_engine, model, args.new), args)
     with llama_server(path, args.slots, size, CORES) as server:
         if server:
-            times |= {(SERVER, cache): talk(partial(_ask_server, server, args.new, cache), args) for cache in WHERE}
-    rows = [_row(who, cache, found) for (who, cache), found in times.items()]
-    ratios = {name: rows[1][name] / rows[0][name] for name in (MEDIAN, P95)}
-    if server:
-        ratios |= {f"{name}, llama-server over ours": rows[2][name] / rows[0][name] for name in (MEDIAN, P95)}
+            for cache in (ON, OFF):
+                times[SERVER, cache] = talk(partial(_ask_server, server, args.new, cache == ON), args)
+    rows = {way: _row(way, found) for way, found in times.items()}
+    ratios = _over(rows[OURS, OFF], rows[OURS, ON], "") | _over(
+        rows[OURS, NO_RAM], rows[OURS, ON], ", none in RAM over on"
+    )
+    if (SERVER, ON) in rows:
+        ratios |= _over(rows[SERVER, ON], rows[OURS, ON], ", llama-server over ours")
     return Report(
-        rows,
+        list(rows.values()),
         ratios,
         dict.fromkeys(ratios, ">= 1.0") | {MEDIAN: ">= 3.5", P95: ">= 2"},
         ["Time to the first token of all turns; the first ones can share the system prompt only."],
     )
 
 
-def _row(who: str, cache: bool, times: list[float]) -> dict[str, Any]:
-    found = {MEDIAN: percentile(times, 0.5), P95: percentile(times, 0.95)}
-    return {"who": f"{who}, {WHERE[cache]}", **found, "turns": len(times)}
+def _over(row: dict[str, Any], other: dict[str, Any], name: str) -> dict[str, float]:
+    return {f"{column}{name}": row[column] / other[column] for column in (MEDIAN, P95)}
+
+
+def _row(way: tuple[str, str], times: list[float]) -> dict[str, Any]:
+    return {"who": ", ".join(way), MEDIAN: percentile(times, 0.5), P95: percentile(times, 0.95), "turns": len(times)}
 
 
 def _ask_engine(model: Model, num_new: int, name: str, tokens: Sequence[int]) -> tuple[float, Sequence[int]]:

@@ -1,0 +1,92 @@
+"""Kept results, and the figures that pages take from them.
+
+A figure in a page is a number with a comment behind it, which says where it is from; `figures` finds them:
+
+    6.3<!-- prefix_cache: median ms -->                          a ratio of the last line that has it
+    6.3<!-- prefix_cache[padded]: median ms -->                  of the last line of a model with that in its name
+    0.1<!-- decode: engine t/s where slots=1 and … * 0.001 -->   a row's column, times a factor
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .report import RESULTS
+
+_FIGURE = re.compile(
+    r"(?P<shown>\d[\d.,]*)<!-- (?P<name>\w+)(?:\[(?P<model>[^\]]+)\])?: (?P<what>[^*>]+?)"
+    r"(?: where (?P<where>[^*>]+?))?(?: \* (?P<factor>[\d.]+))? -->"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """The kept lines of all benchmarks."""
+
+    folder: Path = RESULTS
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        """Those of a benchmark, oldest first."""
+        path = self.folder / f"{name}.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        return [json.loads(line) for line in lines]
+
+    def last(self, name: str, *ratios: str) -> dict[str, Any] | None:
+        """The last line of a benchmark that has these ratios; None if there is none."""
+        found = [line for line in self.lines(name) if set(ratios) <= line.get("ratios", {}).keys()]
+        return found[-1] if found else None
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A number in a page, and where it is from."""
+
+    shown: str
+    name: str  # of the benchmark
+    model: str  # a part of its name
+    what: str  # a ratio, or a column of the row that is …
+    where: Mapping[str, str]  # … so
+    factor: float
+
+    def source(self, results: Results) -> dict[str, Any]:
+        """The line that it is from. Raises LookupError if there is none."""
+        for line in reversed(results.lines(self.name)):
+            if self.model in str(line.get("model", "")) and self._of(line) is not None:
+                return line
+        raise LookupError(f"no kept line of {self.name} has {self.what!r} for {dict(self.where)}, model {self.model!r}")
+
+    def value(self, results: Results) -> float:
+        """What was measured."""
+        found = self._of(self.source(results))
+        assert found is not None
+        return found * self.factor
+
+    def is_right(self, results: Results) -> bool:
+        """True if what is shown is what was measured, rounded to its last digit. Zeros that end thousands are none."""
+        digits = self.shown.rstrip(",.").replace(",", "")
+        step = 10.0 ** -len(digits.partition(".")[2])
+        if "." not in digits and float(digits) >= 1000:
+            step = 10.0 ** (len(digits) - len(digits.rstrip("0")))
+        return abs(self.value(results) - float(digits)) <= step / 2 * (1 + 1e-9)
+
+    def _of(self, line: Mapping[str, Any]) -> float | None:
+        if not self.where:
+            return line.get("ratios", {}).get(self.what)
+        fitting = [
+            row for row in line["rows"] if all(str(row.get(key)) == wanted for key, wanted in self.where.items())
+        ]
+        return fitting[0].get(self.what) if len(fitting) == 1 else None
+
+
+def figures(text: str) -> Iterator[Figure]:
+    """The figures of a page."""
+    for found in _FIGURE.finditer(text):
+        pairs = (part.partition("=") for part in (found["where"] or "").split(" and ") if part)
+        where = {key: wanted for key, _, wanted in pairs}
+        factor = float(found["factor"] or 1)
+        yield Figure(found["shown"], found["name"], found["model"] or "", found["what"], where, factor)
