@@ -57,14 +57,12 @@ class Figure:
         """The line that it is from. Raises LookupError if there is none."""
         for line in reversed(results.lines(self.name)):
             if self.model in str(line.get("model", "")) and self._of(line) is not None:
-                return line
+                return dict(line)
         raise LookupError(f"no kept line of {self.name} has {self.what!r} for {dict(self.where)}, model {self.model!r}")
 
     def value(self, results: Results) -> float:
         """What was measured."""
-        found = self._of(self.source(results))
-        assert found is not None
-        return found * self.factor
+        return float(self._of(self.source(results))) * self.factor
 
     def is_right(self, results: Results) -> bool:
         """True if what is shown is what was measured, rounded to its last digit. Zeros that end thousands are none."""
@@ -74,7 +72,8 @@ class Figure:
             step = 10.0 ** (len(digits) - len(digits.rstrip("0")))
         return abs(self.value(results) - float(digits)) <= step / 2 * (1 + 1e-9)
 
-    def _of(self, line: Mapping[str, Any]) -> float | None:
+    def _of(self, line: Mapping[str, Any]) -> Any:
+        """A number, or None."""
         if not self.where:
             return line.get("ratios", {}).get(self.what)
         fitting = [

@@ -20,6 +20,7 @@ from cellama.engine import Model, Request
 
 OURS, SERVER = "engine", "llama-server"
 ON, NO_RAM, OFF = "cache on", "cache on, none in RAM", "cache off"
+OPTIONS: dict[str, dict[str, Any]] = {ON: {}, NO_RAM: {"cache_ram_bytes": 0}, OFF: {"cache_prompt": False}}
 MEDIAN, P95 = "median ms", "p95 ms"
 Ask = Callable[[str, Sequence[int]], tuple[float, Sequence[int]]]  # → milliseconds to the first token, new tokens
 
@@ -38,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Report:
     path, size = model_path(args.model), args.system + args.turns * (args.message + args.new) + 1
     times: dict[tuple[str, str], list[float]] = {}
-    for cache, options in {ON: {}, NO_RAM: {"cache_ram_bytes": 0}, OFF: {"cache_prompt": False}}.items():
+    for cache, options in OPTIONS.items():
         with loaded(path, n_parallel=args.slots, ctx_per_slot=size, n_batch=512, **options) as model:
             warm_up(model)
             times[OURS, cache] = talk(partial(_ask_engine, model, args.new), args)
