@@ -172,7 +172,7 @@ engine.submit(Request("the-job#1", (1, 2, 3))).result(60)
     ("hang", "told"),
     [
         ("threading.Event().wait()", "has been in one step (decode) for"),
-        ("logging._acquireLock(); threading.Event().wait()", "Timeout"),
+        ("logging._lock.acquire(); threading.Event().wait()", "Timeout"),
         ("raise SystemExit", "died: "),
     ],
 )
