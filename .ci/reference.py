@@ -23,12 +23,14 @@ from typing_extensions import get_original_bases, is_typeddict
 ROOT = Path(__file__).parents[1]
 MARKER = re.compile(r"^.*<!-- generated: (\w+)(?: ([\w./-]+))? -->$", re.MULTILINE)  # with what stands for it elsewhere
 FIELD = re.compile(r"^    (\w+): ([^#\n=]*[^#\n= ])(?: = [^#\n]*)?(?: +#\s*(.*))?$", re.MULTILINE)  # with its comment
+FIGURE = re.compile(r"(?<=[\d.,])<!-- \w+.*? -->")  # where a number is from (bench/harness/kept.py)
 LINK_OUT = re.compile(r"\]\((?!\w+:|#)(?:\.\./)?(?:docs/)?([^)]+)\)")
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """MkDocs' hook: the page with its generated parts. Raises KeyError for a kind that there is not."""
-    return MARKER.sub(lambda found: KINDS[found[1]](*filter(None, [found[2]])), markdown)
+    markdown = MARKER.sub(lambda found: KINDS[found[1]](*filter(None, [found[2]])), markdown)
+    return FIGURE.sub("", markdown)
 
 
 def find(name: str) -> Any:
@@ -208,6 +210,14 @@ def codes(_: str = "") -> str:
     return table(("code", "meaning", "may be tried again", "HTTP status", "exit code"), rows)
 
 
+def measured(path: str) -> str:
+    """Which kept results the figures of a page are from."""
+    results = find("cellama.bench.harness.kept.Results")()
+    found = find("cellama.bench.harness.kept.figures")((ROOT / path).read_text(encoding="utf-8"))
+    lines = {(f.name, line["model"], line["commit"], line["machine"]) for f in found if (line := f.source(results))}
+    return table(("benchmark", "model", "commit", "machine"), sorted(lines))
+
+
 def include(path: str) -> str:
     """A file of the repository, with its links as they are seen from docs/."""
     text = (ROOT / path).read_text(encoding="utf-8")
@@ -222,4 +232,5 @@ KINDS: dict[str, Callable[..., str]] = {
     "events": events,
     "codes": codes,
     "include": include,
+    "measured": measured,
 }

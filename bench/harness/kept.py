@@ -5,12 +5,15 @@ A figure in a page is a number with a comment behind it, which says where it is 
     6.3<!-- prefix_cache: median ms -->                          a ratio of the last line that has it
     6.3<!-- prefix_cache[padded]: median ms -->                  of the last line of a model with that in its name
     0.1<!-- decode: engine t/s where slots=1 and … * 0.001 -->   a row's column, times a factor
+
+After a new line, `python -m cellama.bench.harness.kept PAGE …` writes what was measured into pages.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,13 +67,12 @@ class Figure:
         """What was measured."""
         return float(self._of(self.source(results))) * self.factor
 
-    def is_right(self, results: Results) -> bool:
-        """True if what is shown is what was measured, rounded to its last digit. Zeros that end thousands are none."""
-        digits = self.shown.rstrip(",.").replace(",", "")
-        step = 10.0 ** -len(digits.partition(".")[2])
-        if "." not in digits and float(digits) >= 1000:
-            step = 10.0 ** (len(digits) - len(digits.rstrip("0")))
-        return abs(self.value(results) - float(digits)) <= step / 2 * (1 + 1e-9)
+    def measured(self, results: Results) -> str:
+        """What was measured, with as many decimals as are shown; of thousands three digits."""
+        value = self.value(results)
+        if value >= 1000:
+            return f"{float(f'{value:.3g}'):,.0f}"
+        return f"{value:.{len(self.shown.partition('.')[2])}f}"
 
     def _of(self, line: Mapping[str, Any]) -> Any:
         """A number, or None."""
@@ -84,8 +86,25 @@ class Figure:
 
 def figures(text: str) -> Iterator[Figure]:
     """The figures of a page."""
-    for found in _FIGURE.finditer(text):
-        pairs = (part.partition("=") for part in (found["where"] or "").split(" and ") if part)
-        where = {key: wanted for key, _, wanted in pairs}
-        factor = float(found["factor"] or 1)
-        yield Figure(found["shown"], found["name"], found["model"] or "", found["what"], where, factor)
+    return map(_figure, _FIGURE.finditer(text))
+
+
+def refreshed(text: str, results: Results) -> str:
+    """The page with what was measured."""
+    return _FIGURE.sub(lambda found: _figure(found).measured(results) + found[0][len(found["shown"]) :], text)
+
+
+def _figure(found: re.Match[str]) -> Figure:
+    pairs = (part.partition("=") for part in (found["where"] or "").split(" and ") if part)
+    where = {key: wanted for key, _, wanted in pairs}
+    factor = float(found["factor"] or 1)
+    return Figure(found["shown"], found["name"], found["model"] or "", found["what"], where, factor)
+
+
+def main() -> None:
+    for page in map(Path, sys.argv[1:]):
+        page.write_text(refreshed(page.read_text(encoding="utf-8"), Results()), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -3,17 +3,35 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
-from cellama.bench.harness.kept import Results, figures
+from cellama.bench.harness.kept import Results, figures, refreshed
+
+PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "performance.md"
+MEASURED = re.compile(r"\d ?(?:ms|s|%|×|MB|GB|jobs/s|tokens/s|lines/s)(?![\w/])")  # it must say where it is from
+SKIPPED = re.compile(r"^```.*?^```$|`[^`\n]*`|<!--.*?-->", re.MULTILINE | re.DOTALL)
+
+
+def test_performance_guide_shows_what_was_measured() -> None:
+    text, results = PAGE.read_text(encoding="utf-8"), Results()
+    found = list(figures(text))
+    assert len(found) == len(re.findall(r"<!-- (?!generated: |not run: )", text)) >= 20
+    wrong = [(figure.shown, figure.measured(results), figure) for figure in found]
+    assert [told for told in wrong if told[0] != told[1]] == [], f"python -m cellama.bench.harness.kept {PAGE}"
+
+
+def test_performance_guide_has_no_figure_without_a_source() -> None:
+    text = re.sub(r"\d[\d.,]*<!-- \w+.*?-->", "", PAGE.read_text(encoding="utf-8"))
+    assert MEASURED.findall(SKIPPED.sub("", text)) == []
 
 
 @pytest.fixture
 def results(tmp_path: Path) -> Results:
     lines = [
-        {"model": "small", "rows": [{"who": "a", "ms": 12.4}, {"who": "b", "ms": 3}], "ratios": {"rate": 1.25}},
+        {"model": "small", "rows": [{"who": "a", "n": 4, "ms": 12.4}, {"who": "b", "ms": 3}], "ratios": {"rate": 1.25}},
         {"model": "padded-1", "rows": [{"who": "a", "ms": 22262.3}], "ratios": {"other": 2.0}},
     ]
     (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, lines)))
@@ -21,26 +39,25 @@ def results(tmp_path: Path) -> Results:
 
 
 @pytest.mark.parametrize(
-    ("text", "right"),
+    ("text", "measured"),
     [
-        ("1.25<!-- x: rate -->", True),
-        ("1.2<!-- x: rate -->", True),  # half a step off, as 1.3 is
-        ("1.1<!-- x: rate -->", False),
-        ("22,300<!-- x: ms where who=a -->", True),
-        ("22,200<!-- x: ms where who=a -->", False),
-        ("22<!-- x[padded]: ms where who=a * 0.001 -->", True),
-        ("12.4<!-- x[small]: ms where who=a -->", True),
-        ("3<!-- x: ms where who=b -->", True),
-        ("2<!-- x: other -->", True),
+        ("1.00<!-- x: rate -->", "1.25"),
+        ("1.0<!-- x[small]: rate -->", "1.2"),
+        ("9<!-- x: ms where who=a -->", "22,300"),
+        ("9<!-- x[padded]: ms where who=a * 0.001 -->", "22"),
+        ("9.9<!-- x[small]: ms where who=a and n=4 -->", "12.4"),
+        ("9<!-- x: ms where who=b -->", "3"),
+        ("9<!-- x: other -->", "2"),
     ],
 )
-def test_figure_is_right_to_its_last_digit(results: Results, text: str, right: bool) -> None:
+def test_figure_is_refreshed_with_the_digits_that_it_has(results: Results, text: str, measured: str) -> None:
     (figure,) = figures(text)
-    assert figure.is_right(results) is right
+    assert figure.measured(results) == measured
+    assert refreshed(f"It is {text} here", results) == f"It is {measured}{text[text.index('<') :]} here"
 
 
 def test_figure_without_a_kept_line_says_so(results: Results) -> None:
     for text in ("1<!-- x: no -->", "1<!-- y: rate -->", "1<!-- x: ms where who=c -->", "1<!-- x[large]: rate -->"):
         (figure,) = figures(text)
         with pytest.raises(LookupError, match="no kept line of"):
-            figure.is_right(results)
+            figure.value(results)
