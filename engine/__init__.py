@@ -33,6 +33,7 @@ from .errors import (
 from .events import (
     CacheHit,
     Completion,
+    Context,
     Event,
     Finished,
     RequestStats,
@@ -71,6 +72,7 @@ __all__ = [
     "ChatOptions",
     "ChatPrompt",
     "Completion",
+    "Context",
     "CoreSharing",
     "DecodeFailed",
     "Device",

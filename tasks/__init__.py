@@ -12,6 +12,7 @@ from .calls.task_types import (
     DetokenizeTask,
     EmbedTask,
     GenerateTask,
+    PrefillTask,
     QueuedJob,
     RerankTask,
     TemplateTask,
@@ -49,6 +50,7 @@ from .contract.shapes.parameters import (
     DetokenizeParams,
     EmbedParams,
     GenerateParams,
+    PrefillParams,
     RerankParams,
     TemplateParams,
     TokenizeParams,
@@ -60,6 +62,7 @@ from .contract.shapes.results import (
     DetokenizeResult,
     EmbedResult,
     GenerateResult,
+    PrefillResult,
     RerankResult,
     Result,
     TemplateResult,
@@ -70,6 +73,7 @@ from .contract.shapes.results import (
 )
 from .contract.shapes.workers import (
     AdapterView,
+    CacheHit,
     EmbedderState,
     EngineState,
     MemoryView,
@@ -84,6 +88,7 @@ from .contract.shapes.workers import (
 
 generate: GenerateTask = jobs.generate
 chat: ChatTask = jobs.chat
+prefill: PrefillTask = jobs.prefill
 embed: EmbedTask = jobs.embed
 rerank: RerankTask = jobs.rerank
 tokenize: TokenizeTask = jobs.tokenize
@@ -93,6 +98,7 @@ apply_chat_template: TemplateTask = jobs.apply_chat_template
 __all__ = [
     "AdapterView",
     "AssistantMessage",
+    "CacheHit",
     "CallOptions",
     "ChatMessage",
     "ChatParams",
@@ -117,6 +123,8 @@ __all__ = [
     "MemoryView",
     "ModelView",
     "PingEvent",
+    "PrefillParams",
+    "PrefillResult",
     "QueuedJob",
     "ReasoningEndEvent",
     "ReasoningEvent",
@@ -153,6 +161,7 @@ __all__ = [
     "detokenize",
     "embed",
     "generate",
+    "prefill",
     "rerank",
     "tokenize",
 ]

@@ -39,6 +39,12 @@ def chat(self: JobTask, /, *args: Any, **kwargs: Any) -> Result:
     return self.run_job(args, kwargs, lambda run, job: run.chat(job))
 
 
+@_task(names.TASK_PREFILL)
+def prefill(self: JobTask, /, *args: Any, **kwargs: Any) -> Result:
+    """`prefill(model, prompt)`, or `prefill(model, messages=…)`: it is read into the cache, for what begins with it."""
+    return self.run_job(args, kwargs, lambda run, job: run.prefill(job))
+
+
 @_task(names.TASK_EMBED)
 def embed(self: JobTask, /, *args: Any, **kwargs: Any) -> Result:
     """`embed(model, texts)`: one vector of unit length per text."""

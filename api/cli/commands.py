@@ -23,7 +23,7 @@ from .batch.run import batch_resume_command, batch_run_command
 from .batch.runs import batch_cancel_command, batch_list_command, batch_status_command
 from .dead import dead_list_command, dead_requeue_command
 from .embed import embed_command, rerank_command
-from .generation import chat_command, generate_command
+from .generation import chat_command, generate_command, prefill_command
 from .jobs import (
     cancel_command,
     jobs_cancel_command,
@@ -65,6 +65,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "worker": worker_command,
     "generate": generate_command,
     "chat": chat_command,
+    "prefill": prefill_command,
     "embed": embed_command,
     "rerank": rerank_command,
     "status": status_command,

@@ -1,4 +1,4 @@
-"""The commands that generate text: generate, chat."""
+"""The commands that read prompts: generate, chat, prefill."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from cellama.api.client.job import Job
 from cellama.tasks.contract.errors import InvalidJob, JobError
 from cellama.tasks.contract.shapes.parameters import ChatMessage
 
-from .following import Patience, cancelled_with, show
-from .options import with_chat_options, with_generation_options
-from .output import out, print_error
+from .following import Patience, cancelled_with, result_of, show
+from .options import with_chat_options, with_generation_options, with_prefill_options
+from .output import out, print_error, print_json
 
 CHAT_HELP = """\
 [dim]What you write goes to the model, and its answers are part of the conversation.
@@ -66,9 +66,39 @@ def chat_command(
             messages.append({"role": "user", "content": _read(message or "-")})
             _run(client.chat(model, messages, wait=wait, **params), json, patience, wait)
             return
+        if "parent_key" in params:
+            raise InvalidJob("--parent-key goes with one message; give it, a conversation here begins anew")
         out.print(f"[dim]Chatting with {model}. /help says what there is; Ctrl-D ends it.[/]")
         while (said := _ask()) is not None:
             _take_turn(client, messages, said, model, json, patience, wait, params)
+
+
+@with_prefill_options
+def prefill_command(
+    model: Annotated[str, typer.Argument(help="Model id, or :default.")],
+    prompt: Annotated[str | None, typer.Argument(help="The prompt; - reads it from stdin.")] = None,
+    system: Annotated[str | None, typer.Option(help="Instead of a prompt: the system message of chats.")] = None,
+    json: JsonOption = False,
+    wait: WaitOption = False,
+    patience: PatienceOption = 60.0,
+    params: dict[str, Any] = {},  # noqa: B006  (filled by the decorator)
+) -> None:
+    """Read into the cache what later jobs begin with, and show its key.
+
+    Example:  cellama prefill tiny "Once upon a time, in a land far away,"
+
+    What follows it:  cellama generate tiny " there was" --parent-key KEY
+    """
+    given: dict[str, Any] = {"system": system} if system is not None else {}
+    with Client() as client:
+        job = client.prefill(model, None if prompt is None else _read(prompt), wait=wait, **given, **params)
+        result = result_of(job, Patience(job.id, patience, unserved=wait))
+    if json:
+        print_json({"job_id": job.id, **result})
+        return
+    usage = result["usage"]
+    where = "" if not usage["cached_tokens"] else f" ({usage['cached_tokens']} were in the cache)"
+    out.print(f"read {usage['prompt_tokens']} tokens{where}\n{result.get('finish_key', '')}", soft_wrap=True)
 
 
 def _read(text: str) -> str:

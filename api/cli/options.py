@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 from rich.markup import escape
 
-from cellama.tasks.contract.payloads import ChatJob, GenerateJob
+from cellama.tasks.contract.payloads import ChatJob, GenerateJob, PrefillJob
 
 _NOT_OPTIONS = {"model", "prompt", "messages", "stream", "n", "system"}
 _FROM_FILE = {"grammar", "json_schema", "tools", "template_args"}
@@ -32,13 +32,18 @@ def with_chat_options(command: Callable[..., None]) -> Callable[..., None]:
     return _with_options(ChatJob, command)
 
 
+def with_prefill_options(command: Callable[..., None]) -> Callable[..., None]:
+    """As `with_generation_options`, with what a prefill has."""
+    return _with_options(PrefillJob, command)
+
+
 def with_bulk_options(command: Callable[..., None]) -> Callable[..., None]:
     """As `with_chat_options`, but for the priority, which a bulk run has from being one."""
     return _with_options(ChatJob, command, without=frozenset({"priority"}))
 
 
 def _with_options(
-    job: type[GenerateJob | ChatJob], command: Callable[..., None], without: frozenset[str] = frozenset()
+    job: type[GenerateJob | ChatJob | PrefillJob], command: Callable[..., None], without: frozenset[str] = frozenset()
 ) -> Callable[..., None]:
     fields = {name: field for name, field in job.model_fields.items() if name not in _NOT_OPTIONS | without}
 

@@ -21,7 +21,7 @@ from .output import out, print_json, table_of
 
 WATCH_S = 1.0
 READS = ("requests_waiting", "prompt_rate", "requests_finished")
-HITS = {"slot": "in their slot", "copy": "from another slot", "ram": "from RAM"}
+HITS = {"slot": "in their slot", "copy": "from another slot", "ram": "from RAM", "disk": "from disk"}
 
 
 def status_command(

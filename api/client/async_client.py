@@ -110,6 +110,7 @@ class AsyncClient:
 
     generate = _submitting(Client.generate)
     chat = _submitting(Client.chat)
+    prefill = _submitting(Client.prefill)
     embed = _submitting(Client.embed)
     rerank = _submitting(Client.rerank)
     tokenize = _submitting(Client.tokenize)
@@ -131,6 +132,7 @@ class AsyncClient:
     unload_model = _in_thread(Client.unload_model)
     set_default_model = _in_thread(Client.set_default_model)
     stats = _in_thread(Client.stats)
+    last_cache_hit = _in_thread(Client.last_cache_hit)
     adapters = _in_thread(Client.adapters)
     load_adapter = _in_thread(Client.load_adapter)
     set_adapter_scale = _in_thread(Client.set_adapter_scale)

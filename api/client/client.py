@@ -20,6 +20,7 @@ from cellama.tasks.state.records import DeadJob
 from cellama.tasks.state.registry import WorkerEntry
 
 from .adapters import AdapterControl
+from .cache_control import CacheControl
 from .commands import Whom
 from .core import Core
 from .job import Job
@@ -31,7 +32,7 @@ UNLOAD_TIMEOUT_S = 60.0
 RESULT_AFTER_END_S = 30.0  # the result is stored right after the terminal event
 
 
-class Client(Submission, AdapterControl):
+class Client(Submission, AdapterControl, CacheControl):
     """Talks to the workers through Redis. Threads may share one.
 
     Every method raises RedisUnreachable when Redis does not answer, RedisRefused when it refuses, RedisFull if that is

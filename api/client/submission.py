@@ -12,6 +12,7 @@ from cellama.tasks.contract.shapes.parameters import (
     EmbedParams,
     GenerateParams,
     Messages,
+    PrefillParams,
     Prompt,
     RerankParams,
     TemplateParams,
@@ -24,6 +25,7 @@ from cellama.tasks.contract.shapes.results import (
     DetokenizeResult,
     EmbedResult,
     GenerateResult,
+    PrefillResult,
     RerankResult,
     TemplateResult,
     TokenizeResult,
@@ -64,6 +66,20 @@ class Submission:
     ) -> Job[ChatResult]:
         """Submits a chat turn; raises as `generate`."""
         return self._submit(names.TASK_CHAT, model, messages, wait, idempotency_key, params)
+
+    def prefill(
+        self,
+        model: str,
+        prompt: Prompt | None = None,
+        *,
+        wait: bool = False,
+        idempotency_key: str | None = None,
+        **params: Unpack[PrefillParams],
+    ) -> Job[PrefillResult]:
+        """Submits what later jobs begin with, to be read into the cache: a prompt, or the `messages` (or the `system`)
+        of a chat. The `finish_key` of its result is the `parent_key` of what follows. Raises as `generate`.
+        """
+        return self._submit(names.TASK_PREFILL, model, prompt, wait, idempotency_key, params)
 
     def embed(
         self,

@@ -95,6 +95,11 @@ class Engine(Generating):
             )
         return tokens
 
+    @property
+    def identity(self) -> bytes:
+        """What the cells of its contexts depend on beside tokens, adapters and scope, as a digest (ADR 014)."""
+        return self._backend.identity
+
     def key_of(self, tokens: Sequence[int], scope: str = "", adapters: AdapterChoice = None) -> str:
         """The key of a context for a request of this scope with these adapters. Raises UnknownAdapter."""
         return key_of(self._seed(scope, adapters), tokens)

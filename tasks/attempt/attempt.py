@@ -166,7 +166,7 @@ class JobAttempt:
                 self.control.interrupt(Interruption.CANCELLED)
             self.raise_if_interrupted()
             result = body(self)
-        except (Ignore, SoftTimeLimitExceeded):
+        except (Ignore, Reject, SoftTimeLimitExceeded):
             if self.control.interruption is Interruption.HANDED_BACK:
                 self._hand_back()
             if self.control.interruption is Interruption.SUPERSEDED:
@@ -256,6 +256,7 @@ class JobAttempt:
             self.runtime.publisher.describe(self.attempt.run_id, begun.details())
             return begun
         if begun.is_in(model):
+            self.runtime.publisher.describe(self.attempt.run_id, begun.details())
             return begun
         workers = self.reaching_redis(lambda: live_workers(self.runtime.redis, within_s=KEPT_S))
         if not may_come(workers, asked, begun):

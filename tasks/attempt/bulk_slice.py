@@ -11,6 +11,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+from celery.exceptions import SoftTimeLimitExceeded, TaskPredicate
+
 from cellama.engine import EmbeddingCancelled, EmbeddingHandle, EngineError, Handle, Model
 from cellama.tasks.contract import events
 from cellama.tasks.contract.chunks import ChunkJob, job_of_line
@@ -22,12 +24,15 @@ from cellama.tasks.state.foundation import Foundation
 from cellama.tasks.state.history import Past
 
 from .engine_request import Asked, has_seed, request_of, signer_of
+from .parent import context_of
 from .vectors import submit_texts, vectors_of, wait_for
 
 if TYPE_CHECKING:
     from cellama.tasks.worker.runtime import Runtime
 
 log = logging.getLogger(__name__)
+
+Parent = tuple[int, ...]  # the context that a line follows
 
 
 def adapters_of_lines(job: ChunkJob) -> set[str]:
@@ -45,9 +50,17 @@ class ChunkRun:
     """One attempt at a chunk. Pool thread, but for `stop` and `_note_line`."""
 
     def __init__(
-        self, model: Model, job: ChunkJob, run_id: str, past: Past, runtime: Runtime, rests_on: Foundation
+        self,
+        model: Model,
+        job: ChunkJob,
+        run_id: str,
+        past: Past,
+        runtime: Runtime,
+        rests_on: Foundation,
+        reaching_redis: Callable[[Callable[[], Parent]], Parent],
     ) -> None:
-        """What the chunk rests on is for lines that do not choose."""
+        """What the chunk rests on is for lines that do not choose; `reaching_redis` waits until Redis answers."""
+        self._reaching_redis = reaching_redis
         self._model = model
         self._job = job
         self._run_id = run_id
@@ -95,6 +108,8 @@ class ChunkRun:
             step()
         except EmbeddingCancelled:
             pass  # by `stop`
+        except (TaskPredicate, SoftTimeLimitExceeded):
+            raise  # the end of this attempt at the slice, not of a line
         except (InvalidJob, JobFailed) as error:
             self._tell_failure(place, error)
         except EngineError as error:
@@ -110,15 +125,18 @@ class ChunkRun:
             texts.append((place, job, vectors))
             self._keep(vectors)
             return
+        adapters, key = self._rests_on.choice if job.adapters is None else job.adapters, job.parent_key
+        of_key = partial(context_of, self._runtime, self._model, str(key), job.cache_scope, adapters)
         asked = Asked(
             id=f"{self._run_id}{LINE_MARK}{place}",
             submitted_at=self._began_at,
-            adapters=self._rests_on.choice if job.adapters is None else job.adapters,
+            adapters=adapters,
             sampling=self._rests_on.sampling,
             seed=None if has_seed(job, self._rests_on.sampling) else self._seed_of(place),
             mode="generate",
             priority=job.priority,
             resume=resume_of(self._past, job.n, place),
+            parent=() if key is None else self._reaching_redis(of_key),
         )
         if isinstance(job, ChatJob) and self._runtime.signer.has_key:
             self._runtime.publisher.sign_with(asked.id, signer_of(job, self._runtime.signer))

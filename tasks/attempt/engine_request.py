@@ -17,7 +17,7 @@ from cellama.engine import (
     sampling_of,
 )
 from cellama.tasks.contract.errors import InvalidJob
-from cellama.tasks.contract.payloads import ApplyChatTemplateJob, ChatJob, GenerateJob
+from cellama.tasks.contract.payloads import ApplyChatTemplateJob, ChatJob, GenerateJob, PrefillJob
 from cellama.tasks.contract.shapes.results import Mode
 from cellama.tasks.publishing.signing import Signer
 
@@ -36,6 +36,39 @@ class Asked:
     mode: Mode
     seed: int | None = None  # instead of the job's own, None leaves that
     resume: tuple[Resumed, ...] = ()
+    parent: tuple[int, ...] = ()  # the context of `parent_key`; the prompt follows
+
+
+def prefill_of(model: Model, job: PrefillJob, asked: Asked) -> Request:
+    """The request that reads a prompt and samples nothing. Raises EngineError, InvalidJob."""
+    return Request(
+        id=asked.id,
+        prompt=(*asked.parent, *tokens_to_read(model, job)),
+        max_tokens=0,
+        adapters=asked.adapters,
+        cache_scope=job.cache_scope,
+        timeout_s=job.timeout,
+        priority=asked.priority,
+        submitted_at=asked.submitted_at,
+        mode=asked.mode,
+    )
+
+
+def tokens_to_read(model: Model, job: PrefillJob) -> Sequence[int]:
+    """Of a conversation what all have that begin alike: nothing yet of a reply."""
+    if job.prompt is not None:
+        model.require("generate")
+        return _tokens_of(model, job.prompt, job.parent_key)
+    model.require("chat")
+    messages, options = conversation_of(job)
+    if job.parent_key is not None:
+        return model.prepare_chat(messages, options, follows_reply=True).tokens
+    return model.tokenize_chat(options.all_of(messages), add_generation_prompt=False, **options.variables)
+
+
+def _tokens_of(model: Model, prompt: str | list[int], parent_key: str | None) -> list[int]:
+    """Behind a parent's context nothing is put before those of the text."""
+    return model.tokenize(prompt, add_special=parent_key is None) if isinstance(prompt, str) else prompt
 
 
 def request_of(model: Model, job: GenerateJob | ChatJob, asked: Asked, signer: Signer) -> Request:
@@ -50,7 +83,7 @@ def request_of(model: Model, job: GenerateJob | ChatJob, asked: Asked, signer: S
         sampling["seed"] = asked.seed
     return Request(
         id=asked.id,
-        prompt=tuple(prompt.tokens),
+        prompt=(*asked.parent, *prompt.tokens),
         sampling=sampling_of(sampling, asked.sampling),
         max_tokens=job.max_tokens,
         n=job.n,
@@ -85,11 +118,11 @@ class _Prompt:
 def _prompt_of(model: Model, job: GenerateJob | ChatJob, signer: Signer) -> _Prompt | ChatPrompt:
     if isinstance(job, GenerateJob):
         model.require("generate")
-        return _Prompt(model.tokenize(job.prompt) if isinstance(job.prompt, str) else job.prompt)
+        return _Prompt(_tokens_of(model, job.prompt, job.parent_key))
     model.require("chat")
     messages, options = conversation_of(job, job.thinking_budget)
     _check_signatures(messages, options, signer)
-    return model.prepare_chat(messages, options)
+    return model.prepare_chat(messages, options, follows_reply=job.parent_key is not None)
 
 
 def signer_of(job: ChatJob, signer: Signer) -> Signer:
@@ -111,7 +144,7 @@ def _check_signatures(messages: Sequence[Message], options: ChatOptions, signer:
 
 
 def conversation_of(
-    job: ChatJob | ApplyChatTemplateJob, thinking_budget: int | None = None
+    job: ChatJob | ApplyChatTemplateJob | PrefillJob, thinking_budget: int | None = None
 ) -> tuple[list[Message], ChatOptions]:
     """What a model's template gets."""
     messages: list[Message] = [message.model_dump(exclude_none=True) for message in job.messages]

@@ -6,6 +6,8 @@ import logging
 import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from celery import Task
@@ -17,6 +19,7 @@ from cellama.engine import (
     EmbeddingHandle,
     Handle,
     Model,
+    Request,
     UnknownAdapter,
 )
 from cellama.tasks.broker.pool import Interruption
@@ -28,6 +31,7 @@ from cellama.tasks.contract.payloads import (
     DetokenizeJob,
     EmbedJob,
     GenerateJob,
+    PrefillJob,
     RerankJob,
     TokenizeJob,
 )
@@ -36,16 +40,18 @@ from cellama.tasks.contract.shapes.results import (
     EmbedResult,
     RerankResult,
     Result,
+    of_prefill,
     usage_of,
     with_messages,
 )
 from cellama.tasks.publishing.results import result_of, resume_of
-from cellama.tasks.state.foundation import have_adapters
+from cellama.tasks.state.foundation import Choice, Foundation, have_adapters
 from cellama.tasks.state.registry import live_workers
 
 from .attempt import ELSEWHERE_S, GIVEN_UP, JobAttempt
 from .bulk_slice import ChunkRun, adapters_of_lines
-from .engine_request import Asked, conversation_of, has_seed, request_of, signer_of
+from .engine_request import Asked, conversation_of, has_seed, prefill_of, request_of, signer_of
+from .parent import context_of
 from .vectors import embed, rerank, wait_for
 
 if TYPE_CHECKING:
@@ -53,6 +59,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+Reading = GenerateJob | ChatJob | PrefillJob
 MOST_URGENT = 0  # a suspect gets a slot at once: it shall not be blamed for a death while it only waited
 
 
@@ -70,6 +77,10 @@ class JobRun(JobAttempt):
             self.runtime.publisher.sign_with(self.attempt.run_id, signer)
         return with_messages(result_of(self._complete(model, job), model.id, signer))
 
+    def prefill(self, job: PrefillJob) -> Result:
+        model = self.model(job.model)
+        return of_prefill(result_of(self._complete(model, job), model.id, self.runtime.signer))
+
     def embed(self, job: EmbedJob) -> Result:
         return self._end_with(embed(self.model(job.model), job, self._wait_for))
 
@@ -79,7 +90,7 @@ class JobRun(JobAttempt):
     def chunk(self, job: ChunkJob) -> Result:
         model = self.model(job.model)
         rests_on = self.foundation(model, job.model, None, adapters_of_lines(job))
-        lines = ChunkRun(model, job, self.attempt.run_id, self.past, self.runtime, rests_on)
+        lines = ChunkRun(model, job, self.attempt.run_id, self.past, self.runtime, rests_on, self.reaching_redis)
         self.control.when_interrupted(lambda reason: self._stop_lines(lines, reason))
         self.ended.add_done_callback(lambda _: lines.stop())
         lines.run()
@@ -116,21 +127,12 @@ class JobRun(JobAttempt):
         self.end_stream(events.done("stop", usage_of()), result)
         return result
 
-    def _complete(self, model: Model, job: GenerateJob | ChatJob) -> Completion:
+    def _complete(self, model: Model, job: Reading) -> Completion:
         rests_on = self.foundation(model, job.model, job.adapters)
         chosen = self.past.foundation is None and job.adapters is not None
-        asked = Asked(
-            id=self.attempt.run_id,
-            submitted_at=self.submitted_at,
-            adapters=job.adapters or () if chosen else rests_on.choice,
-            sampling=rests_on.sampling,
-            seed=self._seed_of(job, rests_on.sampling),
-            mode="stream" if job.stream else "generate",
-            priority=MOST_URGENT if self.attempt.num_failures > 1 else job.priority,
-            resume=resume_of(self.past, job.n),
-        )
         try:
-            handle = model.engine.submit(request_of(model, job, asked, self.runtime.signer))
+            asked = self._asked(model, job, rests_on, job.adapters or () if chosen else rests_on.choice)
+            handle = model.engine.submit(self._request(model, job, asked))
         except UnknownAdapter:
             if chosen and not self._adapters_are_elsewhere(job.model, [name for name, _ in job.adapters or ()]):
                 raise
@@ -148,6 +150,28 @@ class JobRun(JobAttempt):
         if completion.finish_reason in ("cancelled", "timeout") and not self.celery_has_result:
             self.raise_if_interrupted()
         return completion
+
+    def _asked(self, model: Model, job: Reading, rests_on: Foundation, adapters: Choice) -> Asked:
+        """What the request has beside the job's own parameters."""
+        asked = Asked(
+            id=self.attempt.run_id,
+            submitted_at=self.submitted_at,
+            adapters=adapters,
+            sampling=rests_on.sampling,
+            mode="stream" if getattr(job, "stream", False) else "generate",
+            priority=MOST_URGENT if self.attempt.num_failures > 1 else job.priority,
+        )
+        if (key := job.parent_key) is not None:
+            of_key = partial(context_of, self.runtime, model, key, job.cache_scope, adapters)
+            asked = replace(asked, parent=self.reaching_redis(of_key))
+        if isinstance(job, PrefillJob):
+            return asked
+        return replace(asked, seed=self._seed_of(job, rests_on.sampling), resume=resume_of(self.past, job.n))
+
+    def _request(self, model: Model, job: Reading, asked: Asked) -> Request:
+        if isinstance(job, PrefillJob):
+            return prefill_of(model, job, asked)
+        return request_of(model, job, asked, self.runtime.signer)
 
     def _adapters_are_elsewhere(self, asked: str, names: Iterable[str]) -> bool:
         """True, after a while, if another worker has what this one lacks (docs/adr/012-pools.md)."""

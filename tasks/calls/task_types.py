@@ -18,6 +18,7 @@ from cellama.tasks.contract.shapes.parameters import (
     EmbedParams,
     GenerateParams,
     Messages,
+    PrefillParams,
     Prompt,
     RerankParams,
     TemplateParams,
@@ -30,6 +31,7 @@ from cellama.tasks.contract.shapes.results import (
     DetokenizeResult,
     EmbedResult,
     GenerateResult,
+    PrefillResult,
     RerankResult,
     TemplateResult,
     TokenizeResult,
@@ -138,6 +140,13 @@ class ChatCall(ChatParams, total=False):
     messages: Messages
 
 
+class PrefillCall(PrefillParams, total=False):
+    """A call of `prefill`, by name."""
+
+    model: str
+    prompt: Prompt | None
+
+
 class EmbedCall(EmbedParams, total=False):
     """A call of `embed`, by name."""
 
@@ -184,6 +193,14 @@ class ChatTask(_Task[ChatCall | ChatParams, ChatResult], Protocol):
     """The assistant's next turn."""
 
     def delay(self, model: str, messages: Messages, **params: Unpack[ChatParams]) -> QueuedJob[ChatResult]: ...
+
+
+class PrefillTask(_Task[PrefillCall | PrefillParams, PrefillResult], Protocol):
+    """What later jobs begin with, read into the cache: a prompt, or the messages of a chat."""
+
+    def delay(
+        self, model: str, prompt: Prompt | None = None, **params: Unpack[PrefillParams]
+    ) -> QueuedJob[PrefillResult]: ...
 
 
 class EmbedTask(_Task[EmbedCall | EmbedParams, EmbedResult], Protocol):

@@ -64,6 +64,23 @@ def check_model_id(text: str) -> str:
     return text
 
 
+def _check_key(text: str) -> str:
+    if not re.fullmatch(r"[0-9a-f]{64}", text):
+        raise ValueError("it is no key; a key is the `finish_key` of a result: 64 of the digits 0-9 and a-f")
+    return text
+
+
+def text_of_result(value: Any) -> Any:
+    """The result of a job, as the step before this one in a chain, is its text."""
+    is_result = isinstance(value, dict) and {"text", "finish_reason"} <= value.keys()
+    return value["text"] if is_result else value
+
+
+def _key_of_result(value: Any) -> Any:
+    """The result of a job, as the step before this one in a chain, is its key."""
+    return value.get("finish_key", "") if isinstance(value, dict) and "finish_reason" in value else value
+
+
 def _to_tuple(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
@@ -182,6 +199,7 @@ def _check_breaker(text: str) -> str:
 Text = Annotated[StrictStr, AfterValidator(_check_text)]
 FilledText = Annotated[Text, AfterValidator(_check_filled)]
 Name = Annotated[FilledText, at_most(limits.MAX_NAME_CHARS)]
+ContextKey = Annotated[StrictStr, AfterValidator(_check_key), BeforeValidator(_key_of_result)]
 Finite = Annotated[StrictFloat, Field(allow_inf_nan=False)]  # takes whole numbers, too
 LogitBias = Annotated[tuple[tuple[int, float], ...], BeforeValidator(_to_pairs)]
 Scale = Annotated[Finite, Field(ge=-limits.MAX_ADAPTER_SCALE, le=limits.MAX_ADAPTER_SCALE)]

@@ -4,6 +4,8 @@ cellama:journal:{job_id}   stream   the events of a job, entry (seq+1)-0; publis
 cellama:events:{db}:{job_id} channel the same events, live; publisher. Channels know no databases, so it names its own
 cellama:job:{job_id}       hash     ledger entry (docs/delivery.md); producer, then its worker; TTL after the end
 cellama:cancel:{job_id}    string   the job shall end; TTL
+cellama:context:{key}      string   the tokens of a prompt and what was generated after it, under its `finish_key`
+                                    (tasks/state/contexts.py); written with the end of its job; TTL of a result
 cellama:waiting:{queue}    zset     jobs that have no slot yet, the next one first (see `waiting_score`)
 cellama:running            zset     jobs that have started and not ended, by time of start
 cellama:leases             zset     jobs whose message a worker holds, by the time at which its lease ends
@@ -73,6 +75,10 @@ def batch_key(run_id: str) -> str:
 
 def job_key(job_id: str) -> str:
     return f"cellama:job:{job_id}"
+
+
+def context_key(key: str) -> str:
+    return f"cellama:context:{key}"
 
 
 def cancel_key(job_id: str) -> str:

@@ -15,12 +15,23 @@ from .payloads import (
     DetokenizeJob,
     EmbedJob,
     GenerateJob,
+    PrefillJob,
     RerankJob,
     TokenizeJob,
 )
-from .shapes.results import GenerateResult, Result, usage_of, with_messages
+from .shapes.results import GenerateResult, Result, of_prefill, usage_of, with_messages
 
-Payload = GenerateJob | ChatJob | EmbedJob | RerankJob | TokenizeJob | DetokenizeJob | ApplyChatTemplateJob | ChunkJob
+Payload = (
+    GenerateJob
+    | ChatJob
+    | PrefillJob
+    | EmbedJob
+    | RerankJob
+    | TokenizeJob
+    | DetokenizeJob
+    | ApplyChatTemplateJob
+    | ChunkJob
+)
 
 TOO_LATE = "no worker came to the job within its timeout; raise it, or start more workers"
 
@@ -43,6 +54,7 @@ KINDS: dict[str, Kind] = {
     for kind in (
         Kind(names.TASK_GENERATE, GenerateJob, ("model", "prompt"), completes=True),
         Kind(names.TASK_CHAT, ChatJob, ("model", "messages"), completes=True, shape=with_messages),
+        Kind(names.TASK_PREFILL, PrefillJob, ("model", "prompt"), shape=of_prefill),
         Kind(names.TASK_EMBED, EmbedJob, ("model", "texts")),
         Kind(names.TASK_RERANK, RerankJob, ("model", "query", "documents")),
         Kind(names.TASK_CHUNK, ChunkJob, ("model", "lines"), streams=False, keeps_journal=True),

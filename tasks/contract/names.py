@@ -4,6 +4,7 @@ from __future__ import annotations
 
 TASK_GENERATE = "cellama.generate"
 TASK_CHAT = "cellama.chat"
+TASK_PREFILL = "cellama.prefill"
 TASK_EMBED = "cellama.embed"
 TASK_RERANK = "cellama.rerank"
 TASK_TOKENIZE = "cellama.tokenize"

@@ -25,6 +25,7 @@ from .errors import InvalidJob
 from .fields import (
     Adapters,
     Breakers,
+    ContextKey,
     Count,
     FilledText,
     Finite,
@@ -37,6 +38,7 @@ from .fields import (
     at_most,
     check_model_id,
     no_more_than,
+    text_of_result,
     to_choice,
     to_inputs,
     to_json,
@@ -57,7 +59,19 @@ class _Job(Payload):
     timeout: Finite | None = Field(default=None, gt=0, le=limits.MAX_TIMEOUT_S, description="seconds from submission")
 
 
-class _GenerationJob(_Job):
+class _ReadingJob(_Job):
+    parent_key: ContextKey | None = Field(
+        default=None, description="go on after this context: the `finish_key` of a result; what is given here follows"
+    )
+    cache_scope: Annotated[Text, at_most(limits.MAX_NAME_CHARS)] = Field(
+        default="", description="share prefixes and keys only within this scope"
+    )
+    adapters: Adapters = Field(
+        default=None, description="LoRA adapters, NAME or NAME=SCALE, instead of the model's own; NAME=0 for none"
+    )
+
+
+class _GenerationJob(_ReadingJob):
     max_tokens: Count = Field(default=256, ge=1, description="tokens to generate at most")
     temperature: Finite = Field(default=0.8, ge=0, le=limits.MAX_TEMPERATURE, description="0 = greedy")
     top_k: Count = Field(default=40, ge=0, description="candidates kept; 0 = all")
@@ -110,12 +124,6 @@ class _GenerationJob(_Job):
     n: StrictInt = Field(default=1, ge=1, le=limits.MAX_COMPLETIONS, description="completions of the one prompt")
     stop: Stops = Field(default=(), description="text that ends the generation; several are allowed")
     cache_prompt: StrictBool = Field(default=True, description="share prefixes with other requests")
-    cache_scope: Annotated[Text, at_most(limits.MAX_NAME_CHARS)] = Field(
-        default="", description="share prefixes only within this scope"
-    )
-    adapters: Adapters = Field(
-        default=None, description="LoRA adapters, NAME or NAME=SCALE, instead of the model's own; NAME=0 for none"
-    )
     return_tokens: StrictBool = Field(
         default=False, description="the result has `tokens` and, with those of the prompt before them, `context_tokens`"
     )
@@ -133,12 +141,6 @@ class _GenerationJob(_Job):
         return self
 
 
-def _text_of_result(value: Any) -> Any:
-    """The result of a job, as the step before this one in a chain, is its text."""
-    is_result = isinstance(value, dict) and {"text", "finish_reason"} <= value.keys()
-    return value["text"] if is_result else value
-
-
 def _prompt_kind(value: Any) -> str:
     return _TOKENS if isinstance(value, list | tuple) else _TEXT
 
@@ -149,7 +151,7 @@ TokenIds = Annotated[TokenList, Field(min_length=1)]
 TextOrTokens = Annotated[
     Annotated[FilledText, Tag(_TEXT)] | Annotated[TokenIds, Tag(_TOKENS)], Discriminator(_prompt_kind)
 ]
-Prompt = Annotated[TextOrTokens, BeforeValidator(_text_of_result)]
+Prompt = Annotated[TextOrTokens, BeforeValidator(text_of_result)]
 Inputs = Annotated[tuple[TextOrTokens, ...], Field(fail_fast=True), BeforeValidator(to_inputs)]
 
 
@@ -159,10 +161,13 @@ class GenerateJob(_GenerationJob):
     prompt: Prompt
 
 
+Messages = Annotated[
+    tuple[Message, ...], Field(fail_fast=True), Field(min_length=1), no_more_than(limits.MAX_MESSAGES, "messages")
+]
+
+
 class _Conversation(_Job):
-    messages: Annotated[
-        tuple[Message, ...], Field(fail_fast=True), Field(min_length=1), no_more_than(limits.MAX_MESSAGES, "messages")
-    ]
+    messages: Messages
     system: Text | None = Field(default=None, description="a system message before all others")
     tools: Annotated[tuple[Tool, ...], AfterValidator(check_names), no_more_than(limits.MAX_TOOLS, "tools")] = Field(
         default=(), description="what the model may call: JSON list of tools in the OpenAI form"
@@ -177,8 +182,10 @@ class _Conversation(_Job):
 
     @model_validator(mode="after")
     def _check_system(self) -> _Conversation:
-        if self.system is not None and self.messages[0].role == "system":
+        if self.system is not None and self.messages and self.messages[0].role == "system":
             raise ValueError("system is given, and messages begin with a system's message, too; leave one out")
+        if self.system is not None and getattr(self, "parent_key", None) is not None:
+            raise ValueError("system is given, and the conversation of parent_key has begun already; leave one out")
         return self
 
 
@@ -186,6 +193,19 @@ class ChatJob(_Conversation, _GenerationJob):
     """The assistant's next turn. `template_args` are variables of the model's chat template."""
 
     thinking_budget: Count | None = Field(default=None, ge=0, description="tokens for thinking, at most")
+
+
+class PrefillJob(_Conversation, _ReadingJob):
+    """What others will begin with, read into the cache: a prompt, or the messages (or the system) of a chat."""
+
+    prompt: Prompt | None = None
+    messages: Messages = ()
+
+    @model_validator(mode="after")
+    def _check_one(self) -> PrefillJob:
+        if (self.prompt is None) == (not self.messages and self.system is None):
+            raise ValueError("one of the two must be given: prompt, or messages (or a system) of a chat")
+        return self
 
 
 class EmbedJob(_Job):
@@ -228,12 +248,17 @@ class ApplyChatTemplateJob(_Conversation):
 Job = TypeVar("Job", bound=_Job)
 
 
-def parse_job(kind: type[Job], positional: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Job:
-    """The job of a Celery call whose `positional` parameters may be given by position.
+def free_of(kind: type[_Job], positional: Sequence[str], kwargs: Mapping[str, Any]) -> list[str]:
+    """What positional arguments stand for: a parent's result in `chain(load.s(), generate.s(model="tiny"))` is the
+    prompt; in `chain(generate.s("tiny", "Hi"), generate.s(model="tiny", prompt=" and"))` it is what to go on after."""
+    free = [name for name in positional if name not in kwargs]
+    return free or [name for name in ("parent_key",) if name in kind.model_fields and name not in kwargs]
 
-    Raises InvalidJob that lists every problem: parameter, value, remedy.
-    """
-    free = [name for name in positional if name not in kwargs]  # as in `chain(load.s(), generate.s(model="tiny"))`
+
+def parse_job(kind: type[Job], positional: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Job:
+    """The job of a Celery call whose `positional` parameters may be given by position. Raises InvalidJob that lists
+    every problem: parameter, value, remedy."""
+    free = free_of(kind, positional, kwargs)
     names = free if len(args) <= len(free) else positional
     if len(args) > len(names):
         raise InvalidJob(f"{len(args)} positional arguments, at most {len(names)}: {', '.join(names)}")

@@ -11,7 +11,7 @@ from cellama.tasks.contract.errors import JobFailed
 from cellama.tasks.contract.events import Event, Foundation, OutputEvent, numbered
 from cellama.tasks.contract.shapes.results import Result
 from cellama.tasks.state.history import outputs_of_line
-from cellama.tasks.state.records import Attempt, CeleryEnd, Entry
+from cellama.tasks.state.records import Attempt, CeleryEnd, Contexts, Entry
 
 from .signing import Signer
 
@@ -53,14 +53,14 @@ class RunEvents:
     _last_result: Result | None = None  # that Celery has with the last event
     _gathered: dict[int, list[OutputEvent]] = field(default_factory=dict)  # of a job that does not stream, by index
 
-    def entry(self, event: Event, result: Result | None = None) -> Entry:
+    def entry(self, event: Event, result: Result | None = None, contexts: Contexts = ()) -> Entry:
         """The event with the next number. Raises what it means that it can't be written; the number stays free then."""
         fence, told = (self.attempt.job_id, self.attempt.run), numbered(event, self.next_seq)
         if result is not None and self.celery_end and (stored := self.celery_end.stored(result)) is not None:
-            entry = Entry(*fence, told, None, stored, self.celery_end.token)
+            entry = Entry(*fence, told, None, stored, self.celery_end.token, contexts)
             self._last_result = result
         else:
-            entry = Entry(*fence, told, result)
+            entry = Entry(*fence, told, result, contexts=contexts)
         self.next_seq += 1
         return entry
 

@@ -24,7 +24,7 @@ from cellama.tasks.contract.errors import JobFailed
 from cellama.tasks.contract.events import Event, Foundation, LineEvent
 from cellama.tasks.contract.shapes.results import Result
 from cellama.tasks.state.ledger import Ledger
-from cellama.tasks.state.records import Attempt, CeleryEnd, Entry
+from cellama.tasks.state.records import Attempt, CeleryEnd, Contexts, Entry
 
 from .attempt_events import Order, RunEvents
 from .pages import MAX_BATCH, Numbered, pages
@@ -38,7 +38,8 @@ log = logging.getLogger(__name__)
 RETRY_S = 0.5
 CLOSING_ATTEMPTS = 4
 LINE_MARK = "\x1f"  # in the id of a request: between the run of a chunk and the number of its line
-Told = list[tuple[str, Order, Result | None]]  # run id, event without its seq, result with a terminal event
+# Run id, event without its seq; with a terminal event the result, and contexts by key.
+Told = list[tuple[str, Order, Result | None, Contexts]]
 
 
 class Publisher:
@@ -110,11 +111,11 @@ class Publisher:
 
     def publish(self, run_id: str, event: Event, result: Result | None = None) -> None:
         """Publishes an event that no engine tells."""
-        self._inbox.put(lambda: [(run_id, event, result)])
+        self._inbox.put(lambda: [(run_id, event, result, ())])
 
     def hand_back(self, run_id: str) -> None:
         """Writes what is gathered, and nothing more of this run. Its future says False then."""
-        self._inbox.put(lambda: [(run_id, {"type": "hand_back"}, None)])
+        self._inbox.put(lambda: [(run_id, {"type": "hand_back"}, None, ())])
 
     def close(self, timeout_s: float = 5.0) -> bool:
         """Writes what is there, then ends; False if Redis did not take it in time."""
@@ -151,7 +152,7 @@ class Publisher:
 
     def _convert(self, model_id: str, event: EngineEvent) -> Told:
         """An engine's event in the words of the contract; if that can't be said, how its run or its line ends."""
-        from .results import event_of, line_event_of, result_of_end
+        from .results import contexts_of, event_of, line_event_of, result_of_end
 
         run_id, mark, line = event.request_id.partition(LINE_MARK)
         run = self._runs.get(run_id)
@@ -159,21 +160,23 @@ class Publisher:
         try:
             if not mark:
                 own = event_of(event, model_id, self._worker, signer)
-                return [(run_id, own, result_of_end(event, model_id, signer))]
+                fingerprint = "" if run is None else run.details.get("fingerprint", "")
+                return [(run_id, own, result_of_end(event, model_id, signer), contexts_of(event, fingerprint))]
             of_line = line_event_of(event, int(line), model_id, signer)
-            return [] if of_line is None else [(run_id, of_line, None)]
+            return [] if of_line is None else [(run_id, of_line, None, ())]
         except Exception as error:
             failure = _unforeseen(run_id, error)
-            return [(run_id, _line_failed(int(line), failure) if mark else {"type": "fail", "failure": failure}, None)]
+            told: Order = _line_failed(int(line), failure) if mark else {"type": "fail", "failure": failure}
+            return [(run_id, told, None, ())]
 
     def _tell(self, told: Told) -> None:
         for page in pages([entry for each in told for entry in self._entries_of(*each)]):
             self._write(page)
-        for run_id, event, _ in told:
+        for run_id, event, *_ in told:
             if event["type"] == "hand_back" and (run := self._runs.pop(run_id, None)) is not None:
                 run.ended.set_result(False)
 
-    def _entries_of(self, run_id: str, event: Order, result: Result | None) -> list[Numbered]:
+    def _entries_of(self, run_id: str, event: Order, result: Result | None, contexts: Contexts) -> list[Numbered]:
         """What is written for an event of a run: nothing yet, or several; if that can't be encoded, its failure."""
         run = self._runs.get(run_id)
         if run is None or run.closed or (event["type"] == "started" and run.started):
@@ -181,7 +184,7 @@ class Publisher:
         entries: list[Entry] = []
         try:
             for each in self._to_write(run, event):
-                entries.append(run.entry(each, result if each is event else None))
+                entries.append(run.entry(each, result, contexts) if each is event else run.entry(each))
         except Exception as error:
             failure = _unforeseen(run_id, error)
             if event["type"] == "line":

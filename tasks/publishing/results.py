@@ -15,6 +15,7 @@ from cellama.tasks.contract.errors import InvalidJob, JobFailed
 from cellama.tasks.contract.events import DoneDetails, ErrorEvent, Event, Failure, OutputDetails, TerminalEvent
 from cellama.tasks.contract.shapes.results import Choice, GenerateResult, Logprob, Timings, ToolCall, Usage
 from cellama.tasks.contract.valid_text import valid_text
+from cellama.tasks.state.contexts import KeptContext, pack, pack_after
 from cellama.tasks.state.history import Output, Past, outputs_of_line
 
 from .signing import Signer
@@ -55,6 +56,8 @@ def _terminal_event(event: Finished) -> TerminalEvent:
     }
     if completion.tool_calls:
         details["tool_calls"] = _tool_calls(completion)
+    if completion.finish_key is not None:
+        details["finish_key"] = completion.finish_key
     return events.done(completion.finish_reason, _usage(completion), **details)
 
 
@@ -93,6 +96,21 @@ def result_of_end(event: EngineEvent, model_id: str, signer: Signer) -> Generate
     return result_of(completion, model_id, signer)
 
 
+def contexts_of(event: EngineEvent, fingerprint: str) -> tuple[tuple[str, bytes], ...]:
+    """What is kept with the end of a request: the contexts of its completions by key. They begin with one prompt, which
+    is kept once."""
+    completion = event.completion if isinstance(event, Finished) else None
+    if completion is None or completion.context is None:
+        return ()
+    first = completion.context
+    kept = {first.key: pack(KeptContext(fingerprint, first.identity, first.tokens))}
+    for other in (choice.context for choice in completion.alternatives):
+        if other is not None and other.key not in kept:
+            context = KeptContext(fingerprint, other.identity, other.tokens)
+            kept[other.key] = pack_after(context, first.key, len(other.prompt))
+    return tuple(kept.items())
+
+
 def _choice(completion: Completion, signer: Signer, with_tokens: bool) -> dict[str, Any]:
     choice: dict[str, Any] = {
         "text": completion.text,
@@ -105,6 +123,8 @@ def _choice(completion: Completion, signer: Signer, with_tokens: bool) -> dict[s
         choice["reasoning"], choice["signature"] = completion.reasoning, signer.sign(completion.reasoning)
     if completion.tool_calls:
         choice["tool_calls"] = _tool_calls(completion)
+    if completion.finish_key is not None:
+        choice["finish_key"] = completion.finish_key
     if completion.logprobs is not None:
         choice["logprobs"] = _logprobs(completion.logprobs)
     return choice
@@ -159,6 +179,7 @@ def _logprob(entry: Logprob) -> TokenLogprob:
 
 def _usage(completion: Completion) -> Usage:
     usage: Any = {name: getattr(completion.usage, name) for name in USAGE}
+    usage["cache_hit_kind"] = completion.usage.cache_hit_kind
     return cast(Usage, usage)
 
 

@@ -198,7 +198,7 @@ class Ledger:
             keys += [job_key(job_id), journal_key(job_id), cancel_key(job_id), result_key(job_id)]
             args += [job_id, entry.run or "", entry.kind, entry.event["seq"], events_channel(job_id, self._database)]
             args += [entry.event_json.partition(b",")[2], entry.result_json]  # the script knows the seq
-            args += [*_parts(entry.stored), entry.token]
+            args += [*_parts(entry.stored), entry.token, len(entry.contexts), *(p for c in entry.contexts for p in c)]
         superseded, gaps = run_script(self._redis, "write", keys, args)
         return set(superseded), set(gaps)
 

@@ -14,7 +14,7 @@ from typing_extensions import TypedDict
 from cellama.tasks.contract.events import PROGRESS_TYPES, Event, TerminalEvent, is_terminal
 from cellama.tasks.contract.keys import job_key
 from cellama.tasks.contract.kinds import KINDS
-from cellama.tasks.contract.payloads import GenerateJob
+from cellama.tasks.contract.payloads import GenerateJob, free_of
 from cellama.tasks.contract.shapes.results import Result
 
 from .encoding import encode
@@ -98,7 +98,9 @@ class Call:
 
     def digest(self, positional: Sequence[str]) -> str:
         """The same for the same parameters, however they were given."""
-        parameters = {**dict(zip(positional, self.args, strict=False)), **self.kwargs}
+        free = free_of(KINDS[self.task].payload, positional, self.kwargs)
+        names = free if len(self.args) <= len(free) else positional
+        parameters = {**dict(zip(names, self.args, strict=False)), **self.kwargs}
         return hashlib.sha256(json.dumps([self.task, parameters], sort_keys=True).encode()).hexdigest()
 
 
@@ -239,6 +241,9 @@ class DeadJob(TypedDict):
     error: str  # its code
 
 
+Contexts = tuple[tuple[str, bytes], ...]  # by key, as `contexts` packs them
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """An event to write. With `run` None, no attempt's: it counts only while no attempt runs, as the next one.
@@ -252,6 +257,7 @@ class Entry:
     result: Result | None = None  # with the end of a job that ends well, until Celery has it
     stored: Stored | None = None  # instead of a result: Celery has it with this event
     token: str = ""  # with that: of the taking of its message, which is gone then
+    contexts: Contexts = ()  # with the end of a job
     event_json: bytes = field(init=False, repr=False)
     result_json: bytes = field(init=False, repr=False)  # empty without one
 
@@ -264,7 +270,8 @@ class Entry:
     @property
     def num_bytes(self) -> int:
         """What it sends to Redis."""
-        return len(self.event_json) + len(self.result_json) + (len(self.stored.value) if self.stored else 0)
+        kept = sum(len(context) for _, context in self.contexts)
+        return len(self.event_json) + len(self.result_json) + (len(self.stored.value) if self.stored else 0) + kept
 
     @property
     def kind(self) -> str:

@@ -18,6 +18,7 @@ from redis.exceptions import RedisError
 from cellama.tasks.connection.redis_clock import redis_time, seconds_of
 from cellama.tasks.contract.keys import WORKERS_KEY
 from cellama.tasks.contract.shapes.workers import (
+    CacheHit,
     LoadFailure,
     Totals,
     WantedThing,
@@ -27,7 +28,7 @@ from cellama.tasks.contract.shapes.workers import (
 )
 
 if TYPE_CHECKING:
-    from cellama.engine import ModelEntry, ModelManager
+    from cellama.engine import Model, ModelEntry, ModelManager
 
 log = logging.getLogger(__name__)
 
@@ -156,6 +157,11 @@ class Registration:
             self._redis.hdel(WORKERS_KEY, *stale)
 
 
+def _last_cache_hit(model: Model) -> CacheHit | None:
+    hit = model.engine.last_cache_hit if model.capabilities & {"generate", "chat"} else None
+    return None if hit is None else {"kind": hit.kind, "num_tokens": hit.num_tokens, "tier": hit.tier}
+
+
 def describe(entry: ModelEntry, default: bool) -> WorkerModel:
     """A model and the state of its parts, in JSON; while it is loading there is no more to tell than its source."""
     able, model = sorted(entry.capabilities), entry.model
@@ -178,5 +184,6 @@ def describe(entry: ModelEntry, default: bool) -> WorkerModel:
         "tuned": {name: getattr(model.options, name) for name in model.tuned},
         "sampling": dict(model.options.sampling_defaults),
         "adapters": [asdict(adapter) for adapter in model.adapters()],
+        "last_cache_hit": _last_cache_hit(model),
     }
     return cast(WorkerModel, {**known, **asdict(model.info), **resident, **parts})

@@ -20,6 +20,7 @@ from cellama.tasks.contract.keys import (
     PRIORITY_WEIGHT,
     QUEUES_KEY,
     RUNNING_KEY,
+    context_key,
     journal_key,
     waiting_key,
 )
@@ -30,6 +31,7 @@ log = logging.getLogger(__name__)
 CONSTANTS: dict[str, str | float] = {
     "WAITING": waiting_key(""),
     "JOURNAL": journal_key(""),
+    "CONTEXT": context_key(""),
     "QUEUES": QUEUES_KEY,
     "RUNNING": RUNNING_KEY,
     "DUE": DUE_KEY,

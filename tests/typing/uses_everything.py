@@ -40,6 +40,9 @@ def generate(client: Client) -> str:
     result = job.result(timeout=60)
     best = result["logprobs"][0]["top"][0][1] if "logprobs" in result else 0.0
     print(len(result.get("context_tokens", [])), result.get("cache_hit_kind"))
+    read = client.prefill("tiny", system="Hi", tools=[LOOK]).result()
+    print(read["usage"].get("cache_tier"), client.generate("tiny", "!", parent_key=result.get("finish_key")).id)
+    print(client.last_cache_hit("tiny"))
     return result["text"] + f"{result['usage']['prompt_tokens']} {best:.1f}"
 
 

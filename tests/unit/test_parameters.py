@@ -14,6 +14,7 @@ from cellama.tasks.contract.names import (
     TASK_DETOKENIZE,
     TASK_EMBED,
     TASK_GENERATE,
+    TASK_PREFILL,
     TASK_RERANK,
     TASK_TOKENIZE,
 )
@@ -22,6 +23,7 @@ from cellama.tasks.contract.shapes.parameters import (
     DetokenizeParams,
     EmbedParams,
     GenerateParams,
+    PrefillParams,
     RerankParams,
     TemplateParams,
     TokenizeParams,
@@ -30,6 +32,7 @@ from cellama.tasks.contract.shapes.parameters import (
 TYPED: dict[str, Any] = {
     TASK_GENERATE: GenerateParams,
     TASK_CHAT: ChatParams,
+    TASK_PREFILL: PrefillParams,
     TASK_EMBED: EmbedParams,
     TASK_RERANK: RerankParams,
     TASK_TOKENIZE: TokenizeParams,
@@ -47,6 +50,7 @@ CONTENT: dict[str, Any] = {
 }
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 VALUES = (
+    *("ab" * 32, [{"role": "user", "content": "Hi"}]),
     *(None, True, 1, 0.5, "1", "root", "list", ["a"], [("a", 0.5)], [(1, 0.5)], {"a": 0.5}, {1: 0.5}, [1], {}, [TOOL]),
     *({"type": "object"}, {"type": "function", "function": {"name": "look"}}, {"a": ["b"]}, b"a"),
 )

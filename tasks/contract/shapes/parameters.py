@@ -73,7 +73,15 @@ class JobParams(TypedDict, total=False):
     timeout: float | None
 
 
-class GenerateParams(JobParams, total=False):
+class ReadingParams(JobParams, total=False):
+    """Of what reads a prompt into the cache."""
+
+    parent_key: str | None
+    cache_scope: str
+    adapters: str | Mapping[str, float] | Sequence[str] | Sequence[tuple[str, float]] | None
+
+
+class GenerateParams(ReadingParams, total=False):
     """Of `generate`."""
 
     max_tokens: int
@@ -105,8 +113,6 @@ class GenerateParams(JobParams, total=False):
     n: int
     stop: Texts
     cache_prompt: bool
-    cache_scope: str
-    adapters: str | Mapping[str, float] | Sequence[str] | Sequence[tuple[str, float]] | None
     return_tokens: bool
     ignore_eos: bool
     stream: bool
@@ -126,6 +132,12 @@ class ChatParams(TemplateParams, GenerateParams, total=False):
     """Of `chat`."""
 
     thinking_budget: int | None
+
+
+class PrefillParams(TemplateParams, ReadingParams, total=False):
+    """Of `prefill`."""
+
+    messages: Messages
 
 
 class EmbedParams(JobParams, total=False):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NotRequired
+from typing import Any, Literal, NotRequired, cast
 
 from typing_extensions import TypedDict  # pydantic, and so FastAPI, takes no other one before Python 3.12
 
@@ -13,12 +13,16 @@ CacheTier = Literal["device", "ram", "disk"]
 
 
 class Usage(TypedDict):
-    """Token counts; `cached_tokens` of the prompt were not computed again."""
+    """Token counts; `cached_tokens` of the prompt were not computed again.
+
+    The last two are there for what an engine of generation read.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
     cache_tier: NotRequired[CacheTier | None]  # where they were; None: nowhere
+    cache_hit_kind: NotRequired[CacheHitKind]  # as in the result
 
 
 class Timings(TypedDict, total=False):
@@ -78,6 +82,7 @@ class _Completion(TypedDict):
     stop_sequence: str | None
     tokens: NotRequired[list[int]]  # all that were generated
     logprobs: NotRequired[list[Logprob]]
+    finish_key: NotRequired[str]  # of all that was read and generated (not with `cache_prompt` off): a `parent_key`
 
 
 class Choice(_Completion):
@@ -114,6 +119,18 @@ class ChatResult(_Run):
 
     message: AssistantMessage
     choices: NotRequired[list[ChatChoice]]
+
+
+class PrefillResult(TypedDict):
+    """Of `prefill`: what was read is in the cache."""
+
+    finish_reason: FinishReason  # "stop", or "timeout" if it could not be read in time
+    finish_key: NotRequired[str]  # the `parent_key` of what begins with it
+    usage: Usage
+    timings: Timings
+    model: str
+    seq_id: int | None  # the slot, if it had one
+    cache_hit_kind: CacheHitKind
 
 
 class EmbedResult(TypedDict):
@@ -174,6 +191,7 @@ class ChunkResult(TypedDict):
 Result = (
     GenerateResult
     | ChatResult
+    | PrefillResult
     | EmbedResult
     | RerankResult
     | TokenizeResult
@@ -186,6 +204,12 @@ Result = (
 def usage_of(*, prompt_tokens: int = 0, completion_tokens: int = 0) -> Usage:
     """Token counts of what had no engine, or none to its end."""
     return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "cached_tokens": 0}
+
+
+def of_prefill(result: Any) -> PrefillResult:
+    """A prefill's result says nothing of a text."""
+    shown: Any = {name: result[name] for name in PrefillResult.__annotations__ if name in result}
+    return cast(PrefillResult, shown)
 
 
 def with_messages(result: Any) -> ChatResult:

@@ -11,6 +11,8 @@ from typing_extensions import TypedDict
 
 from cellama.config.settings import Capability, OnFull
 
+from .results import CacheHitKind, CacheTier
+
 # stopped: its process ends in a moment; lacking: no worker has it that shall
 ModelStatus = Literal["loading", "ready", "unloading", "stopped", "lacking"]
 WantedState = Literal["ready", "loading", "lacking", "leaving"]  # leaving: it is there, and shall not be
@@ -148,6 +150,14 @@ class AdapterView(WorkerAdapter):
     workers: list[str]
 
 
+class CacheHit(TypedDict):
+    """What was taken over of a prompt: how much, and from where."""
+
+    kind: CacheHitKind
+    num_tokens: int
+    tier: CacheTier | None  # None: cold
+
+
 class ModelFile(TypedDict):
     """What is known of a model before it is loaded."""
 
@@ -182,6 +192,7 @@ class LoadedModel(TypedDict, total=False):
     tuned: dict[str, int | str]  # options that are as `cellama tune` found them best
     sampling: dict[str, object]  # of jobs that do not say otherwise; what is not here is as for any model
     adapters: list[WorkerAdapter]
+    last_cache_hit: CacheHit | None  # of the job that got a slot last; None before the first
 
 
 class WorkerModel(ModelFile, LoadedModel):

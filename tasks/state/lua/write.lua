@@ -1,15 +1,18 @@
 -- Journals and publishes events, each only if its run is the job's current one.
 -- KEYS: entry, journal, cancel, Celery's result for each event. ARGV: field, max events, four times of life and the time to
--- store a result (in seconds), then ten values for each event. `data` is its JSON after the `seq`, which stands before it.
+-- store a result (in seconds), then eleven values for each event, and key and value of each of its contexts, which are kept
+-- like a result. `data` is its JSON after the `seq`, which stands before it.
 -- With `stored`, what Celery keeps of a job that ends well, nothing is left to do for it: Celery has its result, and whoever
 -- holds the message by `token` is done with it.
 -- Returns the places of events whose run is superseded, and of those before which the journal has a gap.
 local field, max_events, event_ttl, journal_ttl, result_ttl, dead_ttl, settle =
   ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6], tonumber(ARGV[7])
-local superseded, gaps = {}, {}
-for i = 0, (#ARGV - 7) / 10 - 1 do
+local superseded, gaps, next = {}, {}, 8
+for i = 0, #KEYS / 4 - 1 do
   local job, journal, cancel = KEYS[4*i+1], KEYS[4*i+2], KEYS[4*i+3]
-  local id, run, kind, seq, channel, data, result, stored, expires, token = unpack(ARGV, 10*i + 8, 10*i + 17)
+  local id, run, kind, seq, channel, data, result, stored, expires, token, contexts = unpack(ARGV, next, next + 10)
+  local first = next + 11
+  next = first + 2 * contexts
   local ends = kind == 'end' or kind == 'dead'
   local found = redis.call('HMGET', job, 'run', 'state', 'queue', 'ended_by', 'failures', 'next_seq',
                            'holder')
@@ -36,6 +39,7 @@ for i = 0, (#ARGV - 7) / 10 - 1 do
     if ends then
       redis.call('HSET', job, 'state', 'done', 'ended_by', run, 'end', event)
       forget(job, id, found[3])
+      for at = first, next - 2, 2 do redis.call('SETEX', CONTEXT .. ARGV[at], result_ttl, ARGV[at+1]) end
       if stored ~= '' then
         tell_celery(KEYS[4*i+4], stored, expires)
         redis.call('ZREM', DUE, id)

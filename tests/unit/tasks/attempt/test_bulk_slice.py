@@ -63,7 +63,7 @@ def run_lines(*params: dict[str, Any]) -> dict[int, str]:
     )
     runtime: Any = SimpleNamespace(publisher=publisher, incarnation="worker 1", signer=None)
     job = ChunkJob.model_validate({"model": "m", "lines": [{"kind": "embed", "params": each} for each in params]})
-    ChunkRun(model, job, "job#1", Past(), runtime, Foundation("sha")).run()
+    ChunkRun(model, job, "job#1", Past(), runtime, Foundation("sha"), lambda ask: ask()).run()
     return publisher.codes()
 
 

@@ -23,7 +23,7 @@ def test_payload_parameters_have_the_engines_names_and_defaults() -> None:
     engine["timeout"] = engine.pop("timeout_s")
     for internal in ("id", "sampling", "submitted_at", "prompt", "reply", "resume", "mode"):
         del engine[internal]
-    payload = {n: f.default for n, f in GenerateJob.model_fields.items() if n not in ("model", "prompt")}
+    payload = {n: f.default for n, f in GenerateJob.model_fields.items() if n not in ("model", "prompt", "parent_key")}
     assert payload == engine
 
 

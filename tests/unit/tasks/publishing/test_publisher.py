@@ -6,15 +6,17 @@ import json
 import queue
 import threading
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import OutOfMemoryError, ResponseError
 
-from cellama.engine import DecodeFailed, Finished, Started, Text, Watchdog
+from cellama.engine import Context, DecodeFailed, Finished, Started, Text, Watchdog
 from cellama.tasks.contract import events
 from cellama.tasks.publishing.attempt_events import STRIDE
+from cellama.tasks.publishing.publisher import LINE_MARK
 from cellama.tasks.publishing.results import resume_of
 from cellama.tasks.state.history import Past
 from cellama.tasks.state.records import CeleryEnd, Stored
@@ -187,7 +189,7 @@ def test_publisher_waits_while_redis_takes_no_writes(passing: Exception) -> None
 
 
 def test_events_are_written_in_pages_that_redis_takes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cellama.tasks.publishing.pages.MAX_BATCH_BYTES", 1200)
+    monkeypatch.setattr("cellama.tasks.publishing.pages.MAX_BATCH_BYTES", 1300)
     ledger = MemoryLedger()
     publisher = publisher_of(ledger)
     ended = publisher.open(attempt("a"))
@@ -256,3 +258,19 @@ def test_celery_hears_of_an_end_with_the_last_event_unless_it_ends_otherwise() -
     assert written["interrupted"].stored is None
     assert written["interrupted"].result is not None
     assert [way.result is not None for way in ways.values()] == [True, False, False]
+
+
+def test_end_of_a_job_brings_its_contexts_and_that_of_a_line_does_not() -> None:
+    context = Context(b"an identity", (), "", (5, 6, 7), (1, 2))
+    done = replace(COMPLETION, context=context, alternatives=(replace(COMPLETION, index=1, context=context),))
+    ledger = MemoryLedger()
+    publisher = publisher_of(ledger)
+    publisher.open(attempt("a"))
+    publisher.open(attempt("b"))
+    publisher.listener("tiny")((Finished("a#1", done), Finished(f"b#1{LINE_MARK}0", done)))
+    assert publisher.close()
+    of_job, of_line = ledger.entries
+    assert [key for key, _ in of_job.contexts] == [context.key]  # the alternative says the same
+    assert of_job.event["finish_key"] == context.key
+    assert of_line.event["result"]["finish_key"] == context.key
+    assert of_line.contexts == ()

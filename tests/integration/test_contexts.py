@@ -1,0 +1,88 @@
+"""Contexts in Redis: what is kept with the end of a job is found by its key, and nothing that is damaged counts."""
+
+from __future__ import annotations
+
+import random
+import uuid
+
+import pytest
+from redis import Redis
+
+from cellama.tasks.contract.keys import context_key
+from cellama.tasks.state.contexts import KeptContext, keep_context, pack, pack_after, read_context
+from cellama.tasks.state.ledger import Ledger
+from cellama.tasks.state.records import Entry
+
+from .ledgers import DONE, STARTED, begin, write
+
+MODEL, IDENTITY = "ab" * 32, b"an identity"
+
+
+def context(num_tokens: int) -> KeptContext:
+    randomly = random.Random(num_tokens)
+    return KeptContext(MODEL, IDENTITY, [randomly.randrange(128_000) for _ in range(num_tokens)])
+
+
+def new_key() -> str:
+    return uuid.uuid4().hex * 2
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 1023, 1024, 30_000])
+def test_context_is_read_as_it_was_written(redis_client: Redis, num_tokens: int) -> None:
+    key, kept = new_key(), context(num_tokens)
+    keep_context(redis_client, key, kept, 600)
+    found = read_context(redis_client, key, MODEL, 900)
+    assert found is not None
+    assert (found.model, found.identity, list(found.tokens)) == (MODEL, IDENTITY, kept.tokens)
+    assert 600 < int(str(redis_client.ttl(context_key(key)))) <= 900  # who asks for it keeps it
+    assert redis_client.strlen(context_key(key)) < 4 * num_tokens + 64
+    other = read_context(redis_client, key, "cd" * 32, 900)
+    assert other is not None
+    assert other.model == ""
+
+
+def test_context_that_is_there_is_kept_longer_and_not_written_again(redis_client: Redis) -> None:
+    key, kept = new_key(), context(3)
+    keep_context(redis_client, key, kept, 60)
+    keep_context(redis_client, key, context(5), 600)
+    found = read_context(redis_client, key, MODEL, 900)
+    assert found is not None
+    assert list(found.tokens) == kept.tokens
+
+
+def test_contexts_come_with_the_end_of_their_job(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
+    """Those of alternatives keep the prompt once; a superseded attempt keeps nothing."""
+    first, second, kept = new_key(), new_key(), context(2000)
+    other = KeptContext(MODEL, IDENTITY, [*kept.tokens[:1500], 1, 2, 3])
+    contexts = ((first, pack(kept)), (second, pack_after(other, first, 1500)))
+    old, attempt = begin(ledger, job_id), begin(ledger, job_id, alone=True)
+    write(ledger, attempt, STARTED)
+    assert ledger.write([Entry(job_id, old.run, {"seq": 1, **DONE}, contexts=contexts)]) == ({0}, set())
+    assert read_context(redis_client, first, MODEL, 60) is None
+    assert ledger.write([Entry(job_id, attempt.run, {"seq": 1, **DONE}, contexts=contexts)]) == (set(), set())
+    assert 3600 < int(str(redis_client.ttl(context_key(first)))) <= 86400
+    found = [read_context(redis_client, key, MODEL, 86400) for key in (first, second)]
+    assert [list(each.tokens) if each else None for each in found] == [kept.tokens, other.tokens]
+    assert int(str(redis_client.strlen(context_key(second)))) < 200
+    redis_client.delete(context_key(first))
+    assert read_context(redis_client, second, MODEL, 60) is None
+
+
+@pytest.mark.parametrize("value", [b"", b"\x01", b"\xff" * 100, b'{"a": 1}'])
+def test_what_is_no_context_is_not_found(redis_client: Redis, value: bytes) -> None:
+    key = new_key()
+    redis_client.set(context_key(key), value, ex=60)
+    assert read_context(redis_client, key, MODEL, 60) is None
+
+
+def test_damaged_context_is_not_found_or_has_other_tokens(redis_client: Redis) -> None:
+    """Whoever asks computes the key again, so that other tokens are as good as none."""
+    key, kept, randomly = new_key(), context(1500), random.Random(1)
+    whole = pack(kept)
+    for _ in range(300):
+        damaged = bytearray(whole[: randomly.randrange(len(whole))])
+        for _ in range(randomly.randrange(3)):
+            damaged[randomly.randrange(len(damaged) or 1) : len(damaged)] = randomly.randbytes(4)
+        redis_client.set(context_key(key), bytes(damaged), ex=60)
+        found = read_context(redis_client, key, MODEL, 60)
+        assert found is None or list(found.tokens) != kept.tokens

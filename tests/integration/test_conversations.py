@@ -1,0 +1,150 @@
+"""Conversations that go on by keys, through a real worker: token-exact, and never for another scope."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from celery import chain
+from redis import Redis
+from typer.testing import CliRunner
+
+from cellama.api import Client, InvalidJob, JobFailed
+from cellama.api.cli import app
+from cellama.tasks import chat, generate, prefill
+from cellama.tasks.contract.codes import Exit
+from cellama.tasks.contract.keys import context_key
+
+from ..conftest import PATIENCE_S
+from .conftest import GREEDY, STORY
+
+EventsOf = Callable[..., list[dict[str, Any]]]
+pytestmark = pytest.mark.usefixtures("worker")
+QUESTIONS = ("What is the capital of France?", "And of Norway?", "What do bees make?", "Who are you?")
+HEAD = "The little fox lived in a green forest, and every day it went to the river to talk to the frogs. " * 3
+
+
+def run(task: Any, *args: Any, **params: Any) -> Any:
+    return task.delay("tiny", *args, **{**GREEDY, **params}).get(timeout=PATIENCE_S)
+
+
+def tokens_of(result: Any) -> tuple[list[int], list[int]]:
+    """Of the prompt, and what was generated."""
+    num_prompt = result["usage"]["prompt_tokens"]
+    return result["context_tokens"][:num_prompt], result["tokens"]
+
+
+def test_conversation_by_keys_is_that_of_the_whole_token_lists() -> None:
+    key, before = None, []
+    for question in QUESTIONS:
+        turn = [{"role": "user", "content": question}]
+        result = run(chat, turn, parent_key=key, return_tokens=True, max_tokens=40)
+        prompt, said = tokens_of(result)
+        assert prompt[: len(before)] == before
+        whole = run(generate, prompt, cache_prompt=False, return_tokens=True, max_tokens=40)
+        assert whole["tokens"] == said
+        assert "finish_key" not in whole
+        assert key is None or result["usage"]["cached_tokens"] >= len(before) - 1
+        key, before = result["finish_key"], result["context_tokens"]
+
+
+def test_second_turn_is_what_the_template_makes_of_both() -> None:
+    turns = [{"role": "user", "content": question} for question in QUESTIONS[:2]]
+    first = run(chat, turns[:1])
+    by_key = run(chat, turns[1:], parent_key=first["finish_key"], return_tokens=True)
+    by_messages = run(chat, [turns[0], first["message"], turns[1]], return_tokens=True)
+    assert by_key["context_tokens"] == by_messages["context_tokens"]
+    assert by_key["finish_key"] == by_messages["finish_key"]  # it names the tokens, however they came together
+
+
+def test_text_goes_on_by_the_keys_of_results_events_and_choices(events_of: EventsOf) -> None:
+    job = generate.delay("tiny", STORY, max_tokens=12, n=2, return_tokens=True)
+    result = job.get(timeout=PATIENCE_S)
+    assert events_of(job.id)[-1]["finish_key"] == result["finish_key"]
+    assert result["choices"][0]["finish_key"] == result["finish_key"]
+    for choice in result["choices"]:
+        more = run(generate, [7, 8], parent_key=choice["finish_key"], max_tokens=4, return_tokens=True)
+        prompt, _ = tokens_of(more)
+        assert prompt == [*tokens_of(result)[0], *choice["tokens"], 7, 8]
+        assert (more["usage"]["cache_tier"], more["usage"]["cache_hit_kind"]) == ("device", more["cache_hit_kind"])
+
+
+def test_step_of_a_chain_goes_on_after_the_one_before() -> None:
+    first = generate.s("tiny", STORY, max_tokens=8, **GREEDY)
+    steps = chain(first, generate.s(model="tiny", prompt=[5], max_tokens=8, return_tokens=True, **GREEDY))
+    last = steps.apply_async().get(timeout=PATIENCE_S)
+    so_far = run(generate, STORY, max_tokens=8, return_tokens=True)["context_tokens"]
+    assert tokens_of(last)[0] == [*so_far, 5]
+
+
+def test_key_of_another_scope_is_as_unknown_as_one_that_there_is_not() -> None:
+    key = run(generate, STORY, max_tokens=4, cache_scope="a")["finish_key"]
+    assert run(generate, " and", parent_key=key, max_tokens=1, cache_scope="a")["usage"]["cached_tokens"] > 0
+    told = set()
+    for asked, scope in ((key, "b"), (key, ""), ("0" * 64, "b"), (key[::-1], "b")):
+        with pytest.raises(JobFailed) as failed:
+            run(generate, " and", parent_key=asked, cache_scope=scope)
+        assert failed.value.code == "unknown_key"
+        told.add(str(failed.value).replace(asked, "KEY").replace(repr(scope), "SCOPE"))
+    assert len(told) == 1
+    assert "without parent_key" in told.pop()
+
+
+@pytest.mark.parametrize("key", ["", "ab", "AB" * 32, "ab" * 32 + "\n", 7, {"text": "x", "finish_reason": "stop"}])
+def test_what_is_no_key_is_refused_before_anything_is_queued(key: Any) -> None:
+    with pytest.raises(InvalidJob, match="parent_key"):
+        generate.delay("tiny", "Hi", parent_key=key)
+
+
+def test_system_message_can_not_follow_a_conversation() -> None:
+    with pytest.raises(InvalidJob, match="parent_key has begun already"):
+        chat.delay("tiny", [{"role": "user", "content": "Hi"}], system="Be brief.", parent_key="ab" * 32)
+
+
+def test_context_is_kept_as_long_as_a_result(redis_client: Redis, events_of: EventsOf) -> None:
+    job = generate.apply_async(("tiny", STORY), {"max_tokens": 3}, ignore_result=True)
+    key = context_key(events_of(job.id)[-1]["finish_key"])
+    assert 86000 < int(str(redis_client.ttl(key))) <= 86400
+    redis_client.delete(key)  # the engine that computed it knows it, and sees to it that later attempts do
+    run(generate, " and", parent_key=key.rpartition(":")[2], max_tokens=1)
+    assert int(str(redis_client.ttl(key))) > 86000
+
+
+def test_what_was_prefilled_is_taken_over(client: Client) -> None:
+    job = client.prefill("tiny", HEAD, cache_scope="prefill")
+    read = job.result(timeout=PATIENCE_S)
+    assert (read["finish_reason"], read["usage"]["completion_tokens"], read["cache_hit_kind"]) == ("length", 0, "cold")
+    assert [event["type"] for event in job.stream()] == ["started", "done"]
+    more = run(generate, "Then", parent_key=read["finish_key"], cache_scope="prefill", max_tokens=3)
+    assert more["usage"]["cached_tokens"] >= read["usage"]["prompt_tokens"] - 1
+    assert client.last_cache_hit("tiny").keys() == {worker.name for worker in client.workers()}
+    again = client.prefill("tiny", HEAD, cache_scope="prefill").result(timeout=PATIENCE_S)
+    assert again["finish_key"] == read["finish_key"]
+
+
+def test_chats_find_what_was_prefilled_of_their_system() -> None:
+    read = prefill.delay("tiny", system=HEAD).get(timeout=PATIENCE_S)["usage"]
+    result = run(chat, [{"role": "user", "content": "Hi"}], system=HEAD, max_tokens=2)
+    assert result["usage"]["cached_tokens"] >= read["prompt_tokens"] - 1
+    assert result["usage"]["prompt_tokens"] > read["prompt_tokens"]
+
+
+def test_command_line_reads_before_and_goes_on_after() -> None:
+    command = ["prefill", "tiny", HEAD, "--cache-scope", "cli"]
+    told = CliRunner().invoke(app, [*command, "--json"])
+    read = json.loads(told.stdout)
+    assert (told.exit_code, read["usage"]["completion_tokens"]) == (0, 0)
+    again = CliRunner().invoke(app, command).stdout
+    tokens = read["usage"]["prompt_tokens"]
+    assert again == f"read {tokens} tokens ({tokens - 1} were in the cache)\n{read['finish_key']}\n"
+    after = ["generate", "tiny", "Then", "--parent-key", read["finish_key"], "--json", "--max-tokens", "2"]
+    events = [
+        json.loads(line) for line in CliRunner().invoke(app, [*after, "--cache-scope", "cli"]).stdout.splitlines()
+    ]
+    assert events[-1]["usage"]["cached_tokens"] >= tokens - 1
+    assert events[-1]["finish_key"] != read["finish_key"]
+    refused = CliRunner().invoke(app, after)
+    assert isinstance(refused.exception, JobFailed)
+    assert refused.exception.exit_code == Exit.USAGE
