@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import Buffer
 
 from .logprobs import TokenLogprob
 from .sampling_params import SamplingParams
@@ -149,6 +150,17 @@ class KvMemory(Protocol):
 
     def restore(self, slot: int, data: Any, num_tokens: int, checkpoint: Any = None) -> bool:
         """Gives an empty slot the first positions of what was saved. False: it is still empty."""
+        ...
+
+    def portable(self, data: Any, num_tokens: int, *, checkpoint: bool = False) -> Buffer:
+        """What was saved of so many tokens, or a checkpoint, in a form that does not depend on the number of slots.
+
+        Any thread. ValueError where that can't be had.
+        """
+        ...
+
+    def from_portable(self, data: Buffer, *, checkpoint: bool = False) -> tuple[Any, int]:
+        """The same for `restore`, or as its checkpoint, and of how many tokens. Any thread. ValueError if damaged."""
         ...
 
     def checkpoint_bytes(self, slot: int) -> int:

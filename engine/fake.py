@@ -6,11 +6,14 @@ position, a lost cell or a mix-up of slots shows as a different text.
 
 from __future__ import annotations
 
+import ast
 import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from typing_extensions import Buffer
 
 from cellama.engine.backend import AdapterKey, AdapterSet, Chunk, key_of
 
@@ -154,6 +157,14 @@ class FakeBackend:
         self.cells[slot] = [Cell(token) for token in data.tokens]
         self.num_lost[slot], self.summaries[slot] = data.num_lost, data.summary
         return self.trim(slot, num_tokens, checkpoint)
+
+    def portable(self, data: FakeState | FakeCheckpoint, num_tokens: int, *, checkpoint: bool = False) -> bytes:
+        parts = (data.summary,) if isinstance(data, FakeCheckpoint) else (data.tokens, data.num_lost, data.summary)
+        return repr((num_tokens, parts)).encode()
+
+    def from_portable(self, data: Buffer, *, checkpoint: bool = False) -> tuple[FakeState | FakeCheckpoint, int]:
+        num_tokens, parts = ast.literal_eval(bytes(data).decode())
+        return (FakeCheckpoint if checkpoint else FakeState)(*parts), num_tokens
 
     def checkpoint_bytes(self, slot: int) -> int:
         return FakeCheckpoint.nbytes

@@ -12,11 +12,13 @@ import llama_cpp
 import llama_cpp.llama_cpp as lib
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import Buffer
 
 from cellama.engine.errors import InvalidRequest
 from cellama.engine.memory.context_size import STREAM_PADDING
 from cellama.engine.options import EngineOptions
 
+from .files.state_format import from_portable, to_portable
 from .model import LlamaModel
 
 STATE_FORMAT = 1  # of portable states; another number makes those of before foreign
@@ -96,6 +98,14 @@ class LlamaMemory:
         recurrent = lib.llama_model_is_recurrent(model.pointer) or lib.llama_model_is_hybrid(model.pointer)
         self._window = 0 if recurrent else lib.llama_model_n_swa(model.pointer)
         self.partial_reuse = not recurrent
+        self._num_streams = 1 if shape.unified else n_slots
+        windows = bool(lib.llama_model_n_swa(model.pointer))  # a block of cells more, for the layers that have one
+        # Blocks of cells before that of a recurrent memory, in states and checkpoints; None: there is no such memory.
+        self._cell_blocks: int | None = None
+        self._checkpoint_blocks: int | None = None
+        if recurrent:
+            self._cell_blocks = 1 + windows if lib.llama_model_is_hybrid(model.pointer) else 0
+            self._checkpoint_blocks = int(windows) if self._cell_blocks else 0
         self._context = context
         self._memory = lib.llama_get_memory(context)
         self._in_copy: set[int] = set()  # slots whose streams llama.cpp copies at the beginning of its next decode call
@@ -165,6 +175,12 @@ class LlamaMemory:
 
     def checkpoint(self, slot: int) -> NDArray[np.uint8]:
         return self._write(slot, self.checkpoint_bytes(slot), lib.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)
+
+    def portable(self, data: NDArray[np.uint8], num_tokens: int, *, checkpoint: bool = False) -> memoryview:
+        return to_portable(data, num_tokens, self._checkpoint_blocks if checkpoint else self._cell_blocks)
+
+    def from_portable(self, data: Buffer, *, checkpoint: bool = False) -> tuple[NDArray[np.uint8], int]:
+        return from_portable(data, self._num_streams, self._checkpoint_blocks if checkpoint else self._cell_blocks)
 
     def _write(self, slot: int, size: int, flags: int) -> NDArray[np.uint8]:
         self._finish_copy(slot)
