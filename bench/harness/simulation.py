@@ -5,12 +5,14 @@ Machines are noisy, and strategies differ by little: by how many passes there ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 from cellama.engine import Request
 from cellama.engine.fake import FakeBackend
+from cellama.engine.request import DEFAULT_PRIORITY
 from cellama.engine.scheduling.micro_batches import micro_batches_of
 from cellama.engine.scheduling.scheduler import Limits, Scheduler
 from cellama.engine.scheduling.sequence import Sequence as Running
@@ -51,22 +53,39 @@ class Simulated:
 
     @property
     def ttft_ms(self) -> list[float]:
+        """Of requests that came at the beginning."""
         return [times[0] * 1e3 for times in self.texts_s.values()]
 
     @property
     def gaps_ms(self) -> list[float]:
-        return [(after - before) * 1e3 for times in self.texts_s.values() for before, after in pairwise(times)]
+        return self.gaps_of(self.texts_s)
+
+    def gaps_of(self, names: Iterable[str]) -> list[float]:
+        """Milliseconds between the tokens of these requests."""
+        pairs = (pair for name in names for pair in pairwise(self.texts_s[name]))
+        return [(after - before) * 1e3 for before, after in pairs]
 
 
-def simulate(strategy: Strategy, lines: Sequence[Line], slots: int, priority: int, costs: Costs) -> Simulated:
-    """All lines at once."""
-    context = max(len(line.prompt) + line.num_new for line in lines) + 1
+def simulate(
+    strategy: Strategy,
+    lines: Sequence[Line],
+    slots: int,
+    priority: int,
+    costs: Costs,
+    arriving: Sequence[tuple[float, Line]] = (),
+) -> Simulated:
+    """All lines at once, and interactive ones of other names at their times, in seconds."""
+    context = max(len(line.prompt) + line.num_new for line in [*lines, *(line for _, line in arriving)]) + 1
     backend = FakeBackend(n_slots=slots, ctx_per_slot=context, n_batch=2048)
-    scheduler, found = Scheduler(Limits(512, 512), strategy, backend), Simulated()
+    scheduler, found, coming = Scheduler(Limits(512, 512), strategy, backend), Simulated(), deque(arriving)
     for line in lines:
-        request = Request(line.custom_id, line.prompt, max_tokens=line.num_new, priority=priority)
-        scheduler.enqueue(Running(request, seed=0, submitted_at=0.0, tokens=list(line.prompt)), 0.0)
-    while scheduler.has_work:
+        _enqueue(scheduler, line, priority, 0.0)
+    while scheduler.has_work or coming:
+        if not scheduler.has_work:
+            found.seconds = max(found.seconds, coming[0][0])
+        while coming and coming[0][0] <= found.seconds:
+            at, line = coming.popleft()
+            _enqueue(scheduler, line, DEFAULT_PRIORITY, at)
         scheduler.admit(found.seconds)
         began, num_tokens = found.seconds, 0
         for works in micro_batches_of(scheduler.schedule(began), unified=False):
@@ -78,6 +97,11 @@ def simulate(strategy: Strategy, lines: Sequence[Line], slots: int, priority: in
                 _commit(scheduler, work, found)
         scheduler.strategy.observe(num_tokens, found.seconds - began)
     return found
+
+
+def _enqueue(scheduler: Scheduler, line: Line, priority: int, now: float) -> None:
+    request = Request(line.custom_id, line.prompt, max_tokens=line.num_new, priority=priority)
+    scheduler.enqueue(Running(request, seed=0, submitted_at=now, tokens=list(line.prompt)), now)
 
 
 def _commit(scheduler: Scheduler, work: Work, found: Simulated) -> None:

@@ -10,10 +10,13 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 from cellama.engine.errors import InvalidRequest, nearest
 from cellama.engine.request import INTERACTIVE_PRIORITY
+
+from .bulk_turns import BulkTurns
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -94,7 +97,7 @@ class Balanced(Strategy):
 
 
 BULK_STEP_S = 0.3
-BESIDE_STEP_S = 0.15
+BESIDE_STEP_S = 0.25
 QUIET_S = 30.0
 RATE_WEIGHT = 0.2  # of a new value in a running mean
 
@@ -104,18 +107,23 @@ class Adaptive(Strategy):
 
     An interactive request shall not wait long for the step that runs when it comes, nor for prompts that come after it:
     bulk prompts are read in steps of about `BULK_STEP_S`, and wait while an interactive one is read. Beside a stream
-    that decodes they get about `BESIDE_STEP_S` of a step, for that is a gap in it. When no interactive request has come
-    for `QUIET_S` the steps are as large as they may be, which is faster; the next one that comes ends such a step.
+    that decodes they get about `BESIDE_STEP_S` of a step, for that is a gap in it, and not of every step; bulk requests
+    that decode take turns there (bulk_turns.py). When no interactive request has come for `QUIET_S` the steps are as
+    large as they may be, which is faster; the next one that comes ends such a step.
     """
 
     def __init__(self) -> None:
         self._bulk = PrefillPriority()
         self._rate = math.inf  # tokens per second of late, when prompts were read
         self._quiet_s = math.inf  # of steps since an interactive request had a slot
+        self._turns = BulkTurns()
+        self._tell: Callable[[float], None] | None = None  # who learns from the seconds of the step that was built last
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """Learns how fast prompts are read."""
+        """Learns how fast prompts are read, and what bulk work costs beside streams."""
         self._quiet_s += seconds
+        if self._tell:
+            self._tell(seconds)
         if num_tokens >= MIN_CHUNK and seconds > 0:
             rate = num_tokens / seconds
             self._rate = rate if math.isinf(self._rate) else self._rate + (rate - self._rate) * RATE_WEIGHT
@@ -124,15 +132,29 @@ class Adaptive(Strategy):
         self, slots: Seq[SlotView], budget: int, chunk_size: int, queue_depth: int
     ) -> list[TokenAllocation]:
         if not any(view.is_interactive for view in slots):
+            self._tell = None
             budget = budget if self._quiet_s >= QUIET_S else min(budget, self._num_read_in(BULK_STEP_S))
             return self._bulk.build_batch(slots, budget, chunk_size, queue_depth)
         self._quiet_s = 0.0
-        prompts = [view for view in slots if not view.decoding]
-        last = max((index for index, view in enumerate(prompts) if view.is_interactive), default=len(prompts))
-        decoding = [view for view in slots if view.decoding]
-        if last == len(prompts):
+        decoding = [view for view in slots if view.decoding and view.is_interactive]
+        decoding += self._turns.rows([view for view in slots if view.decoding and not view.is_interactive])
+        prompts = self._prompts_beside([view for view in slots if not view.decoding])
+        reads_bulk = not all(view.is_interactive for view in prompts)
+        if not any(view.is_interactive for view in prompts):
             budget = min(budget, len(decoding) + self._num_read_in(BESIDE_STEP_S))
-        return decode_first([*decoding, *prompts[: last + 1]], budget, chunk_size)
+        if prompts:
+            self._tell = partial(self._turns.observe_read, bulk=reads_bulk)
+        else:
+            self._tell = self._turns.observe_decode
+        return decode_first([*decoding, *prompts], budget, chunk_size)
+
+    def _prompts_beside(self, prompts: list[SlotView]) -> list[SlotView]:
+        """Those that are read beside streams: the interactive ones with what goes before them, or bulk ones."""
+        last = max((index for index, view in enumerate(prompts) if view.is_interactive), default=None)
+        if last is None:
+            return prompts if self._turns.may_read() else []
+        bulk_too = self._turns.may_read(before_interactive=True)
+        return [view for view in prompts[: last + 1] if bulk_too or view.is_interactive]
 
     def may_yield(self, num_tokens: int) -> bool:
         """True for what takes longer than an interactive request should wait."""

@@ -38,6 +38,27 @@ def test_adaptive_has_the_rate_and_the_first_tokens_of_the_best_for_interactive_
     assert first["adaptive"] <= 1.01 * min(first.values())
 
 
+def test_adaptive_keeps_streams_fluent_beside_bulk_work_and_bulk_work_going() -> None:
+    lines = flat(conversations(Shape(160, scale=0.5), seed=1))
+    streams = [Line(f"stream-{n}", line.prompt, 40) for n, line in enumerate(flat(conversations(Shape(12), seed=2)))]
+    arriving = [(2.0 + n, line) for n, line in enumerate(streams)]
+    alone = simulate(make_strategy("adaptive"), [*lines, *streams], 32, BULK, CPU)
+    beside = simulate(make_strategy("adaptive"), lines, 32, BULK, CPU, arriving)
+    gaps = beside.gaps_of(line.custom_id for line in streams)
+    assert percentile(gaps, 0.5) <= 50
+    assert percentile(gaps, 0.95) <= 400  # of steps in which bulk prompts are read
+    assert beside.seconds <= 1.25 * alone.seconds
+
+
+def test_adaptive_has_all_bulk_work_in_each_step_where_rows_cost_little() -> None:
+    lines = flat(conversations(Shape(160, scale=0.5), seed=1))
+    streams = [Line(f"stream-{n}", line.prompt, 40) for n, line in enumerate(flat(conversations(Shape(12), seed=2)))]
+    alone = simulate(make_strategy("adaptive"), [*lines, *streams], 32, BULK, CHEAP_ROWS)
+    arriving = [(0.5 + 0.2 * n, line) for n, line in enumerate(streams)]
+    beside = simulate(make_strategy("adaptive"), lines, 32, BULK, CHEAP_ROWS, arriving)
+    assert beside.seconds <= 1.15 * alone.seconds
+
+
 def test_simulation_computes_each_prompt_once_and_gives_each_request_its_tokens() -> None:
     lines = [Line("a", tuple(range(10)), 3), Line("b", tuple(range(20, 50)), 2)]
     found = simulate(make_strategy("decode_maximal"), lines, 2, BULK, Costs(1.0, 1.0, 1.0))

@@ -1,0 +1,74 @@
+"""Bulk work beside streams: how many rows, which ones, and when prompts are read."""
+
+from __future__ import annotations
+
+from cellama.engine.scheduling.bulk_turns import FLUENT_S, MOST_OWED_S, READ_S, READ_SHARE, BulkTurns
+from cellama.engine.scheduling.strategies import SlotView
+
+BULK = 9
+
+
+def views(count: int) -> list[SlotView]:
+    return [SlotView(slot, 1, True, BULK) for slot in range(count)]
+
+
+def settled(turns: BulkTurns, bulk: list[SlotView], row_s: float, alone_s: float, steps: int = 300) -> list[int]:
+    """Rows of each step, where one takes so long alone and so much longer with each row."""
+    counts = []
+    for _ in range(steps):
+        counts.append(len(turns.rows(bulk)))
+        turns.observe_decode(alone_s + row_s * counts[-1])
+    return counts
+
+
+def test_bulk_turns_take_as_many_rows_as_a_fluent_step_has_time_for() -> None:
+    for row_s in (0.001, 0.002, 0.004):
+        last = settled(BulkTurns(), views(64), row_s, 0.01)[-100:]
+        most = (FLUENT_S - 0.01) / row_s
+        assert 0.7 * most <= sum(last) / len(last) <= 1.1 * most
+
+
+def test_bulk_turns_take_all_rows_where_they_cost_little() -> None:
+    assert settled(BulkTurns(), views(64), 0.0001, 0.02)[-1] == 64
+
+
+def test_bulk_turns_stretch_steps_of_a_slow_model_by_half() -> None:
+    last = settled(BulkTurns(), views(64), 0.01, 0.2)[-100:]
+    assert 0.2 * 1.3 <= 0.2 + 0.01 * sum(last) / len(last) <= 0.2 * 1.6
+
+
+def test_bulk_turns_come_round_to_every_row() -> None:
+    turns, seen = BulkTurns(), []
+    for _ in range(40):
+        chosen = turns.rows(views(64))
+        seen += [view.slot for view in chosen]
+        turns.observe_decode(2 * FLUENT_S if len(chosen) > 5 else FLUENT_S / 2)
+    counts = [seen.count(slot) for slot in range(64)]
+    assert max(counts) - min(counts) <= 1
+
+
+def test_bulk_turns_read_prompts_in_their_share_of_the_time() -> None:
+    turns, read_s, all_s = BulkTurns(), 0.0, 0.0
+    for _ in range(1000):
+        seconds = READ_S + 0.2 if turns.may_read() else 0.04
+        read_s, all_s = read_s + (0.2 if turns.may_read() else 0.0), all_s + min(seconds, 0.2)
+        if turns.may_read():
+            turns.observe_read(seconds, bulk=True)
+        else:
+            turns.observe_decode(seconds)
+    assert 0.9 * READ_SHARE <= read_s / all_s <= 1.1 * READ_SHARE
+
+
+def test_bulk_turns_read_prompts_at_any_time_where_that_is_quick() -> None:
+    turns = BulkTurns()
+    for _ in range(100):
+        turns.observe_read(READ_S, bulk=True)
+        assert turns.may_read()
+
+
+def test_bulk_turns_owe_little_after_one_very_long_step() -> None:
+    turns = BulkTurns()
+    turns.observe_read(60.0, bulk=True)
+    assert not turns.may_read()
+    turns.observe_read(MOST_OWED_S, bulk=False)
+    assert turns.may_read()
