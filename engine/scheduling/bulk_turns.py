@@ -7,11 +7,7 @@ time for, in turns, and bulk prompts are read in a share of the time. Where rows
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from .strategies import SlotView
+from collections.abc import Collection
 
 FLUENT_S = 0.04  # a step may take so long: text comes faster than it is read
 STRETCH = 1.5  # or, where that is more, so many times as long as one for the streams alone
@@ -35,14 +31,14 @@ class BulkTurns:
         self._owed_s = 0.0  # of steps in which no bulk prompt is read
         self._unread_s = 0.0  # of steps since one was
 
-    def rows(self, bulk: Sequence[SlotView]) -> list[SlotView]:
-        """Those that decode in the next step: neighbours, which llama.cpp computes together."""
+    def rows(self, bulk: Collection[int]) -> list[int]:
+        """The slots of those that decode in the next step: neighbours, which llama.cpp computes together."""
         self._most_rows = min(self._most_rows, max(FIRST_ROWS, len(bulk)))
-        ahead = sorted(bulk, key=lambda view: (view.slot <= self._last_slot, view.slot))
+        ahead = sorted(bulk, key=lambda slot: (slot <= self._last_slot, slot))
         chosen = ahead[: self._most_rows]
         self._num_rows = len(chosen)
         if chosen:
-            self._last_slot = chosen[-1].slot
+            self._last_slot = chosen[-1]
         return chosen
 
     def may_read(self, *, before_interactive: bool = False) -> bool:

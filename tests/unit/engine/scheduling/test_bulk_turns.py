@@ -3,16 +3,9 @@
 from __future__ import annotations
 
 from cellama.engine.scheduling.bulk_turns import FLUENT_S, MOST_OWED_S, READ_S, READ_SHARE, BulkTurns
-from cellama.engine.scheduling.strategies import SlotView
-
-BULK = 9
 
 
-def views(count: int) -> list[SlotView]:
-    return [SlotView(slot, 1, True, BULK) for slot in range(count)]
-
-
-def settled(turns: BulkTurns, bulk: list[SlotView], row_s: float, alone_s: float, steps: int = 300) -> list[int]:
+def settled(turns: BulkTurns, bulk: range, row_s: float, alone_s: float, steps: int = 300) -> list[int]:
     """Rows of each step, where one takes so long alone and so much longer with each row."""
     counts = []
     for _ in range(steps):
@@ -23,25 +16,25 @@ def settled(turns: BulkTurns, bulk: list[SlotView], row_s: float, alone_s: float
 
 def test_bulk_turns_take_as_many_rows_as_a_fluent_step_has_time_for() -> None:
     for row_s in (0.001, 0.002, 0.004):
-        last = settled(BulkTurns(), views(64), row_s, 0.01)[-100:]
+        last = settled(BulkTurns(), range(64), row_s, 0.01)[-100:]
         most = (FLUENT_S - 0.01) / row_s
         assert 0.7 * most <= sum(last) / len(last) <= 1.1 * most
 
 
 def test_bulk_turns_take_all_rows_where_they_cost_little() -> None:
-    assert settled(BulkTurns(), views(64), 0.0001, 0.02)[-1] == 64
+    assert settled(BulkTurns(), range(64), 0.0001, 0.02)[-1] == 64
 
 
 def test_bulk_turns_stretch_steps_of_a_slow_model_by_half() -> None:
-    last = settled(BulkTurns(), views(64), 0.01, 0.2)[-100:]
+    last = settled(BulkTurns(), range(64), 0.01, 0.2)[-100:]
     assert 0.2 * 1.3 <= 0.2 + 0.01 * sum(last) / len(last) <= 0.2 * 1.6
 
 
 def test_bulk_turns_come_round_to_every_row() -> None:
     turns, seen = BulkTurns(), []
     for _ in range(40):
-        chosen = turns.rows(views(64))
-        seen += [view.slot for view in chosen]
+        chosen = turns.rows(range(64))
+        seen += chosen
         turns.observe_decode(2 * FLUENT_S if len(chosen) > 5 else FLUENT_S / 2)
     counts = [seen.count(slot) for slot in range(64)]
     assert max(counts) - min(counts) <= 1
