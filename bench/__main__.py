@@ -48,6 +48,7 @@ ROOMS = {
         "chaos": "workers killed or frozen, clocks apart, Redis restarted or rolled back, a job that kills",
         "chaos_sentinel": "the master of a Redis with sentinels killed, or its place handed over",
         "fuzz": "hostile and random payloads with good jobs beside them: who else feels them?",
+        "kept_files": "files with KV states damaged in every way, and processes killed while they write",
         "storm": "a bulk run whose command and workers are killed while Redis restarts",
     },
     "models": {

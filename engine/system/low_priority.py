@@ -25,8 +25,7 @@ def at_low_priority(work: Callable[[], T]) -> T:
     future: Future[T] = Future()
 
     def run() -> None:
-        with contextlib.suppress(OSError):  # a sandbox may forbid it
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)  # of this thread alone
+        give_way()
         try:
             future.set_result(work())
         except BaseException as error:
@@ -34,3 +33,10 @@ def at_low_priority(work: Callable[[], T]) -> T:
 
     threading.Thread(target=run, name="cellama-low-priority", daemon=True).start()
     return future.result()
+
+
+def give_way() -> None:
+    """This thread gives way to all others from now on. On Linux, elsewhere nothing changes."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):  # a sandbox may forbid it
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)  # of this thread alone

@@ -44,6 +44,7 @@ SMALL = {
     "embed_beside": "--texts 12 --words 2 6 --context 512 --threads 1",
     "neighbours": "--slots 2 --new 400 --settle 0.1 --seconds 0.2 --rounds 1 --tries 1",
     "bulk_lines": "--lines 20 200 --bytes 200",
+    "kept_files": "--damaged 60 --kills 1",
     "storm": "--lines 60 --new 24 --command-kills 1 --worker-kills 1",
     "offline": "--ours batch engine jobs --lines 12 --prompt 24 --shared-prompt 60 --shared 40 --families 3 --new 6 "
     "--slots 4 --server-slots 2 4 --try-lines 6 --threads 1",

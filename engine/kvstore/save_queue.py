@@ -1,0 +1,210 @@
+"""States that wait to be written: the worthiest first, bounded in bytes and, beside a working engine, in age."""
+
+from __future__ import annotations
+
+import threading
+from bisect import insort
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .counters import Drop, Rate, Tally
+from .states import KeptState
+
+PATIENCE_S = 10.0  # of a state beside a working engine: by then it is likely to be of no use any more
+MOST_WAITING = 4096
+LOOK_S = 0.5  # between two looks for what has waited too long
+SHARE = 0.01  # of one core
+MOST_S = 0.1  # what it may have saved up
+Maker = Callable[[], KeptState | None]
+
+
+class Dropped(Exception):
+    """The state is not written, or not to its end."""
+
+    def __init__(self, reason: Drop) -> None:
+        super().__init__(reason.value)
+        self.reason = reason
+
+
+class TimeBudget:
+    """A bucket of seconds that fills by SHARE of each second."""
+
+    def __init__(self, now: float) -> None:
+        self._seconds = MOST_S
+        self._at = now
+
+    def spend(self, seconds: float, now: float) -> None:
+        """It worked for so long."""
+        self._fill(now)
+        self._seconds -= seconds
+
+    def wait_s(self, now: float) -> float:
+        """Seconds until it may work again; 0 if it may now."""
+        self._fill(now)
+        return max(0.0, -self._seconds / SHARE)
+
+    def _fill(self, now: float) -> None:
+        self._seconds = min(MOST_S, self._seconds + SHARE * max(0.0, now - self._at))
+        self._at = now
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Offer:
+    """A state, or what makes it."""
+
+    state: KeptState | Maker
+    worth_s: float
+    num_bytes: int
+    offered_at: float
+
+
+class SaveQueue:
+    """Any thread offers, one takes. The lock is held for no I/O; the engine thread may offer, and say that it works."""
+
+    def __init__(self, most_bytes: int, tally: Tally, clock: Callable[[], float]) -> None:
+        self._changed = threading.Condition()
+        self._most_bytes = most_bytes
+        self._tally = tally
+        self._clock = clock
+        self._budget = TimeBudget(clock())
+        self._cost = Rate()  # bytes per second of a core
+        self._waiting: list[Offer] = []  # the least worthy first
+        self._num_bytes = 0  # of all that waits, and of what is being written
+        self._current: Offer | None = None
+        self._num_done = 0
+        self._is_busy = False
+        self._flushes: list[float] = []  # until when those who wait for all to be written do so
+        self._is_closed = False
+
+    # Any thread
+
+    def offer(self, state: KeptState | Maker, worth_s: float, num_bytes: int) -> bool:
+        """False if it is not taken: it is worth nothing, or what waits is worth more and memory is bounded."""
+        offer = Offer(state, worth_s, num_bytes, self._clock())
+        with self._changed:
+            if self._is_closed or not worth_s > 0:
+                return False
+            insort(self._waiting, offer, key=lambda waiting: waiting.worth_s)
+            self._num_bytes += num_bytes
+            while len(self._waiting) > 1 and self._is_too_much():
+                if self._drop(0, Drop.QUEUE_FULL) is offer:
+                    return False
+            if len(self._waiting) == 1 or self._pause_s(offer.offered_at) <= 0:
+                self._changed.notify_all()
+        return True
+
+    def note_busy(self, busy: bool) -> None:
+        """The engine works, or has nothing to do."""
+        if busy != self._is_busy:
+            with self._changed:
+                self._is_busy = busy
+                self._changed.notify_all()
+
+    def flush(self, deadline: float) -> int:
+        """Waits until all that waits is written, whatever the engine does, or until `deadline`; how many were."""
+        with self._changed:
+            before = self._num_done
+            self._flushes.append(deadline)
+            self._changed.notify_all()
+            while not self.is_idle and not self._is_closed and (left_s := deadline - self._clock()) > 0:
+                self._changed.wait(min(left_s, threading.TIMEOUT_MAX))
+            self._flushes.remove(deadline)
+            return self._num_done - before
+
+    def close(self) -> None:
+        """What waits is dropped, and what is being written given up."""
+        with self._changed:
+            self._is_closed = True
+            while self._waiting:
+                self._drop(0, Drop.CLOSED)
+            self._changed.notify_all()
+
+    @property
+    def is_idle(self) -> bool:
+        """True if nothing waits, nor is being written."""
+        return not self._waiting and self._current is None
+
+    # The writer
+
+    def take(self) -> Offer | None:
+        """The worthiest one, as soon as there is one and time for it; None when the queue is closed."""
+        with self._changed:
+            while not self._is_closed:
+                now = self._clock()
+                self._drop_old(now)
+                index = self._next(now)
+                if index is not None:
+                    self._current = self._waiting.pop(index)
+                    return self._current
+                self._changed.wait(min(LOOK_S, self._pause_s(now) or LOOK_S) if self._waiting else None)
+            return None
+
+    def pause(self, offer: Offer, spent_s: float) -> None:
+        """Between two chunks: waits while the engine has to have the machine; raises Dropped if that takes too long."""
+        with self._changed:
+            self._charge(spent_s)
+            while not self._is_closed:
+                now = self._clock()
+                pause_s = self._pause_s(now)
+                if pause_s <= 0:
+                    return
+                left_s = offer.offered_at + PATIENCE_S - now
+                if left_s <= 0:
+                    raise Dropped(Drop.BUSY)
+                self._changed.wait(min(pause_s, left_s))
+            raise Dropped(Drop.CLOSED)
+
+    def done(self, written: bool, rest_s: float, all_s: float) -> None:
+        """The one that was taken is written, or dropped. That took `all_s` of a core, of which `rest_s` is new."""
+        with self._changed:
+            self._charge(rest_s)
+            if self._current is not None:
+                self._num_bytes -= self._current.num_bytes
+                if written:
+                    self._cost.add(self._current.num_bytes, all_s)
+            self._current = None
+            self._num_done += written
+            self._changed.notify_all()
+
+    # Under the lock
+
+    def _is_too_much(self) -> bool:
+        return self._num_bytes > self._most_bytes or len(self._waiting) > MOST_WAITING
+
+    def _has_leave(self, now: float) -> bool:
+        """It may work as much as it wants."""
+        return not self._is_busy or any(now < deadline for deadline in self._flushes)
+
+    def _charge(self, seconds: float) -> None:
+        now = self._clock()
+        if not self._has_leave(now):
+            self._budget.spend(seconds, now)
+
+    def _pause_s(self, now: float) -> float:
+        return 0.0 if self._has_leave(now) else self._budget.wait_s(now)
+
+    def _next(self, now: float) -> int | None:
+        """Which one to write now. Beside a working engine not one that would be dropped before its end."""
+        if not self._waiting or self._pause_s(now) > 0:
+            return None
+        if self._has_leave(now):
+            return len(self._waiting) - 1
+        for index in reversed(range(len(self._waiting))):
+            offer = self._waiting[index]
+            most_s = MOST_S + SHARE * (offer.offered_at + PATIENCE_S - now)
+            if offer.num_bytes / self._cost.bytes_per_s < most_s:
+                return index
+        return None
+
+    def _drop_old(self, now: float) -> None:
+        if self._has_leave(now):
+            return
+        for index in reversed(range(len(self._waiting))):
+            if now - self._waiting[index].offered_at > PATIENCE_S:
+                self._drop(index, Drop.BUSY)
+
+    def _drop(self, index: int, reason: Drop) -> Offer:
+        offer = self._waiting.pop(index)
+        self._num_bytes -= offer.num_bytes
+        self._tally.drop(reason)
+        return offer

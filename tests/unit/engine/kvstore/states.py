@@ -1,0 +1,47 @@
+"""States for tests, and a folder's store that tells when it is done."""
+
+from __future__ import annotations
+
+import queue
+import random
+import time
+from collections.abc import Mapping, Sequence
+
+from cellama.engine.kvstore.keys import seed_of
+from cellama.engine.kvstore.states import KeptState, Match
+from cellama.engine.kvstore.store import StateStore
+
+IDENTITY = b"weights and types"
+SEED = seed_of(IDENTITY, (), "")
+PATIENCE_S = 60.0
+
+
+def state_of(
+    tokens: Sequence[int], size: int = 5000, *, seed: bytes = SEED, first_cut: int = 0, cuts: Sequence[int] = ()
+) -> KeptState:
+    """A state whose bytes follow from its tokens."""
+    drawn = random.Random(repr(list(tokens)))
+    checkpoints: Mapping[int, bytes] = {length: drawn.randbytes(size // 10 + 1) for length in cuts}
+    return KeptState(seed, tokens, first_cut, drawn.randbytes(size), checkpoints)
+
+
+def is_equal(one: KeptState, other: KeptState) -> bool:
+    """True if they are the same state."""
+    heads = [(s.seed, list(s.tokens), s.first_cut, bytes(s.data), s.scope) for s in (one, other)]
+    checkpoints = [{length: bytes(data) for length, data in s.checkpoints.items()} for s in (one, other)]
+    return heads[0] == heads[1] and checkpoints[0] == checkpoints[1]
+
+
+def save(store: StateStore, *states: KeptState) -> int:
+    """How many were written."""
+    for state in states:
+        store.offer(state, 1.0)
+    return store.flush(time.monotonic() + PATIENCE_S)
+
+
+def load(store: StateStore, match: Match | None) -> KeptState | None:
+    """What is read for a match."""
+    assert match is not None
+    loaded: queue.SimpleQueue[KeptState | None] = queue.SimpleQueue()
+    store.load(match, loaded.put)
+    return loaded.get(timeout=PATIENCE_S)

@@ -1,0 +1,199 @@
+"""The folder that processes share: quota, who goes first, pins, what dead processes left, who is trusted."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from cellama.engine.kvstore.files import folder as folder_module
+from cellama.engine.kvstore.files.folder import Folder, FolderFull
+
+OLD = 1_000_000_000  # unix seconds
+
+
+def key(number: int) -> str:
+    return f"{number:064x}"
+
+
+def put(folder: Folder, number: int, size: int = 100, *, used: int | None = None, identity: bytes = b"a") -> Path:
+    """A file of that key."""
+    directory = folder.directory_of(identity)
+    folder.prepare(directory)
+    draft = folder.draft(directory, size)
+    path = draft.publish(key(number))
+    draft.close()
+    os.utime(path, (OLD + (number if used is None else used),) * 2)
+    return path
+
+
+def numbers(folder: Folder) -> list[int]:
+    return [int(file.key, 16) for file in folder.states()]
+
+
+def test_least_recently_used_states_of_all_models_go_first_but_for_the_pinned(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "kv", 400)
+    for number, identity in enumerate((b"a", b"b", b"a", b"b"), start=1):
+        put(folder, number, identity=identity)
+    assert folder.pin(key(1))
+    os.utime(folder.find(key(2))[0])
+    put(folder, 5, 150, identity=b"c")
+    assert numbers(folder) == [1, 5, 2]
+    assert folder.num_evictions == 2
+    assert folder.unpin(key(1))
+    assert not folder.unpin(key(1))
+    put(folder, 6, 150, identity=b"c")
+    assert numbers(folder) == [5, 6, 2]
+
+
+def test_file_larger_than_the_quota_goes_before_all_others(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, 400)
+    put(folder, 1)
+    os.truncate(put(folder, 2), 1 << 40)
+    put(folder, 3)
+    assert numbers(folder) == [1, 3]
+
+
+def test_state_that_does_not_fit_beside_what_is_pinned_or_written_is_refused(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, 300)
+    put(folder, 1)
+    folder.pin(key(1))
+    draft = folder.draft(folder.directory_of(b"a"), 150)
+    for size in (301, 51):
+        with pytest.raises(FolderFull):
+            folder.draft(folder.directory_of(b"a"), size)
+    assert numbers(folder) == [1]
+    draft.close()
+    folder.draft(folder.directory_of(b"a"), 200).close()
+
+
+def test_files_are_for_their_owner_alone(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        path = put(Folder(tmp_path / "kv", 1000), 1)
+    finally:
+        os.umask(before)
+    modes = [oct(there.stat().st_mode & 0o777) for there in (path, path.parent, tmp_path / "kv")]
+    assert modes == ["0o600", "0o700", "0o700"]
+
+
+def test_drafts_of_dead_writers_and_pins_of_nothing_go_and_other_files_stay(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, 1000)
+    path = put(folder, 1)
+    left = path.with_name(".0123456789abcdef.tmp")
+    left.write_bytes(b"half")
+    path.with_name(key(2) + ".pin").touch()
+    kept = {path.with_name(name) for name in ("notes.txt", "x.tmp", "short.pin", ".0123456789abcdef.tmp.bak")}
+    for other in kept:
+        other.touch()
+    writing = folder.draft(path.parent, 10)
+    Folder(tmp_path, 1000).prepare(path.parent)
+    assert set(path.parent.iterdir()) == {path, writing.path, *kept}
+    writing.close()
+
+
+@pytest.mark.parametrize("how", ["link", "open", "file"])
+def test_directory_in_which_others_can_change_files_is_refused(tmp_path: Path, how: str) -> None:
+    folder = Folder(tmp_path, 1000)
+    directory = folder.directory_of(b"a")
+    if how == "link":
+        directory.symlink_to(tmp_path, target_is_directory=True)
+    elif how == "open":
+        directory.mkdir()
+        directory.chmod(0o777)
+    else:
+        directory.touch()
+    with pytest.raises(PermissionError, match="only this user writes to"):
+        folder.prepare(directory)
+
+
+@pytest.mark.parametrize("text", ["", "../../etc/passwd", "A" * 64, "a" * 64 + "/..", "a" * 64 + "\n"])
+def test_what_is_no_key_never_becomes_a_path(tmp_path: Path, text: str) -> None:
+    folder = Folder(tmp_path, 1000)
+    for action in (folder.find, folder.pin, folder.unpin):
+        with pytest.raises(ValueError, match="is no key"):
+            action(text)
+
+
+def test_links_and_folders_with_names_of_states_are_neither_counted_nor_followed(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, 1000)
+    path = put(folder, 1)
+    path.with_name(key(2) + ".kv").symlink_to(path)
+    path.with_name(key(3) + ".kv").mkdir()
+    assert numbers(folder) == [1]
+    assert not folder.find(key(2))
+    assert not folder.pin(key(3))
+
+
+def test_file_from_the_future_does_not_outlive_all_others(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, 300)
+    put(folder, 1, used=4 * OLD)
+    put(folder, 2)
+    assert folder.find(key(1))[0].stat().st_mtime < time.time() + 1
+    put(folder, 3)
+    put(folder, 4)
+    assert numbers(folder) == [3, 4, 1]
+
+
+def test_lock_that_is_held_for_too_long_is_an_error_and_one_that_was_removed_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder_module, "LOCK_PATIENCE_S", 0.0)
+    folder = Folder(tmp_path, 1000)
+    put(folder, 1)
+    with folder.locked(), pytest.raises(TimeoutError, match="another process has held"):
+        Folder(tmp_path, 1000).draft(folder.directory_of(b"a"), 1)
+    with folder.locked():
+        (tmp_path / ".lock").unlink()
+        put(folder, 2)
+    assert numbers(folder) == [1, 2]
+
+
+def test_remove_takes_pins_along(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, 1000)
+    path = put(folder, 1)
+    folder.pin(key(1))
+    assert folder.remove([path, path.with_name(key(2) + ".kv")]) == 1
+    assert not list(path.parent.iterdir())
+
+
+def test_folder_that_is_not_there_has_nothing(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "none", 1000)
+    assert folder.states() == folder.find(key(1)) == []
+    assert not folder.pin(key(1))
+    assert folder.remove([]) == 0
+    assert not (tmp_path / "none").exists()
+
+
+def test_quota_holds_while_threads_write_at_once(tmp_path: Path) -> None:
+    folders = [Folder(tmp_path, 1000) for _ in range(4)]
+    most = []
+
+    def write(first: int) -> None:
+        for number in range(first, first + 20):
+            put(folders[first // 100], number, 90 + number % 50, identity=bytes([number % 3]))
+            with folders[0].locked():
+                told = [path.stat() for path in tmp_path.glob("*/*") if path.exists()]
+                most.append(sum({one.st_ino: one.st_size for one in told}.values()))
+
+    threads = [threading.Thread(target=write, args=(first,)) for first in (0, 100, 200, 300)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert max(most) <= 1000
+    assert not list(tmp_path.glob("*/.*.tmp"))
+
+
+def test_draft_is_locked_as_long_as_it_is_open(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, 1000)
+    folder.prepare(folder.directory_of(b"a"))
+    draft = folder.draft(folder.directory_of(b"a"), 10)
+    with draft.path.open("rb") as other, pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    draft.close()
+    assert not draft.path.exists()

@@ -1,0 +1,293 @@
+"""The tier on disk: what one process saves another one finds; what a folder refuses costs nothing but time."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cellama.engine.kvstore.counters import Drop
+from cellama.engine.kvstore.files import folder as folder_module
+from cellama.engine.kvstore.keys import key_of, seed_of
+from cellama.engine.kvstore.states import KeptState, Miss
+from cellama.engine.kvstore.store import StateStore
+
+from .states import IDENTITY, SEED, is_equal, load, save, state_of
+
+QUOTA = 10 << 20
+Start = Callable[..., StateStore]
+TOKENS = list(range(300))
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Stores on one folder, closed in the end."""
+    stores: list[StateStore] = []
+
+    def new(quota: int = QUOTA, identity: bytes = IDENTITY, folder: str = "kv", **options: int) -> StateStore:
+        stores.append(StateStore(tmp_path / folder, quota, identity, **options))
+        return stores[-1]
+
+    yield new
+    for store in stores:
+        store.close()
+    names = {thread.name for thread in threading.enumerate()}
+    assert not names & {"cellama-kv-reader", "cellama-kv-writer"}
+
+
+def test_what_is_saved_is_found_by_another_store_at_once_and_after_a_restart(start: Start) -> None:
+    one, other = start(), start()
+    assert other.longest(SEED, TOKENS) is None
+    state = state_of(TOKENS, first_cut=200, cuts=(100, 150))
+    assert save(one, state) == 1
+    for store in (one, other, start()):
+        match = store.longest(SEED, [*TOKENS[:170], 9, 9])
+        assert match is not None
+        assert (match.num_tokens, match.num_shared, match.num_usable, match.key) == (300, 170, 150, state.key)
+        found = load(store, match)
+        assert found is not None
+        assert is_equal(found, state)
+        assert store.counters.hits == 1
+        assert store.context(state.key) == (SEED, found.tokens)
+    os.unlink(one.folder.find(state.key)[0])
+    assert one.longest(SEED, TOKENS) is other.longest(SEED, TOKENS) is one.context(state.key) is None
+
+
+def test_nothing_is_found_with_another_scope_adapter_or_model(start: Start) -> None:
+    save(start(), state_of(TOKENS))
+    store = start()
+    for seed in (seed_of(IDENTITY, (), "tenant"), seed_of(IDENTITY, (("a", 1.0),), ""), seed_of(b"other", (), "")):
+        assert store.longest(seed, TOKENS) is None
+    assert start(identity=b"other").longest(SEED, TOKENS) is None
+    assert start(identity=b"other").context(key_of(SEED, TOKENS)) is None
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 200)), min_size=1, max_size=5), st.integers(0, 2))
+def test_a_match_is_a_true_prefix_and_what_is_loaded_is_what_was_saved(
+    start: Start, contexts: list[tuple[int, int]], asked: int
+) -> None:
+    store = start()
+    saved = {state.key: state for state in (state_of([*range(100), *[kind] * more]) for kind, more in contexts)}
+    save(store, *saved.values())
+    query = [*range(100), *[asked] * 150]
+    match = store.longest(SEED, query)
+    assert match is not None
+    found = load(store, match)
+    assert found is not None
+    assert list(found.tokens[: match.num_usable]) == query[: match.num_usable]
+    assert match.num_usable == max(100 + min(150, more) * (kind == asked) for kind, more in contexts)
+    if match.key in saved:
+        assert is_equal(found, saved[match.key])
+    store.clear()
+
+
+def test_state_that_the_folder_has_is_not_written_again_but_counts_as_used(start: Start) -> None:
+    store = start()
+    save(store, state_of(TOKENS))
+    path = store.folder.find(key_of(SEED, TOKENS))[0]
+    os.utime(path, (1, 1))
+    assert save(start(), state_of(TOKENS), state_of(TOKENS[:200])) == 0
+    assert path.stat().st_mtime > 1
+    assert len(store.states()) == 1
+
+
+def test_longer_state_takes_the_place_of_the_turns_before_it(start: Start) -> None:
+    store = start()
+    save(store, state_of(TOKENS[:100]), state_of(TOKENS[:200]))
+    assert save(store, state_of(TOKENS)) == 1
+    assert [view.num_tokens for view in store.states()] == [300]
+    store.pin(key_of(SEED, TOKENS))
+    save(store, state_of([*TOKENS, 1]), state_of([*TOKENS, 1, 2], first_cut=302))
+    assert sorted(view.num_tokens for view in store.states()) == [300, 301, 302]
+
+
+def test_short_state_stays_beside_one_that_is_much_more_to_read(start: Start) -> None:
+    store = start()
+    assert save(store, state_of(TOKENS[:100], 1000)) == 1
+    assert save(store, state_of(TOKENS, 100_000)) == 1
+    match = store.longest(SEED, TOKENS[:100])
+    assert match is not None
+    assert match.num_tokens == 100
+
+
+def test_maker_is_called_by_the_writing_thread_and_may_have_nothing(start: Start) -> None:
+    store, names = start(), []
+
+    def make() -> KeptState:
+        names.append(threading.current_thread().name)
+        return state_of(TOKENS)
+
+    def fail() -> KeptState:
+        raise RuntimeError("the cells are gone")
+
+    for maker in (make, fail, lambda: None):
+        assert store.offer(maker, 1.0)
+    assert store.flush(float("inf")) == 1
+    assert names == ["cellama-kv-writer"]
+    assert store.counters.drops == {Drop.ERROR: 1, Drop.INVALID: 1}
+
+
+def test_damaged_file_is_a_miss_is_removed_and_written_anew(start: Start) -> None:
+    store = start()
+    save(store, state_of(TOKENS))
+    match = store.longest(SEED, TOKENS)
+    assert match is not None
+    path = store.folder.find(match.key)[0]
+    os.truncate(path, 3000)
+    assert load(store, match) is None
+    assert store.counters.misses == {Miss.DAMAGED: 1}
+    assert not path.exists()
+    assert load(store, match) is None
+    assert store.counters.misses == {Miss.DAMAGED: 1, Miss.VANISHED: 1}
+    assert save(store, state_of(TOKENS)) == 1
+    assert load(store, store.longest(SEED, TOKENS)) is not None
+
+
+def test_file_that_others_may_change_is_left_alone_and_not_looked_at_again(start: Start) -> None:
+    store = start()
+    save(store, state_of(TOKENS))
+    match = store.longest(SEED, TOKENS)
+    assert match is not None
+    path = store.folder.find(match.key)[0]
+    path.chmod(0o666)
+    assert load(store, match) is None
+    for _ in range(3):
+        path.with_name("notes").touch()
+        assert store.longest(SEED, TOKENS) is None
+    assert store.counters.misses == {Miss.FOREIGN: 1}
+    assert path.exists()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.EDQUOT])
+def test_folder_that_refuses_is_left_alone_for_a_while_with_one_line(
+    start: Start, number: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = start()
+    save(store, state_of(TOKENS))
+
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "pwrite", refuse)
+    with caplog.at_level(logging.WARNING, logger="cellama"):
+        assert save(store, *(state_of([kind] * 100) for kind in range(5))) == 0
+    assert len(caplog.records) == 1
+    assert "no KV states are written for 30 s" in caplog.text
+    assert not store.offer(state_of([9] * 100), 1.0)
+    counters = store.counters
+    assert (counters.outages, counters.write_errors) == (1, 1)
+    assert load(store, store.longest(SEED, TOKENS)) is not None
+    assert not list(store.folder.root.glob("*/.*.tmp"))
+
+
+def test_writing_begins_again_after_a_while_also_in_a_folder_that_vanished(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = start()
+    save(store, state_of(TOKENS))
+    shutil.rmtree(store.folder.root)
+    assert store.longest(SEED, TOKENS) is None
+    assert save(store, state_of(TOKENS)) == 0
+    monkeypatch.setattr(store._writer, "_off_until", 0.0)
+    assert save(store, state_of(TOKENS)) == 1
+
+
+def test_bad_folders_cost_nothing_but_a_line(start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").touch()
+    for folder in ("file", "file/below", "/proc/none", "x" * 300, "zero\0"):
+        store = start(folder=folder)
+        assert save(store, state_of(TOKENS)) == 0
+        assert store.longest(SEED, TOKENS) is store.context(key_of(SEED, TOKENS)) is None
+        assert store.counters.outages == 1
+    assert len(caplog.records) == 5
+
+
+def test_name_that_a_folder_has_is_a_drop_and_no_outage(start: Start) -> None:
+    store = start()
+    save(store, state_of(TOKENS))
+    (directory,) = {file.path.parent for file in store.folder.states()}
+    (directory / f"{key_of(SEED, [7] * 100)}.kv").mkdir()
+    assert save(store, state_of([7] * 100), state_of([8] * 100)) == 1
+    counters = store.counters
+    assert (counters.drops, counters.write_errors, counters.outages) == ({Drop.ERROR: 1}, 1, 0)
+
+
+def test_state_larger_than_the_quota_is_dropped_and_a_quota_of_nothing_keeps_nothing(start: Start) -> None:
+    store = start(quota=4000)
+    assert save(store, state_of(TOKENS, 5000)) == 0
+    assert store.counters.drops == {Drop.QUOTA: 1}
+    off = start(quota=0, folder="off")
+    assert not off.offer(state_of(TOKENS), 1.0)
+    assert off.flush(float("inf")) == 0
+    assert not off.folder.root.exists()
+
+
+def test_close_answers_what_was_asked_and_gives_up_what_is_written(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = start()
+    save(store, state_of(TOKENS))
+    match = store.longest(SEED, TOKENS)
+    assert match is not None
+    reading, may_go_on, loaded = threading.Event(), threading.Event(), []
+
+    def on_loaded(state: KeptState | None) -> None:
+        reading.set()
+        may_go_on.wait(60)
+        loaded.append(state)
+
+    for _ in range(3):
+        store.load(match, on_loaded)
+    assert reading.wait(60)
+    closing = threading.Thread(target=store.close)
+    closing.start()
+    while store._reader._is_closed is False:
+        pass
+    may_go_on.set()
+    closing.join()
+    store.load(match, loaded.append)
+    assert [state is not None for state in loaded] == [True, False, False, False]
+    assert not store.offer(state_of(TOKENS), 1.0)
+
+
+def test_write_that_is_begun_when_the_engine_starts_to_work_gives_way(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, big = start(), state_of(TOKENS, 8 << 20)
+    begun = threading.Event()
+    draft = folder_module.Folder.draft
+
+    def begin(*args: object) -> object:
+        store._queue._budget.spend(1000.0, 0.0)
+        store.note_busy(True)
+        begun.set()
+        return draft(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(folder_module.Folder, "draft", begin)
+    store.offer(big, 1.0)
+    assert begun.wait(60)
+    assert not store.is_idle
+    assert store.counters.saves == 0
+    store.note_busy(False)
+    assert store.flush(float("inf")) <= 1
+    assert store.counters.saves == 1
+
+
+def test_clear_removes_all_or_one_scope(start: Start) -> None:
+    store = start()
+    for scope in ("a", "b"):
+        save(store, KeptState(seed_of(IDENTITY, (), scope), TOKENS, 0, b"cells", {}, scope))
+    assert [view.scope for view in store.states()] == ["a", "b"]
+    assert store.clear("a") == 1
+    assert store.info().num_states == 1
+    assert store.clear() == 1
+    assert store.longest(seed_of(IDENTITY, (), "b"), TOKENS) is None
