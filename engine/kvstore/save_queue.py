@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from .counters import Drop, Rate, Tally
 from .states import KeptState
 
-PATIENCE_S = 10.0  # of a state beside a working engine: by then it is likely to be of no use any more
+PATIENCE_S = 10.0  # of a state that waits beside a working engine: by then it is likely to be of no use any more
+WRITING_S = 60.0  # how long writing one may take there, with its pauses: 0.7 s of a core, some hundred MB
 MOST_WAITING = 4096
 LOOK_S = 0.5  # between two looks for what has waited too long
 SHARE = 0.01  # of one core
@@ -71,6 +72,7 @@ class SaveQueue:
         self._waiting: list[Offer] = []  # the least worthy first
         self._num_bytes = 0  # of all that waits, and of what is being written
         self._current: Offer | None = None
+        self._begun_at = 0.0
         self._num_done = 0
         self._is_busy = False
         self._flushes: list[float] = []  # until when those who wait for all to be written do so
@@ -134,12 +136,12 @@ class SaveQueue:
                 self._drop_old(now)
                 index = self._next(now)
                 if index is not None:
-                    self._current = self._waiting.pop(index)
+                    self._current, self._begun_at = self._waiting.pop(index), now
                     return self._current
                 self._changed.wait(min(LOOK_S, self._pause_s(now) or LOOK_S) if self._waiting else None)
             return None
 
-    def pause(self, offer: Offer, spent_s: float) -> None:
+    def pause(self, spent_s: float) -> None:
         """Between two chunks: waits while the engine has to have the machine; raises Dropped if that takes too long."""
         with self._changed:
             self._charge(spent_s)
@@ -148,7 +150,7 @@ class SaveQueue:
                 pause_s = self._pause_s(now)
                 if pause_s <= 0:
                     return
-                left_s = offer.offered_at + PATIENCE_S - now
+                left_s = self._begun_at + WRITING_S - now
                 if left_s <= 0:
                     raise Dropped(Drop.BUSY)
                 self._changed.wait(min(pause_s, left_s))
@@ -189,12 +191,9 @@ class SaveQueue:
             return None
         if self._has_leave(now):
             return len(self._waiting) - 1
-        for index in reversed(range(len(self._waiting))):
-            offer = self._waiting[index]
-            most_s = MOST_S + SHARE * (offer.offered_at + PATIENCE_S - now)
-            if offer.num_bytes / self._cost.bytes_per_s < most_s:
-                return index
-        return None
+        most_bytes = (MOST_S + SHARE * WRITING_S) * self._cost.bytes_per_s
+        fitting = (i for i in reversed(range(len(self._waiting))) if self._waiting[i].num_bytes < most_bytes)
+        return next(fitting, None)
 
     def _drop_old(self, now: float) -> None:
         if self._has_leave(now):

@@ -87,7 +87,7 @@ class Writer:
         try:
             self._look_for_equal(state)
             replaced = self._catalog.replaced_by(state, file_bytes(state))
-            head = self._write(offer, state)
+            head = self._write(state)
             self._catalog.add(head)
             self._folder.remove(path for path in map(self._catalog.path_of, replaced) if not is_pinned(path))
         except FolderFull as full:
@@ -112,22 +112,22 @@ class Writer:
             touch(self._catalog.path_of(match.key))
             raise Dropped(Drop.KEPT)
 
-    def _write(self, offer: Offer, state: KeptState) -> Head:
+    def _write(self, state: KeptState) -> Head:
         started = self._clock()
         draft = self._folder.draft(self._catalog.directory, file_bytes(state))
         try:
-            head = write_state(draft.descriptor, state, lambda: self._pause(offer))
+            head = write_state(draft.descriptor, state, self._pause)
             draft.publish(head.key)
         finally:
             draft.close()
         self._tally.save(head.num_bytes, self._clock() - started)
         return head
 
-    def _pause(self, offer: Offer) -> None:
+    def _pause(self) -> None:
         """After each chunk."""
         now = time.thread_time()
         spent_s, self._charged = now - self._charged, now
-        self._queue.pause(offer, spent_s)
+        self._queue.pause(spent_s)
 
     def _switch_off(self, error: Exception) -> None:
         self._is_prepared = False

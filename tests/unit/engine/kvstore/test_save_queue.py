@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from cellama.engine.kvstore.counters import Drop, Tally
-from cellama.engine.kvstore.save_queue import MOST_S, PATIENCE_S, SHARE, Dropped, SaveQueue, TimeBudget
+from cellama.engine.kvstore.save_queue import MOST_S, PATIENCE_S, SHARE, WRITING_S, Dropped, SaveQueue, TimeBudget
 from cellama.engine.kvstore.states import KeptState
 
 from ....conftest import wait_until
@@ -127,7 +127,7 @@ def test_flush_returns_at_its_deadline_with_a_writer_that_does_nothing() -> None
     assert setup.queue.flush(setup.clock.now) == 0
 
 
-def test_state_that_would_be_dropped_before_its_end_is_not_begun_beside_a_working_engine() -> None:
+def test_state_that_would_be_given_up_before_its_end_is_not_begun_beside_a_working_engine() -> None:
     setup = Setup(most_bytes=1 << 40)
     setup.queue.note_busy(True)
     setup.offer(9.0, 1 << 34)
@@ -140,15 +140,16 @@ def test_state_that_would_be_dropped_before_its_end_is_not_begun_beside_a_workin
 def test_writing_is_given_up_when_the_engine_works_for_too_long_or_the_queue_closes() -> None:
     setup = Setup()
     setup.offer(1.0)
-    offer = setup.queue.take()
-    assert offer is not None
-    setup.queue.pause(offer, 100.0)  # idle: as much as it wants
-    setup.queue.note_busy(True)
     setup.clock.now += PATIENCE_S
+    assert setup.queue.take() is not None
+    setup.queue.pause(100.0)  # idle: as much as it wants
+    setup.queue.note_busy(True)
+    setup.queue.pause(MOST_S)
+    setup.clock.now += WRITING_S
     with pytest.raises(Dropped, match="busy"):
-        setup.queue.pause(offer, 100.0)
+        setup.queue.pause(100.0)
     setup.queue.close()
     with pytest.raises(Dropped, match="closed"):
-        setup.queue.pause(offer, 0.0)
+        setup.queue.pause(0.0)
     assert setup.queue.take() is None
     assert not setup.offer(1.0)
