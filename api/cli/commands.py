@@ -11,6 +11,13 @@ from typing import Annotated, Any
 import typer
 
 from cellama.api.cli.local.bench import bench_command
+from cellama.api.cli.local.cache import (
+    cache_clear_command,
+    cache_info_command,
+    cache_list_command,
+    cache_pin_command,
+    cache_unpin_command,
+)
 from cellama.api.cli.local.demo import demo_command
 from cellama.api.cli.local.services import NotInstalled, up_command, worker_command
 from cellama.api.cli.local.tune import tune_command
@@ -134,6 +141,17 @@ _dead = typer.Typer(no_args_is_help=True, help="Jobs that were put aside because
 _dead.command("list")(_interruptible(dead_list_command))
 _dead.command("requeue")(_interruptible(dead_requeue_command))
 app.add_typer(_dead, name="dead")
+_cache = typer.Typer(no_args_is_help=True, help="KV states on disk: the folder cache_dir of this machine's workers.")
+_CACHE_COMMANDS: dict[str, Callable[..., None]] = {
+    "list": cache_list_command,
+    "info": cache_info_command,
+    "clear": cache_clear_command,
+    "pin": cache_pin_command,
+    "unpin": cache_unpin_command,
+}
+for _name, _command in _CACHE_COMMANDS.items():
+    _cache.command(_name)(_interruptible(_command))
+app.add_typer(_cache, name="cache")
 # Its options are those of the benchmark that it runs.
 _PASSED_ON: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 app.command("bench", context_settings=_PASSED_ON)(_interruptible(bench_command))

@@ -48,6 +48,7 @@ COMMANDS = (
     "queue purge",
 )
 COMMANDS += tuple(f"models {name}" for name in ("list", "info", "load", "unload", "default", "memory"))
+COMMANDS += tuple(f"cache {name}" for name in ("list", "info", "clear", "pin", "unpin"))
 COMMANDS += tuple(f"batch {name}" for name in ("run", "resume", "list", "status", "cancel"))
 
 

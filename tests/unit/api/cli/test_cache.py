@@ -1,0 +1,71 @@
+"""`cellama cache` on a folder of states, with no worker anywhere."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from cellama.api.cli import app
+from cellama.engine.kvstore.keys import seed_of
+from cellama.engine.kvstore.states import KeptState
+from cellama.engine.kvstore.store import StateStore
+
+IDENTITY = b"model"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """With a state of each of two scopes."""
+    with closing(StateStore(tmp_path / "kv", 1 << 20, IDENTITY)) as store:
+        for scope in ("a", "b"):
+            state = KeptState(seed_of(IDENTITY, (), scope), range(100), 0, bytes(1000), {}, scope)
+            store.offer(state, 1.0)
+            store.flush(float("inf"))
+    return tmp_path / "kv"
+
+
+def cache(folder: Path, *argv: str, code: int = 0) -> Any:
+    """What the command says; JSON as it is meant."""
+    done = CliRunner().invoke(app, ["cache", *argv, "--dir", str(folder)])
+    assert done.exit_code == code, done.output
+    return json.loads(done.stdout) if "--json" in argv else done.output
+
+
+def test_states_are_listed_pinned_and_cleared_by_scope_and_key(folder: Path) -> None:
+    states = cache(folder, "list", "--json")
+    assert [(state["scope"], state["num_tokens"], state["problem"]) for state in states] == [
+        ("b", 100, None),
+        ("a", 100, None),
+    ]
+    keys = [state["key"] for state in states]
+    assert "is pinned" in cache(folder, "pin", keys[0][:8])
+    assert cache(folder, "clear", "--json")["num_states"] == 1
+    info = cache(folder, "info", "--json")
+    assert (info["num_states"], info["num_pinned"], info["num_identities"]) == (1, 1, 1)
+    assert cache(folder, "clear", "--scope", "a", "--pinned", "--json")["num_states"] == 0
+    assert cache(folder, "unpin", keys[0], "--json") == {keys[0]: True}
+    assert "removed 1 states" in cache(folder, "clear", keys[0])
+
+
+def test_list_and_info_are_readable(folder: Path) -> None:
+    (damaged, *_) = folder.glob("*/*.kv")
+    damaged.write_bytes(b"short")
+    listed = cache(folder, "list")
+    assert "damaged" in listed
+    assert damaged.stem[:16] in listed
+    assert "2 states of 1 models" in cache(folder, "info")
+    assert "no states" in cache(folder.parent / "none", "list")
+
+
+@pytest.mark.parametrize("key", ["", "../../x", "abc", "f" * 64])
+def test_key_of_no_state_is_refused_and_named(folder: Path, key: str) -> None:
+    assert "no states have a key that begins with" in cache(folder, "pin", key, code=1)
+
+
+def test_keys_beside_a_scope_are_refused(folder: Path) -> None:
+    cache(folder, "clear", "0" * 64, "--scope", "a", code=2)
