@@ -70,7 +70,7 @@ class StateIndex:
             if best is not None and best.num_usable >= (depth + 1) * BLOCK:
                 break  # what shares no more blocks than that has no more
             match = _match(head, seed, tokens, depth)
-            if match.num_usable and (best is None or _rank(match) > _rank(best)):
+            if match.num_usable >= BLOCK and (best is None or _rank(match) > _rank(best)):
                 best = match
         return best
 
