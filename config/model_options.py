@@ -25,6 +25,8 @@ class ModelOptions(TypedDict, total=False):
     kv_layout: Literal["auto", "unified", "partitioned"]
     cache_prompt: bool
     cache_ram_bytes: int | Literal["auto"] | None
+    cache_dir: str | None
+    cache_disk_bytes: int
     n_batch: int
     n_ubatch: int | Literal["auto"] | None
     chunk_size: int | Literal["auto"] | None

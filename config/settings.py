@@ -89,6 +89,10 @@ class ModelSettings(BaseModel):
     cache_ram_bytes: AutoInt = Field(
         default=None, ge=0, description="quota of KV states kept in RAM; 0 = none; auto: up to 1 GiB of what is left"
     )
+    cache_dir: str | None = Field(
+        default=None, min_length=1, description="folder of KV states on disk, which workers may share; default: none"
+    )
+    cache_disk_bytes: int = Field(default=8 << 30, ge=0, description="quota of that folder; 0 = no states on disk")
     n_batch: int = Field(default=2048, ge=1, description="tokens per step, as far as n_ubatch goes")
     n_ubatch: AutoInt = Field(default=None, ge=1, description="tokens per pass inside llama.cpp; auto: 512")
     chunk_size: AutoInt = Field(

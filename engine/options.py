@@ -15,6 +15,7 @@ MAX_SLOTS = 256  # llama.cpp: LLAMA_MAX_SEQ
 DEFAULT_UBATCH = 512  # tokens
 DEFAULT_CHUNK = 512  # tokens
 DEFAULT_SAVED_BYTES = 1 << 30
+DEFAULT_DISK_BYTES = 8 << 30
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 
 FlashAttention = Literal["auto", "on", "off"]
@@ -37,6 +38,8 @@ class EngineOptions:
     cache_prompt: bool = True  # False: no request shares its prefix
     # Quota of KV states kept in RAM, 0 = none; None = up to 1 GiB of what is left. `saved_bytes` has the number.
     cache_ram_bytes: int | None = None
+    cache_dir: str | None = None  # folder of KV states on disk, which processes share; None = none are kept there
+    cache_disk_bytes: int = DEFAULT_DISK_BYTES  # quota of that folder
     n_batch: int = 2048  # token budget of a step, as far as n_ubatch goes
     n_ubatch: int | None = None  # tokens of one pass inside llama.cpp; a step is one pass; `pass_tokens` has the number
     # Prompt tokens per slot and step, at most a pass; `chunk_tokens` has the number. One that is given widens n_ubatch
@@ -62,6 +65,9 @@ class EngineOptions:
         check_int("n_ubatch", DEFAULT_UBATCH if self.n_ubatch is None else self.n_ubatch, 1)
         check_int("max_queue", self.max_queue, 0)
         check_int("cache_ram_bytes", self.saved_bytes, 0)
+        check_int("cache_disk_bytes", self.cache_disk_bytes, 0)
+        is_path = self.cache_dir is None or (isinstance(self.cache_dir, str) and "\0" not in self.cache_dir != "")
+        check(is_path, "cache_dir", self.cache_dir, "the path of a folder, or None")
         check_int("n_gpu_layers", self.n_gpu_layers, -1)
         for name in ("ctx_per_slot", "n_ctx", "chunk_size"):
             if getattr(self, name) is not None:
@@ -102,6 +108,11 @@ class EngineOptions:
     def saved_bytes(self) -> int:
         """`cache_ram_bytes`, or what it is where it was left open and no load has chosen it."""
         return DEFAULT_SAVED_BYTES if self.cache_ram_bytes is None else self.cache_ram_bytes
+
+    @property
+    def keeps_states(self) -> bool:
+        """True if KV states go to disk: what is there is read into RAM, and only what is in RAM goes there."""
+        return bool(self.cache_dir and self.cache_disk_bytes and self.saved_bytes and self.cache_prompt)
 
     @property
     def sampling_defaults(self) -> Mapping[str, Any]:

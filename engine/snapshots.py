@@ -29,6 +29,14 @@ class EngineSnapshot:
     ram_used_bytes: int
     ram_saves: int
     ram_evictions: int  # states dropped for the quota
+    disk_loads: int  # states that were read from the folder, of which …
+    disk_late: int  # … came when they were computed already
+    disk_misses: int  # files that were damaged, foreign, of another version, or gone
+    disk_saves: int  # states that were written
+    disk_drops: int  # states that were not: the folder has them, others are worth more, or it can't be written to
+    disk_evictions: int  # files that this process removed for the quota
+    disk_read_bytes: int
+    disk_written_bytes: int
     preemptions: int
     cache_hits: int  # admissions that took over a prefix, of which …
     cache_hits_slot: int  # … in the slot where it was
@@ -125,6 +133,14 @@ class ManagerSnapshot:
     ram_used_bytes: int
     ram_saves: int
     ram_evictions: int
+    disk_loads: int
+    disk_late: int
+    disk_misses: int
+    disk_saves: int
+    disk_drops: int
+    disk_evictions: int
+    disk_read_bytes: int
+    disk_written_bytes: int
     preemptions: int
     cache_hits: int
     cache_hits_slot: int

@@ -6,12 +6,17 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
 
 from cellama.engine.backend import Backend, Vocabulary
 from cellama.engine.backend import key_of as adapters_key
 from cellama.engine.errors import EngineStopped, InvalidRequest, UnknownKey
-from cellama.engine.events import CacheHit, Event, RequestStats, StepStats
+from cellama.engine.events import CacheHit, CacheTier, Event, RequestStats, StepStats
 from cellama.engine.kvstore.keys import is_key, key_of, seed_of
+from cellama.engine.kvstore.store import StateStore
+from cellama.engine.memory.free_memory import give_memory_back
 from cellama.engine.options import EngineOptions
 from cellama.engine.request import Request
 from cellama.engine.sampling_params import sampling_of
@@ -22,12 +27,16 @@ from cellama.engine.system.watchdog import Pulse
 from .adapters import Adapters
 from .engine_core import Command, EngineCore
 from .generation import AdapterChoice, Generating
-from .handle import CancelReason, Handle
+from .handle import Call, CancelReason, Handle
 from .output import Listener
 
 log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 30.0
+SAVE_TIMEOUT_S = 30.0
+CALL_TIMEOUT_S = 30.0
+LEAST_QUEUE_BYTES = 16 << 20  # that wait to be written
+T = TypeVar("T")
 
 
 class Engine(Generating):
@@ -44,7 +53,13 @@ class Engine(Generating):
         self._cache_prompt = options.cache_prompt
         self.adapters = Adapters(backend)
         self.pulse = Pulse(f"cellama-{name}")
-        self._core = EngineCore(backend, options, self.pulse, name)
+        self.store = open_store(options, backend.identity)
+        try:
+            self._core = EngineCore(backend, options, self.pulse, name, self.store)
+        except BaseException:
+            if self.store is not None:
+                self.store.close()
+            raise
         self._inbox = self._core.inbox
         self._thread = start_deep(self._run, self.pulse.name)
 
@@ -71,6 +86,10 @@ class Engine(Generating):
             cache_prompt=request.cache_prompt and self._cache_prompt,
         )
         handle = Handle(request, self._ask_to_cancel, on_event, self.adapters.take(request.adapters), plan)
+        if self._core.disk is not None and request.cache_prompt:
+            seed = seed_of(self._backend.identity, adapters_key(handle.adapters), request.cache_scope)
+            resumed = request.resume[0].tokens if request.resume else ()
+            handle.match = self._core.disk.find(seed, (*request.prompt, *resumed))
         if not self._inbox.submit(Command("submit", handle)):
             self.adapters.give_back(handle.adapters)
             raise EngineStopped("the engine is closed; the request was not taken")
@@ -85,9 +104,7 @@ class Engine(Generating):
         Never waits for the engine thread. Raises UnknownKey where it is gone, or was another scope's or other
         adapters', and UnknownAdapter.
         """
-        tokens = None
-        if isinstance(key, str) and is_key(key):
-            tokens = self._core.requests.recent.find(key, self._seed(scope, adapters))
+        tokens = self._find_context(key, self._seed(scope, adapters)) if isinstance(key, str) and is_key(key) else None
         if tokens is None:
             raise UnknownKey(
                 f"parent_key {str(key)[:80]!r} names no context that is known here for cache_scope {scope!r} and these "
@@ -99,6 +116,12 @@ class Engine(Generating):
     def identity(self) -> bytes:
         """What the cells of its contexts depend on beside tokens, adapters and scope, as a digest (ADR 014)."""
         return self._backend.identity
+
+    def _find_context(self, key: str, seed: bytes) -> tuple[int, ...] | None:
+        tokens = self._core.requests.recent.find(key, seed)
+        if tokens is None and self.store is not None and (kept := self.store.context(key)) is not None:
+            tokens = tuple(kept[1]) if kept[0] == seed and key_of(seed, kept[1]) == key else None
+        return tokens
 
     def key_of(self, tokens: Sequence[int], scope: str = "", adapters: AdapterChoice = None) -> str:
         """The key of a context for a request of this scope with these adapters. Raises UnknownAdapter."""
@@ -157,12 +180,78 @@ class Engine(Generating):
         """Steps are computed with so many threads, from the next one on."""
         self._core.num_threads = count
 
+    # The states that it keeps
+
+    def cached_prefix(
+        self, tokens: Sequence[int], scope: str = "", adapters: AdapterChoice = None
+    ) -> dict[CacheTier, int]:
+        """How many of the first tokens of a prompt are on the device, in RAM, on disk, for a request of this scope.
+
+        Never waits for the engine thread: it may be a moment behind. Raises UnknownAdapter.
+        """
+        taken = self.adapters.take(adapters)
+        self.adapters.give_back(taken)
+        key, asked = adapters_key(taken), tuple(tokens)
+        found: dict[CacheTier, int] = {**self._core.probe(asked, (scope, key) if key else scope), "disk": 0}
+        if self._core.disk is not None:
+            match = self._core.disk.find(seed_of(self._backend.identity, key, scope), asked)
+            found["disk"] = 0 if match is None else match.usable(len(asked))
+        return found
+
+    def save_states(self, timeout_s: float = SAVE_TIMEOUT_S) -> int:
+        """Writes what is worth reading again to the folder, also of what runs; how many states were written.
+
+        What is not written after `timeout_s` is not. Without a folder it does nothing.
+        """
+        deadline = time.monotonic() + timeout_s
+        if self.store is None or not self._copy_all(deadline):
+            return 0
+        return self.store.flush(deadline)
+
+    def evict(self, timeout_s: float = SAVE_TIMEOUT_S) -> int:
+        """As `save_states`; then idle slots and RAM are empty, and the model stays; how many states were written.
+
+        What runs goes on. Raises EngineStopped, and TimeoutError if a step takes longer.
+        """
+        num_saved = self.save_states(timeout_s)
+        self._do(self._core.forget_idle, time.monotonic() + CALL_TIMEOUT_S)
+        give_memory_back()
+        return num_saved
+
+    def _copy_all(self, deadline: float) -> bool:
+        """All states that are worth it are in RAM and offered to the folder; False if that takes too long."""
+        try:
+            for slot in self._do(self._core.slots_to_save, deadline):
+                self._do(partial(self._core.save_slot, slot), deadline)  # steps come between: what runs goes on
+            self._do(self._core.offer_saved, deadline)
+        except (EngineStopped, TimeoutError):
+            return False
+        return True
+
+    def _do(self, action: Callable[[], T], deadline: float) -> T:
+        """What the engine thread returns of an action between two steps. Raises EngineStopped, TimeoutError."""
+        call = Call(action)
+        if not self._inbox.put(call):
+            raise EngineStopped("the engine is closed")
+        try:
+            return call.future.result(max(0.0, deadline - time.monotonic()))
+        except TimeoutError:
+            call.future.cancel()
+            raise TimeoutError("the engine's step takes longer than the time that was allowed") from None
+
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> bool:
-        """Fails what is unfinished with EngineStopped and frees the backend; False if a step takes longer."""
+        """Fails what is unfinished with EngineStopped and frees the backend; False if a step takes longer.
+
+        What is in RAM is not written: `save_states` does that, before.
+        """
         if self._inbox.close():
             self._backend.abort()
         self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        if self._thread.is_alive():
+            return False
+        if self.store is not None:
+            self.store.close()
+        return True
 
     def _ask_to_cancel(self, handle: Handle, reason: CancelReason) -> None:
         # An abort that comes late hits the next decode call, which is tried again.
@@ -187,9 +276,21 @@ class Engine(Generating):
     def _wait(self) -> bool:
         """Returns as soon as there is something to do; False when the engine is to end."""
         inbox, core = self._inbox, self._core
+        if (pause_s := core.pause_s) and not inbox:
+            self.pulse.rest()
+            inbox.wait(pause_s)
         while not (core.has_work or inbox or inbox.is_closed):
             if core.save_one_idle():
                 continue  # states go to RAM while no request waits for a step
+            core.rest()
             self.pulse.rest()
             inbox.wait()
         return not inbox.is_closed
+
+
+def open_store(options: EngineOptions, identity: bytes) -> StateStore | None:
+    """The folder of states that the options name; None if there is none, or nothing would be kept."""
+    if options.cache_dir is None or not options.keeps_states:
+        return None
+    queue_bytes = max(LEAST_QUEUE_BYTES, options.saved_bytes // 4)
+    return StateStore(Path(options.cache_dir).expanduser(), options.cache_disk_bytes, identity, queue_bytes)

@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Hashable
 from itertools import islice
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from cellama.engine.backend import Backend
 from cellama.engine.errors import EngineError
+from cellama.engine.events import CacheTier
+from cellama.engine.kvcache.disk_tier import DiskTier, PrefillRate, Store
+from cellama.engine.kvcache.probe import probe
 from cellama.engine.options import EngineOptions
 from cellama.engine.scheduling.scheduler import Limits, Scheduler
 from cellama.engine.scheduling.sequence import Sequence
@@ -23,7 +27,7 @@ from cellama.engine.system.inbox import Inbox
 from cellama.engine.system.watchdog import Pulse
 
 from .forward import BackendBroken, Computed, Forward
-from .handle import CancelReason, Handle
+from .handle import Call, CancelReason, Handle
 from .output import Output
 from .requests import Requests
 from .telemetry import Telemetry
@@ -31,6 +35,7 @@ from .telemetry import Telemetry
 log = logging.getLogger(__name__)
 
 MOST_AT_ONCE = 512  # requests that begin or end between two decode calls: thousands would be a gap in every stream
+PAUSE_S = 0.05  # at most, before an engine that waits for a file looks again
 MAX_FAULTS = 3  # steps in a row that fail although each of their requests goes on alone
 
 
@@ -44,15 +49,23 @@ class Command(NamedTuple):
 class EngineCore:
     """Serves many requests at once, step by step."""
 
-    def __init__(self, backend: Backend, options: EngineOptions, pulse: Pulse, model: str = "engine") -> None:
-        """`pulse` is told what is done just now; telemetry names the `model`. Raises InvalidRequest."""
-        self.inbox: Inbox[Command] = Inbox()
+    def __init__(
+        self, backend: Backend, options: EngineOptions, pulse: Pulse, model: str = "engine", store: Store | None = None
+    ) -> None:
+        """`pulse` is told what is done just now; telemetry names the `model`; `store` is its folder of states.
+
+        Raises InvalidRequest.
+        """
+        self.inbox: Inbox[Command | Call[Any]] = Inbox()
         self._backend = backend
         # One micro-batch of llama.cpp: it would cut a larger batch into pieces of all sequences, too small to be fast.
         limits = Limits(options.pass_tokens, options.chunk_tokens, options.max_queue)
         ram_bytes = options.saved_bytes if options.cache_prompt else 0
         self.scheduler = Scheduler(limits, make_strategy(options.batch_strategy), backend, ram_bytes)
-        self.telemetry = Telemetry(self.scheduler, self.inbox, model)
+        ram, nudge = self.scheduler.cache.ram, self.inbox.nudge
+        self.disk = None if store is None else DiskTier(store, backend, ram, backend.identity, nudge)
+        self.scheduler.finder.disk = self.disk
+        self.telemetry = Telemetry(self.scheduler, self.inbox, model, self.disk)
         self.output = Output(backend.vocabulary)
         self._pulse = pulse
         self.requests = Requests(backend, self.scheduler, self.output, self.telemetry, pulse)
@@ -85,6 +98,7 @@ class EngineCore:
                 self.output.flush()
                 computed.append(micro_batch)
             self.output.flush()  # also without a decode call: requests may have come to their end
+            self._copy_a_running_one()
             self._account(computed, active_slots, started, cpu_started)
         except BackendBroken:
             raise
@@ -95,15 +109,20 @@ class EngineCore:
         """Serves what other threads have put into the inbox, and uses as many threads as they say."""
         if self.num_threads != self._backend.threads:
             self._backend.set_threads(self.num_threads)
+        if self.disk is not None:
+            self.disk.store.note_busy(True)
+            self.disk.receive(time.monotonic())
         for command in self.inbox.take(MOST_AT_ONCE):
-            self._pulse.beat(command.what, (command.handle.request.id,))
             self._serve(command)
 
-    def _serve(self, command: Command) -> None:
+    def _serve(self, command: Command | Call[Any]) -> None:
+        if isinstance(command, Call):
+            self._pulse.beat("call")
+            return command.run()
+        self._pulse.beat(command.what, (command.handle.request.id,))
         if command.what == "submit":
-            self.requests.enqueue(command.handle)
-        else:
-            self.requests.end(command.handle, command.what)
+            return self.requests.enqueue(command.handle)
+        return self.requests.end(command.handle, command.what)
 
     def _expire(self, now: float) -> None:
         """Ends requests whose deadline has passed."""
@@ -138,8 +157,26 @@ class EngineCore:
         eval_s = sum(micro_batch.seconds for micro_batch in computed)
         step_s = time.monotonic() - started
         self.scheduler.strategy.observe(sum(micro_batch.num_tokens for micro_batch in computed), eval_s)
+        if self.disk is not None:
+            self._measure_prefill(computed, self.disk.rate)
         self.telemetry.step(chunks, active_slots, eval_s, step_s, step_s - (time.thread_time() - cpu_started))
         self._num_faults = 0
+
+    def _copy_a_running_one(self) -> None:
+        """Another process goes on from what is on disk of a running sequence, if this one ends: one copy at a time."""
+        if self.disk is None or not self.disk.may_copy(time.monotonic()):
+            return
+        for slot, sequence in enumerate(self.scheduler.slots):
+            if sequence is not None and sequence.is_due_to_be_copied:
+                sequence.num_kept = sequence.num_computed
+                self.disk.save_running(slot, sequence.tokens[: sequence.num_computed], sequence.scope)
+                return
+
+    def _measure_prefill(self, computed: list[Computed], rate: PrefillRate) -> None:
+        for micro_batch in computed:
+            num_decoded = sum(chunk.decode for _, chunk in micro_batch.works)
+            if num_decoded * 8 < micro_batch.num_tokens:
+                rate.add(micro_batch.num_tokens, micro_batch.seconds)
 
     def _isolate(self, error: Exception) -> None:
         """After a step that failed for no request in particular: every one that has a slot makes a step alone.
@@ -172,6 +209,51 @@ class EngineCore:
         except Exception as error:
             return error
         return None
+
+    def rest(self) -> None:
+        """There is nothing to do: the folder's threads may have the machine, and what they have read is taken."""
+        if self.disk is not None:
+            self.disk.store.note_busy(False)
+            self.disk.receive(time.monotonic())
+
+    @property
+    def pause_s(self) -> float:
+        """How long there is nothing to do but to wait for files; 0 if there is anything else, or they don't come."""
+        if self.disk is None or self.scheduler.num_busy or not self.scheduler.num_waiting:
+            return 0.0
+        return max(0.0, min(PAUSE_S, self.disk.wait_s(time.monotonic())))
+
+    def slots_to_save(self) -> list[int]:
+        """Those whose states are not in RAM, and worth it, and those that run."""
+        running = [slot for slot, holder in enumerate(self.scheduler.slots) if holder and holder.request.cache_prompt]
+        return self.scheduler.cache.unsaved() + running
+
+    def save_slot(self, slot: int) -> None:
+        """Copies one of these, if it is still so, to RAM, and offers it to the folder."""
+        cache, sequence = self.scheduler.cache, self.scheduler.slots[slot]
+        if sequence is None:
+            cache.save_unsaved(slot)
+        elif sequence.request.cache_prompt:
+            cache.save(slot, sequence.tokens[: sequence.num_computed], sequence.scope)
+
+    def offer_saved(self) -> None:
+        """The folder is offered all that is in RAM."""
+        if self.disk is not None:
+            self.disk.offer_all()
+
+    def probe(self, tokens: tuple[int, ...], scope: Hashable) -> dict[CacheTier, int]:
+        """How many of these are on the device and in RAM. Any thread."""
+        cache, slots = self.scheduler.cache, enumerate(list(self.scheduler.slots))
+        held = [cache.held_by(slot) if s is None else (s.tokens[: s.num_computed], s.scope) for slot, s in slots]
+        return probe(cache, held, tokens, scope)
+
+    def forget_idle(self) -> None:
+        """Idle slots are empty, and RAM has no states."""
+        for slot, holder in enumerate(self.scheduler.slots):
+            if holder is None:
+                self.scheduler.cache.clear(slot)  # what has just been retired is offered before
+        for state in self.scheduler.cache.ram.states():
+            self.scheduler.cache.ram.forget(state)
 
     def save_one_idle(self) -> bool:
         """Copies the cells of one idle slot to RAM, if they are worth it; False if there are none. Between steps."""

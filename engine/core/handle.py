@@ -6,15 +6,17 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from cellama.engine.backend import AdapterSet
 from cellama.engine.errors import EngineError
 from cellama.engine.events import Completion, Event, Finished
+from cellama.engine.kvstore.states import Match
 from cellama.engine.request import Request
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 CancelReason = Literal["cancelled", "timeout"]
 
 
@@ -34,6 +36,7 @@ class Handle:
         self.taken_at = time.monotonic()
         self.adapters = adapters
         self.plan = plan
+        self.match: Match | None = None  # a file of states that has the beginning of its prompt
         self.future: Future[Completion] = Future()
         self.future.set_running_or_notify_cancel()  # so only the engine ends it: see `cancel`
         self._cancel = cancel
@@ -72,3 +75,20 @@ class Handle:
             self.future.set_exception(error)
         elif completion is not None:
             self.future.set_result(completion)
+
+
+class Call(Generic[T]):
+    """Something that the engine thread does between two steps, for a thread that waits for it."""
+
+    def __init__(self, action: Callable[[], T]) -> None:
+        self._action = action
+        self.future: Future[T] = Future()
+
+    def run(self) -> None:
+        """Engine thread."""
+        if not self.future.set_running_or_notify_cancel():
+            return  # the other thread waits no more
+        try:
+            self.future.set_result(self._action())
+        except Exception as error:  # the boundary between the engine and one call
+            self.future.set_exception(error)

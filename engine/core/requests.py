@@ -90,6 +90,8 @@ class Requests:
         for index in range(request.n):
             seed_of_it, prompt = (seed + index) % (MAX_SEED + 1), list(request.prompt)
             sequence = Sequence(request, seed_of_it, request.submitted_at, prompt, index, handle.adapters)
+            if index == 0 or not request.resume:  # else what it resumes is not what was searched for
+                sequence.match = handle.match
             sequence.taken_at, sequence.identity = handle.taken_at, self._backend.identity
             group.sequences.append(sequence)
             self._group_of[sequence] = group

@@ -9,10 +9,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import fields
 from typing import Any, TypeVar
 
 from cellama.engine.backend import Chunk
 from cellama.engine.events import CacheHit, Completion, RequestStats, StepStats, Usage
+from cellama.engine.kvcache.disk_tier import DiskTier
 from cellama.engine.request import Request
 from cellama.engine.scheduling.scheduler import Scheduler
 from cellama.engine.scheduling.sequence import Sequence, State
@@ -24,6 +26,7 @@ from .embedding_handle import EmbeddingHandle
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+DISK_COUNTS = tuple(field.name for field in fields(EngineSnapshot) if field.name.startswith("disk_"))
 RATE_WINDOW_S = 1.0
 MEAN_WEIGHT = 0.05  # of a new value in a running mean
 
@@ -48,7 +51,8 @@ class Rates:
 class Telemetry:
     """Counts what happens in an engine. Engine thread only, but for `snapshot`."""
 
-    def __init__(self, scheduler: Scheduler, inbox: Inbox[Any], model: str) -> None:
+    def __init__(self, scheduler: Scheduler, inbox: Inbox[Any], model: str, disk: DiskTier | None = None) -> None:
+        self._disk = disk
         self._scheduler = scheduler
         self._inbox = inbox
         self._model = model
@@ -104,8 +108,7 @@ class Telemetry:
     @property
     def snapshot(self) -> EngineSnapshot:
         """The state just now. Any thread."""
-        scheduler, cache = self._scheduler, self._scheduler.cache
-        hits = cache.counters
+        scheduler, cache, hits = self._scheduler, self._scheduler.cache, self._scheduler.cache.counters
         sequences, waiting, running = self._look()
         decoding = sum([sequence.state is State.DECODING for sequence in sequences])
         phase: Phase = "generating" if decoding else "prefilling" if running else "idle"
@@ -124,6 +127,7 @@ class Telemetry:
             ram_used_bytes=cache.ram.used_bytes + cache.checkpoints.used_bytes,
             ram_saves=cache.ram.num_saves,
             ram_evictions=cache.ram.num_evictions,
+            **self._disk_counts(),
             preemptions=scheduler.num_preemptions,
             cache_hits=hits.hits_slot + hits.hits_copy + hits.hits_ram + hits.hits_disk,
             cache_hits_slot=hits.hits_slot,
@@ -142,6 +146,21 @@ class Telemetry:
             generation_rate=generation_rate,
             mean_slot_s=self._mean_slot_s,
         )
+
+    def _disk_counts(self) -> dict[str, int]:
+        if self._disk is None:
+            return dict.fromkeys(DISK_COUNTS, 0)
+        counts = self._disk.store.counters
+        return {
+            "disk_loads": counts.hits,
+            "disk_misses": sum(counts.misses.values()),
+            "disk_late": self._disk.num_late,
+            "disk_saves": counts.saves,
+            "disk_drops": sum(counts.drops.values()),
+            "disk_evictions": counts.evictions,
+            "disk_read_bytes": counts.read_bytes,
+            "disk_written_bytes": counts.written_bytes,
+        }
 
 
 class TextTelemetry:

@@ -48,17 +48,20 @@ class Checkpoints:
             return
         try:
             self._num_bytes = self._memory.checkpoint_bytes(slot)
-            while self._all and self.used_bytes + self._num_bytes > self.quota_bytes:
-                self._drop(next(iter(self._all)))
+            self._make_room(self._num_bytes)
             if self.are_kept:
                 self._add(_Checkpoint(num_tokens, self._memory.checkpoint(slot)), slot)
         except Exception:  # no memory for it, for instance
             log.exception("a checkpoint could not be taken; what it is for is computed again")
 
-    def _add(self, checkpoint: _Checkpoint, slot: int) -> None:
+    def _make_room(self, num_bytes: int) -> None:
+        while self._all and self.used_bytes + num_bytes > self.quota_bytes:
+            self._drop(next(iter(self._all)))
+
+    def _add(self, checkpoint: _Checkpoint, holder: Hashable) -> None:
         self._all[checkpoint] = None
         self.used_bytes += checkpoint.data.nbytes
-        self._hold(slot, checkpoint)
+        self._hold(holder, checkpoint)
 
     def _hold(self, holder: Hashable, checkpoint: _Checkpoint) -> None:
         checkpoint.holders.add(holder)
@@ -95,6 +98,21 @@ class Checkpoints:
         for length, checkpoint in self._of.get(source, {}).items():
             if length <= num_tokens:
                 self._hold(heir, checkpoint)
+
+    def of(self, holder: Hashable) -> dict[int, Any]:
+        """What the holder's checkpoints are, by length."""
+        return {length: checkpoint.data for length, checkpoint in self._of.get(holder, {}).items()}
+
+    def lengths(self, holder: Hashable) -> list[int]:
+        """Where the holder has checkpoints. Any thread."""
+        return list(self._of.get(holder, ()))
+
+    def adopt(self, holder: Hashable, num_tokens: int, data: Any) -> None:
+        """The holder, which has none of this length, has this checkpoint, as far as the quota goes."""
+        if data.nbytes > self.quota_bytes:
+            return
+        self._make_room(data.nbytes)
+        self._add(_Checkpoint(num_tokens, data), holder)
 
     def swap(self, one: Hashable, other: Hashable) -> None:
         """Each of two holders has the checkpoints of the other one."""

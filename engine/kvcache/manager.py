@@ -17,7 +17,7 @@ from cellama.engine.events import CacheTier
 from .cells import Cells
 from .checkpoints import Checkpoints
 from .prefix import PrefixIndex, Tokens
-from .ram_tier import RamTier, SavedState, Source
+from .ram_tier import Note, RamTier, SavedState, Source
 from .slot_swaps import SlotSwaps
 from .sources import Sources
 
@@ -141,7 +141,7 @@ class KvCache:
 
     def _continue_in(self, slot: int, count: int) -> int:
         if self.cells.of(slot) - count >= WORTH_SAVING_TOKENS:
-            self._save_unsaved(slot)
+            self.save_unsaved(slot)
         self._unsaved.pop(slot, None)
         kept = self.truncate(slot, count)
         self.counters.hits_slot += kept > 0
@@ -221,9 +221,13 @@ class KvCache:
         """The lengths at which what is or was here parts from these tokens, or ends."""
         return self._index.branches(tokens, scope) + self.ram.branches(tokens, scope)
 
-    def retire(self, slot: int, tokens: Sequence[int], scope: Hashable, *, save: bool) -> None:
+    def retire(
+        self, slot: int, tokens: Sequence[int], scope: Hashable, *, save: bool, note: Note | None = None
+    ) -> None:
         """The sequence of a slot has ended; its cells, which hold `tokens`, wait for another one."""
         self._index_slot(slot, tokens, scope)
+        if note is not None:
+            self.ram.notes[slot] = note
         if save and self.ram.quota_bytes and len(tokens) >= WORTH_SAVING_TOKENS:
             self._unsaved[slot] = None
 
@@ -231,7 +235,7 @@ class KvCache:
         """Empties a slot, after saving what is worth it."""
         if self.ram.quota_bytes and self._is_demanded(slot):
             self._unsaved[slot] = None
-        self._save_unsaved(slot)
+        self.save_unsaved(slot)
         self._index.remove(slot)
         self._scopes.pop(slot, None)
         self.truncate(slot, 0)
@@ -266,7 +270,8 @@ class KvCache:
         if self.ram.quota_bytes and len(tokens) >= WORTH_SAVING_TOKENS:
             self.ram.save(slot, tokens, scope)
 
-    def _save_unsaved(self, slot: int) -> None:
+    def save_unsaved(self, slot: int) -> None:
+        """Saves an idle slot, if it is worth it and not saved yet."""
         if slot in self._unsaved:
             self.save(slot, self._index.tokens_of(slot), self._scopes[slot])
 
@@ -275,8 +280,19 @@ class KvCache:
         slot = next(iter(self._unsaved), None)
         if slot is None:
             return False
-        self._save_unsaved(slot)
+        self.save_unsaved(slot)
         return True
+
+    def held_by(self, slot: int) -> tuple[Tokens, Hashable] | None:
+        """What an idle slot holds, and its scope. Any thread: it may be a moment behind."""
+        try:
+            return self._index.tokens_of(slot), self._scopes[slot]
+        except KeyError:
+            return None
+
+    def unsaved(self) -> list[int]:
+        """Idle slots that are worth saving, and are not saved yet."""
+        return list(self._unsaved)
 
     def forget_scope(self, scope: Hashable) -> None:
         """Drops the saved states of a scope that will not be asked for again."""

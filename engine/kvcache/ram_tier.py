@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import merge
 from itertools import islice
@@ -14,22 +14,37 @@ from cellama.engine.backend import KvMemory
 from cellama.engine.events import CacheTier
 
 from .checkpoints import Checkpoints
-from .prefix import PrefixIndex
+from .prefix import PrefixIndex, Tokens
 
 log = logging.getLogger(__name__)
 
 MOST_MATCHES = 64  # states that a search looks at: those that share as much differ by what a move costs
 
 
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What is known of a slot's tokens when their sequence ends, for whoever keeps its state."""
+
+    num_tokens: int  # that it is about
+    next_token: int | None = None  # that was sampled behind them: with it they are the context that has a key
+    use: float = 0.5  # how probable it is that a request goes on from there
+
+
 @dataclass(eq=False, slots=True)
 class SavedState:
     """The cells of one slot in RAM."""
 
-    num_tokens: int
+    tokens: Tokens
     first_cut: int  # it can be taken over whole, or from this length on in part
     scope: Hashable
     data: Any
     tier: CacheTier = "ram"  # "disk" until it is taken over for the first time, if it was read from there
+    note: Note = Note(0)
+    from_disk: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
 
     @property
     def num_bytes(self) -> int:
@@ -48,6 +63,9 @@ class RamTier:
         self.used_bytes = 0
         self.num_saves = 0  # since the start
         self.num_evictions = 0  # states dropped for the quota, since the start
+        self.reserved_bytes = 0  # of these, for what is being read from disk
+        self.notes: dict[int, Note] = {}  # of slots
+        self.on_saved: Callable[[SavedState], object] | None = None  # is told of each state that was copied to RAM
         self._memory = memory
         self._checkpoints = checkpoints
         self._index: PrefixIndex[SavedState] = PrefixIndex()
@@ -77,19 +95,56 @@ class RamTier:
 
     def _save(self, slot: int, tokens: Sequence[int], scope: Hashable) -> None:
         size = self._memory.state_bytes(slot)
-        if size > self.quota_bytes:
+        if size > self.quota_bytes - self.reserved_bytes:
             return
         self._forget_shorter(tokens, scope)
-        while self.used_bytes + size > self.quota_bytes:  # before the copy: both together are more than the quota
+        self._make_room(size)  # before the copy: both together are more than the quota
+        note = self.notes.pop(slot, None)
+        if note is None or note.num_tokens != len(tokens):
+            note = Note(len(tokens))
+        first_cut = self._memory.first_saved_cut(len(tokens))
+        state = SavedState(tuple(tokens), first_cut, scope, self._memory.save(slot), note=note)
+        self._checkpoints.inherit(state, slot, len(tokens))
+        self._add(state)
+        self.num_saves += 1
+        if self.on_saved is not None:
+            self.on_saved(state)
+
+    def adopt(self, state: SavedState, checkpoints: Mapping[int, Any]) -> None:
+        """Keeps a state that comes from elsewhere, with its checkpoints, as `save` does."""
+        if self._has(state.tokens, state.scope) or state.num_bytes > self.quota_bytes - self.reserved_bytes:
+            return
+        self._make_room(state.num_bytes)
+        self._add(state)
+        for num_tokens, data in checkpoints.items():
+            self._checkpoints.adopt(state, num_tokens, data)
+
+    def _add(self, state: SavedState) -> None:
+        self._states[state] = None
+        self.used_bytes += state.num_bytes
+        self._index.insert(state, state.tokens, state.scope)
+
+    def reserve(self, num_bytes: int) -> bool:
+        """So many bytes of the quota are for what comes, until they are given back; False if there are not so many."""
+        if num_bytes > self.quota_bytes - self.reserved_bytes:
+            return False
+        self._make_room(num_bytes)
+        self.reserved_bytes += num_bytes
+        return True
+
+    def _make_room(self, num_bytes: int) -> None:
+        """The least recently used go until so many bytes are free of the quota."""
+        while self._states and self.used_bytes + self.reserved_bytes + num_bytes > self.quota_bytes:
             self.forget(next(iter(self._states)))
             self.num_evictions += 1
-        first_cut = self._memory.first_saved_cut(len(tokens))
-        state = SavedState(len(tokens), first_cut, scope, self._memory.save(slot))
-        self._states[state] = None
-        self._checkpoints.inherit(state, slot, len(tokens))
-        self.used_bytes += state.num_bytes
-        self._index.insert(state, tokens, scope)
-        self.num_saves += 1
+
+    def checkpoints_of(self, state: SavedState) -> dict[int, Any]:
+        """The checkpoints of a state, by length."""
+        return self._checkpoints.of(state)
+
+    def states(self) -> list[SavedState]:
+        """All of them, the least recently used first. Any thread: it is a copy."""
+        return list(self._states)
 
     def _has(self, tokens: Sequence[int], scope: Hashable) -> bool:
         _, shared = next(self._index.matches(tokens, scope), (None, 0))

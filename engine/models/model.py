@@ -12,9 +12,11 @@ from cellama.engine.backend import ModelInfo
 from cellama.engine.capabilities import Capability, Uses
 from cellama.engine.core.adapters import UNLOAD_TIMEOUT_S, AdapterInfo
 from cellama.engine.core.embedder import Embedder
-from cellama.engine.core.engine import Engine
+from cellama.engine.core.engine import SAVE_TIMEOUT_S, Engine
+from cellama.engine.core.generation import AdapterChoice, Prompt
 from cellama.engine.core.reranker import Reranker
 from cellama.engine.errors import AdapterLoadFailed, ModelLoadFailed, WrongCapability
+from cellama.engine.events import CacheTier
 from cellama.engine.memory.budget import Footprint
 from cellama.engine.options import EngineOptions
 from cellama.engine.snapshots import ModelSnapshot
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DEFAULT_MODEL = ":default"
+SAVE_AT_CLOSE_S = 10.0
 
 
 class Model(ModelCalls):
@@ -206,6 +209,19 @@ class Model(ModelCalls):
         """Frees an adapter once no unfinished request has it; new ones don't get it. Raises as Adapters.unload."""
         self.engine.adapters.unload(name, timeout_s)
 
+    def cached_prefix(self, prompt: Prompt, scope: str = "", adapters: AdapterChoice = None) -> Mapping[CacheTier, int]:
+        """How many of the first tokens of a prompt are in each tier; see Engine.cached_prefix."""
+        tokens = self.tokenize(prompt) if isinstance(prompt, str) else prompt
+        return self.engine.cached_prefix(tokens, scope, adapters)
+
+    def save_states(self, timeout_s: float = SAVE_TIMEOUT_S) -> int:
+        """Writes KV states to its folder, if it has one; how many. See Engine.save_states."""
+        return 0 if self._engine is None else self._engine.save_states(timeout_s)
+
+    def evict(self, timeout_s: float = SAVE_TIMEOUT_S) -> int:
+        """The same, and then neither idle slots nor RAM have any; the model stays. See Engine.evict."""
+        return self.engine.evict(timeout_s)
+
     def snapshot(self) -> ModelSnapshot:
         """The state of its engine, embedder and reranker just now. Never waits for their threads."""
         engine, embedder, reranker = self._engine, self._embedder, self._reranker
@@ -237,10 +253,12 @@ class Model(ModelCalls):
     def close(self) -> bool:
         """Ends its threads, then frees contexts, adapters and weights. What runs fails with EngineStopped.
 
+        What is worth it goes to its folder of KV states before, as far as a few seconds allow.
         False, and the weights are not freed, if a step does not end, or a text is being tokenized all the time: freeing
         them under it would end the process. Idempotent.
         """
         self._close_template()
+        self.save_states(SAVE_AT_CLOSE_S)
         ended = [part.close() for part in self.parts]
         closed = all(ended) and self._weights.close()
         if not closed:

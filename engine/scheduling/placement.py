@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
+from cellama.engine.kvcache.disk_tier import DiskTier
 from cellama.engine.kvcache.manager import KvCache, Placement
 
 from .adapter_rotation import Rotation, slot_beside
@@ -22,12 +23,15 @@ class SlotFinder:
         self._cache = cache
         self._slots = slots
         self._rotation = rotation
+        self.disk: DiskTier | None = None
 
-    def prefix_is_coming(self, sequence: Sequence) -> bool:
-        """True while another slot computes a prefix that this sequence could take over a moment later."""
+    def prefix_is_coming(self, sequence: Sequence, now: float) -> bool:
+        """True while a slot computes, or a file is read, from which this sequence could take over a prefix soon."""
         if sequence.waits_for is not None and _will_compute(*sequence.waits_for):
             return True
         sequence.waits_for = None
+        if self._is_read_from_disk(sequence, now):
+            return True
         if None not in self._slots:
             return False  # it can't have a slot now, or only that of a less urgent one: no reason to search
         ready = self._cache.sources.longest(sequence.tokens, sequence.scope)
@@ -40,6 +44,13 @@ class SlotFinder:
                 sequence.waits_for = (holder, coming)
                 return True
         return False
+
+    def _is_read_from_disk(self, sequence: Sequence, now: float) -> bool:
+        match, sequence.match = sequence.match, None
+        if match is not None and self.disk is not None:
+            ready = self._cache.sources.longest(sequence.tokens, sequence.scope)
+            sequence.file_wait = self.disk.begin(match, sequence.scope, len(sequence.tokens) - 1, ready, now)
+        return sequence.file_wait is not None and sequence.file_wait.goes_on(now)
 
     def _num_coming(self, holder: Sequence, shared: int) -> int:
         """How many of the shared tokens can be taken over from a slot once they are computed."""

@@ -44,7 +44,7 @@ class Scheduler:
         self.queue = WaitingQueue(limits.max_queue)
         self.cache = KvCache(memory, ram_bytes, self.queue.demanded_prefix)
         self._rotation = Rotation()
-        self._finder = SlotFinder(self.cache, self.slots, self._rotation)
+        self.finder = SlotFinder(self.cache, self.slots, self._rotation)
         self._cuts = CutPlanner(self.cache, self.queue, self.slots)
         self.layout = SlotLayout(self.cache, self.slots, limits.budget)
         self.num_preemptions = 0
@@ -77,7 +77,7 @@ class Scheduler:
         passed_over: list[Sequence] = []
         while len(passed_over) < MAX_PASSED_OVER and (sequence := self.queue.pop()) is not None:
             try:
-                is_held = self._finder.prefix_is_coming(sequence)
+                is_held = self.finder.prefix_is_coming(sequence, now)
                 sequence.note_prefix_wait(is_held, now)
                 if is_held:
                     passed_over.append(sequence)
@@ -103,10 +103,10 @@ class Scheduler:
         """A slot for the sequence, for which others may lose theirs; None, and none does, if it has to wait."""
         while True:
             idle = [slot for slot, holder in enumerate(self.slots) if holder is None]
-            if idle and (placement := self._finder.find_slot(sequence, idle)) is not None:
+            if idle and (placement := self.finder.find_slot(sequence, idle)) is not None:
                 return placement
             victims = self._less_urgent_than(sequence, now)
-            if not victims or not self._finder.would_fit(sequence, idle, victims):
+            if not victims or not self.finder.would_fit(sequence, idle, victims):
                 return None
             self.preempt(victims[0], now)
 
@@ -249,8 +249,7 @@ class Scheduler:
         self._rotation.remove(sequence.adapters, sequence.request.is_interactive)
         if keep and sequence.request.cache_prompt:
             committed = sequence.tokens[: sequence.num_computed]
-            asked_for = sequence.request.is_interactive or sequence.request.prefill_only
-            self.cache.retire(slot, committed, sequence.scope, save=asked_for)
+            self.cache.retire(slot, committed, sequence.scope, save=sequence.is_worth_keeping, note=sequence.note)
         else:
             self.cache.clear(slot)
 

@@ -9,6 +9,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cellama.engine.backend import AdapterSet, Chunk, key_of
 from cellama.engine.events import CacheTier, Completion, Context, FinishReason, Timings, Usage
+from cellama.engine.kvcache.disk_tier import Wait
+from cellama.engine.kvcache.manager import WORTH_SAVING_TOKENS
+from cellama.engine.kvcache.ram_tier import Note
+from cellama.engine.kvstore.states import Match
 from cellama.engine.logprobs import TokenLogprob
 from cellama.engine.request import Request
 from cellama.engine.text.detokenizer import TextStream
@@ -17,6 +21,11 @@ from cellama.engine.text.tool_calls import ToolCall
 
 if TYPE_CHECKING:
     from cellama.engine.backend import Sampler
+
+
+# How probable it is that a request goes on from a state: guesses, which order what is written to disk.
+USE_OF_PREFILL, USE_OF_SHARED, USE_OF_CHAT, USE_OF_OTHER = 1.0, 0.7, 0.5, 0.1
+GROWTH = 4 / 3  # a running sequence is copied again when it has become so many times as long
 
 
 class State(Enum):
@@ -46,6 +55,9 @@ class Sequence:
     slot: int | None = None
     rank: float = 0.0  # in the waiting queue: smaller is sooner
     order: int = 0  # of arrival, among equal ranks
+    match: Match | None = None  # a file of states that has its beginning; None once it was looked at
+    file_wait: Wait | None = None  # for that file
+    num_kept: int = 0  # tokens that it had when its state was last copied for the folder
     waits_for: tuple[Sequence, int] | None = None  # another one's prefill of so many tokens, which they share
     cuts: tuple[int, ...] = ()  # lengths at which its prefill stops for a checkpoint, ascending
     num_computed: int = 0  # leading tokens whose KV cells are filled
@@ -109,6 +121,29 @@ class Sequence:
             self.num_computed = num_tokens
             if self.num_pending > 1:
                 self.state = State.PREFILLING
+
+    @property
+    def is_worth_keeping(self) -> bool:
+        """True if its state is for a request that goes on from there: not of bulk work, unless it was read for that."""
+        return self.request.is_interactive or self.request.prefill_only
+
+    @property
+    def note(self) -> Note:
+        """What is to be known of its state when it ends."""
+        pending = self.tokens[self.num_computed :]
+        if self.request.prefill_only:
+            use = USE_OF_PREFILL
+        elif self.num_cached >= WORTH_SAVING_TOKENS:
+            use = USE_OF_SHARED
+        else:
+            use = USE_OF_CHAT if self.request.reply is not None else USE_OF_OTHER
+        return Note(self.num_computed, pending[0] if len(pending) == 1 else None, use)
+
+    @property
+    def is_due_to_be_copied(self) -> bool:
+        """True if it has read its prompt, or grown much since its state was last copied."""
+        least = max(WORTH_SAVING_TOKENS, GROWTH * max(self.num_kept, self.num_cached))
+        return self.state is State.DECODING and self.request.cache_prompt and self.num_computed >= least
 
     def keep(self, parts: list[Part]) -> None:
         """Adds final parts of the reply to what the completion will say."""

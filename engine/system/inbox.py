@@ -18,6 +18,7 @@ class Inbox(Generic[Command]):
         self._changed = threading.Condition()
         self._commands: deque[Command] = deque()
         self._is_closed = False
+        self._is_nudged = False
         self._num_open = 0
         self.num_submitted = 0  # requests, ever
         self.last_submit = 0.0  # unix seconds; 0 before the first request
@@ -41,6 +42,12 @@ class Inbox(Generic[Command]):
                 self._commands.append(command)
                 self._changed.notify_all()
             return not self._is_closed
+
+    def nudge(self) -> None:
+        """The owner's wait ends: something has come for it by another way."""
+        with self._changed:
+            self._is_nudged = True
+            self._changed.notify_all()
 
     def end(self) -> None:
         """One of the requests that were submitted has ended."""
@@ -82,10 +89,11 @@ class Inbox(Generic[Command]):
         """True if there are commands."""
         return bool(self._commands)
 
-    def wait(self) -> None:
-        """Returns as soon as there are commands, or the inbox is closed."""
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Returns as soon as there are commands, after a nudge, when the inbox is closed, or after `timeout_s`."""
         with self._changed:
-            self._changed.wait_for(lambda: bool(self._commands) or self._is_closed)
+            self._changed.wait_for(lambda: bool(self._commands) or self._is_closed or self._is_nudged, timeout_s)
+            self._is_nudged = False
 
     def take(self, most: int | None = None) -> list[Command]:
         """Takes everything out, or the first `most` commands. Never waits."""

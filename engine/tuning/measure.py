@@ -113,7 +113,7 @@ def _load() -> float:
 
 def _without_choices(options: EngineOptions) -> EngineOptions:
     left: dict[str, Any] = {"n_parallel": None, "n_ubatch": None, "threads": None, "kv_layout": "auto"}
-    return replace(options, **left, n_ctx=None, ctx_per_slot=CONTEXT)
+    return replace(options, **left, n_ctx=None, ctx_per_slot=CONTEXT, cache_dir=None)
 
 
 def _plan(path: Path, options: EngineOptions, wanted: frozenset[Capability] | None, slots: int) -> tuple[Plan, int]:

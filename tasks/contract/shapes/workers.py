@@ -36,6 +36,14 @@ class EngineState(TypedDict):
     ram_used_bytes: int
     ram_saves: int
     ram_evictions: int
+    disk_loads: int
+    disk_late: int
+    disk_misses: int
+    disk_saves: int
+    disk_drops: int
+    disk_evictions: int
+    disk_read_bytes: int
+    disk_written_bytes: int
     preemptions: int
     cache_hits: int
     cache_hits_slot: int
@@ -93,6 +101,14 @@ class Totals(TypedDict):
     ram_used_bytes: int
     ram_saves: int
     ram_evictions: int
+    disk_loads: int
+    disk_late: int
+    disk_misses: int
+    disk_saves: int
+    disk_drops: int
+    disk_evictions: int
+    disk_read_bytes: int
+    disk_written_bytes: int
     preemptions: int
     cache_hits: int
     cache_hits_slot: int

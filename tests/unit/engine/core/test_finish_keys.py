@@ -13,7 +13,7 @@ from cellama.engine.fake import FakeBackend
 from cellama.engine.kvcache import recent
 from cellama.engine.kvstore.keys import key_of, seed_of
 
-from ...conftest import GREEDY, PATIENCE_S, MakeEngine, cold, request
+from ...conftest import GREEDY, PATIENCE_S, Gate, MakeEngine, cold, request
 
 HEAD = "You are a helpful assistant. Answer in one sentence, and never lie about what you do not know for sure. "
 
@@ -124,6 +124,19 @@ def test_prefill_with_a_timeout_or_several_completions_ends_well(make_engine: Ma
     assert engine.prefill("another " + HEAD).finish_reason == "length"
     late = engine.submit(request(HEAD * 2, max_tokens=0, timeout_s=1e-9)).result(PATIENCE_S)
     assert late.finish_reason == "timeout"
+
+
+def test_prefill_that_loses_its_slot_goes_on_later(make_engine: MakeEngine) -> None:
+    engine, backend = make_engine(FakeBackend(n_slots=1, ctx_per_slot=2000), chunk_size=16)
+    gate = Gate(backend)
+    bulk = engine.submit(request(HEAD * 8, max_tokens=0, priority=9))
+    assert gate.reached.wait(PATIENCE_S)
+    urgent = engine.submit(request("urgent", max_tokens=3, priority=0))
+    gate.open.set()
+    assert len(urgent.result(PATIENCE_S).tokens) == 3
+    read = bulk.result(PATIENCE_S)
+    assert (read.tokens, read.usage.prompt_tokens, engine.snapshot().preemptions) == ((), len(HEAD * 8), 1)
+    assert engine.complete(HEAD * 8 + "Why?", max_tokens=2).usage.cached_tokens == len(HEAD * 8)
 
 
 def test_usage_says_from_which_tier_a_prefix_came(make_engine: MakeEngine) -> None:

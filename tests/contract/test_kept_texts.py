@@ -1,0 +1,76 @@
+"""Texts do not depend on the tier their prefix comes from: the real llama.cpp and the bundled model."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cellama.engine import EngineOptions, Model, ModelManager
+
+STORY = "Once upon a time, there was a little fox. The fox liked to play in the park. One day, the fox found a ball. "
+PLACES: tuple[dict[str, Any], ...] = (
+    {"n_parallel": 4, "kv_layout": "partitioned"},
+    {"n_parallel": 1},
+    {"n_parallel": 8, "kv_layout": "partitioned"},
+    {"n_parallel": 3, "kv_layout": "unified"},
+)
+PIRATE = {"pirate": ("bundled://pirate", 0.0)}
+
+
+@pytest.fixture
+def manager() -> Iterator[ModelManager]:
+    manager = ModelManager()
+    yield manager
+    manager.close()
+
+
+def load(manager: ModelManager, name: str, place: dict[str, Any], folder: Path | None) -> Model:
+    options = EngineOptions(threads=1, ctx_per_slot=1024, cache_dir=None if folder is None else str(folder), **place)
+    return manager.load(name, "bundled://tiny", options=options, capabilities=["generate"], adapters=PIRATE)
+
+
+def test_text_goes_on_from_a_file_on_every_number_of_slots_and_either_layout(
+    manager: ModelManager, tmp_path: Path
+) -> None:
+    model = load(manager, "first", PLACES[0], tmp_path / "first")
+    first = model.engine.complete(STORY * 3, max_tokens=20, temperature=0)
+    assert model.evict() >= 1
+    whole = model.engine.complete(STORY * 3 + first.text + " Then", max_tokens=30, temperature=0, cache_prompt=False)
+    manager.unload("first")
+    for i, place in enumerate(PLACES):
+        folder = shutil.copytree(tmp_path / "first", tmp_path / f"{i}")  # a longer state takes a shorter one's place
+        model = load(manager, f"{i}", place, folder)
+        again = model.engine.complete(" Then", parent_key=first.finish_key, max_tokens=30, temperature=0)
+        assert again.text == whole.text
+        assert again.usage.cache_tier == "disk"
+        assert again.usage.cached_tokens >= first.usage.prompt_tokens + 19
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_texts_of_random_conversations_are_those_of_computing(manager: ModelManager, tmp_path: Path, seed: int) -> None:
+    """Cut anywhere, over restarts, evictions, layouts, adapters and scopes."""
+    chance, tiers = random.Random(seed), set()
+    computed = load(manager, "computed", {"n_parallel": 1, "cache_prompt": False}, None)
+    talks = [computed.tokenize(STORY * 3), computed.tokenize("A bear and a cat. " + STORY * 2)]
+    model = None
+    for i in range(30):
+        if model is None or chance.random() < 0.2:
+            if model is not None:
+                manager.unload(model.id)
+            model = load(manager, f"{i}", chance.choice(PLACES), tmp_path)
+        elif chance.random() < 0.2:
+            model.evict()
+        talk = chance.choice(talks)
+        prompt = talk[: chance.randrange(80, len(talk) + 1)]
+        asked: dict[str, Any] = {"max_tokens": chance.randrange(1, 20), "temperature": 0, "ignore_eos": True}
+        asked["adapters"] = chance.choice(((), (), (("pirate", 1.0),)))
+        done = model.engine.complete(prompt, cache_scope=chance.choice(("", "b")), **asked)
+        assert done.tokens == computed.engine.complete(prompt, **asked).tokens
+        tiers.add(done.usage.cache_tier)
+        talks.append([*prompt, *done.tokens][:600])
+    assert "disk" in tiers
