@@ -11,6 +11,7 @@ from cellama.config.model_options import ModelOptions
 from cellama.tasks import (
     AdapterView,
     AssistantMessage,
+    CachedPrefix,
     CacheHit,
     ChatMessage,
     ChatParams,
@@ -88,6 +89,7 @@ __all__ = [
     "AsyncJob",
     "BatchParams",
     "CacheHit",
+    "CachedPrefix",
     "ChatMessage",
     "ChatParams",
     "ChatResult",

@@ -15,6 +15,7 @@ MAX_TIMEOUT_S = 30 * 24 * 3600  # waits of Python overflow beyond some centuries
 MAX_TEXT_CHARS = 1 << 23  # of one text: some seconds of tokenizing
 MAX_NAME_CHARS = 256  # of ids, scopes, names of rules and adapters
 MAX_PROMPT_TOKENS = 1 << 20  # no model has a longer context
+MAX_PROBE_CHARS = 100_000  # of a text that is looked for in caches: a worker takes no jobs meanwhile
 MAX_TEXTS = 10_000  # of one embedding job; documents of one reranking job
 MAX_NUMBERS = (
     1 << 22

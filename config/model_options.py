@@ -26,7 +26,7 @@ class ModelOptions(TypedDict, total=False):
     cache_prompt: bool
     cache_ram_bytes: int | Literal["auto"] | None
     cache_dir: str | None
-    cache_disk_bytes: int
+    cache_disk_bytes: int | None
     n_batch: int
     n_ubatch: int | Literal["auto"] | None
     chunk_size: int | Literal["auto"] | None

@@ -90,9 +90,11 @@ class ModelSettings(BaseModel):
         default=None, ge=0, description="quota of KV states kept in RAM; 0 = none; auto: up to 1 GiB of what is left"
     )
     cache_dir: str | None = Field(
-        default=None, min_length=1, description="folder of KV states on disk, which workers may share; default: none"
+        default=None, min_length=1, description="folder of KV states on disk; default: that of the worker"
     )
-    cache_disk_bytes: int = Field(default=8 << 30, ge=0, description="quota of that folder; 0 = no states on disk")
+    cache_disk_bytes: int | None = Field(
+        default=None, ge=0, description="quota of that folder; 0 = no states on disk; default: that of the worker"
+    )
     n_batch: int = Field(default=2048, ge=1, description="tokens per step, as far as n_ubatch goes")
     n_ubatch: AutoInt = Field(default=None, ge=1, description="tokens per pass inside llama.cpp; auto: 512")
     chunk_size: AutoInt = Field(
@@ -144,6 +146,10 @@ class Settings(BaseSettings):
     memory_budget: int | Literal["auto", "unlimited"] = Field(
         default="auto", description="for all models of a worker: auto, unlimited, or a size such as 8GB or 8GiB"
     )
+    cache_dir: str | None = Field(
+        default=None, min_length=1, description="folder of KV states on disk, which workers may share; default: none"
+    )
+    cache_disk_bytes: int = Field(default=8 << 30, ge=0, description="quota of that folder, for all that share it")
     on_full: OnFull = Field(default="refuse", description="a model that does not fit: refuse it, or evict idle ones")
     pool: str = Field(default="default", min_length=1, description="its workers have the same models at run time")
     look_ahead: int = Field(default=4, ge=0, description="jobs of a model that a worker takes beyond its slots")

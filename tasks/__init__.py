@@ -73,6 +73,7 @@ from .contract.shapes.results import (
 )
 from .contract.shapes.workers import (
     AdapterView,
+    CachedPrefix,
     CacheHit,
     EmbedderState,
     EngineState,
@@ -99,6 +100,7 @@ __all__ = [
     "AdapterView",
     "AssistantMessage",
     "CacheHit",
+    "CachedPrefix",
     "CallOptions",
     "ChatMessage",
     "ChatParams",

@@ -33,8 +33,8 @@ class Worker(Protocol):
     @property
     def ledger(self) -> Ledger: ...
 
-    def close(self) -> None:
-        """Ends what the worker runs on."""
+    def close(self, save_until: float = 0.0) -> None:
+        """Ends what the worker runs on; until then (monotonic) KV states are saved."""
         ...
 
 

@@ -50,6 +50,7 @@ from .app import app
 
 _INTERVALS = ("interval_start", "interval_step", "interval_max")
 # Options of a job whose message is like others (message_templates.py), and who may change what Celery publishes.
+PROMPTS = ("messages", "system")  # parameters that are, or may be, given by name
 LIKE_OTHERS = {"task_id", "queue", "priority", "headers", "argsrepr", "kwargsrepr"}
 PUBLISHING = (signals.before_task_publish, signals.after_task_publish, signals.task_sent)
 IDEMPOTENCY = UUID("6d1f5a0e-3a0c-4b57-9d5a-5f0a1c7e2b44")  # the namespace of job ids that are made from keys
@@ -204,7 +205,7 @@ class JobTask(Task):  # type: ignore[misc]
         headers = options.get("headers") or {}
         options["headers"] = {SUBMITTED_AT_HEADER: time.time(), **headers}
         if not settings.show_prompts:  # Flower and the logs show these instead of the arguments
-            shown = {name: value for name, value in kwargs.items() if name not in self.kind.positional}
+            shown = {name: value for name, value in kwargs.items() if name not in {*self.kind.positional, *PROMPTS}}
             options.setdefault("argsrepr", f"({job.model!r}, …)")
             options.setdefault("kwargsrepr", repr(shown))
         call = self._call(args, kwargs, options["queue"], options["priority"], options["headers"], delay)

@@ -13,6 +13,7 @@ from celery import bootsteps, signals
 
 from cellama.config import get_settings
 from cellama.engine import EngineError
+from cellama.tasks.attempt import probe  # noqa: F401  (being imported makes its command known to Celery)
 from cellama.tasks.attempt.attempt import end_revoked
 from cellama.tasks.attempt.handlers import attempt_job
 from cellama.tasks.broker import revokes  # noqa: F401  (being imported makes it known to Celery)
@@ -107,5 +108,6 @@ def _tell_revoked(sender: Any = None, request: Any = None, terminated: bool = Fa
 def _close(sender: Any = None, **_: Any) -> None:
     app = getattr(sender, "app", None)
     if isinstance(app, CellamaApp) and app.runtime is not None:
-        app.runtime.close()
+        pool = sender.pool
+        app.runtime.close(save_until=0.0 if pool is None or pool.in_a_hurry else pool.drained_at)
         app.runtime = None

@@ -11,6 +11,7 @@ import typer
 from rich.markup import escape
 
 from cellama.api.client.adapters import ADAPTER_LOAD_TIMEOUT_S, ADAPTER_UNLOAD_TIMEOUT_S
+from cellama.api.client.cache_control import EVICT_TIMEOUT_S
 from cellama.api.client.client import LOAD_TIMEOUT_S, UNLOAD_TIMEOUT_S, Client
 from cellama.tasks.contract.errors import InvalidJob, UnknownModel
 from cellama.tasks.contract.shapes.workers import LoadFailure
@@ -126,6 +127,22 @@ def models_unload_command(
         client.unload_model(model_id, worker=worker, pool=pool, timeout=timeout)
         but = _not_so_on(client, model_id)
     _say(json, {"model": model_id, "status": "unloaded", "not_on": but}, f"model {model_id} is unloaded", but)
+
+
+def models_evict_command(
+    model_id: IdArgument,
+    worker: WorkerOption = None,
+    pool: PoolOption = None,
+    timeout: Annotated[float, typer.Option(help="Seconds for the states to be saved.")] = EVICT_TIMEOUT_S,
+    json: JsonOption = False,
+) -> None:
+    """Empty a model's idle slots and its RAM tier; what is worth it goes to disk. The model stays, and jobs go on.
+
+    Example:  cellama models evict tiny
+    """
+    with Client() as client, err.status(f"emptying the cache of {model_id} …"):
+        client.evict(model_id, worker=worker, pool=pool, timeout=timeout)
+    _say(json, {"model": model_id, "status": "evicted"}, f"the cache of {model_id} is empty")
 
 
 def models_default_command(

@@ -121,12 +121,13 @@ def _engine_cells(engine: dict[str, Any]) -> tuple[str, ...]:
 def _totals(totals: dict[str, Any], age_s: float) -> list[str]:
     """What all models of all workers do together, and how old these figures are."""
     hits = ", ".join(f"{totals[f'cache_hits_{kind}']} {name}" for kind, name in HITS.items())
+    disk = f"; on disk: {totals['disk_saves']} written, {totals['disk_loads']} read" if totals["disk_saves"] else ""
     return [
         f"[dim]all models, {age_s:.1f} s ago: {totals['phase']}, {totals['requests_running']} requests run, "
         f"{totals['requests_waiting']} wait in workers; tok/s: {totals['prompt_rate']:.0f} prompt, "
         f"{totals['generation_rate']:.0f} generated[/]",
         f"[dim]prefixes: {hits}, {totals['cache_misses']} missed; states in RAM: {totals['ram_states']}, "
-        f"{totals['ram_saves']} saved, {totals['ram_evictions']} evicted[/]",
+        f"{totals['ram_saves']} saved, {totals['ram_evictions']} evicted{disk}[/]",
     ]
 
 

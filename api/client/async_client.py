@@ -132,6 +132,8 @@ class AsyncClient:
     unload_model = _in_thread(Client.unload_model)
     set_default_model = _in_thread(Client.set_default_model)
     stats = _in_thread(Client.stats)
+    evict = _in_thread(Client.evict)
+    cached_prefix = _in_thread(Client.cached_prefix)
     last_cache_hit = _in_thread(Client.last_cache_hit)
     adapters = _in_thread(Client.adapters)
     load_adapter = _in_thread(Client.load_adapter)

@@ -74,8 +74,14 @@ class Commands:
 
         Raises what the first one that refuses says.
         """
-        chosen = whom.among(self._workers(), model_id)
         arguments = {**arguments, "whole_pool": whom.worker is None}
+        return {name: answer["at"] for name, answer in self.ask(command, arguments, whom, model_id).items()}
+
+    def ask(
+        self, command: str, arguments: dict[str, Any], whom: Whom, model_id: str | None = None
+    ) -> dict[str, dict[str, Any]]:
+        """What each of those workers answers. Raises as `send`."""
+        chosen = whom.among(self._workers(), model_id)
         options = {"destination": chosen, "reply": True, "timeout": REPLY_S, "limit": len(chosen)}
         replies = self._app.control.broadcast(command, arguments=arguments, **options)
         answers = {name: answer for reply in replies or [] for name, answer in reply.items()}
@@ -83,7 +89,7 @@ class Commands:
             answer = answers.get(name, {"error": f"it did not answer within {REPLY_S:g} s", "code": "timeout"})
             if "error" in answer:
                 raise JobFailed(answer.get("code", "internal_error"), f"worker {name}: {answer['error']}")
-        return {name: answers[name]["at"] for name in chosen}
+        return {name: answers[name] for name in chosen}
 
     def _wait_for_model(self, begun: Begun, model_id: str, wanted: str | None, timeout_s: float) -> None:
         def status(worker: WorkerEntry) -> str | None:
@@ -112,5 +118,5 @@ class Commands:
             if len(failed) + len(done) == len(begun):
                 return
             time.sleep(REGISTRY_POLL_S)
-        doing = "loaded" if wanted else "unloaded"
+        doing = wanted if wanted == "evicted" else "loaded" if wanted else "unloaded"
         raise JobTimeout(f"{key!r} is not {doing} after {timeout_s:g} s; `cellama models list` shows its state")

@@ -29,7 +29,7 @@ from cellama.engine.system.threads import in_background
 from .calls import CallsById
 from .hub import HubOptions
 from .memory_admission import Admission
-from .model import DEFAULT_MODEL, Model
+from .model import DEFAULT_MODEL, SAVE_AT_CLOSE_S, Model
 from .model_entry import ModelEntry, new_id
 from .sources import resolve
 from .totals import totals_of
@@ -281,14 +281,17 @@ class ModelManager(CallsById):
         with self._lock:
             return list(self._entries.values())
 
-    def close(self) -> None:
-        """Closes every model; what runs fails with EngineStopped. Idempotent."""
+    def close(self, save_until: float | None = None) -> None:
+        """Closes every model; what runs fails with EngineStopped. Idempotent.
+
+        KV states are saved until then (monotonic), if there is a folder for them; None: as long as `Model.close` has.
+        """
         self.cores.close()
         with self._lock:
             models = [entry.model for entry in self._entries.values() if entry.model is not None]
             self._entries, self._default = {}, None
         for model in models:
-            model.close()
+            model.close(SAVE_AT_CLOSE_S if save_until is None else save_until - time.monotonic())
         with ModelManager._class_lock:
             if ModelManager._open is self:
                 ModelManager._open = None

@@ -250,15 +250,16 @@ class Model(ModelCalls):
         """What computes, each in a thread of its own."""
         return [part for part in (self._engine, self._embedder, self._reranker) if part is not None]
 
-    def close(self) -> bool:
+    def close(self, save_s: float = SAVE_AT_CLOSE_S) -> bool:
         """Ends its threads, then frees contexts, adapters and weights. What runs fails with EngineStopped.
 
-        What is worth it goes to its folder of KV states before, as far as a few seconds allow.
+        What is worth it goes to its folder of KV states before, as far as so many seconds allow.
         False, and the weights are not freed, if a step does not end, or a text is being tokenized all the time: freeing
         them under it would end the process. Idempotent.
         """
         self._close_template()
-        self.save_states(SAVE_AT_CLOSE_S)
+        if save_s > 0:
+            self.save_states(save_s)
         ended = [part.close() for part in self.parts]
         closed = all(ended) and self._weights.close()
         if not closed:

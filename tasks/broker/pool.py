@@ -94,7 +94,8 @@ class TaskPool(BasePool):  # type: ignore[misc]
 
     def on_start(self) -> None:
         self._numbers = itertools.count(1)
-        self._in_a_hurry = False
+        self.in_a_hurry = False
+        self.drained_at = 0.0  # monotonic: until then running jobs may finish, once it stops
         self._jobs: dict[int, tuple[JobControl, Future[None]]] = {}
         # Celery takes no more jobs than `limit`, which grows and shrinks; this is only a bound on threads.
         self._executor = ThreadPoolExecutor(max_workers=1024, thread_name_prefix="cellama-job")
@@ -167,9 +168,9 @@ class TaskPool(BasePool):  # type: ignore[misc]
     def on_stop(self) -> None:
         """Lets running jobs finish, and Celery's acks and timers go on meanwhile; hands back what takes too long."""
         hub = get_event_loop()
-        deadline = time.monotonic() + get_settings().drain_s
+        self.drained_at = deadline = time.monotonic() + get_settings().drain_s
         while jobs := list(self._jobs.values()):
-            if self._in_a_hurry or time.monotonic() >= deadline:
+            if self.in_a_hurry or time.monotonic() >= deadline:
                 for control, _ in jobs:
                     control.interrupt(Interruption.HANDED_BACK)
             wait([future for _, future in jobs], timeout=DRAIN_PUMP_S, return_when=FIRST_COMPLETED)
@@ -182,7 +183,7 @@ class TaskPool(BasePool):  # type: ignore[misc]
 
     def hurry(self) -> None:
         """Hands running jobs back instead of letting them finish, now or when the pool stops."""
-        self._in_a_hurry = True
+        self.in_a_hurry = True
 
     def on_terminate(self) -> None:
         """Hands running jobs back at once."""

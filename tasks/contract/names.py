@@ -54,3 +54,8 @@ def queue_key(queue: str, priority: int) -> str:
 def failure_key(model_id: str, adapter: str | None = None) -> str:
     """What a worker's failures call a model, or an adapter of it."""
     return model_id if adapter is None else f"adapter {adapter!r} of {model_id!r}"
+
+
+def evicting_key(model_id: str) -> str:
+    """What a worker's failures call the emptying of a model's cache."""
+    return f"cache of {model_id!r}"

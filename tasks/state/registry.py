@@ -58,6 +58,7 @@ class WorkerEntry:
     age_s: float = 0.0
     pool: str = "default"
     wanted: list[WantedThing] = field(default_factory=list)  # what it shall have, has and lacks
+    evicted: dict[str, float] = field(default_factory=dict)  # by model: when its cache was emptied last, by command
 
 
 def live_workers(redis: Redis, within_s: float = STALE_S) -> list[WorkerEntry]:
@@ -95,12 +96,14 @@ class Registration:
         failures: Callable[[], dict[str, LoadFailure]],
         pool: str = "default",
         wanted: Callable[[], list[WantedThing]] = list,
+        evicted: Callable[[], dict[str, float]] = dict,
     ) -> None:
         self._redis = redis
         self._chores = chores
         self._failures = failures
         self._pool = pool
         self._wanted = wanted
+        self._evicted = evicted
         self._worker = worker
         self._manager = manager
         self._started_at = time.time()
@@ -147,7 +150,18 @@ class Registration:
         memory = cast(WorkerMemory, self._manager.memory())
         cores = cast(WorkerCores, self._manager.cores.report())
         totals = cast(Totals, asdict(self._manager.snapshot()))
-        told = (models, self._failures(), memory, cores, totals, seen_at, 0.0, self._pool, self._wanted())
+        told = (
+            models,
+            self._failures(),
+            memory,
+            cores,
+            totals,
+            seen_at,
+            0.0,
+            self._pool,
+            self._wanted(),
+            self._evicted(),
+        )
         entry = WorkerEntry(self._worker, host, pid, self._started_at, now, *told)
         self._redis.hset(WORKERS_KEY, self._worker, json.dumps(asdict(entry)))
         stored: Any = self._redis.hgetall(WORKERS_KEY)

@@ -122,6 +122,10 @@ class Changes:
             self._residency.busy.discard(key)
         self._residency.on_change()
 
+    def empty_cache(self, model_id: str) -> None:
+        """Begins to empty the cache of a model. Raises UnknownModel, WrongCapability."""
+        self._residency.evict(model_id)
+
     def set_default(self, model_id: str, *, whole_pool: bool = True) -> None:
         """Serves jobs for `:default` from this model. Raises UnknownModel."""
         self._manager.set_default(model_id)
@@ -200,6 +204,12 @@ def cellama_load(state: Any, model: dict[str, Any], whole_pool: bool = True, **_
 def cellama_unload(state: Any, model_id: str, timeout_s: float, whole_pool: bool = True, **_: Any) -> Reply:
     """Takes no more jobs of a model, and begins to drain it."""
     return _answer(state, f"unloading {model_id}", lambda c: c.unload(model_id, timeout_s, whole_pool=whole_pool))
+
+
+@control_command(args=[("model_id", str)])  # type: ignore[untyped-decorator]
+def cellama_evict(state: Any, model_id: str, **_: Any) -> Reply:
+    """Begins to empty the cache of a model."""
+    return _answer(state, f"emptying the cache of {model_id}", lambda changes: changes.empty_cache(model_id))
 
 
 @control_command(args=[("model_id", str)])  # type: ignore[untyped-decorator]

@@ -17,7 +17,7 @@ from cellama.config.settings import AdapterSettings
 from cellama.engine import EngineError, ModelBusy, ModelManager
 from cellama.tasks.app import num_jobs_of
 from cellama.tasks.connection.kombu_internals import prefetch_more
-from cellama.tasks.contract.names import DEFAULT_MODEL, queue_name
+from cellama.tasks.contract.names import DEFAULT_MODEL, evicting_key, queue_name
 from cellama.tasks.contract.shapes.workers import LoadFailure
 
 from .wanted import Key, adapter_key, key_text
@@ -64,6 +64,7 @@ class Residency:
         self.busy: set[Key] = set()  # something is done about them
         self.missed: dict[Key, Missed] = {}
         self._failures: dict[str, tuple[float, LoadFailure]] = {}
+        self.evicted: dict[str, float] = {}  # by model: when its cache was emptied last
 
     def failures(self) -> dict[str, LoadFailure]:
         """Model id, or `failure_key` of an adapter → code and message of why it could not be (un)loaded lately."""
@@ -149,6 +150,26 @@ class Residency:
         pool = self._consumer.pool
         (pool.grow if num_jobs >= 0 else pool.shrink)(abs(num_jobs))
         prefetch_more(self._consumer, num_jobs)
+
+    def evict(self, model_id: str) -> None:
+        """Begins to empty the cache of a model, in a thread of its own. Raises UnknownModel, WrongCapability."""
+        engine, name = self._manager.get(model_id).engine, evicting_key(model_id)
+        self._failures.pop(name, None)
+
+        def evict() -> None:
+            try:
+                engine.evict()
+                self.evicted[model_id] = time.time()
+            except EngineError as error:
+                self._failures[name] = (time.monotonic(), {"code": error.code, "message": str(error)})
+            except TimeoutError as error:
+                self._failures[name] = (time.monotonic(), {"code": "timeout", "message": str(error)})
+            except Exception as error:
+                log.exception("the cache of %s could not be emptied", model_id)
+                self._failures[name] = (time.monotonic(), {"code": "internal_error", "message": repr(error)})
+            self.on_change()
+
+        threading.Thread(target=evict, name=f"cellama-evict-{model_id}", daemon=True).start()
 
     def in_background(self, key: Key, action: Callable[[], object]) -> None:
         """Does it in a thread of its own; what goes wrong is told, and may be tried again later."""

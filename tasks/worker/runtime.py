@@ -46,6 +46,7 @@ from .wanted_record import WantedRecord
 log = logging.getLogger(__name__)
 
 SOCKET_TIMEOUT_S = 10
+LEAST_SAVE_S = 2.0  # for KV states at the end, if jobs took all of `drain_s`
 SWITCH_INTERVAL_S = 0.0005  # an engine that comes out of llama.cpp waits no longer for the GIL; Python's own is 5 ms
 NOT_OPTIONS = {name for name in ModelSettings.model_fields if name not in EngineOptions.__dataclass_fields__}
 
@@ -121,7 +122,7 @@ class Runtime:
         )
 
     def _load(self, model: ModelSettings) -> None:
-        options = EngineOptions(**model.model_dump(exclude=NOT_OPTIONS))
+        options = options_of(model, self.settings)
         default = model.default or model == self.settings.default_model
         hub = HubOptions(model.hub_cache_dir, model.hub_token, model.hub_force, model.hub_offline)
         adapters = {name: (adapter.source, adapter.scale) for name, adapter in model.adapters.items()}
@@ -141,6 +142,9 @@ class Runtime:
 
     def _failures(self) -> dict[str, LoadFailure]:
         return {} if self.residency is None else self.residency.failures()
+
+    def _evicted(self) -> dict[str, float]:
+        return {} if self.residency is None else dict(self.residency.evicted)
 
     def _tell_change(self) -> None:
         if self._registration is not None:
@@ -226,16 +230,22 @@ class Runtime:
                 self._trim_when_idle,
                 self.took.flush,
             )
-            told = (self._failures, self.settings.pool, self._reconciler.told)
+            told = (self._failures, self.settings.pool, self._reconciler.told, self._evicted)
             self._registration = Registration(self.redis, self._worker, self.manager, chores, *told)
 
-    def close(self) -> None:
-        """Ends everything in order: no caller is told of a worker that is gone, no event is lost."""
+    def close(self, save_until: float = 0.0) -> None:
+        """Ends everything in order: no caller is told of a worker that is gone, no event is lost.
+
+        KV states that are worth it are saved, until `save_until` (monotonic) and for `LEAST_SAVE_S` in any case: jobs
+        have gone to others by then. 0: none are.
+        """
         if self._registration is not None:
             self._registration.close()
         self._reaper.close()
         self._record.end_trial(None)  # an orderly end is no fault of a load
-        self.manager.close()
+        if save_until:
+            save_until = max(save_until, time.monotonic() + LEAST_SAVE_S)
+        self.manager.close(save_until)
         self.telemetry.close()
         self.watchdog.close()
         if not self.publisher.close():
@@ -243,3 +253,12 @@ class Runtime:
         if self._lease is not None:
             self._lease.close()
         self.redis.close()
+
+
+def options_of(model: ModelSettings, settings: Settings) -> EngineOptions:
+    """The options of a model, with what the worker's own settings say of all. Raises InvalidRequest."""
+    given = model.model_dump(exclude=NOT_OPTIONS)
+    for name in ("cache_dir", "cache_disk_bytes"):
+        if given[name] is None:
+            given[name] = getattr(settings, name)
+    return EngineOptions(**given)

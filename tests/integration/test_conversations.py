@@ -11,11 +11,11 @@ from celery import chain
 from redis import Redis
 from typer.testing import CliRunner
 
-from cellama.api import Client, InvalidJob, JobFailed
+from cellama.api import Client, InvalidJob, JobFailed, UnknownModel
 from cellama.api.cli import app
 from cellama.tasks import chat, generate, prefill
 from cellama.tasks.contract.codes import Exit
-from cellama.tasks.contract.keys import context_key
+from cellama.tasks.contract.keys import context_key, job_key
 
 from ..conftest import PATIENCE_S
 from .conftest import GREEDY, STORY
@@ -117,9 +117,12 @@ def test_what_was_prefilled_is_taken_over(client: Client) -> None:
     read = job.result(timeout=PATIENCE_S)
     assert (read["finish_reason"], read["usage"]["completion_tokens"], read["cache_hit_kind"]) == ("length", 0, "cold")
     assert [event["type"] for event in job.stream()] == ["started", "done"]
+    (prefix,) = client.cached_prefix("tiny", HEAD + "Then", cache_scope="prefill")
+    assert prefix["cached_tokens"] >= read["usage"]["prompt_tokens"] - 2
+    assert (prefix["tier"], prefix["prompt_tokens"] > prefix["cached_tokens"]) == ("device", True)
+    assert client.cached_prefix("tiny", HEAD, cache_scope="another")[0]["cached_tokens"] == 0
     more = run(generate, "Then", parent_key=read["finish_key"], cache_scope="prefill", max_tokens=3)
     assert more["usage"]["cached_tokens"] >= read["usage"]["prompt_tokens"] - 1
-    assert client.last_cache_hit("tiny").keys() == {worker.name for worker in client.workers()}
     again = client.prefill("tiny", HEAD, cache_scope="prefill").result(timeout=PATIENCE_S)
     assert again["finish_key"] == read["finish_key"]
 
@@ -129,6 +132,18 @@ def test_chats_find_what_was_prefilled_of_their_system() -> None:
     result = run(chat, [{"role": "user", "content": "Hi"}], system=HEAD, max_tokens=2)
     assert result["usage"]["cached_tokens"] >= read["prompt_tokens"] - 1
     assert result["usage"]["prompt_tokens"] > read["prompt_tokens"]
+
+
+def test_look_into_caches_says_what_it_does_not_look_for(client: Client) -> None:
+    with pytest.raises(UnknownModel):
+        client.cached_prefix("no such model", "Hi")
+    with pytest.raises(InvalidJob, match="one of the two must be given"):
+        client.cached_prefix("tiny")
+    with pytest.raises(JobFailed, match="100000 characters"):
+        client.cached_prefix("tiny", "x" * 100_001)
+    with pytest.raises(JobFailed, match="parent_key"):
+        client.cached_prefix("tiny", "x", parent_key="ab" * 32)
+    assert client.last_cache_hit("tiny").keys() == {worker.name for worker in client.workers()}
 
 
 def test_command_line_reads_before_and_goes_on_after() -> None:
@@ -148,3 +163,15 @@ def test_command_line_reads_before_and_goes_on_after() -> None:
     refused = CliRunner().invoke(app, after)
     assert isinstance(refused.exception, JobFailed)
     assert refused.exception.exit_code == Exit.USAGE
+
+
+def test_prompts_that_are_given_by_name_are_not_shown(client: Client, redis_client: Redis, unserved: str) -> None:
+    said = [{"role": "user", "content": "a secret"}]
+    calls: list[dict[str, Any]] = [{"prompt": "a secret"}, {"messages": said}, {"system": "a secret"}]
+    jobs = [client.prefill(unserved, wait=True, cache_scope="told", **call) for call in calls]
+    jobs.append(client.chat(unserved, said, wait=True, system="a secret", cache_scope="told"))
+    for job in jobs:
+        headers = json.loads(redis_client.hget(job_key(job.id), "message"))["headers"]
+        assert "secret" not in json.dumps(headers)
+        assert "told" in headers["kwargsrepr"]
+        job.cancel()

@@ -42,7 +42,8 @@ def generate(client: Client) -> str:
     print(len(result.get("context_tokens", [])), result.get("cache_hit_kind"))
     read = client.prefill("tiny", system="Hi", tools=[LOOK]).result()
     print(read["usage"].get("cache_tier"), client.generate("tiny", "!", parent_key=result.get("finish_key")).id)
-    print(client.last_cache_hit("tiny"))
+    for prefix in client.cached_prefix("tiny", "Hi"):
+        print(prefix["worker"], prefix["cached_tokens"], prefix["tier"], client.last_cache_hit("tiny"))
     return result["text"] + f"{result['usage']['prompt_tokens']} {best:.1f}"
 
 

@@ -174,6 +174,16 @@ class CacheHit(TypedDict):
     tier: CacheTier | None  # None: cold
 
 
+class CachedPrefix(TypedDict):
+    """How much of a prompt a worker has in its cache."""
+
+    worker: str
+    prompt_tokens: int
+    cached_tokens: int  # the longest prefix that it need not compute
+    tier: CacheTier | None  # where that is; None: nowhere
+    tiers: dict[CacheTier, int]  # how much each has
+
+
 class ModelFile(TypedDict):
     """What is known of a model before it is loaded."""
 

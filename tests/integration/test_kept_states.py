@@ -1,0 +1,83 @@
+"""KV states that outlive a slot, a worker and a crash: two workers of these tests share a folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis import Redis
+from typer.testing import CliRunner
+
+from cellama.api import Client
+from cellama.api.cli import app
+from cellama.tasks import generate
+
+from ..conftest import PATIENCE_S, wait_until
+from .conftest import GREEDY, STORY, StartWorker, check_whole, read
+
+# Long enough that a file of it is read in less time than it takes to compute, on any machine and disk.
+PROMPT = "The little fox lived in a green forest, and every day it went to the river to talk to the frogs. " * 40
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "states"
+
+
+def run(model: str, prompt: str, **params: Any) -> Any:
+    return generate.delay(model, prompt, **{**GREEDY, **params}).get(timeout=PATIENCE_S)
+
+
+def on_disk(model: str, scope: str) -> int:
+    """Tokens of the prompt that the first worker of the list has on disk."""
+    with Client() as client:
+        return client.cached_prefix(model, PROMPT, cache_scope=scope)[0]["tiers"]["disk"]
+
+
+def test_job_of_a_killed_worker_goes_on_from_the_state_on_disk(
+    start_worker: StartWorker, model: str, redis_client: Redis, folder: Path
+) -> None:
+    first = start_worker(lease_s=3, cache_dir=folder)
+    short = run(model, STORY, max_tokens=5)
+    params: dict[str, Any] = {"max_tokens": 200, "ignore_eos": True, **GREEDY}
+    undisturbed = run(model, PROMPT, cache_prompt=False, **params)["text"]
+    with first.slowed():
+        job = generate.delay(model, PROMPT, cache_scope="a", **params)
+        wait_until(lambda: on_disk(model, "a") > 0, "the state of what runs on disk")
+        first.process.kill()
+    second = start_worker(slots=2, lease_s=3, cache_dir=folder)  # another number of slots
+    result = job.get(timeout=PATIENCE_S)
+    assert result["text"] == undisturbed
+    check_whole(read(redis_client, job.id), undisturbed)
+    usage = result["usage"]
+    assert (usage["cache_tier"], second.engine_now()["disk_loads"]) == ("disk", 1)
+    assert usage["cached_tokens"] >= usage["prompt_tokens"] - 1
+    more = run(model, " Then", parent_key=short["finish_key"], max_tokens=5)  # the other worker's, from Redis
+    whole = run(model, STORY, max_tokens=5, return_tokens=True)
+    assert more["usage"]["prompt_tokens"] == len(whole["context_tokens"]) + 1
+
+
+def test_states_outlive_evict_and_a_restart(start_worker: StartWorker, model: str, folder: Path) -> None:
+    first = start_worker(cache_dir=folder)
+    turn = run(model, PROMPT, max_tokens=20)
+    told = CliRunner().invoke(app, ["models", "evict", model, "--json"])
+    assert json.loads(told.stdout) == {"model": model, "status": "evicted"}
+    engine = first.engine_now()
+    assert (engine["kv_cached_tokens"], engine["ram_states"], engine["disk_saves"] > 0) == (0, 0, True)
+    more: dict[str, Any] = {"parent_key": turn["finish_key"], "max_tokens": 20}
+    after_evict = run(model, " Then", **more)
+    assert after_evict["usage"]["cache_tier"] == "disk"
+    read_before = generate.delay(model, PROMPT, cache_scope="b", max_tokens=1).get(timeout=PATIENCE_S)
+    assert first.stop() == 0, first.log()
+    second = start_worker(cache_dir=folder)
+    again, other = run(model, " Then", **more), run(model, PROMPT, cache_scope="b", max_tokens=1)
+    assert [each["usage"]["cache_tier"] for each in (again, other)] == ["disk", "disk"]
+    assert (again["text"], other["text"]) == (after_evict["text"], read_before["text"])
+    assert again["finish_key"] == after_evict["finish_key"]
+    assert second.engine_now()["disk_misses"] == 0
+    with Client() as client:
+        (hit,) = client.last_cache_hit(model).values()
+    assert hit is not None
+    assert (hit["tier"], hit["num_tokens"]) == ("disk", other["usage"]["cached_tokens"])
