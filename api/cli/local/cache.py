@@ -14,16 +14,20 @@ from rich.markup import escape
 from cellama.api.cli.generation import JsonOption
 from cellama.api.cli.memory import readable
 from cellama.api.cli.output import out, print_error, print_json, readable_time, table_of
+from cellama.config import get_settings
 from cellama.tasks.contract.codes import Exit
 
 from .services import check_installed
 
 KEY_SHOWN = 16  # digits; --json has all
-FolderOption = Annotated[Path, typer.Option("--dir", help="The folder of states.", show_default=False)]
+FolderOption = Annotated[
+    Path | None,
+    typer.Option("--dir", help="The folder of states; default: cache_dir of the settings.", show_default=False),
+]
 KeysArgument = Annotated[list[str], typer.Argument(help="Keys of states, or their first digits, 8 or more.")]
 
 
-def cache_list_command(folder: FolderOption, json: JsonOption = False) -> None:
+def cache_list_command(folder: FolderOption = None, json: JsonOption = False) -> None:
     """List the KV states on disk, the most recently used first.
 
     Example:  cellama cache list --dir /var/cache/cellama
@@ -50,7 +54,7 @@ def cache_list_command(folder: FolderOption, json: JsonOption = False) -> None:
     out.print(table)
 
 
-def cache_info_command(folder: FolderOption, json: JsonOption = False) -> None:
+def cache_info_command(folder: FolderOption = None, json: JsonOption = False) -> None:
     """Show how much the folder of KV states holds.
 
     Example:  cellama cache info --json --dir /var/cache/cellama
@@ -67,7 +71,7 @@ def cache_info_command(folder: FolderOption, json: JsonOption = False) -> None:
 
 
 def cache_clear_command(
-    folder: FolderOption,
+    folder: FolderOption = None,
     keys: Annotated[list[str] | None, typer.Argument(help="Keys of states; left out, all that are not pinned.")] = None,
     scope: Annotated[str | None, typer.Option(help="Only states of this scope (cache_scope of jobs).")] = None,
     pinned: Annotated[bool, typer.Option("--pinned", help="Pinned ones, too.")] = False,
@@ -86,7 +90,7 @@ def cache_clear_command(
         out.print(f"removed {cleared['num_states']} states, {readable(cleared['num_bytes'])}")
 
 
-def cache_pin_command(keys: KeysArgument, folder: FolderOption, json: JsonOption = False) -> None:
+def cache_pin_command(keys: KeysArgument, folder: FolderOption = None, json: JsonOption = False) -> None:
     """Keep KV states, whatever the quota says, until they are unpinned.
 
     Example:  cellama cache pin 3f2a90c1d4e5b687 --dir /var/cache/cellama
@@ -94,7 +98,7 @@ def cache_pin_command(keys: KeysArgument, folder: FolderOption, json: JsonOption
     _mark("pin", keys, folder, json)
 
 
-def cache_unpin_command(keys: KeysArgument, folder: FolderOption, json: JsonOption = False) -> None:
+def cache_unpin_command(keys: KeysArgument, folder: FolderOption = None, json: JsonOption = False) -> None:
     """Let pinned KV states go when their time has come.
 
     Example:  cellama cache unpin 3f2a90c1d4e5b687 --dir /var/cache/cellama
@@ -102,7 +106,7 @@ def cache_unpin_command(keys: KeysArgument, folder: FolderOption, json: JsonOpti
     _mark("unpin", keys, folder, json)
 
 
-def _mark(what: str, keys: list[str], folder: Path, json: bool) -> None:
+def _mark(what: str, keys: list[str], folder: Path | None, json: bool) -> None:
     done = _ask(what, folder, keys=keys)
     if json:
         print_json(done)
@@ -111,10 +115,24 @@ def _mark(what: str, keys: list[str], folder: Path, json: bool) -> None:
         out.print(f"{key[:KEY_SHOWN]} {'is' if was_done else 'was not'} {what}ned")
 
 
-def _ask(what: str, folder: Path, **asked: Any) -> Any:
+def _folder_of_settings() -> Path:
+    named = get_settings().cache_dir
+    if named is None:
+        raise typer.BadParameter("the settings name no cache_dir; give the folder", param_hint="--dir")
+    return Path(named).expanduser()
+
+
+def _ask(what: str, folder: Path | None, **asked: Any) -> Any:
     """What the engine's own look at the folder says: `api` never imports the engine."""
     check_installed()
-    request = {"do": what, "folder": str(folder), "keys": [], "scope": None, "pinned": False, **asked}
+    request = {
+        "do": what,
+        "folder": str(folder or _folder_of_settings()),
+        "keys": [],
+        "scope": None,
+        "pinned": False,
+        **asked,
+    }
     argv = [sys.executable, "-m", "cellama.engine.kvstore"]
     done = subprocess.run(argv, input=json_module.dumps(request), stdout=subprocess.PIPE, text=True, check=False)
     answer = json_module.loads(done.stdout or "{}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -69,3 +70,13 @@ def test_key_of_no_state_is_refused_and_named(folder: Path, key: str) -> None:
 
 def test_keys_beside_a_scope_are_refused(folder: Path) -> None:
     cache(folder, "clear", "0" * 64, "--scope", "a", code=2)
+
+
+def test_folder_is_that_of_the_settings_unless_one_is_named(
+    folder: Path, settings_environment: Callable[..., None]
+) -> None:
+    none = CliRunner().invoke(app, ["cache", "info"])
+    assert (none.exit_code, "the settings name no cache_dir" in " ".join(none.output.split())) == (2, True)
+    settings_environment(cache_dir=str(folder))
+    done = CliRunner().invoke(app, ["cache", "info", "--json"])
+    assert json.loads(done.stdout)["num_states"] == 2
