@@ -141,6 +141,8 @@ def test_settings_of_a_model_are_the_engine_options() -> None:
     options = {n: f.default for n, f in model.model_fields.items() if n not in NOT_OPTIONS}
     own = {name: f.default for name, f in EngineOptions.__dataclass_fields__.items()}
     assert own.pop("max_queue") == 0  # a worker refuses nothing that it took
+    quota = Settings.model_fields["cache_disk_bytes"].default  # a model's own is that of its worker
+    assert (options.pop("cache_disk_bytes"), own.pop("cache_disk_bytes")) == (None, quota)
     assert options == own
 
 
