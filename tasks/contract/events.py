@@ -105,7 +105,7 @@ class DoneDetails(_Numbered, total=False):
     seq_id: int | None
     mode: Mode
     tool_calls: list[ToolCall]
-    finish_key: str  # of what was read and generated: the `parent_key` of what follows
+    finish_key: str  # of what was read and generated; the `parent_key` of what follows
 
 
 class DoneEvent(DoneDetails):
