@@ -17,7 +17,7 @@ from .states import Head, KeptState, Match, Miss, usable
 
 SETTLED_NS = 100_000_000  # a file may come at the same time of modification, as coarse as it is, as the last one did
 MOST_SLACK = 2.0  # times as much to read: a longer state that stands in for a shorter one
-SCAN_PATIENCE_S = 2.0  # another thread is reading heads: what is known by then has to do
+SCAN_PATIENCE_S = 0.1  # another thread is reading heads: what is known by then has to do, a request waits
 
 _Stamp = tuple[int, int, int]
 

@@ -64,6 +64,8 @@ class Reader:
                 on_loaded(state)
             except Exception:
                 log.exception("a KV state that was read could not be handed over")
+            if state is not None:
+                touch(self._catalog.path_of(match.key))  # last: it waits for what is being written
 
     def _read(self, match: Match) -> KeptState | None:
         path = self._catalog.path_of(match.key)
@@ -78,5 +80,4 @@ class Reader:
             return None
         self._tally.hit(match.num_bytes, time.perf_counter() - started)
         self._catalog.touch(match.key)
-        touch(path)
         return state

@@ -46,6 +46,9 @@ _MISS_OF = {
 }
 
 
+# Neither through a link, nor waiting for who may open the other end of a pipe, nor for what is being written: to note
+# the time of a look waits for the file system's journal, and so for the fsync of another file.
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | getattr(os, "O_NOATIME", 0)
 T = TypeVar("T")
 
 
@@ -145,8 +148,7 @@ def read_state(path: Path, most_bytes: int) -> KeptState | Miss:
 
 def _guarded(path: Path, read: Callable[[int], T]) -> T | Miss:
     try:
-        # Neither through a link, nor waiting for who may open the other end of a pipe.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = os.open(path, _READ)
         try:
             return read(descriptor)
         finally:
