@@ -6,6 +6,7 @@ No model is run: states are random bytes that follow from their tokens, so that 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import multiprocessing
 import os
 import queue
@@ -14,7 +15,7 @@ import stat
 import tempfile
 import time
 from collections import Counter
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
@@ -36,13 +37,14 @@ PER_FOLDER = 50
 QUOTA = 1 << 30
 NUM_GOOD = 2  # beside them: they must still be read
 PATIENCE_S = 60.0
+MOST_IN_VAIN = 50  # kills for each that is to leave one
 WRITER_QUOTA = 12 << 20
 MOST_BYTES = 2 << 20  # of one state
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--damaged", type=int, default=10_000, help="files to damage")
-    parser.add_argument("--kills", type=int, default=50, help="kill -9 in the midst of writes")
+    parser.add_argument("--kills", type=int, default=50, help="kill -9 that leave a half-written file behind")
     parser.add_argument("--seed", type=int, default=0)
 
 
@@ -182,14 +184,15 @@ def kill_writers(num_kills: int, seed: int, num_writers: int = 2) -> Killed:
         folder = Folder(Path(path), WRITER_QUOTA)
         writers = [_start(context, folder.root, drawn.randrange(1 << 20)) for _ in range(num_writers)]
         try:
-            while result.num_kills < num_kills:
+            while result.num_torn < num_kills and result.num_kills < MOST_IN_VAIN * num_kills:
                 victim = drawn.randrange(num_writers)
                 _wait_for_writing(folder, drawn.randrange(1, 6), result)
                 writers[victim].kill()
                 writers[victim].join()
                 result.num_kills += 1
+                result.num_torn += num_ownerless(folder) > 0
                 _look_at(folder, result)
-                result.num_torn += len(drafts(folder)) > num_writers - 1
+                Folder(folder.root, WRITER_QUOTA).prepare(folder.directory_of(IDENTITY))  # as its successor does
                 writers[victim] = _start(context, folder.root, drawn.randrange(1 << 20))
         finally:
             for writer in writers:
@@ -250,6 +253,16 @@ def _stat(path: Path) -> os.stat_result | None:
 def drafts(folder: Folder) -> set[str]:
     """Files that are being written, or were."""
     return {path.name for path in folder.root.glob("*/.*.tmp")}
+
+
+def num_ownerless(folder: Folder) -> int:
+    """Files that were being written by a process that is gone."""
+    count = 0
+    for path in folder.root.glob("*/.*.tmp"):
+        with suppress(FileNotFoundError, BlockingIOError), path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            count += path.exists()
+    return count
 
 
 def _read_all(folder: Folder, result: Killed) -> None:

@@ -15,6 +15,6 @@ def test_damaged_files_are_misses_and_counted_and_the_others_are_read() -> None:
 
 def test_folder_survives_writers_that_are_killed() -> None:
     found = kill_writers(3, seed=1)
-    assert found.num_kills == 3
+    assert found.num_torn == 3
     assert (found.num_over, found.num_left, found.num_wrong) == (0, 0, 0)
     assert found.num_states > 0
