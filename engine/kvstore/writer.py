@@ -131,7 +131,7 @@ class Writer:
 
     def _switch_off(self, error: Exception) -> None:
         self._is_prepared = False
-        self._off_until = self._clock() + self._off_s
-        log.warning("no KV states are written for %.0f s: %s", self._off_s, error)
-        self._off_s = min(2 * self._off_s, MOST_OFF_S)
         self._tally.count("outages")
+        log.warning("no KV states are written for %.0f s: %s", self._off_s, error)
+        self._off_until = self._clock() + self._off_s  # last: who sees it finds it counted and told
+        self._off_s = min(2 * self._off_s, MOST_OFF_S)
