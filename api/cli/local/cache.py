@@ -37,7 +37,7 @@ def cache_list_command(folder: FolderOption = None, json: JsonOption = False) ->
         print_json(states)
         return
     if not states:
-        out.print(f"no states in {escape(str(folder))}")
+        out.print("there are no states" + (f" in {escape(str(folder))}" if folder else ""))
         return
     table = table_of("key", "model", "scope", "tokens", "size", "last used", "", right="tokens, size")
     for state in states:
