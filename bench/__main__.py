@@ -51,6 +51,10 @@ ROOMS = {
         "kept_files": "files with KV states damaged in every way, and processes killed while they write",
         "storm": "a bulk run whose command and workers are killed while Redis restarts",
     },
+    "kept": {
+        "kept_states": "KV states on disk: first tokens after a restart, of chats without room in RAM; what they cost",
+        "kept_jobs": "jobs of a killed worker that go on elsewhere: tokens computed twice, with states on disk or not",
+    },
     "models": {
         "loads": "two models loaded at once while a third streams: its longest gap",
         "embeddings": "1000 texts in one call or job against one text per call or job",

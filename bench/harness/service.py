@@ -30,18 +30,19 @@ from .skewed_clock import environment_of
 PATIENCE_S = 300.0
 POISON_TOKENS = 666  # a prompt of so many tokens ends the worker that takes it
 COUNTER_DIR = "BENCH_COUNTERS"  # environment variable, for the strategy below
+_COUNTS = struct.Struct("<qq")  # of the tokens that a worker sampled, and computed
 
 
 class CountingStrategy(Paced):
-    """Paced, and it counts the tokens that its steps sample, in a file that survives SIGKILL. Poison ends it."""
+    """Paced, and it counts what its steps sample and compute, in a file that survives SIGKILL. Poison ends it."""
 
     def __init__(self) -> None:
         super().__init__()
         path = Path(os.environ[COUNTER_DIR]) / f"{os.getpid()}.{time.monotonic_ns()}"
-        path.write_bytes(bytes(8))
+        path.write_bytes(bytes(_COUNTS.size))
         with path.open("r+b") as file:
-            self._file = mmap.mmap(file.fileno(), 8)
-        self._count = 0
+            self._file = mmap.mmap(file.fileno(), _COUNTS.size)
+        self._num_sampled = self._num_computed = 0
 
     def build_batch(
         self, slots: Sequence[SlotView], budget: int, chunk_size: int, queue_depth: int
@@ -50,8 +51,9 @@ class CountingStrategy(Paced):
             os.kill(os.getpid(), signal.SIGKILL)
         shares = super().build_batch(slots, budget, chunk_size, queue_depth)
         pending = {view.slot: view.num_pending for view in slots}
-        self._count += sum(count == pending[slot] for slot, count in shares)
-        self._file[:8] = struct.pack("<q", self._count)
+        self._num_sampled += sum(count == pending[slot] for slot, count in shares)
+        self._num_computed += sum(count for _, count in shares)
+        self._file[:] = _COUNTS.pack(self._num_sampled, self._num_computed)
         return shares
 
 
@@ -193,8 +195,16 @@ class Service:
 
     def num_sampled(self) -> int:
         """Tokens sampled by all workers that ever were, dead ones too."""
-        files = (self.folder / "counters").iterdir()
-        return sum(struct.unpack("<q", path.read_bytes())[0] for path in files)
+        return sum(sampled for sampled, _ in self._counts())
+
+    def num_computed(self) -> int:
+        """Tokens computed by all of them, of prompts and of what was sampled."""
+        return sum(computed for _, computed in self._counts())
+
+    def _counts(self) -> Iterator[tuple[int, int]]:
+        for path in (self.folder / "counters").iterdir():
+            sampled, computed = _COUNTS.unpack(path.read_bytes())
+            yield sampled, computed
 
     def log(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text(errors="replace")

@@ -41,6 +41,9 @@ SHORT = {
     "adapters": "--slots 4 --turns 0 0.1 --prompt 32 --new 8",
     "enqueue": "--jobs 500 --rounds 1",
     "offline": "--lines 16 --new 16 --families 4 --slots 8 --server-slots 8 --try-lines 4 --naive-lines 4",
+    "kept_states": "--samples 2 --prompt 600 --conversations 20 --in-ram 2 --opening 96 --turns 2 --rate 8 --states 4 "
+    "--seconds 1 --requests 16 --rounds 1",
+    "kept_jobs": "--jobs 4 --prompt 200 --new 60",
     "kept_files": "--damaged 500 --kills 3",
     "storm": "--lines 120 --command-kills 1 --worker-kills 1",
     "bulk_lines": "--lines 200 2000",

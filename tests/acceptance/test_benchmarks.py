@@ -44,6 +44,9 @@ SMALL = {
     "embed_beside": "--texts 12 --words 2 6 --context 512 --threads 1",
     "neighbours": "--slots 2 --new 400 --settle 0.1 --seconds 0.2 --rounds 1 --tries 1",
     "bulk_lines": "--lines 20 200 --bytes 200",
+    "kept_states": "--samples 2 --prompt 400 --conversations 6 --in-ram 2 --opening 96 --turns 2 --rate 20 --states 2 "
+    "--seconds 0.2 --requests 4 --rounds 1",
+    "kept_jobs": "--jobs 2 --prompt 200 --new 300 --threads 1",
     "kept_files": "--damaged 60 --kills 1",
     "storm": "--lines 60 --new 24 --command-kills 1 --worker-kills 1",
     "offline": "--ours batch engine jobs --lines 12 --prompt 24 --shared-prompt 60 --shared 40 --families 3 --new 6 "
@@ -95,6 +98,13 @@ def test_benchmark_prints_a_table_and_one_json_line(name: str) -> None:
     if name == "storm":
         assert report["ratios"]["lines lost, doubled or other"] == 0
         assert [row["errors"] for row in report["rows"]] == [0, 0]
+    if name == "kept_states":
+        tiers = [row["tier"] for row in report["rows"] if "first token" in row]
+        assert tiers[:2] == ["none", "ram"]
+        assert len(report["rows"]) == 5 + 2 + 1 + 2
+    if name == "kept_jobs":
+        assert [row["went on elsewhere"] for row in report["rows"]] == [2, 2]
+        assert report["rows"][1]["restored"] == 0
     if name == "cancel":
         assert report["ratios"]["events after the end"] == 0
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from cellama.bench.harness.engines import CORES, GREEDY, model_path, random_prompts
 from cellama.bench.harness.report import Report
-from cellama.engine import EngineOptions, Event, Model, ModelManager, Request, Text
+from cellama.engine import EngineOptions, Event, Handle, Model, ModelManager, Request, Text
 
 WARM_UP_TOKENS = 8
 SWITCH_INTERVAL_S = 0.0005  # as in a worker
@@ -33,6 +33,7 @@ class Stream:
         self._changed = threading.Condition()
         request = Request("stream", tuple(prompt), GREEDY, max_tokens=100_000, ignore_eos=True)
         self.handle = model.engine.submit(request, self._note)
+        self.handle.add_done_callback(self._end)
 
     def _note(self, event: Event) -> None:
         if isinstance(event, Text):
@@ -40,9 +41,14 @@ class Stream:
                 self.times.append(time.monotonic())
                 self._changed.notify()
 
-    def wait_for(self, count: int) -> None:
+    def _end(self, _: Handle) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: len(self.times) >= count)
+            self._changed.notify()
+
+    def wait_for(self, count: int) -> None:
+        """Until it has so many tokens, or ended."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self.times) >= count or self.handle.done)
 
     def gaps_ms(self, since: float, until: float) -> list[float]:
         """The gaps between tokens that overlap with a span of time."""
