@@ -29,12 +29,13 @@ from .skewed_clock import environment_of
 
 PATIENCE_S = 300.0
 POISON_TOKENS = 666  # a prompt of so many tokens ends the worker that takes it
-COUNTER_DIR = "BENCH_COUNTERS"  # environment variable, for the strategy below
+COUNTER_DIR = "BENCH_COUNTERS"  # environment variable, for the strategies below
+COUNTING = f"{__name__}:Counting"
 _COUNTS = struct.Struct("<qq")  # of the tokens that a worker sampled, and computed
 
 
-class CountingStrategy(Paced):
-    """Paced, and it counts what its steps sample and compute, in a file that survives SIGKILL. Poison ends it."""
+class Counting(Paced):
+    """Paced, and it counts what its steps sample and compute, in a file that survives SIGKILL."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,14 +48,23 @@ class CountingStrategy(Paced):
     def build_batch(
         self, slots: Sequence[SlotView], budget: int, chunk_size: int, queue_depth: int
     ) -> list[TokenAllocation]:
-        if any(view.num_pending >= POISON_TOKENS for view in slots):
-            os.kill(os.getpid(), signal.SIGKILL)
         shares = super().build_batch(slots, budget, chunk_size, queue_depth)
         pending = {view.slot: view.num_pending for view in slots}
         self._num_sampled += sum(count == pending[slot] for slot, count in shares)
         self._num_computed += sum(count for _, count in shares)
         self._file[:] = _COUNTS.pack(self._num_sampled, self._num_computed)
         return shares
+
+
+class CountingStrategy(Counting):
+    """The same, and poison ends it."""
+
+    def build_batch(
+        self, slots: Sequence[SlotView], budget: int, chunk_size: int, queue_depth: int
+    ) -> list[TokenAllocation]:
+        if any(view.num_pending >= POISON_TOKENS for view in slots):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().build_batch(slots, budget, chunk_size, queue_depth)
 
 
 @functools.cache

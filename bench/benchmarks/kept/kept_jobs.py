@@ -13,7 +13,7 @@ from typing import Any
 
 from cellama.bench.harness.engines import CORES, model_path, random_prompts
 from cellama.bench.harness.report import Report
-from cellama.bench.harness.service import PATIENCE_S, Service, wait_until
+from cellama.bench.harness.service import COUNTING, PATIENCE_S, Service, wait_until
 from cellama.tasks.contract.keys import job_key
 
 LEASE_S = 3
@@ -38,6 +38,7 @@ def run(args: argparse.Namespace) -> Report:
 def _row(kept: bool, args: argparse.Namespace) -> dict[str, Any]:
     model = {"id": "bench", "source": str(model_path(args.model)), "n_parallel": args.jobs, "default": True}
     model |= {"threads": args.threads, "capabilities": ["generate"], "ctx_per_slot": args.prompt + args.new + 8}
+    model |= {"batch_strategy": COUNTING}  # no prompt is poison
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         settings = {"cache_dir": str(folder / "states")} if kept else {}
