@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -203,10 +204,17 @@ class Engine(Generating):
 
         What is not written after `timeout_s` is not. Without a folder it does nothing.
         """
-        deadline = time.monotonic() + timeout_s
-        if self.store is None or not self._copy_all(deadline):
+        if self.store is None:
             return 0
-        return self.store.flush(deadline)
+        deadline, before = time.monotonic() + timeout_s, self.store.counters.saves
+        with contextlib.suppress(EngineStopped, TimeoutError):
+            for slot in self._do(self._core.slots_to_save, deadline):
+                self._do(partial(self._core.save_slot, slot), deadline)  # steps come between: what runs goes on
+            saved = self._do(self._core.saved_states, deadline)
+            while saved:  # one by one: what waits to be written is bounded, and all together may be more
+                self._do(partial(self._core.offer, saved.pop()), deadline)
+                self.store.flush(deadline)
+        return self.store.counters.saves - before
 
     def evict(self, timeout_s: float = SAVE_TIMEOUT_S) -> int:
         """As `save_states`; then idle slots and RAM are empty, and the model stays; how many states were written.
@@ -217,16 +225,6 @@ class Engine(Generating):
         self._do(self._core.forget_idle, time.monotonic() + CALL_TIMEOUT_S)
         give_memory_back()
         return num_saved
-
-    def _copy_all(self, deadline: float) -> bool:
-        """All states that are worth it are in RAM and offered to the folder; False if that takes too long."""
-        try:
-            for slot in self._do(self._core.slots_to_save, deadline):
-                self._do(partial(self._core.save_slot, slot), deadline)  # steps come between: what runs goes on
-            self._do(self._core.offer_saved, deadline)
-        except (EngineStopped, TimeoutError):
-            return False
-        return True
 
     def _do(self, action: Callable[[], T], deadline: float) -> T:
         """What the engine thread returns of an action between two steps. Raises EngineStopped, TimeoutError."""

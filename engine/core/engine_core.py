@@ -19,6 +19,7 @@ from cellama.engine.errors import EngineError
 from cellama.engine.events import CacheTier
 from cellama.engine.kvcache.disk_tier import DiskTier, PrefillRate, Store
 from cellama.engine.kvcache.probe import probe
+from cellama.engine.kvcache.ram_tier import SavedState
 from cellama.engine.options import EngineOptions
 from cellama.engine.scheduling.scheduler import Limits, Scheduler
 from cellama.engine.scheduling.sequence import Sequence
@@ -236,10 +237,14 @@ class EngineCore:
         elif sequence.request.cache_prompt:
             cache.save(slot, sequence.tokens[: sequence.num_computed], sequence.scope)
 
-    def offer_saved(self) -> None:
-        """The folder is offered all that is in RAM."""
+    def saved_states(self) -> list[SavedState]:
+        """All that is in RAM; what is likeliest to be of use, and of that what was used last, comes last."""
+        return sorted(self.scheduler.cache.ram.states(), key=lambda state: state.note.use)
+
+    def offer(self, state: SavedState) -> None:
+        """The folder is offered one of these."""
         if self.disk is not None:
-            self.disk.offer_all()
+            self.disk.offer(state)
 
     def probe(self, tokens: tuple[int, ...], scope: Hashable) -> dict[CacheTier, int]:
         """How many of these are on the device and in RAM. Any thread."""

@@ -208,11 +208,6 @@ class DiskTier:
         except Exception:
             log.exception("a KV state could not be offered to the folder")
 
-    def offer_all(self) -> None:
-        """All that is in RAM; the store drops what it has."""
-        for state in self._ram.states():
-            self.offer(state)
-
     def _seed_maker(self, scope: Hashable) -> Callable[[], bytes] | None:
         """What makes the seed of a sequence's scope; None for a scope that is a sequence's own."""
         if isinstance(scope, str):
