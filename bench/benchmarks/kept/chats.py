@@ -1,7 +1,7 @@
 """Conversations of which RAM holds a tenth: the first tokens of all turns with a folder, without, at llama-server.
 
 Turns come at a steady rate, the first ones of all conversations, then the second ones, so that a conversation's state
-is the least recently used of all when it is needed. RAM is as large for everybody. llama-server saves slots where its
+is the least recently used of all when it is needed. All have the same room in RAM. llama-server saves slots where its
 client says so: here after each answer, and the client restores them before the next turn.
 """
 
