@@ -41,6 +41,7 @@ ROOMS = {
     "load": {
         "holes": "decode steps while busy slots lie among idle ones, against as many side by side",
         "reading": "prompts read in one decode call, against one after another",
+        "speculation": "guessed tokens on against off, by kind of work and number of streams, against llama-server",
         "mixed": "requests of mixed lengths, families and chats, against llama-server",
         "online": "Poisson arrivals, alone and beside a bulk load, against llama-server",
     },

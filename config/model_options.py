@@ -35,6 +35,7 @@ class ModelOptions(TypedDict, total=False):
     flash_attention: Literal["auto", "on", "off"]
     cache_type_k: CacheType
     cache_type_v: CacheType
+    speculation: Literal["auto", "off"]
     pooling: Literal["auto", "mean", "cls", "last", "none", "rank"]
     control_tokens_in_text: bool
     sampling: Mapping[str, object] | None

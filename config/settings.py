@@ -109,6 +109,7 @@ class ModelSettings(BaseModel):
     cache_type_v: CacheType = Field(
         default="f16", description="of the values in the KV cache; quantized ones need flash attention"
     )
+    speculation: Literal["auto", "off"] = Field(default="off", description="auto: guess tokens where that pays")
     pooling: Literal["auto", "mean", "cls", "last", "none", "rank"] = Field(
         default="auto", description="of embeddings; none = a vector per token, rank = no embeddings, scores"
     )

@@ -72,8 +72,14 @@ class Chunk(NamedTuple):
     slot: int
     position: int  # of the first token
     tokens: list[int]
-    samples: bool  # the next token is sampled after the last one: it needs logits
-    decode: bool = False  # one generated token, not a part of the prompt
+    samples: bool  # the next token is sampled after the last one, or after the first and each draft: they need logits
+    decode: bool = False  # the last generated token and drafts, not a part of the prompt
+    num_drafts: int = 0  # tokens behind the first that may come next: the tokens after these are sampled, too
+
+    @property
+    def drafts(self) -> list[int]:
+        """What may come next; more tokens behind them only make chunks equally long."""
+        return self.tokens[1 : 1 + self.num_drafts]
 
 
 class Vocabulary(Protocol):
@@ -98,15 +104,23 @@ class Sampler(Protocol):
         """What mirostat has learned, for `new_sampler`; None without it."""
         ...
 
-    def sample(self, slot: int, forced: int | None = None) -> tuple[int, TokenLogprob | None]:
+    def sample(self, slot: int, forced: int | None = None, row: int = 0) -> tuple[int, TokenLogprob | None]:
         """The next token, from the logits that the last decode left for this slot. Raises GrammarFailed.
 
+        With drafts `row` counts the drafts that were right before it.
         It is `forced`, if that is given and no grammar forbids it.
         """
         ...
 
     def bind(self) -> None:
         """The grammar, if there is one, holds for the tokens from now on."""
+        ...
+
+    def likely_text(self, before: int, most: int) -> tuple[bytes, int]:
+        """Up to `most` bytes that come next by a grammar that holds, and how many of them must. Its tokens are open.
+
+        `before` is the byte before them: of blanks that the grammar leaves open, it takes the usual ones.
+        """
         ...
 
     def close(self) -> None: ...

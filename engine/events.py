@@ -35,6 +35,8 @@ class Usage:
     completion_tokens: int
     cached_tokens: int = 0
     cache_tier: CacheTier | None = None  # where they were; None: nowhere
+    accepted_prediction_tokens: int = 0  # of the completion, that were guessed rightly and decoded with others
+    rejected_prediction_tokens: int = 0  # that were guessed and decoded in vain
 
     @property
     def cache_hit_kind(self) -> CacheHitKind:

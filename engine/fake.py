@@ -83,6 +83,7 @@ class FakeBackend:
     unified: bool = False
     partial_reuse: bool = True
     window: int = 0  # positions that a token looks back on; 0 = all
+    memory: int = 0  # cells that the next token depends on; 0 = all: no source can guess it
     end_every: int = 0  # about one token in so many ends the text; 0 = none does
     failures: deque[int] = field(default_factory=deque)
     poison: int | None = None  # a token that makes every batch that holds it fail
@@ -103,7 +104,7 @@ class FakeBackend:
         self.summaries = [0] * self.n_slots
         self.num_lost = [0] * self.n_slots
         self.n_cells = self.n_cells or self.n_slots * self.ctx_per_slot
-        self._logits: set[int] = set()
+        self._logits: dict[int, tuple[int, int]] = {}  # slot → positions before its first row, rows
         self._aborted = False
 
     def set_threads(self, count: int) -> None:
@@ -224,7 +225,9 @@ class FakeBackend:
         cells.extend(Cell((token, key) if key else token) for token in chunk.tokens)
         self.summaries[chunk.slot] = 0 if self.partial_reuse else _summary(cells)
         if chunk.samples:
-            self._logits.add(chunk.slot)
+            num_rows = 1 + chunk.num_drafts
+            first = chunk.position + 1 if chunk.decode else len(cells)
+            self._logits[chunk.slot] = first, num_rows
 
     def abort(self) -> None:
         self._aborted = True
@@ -246,10 +249,12 @@ class FakeBackend:
         mu = (0.0 if mirostat_mu is None else mirostat_mu) if plan.mirostat else None
         return FakeSampler(self, None if plan.is_greedy else seed, ban_end, num_sampled, mu)
 
-    def next_token(self, slot: int, draw: int, ban_end: bool) -> int:
-        if slot not in self._logits:
-            raise AssertionError(f"sampling slot {slot} without logits would kill the process")
-        value = zlib.crc32(repr(([cell.token for cell in self.cells[slot]], draw)).encode())
+    def next_token(self, slot: int, draw: int, ban_end: bool, row: int = 0) -> int:
+        first, num_rows = self._logits.get(slot, (0, 0))
+        if row >= num_rows:
+            raise AssertionError(f"sampling row {row} of slot {slot} without logits would kill the process")
+        seen = [cell.token for cell in self.cells[slot][: first + row]]
+        value = zlib.crc32(repr((seen[-self.memory :], draw)).encode())
         if self.end_every and not ban_end and value % self.end_every == 0:
             return END
         return _ALPHABET[value % len(_ALPHABET)]
@@ -272,16 +277,19 @@ class FakeSampler:
     num_sampled: int = 0
     mirostat_mu: float | None = None  # the sum of all tokens
 
-    def sample(self, slot: int, forced: int | None = None) -> tuple[int, TokenLogprob | None]:
+    def sample(self, slot: int, forced: int | None = None, row: int = 0) -> tuple[int, TokenLogprob | None]:
         draw = 0 if self.seed is None else hash((self.seed, self.num_sampled, self.mirostat_mu or 0)) + 1
         self.num_sampled += 1
-        token = self.backend.next_token(slot, draw, self.ban_end)
+        token = self.backend.next_token(slot, draw, self.ban_end, row)
         if self.mirostat_mu is not None:
             self.mirostat_mu += token
         return token if forced is None else forced, None
 
     def bind(self) -> None:
         pass
+
+    def likely_text(self, before: int, most: int) -> tuple[bytes, int]:
+        return b"", 0
 
     def close(self) -> None:
         pass

@@ -19,6 +19,7 @@ DEFAULT_DISK_BYTES = 8 << 30
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
 
 FlashAttention = Literal["auto", "on", "off"]
+Speculation = Literal["auto", "off"]
 Pooling = Literal["auto", "mean", "cls", "last", "none", "rank"]
 KvLayout = Literal["auto", "unified", "partitioned"]
 
@@ -52,6 +53,7 @@ class EngineOptions:
     cache_type_k: str = "f16"
     cache_type_v: str = "f16"
     batch_strategy: str = "adaptive"  # see strategies.py; or the import path of your own, package.module:Class
+    speculation: Speculation = "off"  # guess tokens where that is faster: docs/adr/015-speculation.md
     # Of embeddings; auto = as the model says, by the mean if it says nothing; none = a vector per token; rank = scores
     # of its classification head, for a model that is loaded to rerank.
     pooling: Pooling = "auto"
@@ -84,6 +86,7 @@ class EngineOptions:
             object.__setattr__(self, "sampling", defaults_of(self.sampling))
         self._check_one_of("flash_attention", get_args(FlashAttention))
         self._check_one_of("kv_layout", get_args(KvLayout))
+        self._check_one_of("speculation", get_args(Speculation))
         self._check_one_of("pooling", get_args(Pooling))
         self._check_one_of("cache_type_k", CACHE_TYPES)
         self._check_one_of("cache_type_v", CACHE_TYPES)
@@ -98,6 +101,12 @@ class EngineOptions:
         """Tokens of one pass: `n_ubatch`, or what it is where it was left open, and never more than a step has."""
         widest = max(DEFAULT_UBATCH, self.chunk_size or 0) if self.n_ubatch is None else self.n_ubatch
         return min(widest, self.n_batch)
+
+    @property
+    def logit_rows(self) -> int:
+        """Tokens of a decode call after which the next one is sampled: one of each slot, and drafts."""
+        slots = self.num_slots
+        return slots if self.speculation == "off" else min(self.pass_tokens, max(slots + 16, 3 * slots))
 
     @property
     def chunk_tokens(self) -> int:

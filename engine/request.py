@@ -49,6 +49,8 @@ class Request:
     adapters: tuple[tuple[str, float], ...] | None = None  # LoRA, name and scale; None = the model's own, () = none
     submitted_at: float | None = None  # time.monotonic(); None = when the engine gets it
     reply: ReplyFormat | None = None  # of a chat: how thinking and tool calls are told from the text
+    prediction: tuple[int, ...] = ()  # how the output may go, as its caller guesses: right parts come faster
+    only_checks: bool = False  # it ends with the first token that is not as predicted
     resume: tuple[Resumed, ...] = ()  # of the first completions; the seed must be that of the first time
 
     def __post_init__(self) -> None:
@@ -64,6 +66,7 @@ class Request:
         for text in self.stop:
             check_length("a text of stop", text, limits.MAX_STOP_CHARS)
         check(isinstance(self.cache_scope, str), "cache_scope", self.cache_scope, "text")
+        check_number("prediction", len(self.prediction), limits.MAX_PROMPT_TOKENS, "tokens")
         check_number("resume", len(self.resume), self.n, "outputs")
         self._check_adapters()
         timeout_ok = self.timeout_s is None or (is_real(self.timeout_s) and 0 < self.timeout_s <= limits.MAX_TIMEOUT_S)

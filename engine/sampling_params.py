@@ -138,10 +138,15 @@ class SamplingParams:
         return self.top_k == 0 and self.top_p == 1 and self.typical_p == 1 and self.xtc_probability == 0
 
     @property
+    def is_constrained(self) -> bool:
+        """A grammar says what may come."""
+        return self.grammar is not None or self.json_schema is not None
+
+    @property
     def is_plainly_greedy(self) -> bool:
         """Greedy, and nothing changes or watches the logits."""
         changed = self.has_penalties or self.logit_bias or self.has_dry or self.logprobs is not None
-        return self.is_greedy and not changed and self.grammar is None and self.json_schema is None
+        return self.is_greedy and not changed and not self.is_constrained
 
 
 _NO_DEFAULTS = frozenset({"logprobs"})  # what a caller reads, and so asks for

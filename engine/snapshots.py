@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 Phase = Literal["idle", "prefilling", "generating", "stopped"]  # stopped: its thread died, it takes nothing
+
+
+@dataclass(frozen=True, slots=True)
+class DraftCount:
+    """Tokens that one source guessed."""
+
+    drafted: int  # decoded together with others, before they were chosen
+    accepted: int  # of these, that were chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +57,7 @@ class EngineSnapshot:
     prompt_tokens: int  # of requests that finished
     cached_tokens: int  # of these, that were not computed again
     generated_tokens: int
+    drafts: Mapping[str, DraftCount]  # by source: tokens that were guessed
     requests_finished: int
     requests_failed: int
     prompt_rate: float  # prompt tokens computed per second, over the last second of work

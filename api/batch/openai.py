@@ -77,7 +77,11 @@ def usage_of(result: Mapping[str, Any]) -> dict[str, Any]:
     """Token counts under the names of the OpenAI API."""
     usage = result["usage"]
     prompt, completion = usage["prompt_tokens"], usage["completion_tokens"]
-    details = {"prompt_tokens_details": {"cached_tokens": usage["cached_tokens"]}}
+    guessed = {f"{kind}_prediction_tokens": usage[f"{kind}_prediction_tokens"] for kind in ("accepted", "rejected")}
+    details = {
+        "prompt_tokens_details": {"cached_tokens": usage["cached_tokens"]},
+        "completion_tokens_details": guessed,
+    }
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion, **details}
 
 

@@ -6,7 +6,7 @@ import contextlib
 import os
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +58,21 @@ def _cached(name: str, write: Callable[[Path], None]) -> Path:
 @contextlib.contextmanager
 def loaded(path: Path, **options: Any) -> Iterator[Model]:
     """The model in an engine with these options, on all cores unless they say otherwise."""
+    with loaded_each(path, bench=options) as models:
+        yield models["bench"]
+
+
+@contextlib.contextmanager
+def loaded_each(path: Path, **options: Mapping[str, Any]) -> Iterator[dict[str, Model]]:
+    """The model in several engines, by name, each with its options."""
     manager = ModelManager()
     try:
-        yield manager.load(
-            "bench", str(path), options=EngineOptions(**{"threads": CORES, **options}), capabilities=["generate"]
-        )
+        yield {
+            name: manager.load(
+                name, str(path), options=EngineOptions(**{"threads": CORES, **own}), capabilities=["generate"]
+            )
+            for name, own in options.items()
+        }
     finally:
         manager.close()
 

@@ -19,6 +19,7 @@ SHORT = {
     "tokenize_overhead": "--repeats 20",
     "single_generate": "--prompts 16 128 --new 32 --samples 1",
     "server_concurrent": "--callers 1 4 8 --slots 8 --new 16",
+    "speculation": "--streams 1 4 --rounds 1 --new 48",
     "python_time": "--slots 1 8 --contexts 1024 4096 --new 16 --waiting 0 1000 --crowd-slots 32",
     "interactive": "--slots 8 --prompt 64 --samples 2",
     "queue_tax": "--slots 8 --requests 16 --new 32 --samples 3 --rounds 1",

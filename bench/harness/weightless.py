@@ -23,7 +23,7 @@ class Weightless(FakeBackend):
     def decode(self, chunks: Sequence[Chunk], adapters: AdapterSet = ()) -> None:
         pass
 
-    def next_token(self, slot: int, draw: int, ban_end: bool) -> int:
+    def next_token(self, slot: int, draw: int, ban_end: bool, row: int = 0) -> int:
         return LETTER
 
     def trim(self, slot: int, num_tokens: int, checkpoint: FakeCheckpoint | None = None) -> bool:

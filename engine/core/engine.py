@@ -76,8 +76,9 @@ class Engine(Generating):
 
         Raises InvalidRequest, PromptTooLong, UnknownAdapter, EngineStopped at once; QueueFull comes through the handle.
         """
-        self._core.scheduler.check(len(request.prompt))
-        for what, tokens in (("the prompt", request.prompt), *(("what it resumes", r.tokens) for r in request.resume)):
+        self._core.scheduler.check(len(request.prompt) + (request.max_tokens - 1 if request.only_checks else 0))
+        given = [("the prompt", request.prompt), ("the prediction", request.prediction)]
+        for what, tokens in (*given, *(("what it resumes", r.tokens) for r in request.resume)):
             if not all(0 <= token < self._backend.n_vocab for token in tokens):
                 raise InvalidRequest(f"{what} has token ids outside 0..{self._backend.n_vocab - 1}")
         plan = self._backend.prepare(request.sampling, dict(request.reply.visible) if request.reply else None)

@@ -24,6 +24,7 @@ from cellama.engine.options import EngineOptions
 from cellama.engine.scheduling.scheduler import Limits, Scheduler
 from cellama.engine.scheduling.sequence import Sequence
 from cellama.engine.scheduling.strategies import make_strategy
+from cellama.engine.speculation.drafting import Drafting
 from cellama.engine.system.inbox import Inbox
 from cellama.engine.system.watchdog import Pulse
 
@@ -63,14 +64,16 @@ class EngineCore:
         limits = Limits(options.pass_tokens, options.chunk_tokens, options.max_queue)
         ram_bytes = options.saved_bytes if options.cache_prompt else 0
         self.scheduler = Scheduler(limits, make_strategy(options.batch_strategy), backend, ram_bytes)
+        most_rows = 0 if options.speculation == "off" else options.logit_rows
+        self.drafting = Drafting(self.scheduler.cache, backend.vocabulary, most_rows)
         ram, nudge = self.scheduler.cache.ram, self.inbox.nudge
         self.disk = None if store is None else DiskTier(store, backend, ram, backend.identity, nudge)
         self.scheduler.finder.disk = self.disk
-        self.telemetry = Telemetry(self.scheduler, self.inbox, model, self.disk)
+        self.telemetry = Telemetry(self.scheduler, self.drafting, self.inbox, model, self.disk)
         self.output = Output(backend.vocabulary)
         self._pulse = pulse
-        self.requests = Requests(backend, self.scheduler, self.output, self.telemetry, pulse)
-        self.forward = Forward(backend, self.scheduler, self.requests, pulse)
+        self.requests = Requests(backend, self.scheduler, self.drafting, self.output, self.telemetry, pulse)
+        self.forward = Forward(backend, self.scheduler, self.requests, self.drafting, pulse)
         self.num_threads = backend.threads  # for the next step; any thread may set it
         self._num_faults = 0  # steps in a row that failed for no request in particular
 
@@ -144,13 +147,15 @@ class EngineCore:
             self._pulse.beat("step")
 
     def _update(self, computed: Computed) -> None:
-        """Commits what was computed, and samples the tokens that follow it."""
+        """Commits what was computed, and samples the tokens that follow it, drafts as far as they are right."""
         for work in computed.works:
             self.scheduler.commit(work)
+            if work.chunk.decode and len(work.chunk.tokens) > 1:
+                self.drafting.begin_verifying(work)
         for sequence, chunk in computed.works:
             sequence.failures_alone = 0
             if chunk.samples and sequence.slot is not None:  # None: it ended with another one of its request
-                self.requests.sample(sequence, chunk.slot, computed.at)
+                self.requests.sample(sequence, chunk, computed.at)
 
     def _account(self, computed: list[Computed], active_slots: int, started: float, cpu_started: float) -> None:
         """Tells strategy and telemetry what the step took."""

@@ -11,7 +11,8 @@ from cellama.engine.backend import Backend, Chunk, DecodeError
 from cellama.engine.errors import DecodeFailed
 from cellama.engine.scheduling.micro_batches import micro_batches_of
 from cellama.engine.scheduling.scheduler import Scheduler
-from cellama.engine.scheduling.sequence import Sequence, Work
+from cellama.engine.scheduling.sequence import Sequence, Work, work_of
+from cellama.engine.speculation.drafting import Drafting
 from cellama.engine.system.watchdog import FIRST_S, Pulse
 
 from .handle import Handle
@@ -40,9 +41,12 @@ class Computed(NamedTuple):
 class Forward:
     """Computes the work of a step. Engine thread only, but for the two flags, which others read."""
 
-    def __init__(self, backend: Backend, scheduler: Scheduler, requests: Requests, pulse: Pulse) -> None:
+    def __init__(
+        self, backend: Backend, scheduler: Scheduler, requests: Requests, drafting: Drafting, pulse: Pulse
+    ) -> None:
         self._backend = backend
         self._scheduler = scheduler
+        self._drafting = drafting
         self._requests = requests
         self._pulse = pulse
         self._num_failed_alone = 0  # since something was computed
@@ -55,7 +59,11 @@ class Forward:
         What fails is tried alone; what fails alone ends its request. Raises BackendBroken where another process can
         go on.
         """
-        for micro_batch in micro_batches_of(works, unified=self._backend.unified):
+        if works and all(chunk.decode for _, chunk in works):  # drafts hold up no prompt
+            micro_batches = self._drafting.calls_of(works)
+        else:
+            micro_batches = micro_batches_of(works, unified=self._backend.unified)
+        for micro_batch in micro_batches:
             yield from self._compute(micro_batch)
 
     def _compute(self, works: list[Work]) -> Iterator[Computed]:
@@ -79,6 +87,7 @@ class Forward:
         now = time.monotonic()
         self._num_failed_alone = 0
         self._scheduler.layout.observe_decode(chunks, now - started)
+        self._drafting.observe(chunks, now - started)
         yield Computed(works, num_tokens, now, now - started)
 
     def _decode(self, works: list[Work], chunks: list[Chunk], num_tokens: int) -> Exception | None:
@@ -117,6 +126,9 @@ class Forward:
             self._scheduler.rollback(work)
         code = error.code if isinstance(error, DecodeError) else None
         if code == ABORTED:
+            return
+        if any(work.chunk.num_drafts for work in works):
+            yield from self._compute([work_of(sequence, 1) for sequence, _ in works])
             return
         if code == NO_FREE_CELLS and self._backend.unified and self._scheduler.free_cells(1, time.monotonic()):
             return  # the next step tries with what is left

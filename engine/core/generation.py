@@ -8,10 +8,12 @@ import queue
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import asdict
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 from cellama.engine.backend import Vocabulary
+from cellama.engine.checks import check_int
 from cellama.engine.errors import InvalidRequest, nearest
 from cellama.engine.events import Completion, Event, Finished, Text
 from cellama.engine.request import Request
@@ -25,6 +27,14 @@ CHUNK_TIMEOUT_S = 30.0
 Prompt = str | Sequence[int]
 _OURS = ("parent_key",)  # parameters that become a part of the prompt
 AdapterChoice = Iterable[tuple[str, float]] | None  # as in Request
+LIKELIEST = asdict(SamplingParams(temperature=0))  # whatever a model's defaults are
+
+
+class Verdict(NamedTuple):
+    """What a model says to candidates."""
+
+    num_accepted: int  # of the first ones, that it would have chosen
+    next_token: int | None  # that it chooses behind these; None: the text ends there
 
 
 class Generating(ABC):
@@ -108,6 +118,42 @@ class Generating(ABC):
                     yield event.text
         finally:
             handle.cancel()
+
+    def draft_tokens(self, prefix: Prompt, most: int, *, timeout_s: float = GENERATE_TIMEOUT_S) -> tuple[int, ...]:
+        """Up to `most` of the likeliest tokens after a prefix, for another model to verify; fewer where the text ends.
+
+        Raises TimeoutError, and as Engine.submit.
+        """
+        return self.complete(prefix, timeout_s=timeout_s, max_tokens=most, **LIKELIEST).tokens
+
+    def verify(
+        self,
+        prefix: Prompt,
+        candidates: Sequence[int],
+        *,
+        most: int | None = None,
+        timeout_s: float = GENERATE_TIMEOUT_S,
+    ) -> Verdict:
+        """How many of the candidates (the first `most`) are the likeliest tokens after the prefix, and what comes then.
+
+        Raises TimeoutError, InvalidRequest, PromptTooLong if prefix and candidates leave no room for one more, and as
+        Engine.submit.
+        """
+        check_int("most", len(candidates) if most is None else most, 0)
+        guesses = tuple(candidates[:most])
+        tokens = self.complete(
+            prefix,
+            timeout_s=timeout_s,
+            max_tokens=len(guesses) + 1,
+            prediction=guesses,
+            only_checks=True,
+            **LIKELIEST,
+        ).tokens
+        pairs = zip(tokens, guesses, strict=False)
+        accepted = next((at for at, (token, candidate) in enumerate(pairs) if token != candidate), None)
+        if accepted is None:
+            accepted = min(len(tokens), len(guesses))
+        return Verdict(accepted, tokens[accepted] if accepted < len(tokens) else None)
 
     def _submit(
         self,

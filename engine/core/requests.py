@@ -9,13 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import ParamSpec
 
-from cellama.engine.backend import Backend
+from cellama.engine.backend import Backend, Chunk
 from cellama.engine.errors import EngineError, RequestFailed
 from cellama.engine.events import Completion, Finished, FinishReason, Started
 from cellama.engine.kvcache.recent import RecentContexts
 from cellama.engine.sampling_params import MAX_SEED
 from cellama.engine.scheduling.scheduler import Scheduler
 from cellama.engine.scheduling.sequence import Sequence
+from cellama.engine.speculation.drafting import Drafting
 from cellama.engine.system.watchdog import Pulse
 
 from .handle import Handle
@@ -40,8 +41,13 @@ class Group:
         first, *others = sorted(self.finished, key=lambda completion: completion.index)
         if not others:
             return first
-        generated = sum(completion.usage.completion_tokens for completion in self.finished)
-        usage = replace(first.usage, completion_tokens=generated)
+        parts = [completion.usage for completion in self.finished]
+        usage = replace(
+            first.usage,
+            completion_tokens=sum(part.completion_tokens for part in parts),
+            accepted_prediction_tokens=sum(part.accepted_prediction_tokens for part in parts),
+            rejected_prediction_tokens=sum(part.rejected_prediction_tokens for part in parts),
+        )
         return replace(first, usage=usage, alternatives=tuple(others))
 
 
@@ -49,11 +55,18 @@ class Requests:
     """Owns the groups of sequences. Engine thread only. No method raises what one request is the cause of."""
 
     def __init__(
-        self, backend: Backend, scheduler: Scheduler, output: Output, telemetry: Telemetry, pulse: Pulse
+        self,
+        backend: Backend,
+        scheduler: Scheduler,
+        drafting: Drafting,
+        output: Output,
+        telemetry: Telemetry,
+        pulse: Pulse,
     ) -> None:
         self._backend = backend
         self._vocabulary = backend.vocabulary
         self._scheduler = scheduler
+        self._drafting = drafting
         self._output = output
         self._telemetry = telemetry
         self._pulse = pulse
@@ -140,22 +153,31 @@ class Requests:
 
     # Tokens
 
-    def sample(self, sequence: Sequence, slot: int, now: float) -> None:
-        """Chooses the next token of a sequence and accounts it: text, stop strings, end."""
+    def sample(self, sequence: Sequence, chunk: Chunk, now: float) -> None:
+        """Chooses the next token of a sequence and accounts it: text, stop strings, end.
+
+        As long as that is the next draft of its chunk, the one after it, too.
+        """
         self._pulse.suspect = sequence.request.id  # a beat for each would cost a third of what a token costs us
         if (group := self._group_of.get(sequence)) is None:
             return
         try:  # as `_guarded`, whose calls would take as long as finding the token
-            self._sample(group, sequence, slot, now)
+            self._sample(group, sequence, chunk.slot, now)
+            for row, draft in enumerate(chunk.drafts if chunk.num_drafts else (), 1):
+                if sequence.slot is None or sequence.tokens[-1] != draft:
+                    break
+                self._drafting.accept(sequence)
+                self._sample(group, sequence, chunk.slot, now, row)
+            self._drafting.end_verifying(sequence)
         except Exception as error:  # the boundary between one request and all others
             self._fail(group, error)
 
-    def _sample(self, group: Group, sequence: Sequence, slot: int, now: float) -> None:
+    def _sample(self, group: Group, sequence: Sequence, slot: int, now: float, row: int = 0) -> None:
         assert sequence.sampler is not None
         if sequence.request.prefill_only:
             return self._end(group, sequence, "length")
         forced = None if sequence.reply is None else sequence.reply.forced_token
-        token, logprob = sequence.sampler.sample(slot, forced)
+        token, logprob = sequence.sampler.sample(slot, forced, row)
         if logprob is not None:
             sequence.logprobs.append(logprob)
         sequence.last_token_at = now
@@ -169,7 +191,8 @@ class Requests:
         stop = self._output.append(group.handle, sequence, token)
         if stop is not None:
             return self._end(group, sequence, "stop", stop)
-        return self._end(group, sequence, "length") if self._is_complete(sequence) else None
+        is_over = self._is_complete(sequence) or (sequence.request.only_checks and not sequence.is_as_predicted)
+        return self._end(group, sequence, "length") if is_over else None
 
     def _is_complete(self, sequence: Sequence) -> bool:
         return sequence.num_output >= sequence.request.max_tokens or self._scheduler.is_full(sequence)
@@ -229,6 +252,11 @@ class Requests:
     def _free(self, group: Group, sequence: Sequence, *, keep: bool = True) -> None:
         """The only way out: slot and sampler are free before a caller hears of it."""
         group.running.remove(sequence)
+        try:
+            self._drafting.end(sequence)
+        except Exception:  # what the slot holds is unknown
+            log.exception("the drafts of request %s could not be taken back", sequence.request.id)
+            keep = False
         self._scheduler.release(sequence, keep=keep)
         if sequence.sampler is not None:
             try:

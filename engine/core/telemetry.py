@@ -19,6 +19,7 @@ from cellama.engine.request import Request
 from cellama.engine.scheduling.scheduler import Scheduler
 from cellama.engine.scheduling.sequence import Sequence, State
 from cellama.engine.snapshots import EmbedderSnapshot, EngineSnapshot, Phase
+from cellama.engine.speculation.drafting import Drafting
 from cellama.engine.system.inbox import Inbox
 
 from .embedding_handle import EmbeddingHandle
@@ -51,9 +52,12 @@ class Rates:
 class Telemetry:
     """Counts what happens in an engine. Engine thread only, but for `snapshot`."""
 
-    def __init__(self, scheduler: Scheduler, inbox: Inbox[Any], model: str, disk: DiskTier | None = None) -> None:
+    def __init__(
+        self, scheduler: Scheduler, drafting: Drafting, inbox: Inbox[Any], model: str, disk: DiskTier | None = None
+    ) -> None:
         self._disk = disk
         self._scheduler = scheduler
+        self._drafting = drafting
         self._inbox = inbox
         self._model = model
         self._steps = self._mixed_steps = 0
@@ -72,7 +76,7 @@ class Telemetry:
 
     def step(self, chunks: list[Chunk], active_slots: int, eval_s: float, step_s: float, wait_s: float) -> None:
         """Accounts one step, by what it computed and how many slots were busy in it."""
-        decode = sum([chunk.decode for chunk in chunks])
+        decode = sum([len(chunk.tokens) for chunk in chunks if chunk.decode])
         total = sum([len(chunk.tokens) for chunk in chunks])
         self._prefilled_tokens += total - decode
         self._steps += bool(chunks)
@@ -112,7 +116,6 @@ class Telemetry:
         sequences, waiting, running = self._look()
         decoding = sum([sequence.state is State.DECODING for sequence in sequences])
         phase: Phase = "generating" if decoding else "prefilling" if running else "idle"
-        prompt_rate, generation_rate = self._rates.per_s if running or waiting else (0.0, 0.0)
         return EngineSnapshot(
             phase="stopped" if self._is_stopped else phase,
             slots_total=len(scheduler.slots),
@@ -140,10 +143,11 @@ class Telemetry:
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
             generated_tokens=self._generated_tokens,
+            drafts=self._drafting.counts,
             requests_finished=self._finished,
             requests_failed=self._failed,
-            prompt_rate=prompt_rate,
-            generation_rate=generation_rate,
+            prompt_rate=self._rates.per_s[0] if running or waiting else 0.0,
+            generation_rate=self._rates.per_s[1] if running or waiting else 0.0,
             mean_slot_s=self._mean_slot_s,
         )
 

@@ -91,8 +91,9 @@ class TokenBatch:
         self.batch.n_tokens = end
         return end - 1
 
-    def want_output(self, row: int) -> None:
-        self._outputs[row] = 1
+    def want_outputs(self, row: int, count: int) -> None:
+        """So many rows from this one on get logits."""
+        self._outputs[row : row + count] = 1
 
     def close(self) -> None:
         """Gives the memory back, with the pointers that llama.cpp allocated."""
@@ -117,14 +118,15 @@ class LlamaBackend(LlamaMemory):
                 n_seq_max=options.num_slots,
                 n_batch=options.n_batch,
                 n_ubatch=options.pass_tokens,
-                n_outputs_max=options.num_slots,  # a slot samples once per step; n_batch rows would be reserved
+                n_outputs_max=options.logit_rows,  # of n_batch they would be reserved
                 kv_unified=shape.unified,
             )
         self.identity = identity_of(model, options, lines)
         super().__init__(model, self.context, shape, options.num_slots)
         self.threads: int = lib.llama_n_threads(self.context)
         self._batch = TokenBatch(options.n_batch)
-        self._outputs = Outputs(self.context, options.num_slots, self.n_vocab)
+        self._most_rows = options.logit_rows
+        self._outputs = Outputs(self.context, options.logit_rows, self.n_vocab)
         self._abort = AbortFlag(self.context)
         self._adapters: AdapterSet = ()  # those of the last decode call
 
@@ -142,10 +144,13 @@ class LlamaBackend(LlamaMemory):
         batch = self._batch
         batch.clear()
         self._outputs.forget()
+        num_rows = sum([1 + chunk.num_drafts for chunk in chunks if chunk.samples])
+        if num_rows > self._most_rows:  # llama.cpp would end the process
+            raise ValueError(f"a batch with {num_rows} rows of logits, there are {self._most_rows}")
         for chunk in chunks:
-            row = batch.add(chunk.slot, chunk.position, chunk.tokens)
+            last = batch.add(chunk.slot, chunk.position, chunk.tokens)
             if chunk.samples:
-                batch.want_output(row)
+                batch.want_outputs(last + 1 - len(chunk.tokens) if chunk.decode else last, 1 + chunk.num_drafts)
         if adapters == self._adapters:
             code = lib.llama_decode(self.context, batch.batch)
         else:  # the first decode call with other adapters makes its graph anew
@@ -159,7 +164,7 @@ class LlamaBackend(LlamaMemory):
             self._in_copy.clear()
         if code:
             raise DecodeError(code)
-        self._outputs.expect([chunk.slot for chunk in chunks if chunk.samples])
+        self._outputs.expect([(chunk.slot, 1 + chunk.num_drafts) for chunk in chunks if chunk.samples])
 
     def _set_adapters(self, adapters: AdapterSet) -> None:
         # Through none at all: llama.cpp compares addresses, and a new adapter may lie where a freed one was.
@@ -175,13 +180,13 @@ class LlamaBackend(LlamaMemory):
     def abort(self) -> None:
         self._abort.raise_()
 
-    def logits(self, slot: int) -> NDArray[np.float32]:
-        """A view on the logits of this slot, float32 of n_vocab, valid until the next decode. Raises KeyError."""
-        return self._outputs.row(slot)
+    def logits(self, slot: int, row: int = 0) -> NDArray[np.float32]:
+        """A view on a row of this slot's logits, float32 of n_vocab, valid until the next decode. Raises KeyError."""
+        return self._outputs.row(slot, row)
 
-    def likeliest(self, slot: int) -> int:
-        """The token with the highest logit, before anything changed this slot's logits. Raises KeyError."""
-        return self._outputs.likeliest(slot)
+    def likeliest(self, slot: int, row: int = 0) -> int:
+        """The token with the highest logit, before anything changed this row. Raises KeyError."""
+        return self._outputs.likeliest(slot, row)
 
     def prepare(self, params: SamplingParams, visible: Mapping[int, bytes] | None = None) -> Plan:
         for token, _ in params.logit_bias:

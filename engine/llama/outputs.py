@@ -23,7 +23,8 @@ class Outputs:
         self._context = context
         self._shape = num_rows, n_vocab
         self._addresses: dict[int, tuple[NDArray[np.float32], list[NDArray[np.float32]]]] = {}
-        self._places: dict[int, int] = {}  # slot → row
+        self._places: dict[int, int] = {}  # slot → its first row
+        self._num_rows = 0
         self._matrix: NDArray[np.float32] = np.empty((0, n_vocab), np.float32)
         self._rows: list[NDArray[np.float32]] = []
         self._likeliest: list[int] | None = None  # of every row
@@ -33,11 +34,11 @@ class Outputs:
     def forget(self) -> None:
         """There are no rows until the next call of `expect`."""
         if self._places:
-            self._together = self._num_asked >= MOSTLY * len(self._places)
+            self._together = self._num_asked >= MOSTLY * self._num_rows
         self._places, self._likeliest, self._num_asked = {}, None, 0
 
-    def expect(self, slots: Sequence[int]) -> None:
-        """A decode call has left a row for each of these slots, in this order."""
+    def expect(self, slots: Sequence[tuple[int, int]]) -> None:
+        """A decode call has left so many rows for each of these slots, in this order."""
         if not slots:
             return
         address = _logits_address(self._context)
@@ -46,21 +47,24 @@ class Outputs:
             matrix = np.ctypeslib.as_array(buffer).reshape(self._shape)
             self._addresses[address] = matrix, list(matrix)
         self._matrix, self._rows = self._addresses[address]
-        self._places = {slot: row for row, slot in enumerate(slots)}
+        self._num_rows = 0
+        for slot, count in slots:
+            self._places[slot] = self._num_rows
+            self._num_rows += count
 
-    def row(self, slot: int) -> NDArray[np.float32]:
-        """The logits of a slot. Raises KeyError: llama.cpp has none for it."""
-        return self._rows[self._places[slot]]
+    def row(self, slot: int, row: int = 0) -> NDArray[np.float32]:
+        """A row of the logits of a slot. Raises KeyError: llama.cpp has none for it."""
+        return self._rows[self._places[slot] + row]
 
-    def likeliest(self, slot: int) -> int:
+    def likeliest(self, slot: int, row: int = 0) -> int:
         """The token with the highest logit, before this row was changed. Raises KeyError.
 
         When most rows of the decode call before were asked for it, one call of numpy finds that of all.
         """
-        row = self._places[slot]
+        row += self._places[slot]
         self._num_asked += 1
         if not self._together:
             return int(self._rows[row].argmax())
         if self._likeliest is None:
-            self._likeliest = self._matrix[: len(self._places)].argmax(axis=1).tolist()
+            self._likeliest = self._matrix[: self._num_rows].argmax(axis=1).tolist()
         return self._likeliest[row]

@@ -24,12 +24,12 @@ class LogitsSource(Protocol):
 
     ctx_per_slot: int
 
-    def logits(self, slot: int) -> NDArray[np.float32]:
-        """The logits that the last decode left for a slot: float32 of n_vocab. The sampler may write into them."""
+    def logits(self, slot: int, row: int) -> NDArray[np.float32]:
+        """A row of logits that the last decode left for a slot: float32 of n_vocab. The sampler may write into it."""
         ...
 
-    def likeliest(self, slot: int) -> int:
-        """The token with the highest of them, before anything is written into them."""
+    def likeliest(self, slot: int, row: int) -> int:
+        """The token with the highest of them, before anything is written into the row."""
         ...
 
 
@@ -67,18 +67,21 @@ class GreedySampler:
         self._source = source
         self._banned = frozenset() if banned is None else frozenset(banned.tolist())
 
-    def sample(self, slot: int, forced: int | None = None) -> tuple[int, TokenLogprob | None]:
+    def sample(self, slot: int, forced: int | None = None, row: int = 0) -> tuple[int, TokenLogprob | None]:
         if forced is not None:
             return forced, None
-        token = self._source.likeliest(slot)
+        token = self._source.likeliest(slot, row)
         if token in self._banned:
-            logits = self._source.logits(slot)
+            logits = self._source.logits(slot, row)
             logits[list(self._banned)] = -np.inf
             token = int(logits.argmax())
         return token, None
 
     def bind(self) -> None:
         pass
+
+    def likely_text(self, before: int, most: int) -> tuple[bytes, int]:
+        return b"", 0
 
     def close(self) -> None:
         pass
@@ -102,6 +105,7 @@ class LlamaSampler:
         self._source = source
         self._mirostat = bool(plan.params.mirostat)
         self._grammar = plan.grammar()
+        self._is_bound = False
         self._sampler = TokenSampler(
             plan.params,
             seed,
@@ -130,10 +134,14 @@ class LlamaSampler:
     def bind(self) -> None:
         if self._grammar is not None:
             self._sampler.constrain(self._grammar)
+            self._is_bound = True
 
-    def sample(self, slot: int, forced: int | None = None) -> tuple[int, TokenLogprob | None]:
+    def likely_text(self, before: int, most: int) -> tuple[bytes, int]:
+        return self._grammar.likely_text(before, most) if self._is_bound and self._grammar is not None else (b"", 0)
+
+    def sample(self, slot: int, forced: int | None = None, row: int = 0) -> tuple[int, TokenLogprob | None]:
         try:
-            return self._sampler.sample(self._source.logits(slot), forced)
+            return self._sampler.sample(self._source.logits(slot, row), forced)
         except NothingAllowed:
             raise GrammarFailed(
                 "none of the model's tokens is allowed here by grammar, logit_bias and ignore_eos; loosen one of them"

@@ -200,10 +200,11 @@ class Scheduler:
         return [_view(s) for s in busy]
 
     def commit(self, work: Work) -> None:
-        """Accounts a chunk that was decoded; its sequence decodes from now on if it samples."""
+        """Accounts a chunk that was decoded, but for drafts; its sequence decodes from now on if it samples."""
         sequence, chunk = work
-        sequence.num_computed += len(chunk.tokens)
-        self.cache.extend(chunk.slot, len(chunk.tokens))
+        count = 1 if chunk.decode else len(chunk.tokens)
+        sequence.num_computed += count
+        self.cache.extend(chunk.slot, count)
         if sequence.num_computed in sequence.cuts:
             self.cache.take_checkpoint(chunk.slot)
         if chunk.samples:

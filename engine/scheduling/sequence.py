@@ -63,6 +63,8 @@ class Sequence:
     num_computed: int = 0  # leading tokens whose KV cells are filled
     num_cached: int = 0  # of the prompt, reused instead of computed when it first got a slot
     cache_tier: CacheTier | None = None  # where these were; None: nowhere
+    num_drafted: int = 0  # tokens that were guessed and decoded before they were chosen …
+    num_accepted: int = 0  # … of which so many were chosen
     failures_alone: int = 0  # decode calls in a row that failed with nothing else in the batch
     sampler: Sampler | None = None
     taken_at: float = 0.0  # when the engine was given the request
@@ -92,6 +94,12 @@ class Sequence:
     @property
     def num_output(self) -> int:
         return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def is_as_predicted(self) -> bool:
+        """True as long as the last token of its output is the one that was predicted there."""
+        at = self.num_output - 1
+        return at < len(self.request.prediction) and self.tokens[-1] == self.request.prediction[at]
 
     @property
     def num_pending(self) -> int:
@@ -178,7 +186,8 @@ class Sequence:
     @property
     def usage(self) -> Usage:
         """Its tokens so far, and what was taken over."""
-        return Usage(self.num_prompt, self.num_output, self.num_cached, self.cache_tier)
+        guessed = self.num_accepted, self.num_drafted - self.num_accepted
+        return Usage(self.num_prompt, self.num_output, self.num_cached, self.cache_tier, *guessed)
 
     def _context(self, generated: tuple[int, ...]) -> Context:
         request = self.request

@@ -22,6 +22,7 @@ from cellama.api.machine.redis_server import RedisServer
 from cellama.tasks.contract import events
 from cellama.tasks.contract.keys import WORKERS_KEY, took_key
 from cellama.tasks.contract.names import queue_key, queue_name
+from cellama.tasks.contract.shapes.results import usage_of
 from cellama.tasks.estimates.position import Position
 from cellama.tasks.estimates.samples import KEPT_SAMPLES, Took, class_of
 from cellama.tasks.state import scripts
@@ -166,7 +167,7 @@ class Cluster:
 
     def end(self, worker: str, job_id: str) -> None:
         job = self.jobs[job_id]
-        self.write(job, 1, events.done("stop", {"prompt_tokens": 1, "completion_tokens": 1, "cached_tokens": 0}))
+        self.write(job, 1, events.done("stop", usage_of(prompt_tokens=1, completion_tokens=1)))
         work = work_of("cellama.generate", [], {"max_tokens": job.asked})
         self.took[worker].note(class_of(QUEUE, work, 3), job.asked, job.tokens, self.speeds[worker])
 

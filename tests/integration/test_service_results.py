@@ -33,6 +33,7 @@ def test_generate_returns_text_usage_and_timings() -> None:
     assert result["text"].startswith(", there was a little fox named Mia")
     assert result["finish_reason"] == "length"
     assert result["usage"].pop("cached_tokens") in range(4)  # other tests have left prefixes
+    assert {result["usage"].pop(f"{kind}_prediction_tokens") >= 0 for kind in ("accepted", "rejected")} == {True}
     assert result["usage"] == {"prompt_tokens": 4, "completion_tokens": 32}
     assert result["model"] == "tiny"
     assert 0 <= result["seq_id"] < SLOTS

@@ -15,7 +15,9 @@ CacheTier = Literal["device", "ram", "disk"]
 class Usage(TypedDict):
     """Token counts; `cached_tokens` of the prompt were not computed again.
 
-    The last two are there for what an engine of generation read.
+    `cache_tier` and `cache_hit_kind` are there for what an engine of generation read.
+    `accepted_prediction_tokens` of the completion were guessed rightly, so that they came faster;
+    `rejected_prediction_tokens` were guessed and computed in vain.
     """
 
     prompt_tokens: int
@@ -23,6 +25,8 @@ class Usage(TypedDict):
     cached_tokens: int
     cache_tier: NotRequired[CacheTier | None]  # where they were; None: nowhere
     cache_hit_kind: NotRequired[CacheHitKind]  # as in the result
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
 
 
 class Timings(TypedDict, total=False):
@@ -203,7 +207,13 @@ Result = (
 
 def usage_of(*, prompt_tokens: int = 0, completion_tokens: int = 0) -> Usage:
     """Token counts of what had no engine, or none to its end."""
-    return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "cached_tokens": 0}
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "cached_tokens": 0,
+        "accepted_prediction_tokens": 0,
+        "rejected_prediction_tokens": 0,
+    }
 
 
 def of_prefill(result: Any) -> PrefillResult:

@@ -20,6 +20,11 @@ Phase = Literal["idle", "prefilling", "generating", "stopped"]
 AdapterStatus = Literal["loading", "ready", "unloading"]
 
 
+class DraftCount(TypedDict):  # as cellama.engine.snapshots.DraftCount
+    drafted: int  # tokens that a source guessed
+    accepted: int  # those of them that were chosen
+
+
 class EngineState(TypedDict):
     """As cellama.engine.EngineSnapshot; docs/reference/status.md says what each counts."""
 
@@ -56,6 +61,7 @@ class EngineState(TypedDict):
     prompt_tokens: int
     cached_tokens: int
     generated_tokens: int
+    drafts: dict[str, DraftCount]
     requests_finished: int
     requests_failed: int
     prompt_rate: float

@@ -19,6 +19,7 @@ from cellama.api.batch.output_format import bad_line, error_line, result_line
 from cellama.api.batch.rows import Columns
 from cellama.api.batch.work import WorkFile
 from cellama.tasks.contract.errors import InvalidJob
+from cellama.tasks.contract.shapes.results import usage_of
 
 DEFAULTS = Defaults("m", {"max_tokens": 7})
 HELLO = [{"role": "user", "content": "Hi"}]
@@ -193,7 +194,7 @@ def test_form_of_a_file_is_known_by_its_name() -> None:
 
 
 def test_openai_response_has_choices_and_usage() -> None:
-    usage = {"prompt_tokens": 3, "completion_tokens": 2, "cached_tokens": 1}
+    usage = {**usage_of(prompt_tokens=3, completion_tokens=2), "cached_tokens": 1, "accepted_prediction_tokens": 1}
     calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
     message = {"role": "assistant", "content": "", "tool_calls": calls}
     result = {"text": "", "message": message, "finish_reason": "stop", "usage": usage, "model": "m"}

@@ -27,9 +27,9 @@ class FaultySampler(FakeSampler):
     fault: Fault = lambda place, what: None
     poisoned: bool = False
 
-    def sample(self, slot: int, forced: int | None = None) -> tuple[int, None]:
+    def sample(self, slot: int, forced: int | None = None, row: int = 0) -> tuple[int, None]:
         self.fault("sample", self.poisoned)
-        return super().sample(slot, forced)[0], None
+        return super().sample(slot, forced, row)[0], None
 
     def close(self) -> None:
         self.fault("close", self.poisoned)

@@ -21,7 +21,17 @@ from cellama.tasks.contract.payloads import ChatJob, EmbedJob, GenerateJob, Rera
 def test_payload_parameters_have_the_engines_names_and_defaults() -> None:
     engine = {n: f.default for c in (SamplingParams, Request) for n, f in c.__dataclass_fields__.items()}
     engine["timeout"] = engine.pop("timeout_s")
-    for internal in ("id", "sampling", "submitted_at", "prompt", "reply", "resume", "mode"):
+    for internal in (
+        "id",
+        "sampling",
+        "submitted_at",
+        "prompt",
+        "reply",
+        "resume",
+        "mode",
+        "prediction",
+        "only_checks",
+    ):
         del engine[internal]
     payload = {n: f.default for n, f in GenerateJob.model_fields.items() if n not in ("model", "prompt", "parent_key")}
     assert payload == engine

@@ -189,7 +189,7 @@ def test_publisher_waits_while_redis_takes_no_writes(passing: Exception) -> None
 
 
 def test_events_are_written_in_pages_that_redis_takes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cellama.tasks.publishing.pages.MAX_BATCH_BYTES", 1300)
+    monkeypatch.setattr("cellama.tasks.publishing.pages.MAX_BATCH_BYTES", 1500)
     ledger = MemoryLedger()
     publisher = publisher_of(ledger)
     ended = publisher.open(attempt("a"))

@@ -1,0 +1,205 @@
+"""Which drafts a step decodes, and what becomes of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from cellama.engine.backend import Chunk, Vocabulary
+from cellama.engine.kvcache.manager import KvCache
+from cellama.engine.scheduling.neighbours import runs_of
+from cellama.engine.scheduling.sequence import Sequence, Work
+from cellama.engine.scheduling.strategies import BESIDE_STEP_S, BULK_STEP_S
+from cellama.engine.snapshots import DraftCount
+
+from .forced import ForcedText, Spelling
+from .gate import MOST_DRAFTS, Candidate, Gate
+from .lookup import Follower, Index, Pool, Pools
+from .odds import Odds
+from .sources import Draft, Source
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Guesses:
+    """What is guessed of one sequence."""
+
+    sources: list[Source]
+    odds: Odds
+    pool: Pool | None
+    at: int = -1  # the sequence had so many tokens when its draft was made
+    draft: Draft | None = None  # the last one, decoded or not
+    num_unverified: int = 0  # positions that the slot holds beyond those that are accounted
+
+
+class Drafting:
+    """Owns the drafts of all sequences. Engine thread only.
+
+    calls_of ─► decode ─► begin_verifying ─► (sample, accept)* ─► end_verifying
+    """
+
+    def __init__(self, cache: KvCache, vocabulary: Vocabulary, most_rows: int) -> None:
+        """A decode call has logits for at most `most_rows`; 0: nothing is guessed."""
+        self.gate = Gate(max(most_rows, 1), unified=cache.memory.unified)
+        self.counts: dict[str, DraftCount] = {}  # since the start, by source
+        self._cache = cache
+        self._most_rows = most_rows
+        self._is_active = most_rows > 0 and cache.memory.partial_reuse  # else drafts could not be taken back
+        self._odds = Odds()
+        self._pools = Pools()
+        self._vocabulary = vocabulary
+        self._spelling = Spelling(vocabulary)
+        self._guesses: dict[Sequence, Guesses] = {}
+        self._num_tokens = 0  # that the last step with drafts brought, 0 if the last one had none …
+        self._spent_s = 0.0  # … and what its decode calls took
+
+    # Before a decode call
+
+    def calls_of(self, works: list[Work]) -> list[list[Work]]:
+        """The decode calls for these single tokens, with drafts as far as they pay."""
+        if not self._is_active or len(works) > self._most_rows:
+            return [works]
+        try:
+            return self._calls_with_drafts(works)
+        except Exception:  # the boundary between guesses and the work of requests, which goes on without them
+            log.exception("guessing tokens failed; from now on none are guessed")
+            self._is_active = False
+            return [works]
+
+    def _calls_with_drafts(self, works: list[Work]) -> list[list[Work]]:
+        if self._num_tokens and self._spent_s:
+            self.gate.account(self._num_tokens, self._spent_s)
+        self._num_tokens, self._spent_s = 0, 0.0
+        if self.gate.is_resting(len(works)):
+            return [works]
+        drafts = {work.chunk.slot: draft for work in works if (draft := self._draft(work.sequence)) is not None}
+        candidates = [self._candidate(work, drafts.get(work.chunk.slot)) for work in works]
+        is_read = any(work.sequence.request.is_interactive for work in works)
+        lengths = self.gate.choose(candidates, BESIDE_STEP_S if is_read else BULK_STEP_S)
+        if not lengths or not self._fit(works, lengths):
+            return [works]
+        self._num_tokens = len(works)
+        drafted = [self._with_draft(work, drafts, lengths) for work in works]
+        if self._cache.memory.unified:
+            return [drafted]
+        parts = [[w for w in drafted if w.chunk.num_drafts], [w for w in drafted if not w.chunk.num_drafts]]
+        return [part for part in parts if part]
+
+    def _draft(self, sequence: Sequence) -> Draft | None:
+        """The best guess of all sources, by the odds of its first token."""
+        guesses = self._guesses.get(sequence) or self._begin(sequence)
+        memory, slot = self._cache.memory, sequence.slot
+        assert slot is not None
+        most = min(
+            MOST_DRAFTS,
+            memory.ctx_per_slot - len(sequence.tokens),
+            sequence.request.max_tokens - sequence.num_output - 1,
+        )
+        guesses.at, guesses.draft = len(sequence.tokens), None
+        if most < 1 or memory.first_cut(slot) > sequence.num_computed:
+            return None
+        drafts = [draft for source in guesses.sources if (draft := source.draft(most)) is not None]
+        if drafts:
+            guesses.draft = max(drafts, key=lambda draft: guesses.odds.of(draft.source, draft.marks[0]))
+        return guesses.draft
+
+    def _begin(self, sequence: Sequence) -> Guesses:
+        sources: list[Source] = []
+        if sequence.request.sampling.is_constrained:
+            sources.append(ForcedText(sequence, self._vocabulary, self._spelling))
+        if prediction := sequence.request.prediction:
+            expected = Follower("prediction", Index(list(prediction)), sequence.tokens)
+            if sequence.tokens[sequence.num_prompt :] == list(prediction[: sequence.num_output]):
+                expected.expect(sequence.num_output)
+            sources.append(expected)
+        sources.append(Follower("prompt", Index(sequence.tokens), sequence.tokens))
+        pool = None
+        if sequence.request.cache_prompt:
+            pool = self._pools.of(sequence.scope)
+            sources.append(Follower("pool", pool.index, sequence.tokens))
+        guesses = self._guesses[sequence] = Guesses(sources, Odds(self._odds), pool)
+        return guesses
+
+    def _candidate(self, work: Work, draft: Draft | None) -> Candidate:
+        odds = [] if draft is None else self._guesses[work.sequence].odds.of_draft(draft)
+        return Candidate(work.chunk.slot, odds)
+
+    def _fit(self, works: Seq[Work], lengths: Mapping[int, int]) -> bool:
+        """True if there are cells for all of them. Drafts take none from a sequence."""
+        memory = self._cache.memory
+        if memory.unified:
+            return self._cache.cells.free >= len(works) + sum(lengths.values())
+        return all(self._cache.cells.of(slot) + 1 + length <= memory.ctx_per_slot for slot, length in lengths.items())
+
+    def _with_draft(self, work: Work, drafts: Mapping[int, Draft], lengths: Mapping[int, int]) -> Work:
+        """The work with its draft, padded to its length: rows of one pass are as many for each slot."""
+        sequence, chunk = work
+        length = lengths.get(chunk.slot, 0)
+        if not length:
+            return work
+        tokens = drafts[chunk.slot].tokens[:length]
+        padding = [tokens[-1]] * (length - len(tokens))
+        return Work(sequence, chunk._replace(tokens=[*chunk.tokens, *tokens, *padding], num_drafts=len(tokens)))
+
+    # After it
+
+    def observe(self, chunks: Seq[Chunk], seconds: float) -> None:
+        """Is told what a decode call of single tokens and drafts took."""
+        if not self._is_active or not all(chunk.decode for chunk in chunks):
+            return
+        self._spent_s += seconds
+        if self._cache.memory.unified:
+            self.gate.observe([sum([len(chunk.tokens) for chunk in chunks])], seconds)
+            return
+        rows = {chunk.slot: len(chunk.tokens) for chunk in chunks}
+        passes = [run.size * rows[run.first] for run in runs_of([chunk.slot for chunk in chunks])]
+        self.gate.observe(passes, seconds)
+
+    def begin_verifying(self, work: Work) -> None:
+        """The chunk is decoded, its first token accounted; its drafts lie in the slot behind it."""
+        sequence, chunk = work
+        if (guesses := self._guesses.get(sequence)) is None:
+            return
+        guesses.num_unverified = len(chunk.tokens) - 1
+        if chunk.num_drafts and guesses.draft is not None:
+            sequence.num_drafted += chunk.num_drafts
+            self._count(guesses.draft.source, drafted=chunk.num_drafts)
+
+    def _count(self, source: str, *, drafted: int = 0, accepted: int = 0) -> None:
+        """A new dictionary: others read it meanwhile."""
+        before = self.counts.get(source, DraftCount(0, 0))
+        self.counts = {**self.counts, source: DraftCount(before.drafted + drafted, before.accepted + accepted)}
+
+    def accept(self, sequence: Sequence) -> None:
+        """The next draft is what the model chose: it is accounted."""
+        guesses = self._guesses[sequence]
+        assert sequence.slot is not None
+        assert guesses.draft is not None
+        self._num_tokens += 1
+        guesses.num_unverified -= 1
+        sequence.num_computed += 1
+        sequence.num_accepted += 1
+        self._count(guesses.draft.source, accepted=1)
+        self._cache.extend(sequence.slot, 1)
+
+    def end_verifying(self, sequence: Sequence) -> None:
+        """The slot holds what is accounted and no more; and what was guessed is compared with what came."""
+        if (guesses := self._guesses.get(sequence)) is None:
+            return
+        if guesses.num_unverified and sequence.slot is not None:
+            guesses.num_unverified = 0
+            sequence.cut_back(self._cache.truncate(sequence.slot, sequence.num_computed))
+        if guesses.draft is not None:
+            guesses.odds.compare(guesses.draft, sequence.tokens[guesses.at :])
+            guesses.draft = None
+
+    def end(self, sequence: Sequence) -> None:
+        """The sequence ends, and has its slot still, if it had one."""
+        if sequence in self._guesses:
+            self.end_verifying(sequence)
+            pool = self._guesses.pop(sequence).pool
+            if pool is not None and sequence.num_output:
+                pool.add(sequence.tokens[sequence.num_prompt :])

@@ -1,0 +1,111 @@
+"""Drafts from texts, against a search of the whole text."""
+
+from __future__ import annotations
+
+from random import Random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cellama.engine.speculation.lookup import BREAK, POOL_TOKENS, POOLED_TOKENS, RUNS, Follower, Index, Pool, Pools
+from cellama.engine.speculation.odds import Odds
+from cellama.engine.speculation.sources import Draft
+
+
+def found(text: list[int], most: int = 4) -> list[int] | None:
+    draft = Follower("prompt", Index(text), text).draft(most)
+    return None if draft is None else draft.tokens
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 2), max_size=60))
+def test_a_draft_is_what_followed_the_longest_run_last(text: list[int]) -> None:
+    expected = None
+    for length in RUNS:
+        tail = text[len(text) - length :]
+        places = [at for at in range(length, len(text)) if text[at - length : at] == tail] if len(text) > length else []
+        if places and expected is None:
+            following = text[places[-1] : places[-1] + 4]
+            expected = [following[i % len(following)] for i in range(4)]
+    assert found(text) == expected
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=80), st.integers(1, 79))
+def test_following_a_growing_text_finds_what_is_there(text: list[int], begin: int) -> None:
+    growing = text[:begin]
+    follower = Follower("prompt", Index(growing), growing)
+    for token in text[begin:]:
+        draft = follower.draft(3)
+        if draft is not None:
+            assert len(draft.tokens) == len(draft.marks) == 3
+            assert any(growing[at] == draft.tokens[0] for at in range(len(growing)))
+        growing.append(token)
+
+
+def test_a_followed_text_gains_marks_and_a_broken_one_loses_them() -> None:
+    random = Random(1)
+    text = [random.randrange(1000) for _ in range(100)]
+    growing = [*text, *text[:3]]
+    follower = Follower("prompt", Index(growing), growing)
+    marks = []
+    for token in text[3:60]:
+        draft = follower.draft(1)
+        assert draft is not None
+        assert draft.tokens == [token]
+        marks += draft.marks
+        growing.append(token)
+    assert marks == sorted(marks)
+    assert marks[0] < marks[-1]
+    growing.append(-5)
+    assert follower.draft(1) is None
+
+
+def test_a_long_prompt_is_read_piece_by_piece_to_its_end() -> None:
+    text = [*range(5000), 4990, 4991, 4992]
+    follower = Follower("prompt", Index(text), text)
+    drafts = [follower.draft(2) for _ in range(6)]
+    assert drafts[0] is None
+    assert drafts[-1] is not None
+    assert drafts[-1].tokens == [4993, 4994]
+
+
+def test_a_pool_is_bounded_and_forgets_the_oldest() -> None:
+    pool = Pool()
+    for number in range(40):
+        pool.add([number * 1000 + i for i in range(1000)])
+    assert len(pool.index.tokens) <= POOL_TOKENS
+    for number, is_known in ((39, True), (0, False)):
+        text = [number * 1000 + i for i in range(3)]
+        pool.index.read(POOL_TOKENS)
+        assert (pool.index.find(text) is not None) == is_known
+
+
+def test_a_draft_of_a_pool_ends_with_the_text_that_it_follows() -> None:
+    pool = Pool()
+    pool.add([1, 2, 3, 4, 5])
+    pool.add([6, 7, 8])
+    text = [9, 1, 2, 3]
+    draft = Follower("pool", pool.index, text).draft(8)
+    assert draft is not None
+    assert draft.tokens == [4, 5]
+    assert BREAK not in draft.tokens
+
+
+def test_scopes_have_pools_of_their_own_which_are_bounded_together() -> None:
+    pools = Pools()
+    for scope in range(20):
+        pools.of(scope).add([scope * 10000 + i for i in range(8000)])
+    assert pools.num_tokens <= POOLED_TOKENS + 8001
+    assert pools.of("new").index.find([190000, 190001, 190002]) is None
+
+
+def test_odds_follow_what_was_right_and_one_sequence_may_differ() -> None:
+    odds = Odds()
+    lucky, unlucky = Odds(odds), Odds(odds)
+    for _ in range(100):
+        lucky.compare(Draft("pool", [1, 2], [0, 1]), [1, 2, 3])
+        unlucky.compare(Draft("pool", [1, 2], [0, 1]), [7])
+    assert lucky.of("pool", 0) > 0.9 > 0.5 > odds.of("pool", 0) * 0.9 > unlucky.of("pool", 0)
+    assert unlucky.of("pool", 1) > 0.9  # it never came so far
+    assert abs(lucky.of("prompt", 0) - Odds().of("prompt", 0)) < 1e-9

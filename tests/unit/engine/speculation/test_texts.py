@@ -1,0 +1,145 @@
+"""Texts are the same with drafts and without, whatever is guessed: right, wrong, and both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cellama.engine import Completion, EngineOptions, Handle, Pulse, Request, Resumed, SamplingParams
+from cellama.engine.core.engine_core import Command, EngineCore
+from cellama.engine.fake import FakeBackend
+from cellama.engine.speculation.gate import Candidate
+
+SLOTS = 4
+
+
+class Eager:
+    """A gate that takes a random number of drafts of each slot: equally many, as a stream per slot wants it."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = Random(seed)
+
+    def is_resting(self, num_slots: int) -> bool:
+        return False
+
+    def observe(self, passes: Sequence[int], seconds: float) -> None:
+        pass
+
+    def account(self, num_tokens: int, seconds: float) -> None:
+        pass
+
+    def choose(self, candidates: Sequence[Candidate], most_s: float) -> Mapping[int, int]:
+        length = self._random.randint(1, 4)
+        return {c.slot: length for c in candidates if c.odds and self._random.random() < 0.8}
+
+
+def run(requests: Sequence[Request], *, eager: int | None, unified: bool = False, **backend: int) -> list[Completion]:
+    """All requests at once; with `eager`, a seed, drafts are decoded."""
+    fake = FakeBackend(n_slots=SLOTS, unified=unified, ctx_per_slot=96, **backend)
+    options = EngineOptions(n_parallel=SLOTS, n_batch=64, speculation="off" if eager is None else "auto")
+    core = EngineCore(fake, options, Pulse("test"))
+    if eager is not None:
+        core.drafting.gate = Eager(eager)  # type: ignore[assignment]
+    handles = [Handle(replace(r, submitted_at=0.0), lambda *_: None, None, plan=r.sampling) for r in requests]
+    for handle in handles:
+        assert core.inbox.submit(Command("submit", handle))
+    for _ in range(2000):
+        core.step()
+    check_conserved(core, fake)
+    return [handle.result(0) for handle in handles]
+
+
+def check_conserved(core: EngineCore, fake: FakeBackend) -> None:
+    for slot in range(SLOTS):
+        assert core.scheduler.cache.cells.of(slot) == len(fake.cells[slot])
+    assert not core.drafting._guesses
+
+
+def wrongly(tokens: Sequence[int], random: Random) -> tuple[int, ...]:
+    """The tokens as a caller may guess them: some are wrong, missing, or too many."""
+    guess = [token if random.random() < 0.8 else random.randrange(97, 123) for token in tokens]
+    if guess and random.random() < 0.5:
+        del guess[random.randrange(len(guess))]
+    return tuple(guess)
+
+
+requests_st = st.lists(
+    st.builds(
+        lambda prompt, most, stop, greedy, priority, n, mirostat, eos: Request(
+            f"{prompt}{most}",
+            tuple(prompt.encode()),
+            SamplingParams(temperature=0.0 if greedy else 1.0, seed=7, mirostat=0 if greedy else mirostat),
+            max_tokens=most,
+            stop=stop,
+            priority=priority,
+            n=n,
+            ignore_eos=eos,
+        ),
+        st.text("ab", min_size=1, max_size=30),
+        st.integers(1, 80),
+        st.sampled_from([(), ("a",), ("e ",)]),
+        st.booleans(),
+        st.sampled_from([0, 3, 9]),
+        st.sampled_from([1, 1, 2]),
+        st.sampled_from([0, 2]),
+        st.booleans(),
+    ),
+    min_size=1,
+    max_size=7,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(requests_st, st.booleans(), st.sampled_from([0, 2]), st.sampled_from([0, 40]), st.integers(0, 1 << 30))
+def test_texts_are_the_same_with_drafts(
+    requests: list[Request], unified: bool, memory: int, end_every: int, seed: int
+) -> None:
+    settings_of_model = {"memory": memory, "end_every": end_every, "n_cells": 120 if unified else 0}
+    plain = run(requests, eager=None, unified=unified, **settings_of_model)
+    random = Random(seed)
+    guessing = [
+        replace(request, prediction=wrongly(completion.tokens, random))
+        for request, completion in zip(requests, plain, strict=True)
+    ]
+    drafted = run(guessing, eager=seed, unified=unified, **settings_of_model)
+    for before, after in zip(plain, drafted, strict=True):
+        for left, right in zip((before, *before.alternatives), (after, *after.alternatives), strict=True):
+            assert (left.tokens, left.text, left.finish_reason) == (right.tokens, right.text, right.finish_reason)
+
+
+def test_right_predictions_are_accepted_and_counted() -> None:
+    request = Request("it", tuple(b"a prompt"), SamplingParams(temperature=0), max_tokens=50, ignore_eos=True)
+    (plain,) = run([request], eager=None)
+    (drafted,) = run([replace(request, prediction=plain.tokens)], eager=1)
+    assert drafted.tokens == plain.tokens
+    assert drafted.usage.accepted_prediction_tokens > 20
+    assert drafted.usage.rejected_prediction_tokens == 0
+
+
+def test_a_wrong_prediction_costs_no_token() -> None:
+    request = Request("it", tuple(b"a prompt"), SamplingParams(temperature=0), max_tokens=50, ignore_eos=True)
+    (plain,) = run([request], eager=None)
+    (drafted,) = run([replace(request, prediction=tuple(b"Z" * 50))], eager=1)
+    assert drafted.tokens == plain.tokens
+    assert drafted.usage.accepted_prediction_tokens == 0 < drafted.usage.rejected_prediction_tokens
+
+
+@pytest.mark.parametrize("half", [1, 13])
+def test_a_resumed_request_goes_on_with_its_prediction(half: int) -> None:
+    request = Request("it", tuple(b"a prompt"), SamplingParams(temperature=1, seed=3), max_tokens=40, ignore_eos=True)
+    (plain,) = run([request], eager=None)
+    resumed = replace(request, prediction=plain.tokens, resume=(Resumed(plain.tokens[:half]),))
+    (drafted,) = run([resumed], eager=2)
+    assert drafted.tokens == plain.tokens
+    assert drafted.usage.accepted_prediction_tokens > 10
+
+
+def test_recurrent_memory_gets_no_drafts() -> None:
+    request = Request("it", tuple(b"abab" * 8), SamplingParams(temperature=0), max_tokens=40, prediction=(1, 2, 3))
+    (drafted,) = run([request], eager=1, partial_reuse=False)
+    assert drafted.usage.accepted_prediction_tokens == drafted.usage.rejected_prediction_tokens == 0
