@@ -41,8 +41,9 @@ def _row(kept: bool, args: argparse.Namespace) -> dict[str, Any]:
     model |= {"batch_strategy": COUNTING}  # no prompt is poison
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        settings = {"cache_dir": str(folder / "states")} if kept else {}
-        with Service(folder, [model], lease_s=str(LEASE_S), **settings) as service:
+        if kept:
+            model["cache_dir"] = str(folder / "states")
+        with Service(folder, [model], lease_s=str(LEASE_S)) as service:
             first = service.start_worker()
             service.wait_ready()
             before = service.num_computed()
