@@ -203,8 +203,9 @@ class PrefillJob(_Conversation, _ReadingJob):
 
     @model_validator(mode="after")
     def _check_one(self) -> PrefillJob:
-        if (self.prompt is None) == (not self.messages and self.system is None):
-            raise ValueError("one of the two must be given: prompt, or messages (or a system) of a chat")
+        chat = sorted(self.model_dump(include=set(_Conversation.__annotations__), exclude_defaults=True))
+        if bool(chat) if self.prompt is not None else not {"messages", "system"} & set(chat):
+            raise ValueError(f"one of the two must be given: prompt, or messages (or a system) of a chat; got {chat}")
         return self
 
 

@@ -15,7 +15,14 @@ from cellama.tasks.contract import keys
 from cellama.tasks.contract.errors import InvalidJob, JobFailed
 from cellama.tasks.contract.keys import stream_id
 from cellama.tasks.contract.names import queue_keys, queue_name
-from cellama.tasks.contract.payloads import ChatJob, EmbedJob, GenerateJob, RerankJob, parse_job
+from cellama.tasks.contract.payloads import (
+    ChatJob,
+    EmbedJob,
+    GenerateJob,
+    PrefillJob,
+    RerankJob,
+    parse_job,
+)
 
 
 def test_payload_parameters_have_the_engines_names_and_defaults() -> None:
@@ -137,3 +144,25 @@ def test_ids_that_could_name_lists_of_other_queues_are_refused(model_id: str) ->
         parse_job(GenerateJob, ("model", "prompt"), (model_id, "p"), {})
     with pytest.raises(ValidationError, match="id"):
         ModelSettings(id=model_id, source="x")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"prompt": "Hi", "system": "Be short."},
+        {"prompt": "Hi", "messages": [{"role": "user", "content": "Hi"}]},
+        {"prompt": "Hi", "tool_choice": "none"},
+        {"prompt": "Hi", "enable_thinking": True},
+        {"prompt": "Hi", "template_args": {"today": "Monday"}},
+        {"enable_thinking": True},
+    ],
+)
+def test_prefill_refuses_what_would_not_be_read(given: dict[str, Any]) -> None:
+    with pytest.raises(InvalidJob, match="one of the two must be given: prompt, or messages"):
+        parse_job(PrefillJob, (), (), {"model": "m", **given})
+
+
+def test_prefill_takes_a_prompt_or_a_chat() -> None:
+    assert parse_job(PrefillJob, (), (), {"model": "m", "prompt": "Hi", "tools": []}).prompt == "Hi"
+    assert parse_job(PrefillJob, (), (), {"model": "m", "system": "Be short.", "enable_thinking": True}).prompt is None
