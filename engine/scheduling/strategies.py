@@ -136,7 +136,7 @@ class Adaptive(Strategy):
             budget = budget if self._quiet_s >= QUIET_S else min(budget, self._num_read_in(BULK_STEP_S))
             return self._bulk.build_batch(slots, budget, chunk_size, queue_depth)
         self._quiet_s = 0.0
-        rows = self._turns.rows({view.slot for view in slots if view.decoding and not view.is_interactive})
+        rows = set(self._turns.rows([view.slot for view in slots if view.decoding and not view.is_interactive]))
         decoding = [view for view in slots if view.decoding and (view.is_interactive or view.slot in rows)]
         prompts = self._prompts_beside([view for view in slots if not view.decoding])
         reads_bulk = not all(view.is_interactive for view in prompts)

@@ -25,15 +25,9 @@ class DraftCount(TypedDict):  # as cellama.engine.snapshots.DraftCount
     accepted: int  # those of them that were chosen
 
 
-class EngineState(TypedDict):
-    """As cellama.engine.EngineSnapshot; docs/reference/status.md says what each counts."""
+class CacheState(TypedDict):
+    """What an engine keeps of what it has computed, or several do together."""
 
-    phase: Phase
-    slots_total: int
-    slots_prefilling: int
-    slots_decoding: int
-    requests_running: int
-    requests_waiting: int
     kv_used_tokens: int
     kv_cached_tokens: int
     kv_total_tokens: int
@@ -56,6 +50,17 @@ class EngineState(TypedDict):
     cache_hits_ram: int
     cache_hits_disk: int
     cache_misses: int
+
+
+class EngineState(CacheState):
+    """As cellama.engine.EngineSnapshot; docs/reference/status.md says what each counts."""
+
+    phase: Phase
+    slots_total: int
+    slots_prefilling: int
+    slots_decoding: int
+    requests_running: int
+    requests_waiting: int
     steps: int
     mixed_steps: int
     prompt_tokens: int
@@ -84,7 +89,7 @@ class EmbedderState(TypedDict):
     prompt_rate: float
 
 
-class Totals(TypedDict):
+class Totals(CacheState):
     """As cellama.engine.ManagerSnapshot: sums over the models of a worker, or over those of all workers."""
 
     phase: Phase
@@ -100,28 +105,6 @@ class Totals(TypedDict):
     generated_tokens: int
     prompt_rate: float
     generation_rate: float
-    kv_used_tokens: int
-    kv_cached_tokens: int
-    kv_total_tokens: int
-    ram_states: int
-    ram_used_bytes: int
-    ram_saves: int
-    ram_evictions: int
-    disk_loads: int
-    disk_late: int
-    disk_misses: int
-    disk_saves: int
-    disk_drops: int
-    disk_evictions: int
-    disk_read_bytes: int
-    disk_written_bytes: int
-    preemptions: int
-    cache_hits: int
-    cache_hits_slot: int
-    cache_hits_copy: int
-    cache_hits_ram: int
-    cache_hits_disk: int
-    cache_misses: int
 
 
 class LoadFailure(TypedDict):
