@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -57,8 +58,7 @@ def jobs(model: Path, source: Path, target: Path, options: dict[str, Any]) -> Ou
 def batch(model: Path, source: Path, target: Path, options: dict[str, Any]) -> Outcome:
     """`cellama batch run`, in a process of its own, with one worker."""
 
-    def run(out: IO[str]) -> None:
-        result = target.with_suffix(".batch.jsonl")
+    def run(result: Path, out: IO[str]) -> None:
         done = subprocess.run(batch_command(source, result), capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"`cellama batch run` ended with {done.returncode}: {done.stderr[-2000:]}")
@@ -67,7 +67,8 @@ def batch(model: Path, source: Path, target: Path, options: dict[str, Any]) -> O
             _write_ours(out, found["id"], found)
 
     with tempfile.TemporaryDirectory() as folder, _worker(Path(folder), model, options):
-        return timed(source, target, run)
+        # A result of an earlier round would be gone on with.
+        return timed(source, target, partial(run, Path(folder, "batch.jsonl")))
 
 
 def batch_command(source: Path, target: Path) -> list[str]:
