@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from .corpus import Document, documents
@@ -97,7 +98,7 @@ class TinyLlama(nn.Module):  # type: ignore[misc]
 
 
 def windows(
-    tokenizer: object, seed: int, length: int, change: Callable[[Document], Document] = lambda document: document
+    tokenizer: Tokenizer, seed: int, length: int, change: Callable[[Document], Document] = lambda document: document
 ) -> Iterator[tuple[list[int], list[float]]]:
     """Endless windows of `length` + 1 tokens packed from (changed) documents, and the loss weight of each token."""
     ids: list[int] = []
@@ -126,7 +127,7 @@ def loss_of(model: nn.Module, batch: list[tuple[list[int], list[float]]]) -> Ten
     return (losses * weights.flatten()).sum() / weights.sum()
 
 
-def train(model: TinyLlama, tokenizer: object, steps: int, seed: int) -> None:
+def train(model: TinyLlama, tokenizer: Tokenizer, steps: int, seed: int) -> None:
     """Trains for so many steps of TOKENS_PER_STEP tokens."""
     decay = [p for p in model.parameters() if p.dim() == 2]
     plain = [p for p in model.parameters() if p.dim() != 2]
