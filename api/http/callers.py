@@ -1,0 +1,79 @@
+"""Who asks, and what they may: the one seam between the endpoints and whatever keeps keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from cellama.tasks.contract.names import PRIORITY_BULK, PRIORITY_INTERACTIVE
+
+TIERS = {"flex": PRIORITY_BULK, "default": PRIORITY_INTERACTIVE, "priority": 0}  # service tiers, the least urgent first
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who a request comes from.
+
+    `tenant` is the scope of prefixes, keys and ids; None: the one of whoever has no key. `models` are the ids that may
+    be asked for, None: all. `priority` is a service tier (`TIERS`): that of requests that name none, and the most
+    urgent one that they may name; None: "default", and any.
+    """
+
+    tenant: str | None = None
+    key_id: str | None = None
+    models: frozenset[str] | None = None
+    priority: str | None = None
+
+    def may_ask(self, model: str) -> bool:
+        return self.models is None or model in self.models
+
+    def tier(self, wanted: str | None) -> str:
+        """The service tier that a request gets which names this one, "auto", or none."""
+        if wanted in (None, "auto"):
+            return self.priority or "default"
+        most = self.priority or "priority"
+        return max(wanted or "", most, key=lambda tier: TIERS[tier])
+
+
+class Admission(Protocol):
+    """A request that may run. `headers` go with its answer (`x-ratelimit-…`)."""
+
+    @property
+    def headers(self) -> Mapping[str, str]: ...
+
+    async def end(self, num_tokens: int) -> None:
+        """Called once when the request has ended, however it did, with the tokens that it read and generated."""
+        ...
+
+
+class Access(Protocol):
+    """Lets requests in, or raises ApiError (401, 403, 429)."""
+
+    async def authenticate(self, headers: Mapping[str, str]) -> Caller:
+        """Who it is. The names of `headers` are in small letters."""
+        ...
+
+    async def admit(self, caller: Caller, model: str, num_tokens: int) -> Admission:
+        """Counts the request against the caller's limits. It may read and generate about `num_tokens`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Unlimited:
+    """The admission of whoever has no limits."""
+
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    async def end(self, num_tokens: int) -> None:
+        """Nothing is counted."""
+
+
+class NoKeys:
+    """Every request is let in, as one caller without a tenant. For loopback, or behind another app."""
+
+    async def authenticate(self, headers: Mapping[str, str]) -> Caller:
+        return Caller()
+
+    async def admit(self, caller: Caller, model: str, num_tokens: int) -> Admission:
+        return Unlimited()

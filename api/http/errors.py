@@ -1,0 +1,76 @@
+"""The one place where something that went wrong becomes a status and OpenAI's error envelope."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from cellama.tasks.contract.codes import meaning_of
+from cellama.tasks.contract.errors import JobError
+from cellama.tasks.contract.valid_text import valid_text
+
+RETRY_AFTER_S = 1.0  # where the queue has no estimate
+TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    409: "conflict_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    422: "invalid_request_error",
+    429: "rate_limit_error",
+}
+_CODES = {"unknown_model": "model_not_found", "prompt_too_long": "context_length_exceeded"}  # as OpenAI calls them
+_STATUSES = {410: 404, 504: 408}  # statuses for which clients have an exception class of their own
+
+
+class ApiError(Exception):
+    """An answer with a status of 400 or above. `message` names value and remedy, `param` the field that is wrong."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """`retry_after_s` is for clients that ask again by themselves (429, 503)."""
+        super().__init__(status, message)
+        self.status = status
+        self.message = valid_text(message)
+        self.code = code
+        self.param = param
+        self.retry_after_s = retry_after_s
+        self._headers = headers or {}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        if self.retry_after_s is None:
+            return dict(self._headers)
+        return {**self._headers, "retry-after": str(max(1, math.ceil(self.retry_after_s)))}
+
+    @property
+    def envelope(self) -> dict[str, Any]:
+        """The body of the answer, and the data of a frame in mid-stream."""
+        kind = TYPES.get(self.status, "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def of_job(error: JobError) -> ApiError:
+    """What the queue, or a job, says."""
+    return of_code(error.code, str(error), retryable=error.retryable)
+
+
+def of_code(code: str, message: str, *, retryable: bool = False) -> ApiError:
+    """An error by the code that crosses processes (docs/reference/errors.md)."""
+    status = meaning_of(code).http_status
+    status = _STATUSES.get(status, status)
+    retry = RETRY_AFTER_S if retryable and status in (429, 503) else None
+    return ApiError(status, message, code=_CODES.get(code, code), retry_after_s=retry)

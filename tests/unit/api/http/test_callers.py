@@ -1,0 +1,59 @@
+"""Who asks, and how errors look: api/http/callers.py and errors.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from cellama.api.http.callers import Caller
+from cellama.api.http.errors import ApiError, of_code, of_job
+from cellama.tasks.contract.errors import JobFailed, RedisUnreachable, UnknownModel
+
+
+@pytest.mark.parametrize(
+    ("own", "wanted", "given"),
+    [
+        (None, None, "default"),
+        (None, "auto", "default"),
+        (None, "flex", "flex"),
+        (None, "priority", "priority"),
+        ("flex", None, "flex"),
+        ("flex", "priority", "flex"),
+        ("default", "priority", "default"),
+        ("priority", None, "priority"),
+        ("priority", "flex", "flex"),
+    ],
+)
+def test_caller_gets_no_more_urgent_tier_than_its_own(own: str | None, wanted: str | None, given: str) -> None:
+    assert Caller(priority=own).tier(wanted) == given
+
+
+def test_caller_may_ask_for_the_models_of_its_key_only() -> None:
+    assert Caller().may_ask("any")
+    assert Caller(models=frozenset({"a"})).may_ask("a")
+    assert not Caller(models=frozenset({"a"})).may_ask("b")
+
+
+def test_error_of_a_model_that_is_not_served_is_openais() -> None:
+    error = of_job(UnknownModel("no live worker serves a model 'x'"))
+    assert error.status == 404
+    assert error.envelope == {
+        "error": {
+            "message": "no live worker serves a model 'x'",
+            "type": "not_found_error",
+            "param": None,
+            "code": "model_not_found",
+        }
+    }
+
+
+def test_error_that_passes_says_when_to_ask_again() -> None:
+    assert of_job(RedisUnreachable("away")).headers == {"retry-after": "1"}
+    assert of_code("queue_full", "full", retryable=True).status == 429
+    assert ApiError(429, "too many", retry_after_s=12.2).headers == {"retry-after": "13"}
+    assert of_job(JobFailed("decode_failed", "once more")).headers == {}
+
+
+def test_error_of_a_code_from_a_newer_worker_is_the_services() -> None:
+    assert of_code("not_known_yet", "?").status == 500
+    assert of_code("result_lost", "gone").status == 404
+    assert of_code("timeout", "late").status == 408
