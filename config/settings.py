@@ -184,6 +184,7 @@ class Settings(BaseSettings):
     telemetry_log: Literal["off", "requests", "steps"] = Field(
         default="off", description="events as lines of JSON in the log: of requests, or of steps, too"
     )
+    gateway_keys_file: Path | None = Field(default=None, description="TOML or JSON of API keys; default: in Redis")
     data_dir: Path = Field(
         default_factory=lambda: _default_data_dir(),
         description="data of the embedded Redis, logs of `cellama up`; default: ~/.local/share/cellama",

@@ -38,6 +38,7 @@ from .jobs import (
     jobs_list_command,
     queue_purge_command,
 )
+from .keys import keys_create_command, keys_list_command, keys_revoke_command
 from .models import (
     adapter_load_command,
     adapter_scale_command,
@@ -143,6 +144,11 @@ _dead = typer.Typer(no_args_is_help=True, help="Jobs that were put aside because
 _dead.command("list")(_interruptible(dead_list_command))
 _dead.command("requeue")(_interruptible(dead_requeue_command))
 app.add_typer(_dead, name="dead")
+_keys = typer.Typer(no_args_is_help=True, help="API keys of the gateway.")
+_keys.command("create")(_interruptible(keys_create_command))
+_keys.command("list")(_interruptible(keys_list_command))
+_keys.command("revoke")(_interruptible(keys_revoke_command))
+app.add_typer(_keys, name="keys")
 _cache = typer.Typer(no_args_is_help=True, help="KV states on disk: the folder cache_dir of this machine's workers.")
 _CACHE_COMMANDS: dict[str, Callable[..., None]] = {
     "list": cache_list_command,

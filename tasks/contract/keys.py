@@ -23,6 +23,12 @@ cellama:wanted:worker:{worker} hash the same, of one worker alone
 cellama:trials:{worker}    hash     loads that it has begun and not ended; TTL of a day
 cellama:took:{class}:{kind}:{queue} list what jobs asked for, and how much work it was; workers; TTL of 30 days
 cellama:speed:{worker}:{queue} list how fast a worker was lately, and how busy; that worker; TTL of 30 days
+cellama:keys               hash     id of an API key → JSON entry without its secret; `cellama keys`
+cellama:keys:used          hash     id of an API key → when it was last used, to a minute; gateways
+cellama:key:admissions:{id} zset    what a key has taken lately, and …:charges:{id} hash, how many tokens each had;
+                                    gateways (api/http/keys/lua); TTL
+cellama:key:jobs:{id}      zset     requests of a key that run, by the end of their leases; gateways; TTL
+cellama:owner:{id}         string   the tenant whose job, batch, file or response that is; gateways; TTL
 cellama:queue:{model}…     list     Celery's queues, one list per priority (names.py); `:default` is a model here
 cellama:kombu:unacked…     none     what kombu would keep of held messages under names that all Celery apps share; the
                                     ledger keeps it instead (tasks/broker/holding.py)
@@ -42,6 +48,8 @@ LOOKED_KEY = "cellama:looked"
 QUEUES_KEY = "cellama:queues"
 DEAD_KEY = "cellama:dead"
 BATCHES_KEY = "cellama:batches"
+API_KEYS_KEY = "cellama:keys"
+API_KEYS_USED_KEY = "cellama:keys:used"
 UNACKED_KEY = "cellama:kombu:unacked"
 UNACKED_INDEX_KEY = "cellama:kombu:unacked_index"
 UNACKED_MUTEX_KEY = "cellama:kombu:unacked_mutex"
@@ -87,6 +95,22 @@ def cancel_key(job_id: str) -> str:
 
 def reaper_key(duty: str) -> str:
     return f"cellama:reaper:{duty}"
+
+
+def key_admissions_key(key_id: str) -> str:
+    return f"cellama:key:admissions:{key_id}"
+
+
+def key_charges_key(key_id: str) -> str:
+    return f"cellama:key:charges:{key_id}"
+
+
+def key_jobs_key(key_id: str) -> str:
+    return f"cellama:key:jobs:{key_id}"
+
+
+def owner_key(thing_id: str) -> str:
+    return f"cellama:owner:{thing_id}"
 
 
 def waiting_key(queue: str) -> str:

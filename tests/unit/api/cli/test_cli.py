@@ -49,6 +49,7 @@ COMMANDS = (
 )
 COMMANDS += tuple(f"models {name}" for name in ("list", "info", "load", "unload", "default", "memory"))
 COMMANDS += tuple(f"cache {name}" for name in ("list", "info", "clear", "pin", "unpin"))
+COMMANDS += tuple(f"keys {name}" for name in ("create", "list", "revoke"))
 COMMANDS += tuple(f"batch {name}" for name in ("run", "resume", "list", "status", "cancel"))
 
 

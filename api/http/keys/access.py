@@ -1,0 +1,182 @@
+"""The gateway's door where there are keys: who a request comes from, and whether it may run now."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from cellama.api.http.callers import Admission, Caller, Unlimited
+from cellama.api.http.errors import ApiError
+from cellama.config import SettingsError
+
+from .entry import KeyEntry
+from .key_file import KeyFile
+from .key_text import given_key, parse_key
+from .limiter import Limiter, Reservation, Verdict
+from .rate_headers import rate_headers
+from .store import Found, KeyStore
+
+log = logging.getLogger(__name__)
+
+JOBS_RETRY_S = 1.0  # when one of a key's jobs ends can't be known
+OUTAGE_RETRY_S = 1.0
+_FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")  # headers of requests that came through a proxy
+_HOW = "send `Authorization: Bearer sk-…` or `x-api-key: sk-…`; `cellama keys create` makes a key"
+
+
+@dataclass(frozen=True, slots=True)
+class KeyCaller(Caller):
+    """A caller with a key."""
+
+    entry: KeyEntry | None = None
+
+
+class KeyAccess:
+    """Lets in who has a key that counts now. Without Redis it lets no one in.
+
+    Where the gateway listens on loopback only, whoever is on this machine needs none while there are no keys at all.
+    """
+
+    def __init__(self, redis: Redis, file: KeyFile | None = None, *, on_loopback: bool = False) -> None:
+        self._store = KeyStore(redis, file)
+        self._limiter = Limiter(redis)
+        self._is_open = on_loopback and file is None
+
+    async def authenticate(self, headers: Mapping[str, str]) -> Caller:
+        """The owner of the key in the headers; a caller without a tenant while the gateway is open. Raises ApiError."""
+        given = given_key(headers)
+        key = None if given is None else parse_key(given)
+        with _failing_closed():
+            found = await self._store.look("" if key is None else key.id)
+            if found.num_keys:
+                self._is_open = False  # for good: keys that are gone, as with a Redis that lost them, open nothing
+            elif self._is_open:
+                return _local_caller(headers)
+            if given is None:
+                raise _refused(f"no API key was sent: {_HOW}")
+            if key is None or found.entry is None or not key.is_of(found.entry.digest):
+                raise _refused(f"the API key is not one of this gateway; {_HOW}")
+            _check_state(found)
+            await self._store.note_use(found)
+        entry = found.entry
+        return KeyCaller(entry.tenant, entry.id, entry.models, entry.priority, entry)
+
+    async def admit(self, caller: Caller, model: str, num_tokens: int) -> Admission:
+        """Charges the request to the caller's key. Raises ApiError: 403 for the model, 429 for the limits."""
+        if not caller.may_ask(model):
+            allowed = ", ".join(sorted(caller.models or ()))
+            raise ApiError(
+                403,
+                f"this API key may not ask for the model {model!r}; it may ask for: {allowed}",
+                code="model_not_allowed",
+                param="model",
+            )
+        entry = caller.entry if isinstance(caller, KeyCaller) else None
+        if entry is None or not entry.has_limits:
+            return Unlimited()
+        with _failing_closed():
+            reserved, verdict = await self._limiter.admit(entry, num_tokens)
+        headers = rate_headers(entry, verdict)
+        if not verdict.is_in:
+            raise _over_limit(entry, verdict, num_tokens, headers)
+        return _Admitted(headers, self._limiter, reserved)
+
+
+@dataclass(slots=True)
+class _Admitted:
+    headers: Mapping[str, str]
+    _limiter: Limiter = field(repr=False)
+    _reserved: Reservation
+    _ending: asyncio.Task[None] | None = None
+
+    async def end(self, num_tokens: int) -> None:
+        """Goes on to its end also when the request's own task is cancelled meanwhile."""
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._settle(num_tokens))
+        await asyncio.shield(self._ending)
+
+    async def _settle(self, num_tokens: int) -> None:
+        try:
+            await self._limiter.settle(self._reserved, num_tokens)
+        except RedisError as error:
+            log.warning(
+                "key %s stays charged for what request %s may have taken: %s",
+                self._reserved.key_id,
+                self._reserved.id,
+                error,
+            )
+
+
+async def check_address(host: str, store: KeyStore) -> None:
+    """Raises SettingsError where other machines would reach a gateway that has no keys; RedisError."""
+    if not is_loopback(host) and not await store.all():
+        raise SettingsError(
+            f"there are no API keys, so {host!r} is refused: whoever reaches it could use the models; "
+            "make a key (`cellama keys create TENANT`), or listen on 127.0.0.1"
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address. Of names that is known of `localhost` alone."""
+    try:
+        return ipaddress.ip_address(host.strip("[]").partition("%")[0]).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def _local_caller(headers: Mapping[str, str]) -> Caller:
+    if any(name in headers for name in _FORWARDED):
+        raise _refused(
+            "this gateway has no API keys, so it serves no requests that came through a proxy; "
+            "`cellama keys create` makes a key"
+        )
+    return Caller()
+
+
+def _check_state(found: Found) -> None:
+    assert found.entry is not None
+    state = found.entry.state(found.now)
+    if state != "active":
+        raise _refused(f"the API key {found.entry.id} is {state}; `cellama keys create` makes another")
+
+
+def _refused(message: str) -> ApiError:
+    return ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+
+
+def _over_limit(entry: KeyEntry, verdict: Verdict, num_tokens: int, headers: dict[str, str]) -> ApiError:
+    requests, tokens = entry.requests_per_minute, entry.tokens_per_minute
+    told = {
+        "requests": f"{verdict.num_requests} of {requests} requests per minute were made",
+        "tokens": f"{verdict.num_tokens} of {tokens} tokens per minute are taken, and this one may take {num_tokens}",
+        "jobs": f"{entry.concurrent_jobs} requests run, and more may not at the same time",
+        "too large": f"this request may take {num_tokens} tokens, but {tokens} per minute are all; ask for fewer",
+    }[verdict.said]
+    message = f"the API key {entry.id} is at its limit: {told}"
+    if verdict.said == "too large":
+        return ApiError(429, message, code="rate_limit_exceeded", headers={**headers, "x-should-retry": "false"})
+    wait_s = JOBS_RETRY_S if verdict.said == "jobs" else verdict.wait_s
+    headers = {**headers, "retry-after-ms": str(max(1, -int(-wait_s * 1000 // 1)))}
+    return ApiError(429, message, code="rate_limit_exceeded", retry_after_s=wait_s, headers=headers)
+
+
+@contextlib.contextmanager
+def _failing_closed() -> Iterator[None]:
+    """Without Redis no key can be checked and nothing be counted: 503, and the reason is for the log alone."""
+    try:
+        yield
+    except RedisError as error:
+        log.error("no key can be checked: Redis does not do what it is asked: %s", error)
+        raise ApiError(
+            503,
+            "API keys can't be checked now, because Redis does not answer; try again soon",
+            code="redis_unreachable",
+            retry_after_s=OUTAGE_RETRY_S,
+        ) from None

@@ -1,0 +1,116 @@
+"""What a key may take, counted in Redis by its clock: exact, however many gateways ask.
+
+Requests and tokens count for 60 s from the moment at which a request is let in, so no 60 s have more of them than the
+limit. Tokens are charged as an estimate then, and as what they were at the end. A job that runs holds a lease, which
+its gateway renews: when that dies, its jobs stop counting after LEASE_S.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from cellama.tasks.contract.keys import key_admissions_key, key_charges_key, key_jobs_key
+
+from .entry import KeyEntry
+
+log = logging.getLogger(__name__)
+
+WINDOW_S = 60
+LEASE_S = 20
+RENEW_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the limits of a key say to a request, and how much of them is used with it."""
+
+    said: str  # "in", "requests", "tokens", "too large", "jobs"
+    wait_s: float
+    num_requests: int
+    num_tokens: int
+    empty_in_s: float
+
+    @property
+    def is_in(self) -> bool:
+        return self.said == "in"
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """A request that was let in."""
+
+    id: str
+    key_id: str
+    num_tokens: int
+
+
+class Limiter:
+    """The limits of all keys, for one event loop."""
+
+    def __init__(self, redis: Redis, now: Callable[[], float] | None = None) -> None:
+        """`now` is for tests: the time instead of Redis' own."""
+        self._redis = redis
+        self._now = now
+        self._scripts = {name: redis.register_script(_source(name)) for name in ("admit", "settle", "renew")}
+        self._running: dict[str, str] = {}  # requests that hold leases, and their keys
+        self._renewing: asyncio.Task[None] | None = None
+
+    async def admit(self, entry: KeyEntry, num_tokens: int) -> tuple[Reservation, Verdict]:
+        """Lets a request in that may take so many tokens, unless the verdict says otherwise. Raises RedisError."""
+        reserved = Reservation(uuid.uuid4().hex, entry.id, num_tokens)
+        limits = (entry.requests_per_minute, entry.tokens_per_minute, entry.concurrent_jobs)
+        arguments = [reserved.id, *("" if n is None else n for n in limits), num_tokens, WINDOW_S, LEASE_S]
+        said, wait_s, num_requests, taken, empty_in_s = await self._run("admit", _keys_of(entry.id), arguments)
+        verdict = Verdict(said.decode(), float(wait_s), num_requests, taken, float(empty_in_s))
+        if verdict.is_in and entry.concurrent_jobs is not None:
+            self._hold(reserved)
+        return reserved, verdict
+
+    async def settle(self, reserved: Reservation, num_tokens: int) -> None:
+        """The request has ended and took so many tokens. Raises RedisError; its lease ends by itself then."""
+        self._running.pop(reserved.id, None)
+        arguments = [reserved.id, reserved.num_tokens, num_tokens, WINDOW_S]
+        await self._run("settle", _keys_of(reserved.key_id), arguments)
+
+    def _hold(self, reserved: Reservation) -> None:
+        self._running[reserved.id] = reserved.key_id
+        if self._renewing is None or self._renewing.done():
+            self._renewing = asyncio.create_task(self._renew_while_held())
+
+    async def _renew_while_held(self) -> None:
+        while self._running:
+            await asyncio.sleep(RENEW_S)
+            try:
+                await self.renew()
+            except RedisError as error:
+                log.warning("leases of running requests are not renewed now: %s", error)
+
+    async def renew(self) -> None:
+        """Says that the requests that were let in here, and have not ended, go on. Raises RedisError."""
+        held = dict(self._running)
+        if held:
+            await self._run("renew", [key_jobs_key(key_id) for key_id in held.values()], [LEASE_S], after=list(held))
+        for request_id in held.keys() - self._running.keys():  # it ended meanwhile, perhaps before it was renewed
+            await self._redis.zrem(key_jobs_key(held[request_id]), request_id)
+
+    async def _run(self, name: str, keys: list[str], arguments: list[Any], after: list[str] | None = None) -> Any:
+        now = "" if self._now is None else f"{self._now():.6f}"
+        return await self._scripts[name](keys=keys, args=[*arguments, now, *(after or ())])
+
+
+def _keys_of(key_id: str) -> list[str]:
+    return [key_admissions_key(key_id), key_charges_key(key_id), key_jobs_key(key_id)]
+
+
+def _source(name: str) -> str:
+    folder = files("cellama.api.http.keys") / "lua"
+    return "".join((folder / f"{part}.lua").read_text(encoding="utf-8") for part in ("prelude", name))

@@ -1,0 +1,47 @@
+-- A request asks to be let in: it is charged for all that it may take, or nothing changes.
+-- KEYS: admissions, charges, jobs. ARGV: id, requests per window, tokens per window, jobs at a time ('' for no limit), tokens that it may take,
+-- window (s), lease (s), time or ''.
+-- Returns: verdict, seconds until as much will have left the window as it needs, requests and tokens in the window, seconds until it is empty.
+local admissions, charges, jobs = KEYS[1], KEYS[2], KEYS[3]
+local id, max_requests, max_tokens, max_jobs = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
+local tokens, window, lease, now = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7]), clock(ARGV[8])
+local LOOKED_AT = 200 -- what a refused request may cost: beyond these the answer is a time at which to ask again, not to be let in
+
+-- Seconds until so many requests and tokens have left the window.
+local function wait_for(requests_over, tokens_over)
+  local oldest = redis.call('ZRANGE', admissions, 0, LOOKED_AT - 1, 'WITHSCORES')
+  local leaves_in = window
+  for at = 1, #oldest, 2 do
+    leaves_in = tonumber(oldest[at + 1]) + window - now
+    requests_over = requests_over - requests_of(oldest[at])
+    tokens_over = tokens_over - tonumber(redis.call('HGET', charges, oldest[at]) or 0)
+    if requests_over <= 0 and tokens_over <= 0 then break end
+  end
+  return leaves_in
+end
+
+local requests, taken = charged(admissions, charges, now, window)
+redis.call('ZREMRANGEBYSCORE', jobs, '-inf', stamp(now))
+local requests_over = max_requests and requests + 1 - max_requests or 0
+local tokens_over = max_tokens and taken + tokens - max_tokens or 0
+local verdict, wait = 'in', 0
+if redis.call('ZSCORE', admissions, id) then
+  verdict = 'in' -- asked again, because the answer was lost
+elseif max_tokens and tokens > max_tokens then
+  verdict = 'too large'
+elseif requests_over > 0 or tokens_over > 0 then
+  verdict = requests_over > 0 and 'requests' or 'tokens'
+  wait = wait_for(requests_over, tokens_over)
+elseif max_jobs and redis.call('ZCARD', jobs) >= max_jobs then
+  verdict = 'jobs'
+else
+  charge(admissions, charges, id, now, window, tokens)
+  requests, taken = requests + 1, taken + tokens
+  if max_jobs then
+    redis.call('ZADD', jobs, stamp(now + lease), id)
+    redis.call('EXPIRE', jobs, lease)
+  end
+end
+local newest = redis.call('ZRANGE', admissions, -1, -1, 'WITHSCORES')[2]
+local empty_in = newest and math.max(0, tonumber(newest) + window - now) or 0
+return {verdict, stamp(wait), requests, taken, stamp(empty_in)}

@@ -1,0 +1,7 @@
+-- Requests go on: their leases are renewed. One whose lease had ended counts again.
+-- KEYS: jobs, of each request. ARGV: lease (s), time or '', then the id of each request.
+local lease, now = tonumber(ARGV[1]), clock(ARGV[2])
+for at, jobs in ipairs(KEYS) do
+  redis.call('ZADD', jobs, stamp(now + lease), ARGV[at + 2])
+  redis.call('EXPIRE', jobs, lease)
+end

@@ -1,0 +1,15 @@
+-- A request has ended: it is charged for what it took, and its lease is over. A second time changes nothing.
+-- KEYS: admissions, charges, jobs. ARGV: id, tokens that were reserved, tokens that it took, window (s), time or ''.
+local admissions, charges, jobs = KEYS[1], KEYS[2], KEYS[3]
+local id, reserved, tokens = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
+local window, now = tonumber(ARGV[4]), clock(ARGV[5])
+local excess = 'x' .. id
+
+redis.call('ZREM', jobs, id)
+charged(admissions, charges, now, window)
+if redis.call('ZSCORE', admissions, id) then
+  redis.call('HINCRBY', charges, 'tokens', tokens - tonumber(redis.call('HGET', charges, id) or 0))
+  redis.call('HSET', charges, id, tokens)
+elseif tokens > reserved and not redis.call('ZSCORE', admissions, excess) then
+  charge(admissions, charges, excess, now, window, tokens - reserved)
+end

@@ -1,0 +1,44 @@
+"""Whose a job, batch, file or response is: for all other tenants its id is as good as none."""
+
+from __future__ import annotations
+
+from redis.asyncio import Redis
+
+from cellama.api.http.callers import Caller
+from cellama.api.http.errors import ApiError
+from cellama.tasks.contract.keys import owner_key
+
+
+class Owners:
+    """Ids of things, and their tenants. Whoever has no tenant owns what no tenant does. Methods raise RedisError."""
+
+    def __init__(self, redis: Redis) -> None:
+        self._redis = redis
+
+    async def claim(self, thing_id: str, caller: Caller, ttl_s: int) -> None:
+        """The thing is the caller's for so long: at least as long as the thing is kept. The same call may come again.
+
+        Raises ApiError (404) if another tenant has that id.
+        """
+        if caller.tenant is not None and await self._redis.set(owner_key(thing_id), caller.tenant, nx=True, ex=ttl_s):
+            return
+        await self.check(thing_id, caller)
+        if caller.tenant is not None:
+            await self._redis.expire(owner_key(thing_id), ttl_s)
+
+    async def check(self, thing_id: str, caller: Caller, what: str = "object") -> None:
+        """Raises ApiError (404) unless the thing is the caller's. What is not there at all looks alike."""
+        if not await self.are_of([thing_id], caller):
+            raise ApiError(404, f"there is no {what} {thing_id!r}, or not any more", code="not_found")
+
+    async def are_of(self, thing_ids: list[str], caller: Caller) -> list[str]:
+        """Those of the ids that are the caller's, in their order."""
+        if not thing_ids:
+            return []
+        found = await self._redis.mget([owner_key(thing_id) for thing_id in thing_ids])
+        tenant = None if caller.tenant is None else caller.tenant.encode()
+        return [thing_id for thing_id, owner in zip(thing_ids, found, strict=True) if owner == tenant]
+
+    async def forget(self, thing_id: str) -> None:
+        """The thing is gone."""
+        await self._redis.delete(owner_key(thing_id))

@@ -1,0 +1,98 @@
+"""The keys that there are: those of a file, or those in Redis. What is asked is as it is now: nothing is cached."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from pydantic import ValidationError
+from redis.asyncio import Redis
+
+from cellama.tasks.connection.redis_clock import seconds_of
+from cellama.tasks.contract.keys import API_KEYS_KEY, API_KEYS_USED_KEY
+
+from .entry import KeyEntry
+from .key_file import KeyFile
+
+log = logging.getLogger(__name__)
+
+USED_EVERY_S = 60.0  # how exact the last use is
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What is known of a key id at a time of Redis' clock (unix s)."""
+
+    entry: KeyEntry | None
+    used_at: float | None
+    now: float
+    num_keys: int  # that there are, of whatever state
+
+
+class KeyStore:
+    """Methods raise RedisError."""
+
+    def __init__(self, redis: Redis, file: KeyFile | None = None) -> None:
+        """With a file its keys are all that there are; Redis has the clock then, and their last use."""
+        self._redis = redis
+        self._file = file
+
+    async def look(self, key_id: str) -> Found:
+        """The id need not be that of a key."""
+        async with self._redis.pipeline(transaction=False) as pipe:
+            pipe.time()
+            pipe.hlen(API_KEYS_KEY)
+            pipe.hget(API_KEYS_KEY, key_id)
+            pipe.hget(API_KEYS_USED_KEY, key_id)
+            time, num_keys, told, used = await pipe.execute()
+        used_at = None if used is None else float(used)
+        if self._file is None:
+            return Found(_parsed(told), used_at, seconds_of(time), num_keys)
+        entries = self._file.entries()
+        return Found(entries.get(key_id), used_at, seconds_of(time), len(entries))
+
+    async def note_use(self, found: Found) -> None:
+        """Keeps that a key is in use now, if that was not noted within the last minute."""
+        if found.entry is not None and (found.used_at is None or found.now - found.used_at >= USED_EVERY_S):
+            await self._redis.hset(API_KEYS_USED_KEY, found.entry.id, f"{found.now:.0f}")
+
+    async def all(self) -> list[Found]:
+        """Every key, the oldest first."""
+        async with self._redis.pipeline(transaction=False) as pipe:
+            pipe.time()
+            pipe.hgetall(API_KEYS_KEY)
+            pipe.hgetall(API_KEYS_USED_KEY)
+            time, told, used = await pipe.execute()
+        told = [entry for value in told.values() if (entry := _parsed(value)) is not None]
+        entries = told if self._file is None else list(self._file.entries().values())
+        last = {key_id.decode(): float(at) for key_id, at in used.items()}
+        found = [Found(entry, last.get(entry.id), seconds_of(time), len(entries)) for entry in entries]
+        return sorted(found, key=_age)
+
+    async def now(self) -> datetime:
+        """By Redis' clock."""
+        time: Any = await self._redis.time()
+        return datetime.fromtimestamp(int(seconds_of(time)), UTC)
+
+    async def write(self, entry: KeyEntry) -> None:
+        """Redis has the key from now on, as it is here."""
+        await self._redis.hset(API_KEYS_KEY, entry.id, entry.model_dump_json(exclude_none=True))
+
+
+def _age(found: Found) -> tuple[float, str]:
+    assert found.entry is not None
+    created_at = found.entry.created_at
+    return (0.0 if created_at is None else created_at.timestamp(), found.entry.id)
+
+
+def _parsed(told: bytes | None) -> KeyEntry | None:
+    """None also for what is no entry, or says more than this version knows: such a key lets no one in."""
+    if told is None:
+        return None
+    try:
+        return KeyEntry.model_validate_json(told)
+    except ValidationError as error:
+        log.error("an entry of %s can't be read, so its key is not accepted: %s", API_KEYS_KEY, error)
+        return None

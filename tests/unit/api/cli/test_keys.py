@@ -1,0 +1,94 @@
+"""`cellama keys`: a key is shown once, listed without its secret, revoked by its id; those of a file are left alone."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from redis import Redis
+from typer.testing import CliRunner, Result
+
+from cellama.api.cli import app
+from cellama.api.http.keys.key_file import read_keys
+from cellama.api.http.keys.key_text import parse_key
+from cellama.api.machine.redis_server import RedisServer
+
+LIMITS = ("--requests-per-minute", "60", "--tokens-per-minute", "10000", "--concurrent-jobs", "4")
+
+
+def cellama(*argv: str) -> Result:
+    return CliRunner().invoke(app, ["keys", *argv], env={"COLUMNS": "200"})
+
+
+@pytest.fixture
+def database(redis_server: RedisServer, settings_environment: Callable[..., None]) -> Redis:
+    """An empty one, that of the settings."""
+    url = redis_server.url.removesuffix("/0") + "/6"
+    settings_environment(redis_url=url)
+    redis = Redis.from_url(url)
+    redis.flushdb()
+    return redis
+
+
+def test_key_is_shown_once_and_listed_without_its_secret(database: Redis) -> None:
+    made = cellama("create", "acme", "--name", "web", "-m", "tiny", "-m", "big", *LIMITS, "--expires-in", "90d")
+    assert made.exit_code == 0, made.output
+    key = parse_key(made.stdout.strip())
+    assert key is not None
+    assert f"cellama keys revoke {key.id}" in made.stderr
+    [told] = json.loads(cellama("list", "--json").stdout)
+    assert (told["id"], told["tenant"], told["models"], told["state"]) == (key.id, "acme", ["big", "tiny"], "active")
+    assert "60 requests/min, 10000 tokens/min, 4 jobs" in cellama("list").stdout
+    secret, stored = key.text[-40:], b"".join(database.hvals("cellama:keys"))  # type: ignore[arg-type]
+    assert secret.encode() not in stored
+    assert secret not in cellama("list", "--json").stdout + cellama("list").stdout
+
+
+def test_key_is_revoked_by_its_id_or_by_itself(database: Redis) -> None:
+    keys = [json.loads(cellama("create", "acme", "--json").stdout) for _ in range(2)]
+    assert cellama("revoke", keys[0]["id"]).stdout == f"the key {keys[0]['id']} of acme is revoked\n"
+    again = [json.loads(cellama("revoke", keys[0]["id"], "--json").stdout) for _ in range(2)]
+    assert again[0] == again[1]
+    assert json.loads(cellama("revoke", keys[1]["key"], "--json").stdout)["state"] == "revoked"
+    assert [key["state"] for key in json.loads(cellama("list", "--json").stdout)] == ["revoked", "revoked"]
+    unknown = cellama("revoke", "nonsense")
+    assert (unknown.exit_code, "`cellama keys list` shows" in unknown.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (("a b",), "tenant is 'a b'"),
+        (("acme", "--requests-per-minute", "0"), "requests_per_minute is 0"),
+        (("acme", "--priority", "urgent"), "priority is 'urgent'"),
+        (("acme", "--expires-in", "soon"), "write for instance 30m, 12h, 90d or 4w"),
+        (("acme", "--expires-in", "99999w"), "write for instance"),
+    ],
+)
+def test_key_with_mistakes_is_not_made(database: Redis, argv: tuple[str, ...], told: str) -> None:
+    result = cellama("create", *argv)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert told in re.sub(r"\s*│\s*", " ", result.stderr)
+    assert "there are no API keys" in cellama("list").stdout
+
+
+def test_keys_of_a_file_are_shown_for_it_and_left_alone(
+    database: Redis, settings_environment: Callable[..., None], tmp_path: Path
+) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text("keys = []")
+    settings_environment(gateway_keys_file=str(path))
+    made = cellama("create", "acme", "--name", "web", *LIMITS, "--expires-in", "4w")
+    key, _, entry = made.stdout.partition("\n")
+    path.write_text(entry)
+    [kept] = read_keys(path).values()
+    parsed = parse_key(key)
+    assert parsed is not None
+    assert parsed.is_of(kept.digest)
+    assert database.hlen("cellama:keys") == 0
+    assert [key["name"] for key in json.loads(cellama("list", "--json").stdout)] == ["web"]
+    refused = cellama("revoke", kept.id)
+    assert (refused.exit_code, "delete the entry there" in re.sub(r"\s*│\s*", " ", refused.stderr)) == (2, True)

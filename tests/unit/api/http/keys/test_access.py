@@ -1,0 +1,251 @@
+"""Who is let in: keys as clients send them, keys that count no more, models, limits, a gateway without keys."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from cellama.api.cli.keys import as_toml
+from cellama.api.http.callers import Caller
+from cellama.api.http.errors import ApiError
+from cellama.api.http.keys.access import KeyAccess, check_address, is_loopback
+from cellama.api.http.keys.entry import KeyEntry
+from cellama.api.http.keys.key_file import KeyFile
+from cellama.api.http.keys.key_text import KeyText, new_key
+from cellama.api.http.keys.rate_headers import duration
+from cellama.api.http.keys.store import KeyStore
+from cellama.config import SettingsError
+from cellama.tasks.contract.keys import API_KEYS_KEY, API_KEYS_USED_KEY
+
+from .conftest import Run, key_and_entry
+
+NOW = datetime.now(UTC)
+
+
+def bearer(key: KeyText) -> dict[str, str]:
+    return {"authorization": f"Bearer {key.text}"}
+
+
+async def kept(redis: Redis, **fields: Any) -> tuple[KeyText, KeyEntry]:
+    key, entry = key_and_entry(**fields)
+    await KeyStore(redis).write(entry)
+    return key, entry
+
+
+async def refusal(asked: Awaitable[Any]) -> ApiError:
+    with pytest.raises(ApiError) as raised:
+        await asked
+    return raised.value
+
+
+def test_caller_is_whom_the_key_was_made_for(run: Run) -> None:
+    async def ask(redis: Redis) -> None:
+        key, entry = await kept(redis, tenant="acme", models=["tiny"], priority="flex")
+        for headers in (bearer(key), {"x-api-key": key.text}):
+            caller = await KeyAccess(redis).authenticate(headers)
+            found = (caller.tenant, caller.key_id, caller.models, caller.priority)
+            assert found == ("acme", entry.id, frozenset({"tiny"}), "flex")
+
+    run(ask)
+
+
+HOSTILE: list[Callable[[KeyText], Mapping[str, str]]] = [
+    lambda key: {},
+    lambda key: bearer(new_key()),
+    lambda key: {"authorization": f"Bearer {key.text[:-1]}{'a' if key.text[-1] != 'a' else 'b'}"},
+    lambda key: {"authorization": f"Basic {key.text}"},
+    lambda key: {"authorization": "Bearer sk-" + "x" * 1_000_000},
+    lambda key: {"authorization": "Bearer Ã©\x00\udce9"},
+    lambda key: {"x-api-key": key.id},
+    lambda key: {"x-api-key": key.digest},
+    lambda key: {"x-api-key": f"sk-{key.id}-"},
+    lambda key: {"x-api-key": key.text.upper()},
+]
+
+
+@pytest.mark.parametrize("headers_of", HOSTILE)
+def test_what_is_no_key_is_refused_with_a_remedy_and_never_told(
+    run: Run, headers_of: Callable[[KeyText], Mapping[str, str]]
+) -> None:
+    async def ask(redis: Redis) -> None:
+        key, _ = await kept(redis)
+        error = await refusal(KeyAccess(redis, on_loopback=True).authenticate(headers_of(key)))
+        assert (error.status, error.code, error.headers["www-authenticate"]) == (401, "invalid_api_key", "Bearer")
+        assert "cellama keys create" in error.message
+        assert len(error.message) < 200
+        assert await redis.hlen(API_KEYS_USED_KEY) == 0
+
+    run(ask)
+
+
+def test_key_counts_until_it_expires_or_is_revoked_and_at_once_no_more(run: Run) -> None:
+    async def ask(redis: Redis) -> None:
+        access, hour = KeyAccess(redis), timedelta(hours=1)
+        key, entry = await kept(redis, expires_at=NOW + hour)
+        await access.authenticate(bearer(key))
+        for field, at in (("expires_at", NOW - hour), ("revoked_at", NOW)):
+            await KeyStore(redis).write(entry.model_copy(update={field: at}))
+            error = await refusal(access.authenticate(bearer(key)))
+            assert error.status == 401
+            assert f"{entry.id} is {field.removesuffix('_at').replace('expires', 'expired')}" in error.message
+
+    run(ask)
+
+
+@pytest.mark.parametrize("damage", [b"", b"{}", b"\xff", b'{"id": 1}', "more"])
+def test_entry_that_is_damaged_or_says_more_than_is_known_lets_no_one_in(run: Run, damage: bytes | str) -> None:
+    async def ask(redis: Redis) -> None:
+        key, entry = await kept(redis)
+        told = entry.model_dump_json()[:-1] + ',"new_limit":1}' if damage == "more" else damage
+        await redis.hset(API_KEYS_KEY, entry.id, told)  # type: ignore[misc]
+        assert (await refusal(KeyAccess(redis, on_loopback=True).authenticate(bearer(key)))).status == 401
+
+    run(ask)
+
+
+def test_last_use_of_a_key_is_kept(run: Run) -> None:
+    async def ask(redis: Redis) -> None:
+        key, entry = await kept(redis)
+        for at, expected in ((0.0, "new"), (NOW.timestamp() - 30, "same"), (NOW.timestamp() - 70, "new")):
+            await redis.hset(API_KEYS_USED_KEY, entry.id, str(at))  # type: ignore[misc]
+            await KeyAccess(redis).authenticate(bearer(key))
+            [found] = await KeyStore(redis).all()
+            assert found.used_at is not None
+            assert (found.used_at == at) == (expected == "same")
+
+    run(ask)
+
+
+def test_model_that_the_key_may_not_ask_for_is_forbidden_and_costs_nothing(run: Run) -> None:
+    async def ask(redis: Redis) -> None:
+        key, _ = await kept(redis, models=["tiny"], requests_per_minute=1)
+        access = KeyAccess(redis)
+        caller = await access.authenticate(bearer(key))
+        error = await refusal(access.admit(caller, "big", 1))
+        assert (error.status, error.code, error.param) == (403, "model_not_allowed", "model")
+        await access.admit(caller, "tiny", 1)
+
+    run(ask)
+
+
+def test_limits_are_told_as_openai_does_and_refused_with_a_time(run: Run) -> None:
+    async def ask(redis: Redis) -> None:
+        key, entry = await kept(redis, requests_per_minute=1, tokens_per_minute=100)
+        access = KeyAccess(redis)
+        caller = await access.authenticate(bearer(key))
+        admission = await access.admit(caller, "tiny", 40)
+        assert admission.headers == {
+            "x-ratelimit-limit-requests": "1",
+            "x-ratelimit-remaining-requests": "0",
+            "x-ratelimit-reset-requests": "1m0s",
+            "x-ratelimit-limit-tokens": "100",
+            "x-ratelimit-remaining-tokens": "60",
+            "x-ratelimit-reset-tokens": "1m0s",
+        }
+        await admission.end(10)
+        await admission.end(10)
+        error = await refusal(access.admit(caller, "tiny", 40))
+        assert (error.status, error.code, error.headers["retry-after"]) == (429, "rate_limit_exceeded", "60")
+        assert 55_000 < int(error.headers["retry-after-ms"]) <= 60_000
+        assert error.headers["x-ratelimit-remaining-tokens"] == "90"
+        assert f"{entry.id} is at its limit: 1 of 1 requests" in error.message
+        hopeless = await refusal(access.admit(caller, "tiny", 101))
+        assert (hopeless.status, hopeless.headers["x-should-retry"]) == (429, "false")
+        assert "retry-after" not in hopeless.headers
+
+    run(ask)
+
+
+def test_job_that_ends_while_its_request_is_cancelled_makes_room(run: Run) -> None:
+    async def ask(redis: Redis) -> None:
+        key, _ = await kept(redis, concurrent_jobs=1)
+        access = KeyAccess(redis)
+        caller = await access.authenticate(bearer(key))
+        admission = await access.admit(caller, "tiny", 1)
+        assert "1 requests run" in (await refusal(access.admit(caller, "tiny", 1))).message
+        ending = asyncio.create_task(admission.end(1))
+        await asyncio.sleep(0)
+        ending.cancel()
+        await admission.end(1)
+        await access.admit(caller, "tiny", 1)
+
+    run(ask)
+
+
+def test_gateway_without_keys_is_open_on_loopback_alone_and_not_through_a_proxy(run: Run) -> None:
+    async def ask(redis: Redis) -> None:
+        access = KeyAccess(redis, on_loopback=True)
+        for headers in ({}, {"authorization": "Bearer none"}):
+            caller = await access.authenticate(headers)
+            assert caller == Caller()
+        assert (await access.admit(caller, "tiny", 10**9)).headers == {}
+        error = await refusal(access.authenticate({"x-forwarded-for": "203.0.113.7"}))
+        assert (error.status, "came through a proxy" in error.message) == (401, True)
+        assert (await refusal(KeyAccess(redis).authenticate({}))).status == 401
+
+    run(ask)
+
+
+def test_gateway_that_had_keys_stays_closed_when_redis_has_lost_them(run: Run) -> None:
+    async def ask(redis: Redis) -> None:
+        access = KeyAccess(redis, on_loopback=True)
+        await access.authenticate({})
+        key, _ = await kept(redis)
+        assert (await refusal(access.authenticate({}))).status == 401
+        assert (await access.authenticate(bearer(key))).tenant == "acme"
+        await redis.flushdb()
+        for headers in ({}, bearer(key)):
+            assert (await refusal(access.authenticate(headers))).status == 401
+
+    run(ask)
+
+
+def test_keys_of_a_file_are_all_that_there_are(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text("keys = []")
+
+    async def ask(redis: Redis) -> None:
+        elsewhere, _ = await kept(redis)
+        access = KeyAccess(redis, KeyFile(path), on_loopback=True)
+        key, entry = key_and_entry(tenant="file", requests_per_minute=1)
+        for headers in ({}, bearer(elsewhere), bearer(key)):
+            assert (await refusal(access.authenticate(headers))).status == 401
+        path.write_text(as_toml(entry))
+        caller = await access.authenticate(bearer(key))
+        assert caller.tenant == "file"
+        await access.admit(caller, "tiny", 1)
+        assert (await refusal(access.admit(caller, "tiny", 1))).status == 429
+        assert (await refusal(access.authenticate(bearer(elsewhere)))).status == 401
+
+    run(ask)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.com", "", "localhost.example.com"])
+def test_address_that_others_reach_is_refused_without_keys(run: Run, host: str) -> None:
+    async def ask(redis: Redis) -> None:
+        with pytest.raises(SettingsError, match="cellama keys create"):
+            await check_address(host, KeyStore(redis))
+        await kept(redis)
+        await check_address(host, KeyStore(redis))
+
+    assert not is_loopback(host)
+    run(ask)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "[::1]", "localhost", "LOCALHOST"])
+def test_loopback_needs_no_keys(host: str) -> None:
+    assert is_loopback(host)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0ms"), (0.02, "20ms"), (1, "1s"), (1.5, "1.5s"), (59.9999, "1m0s"), (60, "1m0s"), (360.25, "6m0.25s")],
+)
+def test_durations_are_written_as_openai_does(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

@@ -1,0 +1,200 @@
+"""Limits of a key, by a clock that the test sets: what fits into any 60 s, what is given back, whose leases end."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from redis.asyncio import Redis
+
+from cellama.api.http.keys.limiter import LEASE_S, WINDOW_S, Limiter, Reservation, Verdict
+
+from .conftest import Run, key_and_entry
+
+
+class Clock:
+    """A time that stands still until it is told."""
+
+    def __init__(self) -> None:
+        self.now = 1_700_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Asked:
+    """A limiter, its key and its clock."""
+
+    def __init__(self, redis: Redis, **limits: int) -> None:
+        self.clock = Clock()
+        self.limiter = Limiter(redis, self.clock)
+        self.entry = key_and_entry(**limits)[1]
+
+    async def admit(self, num_tokens: int = 1) -> tuple[Reservation, Verdict]:
+        return await self.limiter.admit(self.entry, num_tokens)
+
+    async def said(self, num_tokens: int = 1) -> str:
+        return (await self.admit(num_tokens))[1].said
+
+
+def test_requests_of_a_minute_are_limited_and_come_back_one_by_one(run: Run) -> None:
+    async def ask(redis: Redis) -> None:
+        asked = Asked(redis, requests_per_minute=2)
+        assert await asked.said() == "in"
+        asked.clock.now += 20
+        assert await asked.said() == "in"
+        _, refused = await asked.admit()
+        assert (refused.said, refused.wait_s, refused.num_requests, refused.empty_in_s) == ("requests", 40, 2, 60)
+        asked.clock.now += 39.9
+        assert await asked.said() == "requests"
+        asked.clock.now += 0.2
+        assert [await asked.said(), await asked.said()] == ["in", "requests"]
+
+    run(ask)
+
+
+def test_tokens_are_reserved_and_settled_by_what_was_used(run: Run) -> None:
+    async def ask(redis: Redis) -> None:
+        asked = Asked(redis, tokens_per_minute=100)
+        first, _ = await asked.admit(80)
+        _, refused = await asked.admit(30)
+        assert (refused.said, refused.num_tokens, refused.wait_s) == ("tokens", 80, WINDOW_S)
+        await asked.limiter.settle(first, 10)
+        await asked.limiter.settle(first, 10)
+        second, verdict = await asked.admit(90)
+        assert (verdict.said, verdict.num_tokens) == ("in", 100)
+        await asked.limiter.settle(second, 200)  # more than was thought
+        assert (await asked.admit(1))[1].num_tokens == 210
+        asked.clock.now += WINDOW_S
+        assert await asked.said(100) == "in"
+
+    run(ask)
+
+
+def test_tokens_beyond_a_reservation_count_also_after_its_minute(run: Run) -> None:
+    async def ask(redis: Redis) -> None:
+        asked = Asked(redis, tokens_per_minute=100, requests_per_minute=1)
+        first, _ = await asked.admit(10)
+        asked.clock.now += 3 * WINDOW_S
+        await asked.limiter.settle(first, 90)
+        await asked.limiter.settle(first, 90)
+        _, refused = await asked.admit(30)
+        assert (refused.said, refused.num_tokens, refused.num_requests) == ("tokens", 80, 0)
+        assert await asked.said(20) == "in"
+
+    run(ask)
+
+
+def test_request_that_no_minute_has_room_for_is_told_apart(run: Run) -> None:
+    async def ask(redis: Redis) -> None:
+        asked = Asked(redis, tokens_per_minute=100)
+        assert [await asked.said(101), await asked.said(100)] == ["too large", "in"]
+
+    run(ask)
+
+
+def test_jobs_at_the_same_time_hold_leases_that_end_with_them_or_with_their_gateway(run: Run) -> None:
+    async def ask(redis: Redis) -> None:
+        asked = Asked(redis, concurrent_jobs=2)
+        first, _ = await asked.admit()
+        await asked.admit()
+        assert await asked.said() == "jobs"
+        await asked.limiter.settle(first, 1)
+        assert [await asked.said(), await asked.said()] == ["in", "jobs"]
+        for _ in range(5):
+            asked.clock.now += LEASE_S - 1
+            await asked.limiter.renew()
+        assert await asked.said() == "jobs"
+        asked.clock.now += LEASE_S  # no word of that gateway
+        assert [await asked.said(), await asked.said(), await asked.said()] == ["in", "in", "jobs"]
+
+    run(ask)
+
+
+def test_lease_that_is_renewed_while_its_job_ends_is_gone(run: Run) -> None:
+    async def ask(redis: Redis) -> None:
+        asked = Asked(redis, concurrent_jobs=1)
+        for _ in range(20):
+            reserved, verdict = await asked.admit()
+            assert verdict.is_in
+            await asyncio.gather(asked.limiter.renew(), asked.limiter.settle(reserved, 1))
+
+    run(ask)
+
+
+def test_request_that_is_sent_again_because_its_answer_was_lost_counts_once(run: Run, monkeypatch: Any) -> None:
+    monkeypatch.setattr("uuid.uuid4", lambda: type("Same", (), {"hex": "same"}))
+
+    async def ask(redis: Redis) -> None:
+        asked = Asked(redis, requests_per_minute=2, tokens_per_minute=100, concurrent_jobs=1)
+        for _ in range(3):
+            _, verdict = await asked.admit(10)
+            assert (verdict.said, verdict.num_requests, verdict.num_tokens) == ("in", 1, 10)
+
+    run(ask)
+
+
+def test_nothing_stays_in_redis_without_a_time_to_live(run: Run) -> None:
+    async def ask(redis: Redis) -> None:
+        asked = Asked(redis, requests_per_minute=5, tokens_per_minute=100, concurrent_jobs=5)
+        reserved, _ = await asked.admit(10)
+        await asked.admit(10)
+        asked.clock.now += 2 * WINDOW_S
+        await asked.limiter.settle(reserved, 20)
+        keys = await redis.keys()
+        assert len(keys) == 3
+        for key in keys:
+            assert 0 < await redis.ttl(key) <= 2 * WINDOW_S
+
+    run(ask)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])  # each example has a key of its own
+@given(st.lists(st.tuples(st.sampled_from(("ask", "end")), st.integers(1, 50), st.integers(0, 30)), max_size=40))
+def test_limiter_says_what_brute_force_says(run: Run, steps: list[tuple[str, int, int]]) -> None:
+    async def ask(redis: Redis) -> None:
+        asked = Asked(redis, requests_per_minute=4, tokens_per_minute=100)
+        log: list[list[float]] = []  # when, tokens, requests of all that was let in
+        running: list[tuple[Reservation, list[float]]] = []
+        for what, num_tokens, seconds in steps:
+            asked.clock.now += seconds
+            inside = [entry for entry in log if entry[0] > asked.clock.now - WINDOW_S]
+            if what == "end" and running:
+                reserved, entry = running.pop(0)
+                await asked.limiter.settle(reserved, num_tokens)
+                if entry in inside:
+                    entry[1] = num_tokens
+                elif num_tokens > reserved.num_tokens:
+                    log.append([asked.clock.now, num_tokens - reserved.num_tokens, 0])
+                continue
+            fits = sum(entry[2] for entry in inside) < 4 and sum(entry[1] for entry in inside) + num_tokens <= 100
+            reserved, verdict = await asked.admit(num_tokens)
+            assert verdict.is_in == fits
+            if verdict.is_in:
+                log.append([asked.clock.now, num_tokens, 1])
+                running.append((reserved, log[-1]))
+
+    run(ask)
+
+
+def test_wait_of_a_refused_request_is_long_enough(run: Run) -> None:
+    async def ask(redis: Redis) -> None:
+        asked = Asked(redis, tokens_per_minute=100)
+        for _ in range(4):
+            await asked.admit(25)
+            asked.clock.now += 3
+        _, refused = await asked.admit(60)
+        asked.clock.now += refused.wait_s + 0.001
+        assert await asked.said(60) == "in"
+
+    run(ask)
+
+
+def test_limits_of_keys_have_nothing_to_do_with_each_other(run: Run) -> None:
+    async def ask(redis: Redis) -> None:
+        one, other = Asked(redis, requests_per_minute=1), Asked(redis, requests_per_minute=1)
+        assert [await one.said(), await other.said(), await one.said()] == ["in", "in", "requests"]
+
+    run(ask)

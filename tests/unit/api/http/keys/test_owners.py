@@ -1,0 +1,49 @@
+"""Ids of one tenant are as good as none for all others."""
+
+from __future__ import annotations
+
+import pytest
+from redis.asyncio import Redis
+
+from cellama.api.http.callers import Caller
+from cellama.api.http.errors import ApiError
+from cellama.api.http.keys.owners import Owners
+
+from .conftest import Run
+
+ACME, OTHER, NO_TENANT = Caller("acme"), Caller("other"), Caller()
+
+
+def test_things_of_a_tenant_are_there_for_itself_alone(run: Run) -> None:
+    async def ask(redis: Redis) -> None:
+        owners = Owners(redis)
+        await owners.claim("batch_1", ACME, 100)
+        await owners.claim("batch_1", ACME, 200)
+        await owners.check("batch_1", ACME)
+        assert 100 < await redis.ttl("cellama:owner:batch_1") <= 200
+        told = []
+        for caller, thing in ((OTHER, "batch_1"), (NO_TENANT, "batch_1"), (ACME, "batch_2")):
+            with pytest.raises(ApiError) as raised:
+                await owners.check(thing, caller, "batch")
+            told.append((raised.value.status, raised.value.message.replace(thing, "")))
+        assert set(told) == {(404, "there is no batch '', or not any more")}
+        with pytest.raises(ApiError, match="404"):
+            await owners.claim("batch_1", OTHER, 100)
+        await owners.forget("batch_1")
+        await owners.claim("batch_1", OTHER, 100)
+
+    run(ask)
+
+
+def test_lists_have_the_tenants_own_things_in_their_order(run: Run) -> None:
+    async def ask(redis: Redis) -> None:
+        owners = Owners(redis)
+        for thing, caller in (("c", ACME), ("a", OTHER), ("b", ACME), ("d", NO_TENANT)):
+            await owners.claim(thing, caller, 100)
+        things = ["d", "c", "b", "a"]
+        assert await owners.are_of(things, ACME) == ["c", "b"]
+        assert await owners.are_of(things, OTHER) == ["a"]
+        assert await owners.are_of(things, NO_TENANT) == ["d"]
+        assert await owners.are_of([], ACME) == []
+
+    run(ask)
