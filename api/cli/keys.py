@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from cellama.api.http.keys.entry import KeyEntry
 from cellama.api.http.keys.key_file import KeyFile
-from cellama.api.http.keys.key_text import new_key, parse_key
+from cellama.api.http.keys.key_text import KeyText, new_key, parse_key
 from cellama.api.http.keys.store import Found, KeyStore
 from cellama.config import get_settings
 from cellama.tasks.connection.connections import connect_async
@@ -64,10 +64,14 @@ def keys_create_command(
         "concurrent_jobs": concurrent_jobs,
     }
     entry = _with_store(lambda store: _create(store, given, _seconds_of(expires_in)))
-    file = get_settings().gateway_keys_file
     if json:
         print_json({"key": key.text, **entry.model_dump(mode="json")})
-        return
+    else:
+        _show(key, entry)
+
+
+def _show(key: KeyText, entry: KeyEntry) -> None:
+    file = get_settings().gateway_keys_file
     out.print(key.text, soft_wrap=True)
     if file is None:
         err.print(f"this is the only time that the key is shown; `cellama keys revoke {entry.id}` ends it")
