@@ -174,7 +174,10 @@ class KvMemory(Protocol):
         ...
 
     def from_portable(self, data: Buffer, *, checkpoint: bool = False) -> tuple[Any, int]:
-        """The same for `restore`, or as its checkpoint, and of how many tokens. Any thread. ValueError if damaged."""
+        """The same for `restore`, or as its checkpoint, and of how many tokens. Any thread. ValueError if damaged.
+
+        What may be written to is taken over, and changed: no copy is made of it.
+        """
         ...
 
     def checkpoint_bytes(self, slot: int) -> int:

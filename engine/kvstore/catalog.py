@@ -10,7 +10,7 @@ from pathlib import Path
 
 from .counters import Tally
 from .files.folder import STATE
-from .files.state_file import read_head
+from .files.head import read_head
 from .index import StateIndex
 from .keys import as_array, block_keys, is_key
 from .states import Head, KeptState, Match, Miss, usable

@@ -14,7 +14,7 @@ from .keys import key_of
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptState:
-    """A context's cells in a form that does not depend on the number of slots; its owner never changes the bytes again.
+    """A context's cells in a form that does not depend on the number of slots. Who offers it never changes the bytes.
 
     It can be cut to any length from `first_cut` on, and to those of its checkpoints.
     """

@@ -21,7 +21,7 @@ from cellama.engine.options import EngineOptions
 from .files.state_format import from_portable, to_portable
 from .model import LlamaModel
 
-STATE_FORMAT = 1  # of portable states; another number makes those of before foreign
+STATE_FORMAT = 2  # of portable states; another number makes those of before foreign
 UNIFIED_UP_TO = 1  # slots; docs/adr/003-kv-layout.md
 
 

@@ -73,7 +73,7 @@ def be_another(drawn: random.Random, path: Path, other: Path) -> None:
 
 def be_of_another_version(drawn: random.Random, path: Path, other: Path) -> None:
     data = bytearray(path.read_bytes())
-    struct.pack_into("<I", data, 8, drawn.choice((0, 2, 3, 0xFFFFFFFF)))
+    struct.pack_into("<I", data, 8, drawn.choice((0, 1, 3, 0xFFFFFFFF)))
     _overwrite(path, _with_digest(data))
 
 
@@ -82,7 +82,7 @@ def tell_huge_lengths(drawn: random.Random, path: Path, other: Path) -> None:
     data = bytearray(path.read_bytes())
     (head_bytes,) = struct.unpack_from("<I", data, 12)
     if drawn.random() < 0.3:  # of a part
-        struct.pack_into("<Q", data, head_bytes - 32 - 48 + 8, drawn.choice((HUGE, 2**64 - 1, 2**63, 0)))
+        struct.pack_into("<Q", data, head_bytes - 32 - 32 + 8, drawn.choice((HUGE, 2**64 - 1, 2**63, 0)))
     else:
         place = drawn.choice((12, 16, 20, 24, 28))
         struct.pack_into("<I", data, place, drawn.choice((2**32 - 1, 2**31, 1 << 24, 1 << 20)))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from cellama.engine.kvstore.states import Head
 
 from .folder import Folder, KeptFile
-from .state_file import read_head
+from .head import read_head
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,9 @@ llama-context.cpp, state_seq_get_data: a magic number, the slot, then a block pe
 state_write: a block of cells begins with the number of streams, each with its number of cells and, if there are any,
 those; a slot has cells in one stream only. The block of a recurrent memory, which is the last one, has no streams.
 
-Ours: `_HEAD`, the lengths of the streams that are kept of each block of cells, these, and the recurrent block.
+Ours: `_HEAD`, the lengths of the streams that are kept of each block of cells, room for what llama.cpp wants before
+the first one, these, and the recurrent block. Where there is one block of cells at most, nothing is moved to have
+llama.cpp's form again.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ Bytes = NDArray[np.uint8]
 MAGIC = 0xAF143CD8
 _HEAD = struct.Struct("<III")  # tokens that the state holds, blocks of cells, 1 if there is no other one
 _MAX_STREAMS, _MAX_LAYERS, _MAX_ROW = 256, 1 << 12, 1 << 28
+_ROOM = 12 + 4 * (_MAX_STREAMS - 1)  # bytes: a magic number, the slot, the number of streams, empty ones
 _CELL_EXTRAS = (0, 12)  # bytes: some models note two more positions and the token (llama-kv-cells.h)
 
 
@@ -38,11 +41,14 @@ def to_portable(state: Bytes, num_tokens: int, num_cell_blocks: int | None) -> m
         raise ValueError("its blocks are not of a known form")
     head = _HEAD.pack(num_tokens, len(streams), num_cell_blocks is None)
     lengths = struct.pack(f"<{len(streams)}Q", *(last - first for first, last in streams))
-    return _joined([head, lengths, *(data[first:last] for first, last in streams), data[end:]]).data
+    return _joined([head, lengths, bytes(_ROOM), *(data[first:last] for first, last in streams), data[end:]]).data
 
 
 def from_portable(portable: Buffer, num_streams: int, num_cell_blocks: int | None) -> tuple[Bytes, int]:
-    """What llama.cpp reads where cells lie in so many streams, and how many tokens it holds; ValueError if damaged."""
+    """What llama.cpp reads where cells lie in so many streams, and how many tokens it holds; ValueError if damaged.
+
+    What may be written to is taken over where that saves a copy.
+    """
     data = memoryview(portable).cast("B")
     try:
         num_tokens, num_blocks, is_cells_only = _HEAD.unpack_from(data)
@@ -51,14 +57,21 @@ def from_portable(portable: Buffer, num_streams: int, num_cell_blocks: int | Non
         raise ValueError(f"it is too short: {error}") from None
     if bool(is_cells_only) != (num_cell_blocks is None) or num_cell_blocks not in (None, num_blocks):
         raise ValueError(f"it has {num_blocks} blocks of cells, and this model's states have others")
-    at = _HEAD.size + 8 * num_blocks
-    parts: list[bytes | memoryview] = [struct.pack("<II", MAGIC, 0)]
-    for length in lengths:
-        empty = num_streams - bool(length)  # whichever stream comes first: llama.cpp reads it into the slot's own
-        parts += [struct.pack("<I", num_streams), data[at : at + length], bytes(4 * empty)]
-        at += length
-    if at > len(data) or (is_cells_only and at != len(data)):
+    start = _HEAD.size + 8 * num_blocks + _ROOM
+    end = start + sum(lengths)
+    if end > len(data) or (is_cells_only and end != len(data)):
         raise ValueError("its lengths are not those of its parts")
+    # Whichever stream has the cells: llama.cpp reads them into the slot's own.
+    before = [struct.pack("<I", num_streams) + bytes(4 * (num_streams - bool(length))) for length in lengths]
+    first = struct.pack("<II", MAGIC, 0) + b"".join(before[:1])
+    if num_blocks <= 1 and not data.readonly and len(first) <= start:
+        data[start - len(first) : start] = first
+        return np.frombuffer(data[start - len(first) :], np.uint8), num_tokens
+    parts: list[bytes | memoryview] = [first]
+    at = start
+    for number, length in enumerate(lengths):
+        parts += [before[number] if number else b"", data[at : at + length]]
+        at += length
     return _joined([*parts, data[at:]]), num_tokens
 
 

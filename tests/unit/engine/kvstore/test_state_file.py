@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cellama.engine.kvstore.files.state_file import CHUNK_BYTES, VERSION, file_bytes, read_head, read_state, write_state
+from cellama.engine.kvstore.files.head import VERSION, read_head
+from cellama.engine.kvstore.files.state_file import CHUNK_BYTES, file_bytes, read_state, write_state
 from cellama.engine.kvstore.states import Head, KeptState, Miss
 
 from .states import SEED, is_equal, state_of
@@ -105,7 +106,7 @@ def test_checkpoints_out_of_order_or_range_are_damage_though_the_digest_is_right
     data = bytearray(path.read_bytes())
     (end,) = struct.unpack_from("<I", data, 12)
     for number, length in enumerate(lengths):
-        struct.pack_into("<Q", data, end - 32 - (2 - number) * 48, length)
+        struct.pack_into("<Q", data, end - 32 - (2 - number) * 32, length)
     data[end - 32 : end] = sha256(data[: end - 32]).digest()
     path.write_bytes(data)
     assert read_head(path) is Miss.DAMAGED
@@ -126,3 +127,14 @@ def test_misses_tell_why(tmp_path: Path) -> None:
     path.write_bytes(other)
     path.chmod(0o600)
     assert read_head(path) is Miss.VERSION
+
+
+def test_states_are_read_into_memory_of_the_reader_alone(tmp_path: Path) -> None:
+    path = written(tmp_path, state_of(range(100), cuts=(50,)))
+    found = read_state(path, MOST)
+    assert isinstance(found, KeptState)
+    for part in (found.data, *found.checkpoints.values()):
+        memoryview(part)[:4] = b"mine"
+    again = read_state(path, MOST)
+    assert isinstance(again, KeptState)
+    assert is_equal(again, state_of(range(100), cuts=(50,)))
