@@ -162,7 +162,8 @@ class EngineCore:
         chunks = [chunk for micro_batch in computed for _, chunk in micro_batch.works]
         eval_s = sum(micro_batch.seconds for micro_batch in computed)
         step_s = time.monotonic() - started
-        self.scheduler.strategy.observe(sum(micro_batch.num_tokens for micro_batch in computed), eval_s)
+        has_drafts = any([chunk.num_drafts for chunk in chunks])
+        self.scheduler.strategy.observe(0 if has_drafts else sum([len(chunk.tokens) for chunk in chunks]), eval_s)
         if self.disk is not None:
             self._measure_prefill(computed, self.disk.rate)
         self.telemetry.step(chunks, active_slots, eval_s, step_s, step_s - (time.thread_time() - cpu_started))
@@ -180,7 +181,7 @@ class EngineCore:
 
     def _measure_prefill(self, computed: list[Computed], rate: PrefillRate) -> None:
         for micro_batch in computed:
-            num_decoded = sum(chunk.decode for _, chunk in micro_batch.works)
+            num_decoded = sum(len(chunk.tokens) for _, chunk in micro_batch.works if chunk.decode)
             if num_decoded * 8 < micro_batch.num_tokens:
                 rate.add(micro_batch.num_tokens, micro_batch.seconds)
 

@@ -11,7 +11,7 @@ from cellama.engine.backend import Backend, Chunk, DecodeError
 from cellama.engine.errors import DecodeFailed
 from cellama.engine.scheduling.micro_batches import micro_batches_of
 from cellama.engine.scheduling.scheduler import Scheduler
-from cellama.engine.scheduling.sequence import Sequence, Work, work_of
+from cellama.engine.scheduling.sequence import Sequence, State, Work, work_of
 from cellama.engine.speculation.drafting import Drafting
 from cellama.engine.system.watchdog import FIRST_S, Pulse
 
@@ -59,12 +59,18 @@ class Forward:
         What fails is tried alone; what fails alone ends its request. Raises BackendBroken where another process can
         go on.
         """
-        if works and all(chunk.decode for _, chunk in works):  # drafts hold up no prompt
+        if works and self._may_guess():
             micro_batches = self._drafting.calls_of(works)
         else:
             micro_batches = micro_batches_of(works, unified=self._backend.unified)
         for micro_batch in micro_batches:
             yield from self._compute(micro_batch)
+
+    def _may_guess(self) -> bool:
+        """True if every slot decodes, all for readers or all for bulk work: drafts hold up no prompt and no stream."""
+        busy = [sequence for sequence in self._scheduler.slots if sequence is not None]
+        num_interactive = sum([sequence.request.is_interactive for sequence in busy])
+        return num_interactive in (0, len(busy)) and all([s.state is State.DECODING for s in busy])
 
     def _compute(self, works: list[Work]) -> Iterator[Computed]:
         # Only what its slot still has to compute next: a request may have ended, or lost its slot, meanwhile.

@@ -55,7 +55,9 @@ class Strategy(ABC):
         """
 
     def observe(self, num_tokens: int, seconds: float) -> None:  # noqa: B027  (a hook)
-        """Is told what each step took: the tokens of its batch, and the seconds of its decode calls."""
+        """Is told what each step took: the tokens of its batch, and the seconds of its decode calls.
+
+        0 tokens: there were drafts beside the batch, and the seconds say nothing of its costs."""
 
     def may_yield(self, num_tokens: int) -> bool:
         """True if a decode call for so many tokens, all of bulk requests, ends when an interactive request comes."""
@@ -122,7 +124,7 @@ class Adaptive(Strategy):
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Learns how fast prompts are read, and what bulk work costs beside streams."""
         self._quiet_s += seconds
-        if self._tell:
+        if self._tell and num_tokens:
             self._tell(seconds)
         if num_tokens >= MIN_CHUNK and seconds > 0:
             rate = num_tokens / seconds

@@ -1,0 +1,89 @@
+"""When there are no drafts, and who learns nothing from steps that have some."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from cellama.engine import EngineOptions, Handle, Pulse, Request, SamplingParams
+from cellama.engine.core.engine_core import Command, EngineCore
+from cellama.engine.fake import FakeBackend
+from cellama.engine.scheduling.strategies import Adaptive, SlotView
+
+from .test_texts import Eager, run
+
+PREDICTED = Request("it", tuple(b"a prompt"), SamplingParams(temperature=0), max_tokens=60, ignore_eos=True)
+
+
+def guessing_core(num_slots: int = 4) -> tuple[EngineCore, FakeBackend]:
+    fake = FakeBackend(n_slots=num_slots, ctx_per_slot=96)
+    core = EngineCore(fake, EngineOptions(n_parallel=num_slots, n_batch=64, speculation="auto"), Pulse("test"))
+    core.drafting.gate = Eager(1)  # type: ignore[assignment]
+    return core, fake
+
+
+def submit(core: EngineCore, request: Request) -> Handle:
+    handle = Handle(replace(request, submitted_at=0.0), lambda *_: None, None, plan=request.sampling)
+    assert core.inbox.submit(Command("submit", handle))
+    return handle
+
+
+def predicted(name: str, priority: int) -> Request:
+    request = replace(PREDICTED, id=name, prompt=tuple(name.encode()), priority=priority)
+    return replace(request, prediction=run([request], eager=None)[0].tokens)
+
+
+@pytest.mark.parametrize("priorities", [(3, 3), (9, 9), (3, 9)])
+def test_bulk_requests_and_interactive_ones_together_get_no_drafts(priorities: tuple[int, int]) -> None:
+    core, fake = guessing_core()
+    for name, priority in zip(("one", "two"), priorities, strict=True):
+        submit(core, predicted(name, priority))
+    for _ in range(20):
+        core.step()
+    has_drafts = any(chunk.num_drafts for chunks in fake.batches for chunk in chunks)
+    assert has_drafts == (priorities[0] == priorities[1])
+
+
+def test_drafts_come_back_when_the_stream_has_ended() -> None:
+    core, fake = guessing_core()
+    submit(core, replace(predicted("short", 3), max_tokens=5))
+    submit(core, predicted("bulk", 9))
+    while core.telemetry.snapshot.requests_finished < 2:
+        core.step()
+    counts = [len({chunk.slot for chunk in chunks}) for chunks in fake.batches if any(c.num_drafts for c in chunks)]
+    assert set(counts) == {1}
+
+
+def test_a_prompt_that_waits_for_its_turn_gets_it_before_drafts() -> None:
+    core, fake = guessing_core()
+    submit(core, predicted("reader", 3))
+    core.step()
+    core.scheduler.strategy.current.build_batch = lambda views, *_: [  # type: ignore[method-assign]
+        (view.slot, 1) for view in views if view.decoding
+    ]
+    submit(core, replace(PREDICTED, id="late"))
+    for _ in range(10):
+        core.step()
+    assert not any(chunk.num_drafts for chunks in fake.batches for chunk in chunks)
+
+
+def test_the_strategy_is_told_no_tokens_of_steps_with_drafts() -> None:
+    core, fake = guessing_core()
+    told: list[int] = []
+    core.scheduler.strategy.current.observe = lambda tokens, seconds: told.append(tokens)  # type: ignore[method-assign]
+    submit(core, predicted("one", 3))
+    while core.telemetry.snapshot.requests_finished < 1:
+        core.step()
+    assert len(told) == len(fake.batches)
+    for chunks, tokens in zip(fake.batches, told, strict=True):
+        assert (tokens == 0) == any(chunk.num_drafts for chunk in chunks)
+
+
+def test_adaptive_learns_no_costs_from_steps_with_drafts() -> None:
+    strategy, view = Adaptive(), SlotView(0, 1, True)
+    for tokens, seconds in [(1, 0.01), (0, 5.0), (0, 5.0)]:
+        strategy.build_batch([view], 512, 512, 0)
+        strategy.observe(tokens, seconds)
+    assert strategy._turns._alone_s == 0.01
+    assert not strategy.may_yield(10_000)  # nothing is known about reading prompts
