@@ -162,7 +162,7 @@ class EngineCore:
         chunks = [chunk for micro_batch in computed for _, chunk in micro_batch.works]
         eval_s = sum(micro_batch.seconds for micro_batch in computed)
         step_s = time.monotonic() - started
-        has_drafts = any([chunk.num_drafts for chunk in chunks])
+        has_drafts = sum([chunk.num_drafts for chunk in chunks]) > 0
         self.scheduler.strategy.observe(0 if has_drafts else sum([len(chunk.tokens) for chunk in chunks]), eval_s)
         if self.disk is not None:
             self._measure_prefill(computed, self.disk.rate)

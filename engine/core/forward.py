@@ -69,8 +69,8 @@ class Forward:
     def _may_guess(self) -> bool:
         """True if every slot decodes, all for readers or all for bulk work: drafts hold up no prompt and no stream."""
         busy = [sequence for sequence in self._scheduler.slots if sequence is not None]
-        num_interactive = sum([sequence.request.is_interactive for sequence in busy])
-        return num_interactive in (0, len(busy)) and all([s.state is State.DECODING for s in busy])
+        kinds = {(sequence.state, sequence.request.is_interactive) for sequence in busy}
+        return len(kinds) == 1 and next(iter(kinds))[0] is State.DECODING
 
     def _compute(self, works: list[Work]) -> Iterator[Computed]:
         # Only what its slot still has to compute next: a request may have ended, or lost its slot, meanwhile.

@@ -11,7 +11,8 @@ from cellama.engine.core.engine_core import Command, EngineCore
 from cellama.engine.fake import FakeBackend
 from cellama.engine.scheduling.strategies import Adaptive, SlotView
 
-from .test_texts import Eager, run
+from ....eager_gate import Eager
+from .test_texts import run
 
 PREDICTED = Request("it", tuple(b"a prompt"), SamplingParams(temperature=0), max_tokens=60, ignore_eos=True)
 

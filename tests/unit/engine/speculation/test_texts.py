@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 
@@ -13,29 +13,10 @@ from hypothesis import strategies as st
 from cellama.engine import Completion, EngineOptions, Handle, Pulse, Request, Resumed, SamplingParams
 from cellama.engine.core.engine_core import Command, EngineCore
 from cellama.engine.fake import FakeBackend
-from cellama.engine.speculation.gate import Candidate
+
+from ....eager_gate import Eager
 
 SLOTS = 4
-
-
-class Eager:
-    """A gate that takes a random number of drafts of each slot: equally many, as a stream per slot wants it."""
-
-    def __init__(self, seed: int) -> None:
-        self._random = Random(seed)
-
-    def is_resting(self, num_slots: int) -> bool:
-        return False
-
-    def observe(self, passes: Sequence[int], seconds: float) -> None:
-        pass
-
-    def account(self, num_tokens: int, seconds: float) -> None:
-        pass
-
-    def choose(self, candidates: Sequence[Candidate], most_s: float) -> Mapping[int, int]:
-        length = self._random.randint(1, 4)
-        return {c.slot: length for c in candidates if c.odds and self._random.random() < 0.8}
 
 
 def run(requests: Sequence[Request], *, eager: int | None, unified: bool = False, **backend: int) -> list[Completion]:

@@ -1,0 +1,175 @@
+"""Texts are the same with drafts and without: the real llama.cpp, the bundled model, all that chooses a token."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cellama.bench.tiny_model.corpus import WEATHER_TOOL
+from cellama.engine import (
+    ChatOptions,
+    Completion,
+    EngineOptions,
+    Event,
+    Model,
+    ModelManager,
+    Request,
+    Resumed,
+    SamplingParams,
+    Text,
+)
+
+from ..eager_gate import Eager
+from .small_models import EXACT
+
+PATIENCE_S = 120
+SLOTS = 3
+NEW = 60
+STORY = "Once upon a time, there was a little fox. The fox liked to play in the park. One day, the fox found a ball. "
+PEOPLE = """{"type": "array", "minItems": 2, "maxItems": 2, "items": {"type": "object", "required": ["name", "age"],
+    "properties": {"name": {"type": "string", "maxLength": 9}, "age": {"type": "integer"}}}}"""
+GRAMMAR = 'root ::= ("The fox said: " [a-z ]{3,9} ". "){3}'
+SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 11}
+CASES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "schema": {"json_schema": PEOPLE, "ignore_eos": False},
+    "sampled schema": {"json_schema": PEOPLE, "ignore_eos": False, **SAMPLED},
+    "grammar": {"grammar": GRAMMAR, "ignore_eos": False},
+    "penalties": {"repeat_penalty": 1.2, "presence_penalty": 0.4, "frequency_penalty": 0.2, **SAMPLED},
+    "dry and xtc": {"dry_multiplier": 0.8, "xtc_probability": 0.4, **SAMPLED},
+    "stop": {"stop": (" park", "ball. O")},
+    "logprobs": {"logprobs": 3},
+    "three": {"n": 3, **SAMPLED},
+    "sampled": SAMPLED,
+    "mirostat": {"mirostat": 2, "mirostat_tau": 3.0, **SAMPLED},
+    "biased": {"logit_bias": ((70, 2.0), (80, -3.0)), "temperature": 0.7, "seed": 5},
+}
+
+
+def case_of(model: Model, name: str, prompt: Sequence[int], **params: Any) -> Request:
+    own = {key: params.pop(key) for key in ("n", "stop", "reply") if key in params}
+    own["ignore_eos"] = params.pop("ignore_eos", True)
+    sampling = SamplingParams(**{"temperature": 0, **params})
+    return Request(name, tuple(prompt), sampling, max_tokens=NEW, priority=9, **own)
+
+
+def requests_of(model: Model) -> list[Request]:
+    """One of each case, in stories of different lengths, and a chat that thinks and calls a tool."""
+    prompts = [model.tokenize(STORY * (1 + at % 3)) for at in range(len(CASES))]
+    requests = [case_of(model, name, prompt, **CASES[name]) for name, prompt in zip(CASES, prompts, strict=True)]
+    asked = [{"role": "user", "content": "What is the weather in Oslo?"}]
+    options = ChatOptions(tools=[WEATHER_TOOL], enable_thinking=True, thinking_budget=3)
+    chat = model.prepare_chat(asked, options)
+    return [*requests, case_of(model, "chat", chat.tokens, reply=chat.reply, ignore_eos=False)]
+
+
+def wrong_here_and_there(tokens: Sequence[int]) -> tuple[int, ...]:
+    return tuple(token + (at % 9 == 8) for at, token in enumerate(tokens))
+
+
+class Pause:
+    """Holds the engine up after so many texts, until the test goes on."""
+
+    def __init__(self, count: int) -> None:
+        self.reached, self.opened, self._left = threading.Event(), threading.Event(), count
+
+    def __call__(self, event: Event) -> None:
+        self._left -= isinstance(event, Text)
+        if self._left == 0:
+            self.reached.set()
+            assert self.opened.wait(PATIENCE_S)
+
+
+class Side:
+    """The plain engine and one that guesses, with what the plain one says to each request alone."""
+
+    def __init__(self, manager: ModelManager, layout: str) -> None:
+        options = {"threads": 1, "ctx_per_slot": 512, "n_parallel": SLOTS, "kv_layout": layout, **EXACT}
+        self.plain, self.guessing = (
+            manager.load(None, "bundled://tiny", options=EngineOptions(speculation=mode, **options))
+            for mode in ("off", "auto")
+        )
+        self.core = self.guessing.engine._core
+        self.core.drafting.gate = Eager(3)  # type: ignore[assignment]
+        plain = requests_of(self.plain)
+        self.expected = [self.plain.engine.submit(request).result(PATIENCE_S) for request in plain]
+        guesses = [wrong_here_and_there(completion.tokens) for completion in self.expected]
+        self.requests = [replace(request, prediction=guess) for request, guess in zip(plain, guesses, strict=True)]
+
+
+@pytest.fixture(scope="module", params=["partitioned", "unified"])
+def side(request: pytest.FixtureRequest) -> Iterator[Side]:
+    manager = ModelManager()
+    yield Side(manager, request.param)
+    manager.close()
+
+
+def alone(side: Side) -> list[Completion]:
+    return [side.guessing.engine.submit(request).result(PATIENCE_S) for request in side.requests]
+
+
+def together(side: Side) -> list[Completion]:
+    handles = [side.guessing.engine.submit(request) for request in side.requests]
+    return [handle.result(PATIENCE_S) for handle in handles]
+
+
+def preempted(side: Side) -> list[Completion]:
+    """Urgent requests take the slots of those that run, in the midst of their drafts."""
+    before, pause = side.core.scheduler.num_preemptions, Pause(8)
+    first, *others = side.requests
+    handles = [side.guessing.engine.submit(first, pause), *(side.guessing.engine.submit(r) for r in others)]
+    assert pause.reached.wait(PATIENCE_S)
+    urgent = [replace(first, id=f"urgent {i}", priority=0, max_tokens=20) for i in range(SLOTS)]
+    handles += [side.guessing.engine.submit(request) for request in urgent]
+    pause.opened.set()
+    done = [handle.result(PATIENCE_S) for handle in handles]
+    assert side.core.scheduler.num_preemptions > before
+    return done[: len(side.requests)]
+
+
+def resumed(side: Side) -> list[Completion]:
+    """Half of each comes from the plain engine, as from another worker."""
+    halves = []
+    for request, whole in zip(side.requests, side.expected, strict=True):
+        every = [(each.tokens, each.logprobs or ()) for each in (whole, *whole.alternatives)]
+        half = [Resumed(tokens[: len(tokens) // 2], logprobs[: len(tokens) // 2]) for tokens, logprobs in every]
+        halves.append(replace(request, resume=() if request.sampling.mirostat else tuple(half)))
+    handles = [side.guessing.engine.submit(request) for request in halves]
+    return [handle.result(PATIENCE_S) for handle in handles]
+
+
+@pytest.mark.parametrize("way", [alone, together, preempted, resumed])
+def test_texts_are_the_same_with_drafts_and_without(side: Side, way: Callable[[Side], list[Completion]]) -> None:
+    before = side.core.drafting.counts
+    for request, plain, drafted in zip(side.requests, side.expected, way(side), strict=True):
+        for left, right in zip((plain, *plain.alternatives), (drafted, *drafted.alternatives), strict=True):
+            assert (right.text, right.tokens) == (left.text, left.tokens), request.id
+            assert (right.finish_reason, right.stop_sequence) == (left.finish_reason, left.stop_sequence), request.id
+            assert (right.reasoning, right.tool_calls) == (left.reasoning, left.tool_calls), request.id
+            assert_same_logprobs(left, right)
+    new = {name: count.accepted for name, count in side.core.drafting.counts.items() if count != before.get(name)}
+    assert len(new) >= 2, "drafts of several sources were decoded"
+    assert all(new.values())
+
+
+def assert_same_logprobs(left: Completion, right: Completion) -> None:
+    for one, other in zip(left.logprobs or (), right.logprobs or (), strict=True):
+        assert one.token == other.token
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-3)
+        assert [token for token, _ in one.top] == [token for token, _ in other.top]
+
+
+def test_a_mirostat_that_is_resumed_goes_on_with_what_it_had_learned_over_drafts(side: Side) -> None:
+    at = list(CASES).index("mirostat")
+    told: list[Event] = []
+    whole = side.guessing.engine.submit(side.requests[at], told.append).result(PATIENCE_S)
+    count, mu = 0, None
+    for event in told:
+        if isinstance(event, Text) and count < NEW // 2:
+            count, mu = count + len(event.tokens), event.mirostat_mu
+    rest = replace(side.requests[at], resume=(Resumed(whole.tokens[:count], mirostat_mu=mu),))
+    assert side.plain.engine.submit(rest).result(PATIENCE_S).tokens == side.expected[at].tokens
