@@ -17,7 +17,8 @@ from cellama.tasks.connection.connections import connect_async
 from cellama.tasks.contract.events import Event, is_terminal
 from cellama.tasks.contract.shapes.results import Result
 from cellama.tasks.estimates.position import Position
-from cellama.tasks.state.reader import STREAM_TIMEOUT_S, EventCursor, astream_events
+from cellama.tasks.live.streams import Streams
+from cellama.tasks.state.reader import STREAM_TIMEOUT_S, EventCursor
 
 from .client import RESULT_AFTER_END_S, Client
 from .core import CONNECT_TIMEOUT_S
@@ -100,13 +101,17 @@ class _Stopped(Exception):
 
 
 class AsyncClient:
-    """The Client for asyncio: same methods, same errors. Short blocking calls run in threads, streams don't."""
+    """The Client for asyncio: same methods, same errors. Short blocking calls run in threads, streams don't.
+
+    All streams that are read in an event loop share two connections, however many they are.
+    """
 
     def __init__(self, url: str | None = None) -> None:
         """As that of Client."""
         self._client = Client(url)
         self._core = self._client._core
-        self._redis = connect_async(url, socket_connect_timeout=CONNECT_TIMEOUT_S)
+        self._url = url
+        self._streams: dict[asyncio.AbstractEventLoop, Streams] = {}
 
     generate = _submitting(Client.generate)
     chat = _submitting(Client.chat)
@@ -187,7 +192,7 @@ class AsyncClient:
         try:
             while not ended:
                 with outage.watching():
-                    async for event in astream_events(self._redis, job_id, after, timeout, ping, cursor):
+                    async for event in self._streams_here().events(job_id, after, timeout, ping, cursor):
                         outage.is_over()
                         ended = is_terminal(event)
                         yield event
@@ -196,6 +201,15 @@ class AsyncClient:
         finally:
             if cancel_on_exit and not ended:
                 await self._cancel_for_certain(job_id)
+
+    def _streams_here(self) -> Streams:
+        """Those of this event loop."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._streams:
+            for closed in [each for each in self._streams if each.is_closed()]:
+                del self._streams[closed]
+            self._streams[loop] = Streams(connect_async(self._url, socket_connect_timeout=CONNECT_TIMEOUT_S))
+        return self._streams[loop]
 
     async def _cancel_for_certain(self, job_id: str) -> None:
         """The job is cancelled, although the caller may be cancelled itself, again and again (a scope of anyio).
@@ -217,8 +231,9 @@ class AsyncClient:
         return await asyncio.to_thread(self._core.result, job_id, RESULT_AFTER_END_S)
 
     async def close(self) -> None:
-        """As Client.close."""
-        await self._redis.aclose()
+        """As Client.close. Streams that are still read in this event loop end with a RuntimeError."""
+        if (streams := self._streams.pop(asyncio.get_running_loop(), None)) is not None:
+            await streams.close()
         self._core.close()
 
     async def __aenter__(self) -> AsyncClient:

@@ -19,7 +19,7 @@ SOCKET_OPTIONS: dict[str, Any] = {
     "socket_connect_timeout": 5,
     "socket_keepalive": True,
 }
-MOST_CONNECTIONS = 1 << 31  # of a client: each reader of a stream has one; the limit is Redis' own (`maxclients`)
+MOST_CONNECTIONS = 1 << 31  # of a client, for each thread that reads a stream; Redis has its own (`maxclients`)
 SENTINEL_TIMEOUT_S = 2.0  # for one sentinel, until the next one is asked
 _CERTIFICATE_CHECKS = {"none": ssl.CERT_NONE, "optional": ssl.CERT_OPTIONAL, "required": ssl.CERT_REQUIRED}
 _TCP_ONLY = ("socket_connect_timeout", "socket_keepalive")

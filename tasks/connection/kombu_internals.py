@@ -8,6 +8,7 @@ raises a bound mends this file first.
 from __future__ import annotations
 
 import time
+from asyncio import StreamReader, StreamWriter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -36,6 +37,8 @@ PARTS: Mapping[str, str] = {
     "kombu.transport.redis:Channel._queue_cycle": ATTRIBUTE,
     "kombu.transport.virtual:Channel._qos": ATTRIBUTE,
     "kombu.transport.virtual.base:Transport._deliver": "(self, message, queue)",
+    "redis.asyncio.connection:AbstractConnection._reader": ATTRIBUTE,
+    "redis.asyncio.connection:AbstractConnection._writer": ATTRIBUTE,
     "redis.connection:AbstractConnection._sock": ATTRIBUTE,
 }
 
@@ -162,6 +165,11 @@ def gathered_events(dispatcher: Any, group: str) -> list[Any]:
 def socket_of(connection: Any) -> Any:
     """The socket of a redis-py connection; another one after each reconnect."""
     return connection._sock
+
+
+def streams_of(connection: Any) -> tuple[StreamReader, StreamWriter]:
+    """Of a connected connection of redis.asyncio: for who reads replies with a parser of its own."""
+    return connection._reader, connection._writer
 
 
 def make_clients_by(channel: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

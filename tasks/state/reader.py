@@ -1,6 +1,7 @@
 """Reads the events of a job: what is in the journal, then what is published live, without gap or repetition.
 
-The order is in one pure class; the sync and the async loop only wait.
+The order is in one pure class. The loop here is that of threads, with a connection for each reader; for asyncio
+`tasks/live` has readers of many jobs on two connections.
 """
 
 from __future__ import annotations
@@ -10,11 +11,10 @@ import math
 import time
 import zlib
 from array import array
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from redis import Redis
-from redis.asyncio import Redis as AsyncRedis
 
 from cellama.tasks.connection.connections import database_of
 from cellama.tasks.contract.errors import JobTimeout, StreamTrimmed, UnknownJob
@@ -23,7 +23,7 @@ from cellama.tasks.contract.keys import events_channel, job_key, journal_key, st
 
 QUIET_S = 1.0  # after so long without a message the journal is read again: pub/sub may lose one
 SUBSCRIBE_S = 10.0  # for Redis to confirm a subscription
-PAGE = 1000  # journal entries per read
+PAGE = 200  # journal entries per read: as many a slow reader holds
 STREAM_TIMEOUT_S = 30.0
 UNKNOWN_S = 2.0  # for the first sign of a job, which plain Celery does not tell of before a worker has it
 TOLD = ("type", "index", "tokens", "text", "line", "result")  # fields of events
@@ -70,12 +70,17 @@ class EventCursor:
         elif message["type"] == "subscribe":  # the connection was lost
             self.connected_again()
         elif message["type"] == "message":
-            event: Event = json.loads(message["data"])
-            self._compare(event)
-            if event["seq"] == self.last_seq + 1 == self._next_read:
-                self._next_read += 1
-                return self._take([event])
-            self.needs_journal |= self._is_new(event)
+            return self.from_published(message["data"])
+        return []
+
+    def from_published(self, data: bytes) -> list[Event]:
+        """`from_message` for what was published itself."""
+        event: Event = json.loads(data.decode())  # of bytes json would guess the encoding first
+        self._compare(event)
+        if event["seq"] == self.last_seq + 1 == self._next_read:
+            self._next_read += 1
+            return self._take([event])
+        self.needs_journal |= self._is_new(event)
         return []
 
     @property
@@ -113,13 +118,17 @@ def _sum_of(event: Event) -> int:
     return zlib.crc32(repr([event.get(name) for name in TOLD]).encode())
 
 
-class _Patience:
-    """How long to wait for the next message, when to tell the caller that it goes on, and when to give up."""
+class Patience:
+    """How long to wait for the next message, when to tell the caller that it goes on, and when to give up.
 
-    def __init__(self, job_id: str, timeout_s: float, ping_s: float) -> None:
+    Of a job that is known the waits get longer, up to `most_quiet_s`, as long as it tells nothing.
+    """
+
+    def __init__(self, job_id: str, timeout_s: float, ping_s: float, most_quiet_s: float = QUIET_S) -> None:
         self._job_id = job_id
         self._timeout_s = timeout_s
         self._ping_s = ping_s
+        self._most_quiet_s = most_quiet_s
         self.is_known = False  # there is a sign of the job
         self.heard()
         self._unknown_at = time.monotonic() + UNKNOWN_S
@@ -128,6 +137,7 @@ class _Patience:
         """Of the job itself."""
         now = time.monotonic()
         self._deadline, self._ping_at = now + self._timeout_s, now + self._ping_s
+        self._quiet_s, self._look_at = QUIET_S, now + QUIET_S
 
     def wait_s(self) -> float:
         """Seconds to wait now. Raises JobTimeout, UnknownJob."""
@@ -142,7 +152,16 @@ class _Patience:
                 f"job {self._job_id} told nothing for {self._timeout_s:g} s; it may still wait in its queue: "
                 f"see `cellama status {self._job_id}`, or wait longer"
             )
-        return max(0.0, min(QUIET_S, remaining_s, self._ping_at - now))
+        return max(0.0, min(self._look_at - now, remaining_s, self._ping_at - now))
+
+    def is_look_due(self) -> bool:
+        """Whether it is time to look at the journal, after a wait without a message."""
+        now = time.monotonic()
+        if now < self._look_at:
+            return False
+        self._quiet_s = min(2 * self._quiet_s, self._most_quiet_s) if self.is_known else QUIET_S
+        self._look_at = now + self._quiet_s
+        return True
 
     def ping(self) -> list[Event]:
         """One event without `seq` whenever `ping_s` have passed without another one."""
@@ -167,7 +186,7 @@ def stream_events(
     an event there is one of type `ping`, without a `seq`. Raises JobTimeout when nothing comes for `timeout_s`,
     StreamTrimmed when events are gone, UnknownJob when there is no sign of the job.
     """
-    cursor, patience = cursor or EventCursor(job_id, after), _Patience(job_id, timeout_s, ping_s)
+    cursor, patience = cursor or EventCursor(job_id, after), Patience(job_id, timeout_s, ping_s)
     cursor.connected_again()
     with redis.pubsub() as pubsub:  # type: ignore[no-untyped-call]
         pubsub.subscribe(events_channel(job_id, database_of(redis)))
@@ -180,39 +199,11 @@ def stream_events(
                     known: Any = redis.exists(journal_key(job_id), job_key(job_id))
                     patience.is_known = bool(known)
             else:
-                new = cursor.from_message(pubsub.get_message(timeout=patience.wait_s()))
+                message = pubsub.get_message(timeout=patience.wait_s())
+                new = cursor.from_message(message) if message or patience.is_look_due() else []
             if new:
                 patience.is_known = True
                 yield from new
                 patience.heard()
             else:
                 yield from patience.ping()
-
-
-async def astream_events(
-    redis: AsyncRedis,
-    job_id: str,
-    after: int = -1,
-    timeout_s: float = STREAM_TIMEOUT_S,
-    ping_s: float = math.inf,
-    cursor: EventCursor | None = None,
-) -> AsyncIterator[Event]:
-    """`stream_events` for asyncio."""
-    cursor, patience = cursor or EventCursor(job_id, after), _Patience(job_id, timeout_s, ping_s)
-    cursor.connected_again()
-    async with redis.pubsub() as pubsub:
-        await pubsub.subscribe(events_channel(job_id, database_of(redis)))
-        await pubsub.get_message(timeout=SUBSCRIBE_S)
-        while not cursor.ended:
-            if cursor.needs_journal:
-                entries: Any = await redis.xrange(journal_key(job_id), min=cursor.journal_start, count=PAGE)
-                new = cursor.from_journal(entries)
-                if not new and not patience.is_known:
-                    patience.is_known = bool(await redis.exists(journal_key(job_id), job_key(job_id)))
-            else:
-                new = cursor.from_message(await pubsub.get_message(timeout=patience.wait_s()))
-            patience.is_known |= bool(new)
-            for event in new or patience.ping():
-                yield event
-            if new:
-                patience.heard()

@@ -1,0 +1,77 @@
+"""Looks into the journals of many jobs, over one connection: while one page of looks is under way the next gather."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from redis.asyncio import Redis
+
+from cellama.tasks.contract.keys import job_key, journal_key
+from cellama.tasks.state.reader import PAGE
+
+LOOKS = 32  # per round trip: of that many readers the replies are in memory at once
+
+
+@dataclass(slots=True)
+class _Look:
+    job_id: str
+    start: str
+    answer: asyncio.Future[tuple[list[Any], bool]]
+
+
+class Journals:
+    """For one event loop."""
+
+    def __init__(self, redis: Redis) -> None:
+        self._redis = redis
+        self._looks: deque[_Look] = deque()
+        self._task: asyncio.Task[None] | None = None
+
+    async def look(self, job_id: str, start: str) -> tuple[list[Any], bool]:
+        """Up to PAGE entries from this id on, and whether there is a sign of the job. Raises RedisError."""
+        look = _Look(job_id, start, asyncio.get_running_loop().create_future())
+        self._looks.append(look)
+        if self._task is None:
+            self._task = asyncio.create_task(self._work(), context=contextvars.Context())
+        return await look.answer
+
+    async def close(self) -> None:
+        """Who still looks gets a RuntimeError."""
+        if (task := self._task) is not None:
+            task.cancel()
+            await asyncio.wait([task])
+
+    async def _work(self) -> None:
+        page: list[_Look] = []
+        try:
+            while self._looks:
+                taken = [self._looks.popleft() for _ in range(min(LOOKS, len(self._looks)))]
+                page = [look for look in taken if not look.answer.done()]  # else its reader has gone
+                await self._answer(page)
+        finally:
+            self._task = None
+            for look in [*page, *self._looks]:  # none, unless this was cancelled
+                if not look.answer.done():
+                    look.answer.set_exception(RuntimeError("the client was closed while a stream was read"))
+            self._looks.clear()
+
+    async def _answer(self, page: list[_Look]) -> None:
+        pipe = self._redis.pipeline(transaction=False)
+        for look in page:
+            pipe.xrange(journal_key(look.job_id), min=look.start, count=PAGE)
+            pipe.exists(journal_key(look.job_id), job_key(look.job_id))
+        try:
+            replies = await pipe.execute(raise_on_error=False)
+        except Exception as error:  # the readers', whatever it is
+            replies = [error] * (2 * len(page))
+        for look, entries, known in zip(page, replies[::2], replies[1::2], strict=True):
+            if look.answer.done():
+                continue
+            if failures := [reply for reply in (entries, known) if isinstance(reply, Exception)]:
+                look.answer.set_exception(failures[0])
+            else:
+                look.answer.set_result((entries, bool(known)))

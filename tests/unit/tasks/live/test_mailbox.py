@@ -1,0 +1,99 @@
+"""What a reader finds in its mailbox, and how much that can be."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from cellama.tasks.live.mailbox import MOST_BYTES, Mailbox, Sign
+
+SOON_S, LATE_S = 0.001, 60.0
+
+
+def with_mailbox(body: Callable[[Mailbox], Awaitable[None]]) -> None:
+    async def run() -> None:
+        await body(Mailbox(b"c"))
+
+    asyncio.run(run())
+
+
+def test_mailbox_gives_all_messages_at_once_in_their_order() -> None:
+    async def body(box: Mailbox) -> None:
+        box.put(b"a")
+        box.put(b"b")
+        assert await box.get(LATE_S) == [b"a", b"b"]
+        assert await box.get(SOON_S) is Sign.SILENCE
+
+    with_mailbox(body)
+
+
+def test_mailbox_wakes_its_reader_for_what_comes() -> None:
+    async def body(box: Mailbox) -> None:
+        for come, found in ((lambda: box.put(b"a"), [b"a"]), (box.subscribed, Sign.SUBSCRIBED)):
+            reading = asyncio.ensure_future(box.get(LATE_S))
+            await asyncio.sleep(0)
+            come()
+            assert await reading == found
+
+    with_mailbox(body)
+
+
+def test_mailbox_that_is_full_drops_all_and_says_so_once() -> None:
+    async def body(box: Mailbox) -> None:
+        for _ in range(MOST_BYTES // 1000 + 1):
+            box.put(b"x" * 1000)
+        box.put(b"later")
+        assert await box.get(LATE_S) is Sign.LAGGED
+        box.put(b"new")
+        assert await box.get(LATE_S) == [b"new"]
+
+    with_mailbox(body)
+
+
+def test_mailbox_takes_no_message_that_is_too_large_for_it() -> None:
+    async def body(box: Mailbox) -> None:
+        box.put(b"x" * (MOST_BYTES + 1))
+        assert await box.get(LATE_S) is Sign.LAGGED
+
+    with_mailbox(body)
+
+
+def test_mailbox_says_that_it_is_subscribed_again_whatever_lay_in_it() -> None:
+    async def body(box: Mailbox) -> None:
+        box.put(b"old")
+        box.subscribed()
+        for _ in range(MOST_BYTES // 1000 + 1):
+            box.put(b"x" * 1000)
+        box.put(b"new")
+        assert await box.get(LATE_S) is Sign.SUBSCRIBED
+        assert await box.get(LATE_S) == [b"new"]
+
+    with_mailbox(body)
+
+
+def test_mailbox_that_failed_raises_that_for_every_get() -> None:
+    async def body(box: Mailbox) -> None:
+        box.put(b"a")
+        box.fail(RuntimeError("closed"))
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="closed"):
+                await box.get(LATE_S)
+
+    with_mailbox(body)
+
+
+def test_mailbox_keeps_one_timer_for_all_waits_and_none_after_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(box: Mailbox) -> None:
+        loop, timers = asyncio.get_running_loop(), []
+        monkeypatch.setattr(loop, "call_at", lambda *args, make=loop.call_at: timers.append(make(*args)) or timers[-1])
+        for _ in range(10):
+            reading = asyncio.ensure_future(box.get(LATE_S))
+            await asyncio.sleep(0)
+            box.put(b"a")
+            await reading
+        box.stop()
+        assert [timer.cancelled() for timer in timers] == [True]
+
+    with_mailbox(body)

@@ -1,0 +1,80 @@
+"""A connection to a Redis that is not there: the test says what comes, and sees what went."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+TURNS = 50  # of the loop, more than any of these tests needs until nothing is left to do
+
+
+class ScriptedWire:
+    """Confirms what it is asked for unless told otherwise."""
+
+    def __init__(self, confirms: bool = True) -> None:
+        self.sent: list[Sequence[bytes]] = []
+        self.channels: set[bytes] = set()
+        self.is_closed = False
+        self._confirms = confirms
+        self._replies: asyncio.Queue[Any] = asyncio.Queue()
+
+    def send(self, command: Sequence[bytes]) -> None:
+        self.sent.append(command)
+        kind, *channels = command
+        (self.channels.update if kind == b"SUBSCRIBE" else self.channels.difference_update)(channels)
+        if self._confirms and kind != b"PING":
+            self.confirm(command)
+
+    def confirm(self, command: Sequence[bytes]) -> None:
+        for channel in command[1:]:
+            self.reply([command[0].lower(), channel, 1])
+
+    def reply(self, reply: Any) -> None:
+        self._replies.put_nowait(reply)
+
+    def publish(self, channel: bytes, data: bytes) -> None:
+        if channel in self.channels:
+            self.reply([b"message", channel, data])
+
+    async def replies(self) -> list[Any]:
+        found = [await self._replies.get()]
+        while not self._replies.empty():
+            found.append(self._replies.get_nowait())
+        for reply in found:
+            if isinstance(reply, Exception):
+                raise reply
+        return found
+
+    def abort(self) -> None:
+        self.reply(RedisConnectionError("aborted"))
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+    def commands(self, kind: bytes) -> list[set[bytes]]:
+        """The channels of each command of a kind."""
+        return [set(channels) for name, *channels in self.sent if name == kind]
+
+
+class Wires:
+    """Gives the wires of a list, one for each connect; an exception in it is raised."""
+
+    def __init__(self, *script: ScriptedWire | Exception) -> None:
+        self.script = list(script)
+
+    async def connect(self) -> ScriptedWire:
+        wire = self.script.pop(0)
+        if isinstance(wire, Exception):
+            raise wire
+        return wire
+
+
+async def settle(until: Callable[[], Any] = lambda: False) -> None:
+    """Turns the loop until that is so, or nothing is left to do."""
+    for _ in range(TURNS):
+        if until():
+            return
+        await asyncio.sleep(0)
