@@ -224,7 +224,25 @@ def include(path: str) -> str:
     return LINK_OUT.sub(r"](\1)", text.partition("\n")[2])
 
 
+def openai() -> str:
+    """What becomes of OpenAI's parameters, by endpoint."""
+    tables = find("cellama.api.openai.parameters.PARAMETERS")
+    return "\n".join(
+        f"`{url}`:\n\n"
+        + table(
+            ("parameter", "", ""), [(f"`{name}`", rule.fate, _of_rule(rule)) for name, rule in sorted(rules.items())]
+        )
+        for url, rules in tables.items()
+    )
+
+
+def _of_rule(rule: Any) -> str:
+    job = f"`{rule.to}`" if rule.to else ""
+    return f"{job}: {rule.note}" if job and rule.note else job or rule.note
+
+
 KINDS: dict[str, Callable[..., str]] = {
+    "openai": openai,
     "fields": fields,
     "commands": commands,
     "members": members,

@@ -23,6 +23,7 @@ from pydantic import (
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from . import limits
+from .gateway_settings import GatewaySettings
 from .model_ids import MODEL_ID, parse_models, with_ids
 from .redis_url import mask_url, parse_redis_url
 from .sizes import parse_budget
@@ -131,7 +132,7 @@ class ModelSettings(BaseModel):
 TINY = ModelSettings(id="tiny", source="bundled://tiny", default=True, n_parallel=16, threads=1)
 
 
-class Settings(BaseSettings):
+class Settings(GatewaySettings):
     """Everything that can be configured. Made by `get_settings()`."""
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True, validate_default=True)
@@ -184,7 +185,6 @@ class Settings(BaseSettings):
     telemetry_log: Literal["off", "requests", "steps"] = Field(
         default="off", description="events as lines of JSON in the log: of requests, or of steps, too"
     )
-    gateway_keys_file: Path | None = Field(default=None, description="TOML or JSON of API keys; default: in Redis")
     data_dir: Path = Field(
         default_factory=lambda: _default_data_dir(),
         description="data of the embedded Redis, logs of `cellama up`; default: ~/.local/share/cellama",

@@ -186,6 +186,22 @@ def worker(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) 
     assert code == 0, process.log()
 
 
+@pytest.fixture(scope="session")
+def gateway(
+    worker: WorkerProcess, redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Any]:
+    """One gateway in front of the worker, for the whole run: a GatewayProcess."""
+    from .gateways import GatewayProcess  # which needs this module
+
+    process = GatewayProcess(tmp_path_factory.mktemp("gateway"), redis_server.url)
+    try:
+        yield process.wait_ready()
+    finally:
+        code = process.stop()
+    assert code == 0, process.log()
+    assert "Traceback" not in process.log()
+
+
 @pytest.fixture
 def settings_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., None]]:
     """Sets CELLAMA_ variables for this process, and forgets the settings that were read before and after."""

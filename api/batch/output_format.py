@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from cellama.api.openai.batch_lines import failure_of, response_of
 from cellama.tasks.contract.shapes.results import with_messages
 
-from . import openai
 from .lines import BadLine, Stored
 
 
@@ -15,7 +15,7 @@ def result_line(line: Stored, result: dict[str, Any]) -> dict[str, Any]:
     """A line of the output."""
     shaped: Any = with_messages(result) if line.kind == "chat" else result
     if line.form == "openai":
-        return {**openai.response_of(line.id, _request_id(line), line.kind, shaped), **_beside(line.columns)}
+        return {**response_of(line.id, _request_id(line), line.kind, shaped), **_beside(line.columns)}
     names = {"generate": ("text",), "chat": ("message",), "embed": ("embeddings",)}[line.kind]
     own = (*names, "finish_reason", "stop_sequence", "choices", "logprobs", "shapes", "usage", "model", "seed")
     kept = {name: shaped[name] for name in own if shaped.get(name) is not None}
@@ -40,7 +40,7 @@ def _beside(columns: Mapping[str, Any]) -> dict[str, Any]:
 
 def _numbered(form: str, number: int, line_id: str | None, request_id: str, error: Mapping[str, Any]) -> dict[str, Any]:
     if form == "openai":
-        return {**openai.failure_of(line_id, request_id, error), "line": number}
+        return {**failure_of(line_id, request_id, error), "line": number}
     return {"id": line_id, "line": number, "error": {"code": error["code"], "message": error["message"]}}
 
 

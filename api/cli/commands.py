@@ -19,6 +19,7 @@ from cellama.api.cli.local.cache import (
     cache_unpin_command,
 )
 from cellama.api.cli.local.demo import demo_command
+from cellama.api.cli.local.gateway import gateway_command
 from cellama.api.cli.local.services import NotInstalled, up_command, worker_command
 from cellama.api.cli.local.tune import tune_command
 from cellama.api.machine.redis_server import RedisServerError
@@ -72,6 +73,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "demo": demo_command,
     "up": up_command,
     "worker": worker_command,
+    "gateway": gateway_command,
     "generate": generate_command,
     "chat": chat_command,
     "prefill": prefill_command,

@@ -3,3 +3,9 @@
 May use: `client` and what that may use; nothing of workers and engines. A folder in here is a group of endpoints, and
 knows nothing of the others.
 """
+
+from .app import create_app
+from .callers import Access, Admission, Caller
+from .errors import ApiError
+
+__all__ = ["Access", "Admission", "ApiError", "Caller", "create_app"]

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from typing import Protocol
+from urllib.parse import urlsplit
 
 from cellama.tasks.contract.names import PRIORITY_BULK, PRIORITY_INTERACTIVE
+
+from .errors import ApiError
 
 TIERS = {"flex": PRIORITY_BULK, "default": PRIORITY_INTERACTIVE, "priority": 0}  # service tiers, the least urgent first
 
@@ -77,3 +81,22 @@ class NoKeys:
 
     async def admit(self, caller: Caller, model: str, num_tokens: int) -> Admission:
         return Unlimited()
+
+
+class LoopbackOnly(NoKeys):
+    """As NoKeys, for requests that were sent to this machine by its own name: a page in a browser that has its own
+    name point to 127.0.0.1 reads nothing."""
+
+    async def authenticate(self, headers: Mapping[str, str]) -> Caller:
+        host = urlsplit(f"//{headers.get('host', '')}").hostname or ""
+        if not is_loopback(host):
+            raise ApiError(403, f"without keys only this machine is served, and the request was sent to {host!r}")
+        return await super().authenticate(headers)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or an address is this machine's own."""
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False

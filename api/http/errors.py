@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
+from cellama.api.openai.bodies import in_openais_words
 from cellama.tasks.contract.codes import meaning_of
-from cellama.tasks.contract.errors import JobError
+from cellama.tasks.contract.errors import InvalidJob, JobError
 from cellama.tasks.contract.valid_text import valid_text
 
 RETRY_AFTER_S = 1.0  # where the queue has no estimate
@@ -23,6 +25,7 @@ TYPES = {
     415: "invalid_request_error",
     422: "invalid_request_error",
     429: "rate_limit_error",
+    499: "request_cancelled",
 }
 _CODES = {"unknown_model": "model_not_found", "prompt_too_long": "context_length_exceeded"}  # as OpenAI calls them
 _STATUSES = {410: 404, 504: 408}  # statuses for which clients have an exception class of their own
@@ -74,3 +77,10 @@ def of_code(code: str, message: str, *, retryable: bool = False) -> ApiError:
     status = _STATUSES.get(status, status)
     retry = RETRY_AFTER_S if retryable and status in (429, 503) else None
     return ApiError(status, message, code=_CODES.get(code, code), retry_after_s=retry)
+
+
+def wrong(url: str, error: InvalidJob) -> ApiError:
+    """What is wrong with the body that was sent to an endpoint, under OpenAI's names."""
+    message, param = in_openais_words(str(error), url)
+    found = re.match(r"body\.(\w+) is missing|(\w+) is ", message)
+    return ApiError(400, message, param=param or (found and (found[1] or found[2])) or None)

@@ -172,3 +172,9 @@ def flower_child(
     """Flower, as a child process. Its credentials, if any, are in FLOWER_BASIC_AUTH."""
     argv = [sys.executable, "-m", "celery", "-A", "cellama.tasks.app", "flower"]
     return Child("flower", [*argv, f"--address={address}", f"--port={port}"], env or {}, log_path)
+
+
+def gateway_child(port: int, *, log_path: Path | None = None) -> Child:
+    """The gateway on a port of loopback, as a child process."""
+    run = "from cellama.api.cli import main; main()"
+    return Child("gateway", [sys.executable, "-c", run, "gateway", f"--port={port}"], {}, log_path)

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ NOT_RUN = {
     "needs a reranking model": 1,
     "closes the gateway to the other pages": 1,
 }
+GATEWAY = "http://127.0.0.1:8000"  # where pages have it
 STARTED = "cellama up"  # such a line is what the fixtures have done
 EXAMPLES = "docs/examples/"
 SCRIPT = """
@@ -82,8 +84,13 @@ def write(block: Block, folder: Path, page: str) -> None:
 
 
 @pytest.mark.parametrize("page", pages(), ids=name_of)
-def test_blocks_of_page_run(page: Path, worker: WorkerProcess, redis_server: RedisServer, folder: Path) -> None:
+def test_blocks_of_page_run(
+    page: Path, worker: WorkerProcess, redis_server: RedisServer, folder: Path, request: pytest.FixtureRequest
+) -> None:
     blocks = [block for block in blocks_of(page) if block.reason is None]
+    if any(GATEWAY in block.text for block in blocks):
+        url = request.getfixturevalue("gateway").url
+        blocks = [replace(block, text=block.text.replace(GATEWAY, url)) for block in blocks]
     for block in (block for block in blocks if block.title):
         write(block, folder, name_of(page))
     lines = [line for block in blocks if block.language == "sh" and not block.title for line in block.text.splitlines()]

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from cellama.api.cli.output import called, err, out
 from cellama.api.machine.redis_server import LOOPBACK, RedisServer, RedisServerError, check_port_free
-from cellama.api.machine.supervisor import Child, Supervisor, flower_child, worker_child
+from cellama.api.machine.supervisor import Child, Supervisor, flower_child, gateway_child, worker_child
 from cellama.config import ModelSettings, Settings, get_settings
 from cellama.config.redis_url import parse_redis_url
 from cellama.tasks.connection.connections import connect
@@ -30,6 +30,7 @@ from cellama.tasks.contract.errors import RedisUnreachable
 from cellama.tasks.state.registry import live_workers
 
 WORKER_MODULES = ("llama_cpp", "numpy", "jinja2", "psutil", "huggingface_hub")  # of the extra `worker`
+HTTP_MODULES = ("starlette", "uvicorn")  # of the extra `http`
 START_TIMEOUT_S = 300.0  # a large model takes its time
 FLOWER_PORT = 5555
 ModelsOption = Annotated[
@@ -50,7 +51,7 @@ def worker_command(model: ModelsOption = None, redis: RedisOption = None) -> Non
 
     Example:  cellama worker -m chat=/models/llama-3.2-1b-q8_0.gguf
     """
-    settings = _apply(model, redis)
+    settings = apply(model, redis)
     check_installed()
     if not is_reachable(settings.redis_url):
         raise RedisUnreachable(
@@ -72,37 +73,48 @@ def up_command(
         str, typer.Option(help="Where Flower listens; outside loopback it asks for a password.")
     ] = LOOPBACK,
     flower: Annotated[bool, typer.Option(help="Run Flower.")] = True,
+    gateway_port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="Serve OpenAI's API on this port of loopback, too.")
+    ] = None,
 ) -> None:
     """Run everything on this machine: Redis (unless one is reachable), a worker, Flower. Ctrl-C ends it all.
 
     Example:  cellama up
     """
-    settings = _apply(model, redis)
+    settings = apply(model, redis)
     check_installed()
-    if flower:
-        if importlib.util.find_spec("flower") is None:
-            raise NotInstalled("Flower is not installed; `pip install 'cellama[flower]'`, or use --no-flower")
-        check_port_free(flower_port, "choose another with --flower-port, or use --no-flower")
+    _check_beside(flower_port if flower else None, gateway_port)
     logs = settings.data_dir / "logs"
     logs.mkdir(mode=0o700, parents=True, exist_ok=True)
     with _redis_for(settings) as embedded:
-        children = [worker_child(log_path=logs / "worker.log")]
+        worker = worker_child(log_path=logs / "worker.log")
+        children = [gateway_child(gateway_port, log_path=logs / "gateway.log")] if gateway_port else []
+        children.append(worker)
         if flower:
-            credentials = _flower_credentials(flower_address)
-            environment = {"FLOWER_BASIC_AUTH": credentials} if credentials else {}
-            children.append(flower_child(flower_address, flower_port, log_path=logs / "flower.log", env=environment))
+            children.append(_flower(flower_address, flower_port, logs))
         supervisor = Supervisor(children, [_RedisChild(embedded)] if embedded else [])
         with supervisor.handling_signals():
             supervisor.start()
             try:
-                wait_for_worker(settings.redis_url, children[0], supervisor)
+                wait_for_worker(settings.redis_url, worker, supervisor)
                 where = _describe_flower(flower_address, flower_port) if flower else None
-                _say_ready(settings, embedded, where, logs)
+                _say_ready(settings, embedded, where, gateway_port, logs)
                 code = supervisor.run()
             finally:
                 err.print("[dim]stopping: running jobs finish first; Ctrl-C again ends them[/]")
                 supervisor.stop()
     raise typer.Exit(code)
+
+
+def _check_beside(flower_port: int | None, gateway_port: int | None) -> None:
+    """Raises NotInstalled, PortTaken for what shall run beside the worker; None: it shall not."""
+    if flower_port is not None:
+        if importlib.util.find_spec("flower") is None:
+            raise NotInstalled("Flower is not installed; `pip install 'cellama[flower]'`, or use --no-flower")
+        check_port_free(flower_port, "choose another with --flower-port, or use --no-flower")
+    if gateway_port is not None:
+        check_http_installed()
+        check_port_free(gateway_port, "choose another with --gateway-port")
 
 
 class _RedisChild(Child):
@@ -117,7 +129,7 @@ class _RedisChild(Child):
         self.process, self.started_at = self._server.process, time.monotonic()
 
 
-def _apply(models: list[str] | None, redis: str | None) -> Settings:
+def apply(models: list[str] | None, redis: str | None) -> Settings:
     """Puts options over the environment, so that child processes see them too. Raises SettingsError."""
     if models:
         os.environ["CELLAMA_MODELS"] = ",".join(models)
@@ -132,6 +144,13 @@ def check_installed() -> None:
     missing = [name for name in WORKER_MODULES if importlib.util.find_spec(name) is None]
     if missing:
         raise NotInstalled(f"this needs {', '.join(missing)}, as every worker does; `pip install 'cellama[worker]'`")
+
+
+def check_http_installed() -> None:
+    """Raises NotInstalled where the gateway's extra is missing."""
+    missing = [name for name in HTTP_MODULES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise NotInstalled(f"the gateway needs {', '.join(missing)}; `pip install 'cellama[http]'`")
 
 
 def is_reachable(url: str) -> bool:
@@ -180,6 +199,12 @@ def wait_for_worker(url: str, worker: Child, supervisor: Supervisor | None = Non
     raise RedisServerError(f"the worker was not ready after {START_TIMEOUT_S:g} s; its log ends:\n{worker.log_tail()}")
 
 
+def _flower(address: str, port: int, logs: Path) -> Child:
+    credentials = _flower_credentials(address)
+    environment = {"FLOWER_BASIC_AUTH": credentials} if credentials else {}
+    return flower_child(address, port, log_path=logs / "flower.log", env=environment)
+
+
 def _flower_credentials(address: str) -> str | None:
     """USER:PASSWORD for Flower: those of the environment, else new ones unless it listens on loopback only."""
     given = os.environ.get("FLOWER_BASIC_AUTH")
@@ -204,13 +229,17 @@ def _describe_model(model: ModelSettings) -> str:
     return model.id if model.n_parallel is None else f"{model.id} ({model.n_parallel} slots)"
 
 
-def _say_ready(settings: Settings, embedded: RedisServer | None, flower: str | None, logs: Path) -> None:
+def _say_ready(
+    settings: Settings, embedded: RedisServer | None, flower: str | None, gateway_port: int | None, logs: Path
+) -> None:
     table = Table.grid(padding=(0, 2))
     kept = f" (embedded, data in {embedded.data_dir})" if embedded else ""
     table.add_row("[bold]Redis[/]", settings.redis_url_masked + kept)
     table.add_row("[bold]Models[/]", ", ".join(map(_describe_model, settings.models)))
     if flower:
         table.add_row("[bold]Flower[/]", flower)
+    if gateway_port:
+        table.add_row("[bold]OpenAI's API[/]", f"http://{LOOPBACK}:{gateway_port}/v1")
     table.add_row("[bold]Logs[/]", str(logs))
     table.add_row("[bold]Try[/]", f'{called()} generate {settings.default_model.id} "Once upon a time"')
     out.print(Panel(table, title="cellama is up", subtitle="Ctrl-C ends it", expand=False, border_style="green"))

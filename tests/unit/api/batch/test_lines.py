@@ -14,10 +14,11 @@ import pytest
 from pyarrow import parquet
 
 from cellama.api.batch.lines import ALL_COLUMNS, BadLine, Defaults, Format, Line, format_of, read_lines
-from cellama.api.batch.openai import params_of_body, response_of
 from cellama.api.batch.output_format import bad_line, error_line, result_line
 from cellama.api.batch.rows import Columns
 from cellama.api.batch.work import WorkFile
+from cellama.api.openai.batch_lines import response_of
+from cellama.api.openai.bodies import params_of_body
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.shapes.results import usage_of
 
@@ -202,7 +203,7 @@ def test_openai_response_has_choices_and_usage() -> None:
     body = response["response"]["body"]
     assert (response["custom_id"], response["error"], body["object"]) == ("c", None, "chat.completion")
     assert body["choices"][0]["finish_reason"] == "tool_calls"
-    assert body["choices"][0]["message"] == message
+    assert body["choices"][0]["message"] == {**message, "content": None}
     assert body["usage"]["total_tokens"] == 5
 
 

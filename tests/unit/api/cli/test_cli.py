@@ -32,6 +32,7 @@ COMMANDS = (
     "demo",
     "up",
     "worker",
+    "gateway",
     "generate",
     "chat",
     "embed",

@@ -1,0 +1,102 @@
+"""The app: the routes of all rooms, errors in one envelope, an id for each request."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cellama.config import Settings, get_settings
+from cellama.tasks.contract.errors import JobError
+
+from . import completions, models, tokens, vectors
+from .callers import Access, NoKeys
+from .errors import ApiError, of_job
+from .gateway import Gateway
+
+ROOMS = (completions, vectors, tokens, models)
+REQUEST_ID = "x-request-id"
+GONE = 499  # nginx's: the client did not wait for the answer
+
+
+class RequestIds:
+    """Each answer has the id of its request: the client's own, or a new one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = dict(scope["headers"]).get(REQUEST_ID.encode(), b"").decode("latin-1")
+        request_id = given if re.fullmatch(r"[\x21-\x7e]{1,128}", given) else f"req_{uuid.uuid4().hex}"
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[REQUEST_ID] = request_id
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+def create_app(settings: Settings | None = None, *, access: Access | None = None) -> Starlette:
+    """The gateway as an ASGI app, to be run, or mounted into another one. `settings` are those of the process unless
+    given; without `access` it lets in whoever reaches it, as one caller.
+
+    Its connections are closed when it ends; if it is mounted, `app.state.gateway.close()` does that.
+    """
+    gateway = Gateway(settings or get_settings(), access or NoKeys())
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        yield
+        await gateway.close()
+
+    handlers: dict[Any, Any] = {
+        ApiError: _api_error,
+        JobError: _job_error,
+        HTTPException: _http_error,
+        ClientDisconnect: _gone,
+        Exception: _internal_error,
+    }
+    app = Starlette(
+        routes=[route for room in ROOMS for route in room.ROUTES],
+        middleware=[Middleware(RequestIds)],
+        exception_handlers=handlers,
+        lifespan=lifespan,
+    )
+    app.state.gateway = gateway
+    return app
+
+
+async def _api_error(_: Request, error: ApiError) -> Response:
+    return JSONResponse(error.envelope, error.status, error.headers)
+
+
+async def _job_error(request: Request, error: JobError) -> Response:
+    return await _api_error(request, of_job(error))
+
+
+async def _http_error(request: Request, error: HTTPException) -> Response:
+    """Of the router: no such path, or another method."""
+    told = f"{request.method} {request.url.path}: {error.detail}; docs/how-to/gateway.md lists the endpoints"
+    return await _api_error(request, ApiError(error.status_code, told, headers=error.headers))
+
+
+async def _internal_error(request: Request, _: Exception) -> Response:
+    return await _api_error(request, ApiError(500, "an error that was not foreseen; the log has its trace"))
+
+
+async def _gone(_: Request, __: ClientDisconnect) -> Response:
+    return Response(status_code=GONE)

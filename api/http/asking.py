@@ -1,0 +1,112 @@
+"""What comes in: a body that is read, bounded and made into an object, and whoever sent it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+
+from cellama.config import limits
+
+from .callers import TIERS, Caller
+from .errors import ApiError
+from .gateway import Gateway, gateway_of
+
+BODY_TYPES = ("application/json", "")  # a page in a browser can't send the former to another site unasked
+MAX_KEY_CHARS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request whose caller is known, with the object that is its body."""
+
+    request: Request
+    gateway: Gateway
+    caller: Caller
+    body: dict[str, Any]
+
+    @property
+    def idempotency_key(self) -> str | None:
+        """The client's, within its tenant. Raises ApiError."""
+        key = self.request.headers.get("idempotency-key")
+        if key is None:
+            return None
+        if not 1 <= len(key) <= MAX_KEY_CHARS:
+            raise ApiError(
+                400,
+                f"Idempotency-Key has {len(key)} characters; it may have 1 to {MAX_KEY_CHARS}",
+                param="Idempotency-Key",
+            )
+        return json.dumps([self.caller.tenant, key])
+
+    def tier(self) -> str:
+        """The service tier that the request gets. Raises ApiError."""
+        wanted = self.body.get("service_tier")
+        if wanted is not None and wanted not in ("auto", *TIERS):
+            known = ", ".join(("auto", *TIERS))
+            raise ApiError(400, f"service_tier is {wanted!r}; known: {known}", param="service_tier")
+        return self.caller.tier(wanted)
+
+    def scope(self) -> str:
+        """Within which prefixes are shared: the tenant, divided by `cache_salt` if that is given. Raises ApiError."""
+        salt, tenant = self.body.get("cache_salt"), self.caller.tenant or ""
+        if salt is None:
+            return tenant
+        most = limits.MAX_NAME_CHARS // 2
+        if not isinstance(salt, str) or not 1 <= len(salt) <= most:
+            raise ApiError(400, f"cache_salt must be a text of 1 to {most} characters", param="cache_salt")
+        return f"{tenant}\x1f{salt}"
+
+
+def flag(values: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
+    """A member that is true or false, or not there. Raises ApiError."""
+    value = values.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise ApiError(400, f"{name} is {value!r}; it must be true or false", param=name)
+    return value
+
+
+async def read(request: Request) -> Asked:
+    """The caller first, then the body. Raises ApiError, and ClientDisconnect if the client is gone by then."""
+    gateway = gateway_of(request)
+    caller = await gateway.access.authenticate(request.headers)
+    return Asked(request, gateway, caller, _object(await _bytes(request, gateway.settings.gateway_max_body_bytes)))
+
+
+async def _bytes(request: Request, limit: int) -> bytes:
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind not in BODY_TYPES:
+        raise ApiError(415, f"content-type is {kind!r}; send application/json")
+    if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
+        raise ApiError(415, f"content-encoding is {encoding!r}; send the body as it is")
+    told = request.headers.get("content-length", "")
+    size, parts = int(told) if told.isdecimal() else 0, []
+    if size <= limit:
+        size = 0
+        async for part in request.stream():
+            size += len(part)
+            parts.append(part)
+            if size > limit:
+                break
+    if size > limit:
+        raise ApiError(
+            413, f"the body has more than {limit} bytes, which is the limit: send less, or raise gateway_max_body_bytes"
+        )
+    return b"".join(parts)
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(body.decode())
+    except UnicodeDecodeError as error:
+        raise ApiError(400, f"the body is not valid UTF-8 at byte {error.start}") from None
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is no JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ApiError(400, f"the body is {type(value).__name__}, not an object")
+    return value

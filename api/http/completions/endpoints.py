@@ -1,0 +1,141 @@
+"""The endpoints of completions."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from cellama.api.client.async_client import AsyncJob
+from cellama.api.http.asking import Asked, read
+from cellama.api.http.errors import ApiError, of_job, wrong
+from cellama.api.http.leaving import unless_gone
+from cellama.api.http.running import Placed, Running
+from cellama.api.http.sse import DONE, KEEP_ALIVE, EventStream, frame
+from cellama.api.openai.answers import body_of
+from cellama.api.openai.chunks import Chunks, reasoning_tokens_of
+from cellama.api.openai.parameters import CHAT, COMPLETIONS
+from cellama.tasks.contract.errors import InvalidJob, JobError, StreamTrimmed, UnknownJob
+
+from .orders import Order, order_of
+
+PREFIXES = {"chat": "chatcmpl", "generate": "cmpl"}
+
+
+async def chat(request: Request) -> Response:
+    """POST /v1/chat/completions"""
+    return await _answer(await read(request), CHAT)
+
+
+async def complete(request: Request) -> Response:
+    """POST /v1/completions"""
+    return await _answer(await read(request), COMPLETIONS)
+
+
+async def _answer(asked: Asked, url: str) -> Response:
+    model = await asked.gateway.directory.find(asked.caller, asked.body.get("model"))
+    order = order_of(asked, url, model)
+    running = Running(asked, order.model, order.tier)
+    try:
+        await unless_gone(asked.request, _submit(running, order))
+        if order.is_stream:
+            return await _stream(running, order)
+        answer = await unless_gone(asked.request, _whole(running, order))
+    except BaseException:
+        await running.close()
+        raise
+    await running.close()
+    return JSONResponse(answer, headers=running.headers)
+
+
+async def _submit(running: Running, order: Order) -> None:
+    client = running.asked.gateway.client
+    submit: Any = client.chat if order.kind == "chat" else client.generate
+    try:
+        await running.admit(order.num_tokens)
+        await running.submit(*(_call(submit, order, content) for content in order.contents))
+    except InvalidJob as error:
+        raise wrong(order.url, error) from None
+
+
+def _call(submit: Any, order: Order, content: Any) -> Callable[[str | None], Awaitable[AsyncJob[Any]]]:
+    return lambda key: submit(order.model, content, wait=True, idempotency_key=key, **order.params)
+
+
+async def _whole(running: Running, order: Order) -> dict[str, Any]:
+    """The body of an answer that comes all at once."""
+    reasoning_tokens = 0
+    try:
+        async with aclosing(running.events()) as events:
+            async for _, event in events:
+                reasoning_tokens += reasoning_tokens_of(event)
+    except (StreamTrimmed, UnknownJob):
+        if not running.is_kept:  # a result outlives its events: an idempotency key may ask for it a day later
+            raise
+    results: Any = [await running.result(place) for place in range(len(running.jobs))]
+    answer = body_of(order.kind, _answer_id(running, order), results, reasoning_tokens, order.most_calls)
+    return {**answer, "service_tier": order.tier}
+
+
+async def _stream(running: Running, order: Order) -> Response:
+    """The status is that of the first event: what a worker finds wrong at once is no stream."""
+    events = running.events(running.asked.gateway.settings.gateway_keepalive_s)
+    first = await unless_gone(running.asked.request, _next(events))
+
+    async def close() -> None:
+        await events.aclose()
+        await running.close()
+
+    return EventStream(_frames(running, order, first, events), close, running.headers)
+
+
+async def _next(events: AsyncGenerator[Placed, None]) -> Placed:
+    return await anext(events)
+
+
+async def _frames(
+    running: Running, order: Order, first: Placed, events: AsyncGenerator[Placed, None]
+) -> AsyncGenerator[bytes, None]:
+    shown = {"service_tier": order.tier}
+    chunks = Chunks(
+        order.kind,
+        _answer_id(running, order),
+        order.model,
+        order.n,
+        include_usage=order.include_usage,
+        most_calls=order.most_calls,
+        shown=shown,
+    )
+    try:
+        yield await _frames_of(running, chunks, first)
+        async for placed in events:
+            yield await _frames_of(running, chunks, placed)
+    except ApiError as error:
+        yield frame(error.envelope)
+        return
+    except JobError as error:
+        yield frame(of_job(error).envelope)
+        return
+    yield b"".join(map(frame, chunks.usage())) + DONE
+
+
+async def _frames_of(running: Running, chunks: Chunks, placed: Placed) -> bytes:
+    """What is told of an event; of several choices only the result has all ends."""
+    place, event = placed
+    if event["type"] == "ping":
+        return KEEP_ALIVE
+    if event["type"] != "done":
+        return b"".join(map(frame, chunks.of(place, event)))
+    result: Any = await running.result(place) if chunks.n > 1 else {}
+    return b"".join(map(frame, chunks.ends(place, event, result.get("choices", ()))))
+
+
+def _answer_id(running: Running, order: Order) -> str:
+    return f"{PREFIXES[order.kind]}-{running.jobs[0].id}"
+
+
+ROUTES = (Route(CHAT, chat, methods=["POST"]), Route(COMPLETIONS, complete, methods=["POST"]))

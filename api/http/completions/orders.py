@@ -1,0 +1,99 @@
+"""What a body orders: calls of the client, and how their answer is shown."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cellama.api.http.asking import Asked, flag
+from cellama.api.http.callers import TIERS
+from cellama.api.http.errors import ApiError, wrong
+from cellama.api.openai.bodies import params_of_body
+from cellama.api.openai.parameters import CHAT, COMPLETIONS
+from cellama.tasks.contract.errors import InvalidJob
+from cellama.tasks.contract.names import DEFAULT_MODEL
+from cellama.tasks.contract.shapes.workers import ModelView
+
+MAX_PROMPTS = 128  # of one request: a job and a stream for each
+TEXT_TOKENS = 16  # of a text that does not say how many, as at OpenAI's
+CHARS_PER_TOKEN = 4  # about, for limits that count tokens before they are known
+KINDS = {CHAT: "chat", COMPLETIONS: "generate"}
+_OURS = ("stream", "stream_options", "service_tier", "parallel_tool_calls", "cache_salt")
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A request for completions. `params` are those of each job, which has one of the `contents`."""
+
+    url: str
+    model: str  # as the job names it
+    contents: tuple[Any, ...]
+    params: dict[str, Any]
+    tier: str
+    is_stream: bool
+    include_usage: bool
+    most_calls: int | None  # of tools, in a reply
+
+    @property
+    def kind(self) -> str:
+        return KINDS[self.url]
+
+    @property
+    def n(self) -> int:
+        return int(self.params.get("n", 1))
+
+    @property
+    def num_tokens(self) -> int:
+        """That it may read and generate, about."""
+        chars = sum(len(str(content)) for content in self.contents)
+        return chars // CHARS_PER_TOKEN + len(self.contents) * self.n * int(self.params["max_tokens"])
+
+
+def order_of(asked: Asked, url: str, model: ModelView) -> Order:
+    """The order of a body, but for what only a job's payload checks. Raises ApiError."""
+    body = asked.body
+    tier = asked.tier()
+    is_stream, include_usage = _stream(body)
+    own = {name: value for name, value in body.items() if name not in _OURS}
+    try:
+        params = params_of_body(url, own)
+    except InvalidJob as error:
+        raise wrong(url, error) from None
+    for name, instead in (("priority", "service_tier"), ("cache_scope", "cache_salt")):
+        if name in params:
+            raise ApiError(400, f"{name} can't be given here; use {instead}", param=name)
+    named = params.pop("model")
+    content = params.pop("messages" if url == CHAT else "prompt")
+    scope = asked.scope()
+    params |= {"stream": is_stream, "priority": TIERS[tier]} | ({"cache_scope": scope} if scope else {})
+    params.setdefault("max_tokens", TEXT_TOKENS if url == COMPLETIONS else model.get("ctx_per_slot") or TEXT_TOKENS)
+    most_calls = 1 if flag(body, "parallel_tool_calls", default=True) is False else None
+    name = DEFAULT_MODEL if named == DEFAULT_MODEL else model["id"]
+    return Order(url, name, _contents(content, url), params, tier, is_stream, include_usage, most_calls)
+
+
+def _contents(content: Any, url: str) -> tuple[Any, ...]:
+    """One for each job: a completion may have several prompts."""
+    several = url == COMPLETIONS and isinstance(content, list) and content and not isinstance(content[0], int)
+    if not several:
+        return (content,)
+    if len(content) > MAX_PROMPTS:
+        raise ApiError(
+            400,
+            f"prompt has {len(content)} entries, and the limit is {MAX_PROMPTS}; send them in several requests, "
+            "or as a batch",
+            param="prompt",
+        )
+    return tuple(content)
+
+
+def _stream(body: dict[str, Any]) -> tuple[bool, bool]:
+    """Whether it streams, and with the usage at the end."""
+    is_stream, options = flag(body, "stream"), body.get("stream_options")
+    if options is None:
+        return is_stream, False
+    if not isinstance(options, dict):
+        raise ApiError(400, f"stream_options is {options!r}; it must be an object", param="stream_options")
+    if not is_stream:
+        raise ApiError(400, "stream_options is given, and stream is not true; leave it out", param="stream_options")
+    return True, flag(options, "include_usage")

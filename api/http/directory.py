@@ -1,0 +1,79 @@
+"""Which models are served, and how long their queues are: as of a second ago, however many ask."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Generic, TypeVar
+
+from cellama.api.client.async_client import AsyncClient
+from cellama.api.client.registry_views import Stats
+from cellama.tasks.contract.names import DEFAULT_MODEL
+from cellama.tasks.contract.shapes.workers import ModelView
+
+from .callers import Caller
+from .errors import RETRY_AFTER_S, ApiError
+
+FRESH_S = 1.0
+START_S = 5.0  # where no worker is there, one may be in so long
+
+T = TypeVar("T")
+
+
+class _Kept(Generic[T]):
+    """A value that is asked for again when it is older than `FRESH_S`, once for all who wait for it."""
+
+    def __init__(self, ask: Callable[[], Awaitable[T]]) -> None:
+        self._ask = ask
+        self._asking: asyncio.Future[T] | None = None
+        self._asked_at = 0.0
+
+    async def get(self, fresh_s: float = FRESH_S) -> T:
+        now = time.monotonic()
+        if self._asking is None or (self._asking.done() and now - self._asked_at > fresh_s):
+            self._asked_at = now
+            self._asking = asyncio.ensure_future(self._ask())
+        asking = self._asking
+        try:
+            return await asyncio.shield(asking)
+        except Exception:
+            if self._asking is asking:
+                self._asking = None  # the next one asks again
+            raise
+
+
+class Directory:
+    """What the registry says."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._models: _Kept[list[ModelView]] = _Kept(client.models)
+        self._stats: _Kept[Stats] = _Kept(client.stats)
+
+    async def models(self, caller: Caller, fresh_s: float = FRESH_S) -> list[ModelView]:
+        """Those that are ready, and that the caller may ask for."""
+        views = await self._models.get(fresh_s)
+        return [view for view in views if view["status"] == "ready" and caller.may_ask(view["id"])]
+
+    async def find(self, caller: Caller, name: object) -> ModelView:
+        """The model of that name. Raises ApiError: 400, 404, or 503 where no worker is there at all."""
+        if not isinstance(name, str) or not name:
+            raise ApiError(400, f"model is {name!r}; name one that is served, see /v1/models", param="model")
+        for fresh_s in (FRESH_S, 0.0):  # one that was loaded just now
+            for view in await self.models(caller, fresh_s):
+                if view["id"] == name or (name == DEFAULT_MODEL and view["default"]):
+                    return view
+        if not await self._models.get():
+            raise ApiError(503, "no worker is running; start one", code="no_worker", retry_after_s=START_S)
+        known = ", ".join(view["id"] for view in await self.models(caller)) or "none"
+        raise ApiError(404, f"no model {name!r} is served; there are: {known}", code="model_not_found", param="model")
+
+    async def wait_s(self, model: str) -> float:
+        """About how long a new job waits for a slot, if it is the last one."""
+        return (await self._stats.get())["eta_s"].get(model) or 0.0
+
+    async def with_wait(self, error: ApiError, model: str) -> ApiError:
+        """The error, with the time after which it may pass."""
+        if error.retry_after_s is not None:
+            error.retry_after_s = max(RETRY_AFTER_S, await self.wait_s(model))
+        return error

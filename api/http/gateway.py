@@ -1,0 +1,59 @@
+"""What all endpoints of an app share."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Coroutine
+from functools import cached_property
+from typing import Any
+
+from starlette.requests import Request
+
+from cellama.api.client.async_client import AsyncClient
+from cellama.config import Settings
+from cellama.tasks.contract.errors import JobError
+
+from .callers import Access
+from .directory import Directory
+
+
+class Gateway:
+    """One client of the queue, made when it is first needed: an app that mounts ours may never say that it begins."""
+
+    def __init__(self, settings: Settings, access: Access) -> None:
+        self.settings = settings
+        self.access = access
+        self._afterwards: set[asyncio.Task[None]] = set()
+
+    @cached_property
+    def client(self) -> AsyncClient:
+        return AsyncClient(self.settings.redis_url)
+
+    @cached_property
+    def directory(self) -> Directory:
+        return Directory(self.client)
+
+    def afterwards(self, work: Coroutine[Any, Any, object]) -> None:
+        """Does this although the request that wants it may be cancelled; a job that can't be reached is let be."""
+
+        async def do() -> None:
+            with contextlib.suppress(JobError):
+                await work
+
+        task = asyncio.create_task(do())
+        self._afterwards.add(task)
+        task.add_done_callback(self._afterwards.discard)
+
+    async def close(self) -> None:
+        """Ends what requests have left to do, and gives the connections back."""
+        while self._afterwards:
+            await asyncio.wait(self._afterwards)
+        if "client" in self.__dict__:
+            await self.client.close()
+
+
+def gateway_of(request: Request) -> Gateway:
+    """That of the app that has the request."""
+    gateway: Gateway = request.app.state.gateway
+    return gateway

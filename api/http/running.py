@@ -1,0 +1,182 @@
+"""The jobs of one request: from their submission to their ends, and what becomes of them when the client goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+from cellama.api.client.async_client import AsyncJob
+from cellama.tasks.contract.errors import InvalidJob, JobError
+from cellama.tasks.contract.events import Event
+from cellama.tasks.contract.shapes.results import Result
+
+from .asking import Asked
+from .callers import Admission, Unlimited
+from .errors import ApiError, of_code, of_job
+from .leaving import unless_gone
+
+RESULT_S = 30.0  # the result is stored with the last event
+BUFFERED = 4  # events of several jobs that wait for a slow reader
+
+Placed = tuple[int, Event]
+
+
+class Running:
+    """One job, or one for each of several prompts. Those that have not ended when it is closed are cancelled, unless
+    the request has an idempotency key: its client will ask again."""
+
+    def __init__(self, asked: Asked, model: str, tier: str) -> None:
+        """`model` is as the job names it."""
+        self.asked = asked
+        self.model = model
+        self.tier = tier
+        self.jobs: list[AsyncJob[Any]] = []
+        self.usages: dict[int, Any] = {}  # of the jobs that have ended
+        self.is_kept = asked.idempotency_key is not None
+        self._ended: set[int] = set()
+        self._admission: Admission = Unlimited()
+        self._is_closed = False
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return dict(self._admission.headers)
+
+    async def admit(self, num_tokens: int) -> None:
+        """Raises ApiError (429) if the caller's limits don't allow it."""
+        self._admission = await self.asked.gateway.access.admit(self.asked.caller, self.model, num_tokens)
+
+    async def submit(self, *calls: Callable[[str | None], Awaitable[AsyncJob[Any]]]) -> None:
+        """Queues a job by each of these, which get its idempotency key. Raises ApiError."""
+        key = self.asked.idempotency_key
+        for place, call in enumerate(calls):
+            own = key if key is None or len(calls) == 1 else f"{key} {place}"
+            submitting = asyncio.ensure_future(call(own))
+            try:
+                self.jobs.append(await asyncio.shield(submitting))
+            except asyncio.CancelledError:
+                if not self.is_kept:
+                    self.asked.gateway.afterwards(_cancel_when_there(submitting))
+                raise
+            except InvalidJob:
+                raise  # who has mapped the body knows how its fields are called
+            except JobError as error:
+                raise await self.failed(of_job(error)) from None
+        await self._check_wait()
+
+    async def _check_wait(self) -> None:
+        """Of a long queue each job is asked for its own place: bulk work does not hold up what is urgent."""
+        gateway = self.asked.gateway
+        limit = gateway.settings.gateway_max_wait_s
+        if not limit or self.tier == "flex" or await gateway.directory.wait_s(self.model) <= limit:
+            return
+        eta_s = (await self.jobs[0].position()).eta_s or 0.0
+        if eta_s > limit:
+            raise ApiError(
+                429,
+                f"about {eta_s:.0f} s would go by before its turn, and the limit is {limit} s; ask later, "
+                "or with service_tier flex",
+                code="queue_full",
+                retry_after_s=eta_s - limit,
+            )
+
+    async def failed(self, error: ApiError) -> ApiError:
+        return await self.asked.gateway.directory.with_wait(error, self.model)
+
+    async def events(self, ping_s: float = math.inf) -> AsyncGenerator[Placed, None]:
+        """The events of all jobs with their places, and pings. Raises ApiError when one of them fails."""
+        streams = [job.stream(timeout=math.inf, ping=ping_s) for job in self.jobs]
+        async with aclosing(_merged(streams)) as events:
+            async for place, event in events:
+                if event["type"] == "error":
+                    self._ended.add(place)
+                    failure = of_code(event["code"], event["message"], retryable=event["retryable"])
+                    raise await self.failed(failure)
+                if event["type"] == "done":
+                    self._ended.add(place)
+                    self.usages[place] = event["usage"]
+                    if event["finish_reason"] == "cancelled":
+                        raise ApiError(499, f"job {self.jobs[place].id} was cancelled", code="cancelled")
+                yield place, event
+
+    async def result(self, place: int = 0) -> Result:
+        """The result of a job that has ended. Raises ApiError."""
+        try:
+            result: Result = await self.jobs[place].result(RESULT_S)
+        except JobError as error:
+            raise await self.failed(of_job(error)) from None
+        return result
+
+    async def finished(self) -> Result:
+        """The result of the one job, once it is there. Raises ApiError."""
+        async for _ in self.events():
+            pass
+        return await self.result()
+
+    async def close(self) -> None:
+        """Once, however the request ends. What is left to do is done although the request may be cancelled."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        gateway = self.asked.gateway
+        num_tokens = sum(usage["prompt_tokens"] + usage["completion_tokens"] for usage in self.usages.values())
+        gateway.afterwards(self._admission.end(num_tokens))
+        for place, job in enumerate(self.jobs):
+            if place not in self._ended and not self.is_kept:
+                gateway.afterwards(job.cancel())
+
+
+async def run_one(
+    asked: Asked, model: str, num_tokens: int, call: Callable[[str | None], Awaitable[AsyncJob[Any]]]
+) -> tuple[Any, dict[str, str]]:
+    """The result of one job, and what headers its answer has. Raises ApiError, InvalidJob, ClientDisconnect."""
+    running = Running(asked, model, asked.tier())
+
+    async def run() -> Any:
+        await running.admit(num_tokens)
+        await running.submit(call)
+        return await running.finished()
+
+    try:
+        return await unless_gone(asked.request, run()), running.headers
+    finally:
+        await running.close()
+
+
+async def _cancel_when_there(submitting: asyncio.Future[AsyncJob[Any]]) -> None:
+    await (await submitting).cancel()
+
+
+async def _merged(streams: list[AsyncIterator[Event]]) -> AsyncGenerator[Placed, None]:
+    """The events of all streams as they come. A slow reader holds all of them up."""
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as only:  # type: ignore[type-var]
+            async for event in only:
+                yield 0, event
+        return
+    queue: asyncio.Queue[Placed | BaseException | None] = asyncio.Queue(BUFFERED)
+
+    async def read(place: int, stream: Any) -> None:
+        try:
+            async with aclosing(stream):
+                async for event in stream:
+                    await queue.put((place, event))
+            await queue.put(None)
+        except Exception as error:
+            await queue.put(error)
+
+    tasks = [asyncio.ensure_future(read(place, stream)) for place, stream in enumerate(streams)]
+    try:
+        for _ in streams:
+            while (told := await queue.get()) is not None:
+                if isinstance(told, BaseException):
+                    raise told
+                yield told
+    finally:
+        for task in tasks:
+            task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.gather(*tasks, return_exceptions=True)

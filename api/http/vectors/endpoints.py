@@ -1,0 +1,108 @@
+"""The endpoints of vectors and scores: one job, one body."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from cellama.api.http.asking import Asked, flag, read
+from cellama.api.http.callers import TIERS
+from cellama.api.http.errors import ApiError, wrong
+from cellama.api.http.running import run_one
+from cellama.api.openai.answers import embeddings_of
+from cellama.api.openai.bodies import params_of_body
+from cellama.api.openai.parameters import EMBEDDINGS
+from cellama.tasks.contract.errors import InvalidJob
+from cellama.tasks.contract.names import DEFAULT_MODEL
+
+RERANK = "/v1/rerank"
+ALIASES = ("/v1/reranking", "/v2/rerank", "/rerank", "/reranking")
+CHARS_PER_TOKEN = 4  # about, for limits that count tokens before they are known
+_OF_RERANK = ("model", "query", "documents", "top_n", "truncate", "return_documents", "service_tier")
+_OURS = ("model", "service_tier", "priority")
+
+
+async def embed(request: Request) -> Response:
+    """POST /v1/embeddings"""
+    asked = await read(request)
+    client = asked.gateway.client
+    model = await _model(asked)
+    try:
+        params = params_of_body(EMBEDDINGS, {name: v for name, v in asked.body.items() if name not in _OURS})
+        texts = params.pop("texts")
+        result, headers = await _run(asked, model, texts, client.embed, texts, params)
+    except InvalidJob as error:
+        raise wrong(EMBEDDINGS, error) from None
+    return JSONResponse(embeddings_of(result), headers=headers)
+
+
+async def rerank(request: Request) -> Response:
+    """POST /v1/rerank"""
+    asked = await read(request)
+    body, client = asked.body, asked.gateway.client
+    model = await _model(asked)
+    for name in body:
+        if name not in _OF_RERANK:
+            raise ApiError(400, f"unknown parameter {name!r}; known: {', '.join(_OF_RERANK)}", param=name)
+    with_documents = flag(body, "return_documents")
+    documents = [_text(document) for document in _list(body.get("documents"))]
+    params = {name: body[name] for name in ("top_n", "truncate") if body.get(name) is not None}
+    try:
+        params |= {"documents": documents}
+        result, headers = await _run(asked, model, documents, client.rerank, body.get("query"), params)
+    except InvalidJob as error:
+        raise wrong(RERANK, error) from None
+    return JSONResponse(_ranking(result, documents if with_documents else None), headers=headers)
+
+
+async def _model(asked: Asked) -> str:
+    if "priority" in asked.body:
+        raise ApiError(400, "priority can't be given here; use service_tier", param="priority")
+    name = asked.body.get("model")
+    view = await asked.gateway.directory.find(asked.caller, name)
+    return DEFAULT_MODEL if name == DEFAULT_MODEL else view["id"]
+
+
+async def _run(
+    asked: Asked, model: str, texts: Any, submit: Any, content: Any, params: dict[str, Any]
+) -> tuple[Any, dict[str, str]]:
+    priority = TIERS[asked.tier()]
+    num_tokens = len(str(texts)) // CHARS_PER_TOKEN
+    return await run_one(
+        asked,
+        model,
+        num_tokens,
+        lambda key: submit(model, content, wait=True, idempotency_key=key, priority=priority, **params),
+    )
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise ApiError(400, f"documents is {type(value).__name__}, not a list of texts", param="documents")
+    return value
+
+
+def _text(document: Any) -> Any:
+    """A document, or the text of one that is an object."""
+    return document.get("text") if isinstance(document, dict) else document
+
+
+def _ranking(result: Any, documents: list[Any] | None) -> dict[str, Any]:
+    """In the form of Jina and Cohere."""
+    results = [
+        {"index": ranked["index"], "relevance_score": ranked["score"]}
+        | ({} if documents is None else {"document": {"text": documents[ranked["index"]]}})
+        for ranked in result["results"]
+    ]
+    tokens = result["usage"]["prompt_tokens"]
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return {"object": "list", "model": result["model"], "results": results, "usage": usage}
+
+
+ROUTES = (
+    Route(EMBEDDINGS, embed, methods=["POST"]),
+    *(Route(path, rerank, methods=["POST"]) for path in (RERANK, *ALIASES)),
+)

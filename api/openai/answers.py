@@ -1,0 +1,95 @@
+"""Results of jobs → bodies of OpenAI's responses."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .logprobs import of_chat, of_text
+
+OBJECTS = {"chat": "chat.completion", "generate": "text_completion"}
+
+
+def usage_of(usages: Sequence[Mapping[str, Any]], reasoning_tokens: int | None = None) -> dict[str, Any]:
+    """Token counts of the jobs behind an answer, under the names of the OpenAI API."""
+
+    def total(name: str) -> int:
+        return sum(usage[name] for usage in usages)
+
+    prompt, completion = total("prompt_tokens"), total("completion_tokens")
+    details = {name: total(name) for name in ("accepted_prediction_tokens", "rejected_prediction_tokens")}
+    if reasoning_tokens is not None:
+        details["reasoning_tokens"] = reasoning_tokens
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": total("cached_tokens")},
+        "completion_tokens_details": details,
+    }
+
+
+def body_of(
+    kind: str,
+    answer_id: str,
+    results: Sequence[Mapping[str, Any]],
+    reasoning_tokens: int | None = None,
+    most_calls: int | None = None,
+) -> dict[str, Any]:
+    """The body for a completion: of one job, or of one for each prompt, with so many calls of tools at most."""
+    choices = [choice for result in results for choice in (result.get("choices") or [result])]
+    return {
+        "id": answer_id,
+        "object": OBJECTS[kind],
+        "created": int(time.time()),
+        "model": results[0].get("model", ""),  # no worker came to it in time
+        "choices": [_choice(kind, index, choice, most_calls) for index, choice in enumerate(choices)],
+        "usage": usage_of([result["usage"] for result in results], reasoning_tokens),
+    }
+
+
+def finish_reason_of(reason: str, calls: object) -> str:
+    """What ran out of time is cut off as well."""
+    if reason == "timeout":
+        return "length"
+    return "tool_calls" if calls and reason == "stop" else reason
+
+
+def _choice(kind: str, index: int, choice: Mapping[str, Any], most_calls: int | None) -> dict[str, Any]:
+    reason, logprobs = choice["finish_reason"], choice.get("logprobs")
+    if kind != "chat":
+        shown = None if logprobs is None else of_text(logprobs)
+        return {
+            "index": index,
+            "finish_reason": finish_reason_of(reason, None),
+            "text": choice["text"],
+            "logprobs": shown,
+        }
+    message = choice["message"]
+    return {
+        "index": index,
+        "finish_reason": finish_reason_of(reason, message.get("tool_calls")),
+        "message": _message(message, most_calls),
+        "logprobs": None if logprobs is None else of_chat(logprobs),
+    }
+
+
+def _message(message: Mapping[str, Any], most_calls: int | None) -> dict[str, Any]:
+    """The assistant's turn. Its thoughts are called as DeepSeek and llama-server call them."""
+    calls, thoughts = (message.get("tool_calls") or [])[:most_calls], message.get("reasoning")
+    shown: dict[str, Any] = {"role": "assistant", "content": message["content"] or (None if calls else "")}
+    if thoughts is not None:
+        shown["reasoning_content"] = thoughts
+    return {**shown, "tool_calls": calls} if calls else shown
+
+
+def embeddings_of(result: Mapping[str, Any]) -> dict[str, Any]:
+    """The body for embeddings."""
+    data = [
+        {"object": "embedding", "index": index, "embedding": vector}
+        for index, vector in enumerate(result["embeddings"])
+    ]
+    tokens = result["usage"]["prompt_tokens"]
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return {"object": "list", "model": result["model"], "data": data, "usage": usage}

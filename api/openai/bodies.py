@@ -1,0 +1,165 @@
+"""Bodies of OpenAI's requests → parameters of jobs, as `parameters` says. Raises InvalidJob."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from cellama.tasks.contract.errors import InvalidJob
+
+from .parameters import CHAT, CONTENT, PARAMETERS, Rule
+
+_ASSISTANTS_EMPTY = ("annotations", "audio", "function_call", "refusal")  # OpenAI's client sends them back
+_OF_THE_JOB = re.compile(r"^(unknown parameter ')?([a-z_]+)(?= is |\.|')")  # as payloads name what is wrong
+
+
+def params_of_body(url: Any, body: Any) -> dict[str, Any]:
+    """The parameters of a job that does not stream, with the model among them."""
+    if url not in PARAMETERS:
+        raise InvalidJob(f"url is {url!r}; known: {', '.join(PARAMETERS)}")
+    if not isinstance(body, dict):
+        raise InvalidJob(f"body is {type(body).__name__}, not an object")
+    if body.get(CONTENT[url]) is None:
+        raise InvalidJob(f"body.{CONTENT[url]} is missing")
+    if body.get("stream"):
+        raise InvalidJob("body.stream is true; a bulk run does not stream: leave it out")
+    given = {str(name): value for name, value in body.items() if value is not None}
+    params: dict[str, Any] = {}
+    for name, value in given.items():
+        rule = PARAMETERS[url].get(name, Rule("as it is"))
+        if rule.fate == "refused" and not _is_harmless(rule, value):
+            raise InvalidJob(f"{name} is {_short(value)}: {rule.note}; leave it out")
+        if rule.fate in ("as it is", "renamed"):
+            _put(params, rule.to or name, value, name)
+    for read in _READERS:
+        read(params, given, url)
+    return params
+
+
+def _is_harmless(rule: Rule, value: Any) -> bool:
+    return any(value == harmless and type(value) is type(harmless) for harmless in rule.harmless)
+
+
+def _put(params: dict[str, Any], name: str, value: Any, told: str) -> None:
+    if params.get(name, value) != value:
+        raise InvalidJob(f"{told} is {_short(value)}: {name} is given, too; leave one out")
+    params[name] = value
+
+
+def _short(value: Any) -> str:
+    return json.dumps(value)[:80]
+
+
+def _take_messages(params: dict[str, Any], given: Mapping[str, Any], url: str) -> None:
+    if url == CHAT:
+        messages = given["messages"]
+        params["messages"] = list(map(_message, range(len(messages)), messages)) if type(messages) is list else messages
+
+
+def _message(place: int, message: Any) -> Any:
+    """A message as payloads have it. What is no object they refuse."""
+    if not isinstance(message, dict):
+        return message
+    kept = {name: value for name, value in message.items() if value is not None}
+    if kept.get("role") == "developer":
+        kept["role"] = "system"
+    if kept.get("role") == "assistant":
+        for name in _ASSISTANTS_EMPTY:
+            if not kept.get(name):
+                kept.pop(name, None)
+    if "reasoning_content" in kept:
+        kept["reasoning"] = kept.pop("reasoning_content")
+    content = kept.get("content")
+    for number, part in enumerate(content if isinstance(content, list) else ()):
+        if isinstance(part, dict) and part.get("type") != "text":
+            raise InvalidJob(
+                f"messages.{place}.content.{number}.type is {_short(part.get('type'))}: models read text only; "
+                "images, audio and files can't be sent"
+            )
+    return kept
+
+
+def _take_response_format(params: dict[str, Any], given: Mapping[str, Any], _: str) -> None:
+    wanted = given.get("response_format")
+    if wanted is None or wanted == {"type": "text"}:
+        return
+    kind = wanted.get("type") if isinstance(wanted, dict) else None
+    if kind == "json_object":
+        _put(params, "json_schema", {"type": "object"}, "response_format")
+    elif kind == "json_schema" and isinstance(wanted.get("json_schema"), dict):
+        _put(params, "json_schema", wanted["json_schema"].get("schema", {"type": "object"}), "response_format")
+    else:
+        raise InvalidJob(f"response_format is {_short(wanted)}; its type must be text, json_object or json_schema")
+
+
+def _take_logprobs(params: dict[str, Any], given: Mapping[str, Any], url: str) -> None:
+    """Of a chat `logprobs` is a switch, and `top_logprobs` the number."""
+    if url != CHAT:
+        return
+    wanted, top = given.get("logprobs", False), given.get("top_logprobs")
+    if not isinstance(wanted, bool):
+        raise InvalidJob(f"logprobs is {_short(wanted)}: it must be true or false; top_logprobs says how many")
+    if top is not None and not wanted:
+        raise InvalidJob(f"top_logprobs is {_short(top)}, and logprobs is not true; set it")
+    if wanted:
+        params["logprobs"] = 0 if top is None else top
+
+
+def _take_tools(params: dict[str, Any], given: Mapping[str, Any], url: str) -> None:
+    if url != CHAT:
+        return
+    if given.get("parallel_tool_calls") is False:
+        raise InvalidJob("parallel_tool_calls is false: a bulk run can't hold to that; leave it out")
+    choice = given.get("tool_choice")
+    if isinstance(choice, dict) and choice.get("type", "function") != "function":
+        raise InvalidJob(
+            f"tool_choice is {_short(choice)}: of objects only one of type function is taken; "
+            "to allow some tools, send only those"
+        )
+    if choice is not None:
+        params["tool_choice"] = choice
+
+
+def _take_reasoning_effort(params: dict[str, Any], given: Mapping[str, Any], url: str) -> None:
+    effort = given.get("reasoning_effort")
+    if url != CHAT or effort is None:
+        return
+    if not isinstance(effort, str):
+        raise InvalidJob(f"reasoning_effort is {_short(effort)}; it must be a text such as none, low, medium or high")
+    arguments = params.get("template_args", {})
+    if isinstance(arguments, dict):  # else the payload says what is wrong
+        params["template_args"] = {"reasoning_effort": effort, **arguments}
+    if effort == "none":
+        params.setdefault("enable_thinking", False)
+
+
+def _take_encoding(params: dict[str, Any], given: Mapping[str, Any], _: str) -> None:
+    wanted = given.get("encoding_format")
+    if wanted not in (None, "float", "base64"):
+        raise InvalidJob(f"encoding_format is {_short(wanted)}; it must be float or base64")
+    if wanted is not None:
+        _put(params, "encoding", "list" if wanted == "float" else wanted, "encoding_format")
+
+
+_READERS: tuple[Callable[[dict[str, Any], Mapping[str, Any], str], None], ...] = (
+    _take_messages,
+    _take_response_format,
+    _take_logprobs,
+    _take_tools,
+    _take_reasoning_effort,
+    _take_encoding,
+)
+
+
+def in_openais_words(message: str, url: str) -> tuple[str, str | None]:
+    """What a payload says is wrong, under the name that the caller gave it; and that name."""
+    found = _OF_THE_JOB.match(message)
+    if found is None:
+        return message, None
+    own = {rule.to: name for name, rule in PARAMETERS[url].items() if rule.to and rule.fate in ("renamed", "mapped")}
+    if found[1] or found[2] in PARAMETERS[url]:
+        return message, found[2]
+    name = own.get(found[2], found[2])
+    return message.replace(found[2], name, 1), name

@@ -1,0 +1,109 @@
+"""Events of jobs → chunks of OpenAI's streams. Pure."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .answers import finish_reason_of, usage_of
+from .logprobs import of_chat, of_text
+
+_THOUGHTS = ("reasoning", "reasoning_end")
+
+
+def reasoning_tokens_of(event: Mapping[str, Any]) -> int:
+    """How many tokens of an event are thoughts."""
+    return len(event["tokens"]) if event["type"] in _THOUGHTS else 0
+
+
+@dataclass
+class Chunks:
+    """The chunks of one answer: of a job, or of one for each prompt, with `n` choices each.
+
+    `shown` is in every chunk. `most_calls` limits the calls of a reply; None: all are told.
+    """
+
+    kind: str  # chat or generate
+    answer_id: str
+    model: str
+    n: int = 1
+    include_usage: bool = False
+    most_calls: int | None = None
+    shown: Mapping[str, Any] = field(default_factory=dict)
+    reasoning_tokens: int = 0
+    usages: list[Mapping[str, Any]] = field(default_factory=list)
+    _created: int = field(default_factory=lambda: int(time.time()))
+    _length: dict[int, int] = field(default_factory=dict)  # characters that each choice has been told
+
+    def of(self, place: int, event: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """What is told of an event of the job with this place, but for its end."""
+        if event["type"] == "started":
+            self.model = event["model"]
+            return [chunk for index in range(self.n) for chunk in self._first(place * self.n + index)]
+        if event["type"] not in ("token", *_THOUGHTS):
+            return []
+        self.reasoning_tokens += reasoning_tokens_of(event)
+        index = place * self.n + event.get("index", 0)
+        entries = event.get("logprobs")
+        text = event["text"] if event["type"] != "reasoning_end" else ""
+        if not text and not entries:
+            return []
+        first = self._first(index)
+        if self.kind != "chat":
+            logprobs = None if entries is None else of_text(entries, self._length[index])
+            self._length[index] += len(text)
+            return [*first, self._chunk({"index": index, "text": text, "logprobs": logprobs, "finish_reason": None})]
+        delta = {"reasoning_content" if event["type"] in _THOUGHTS else "content": text} if text else {}
+        return [*first, self._delta(index, delta, logprobs=None if entries is None else of_chat(entries))]
+
+    def ends(self, place: int, done: Mapping[str, Any], choices: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """What is told of a job's end. `choices` are those of its result, if there are several."""
+        self.usages.append(done["usage"])
+        if choices:
+            ends = [(c["finish_reason"], c.get("message", {}).get("tool_calls")) for c in choices]
+        else:
+            ends = [(done["finish_reason"], done.get("tool_calls"))]
+        told: list[dict[str, Any]] = []
+        for number, (reason, calls) in enumerate(ends):
+            index = place * self.n + number
+            told += self._first(index)
+            if self.kind != "chat":
+                end = {"index": index, "text": "", "logprobs": None, "finish_reason": finish_reason_of(reason, None)}
+                told.append(self._chunk(end))
+                continue
+            shown = [{"index": at, **call} for at, call in enumerate((calls or [])[: self.most_calls])]
+            if shown:
+                told.append(self._delta(index, {"tool_calls": shown}))
+            told.append(self._delta(index, {}, finish_reason_of(reason, calls)))
+        return told
+
+    def usage(self) -> list[dict[str, Any]]:
+        """The last chunk, if it was asked for."""
+        if not self.include_usage:
+            return []
+        return [{**self._chunk(), "usage": usage_of(self.usages, self.reasoning_tokens)}]
+
+    def _first(self, index: int) -> list[dict[str, Any]]:
+        """What comes before all else of a choice, once."""
+        if index in self._length:
+            return []
+        self._length[index] = 0
+        return [self._delta(index, {"role": "assistant", "content": ""})] if self.kind == "chat" else []
+
+    def _delta(
+        self, index: int, delta: Mapping[str, Any], finish_reason: str | None = None, logprobs: Any = None
+    ) -> dict[str, Any]:
+        return self._chunk({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason})
+
+    def _chunk(self, *choices: Mapping[str, Any]) -> dict[str, Any]:
+        chunk = {
+            "id": self.answer_id,
+            "object": "chat.completion.chunk" if self.kind == "chat" else "text_completion",
+            "created": self._created,
+            "model": self.model,
+            **self.shown,
+            "choices": list(choices),
+        }
+        return {**chunk, "usage": None} if self.include_usage else chunk

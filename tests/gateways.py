@@ -1,0 +1,56 @@
+"""A gateway process for tests."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+
+from cellama.api.machine.redis_server import die_with_parent, free_port
+
+from .conftest import PATIENCE_S, clean_environment, wait_until
+
+COMMAND = [sys.executable, "-c", "from cellama.api.cli import main; main()", "gateway"]
+
+
+class GatewayProcess:
+    """`cellama gateway` on a free port of loopback."""
+
+    def __init__(self, folder: Path, redis_url: str, **settings: str) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._log_path = folder / "gateway.log"
+        with self._log_path.open("wb") as log:
+            self.process = subprocess.Popen(
+                [*COMMAND, "--port", str(self.port)],
+                cwd=folder,
+                env=clean_environment(CELLAMA_REDIS_URL=redis_url, **settings),
+                stdout=log,
+                stderr=log,
+                preexec_fn=die_with_parent,
+            )
+
+    def wait_ready(self, path: str = "/ready") -> GatewayProcess:
+        def answers() -> bool:
+            assert self.process.poll() is None, f"the gateway ended:\n{self.log()}"
+            try:
+                return httpx.get(self.url + path).status_code == 200
+            except httpx.TransportError:
+                return False
+
+        wait_until(answers, "the gateway")
+        return self
+
+    def log(self) -> str:
+        return self._log_path.read_text(errors="replace")
+
+    def stop(self) -> int:
+        """SIGTERM, then SIGKILL if that takes too long; returns the exit code."""
+        self.process.terminate()
+        try:
+            return self.process.wait(PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait()

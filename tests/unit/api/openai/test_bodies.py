@@ -1,0 +1,118 @@
+"""OpenAI's bodies become parameters of jobs, or are refused by name: api/openai/bodies.py."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from typing import Any
+
+import openai.types as types
+import pytest
+
+from cellama.api.openai.bodies import in_openais_words, params_of_body
+from cellama.api.openai.parameters import CHAT, COMPLETIONS, EMBEDDINGS, PARAMETERS
+from cellama.tasks.contract.errors import InvalidJob
+from cellama.tasks.contract.payloads import ChatJob, EmbedJob, GenerateJob, parse_job
+
+HELLO = [{"role": "user", "content": "Hi"}]
+OF_OPENAI = {
+    CHAT: types.chat.completion_create_params.CompletionCreateParamsBase,
+    COMPLETIONS: types.completion_create_params.CompletionCreateParamsBase,
+    EMBEDDINGS: types.embedding_create_params.EmbeddingCreateParams,
+}
+
+
+def chat(**body: Any) -> dict[str, Any]:
+    return params_of_body(CHAT, {"model": "m", "messages": HELLO, **body})
+
+
+@pytest.mark.parametrize("url", PARAMETERS)
+def test_every_parameter_of_openais_client_has_a_rule(url: str) -> None:
+    tree = ast.parse(inspect.getsource(OF_OPENAI[url]))
+    known = {node.target.id for node in ast.walk(tree) if isinstance(node, ast.AnnAssign)}  # type: ignore[union-attr]
+    assert known
+    assert known - {"stream"} <= PARAMETERS[url].keys()
+
+
+@pytest.mark.parametrize(("url", "job"), [(CHAT, ChatJob), (COMPLETIONS, GenerateJob), (EMBEDDINGS, EmbedJob)])
+def test_every_rule_leads_to_a_parameter_of_the_job(url: str, job: Any) -> None:
+    for name, rule in PARAMETERS[url].items():
+        if rule.fate == "as it is" or rule.to:
+            assert (rule.to or name) in job.model_fields
+
+
+def test_body_becomes_a_job() -> None:
+    schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}, "strict": True}}
+    params = chat(
+        max_completion_tokens=5, response_format=schema, logprobs=True, top_logprobs=2, seed=None, user="u", store=True,
+        metadata={"a": "b"}, reasoning_effort="none", tool_choice="auto", top_k=3, modalities=["text"], functions=[],
+    )  # fmt: skip
+    assert params == {
+        "model": "m", "messages": HELLO, "max_tokens": 5, "json_schema": {"type": "object"}, "logprobs": 2,
+        "enable_thinking": False, "template_args": {"reasoning_effort": "none"}, "tool_choice": "auto", "top_k": 3,
+    }  # fmt: skip
+    parse_job(ChatJob, (), (), params)
+
+
+def test_message_that_openais_client_sends_back_is_taken() -> None:
+    reply = {
+        "role": "assistant", "content": "Hello", "refusal": None, "annotations": [], "audio": None,
+        "function_call": None, "tool_calls": None, "reasoning_content": "A greeting.",
+    }  # fmt: skip
+    turns = [{"role": "developer", "content": [{"type": "text", "text": "Be brief."}]}, *HELLO, reply, *HELLO]
+    messages = chat(messages=turns)["messages"]
+    assert messages[0]["role"] == "system"
+    assert messages[2] == {"role": "assistant", "content": "Hello", "reasoning": "A greeting."}
+    parse_job(ChatJob, (), (), {"model": "m", "messages": messages})
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"audio": {}}, "audio is {}: text is all that comes"),
+        ({"functions": [{"name": "f"}]}, "functions is"),
+        ({"modalities": ["text", "audio"]}, "modalities is"),
+        ({"logprobs": 3}, "logprobs is 3: it must be true or false"),
+        ({"top_logprobs": 3}, "top_logprobs is 3, and logprobs is not true"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens is given, too"),
+        ({"response_format": {"type": "xml"}}, "its type must be text, json_object or json_schema"),
+        ({"response_format": "json"}, "its type must be"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "only one of type function is taken"),
+        ({"reasoning_effort": 3}, "reasoning_effort is 3"),
+        ({"messages": None}, "body.messages is missing"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages.0.content.0.type is",
+        ),
+        (
+            {"messages": [*HELLO, {"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
+            "models read text only",
+        ),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(body: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidJob) as caught:
+        chat(**body)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "body", [{"messages": "Hi"}, {"messages": [1]}, {"messages": [{"content": 1}]}, {"tools": 1}, {"template_args": 1}]
+)
+def test_wrong_types_are_left_to_the_payload_which_names_them(body: dict[str, Any]) -> None:
+    with pytest.raises(InvalidJob):
+        parse_job(ChatJob, (), (), chat(**body))
+
+
+@pytest.mark.parametrize(
+    ("url", "told", "shown", "param"),
+    [
+        (CHAT, "json_schema is 3: no", "response_format is 3: no", "response_format"),
+        (EMBEDDINGS, "texts.0 is '': it is empty", "input.0 is '': it is empty", "input"),
+        (EMBEDDINGS, "encoding is 3: no", "encoding_format is 3: no", "encoding_format"),
+        (CHAT, "unknown parameter 'foo'; known", "unknown parameter 'foo'; known", "foo"),
+        (CHAT, "the job is 9 bytes long", "the job is 9 bytes long", None),
+    ],
+)
+def test_problem_of_a_job_is_told_under_openais_name(url: str, told: str, shown: str, param: str | None) -> None:
+    assert in_openais_words(told, url) == (shown, param)

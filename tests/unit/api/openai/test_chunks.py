@@ -1,0 +1,91 @@
+"""Events become chunks of OpenAI's streams, and logprobs its two forms: api/openai/chunks.py, logprobs.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from openai.types import Completion
+from openai.types.chat import ChatCompletionChunk
+
+from cellama.api.openai.answers import body_of
+from cellama.api.openai.chunks import Chunks
+from cellama.api.openai.logprobs import bytes_of, of_chat, of_text
+from cellama.tasks.contract.shapes.results import usage_of
+
+STARTED = {"type": "started", "model": "tiny", "prompt_tokens": 3, "worker": "w", "seed": 1}
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+PROBS = [
+    {"token": 1, "logprob": -0.5, "top": [[1, -0.5], [2, -1.0]], "text": "a", "top_texts": ["a", "b"]},
+    {"token": 3, "logprob": -0.1, "top": [], "text": "bytes:\\xe2\\x82", "top_texts": []},
+]
+
+
+def token(text: str, kind: str = "token", **details: Any) -> dict[str, Any]:
+    return {"type": kind, "text": text, "tokens": [1], **details}
+
+
+def done(reason: str = "stop", **details: Any) -> dict[str, Any]:
+    return {"type": "done", "finish_reason": reason, "usage": usage_of(prompt_tokens=3, completion_tokens=4), **details}
+
+
+def test_chat_tells_role_thoughts_text_calls_and_usage() -> None:
+    chunks = Chunks("chat", "id", "m", include_usage=True, most_calls=1, shown={"service_tier": "flex"})
+    told = chunks.of(0, STARTED)
+    told += chunks.of(0, token("Hm", "reasoning")) + chunks.of(
+        0, {"type": "reasoning_end", "signature": "", "tokens": [2]}
+    )
+    told += chunks.of(0, token("Hi")) + chunks.of(0, token("")) + chunks.ends(0, done(tool_calls=[CALL, CALL]), ())
+    read = [ChatCompletionChunk.model_validate(chunk) for chunk in [*told, *chunks.usage()]]
+    deltas = [chunk.choices[0].delta for chunk in read[:-1]]
+    assert (deltas[0].role, deltas[0].content, read[0].model, read[0].service_tier) == ("assistant", "", "tiny", "flex")
+    assert [d.model_extra.get("reasoning_content") for d in deltas] == [None, "Hm", None, None, None]  # type: ignore[union-attr]
+    assert deltas[2].content == "Hi"
+    assert [call.id for call in deltas[3].tool_calls or ()] == ["a"]
+    assert read[-2].choices[0].finish_reason == "tool_calls"
+    assert read[-1].choices == []
+    assert (usage := read[-1].usage) is not None
+    assert usage.completion_tokens_details is not None
+    assert (usage.total_tokens, usage.completion_tokens_details.reasoning_tokens) == (7, 2)
+
+
+def test_choices_of_several_prompts_are_numbered_through() -> None:
+    chunks = Chunks("generate", "id", "m", n=2)
+    told = chunks.of(1, token("a")) + chunks.of(0, token("b", index=1))
+    told += chunks.ends(0, done(), [{"finish_reason": "stop"}, {"finish_reason": "timeout"}])
+    read = [Completion.construct(**chunk).choices[0] for chunk in told]  # as the client does: its model has no null
+    assert [(choice.index, choice.text, choice.finish_reason) for choice in read] == [
+        (2, "a", None),
+        (1, "b", None),
+        (0, "", "stop"),
+        (1, "", "length"),
+    ]
+
+
+def test_logprobs_have_texts_and_bytes() -> None:
+    content = of_chat(PROBS)["content"]
+    assert content[0] == {
+        "token": "a",
+        "bytes": [97],
+        "logprob": -0.5,
+        "top_logprobs": [
+            {"token": "a", "bytes": [97], "logprob": -0.5},
+            {"token": "b", "bytes": [98], "logprob": -1.0},
+        ],
+    }
+    assert content[1]["bytes"] == [0xE2, 0x82]
+    assert of_text(PROBS, 5) == {
+        "tokens": ["a", "bytes:\\xe2\\x82"],
+        "token_logprobs": [-0.5, -0.1],
+        "top_logprobs": [{"a": -0.5, "b": -1.0}, {}],
+        "text_offset": [5, 6],
+    }
+    assert bytes_of("bytes:") == b"bytes:"
+
+
+def test_tokens_of_a_worker_that_does_not_tell_their_texts_are_numbers() -> None:
+    assert of_text([{"token": 7, "logprob": -1.0, "top": [(8, -2.0)]}])["tokens"] == ["token_id:7"]
+
+
+def test_body_of_a_result_that_no_worker_began_is_one_all_the_same() -> None:
+    result = {"text": "", "finish_reason": "timeout", "usage": usage_of()}
+    assert body_of("generate", "id", [result])["choices"][0]["finish_reason"] == "length"
