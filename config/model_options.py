@@ -36,6 +36,7 @@ class ModelOptions(TypedDict, total=False):
     cache_type_k: CacheType
     cache_type_v: CacheType
     speculation: Literal["auto", "off"]
+    draft: str | None
     pooling: Literal["auto", "mean", "cls", "last", "none", "rank"]
     control_tokens_in_text: bool
     sampling: Mapping[str, object] | None

@@ -90,9 +90,7 @@ class ModelSettings(BaseModel):
     cache_ram_bytes: AutoInt = Field(
         default=None, ge=0, description="quota of KV states kept in RAM; 0 = none; auto: up to 1 GiB of what is left"
     )
-    cache_dir: str | None = Field(
-        default=None, min_length=1, description="folder of KV states on disk; default: that of the worker"
-    )
+    cache_dir: str | None = Field(default=None, min_length=1, description="of KV states on disk; default: the worker's")
     cache_disk_bytes: int | None = Field(
         default=None, ge=0, description="quota of that folder; 0 = no states on disk; default: that of the worker"
     )
@@ -111,6 +109,7 @@ class ModelSettings(BaseModel):
         default="f16", description="of the values in the KV cache; quantized ones need flash attention"
     )
     speculation: Literal["auto", "off"] = Field(default="off", description="auto: guess tokens where that pays")
+    draft: str | None = Field(default=None, min_length=1, description="source of a small model that guesses as well")
     pooling: Literal["auto", "mean", "cls", "last", "none", "rank"] = Field(
         default="auto", description="of embeddings; none = a vector per token, rank = no embeddings, scores"
     )

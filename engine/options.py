@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from .checks import check, check_int
@@ -14,6 +14,7 @@ DEFAULT_SLOTS = 8
 MAX_SLOTS = 256  # llama.cpp: LLAMA_MAX_SEQ
 DEFAULT_UBATCH = 512  # tokens
 DEFAULT_CHUNK = 512  # tokens
+DRAFT_PASS = 128  # tokens of a pass of a draft model, or one of each slot
 DEFAULT_SAVED_BYTES = 1 << 30
 DEFAULT_DISK_BYTES = 8 << 30
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
@@ -54,6 +55,7 @@ class EngineOptions:
     cache_type_v: str = "f16"
     batch_strategy: str = "adaptive"  # see strategies.py; or the import path of your own, package.module:Class
     speculation: Speculation = "off"  # guess tokens where that is faster: docs/adr/015-speculation.md
+    draft: str | None = None  # source of a small model with the same vocabulary, which guesses tokens, too
     # Of embeddings; auto = as the model says, by the mean if it says nothing; none = a vector per token; rank = scores
     # of its classification head, for a model that is loaded to rerank.
     pooling: Pooling = "auto"
@@ -87,6 +89,10 @@ class EngineOptions:
         self._check_one_of("flash_attention", get_args(FlashAttention))
         self._check_one_of("kv_layout", get_args(KvLayout))
         self._check_one_of("speculation", get_args(Speculation))
+        is_source = self.draft is None or (isinstance(self.draft, str) and self.draft != "")
+        check(is_source, "draft", self.draft, "the source of a model, or None")
+        of_use = self.draft is None or self.speculation != "off"
+        check(of_use, "draft", self.draft, 'None while speculation is "off"; set speculation to "auto"')
         self._check_one_of("pooling", get_args(Pooling))
         self._check_one_of("cache_type_k", CACHE_TYPES)
         self._check_one_of("cache_type_v", CACHE_TYPES)
@@ -107,6 +113,24 @@ class EngineOptions:
         """Tokens of a decode call after which the next one is sampled: one of each slot, and drafts."""
         slots = self.num_slots
         return slots if self.speculation == "off" else min(self.pass_tokens, max(slots + 16, 3 * slots))
+
+    @property
+    def of_draft(self) -> EngineOptions:
+        """Those of its draft model: as many slots, as long, in one pool of cells; nothing is kept elsewhere."""
+        pass_tokens = max(DRAFT_PASS, self.num_slots)
+        return replace(
+            self,
+            draft=None,
+            speculation="off",
+            kv_layout="unified",
+            n_batch=pass_tokens,
+            n_ubatch=pass_tokens,
+            chunk_size=None,
+            cache_prompt=False,
+            cache_ram_bytes=0,
+            cache_dir=None,
+            sampling=None,
+        )
 
     @property
     def chunk_tokens(self) -> int:

@@ -43,8 +43,12 @@ T = TypeVar("T")
 class Engine(Generating):
     """Serves many requests at once on one backend. Every method may be called from any thread."""
 
-    def __init__(self, backend: Backend, options: EngineOptions, name: str = "engine") -> None:
+    def __init__(
+        self, backend: Backend, options: EngineOptions, name: str = "engine", draft: Backend | None = None
+    ) -> None:
         """Starts the engine thread, which owns the backend from now on. Telemetry names the model by `name`.
+
+        `draft`, with the same vocabulary and as many slots, guesses tokens for it; the engine owns it, too.
 
         Raises InvalidRequest, GrammarFailed.
         """
@@ -56,7 +60,7 @@ class Engine(Generating):
         self.pulse = Pulse(f"cellama-{name}")
         self.store = open_store(options, backend.identity)
         try:
-            self._core = EngineCore(backend, options, self.pulse, name, self.store)
+            self._core = EngineCore(backend, options, self.pulse, name, self.store, draft)
         except BaseException:
             if self.store is not None:
                 self.store.close()

@@ -24,6 +24,7 @@ from cellama.engine.options import EngineOptions
 from cellama.engine.scheduling.scheduler import Limits, Scheduler
 from cellama.engine.scheduling.sequence import Sequence
 from cellama.engine.scheduling.strategies import make_strategy
+from cellama.engine.speculation.draft_model import DraftModel
 from cellama.engine.speculation.drafting import Drafting
 from cellama.engine.system.inbox import Inbox
 from cellama.engine.system.watchdog import Pulse
@@ -52,11 +53,17 @@ class EngineCore:
     """Serves many requests at once, step by step."""
 
     def __init__(
-        self, backend: Backend, options: EngineOptions, pulse: Pulse, model: str = "engine", store: Store | None = None
+        self,
+        backend: Backend,
+        options: EngineOptions,
+        pulse: Pulse,
+        model: str = "engine",
+        store: Store | None = None,
+        draft: Backend | None = None,
     ) -> None:
         """`pulse` is told what is done just now; telemetry names the `model`; `store` is its folder of states.
 
-        Raises InvalidRequest.
+        `draft` guesses its tokens. Raises InvalidRequest, and ModelLoadFailed for a `draft` that can't decode.
         """
         self.inbox: Inbox[Command | Call[Any]] = Inbox()
         self._backend = backend
@@ -65,7 +72,9 @@ class EngineCore:
         ram_bytes = options.saved_bytes if options.cache_prompt else 0
         self.scheduler = Scheduler(limits, make_strategy(options.batch_strategy), backend, ram_bytes)
         most_rows = 0 if options.speculation == "off" else options.logit_rows
-        self.drafting = Drafting(self.scheduler.cache, backend.vocabulary, most_rows)
+        self._backends = [backend] if draft is None else [backend, draft]
+        guessing = None if draft is None else DraftModel(draft, options.of_draft.pass_tokens)
+        self.drafting = Drafting(self.scheduler.cache, backend.vocabulary, most_rows, guessing)
         ram, nudge = self.scheduler.cache.ram, self.inbox.nudge
         self.disk = None if store is None else DiskTier(store, backend, ram, backend.identity, nudge)
         self.scheduler.finder.disk = self.disk
@@ -112,7 +121,8 @@ class EngineCore:
     def _receive(self) -> None:
         """Serves what other threads have put into the inbox, and uses as many threads as they say."""
         if self.num_threads != self._backend.threads:
-            self._backend.set_threads(self.num_threads)
+            for backend in self._backends:
+                backend.set_threads(self.num_threads)
         if self.disk is not None:
             self.disk.store.note_busy(True)
             self.disk.receive(time.monotonic())
@@ -260,6 +270,7 @@ class EngineCore:
 
     def forget_idle(self) -> None:
         """Idle slots are empty, and RAM has no states."""
+        self.drafting.forget_idle()
         for slot, holder in enumerate(self.scheduler.slots):
             if holder is None:
                 self.scheduler.cache.clear(slot)  # what has just been retired is offered before
@@ -278,4 +289,5 @@ class EngineCore:
             self._serve(command)
         self.requests.fail_all(error)
         self.output.flush()
-        self._backend.close()
+        for backend in self._backends:
+            backend.close()

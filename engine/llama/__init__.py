@@ -7,17 +7,21 @@ from .files.gguf_file import fingerprint
 from .model import LlamaModel
 from .pairs import PairFormat
 from .planning.devices import devices, machine
+from .planning.draft import DraftParts, check_draft, load_draft
 from .planning.load_plan import Plan, load_contexts, plan_load
 
 __all__ = [
+    "DraftParts",
     "LlamaBackend",
     "LlamaEmbeddingBackend",
     "LlamaModel",
     "PairFormat",
     "Plan",
+    "check_draft",
     "devices",
     "fingerprint",
     "load_contexts",
+    "load_draft",
     "machine",
     "missing",
     "plan_load",

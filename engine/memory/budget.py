@@ -7,7 +7,7 @@ model that lost its weights is no faster than the disk. So they count in full, f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -84,12 +84,20 @@ class Footprint:
         """What it takes of one device, or of ALL_DEVICES."""
         if device != ALL_DEVICES:
             return self.devices.get(device, Usage())
-        parts = self.devices.values()
-        return Usage(*(sum(getattr(usage, name) for usage in parts) for name in Usage.__slots__))
+        return _sum(self.devices.values())
+
+    def plus(self, other: Footprint) -> Footprint:
+        """What both take."""
+        names = dict.fromkeys([*self.devices, *other.devices])
+        return Footprint({name: _sum([self.on(name), other.on(name)]) for name in names})
 
     def by_device(self) -> dict[str, int]:
         """Bytes per device."""
         return {name: usage.total_bytes for name, usage in self.devices.items()}
+
+
+def _sum(parts: Collection[Usage]) -> Usage:
+    return Usage(*(sum(getattr(usage, name) for usage in parts) for name in Usage.__slots__))
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +129,11 @@ class Room:
             if size > self.free[name]
         ]
         return max(lacking, key=lambda shortage: shortage.required_bytes - shortage.available_bytes, default=None)
+
+    def beside(self, footprint: Footprint) -> Room:
+        """The room that this leaves."""
+        taken = self.needed(footprint)
+        return Room({name: size - taken.get(name, 0) for name, size in self.free.items()})
 
     def with_back(self, footprints: Iterable[Footprint]) -> Room:
         """The room after these have gone."""

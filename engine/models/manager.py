@@ -31,7 +31,7 @@ from .hub import HubOptions
 from .memory_admission import Admission
 from .model import DEFAULT_MODEL, SAVE_AT_CLOSE_S, Model
 from .model_entry import ModelEntry, new_id
-from .sources import resolve
+from .sources import resolve, with_draft_file
 from .totals import totals_of
 
 log = logging.getLogger(__name__)
@@ -86,7 +86,8 @@ class ModelManager(CallsById):
         hub = hub or HubOptions()
         try:
             path = at_low_priority(lambda: resolve(source, hub))
-            plan = self._admission.admit(entry.id, path, options or EngineOptions(), wanted)
+            chosen = at_low_priority(lambda: with_draft_file(options or EngineOptions(), hub))
+            plan = self._admission.admit(entry.id, path, chosen, wanted)
             model = Model(entry.id, source, path, plan.options, plan.uses, hub, adapters, plan.tuned)
         except BaseException:
             self._admission.release(entry.id)

@@ -128,13 +128,14 @@ class Admission:
         device, limit = shortage.device, self._budget.limit
         with self._lock:
             others = [(other, size) for other, taken in self._budget.items() if (size := taken.on(device).total_bytes)]
+        draft = ", leave out draft" if plan.options.draft else ""
         unload = _whom_to_unload(others, shortage.required_bytes - shortage.available_bytes)
         return InsufficientMemory(
             f"model {model_id!r} does not fit: it needs {readable(shortage.required_bytes)} of {device} "
             f"({_in_words(plan, device)}), available are {readable(shortage.available_bytes)} "
             f"(memory_budget is {limit if isinstance(limit, str) else readable(limit)}); lower "
             "n_parallel, ctx_per_slot or cache_ram_bytes, choose q8_0 as cache_type_k and cache_type_v, raise "
-            f"memory_budget{unload}",
+            f"memory_budget{draft}{unload}",
             *(device, shortage.required_bytes, shortage.available_bytes),
         )
 

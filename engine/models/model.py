@@ -29,6 +29,7 @@ from .hub import HubOptions
 from .sources import resolve
 
 if TYPE_CHECKING:
+    from cellama.engine.llama import LlamaBackend, LlamaModel
     from cellama.engine.llama.backends import Backends
 
 log = logging.getLogger(__name__)
@@ -39,6 +40,8 @@ SAVE_AT_CLOSE_S = 10.0
 
 class Model(ModelCalls):
     """A loaded model: its weights, once, and an engine, an embedder, a reranker where its capabilities ask for them."""
+
+    _draft_weights: LlamaModel | None = None
 
     def __init__(
         self,
@@ -88,18 +91,35 @@ class Model(ModelCalls):
         if "chat" in self.capabilities and self._weights.chat_template is not None:
             self.template  # noqa: B018  (a broken one is a reason not to load the model)
         backends, self.memory, self.devices = at_low_priority(lambda: load_contexts(self._weights, self.options, uses))
-        self._start(backends)
+        try:
+            draft = self._load_draft(backends)
+        except Exception:
+            backends.close()
+            raise
+        self._start(backends, draft)
         for name, (source, scale) in adapters.items():
             self.load_adapter(name, source, scale)
 
-    def _start(self, backends: Backends) -> None:
+    def _load_draft(self, backends: Backends) -> LlamaBackend | None:
+        """The context of its draft model, if it has one, with as many slots as its own, and as long."""
+        from cellama.engine.llama import load_draft
+
+        if self.options.draft is None or backends.generation is None:
+            return None
+        path = Path(self.options.draft)
+        draft = at_low_priority(lambda: load_draft(path, self.options))
+        self._draft_weights, self.memory = draft.weights, self.memory.plus(draft.footprint)
+        log.info("model %s: %s guesses for it (%s)", self.id, path.name, draft.weights.info.description)
+        return draft.backend
+
+    def _start(self, backends: Backends, draft: LlamaBackend | None) -> None:
         """Gives the backends to their threads, which run at normal priority; one that no thread took is freed."""
         from cellama.engine.llama import PairFormat
 
         try:
             if backends.generation is not None:
                 self.ctx_per_slot = backends.generation.ctx_per_slot
-                self._engine = Engine(backends.generation, self.options, name=self.id)
+                self._engine = Engine(backends.generation, self.options, name=self.id, draft=draft)
             if backends.embedding is not None:
                 self._embedder = Embedder(backends.embedding, self.id, self._weights.around[1])
             if backends.ranking is not None:
@@ -114,6 +134,8 @@ class Model(ModelCalls):
             ):
                 if part is None and backend is not None:
                     backend.close()
+            if self._engine is None and draft is not None:
+                draft.close()
             raise
 
     @property
@@ -262,6 +284,8 @@ class Model(ModelCalls):
             self.save_states(save_s)
         ended = [part.close() for part in self.parts]
         closed = all(ended) and self._weights.close()
+        if closed and self._draft_weights is not None:
+            closed = self._draft_weights.close()
         if not closed:
             log.error("model %s is still in use; its memory is not freed", self.id)
         return closed

@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,14 +40,44 @@ def plan_apart(
 ) -> Plan:
     """As `llama.plan_load`, with what `cellama tune` chose for what the options leave open (tuned_options.py).
 
-    Raises ModelLoadFailed, for a file that ends llama.cpp, too; WrongCapability, InvalidRequest.
+    With what its draft model takes, if it has one. Raises ModelLoadFailed, for a file that ends llama.cpp, too;
+    WrongCapability, InvalidRequest.
     """
+    plan = _plan_one(model_id, path, options, wanted, room)
+    if plan.options.draft is None:
+        return plan
+    if not plan.uses.generates:
+        raise ModelLoadFailed(f"model {model_id!r} generates no tokens, so it can have no draft model; leave out draft")
+    draft = _plan_draft(path, plan.options, room)
+    if room.shortage(plan.footprint.plus(draft)) is not None:  # sizes that were left open filled it
+        plan = _plan_one(model_id, path, options, wanted, room.beside(draft))
+        draft = _plan_draft(path, plan.options, room)
+    return replace(plan, footprint=plan.footprint.plus(draft))
+
+
+def _plan_draft(path: Path, options: EngineOptions, room: Room) -> Footprint:
+    """What the draft model for the model at `path` takes; raises unless it can be that."""
+    assert options.draft is not None
+    wanted: frozenset[Capability] = frozenset({"generate"})
+    return _plan_one("draft", Path(options.draft), options.of_draft, wanted, room, guesses_for=path).footprint
+
+
+def _plan_one(
+    model_id: str,
+    path: Path,
+    options: EngineOptions,
+    wanted: frozenset[Capability] | None,
+    room: Room,
+    *,
+    guesses_for: Path | None = None,
+) -> Plan:
     asked = {
         "model_id": model_id,
         "path": str(path),
         "options": asdict(options),
         "wanted": None if wanted is None else sorted(wanted),
         "room": dict(room.free),
+        "guesses_for": None if guesses_for is None else str(guesses_for),
     }
     answer = _answer_of_child(path, json.dumps(asked))
     if "error" in answer:

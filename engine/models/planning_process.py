@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cellama.engine.errors import EngineError
-from cellama.engine.llama import plan_load
+from cellama.engine.llama import check_draft, plan_load
 from cellama.engine.memory.budget import Room
 from cellama.engine.options import EngineOptions
 
@@ -29,7 +29,11 @@ def main() -> None:
 
 def _plan(asked: dict[str, Any]) -> dict[str, Any]:
     path = Path(asked["path"])
-    options, names = tuned_options.apply(EngineOptions(**asked["options"]), path)
+    options, names = EngineOptions(**asked["options"]), tuple[str, ...]()
+    if asked["guesses_for"] is None:
+        options, names = tuned_options.apply(options, path)
+    else:
+        check_draft(path, Path(asked["guesses_for"]))
     wanted = None if asked["wanted"] is None else frozenset(asked["wanted"])
     plan = plan_load(asked["model_id"], path, options, wanted, Room(asked["room"]))
     return plan_as_json(replace(plan, tuned=names))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from cellama.engine.bundled import PIRATE_PATH, TINY_PATH
 from cellama.engine.errors import ModelLoadFailed, nearest
+from cellama.engine.options import EngineOptions
 
 from . import hub
 from .hub import HubOptions
@@ -25,6 +27,16 @@ def resolve(source: str, hub_options: HubOptions = HubOptions()) -> Path:  # noq
             f"source {source!r} is of no known kind; give a path to a GGUF file, hf://ORG/REPO/FILE, or bundled://tiny"
         )
     return _check(Path(source).expanduser())
+
+
+def with_draft_file(options: EngineOptions, hub_options: HubOptions) -> EngineOptions:
+    """The options, with the file of their draft model in the place of its source. Raises ModelLoadFailed."""
+    if options.draft is None:
+        return options
+    try:
+        return replace(options, draft=str(resolve(options.draft, hub_options)))
+    except ModelLoadFailed as error:
+        raise ModelLoadFailed(f"draft model: {error}") from None
 
 
 def _bundled(name: str) -> Path:

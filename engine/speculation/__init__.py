@@ -1,4 +1,5 @@
 """Tokens that are guessed, decoded together with the last one, and kept as far as the model chooses the same.
 
-May use: `scheduling`, and what is above it. Pure: no llama.cpp, no clock, no threads. docs/adr/015-speculation.md
+May use: `scheduling`, and what is above it. No llama.cpp, no threads, and no clock but in `draft_model`.
+docs/adr/015-speculation.md
 """

@@ -14,6 +14,8 @@ from cellama.engine.scheduling.sequence import Sequence, Work
 from cellama.engine.scheduling.strategies import BESIDE_STEP_S, BULK_STEP_S
 from cellama.engine.snapshots import DraftCount
 
+from .asking import Asking
+from .draft_model import DraftModel
 from .forced import ForcedText, Spelling
 from .gate import MOST_DRAFTS, Candidate, Gate
 from .lookup import Follower, Index, Pool, Pools
@@ -32,6 +34,7 @@ class Guesses:
     pool: Pool | None
     at: int = -1  # the sequence had so many tokens when its draft was made
     draft: Draft | None = None  # the last one, decoded or not
+    most: int = 0  # tokens that it may have
     num_unverified: int = 0  # positions that the slot holds beyond those that are accounted
 
 
@@ -41,8 +44,8 @@ class Drafting:
     calls_of ─► decode ─► begin_verifying ─► (sample, accept)* ─► end_verifying
     """
 
-    def __init__(self, cache: KvCache, vocabulary: Vocabulary, most_rows: int) -> None:
-        """A decode call has logits for at most `most_rows`; 0: nothing is guessed."""
+    def __init__(self, cache: KvCache, vocabulary: Vocabulary, most_rows: int, model: DraftModel | None = None) -> None:
+        """A decode call has logits for at most `most_rows`; 0: nothing is guessed. `model` guesses, too."""
         self.gate = Gate(max(most_rows, 1), unified=cache.memory.unified)
         self.counts: dict[str, DraftCount] = {}  # since the start, by source
         self._cache = cache
@@ -55,6 +58,7 @@ class Drafting:
         self._guesses: dict[Sequence, Guesses] = {}
         self._num_tokens = 0  # that the last step with drafts brought, 0 if the last one had none …
         self._spent_s = 0.0  # … and what its decode calls took
+        self._asking = None if model is None else Asking(model, self._odds)
 
     # Before a decode call
 
@@ -78,7 +82,8 @@ class Drafting:
         drafts = {work.chunk.slot: draft for work in works if (draft := self._draft(work.sequence)) is not None}
         candidates = [self._candidate(work, drafts.get(work.chunk.slot)) for work in works]
         is_read = any(work.sequence.request.is_interactive for work in works)
-        lengths = self.gate.choose(candidates, BESIDE_STEP_S if is_read else BULK_STEP_S)
+        most_s = BESIDE_STEP_S if is_read else BULK_STEP_S
+        lengths = self._choose(works, candidates, drafts, most_s)
         if not lengths or not self._fit(works, lengths):
             return [works]
         self._num_tokens = len(works)
@@ -99,7 +104,8 @@ class Drafting:
             sequence.request.max_tokens - sequence.num_output - 1,
         )
         guesses.at, guesses.draft = len(sequence.tokens), None
-        if most < 1 or memory.first_cut(slot) > sequence.num_computed:
+        guesses.most = most if memory.first_cut(slot) <= sequence.num_computed else 0
+        if guesses.most < 1:
             return None
         drafts = [draft for source in guesses.sources if (draft := source.draft(most)) is not None]
         if drafts:
@@ -124,8 +130,49 @@ class Drafting:
         return guesses
 
     def _candidate(self, work: Work, draft: Draft | None) -> Candidate:
-        odds = [] if draft is None else self._guesses[work.sequence].odds.of_draft(draft)
-        return Candidate(work.chunk.slot, odds)
+        guesses, slot = self._guesses[work.sequence], work.chunk.slot
+        odds = [] if draft is None else guesses.odds.of_draft(draft)
+        if self._asking is None:
+            return Candidate(slot, odds)
+        return self._asking.candidate(work.sequence, slot, odds, guesses.odds, guesses.most)
+
+    def _choose(
+        self, works: Seq[Work], candidates: Seq[Candidate], drafts: dict[int, Draft], most_s: float
+    ) -> Mapping[int, int]:
+        """How many drafts of each slot to decode, by slot. Those of the draft model are made, if they are to be."""
+        if self._asking is None:
+            return self.gate.choose(candidates, most_s)
+        self._asking.begin_step()
+        lengths = self.gate.choose(candidates, most_s, self._asking.seconds)
+        offered = {c.slot for c in candidates if c.is_made}
+        asked = {w.sequence: self._guesses[w.sequence].odds for w in works if w.chunk.slot in offered & lengths.keys()}
+        if not asked:
+            if offered and not self.gate.compares:
+                self._asking.refuse([self._guesses[w.sequence].odds for w in works if w.chunk.slot in offered])
+            return lengths
+        made, seconds = self._asking.make(asked, max(lengths.values()))
+        for sequence, draft in made.items():
+            guesses = self._guesses[sequence]
+            tokens, marks = draft.tokens[: guesses.most], draft.marks[: guesses.most]
+            guesses.draft = draft._replace(tokens=tokens, marks=marks)
+        self._num_tokens, self._spent_s = len(works), seconds  # that counts, whatever is decoded now
+        return self._fitting(works, drafts, most_s - seconds)
+
+    def _fitting(self, works: Seq[Work], drafts: dict[int, Draft], most_s: float) -> Mapping[int, int]:
+        """How many of the drafts that there are now, by slot."""
+        candidates = []
+        for sequence, chunk in works:
+            guesses, odds = self._guesses[sequence], []
+            if guesses.draft is not None:
+                drafts[chunk.slot] = guesses.draft
+                odds = guesses.odds.of_draft(guesses.draft)
+            candidates.append(Candidate(chunk.slot, odds))
+        return self.gate.fit(candidates, most_s)
+
+    def forget_idle(self) -> None:
+        """Nothing is held of requests that have ended, but what pools have of their outputs."""
+        if self._asking is not None:
+            self._asking.forget_idle()
 
     def _fit(self, works: Seq[Work], lengths: Mapping[int, int]) -> bool:
         """True if there are cells for all of them. Drafts take none from a sequence."""
@@ -192,8 +239,11 @@ class Drafting:
         if guesses.num_unverified and sequence.slot is not None:
             guesses.num_unverified = 0
             sequence.cut_back(self._cache.truncate(sequence.slot, sequence.num_computed))
-        if guesses.draft is not None:
-            guesses.odds.compare(guesses.draft, sequence.tokens[guesses.at :])
+        if (draft := guesses.draft) is not None:
+            tokens = sequence.tokens[guesses.at :]
+            guesses.odds.compare(draft, tokens)
+            if self._asking is not None:
+                self.gate.account(0, self._asking.learn(sequence, guesses.odds, draft, tokens))
             guesses.draft = None
 
     def end(self, sequence: Sequence) -> None:
@@ -203,3 +253,5 @@ class Drafting:
             pool = self._guesses.pop(sequence).pool
             if pool is not None and sequence.num_output:
                 pool.add(sequence.tokens[sequence.num_prompt :])
+            if self._asking is not None:
+                self.gate.account(0, self._asking.end(sequence))

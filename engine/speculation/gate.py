@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from functools import partial
 from itertools import accumulate
 from operator import mul
 from typing import NamedTuple
@@ -31,6 +32,9 @@ class Candidate(NamedTuple):
 
     slot: int
     odds: Seq[float]
+    is_made: bool = False  # they have to be made first, which takes time …
+    reading_s: float = 0.0  # … as does reading what came before, for so many tokens that are still to come
+    num_left: float = 1.0
 
 
 class Plan(NamedTuple):
@@ -39,8 +43,20 @@ class Plan(NamedTuple):
     lengths: Mapping[int, int]  # slot → drafts that are decoded
     passes: list[int]  # rows of each
     tokens: float  # that it is expected to bring
+    is_made: bool = False  # some of its drafts are not there yet
+    making_s: float = 0.0  # before these passes
+    reading_s: float = 0.0  # the same, but for all steps to come …
+    reading_share_s: float = 0.0  # … and of that the share of this one
     length: int = 0
     least_gain: float = 0.0  # of a slot that gets drafts
+
+
+Gains = Mapping[int, Seq[float]]
+Making = Callable[[int, int], float]  # slots, tokens of each → the seconds that making these drafts takes
+
+
+def _nothing(num_slots: int, length: int) -> float:
+    return 0.0
 
 
 class Gate:
@@ -57,6 +73,7 @@ class Gate:
         self._kept = Plan({}, [], 0.0)  # the last choice, and …
         self._num_kept = 0  # … for how many steps it holds
         self._num_on = 0  # steps with drafts since the last one without
+        self.compares = False  # the last choice has no drafts only to see what that takes
 
     def is_resting(self, num_slots: int) -> bool:
         """True if drafts need not even be asked for in this step: they did not pay lately."""
@@ -79,14 +96,15 @@ class Gate:
         """The last choice had drafts, brought so many tokens in all, and took so long."""
         self._may_lose_s = min(MOST_S, self._may_lose_s + num_tokens * self._token_s - seconds)
 
-    def choose(self, candidates: Seq[Candidate], most_s: float) -> Mapping[int, int]:
+    def choose(self, candidates: Seq[Candidate], most_s: float, making: Making = _nothing) -> Mapping[int, int]:
         """How many drafts of each slot to decode, by slot; slots with none are not in it.
 
         A call with drafts takes no longer than `most_s`, as far as is known. `candidates` are in order of slots.
         Without `unified` all that have drafts get equally many: what a slot lacks is padded.
         """
-        gains = {c.slot: [0.0, *accumulate(accumulate(c.odds, mul))] for c in candidates if c.odds}
+        gains = _gains(candidates)
         slots = [c.slot for c in candidates]
+        self.compares = False
         none = self._plan(slots, {}, 0.0)
         is_known = all(self._curve.is_known(rows) for rows in none.passes)
         if not gains or not is_known or self._may_lose_s <= 0:
@@ -95,8 +113,7 @@ class Gate:
         self._num_kept -= 1
         if self._kept.lengths and self._num_kept > 0:
             return self._as_before(gains)
-        plans = [plan for plan in self._plans(slots, gains) if sum(plan.passes) <= self._most_rows]
-        plans = [plan for plan in plans if self._seconds(plan.passes) <= most_s]
+        plans = self._possible(slots, gains, most_s, partial(_with_making, candidates=candidates, making=making))
         if not plans:
             return self._decide(none)
         rate = self._rate(none, self._curve.expected)
@@ -104,21 +121,33 @@ class Gate:
         needed = TO_GO_ON if self._kept.lengths else TO_BEGIN
         chosen = best if self._rate(best, self._curve.expected) >= needed * rate else none
         if chosen is best and self._num_on >= COMPARED:
-            self._num_on = 0
+            self._num_on, self.compares = 0, True
             return {}
         return self._decide(self._explore([none, *plans], chosen))
+
+    def fit(self, candidates: Seq[Candidate], most_s: float) -> Mapping[int, int]:
+        """The same for drafts that have been made for the last choice: only their rows are weighed by now."""
+        gains, slots = _gains(candidates), [c.slot for c in candidates]
+        plans = self._possible(slots, gains, most_s) if gains else []
+        return max([self._plan(slots, {}, 0.0), *plans], key=lambda plan: self._rate(plan, self._curve.hoped)).lengths
+
+    def _possible(
+        self, slots: Seq[int], gains: Gains, most_s: float, changed: Callable[[Plan], Plan] = lambda plan: plan
+    ) -> list[Plan]:
+        plans = [changed(plan) for plan in self._plans(slots, gains) if sum(plan.passes) <= self._most_rows]
+        return [plan for plan in plans if self._seconds(plan.passes) + plan.making_s <= most_s]
 
     def _decide(self, plan: Plan) -> Mapping[int, int]:
         self._kept = plan
         if plan.lengths:
-            self._num_kept = min(self._num_slots, KEPT)
+            self._num_kept = 1 if plan.is_made else min(self._num_slots, KEPT)
             self._num_on += 1
         else:
             self._rest = min(self._num_slots, PATIENCE) - 1
             self._num_on = 0
         return plan.lengths
 
-    def _as_before(self, gains: Mapping[int, Seq[float]]) -> Mapping[int, int]:
+    def _as_before(self, gains: Gains) -> Mapping[int, int]:
         """The last choice for the drafts that there are now."""
         self._num_on += 1
         length, least = self._kept.length, self._kept.least_gain
@@ -129,11 +158,13 @@ class Gate:
     def _explore(self, plans: Seq[Plan], chosen: Plan) -> Plan:
         """What may well be better than the chosen one, if the time that it would lose otherwise may be lost."""
         hopeful = max(plans, key=lambda plan: self._rate(plan, self._curve.hoped))
-        expected_s = self._seconds(hopeful.passes)
+        if hopeful is chosen:
+            return chosen
+        expected_s = self._seconds(hopeful.passes) + hopeful.making_s + hopeful.reading_s
         loss_s = expected_s - hopeful.tokens / self._rate(chosen, self._curve.expected)
         return hopeful if loss_s <= self._may_lose_s else chosen
 
-    def _plans(self, slots: Seq[int], gains: Mapping[int, Seq[float]]) -> Iterator[Plan]:
+    def _plans(self, slots: Seq[int], gains: Gains) -> Iterator[Plan]:
         longest = max(len(sums) - 1 for sums in gains.values())
         for length in sorted({*(short for short in LENGTHS if short < longest), min(longest, MOST_DRAFTS)}):
             gain = {slot: sums[min(length, len(sums) - 1)] for slot, sums in gains.items()}
@@ -143,7 +174,7 @@ class Gate:
                 plan = self._plan(slots, self._lengths(chosen, length, gains), sum([gain[slot] for slot in chosen]))
                 yield plan._replace(length=length, least_gain=0.7 * gain[chosen[-1]])
 
-    def _lengths(self, chosen: Seq[int], length: int, gains: Mapping[int, Seq[float]]) -> dict[int, int]:
+    def _lengths(self, chosen: Seq[int], length: int, gains: Gains) -> dict[int, int]:
         if self._unified:
             return {slot: min(length, len(gains[slot]) - 1) for slot in chosen}
         return dict.fromkeys(chosen, length)
@@ -160,7 +191,23 @@ class Gate:
 
     def _rate(self, plan: Plan, seconds_of: Callable[[int], float]) -> float:
         """Tokens per second."""
-        return plan.tokens / max(sum([seconds_of(rows) for rows in plan.passes]), 1e-9)
+        seconds = sum([seconds_of(rows) for rows in plan.passes])
+        return plan.tokens / max(seconds + plan.making_s + plan.reading_share_s, 1e-9)
+
+
+def _gains(candidates: Seq[Candidate]) -> dict[int, list[float]]:
+    """The tokens that drafts of each length bring, by slot."""
+    return {c.slot: [0.0, *accumulate(accumulate(c.odds, mul))] for c in candidates if c.odds}
+
+
+def _with_making(plan: Plan, candidates: Seq[Candidate], making: Making) -> Plan:
+    """The plan with what its drafts take before they are there."""
+    made = [c for c in candidates if c.is_made and c.slot in plan.lengths]
+    if not made:
+        return plan
+    share_s = sum([c.reading_s / c.num_left for c in made]) * plan.tokens / len(candidates)
+    making_s, reading_s = making(len(made), plan.length), sum([c.reading_s for c in made])
+    return plan._replace(is_made=True, making_s=making_s, reading_s=reading_s, reading_share_s=share_s)
 
 
 def _counts(most: int) -> list[int]:

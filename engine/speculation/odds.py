@@ -9,6 +9,7 @@ from .sources import Draft
 
 FADING = 0.98  # of what was seen, with each new observation of a mark
 FIRST_TRIALS = 4.0  # that the first guess counts as
+FORGIVING = 0.98  # of what was seen, with each look at what is not asked
 OWN_TRIALS = 3.0  # that what holds in general counts as, for one sequence
 FIRST_ODDS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.9)  # by mark
 
@@ -42,6 +43,11 @@ class Odds:
         counts[1] = counts[1] * FADING + 1.0
         if self._general is not None:
             self._general.observe(source, mark, is_right=is_right)
+
+    def fade(self, source: str, mark: int) -> None:
+        """What was seen of a mark counts a little less: who was wrong gets another chance."""
+        counts = self._counts[source, mark]
+        counts[0], counts[1] = counts[0] * FORGIVING, counts[1] * FORGIVING
 
     def compare(self, draft: Draft, tokens: Sequence[int]) -> None:
         """The sequence went on with these tokens, whether the draft was decoded or not."""

@@ -1,0 +1,35 @@
+"""A gate that has a draft model asked whether that pays or not: what it would find out depends on the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from random import Random
+
+from cellama.engine.speculation.gate import Candidate
+
+
+class AskingGate:
+    """Takes a random number of drafts of most slots: equally many, as a stream of cells per slot wants it."""
+
+    compares = False
+
+    def __init__(self, seed: int, most: int = 4) -> None:
+        self._random = Random(seed)
+        self._most = most
+
+    def is_resting(self, num_slots: int) -> bool:
+        return False
+
+    def observe(self, passes: Sequence[int], seconds: float) -> None:
+        pass
+
+    def account(self, num_tokens: int, seconds: float) -> None:
+        pass
+
+    def choose(self, candidates: Sequence[Candidate], most_s: float, making: object = None) -> Mapping[int, int]:
+        length = self._random.randint(1, self._most)
+        return {c.slot: length for c in candidates if c.odds and self._random.random() < 0.9}
+
+    def fit(self, candidates: Sequence[Candidate], most_s: float) -> Mapping[int, int]:
+        length = max((len(c.odds) for c in candidates), default=0)
+        return {c.slot: length for c in candidates if c.odds}
