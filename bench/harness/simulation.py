@@ -6,14 +6,18 @@ Machines are noisy, and strategies differ by little: by how many passes there ar
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+import numpy as np
+
 from cellama.engine import Request
+from cellama.engine.backend import Chunk
 from cellama.engine.fake import FakeBackend
 from cellama.engine.request import DEFAULT_PRIORITY
 from cellama.engine.scheduling.micro_batches import micro_batches_of
+from cellama.engine.scheduling.neighbours import runs_of
 from cellama.engine.scheduling.scheduler import Limits, Scheduler
 from cellama.engine.scheduling.sequence import Sequence as Running
 from cellama.engine.scheduling.sequence import Work
@@ -22,6 +26,7 @@ from cellama.engine.scheduling.strategies import Strategy
 from .workloads import Line
 
 TOKEN = 7  # any
+SAVED_BYTES = 1 << 20  # one a token: of those that lose their slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +36,32 @@ class Costs:
     pass_ms: float
     prompt_row_ms: float
     decode_row_ms: float
+    decode_ms: Mapping[int, float] = field(default_factory=dict)  # of passes of single tokens, by rows, where measured
 
-    def of(self, works: Sequence[Work]) -> float:
-        """Seconds of a decode call: chunks of different lengths are passes of their own (docs/adr/011)."""
-        lengths = [len(work.chunk.tokens) for work in works]
-        row_ms = self.decode_row_ms if max(lengths) == 1 else self.prompt_row_ms
-        return (self.pass_ms * len(set(lengths)) + row_ms * sum(lengths)) / 1e3
+    def of(self, chunks: Sequence[Chunk]) -> float:
+        """Seconds of a decode call."""
+        return sum(self._of_pass(length, rows) for length, rows in passes_of(chunks)) / 1e3
+
+    def _of_pass(self, length: int, rows: int) -> float:
+        if length > 1:
+            return self.pass_ms + self.prompt_row_ms * length * rows
+        if not self.decode_ms:
+            return self.pass_ms + self.decode_row_ms * rows
+        return float(np.interp(rows, list(self.decode_ms), list(self.decode_ms.values())))
 
 
-CPU = Costs(9.0, 1.3, 1.5)  # 174M in Q8_0 on 2 cores
+def passes_of(chunks: Sequence[Chunk]) -> list[tuple[int, int]]:
+    """Length and number of the chunks of each pass: those of equal length in consecutive slots (docs/adr/008, 011)."""
+    slots: dict[int, list[int]] = {}
+    for chunk in chunks:
+        slots.setdefault(len(chunk.tokens), []).append(chunk.slot)
+    return [(length, run.size) for length, of_length in slots.items() for run in runs_of(sorted(of_length))]
+
+
+MEASURED = {1: 6.9, 2: 17.0, 8: 26.0, 16: 29.0, 32: 58.0, 64: 100.0}  # docs/adr/008
+CPU = Costs(9.0, 1.3, 1.5, MEASURED)  # 174M in Q8_0 on 2 cores
 CHEAP_ROWS = Costs(20.0, 0.02, 0.05)  # where a pass costs the same however full it is, nearly
+LOOK_S = 1.5e-3  # between two looks at the clock while sequences are moved: a move takes that long, or twice
 
 
 @dataclass
@@ -77,7 +98,8 @@ def simulate(
     """All lines at once, and interactive ones of other names at their times, in seconds."""
     context = max(len(line.prompt) + line.num_new for line in [*lines, *(line for _, line in arriving)]) + 1
     backend = FakeBackend(n_slots=slots, ctx_per_slot=context, n_batch=2048)
-    scheduler, found, coming = Scheduler(Limits(512, 512), strategy, backend), Simulated(), deque(arriving)
+    scheduler, found = Scheduler(Limits(512, 512), strategy, backend, SAVED_BYTES), Simulated()
+    coming = deque(arriving)
     for line in lines:
         _enqueue(scheduler, line, priority, 0.0)
     while scheduler.has_work or coming:
@@ -87,16 +109,39 @@ def simulate(
             at, line = coming.popleft()
             _enqueue(scheduler, line, DEFAULT_PRIORITY, at)
         scheduler.admit(found.seconds)
+        _move(scheduler, found)
         began, num_tokens = found.seconds, 0
         for works in micro_batches_of(scheduler.schedule(began), unified=False):
-            backend.decode(sorted(work.chunk for work in works))
-            found.seconds += costs.of(works)
-            found.num_passes += len({len(work.chunk.tokens) for work in works})
-            num_tokens += sum(len(work.chunk.tokens) for work in works)
-            for work in works:
-                _commit(scheduler, work, found)
+            num_tokens += _decode(scheduler, works, costs, found)
         scheduler.strategy.observe(num_tokens, found.seconds - began)
     return found
+
+
+def _move(scheduler: Scheduler, found: Simulated) -> None:
+    def look() -> float:
+        found.seconds += LOOK_S
+        return found.seconds
+
+    if moves := scheduler.layout.next_moves():
+        scheduler.layout.carry_out(moves, look)
+
+
+def _decode(scheduler: Scheduler, works: list[Work], costs: Costs, found: Simulated) -> int:
+    """A decode call as the engine makes it; the number of its tokens."""
+    layout, backend = scheduler.layout, scheduler.cache.memory
+    assert isinstance(backend, FakeBackend)
+    works, padding = layout.fill(works)
+    chunks = sorted([*(work.chunk for work in works), *padding])
+    backend.decode(chunks)
+    backend.batches.clear()
+    layout.take_off(padding)
+    seconds = costs.of(chunks)
+    found.seconds += seconds
+    found.num_passes += len(passes_of(chunks))
+    layout.observe_decode(chunks, seconds)
+    for work in works:
+        _commit(scheduler, work, found)
+    return sum(len(work.chunk.tokens) for work in works)
 
 
 def _enqueue(scheduler: Scheduler, line: Line, priority: int, now: float) -> None:

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from bisect import bisect
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from itertools import pairwise
 from typing import NamedTuple
@@ -94,5 +95,16 @@ def moves_together(own: Seq[int], idle: Seq[int], weight: Mapping[int, int]) -> 
 
 def beside(running: Seq[int], empty: Seq[int]) -> int | None:
     """The empty slot for one more that shall lie beside those that run: in a hole if there is one."""
-    taken = set(running)
-    return min(empty, key=lambda slot: (-((slot - 1 in taken) + (slot + 1 in taken)), slot), default=None)
+    return next(iter(by_nearness(empty, running)), None)
+
+
+def by_nearness(slots: Iterable[int], running: Iterable[int]) -> list[int]:
+    """Slots in the order in which they should go with those that run: holes, then neighbours, then by distance."""
+    others = sorted(running)
+
+    def distances(slot: int) -> tuple[int, int, int]:
+        at = bisect(others, slot)
+        near = [abs(other - slot) for other in others[max(0, at - 1) : at + 1]]
+        return -near.count(1), min(near, default=0), slot
+
+    return sorted(slots, key=distances)

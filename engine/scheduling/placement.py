@@ -1,4 +1,7 @@
-"""Where a waiting sequence can go: which slot, with which prefix, and whether there are cells for it. Pure."""
+"""Where a waiting sequence can go: which slot, with which prefix, whether there are cells for it, and who gives way.
+
+Pure. Interactive sequences are kept together, so that llama.cpp decodes them in one pass (docs/adr/011).
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,13 @@ from cellama.engine.kvcache.disk_tier import DiskTier
 from cellama.engine.kvcache.manager import KvCache, Placement
 
 from .adapter_rotation import Rotation, slot_beside
-from .neighbours import beside
+from .neighbours import beside, by_nearness
 from .sequence import Sequence, State
+from .waiting_queue import rank_if_preempted
 
 WORTH_WAITING_TOKENS = 64  # a prefix shorter than this is computed twice rather than waited for
 GROWTH_TOKENS = 16  # cells kept free for each running sequence when a new one is admitted
+HOLD_S = 1.0  # a bulk request that has waited long keeps its slot at least so long, and until it has a token more
 
 
 class SlotFinder:
@@ -78,13 +83,40 @@ class SlotFinder:
         return self._cells_needed(sequence, victims) <= cells.free + cells.freed_by(slots)
 
     def _preferred_slot(self, sequence: Sequence, idle: list[int]) -> int | None:
-        """The slot beside others with the same adapters; else an empty one beside any that run."""
+        """The slot beside others with the same adapters; else an empty one beside its like, or any that run."""
         if self._cache.memory.unified:
             return None
         if not self._rotation.is_needed_with(sequence.adapters):
             running = [slot for slot, holder in enumerate(self._slots) if holder is not None]
-            return beside(running, [slot for slot in idle if not self._cache.cells.of(slot)])
+            like = self._slots_like(sequence)
+            return beside(like or running, [slot for slot in idle if not self._cache.cells.of(slot)])
         return slot_beside(sequence.adapters, [None if s is None else s.adapters for s in self._slots])
+
+    def _slots_like(self, sequence: Sequence) -> list[int]:
+        """Those of interactive sequences, or of bulk ones, that can be decoded in a pass with this one."""
+        kind = sequence.request.is_interactive, sequence.adapters
+        return [slot for slot, s in enumerate(self._slots) if s and (s.request.is_interactive, s.adapters) == kind]
+
+    def victims(self, sequence: Sequence, now: float) -> list[Sequence]:
+        """The running sequences that should rather wait than this one, the one that loses its slot first comes first.
+
+        The order of the queue decides, in which only time spent waiting makes a sequence older. Before a reader waits
+        for a slot, a bulk request that is older gives way, too, but not at once again: so it comes to its end.
+        """
+        less_urgent = [s for s in self._slots if s is not None and s.request.priority > sequence.request.priority]
+        ranks = {s: rank_if_preempted(s, now) for s in less_urgent}
+        younger = [s for s in less_urgent if ranks[s] > sequence.rank]
+        older = [s for s in less_urgent if ranks[s] <= sequence.rank and _may_lose_it(s, sequence, now)]
+        older.sort(key=lambda s: ranks[s], reverse=True)
+        return self._cheapest_first(younger, sequence) + older
+
+    def _cheapest_first(self, victims: list[Sequence], sequence: Sequence) -> list[Sequence]:
+        """The least urgent first; of these the youngest, or, where nothing gets lost, who lies best for the sequence."""
+        if self._cache.memory.unified or not self._cache.ram.quota_bytes or not sequence.request.is_interactive:
+            return sorted(victims, key=expendable, reverse=True)
+        slots = [victim.slot for victim in victims if victim.slot is not None]
+        order = {slot: place for place, slot in enumerate(by_nearness(slots, self._slots_like(sequence)))}
+        return sorted(victims, key=lambda victim: (-victim.request.priority, order[victim.slot or 0]))
 
     def _cells_needed(self, sequence: Sequence, victims: Seq[Sequence] = ()) -> int:
         """Cells that have to be free for the sequence, and for what runs beside it without the victims."""
@@ -97,3 +129,15 @@ class SlotFinder:
 
 def _will_compute(sequence: Sequence, length: int) -> bool:
     return sequence.state is State.PREFILLING and sequence.num_computed < length
+
+
+def expendable(sequence: Sequence) -> tuple[int, float, int]:
+    """Larger for what should rather give up its slot: the less urgent, then the younger."""
+    return sequence.request.priority, sequence.admitted_at or 0.0, sequence.order
+
+
+def _may_lose_it(victim: Sequence, sequence: Sequence, now: float) -> bool:
+    """True if a reader waits for the slot of a bulk request that has made use of it."""
+    if victim.request.is_interactive or not sequence.request.is_interactive or victim.placed_at is None:
+        return False
+    return now - victim.placed_at >= HOLD_S and victim.num_output > victim.num_output_placed

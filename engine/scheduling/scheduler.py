@@ -11,11 +11,11 @@ from cellama.engine.kvcache.manager import KvCache, Placement
 
 from .adapter_rotation import Rotation
 from .cuts import CutPlanner
-from .placement import SlotFinder
+from .placement import SlotFinder, expendable
 from .sequence import Sequence, State, Work, work_of
 from .slot_layout import SlotLayout
 from .strategies import Guarded, SlotView, Strategy
-from .waiting_queue import WaitingQueue, rank_if_preempted
+from .waiting_queue import WaitingQueue
 
 MAX_PASSED_OVER = 64  # sequences that wait for a prefix, beyond which the queue is not searched for others
 BULK_PATIENCE_S = 20.0  # an interactive request that has its slot so much later still reads its prompt first
@@ -105,25 +105,15 @@ class Scheduler:
             idle = [slot for slot, holder in enumerate(self.slots) if holder is None]
             if idle and (placement := self.finder.find_slot(sequence, idle)) is not None:
                 return placement
-            victims = self._less_urgent_than(sequence, now)
+            victims = self.finder.victims(sequence, now)
             if not victims or not self.finder.would_fit(sequence, idle, victims):
                 return None
             self.preempt(victims[0], now)
 
-    def _less_urgent_than(self, sequence: Sequence, now: float) -> list[Sequence]:
-        """The running sequences that should rather wait, the least urgent first.
-
-        The order of the queue decides, in which only time spent waiting makes a sequence older: so an urgent one takes
-        the slot of a bulk one, but not again and again from one that has waited long.
-        """
-        victims = [s for s in self.slots if s is not None and s.request.priority > sequence.request.priority]
-        victims = [s for s in victims if rank_if_preempted(s, now) > sequence.rank]
-        return sorted(victims, key=_expendable, reverse=True)
-
     def _victim(self) -> Sequence | None:
         """The least urgent running sequence, and of these the youngest."""
         running = [s for s in self.slots if s is not None]
-        return max(running, key=_expendable, default=None)
+        return max(running, key=expendable, default=None)
 
     def preempt(self, sequence: Sequence, now: float) -> None:
         """Takes the slot away. The sequence waits again, with its cells saved if the quota allows it."""
@@ -150,7 +140,7 @@ class Scheduler:
             # Of a resumed one output may be in the cache, too.
             sequence.num_cached = min(sequence.num_computed, sequence.num_prompt)
             sequence.cache_tier = tier if sequence.num_cached else None
-        sequence.placed_at = now
+        sequence.placed_at, sequence.num_output_placed = now, sequence.num_output
         sequence.slot, sequence.state, sequence.waits_for = placement.slot, State.PREFILLING, None
         self.slots[placement.slot] = sequence
         self._rotation.add(sequence.adapters, sequence.request.is_interactive, now)
@@ -280,11 +270,6 @@ class Scheduler:
     def kv_cached_tokens(self) -> int:
         """Positions that wait in idle slots for sequences that begin alike."""
         return sum(self.cache.cells.of(slot) for slot, holder in enumerate(self.slots) if holder is None)
-
-
-def _expendable(sequence: Sequence) -> tuple[int, float, int]:
-    """Larger for what should rather give up its slot: the less urgent, then the younger."""
-    return sequence.request.priority, sequence.admitted_at or 0.0, sequence.order
 
 
 def _prefill_order(sequence: Sequence) -> float:

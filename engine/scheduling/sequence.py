@@ -71,7 +71,8 @@ class Sequence:
     held_since: float | None = None  # waiting for a prefix that another one computes
     prefix_wait_s: float = 0.0  # before that
     admitted_at: float | None = None  # the first time
-    placed_at: float | None = None  # the last time
+    placed_at: float | None = None  # the last time …
+    num_output_placed: int = 0  # … with so much output
     first_token_at: float | None = None
     last_token_at: float | None = None
     texts: list[str] = field(default_factory=list)

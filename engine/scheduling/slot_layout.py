@@ -7,7 +7,7 @@ begins another. Pure: times come from a clock that is given.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ LOOK_AGAIN = 16  # steps after which the same layout is weighed anew
 
 
 class Move(NamedTuple):
-    """A running sequence goes to an idle slot."""
+    """A running sequence goes to another slot; what is there goes the other way, also a bulk sequence that runs."""
 
     sequence: Sequence
     slot: int  # where it is
@@ -126,34 +126,48 @@ class SlotLayout:
     def next_moves(self) -> list[Move]:
         """Moves that cost less than they save over what their sequences will probably still need."""
         busy = [slot for slot, holder in enumerate(self._slots) if holder is not None]
-        if not self._may_move or len(busy) < 2 or len(busy) == len(self._slots):
+        if not self._may_move or len(busy) < 2:
             return []
-        layout, left = self._weighed
-        if busy == layout and left > 0:
-            self._weighed = layout, left - 1
+        layout = [self._kind(slot) for slot in range(len(self._slots))]
+        weighed, left = self._weighed
+        if layout == weighed and left > 0:
+            self._weighed = weighed, left - 1
             return []
-        for own in self._groups(busy):
-            if moves := self._worthwhile(own, busy):
+        for own, places in self._groups(busy):
+            if moves := self._worthwhile(own, places):
                 return moves
-        self._weighed = busy, LOOK_AGAIN
+        self._weighed = layout, LOOK_AGAIN
         return []
 
-    def _groups(self, busy: Seq[int]) -> list[list[int]]:
-        """The busy slots that are decoded together: those with the same adapters."""
+    def _kind(self, slot: int) -> int:
+        """What decides where the slot's sequence should lie, if it has one."""
+        holder = self._slots[slot]
+        return 0 if holder is None else 1 + holder.request.is_interactive
+
+    def _groups(self, busy: Seq[int]) -> Iterator[tuple[list[int], list[int]]]:
+        """The busy slots that are decoded together, those with the same adapters, and where they can go: idle ones.
+
+        Of these the interactive ones again: few others decode beside them (bulk_turns.py), and change places with them.
+        """
+        taken = set(busy)
+        idle = [slot for slot in range(len(self._slots)) if slot not in taken]
         groups: dict[Hashable, list[int]] = {}
         for slot in busy:
             holder = self._slots[slot]
             assert holder is not None
             groups.setdefault(holder.adapters, []).append(slot)
-        return list(groups.values())
+        for group in groups.values():
+            yield group, idle
+            streams = [slot for slot in group if self._kind(slot) > 1]
+            if len(streams) < len(group):
+                bulk = set(group).difference(streams)
+                yield streams, sorted([*idle, *bulk])
 
-    def _worthwhile(self, own: list[int], busy: Seq[int]) -> list[Move]:
-        if own[-1] - own[0] + 1 == len(own):
+    def _worthwhile(self, own: list[int], places: list[int]) -> list[Move]:
+        if not own or not places or own[-1] - own[0] + 1 == len(own):
             return []
-        taken = set(busy)
-        idle = [slot for slot in range(len(self._slots)) if slot not in taken]
-        weight = {slot: self._weight(slot) for slot in [*own, *idle]}
-        moves = [self._move(*pair) for pair in moves_together(own, idle, weight)]
+        weight = {slot: self._weight(slot) for slot in [*own, *places]}
+        moves = [self._move(*pair) for pair in moves_together(own, places, weight)]
         if not moves:
             return []
         cost = self._decode_costs.expected()
@@ -202,18 +216,22 @@ class SlotLayout:
     def _carry_out(self, move: Move) -> bool:
         """False: it could not be moved."""
         sequence, slot, target = move
-        if not self._num_moved(target):
+        other = self._slots[target]
+        if other is None and not self._num_moved(target):
             self._cache.clear(target)
+        pair = [(sequence, target), *([] if other is None else [(other, slot)])]
         try:
             if not self._cache.swaps.swap(slot, target):
                 return False
         except Exception:  # what the two hold is unknown
             log.exception("a slot could not be moved; its sequence is computed again")
-            self._cache.wipe(target)
-            self._cache.wipe(slot)
-            sequence.cut_back(0)
+            for place in (target, slot):
+                self._cache.wipe(place)
+            for each, _ in pair:
+                each.cut_back(0)
             return False
-        self._slots[slot], self._slots[target] = None, sequence
-        sequence.slot = target
-        sequence.cut_back(self._cache.cells.of(target))
+        self._slots[slot], self._slots[target] = other, sequence
+        for each, place in pair:
+            each.slot = place
+            each.cut_back(self._cache.cells.of(place))
         return True

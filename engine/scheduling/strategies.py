@@ -109,8 +109,8 @@ class Adaptive(Strategy):
 
     An interactive request shall not wait long for the step that runs when it comes, nor for prompts that come after it:
     bulk prompts are read in steps of about `BULK_STEP_S`, and wait while an interactive one is read. Beside a stream
-    that decodes they get about `BESIDE_STEP_S` of a step, for that is a gap in it, and not of every step; bulk requests
-    that decode take turns there (bulk_turns.py). When no interactive request has come for `QUIET_S` the steps are as
+    that decodes prompts get about `BESIDE_STEP_S` of a step, for that is a gap in it, bulk ones not of every step; bulk
+    requests that decode take turns there (bulk_turns.py). When no interactive request has come for `QUIET_S` the steps are as
     large as they may be, which is faster; the next one that comes ends such a step.
     """
 
@@ -138,11 +138,12 @@ class Adaptive(Strategy):
             budget = budget if self._quiet_s >= QUIET_S else min(budget, self._num_read_in(BULK_STEP_S))
             return self._bulk.build_batch(slots, budget, chunk_size, queue_depth)
         self._quiet_s = 0.0
-        rows = set(self._turns.rows([view.slot for view in slots if view.decoding and not view.is_interactive]))
+        bulk = [view.slot for view in slots if view.decoding and not view.is_interactive]
+        rows = set(self._turns.rows(bulk, [view.slot for view in slots if view.is_interactive]))
         decoding = [view for view in slots if view.decoding and (view.is_interactive or view.slot in rows)]
         prompts = self._prompts_beside([view for view in slots if not view.decoding])
         reads_bulk = not all(view.is_interactive for view in prompts)
-        if not any(view.is_interactive for view in prompts):
+        if any(view.is_interactive for view in decoding) and not all(view.is_interactive for view in slots):
             budget = min(budget, len(decoding) + self._num_read_in(BESIDE_STEP_S))
         if prompts:
             self._tell = partial(self._turns.observe_read, bulk=reads_bulk)

@@ -35,7 +35,7 @@ def test_adaptive_has_the_rate_and_the_first_tokens_of_the_best_for_interactive_
     found = simulated(INTERACTIVE, CPU)
     assert found["adaptive"].seconds <= 1.005 * min(one.seconds for one in found.values())
     first = {name: percentile(one.ttft_ms, 0.95) for name, one in found.items()}
-    assert first["adaptive"] <= 1.01 * min(first.values())
+    assert first["adaptive"] <= 1.02 * min(first.values())
 
 
 def test_adaptive_keeps_streams_fluent_beside_bulk_work_and_bulk_work_going() -> None:
