@@ -111,11 +111,11 @@ class SlotFinder:
         return self._cheapest_first(younger, sequence) + older
 
     def _cheapest_first(self, victims: list[Sequence], sequence: Sequence) -> list[Sequence]:
-        """The least urgent first; of these the youngest, or, where nothing gets lost, who lies best for the sequence."""
+        """The least urgent first; of these the youngest, or, where nothing gets lost, who lies nearest to its like."""
         if self._cache.memory.unified or not self._cache.ram.quota_bytes or not sequence.request.is_interactive:
             return sorted(victims, key=expendable, reverse=True)
         slots = [victim.slot for victim in victims if victim.slot is not None]
-        order = {slot: place for place, slot in enumerate(by_nearness(slots, self._slots_like(sequence)))}
+        order = {slot: index for index, slot in enumerate(by_nearness(slots, self._slots_like(sequence)))}
         return sorted(victims, key=lambda victim: (-victim.request.priority, order[victim.slot or 0]))
 
     def _cells_needed(self, sequence: Sequence, victims: Seq[Sequence] = ()) -> int:

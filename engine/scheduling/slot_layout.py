@@ -225,13 +225,13 @@ class SlotLayout:
                 return False
         except Exception:  # what the two hold is unknown
             log.exception("a slot could not be moved; its sequence is computed again")
-            for place in (target, slot):
-                self._cache.wipe(place)
+            for index in (target, slot):
+                self._cache.wipe(index)
             for each, _ in pair:
                 each.cut_back(0)
             return False
         self._slots[slot], self._slots[target] = other, sequence
-        for each, place in pair:
-            each.slot = place
-            each.cut_back(self._cache.cells.of(place))
+        for each, index in pair:
+            each.slot = index
+            each.cut_back(self._cache.cells.of(index))
         return True

@@ -109,9 +109,9 @@ class Adaptive(Strategy):
 
     An interactive request shall not wait long for the step that runs when it comes, nor for prompts that come after it:
     bulk prompts are read in steps of about `BULK_STEP_S`, and wait while an interactive one is read. Beside a stream
-    that decodes prompts get about `BESIDE_STEP_S` of a step, for that is a gap in it, bulk ones not of every step; bulk
-    requests that decode take turns there (bulk_turns.py). When no interactive request has come for `QUIET_S` the steps are as
-    large as they may be, which is faster; the next one that comes ends such a step.
+    that decodes prompts get about `BESIDE_STEP_S` of a step, for that is a gap in it, bulk ones not of every step, and
+    bulk requests that decode take turns (bulk_turns.py). When no interactive request has come for `QUIET_S` the steps
+    are as large as they may be, which is faster; the next one that comes ends such a step.
     """
 
     def __init__(self) -> None:
