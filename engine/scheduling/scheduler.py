@@ -75,7 +75,8 @@ class Scheduler:
         """
         admitted: list[Sequence] = []
         passed_over: list[Sequence] = []
-        while len(passed_over) < MAX_PASSED_OVER and (sequence := self.queue.pop()) is not None:
+        readers = False  # only they can still have a slot
+        while len(passed_over) < MAX_PASSED_OVER and (sequence := self.queue.pop(interactive=readers)) is not None:
             try:
                 is_held = self.finder.prefix_is_coming(sequence, now)
                 sequence.note_prefix_wait(is_held, now)
@@ -85,7 +86,10 @@ class Scheduler:
                 placement = self._find_slot(sequence, now)
                 if placement is None:
                     passed_over.append(sequence)
-                    break
+                    if readers or sequence.request.is_interactive or self.cache.memory.unified:
+                        break  # in one pool others would use up the cells that it waits for
+                    readers = True
+                    continue
                 self._assign_slot(sequence, placement, now)
             except Exception as error:
                 if on_failure is None:

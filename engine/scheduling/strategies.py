@@ -145,10 +145,7 @@ class Adaptive(Strategy):
         reads_bulk = not all(view.is_interactive for view in prompts)
         if any(view.is_interactive for view in decoding) and not all(view.is_interactive for view in slots):
             budget = min(budget, len(decoding) + self._num_read_in(BESIDE_STEP_S))
-        if prompts:
-            self._tell = partial(self._turns.observe_read, bulk=reads_bulk)
-        else:
-            self._tell = self._turns.observe_decode
+        self._tell = partial(self._turns.observe_read, bulk=reads_bulk) if prompts else self._turns.observe_decode
         return decode_first([*decoding, *prompts], budget, chunk_size)
 
     def _prompts_beside(self, prompts: list[SlotView]) -> list[SlotView]:

@@ -28,6 +28,13 @@ class _Heap:
         self._sequences[sequence.order] = sequence
         heapq.heappush(self._entries, (number, sequence.order))
 
+    @property
+    def first(self) -> tuple[float, float]:
+        """The smallest number, and the order of its sequence."""
+        while self._entries and self._entries[0][1] not in self._sequences:
+            heapq.heappop(self._entries)
+        return self._entries[0] if self._entries else (math.inf, math.inf)
+
     def pop(self, up_to: float = math.inf) -> Sequence | None:
         """Takes the one with the smallest number out, if that is not above `up_to`."""
         while self._entries and self._entries[0][0] <= up_to:
@@ -59,7 +66,7 @@ class WaitingQueue:
         self._num_requests = 0  # that wait with their first sequence: with all of them, that is
         self._max_waiting = max_waiting
         self._arrivals = itertools.count()
-        self._heap = _Heap()
+        self._heaps = {True: _Heap(), False: _Heap()}  # of interactive sequences, and of bulk ones
         self._deadlines = _Heap()
         self._prompts: PrefixIndex[Sequence] = PrefixIndex()
 
@@ -92,21 +99,22 @@ class WaitingQueue:
         self._num_requests += sequence.index == 0
         self.requeue(sequence)
 
-    def pop(self) -> Sequence | None:
-        """The next sequence. It still counts as waiting until `remove`; None if none waits."""
-        return self._heap.pop()
+    def pop(self, *, interactive: bool = False) -> Sequence | None:
+        """The next sequence, or the next interactive one. It still counts as waiting until `remove`. None: none."""
+        heap = self._heaps[True] if interactive else min(self._heaps.values(), key=lambda heap: heap.first)
+        return heap.pop()
 
     def requeue(self, sequence: Sequence) -> None:
         """A popped sequence goes on waiting where it was, unless it has ended."""
         if sequence.state is State.WAITING:
-            self._heap.push(sequence.rank, sequence)
+            self._heaps[sequence.request.is_interactive].push(sequence.rank, sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """One of those who waited does so no more: it got a slot or has ended."""
         self.num_waiting -= 1
         self._num_requests -= sequence.index == 0
         self._prompts.remove(sequence)
-        self._heap.discard(sequence)
+        self._heaps[sequence.request.is_interactive].discard(sequence)
 
     def forget(self, sequence: Sequence) -> None:
         """A sequence has ended: its deadline means nothing any more."""
@@ -127,7 +135,7 @@ class WaitingQueue:
 
     def waiting(self) -> list[Sequence]:
         """All that wait, in no order."""
-        return list(self._heap)
+        return [sequence for heap in self._heaps.values() for sequence in heap]
 
 
 def rank_if_preempted(sequence: Sequence, now: float) -> float:

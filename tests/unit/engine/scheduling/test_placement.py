@@ -129,8 +129,11 @@ def test_readers_change_places_with_bulk_requests_that_run(partial_reuse: bool) 
 
 def test_reader_does_not_wait_for_bulk_requests_that_are_older_and_they_come_to_their_end() -> None:
     scheduler = full_of_bulk(n_slots=8)
+    waiting = [new(scheduler, BULK) for _ in range(100)]
     reader = new(scheduler, READER, AGED_S)
     assert scheduler.admit(AGED_S) == [reader]
+    for each in waiting:
+        scheduler.release(each)
     scheduler.release(reader)
     (again,) = scheduler.admit(AGED_S)  # the one that lost its slot
     for s in scheduler.slots:

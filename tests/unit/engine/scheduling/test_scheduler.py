@@ -212,7 +212,7 @@ def test_ended_sequences_are_forgotten_before_their_deadlines_and_wherever_they_
         ended = sequence(timeout_s=10**6, priority=index % 10)
         scheduler.enqueue(ended, 0)
         scheduler.release(ended)
-    for heap in (scheduler.queue._heap, scheduler.queue._deadlines):
+    for heap in (*scheduler.queue._heaps.values(), scheduler.queue._deadlines):
         assert list(heap) == []
         assert len(heap._entries) < 50
     patient = sequence(timeout_s=1)
