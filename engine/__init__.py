@@ -60,8 +60,8 @@ from .system.cores import Peer
 from .system.threads import STACK_BYTES
 from .system.watchdog import Pulse, Watchdog
 from .text.chat_template import ChatOptions, ChatPrompt, Message
-from .text.reply_parser import ReplyFormat
-from .text.tool_calls import ToolCall
+from .text.formats.calls import ToolCall
+from .text.reply_format import ReplyFormat
 
 __all__ = [
     "STACK_BYTES",

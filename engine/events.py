@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from cellama.engine.kvstore.keys import key_of, seed_of
-from cellama.engine.text.reply_parser import Kind
-from cellama.engine.text.tool_calls import ToolCall
+from cellama.engine.text.formats.calls import ToolCall
+from cellama.engine.text.reply_format import Kind
 
 from .errors import EngineError
 from .logprobs import TokenLogprob

@@ -9,7 +9,7 @@ from cellama.engine.backend import Vocabulary
 from cellama.engine.events import Event, Text
 from cellama.engine.scheduling.sequence import Sequence
 from cellama.engine.text.detokenizer import StopMatch
-from cellama.engine.text.reply_parser import Kind, Part
+from cellama.engine.text.reply_format import Kind, Part
 
 from .handle import Handle
 
@@ -81,7 +81,10 @@ class Output:
 
     def _release(self, handle: Handle, sequence: Sequence, text: str) -> None:
         if sequence.reply is not None:
-            self._release_parts(handle, sequence, sequence.reply.push(text))
+            parts = sequence.reply.push(text)
+            if sequence.sampler is not None and sequence.reply.num_unbound is not None:
+                sequence.sampler.bind()
+            self._release_parts(handle, sequence, parts)
         elif text:
             sequence.texts.append(text)
             self._tell_text(handle, sequence, text, "text")
@@ -91,8 +94,6 @@ class Output:
         sequence.keep(parts)
         for part in parts:
             if part.kind == "reasoning_end":
-                if sequence.sampler is not None:
-                    sequence.sampler.bind()
                 self._tell_text(handle, sequence, sequence.reasoning or "", part.kind)
             else:
                 self._tell_text(handle, sequence, part.text, part.kind)

@@ -31,12 +31,26 @@ from .schema_checks import (
 Schema = Mapping[str, Any]
 
 
-@functools.lru_cache(maxsize=64)
 def schema_to_gbnf(schema: str) -> str:
     """A grammar for the JSON that a schema (JSON text) describes; its first rule is `root`.
 
     Raises InvalidRequest with the path of the first keyword that can't be turned into a grammar.
     """
+    return schemas_to_gbnf((("root", schema, "#"),))
+
+
+@functools.lru_cache(maxsize=64)
+def schemas_to_gbnf(wanted: tuple[tuple[str, str, str], ...]) -> str:
+    """Rules of these names, each for a schema (JSON text), or for the one within it that a reference (`#/…`) names.
+
+    Raises InvalidRequest, as schema_to_gbnf does.
+    """
+    converters = [_Converter(_parsed(schema), f"{name}-") for name, schema, _ in wanted]
+    rules = [each.rules_of(name, at) for each, (name, _, at) in zip(converters, wanted, strict=True)]
+    return "\n".join([*(rule for of_one in rules for rule in of_one), *JSON_RULES]) + "\n"
+
+
+def _parsed(schema: str) -> Any:
     try:
         parsed = json.loads(schema, parse_constant=_finite, parse_float=_finite)
         json.dumps(parsed, ensure_ascii=False).encode()
@@ -44,7 +58,7 @@ def schema_to_gbnf(schema: str) -> str:
         raise InvalidRequest("json_schema is nested too deeply; flatten it") from None
     except ValueError as error:
         raise InvalidRequest(f"json_schema is no JSON: {error}") from None
-    return _Converter(parsed).grammar()
+    return parsed
 
 
 def _finite(text: str) -> float:
@@ -56,19 +70,23 @@ def _finite(text: str) -> float:
 class _Converter:
     """Makes a rule of every schema within a schema, and of what is referred to only once."""
 
-    def __init__(self, root: Any) -> None:
+    def __init__(self, root: Any, prefix: str = "") -> None:
+        """`prefix` of the names of the rules that it makes."""
         self._root = root
+        self._prefix = prefix
         self._rules: list[str] = []
         self._depth = 0
         self._referred: dict[str, str] = {}  # reference → rule
 
-    def grammar(self) -> str:
-        first = self._schema(self._root, "#")
-        return "\n".join([f"root ::= {first}", *self._rules, *JSON_RULES]) + "\n"
+    def rules_of(self, name: str, reference: str) -> list[str]:
+        """A rule of this name for the schema that is there, and those that it needs."""
+        first = self._schema(self._root if reference == "#" else {"$ref": reference}, "#")
+        return [f"{name} ::= {first}", *self._rules]
 
     def _rule(self, body: str) -> str:
-        self._rules.append(f"s{len(self._rules)} ::= {body}")
-        return f"s{len(self._rules) - 1}"
+        name = f"{self._prefix}s{len(self._rules)}"
+        self._rules.append(f"{name} ::= {body}")
+        return name
 
     def _schema(self, schema: Any, path: str) -> str:
         """The name of a rule, or a text of GBNF that needs no parentheses."""
@@ -113,7 +131,7 @@ class _Converter:
         if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
             raise refused(path, f"/$ref is {show(reference)}; only references within it (#/…) are followed")
         if reference not in self._referred:
-            name = f"r{len(self._referred)}"
+            name = f"{self._prefix}r{len(self._referred)}"
             self._referred[reference] = name
             self._rules.append(f"{name} ::= {self._schema(self._target(reference, path), reference)}")
         return self._referred[reference]

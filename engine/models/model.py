@@ -89,7 +89,8 @@ class Model(ModelCalls):
         from cellama.engine.llama import load_contexts
 
         if "chat" in self.capabilities and self._weights.chat_template is not None:
-            self.template  # noqa: B018  (a broken one is a reason not to load the model)
+            markup = self.template.reply_markup  # a broken template is a reason not to load the model
+            log.info("model %s: %s", self.id, markup)
         backends, self.memory, self.devices = at_low_priority(lambda: load_contexts(self._weights, self.options, uses))
         try:
             draft = self._load_draft(backends)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cellama.engine.errors import InvalidRequest, TemplateFailed
-from cellama.engine.grammar.json_schema import schema_to_gbnf
+from cellama.engine.grammar.json_schema import schemas_to_gbnf
 from cellama.engine.text.chat_template import (
     ChatOptions,
     ChatPrompt,
@@ -45,8 +45,14 @@ class Texts:
                 f"model {self._name!r} has no chat template; use `generate` with a prompt, or a model made for chat"
             )
         bos, eos = weights.special_text("bos"), weights.special_text("eos")
+        specials = weights.special_tokens
         return ChatTemplate(
-            source, bos=bos, eos=eos, specials=weights.special_tokens, mark=not self._control_tokens_in_text
+            source,
+            bos=bos,
+            eos=eos,
+            specials=specials,
+            ends=[special.text for special in specials if weights.is_end(special.id)],
+            mark=not self._control_tokens_in_text,
         )
 
     def _close_template(self) -> None:
@@ -113,7 +119,7 @@ class Texts:
         else:
             prompt = self._render(options.all_of(messages), **variables)
         reply = reply_format_of(self._name, self.template, prompt, options, self._ids_of_markup)
-        grammar = grammar_of_choice(self._name, reply, options, schema_to_gbnf)
+        grammar = grammar_of_choice(self._name, reply, options, schemas_to_gbnf)
         tokens = self._tokens_after(prompt) if follows_reply else self._tokens_of_prompt(prompt)
         return ChatPrompt(prompt.text, tokens, reply, grammar)
 

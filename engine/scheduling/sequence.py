@@ -15,9 +15,11 @@ from cellama.engine.kvcache.ram_tier import Note
 from cellama.engine.kvstore.states import Match
 from cellama.engine.logprobs import TokenLogprob
 from cellama.engine.request import Request
+from cellama.engine.text.channel_reader import ChannelReader
 from cellama.engine.text.detokenizer import TextStream
-from cellama.engine.text.reply_parser import Part, ReplyReader
-from cellama.engine.text.tool_calls import ToolCall
+from cellama.engine.text.formats.calls import ToolCall
+from cellama.engine.text.reply_format import Part
+from cellama.engine.text.reply_parser import ReplyReader
 
 if TYPE_CHECKING:
     from cellama.engine.backend import Sampler
@@ -80,13 +82,14 @@ class Sequence:
     tool_calls: tuple[ToolCall, ...] = ()
     logprobs: list[TokenLogprob] = field(default_factory=list)  # of the output tokens, if asked for
     text_stream: TextStream = field(init=False)
-    reply: ReplyReader | None = field(init=False)  # of a chat
+    reply: ReplyReader | ChannelReader | None = field(init=False)  # of a chat
     mirostat_mu: float | None = None  # that its sampler begins with
     num_reported: int = 0  # output tokens that Text events have carried
 
     def __post_init__(self) -> None:
         self.text_stream = TextStream(self.request.stop)
-        self.reply = None if self.request.reply is None else ReplyReader(self.request.reply)
+        format_ = self.request.reply
+        self.reply = None if format_ is None else ChannelReader(format_) if format_.channels else ReplyReader(format_)
 
     @property
     def num_prompt(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,14 +11,19 @@ from typing import Any
 
 from cellama.engine.errors import InvalidRequest, TemplateFailed
 
+from .derivation.markup import ReplyMarkup, derive_markup
+from .derivation.probes import SWITCHES, probes
+from .formats.call_reader import ToolReader
+from .formats.channels import END, MARKUP
+from .formats.forcing import ToRules, forced_calls
 from .markup import SpecialToken
-from .reply_parser import ReplyFormat
+from .reply_format import ReplyFormat
+from .template_messages import for_template
 from .template_renderer import TemplateProcess
-from .tool_calls import forced_call_grammar, tool_format_of
+
+log = logging.getLogger(__name__)
 
 Message = Mapping[str, Any]
-
-_THINKING_TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +41,17 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, source: str, *, bos: str = "", eos: str = "", specials: Iterable[SpecialToken] = (), mark: bool = True
+        self,
+        source: str,
+        *,
+        bos: str = "",
+        eos: str = "",
+        specials: Iterable[SpecialToken] = (),
+        ends: Iterable[str] = (),
+        mark: bool = True,
     ) -> None:
-        """Compiles the template. `specials` are the vocabulary's special tokens; `mark` if the caller's text is to be
-        told from the template's. Raises TemplateFailed."""
+        """Compiles the template. `specials` are the vocabulary's special tokens, `ends` the texts of those that end a
+        reply; `mark` if the caller's text is to be told from the template's. Raises TemplateFailed."""
         specials = list(specials)
         control = [special.text for special in specials if special.is_control]
         self.source = source
@@ -46,6 +60,7 @@ class ChatTemplate:
             for special in specials
             if not special.is_control and special.text.strip() and special.text in source
         )
+        self._ends = {text for text in (*ends, eos) if text}
         self._mark = mark
         setup = {"source": source, "bos": bos, "eos": eos, "control": control, "markup": sorted(self.markup)}
         self._process = TemplateProcess(setup)
@@ -67,8 +82,22 @@ class ChatTemplate:
         variables = {**template_args, "add_generation_prompt": add_generation_prompt}
         if tools:  # else they are undefined
             variables["tools"] = list(tools)
-        answer = self._process.ask({"messages": list(messages), "variables": variables, "mark": self._mark})
+        has_calls = any(message.get("tool_calls") for message in messages)
+        as_text = has_calls and self.reply_markup.arguments_as_text
+        known = [for_template(message, arguments_as_text=as_text) for message in messages]
+        answer = self._process.ask({"messages": known, "variables": variables, "mark": self._mark})
         return Rendered(answer["text"], answer["marked"])
+
+    @functools.cached_property
+    def reply_markup(self) -> ReplyMarkup:
+        """How the template's model writes thoughts and tool calls. Derived once, from conversations that the template
+        renders within the time of one; nothing is known if it takes longer."""
+        try:
+            rendered = self._process.texts_of(probes(for_template))
+        except TemplateFailed as error:
+            log.warning("how this model writes thoughts and tool calls can't be told: %s", error)
+            rendered = {}
+        return derive_markup(rendered, self.source, self._ends)
 
     def close(self) -> None:
         """Ends the process. Idempotent."""
@@ -100,13 +129,24 @@ class ChatOptions:
         return () if self.tool_choice == "none" else self.tools
 
     @property
+    def schemas(self) -> dict[str, Mapping[str, Any]]:
+        """The JSON Schemas of the tools' arguments, by the tools' names."""
+        functions = [tool["function"] for tool in self.tools]
+        return {function["name"]: function.get("parameters") or {} for function in functions}
+
+    @property
+    def forces_call(self) -> bool:
+        return self.tool_choice not in ("auto", "none")
+
+    @property
     def variables(self) -> dict[str, Any]:
         """What the template gets beside the messages. Raises InvalidRequest."""
         thinking = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
+        by_other_names = {} if self.enable_thinking is None else dict.fromkeys(SWITCHES, self.enable_thinking)
         taken = {"messages", "tools", "add_generation_prompt"} & self.template_args.keys()
         if taken:
             raise InvalidRequest(f"template_args has {', '.join(sorted(taken))}; give that as a parameter of its own")
-        return {**self.template_args, **thinking, "tools": self.offered}
+        return {**by_other_names, **self.template_args, **thinking, "tools": self.offered}
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +191,9 @@ def reply_format_of(
 
     Raises InvalidRequest for what the model's template has no form for.
     """
-    opening, closing = next((tags for tags in _THINKING_TAGS if any(tag in template.source for tag in tags)), ("", ""))
-    if options.thinking_budget is not None and not opening:
+    markup = template.reply_markup
+    opening, closing = markup.think_open, END if markup.channels else markup.think_close
+    if options.thinking_budget is not None and not closing:
         raise InvalidRequest(
             f"thinking_budget is {options.thinking_budget}, but the chat template of model {name!r} has no thinking"
         )
@@ -160,9 +201,9 @@ def reply_format_of(
         raise InvalidRequest(
             f"the chat template of model {name!r} takes no tools; choose a model that was made for them"
         )
-    tools = tool_format_of(template.source) if options.offered else None
-    markup = [*filter(None, (opening, closing)), *(tools.markup if tools else ())]
-    single = {text: ids[0] for text in markup if len(ids := ids_of(text)) == 1}
+    tools = _tools_of(markup, options)
+    written = MARKUP if markup.channels else [opening, closing, *(tools.format.markup if tools else ())]
+    single = {text: ids[0] for text in written if text and len(ids := ids_of(text)) == 1}
     return ReplyFormat(
         think_open=opening,
         think_close=closing,
@@ -170,18 +211,25 @@ def reply_format_of(
         thinking_budget=options.thinking_budget,
         close_tokens=tuple(ids_of(closing)) if closing else (),
         tools=tools,
+        channels=markup.channels,
+        bound_at_start=options.forces_call,
         visible=tuple((token, text.encode()) for text, token in single.items()),
     )
 
 
-def grammar_of_choice(
-    name: str, format_: ReplyFormat, options: ChatOptions, to_gbnf: Callable[[str], str]
-) -> str | None:
-    """GBNF of the call that `tool_choice` forces; None if it forces none. Raises InvalidRequest."""
-    if options.tool_choice in ("auto", "none"):
+def _tools_of(markup: ReplyMarkup, options: ChatOptions) -> ToolReader | None:
+    """What reads the calls of the tools that are offered; None if there are none, or it is not known how."""
+    return ToolReader(markup.calls, options.schemas) if options.offered and markup.calls is not None else None
+
+
+def grammar_of_choice(name: str, format_: ReplyFormat, options: ChatOptions, to_rules: ToRules) -> str | None:
+    """GBNF of the calls that `tool_choice` forces; None if it forces none. Raises InvalidRequest.
+
+    `to_rules` is json_schema.schemas_to_gbnf, or works like it.
+    """
+    if not options.forces_call:
         return None
-    functions = [tool["function"] for tool in options.tools]
-    schemas = {function["name"]: function.get("parameters") or {} for function in functions}
+    schemas = options.schemas
     if options.tool_choice != "required":
         if options.tool_choice not in schemas:
             known = ", ".join(sorted(schemas)) or "none"
@@ -191,4 +239,4 @@ def grammar_of_choice(
         raise InvalidRequest("tool_choice is 'required', but there are no tools; give some")
     if format_.tools is None:
         raise InvalidRequest(f"how model {name!r} writes tool calls is not known here; use tool_choice auto")
-    return forced_call_grammar(format_.tools, schemas, to_gbnf)
+    return forced_calls(format_.tools.format, schemas, to_rules)

@@ -9,35 +9,11 @@ do not depend on how the text is split.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
-from typing import Literal
 
 from .detokenizer import possible_marker
-from .tool_calls import ToolCall, ToolFormat
-
-Kind = Literal["text", "reasoning", "reasoning_end"]
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Final text of one kind; a `reasoning_end` has none."""
-
-    kind: Kind
-    text: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class ReplyFormat:
-    """How a model marks up its reply. Empty tags: it does not think. No tool format: no tools were offered."""
-
-    think_open: str = ""
-    think_close: str = ""
-    starts_thinking: bool = False  # the template has opened the block
-    thinking_budget: int | None = None  # tokens, after which the block is closed for the model
-    close_tokens: tuple[int, ...] = ()  # of `think_close`
-    tools: ToolFormat | None = None
-    visible: tuple[tuple[int, bytes], ...] = ()  # control tokens that are part of the markup, and their text
+from .formats.calls import ToolCall
+from .reply_format import Kind, Part, ReplyFormat
 
 
 class _State(Enum):
@@ -149,7 +125,7 @@ class ReplyReader:
             return _State.TEXT
         at = tools.find(self._held, at_start=not self._answered)
         if at is None:
-            self._release_up_to(parts, "text", tools.possible(self._held))
+            self._release_up_to(parts, "text", possible_marker(self._held, tools.format.markers))
             return _State.TEXT
         self._release_up_to(parts, "text", len(self._held) - at)
         return _State.CALLS

@@ -6,7 +6,8 @@ Jinja are imported, so that the process is there at once.
 
 It reads a JSON object per line and answers with one. The first has `source`, `bos`, `eos`, `control`, `markup` and
 `cpu_s`; the others `messages`, `variables`, `mark`. The answer to these is `text` and `marked` (see `marking`), or
-`error` with `kind`: invalid (the request's fault), refused (by the template), failed.
+`error` with `kind`: invalid (the request's fault), refused (by the template), failed. One with `probes` has several
+such requests by their names, and gets `texts`; null for what the template can't render.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_CHARS = 1 << 24  # of a prompt
+MAX_PROBE_CHARS = 1 << 17
 THINKING = frozenset({"<think>", "</think>", "[THINK]", "[/THINK]"})  # in a message they mean what they always do
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 FROM_CALLER = "\U0010ffff"  # stands in `marked` for a character that came from the caller and could be part of markup
@@ -73,28 +75,6 @@ def _environment(bos: str, eos: str) -> jinja2.Environment:
     )
     environment.globals.update(raise_exception=_raise, strftime_now=_now, bos_token=bos, eos_token=eos)
     return environment
-
-
-def for_template(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as templates expect it: text, not nothing; arguments as an object; thoughts under their usual names."""
-    known = {name: value for name, value in message.items() if value is not None and name != "signature"}
-    known.setdefault("content", "")
-    reasoning = known.pop("reasoning", None)
-    if reasoning is not None:
-        known["reasoning_content"] = known["thinking"] = reasoning
-    if "tool_calls" in known:
-        known["tool_calls"] = [_call_for_template(call) for call in known["tool_calls"]]
-    return known
-
-
-def _call_for_template(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = dict(call["function"])
-    if isinstance(function.get("arguments"), str):
-        try:
-            function["arguments"] = json.loads(function["arguments"] or "{}")
-        except (ValueError, RecursionError):
-            raise Invalid(f"the arguments of tool call {function.get('name')!r} are no JSON") from None
-    return {"type": "function", **call, "function": function}
 
 
 class Masks:
@@ -199,11 +179,18 @@ class Renderer:
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The prompt, and the prompt with the caller's characters marked. Raises Invalid, and what a template may."""
-        messages = [for_template(message) for message in request["messages"]]
+        if "probes" in request:
+            return {"texts": {name: self._probe(probe) for name, probe in request["probes"].items()}}
+        messages = request["messages"]
         text = self._render(messages, request["variables"])
         if not request["mark"]:
             return {"text": text, "marked": text}
         return {"text": text, "marked": self._marked(text, messages, request["variables"])}
+
+    def _probe(self, probe: Mapping[str, Any]) -> str | None:
+        """The prompt of a conversation by which the template is known better; None if it makes none, or a long one."""
+        text = self._attempt(probe["messages"], probe["variables"], ())
+        return text if 0 < len(text) <= MAX_PROBE_CHARS else None
 
     def _to_json(self, value: object, *arguments: Any, **options: Any) -> str:
         """As _to_json; masks stand for ASCII, and are not escaped either."""

@@ -58,6 +58,12 @@ class TemplateProcess:
         verb = "refused" if answer["kind"] == "refused" else "failed on"
         raise TemplateFailed(f"the model's chat template {verb} the messages: {answer['error']}")
 
+    def texts_of(self, probes: Mapping[str, Mapping[str, Any]]) -> dict[str, str | None]:
+        """The prompts of these conversations; None for those that the template can't render. All of them have the
+        time of one. Raises TemplateFailed, EngineStopped."""
+        texts: dict[str, str | None] = self.ask({"probes": probes})["texts"]
+        return texts
+
     def close(self) -> None:
         """Ends the process; what is asked after that fails. Idempotent."""
         with self._lock:

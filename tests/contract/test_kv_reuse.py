@@ -25,7 +25,7 @@ from cellama.engine import (
     SamplingParams,
     Text,
 )
-from cellama.engine.text.reply_parser import ReplyFormat
+from cellama.engine.text.reply_format import ReplyFormat
 
 from .small_models import EXACT, SMALL
 

@@ -13,7 +13,7 @@ from cellama.engine import Timings as EngineTimings
 from cellama.engine import Usage as EngineUsage
 from cellama.engine.events import CacheHitKind as EngineCacheHitKind
 from cellama.engine.events import FinishReason as EngineFinishReason
-from cellama.engine.text.tool_calls import ToolCall as EngineToolCall
+from cellama.engine.text.formats.calls import ToolCall as EngineToolCall
 from cellama.tasks import ChatResult, Event, GenerateResult, Timings, Usage
 from cellama.tasks.contract import events
 from cellama.tasks.contract.kinds import ending_of_late

@@ -15,7 +15,7 @@ from cellama.bench.harness.report import Report
 from cellama.bench.models.memory_shapes import HybridShape, RecurrentShape, WindowShape
 from cellama.bench.models.synthetic import Shape
 from cellama.engine import Model, Request
-from cellama.engine.text.reply_parser import ReplyFormat
+from cellama.engine.text.reply_format import ReplyFormat
 
 MODEL = "three shapes in F32"
 WIDE = {"n_embd": 512, "n_layer": 8, "n_head": 8, "n_head_kv": 4, "n_ff": 1536, "n_vocab": 16000, "n_ctx": 8192}

@@ -16,6 +16,8 @@ from cellama.engine import ChatOptions, EngineStopped, InvalidRequest, TemplateF
 from cellama.engine.text import template_renderer as templates
 from cellama.engine.text.chat_template import ChatTemplate, after_reply, grammar_of_choice, reply_format_of
 
+from .styles import CALLS, CHANNELS, template
+
 TEMPLATES = Path(__file__).parent / "templates"
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"x": "é"}'}}]}
@@ -158,6 +160,9 @@ def test_thinking_that_the_template_opens_is_known_from_the_prompt() -> None:
     assert format_for(source, enable_thinking=True).starts_thinking
     assert not format_for(source).starts_thinking
     assert format_for("{{ '[THINK]' }}").think_close == "[/THINK]"
+    channeled = format_for(CHANNELS, thinking_budget=3)
+    assert (channeled.channels, channeled.close_tokens) == (True, (len("<|end|>"),))
+    assert (len("<|channel|>"), b"<|channel|>") in channeled.visible
 
 
 @pytest.mark.parametrize(
@@ -177,7 +182,20 @@ def test_thinking_that_the_template_opens_is_known_from_the_prompt() -> None:
 )
 def test_what_the_template_has_no_form_for_is_refused(source: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
-        grammar_of_choice("m", format_for(source, **options), ChatOptions(**options), lambda schema: schema)
+        grammar_of_choice("m", format_for(source, **options), ChatOptions(**options), lambda wanted: "")
+
+
+def test_arguments_of_earlier_calls_have_the_form_that_the_template_takes() -> None:
+    made = ChatTemplate(template(CALLS["deepseek r1"]))
+    assert '\n{"x": "é"}\n' in made.render([{"role": "user", "content": "?"}, CALL]).text
+
+
+@pytest.mark.parametrize("switch", ["enable_thinking", "thinking"])
+def test_enable_thinking_reaches_templates_by_either_name(switch: str) -> None:
+    source = f"{{% if {switch} is defined and {switch} %}}<think>{{% endif %}}"
+    assert format_for(source, enable_thinking=True).starts_thinking
+    other = format_for(source, enable_thinking=True, template_args={switch: False})
+    assert other.starts_thinking == (switch == "enable_thinking")  # the parameter counts
 
 
 def test_tools_that_must_not_be_called_are_not_offered() -> None:

@@ -9,9 +9,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cellama.engine import InvalidRequest, ReplyFormat
+from cellama.engine import ReplyFormat
+from cellama.engine.text.channel_reader import ChannelReader
+from cellama.engine.text.formats.call_reader import ToolReader
+from cellama.engine.text.formats.channels import MARKUP
 from cellama.engine.text.reply_parser import ReplyReader
-from cellama.engine.text.tool_calls import HERMES, LLAMA3, MISTRAL, MISTRAL2, forced_call_grammar, tool_format_of
+
+from .styles import CALLS, CHANNELS, derived, template
+
+
+def tools_of(style: str) -> ToolReader:
+    calls = derived(template(CALLS[style]) + "{# <|python_tag|> #}").calls
+    assert calls is not None
+    return ToolReader(calls)
+
+
+HERMES, LLAMA3, MISTRAL, MISTRAL2, CODER = (
+    tools_of(style) for style in ("hermes", "llama3", "mistral", "mistral with tags", "qwen coder")
+)
 
 THINKS = ReplyFormat(think_open="<think>", think_close="</think>")
 IN_THOUGHT = replace(THINKS, starts_thinking=True)
@@ -20,7 +35,7 @@ Read = tuple[str | None, str, list[tuple[str, str]]]
 
 def read(format_: ReplyFormat, pieces: list[str]) -> Read:
     """Reasoning with its end marker, text, and calls."""
-    reader = ReplyReader(format_)
+    reader = ChannelReader(format_) if format_.channels else ReplyReader(format_)
     parts = [part for piece in pieces for part in reader.push(piece)]
     rest, calls = reader.finish()
     parts += rest
@@ -29,6 +44,9 @@ def read(format_: ReplyFormat, pieces: list[str]) -> Read:
     return reasoning, "".join(p.text for p in parts if p.kind == "text"), [(c.name, c.arguments) for c in calls]
 
 
+CHANNELED = ReplyFormat(channels=True, tools=ToolReader(derived(CHANNELS).calls or HERMES.format))
+THOUGHT, END_AND_START = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>"
+TO_F = "<|channel|>commentary to=functions.f"
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
 CASES: list[tuple[ReplyFormat, str, Read]] = [
     (ReplyFormat(), " <think>a</think> b ", ("", " <think>a</think> b ", [])),
@@ -63,6 +81,31 @@ CASES: list[tuple[ReplyFormat, str, Read]] = [
         ("", "Well.", [("f", '{"x": 1}'), ("g", "{}")]),
     ),
     (ReplyFormat(tools=MISTRAL2), "[TOOL_CALLS] what?", ("", "[TOOL_CALLS] what?", [])),
+    (ReplyFormat(tools=MISTRAL2), "[TOOL_CALLS]f what?", ("", "[TOOL_CALLS]f what?", [])),
+    (ReplyFormat(tools=CODER), "<function=f>\n</function>", ("", "", [("f", "{}")])),
+    (
+        ReplyFormat(tools=CODER),
+        "<tool_call>\n<function=f>\n<parameter=x>\n1",
+        ("", "<tool_call>\n<function=f>\n<parameter=x>\n1", []),
+    ),
+    (ReplyFormat(tools=CODER), "<function=f><parameter=x>a</parameter></function>", ("", "", [("f", '{"x": "a"}')])),
+    (CHANNELED, f"{THOUGHT}A.{END_AND_START}final<|message|>Yes. ", ("A.|", "Yes. ", [])),
+    (CHANNELED, f"{THOUGHT}A.<|end|>{THOUGHT}B.", ("A.\n\nB.", "", [])),
+    (CHANNELED, f'{TO_F} <|constrain|>json<|message|>{{"x": 1}}', ("", "", [("f", '{"x": 1}')])),
+    (
+        CHANNELED,
+        f"{THOUGHT}A.{END_AND_START}commentary<|message|>I look."
+        f"{END_AND_START}commentary to=functions.f<|message|>{{}}<|call|>",
+        ("A.|", "I look.", [("f", "{}")]),
+    ),
+    (CHANNELED, " to=functions.f<|channel|>commentary json<|message|>{}", ("", "", [("f", "{}")])),
+    (CHANNELED, f"{TO_F}<|message|>{{broken", ("", f"{TO_F}<|message|>{{broken", [])),
+    (CHANNELED, f"{TO_F}<|message|>{{}} {{}}<|end|>", ("", f"{TO_F}<|message|>{{}} {{}}", [])),
+    (replace(CHANNELED, tools=None), f"{TO_F}<|message|>{{}}", ("", "{}", [])),
+    (CHANNELED, "<|channel|>commentary to=browser<|message|>{}", ("", "{}", [])),
+    (CHANNELED, "No channel <|at all", ("", "No channel <|at all", [])),
+    (CHANNELED, "<|channel|>fin", ("", "<|channel|>fin", [])),
+    (CHANNELED, "<|channel|>final<|message|>a <|b|> <|en", ("", "a <|b|> <|en", [])),
 ]
 
 
@@ -116,18 +159,23 @@ def test_arguments_of_a_call_can_be_written_as_json_and_utf8_whatever_the_model_
     assert bool(rest) == (not expected)
 
 
-def test_tool_format_is_known_by_the_template() -> None:
-    assert tool_format_of("… <tool_call> … tools …") is HERMES
-    assert tool_format_of("… <tool_call>\n<function=name> … tools …") is None
-    assert tool_format_of("… [TOOL_CALLS] …") is MISTRAL
-    assert tool_format_of("… [TOOL_CALLS]name[ARGS] …") is MISTRAL2
-    assert tool_format_of('<|start_header_id|> … {"name": …, "parameters": …}') is LLAMA3
-    assert tool_format_of("<|im_start|>") is None
+@given(
+    st.lists(
+        st.sampled_from([*MARKUP, "analysis", "final", "commentary", " to=functions.f", "{}", " a", "assistant", "<"])
+    )
+)
+def test_channels_read_the_same_whole_and_in_pieces(pieces: list[str]) -> None:
+    whole = "".join(pieces)
+    told = read(CHANNELED, pieces)
+    assert told == read(CHANNELED, [whole]) == read(CHANNELED, list(whole))
 
 
-def test_forced_call_needs_a_named_tool_where_the_format_has_one_rule_for_each() -> None:
-    tools = {"f": {"type": "object"}, "g": {}}
-    with pytest.raises(InvalidRequest, match="name one of them"):
-        forced_call_grammar(MISTRAL2, tools, lambda schema: "root ::= object")
-    grammar = forced_call_grammar(MISTRAL2, {"f": {}}, lambda schema: "root ::= object")
-    assert grammar == 'root ::= "[TOOL_CALLS]f[ARGS]" call\ncall ::= object'
+def test_thoughts_in_channels_over_their_budget_are_ended_and_a_grammar_begins_with_the_text() -> None:
+    reader = ChannelReader(replace(CHANNELED, thinking_budget=2, close_tokens=(7,)))
+    told = []
+    for text in (THOUGHT, "a", "b", "<|end|>", "<|start|>assistant<|channel|>final", "<|message|>", "c"):
+        told.append((reader.forced_token, reader.num_unbound))
+        reader.note_token()
+        reader.push(text)
+    assert told == [(None, None), (None, None), (None, None), (7, None), (None, None), (None, None), (None, 6)]
+    assert ChannelReader(replace(CHANNELED, bound_at_start=True)).num_unbound == 0

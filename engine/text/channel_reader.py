@@ -1,0 +1,150 @@
+"""Reads a reply in channels, as it comes: thoughts, text and tool calls told apart (formats/channels.py). Pure.
+
+    HEAD ── <|message|> ──► BODY ── <|end|> ──► HEAD …
+
+A reply that does not begin with a head is text.
+"""
+
+from __future__ import annotations
+
+from .detokenizer import possible_marker
+from .formats.calls import NoCalls, ToolCall, call_of, value_at
+from .formats.channels import CHANNEL, ENDS, MESSAGE, START, Head, head_of, may_be_head, next_mark
+from .reply_format import Kind, Part, ReplyFormat
+
+_BORDERS = (*ENDS, START, CHANNEL)
+_LONGEST = max(map(len, _BORDERS))
+_SPACE = "\n\n"  # between two messages of one kind
+
+
+class ChannelReader:
+    """Reads one reply. Owned by its sequence. Calls as of ReplyReader."""
+
+    def __init__(self, format_: ReplyFormat) -> None:
+        self._format = format_
+        self._visible = dict(format_.visible)
+        self._held = ""
+        self._raw = ""  # of a message that may turn out to be no call
+        self._head: Head | None = None
+        self._calls: list[ToolCall] = []
+        self._told: set[Kind] = set()  # kinds of which there was some text
+        self._num_seen = 0  # characters at the beginning of what is held in which no message ends
+        self._fresh = True  # nothing of the present message was told
+        self._thinks = False  # thoughts were told, and not yet their end
+        self._num_tokens = self._num_thinking = 0
+        self._num_unbound: int | None = 0 if format_.bound_at_start else None
+
+    @property
+    def is_thinking(self) -> bool:
+        """True inside a message of thoughts."""
+        return self._head is not None and self._kind == "reasoning"
+
+    @property
+    def num_unbound(self) -> int | None:
+        """Tokens before those that a grammar binds: those before the text; None while it has not begun."""
+        return self._num_unbound
+
+    @property
+    def forced_token(self) -> int | None:
+        """The token that has to come next because thinking is over its budget."""
+        budget, closing = self._format.thinking_budget, self._format.close_tokens
+        if not self.is_thinking or budget is None or self._num_thinking < budget:
+            return None
+        return closing[0]
+
+    def note_token(self) -> None:
+        """One more token was sampled; its text comes with the next `push`."""
+        self._num_tokens += 1
+        self._num_thinking += self.is_thinking
+
+    def text_of(self, token: int) -> bytes | None:
+        """The text of a control token that belongs to the markup; None for all others."""
+        return self._visible.get(token)
+
+    def push(self, text: str) -> list[Part]:
+        """Takes released text; returns what is final of it now, possibly nothing."""
+        self._held += text
+        parts: list[Part] = []
+        while self._read_head(parts) if self._head is None else self._read_body(parts):
+            pass
+        return parts
+
+    def finish(self) -> tuple[list[Part], tuple[ToolCall, ...]]:
+        """Ends the reply: what was held back, and the tool calls in it. Markup that means nothing becomes text."""
+        parts: list[Part] = []
+        if self._head is None:
+            self._tell(parts, "text", self._held)
+        else:
+            self._end_message(parts, self._held)
+        self._held = ""
+        return parts, tuple(self._calls)
+
+    @property
+    def _kind(self) -> Kind:
+        assert self._head is not None
+        return "reasoning" if self._head.channel == "analysis" and not self._head.recipient else "text"
+
+    def _read_head(self, parts: list[Part]) -> bool:
+        """True if there is one; False if there may be one when more has come."""
+        head, found, rest = self._held.partition(MESSAGE)
+        if not may_be_head(self._held):
+            self._begin(parts, Head("final"), "", self._held)
+        elif found:
+            self._begin(parts, head_of(head), head + found, rest)
+        return self._head is not None
+
+    def _begin(self, parts: list[Part], head: Head, raw: str, rest: str) -> None:
+        self._head, self._raw, self._held, self._fresh = head, raw, rest, True
+        if self._kind == "text":
+            self._end_thoughts(parts)
+            if head.function is None and head.channel == "final" and self._num_unbound is None:
+                self._num_unbound = self._num_tokens
+
+    def _read_body(self, parts: list[Part]) -> bool:
+        """True if the message has ended."""
+        border = next_mark(self._held, _BORDERS, self._num_seen)
+        if border is None:
+            self._num_seen = max(0, len(self._held) - _LONGEST)
+            if self._function is None:
+                length = len(self._held) - possible_marker(self._held, _BORDERS)
+                self._tell(parts, self._kind, self._held[:length])
+                self._held, self._num_seen = self._held[length:], 0
+            return False
+        at, mark = border
+        self._num_seen = 0
+        body, self._held = self._held[:at], self._held[at + len(mark) if mark in ENDS else at :]
+        self._end_message(parts, body)
+        return True
+
+    @property
+    def _function(self) -> str | None:
+        return self._head.function if self._head is not None and self._format.tools is not None else None
+
+    def _end_message(self, parts: list[Part], body: str) -> None:
+        name, kind = self._function, self._kind
+        if name is None:
+            self._tell(parts, kind, body)
+        else:
+            try:
+                arguments, end = value_at(body, 0)
+                call = call_of(name, arguments)
+                if body[end:].strip():
+                    raise NoCalls
+                self._calls.append(call)
+            except (NoCalls, RecursionError):
+                self._tell(parts, kind, self._raw + body)
+        self._head = None
+
+    def _end_thoughts(self, parts: list[Part]) -> None:
+        if self._thinks:
+            parts.append(Part("reasoning_end"))
+            self._thinks = False
+
+    def _tell(self, parts: list[Part], kind: Kind, text: str) -> None:
+        if not text:
+            return
+        space = _SPACE if self._fresh and kind in self._told else ""
+        parts.append(Part(kind, space + text))
+        self._told.add(kind)
+        self._fresh = False
+        self._thinks = self._thinks or kind == "reasoning"

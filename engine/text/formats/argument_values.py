@@ -1,0 +1,96 @@
+"""Values of arguments that are written as bare text, by the types that the tool says. Pure."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Mapping
+from typing import Any
+
+_MAX_REFERENCES = 8
+_TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "null": (type(None),),
+    "object": (dict,),
+    "array": (list,),
+}
+
+
+class Values:
+    """Reads the values of one tool's arguments."""
+
+    def __init__(self, parameters: Mapping[str, Any]) -> None:
+        self._root = parameters
+        properties = parameters.get("properties")
+        self.properties: Mapping[str, Any] = properties if isinstance(properties, Mapping) else {}
+
+    def read(self, name: str, text: str, is_json: bool | None = None) -> Any:
+        """The value; `is_json` if the model said whether it is JSON. What is neither JSON nor should be is text."""
+        types = self.types(self.properties.get(name))
+        if text.startswith("<![CDATA[") and text.endswith("]]>"):
+            text = text[9:-3]
+        if is_json is False or (is_json is None and types == {"string"}):
+            return text
+        try:
+            value = _parsed(text, like_python=bool(types) and "string" not in types)
+        except ValueError:
+            return text
+        fits = not types or any(_is_a(value, name) for name in types)
+        return value if fits or "string" not in types else text
+
+    def resolved(self, name: str) -> Mapping[str, Any]:
+        """The schema of an argument, behind all references."""
+        schema = self.properties.get(name)
+        for _ in range(_MAX_REFERENCES):
+            if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
+                break
+            schema = self._referred(schema["$ref"])
+        return schema if isinstance(schema, Mapping) else {}
+
+    def types(self, schema: Any, depth: int = 0) -> set[str]:
+        """What a value may be; nothing if the schema does not say."""
+        if not isinstance(schema, Mapping) or depth > _MAX_REFERENCES:
+            return set()
+        if isinstance(schema.get("$ref"), str):
+            return self.types(self._referred(schema["$ref"]), depth + 1)
+        if "const" in schema or isinstance(schema.get("enum"), list):
+            values = [schema["const"]] if "const" in schema else schema["enum"]
+            return {name for name in _TYPES for value in values if _is_a(value, name)}
+        said = schema.get("type")
+        if said is not None:
+            return {name for name in ([said] if isinstance(said, str) else said) if isinstance(name, str)}
+        choices = [part for key in ("anyOf", "oneOf", "allOf") for part in schema.get(key) or []]
+        found = [self.types(part, depth + 1) for part in choices]
+        return set().union(*found) if all(found) else set()
+
+    def _referred(self, reference: str) -> Any:
+        found: Any = self._root
+        for part in reference.removeprefix("#").strip("/").split("/"):
+            found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+        return found
+
+
+def _parsed(text: str, *, like_python: bool) -> Any:
+    """What JSON it is, or what Python writes for such, as some templates show it to their models. Raises ValueError."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        if not like_python:
+            raise ValueError from None
+    try:
+        value = ast.literal_eval(text.strip())
+        json.dumps(value, allow_nan=False)
+    except (TypeError, SyntaxError, RecursionError, MemoryError):
+        raise ValueError from None
+    return value
+
+
+def _is_a(value: Any, name: str) -> bool:
+    if isinstance(value, bool):
+        return name == "boolean"
+    if name == "integer" and isinstance(value, float):
+        return value.is_integer()
+    return isinstance(value, _TYPES.get(name, ()))

@@ -1,0 +1,95 @@
+"""How a model writes tool calls: in JSON, in tags with JSON, or in tags with an argument in each. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from .literals import pieces_of
+
+Style = Literal["json", "tag", "tagged"]
+
+
+@dataclass(frozen=True, slots=True)
+class ArgumentTags:
+    """What stands around an argument: `open` name `sep` value `close`, and a `gap` before the next one."""
+
+    open: str
+    sep: str
+    close: str
+    gap: str = ""
+    sep_of_json: str = ""  # before a value that is no text; often the same
+
+
+@dataclass(frozen=True, slots=True)
+class CallFormat:
+    """One way of writing tool calls. The literals may have slots.
+
+    Written are `open` name `inner` arguments, then `middle` name `inner` arguments for each further call, then `close`.
+    Read are `lead`, calls with `between` them, `tail`; a call is a JSON object, or `prefix` name `inner` arguments.
+    """
+
+    style: Style
+    open: str
+    inner: str
+    close: str
+    middle: str | None = None  # None: one call in a reply
+    lead: str = ""
+    prefix: str = ""
+    between: str = ""
+    tail: str = ""
+    name_key: str = "name"
+    arguments_key: str = "arguments"
+    name_is_key: bool = False  # {"name": {…arguments…}}
+    tags: ArgumentTags | None = None
+    markers: tuple[str, ...] = ()  # that open the calls, anywhere in the reply
+    may_be_bare: bool = False  # calls may do without
+
+    def also_after(self, marker: str) -> CallFormat:
+        """The same, with one more marker that models of this kind write, if nothing else tells calls from text."""
+        return replace(self, markers=(marker,), may_be_bare=True) if self.bare_json else self
+
+    @property
+    def bare_json(self) -> bool:
+        """True if nothing tells calls from text but that they are JSON."""
+        return self.style == "json" and (self.may_be_bare or not self.markers)
+
+    @property
+    def markup(self) -> tuple[str, ...]:
+        """All that a model may write with control tokens."""
+        tags = self.tags
+        inside = (tags.open, tags.sep, tags.sep_of_json, tags.close, tags.gap) if tags else ()
+        inner = () if self.style == "json" else (self.prefix, self.inner)
+        literals = (*self.markers, self.lead, self.between, self.tail, *inner, *inside)
+        return tuple(dict.fromkeys(part for text in literals for part in pieces_of(text)))
+
+
+# GPT-OSS's calls, after its thoughts; `channels` reads them.
+IN_CHANNELS = CallFormat(
+    "tag", open="<|channel|>commentary to=functions.", inner=" <|constrain|>json<|message|>", close=""
+)
+_CALL = '{"name": "', '", "arguments": '
+TOLD_IN_WORDS = {  # some templates tell their model how to write calls, and write none themselves
+    "<tool_call>": CallFormat(
+        "json",
+        open=f"<tool_call>\n{_CALL[0]}",
+        inner=_CALL[1],
+        middle=f"}}\n</tool_call>\n<tool_call>\n{_CALL[0]}",
+        close="}\n</tool_call>",
+        lead="<tool_call>\n",
+        between="\n</tool_call>\n<tool_call>\n",
+        tail="\n</tool_call>",
+        markers=("<tool_call>",),
+    ),
+    "<|tool_call|>": CallFormat(
+        "json",
+        open=f"<|tool_call|>[{_CALL[0]}",
+        inner=_CALL[1],
+        middle=f"}}, {_CALL[0]}",
+        close="}]",
+        lead="<|tool_call|>[",
+        between=", ",
+        tail="]",
+        markers=("<|tool_call|>",),
+    ),
+}

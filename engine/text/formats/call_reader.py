@@ -1,0 +1,178 @@
+"""Reads tool calls out of what a model wrote, by the format of its family. Pure."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .argument_values import Values
+from .call_format import ArgumentTags, CallFormat
+from .calls import NoCalls, ToolCall, call_of, value_at
+from .literals import ID, KEY, TAG, any_of, pattern_of, pieces_of
+
+Found = tuple[list[ToolCall], int]  # calls, and where they end
+
+
+@dataclass(frozen=True, slots=True)
+class ToolReader:
+    """Reads the calls of the tools that were offered. `parameters`: JSON Schemas by the names of the tools."""
+
+    format: CallFormat
+    parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def find(self, text: str, *, at_start: bool) -> int | None:
+        """Where the tool calls begin; `at_start` if nothing of the reply came before this text."""
+        if self.format.bare_json and at_start and text.lstrip().startswith("{"):
+            return 0
+        found = [(at + len(marker), at) for marker in self.format.markers if (at := text.find(marker)) >= 0]
+        return min(found)[1] if found else None  # the one that ends first: a longer text has the same
+
+    def parse(self, text: str) -> tuple[tuple[ToolCall, ...], str]:
+        """The calls, and the text that is none; all of it if one of them is not well-formed."""
+        calls: list[ToolCall] = []
+        rest = []
+        try:
+            at = 0
+            while (start := self.find(text[at:], at_start=not calls)) is not None:
+                rest.append(text[at : at + start])
+                more, at = self._calls(text, at + start)
+                calls += more
+        except (NoCalls, RecursionError):
+            return (), text
+        return tuple(calls), "".join([*rest, text[at:]]).rstrip()
+
+    def _calls(self, text: str, at: int) -> Found:
+        """One call, and all that follow it. Raises NoCalls."""
+        patterns = _patterns_of(self.format)
+        call, end = self._call(text, _after(patterns.before, text, at), patterns)
+        calls = [call]
+        while True:
+            try:
+                call, end = self._call(text, _after(patterns.between, text, end), patterns)
+            except NoCalls:
+                closed = _after(patterns.after, text, end)
+                return calls, end + len(text[end:closed].rstrip())
+            calls.append(call)
+
+    def _call(self, text: str, at: int, patterns: _Patterns) -> tuple[ToolCall, int]:
+        if self.format.style == "json":
+            value, end = value_at(text, at)
+            return self._of_object(value), end
+        header = patterns.header.match(text, at)
+        if header is None:
+            raise NoCalls
+        name, end = header.group(1), header.end()
+        arguments: Any
+        if self.format.tags is not None:
+            arguments, end = _tagged(text, end, self.format.tags, patterns, Values(self.parameters.get(name, {})))
+        elif text[end:].lstrip().startswith(("{", '"')):
+            arguments, end = value_at(text, end)
+        else:
+            raise NoCalls
+        return call_of(name, arguments), end
+
+    def _of_object(self, value: Any) -> ToolCall:
+        """The call that an object of JSON is. Raises NoCalls."""
+        if not isinstance(value, dict):
+            raise NoCalls
+        if self.format.name_is_key:
+            if len(value) != 1:
+                raise NoCalls
+            return call_of(*next(iter(value.items())))
+        if self.format.name_key not in value:  # {"type": "function", "function": {…}}
+            inner = (part for part in value.values() if isinstance(part, dict) and self.format.name_key in part)
+            value = next(inner, {})
+        named = (self.format.arguments_key, "arguments", "parameters")
+        arguments: Any = next((value[key] for key in named if key in value), {})
+        return call_of(value.get(self.format.name_key), arguments)
+
+
+@dataclass(frozen=True, slots=True)
+class _Patterns:
+    """Of one format: what comes before the first call, between two, after the last; the head of a call; of arguments
+    what comes before a name, after it, and after a value if it is the last one."""
+
+    before: re.Pattern[str]
+    between: re.Pattern[str]
+    after: re.Pattern[str]
+    header: re.Pattern[str]
+    argument: re.Pattern[str]
+    separator: re.Pattern[str]
+    end: re.Pattern[str]
+
+
+@functools.lru_cache(maxsize=32)
+def _patterns_of(format_: CallFormat) -> _Patterns:
+    closings, tags = pieces_of(format_.tail), format_.tags
+    openings = [*format_.markers, *pieces_of(format_.lead)]
+    if format_.style != "json":
+        openings = [piece for piece in openings if not format_.prefix.startswith(piece)]
+    between = [*pieces_of(format_.between), *closings, *openings, *([";"] if format_.bare_json else [])]
+    name = r"([^\s<>\"'{}\[\]()]+?)"
+    last = "|".join(pattern_of(part) for part in (closings[0] if closings else "", format_.tail.strip()) if part)
+    return _Patterns(
+        before=any_of(openings),
+        between=any_of(between),
+        after=any_of(closings),
+        header=re.compile(rf"\s*{pattern_of(format_.prefix.strip())}\s*{name}{_after_name(format_)}"),
+        argument=re.compile(rf"\s*{pattern_of(tags.open.strip())}(?!/)" if tags else ""),
+        separator=re.compile(_separator(tags) if tags else ""),
+        end=re.compile(rf"\s*(?:{last}|\Z)" if last else r"\s*\Z"),
+    )
+
+
+def _separator(tags: ArgumentTags) -> str:
+    return f"({pattern_of(tags.sep.strip())})|{pattern_of(tags.sep_of_json.strip())}"
+
+
+def _after_name(format_: CallFormat) -> str:
+    """The pattern of what follows a name; a tag with an id may be left out."""
+    inner = format_.inner.strip()
+    if inner:
+        named = re.match(rf"(?:{TAG.pattern}){ID}", inner)
+        optional = f"(?:{pattern_of(named.group())})?" if named else ""
+        return rf"\s*{optional}{pattern_of(inner[named.end() if named else 0 :])}\s*"
+    if format_.tags is None:
+        return r"(?=\s*[{\"])"
+    following = [format_.tags.open.strip(), *pieces_of(format_.tail)[:1]]
+    return rf"(?=\s*(?:{'|'.join(map(pattern_of, following))}|\Z))"
+
+
+def _after(pattern: re.Pattern[str], text: str, at: int) -> int:
+    match = pattern.match(text, at)
+    return match.end() if match else at
+
+
+def _tagged(text: str, at: int, tags: ArgumentTags, patterns: _Patterns, values: Values) -> tuple[dict[str, Any], int]:
+    """Arguments in tags of their own, and where they end. Raises NoCalls."""
+    arguments: dict[str, Any] = {}
+    while (opened := patterns.argument.match(text, at)) is not None:
+        separator = patterns.separator.search(text, opened.end())
+        if separator is None:
+            raise NoCalls
+        key = text[opened.end() : separator.start()].strip()
+        end, at = _end_of_value(text, separator.end(), tags.close.replace(KEY, key), patterns)
+        is_json = None if tags.sep == tags.sep_of_json else separator.group(1) is None
+        arguments[key] = values.read(key, _trimmed(text[separator.end() : end], tags), is_json)
+    return arguments, at
+
+
+def _end_of_value(text: str, start: int, close: str, patterns: _Patterns) -> tuple[int, int]:
+    """Where a value ends, and its closing tag: the first one with an argument or the end behind it. Raises NoCalls."""
+    at, tag = start, close.strip()
+    while (at := text.find(tag, at)) >= 0:
+        behind = at + len(tag)
+        if patterns.argument.match(text, behind) or patterns.end.match(text, behind):
+            return at, behind
+        at = behind
+    raise NoCalls
+
+
+def _trimmed(value: str, tags: ArgumentTags) -> str:
+    """The value without the lines that the tags are written on."""
+    if tags.sep.endswith("\n"):
+        value = value.removeprefix("\n")
+    return value.removesuffix("\n") if tags.close.startswith("\n") else value

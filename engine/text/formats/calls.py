@@ -1,0 +1,48 @@
+"""A tool call, from what a model wrote. Pure."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+_DECODER = json.JSONDecoder()
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A function that the model wants called; `arguments` is a JSON object as text."""
+
+    name: str
+    arguments: str
+
+
+class NoCalls(ValueError):
+    """The text holds no well-formed tool call."""
+
+
+def call_of(name: Any, arguments: Any) -> ToolCall:
+    """Raises NoCalls for what is no name, or no object of JSON."""
+    if isinstance(arguments, str):  # some models write the object as a string
+        arguments, _ = value_at(arguments, 0)
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        raise NoCalls
+    try:
+        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    except ValueError:  # NaN, or 1e999
+        raise NoCalls from None
+    return ToolCall(_encodable(name), _encodable(written))
+
+
+def _encodable(text: str) -> str:
+    """The text, with U+FFFD for halves of a surrogate pair: a model may write `\\ud83d` alone, which UTF-8 has not."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def value_at(text: str, at: int) -> tuple[Any, int]:
+    """The JSON value that begins here or after space, and where it ends. Raises NoCalls."""
+    at += len(text[at:]) - len(text[at:].lstrip())
+    try:
+        return _DECODER.raw_decode(text, at)
+    except ValueError:
+        raise NoCalls from None

@@ -1,0 +1,167 @@
+"""Grammars of tool calls, in a model's own way of writing them. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cellama.engine.errors import InvalidRequest
+
+from .argument_values import Values
+from .call_format import IN_CHANNELS, ArgumentTags, CallFormat
+from .literals import ID, INDEX, KEY, NAME
+
+Schemas = Mapping[str, Mapping[str, Any]]  # of arguments, by the names of tools
+ToRules = Callable[[tuple[tuple[str, str, str], ...]], str]  # name of a rule, schema as JSON, and where in it → GBNF
+
+_SPACE = '"\\n"{0,2}'  # before the calls, as models have it after thoughts
+_THOUGHTS = '("<|channel|>analysis<|message|>" ([^<] | "<" [^|])* "<|end|><|start|>assistant")?'
+
+
+def forced_calls(format_: CallFormat, schemas: Schemas, to_rules: ToRules, *, several: bool = False) -> str:
+    """GBNF of a reply that is a call of one of the tools, or with `several` any number of calls.
+
+    Raises InvalidRequest.
+    """
+    head = _THOUGHTS if format_ is IN_CHANNELS else _SPACE
+    tools = [_Tool(f"t{i}", name, schema, format_) for i, (name, schema) in enumerate(schemas.items())]
+    wanted = tuple(rule for tool in tools for rule in tool.wanted)
+    lines = [f"root ::= {head} first {_close(format_)}", f"first ::= {_either(tools, format_.open)}"]
+    if several and format_.middle is not None:
+        lines = [
+            f"root ::= {head} first next* {_close(format_)}",
+            lines[1],
+            f"next ::= {_either(tools, format_.middle)}",
+        ]
+    return "\n".join([*lines, *(line for tool in tools for line in tool.rules), to_rules(wanted)])
+
+
+def _close(format_: CallFormat) -> str:
+    return _literal(format_.close.rstrip(), "")
+
+
+def _either(tools: list[_Tool], before: str) -> str:
+    return " | ".join(f"{_literal(before, tool.name)} {tool.rule}" for tool in tools)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tool:
+    """One of the tools: a rule of its name and arguments, and what has to be made of its schema."""
+
+    rule: str
+    function: str
+    schema: Mapping[str, Any]
+    format: CallFormat
+
+    @property
+    def name(self) -> str:
+        """As it is written."""
+        return json.dumps(self.function, ensure_ascii=False)[1:-1] if self.format.style == "json" else self.function
+
+    @property
+    def wanted(self) -> list[tuple[str, str, str]]:
+        """Rules to be made: their names, the schema as JSON, and where in it."""
+        schema = json.dumps(dict(self.schema) or {"type": "object"})
+        if self.format.tags is None:
+            return [(f"{self.rule}a", schema, "#")]
+        return [
+            (name, schema, f"#/properties/{_pointer(key)}") for name, key, is_text in self._arguments if not is_text
+        ]
+
+    @property
+    def rules(self) -> list[str]:
+        tags = self.format.tags
+        head = f"{self.rule} ::= {_literal(self.name + self.format.inner, self.name)}"
+        if tags is None:
+            return [f"{head} {self.rule}a"]
+        written = [self._argument(tags, *argument) for argument in self._arguments]
+        required = self.schema.get("required") or ()
+        members = _members(self.rule, _literal(tags.gap), [key in required for _, key, _ in self._arguments])
+        return [f"{head} {self.rule}m0", *members, *written]
+
+    @property
+    def _arguments(self) -> list[tuple[str, str, bool]]:
+        """Of each argument the rule of its value, its name, and whether it is written as bare text."""
+        values = Values(self.schema)
+        types = {key: values.types(schema) for key, schema in values.properties.items()}
+        return [(f"{self.rule}v{i}", key, not of or "string" in of) for i, (key, of) in enumerate(types.items())]
+
+    def _argument(self, tags: ArgumentTags, value: str, key: str, is_text: bool) -> str:
+        """The rule of one argument."""
+        name, close = value.replace("v", "p"), _literal(tags.close, key=key)
+        before = _literal(f"{tags.open}{key}{tags.sep if is_text else tags.sep_of_json}", key=key)
+        if not is_text:
+            return f"{name} ::= {before} {value} {close}"
+        schema = Values(self.schema).resolved(key)
+        return f"{name} ::= {before} {_text(schema, tags.close.replace(KEY, key).strip(), key)} {close}"
+
+
+def _members(rule: str, gap: str, required: list[bool]) -> list[str]:
+    """Rules of arguments in their order: m0, m1 … before the first of them, n0, n1 … after one."""
+    lines = []
+    for i, is_required in enumerate(required):
+        argument, after, others = f"{rule}p{i}", f"{rule}n{i + 1}", f"{rule}m{i + 1}"
+        lines.append(f"{rule}m{i} ::= {argument} {after}" + ("" if is_required else f" | {others}"))
+        lines.append(f"{rule}n{i} ::= {gap} {argument} {after}" + ("" if is_required else f" | {after}"))
+    return [*lines, f'{rule}m{len(required)} ::= ""', f'{rule}n{len(required)} ::= ""']
+
+
+def _text(schema: Mapping[str, Any], close: str, key: str) -> str:
+    """GBNF of bare text that holds no closing tag. Raises InvalidRequest for what can't be kept of the schema."""
+    chosen = [schema["const"]] if "const" in schema else schema.get("enum")
+    if isinstance(chosen, list):
+        texts = [value if isinstance(value, str) else json.dumps(value) for value in chosen]
+        return "(" + " | ".join(_literal(text) for text in texts) + ")"
+    shaped = next((name for name in ("pattern", "format") if name in schema), None)
+    if shaped is not None:
+        raise InvalidRequest(
+            f"argument {key!r} of a tool has a {shaped}, which can't be forced on a model that writes arguments as "
+            f"bare text; leave {shaped} out, or use tool_choice auto"
+        )
+    least, most = schema.get("minLength", 0), schema.get("maxLength")
+    if least or most is not None:
+        return f"{_class(close[0], but=True)}{{{int(least)},{'' if most is None else int(most)}}}"
+    return text_without(close)
+
+
+def text_without(tag: str) -> str:
+    """GBNF of any text that does not hold this one."""
+    first = tag[0]
+    if first in tag[1:] or len(tag) < 2:
+        return f"{_class(first, but=True)}*"
+    unlike, like = _class(first + tag[-1], but=True), ""
+    for char in reversed(tag[1:-1]):  # nested, from the last character to the second
+        unlike = f"({_class(first + char, but=True)} | {_literal(char)} {unlike})"
+        like = f"({_literal(char)} {like})?"
+    begun = f"({_literal(first)} {like})*"
+    return f"({_class(first, but=True)} | {begun} {_literal(first)} {unlike})* {begun}"
+
+
+def _class(chars: str, *, but: bool = False) -> str:
+    return f"[{'^' if but else ''}{''.join(f'{chr(92)}U{ord(char):08x}' for char in dict.fromkeys(chars))}]"
+
+
+def _literal(text: str, name: str = "", key: str = "") -> str:
+    """GBNF of a literal with slots."""
+    parts, classes = [""], {ID: "[a-zA-Z0-9]{9}", INDEX: "[0-9]{1,3}"}
+    for char in text:
+        if char in classes:
+            parts += [classes[char], ""]
+        else:
+            parts[-1] += {NAME: name, KEY: key}.get(char, char)
+    quoted = [_quoted(part) if i % 2 == 0 else part for i, part in enumerate(parts) if part]
+    return " ".join(quoted) or '""'
+
+
+def _quoted(text: str) -> str:
+    return (
+        '"'
+        + "".join(char if char.isprintable() and char not in '"\\' else f"\\U{ord(char):08x}" for char in text)
+        + '"'
+    )
+
+
+def _pointer(key: str) -> str:
+    return key.replace("~", "~0").replace("/", "~1").replace("%", "%25")

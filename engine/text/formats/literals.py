@@ -1,0 +1,104 @@
+"""What a template writes around a caller's words: tags and other literals, compared, cut, made into patterns. Pure.
+
+A literal may have slots, for what differs from call to call: the name again, an id, a number that counts, a key.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+NAME, ID, INDEX, KEY = "\ue000", "\ue001", "\ue002", "\ue003"
+SLOTS = frozenset((NAME, ID, INDEX, KEY))
+TAG = re.compile(r"<[^<>\n]{1,80}>|\[/?[A-Z][A-Z_ ]{1,40}\]")
+_PIECE = re.compile(rf"{TAG.pattern}|[^\s<\[]+|[<\[]")
+_CLASSES = {NAME: r"[^\s<>\"{}]+", ID: r"[\w.:\-]*", INDEX: r"\d+", KEY: r"[^<>\n]+"}
+_HALVES = re.compile(r"start|begin|open|end|close|[^a-z0-9]")
+
+
+def shared_start(first: str, second: str) -> str:
+    """What both begin with, without a tag that is cut."""
+    at = _num_shared(first, second)
+    return first[: min(_outside(first, at)[0], _outside(second, at)[0])]
+
+
+def shared_end(first: str, second: str) -> str:
+    """What both end with, without a tag that is cut."""
+    size = _num_shared(first[::-1], second[::-1])
+    sizes = (len(text) - _outside(text, len(text) - size)[1] for text in (first, second))
+    return first[len(first) - min(sizes) :]
+
+
+def _num_shared(first: str, second: str) -> int:
+    """How many characters both begin with."""
+    pairs = zip(first, second, strict=False)
+    return next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second)))
+
+
+def _outside(text: str, at: int) -> tuple[int, int]:
+    """The places next to this one, to the left and to the right, that are in no tag."""
+    for tag in TAG.finditer(text, max(0, at - 82)):
+        if tag.start() < at < tag.end():
+            return tag.start(), tag.end()
+        if tag.start() >= at:
+            break
+    return at, at
+
+
+def tags_of(text: str) -> list[str]:
+    return TAG.findall(text)
+
+
+def pieces_of(literal: str) -> list[str]:
+    """Tags, and the words between them."""
+    return _PIECE.findall(literal)
+
+
+def is_pair(opening: str, closing: str) -> bool:
+    """True of the tags of one thing, such as `<think>` and `</think>`, or `<|START_X|>` and `<|END_X|>`."""
+    first, second = (_HALVES.sub("", tag.lower()) for tag in (opening, closing))
+    return opening != closing and first == second != ""
+
+
+def mirrored(opening: str) -> str | None:
+    """The tag that closes what this one opens, by the usual ways of writing such; None if it is of none."""
+    for before, after in (("START", "END"), ("start", "end"), ("BEGIN", "END"), ("begin", "end")):
+        if before in opening:
+            return opening.replace(before, after)
+    if re.fullmatch(r"[<\[][^/|].*[>\]]", opening):
+        return f"{opening[0]}/{opening[1:]}"
+    return None
+
+
+def merged(first: str, second: str) -> str | None:
+    """The literal that both are, with a slot for each number in which they differ; None if they differ otherwise."""
+    if first == second:
+        return first
+    parts, others = (re.split(r"(\d+)", text) for text in (first, second))
+    if len(parts) != len(others) or parts[::2] != others[::2]:
+        return None
+    pairs = zip(parts, others, strict=True)
+    return "".join(one if one == other else INDEX for one, other in pairs)
+
+
+def pattern_of(literal: str) -> str:
+    """A regular expression for the literal, however much space it is written with."""
+    written = []
+    for part in re.split(r"(\s+)", literal):
+        if part.isspace():
+            written.append(r"\s*")
+        else:
+            written += [_CLASSES.get(char) or re.escape(char) for char in part]
+    return "".join(written)
+
+
+def any_of(pieces: Iterable[str]) -> re.Pattern[str]:
+    """Matches as many of these as follow each other, and the space between them."""
+    patterns = sorted({pattern_of(piece) for piece in pieces if piece.strip()}, key=len, reverse=True)
+    return re.compile(r"\s*(?:(?:" + "|".join(patterns) + r")\s*)*" if patterns else r"\s*")
+
+
+def occurrences(text: str, word: str, start: int = 0) -> Iterator[int]:
+    while (start := text.find(word, start)) >= 0:
+        yield start
+        start += 1

@@ -1,0 +1,33 @@
+"""What is read from a reply, and how the model marks it up. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from .formats.call_reader import ToolReader
+
+Kind = Literal["text", "reasoning", "reasoning_end"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Final text of one kind; a `reasoning_end` has none."""
+
+    kind: Kind
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyFormat:
+    """How a model marks up its reply. Empty tags: it does not think. No tools: none were offered, or none are read."""
+
+    think_open: str = ""
+    think_close: str = ""
+    starts_thinking: bool = False  # the template has opened the block
+    thinking_budget: int | None = None  # tokens, after which the block is closed for the model
+    close_tokens: tuple[int, ...] = ()  # of `think_close`
+    tools: ToolReader | None = None
+    channels: bool = False  # everything stands in channels: thoughts, text and calls
+    bound_at_start: bool = False  # in channels: a grammar is of the whole reply, else of its text
+    visible: tuple[tuple[int, bytes], ...] = ()  # control tokens that are part of the markup, and their text

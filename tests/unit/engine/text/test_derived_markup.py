@@ -1,0 +1,200 @@
+"""How a model marks up its replies is told from its template, and what a template writes is read back the same."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import logging
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cellama.engine.text import template_renderer
+from cellama.engine.text.chat_template import ChatTemplate
+from cellama.engine.text.derivation.markup import ReplyMarkup
+from cellama.engine.text.formats.call_format import CallFormat
+from cellama.engine.text.formats.call_reader import ToolReader
+from cellama.engine.text.reply_format import ReplyFormat
+from cellama.engine.text.reply_parser import ReplyReader
+
+from .styles import CALLS, CHANNELS, STYLES, THINK, derived, reply_of, template
+
+_PROPERTIES = {"text": {"type": "string"}, "count": {"type": "integer"}, "deep": {}, "sure": {"type": "boolean"}}
+PARAMETERS = {"look": {"type": "object", "properties": _PROPERTIES}, "mcp.list-all": {"type": "object"}}
+TOOLS = [{"type": "function", "function": {"name": n, "parameters": p}} for n, p in PARAMETERS.items()]
+TRICKY = [
+    '"',
+    "\\",
+    "{",
+    "}",
+    "[",
+    "]",
+    "<",
+    "</",
+    ">",
+    "\n",
+    " ",
+    ",",
+    ";",
+    "é",
+    "🙂",
+    "a",
+    "true",
+    "7",
+    "\u2028",
+    "'",
+]
+markup_of = functools.cache(derived)
+
+texts = st.lists(st.sampled_from(TRICKY), max_size=8).map("".join)
+values = st.recursive(
+    texts | st.integers() | st.booleans() | st.none(), lambda v: st.lists(v) | st.dictionaries(texts, v)
+)
+objects = values.filter(lambda v: isinstance(v, list | dict | int))  # what is bare text reads as JSON if it is that
+arguments = st.fixed_dictionaries(
+    {}, optional={"text": texts, "count": st.integers(), "deep": objects, "sure": st.booleans()}
+)
+
+
+def read(format_: ReplyFormat, pieces: list[str]) -> tuple[str, str, list[tuple[str, Any]]]:
+    """Thoughts, text and calls."""
+    reader = ReplyReader(format_)
+    parts = [part for piece in pieces for part in reader.push(piece)]
+    rest, calls = reader.finish()
+    told = {kind: "".join(p.text for p in [*parts, *rest] if p.kind == kind) for kind in ("reasoning", "text")}
+    return told["reasoning"], told["text"], [(call.name, json.loads(call.arguments)) for call in calls]
+
+
+def format_of(markup: ReplyMarkup) -> ReplyFormat:
+    assert markup.calls is not None
+    return ReplyFormat(markup.think_open, markup.think_close, tools=ToolReader(markup.calls, PARAMETERS))
+
+
+def cut(text: str, places: list[int]) -> list[str]:
+    """The text in pieces."""
+    borders = [0, *sorted(place % (len(text) + 1) for place in places), len(text)]
+    return [text[first:last] for first, last in itertools.pairwise(borders)]
+
+
+def calls_for_template(calls: list[tuple[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        {"id": f"functions.{name}:{i}", "type": "function", "function": {"name": name, "arguments": json.dumps(given)}}
+        for i, (name, given) in enumerate(calls)
+    ]
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_style_of_calls_is_told_from_the_template(style: str) -> None:
+    markup = markup_of(template(CALLS[style], THINK))
+    assert markup.calls is not None
+    assert markup.calls.style == STYLES[style]
+    assert (markup.think_open, markup.think_close) == ("<think>", "</think>")
+    assert markup.calls.middle is not None or style in ("llama3", "openai")
+    assert markup.arguments_as_text == (style == "deepseek r1")
+
+
+@pytest.mark.parametrize("style", STYLES)
+@settings(max_examples=20)
+@given(data=st.data())
+def test_what_a_template_writes_is_read_back_however_it_is_split(style: str, data: st.DataObject) -> None:
+    source = template(CALLS[style], THINK)
+    markup = markup_of(source)
+    count = 1 if style == "llama3" else data.draw(st.integers(1, 3))
+    calls = [("look", data.draw(arguments)) if data.draw(st.booleans()) else ("mcp.list-all", {}) for _ in range(count)]
+    text = "" if style == "llama3" else data.draw(st.sampled_from(["", "Let me see.", "It is [1] < 2:\n"]))
+    thoughts = data.draw(st.sampled_from(["", 'Hm, "why"?\n{1} <tool']))
+    turn = {"content": text, "tool_calls": calls_for_template(calls), **({"reasoning": thoughts} if thoughts else {})}
+    reply = reply_of(source, markup, turn, TOOLS)
+    whole = read(format_of(markup), [reply])
+    assert whole == (thoughts, text.rstrip(), calls)
+    assert read(format_of(markup), cut(reply, data.draw(st.lists(st.integers(0))))) == whole
+    assert read(format_of(markup), list(reply)) == whole
+
+
+def words_of(format_: CallFormat) -> list[str]:
+    inside = (format_.tags.open, format_.tags.sep, format_.tags.close) if format_.tags else ()
+    return [*format_.markup, *inside, format_.lead, format_.prefix, format_.between, format_.tail]
+
+
+@pytest.mark.parametrize("style", STYLES)
+@settings(max_examples=20)
+@given(data=st.data())
+def test_no_text_is_lost_whatever_a_model_writes(style: str, data: st.DataObject) -> None:
+    format_ = format_of(markup_of(template(CALLS[style])))
+    assert format_.tools is not None
+    words = [word for word in words_of(format_.tools.format) if word]
+    pieces = data.draw(
+        st.lists(st.sampled_from([*words, "look", '{"name": "look"}', '{"a": 1}', " b", "\n", "{", '"']))
+    )
+    thoughts, text, calls = read(format_, pieces)
+    assert read(format_, ["".join(pieces)]) == (thoughts, text, calls)
+    assert read(format_, list("".join(pieces))) == (thoughts, text, calls)
+    if not calls:
+        assert (thoughts + text).split() == "".join(pieces).split()
+
+
+@pytest.mark.parametrize(
+    ("thoughts", "begin", "tags"),
+    [
+        ("", "", ("", "")),
+        (THINK, "", ("<think>", "</think>")),
+        ("", "{{ '<think>\n' }}", ("<think>", "</think>")),
+        ("", "{{ '<think></think>' if enable_thinking is defined and not enable_thinking }}", ("<think>", "</think>")),
+        ("{{ '[THINK]' ~ m.reasoning_content ~ '[/THINK]' }}", "", ("[THINK]", "[/THINK]")),
+        ("{{ '<seed:think>' ~ m.reasoning_content ~ '</seed:think>' }}", "", ("<seed:think>", "</seed:think>")),
+        (
+            "{{ '<|START_THINKING|>' ~ m.reasoning_content ~ '<|END_THINKING|>' }}",
+            "{{ '<|START_THINKING|>' }}",
+            ("<|START_THINKING|>", "<|END_THINKING|>"),
+        ),
+        ("{{ '<|channel>thought\n' ~ m.thinking ~ '\n<channel|>' }}", "", ("<|channel>thought", "<channel|>")),
+        ("{{ m.reasoning_content ~ '\n[FINAL]\n' }}", "{{ 'My steps:\n' }}", ("My steps:", "[FINAL]")),
+        ("{% if '</think>' in m.content %}{% endif %}", "", ("<think>", "</think>")),
+    ],
+)
+def test_tags_of_thinking_are_told_from_the_template(thoughts: str, begin: str, tags: tuple[str, str]) -> None:
+    markup = markup_of(template(CALLS["hermes"], thoughts, begin))
+    assert (markup.think_open, markup.think_close) == tags
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("hi", "no thoughts, no tool calls that are known"),
+        (template(CALLS["hermes"], THINK), "thoughts between <think> and </think>, tool calls as JSON after"),
+        (template(CALLS["glm"]), "no thoughts, tool calls as tags after '<tool_call>'"),
+        (CHANNELS, "thoughts, text and tool calls in channels"),
+        (
+            "{{ tools }}{% if tools %}Write <tool_call>{…}</tool_call>{% endif %}",
+            "tool calls as JSON after '<tool_call>",
+        ),
+        ("{{ tools }}{% if tools %}Write <|tool_call|>[{…}]{% endif %}", "tool calls as JSON after '<|tool_call|>[{"),
+        (template("{{ m.tool_calls | string }}"), "no thoughts, no tool calls that are known"),
+    ],
+)
+def test_what_is_known_of_a_template_is_said(source: str, told: str) -> None:
+    assert told in str(markup_of(source))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ raise_exception('never') }}",
+        "{{ messages[0].content * 99999999 }}",
+        "{% for i in range(3000) %}{{ '{\"name\": ' ~ messages[-1].content }}{% endfor %}",
+        "{% for m in messages %}{{ m.content ~ '{' * 8000 ~ (m.tool_calls or '') }}{% endfor %}",
+        "{% if tools %}{% for i in range(99999) %}{% for i in range(99999) %}{{ i if i < 0 }}{% endfor %}"
+        "{% endfor %}{% endif %}",
+    ],
+)
+def test_hostile_template_shows_nothing_and_costs_little(
+    source: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(template_renderer, "CPU_S", 0.5)
+    markup = ChatTemplate(source).reply_markup
+    assert (markup.calls, markup.think_close) == (None, "")
+    ended = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert bool(ended) == ("range(99999)" in source)
