@@ -136,6 +136,7 @@ class ChatOptions:
 
     @property
     def forces_call(self) -> bool:
+        """True if the reply has to be a call."""
         return self.tool_choice not in ("auto", "none")
 
     @property
