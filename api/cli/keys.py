@@ -12,10 +12,10 @@ from typing import Annotated, Any, TypeVar
 import typer
 from pydantic import ValidationError
 
-from cellama.api.http.keys.entry import KeyEntry
-from cellama.api.http.keys.key_file import KeyFile
-from cellama.api.http.keys.key_text import KeyText, new_key, parse_key
-from cellama.api.http.keys.store import Found, KeyStore
+from cellama.api.keys.entry import KeyEntry
+from cellama.api.keys.key_file import KeyFile
+from cellama.api.keys.key_text import KeyText, new_key, parse_key
+from cellama.api.keys.store import Found, KeyStore
 from cellama.config import get_settings
 from cellama.tasks.connection.connections import connect_async
 from cellama.tasks.connection.redis_errors import reaching_redis

@@ -21,16 +21,28 @@ class Caller:
 
     `tenant` is the scope of prefixes, keys and ids; None: the one of whoever has no key. `models` are the ids that may
     be asked for, None: all. `priority` is a service tier (`TIERS`): that of requests that name none, and the most
-    urgent one that they may name; None: "default", and any.
+    urgent one that they may name; None: "default", and any. `max_tokens` are all that a request may read and generate.
     """
 
     tenant: str | None = None
     key_id: str | None = None
     models: frozenset[str] | None = None
     priority: str | None = None
+    max_tokens: int | None = None
 
     def may_ask(self, model: str) -> bool:
         return self.models is None or model in self.models
+
+    def check_model(self, model: str) -> None:
+        """Raises ApiError (403) for a model that it may not ask for, whether there is one of that name or not."""
+        if not self.may_ask(model):
+            allowed = ", ".join(sorted(self.models or ()))
+            raise ApiError(
+                403,
+                f"this API key may not ask for the model {model!r}; it may ask for: {allowed}",
+                code="model_not_allowed",
+                param="model",
+            )
 
     def tier(self, wanted: str | None) -> str:
         """The service tier that a request gets which names this one, "auto", or none."""
@@ -46,8 +58,9 @@ class Admission(Protocol):
     @property
     def headers(self) -> Mapping[str, str]: ...
 
-    async def end(self, num_tokens: int) -> None:
-        """Called once when the request has ended, however it did, with the tokens that it read and generated."""
+    async def end(self, num_tokens: int | None) -> None:
+        """Called once when the request has ended, however it did, with the tokens that it read and generated; None: as
+        many as it might, because its jobs go on."""
         ...
 
 
@@ -62,6 +75,10 @@ class Access(Protocol):
         """Counts the request against the caller's limits. It may read and generate about `num_tokens`."""
         ...
 
+    async def close(self) -> None:
+        """Gives connections back."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Unlimited:
@@ -69,7 +86,7 @@ class Unlimited:
 
     headers: Mapping[str, str] = field(default_factory=dict)
 
-    async def end(self, num_tokens: int) -> None:
+    async def end(self, num_tokens: int | None) -> None:
         """Nothing is counted."""
 
 
@@ -82,15 +99,25 @@ class NoKeys:
     async def admit(self, caller: Caller, model: str, num_tokens: int) -> Admission:
         return Unlimited()
 
+    async def close(self) -> None:
+        """There is nothing to close."""
+
+
+_FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")  # headers of requests that came through a proxy
+
 
 class LoopbackOnly(NoKeys):
     """As NoKeys, for requests that were sent to this machine by its own name: a page in a browser that has its own
-    name point to 127.0.0.1 reads nothing."""
+    name point to 127.0.0.1 reads nothing. Nor does whoever comes through a proxy that says so."""
 
     async def authenticate(self, headers: Mapping[str, str]) -> Caller:
         host = urlsplit(f"//{headers.get('host', '')}").hostname or ""
         if not is_loopback(host):
             raise ApiError(403, f"without keys only this machine is served, and the request was sent to {host!r}")
+        if any(name in headers for name in _FORWARDED):
+            raise ApiError(
+                403, "without keys only this machine is served, and the request came through a proxy; make a key"
+            )
         return await super().authenticate(headers)
 
 

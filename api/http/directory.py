@@ -18,6 +18,8 @@ from .errors import RETRY_AFTER_S, ApiError
 FRESH_S = 1.0
 START_S = 5.0  # where no worker is there, one may be in so long
 
+EVERY_MODEL = Caller()
+
 T = TypeVar("T")
 
 
@@ -56,11 +58,12 @@ class Directory:
         return [view for view in views if view["status"] == "ready" and caller.may_ask(view["id"])]
 
     async def find(self, caller: Caller, name: object) -> ModelView:
-        """The model of that name. Raises ApiError: 400, 404, or 503 where no worker is there at all."""
+        """The model of that name. Raises ApiError: 400, 403, 404, or 503 where no worker is there at all."""
         if not isinstance(name, str) or not name:
             raise ApiError(400, f"model is {name!r}; name one that is served, see /v1/models", param="model")
+        caller.check_model(name)
         for fresh_s in (FRESH_S, 0.0):  # one that was loaded just now
-            for view in await self.models(caller, fresh_s):
+            for view in await self.models(EVERY_MODEL, fresh_s):
                 if view["id"] == name or (name == DEFAULT_MODEL and view["default"]):
                     return view
         if not await self._models.get():

@@ -49,6 +49,7 @@ class Gateway:
         """Ends what requests have left to do, and gives the connections back."""
         while self._afterwards:
             await asyncio.wait(self._afterwards)
+        await self.access.close()
         if "client" in self.__dict__:
             await self.client.close()
 

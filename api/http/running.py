@@ -20,6 +20,7 @@ from .errors import ApiError, of_code, of_job
 from .leaving import unless_gone
 
 RESULT_S = 30.0  # the result is stored with the last event
+CANCELLED_S = 10.0  # until a job that is cancelled has ended
 BUFFERED = 4  # events of several jobs that wait for a slow reader
 
 Placed = tuple[int, Event]
@@ -38,6 +39,7 @@ class Running:
         self.usages: dict[int, Any] = {}  # of the jobs that have ended
         self.is_kept = asked.idempotency_key is not None
         self._ended: set[int] = set()
+        self._seen: dict[int, int] = {}  # of each job, the number of its last event
         self._admission: Admission = Unlimited()
         self._is_closed = False
 
@@ -91,6 +93,7 @@ class Running:
         streams = [job.stream(timeout=math.inf, ping=ping_s) for job in self.jobs]
         async with aclosing(_merged(streams)) as events:
             async for place, event in events:
+                self._seen[place] = event.get("seq", self._seen.get(place, -1))
                 if event["type"] == "error":
                     self._ended.add(place)
                     failure = of_code(event["code"], event["message"], retryable=event["retryable"])
@@ -122,11 +125,27 @@ class Running:
             return
         self._is_closed = True
         gateway = self.asked.gateway
-        num_tokens = sum(usage["prompt_tokens"] + usage["completion_tokens"] for usage in self.usages.values())
-        gateway.afterwards(self._admission.end(num_tokens))
         for place, job in enumerate(self.jobs):
             if place not in self._ended and not self.is_kept:
                 gateway.afterwards(job.cancel())
+        if not isinstance(self._admission, Unlimited):
+            gateway.afterwards(self._settle())
+
+    async def _settle(self) -> None:
+        """The request is charged for what its jobs took, those that are cancelled now included."""
+        going_on = [place for place in range(len(self.jobs)) if place not in self._ended]
+        num_tokens = None
+        if not (going_on and self.is_kept):
+            with contextlib.suppress(JobError, TimeoutError):
+                async with asyncio.timeout(CANCELLED_S):
+                    await asyncio.gather(*map(self._read_end, going_on))
+                num_tokens = sum(u["prompt_tokens"] + u["completion_tokens"] for u in self.usages.values())
+        await self._admission.end(num_tokens)
+
+    async def _read_end(self, place: int) -> None:
+        async for event in self.jobs[place].stream(self._seen.get(place, -1), math.inf):
+            if event["type"] == "done":
+                self.usages[place] = event["usage"]
 
 
 async def run_one(

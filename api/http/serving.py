@@ -10,28 +10,21 @@ from cellama.config import Settings
 from cellama.config.logging import configure_logging
 
 from .app import create_app
-from .callers import Access, LoopbackOnly, is_loopback
+from .callers import Access
+from .keys import key_access
 
 BACKLOG = 2048  # connections that wait to be accepted
-
-
-class NeedsKeys(Exception):
-    """Without keys the gateway serves this machine only."""
 
 
 def serve(settings: Settings, host: str, port: int, access: Access | None = None) -> None:
     """Serves until SIGTERM or SIGINT; then requests may end for `drain_s`, and those that have not are cancelled.
 
-    Raises NeedsKeys for an address that others can reach, if there is no `access`.
+    Without an `access` it is `key_access`, which raises SettingsError for an address that others reach without keys.
     """
-    if access is None and not is_loopback(host):
-        raise NeedsKeys(
-            f"{host} can be reached by others, and there are no keys: every one of them could use your models; "
-            "listen on 127.0.0.1, or make a key"
-        )
+    access = access or key_access(settings, host)
     configure_logging(settings.log_level)
     config = uvicorn.Config(
-        create_app(settings, access=access or LoopbackOnly()),
+        create_app(settings, access=access),
         host=host,
         port=port,
         log_config=None,

@@ -6,9 +6,8 @@ from typing import Annotated
 
 import typer
 
-from cellama.api.cli.output import err, print_error
+from cellama.api.cli.output import err
 from cellama.api.machine.redis_server import LOOPBACK, check_port_free
-from cellama.tasks.contract.codes import Exit
 
 from .services import RedisOption, apply, check_http_installed
 
@@ -29,13 +28,9 @@ def gateway_command(
     """
     settings = apply(None, redis)
     check_http_installed()
-    from cellama.api.http.serving import NeedsKeys, serve  # only this command needs it, and an extra
+    from cellama.api.http.serving import serve  # only this command needs it, and an extra
 
     if host == LOOPBACK:
         check_port_free(port, "choose another with --port")
     err.print(f"gateway: http://{host}:{port}/v1 in front of {settings.redis_url_masked}", markup=False)
-    try:
-        serve(settings, host, port)
-    except NeedsKeys as error:
-        print_error(str(error))
-        raise typer.Exit(Exit.USAGE) from None
+    serve(settings, host, port)

@@ -45,8 +45,7 @@ class Order:
     @property
     def num_tokens(self) -> int:
         """That it may read and generate, about."""
-        chars = sum(len(str(content)) for content in self.contents)
-        return chars // CHARS_PER_TOKEN + len(self.contents) * self.n * int(self.params["max_tokens"])
+        return _prompt_tokens(self.contents) + len(self.contents) * self.n * int(self.params["max_tokens"])
 
 
 def order_of(asked: Asked, url: str, model: ModelView) -> Order:
@@ -66,10 +65,25 @@ def order_of(asked: Asked, url: str, model: ModelView) -> Order:
     content = params.pop("messages" if url == CHAT else "prompt")
     scope = asked.scope()
     params |= {"stream": is_stream, "priority": TIERS[tier]} | ({"cache_scope": scope} if scope else {})
-    params.setdefault("max_tokens", TEXT_TOKENS if url == COMPLETIONS else model.get("ctx_per_slot") or TEXT_TOKENS)
+    contents = _contents(content, url)
+    if "max_tokens" not in params:
+        most = TEXT_TOKENS if url == COMPLETIONS else model.get("ctx_per_slot") or TEXT_TOKENS
+        params["max_tokens"] = _within_limit(asked.caller.max_tokens, most, contents, int(params.get("n", 1)))
     most_calls = 1 if flag(body, "parallel_tool_calls", default=True) is False else None
     name = DEFAULT_MODEL if named == DEFAULT_MODEL else model["id"]
-    return Order(url, name, _contents(content, url), params, tier, is_stream, include_usage, most_calls)
+    return Order(url, name, contents, params, tier, is_stream, include_usage, most_calls)
+
+
+def _prompt_tokens(contents: tuple[Any, ...]) -> int:
+    """About."""
+    return sum(len(str(content)) for content in contents) // CHARS_PER_TOKEN
+
+
+def _within_limit(limit: int | None, most: int, contents: tuple[Any, ...], n: int) -> int:
+    """Tokens of each answer where the request says nothing: no more than the caller's limit leaves for them."""
+    if limit is None:
+        return most
+    return max(1, min(most, (limit - _prompt_tokens(contents)) // (len(contents) * n)))
 
 
 def _contents(content: Any, url: str) -> tuple[Any, ...]:

@@ -1,4 +1,8 @@
-"""API keys of the gateway: who a request comes from, what that key may ask for, how much of it.
+"""The gateway's door where there are API keys: who a request comes from, what it may ask for, how much of it.
 
-May use: `callers` and `errors` of the gateway, the connections and the contract of `tasks`; no framework of HTTP.
+May use: `callers` and `errors` of the gateway, the `keys` that there are, the connections and the contract of `tasks`.
 """
+
+from .wiring import key_access
+
+__all__ = ["key_access"]

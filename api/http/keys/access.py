@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,22 +11,20 @@ from dataclasses import dataclass, field
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from cellama.api.http.callers import Admission, Caller, Unlimited
+from cellama.api.http.callers import Access, Admission, Caller, Unlimited
 from cellama.api.http.errors import ApiError
-from cellama.config import SettingsError
+from cellama.api.keys.entry import KeyEntry
+from cellama.api.keys.key_file import KeyFile
+from cellama.api.keys.key_text import given_key, parse_key
+from cellama.api.keys.store import Found, KeyStore
 
-from .entry import KeyEntry
-from .key_file import KeyFile
-from .key_text import given_key, parse_key
 from .limiter import Limiter, Reservation, Verdict
 from .rate_headers import rate_headers
-from .store import Found, KeyStore
 
 log = logging.getLogger(__name__)
 
 JOBS_RETRY_S = 1.0  # when one of a key's jobs ends can't be known
 OUTAGE_RETRY_S = 1.0
-_FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")  # headers of requests that came through a proxy
 _HOW = "send `Authorization: Bearer sk-…` or `x-api-key: sk-…`; `cellama keys create` makes a key"
 
 
@@ -41,13 +38,15 @@ class KeyCaller(Caller):
 class KeyAccess:
     """Lets in who has a key that counts now. Without Redis it lets no one in.
 
-    Where the gateway listens on loopback only, whoever is on this machine needs none while there are no keys at all.
+    While there are no keys at all `keyless` lets in, and without that no one. Once there were some, it is over: keys
+    that are gone, as with a Redis that lost its data, open nothing.
     """
 
-    def __init__(self, redis: Redis, file: KeyFile | None = None, *, on_loopback: bool = False) -> None:
+    def __init__(self, redis: Redis, file: KeyFile | None = None, *, keyless: Access | None = None) -> None:
+        self._redis = redis
         self._store = KeyStore(redis, file)
         self._limiter = Limiter(redis)
-        self._is_open = on_loopback and file is None
+        self._keyless = keyless if file is None else None
 
     async def authenticate(self, headers: Mapping[str, str]) -> Caller:
         """The owner of the key in the headers; a caller without a tenant while the gateway is open. Raises ApiError."""
@@ -56,9 +55,9 @@ class KeyAccess:
         with _failing_closed():
             found = await self._store.look("" if key is None else key.id)
             if found.num_keys:
-                self._is_open = False  # for good: keys that are gone, as with a Redis that lost them, open nothing
-            elif self._is_open:
-                return _local_caller(headers)
+                self._keyless = None
+            elif self._keyless is not None:
+                return await self._keyless.authenticate(headers)
             if given is None:
                 raise _refused(f"no API key was sent: {_HOW}")
             if key is None or found.entry is None or not key.is_of(found.entry.digest):
@@ -66,18 +65,12 @@ class KeyAccess:
             _check_state(found)
             await self._store.note_use(found)
         entry = found.entry
-        return KeyCaller(entry.tenant, entry.id, entry.models, entry.priority, entry)
+        limit = entry.tokens_per_minute
+        return KeyCaller(entry.tenant, entry.id, entry.models, entry.priority, max_tokens=limit, entry=entry)
 
     async def admit(self, caller: Caller, model: str, num_tokens: int) -> Admission:
         """Charges the request to the caller's key. Raises ApiError: 403 for the model, 429 for the limits."""
-        if not caller.may_ask(model):
-            allowed = ", ".join(sorted(caller.models or ()))
-            raise ApiError(
-                403,
-                f"this API key may not ask for the model {model!r}; it may ask for: {allowed}",
-                code="model_not_allowed",
-                param="model",
-            )
+        caller.check_model(model)
         entry = caller.entry if isinstance(caller, KeyCaller) else None
         if entry is None or not entry.has_limits:
             return Unlimited()
@@ -88,6 +81,9 @@ class KeyAccess:
             raise _over_limit(entry, verdict, num_tokens, headers)
         return _Admitted(headers, self._limiter, reserved)
 
+    async def close(self) -> None:
+        await self._redis.aclose()
+
 
 @dataclass(slots=True)
 class _Admitted:
@@ -96,13 +92,13 @@ class _Admitted:
     _reserved: Reservation
     _ending: asyncio.Task[None] | None = None
 
-    async def end(self, num_tokens: int) -> None:
+    async def end(self, num_tokens: int | None) -> None:
         """Goes on to its end also when the request's own task is cancelled meanwhile."""
         if self._ending is None:
             self._ending = asyncio.create_task(self._settle(num_tokens))
         await asyncio.shield(self._ending)
 
-    async def _settle(self, num_tokens: int) -> None:
+    async def _settle(self, num_tokens: int | None) -> None:
         try:
             await self._limiter.settle(self._reserved, num_tokens)
         except RedisError as error:
@@ -112,32 +108,6 @@ class _Admitted:
                 self._reserved.id,
                 error,
             )
-
-
-async def check_address(host: str, store: KeyStore) -> None:
-    """Raises SettingsError where other machines would reach a gateway that has no keys; RedisError."""
-    if not is_loopback(host) and not await store.all():
-        raise SettingsError(
-            f"there are no API keys, so {host!r} is refused: whoever reaches it could use the models; "
-            "make a key (`cellama keys create TENANT`), or listen on 127.0.0.1"
-        )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address. Of names that is known of `localhost` alone."""
-    try:
-        return ipaddress.ip_address(host.strip("[]").partition("%")[0]).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
-
-
-def _local_caller(headers: Mapping[str, str]) -> Caller:
-    if any(name in headers for name in _FORWARDED):
-        raise _refused(
-            "this gateway has no API keys, so it serves no requests that came through a proxy; "
-            "`cellama keys create` makes a key"
-        )
-    return Caller()
 
 
 def _check_state(found: Found) -> None:

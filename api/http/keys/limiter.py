@@ -18,9 +18,8 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from cellama.api.keys.entry import KeyEntry
 from cellama.tasks.contract.keys import key_admissions_key, key_charges_key, key_jobs_key
-
-from .entry import KeyEntry
 
 log = logging.getLogger(__name__)
 
@@ -75,10 +74,12 @@ class Limiter:
             self._hold(reserved)
         return reserved, verdict
 
-    async def settle(self, reserved: Reservation, num_tokens: int) -> None:
-        """The request has ended and took so many tokens. Raises RedisError; its lease ends by itself then."""
+    async def settle(self, reserved: Reservation, num_tokens: int | None) -> None:
+        """The request has ended and took so many tokens; None: all that it reserved. Raises RedisError; its lease ends
+        by itself then."""
         self._running.pop(reserved.id, None)
-        arguments = [reserved.id, reserved.num_tokens, num_tokens, WINDOW_S]
+        taken = reserved.num_tokens if num_tokens is None else num_tokens
+        arguments = [reserved.id, reserved.num_tokens, taken, WINDOW_S]
         await self._run("settle", _keys_of(reserved.key_id), arguments)
 
     def _hold(self, reserved: Reservation) -> None:

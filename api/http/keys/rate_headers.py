@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .entry import KeyEntry
+from cellama.api.keys.entry import KeyEntry
+
 from .limiter import Verdict
 
 

@@ -8,13 +8,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from cellama.api.http.callers import Caller
+from cellama.api.http.directory import EVERY_MODEL
 from cellama.api.http.errors import ApiError
 from cellama.api.http.gateway import gateway_of
 from cellama.tasks.contract.errors import JobError
 from cellama.tasks.contract.shapes.workers import ModelView
-
-EVERY_MODEL = Caller()
 
 
 async def models(request: Request) -> Response:

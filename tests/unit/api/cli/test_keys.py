@@ -12,8 +12,8 @@ from redis import Redis
 from typer.testing import CliRunner, Result
 
 from cellama.api.cli import app
-from cellama.api.http.keys.key_file import read_keys
-from cellama.api.http.keys.key_text import parse_key
+from cellama.api.keys.key_file import read_keys
+from cellama.api.keys.key_text import parse_key
 from cellama.api.machine.redis_server import RedisServer
 
 LIMITS = ("--requests-per-minute", "60", "--tokens-per-minute", "10000", "--concurrent-jobs", "4")

@@ -10,8 +10,8 @@ import pytest
 from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
-from cellama.api.http.keys.entry import KeyEntry
-from cellama.api.http.keys.key_text import KeyText, new_key
+from cellama.api.keys.entry import KeyEntry
+from cellama.api.keys.key_text import KeyText, new_key
 from cellama.api.machine.redis_server import RedisServer
 
 Run = Callable[[Callable[[AsyncRedis], Awaitable[Any]]], Any]

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from cellama.api.cli.keys import as_toml
-from cellama.api.http.keys.key_file import KeyFile, read_keys
+from cellama.api.keys.key_file import KeyFile, read_keys
 from cellama.config import SettingsError
 
-from .conftest import key_and_entry
+from ..http.keys.conftest import key_and_entry
 
 EVERYTHING = {
     "name": 'the "web" shop ✓',

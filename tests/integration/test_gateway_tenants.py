@@ -1,0 +1,208 @@
+"""OpenAI's own client against a real gateway with keys: who is let in, how much, and what tenants see of each other."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from redis import Redis
+
+from cellama.api.cli.keys import as_toml
+from cellama.api.keys.entry import KeyEntry
+from cellama.api.keys.key_text import KeyText, new_key
+from cellama.api.machine.redis_server import RedisServer
+from cellama.tasks.contract.keys import key_charges_key, key_jobs_key
+
+from ..conftest import PATIENCE_S, WorkerProcess, wait_until
+from ..gateways import GatewayProcess
+
+STORY = "Once upon a time"
+
+
+class Keyed:
+    """A gateway with the keys of a file, which tests add to."""
+
+    def __init__(self, folder: Path, redis_url: str) -> None:
+        self._path = folder / "keys.toml"
+        self.entries: dict[str, KeyEntry] = {}
+        self._write()
+        self.process = GatewayProcess(folder, redis_url, CELLAMA_GATEWAY_KEYS_FILE=str(self._path))
+
+    def add(self, **fields: Any) -> KeyText:
+        key = new_key()
+        fields = {"tenant": f"t{uuid.uuid4().hex[:8]}", **fields, "id": key.id, "digest": key.digest}
+        self.entries[key.id] = KeyEntry.model_validate(fields)
+        self._write()
+        return key
+
+    def revoke(self, key: KeyText) -> None:
+        del self.entries[key.id]
+        self._write()
+
+    def _write(self) -> None:
+        new = self._path.with_suffix(".new")
+        new.write_text("\n".join(map(as_toml, self.entries.values())) or "keys = []")
+        new.replace(self._path)
+
+    def client(self, key: str) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.process.url}/v1", api_key=key, max_retries=0, timeout=PATIENCE_S)
+
+
+@pytest.fixture(scope="module")
+def keyed(
+    worker: WorkerProcess, redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Keyed]:
+    keyed = Keyed(tmp_path_factory.mktemp("keyed"), redis_server.url)
+    try:
+        keyed.process.wait_ready()
+        yield keyed
+    finally:
+        code = keyed.process.stop()
+    assert code == 0, keyed.process.log()
+    assert "Traceback" not in keyed.process.log()
+    assert "sk-" not in keyed.process.log()
+
+
+Connect = Callable[..., openai.OpenAI]
+
+
+@pytest.fixture
+def connect(keyed: Keyed) -> Iterator[Connect]:
+    """A client with a new key."""
+    opened: list[openai.OpenAI] = []
+
+    def connect(key: KeyText | None = None, **fields: Any) -> openai.OpenAI:
+        opened.append(keyed.client((key or keyed.add(**fields)).text))
+        return opened[-1]
+
+    yield connect
+    for client in opened:
+        client.close()
+
+
+def complete(client: openai.OpenAI, **params: Any) -> Any:
+    params = {"model": "tiny", "prompt": STORY, "max_tokens": 4, "temperature": 0, **params}
+    return client.completions.create(**params)
+
+
+@pytest.mark.parametrize("key", ["none", "sk-wrong", new_key().text, "sk-" + "x" * 5000])
+def test_client_with_a_wrong_key_gets_its_authentication_error(keyed: Keyed, key: str) -> None:
+    with keyed.client(key) as client:
+        for call in (lambda: complete(client), client.models.list):
+            with pytest.raises(openai.AuthenticationError) as raised:
+                call()
+            assert raised.value.code == "invalid_api_key"
+            assert raised.value.response.headers["www-authenticate"] == "Bearer"
+
+
+def test_key_is_taken_as_either_client_sends_it_and_refused_once_it_is_revoked(keyed: Keyed) -> None:
+    key = keyed.add()
+    models = f"{keyed.process.url}/v1/models"
+    ways = ({"x-api-key": key.text}, {"authorization": f"Bearer {key.text}"})
+    assert [httpx.get(models, headers=headers).status_code for headers in ways] == [200, 200]
+    with keyed.client(key.text) as client:
+        assert complete(client).choices[0].text
+        keyed.revoke(key)
+        with pytest.raises(openai.AuthenticationError):
+            complete(client)
+    assert [httpx.get(models, headers=headers).status_code for headers in (*ways, {})] == [401, 401, 401]
+
+
+def test_key_that_has_expired_says_so(connect: Connect) -> None:
+    with pytest.raises(openai.AuthenticationError, match="is expired"):
+        complete(connect(expires_at="2020-01-01T00:00:00Z"))
+
+
+def test_model_that_a_key_may_not_ask_for_is_forbidden_whether_it_is_there_or_not(connect: Connect) -> None:
+    client = connect(models=["other"])
+    assert list(client.models.list()) == []
+    for model in ("tiny", "nonsense", ":default"):
+        with pytest.raises(openai.PermissionDeniedError, match="it may ask for: other") as raised:
+            complete(client, model=model)
+        assert raised.value.param == "model"
+    with pytest.raises(openai.PermissionDeniedError):
+        client.embeddings.create(model="tiny", input="Hi")
+    with pytest.raises(openai.NotFoundError):
+        complete(client, model="other")
+    assert complete(connect(models=[":default"]), model=":default").choices[0].text
+
+
+def test_limit_of_requests_is_told_with_each_answer_and_ends_in_a_rate_limit_error(connect: Connect) -> None:
+    client = connect(requests_per_minute=2)
+    raw = client.completions.with_raw_response.create(model="tiny", prompt=STORY, max_tokens=2)
+    assert raw.headers["x-ratelimit-limit-requests"] == "2"
+    assert raw.headers["x-ratelimit-remaining-requests"] == "1"
+    assert raw.headers["x-ratelimit-reset-requests"] == "1m0s"
+    assert list(complete(client, stream=True))
+    with pytest.raises(openai.RateLimitError) as raised:
+        complete(client)
+    headers = raised.value.response.headers
+    assert raised.value.code == "rate_limit_exceeded"
+    assert 0 < int(headers["retry-after-ms"]) <= 60_000
+    assert 0 < int(headers["retry-after"]) <= 60
+    assert headers["x-ratelimit-remaining-requests"] == "0"
+
+
+def charged(redis: Redis, key: KeyText) -> int:
+    return int(redis.hget(key_charges_key(key.id), "tokens") or 0)  # type: ignore[arg-type]
+
+
+def test_tokens_are_charged_as_they_were_used(keyed: Keyed, connect: Connect, redis_client: Redis) -> None:
+    key = keyed.add(tokens_per_minute=1500)
+    client = connect(key)
+    usage = complete(client, max_tokens=1000, stop=" ").usage
+    wait_until(lambda: charged(redis_client, key) == usage.total_tokens, "the charge of one request")
+    chat = client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "Hi"}], temperature=0)
+    assert chat.usage is not None
+    total = usage.total_tokens + chat.usage.total_tokens
+    wait_until(lambda: charged(redis_client, key) == total, "the charge of both")
+    with pytest.raises(openai.RateLimitError, match="ask for fewer") as raised:
+        complete(client, max_tokens=1600)
+    assert raised.value.response.headers["x-should-retry"] == "false"
+    assert charged(redis_client, key) == total
+
+
+def test_stream_that_is_left_is_charged_for_what_its_job_took_and_makes_room(
+    keyed: Keyed, connect: Connect, redis_client: Redis, worker: WorkerProcess
+) -> None:
+    key = keyed.add(concurrent_jobs=1, tokens_per_minute=5000)
+    client = connect(key)
+    with worker.slowed():
+        stream = complete(client, max_tokens=1900, stream=True, extra_body={"ignore_eos": True})
+        next(iter(stream))
+        with pytest.raises(openai.RateLimitError, match="1 requests run"):
+            complete(client)
+        assert charged(redis_client, key) > 1900
+        stream.close()
+        wait_until(lambda: redis_client.zcard(key_jobs_key(key.id)) == 0, "the end of the job")
+    assert 0 < charged(redis_client, key) < 1900
+    assert complete(client).choices[0].text
+
+
+def test_tenants_share_no_prefixes_and_no_idempotency_keys(keyed: Keyed, connect: Connect) -> None:
+    tenant = f"t{uuid.uuid4().hex[:8]}"
+    one, same, other = connect(tenant=tenant), connect(tenant=tenant), connect()
+    prompt = " ".join(["The little fox lived in a forest."] * 8) + uuid.uuid4().hex
+    cached = []
+    for client in (one, same, other):
+        usage = complete(client, prompt=prompt).usage
+        cached.append(usage.prompt_tokens_details.cached_tokens)
+    assert cached[0] == cached[2] == 0
+    assert cached[1] > 0
+    headers = {"Idempotency-Key": uuid.uuid4().hex}
+    ids = [complete(client, extra_headers=headers).id for client in (one, same, other)]
+    assert ids[0] == ids[1] != ids[2]
+
+
+def test_tier_of_a_key_is_that_of_its_requests_and_their_most_urgent(connect: Connect) -> None:
+    client = connect(priority="flex")
+    for tier in ("auto", "default", "priority"):
+        answer = client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "Hi"}], max_tokens=2, service_tier=tier
+        )
+        assert answer.service_tier == "flex"
