@@ -71,8 +71,9 @@ class Access(Protocol):
         """Who it is. The names of `headers` are in small letters."""
         ...
 
-    async def admit(self, caller: Caller, model: str, num_tokens: int) -> Admission:
-        """Counts the request against the caller's limits. It may read and generate about `num_tokens`."""
+    async def admit(self, caller: Caller, model: str, num_tokens: int, num_jobs: int = 1) -> Admission:
+        """Counts the request against the caller's limits. It may read and generate about `num_tokens`; `num_jobs` are
+        its prompts, each as often as it asks for choices."""
         ...
 
     async def close(self) -> None:
@@ -96,7 +97,7 @@ class NoKeys:
     async def authenticate(self, headers: Mapping[str, str]) -> Caller:
         return Caller()
 
-    async def admit(self, caller: Caller, model: str, num_tokens: int) -> Admission:
+    async def admit(self, caller: Caller, model: str, num_tokens: int, num_jobs: int = 1) -> Admission:
         return Unlimited()
 
     async def close(self) -> None:

@@ -47,9 +47,10 @@ class Running:
     def headers(self) -> dict[str, str]:
         return dict(self._admission.headers)
 
-    async def admit(self, num_tokens: int) -> None:
+    async def admit(self, num_tokens: int, num_jobs: int = 1) -> None:
         """Raises ApiError (429) if the caller's limits don't allow it."""
-        self._admission = await self.asked.gateway.access.admit(self.asked.caller, self.model, num_tokens)
+        access = self.asked.gateway.access
+        self._admission = await access.admit(self.asked.caller, self.model, num_tokens, num_jobs)
 
     async def submit(self, *calls: Callable[[str | None], Awaitable[AsyncJob[Any]]]) -> None:
         """Queues a job by each of these, which get its idempotency key. Raises ApiError."""

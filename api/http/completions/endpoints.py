@@ -56,7 +56,7 @@ async def _submit(running: Running, order: Order) -> None:
     client = running.asked.gateway.client
     submit: Any = client.chat if order.kind == "chat" else client.generate
     try:
-        await running.admit(order.num_tokens)
+        await running.admit(order.num_tokens, order.num_jobs)
         await running.submit(*(_call(submit, order, content) for content in order.contents))
     except InvalidJob as error:
         raise wrong(order.url, error) from None

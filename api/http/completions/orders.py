@@ -43,9 +43,14 @@ class Order:
         return int(self.params.get("n", 1))
 
     @property
+    def num_jobs(self) -> int:
+        """Texts that it has generated: of each prompt as many as it has choices."""
+        return len(self.contents) * self.n
+
+    @property
     def num_tokens(self) -> int:
         """That it may read and generate, about."""
-        return _prompt_tokens(self.contents) + len(self.contents) * self.n * int(self.params["max_tokens"])
+        return _prompt_tokens(self.contents) + self.num_jobs * int(self.params["max_tokens"])
 
 
 def order_of(asked: Asked, url: str, model: ModelView) -> Order:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -68,17 +69,17 @@ class KeyAccess:
         limit = entry.tokens_per_minute
         return KeyCaller(entry.tenant, entry.id, entry.models, entry.priority, max_tokens=limit, entry=entry)
 
-    async def admit(self, caller: Caller, model: str, num_tokens: int) -> Admission:
+    async def admit(self, caller: Caller, model: str, num_tokens: int, num_jobs: int = 1) -> Admission:
         """Charges the request to the caller's key. Raises ApiError: 403 for the model, 429 for the limits."""
         caller.check_model(model)
         entry = caller.entry if isinstance(caller, KeyCaller) else None
         if entry is None or not entry.has_limits:
             return Unlimited()
         with _failing_closed():
-            reserved, verdict = await self._limiter.admit(entry, num_tokens)
+            reserved, verdict = await self._limiter.admit(entry, num_tokens, num_jobs)
         headers = rate_headers(entry, verdict)
         if not verdict.is_in:
-            raise _over_limit(entry, verdict, num_tokens, headers)
+            raise _over_limit(entry, verdict, num_tokens, num_jobs, headers)
         return _Admitted(headers, self._limiter, reserved)
 
     async def close(self) -> None:
@@ -121,19 +122,20 @@ def _refused(message: str) -> ApiError:
     return ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
 
 
-def _over_limit(entry: KeyEntry, verdict: Verdict, num_tokens: int, headers: dict[str, str]) -> ApiError:
-    requests, tokens = entry.requests_per_minute, entry.tokens_per_minute
+def _over_limit(entry: KeyEntry, verdict: Verdict, num_tokens: int, num_jobs: int, headers: dict[str, str]) -> ApiError:
+    requests, tokens, jobs = entry.requests_per_minute, entry.tokens_per_minute, entry.concurrent_jobs
     told = {
         "requests": f"{verdict.num_requests} of {requests} requests per minute were made",
         "tokens": f"{verdict.num_tokens} of {tokens} tokens per minute are taken, and this one may take {num_tokens}",
-        "jobs": f"{entry.concurrent_jobs} requests run, and more may not at the same time",
+        "jobs": f"it may have {jobs} jobs at the same time, and with this request it would have more",
         "too large": f"this request may take {num_tokens} tokens, but {tokens} per minute are all; ask for fewer",
+        "too many": f"this request is {num_jobs} jobs, but {jobs} at the same time are all; ask for fewer prompts or n",
     }[verdict.said]
     message = f"the API key {entry.id} is at its limit: {told}"
-    if verdict.said == "too large":
+    if verdict.is_hopeless:
         return ApiError(429, message, code="rate_limit_exceeded", headers={**headers, "x-should-retry": "false"})
     wait_s = JOBS_RETRY_S if verdict.said == "jobs" else verdict.wait_s
-    headers = {**headers, "retry-after-ms": str(max(1, -int(-wait_s * 1000 // 1)))}
+    headers = {**headers, "retry-after-ms": str(max(1, math.ceil(wait_s * 1000)))}
     return ApiError(429, message, code="rate_limit_exceeded", retry_after_s=wait_s, headers=headers)
 
 

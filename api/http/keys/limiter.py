@@ -32,7 +32,7 @@ RENEW_S = 5.0
 class Verdict:
     """What the limits of a key say to a request, and how much of them is used with it."""
 
-    said: str  # "in", "requests", "tokens", "too large", "jobs"
+    said: str  # "in", "requests", "tokens", "jobs"; "too large", "too many": so much is never let in
     wait_s: float
     num_requests: int
     num_tokens: int
@@ -42,6 +42,11 @@ class Verdict:
     def is_in(self) -> bool:
         return self.said == "in"
 
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether the same request may as well not be made again."""
+        return self.said in ("too large", "too many")
+
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
@@ -50,6 +55,12 @@ class Reservation:
     id: str
     key_id: str
     num_tokens: int
+    num_jobs: int
+
+    @property
+    def leases(self) -> list[str]:
+        """One for each job."""
+        return [f"{self.id}:{place}" for place in range(1, self.num_jobs + 1)]
 
 
 class Limiter:
@@ -60,14 +71,14 @@ class Limiter:
         self._redis = redis
         self._now = now
         self._scripts = {name: redis.register_script(_source(name)) for name in ("admit", "settle", "renew")}
-        self._running: dict[str, str] = {}  # requests that hold leases, and their keys
+        self._running: dict[str, Reservation] = {}  # those that hold leases
         self._renewing: asyncio.Task[None] | None = None
 
-    async def admit(self, entry: KeyEntry, num_tokens: int) -> tuple[Reservation, Verdict]:
+    async def admit(self, entry: KeyEntry, num_tokens: int, num_jobs: int = 1) -> tuple[Reservation, Verdict]:
         """Lets a request in that may take so many tokens, unless the verdict says otherwise. Raises RedisError."""
-        reserved = Reservation(uuid.uuid4().hex, entry.id, num_tokens)
+        reserved = Reservation(uuid.uuid4().hex, entry.id, num_tokens, num_jobs)
         limits = (entry.requests_per_minute, entry.tokens_per_minute, entry.concurrent_jobs)
-        arguments = [reserved.id, *("" if n is None else n for n in limits), num_tokens, WINDOW_S, LEASE_S]
+        arguments = [reserved.id, *("" if n is None else n for n in limits), num_tokens, num_jobs, WINDOW_S, LEASE_S]
         said, wait_s, num_requests, taken, empty_in_s = await self._run("admit", _keys_of(entry.id), arguments)
         verdict = Verdict(said.decode(), float(wait_s), num_requests, taken, float(empty_in_s))
         if verdict.is_in and entry.concurrent_jobs is not None:
@@ -79,11 +90,11 @@ class Limiter:
         by itself then."""
         self._running.pop(reserved.id, None)
         taken = reserved.num_tokens if num_tokens is None else num_tokens
-        arguments = [reserved.id, reserved.num_tokens, taken, WINDOW_S]
+        arguments = [reserved.id, reserved.num_tokens, taken, reserved.num_jobs, WINDOW_S]
         await self._run("settle", _keys_of(reserved.key_id), arguments)
 
     def _hold(self, reserved: Reservation) -> None:
-        self._running[reserved.id] = reserved.key_id
+        self._running[reserved.id] = reserved
         if self._renewing is None or self._renewing.done():
             self._renewing = asyncio.create_task(self._renew_while_held())
 
@@ -99,9 +110,10 @@ class Limiter:
         """Says that the requests that were let in here, and have not ended, go on. Raises RedisError."""
         held = dict(self._running)
         if held:
-            await self._run("renew", [key_jobs_key(key_id) for key_id in held.values()], [LEASE_S], after=list(held))
+            leases = [(key_jobs_key(one.key_id), lease) for one in held.values() for lease in one.leases]
+            await self._run("renew", [key for key, _ in leases], [LEASE_S], after=[lease for _, lease in leases])
         for request_id in held.keys() - self._running.keys():  # it ended meanwhile, perhaps before it was renewed
-            await self._redis.zrem(key_jobs_key(held[request_id]), request_id)
+            await self._redis.zrem(key_jobs_key(held[request_id].key_id), *held[request_id].leases)
 
     async def _run(self, name: str, keys: list[str], arguments: list[Any], after: list[str] | None = None) -> Any:
         now = "" if self._now is None else f"{self._now():.6f}"

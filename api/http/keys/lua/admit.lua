@@ -4,7 +4,8 @@
 -- Returns: verdict, seconds until as much will have left the window as it needs, requests and tokens in the window, seconds until it is empty.
 local admissions, charges, jobs = KEYS[1], KEYS[2], KEYS[3]
 local id, max_requests, max_tokens, max_jobs = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
-local tokens, window, lease, now = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7]), clock(ARGV[8])
+local tokens, num_jobs, window, lease = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
+local now = clock(ARGV[9])
 local LOOKED_AT = 200 -- what a refused request may cost: beyond these the answer is a time at which to ask again, not to be let in
 
 -- Seconds until so many requests and tokens have left the window.
@@ -29,16 +30,18 @@ if redis.call('ZSCORE', admissions, id) then
   verdict = 'in' -- asked again, because the answer was lost
 elseif max_tokens and tokens > max_tokens then
   verdict = 'too large'
+elseif max_jobs and num_jobs > max_jobs then
+  verdict = 'too many'
 elseif requests_over > 0 or tokens_over > 0 then
   verdict = requests_over > 0 and 'requests' or 'tokens'
   wait = wait_for(requests_over, tokens_over)
-elseif max_jobs and redis.call('ZCARD', jobs) >= max_jobs then
+elseif max_jobs and redis.call('ZCARD', jobs) + num_jobs > max_jobs then
   verdict = 'jobs'
 else
   charge(admissions, charges, id, now, window, tokens)
   requests, taken = requests + 1, taken + tokens
   if max_jobs then
-    redis.call('ZADD', jobs, stamp(now + lease), id)
+    for place = 1, num_jobs do redis.call('ZADD', jobs, stamp(now + lease), lease_of(id, place)) end
     redis.call('EXPIRE', jobs, lease)
   end
 end

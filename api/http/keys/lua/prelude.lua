@@ -2,7 +2,7 @@
 --   admissions  zset: id of a request → when it was let in. What a request took beyond its reservation, after it had
 --               left the window, stands there as 'x' .. id.
 --   charges     hash: the same ids → tokens; and the sums over the window, 'requests' and 'tokens'
---   jobs        zset: id of a request that runs → when its lease ends
+--   jobs        zset: a lease for each job of a request that runs → when it ends
 
 -- Unix seconds: Redis' own, or what a test says.
 local function clock(told)
@@ -13,6 +13,10 @@ end
 
 local function stamp(seconds)
   return string.format('%.6f', seconds)
+end
+
+local function lease_of(id, place)
+  return id .. ':' .. place
 end
 
 local function requests_of(id)

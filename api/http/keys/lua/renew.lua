@@ -1,5 +1,5 @@
--- Requests go on: their leases are renewed. One whose lease had ended counts again.
--- KEYS: jobs, of each request. ARGV: lease (s), time or '', then the id of each request.
+-- Jobs go on: their leases are renewed. One whose lease had ended counts again.
+-- KEYS: jobs, once for each lease. ARGV: lease (s), time or '', then the leases.
 local lease, now = tonumber(ARGV[1]), clock(ARGV[2])
 for at, jobs in ipairs(KEYS) do
   redis.call('ZADD', jobs, stamp(now + lease), ARGV[at + 2])

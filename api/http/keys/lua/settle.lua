@@ -1,11 +1,11 @@
--- A request has ended: it is charged for what it took, and its lease is over. A second time changes nothing.
--- KEYS: admissions, charges, jobs. ARGV: id, tokens that were reserved, tokens that it took, window (s), time or ''.
+-- A request has ended: it is charged for what it took, and its leases are over. A second time changes nothing.
+-- KEYS: admissions, charges, jobs. ARGV: id, tokens that were reserved, tokens that it took, its jobs, window (s), time or ''.
 local admissions, charges, jobs = KEYS[1], KEYS[2], KEYS[3]
 local id, reserved, tokens = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
-local window, now = tonumber(ARGV[4]), clock(ARGV[5])
+local num_jobs, window, now = tonumber(ARGV[4]), tonumber(ARGV[5]), clock(ARGV[6])
 local excess = 'x' .. id
 
-redis.call('ZREM', jobs, id)
+for place = 1, num_jobs do redis.call('ZREM', jobs, lease_of(id, place)) end
 charged(admissions, charges, now, window)
 if redis.call('ZSCORE', admissions, id) then
   redis.call('HINCRBY', charges, 'tokens', tokens - tonumber(redis.call('HGET', charges, id) or 0))

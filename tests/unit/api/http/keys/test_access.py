@@ -169,7 +169,7 @@ def test_job_that_ends_while_its_request_is_cancelled_makes_room(run: Run) -> No
         access = KeyAccess(redis)
         caller = await access.authenticate(bearer(key))
         admission = await access.admit(caller, "tiny", 1)
-        assert "1 requests run" in (await refusal(access.admit(caller, "tiny", 1))).message
+        assert "1 jobs at the same time" in (await refusal(access.admit(caller, "tiny", 1))).message
         ending = asyncio.create_task(admission.end(1))
         await asyncio.sleep(0)
         ending.cancel()

@@ -113,6 +113,22 @@ def test_jobs_at_the_same_time_hold_leases_that_end_with_them_or_with_their_gate
     run(ask)
 
 
+def test_request_of_several_jobs_holds_a_lease_for_each(run: Run) -> None:
+    async def ask(redis: Redis) -> None:
+        asked = Asked(redis, concurrent_jobs=5)
+        first, _ = await asked.limiter.admit(asked.entry, 1, 3)
+        said = [(await asked.limiter.admit(asked.entry, 1, number))[1].said for number in (3, 6, 2, 1)]
+        assert said == ["jobs", "too many", "in", "jobs"]
+        asked.clock.now += LEASE_S - 1
+        await asked.limiter.renew()
+        asked.clock.now += LEASE_S - 1
+        assert await asked.said() == "jobs"
+        await asked.limiter.settle(first, 1)
+        assert (await asked.limiter.admit(asked.entry, 1, 3))[1].is_in
+
+    run(ask)
+
+
 def test_lease_that_is_renewed_while_its_job_ends_is_gone(run: Run) -> None:
     async def ask(redis: Redis) -> None:
         asked = Asked(redis, concurrent_jobs=1)
