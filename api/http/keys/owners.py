@@ -6,11 +6,15 @@ from redis.asyncio import Redis
 
 from cellama.api.http.callers import Caller
 from cellama.api.http.errors import ApiError
+from cellama.tasks.connection.redis_errors import reaching_redis
 from cellama.tasks.contract.keys import owner_key
 
 
 class Owners:
-    """Ids of things, and their tenants. Whoever has no tenant owns what no tenant does. Methods raise RedisError."""
+    """Ids of things, and their tenants. Whoever has no tenant owns what no tenant does.
+
+    Methods raise RedisUnreachable, RedisRefused.
+    """
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
@@ -20,11 +24,14 @@ class Owners:
 
         Raises ApiError (404) if another tenant has that id.
         """
-        if caller.tenant is not None and await self._redis.set(owner_key(thing_id), caller.tenant, nx=True, ex=ttl_s):
-            return
+        if caller.tenant is not None:
+            with reaching_redis():
+                if await self._redis.set(owner_key(thing_id), caller.tenant, nx=True, ex=ttl_s):
+                    return
         await self.check(thing_id, caller)
         if caller.tenant is not None:
-            await self._redis.expire(owner_key(thing_id), ttl_s)
+            with reaching_redis():
+                await self._redis.expire(owner_key(thing_id), ttl_s)
 
     async def check(self, thing_id: str, caller: Caller, what: str = "object") -> None:
         """Raises ApiError (404) unless the thing is the caller's. What is not there at all looks alike."""
@@ -35,10 +42,12 @@ class Owners:
         """Those of the ids that are the caller's, in their order."""
         if not thing_ids:
             return []
-        found = await self._redis.mget([owner_key(thing_id) for thing_id in thing_ids])
+        with reaching_redis():
+            found = await self._redis.mget([owner_key(thing_id) for thing_id in thing_ids])
         tenant = None if caller.tenant is None else caller.tenant.encode()
         return [thing_id for thing_id, owner in zip(thing_ids, found, strict=True) if owner == tenant]
 
     async def forget(self, thing_id: str) -> None:
         """The thing is gone."""
-        await self._redis.delete(owner_key(thing_id))
+        with reaching_redis():
+            await self._redis.delete(owner_key(thing_id))

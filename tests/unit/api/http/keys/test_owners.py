@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from redis.asyncio import Redis
 
 from cellama.api.http.callers import Caller
 from cellama.api.http.errors import ApiError
 from cellama.api.http.keys.owners import Owners
+from cellama.tasks.contract.errors import RedisUnreachable
 
 from .conftest import Run
 
@@ -47,3 +50,13 @@ def test_lists_have_the_tenants_own_things_in_their_order(run: Run) -> None:
         assert await owners.are_of([], ACME) == []
 
     run(ask)
+
+
+def test_without_redis_nothing_is_the_callers() -> None:
+    async def ask() -> None:
+        async with Redis.from_url("redis://127.0.0.1:1/0") as redis:
+            for asked in (Owners(redis).check("a", ACME), Owners(redis).claim("a", ACME, 1), Owners(redis).forget("a")):
+                with pytest.raises(RedisUnreachable):
+                    await asked
+
+    asyncio.run(ask())
