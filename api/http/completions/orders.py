@@ -16,6 +16,7 @@ from cellama.tasks.contract.shapes.workers import ModelView
 
 MAX_PROMPTS = 128  # of one request: a job and a stream for each
 TEXT_TOKENS = 16  # of a text that does not say how many, as at OpenAI's
+PARTS_OF_LIMIT = 4
 CHARS_PER_TOKEN = 4  # about, for limits that count tokens before they are known
 KINDS = {CHAT: "chat", COMPLETIONS: "generate"}
 _OURS = ("stream", "stream_options", "service_tier", "parallel_tool_calls", "cache_salt")
@@ -85,10 +86,11 @@ def _prompt_tokens(contents: tuple[Any, ...]) -> int:
 
 
 def _within_limit(limit: int | None, most: int, contents: tuple[Any, ...], n: int) -> int:
-    """Tokens of each answer where the request says nothing: no more than the caller's limit leaves for them."""
+    """Tokens of each answer where the request says nothing: all together at most a part of the caller's limit, so that
+    one request does not take it alone."""
     if limit is None:
         return most
-    return max(1, min(most, (limit - _prompt_tokens(contents)) // (len(contents) * n)))
+    return max(1, min(most, limit // PARTS_OF_LIMIT // (len(contents) * n)))
 
 
 def _contents(content: Any, url: str) -> tuple[Any, ...]:
