@@ -41,6 +41,7 @@ SMALL = {
     "urgent": "--slots 2 --bulk 10 --prompt 32 --new 400 --samples 1 --pause 0.1 --threads 1",
     "positions": "--jobs 24 --burst 12 --left 2 --slots 2 --new 4 16 --prompt 16 --pace 0.01",
     "cancel": "--slots 2 --prompt 1500 --chunk 32 --samples 1 --threads 1 --pace 0.05",
+    "readers": "--streams 20 --events 10 --rounds 1",
     "embeddings": "--texts 12 --words 2 6 --rounds 1 --threads 1",
     "embed_beside": "--texts 12 --words 2 6 --context 512 --threads 1",
     "neighbours": "--slots 2 --new 400 --settle 0.1 --seconds 0.2 --rounds 1 --tries 1",
