@@ -109,9 +109,9 @@ class Core:
             while True:  # a result that comes while Celery subscribes may be missed: it asks again now and then
                 remaining_s = max(0.0, deadline - time.monotonic())
                 try:
-                    result: Result = AsyncResult(job_id, app=self._app).get(
-                        timeout=min(RESULT_LOOK_S, remaining_s), interval=0.05
-                    )
+                    asked = AsyncResult(job_id, app=self._app)
+                    asked.ready()  # then Celery has no need to subscribe
+                    result: Result = asked.get(timeout=min(RESULT_LOOK_S, remaining_s), interval=0.05)
                     return result
                 except CeleryTimeoutError:
                     if remaining_s <= RESULT_LOOK_S:

@@ -191,15 +191,10 @@ class Ledger:
         Returns the places of those that were not written: because their run is superseded, and because Redis has
         lost events before them, so that the stream would have a gap.
         """
-        keys: list[str] = []
-        args: list[Any] = list(self._write_options)
+        args: list[Any] = [*self._write_options, events_channel("", self._database)]
         for entry in entries:
-            job_id = entry.job_id
-            keys += [job_key(job_id), journal_key(job_id), cancel_key(job_id), result_key(job_id)]
-            args += [job_id, entry.run or "", entry.kind, entry.event["seq"], events_channel(job_id, self._database)]
-            args += [entry.event_json.partition(b",")[2], entry.result_json]  # the script knows the seq
-            args += [*_parts(entry.stored), entry.token, len(entry.contexts), *(p for c in entry.contexts for p in c)]
-        superseded, gaps = run_script(self._redis, "write", keys, args)
+            args += entry.values
+        superseded, gaps = run_script(self._redis, "write", [], args)
         return set(superseded), set(gaps)
 
     def end_unknown(self, job_id: str, event: TerminalEvent) -> None:

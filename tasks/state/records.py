@@ -274,6 +274,17 @@ class Entry:
         return len(self.event_json) + len(self.result_json) + (len(self.stored.value) if self.stored else 0) + kept
 
     @property
+    def values(self) -> list[Any]:
+        """As the script that writes it reads them."""
+        values = [self.job_id, self.run or "", self.kind, self.event["seq"]]
+        values.append(self.event_json.partition(b",")[2])  # the script knows the seq
+        if is_terminal(self.event):
+            stored = (self.stored.value, self.stored.expires_s or "") if self.stored else (b"", "")
+            values += [self.result_json, *stored, self.token, len(self.contexts)]
+            values += [part for context in self.contexts for part in context]
+        return values
+
+    @property
     def kind(self) -> str:
         if not is_terminal(self.event):
             return "token" if self.event["type"] in PROGRESS_TYPES else str(self.event["type"])

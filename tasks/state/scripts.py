@@ -20,8 +20,11 @@ from cellama.tasks.contract.keys import (
     PRIORITY_WEIGHT,
     QUEUES_KEY,
     RUNNING_KEY,
+    cancel_key,
     context_key,
+    job_key,
     journal_key,
+    result_key,
     waiting_key,
 )
 from cellama.tasks.contract.names import SUBMITTED_AT_HEADER, WEIGHT_HEADER
@@ -30,6 +33,9 @@ log = logging.getLogger(__name__)
 
 CONSTANTS: dict[str, str | float] = {
     "WAITING": waiting_key(""),
+    "JOB": job_key(""),
+    "CANCEL": cancel_key(""),
+    "RESULT": result_key(""),
     "JOURNAL": journal_key(""),
     "CONTEXT": context_key(""),
     "QUEUES": QUEUES_KEY,

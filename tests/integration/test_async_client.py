@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from redis import Redis
 
 from cellama.api import AsyncClient
 from cellama.tasks.contract.errors import InvalidJob, JobCancelled, JobTimeout, UnknownModel
@@ -35,6 +36,22 @@ def test_async_client_streams_and_returns_the_same_text() -> None:
         assert [e async for e in client.stream(job.id, after=5)] == events[6:]
 
     with_client(body)
+
+
+def test_result_of_a_job_that_has_ended_is_taken_without_a_subscription(redis_client: Redis) -> None:
+    async def body(client: AsyncClient) -> None:
+        job = await client.generate("tiny", "Once upon a time", max_tokens=3, **GREEDY)
+        await job.result(timeout=PATIENCE_S)
+        before = num_subscriptions(redis_client)
+        assert (await job.result(timeout=PATIENCE_S))["finish_reason"] == "length"
+        assert num_subscriptions(redis_client) == before
+
+    with_client(body)
+
+
+def num_subscriptions(redis: Redis) -> int:
+    """Ever asked for."""
+    return int(redis.info("commandstats")["cmdstat_subscribe"]["calls"])
 
 
 def test_async_client_serves_many_jobs_at_once() -> None:

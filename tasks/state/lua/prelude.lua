@@ -1,5 +1,5 @@
 -- What all scripts share. docs/delivery.md has the states; contract/keys.py the keys.
--- Constants that Python puts before this: WAITING (prefix), QUEUES, RUNNING, DUE, LEASES, MISSING, DEAD, JOURNAL and CONTEXT (prefixes), WEIGHT;
+-- Constants that Python puts before this: WAITING, JOB, CANCEL, RESULT, JOURNAL and CONTEXT (prefixes), QUEUES, RUNNING, DUE, LEASES, MISSING, DEAD, WEIGHT;
 -- OURS and WEIGHS, names of headers.
 
 -- Unix seconds of the one clock that counts: Redis' own.
