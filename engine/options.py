@@ -15,6 +15,7 @@ MAX_SLOTS = 256  # llama.cpp: LLAMA_MAX_SEQ
 DEFAULT_UBATCH = 512  # tokens
 DEFAULT_CHUNK = 512  # tokens
 DRAFT_PASS = 128  # tokens of a pass of a draft model, or one of each slot
+CHECKED_ROWS = 16  # of logits that `Engine.verify` has in any case
 DEFAULT_SAVED_BYTES = 1 << 30
 DEFAULT_DISK_BYTES = 8 << 30
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
@@ -112,7 +113,8 @@ class EngineOptions:
     def logit_rows(self) -> int:
         """Tokens of a decode call after which the next one is sampled: one of each slot, and drafts."""
         slots = self.num_slots
-        return slots if self.speculation == "off" else min(self.pass_tokens, max(slots + 16, 3 * slots))
+        wanted = max(slots, CHECKED_ROWS) if self.speculation == "off" else max(slots + CHECKED_ROWS, 3 * slots)
+        return min(self.pass_tokens, wanted)
 
     @property
     def of_draft(self) -> EngineOptions:

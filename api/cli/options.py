@@ -17,7 +17,7 @@ from rich.markup import escape
 from cellama.tasks.contract.payloads import ChatJob, GenerateJob, PrefillJob
 
 _NOT_OPTIONS = {"model", "prompt", "messages", "stream", "n", "system"}
-_FROM_FILE = {"grammar", "json_schema", "tools", "template_args"}
+_FROM_FILE = {"grammar", "json_schema", "tools", "template_args", "prediction"}
 _JSON = {"tools", "template_args"}
 _SINGULAR = {"adapters": "adapter"}  # options that are given once per entry
 
@@ -97,7 +97,7 @@ def _default_text(default: Any) -> str:
 
 def _kind(name: str, field: FieldInfo) -> Any:
     """What typer parses an option as, from the default and the annotation of the field."""
-    if name in _JSON:
+    if name in _FROM_FILE:
         return str
     names = str(field.annotation)
     if isinstance(field.default, tuple) or "tuple[" in names:

@@ -71,10 +71,9 @@ class EngineCore:
         limits = Limits(options.pass_tokens, options.chunk_tokens, options.max_queue)
         ram_bytes = options.saved_bytes if options.cache_prompt else 0
         self.scheduler = Scheduler(limits, make_strategy(options.batch_strategy), backend, ram_bytes)
-        most_rows = 0 if options.speculation == "off" else options.logit_rows
         self._backends = [backend] if draft is None else [backend, draft]
         guessing = None if draft is None else DraftModel(draft, options.of_draft.pass_tokens)
-        self.drafting = Drafting(self.scheduler.cache, backend.vocabulary, most_rows, guessing)
+        self.drafting = Drafting(self.scheduler.cache, backend.vocabulary, options, guessing)
         ram, nudge = self.scheduler.cache.ram, self.inbox.nudge
         self.disk = None if store is None else DiskTier(store, backend, ram, backend.identity, nudge)
         self.scheduler.finder.disk = self.disk

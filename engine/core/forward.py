@@ -59,6 +59,9 @@ class Forward:
         What fails is tried alone; what fails alone ends its request. Raises BackendBroken where another process can
         go on.
         """
+        checks, works = self._drafting.take_checks(works)
+        for check in checks:
+            yield from self._compute([check])
         if works and self._may_guess():
             micro_batches = self._drafting.calls_of(works)
         else:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from cellama.engine.backend import Chunk, Vocabulary
 from cellama.engine.kvcache.manager import KvCache
+from cellama.engine.options import EngineOptions
 from cellama.engine.scheduling.neighbours import runs_of
 from cellama.engine.scheduling.sequence import Sequence, Work
 from cellama.engine.scheduling.strategies import BESIDE_STEP_S, BULK_STEP_S
@@ -44,13 +45,17 @@ class Drafting:
     calls_of ─► decode ─► begin_verifying ─► (sample, accept)* ─► end_verifying
     """
 
-    def __init__(self, cache: KvCache, vocabulary: Vocabulary, most_rows: int, model: DraftModel | None = None) -> None:
-        """A decode call has logits for at most `most_rows`; 0: nothing is guessed. `model` guesses, too."""
-        self.gate = Gate(max(most_rows, 1), unified=cache.memory.unified)
+    def __init__(
+        self, cache: KvCache, vocabulary: Vocabulary, options: EngineOptions, model: DraftModel | None = None
+    ) -> None:
+        """The options say whether to guess, and of how many rows a decode call has logits. `model` guesses, too."""
+        self.gate = Gate(options.logit_rows, unified=cache.memory.unified)
         self.counts: dict[str, DraftCount] = {}  # since the start, by source
         self._cache = cache
-        self._most_rows = most_rows
-        self._is_active = most_rows > 0 and cache.memory.partial_reuse  # else drafts could not be taken back
+        self._most_rows = options.logit_rows
+        self._can_take_back = cache.memory.partial_reuse
+        self._is_active = self._can_take_back and options.speculation != "off"
+        self._is_checking = False  # what is decoded now is candidates, and none of the gate's business
         self._odds = Odds()
         self._pools = Pools()
         self._vocabulary = vocabulary
@@ -62,8 +67,41 @@ class Drafting:
 
     # Before a decode call
 
+    def take_checks(self, works: list[Work]) -> tuple[list[Work], list[Work]]:
+        """Those that only check candidates, with as many of these as there are logits for, and those that do not.
+
+        Each of the first is a decode call, whatever it costs: it is what its caller asks for.
+        """
+        checks = {work.sequence: check for work in works if (check := self._with_candidates(work, len(works)))}
+        self._is_checking = bool(checks)
+        return list(checks.values()), [work for work in works if work.sequence not in checks]
+
+    def _with_candidates(self, work: Work, num_works: int) -> Work | None:
+        sequence, chunk = work
+        request, memory = sequence.request, self._cache.memory
+        if not (request.only_checks and chunk.decode and self._can_take_back):
+            return None
+        most = min(self._most_rows - 1, self._most_drafts(sequence))
+        if memory.unified:
+            most = min(most, self._cache.cells.free - num_works)
+        tokens = list(request.prediction[sequence.num_output : sequence.num_output + max(0, most)])
+        if not tokens:
+            return None
+        guesses = self._guesses.setdefault(sequence, Guesses([], Odds(self._odds), None))
+        guesses.at, guesses.draft = len(sequence.tokens), Draft("prediction", tokens, [])
+        return Work(sequence, chunk._replace(tokens=[*chunk.tokens, *tokens], num_drafts=len(tokens)))
+
+    def _most_drafts(self, sequence: Sequence) -> int:
+        """That its slot has room for, can take back, and that are not beyond its end."""
+        memory, slot = self._cache.memory, sequence.slot
+        assert slot is not None
+        if memory.first_cut(slot) > sequence.num_computed:
+            return 0
+        return min(memory.ctx_per_slot - len(sequence.tokens), sequence.request.max_tokens - sequence.num_output - 1)
+
     def calls_of(self, works: list[Work]) -> list[list[Work]]:
         """The decode calls for these single tokens, with drafts as far as they pay."""
+        self._is_checking = False
         if not self._is_active or len(works) > self._most_rows:
             return [works]
         try:
@@ -96,16 +134,10 @@ class Drafting:
     def _draft(self, sequence: Sequence) -> Draft | None:
         """The best guess of all sources, by the odds of its first token."""
         guesses = self._guesses.get(sequence) or self._begin(sequence)
-        memory, slot = self._cache.memory, sequence.slot
-        assert slot is not None
-        most = min(
-            MOST_DRAFTS,
-            memory.ctx_per_slot - len(sequence.tokens),
-            sequence.request.max_tokens - sequence.num_output - 1,
-        )
+        most = min(MOST_DRAFTS, self._most_drafts(sequence))
         guesses.at, guesses.draft = len(sequence.tokens), None
-        guesses.most = most if memory.first_cut(slot) <= sequence.num_computed else 0
-        if guesses.most < 1:
+        guesses.most = most
+        if most < 1:
             return None
         drafts = [draft for source in guesses.sources if (draft := source.draft(most)) is not None]
         if drafts:
@@ -116,7 +148,7 @@ class Drafting:
         sources: list[Source] = []
         if sequence.request.sampling.is_constrained:
             sources.append(ForcedText(sequence, self._vocabulary, self._spelling))
-        if prediction := sequence.request.prediction:
+        if prediction := sequence.request.prediction[: self._cache.memory.ctx_per_slot]:  # it is indexed in memory
             expected = Follower("prediction", Index(list(prediction)), sequence.tokens)
             if sequence.tokens[sequence.num_prompt :] == list(prediction[: sequence.num_output]):
                 expected.expect(sequence.num_output)
@@ -197,7 +229,8 @@ class Drafting:
         """Is told what a decode call of single tokens and drafts took."""
         if not self._is_active or not all(chunk.decode for chunk in chunks):
             return
-        self._spent_s += seconds
+        if not self._is_checking:
+            self._spent_s += seconds
         if self._cache.memory.unified:
             self.gate.observe([sum([len(chunk.tokens) for chunk in chunks])], seconds)
             return
@@ -225,7 +258,7 @@ class Drafting:
         guesses = self._guesses[sequence]
         assert sequence.slot is not None
         assert guesses.draft is not None
-        self._num_tokens += 1
+        self._num_tokens += not self._is_checking
         guesses.num_unverified -= 1
         sequence.num_computed += 1
         sequence.num_accepted += 1

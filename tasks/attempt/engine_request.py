@@ -71,6 +71,13 @@ def _tokens_of(model: Model, prompt: str | list[int], parent_key: str | None) ->
     return model.tokenize(prompt, add_special=parent_key is None) if isinstance(prompt, str) else prompt
 
 
+def _expected_tokens(model: Model, prediction: str | list[int] | None) -> tuple[int, ...]:
+    """Nothing is put before those of a text: they follow a prompt."""
+    if isinstance(prediction, str):
+        prediction = model.tokenize(prediction, add_special=False)
+    return tuple(prediction or ())
+
+
 def request_of(model: Model, job: GenerateJob | ChatJob, asked: Asked, signer: Signer) -> Request:
     """The request of a generation or a chat. Raises EngineError, InvalidJob."""
     prompt = _prompt_of(model, job, signer)
@@ -98,6 +105,7 @@ def request_of(model: Model, job: GenerateJob | ChatJob, asked: Asked, signer: S
         submitted_at=asked.submitted_at,
         mode=asked.mode,
         reply=prompt.reply,
+        prediction=_expected_tokens(model, job.prediction),
         resume=asked.resume,
     )
 

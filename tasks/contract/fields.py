@@ -9,10 +9,12 @@ from typing import Annotated, Any
 from pydantic import (
     AfterValidator,
     BeforeValidator,
+    Discriminator,
     Field,
     StrictFloat,
     StrictInt,
     StrictStr,
+    Tag,
 )
 
 from cellama.config import MODEL_ID, MODEL_ID_RULE, limits
@@ -114,6 +116,15 @@ def join_parts(value: Any) -> Any:
     if not all(isinstance(text, str) for text in texts):
         raise ValueError("the text of a part must be text")
     return "".join(texts)
+
+
+def to_prediction(value: Any) -> Any:
+    """{"type": "content", "content": …} as in the OpenAI API is the text, and so is the result of a job."""
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"type", "content"} and value["type"] == "content":
+        return join_parts(value["content"])
+    return text_of_result(value)
 
 
 def to_choice(value: Any) -> Any:
@@ -223,3 +234,18 @@ Breakers = Annotated[
 
 Penalty = Annotated[Finite, Field(ge=-limits.MAX_PENALTY, le=limits.MAX_PENALTY)]
 Count = Annotated[StrictInt, Field(le=limits.MAX_COUNT)]
+
+
+TAGS = _TEXT, _TOKENS = "<text>", "<tokens>"  # that pydantic writes into the place of an error; not shown
+
+
+def _prompt_kind(value: Any) -> str:
+    return _TOKENS if isinstance(value, list | tuple) else _TEXT
+
+
+TokenId = Annotated[StrictInt, Field(ge=0, le=limits.MAX_COUNT)]
+TokenList = Annotated[list[TokenId], Field(fail_fast=True), no_more_than(limits.MAX_PROMPT_TOKENS, "tokens")]
+TokenIds = Annotated[TokenList, Field(min_length=1)]
+TextOrTokens = Annotated[
+    Annotated[FilledText, Tag(_TEXT)] | Annotated[TokenIds, Tag(_TOKENS)], Discriminator(_prompt_kind)
+]

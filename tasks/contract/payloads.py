@@ -9,12 +9,10 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import (
     AfterValidator,
     BeforeValidator,
-    Discriminator,
     Field,
     StrictBool,
     StrictInt,
     StrictStr,
-    Tag,
     ValidationError,
     model_validator,
 )
@@ -23,6 +21,7 @@ from cellama.config import limits
 
 from .errors import InvalidJob
 from .fields import (
+    TAGS,
     Adapters,
     Breakers,
     ContextKey,
@@ -34,7 +33,9 @@ from .fields import (
     Penalty,
     Stops,
     Text,
+    TextOrTokens,
     Texts,
+    TokenList,
     at_most,
     check_model_id,
     no_more_than,
@@ -42,15 +43,13 @@ from .fields import (
     to_choice,
     to_inputs,
     to_json,
+    to_prediction,
 )
 from .json_values import check_escapes, shorten
 from .messages import Message, Payload, Tool, check_args, check_names
 from .names import PRIORITY_INTERACTIVE
 
 MAX_PROBLEMS = 8  # that an error tells of
-
-
-_TEXT, _TOKENS = "<text>", "<tokens>"  # tags that pydantic writes into the place of an error; not shown
 
 
 class _Job(Payload):
@@ -129,6 +128,9 @@ class _GenerationJob(_ReadingJob):
     )
     ignore_eos: StrictBool = Field(default=False, description="go on where the model would end")
     stream: StrictBool = Field(default=True, description="publish the text token by token")
+    prediction: Annotated[TextOrTokens | None, BeforeValidator(to_prediction)] = Field(
+        default=None, description="what the output may be, as far as is known, or @FILE: right parts come faster"
+    )
 
     @model_validator(mode="after")
     def _check_reported(self) -> _GenerationJob:
@@ -141,16 +143,6 @@ class _GenerationJob(_ReadingJob):
         return self
 
 
-def _prompt_kind(value: Any) -> str:
-    return _TOKENS if isinstance(value, list | tuple) else _TEXT
-
-
-TokenId = Annotated[StrictInt, Field(ge=0, le=limits.MAX_COUNT)]
-TokenList = Annotated[list[TokenId], Field(fail_fast=True), no_more_than(limits.MAX_PROMPT_TOKENS, "tokens")]
-TokenIds = Annotated[TokenList, Field(min_length=1)]
-TextOrTokens = Annotated[
-    Annotated[FilledText, Tag(_TEXT)] | Annotated[TokenIds, Tag(_TOKENS)], Discriminator(_prompt_kind)
-]
 Prompt = Annotated[TextOrTokens, BeforeValidator(text_of_result)]
 Inputs = Annotated[tuple[TextOrTokens, ...], Field(fail_fast=True), BeforeValidator(to_inputs)]
 
@@ -283,7 +275,7 @@ def _tell(problems: Sequence[Any], known: Mapping[str, Any]) -> str:
 
 
 def _explain(problem: Any, known: Mapping[str, Any]) -> str:
-    where = ".".join(_of_place(part) for part in problem["loc"] if part not in (_TEXT, _TOKENS))
+    where = ".".join(_of_place(part) for part in problem["loc"] if part not in TAGS)
     if problem["type"] == "extra_forbidden" and len(problem["loc"]) == 1:
         name = str(problem["loc"][0])
         close = difflib.get_close_matches(name, list(known), n=1)

@@ -37,6 +37,13 @@ class ChatMessage(TypedDict):
 Messages = Sequence[ChatMessage | AssistantMessage]
 
 
+class Prediction(TypedDict):
+    """What an output may be, in the OpenAI form."""
+
+    type: Literal["content"]
+    content: str | list[TextPart]
+
+
 class ToolFunction(TypedDict):
     """What a model may call; `parameters` is a JSON Schema of type object."""
 
@@ -116,6 +123,7 @@ class GenerateParams(ReadingParams, total=False):
     return_tokens: bool
     ignore_eos: bool
     stream: bool
+    prediction: str | list[int] | Prediction | None
 
 
 class TemplateParams(JobParams, total=False):

@@ -23,6 +23,7 @@ from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.shapes.results import usage_of
 
 DEFAULTS = Defaults("m", {"max_tokens": 7})
+EXPECTED = {"type": "content", "content": "Hello"}
 HELLO = [{"role": "user", "content": "Hi"}]
 
 
@@ -45,9 +46,10 @@ def test_short_lines_get_ids_models_and_parameters() -> None:
 def test_openai_lines_become_the_same_jobs() -> None:
     schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}
     body = {"model": "n", "messages": HELLO, "max_completion_tokens": 5, "response_format": schema, "user": "u",
-            "logprobs": True, "top_logprobs": 2, "seed": None}  # fmt: skip
+            "logprobs": True, "top_logprobs": 2, "seed": None, "prediction": EXPECTED}  # fmt: skip
     (line,) = read({"custom_id": "c", "method": "POST", "url": "/v1/chat/completions", "body": body})
     assert (line.id, line.form, line.kind, line.model) == ("c", "openai", "chat", "n")
+    assert line.params.pop("prediction") == EXPECTED
     assert line.params == {"messages": HELLO, "max_tokens": 5, "json_schema": {"type": "object"}, "logprobs": 2}
     assert params_of_body("/v1/embeddings", {"input": "a", "encoding_format": "float"}) == {
         "texts": "a",

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from cellama.engine import Engine, EngineOptions, InvalidRequest, PromptTooLong
+from cellama.engine import Engine, EngineOptions, InvalidRequest, PromptTooLong, Request, SamplingParams
 from cellama.engine.core.generation import Verdict
 from cellama.engine.fake import FakeBackend
 
 from ...conftest import MakeEngine
+from .test_beside import guessing_core, predicted, submit
+from .test_texts import run
 
 PREFIX = list(b"a prefix")
 
@@ -61,3 +65,44 @@ def test_defaults_of_the_model_change_no_verdict() -> None:
     finally:
         assert drawn.close()
         assert greedy.close()
+
+
+@pytest.mark.parametrize("unified", [False, True])
+@pytest.mark.parametrize("mode", ["auto", "off"])
+def test_candidates_are_decoded_in_one_pass(mode: str, unified: bool) -> None:
+    fake = FakeBackend(n_slots=2, ctx_per_slot=64, unified=unified)
+    with_thread = Engine(fake, EngineOptions(n_parallel=2, n_batch=64, speculation=mode))  # type: ignore[arg-type]
+    try:
+        drafted = with_thread.draft_tokens(PREFIX, 12)
+        before = len(fake.batches)
+        assert with_thread.verify(PREFIX, drafted[:11]) == Verdict(11, drafted[11])
+        assert len(fake.batches) == before + 2
+        assert [chunk.num_drafts for chunk in fake.batches[-1]] == [10]  # the first is what follows the prefix
+    finally:
+        assert with_thread.close()
+
+
+def test_candidates_beside_other_work_are_decoded_in_one_pass_and_hold_up_nobody() -> None:
+    core, fake = guessing_core(num_slots=2)
+    plain = Request("plain", tuple(PREFIX), SamplingParams(temperature=0), max_tokens=10, ignore_eos=True)
+    (told,) = run([plain], eager=None)
+    stream = submit(core, predicted("stream", 9))
+    core.step()
+    check = submit(core, replace(plain, id="check", prediction=told.tokens[:9], only_checks=True, priority=0))
+    for _ in range(4):
+        core.step()
+    assert check.result(0).tokens == told.tokens
+    assert next(chunk.num_drafts for chunks in fake.batches for chunk in chunks if chunk.num_drafts) == 8
+    assert core.telemetry.snapshot.generated_tokens >= 10 + 5
+    assert not stream.done
+
+
+def test_memory_that_can_not_be_cut_back_verifies_step_by_step() -> None:
+    fake = FakeBackend(n_slots=1, ctx_per_slot=64, partial_reuse=False)
+    engine = Engine(fake, EngineOptions(n_parallel=1, n_batch=64))
+    try:
+        drafted = engine.draft_tokens(PREFIX, 6)
+        assert engine.verify(PREFIX, drafted[:5]) == Verdict(5, drafted[5])
+        assert not any(chunk.num_drafts for chunks in fake.batches for chunk in chunks)
+    finally:
+        assert engine.close()

@@ -40,7 +40,8 @@ def test_payload_parameters_have_the_engines_names_and_defaults() -> None:
         "only_checks",
     ):
         del engine[internal]
-    payload = {n: f.default for n, f in GenerateJob.model_fields.items() if n not in ("model", "prompt", "parent_key")}
+    own = ("model", "prompt", "parent_key", "prediction")
+    payload = {name: field.default for name, field in GenerateJob.model_fields.items() if name not in own}
     assert payload == engine
 
 
@@ -48,6 +49,33 @@ def test_payload_parameters_have_the_engines_names_and_defaults() -> None:
 def test_payload_takes_every_seed_that_the_engine_takes(value: int | None) -> None:
     assert parse_job(GenerateJob, ("model", "prompt"), ("m", "p"), {"seed": value}).seed == value
     assert SamplingParams(seed=value).seed == value
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        ("the old text", "the old text"),
+        ([5, 6], [5, 6]),
+        ({"type": "content", "content": "the old text"}, "the old text"),
+        (
+            {"type": "content", "content": [{"type": "text", "text": "the "}, {"type": "text", "text": "old"}]},
+            "the old",
+        ),
+        ({"text": "of the step before", "finish_reason": "stop"}, "of the step before"),
+        (None, None),
+    ],
+)
+def test_prediction_is_text_or_tokens_or_as_in_the_openai_api(given: Any, taken: Any) -> None:
+    assert parse_job(GenerateJob, ("model", "prompt"), ("m", "p"), {"prediction": given}).prediction == taken
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["", [], [-1], [2**31], 5, {"type": "content"}, {"type": "file", "content": "a"}, {"content": "a"}, "\ud800"],
+)
+def test_prediction_that_is_none_is_refused(given: Any) -> None:
+    with pytest.raises(InvalidJob, match="prediction"):
+        parse_job(ChatJob, ("model", "messages"), ("m", [{"role": "user", "content": "Hi"}]), {"prediction": given})
 
 
 def test_payload_is_the_same_by_position_and_by_name() -> None:
