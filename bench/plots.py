@@ -211,6 +211,21 @@ def mixed(results: Results) -> Any:
     return figure
 
 
+def speculation(results: Results) -> Any:
+    """Guessed tokens on over off by kind of work and streams; None without results."""
+    line = results.last("speculation")
+    ends = ": on over off"
+    found = {key: ratio for key, ratio in line["ratios"].items() if key.endswith(ends)} if line else {}
+    if not line or not found:
+        return None
+    bars = [Bar(key.removesuffix(ends), ratio, _number(line["targets"].get(key, ""))) for key, ratio in found.items()]
+    figure, axes = pyplot.subplots(figsize=(9.6, 1.5 + 0.42 * len(bars)))
+    _draw_bars(axes, bars)
+    _title(figure, "Tokens per second with guessed tokens, over without")
+    _caption(figure, [line])
+    return figure
+
+
 def _color_of(who: str) -> str:
     return ORANGE if who.startswith("llama-server") else GREY if who.startswith("full passes") else BLUE
 
@@ -221,6 +236,7 @@ FIGURES: dict[str, Callable[[Results], Any]] = {
     "offline": offline,
     "online": online,
     "mixed": mixed,
+    "speculation": speculation,
 }
 
 

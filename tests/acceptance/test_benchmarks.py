@@ -22,7 +22,7 @@ SMALL = {
     "tokenize_overhead": "--prompt 30 --repeats 3 --callers 1 3 --slots 2 --rounds 1",
     "single_generate": "--prompts 16 64 --new 4 --samples 1",
     "server_concurrent": "--callers 1 4 --slots 2 --prompt 16 --new 4",
-    "speculation": "--work quoting forced --streams 1 --rounds 1 --new 8",
+    "speculation": "--streams 1 --rounds 1 --new 8",
     "python_time": "--slots 2 --contexts 64 128 --new 4",
     "interactive": "--slots 2 --prompt 32 --samples 2",
     "layouts": "--slots 2 --prompt 300 --new 4",

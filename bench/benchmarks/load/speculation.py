@@ -1,173 +1,187 @@
-"""Guessed tokens on against off, by kind of work and number of streams; llama-server with and without its n-grams."""
+"""Guessed tokens on against off, by kind of work and number of streams; llama-server with and without its own."""
 
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from cellama.bench.harness.engines import (
-    GREEDY,
-    loaded,
-    loaded_each,
-    model_path,
-    padded_model,
-    random_prompts,
-    run_all,
-    warm_up,
-)
+from cellama.bench.harness.engines import CORES, loaded, loaded_each, model_path, padded_model, submit_together, warm_up
 from cellama.bench.harness.report import Report
-from cellama.bench.peers.programs import LLAMA_SERVER, LlamaServer, program
-from cellama.bench.tiny_model.corpus import PLOTS, story_parts
-from cellama.engine import Completion, Model, SamplingParams
+from cellama.bench.peers.programs import LLAMA_SERVER, LlamaServer, Reply, program
+from cellama.engine import Completion, Event, Model, Request, Text
+from cellama.engine.bundled import TINY_PATH
+
+from .guessable import COPIED, FORCED, NUM_NEW, TOLD, UNPREDICTABLE, WORKS, Work
 
 CONTEXT = 1024
-PEOPLE = [("Mia", 7, "Rome"), ("Leo", 31, "Oslo"), ("Rosa", 54, "Paris"), ("Finn", 12, "Berlin")]
-SCHEMA = {
-    "type": "array",
-    "minItems": 8,
-    "maxItems": 8,
-    "items": {
-        "type": "object",
-        "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}, "city": {"enum": []}},
-        "required": ["name", "age", "city"],
-        "additionalProperties": False,
-    },
+PARTS = (COPIED, FORCED, UNPREDICTABLE, TOLD)
+OFF, ON = "off", "auto"
+PEERS = {  # llama-server's ways to guess, by kind of work
+    COPIED: ("ngram-simple", "ngram-mod"),
+    TOLD: ("draft-simple",),
 }
+HOPED = {
+    COPIED: {1: ">= 1.8", 4: ">= 1.4", 16: ">= 1.0", 64: ">= 0.99"},
+    FORCED: {1: ">= 1.5"},
+    UNPREDICTABLE: dict.fromkeys((1, 4, 16, 64), ">= 0.98"),
+    TOLD: {1: ">= 2.0"},
+}
+MOST_STREAMS = {FORCED: 16, TOLD: 4}  # beyond, the whole run would take too long
+CAVEATS = (
+    "Tokens per second after the last first token of each group of streams; both engines in turns, in one process; "
+    "medians of the rounds' ratios. One stream: three requests, one after another.",
+    "copying, forced, stories: the bundled model padded to the cost of a large one, which has its texts; stories: with "
+    "the bundled model itself as the draft model. unpredictable: draws from random weights.",
+    "same: the share of requests whose tokens are equal with guesses and without.",
+)
 
 
-class Work(NamedTuple):
-    """Prompts, and how they are gone on with."""
+class Told(NamedTuple):
+    """What one run of a work brought."""
 
-    prompts: list[list[int]]
-    num_new: int
-    params: dict[str, Any]
+    rate: float  # tokens per second
+    tokens: list[tuple[int, ...]]
+    num_accepted: int = 0
+    num_rejected: int = 0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--work", nargs="+", default=list(WORKS), choices=list(WORKS))
-    parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16, 64])
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS), help="kinds of work")
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16, 64], choices=list(NUM_NEW))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--new", type=int, default=160, help="tokens")
-
-
-def stories() -> list[tuple[str, str, str]]:
-    """Openings with animal and name, the stories that follow from these, and the same with another name."""
-    found = []
-    for animal, plot in PLOTS.items():
-        for name, other in zip(plot.names, (*plot.names[1:], plot.names[0]), strict=True):
-            once, little, named, rest = story_parts(animal, name)
-            _, _, named_other, rest_other = story_parts(animal, other)
-            found.append((once + little + named, rest, once + little + named_other + rest_other))
-    return found
-
-
-def quoting(model: Model, streams: int, num_new: int) -> Work:
-    """A story, and its opening: it is told again."""
-    texts = [f"{opening}{rest}\n{opening}" for opening, rest, _ in stories()]
-    return Work([model.tokenize(texts[i % len(texts)]) for i in range(streams)], num_new, {})
-
-
-def edits(model: Model, streams: int, num_new: int) -> Work:
-    """A story, and its opening with another name."""
-    texts = [f"{other}\n{opening}" for opening, _, other in stories()]
-    return Work([model.tokenize(texts[i % len(texts)]) for i in range(streams)], num_new, {})
-
-
-def forced(model: Model, streams: int, num_new: int) -> Work:
-    """JSON by a schema with fixed keys."""
-    SCHEMA["items"]["properties"]["city"]["enum"] = [city for _, _, city in PEOPLE]  # type: ignore[index]
-    asked = [
-        f"<|im_start|>user\nMake JSON: name {name}, age {age}, city {city}<|im_end|>\n<|im_start|>assistant\n"
-        for name, age, city in PEOPLE
-    ]
-    prompts = [model.tokenize(asked[i % len(asked)], parse_special=True) for i in range(streams)]
-    sampling = SamplingParams(temperature=0, json_schema=json.dumps(SCHEMA))
-    return Work(prompts, 400, {"sampling": sampling, "ignore_eos": False})
-
-
-def unpredictable(model: Model, streams: int, num_new: int) -> Work:
-    """Draws from random weights."""
-    sampling = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=1)
-    return Work(random_prompts(streams, 64, seed=streams), num_new, {"sampling": sampling})
-
-
-WORKS: dict[str, Callable[[Model, int, int], Work]] = {
-    "quoting": quoting,
-    "edits": edits,
-    "forced": forced,
-    "unpredictable": unpredictable,
-}
+    parser.add_argument("--server-streams", type=int, nargs="*", default=[1, 4, 16], help="of llama-server")
+    parser.add_argument("--new", type=int, default=None, help="tokens of each request, instead of some for each kind")
 
 
 def run(args: argparse.Namespace) -> Report:
     rows: list[dict[str, Any]] = []
+    peers: list[dict[str, Any]] = []
     ratios: dict[str, float] = {}
-    for name in args.work:
-        path = model_path(args.model) if name == "unpredictable" else args.model or padded_model()
-        for streams in args.streams:
+    targets: dict[str, str] = {}
+    for name in args.parts:
+        path = model_path(args.model) if name == UNPREDICTABLE else args.model or padded_model()
+        for streams in (count for count in args.streams if count <= MOST_STREAMS.get(name, count)):
             row = _compare(path, name, streams, args)
-            if name in ("quoting", "edits"):
-                row |= _peer(path, name, streams, args)
             rows.append(row)
-            ratios[f"{name}, {streams} streams: on over off"] = row["on/off"]
-    caveats = [
-        "Tokens per second after the last first token; both engines in turns, in one process; medians of rounds.",
-        "quoting, edits, forced: the bundled model padded to the cost of a large one; unpredictable: random weights.",
-        "llama-server: --spec-type ngram-simple against none; its rates count the whole request.",
-    ]
-    return Report(rows, ratios, caveats=caveats)
+            key = f"{name}, {streams} streams: on over off"
+            ratios[key] = row["on/off"]
+            if streams in HOPED[name]:
+                targets[key] = HOPED[name][streams]
+            for mode, rate in _server(path, name, streams, args).items():
+                peers.append({"work": name, "streams": streams, "llama-server's --spec-type": mode, "t/s": rate})
+                ratios[f"{name}, {streams} streams: ours over llama-server's, {mode}"] = row["on t/s"] / rate
+    return Report([*rows, *peers], ratios, targets, CAVEATS)
 
 
 def _compare(path: Path, name: str, streams: int, args: argparse.Namespace) -> dict[str, Any]:
     options = {"n_parallel": streams, "ctx_per_slot": CONTEXT, "cache_ram_bytes": 0}
-    rates: dict[str, list[float]] = {"off": [], "auto": []}
-    same = accepted = rejected = 0
-    with loaded_each(path, **{mode: {**options, "speculation": mode} for mode in rates}) as models:
+    sides = {mode: {**options, "speculation": mode} for mode in (OFF, ON)}
+    if name == TOLD:
+        sides[ON]["draft"] = str(TINY_PATH)
+    told: dict[str, list[Told]] = {OFF: [], ON: []}
+    with loaded_each(path, **sides) as models:
         for model in models.values():
             warm_up(model)
-        work = WORKS[name](models["off"], streams, args.new)
+        work = _work(models[OFF], name, streams, args)
         for number in range(args.rounds):
-            done: dict[str, list[Completion]] = {}
-            for mode in sorted(rates, reverse=number % 2 == 0):
-                params = {"sampling": GREEDY, **work.params, "cache_scope": f"{mode} {number}"}
-                seconds, done[mode] = run_all(models[mode], work.prompts, work.num_new, **params)
-                rates[mode].append(_rate(seconds, done[mode]))
-            same += sum(a.tokens == b.tokens for a, b in zip(*done.values(), strict=True))
-            accepted += sum(completion.usage.accepted_prediction_tokens for completion in done["auto"])
-            rejected += sum(completion.usage.rejected_prediction_tokens for completion in done["auto"])
-    off, on = median(rates["off"]), median(rates["auto"])
+            for mode in sorted(told, reverse=number % 2 == 0):
+                told[mode].append(_run(models[mode], work, streams, f"{mode} {number}"))
+    pairs = list(zip(told[OFF], told[ON], strict=True))
+    same = [a == b for off, on in pairs for a, b in zip(off.tokens, on.tokens, strict=True)]
+    accepted, rejected = (sum(getattr(on, count) for on in told[ON]) for count in ("num_accepted", "num_rejected"))
     return {
         "work": name,
         "streams": streams,
-        "off t/s": off,
-        "on t/s": on,
-        "on/off": median([a / b for a, b in zip(rates["auto"], rates["off"], strict=True)]),
-        "drafted/token": (accepted + rejected) / max(1, args.rounds * sum(len(c.tokens) for c in done["auto"])),
+        "off t/s": median(off.rate for off in told[OFF]),
+        "on t/s": median(on.rate for on in told[ON]),
+        "on/off": median(on.rate / off.rate for off, on in pairs),
+        "rounds": " ".join(f"{on.rate / off.rate:.2f}" for off, on in pairs),
+        "drafted/token": (accepted + rejected) / max(1, sum(len(tokens) for on in told[ON] for tokens in on.tokens)),
         "accepted": accepted / max(1, accepted + rejected),
-        "same texts": same / (streams * args.rounds),
+        "same": sum(same) / len(same),
     }
 
 
-def _rate(seconds: float, done: Sequence[Completion]) -> float:
-    first_s = max(completion.timings.ttft_ms or 0.0 for completion in done) / 1e3
-    return sum(len(completion.tokens) - 1 for completion in done) / max(1e-6, seconds - first_s)
+def _work(model: Model, name: str, streams: int, args: argparse.Namespace) -> Work:
+    work = WORKS[name](model, max(3, streams), streams)
+    return work._replace(num_new=args.new or work.num_new)
 
 
-def _peer(path: Path, name: str, streams: int, args: argparse.Namespace) -> dict[str, Any]:
-    server = program(LLAMA_SERVER)
-    if server is None:
-        return {"server off t/s": 0.0, "server on t/s": 0.0}
+def _groups(work: Work, streams: int) -> Iterator[list[list[int]]]:
+    """What runs at once: as many prompts as there are streams; with one stream three of them in turn."""
+    count = 3 * streams if streams == 1 else streams
+    for at in range(0, count, streams):
+        yield work.prompts[at : at + streams]
+
+
+def _run(model: Model, work: Work, streams: int, scope: str) -> Told:
+    """The work in a scope of its own, which knows nothing of the runs before."""
+    seconds, num_tokens = 0.0, 0
+    done: list[Completion] = []
+    for prompts in _groups(work, streams):
+        came: list[list[tuple[float, int]]] = [[] for _ in prompts]
+        listeners = iter([_listener(entries) for entries in came])
+        params = {"max_tokens": work.num_new, "ignore_eos": True, **work.params, "cache_scope": scope}
+        requests = [Request(str(at), tuple(prompt), **params) for at, prompt in enumerate(prompts)]
+        handles = submit_together(model, requests, listeners.__next__)
+        done += [handle.result() for handle in handles]
+        began, ended = max(entries[0][0] for entries in came), max(entries[-1][0] for entries in came)
+        seconds += ended - began
+        num_tokens += sum(count for entries in came for at, count in entries if at > began)
+    usages = [completion.usage for completion in done]
+    accepted = sum(usage.accepted_prediction_tokens for usage in usages)
+    rejected = sum(usage.rejected_prediction_tokens for usage in usages)
+    return Told(num_tokens / max(seconds, 1e-6), [completion.tokens for completion in done], accepted, rejected)
+
+
+def _listener(entries: list[tuple[float, int]]) -> Callable[[Event], None]:
+    """Notes when how many tokens came."""
+
+    def note(event: Event) -> None:
+        if isinstance(event, Text) and event.tokens:
+            entries.append((time.monotonic(), len(event.tokens)))
+
+    return note
+
+
+def _server(path: Path, name: str, streams: int, args: argparse.Namespace) -> dict[str, float]:
+    """Tokens per second of llama-server, without guesses and with each of its ways."""
+    if name not in PEERS or streams not in args.server_streams or (server := program(LLAMA_SERVER)) is None:
+        return {}
     with loaded(path, n_parallel=1, ctx_per_slot=CONTEXT) as model:
-        work = WORKS[name](model, streams, args.new)
+        work = _work(model, name, streams, args)
     rates = {}
-    for mode in ("none", "ngram-simple"):
-        command = ["-np", str(streams), "-c", str(streams * CONTEXT), "--spec-type", mode]
-        with LlamaServer.start(server, path, *command) as peer:
-            peer.complete_all(work.prompts, 4)
-            seconds = [peer.complete_all(work.prompts, work.num_new)[0] for _ in range(args.rounds)]
-        rates[mode] = streams * work.num_new / median(seconds)
-    return {"server off t/s": rates["none"], "server on t/s": rates["ngram-simple"]}
+    for mode in ("none", *PEERS[name]):
+        options = ["-np", str(streams), "-c", str(streams * CONTEXT), "-t", str(CORES), "--spec-type", mode]
+        options += ["-md", str(TINY_PATH)] if mode.startswith("draft") else []
+        with LlamaServer.start(server, path, *options) as peer:
+            peer.complete(work.prompts[0][:16], 4)
+            rates[mode] = median([_ask(peer, work, streams) for _ in range(args.rounds)])
+    return rates
+
+
+def _ask(peer: LlamaServer, work: Work, streams: int) -> float:
+    """Tokens per second after the last first token; prompts are read anew, as ours are."""
+    seconds, num_tokens = 0.0, 0.0
+    for prompts in _groups(work, streams):
+        with ThreadPoolExecutor(len(prompts)) as threads:
+            timed = list(threads.map(lambda prompt: _timed(peer, prompt, work.num_new), prompts))
+        began = max(asked + reply.ttft_s for asked, reply in timed)
+        seconds += max(asked + reply.total_s for asked, reply in timed) - began
+        num_tokens += sum(_share_after(asked, reply, began) for asked, reply in timed)
+    return num_tokens / max(seconds, 1e-6)
+
+
+def _timed(peer: LlamaServer, prompt: Sequence[int], num_new: int) -> tuple[float, Reply]:
+    return time.monotonic(), peer.complete(prompt, num_new, cache_prompt=False)
+
+
+def _share_after(asked: float, reply: Reply, began: float) -> float:
+    """Tokens that came after that; a piece of text may have several."""
+    pieces = [asked + at > began for at in reply.pieces_s]
+    return reply.num_tokens * sum(pieces) / max(1, len(pieces))

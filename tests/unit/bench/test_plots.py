@@ -35,6 +35,12 @@ OFFLINE = {
 }
 
 
+SPECULATION = {
+    "ratios": {"copying, 4 streams: on over off": 1.5, "copying, 4 streams: ours over llama-server's, none": 2.0},
+    "targets": {"copying, 4 streams: on over off": ">= 1.4"},
+}
+
+
 def keep(folder: Path, name: str, line: dict[str, Any]) -> None:
     told = {"bench": name, "model": "m", "machine": "a machine", "commit": "abc", "ratios": {}, "targets": {}}
     (folder / f"{name}.jsonl").write_text(json.dumps(told | line) + "\n")
@@ -55,4 +61,6 @@ def test_only_what_has_results_is_drawn(tmp_path: Path) -> None:
     keep(tmp_path, "offline", OFFLINE)
     keep(tmp_path, "online", ONLINE)
     keep(tmp_path, "mixed", MIXED)
-    assert [path.name for path in draw(tmp_path, tmp_path)] == ["offline.png", "online.png", "mixed.png"]
+    keep(tmp_path, "speculation", SPECULATION)
+    names = ["offline.png", "online.png", "mixed.png", "speculation.png"]
+    assert [path.name for path in draw(tmp_path, tmp_path)] == names
