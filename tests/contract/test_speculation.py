@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cellama.bench.tiny_model.corpus import WEATHER_TOOL
@@ -22,6 +23,10 @@ from cellama.engine import (
     SamplingParams,
     Text,
 )
+from cellama.engine.backend import Chunk
+from cellama.engine.bundled import TINY_PATH
+from cellama.engine.llama import LlamaBackend, LlamaModel
+from cellama.engine.options import KvLayout
 
 from ..eager_gate import Eager
 from .small_models import EXACT
@@ -173,3 +178,23 @@ def test_a_mirostat_that_is_resumed_goes_on_with_what_it_had_learned_over_drafts
             count, mu = count + len(event.tokens), event.mirostat_mu
     rest = replace(side.requests[at], resume=(Resumed(whole.tokens[:count], mirostat_mu=mu),))
     assert side.plain.engine.submit(rest).result(PATIENCE_S).tokens == side.expected[at].tokens
+
+
+@pytest.mark.parametrize("layout", ["partitioned", "unified"])
+def test_as_many_rows_as_there_are_logits_for_are_decoded_and_one_more_is_an_error(layout: KvLayout) -> None:
+    options = EngineOptions(n_parallel=4, ctx_per_slot=64, threads=1, speculation="auto", kv_layout=layout)
+    model = LlamaModel(TINY_PATH)
+    backend = LlamaBackend(model, options)
+    try:
+        assert options.logit_rows == 20
+        tokens = model.tokenize("Once upon a time")[:4]
+        backend.decode([Chunk(slot, 0, tokens, samples=True) for slot in range(4)])
+        full = [Chunk(slot, 4, [tokens[0]] * 5, samples=True, decode=True, num_drafts=4) for slot in range(4)]
+        backend.decode(full)
+        assert all(np.isfinite(backend.logits(slot, row)).all() for slot in range(4) for row in range(5))
+        over = [full[0]._replace(position=9, tokens=[tokens[0]] * 6, num_drafts=5), *full[1:]]
+        with pytest.raises(ValueError, match="a batch with 21 rows of logits, there are 20"):  # llama.cpp would abort
+            backend.decode(over)
+    finally:
+        backend.close()
+        model.close()
