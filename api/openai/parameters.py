@@ -46,7 +46,7 @@ _GENERATION = {
         "as far as the key allows; the answer says which it was. A bulk run ignores it",
     ),
     "response_format": Rule("mapped", "a grammar; a JSON schema always holds, `strict` or not", "json_schema"),
-    "prediction": Rule("ignored", "a hint that changes no text"),
+    "prediction": Rule("as it is", "a hint: right parts come faster, and no text changes"),
     **_ignored("the tenant of the key is who asks", "user", "safety_identifier"),
     **_ignored("nothing is stored beyond the life of a result", "metadata", "store"),
     **_ignored(
