@@ -13,6 +13,7 @@ from cellama.engine.backend import Backend, Chunk
 from cellama.engine.errors import EngineError, RequestFailed
 from cellama.engine.events import Completion, Finished, FinishReason, Started
 from cellama.engine.kvcache.recent import RecentContexts
+from cellama.engine.logprobs import with_texts
 from cellama.engine.sampling_params import MAX_SEED
 from cellama.engine.scheduling.scheduler import Scheduler
 from cellama.engine.scheduling.sequence import Sequence
@@ -179,7 +180,7 @@ class Requests:
         forced = None if sequence.reply is None else sequence.reply.forced_token
         token, logprob = sequence.sampler.sample(slot, forced, row)
         if logprob is not None:
-            sequence.logprobs.append(logprob)
+            sequence.logprobs.append(with_texts(logprob, self._vocabulary.token_bytes))
         sequence.last_token_at = now
         if sequence.first_token_at is None:
             sequence.first_token_at = now

@@ -143,7 +143,16 @@ def _tool_calls(completion: Completion) -> list[ToolCall]:
 
 
 def _logprobs(logprobs: Sequence[TokenLogprob]) -> list[Logprob]:
-    return [{"token": entry.token, "logprob": entry.logprob, "top": list(entry.top)} for entry in logprobs]
+    return [
+        {
+            "token": entry.token,
+            "logprob": entry.logprob,
+            "top": list(entry.top),
+            "text": entry.text,
+            "top_texts": list(entry.top_texts),
+        }
+        for entry in logprobs
+    ]
 
 
 def line_event_of(event: EngineEvent, line: int, model_id: str, signer: Signer) -> Event | None:
@@ -174,7 +183,9 @@ def resume_of(past: Past, n: int, line: int = 0) -> tuple[Resumed, ...]:
 
 
 def _logprob(entry: Logprob) -> TokenLogprob:
-    return TokenLogprob(entry["token"], entry["logprob"], tuple((int(t), float(p)) for t, p in entry["top"]))
+    top = tuple((int(t), float(p)) for t, p in entry["top"])
+    texts = entry.get("text", ""), tuple(entry.get("top_texts", ()))  # a journal may be from before there were any
+    return TokenLogprob(entry["token"], entry["logprob"], top, *texts)
 
 
 def _usage(completion: Completion) -> Usage:

@@ -48,11 +48,16 @@ class Timings(TypedDict, total=False):
 
 
 class Logprob(TypedDict):
-    """A sampled token. `top` are the best ones at its place: pairs of token id and logprob."""
+    """A sampled token. `top` are the best ones at its place: pairs of token id and logprob, with `top_texts`.
+
+    The text of a token whose bytes are none by themselves is written so: `bytes:\\xe2\\x82`; control tokens have none.
+    """
 
     token: int
     logprob: float
     top: list[tuple[int, float]]
+    text: str
+    top_texts: list[str]
 
 
 class Function(TypedDict):
