@@ -41,6 +41,7 @@ class RequestIds:
             return
         given = dict(scope["headers"]).get(REQUEST_ID.encode(), b"").decode("latin-1")
         request_id = given if re.fullmatch(r"[\x21-\x7e]{1,128}", given) else f"req_{uuid.uuid4().hex}"
+        scope.setdefault("state", {})["request_id"] = request_id
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

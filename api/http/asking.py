@@ -10,6 +10,7 @@ from typing import Any
 from starlette.requests import Request
 
 from cellama.config import limits
+from cellama.tasks.contract.json_values import shorten
 
 from .callers import TIERS, Caller
 from .errors import ApiError
@@ -47,7 +48,7 @@ class Asked:
         wanted = self.body.get("service_tier")
         if wanted is not None and wanted not in ("auto", *TIERS):
             known = ", ".join(("auto", *TIERS))
-            raise ApiError(400, f"service_tier is {wanted!r}; known: {known}", param="service_tier")
+            raise ApiError(400, f"service_tier is {shorten(wanted)}; known: {known}", param="service_tier")
         return self.caller.tier(wanted)
 
     def scope(self) -> str:
@@ -67,7 +68,7 @@ def flag(values: Mapping[str, Any], name: str, *, default: bool = False) -> bool
     if value is None:
         return default
     if not isinstance(value, bool):
-        raise ApiError(400, f"{name} is {value!r}; it must be true or false", param=name)
+        raise ApiError(400, f"{name} is {shorten(value)}; it must be true or false", param=name)
     return value
 
 

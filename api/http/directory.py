@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 
 from cellama.api.client.async_client import AsyncClient
 from cellama.api.client.registry_views import Stats
+from cellama.tasks.contract.json_values import shorten
 from cellama.tasks.contract.names import DEFAULT_MODEL
 from cellama.tasks.contract.shapes.workers import ModelView
 
@@ -16,6 +17,7 @@ from .callers import Caller
 from .errors import RETRY_AFTER_S, ApiError
 
 FRESH_S = 1.0
+WAITS_FRESH_S = 3.0  # estimates are played through, which takes time
 START_S = 5.0  # where no worker is there, one may be in so long
 
 EVERY_MODEL = Caller()
@@ -60,7 +62,7 @@ class Directory:
     async def find(self, caller: Caller, name: object) -> ModelView:
         """The model of that name. Raises ApiError: 400, 403, 404, or 503 where no worker is there at all."""
         if not isinstance(name, str) or not name:
-            raise ApiError(400, f"model is {name!r}; name one that is served, see /v1/models", param="model")
+            raise ApiError(400, f"model is {shorten(name)}; name one that is served, see /v1/models", param="model")
         caller.check_model(name)
         for fresh_s in (FRESH_S, 0.0):  # one that was loaded just now
             for view in await self.models(EVERY_MODEL, fresh_s):
@@ -69,11 +71,13 @@ class Directory:
         if not await self._models.get():
             raise ApiError(503, "no worker is running; start one", code="no_worker", retry_after_s=START_S)
         known = ", ".join(view["id"] for view in await self.models(caller)) or "none"
-        raise ApiError(404, f"no model {name!r} is served; there are: {known}", code="model_not_found", param="model")
+        raise ApiError(
+            404, f"no model {shorten(name)} is served; there are: {known}", code="model_not_found", param="model"
+        )
 
     async def wait_s(self, model: str) -> float:
         """About how long a new job waits for a slot, if it is the last one."""
-        return (await self._stats.get())["eta_s"].get(model) or 0.0
+        return (await self._stats.get(WAITS_FRESH_S))["eta_s"].get(model) or 0.0
 
     async def with_wait(self, error: ApiError, model: str) -> ApiError:
         """The error, with the time after which it may pass."""

@@ -49,7 +49,7 @@ class ApiError(Exception):
         self.status = status
         self.message = valid_text(message)
         self.code = code
-        self.param = param
+        self.param = None if param is None else valid_text(param)
         self.retry_after_s = retry_after_s
         self._headers = headers or {}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
@@ -18,6 +19,8 @@ from .asking import Asked
 from .callers import Admission, Unlimited
 from .errors import ApiError, of_code, of_job
 from .leaving import unless_gone
+
+log = logging.getLogger(__name__)
 
 RESULT_S = 30.0  # the result is stored with the last event
 CANCELLED_S = 10.0  # until a job that is cancelled has ended
@@ -68,6 +71,7 @@ class Running:
                 raise  # who has mapped the body knows how its fields are called
             except JobError as error:
                 raise await self.failed(of_job(error)) from None
+        log.info("request %s: job %s", self.asked.request.state.request_id, ", ".join(job.id for job in self.jobs))
         await self._check_wait()
 
     async def _check_wait(self) -> None:

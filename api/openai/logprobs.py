@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+LEAST = -9999.0  # OpenAI's, of a token that can't come; JSON has no infinity
 _BYTES = re.compile(r"bytes:((?:\\x[0-9a-f]{2})+)")  # a token whose bytes are no text by themselves
 
 
@@ -38,16 +39,17 @@ def of_text(entries: Sequence[Mapping[str, Any]], first_offset: int = 0) -> dict
         offset += len(decoder.decode(bytes_of(_text(entry))))
     return {
         "tokens": [_text(entry) for entry in entries],
-        "token_logprobs": [entry["logprob"] for entry in entries],
+        "token_logprobs": [max(LEAST, entry["logprob"]) for entry in entries],
         "top_logprobs": [
-            {text: logprob for text, (_, logprob) in zip(_tops(entry), entry["top"], strict=True)} for entry in entries
+            {text: max(LEAST, logprob) for text, (_, logprob) in zip(_tops(entry), entry["top"], strict=True)}
+            for entry in entries
         ],
         "text_offset": offsets,
     }
 
 
 def _entry(text: str, logprob: float) -> dict[str, Any]:
-    return {"token": text, "bytes": list(bytes_of(text)), "logprob": logprob}
+    return {"token": text, "bytes": list(bytes_of(text)), "logprob": max(LEAST, logprob)}
 
 
 def _text(entry: Mapping[str, Any]) -> str:

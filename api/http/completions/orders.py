@@ -10,7 +10,9 @@ from cellama.api.http.callers import TIERS
 from cellama.api.http.errors import ApiError, wrong
 from cellama.api.openai.bodies import params_of_body
 from cellama.api.openai.parameters import CHAT, COMPLETIONS
+from cellama.config import limits
 from cellama.tasks.contract.errors import InvalidJob
+from cellama.tasks.contract.json_values import shorten
 from cellama.tasks.contract.names import DEFAULT_MODEL
 from cellama.tasks.contract.shapes.workers import ModelView
 
@@ -41,7 +43,7 @@ class Order:
 
     @property
     def n(self) -> int:
-        return int(self.params.get("n", 1))
+        return _count(self.params.get("n"), 1)
 
     @property
     def num_jobs(self) -> int:
@@ -51,7 +53,7 @@ class Order:
     @property
     def num_tokens(self) -> int:
         """That it may read and generate, about."""
-        return _prompt_tokens(self.contents) + self.num_jobs * int(self.params["max_tokens"])
+        return _prompt_tokens(self.contents) + self.num_jobs * _count(self.params["max_tokens"], 1)
 
 
 def order_of(asked: Asked, url: str, model: ModelView) -> Order:
@@ -73,8 +75,9 @@ def order_of(asked: Asked, url: str, model: ModelView) -> Order:
     params |= {"stream": is_stream, "priority": TIERS[tier]} | ({"cache_scope": scope} if scope else {})
     contents = _contents(content, url)
     if "max_tokens" not in params:
-        most = TEXT_TOKENS if url == COMPLETIONS else model.get("ctx_per_slot") or TEXT_TOKENS
-        params["max_tokens"] = _within_limit(asked.caller.max_tokens, most, contents, int(params.get("n", 1)))
+        most = TEXT_TOKENS if url == COMPLETIONS else _rest_of_context(model, params)
+        n = _count(params.get("n"), 1)
+        params["max_tokens"] = _within_limit(asked.caller.max_tokens, most, contents, n)
     most_calls = 1 if flag(body, "parallel_tool_calls", default=True) is False else None
     name = DEFAULT_MODEL if named == DEFAULT_MODEL else model["id"]
     return Order(url, name, contents, params, tier, is_stream, include_usage, most_calls)
@@ -91,6 +94,18 @@ def _within_limit(limit: int | None, most: int, contents: tuple[Any, ...], n: in
     if limit is None:
         return most
     return max(1, min(most, limit // PARTS_OF_LIMIT // (len(contents) * n)))
+
+
+def _count(value: Any, default: int) -> int:
+    """A number of the body, which the job's payload may refuse later."""
+    return value if type(value) is int and value > 0 else default
+
+
+def _rest_of_context(model: ModelView, params: dict[str, Any]) -> int:
+    """What a chat may generate that does not say how much: the context, or as many tokens as logprobs allow."""
+    per_token = _count(params.get("n"), 1) * (_count(params.get("logprobs"), 0) + 1)
+    most = limits.MAX_REPORTED // per_token if "logprobs" in params else limits.MAX_COUNT
+    return max(1, min(model.get("ctx_per_slot") or TEXT_TOKENS, most))
 
 
 def _contents(content: Any, url: str) -> tuple[Any, ...]:
@@ -114,7 +129,7 @@ def _stream(body: dict[str, Any]) -> tuple[bool, bool]:
     if options is None:
         return is_stream, False
     if not isinstance(options, dict):
-        raise ApiError(400, f"stream_options is {options!r}; it must be an object", param="stream_options")
+        raise ApiError(400, f"stream_options is {shorten(options)}; it must be an object", param="stream_options")
     if not is_stream:
         raise ApiError(400, "stream_options is given, and stream is not true; leave it out", param="stream_options")
     return True, flag(options, "include_usage")

@@ -12,6 +12,7 @@ from cellama.api.http.asking import Asked, flag, read
 from cellama.api.http.errors import ApiError, of_job
 from cellama.api.http.running import run_one
 from cellama.tasks.contract.errors import InvalidJob
+from cellama.tasks.contract.json_values import shorten
 from cellama.tasks.contract.names import DEFAULT_MODEL
 from cellama.tasks.contract.shapes.workers import ModelView
 
@@ -54,7 +55,7 @@ async def detokenize(request: Request) -> Response:
 def _check(body: dict[str, Any], known: tuple[str, ...]) -> None:
     for name in body:
         if name not in known:
-            raise ApiError(400, f"unknown parameter {name!r}; known: {', '.join(known)}", param=name)
+            raise ApiError(400, f"unknown parameter {shorten(name)}; known: {', '.join(known)}", param=name)
 
 
 async def _run(

@@ -16,6 +16,7 @@ from cellama.api.openai.answers import embeddings_of
 from cellama.api.openai.bodies import params_of_body
 from cellama.api.openai.parameters import EMBEDDINGS
 from cellama.tasks.contract.errors import InvalidJob
+from cellama.tasks.contract.json_values import shorten
 from cellama.tasks.contract.names import DEFAULT_MODEL
 
 RERANK = "/v1/rerank"
@@ -46,7 +47,7 @@ async def rerank(request: Request) -> Response:
     model = await _model(asked)
     for name in body:
         if name not in _OF_RERANK:
-            raise ApiError(400, f"unknown parameter {name!r}; known: {', '.join(_OF_RERANK)}", param=name)
+            raise ApiError(400, f"unknown parameter {shorten(name)}; known: {', '.join(_OF_RERANK)}", param=name)
     with_documents = flag(body, "return_documents")
     documents = [_text(document) for document in _list(body.get("documents"))]
     params = {name: body[name] for name in ("top_n", "truncate") if body.get(name) is not None}
