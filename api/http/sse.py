@@ -38,7 +38,7 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # Of a server that says 2.4 Starlette would hear of the end of the connection by the next frame only.
-        older = {**scope, "asgi": {**scope["asgi"], "spec_version": "2.3"}}
+        older = {**scope, "asgi": {**scope.get("asgi", {}), "spec_version": "2.3"}}
         try:
             await super().__call__(older, receive, send)
         except OSError:

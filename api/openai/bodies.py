@@ -43,7 +43,7 @@ def _is_harmless(rule: Rule, value: Any) -> bool:
 
 
 def _put(params: dict[str, Any], name: str, value: Any, told: str) -> None:
-    if params.get(name, value) != value:
+    if name in params and params[name] != value:
         raise InvalidJob(f"{told} is {_short(value)}: {name} is given, too; leave one out")
     params[name] = value
 

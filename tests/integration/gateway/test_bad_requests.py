@@ -1,0 +1,137 @@
+"""What is wrong gets OpenAI's envelope, and a status that its client turns into an exception of its own."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import openai as errors
+import pytest
+from openai import OpenAI
+
+from ...gateways import GatewayProcess
+from .conftest import CHAT
+
+HELLO = [{"role": "user", "content": "Hi"}]
+IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x/y.png"}}]}
+JSON = {"content-type": "application/json"}
+
+
+def turns(*contents: Any) -> list[Any]:
+    return [{"role": "user", "content": content} for content in contents]
+
+
+@pytest.mark.parametrize(
+    ("body", "error", "param", "told"),
+    [
+        ({"model": "nope"}, errors.NotFoundError, "model", "no model 'nope' is served; there are: tiny"),
+        ({"model": None}, errors.BadRequestError, "model", "name one that is served"),
+        ({"model": 3}, errors.BadRequestError, "model", "model is 3"),
+        ({"temperature": "hot"}, errors.BadRequestError, "temperature", "temperature is 'hot'"),
+        ({"temperature": float("nan")}, errors.BadRequestError, "temperature", "temperature is nan"),
+        ({"max_tokens": 0}, errors.BadRequestError, "max_tokens", "max_tokens is 0"),
+        ({"max_tokens": 10**30}, errors.BadRequestError, "max_tokens", "max_tokens is"),
+        ({"n": 0}, errors.BadRequestError, "n", "n is 0"),
+        ({"n": 10_000}, errors.BadRequestError, "n", "n is 10000"),
+        ({"stop": [""]}, errors.BadRequestError, "stop", "it is empty"),
+        ({"messages": []}, errors.BadRequestError, "messages", "messages is"),
+        ({"messages": "Hi"}, errors.BadRequestError, "messages", "messages is 'Hi'"),
+        ({"messages": [IMAGE]}, errors.BadRequestError, "messages", "models read text only"),
+        ({"messages": turns("x " * 9000)}, errors.BadRequestError, None, "the prompt has"),
+        ({"messages": turns("x " * 9000), "stream": True}, errors.BadRequestError, None, "the prompt has"),
+        ({"messages": turns("half a pair: \ud800")}, errors.BadRequestError, "messages", "messages.0"),
+        ({"stream": "yes"}, errors.BadRequestError, "stream", "stream is 'yes'"),
+        ({"stream_options": {"include_usage": True}}, errors.BadRequestError, "stream_options", "leave it out"),
+        ({"stream": True, "stream_options": 3}, errors.BadRequestError, "stream_options", "must be an object"),
+        ({"service_tier": "scale"}, errors.BadRequestError, "service_tier", "known: auto, flex, default, priority"),
+        ({"priority": 0}, errors.BadRequestError, "priority", "use service_tier"),
+        ({"cache_scope": "x"}, errors.BadRequestError, "cache_scope", "use cache_salt"),
+        ({"cache_salt": ""}, errors.BadRequestError, "cache_salt", "1 to 128"),
+        ({"audio": {"voice": "x"}}, errors.BadRequestError, "audio", "text is all that comes"),
+        ({"functions": [{"name": "f"}]}, errors.BadRequestError, "functions", "use `tools`"),
+        ({"foo": 1}, errors.BadRequestError, "foo", "unknown parameter 'foo'"),
+        ({"tools": [{"type": "web"}]}, errors.BadRequestError, "tools", "tools.0"),
+        ({"response_format": {"type": "xml"}}, errors.BadRequestError, "response_format", "its type must be"),
+        ({"grammar": "root ::= ("}, errors.BadRequestError, None, "grammar"),
+        ({"parent_key": "x"}, errors.BadRequestError, "parent_key", "it is no key"),
+        ({"parent_key": "0" * 64}, errors.NotFoundError, None, ""),
+    ],
+    ids=lambda value: repr(value)[:40] if isinstance(value, dict) else "",
+)
+def test_wrong_body_is_refused_by_name(
+    gateway: GatewayProcess, body: dict[str, Any], error: type[errors.APIStatusError], param: str | None, told: str
+) -> None:
+    answer = httpx.post(f"{gateway.url}/v1/chat/completions", content=json.dumps({**CHAT, **body}), headers=JSON)
+    with pytest.raises(error) as caught:
+        raise OpenAI(api_key="none")._make_status_error_from_response(answer)
+    assert caught.value.param == param
+    assert told in caught.value.message
+    assert caught.value.body is not None
+    assert {"message", "type", "param", "code"} == set(answer.json()["error"])
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "told"),
+    [
+        ("completions", {"prompt": "a", "echo": True}, "the prompt is not repeated"),
+        ("completions", {"prompt": "a", "suffix": "b"}, "suffix is"),
+        ("completions", {"prompt": "a", "best_of": 3}, "use `n`"),
+        ("completions", {"prompt": ["a"] * 129}, "the limit is 128"),
+        ("completions", {"prompt": ["a", ""]}, "prompt is ''"),
+        ("completions", {"prompt": []}, "prompt"),
+        ("completions", {}, "body.prompt is missing"),
+        ("embeddings", {}, "body.input is missing"),
+        ("embeddings", {"input": [""]}, "input"),
+        ("embeddings", {"input": "a", "encoding_format": "x"}, "encoding_format"),
+        ("embeddings", {"input": "a", "dimensions": 10**6}, "dimensions"),
+        ("embeddings", {"input": "a", "priority": 1}, "use service_tier"),
+        ("rerank", {"query": "a", "documents": "b"}, "documents is str"),
+        ("rerank", {"query": "a", "documents": ["b"]}, "not for rerank"),
+        ("rerank", {"query": "a", "documents": ["b"], "foo": 1}, "unknown parameter 'foo'"),
+    ],
+)
+def test_other_endpoints_refuse_alike(gateway: GatewayProcess, path: str, body: dict[str, Any], told: str) -> None:
+    answer = httpx.post(f"{gateway.url}/v1/{path}", json={"model": "tiny", **body})
+    assert answer.status_code == 400, answer.text
+    assert told in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("content", "headers", "status", "told"),
+    [
+        (b"{", JSON, 400, "the body is no JSON"),
+        (b"[]", JSON, 400, "the body is list, not an object"),
+        (b"[" * 100_000, JSON, 400, "the body is no JSON"),
+        (b'{"model": "\xff"}', JSON, 400, "not valid UTF-8 at byte 11"),
+        (b"a=1", {"content-type": "application/x-www-form-urlencoded"}, 415, "send application/json"),
+        (b"{}", {**JSON, "content-encoding": "gzip"}, 415, "send the body as it is"),
+        (b"x" * (17 << 20), JSON, 413, "the body has more than 16777216 bytes"),
+        (json.dumps({**CHAT, "messages": turns("x" * (5 << 20))}).encode(), JSON, 400, "bytes long"),
+        (json.dumps(CHAT).encode(), {**JSON, "idempotency-key": "x" * 300}, 400, "Idempotency-Key has 300"),
+        (json.dumps(CHAT).encode(), {**JSON, "host": "evil.example"}, 403, "'evil.example'"),
+    ],
+    ids=lambda value: repr(value)[:30],
+)
+def test_body_that_is_none_is_refused(
+    gateway: GatewayProcess, content: bytes, headers: dict[str, str], status: int, told: str
+) -> None:
+    answer = httpx.post(f"{gateway.url}/v1/chat/completions", content=content, headers=headers)
+    assert answer.status_code == status, answer.text
+    assert told in answer.json()["error"]["message"]
+
+
+def test_paths_and_methods_that_are_none_have_the_envelope_too(gateway: GatewayProcess) -> None:
+    assert httpx.get(f"{gateway.url}/v1/nothing").json()["error"]["type"] == "not_found_error"
+    assert httpx.get(f"{gateway.url}/v1/chat/completions").status_code == 405
+    assert httpx.get(f"{gateway.url}/v1/models/nope").json()["error"]["code"] == "model_not_found"
+
+
+def test_request_id_is_the_clients_or_a_new_one(gateway: GatewayProcess, openai: OpenAI) -> None:
+    own = httpx.get(f"{gateway.url}/health", headers={"x-request-id": "mine-1"})
+    assert own.headers["x-request-id"] == "mine-1"
+    forged = httpx.get(f"{gateway.url}/health", headers={"x-request-id": "a b"})
+    assert forged.headers["x-request-id"].startswith("req_")
+    with pytest.raises(errors.NotFoundError) as caught:
+        openai.models.retrieve("nope")
+    assert (caught.value.request_id or "").startswith("req_")

@@ -1,0 +1,174 @@
+"""Clients that go away, come back, or are slow; and a gateway that ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import openai as errors
+import pytest
+from openai import OpenAI
+from redis import Redis
+
+from cellama.api.client.client import Client
+from cellama.api.machine.redis_server import RedisServer
+
+from ...conftest import SLOTS, WorkerProcess, wait_until
+from ...gateways import GatewayProcess
+from .conftest import CHAT, LONG
+
+NUM_CLIENTS = 40
+BODY = {**{name: value for name, value in LONG.items() if name != "extra_body"}, "ignore_eos": True}
+
+
+def none_is_open(queue: Client, worker: WorkerProcess) -> bool:
+    engine = worker.engine_now()
+    return not queue.jobs() and engine["requests_running"] == engine["requests_waiting"] == 0
+
+
+def test_clients_that_go_away_free_their_slots_and_leave_nothing_behind(
+    gateway: GatewayProcess, worker: WorkerProcess, queue: Client, redis_client: Redis
+) -> None:
+    async def ask(client: httpx.AsyncClient, number: int) -> None:
+        body = {**BODY, "stream": number % 2 == 0, "prompt": f"Number {number}"}
+        async with client.stream("POST", f"{gateway.url}/v1/completions", json=body) as answer:
+            async for _ in answer.aiter_raw():
+                pass
+
+    async def leave() -> list[str]:
+        async with httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None)) as client:
+            asking = [asyncio.create_task(ask(client, number)) for number in range(NUM_CLIENTS)]
+            await asyncio.to_thread(wait_until, lambda: len(queue.jobs()) == NUM_CLIENTS, "all jobs")
+            jobs = queue.jobs()
+            await asyncio.to_thread(wait_until, lambda: worker.engine()["requests_running"] == SLOTS, "busy slots")
+            for task in asking:
+                task.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
+            return [job.job_id for job in jobs]
+
+    with worker.slowed():
+        ids = asyncio.run(leave())
+        wait_until(lambda: none_is_open(queue, worker), "free slots")
+    kept = [key for job_id in ids for key in redis_client.scan_iter(f"*{job_id}*", count=10_000)]
+    assert kept
+    assert [key for key in kept if redis_client.ttl(key) < 0] == []  # type: ignore[operator]
+
+
+def test_job_with_an_idempotency_key_goes_on_and_gives_its_answer_to_who_comes_back(
+    gateway: GatewayProcess, worker: WorkerProcess, queue: Client
+) -> None:
+    key = {"idempotency-key": "again"}
+    body = {**CHAT, "max_tokens": 30, "ignore_eos": True}
+    with worker.slowed(), pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{gateway.url}/v1/chat/completions", json=body, headers=key, timeout=1)
+    again = [httpx.post(f"{gateway.url}/v1/chat/completions", json=body, headers=key).json() for _ in range(2)]
+    assert again[0]["id"] == again[1]["id"]
+    assert again[0]["usage"]["completion_tokens"] == 30
+    streamed = httpx.post(f"{gateway.url}/v1/chat/completions", json={**body, "seed": 2}, headers=key)
+    assert (streamed.status_code, "with other parameters" in streamed.text) == (400, True)
+
+
+def test_stream_that_another_client_cancels_ends_with_an_error(
+    openai: OpenAI, worker: WorkerProcess, queue: Client
+) -> None:
+    with worker.slowed():
+        stream = openai.completions.create(**LONG, stream=True)
+        job_id = next(iter(stream)).id.removeprefix("cmpl-")
+        queue.cancel(job_id)
+        with pytest.raises(errors.APIError, match="was cancelled"):
+            list(stream)
+
+
+def test_keep_alives_come_from_before_the_first_token_on(
+    worker: WorkerProcess, redis_server: RedisServer, tmp_path: Path
+) -> None:
+    gateway = GatewayProcess(tmp_path, redis_server.url, CELLAMA_GATEWAY_KEEPALIVE_S="1").wait_ready()
+
+    async def lines(client: httpx.AsyncClient) -> AsyncIterator[str]:
+        body = {**BODY, "stream": True, "max_tokens": 1}
+        async with client.stream("POST", f"{gateway.url}/v1/completions", json=body) as answer:
+            assert answer.status_code == 200
+            async for line in answer.aiter_lines():
+                yield line
+
+    async def read() -> list[str]:
+        async with httpx.AsyncClient(timeout=None) as client:
+            return [line async for line in lines(client) if line]
+
+    try:
+        with worker.slowed(1.5):
+            told = asyncio.run(read())
+    finally:
+        assert gateway.stop() == 0
+    assert ": keep-alive" in told
+    assert told[-1] == "data: [DONE]"
+    assert told[-2].startswith("data: {")
+
+
+def test_gateway_that_ends_lets_streams_end_and_takes_no_more(
+    worker: WorkerProcess, redis_server: RedisServer, queue: Client, tmp_path: Path
+) -> None:
+    gateway = GatewayProcess(tmp_path, redis_server.url).wait_ready()
+    body = {**BODY, "stream": True, "max_tokens": 20}
+    with worker.slowed(), httpx.stream("POST", f"{gateway.url}/v1/completions", json=body, timeout=60) as answer:
+        lines = answer.iter_lines()
+        assert next(lines).startswith("data: ")
+        gateway.process.send_signal(signal.SIGTERM)
+        told = [line for line in lines if line]
+    assert told[-1] == "data: [DONE]"
+    assert gateway.process.wait(60) == 0
+    assert "Traceback" not in gateway.log()
+
+
+def test_gateway_whose_time_to_end_is_over_cancels_what_is_left(
+    worker: WorkerProcess, redis_server: RedisServer, queue: Client, tmp_path: Path
+) -> None:
+    gateway = GatewayProcess(tmp_path, redis_server.url, CELLAMA_DRAIN_S="1").wait_ready()
+    with (
+        worker.slowed(),
+        httpx.stream("POST", f"{gateway.url}/v1/completions", json={**BODY, "stream": True}) as answer,
+    ):
+        next(answer.iter_lines())
+        gateway.process.send_signal(signal.SIGTERM)
+        assert gateway.process.wait(60) == 0
+        wait_until(lambda: none_is_open(queue, worker), "free slots")
+
+
+def test_slow_reader_holds_up_its_own_stream_only(gateway: GatewayProcess, openai: OpenAI, queue: Client) -> None:
+    """The slow one reads nothing until its job has ended; then it gets all of it."""
+    body = json.dumps({**BODY, "stream": True, "max_tokens": 250, "n": 8}).encode()
+    with socket.create_connection(("127.0.0.1", gateway.port)) as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        lines = ("POST /v1/completions HTTP/1.1", "host: localhost", "content-type: application/json",
+                 f"content-length: {len(body)}", "connection: close", "", "")  # fmt: skip
+        slow.sendall("\r\n".join(lines).encode() + body)
+        assert openai.chat.completions.create(**CHAT).choices[0].message.content
+        wait_until(lambda: not queue.jobs(), "the end of its job")
+        told = b""
+        while part := slow.recv(65536):
+            told += part
+    assert told.count(b'"finish_reason":"length"') == 8
+    assert b"data: [DONE]" in told
+
+
+def test_request_whose_turn_is_too_far_off_is_told_when_to_ask_again(
+    worker: WorkerProcess, redis_server: RedisServer, queue: Client, tmp_path: Path
+) -> None:
+    gateway = GatewayProcess(tmp_path, redis_server.url, CELLAMA_GATEWAY_MAX_WAIT_S="1").wait_ready()
+    with worker.slowed():
+        jobs = [queue.generate("tiny", f"Number {n}", max_tokens=1900, ignore_eos=True) for n in range(2 * SLOTS)]
+        try:
+            wait_until(lambda: (queue.stats()["eta_s"]["tiny"] or 0) > 2, "a long queue")
+            with OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client:
+                with pytest.raises(errors.RateLimitError, match="before its turn") as caught:
+                    client.chat.completions.create(**CHAT)
+                assert int(caught.value.response.headers["retry-after"]) >= 1
+        finally:
+            for job in jobs:
+                job.cancel()
+    assert gateway.stop() == 0

@@ -1,0 +1,179 @@
+"""OpenAI's client, unmodified, against a real gateway and worker."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI, OpenAI
+from pydantic import BaseModel, Field
+
+from cellama.api.client.client import Client
+
+from ...gateways import GatewayProcess
+from .conftest import CHAT, TOOL
+
+HELLO: Any = [{"role": "user", "content": "Hi"}]
+
+
+class City(BaseModel):
+    name: str = Field(max_length=12)
+    is_large: bool
+
+
+def test_chat_answers_as_a_job_of_the_queue_does(openai: OpenAI, queue: Client) -> None:
+    answer = openai.chat.completions.create(**CHAT)
+    job = queue.chat("tiny", CHAT["messages"], temperature=0, max_tokens=12).result(60)
+    choice = answer.choices[0]
+    assert (choice.message.content, choice.finish_reason) == (job["text"], job["finish_reason"])
+    assert (answer.model, answer.service_tier) == ("tiny", "default")
+    assert (usage := answer.usage) is not None
+    assert (usage.prompt_tokens, usage.completion_tokens) == (
+        job["usage"]["prompt_tokens"],
+        job["usage"]["completion_tokens"],
+    )
+    assert usage.prompt_tokens_details is not None
+    assert usage.completion_tokens_details is not None
+    assert usage.completion_tokens_details.accepted_prediction_tokens == 0
+    assert answer.id == f"chatcmpl-{answer.id.removeprefix('chatcmpl-')}"
+    assert queue.position(answer.id.removeprefix("chatcmpl-")).state == "done"
+
+
+def test_stream_tells_the_text_of_the_whole_answer(openai: OpenAI) -> None:
+    whole = openai.chat.completions.create(**CHAT)
+    chunks = list(openai.chat.completions.create(**CHAT, stream=True, stream_options={"include_usage": True}))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(c.choices[0].delta.content or "" for c in chunks[:-1]) == whole.choices[0].message.content
+    assert [c.choices[0].finish_reason for c in chunks[:-1] if c.choices[0].finish_reason] == ["stop"]
+    assert chunks[-1].choices == []
+    assert (told := chunks[-1].usage) is not None
+    assert whole.usage is not None
+    assert told.completion_tokens == whole.usage.completion_tokens
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+
+
+def test_several_choices_stream_side_by_side(openai: OpenAI) -> None:
+    asked = {**CHAT, "n": 3, "temperature": 1.0, "seed": 7, "stop": ["."]}
+    whole = openai.chat.completions.create(**asked)
+    texts, reasons = {}, {}
+    for chunk in openai.chat.completions.create(**asked, stream=True):
+        (choice,) = chunk.choices
+        texts[choice.index] = texts.get(choice.index, "") + (choice.delta.content or "")
+        reasons[choice.index] = choice.finish_reason
+    assert texts == {choice.index: choice.message.content for choice in whole.choices}
+    assert reasons == {choice.index: choice.finish_reason for choice in whole.choices}
+
+
+def test_completions_of_several_prompts_are_numbered_through(openai: OpenAI) -> None:
+    asked: Any = {"model": "tiny", "prompt": ["Once upon", "The fox"], "max_tokens": 4, "n": 2, "temperature": 0}
+    whole = openai.completions.create(**asked)
+    texts = dict.fromkeys(range(4), "")
+    for chunk in openai.completions.create(**asked, stream=True):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert [texts[index] for index in range(4)] == [choice.text for choice in whole.choices]
+    assert texts[0] == texts[1] != texts[2] == texts[3]
+    tokens = openai.completions.create(model="tiny", prompt=[[5, 6, 7], [8]], max_tokens=1)
+    assert len(tokens.choices) == 2
+    assert (
+        openai.completions.create(model="tiny", prompt="Once", extra_body={"ignore_eos": True}).usage.completion_tokens
+        == 16
+    )  # type: ignore[union-attr]
+
+
+def test_logprobs_spell_the_answer(openai: OpenAI) -> None:
+    answer = openai.chat.completions.create(**CHAT, logprobs=True, top_logprobs=2)
+    probs = answer.choices[0].logprobs
+    assert probs is not None
+    content = probs.content or []
+    assert bytes(byte for entry in content for byte in entry.bytes or ()).decode() == answer.choices[0].message.content
+    assert all(entry.top_logprobs[0].token == entry.token for entry in content)
+    streamed = [c.choices[0] for c in openai.chat.completions.create(**CHAT, logprobs=True, stream=True)]
+    told = [entry.token for choice in streamed if choice.logprobs for entry in choice.logprobs.content or ()]
+    assert told == [entry.token for entry in content]
+    text = openai.completions.create(model="tiny", prompt="Once", max_tokens=3, logprobs=1, temperature=0).choices[0]
+    assert text.logprobs is not None
+    assert "".join(text.logprobs.tokens or ()) == text.text
+    assert (text.logprobs.text_offset or [])[0] == 0
+
+
+def test_tool_is_called_and_its_answer_read(openai: OpenAI) -> None:
+    turns: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
+    forced = {"type": "function", "function": {"name": "get_weather"}}
+    asked: Any = {"model": "tiny", "tools": [TOOL], "tool_choice": forced, "temperature": 0}
+    choice = openai.chat.completions.create(messages=turns, **asked).choices[0]
+    (call,) = choice.message.tool_calls or ()
+    assert choice.finish_reason == "tool_calls"
+    assert call.type == "function"
+    assert call.function.name == "get_weather"
+    chunks = list(openai.chat.completions.create(messages=turns, **asked, stream=True))
+    (told,) = [c for chunk in chunks for c in chunk.choices[0].delta.tool_calls or ()]
+    assert told.function is not None
+    assert told.function.arguments == call.function.arguments
+    answer = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
+    after = openai.chat.completions.create(
+        model="tiny", messages=[*turns, choice.message, answer], tools=[TOOL], temperature=0, max_tokens=8
+    )
+    assert after.usage is not None
+    assert after.usage.prompt_tokens > len(json.dumps(TOOL)) // 10
+    assert after.choices[0].message.role == "assistant"
+
+
+def test_structured_output_parses(openai: OpenAI) -> None:
+    parsed = openai.chat.completions.parse(model="tiny", messages=HELLO, response_format=City, max_tokens=60)
+    assert isinstance(parsed.choices[0].message.parsed, City)
+    with openai.chat.completions.stream(
+        model="tiny", messages=HELLO, response_format=City, max_completion_tokens=60
+    ) as stream:
+        final = stream.get_final_completion()
+    assert isinstance(final.choices[0].message.parsed, City)
+    answer = openai.chat.completions.create(
+        model="tiny", messages=HELLO, response_format={"type": "json_object"}, max_tokens=60, temperature=0
+    )
+    if answer.choices[0].finish_reason == "stop":
+        assert isinstance(json.loads(answer.choices[0].message.content or ""), dict)
+
+
+def test_embeddings_are_the_same_in_both_encodings(openai: OpenAI) -> None:
+    first, second = openai.embeddings.create(model="tiny", input=["a fox", "a bear"]).data
+    plain = openai.embeddings.create(model="tiny", input="a fox", encoding_format="float").data[0]
+    assert first.embedding == pytest.approx(plain.embedding, abs=1e-5)
+    assert second.embedding != first.embedding
+    short = openai.embeddings.create(model="tiny", input=[[5, 6, 7]], dimensions=4)
+    assert len(short.data[0].embedding) == 4
+    assert short.usage.prompt_tokens >= 3
+
+
+def test_models_are_listed_and_found(openai: OpenAI) -> None:
+    assert [model.id for model in openai.models.list()] == ["tiny"]
+    assert openai.models.retrieve("tiny").model_extra["context_length"] == 2048  # type: ignore[index]
+
+
+def test_async_clients_stream_side_by_side(gateway: GatewayProcess) -> None:
+    async def tell(client: AsyncOpenAI, number: int) -> str:
+        stream = await client.chat.completions.create(**{**CHAT, "seed": number, "temperature": 1.0}, stream=True)
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    async def run() -> None:
+        async with AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client:
+            told = await asyncio.gather(*(tell(client, number % 4) for number in range(24)))
+        assert all(told)
+        assert all(told[number] == told[number % 4] for number in range(24))
+
+    asyncio.run(run())
+
+
+def test_thoughts_come_apart_from_the_answer(openai: OpenAI) -> None:
+    asked = {**CHAT, "max_tokens": 60, "extra_body": {"enable_thinking": True, "thinking_budget": 8}}
+    whole = openai.chat.completions.create(**asked)
+    thoughts = "".join(
+        (chunk.choices[0].delta.model_extra or {}).get("reasoning_content", "")
+        for chunk in openai.chat.completions.create(**asked, stream=True)
+    )
+    assert thoughts == (whole.choices[0].message.model_extra or {}).get("reasoning_content", "")
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens_details is not None
+    assert bool(whole.usage.completion_tokens_details.reasoning_tokens) == bool(thoughts)
+    off = openai.chat.completions.create(**CHAT, reasoning_effort="none")
+    assert "reasoning_content" not in (off.choices[0].message.model_extra or {})

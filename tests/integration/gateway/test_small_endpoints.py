@@ -1,0 +1,92 @@
+"""Tokens, health, tiers, tenants' scopes; an app that mounts the gateway; the command."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from openai import OpenAI
+from starlette.applications import Starlette
+from starlette.routing import Mount
+from starlette.testclient import TestClient
+
+from cellama.api.client.client import Client
+from cellama.api.http import create_app
+from cellama.config import Settings
+
+from ...conftest import PATIENCE_S, clean_environment
+from ...gateways import COMMAND, GatewayProcess
+from .conftest import CHAT, TOOL
+
+
+def test_tokens_are_those_of_the_model_in_either_form(gateway: GatewayProcess, queue: Client) -> None:
+    def post(path: str, **body: Any) -> Any:
+        return httpx.post(gateway.url + path, json=body).raise_for_status().json()
+
+    expected = queue.tokenize("tiny", "Hello, fox").result(60)["tokens"]
+    assert post("/tokenize", content="Hello, fox")["tokens"] == expected
+    told = post("/tokenize", model="tiny", prompt="Hello, fox", add_special_tokens=True)
+    assert (told["tokens"], told["count"], told["max_model_len"]) == (expected, len(expected), 2048)
+    assert post("/detokenize", tokens=expected)["content"] == "Hello, fox"
+    chat = queue.apply_chat_template("tiny", CHAT["messages"], tools=[TOOL]).result(60)["tokens"]
+    assert post("/tokenize", model="tiny", messages=CHAT["messages"], tools=[TOOL])["tokens"] == chat
+    assert httpx.post(f"{gateway.url}/tokenize", json={"content": 3}).status_code == 400
+    assert httpx.post(f"{gateway.url}/detokenize", json={"tokens": [10**6]}).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("tier", "priority", "shown"), [(None, 3, "default"), ("flex", 9, "flex"), ("priority", 0, "priority")]
+)
+def test_tier_is_the_priority_of_the_job(
+    openai: OpenAI, queue: Client, redis_client: Any, tier: Any, priority: int, shown: str
+) -> None:
+    more = {} if tier is None else {"service_tier": tier}
+    answer = openai.chat.completions.create(**CHAT, **more)
+    assert answer.service_tier == shown
+    job_id = answer.id.removeprefix("chatcmpl-")
+    assert int(redis_client.hget(f"cellama:job:{job_id}", "priority")) == priority
+
+
+def test_prefixes_are_shared_within_a_salt_only(openai: OpenAI) -> None:
+    def cached(salt: str) -> int:
+        question = [{"role": "user", "content": f"Tell of {'a fox and ' * 20} a bear"}]
+        asked: Any = {**CHAT, "messages": question, "max_tokens": 1, "extra_body": {"cache_salt": salt}}
+        usage = openai.chat.completions.create(**asked).usage
+        assert usage is not None
+        assert usage.prompt_tokens_details is not None
+        return usage.prompt_tokens_details.cached_tokens or 0
+
+    assert cached("one") == 0
+    assert cached("one") > 20
+    assert cached("two") == 0
+
+
+def test_app_of_another_mounts_the_gateway(gateway: GatewayProcess, redis_server: Any) -> None:
+    app = Starlette(routes=[Mount("/llm", create_app(Settings(redis_url=redis_server.url)))])
+    with TestClient(app) as client:
+        assert client.get("/llm/ready").json() == {"status": "ready"}
+        answer = client.post("/llm/v1/chat/completions", json=CHAT)
+        assert answer.status_code == 200, answer.text
+        lines = client.post("/llm/v1/chat/completions", json={**CHAT, "stream": True}).text.splitlines()
+        assert lines[-2] == "data: [DONE]"
+
+
+def test_gateway_without_redis_lives_and_is_not_ready(tmp_path: Path) -> None:
+    gateway = GatewayProcess(tmp_path, "redis://127.0.0.1:1/0").wait_ready("/health")
+    ready = httpx.get(f"{gateway.url}/ready", timeout=PATIENCE_S)
+    assert (ready.status_code, ready.json()["error"]["code"]) == (503, "not_ready")
+    answer = httpx.post(f"{gateway.url}/v1/chat/completions", json=CHAT, timeout=PATIENCE_S)
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    assert gateway.stop() == 0
+
+
+def test_address_that_others_reach_is_refused_without_keys(redis_server: Any, tmp_path: Path) -> None:
+    environment = clean_environment(CELLAMA_REDIS_URL=redis_server.url)
+    argv = [*COMMAND, "--host", "0.0.0.0", "--port", "18000"]
+    done = subprocess.run(argv, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 2
+    assert "0.0.0.0 can be reached by others" in done.stderr
+    assert "Traceback" not in done.stderr
