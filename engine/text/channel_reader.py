@@ -77,7 +77,8 @@ class ChannelReader:
         else:
             self._end_message(parts, self._held)
         self._held = ""
-        return parts, tuple(self._calls)
+        only_one = self._format.tools is not None and self._format.tools.only_one
+        return parts, tuple(self._calls[:1] if only_one else self._calls)
 
     @property
     def _kind(self) -> Kind:
@@ -103,6 +104,8 @@ class ChannelReader:
     def _read_body(self, parts: list[Part]) -> bool:
         """True if the message has ended."""
         border = next_mark(self._held, _BORDERS, self._num_seen)
+        while border is not None and self._function is not None and self._call(self._held[: border[0]]) is None:
+            border = next_mark(self._held, _BORDERS, border[0] + 1)  # that one was within the arguments
         if border is None:
             self._num_seen = max(0, len(self._held) - _LONGEST)
             if self._function is None:
@@ -121,19 +124,22 @@ class ChannelReader:
         return self._head.function if self._head is not None and self._format.tools is not None else None
 
     def _end_message(self, parts: list[Part], body: str) -> None:
-        name, kind = self._function, self._kind
-        if name is None:
-            self._tell(parts, kind, body)
+        call = self._call(body)
+        if call is not None:
+            self._calls.append(call)
         else:
-            try:
-                arguments, end = value_at(body, 0)
-                call = call_of(name, arguments)
-                if body[end:].strip():
-                    raise NoCalls
-                self._calls.append(call)
-            except (NoCalls, RecursionError):
-                self._tell(parts, kind, self._raw + body)
+            self._tell(parts, self._kind, (self._raw if self._function is not None else "") + body)
         self._head = None
+
+    def _call(self, body: str) -> ToolCall | None:
+        """What a message with this text calls, if it is whole."""
+        if self._function is None:
+            return None
+        try:
+            arguments, end = value_at(body, 0)
+            return None if body[end:].strip() else call_of(self._function, arguments)
+        except (NoCalls, RecursionError):
+            return None
 
     def _end_thoughts(self, parts: list[Part]) -> None:
         if self._thinks:

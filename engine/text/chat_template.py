@@ -53,7 +53,7 @@ class ChatTemplate:
         """Compiles the template. `specials` are the vocabulary's special tokens, `ends` the texts of those that end a
         reply; `mark` if the caller's text is to be told from the template's. Raises TemplateFailed."""
         specials = list(specials)
-        control = [special.text for special in specials if special.is_control]
+        self._control = {special.text: special.id for special in specials if special.is_control}
         self.source = source
         self.markup = frozenset(
             special.text
@@ -62,7 +62,13 @@ class ChatTemplate:
         )
         self._ends = {text for text in (*ends, eos) if text}
         self._mark = mark
-        setup = {"source": source, "bos": bos, "eos": eos, "control": control, "markup": sorted(self.markup)}
+        setup = {
+            "source": source,
+            "bos": bos,
+            "eos": eos,
+            "control": list(self._control),
+            "markup": sorted(self.markup),
+        }
         self._process = TemplateProcess(setup)
 
     def render(
@@ -99,6 +105,22 @@ class ChatTemplate:
             rendered = {}
         return derive_markup(rendered, self.source, self._ends)
 
+    @functools.cached_property
+    def thinking_tokens(self) -> tuple[tuple[int, bytes], ...]:
+        """The control tokens that a model marks its thoughts with, and their text."""
+        markup = self.reply_markup
+        return self._control_in(MARKUP if markup.channels else (markup.think_open, markup.think_close))
+
+    @functools.cached_property
+    def call_tokens(self) -> tuple[tuple[int, bytes], ...]:
+        """Those that it marks tool calls with."""
+        calls = self.reply_markup.calls
+        return self._control_in(calls.literals if calls is not None else ())
+
+    def _control_in(self, texts: Iterable[str]) -> tuple[tuple[int, bytes], ...]:
+        joined = "\n".join(texts)
+        return tuple((token, text.encode()) for text, token in self._control.items() if text and text in joined)
+
     def close(self) -> None:
         """Ends the process. Idempotent."""
         self._process.close()
@@ -114,6 +136,7 @@ class ChatOptions:
     thinking_budget: int | None = None  # tokens
     template_args: Mapping[str, Any] = field(default_factory=dict)
     system: str | None = None  # a system message before all others
+    parallel_tool_calls: bool | None = None  # False: one call at most. True: also several where a call is forced
 
     def all_of(self, messages: Sequence[Message]) -> Sequence[Message]:
         """The messages, behind that of the system. Raises InvalidRequest if they begin with one already."""
@@ -203,8 +226,6 @@ def reply_format_of(
             f"the chat template of model {name!r} takes no tools; choose a model that was made for them"
         )
     tools = _tools_of(markup, options)
-    written = MARKUP if markup.channels else [opening, closing, *(tools.format.markup if tools else ())]
-    single = {text: ids[0] for text in written if text and len(ids := ids_of(text)) == 1}
     return ReplyFormat(
         think_open=opening,
         think_close=closing,
@@ -214,13 +235,15 @@ def reply_format_of(
         tools=tools,
         channels=markup.channels,
         bound_at_start=options.forces_call,
-        visible=tuple((token, text.encode()) for text, token in single.items()),
+        visible=template.thinking_tokens + (template.call_tokens if tools else ()),
     )
 
 
 def _tools_of(markup: ReplyMarkup, options: ChatOptions) -> ToolReader | None:
     """What reads the calls of the tools that are offered; None if there are none, or it is not known how."""
-    return ToolReader(markup.calls, options.schemas) if options.offered and markup.calls is not None else None
+    if not options.offered or markup.calls is None:
+        return None
+    return ToolReader(markup.calls, options.schemas, only_one=options.parallel_tool_calls is False)
 
 
 def grammar_of_choice(name: str, format_: ReplyFormat, options: ChatOptions, to_rules: ToRules) -> str | None:
@@ -240,4 +263,4 @@ def grammar_of_choice(name: str, format_: ReplyFormat, options: ChatOptions, to_
         raise InvalidRequest("tool_choice is 'required', but there are no tools; give some")
     if format_.tools is None:
         raise InvalidRequest(f"how model {name!r} writes tool calls is not known here; use tool_choice auto")
-    return forced_calls(format_.tools.format, schemas, to_rules)
+    return forced_calls(format_.tools.format, schemas, to_rules, several=options.parallel_tool_calls is True)

@@ -128,7 +128,7 @@ def _prompt_of(model: Model, job: GenerateJob | ChatJob, signer: Signer) -> _Pro
         model.require("generate")
         return _Prompt(_tokens_of(model, job.prompt, job.parent_key))
     model.require("chat")
-    messages, options = conversation_of(job, job.thinking_budget)
+    messages, options = conversation_of(job, job.thinking_budget, job.parallel_tool_calls)
     _check_signatures(messages, options, signer)
     return model.prepare_chat(messages, options, follows_reply=job.parent_key is not None)
 
@@ -152,10 +152,12 @@ def _check_signatures(messages: Sequence[Message], options: ChatOptions, signer:
 
 
 def conversation_of(
-    job: ChatJob | ApplyChatTemplateJob | PrefillJob, thinking_budget: int | None = None
+    job: ChatJob | ApplyChatTemplateJob | PrefillJob,
+    thinking_budget: int | None = None,
+    parallel_tool_calls: bool | None = None,
 ) -> tuple[list[Message], ChatOptions]:
     """What a model's template gets."""
     messages: list[Message] = [message.model_dump(exclude_none=True) for message in job.messages]
     tools = [tool.model_dump(exclude_none=True) for tool in job.tools]
-    how = (job.tool_choice, job.enable_thinking, thinking_budget, job.template_args, job.system)
+    how = (job.tool_choice, job.enable_thinking, thinking_budget, job.template_args, job.system, parallel_tool_calls)
     return messages, ChatOptions(tools, *how)

@@ -185,6 +185,7 @@ class ChatJob(_Conversation, _GenerationJob):
     """The assistant's next turn. `template_args` are variables of the model's chat template."""
 
     thinking_budget: Count | None = Field(default=None, ge=0, description="tokens for thinking, at most")
+    parallel_tool_calls: StrictBool | None = Field(default=None, description="true: several if forced; false: one")
 
 
 class PrefillJob(_Conversation, _ReadingJob):

@@ -49,7 +49,9 @@ def generate(client: Client) -> str:
 
 def chat(client: Client) -> list[ChatMessage]:
     said: list[ChatMessage] = [{"role": "user", "content": "Look!"}]
-    message = client.chat("tiny", said, tools=[LOOK], enable_thinking=True).result()["message"]
+    message = client.chat("tiny", said, tools=[LOOK], enable_thinking=True, parallel_tool_calls=False).result()[
+        "message"
+    ]
     for call in message.get("tool_calls", []):
         print(call["function"]["name"], call["id"])
     jobs = client.chat_many("tiny", [said, [*said, message]], temperature=0, idempotency_keys=["a", "b"])

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from .literals import pieces_of
-
 Style = Literal["json", "tag", "tagged"]
 
 
@@ -55,13 +53,12 @@ class CallFormat:
         return self.style == "json" and (self.may_be_bare or not self.markers)
 
     @property
-    def markup(self) -> tuple[str, ...]:
+    def literals(self) -> tuple[str, ...]:
         """All that a model may write with control tokens."""
         tags = self.tags
         inside = (tags.open, tags.sep, tags.sep_of_json, tags.close, tags.gap) if tags else ()
         inner = () if self.style == "json" else (self.prefix, self.inner)
-        literals = (*self.markers, self.lead, self.between, self.tail, *inner, *inside)
-        return tuple(dict.fromkeys(part for text in literals for part in pieces_of(text)))
+        return (*self.markers, self.lead, self.between, self.tail, *inner, *inside)
 
 
 # GPT-OSS's calls, after its thoughts; `channels` reads them.

@@ -22,6 +22,7 @@ class ToolReader:
 
     format: CallFormat
     parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    only_one: bool = False  # further calls are left out
 
     def find(self, text: str, *, at_start: bool) -> int | None:
         """Where the tool calls begin; `at_start` if nothing of the reply came before this text."""
@@ -42,7 +43,7 @@ class ToolReader:
                 calls += more
         except (NoCalls, RecursionError):
             return (), text
-        return tuple(calls), "".join([*rest, text[at:]]).rstrip()
+        return tuple(calls[:1] if self.only_one else calls), "".join([*rest, text[at:]]).rstrip()
 
     def _calls(self, text: str, at: int) -> Found:
         """One call, and all that follow it. Raises NoCalls."""

@@ -16,30 +16,34 @@ from .literals import ID, INDEX, KEY, NAME
 Schemas = Mapping[str, Mapping[str, Any]]  # of arguments, by the names of tools
 ToRules = Callable[[tuple[tuple[str, str, str], ...]], str]  # name of a rule, schema as JSON, and where in it → GBNF
 
+_MOST = 16  # calls in a reply
 _SPACE = '"\\n"{0,2}'  # before the calls, as models have it after thoughts
 _THOUGHTS = '("<|channel|>analysis<|message|>" ([^<] | "<" [^|])* "<|end|><|start|>assistant")?'
 
 
 def forced_calls(format_: CallFormat, schemas: Schemas, to_rules: ToRules, *, several: bool = False) -> str:
-    """GBNF of a reply that is a call of one of the tools, or with `several` any number of calls.
+    """GBNF of a reply that is a call of one of the tools, or with `several` up to 16.
 
     Raises InvalidRequest.
     """
     head = _THOUGHTS if format_ is IN_CHANNELS else _SPACE
-    tools = [_Tool(f"t{i}", name, schema, format_) for i, (name, schema) in enumerate(schemas.items())]
-    wanted = tuple(rule for tool in tools for rule in tool.wanted)
-    lines = [f"root ::= {head} first {_close(format_)}", f"first ::= {_either(tools, format_.open)}"]
+    behind = _space_behind_arguments(format_)
+    tools = [_Tool(f"t{i}", name, schema, format_, behind) for i, (name, schema) in enumerate(schemas.items())]
+    lines = [line for tool in tools for line in tool.rules]
+    more = ""
     if several and format_.middle is not None:
-        lines = [
-            f"root ::= {head} first next* {_close(format_)}",
-            lines[1],
-            f"next ::= {_either(tools, format_.middle)}",
-        ]
-    return "\n".join([*lines, *(line for tool in tools for line in tool.rules), to_rules(wanted)])
+        more = f"next{{0,{_MOST - 1}}}"
+        lines.append(f"next ::= {_either(tools, format_.middle.removeprefix(behind))}")
+    close = _literal(format_.close.removeprefix(behind).rstrip())
+    lines = [f"root ::= {head} first {more} {close}", f"first ::= {_either(tools, format_.open)}", *lines]
+    return "\n".join([*lines, to_rules(tuple(rule for tool in tools for rule in tool.wanted))])
 
 
-def _close(format_: CallFormat) -> str:
-    return _literal(format_.close.rstrip(), "")
+def _space_behind_arguments(format_: CallFormat) -> str:
+    """The space after the last argument in a tag, which is not there if there are no arguments."""
+    ends = [format_.close, *([format_.middle] if format_.middle is not None else [])]
+    spaces = {end[: len(end) - len(end.lstrip())] for end in ends}
+    return spaces.pop() if format_.tags is not None and len(spaces) == 1 else ""
 
 
 def _either(tools: list[_Tool], before: str) -> str:
@@ -54,6 +58,7 @@ class _Tool:
     function: str
     schema: Mapping[str, Any]
     format: CallFormat
+    behind: str  # the last argument
 
     @property
     def name(self) -> str:
@@ -78,7 +83,12 @@ class _Tool:
             return [f"{head} {self.rule}a"]
         written = [self._argument(tags, *argument) for argument in self._arguments]
         required = self.schema.get("required") or ()
+        none = "" if self.format.inner.endswith(self.behind) else self.behind
         members = _members(self.rule, _literal(tags.gap), [key in required for _, key, _ in self._arguments])
+        members += [
+            f"{self.rule}m{len(written)} ::= {_literal(none)}",
+            f"{self.rule}n{len(written)} ::= {_literal(self.behind)}",
+        ]
         return [f"{head} {self.rule}m0", *members, *written]
 
     @property
@@ -99,13 +109,13 @@ class _Tool:
 
 
 def _members(rule: str, gap: str, required: list[bool]) -> list[str]:
-    """Rules of arguments in their order: m0, m1 … before the first of them, n0, n1 … after one."""
+    """Rules of arguments in their order, but for the end: m0, m1 … before the first of them, n0, n1 … after one."""
     lines = []
     for i, is_required in enumerate(required):
         argument, after, others = f"{rule}p{i}", f"{rule}n{i + 1}", f"{rule}m{i + 1}"
         lines.append(f"{rule}m{i} ::= {argument} {after}" + ("" if is_required else f" | {others}"))
         lines.append(f"{rule}n{i} ::= {gap} {argument} {after}" + ("" if is_required else f" | {after}"))
-    return [*lines, f'{rule}m{len(required)} ::= ""', f'{rule}n{len(required)} ::= ""']
+    return lines
 
 
 def _text(schema: Mapping[str, Any], close: str, key: str) -> str:

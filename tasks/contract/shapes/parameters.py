@@ -140,6 +140,7 @@ class ChatParams(TemplateParams, GenerateParams, total=False):
     """Of `chat`."""
 
     thinking_budget: int | None
+    parallel_tool_calls: bool | None
 
 
 class PrefillParams(TemplateParams, ReadingParams, total=False):

@@ -15,8 +15,9 @@ import pytest
 from cellama.engine import ChatOptions, EngineStopped, InvalidRequest, TemplateFailed
 from cellama.engine.text import template_renderer as templates
 from cellama.engine.text.chat_template import ChatTemplate, after_reply, grammar_of_choice, reply_format_of
+from cellama.engine.text.markup import SpecialToken
 
-from .styles import CALLS, CHANNELS, template
+from .styles import CALLS, CHANNELS, THINK, template
 
 TEMPLATES = Path(__file__).parent / "templates"
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
@@ -162,7 +163,16 @@ def test_thinking_that_the_template_opens_is_known_from_the_prompt() -> None:
     assert format_for("{{ '[THINK]' }}").think_close == "[/THINK]"
     channeled = format_for(CHANNELS, thinking_budget=3)
     assert (channeled.channels, channeled.close_tokens) == (True, (len("<|end|>"),))
-    assert (len("<|channel|>"), b"<|channel|>") in channeled.visible
+
+
+def test_control_tokens_of_the_markup_are_seen_in_replies_and_no_others() -> None:
+    texts = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<|im_end|>", "<|other|>"]
+    specials = [SpecialToken(i, text, is_control=True) for i, text in enumerate(texts)]
+    template_ = ChatTemplate(template(CALLS["hermes"], THINK), specials=specials, ends=["<|im_end|>"])
+    prompt = template_.render([{"role": "user", "content": "Hi"}])
+    for options, seen in ((ChatOptions(), [0, 1]), (ChatOptions(tools=[TOOL]), [0, 1, 2, 3])):
+        reply = reply_format_of("m", template_, prompt, options, lambda text: [len(text)])
+        assert reply.visible == tuple((i, texts[i].encode()) for i in seen)
 
 
 @pytest.mark.parametrize(

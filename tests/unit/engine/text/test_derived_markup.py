@@ -17,6 +17,7 @@ from cellama.engine.text.chat_template import ChatTemplate
 from cellama.engine.text.derivation.markup import ReplyMarkup
 from cellama.engine.text.formats.call_format import CallFormat
 from cellama.engine.text.formats.call_reader import ToolReader
+from cellama.engine.text.formats.literals import pieces_of
 from cellama.engine.text.reply_format import ReplyFormat
 from cellama.engine.text.reply_parser import ReplyReader
 
@@ -116,7 +117,15 @@ def test_what_a_template_writes_is_read_back_however_it_is_split(style: str, dat
 
 def words_of(format_: CallFormat) -> list[str]:
     inside = (format_.tags.open, format_.tags.sep, format_.tags.close) if format_.tags else ()
-    return [*format_.markup, *inside, format_.lead, format_.prefix, format_.between, format_.tail]
+    return [
+        *format_.literals,
+        *inside,
+        *pieces_of(" ".join(format_.literals)),
+        format_.lead,
+        format_.prefix,
+        format_.between,
+        format_.tail,
+    ]
 
 
 @pytest.mark.parametrize("style", STYLES)
