@@ -185,7 +185,9 @@ class ChatJob(_Conversation, _GenerationJob):
     """The assistant's next turn. `template_args` are variables of the model's chat template."""
 
     thinking_budget: Count | None = Field(default=None, ge=0, description="tokens for thinking, at most")
-    parallel_tool_calls: StrictBool | None = Field(default=None, description="true: several if forced; false: one")
+    parallel_tool_calls: StrictBool | None = Field(
+        default=None, description="false: one tool call at most; true: several also where one is forced"
+    )
 
 
 class PrefillJob(_Conversation, _ReadingJob):

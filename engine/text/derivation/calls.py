@@ -11,6 +11,8 @@ from .probes import CALLS, ENDS, FORMS, KEYS, NAMES, VALUES, Rendered
 from .tagged_arguments import with_tags
 from .turns import Unknown, turns_of
 
+_MAX_LITERAL = 400  # characters
+
 
 def derive_calls(rendered: Rendered, ends: Iterable[str], think_close: str) -> tuple[CallFormat, bool] | None:
     """How calls are written, and whether the template takes their arguments as text; None if it can't be told.
@@ -22,10 +24,17 @@ def derive_calls(rendered: Rendered, ends: Iterable[str], think_close: str) -> t
             for end in ENDS:
                 try:
                     turns = turns_of(rendered, (form, ids, end), frozenset(ends), think_close)
-                    return _format_of(turns), form == "text"
+                    return _short(_format_of(turns)), form == "text"
                 except Unknown:
                     continue
     return None
+
+
+def _short(found: CallFormat) -> CallFormat:
+    """The format. Raises Unknown if its markup is so long that it can be none."""
+    if any(len(text) > _MAX_LITERAL for text in (found.open, found.close, found.middle or "", *found.literals)):
+        raise Unknown
+    return found
 
 
 def _format_of(turns: Mapping[str, str]) -> CallFormat:

@@ -192,6 +192,7 @@ def test_what_is_known_of_a_template_is_said(source: str, told: str) -> None:
     "source",
     [
         "{{ raise_exception('never') }}",
+        template("<a" + " b" * 300 + ">" + CALLS["glm"]),
         "{{ messages[0].content * 99999999 }}",
         "{% for i in range(3000) %}{{ '{\"name\": ' ~ messages[-1].content }}{% endfor %}",
         "{% for m in messages %}{{ m.content ~ '{' * 8000 ~ (m.tool_calls or '') }}{% endfor %}",
