@@ -141,7 +141,7 @@ def test_gateway_whose_time_to_end_is_over_cancels_what_is_left(
 
 def test_slow_reader_holds_up_its_own_stream_only(gateway: GatewayProcess, openai: OpenAI, queue: Client) -> None:
     """The slow one reads nothing until its job has ended; then it gets all of it."""
-    body = json.dumps({**BODY, "stream": True, "max_tokens": 250, "n": 8}).encode()
+    body = json.dumps({**BODY, "stream": True, "max_tokens": 100, "n": 8}).encode()
     with socket.create_connection(("127.0.0.1", gateway.port)) as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         lines = ("POST /v1/completions HTTP/1.1", "host: localhost", "content-type: application/json",
