@@ -47,7 +47,7 @@ class Machine:
 
 
 @contextlib.contextmanager
-def up(folder: Path) -> Iterator[Machine]:
+def up(folder: Path, *more: str) -> Iterator[Machine]:
     flower_port = free_port()
     environment = clean_environment(
         CELLAMA_REDIS_URL=f"redis://127.0.0.1:{free_port()}/0",
@@ -56,7 +56,7 @@ def up(folder: Path) -> Iterator[Machine]:
         COLUMNS="120",
     ) | {pace.PACE_FILE: str(folder / "pace")}
     with (folder / "up.log").open("w") as log:
-        argv = [*CELLAMA, "up", "--flower-port", str(flower_port)]
+        argv = [*CELLAMA, "up", "--flower-port", str(flower_port), *more]
         process = subprocess.Popen(
             argv, cwd=folder, env=environment, stdout=log, stderr=log, text=True, preexec_fn=die_with_parent
         )

@@ -11,8 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
+
+from cellama.api.machine.redis_server import free_port
 
 from ..conftest import PATIENCE_S, clean_environment, descendants, wait_until
 from .machines import CELLAMA, Machine, up
@@ -23,6 +26,17 @@ def own_machine(tmp_path: Path) -> Iterator[Machine]:
     """For tests that end something of it."""
     with up(tmp_path) as machine:
         yield machine
+
+
+def test_gateway_is_among_what_up_runs_if_it_is_asked_for(tmp_path: Path) -> None:
+    port = free_port()
+    with up(tmp_path, "--gateway-port", str(port)) as machine:
+        url = f"http://127.0.0.1:{port}"
+        assert f"{url}/v1" in machine.output()
+        answer = httpx.post(f"{url}/v1/completions", json={"model": "tiny", "prompt": "Once"}, timeout=PATIENCE_S)
+        assert answer.json()["usage"]["completion_tokens"] > 0
+        children = descendants(machine.process.pid)
+    assert not any(map(is_running, children))
 
 
 def test_worker_that_dies_is_replaced(own_machine: Machine) -> None:
