@@ -37,6 +37,7 @@ ROOMS = {
         "urgent": "an urgent job while a worker is full of bulk jobs and more wait",
         "positions": "what is told of jobs that wait, against how long they really do",
         "cancel": "from a cancel to the end, wherever the job is",
+        "gateway": "1,000 streams through a gateway, and what it adds to the first token; llama-server beside it",
         "readers": "many streams in one process: over shared connections, and with a connection each",
     },
     "load": {

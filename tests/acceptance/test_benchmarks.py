@@ -41,6 +41,7 @@ SMALL = {
     "urgent": "--slots 2 --bulk 10 --prompt 32 --new 400 --samples 1 --pause 0.1 --threads 1",
     "positions": "--jobs 24 --burst 12 --left 2 --slots 2 --new 4 16 --prompt 16 --pace 0.01",
     "cancel": "--slots 2 --prompt 1500 --chunk 32 --samples 1 --threads 1 --pace 0.05",
+    "gateway": "--streams 20 --beside 4 --new 8 --slots 8 --rounds 1 --threads 1 --pace 0",
     "readers": "--streams 20 --events 10 --rounds 1",
     "embeddings": "--texts 12 --words 2 6 --rounds 1 --threads 1",
     "embed_beside": "--texts 12 --words 2 6 --context 512 --threads 1",
@@ -107,6 +108,8 @@ def test_benchmark_prints_a_table_and_one_json_line(name: str) -> None:
     if name == "kept_jobs":
         assert [row["went on elsewhere"] for row in report["rows"]] == [2, 2]
         assert report["rows"][1]["restored"] == 0
+    if name == "gateway":
+        assert {row["wrong"] for row in report["rows"]} == {0}
     if name == "cancel":
         assert report["ratios"]["events after the end"] == 0
 
