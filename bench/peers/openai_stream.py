@@ -32,7 +32,8 @@ async def complete(port: int, model: str, prompt: str, num_new: int, note: Calla
 
 async def _read(reader: asyncio.StreamReader, note: Callable[[], None]) -> tuple[str, str, str]:
     """The lines of chunks' sizes begin with no `data: `."""
-    identity, texts, reason = "", [], ""
+    identity, reason = "", ""
+    texts: list[str] = []
     while raw := await reader.readline():
         if raw.startswith(b"data: [DONE]"):
             if not reason:

@@ -161,7 +161,7 @@ async def _most_connections(redis: Redis) -> int:
     most = 0
     with suppress(asyncio.CancelledError):
         while True:
-            most = max(most, int(redis.info("clients")["connected_clients"]))  # type: ignore[index]
+            most = max(most, int(redis.info("clients")["connected_clients"]))
             await asyncio.sleep(0.2)
     return most
 
