@@ -150,6 +150,21 @@ class EngineOptions:
         return bool(self.cache_dir and self.cache_disk_bytes and self.saved_bytes and self.cache_prompt)
 
     @property
+    def queue_bytes(self) -> int:
+        """Of states that left RAM and wait to be written to disk, at most."""
+        return self.saved_bytes // 4 if self.keeps_states else 0
+
+    @property
+    def spare_bytes(self) -> int:
+        """Of memory that waits for states that will be read from disk, at most."""
+        return self.saved_bytes // 8 if self.keeps_states else 0
+
+    @property
+    def held_bytes(self) -> int:
+        """What saved states take of RAM at most, those on their way to disk and from it included."""
+        return self.saved_bytes + self.queue_bytes + self.spare_bytes
+
+    @property
     def sampling_defaults(self) -> Mapping[str, Any]:
         """What requests get that do not say otherwise."""
         return self.sampling or {}

@@ -36,7 +36,6 @@ log = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S = 30.0
 SAVE_TIMEOUT_S = 30.0
 CALL_TIMEOUT_S = 30.0
-LEAST_QUEUE_BYTES = 16 << 20  # that wait to be written
 T = TypeVar("T")
 
 
@@ -204,6 +203,11 @@ class Engine(Generating):
             found["disk"] = 0 if match is None else match.usable(len(asked))
         return found
 
+    @property
+    def spare_bytes(self) -> int:
+        """Of memory that waits for states that will be read from disk."""
+        return 0 if self.store is None else self.store.spare_bytes
+
     def save_states(self, timeout_s: float = SAVE_TIMEOUT_S) -> int:
         """Writes what is worth reading again to the folder, also of what runs; how many states were written.
 
@@ -295,5 +299,5 @@ def open_store(options: EngineOptions, identity: bytes) -> StateStore | None:
     """The folder of states that the options name; None if there is none, or nothing would be kept."""
     if options.cache_dir is None or not options.keeps_states:
         return None
-    queue_bytes = max(LEAST_QUEUE_BYTES, options.saved_bytes // 4)
-    return StateStore(Path(options.cache_dir).expanduser(), options.cache_disk_bytes, identity, queue_bytes)
+    folder = Path(options.cache_dir).expanduser()
+    return StateStore(folder, options.cache_disk_bytes, identity, options.queue_bytes, options.spare_bytes)

@@ -37,6 +37,12 @@ class Catalog:
     def __len__(self) -> int:
         return len(self._index)
 
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest file that is known."""
+        with self._lock:
+            return max((head.num_bytes for head in self._index.heads()), default=0)
+
     def longest(self, seed: bytes, tokens: Sequence[int]) -> Match | None:
         """The longest usable prefix of the tokens in any file."""
         if not len(self._index) and self._is_settled():
@@ -108,7 +114,7 @@ class Catalog:
     def _scan(self) -> None:
         modified_ns = _modified_ns(self.directory)
         try:
-            names = os.listdir(self.directory)
+            names = _names_in(self.directory)
         except (OSError, ValueError):
             names = []
         keys = {name.removesuffix(STATE) for name in names if name.endswith(STATE)}
@@ -144,6 +150,15 @@ def _stamp(path: Path) -> _Stamp | None:
     except OSError:
         return None
     return told.st_ino, told.st_mtime_ns, told.st_size
+
+
+def _names_in(directory: Path) -> list[str]:
+    """Without noting the time of access: that waits for the file system's journal, and so for the fsync of a file."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | getattr(os, "O_NOATIME", 0))
+    try:
+        return os.listdir(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _modified_ns(directory: Path) -> int:

@@ -33,6 +33,9 @@ class StateIndex:
     def keys(self) -> list[str]:
         return list(self._heads)
 
+    def heads(self) -> Iterable[Head]:
+        return self._heads.values()
+
     def add(self, head: Head) -> None:
         """It can be found."""
         if head.key in self._heads:

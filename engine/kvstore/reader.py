@@ -1,4 +1,4 @@
-"""The thread that reads states, one after another: a request may wait for each."""
+"""The thread that reads states, one after another: a request may wait for each. It waits for no write."""
 
 from __future__ import annotations
 
@@ -6,32 +6,42 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from queue import SimpleQueue
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Literal
 
 from .catalog import Catalog
 from .counters import Tally
 from .files.folder import touch
 from .files.state_file import read_state
+from .spare import Spare
 from .states import KeptState, Match, Miss
 
 log = logging.getLogger(__name__)
 
 CLOSE_S = 5.0
+REST_S = 0.25  # without work, before memory is got in advance: then a request that comes next hardly meets that
 OnLoaded = Callable[[KeptState | None], None]
 
 
 class Reader:
     """What is asked of it is answered once, with None for a miss, also while it closes."""
 
-    def __init__(self, catalog: Catalog, tally: Tally, most_bytes: int) -> None:
+    def __init__(self, catalog: Catalog, tally: Tally, most_bytes: int, spare_bytes: int) -> None:
+        """`most_bytes`: of a file; `spare_bytes`: of memory that waits for the next one."""
         self._catalog, self._tally, self._most_bytes = catalog, tally, most_bytes
-        self._asked: SimpleQueue[tuple[Match, OnLoaded] | None] = SimpleQueue()
+        self.spare = Spare(spare_bytes)
+        self._is_busy = False
+        self._asked: SimpleQueue[tuple[Match, OnLoaded] | Literal["rest"] | None] = SimpleQueue()
         self._closing = threading.Lock()
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="cellama-kv-reader", daemon=True)
+        self._used: SimpleQueue[Path | None] = SimpleQueue()
+        self._toucher = threading.Thread(target=self._touch, name="cellama-kv-toucher", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
+        self._toucher.start()
 
     def load(self, match: Match, on_loaded: OnLoaded) -> None:
         """Reads it in its turn."""
@@ -41,19 +51,40 @@ class Reader:
                 return
         on_loaded(None)
 
+    def note_busy(self, busy: bool) -> None:
+        """The engine works, or has nothing to do: then there is time to get memory for what will be asked for."""
+        if self._is_busy and not busy and self.spare.is_lacking:
+            self._asked.put("rest")
+        self._is_busy = busy
+
     def close(self) -> None:
         """What was asked is answered with None, but for what is being read; the thread ends."""
         with self._closing:
             self._is_closed = True
             self._asked.put(None)
         self._thread.join(CLOSE_S)
+        self._used.put(None)
+        self._toucher.join(CLOSE_S)
 
     def _run(self) -> None:
         try:
             self._catalog.refresh()  # so that the first request need not wait for it
+            self.spare.expect(self._catalog.largest)
         except Exception:  # the boundary of the thread
             log.exception("the folder of KV states could not be looked at")
-        while (asked := self._asked.get()) is not None:
+        pause_s: float | None = 0.0
+        while True:
+            try:
+                asked = self._asked.get(timeout=pause_s)
+            except Empty:
+                self._prepare()
+                pause_s = None
+                continue
+            if asked is None:
+                return
+            pause_s = None if self._is_busy or not self.spare.is_lacking else REST_S
+            if asked == "rest":
+                continue
             match, on_loaded = asked
             try:
                 state = None if self._is_closed else self._read(match)
@@ -65,12 +96,25 @@ class Reader:
             except Exception:
                 log.exception("a KV state that was read could not be handed over")
             if state is not None:
-                touch(self._catalog.path_of(match.key))  # last: it waits for what is being written
+                self._used.put(self._catalog.path_of(match.key))
+            del state, asked, on_loaded  # its memory
+
+    def _prepare(self) -> None:
+        try:
+            while not self._is_busy and self._asked.empty() and self.spare.touch_more():
+                pass
+        except Exception:  # no memory, for instance; the boundary of the thread
+            log.exception("no memory could be had for KV states in advance")
+
+    def _touch(self) -> None:
+        """A thread of its own: to note that a file was used waits for what is being written."""
+        while (path := self._used.get()) is not None:
+            touch(path)
 
     def _read(self, match: Match) -> KeptState | None:
         path = self._catalog.path_of(match.key)
         started = time.perf_counter()
-        state = read_state(path, self._most_bytes)
+        state = read_state(path, self._most_bytes, self.spare.take)
         if isinstance(state, Miss):
             self._tally.miss(state)
             self._catalog.refuse(match.key)

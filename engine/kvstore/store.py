@@ -19,6 +19,7 @@ from .writer import Writer
 __all__ = ["KeptState", "Match", "StateStore"]
 
 QUEUE_BYTES = 512 << 20
+SPARE_BYTES = 128 << 20
 
 
 class StateStore:
@@ -29,17 +30,24 @@ class StateStore:
     misses and drops then, counted.
     """
 
-    def __init__(self, folder: Path, quota_bytes: int, identity: bytes, queue_bytes: int = QUEUE_BYTES) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        quota_bytes: int,
+        identity: bytes,
+        queue_bytes: int = QUEUE_BYTES,
+        spare_bytes: int = SPARE_BYTES,
+    ) -> None:
         """`queue_bytes`: what may be held in memory to be written, or one state if that is larger.
 
-        A quota of 0 writes and reads nothing.
+        `spare_bytes`: memory that waits for the next state to be read. A quota of 0 writes and reads nothing.
         """
         self.folder = Folder(folder, quota_bytes)
         self._tally = Tally()
         self._catalog = Catalog(self.folder.directory_of(identity), self._tally)
         self._queue = SaveQueue(queue_bytes, self._tally, time.monotonic)
         self._writer = Writer(self.folder, self._catalog, self._queue, self._tally, time.monotonic)
-        self._reader = Reader(self._catalog, self._tally, quota_bytes)
+        self._reader = Reader(self._catalog, self._tally, quota_bytes, spare_bytes)
         self.is_on = quota_bytes > 0
         if self.is_on:
             self._writer.start()
@@ -77,6 +85,7 @@ class StateStore:
     def note_busy(self, busy: bool) -> None:
         """The engine works: writing has a hundredth of a core meanwhile; or it has nothing to do."""
         self._queue.note_busy(busy)
+        self._reader.note_busy(busy)
 
     @property
     def is_idle(self) -> bool:
@@ -86,6 +95,11 @@ class StateStore:
     def flush(self, deadline: float) -> int:
         """Writes what is queued, whatever the engine does, until `deadline` (time.monotonic); how many states were."""
         return self._queue.flush(deadline) if self.is_on else 0
+
+    @property
+    def spare_bytes(self) -> int:
+        """Of memory that waits for states that will be read."""
+        return self._reader.spare.num_bytes
 
     # How it went
 

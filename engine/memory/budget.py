@@ -54,7 +54,8 @@ def vram_of(devices: Iterable[Device]) -> Vram | None:
 class Usage:
     """Bytes that a model takes on one device. `mapped_bytes` of the weights lie in the page cache.
 
-    `saved_bytes` are the quota of KV states that are kept in RAM: they may be taken at any time, and so count in full.
+    `saved_bytes` are for KV states in RAM, those on their way to disk and from it included: they may be taken at any
+    time, and so count in full.
     """
 
     weights_bytes: int = 0

@@ -25,7 +25,7 @@ def with_quota(footprint: Footprint, num_bytes: int) -> Footprint:
     return Footprint({**footprint.devices, CPU: replace(cpu, saved_bytes=num_bytes)})
 
 
-def room_beside(room: Room, wanted: int | None) -> Room:
-    """What the quota that was asked for leaves to everything else."""
-    taken = dict.fromkeys((CPU, ALL_DEVICES), wanted or 0)
+def room_beside(room: Room, num_bytes: int) -> Room:
+    """What so much RAM for saved states leaves to everything else."""
+    taken = dict.fromkeys((CPU, ALL_DEVICES), num_bytes)
     return Room({name: free - taken.get(name, 0) for name, free in room.free.items()})

@@ -162,7 +162,7 @@ class Model(ModelCalls):
     @property
     def num_saved_bytes(self) -> int:
         """What the KV states that it keeps in RAM take now."""
-        return 0 if self._engine is None else self._engine.snapshot().ram_used_bytes
+        return 0 if self._engine is None else self._engine.snapshot().ram_used_bytes + self._engine.spare_bytes
 
     @property
     def last_used(self) -> float:

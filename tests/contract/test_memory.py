@@ -130,7 +130,7 @@ def test_model_that_does_not_fit_is_refused_with_numbers_and_leaves_nothing(make
     assert load(manager, "b").id == "b"
 
 
-def test_saved_states_are_within_the_budget_or_the_model_is_refused(make_manager: MakeManager) -> None:
+def test_saved_states_are_within_the_budget_or_the_model_is_refused(make_manager: MakeManager, tmp_path: Path) -> None:
     needed = footprint_of().total_bytes
     manager, shape = make_manager(needed + 20 * MIB), {"n_parallel": 4, "ctx_per_slot": 512, "threads": 1}
     with pytest.raises(InsufficientMemory, match=r"saved states 30\.0 MiB.*lower n_parallel, ctx_per_slot or cache"):
@@ -141,6 +141,9 @@ def test_saved_states_are_within_the_budget_or_the_model_is_refused(make_manager
         assert model.options.cache_ram_bytes == model.memory.on("CPU").saved_bytes == pytest.approx(given, rel=0.01)
         assert model.memory.total_bytes == pytest.approx(needed + given, rel=0.05)
         manager.unload("m")
+    kept = EngineOptions(**shape, cache_ram_bytes=8 * MIB, cache_dir=str(tmp_path))  # and what is on its way to disk
+    assert manager.load("m", TINY, options=kept, capabilities=["generate"]).memory.on("CPU").saved_bytes == 11 * MIB
+    manager.unload("m")
     no_use = manager.load("m", TINY, options=EngineOptions(**shape, cache_prompt=False), capabilities=["generate"])
     assert no_use.memory.on("CPU").saved_bytes == 0
 

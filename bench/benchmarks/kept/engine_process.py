@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -13,6 +14,7 @@ from cellama.bench.harness.engines import GREEDY, loaded, warm_up
 from cellama.engine import Request
 
 END_S = 60.0
+REST_S = 1.0  # between its start and the first request, as a worker has: the folder is looked at, memory got for states
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,7 @@ class EngineProcess:
 def _serve(pipe: Connection, path: Path, options: dict[str, Any]) -> None:
     with loaded(path, **options) as model:
         warm_up(model)
+        time.sleep(REST_S)
         pipe.send("ready")
         while (asked := pipe.recv()) is not None:
             if asked == "save":

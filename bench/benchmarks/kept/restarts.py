@@ -45,7 +45,7 @@ def measure(path: Path, args: argparse.Namespace) -> Report:
         [_row(way, each) for way, each in found.items()],
         {f"{one} over {other}": times[one] / times[other] for one, other in pairs},
         HOPED,
-        [f"First tokens of {args.prompt} random tokens, one request at a time, given to the engine itself."],
+        [f"First tokens of {args.prompt} random tokens, given to the engine one at a time, after a second's rest."],
     )
 
 

@@ -6,8 +6,6 @@ parts alike that differ by damage or mistake. Who wants to forge one must be abl
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing_extensions import Buffer
 from xxhash import xxh3_128
 
 from cellama.engine.kvstore.keys import DIGEST_BYTES, key_and_blocks, pack_tokens, unpack_tokens
+from cellama.engine.kvstore.spare import new_memory
 from cellama.engine.kvstore.states import Head, KeptState, Miss, Part
 
 from .head import MAX_PARTS, MAX_SCOPE_BYTES, MAX_TOKENS, Refused, guarded, head_bytes, head_of, pack_head
@@ -83,10 +82,10 @@ def _write_all(descriptor: int, view: memoryview, place: int) -> None:
 # Reading
 
 
-def read_state(path: Path, most_bytes: int) -> KeptState | Miss:
+def read_state(path: Path, most_bytes: int, memory: Callable[[int], Buffer] = new_memory) -> KeptState | Miss:
     """Everything, verified, in memory that is the caller's alone, to be changed. Nothing is raised, whatever it is.
 
-    A file of more than `most_bytes` is not read.
+    A file of more than `most_bytes` is not read. `memory` gives that for the cells.
     """
 
     def read(descriptor: int) -> KeptState:
@@ -96,18 +95,17 @@ def read_state(path: Path, most_bytes: int) -> KeptState | Miss:
         place = head.head_bytes
         parts: dict[int, Buffer] = {}
         first, *others = head.parts
-        cells = _read_part(descriptor, first, place)
+        cells = _read_part(descriptor, first, place, memory(first.num_bytes))  # at most what the file has
         place += first.num_bytes
         for part in others:
-            parts[part.num_tokens] = _read_part(descriptor, part, place)
+            parts[part.num_tokens] = _read_part(descriptor, part, place, new_memory(part.num_bytes))
             place += part.num_bytes
         return KeptState(head.seed, head.tokens, head.first_cut, cells, parts, head.scope)
 
     return guarded(path, read)
 
 
-def _read_part(descriptor: int, part: Part, place: int) -> mmap.mmap:
-    data = _memory(part.num_bytes)  # at most what the file has
+def _read_part(descriptor: int, part: Part, place: int, data: Buffer) -> Buffer:
     view, hashed, done = memoryview(data), xxh3_128(), 0
     while done < part.num_bytes:
         count = os.preadv(descriptor, [view[done : done + CHUNK_BYTES]], place + done)
@@ -117,15 +115,6 @@ def _read_part(descriptor: int, part: Part, place: int) -> mmap.mmap:
         done += count
     if hashed.digest() != part.digest:
         raise Refused(Miss.DAMAGED)
-    return data
-
-
-def _memory(num_bytes: int) -> mmap.mmap:
-    """Python clears a `bytearray` under its lock, 0.3 s for 1 GB; to fault in small pages takes ten times a read."""
-    data = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them
-            data.madvise(mmap.MADV_HUGEPAGE)
     return data
 
 

@@ -70,7 +70,7 @@ def load_contexts(model: LlamaModel, options: EngineOptions, uses: Uses) -> tupl
     weights = buffers.loaded_weights(model.load_log, gpu_names(), model.info.size_bytes)
     taken = _measure(model, lines, backends, weights)
     if saves_states(options, uses):
-        taken = with_quota(taken, options.saved_bytes)
+        taken = with_quota(taken, options.held_bytes)
     return backends, taken, buffers.layers_per_device(model.load_log)
 
 
@@ -109,7 +109,8 @@ class _DryLoad:
         self._model = model
         self._options = options
         self._uses = uses
-        self._room = room_beside(room, options.cache_ram_bytes) if saves_states(options, uses) else room
+        asked_for = 0 if options.cache_ram_bytes is None else options.held_bytes
+        self._room = room_beside(room, asked_for) if saves_states(options, uses) else room
         self._whole_room = room
         self._weights = self._plan_weights()
 
@@ -126,7 +127,7 @@ class _DryLoad:
             return plan
         quota = choose_quota(self._options.cache_ram_bytes, plan.footprint, self._whole_room)
         options = replace(plan.options, cache_ram_bytes=quota)
-        return replace(plan, options=options, footprint=with_quota(plan.footprint, quota))
+        return replace(plan, options=options, footprint=with_quota(plan.footprint, options.held_bytes))
 
     def _plan_context(self) -> Plan:
         states = self._too_large_states()

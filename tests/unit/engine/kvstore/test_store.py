@@ -40,7 +40,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     for store in stores:
         store.close()
     names = {thread.name for thread in threading.enumerate()}
-    assert not names & {"cellama-kv-reader", "cellama-kv-writer"}
+    assert not names & {"cellama-kv-reader", "cellama-kv-toucher", "cellama-kv-writer"}
 
 
 def test_what_is_saved_is_found_by_another_store_at_once_and_after_a_restart(start: Start) -> None:
