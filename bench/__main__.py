@@ -51,10 +51,10 @@ ROOMS = {
         "chaos": "workers killed or frozen, clocks apart, Redis restarted or rolled back, a job that kills",
         "chaos_sentinel": "the master of a Redis with sentinels killed, or its place handed over",
         "fuzz": "hostile and random payloads with good jobs beside them: who else feels them?",
-        "kept_files": "files with KV states damaged in every way, and processes killed while they write",
         "storm": "a bulk run whose command and workers are killed while Redis restarts",
     },
     "kept": {
+        "kept_files": "files with KV states damaged in every way, and processes killed while they write",
         "kept_states": "KV states on disk: first tokens after a restart, of chats without room in RAM; what they cost",
         "kept_jobs": "jobs of a killed worker that go on elsewhere: tokens computed twice, with states on disk or not",
     },

@@ -45,6 +45,8 @@ class EngineSnapshot:
     disk_evictions: int  # files that this process removed for the quota
     disk_read_bytes: int
     disk_written_bytes: int
+    disk_used_bytes: int  # in the folder, some seconds ago at most: all states, also of other models and processes
+    disk_quota_bytes: int  # that these may take
     preemptions: int
     cache_hits: int  # admissions that took over a prefix, of which …
     cache_hits_slot: int  # … in the slot where it was

@@ -17,6 +17,7 @@ from cellama.api.client.client import Client
 from cellama.tasks.contract.errors import RedisRefused, RedisUnreachable
 
 from .generation import JsonOption
+from .memory import readable
 from .output import out, print_json, table_of
 
 WATCH_S = 1.0
@@ -80,7 +81,16 @@ def _worker(worker: dict[str, Any]) -> RenderableType:
     for model in worker["models"]:
         label = escape(model["id"]) + (" [dim](default)[/]" if model["default"] else "")
         table.add_row(label, *_cells(model), str(model.get("threads", "-")))
-    return Group(table, *filter(None, map(_other_than_wanted, worker["wanted"])))
+    return Group(table, *_folders(worker["models"]), *filter(None, map(_other_than_wanted, worker["wanted"])))
+
+
+def _folders(models: list[dict[str, Any]]) -> list[str]:
+    """How full its folders of states are; models that share one say the same, or nearly, of it: the fullest counts."""
+    full: dict[int, int] = {}
+    for engine in filter(None, (model["engine"] for model in models)):
+        quota, used = engine.get("disk_quota_bytes", 0), engine.get("disk_used_bytes", 0)
+        full[quota] = max(used, full.get(quota, 0))
+    return [f"[dim]states on disk: {readable(used)} of {readable(quota)}[/]" for quota, used in full.items() if quota]
 
 
 def _other_than_wanted(thing: dict[str, Any]) -> str:

@@ -164,6 +164,8 @@ class Telemetry:
             "disk_evictions": counts.evictions,
             "disk_read_bytes": counts.read_bytes,
             "disk_written_bytes": counts.written_bytes,
+            "disk_used_bytes": self._disk.store.used_bytes,
+            "disk_quota_bytes": self._disk.store.quota_bytes,
         }
 
 

@@ -51,6 +51,12 @@ class Store(Protocol):
     @property
     def counters(self) -> StoreCounters: ...
 
+    @property
+    def used_bytes(self) -> int: ...
+
+    @property
+    def quota_bytes(self) -> int: ...
+
 
 class PrefillRate:
     """A running mean of tokens/s."""

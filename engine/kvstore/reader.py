@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -12,7 +13,7 @@ from typing import Literal
 
 from .catalog import Catalog
 from .counters import Tally
-from .files.folder import touch
+from .files.folder import Folder, touch
 from .files.state_file import read_state
 from .spare import Spare
 from .states import KeptState, Match, Miss
@@ -20,6 +21,7 @@ from .states import KeptState, Match, Miss
 log = logging.getLogger(__name__)
 
 CLOSE_S = 5.0
+COUNT_S = 10.0  # between two counts of what the folder holds
 REST_S = 0.25  # without work, before memory is got in advance: then a request that comes next hardly meets that
 OnLoaded = Callable[[KeptState | None], None]
 
@@ -27,9 +29,10 @@ OnLoaded = Callable[[KeptState | None], None]
 class Reader:
     """What is asked of it is answered once, with None for a miss, also while it closes."""
 
-    def __init__(self, catalog: Catalog, tally: Tally, most_bytes: int, spare_bytes: int) -> None:
-        """`most_bytes`: of a file; `spare_bytes`: of memory that waits for the next one."""
-        self._catalog, self._tally, self._most_bytes = catalog, tally, most_bytes
+    def __init__(self, folder: Folder, catalog: Catalog, tally: Tally, spare_bytes: int) -> None:
+        """`spare_bytes`: of memory that waits for the next state."""
+        self._folder, self._catalog, self._tally = folder, catalog, tally
+        self.used_bytes = 0  # of all states in the folder, as it was COUNT_S ago at most
         self.spare = Spare(spare_bytes)
         self._is_busy = False
         self._asked: SimpleQueue[tuple[Match, OnLoaded] | Literal["rest"] | None] = SimpleQueue()
@@ -107,14 +110,25 @@ class Reader:
             log.exception("no memory could be had for KV states in advance")
 
     def _touch(self) -> None:
-        """A thread of its own: to note that a file was used waits for what is being written."""
-        while (path := self._used.get()) is not None:
+        """A thread of its own: to note that a file was used waits for what is being written. It counts them, too."""
+        count_at = 0.0
+        while True:
+            if (now := time.monotonic()) >= count_at:
+                with contextlib.suppress(OSError, ValueError):
+                    self.used_bytes = sum(file.num_bytes for file in self._folder.states())
+                count_at = now + COUNT_S
+            try:
+                path = self._used.get(timeout=max(0.0, count_at - now))
+            except Empty:
+                continue
+            if path is None:
+                return
             touch(path)
 
     def _read(self, match: Match) -> KeptState | None:
         path = self._catalog.path_of(match.key)
         started = time.perf_counter()
-        state = read_state(path, self._most_bytes, self.spare.take)
+        state = read_state(path, self._folder.quota_bytes, self.spare.take)
         if isinstance(state, Miss):
             self._tally.miss(state)
             self._catalog.refuse(match.key)

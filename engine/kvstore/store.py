@@ -47,7 +47,7 @@ class StateStore:
         self._catalog = Catalog(self.folder.directory_of(identity), self._tally)
         self._queue = SaveQueue(queue_bytes, self._tally, time.monotonic)
         self._writer = Writer(self.folder, self._catalog, self._queue, self._tally, time.monotonic)
-        self._reader = Reader(self._catalog, self._tally, quota_bytes, spare_bytes)
+        self._reader = Reader(self.folder, self._catalog, self._tally, spare_bytes)
         self.is_on = quota_bytes > 0
         if self.is_on:
             self._writer.start()
@@ -117,6 +117,16 @@ class StateStore:
     def counters(self) -> StoreCounters:
         """All since the start."""
         return self._tally.snapshot(self.folder.num_evictions)
+
+    @property
+    def used_bytes(self) -> int:
+        """Of all states in the folder, those of other models and processes included, as of some seconds ago."""
+        return self._reader.used_bytes
+
+    @property
+    def quota_bytes(self) -> int:
+        """What these may take."""
+        return self.folder.quota_bytes
 
     # Looking after the folder: OSError where the system refuses
 

@@ -129,7 +129,7 @@ def _prompt_of(model: Model, job: GenerateJob | ChatJob, signer: Signer) -> _Pro
         return _Prompt(_tokens_of(model, job.prompt, job.parent_key))
     model.require("chat")
     messages, options = conversation_of(job, job.thinking_budget, job.parallel_tool_calls)
-    _check_signatures(messages, options, signer)
+    _check_signatures(messages, options, signer, job.parent_key)
     return model.prepare_chat(messages, options, follows_reply=job.parent_key is not None)
 
 
@@ -138,16 +138,18 @@ def signer_of(job: ChatJob, signer: Signer) -> Signer:
     if not signer.has_key:
         return signer
     messages, options = conversation_of(job)
-    return signer.after(options.all_of(messages))
+    return signer.after(options.all_of(messages), job.parent_key)
 
 
-def _check_signatures(messages: Sequence[Message], options: ChatOptions, signer: Signer) -> None:
-    """Raises InvalidJob for a thought that is not as it was signed, after other messages than these."""
+def _check_signatures(
+    messages: Sequence[Message], options: ChatOptions, signer: Signer, parent_key: str | None
+) -> None:
+    """Raises InvalidJob for a thought that is not as it was signed, after another context or messages than these."""
     told = options.all_of(messages)
-    if (wrong := signer.first_wrong(told)) is not None:
+    if (wrong := signer.first_wrong(told, parent_key)) is not None:
         raise InvalidJob(
             f"messages.{wrong - len(told) + len(messages)}: the signature is not that of its reasoning after the "
-            "messages before it; send all of them as they came, or leave the signature out"
+            "messages before it and the parent_key; send all of them as they came, or leave the signature out"
         )
 
 

@@ -24,18 +24,21 @@ class Signer:
         """False if its signatures are empty."""
         return self._key is not None
 
-    def after(self, messages: Sequence[Mapping[str, Any]]) -> Signer:
-        """Signs what is thought of these messages: in another conversation the same thought has another signature."""
+    def after(self, messages: Sequence[Mapping[str, Any]], parent_key: str | None = None) -> Signer:
+        """Signs what is thought of these messages: in another conversation the same thought has another signature.
+
+        `parent_key` names the context that they follow: all that was said and thought before, token by token.
+        """
         if self._key is None:
             return self
-        digest = hashlib.sha256()
+        digest = _begun(parent_key)
         for message in messages:
             digest.update(_line(message))
         return Signer(self._key, digest.hexdigest())
 
-    def first_wrong(self, messages: Sequence[Mapping[str, Any]]) -> int | None:
+    def first_wrong(self, messages: Sequence[Mapping[str, Any]], parent_key: str | None = None) -> int | None:
         """The place of a message whose thoughts are not as they were signed, after those before it; None: all are."""
-        so_far = hashlib.sha256()
+        so_far = _begun(parent_key)
         for place, message in enumerate(messages):
             signature, signer = message.get("signature"), Signer(self._key, so_far.hexdigest())
             if signature and not signer.verifies(message.get("reasoning") or "", signature):
@@ -52,6 +55,11 @@ class Signer:
     def verifies(self, text: str, signature: str) -> bool:
         """True if this is the signature of the text."""
         return self._key is not None and hmac.compare_digest(self.sign(text).encode(), signature.encode())
+
+
+def _begun(parent_key: str | None) -> hashlib._Hash:
+    """A digest of what comes before the messages; no message's line is like a parent's."""
+    return hashlib.sha256(b"" if parent_key is None else f"after {json.dumps(parent_key)}\n".encode())
 
 
 def _line(message: Mapping[str, Any]) -> bytes:

@@ -113,3 +113,14 @@ def test_events_of_an_engine_are_as_their_types_say() -> None:
 
 def test_event_has_its_number_first() -> None:
     assert list(events.numbered(events.error("dead", "…"), 3)) == ["seq", "type", "code", "message", "retryable"]
+
+
+def test_thought_is_signed_with_the_parent_of_its_messages() -> None:
+    question: Any = {"role": "user", "content": "Hi"}
+    one, other = "0" * 64, "1" * 64
+    signature = SIGNER.after([question], one).sign("so")
+    said: Any = [question, {"role": "assistant", "content": "Ho", "reasoning": "so", "signature": signature}]
+    assert SIGNER.first_wrong(said, one) is None
+    assert SIGNER.first_wrong(said, other) == SIGNER.first_wrong(said) == 1
+    said[1]["signature"] = SIGNER.after([question]).sign("so")
+    assert (SIGNER.first_wrong(said), SIGNER.first_wrong(said, one)) == (None, 1)

@@ -55,6 +55,8 @@ class CacheState(TypedDict):
 class EngineState(CacheState):
     """As cellama.engine.EngineSnapshot; docs/reference/status.md says what each counts."""
 
+    disk_used_bytes: int
+    disk_quota_bytes: int
     phase: Phase
     slots_total: int
     slots_prefilling: int

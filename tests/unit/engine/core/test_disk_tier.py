@@ -213,7 +213,7 @@ def test_probe_from_many_threads_disturbs_nothing(home: Home) -> None:
 class BadStore:
     """Has whatever is asked for, and never gives it as it should."""
 
-    is_idle, read_rate = True, 1e9
+    is_idle, read_rate, used_bytes, quota_bytes = True, 1e9, 0, 0
     counters = StoreCounters(0, {}, 0, 0, 0, {}, 0, 0, 0)
 
     def longest(self, seed: bytes, tokens: Sequence[int]) -> Match | None:

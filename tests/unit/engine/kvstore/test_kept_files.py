@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cellama.bench.benchmarks.faults.kept_damage import KINDS
-from cellama.bench.benchmarks.faults.kept_files import damage_files, kill_writers
+from cellama.bench.benchmarks.kept.kept_damage import KINDS
+from cellama.bench.benchmarks.kept.kept_files import damage_files, kill_writers
 
 
 def test_damaged_files_are_misses_and_counted_and_the_others_are_read() -> None:
