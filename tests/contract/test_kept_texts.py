@@ -5,12 +5,17 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cellama.bench.models.memory_shapes import HybridShape, RecurrentShape, WindowShape
+from cellama.bench.models.synthetic import Shape, write_model
 from cellama.engine import EngineOptions, Model, ModelManager
+
+from .small_models import EXACT, SMALL
 
 STORY = "Once upon a time, there was a little fox. The fox liked to play in the park. One day, the fox found a ball. "
 PLACES: tuple[dict[str, Any], ...] = (
@@ -74,3 +79,26 @@ def test_texts_of_random_conversations_are_those_of_computing(manager: ModelMana
         tiers.add(done.usage.cache_tier)
         talks.append([*prompt, *done.tokens][:600])
     assert "disk" in tiers
+
+
+@pytest.mark.parametrize("shape", [WindowShape, RecurrentShape, HybridShape], ids=lambda shape: shape.__name__)
+def test_conversations_of_models_that_cannot_be_cut_go_on_from_files(
+    manager: ModelManager, tmp_path: Path, shape: type[Shape]
+) -> None:
+    path, prompt = tmp_path / "m.gguf", [random.Random(0).randrange(5, 300) for _ in range(700)]
+    write_model(path, shape(**SMALL), file_type="F32", seed=1)
+    options = EngineOptions(threads=1, ctx_per_slot=1024, n_parallel=2, cache_dir=str(tmp_path / "kv"), **EXACT)
+    asked: dict[str, Any] = {"max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    first = manager.load("first", str(path), options=options, capabilities=["generate"])
+    done = first.engine.complete(prompt, **asked)
+    assert first.evict() >= 1
+    manager.unload("first")
+    second = manager.load("second", str(path), options=replace(options, n_parallel=3), capabilities=["generate"])
+    turn = [*prompt, *done.tokens, *prompt[:40]]
+    more = second.engine.complete(turn, **asked)
+    assert (more.usage.cache_tier, more.usage.cached_tokens) == ("disk", 700 + 11)
+    for talk, found in ((turn, more), (other := [*prompt[:500], *prompt[:50]], second.engine.complete(other, **asked))):
+        assert found.tokens == second.engine.complete(talk, cache_prompt=False, **asked).tokens
+    counters = second.engine.store.counters if second.engine.store else None
+    assert counters is not None
+    assert not counters.misses

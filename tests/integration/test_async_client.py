@@ -15,6 +15,7 @@ from cellama.tasks.contract.errors import InvalidJob, JobCancelled, JobTimeout, 
 from ..conftest import PATIENCE_S, WorkerProcess
 from .conftest import GREEDY, LONG
 
+HEAD = "The little fox lived in a green forest, and every day it went to the river to talk to the frogs. " * 3
 pytestmark = pytest.mark.usefixtures("worker")
 
 
@@ -66,6 +67,21 @@ def test_async_client_serves_many_jobs_at_once() -> None:
         assert len(embedded["embeddings"]) == 2
         assert [m["id"] for m in await client.models()] == ["tiny"]
         assert (await client.stats())["workers"] == 1
+
+    with_client(body)
+
+
+def test_async_client_reads_before_goes_on_after_and_looks_into_caches() -> None:
+    async def body(client: AsyncClient) -> None:
+        given: dict[str, Any] = {"cache_scope": "async", **GREEDY}
+        read = await (await client.prefill("tiny", HEAD, cache_scope="async")).result(timeout=PATIENCE_S)
+        num_read = read["usage"]["prompt_tokens"]
+        (prefix,) = await client.cached_prefix("tiny", HEAD, cache_scope="async")
+        assert (prefix["cached_tokens"] >= num_read - 2, prefix["tier"]) == (True, "device")
+        job = await client.generate("tiny", " Then", parent_key=read["finish_key"], max_tokens=3, **given)
+        usage = (await job.result(timeout=PATIENCE_S))["usage"]
+        assert usage["cached_tokens"] >= num_read - 1
+        assert (await client.last_cache_hit("tiny")).keys() == {worker.name for worker in await client.workers()}
 
     with_client(body)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +14,11 @@ from typer.testing import CliRunner
 
 from cellama.api import Client, InvalidJob, JobFailed, UnknownModel
 from cellama.api.cli import app
+from cellama.engine import Context
 from cellama.tasks import chat, generate, prefill
 from cellama.tasks.contract.codes import Exit
 from cellama.tasks.contract.keys import context_key, job_key
+from cellama.tasks.state.contexts import KeptContext, keep_context
 
 from ..conftest import PATIENCE_S
 from .conftest import GREEDY, STORY
@@ -90,6 +93,48 @@ def test_key_of_another_scope_is_as_unknown_as_one_that_there_is_not() -> None:
         told.add(str(failed.value).replace(asked, "KEY").replace(repr(scope), "SCOPE"))
     assert len(told) == 1
     assert "without parent_key" in told.pop()
+
+
+def kept_elsewhere(redis: Redis, fingerprint: str, scope: str = "") -> tuple[str, list[int]]:
+    """The key and tokens of a context that a worker with other types of cells has left in Redis."""
+    identity, tokens = b"of other types of cells", tuple(range(300, 360))
+    key = Context(identity, (), scope, tokens).key
+    keep_context(redis, key, KeptContext(fingerprint, identity, tokens), 60)
+    return key, list(tokens)
+
+
+def test_context_of_the_same_model_with_other_cells_is_read_again(client: Client, redis_client: Redis) -> None:
+    (model,) = client.models()
+    key, tokens = kept_elsewhere(redis_client, model["fingerprint"], "cells")
+    result = run(generate, " and", parent_key=key, cache_scope="cells", return_tokens=True, max_tokens=4)
+    prompt, _ = tokens_of(result)
+    assert (prompt[: len(tokens)], result["usage"]["cached_tokens"]) == (tokens, 0)
+    assert run(generate, prompt, cache_prompt=False, max_tokens=4)["text"] == result["text"]
+    with pytest.raises(JobFailed) as failed:
+        run(generate, " and", parent_key=key, cache_scope="another")
+    assert failed.value.code == "unknown_key"
+
+
+def test_context_of_another_model_with_the_same_id_is_refused(redis_client: Redis) -> None:
+    key, _ = kept_elsewhere(redis_client, "cd" * 32)
+    with pytest.raises(JobFailed, match=r"another model than 'tiny'.*send the whole prompt") as failed:
+        run(generate, " and", parent_key=key)
+    assert failed.value.code == "unknown_key"
+
+
+def test_lines_of_a_bulk_run_go_on_after_their_parents(client: Client, tmp_path: Path) -> None:
+    heads = [run(generate, f"{STORY} {name}", max_tokens=4, return_tokens=True) for name in ("fox", "cat")]
+    keys = [*(head["finish_key"] for head in heads), "0" * 64]
+    lines = [{"id": str(i), "prompt": " and", "parent_key": key} for i, key in enumerate(keys)]
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    summary = client.batch(source, target, model="tiny", ordered=True, max_tokens=5, **GREEDY)
+    assert (summary.state, summary.progress.finished) == ("completed", 3)
+    told = [json.loads(line) for line in target.read_text().splitlines()]
+    for head, line in zip(heads, told, strict=False):
+        assert line["usage"]["cached_tokens"] >= len(head["context_tokens"]) - 1
+        alone = run(generate, " and", parent_key=head["finish_key"], max_tokens=5)
+        assert (line["text"], line["finish_key"]) == (alone["text"], alone["finish_key"])
 
 
 @pytest.mark.parametrize("key", ["", "ab", "AB" * 32, "ab" * 32 + "\n", 7, {"text": "x", "finish_reason": "stop"}])

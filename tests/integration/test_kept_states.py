@@ -66,6 +66,7 @@ def test_states_outlive_evict_and_a_restart(start_worker: StartWorker, model: st
     assert json.loads(told.stdout) == {"model": model, "status": "evicted"}
     engine = first.engine_now()
     assert (engine["kv_cached_tokens"], engine["ram_states"], engine["disk_saves"] > 0) == (0, 0, True)
+    assert engine["disk_quota_bytes"] == 8 << 30
     more: dict[str, Any] = {"parent_key": turn["finish_key"], "max_tokens": 20}
     after_evict = run(model, " Then", **more)
     assert after_evict["usage"]["cache_tier"] == "disk"
@@ -76,7 +77,8 @@ def test_states_outlive_evict_and_a_restart(start_worker: StartWorker, model: st
     assert [each["usage"]["cache_tier"] for each in (again, other)] == ["disk", "disk"]
     assert (again["text"], other["text"]) == (after_evict["text"], read_before["text"])
     assert again["finish_key"] == after_evict["finish_key"]
-    assert second.engine_now()["disk_misses"] == 0
+    engine = second.engine_now()
+    assert (engine["disk_misses"], 0 < engine["disk_used_bytes"] < engine["disk_quota_bytes"]) == (0, True)
     with Client() as client:
         (hit,) = client.last_cache_hit(model).values()
     assert hit is not None

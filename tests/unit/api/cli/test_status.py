@@ -95,3 +95,12 @@ def test_estimate_of_a_waiting_job_moves(monkeypatch: pytest.MonkeyPatch) -> Non
     for clock.now, ahead, eta_s in ((0.0, 8, 65.0), (10.0, 8, 65.0), (70.0, 8, 65.0), (71.0, 7, 58.0)):
         told.append(patience.look(Position("j", "waiting", ahead, eta_s)).partition("ahead, ")[2])
     assert told == ["about 65 s", "about 55 s", "soon", "about 58 s"]
+
+
+def test_status_shows_once_how_full_a_folder_of_states_is() -> None:
+    model = {"id": "m", "default": False, "embedder": None, "reranker": None}
+    used = [{**ENGINE, "disk_used_bytes": gib << 30, "disk_quota_bytes": 8 << 30} for gib in (1, 2)]
+    text = shown([{**model, "engine": engine} for engine in (*used, {**ENGINE, "disk_quota_bytes": 0}, ENGINE)])
+    assert [line.strip() for line in text.splitlines() if "states on disk" in line] == [
+        "states on disk: 2.0 GiB of 8.0 GiB"
+    ]
