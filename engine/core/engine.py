@@ -203,11 +203,6 @@ class Engine(Generating):
             found["disk"] = 0 if match is None else match.usable(len(asked))
         return found
 
-    @property
-    def spare_bytes(self) -> int:
-        """Of memory that waits for states that will be read from disk."""
-        return 0 if self.store is None else self.store.spare_bytes
-
     def save_states(self, timeout_s: float = SAVE_TIMEOUT_S) -> int:
         """Writes what is worth reading again to the folder, also of what runs; how many states were written.
 

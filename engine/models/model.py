@@ -162,7 +162,10 @@ class Model(ModelCalls):
     @property
     def num_saved_bytes(self) -> int:
         """What the KV states that it keeps in RAM take now."""
-        return 0 if self._engine is None else self._engine.snapshot().ram_used_bytes + self._engine.spare_bytes
+        if self._engine is None:
+            return 0
+        spare = 0 if self._engine.store is None else self._engine.store.spare_bytes
+        return self._engine.snapshot().ram_used_bytes + spare
 
     @property
     def last_used(self) -> float:
