@@ -129,10 +129,12 @@ def test_lines_of_a_bulk_run_go_on_after_their_parents(client: Client, tmp_path:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     summary = client.batch(source, target, model="tiny", ordered=True, max_tokens=5, **GREEDY)
-    assert (summary.state, summary.progress.finished) == ("completed", 3)
+    assert (summary.state, summary.progress.finished, summary.progress.failed) == ("completed", 2, 1)
+    assert summary.errors is not None
+    assert json.loads(summary.errors.read_text())["error"]["code"] == "unknown_key"
     told = [json.loads(line) for line in target.read_text().splitlines()]
-    for head, line in zip(heads, told, strict=False):
-        assert line["usage"]["cached_tokens"] >= len(head["context_tokens"]) - 1
+    for head, line in zip(heads, told, strict=True):
+        assert line["usage"]["prompt_tokens"] > len(head["context_tokens"])
         alone = run(generate, " and", parent_key=head["finish_key"], max_tokens=5)
         assert (line["text"], line["finish_key"]) == (alone["text"], alone["finish_key"])
 
