@@ -17,8 +17,8 @@ def result_line(line: Stored, result: dict[str, Any]) -> dict[str, Any]:
     if line.form == "openai":
         return {**response_of(line.id, _request_id(line), line.kind, shaped), **_beside(line.columns)}
     names = {"generate": ("text",), "chat": ("message",), "embed": ("embeddings",)}[line.kind]
-    own = (*names, "finish_reason", "stop_sequence", "choices", "logprobs", "shapes", "usage", "model", "seed", "finish_key")
-    kept = {name: shaped[name] for name in own if shaped.get(name) is not None}
+    told = ("finish_reason", "stop_sequence", "choices", "logprobs", "shapes", "usage", "model", "seed", "finish_key")
+    kept = {name: shaped[name] for name in (*names, *told) if shaped.get(name) is not None}
     return {"id": line.id, **kept, **_beside(line.columns)}
 
 
