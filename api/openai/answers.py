@@ -35,16 +35,15 @@ def body_of(
     answer_id: str,
     results: Sequence[Mapping[str, Any]],
     reasoning_tokens: int | None = None,
-    most_calls: int | None = None,
 ) -> dict[str, Any]:
-    """The body for a completion: of one job, or of one for each prompt, with so many calls of tools at most."""
+    """The body for a completion: of one job, or of one for each prompt."""
     choices = [choice for result in results for choice in (result.get("choices") or [result])]
     return {
         "id": answer_id,
         "object": OBJECTS[kind],
         "created": int(time.time()),
         "model": results[0].get("model", ""),  # no worker came to it in time
-        "choices": [_choice(kind, index, choice, most_calls) for index, choice in enumerate(choices)],
+        "choices": [_choice(kind, index, choice) for index, choice in enumerate(choices)],
         "usage": usage_of([result["usage"] for result in results], reasoning_tokens),
     }
 
@@ -56,7 +55,7 @@ def finish_reason_of(reason: str, calls: object) -> str:
     return "tool_calls" if calls and reason == "stop" else reason
 
 
-def _choice(kind: str, index: int, choice: Mapping[str, Any], most_calls: int | None) -> dict[str, Any]:
+def _choice(kind: str, index: int, choice: Mapping[str, Any]) -> dict[str, Any]:
     reason, logprobs = choice["finish_reason"], choice.get("logprobs")
     if kind != "chat":
         shown = None if logprobs is None else of_text(logprobs)
@@ -70,14 +69,14 @@ def _choice(kind: str, index: int, choice: Mapping[str, Any], most_calls: int | 
     return {
         "index": index,
         "finish_reason": finish_reason_of(reason, message.get("tool_calls")),
-        "message": _message(message, most_calls),
+        "message": _message(message),
         "logprobs": None if logprobs is None else of_chat(logprobs),
     }
 
 
-def _message(message: Mapping[str, Any], most_calls: int | None) -> dict[str, Any]:
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     """The assistant's turn. Its thoughts are called as DeepSeek and llama-server call them."""
-    calls, thoughts = (message.get("tool_calls") or [])[:most_calls], message.get("reasoning")
+    calls, thoughts = message.get("tool_calls") or [], message.get("reasoning")
     shown: dict[str, Any] = {"role": "assistant", "content": message["content"] or (None if calls else "")}
     if thoughts is not None:
         shown["reasoning_content"] = thoughts

@@ -110,8 +110,6 @@ def _take_logprobs(params: dict[str, Any], given: Mapping[str, Any], url: str) -
 def _take_tools(params: dict[str, Any], given: Mapping[str, Any], url: str) -> None:
     if url != CHAT:
         return
-    if given.get("parallel_tool_calls") is False:
-        raise InvalidJob("parallel_tool_calls is false: a bulk run can't hold to that; leave it out")
     choice = given.get("tool_choice")
     if isinstance(choice, dict) and choice.get("type", "function") != "function":
         raise InvalidJob(

@@ -22,7 +22,7 @@ def reasoning_tokens_of(event: Mapping[str, Any]) -> int:
 class Chunks:
     """The chunks of one answer: of a job, or of one for each prompt, with `n` choices each.
 
-    `shown` is in every chunk. `most_calls` limits the calls of a reply; None: all are told.
+    `shown` is in every chunk.
     """
 
     kind: str  # chat or generate
@@ -30,7 +30,6 @@ class Chunks:
     model: str
     n: int = 1
     include_usage: bool = False
-    most_calls: int | None = None
     shown: Mapping[str, Any] = field(default_factory=dict)
     reasoning_tokens: int = 0
     usages: list[Mapping[str, Any]] = field(default_factory=list)
@@ -73,7 +72,7 @@ class Chunks:
                 end = {"index": index, "text": "", "logprobs": None, "finish_reason": finish_reason_of(reason, None)}
                 told.append(self._chunk(end))
                 continue
-            shown = [{"index": at, **call} for at, call in enumerate((calls or [])[: self.most_calls])]
+            shown = [{"index": at, **call} for at, call in enumerate(calls or [])]
             if shown:
                 told.append(self._delta(index, {"tool_calls": shown}))
             told.append(self._delta(index, {}, finish_reason_of(reason, calls)))

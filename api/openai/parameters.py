@@ -63,7 +63,7 @@ PARAMETERS: Mapping[str, Mapping[str, Rule]] = {
         "max_completion_tokens": Rule("renamed", to="max_tokens"),
         **_as_it_is("tools"),
         "tool_choice": Rule("mapped", "`auto`, `none`, `required`, or a function, whose call is then forced"),
-        "parallel_tool_calls": Rule("mapped", "`false`: only the first call of a reply is given; no bulk run has it"),
+        "parallel_tool_calls": Rule("as it is", "not said: as many as the model makes, one where a call is forced"),
         "logprobs": Rule("mapped", "a switch"),
         "top_logprobs": Rule("mapped", "how many; needs `logprobs`", "logprobs"),
         "reasoning_effort": Rule("mapped", "`none` turns thinking off; all go to the chat template", "template_args"),

@@ -77,7 +77,7 @@ async def _whole(running: Running, order: Order) -> dict[str, Any]:
         if not running.is_kept:  # a result outlives its events: an idempotency key may ask for it a day later
             raise
     results: Any = [await running.result(place) for place in range(len(running.jobs))]
-    answer = body_of(order.kind, _answer_id(running, order), results, reasoning_tokens, order.most_calls)
+    answer = body_of(order.kind, _answer_id(running, order), results, reasoning_tokens)
     return {**answer, "service_tier": order.tier}
 
 
@@ -107,7 +107,6 @@ async def _frames(
         order.model,
         order.n,
         include_usage=order.include_usage,
-        most_calls=order.most_calls,
         shown=shown,
     )
     try:

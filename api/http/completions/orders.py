@@ -21,7 +21,7 @@ TEXT_TOKENS = 16  # of a text that does not say how many, as at OpenAI's
 PARTS_OF_LIMIT = 4
 CHARS_PER_TOKEN = 4  # about, for limits that count tokens before they are known
 KINDS = {CHAT: "chat", COMPLETIONS: "generate"}
-_OURS = ("stream", "stream_options", "service_tier", "parallel_tool_calls", "cache_salt")
+_OURS = ("stream", "stream_options", "service_tier", "cache_salt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,6 @@ class Order:
     tier: str
     is_stream: bool
     include_usage: bool
-    most_calls: int | None  # of tools, in a reply
 
     @property
     def kind(self) -> str:
@@ -78,9 +77,8 @@ def order_of(asked: Asked, url: str, model: ModelView) -> Order:
         most = TEXT_TOKENS if url == COMPLETIONS else _rest_of_context(model, params)
         n = _count(params.get("n"), 1)
         params["max_tokens"] = _within_limit(asked.caller.max_tokens, most, contents, n)
-    most_calls = 1 if flag(body, "parallel_tool_calls", default=True) is False else None
     name = DEFAULT_MODEL if named == DEFAULT_MODEL else model["id"]
-    return Order(url, name, contents, params, tier, is_stream, include_usage, most_calls)
+    return Order(url, name, contents, params, tier, is_stream, include_usage)
 
 
 def _prompt_tokens(contents: tuple[Any, ...]) -> int:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 
 from redis.asyncio import Redis
@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 JOBS_RETRY_S = 1.0  # when one of a key's jobs ends can't be known
 OUTAGE_RETRY_S = 1.0
+ANSWER_S = 2.0  # a request is not let in by a Redis that takes longer
+MOST_AT_ONCE = 16  # requests that ask Redis, each with a connection of its own; it takes each below 1 ms
 _HOW = "send `Authorization: Bearer sk-…` or `x-api-key: sk-…`; `cellama keys create` makes a key"
 
 
@@ -48,12 +50,13 @@ class KeyAccess:
         self._store = KeyStore(redis, file)
         self._limiter = Limiter(redis)
         self._keyless = keyless if file is None else None
+        self._turns = asyncio.Semaphore(MOST_AT_ONCE)
 
     async def authenticate(self, headers: Mapping[str, str]) -> Caller:
         """The owner of the key in the headers; a caller without a tenant while the gateway is open. Raises ApiError."""
         given = given_key(headers)
         key = None if given is None else parse_key(given)
-        with _failing_closed():
+        async with _asking(self._turns):
             found = await self._store.look("" if key is None else key.id)
             if found.num_keys:
                 self._keyless = None
@@ -75,12 +78,12 @@ class KeyAccess:
         entry = caller.entry if isinstance(caller, KeyCaller) else None
         if entry is None or not entry.has_limits:
             return Unlimited()
-        with _failing_closed():
+        async with _asking(self._turns):
             reserved, verdict = await self._limiter.admit(entry, num_tokens, num_jobs)
         headers = rate_headers(entry, verdict)
         if not verdict.is_in:
             raise _over_limit(entry, verdict, num_tokens, num_jobs, headers)
-        return _Admitted(headers, self._limiter, reserved)
+        return _Admitted(headers, self._limiter, reserved, self._turns)
 
     async def close(self) -> None:
         await self._redis.aclose()
@@ -91,6 +94,7 @@ class _Admitted:
     headers: Mapping[str, str]
     _limiter: Limiter = field(repr=False)
     _reserved: Reservation
+    _turns: asyncio.Semaphore
     _ending: asyncio.Task[None] | None = None
 
     async def end(self, num_tokens: int | None) -> None:
@@ -101,7 +105,8 @@ class _Admitted:
 
     async def _settle(self, num_tokens: int | None) -> None:
         try:
-            await self._limiter.settle(self._reserved, num_tokens)
+            async with self._turns:
+                await self._limiter.settle(self._reserved, num_tokens)
         except RedisError as error:
             log.warning(
                 "key %s stays charged for what request %s may have taken: %s",
@@ -139,13 +144,18 @@ def _over_limit(entry: KeyEntry, verdict: Verdict, num_tokens: int, num_jobs: in
     return ApiError(429, message, code="rate_limit_exceeded", retry_after_s=wait_s, headers=headers)
 
 
-@contextlib.contextmanager
-def _failing_closed() -> Iterator[None]:
+@contextlib.asynccontextmanager
+async def _asking(turns: asyncio.Semaphore) -> AsyncIterator[None]:
     """Without Redis no key can be checked and nothing be counted: 503, and the reason is for the log alone."""
     try:
-        yield
-    except RedisError as error:
-        log.error("no key can be checked: Redis does not do what it is asked: %s", error)
+        async with asyncio.timeout(ANSWER_S):
+            await turns.acquire()
+        try:
+            yield
+        finally:
+            turns.release()
+    except (RedisError, TimeoutError) as error:
+        log.error("no key can be checked: Redis does not do what it is asked: %r", error)
         raise ApiError(
             503,
             "API keys can't be checked now, because Redis does not answer; try again soon",

@@ -16,11 +16,9 @@ from cellama.api.keys.store import KeyStore
 from cellama.config import Settings, SettingsError
 from cellama.tasks.connection.connections import connect_async
 
-from .access import KeyAccess
+from .access import ANSWER_S, KeyAccess
 
 log = logging.getLogger(__name__)
-
-ANSWER_S = 2.0  # a request is not let in by a Redis that takes longer
 
 
 def connect_keys(url: str | None = None) -> Redis:

@@ -46,10 +46,12 @@ def test_body_becomes_a_job() -> None:
     params = chat(
         max_completion_tokens=5, response_format=schema, logprobs=True, top_logprobs=2, seed=None, user="u", store=True,
         metadata={"a": "b"}, reasoning_effort="none", tool_choice="auto", top_k=3, modalities=["text"], functions=[],
+        parallel_tool_calls=False,
     )  # fmt: skip
     assert params == {
         "model": "m", "messages": HELLO, "max_tokens": 5, "json_schema": {"type": "object"}, "logprobs": 2,
         "enable_thinking": False, "template_args": {"reasoning_effort": "none"}, "tool_choice": "auto", "top_k": 3,
+        "parallel_tool_calls": False,
     }  # fmt: skip
     parse_job(ChatJob, (), (), params)
 

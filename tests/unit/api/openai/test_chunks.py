@@ -29,18 +29,19 @@ def done(reason: str = "stop", **details: Any) -> dict[str, Any]:
 
 
 def test_chat_tells_role_thoughts_text_calls_and_usage() -> None:
-    chunks = Chunks("chat", "id", "m", include_usage=True, most_calls=1, shown={"service_tier": "flex"})
+    chunks = Chunks("chat", "id", "m", include_usage=True, shown={"service_tier": "flex"})
     told = chunks.of(0, STARTED)
     told += chunks.of(0, token("Hm", "reasoning")) + chunks.of(
         0, {"type": "reasoning_end", "signature": "", "tokens": [2]}
     )
-    told += chunks.of(0, token("Hi")) + chunks.of(0, token("")) + chunks.ends(0, done(tool_calls=[CALL, CALL]), ())
+    told += chunks.of(0, token("Hi")) + chunks.of(0, token(""))
+    told += chunks.ends(0, done(tool_calls=[CALL, {**CALL, "id": "b"}]), ())
     read = [ChatCompletionChunk.model_validate(chunk) for chunk in [*told, *chunks.usage()]]
     deltas = [chunk.choices[0].delta for chunk in read[:-1]]
     assert (deltas[0].role, deltas[0].content, read[0].model, read[0].service_tier) == ("assistant", "", "tiny", "flex")
     assert [d.model_extra.get("reasoning_content") for d in deltas] == [None, "Hm", None, None, None]  # type: ignore[union-attr]
     assert deltas[2].content == "Hi"
-    assert [call.id for call in deltas[3].tool_calls or ()] == ["a"]
+    assert [call.id for call in deltas[3].tool_calls or ()] == ["a", "b"]
     assert read[-2].choices[0].finish_reason == "tool_calls"
     assert read[-1].choices == []
     assert (usage := read[-1].usage) is not None

@@ -15,7 +15,7 @@ from cellama.api.cli.keys import as_toml
 from cellama.api.http.callers import Caller, LoopbackOnly, NoKeys, is_loopback
 from cellama.api.http.errors import ApiError
 from cellama.api.http.keys import key_access
-from cellama.api.http.keys.access import KeyAccess
+from cellama.api.http.keys.access import MOST_AT_ONCE, KeyAccess
 from cellama.api.http.keys.rate_headers import duration
 from cellama.api.keys.entry import KeyEntry
 from cellama.api.keys.key_file import KeyFile
@@ -52,6 +52,18 @@ def test_caller_is_whom_the_key_was_made_for(run: Run) -> None:
             caller = await KeyAccess(redis).authenticate(headers)
             found = (caller.tenant, caller.key_id, caller.models, caller.priority)
             assert found == ("acme", entry.id, frozenset({"tiny"}), "flex")
+
+    run(ask)
+
+
+def test_many_requests_at_once_take_a_few_connections(run: Run) -> None:
+    async def ask(redis: Redis) -> None:
+        key, _ = await kept(redis, tenant="acme")
+        access = KeyAccess(redis)
+        callers = await asyncio.gather(*(access.authenticate(bearer(key)) for _ in range(200)))
+        assert {caller.tenant for caller in callers} == {"acme"}
+        assert len(redis.connection_pool._available_connections) <= MOST_AT_ONCE
+        assert not redis.connection_pool._in_use_connections
 
     run(ask)
 
