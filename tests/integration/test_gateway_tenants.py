@@ -90,7 +90,10 @@ def complete(client: openai.OpenAI, **params: Any) -> Any:
     return client.completions.create(**params)
 
 
-@pytest.mark.parametrize("key", ["none", "sk-wrong", new_key().text, "sk-" + "x" * 5000])
+WRONG_KEYS = {"none": "none", "malformed": "sk-wrong", "unknown": new_key().text, "long": "sk-" + "x" * 5000}
+
+
+@pytest.mark.parametrize("key", WRONG_KEYS.values(), ids=WRONG_KEYS)
 def test_client_with_a_wrong_key_gets_its_authentication_error(keyed: Keyed, key: str) -> None:
     with keyed.client(key) as client:
         for call in (lambda: complete(client), client.models.list):
