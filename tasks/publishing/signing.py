@@ -31,14 +31,14 @@ class Signer:
         """
         if self._key is None:
             return self
-        digest = _begun(parent_key)
+        digest = hashlib.sha256(_begun(parent_key))
         for message in messages:
             digest.update(_line(message))
         return Signer(self._key, digest.hexdigest())
 
     def first_wrong(self, messages: Sequence[Mapping[str, Any]], parent_key: str | None = None) -> int | None:
         """The place of a message whose thoughts are not as they were signed, after those before it; None: all are."""
-        so_far = _begun(parent_key)
+        so_far = hashlib.sha256(_begun(parent_key))
         for place, message in enumerate(messages):
             signature, signer = message.get("signature"), Signer(self._key, so_far.hexdigest())
             if signature and not signer.verifies(message.get("reasoning") or "", signature):
@@ -57,9 +57,9 @@ class Signer:
         return self._key is not None and hmac.compare_digest(self.sign(text).encode(), signature.encode())
 
 
-def _begun(parent_key: str | None) -> hashlib._Hash:
-    """A digest of what comes before the messages; no message's line is like a parent's."""
-    return hashlib.sha256(b"" if parent_key is None else f"after {json.dumps(parent_key)}\n".encode())
+def _begun(parent_key: str | None) -> bytes:
+    """What stands before the messages; no line of a message is like that of a parent."""
+    return b"" if parent_key is None else f"after {json.dumps(parent_key)}\n".encode()
 
 
 def _line(message: Mapping[str, Any]) -> bytes:
