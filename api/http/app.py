@@ -55,7 +55,8 @@ def create_app(settings: Settings | None = None, *, access: Access | None = None
     """The gateway as an ASGI app, to be run, or mounted into another one. `settings` are those of the process unless
     given; without `access` it lets in whoever reaches it, as one caller.
 
-    Its connections are closed when it ends; if it is mounted, `app.state.gateway.close()` does that.
+    Its connections are closed when it ends. If it is mounted, the lifespan of the other app must `await
+    app.state.gateway.close()`, for it has none of its own then.
     """
     gateway = Gateway(settings or get_settings(), access or NoKeys())
 

@@ -24,7 +24,7 @@ from cellama.engine.scheduling.strategies import make_strategy
 STRATEGIES = ("decode_maximal", "balanced", "prefill_priority", "adaptive")
 CLASSES = {"interactive": 3, "bulk": 9}  # name → priority
 GAP, LONG_GAP, RATE, FIRST = "gap p95 ms", "gap p99 ms", "new tok/s", "ttft p95 ms"
-COSTS = {CPU: "CPU", CHEAP_ROWS: "cheap rows"}
+COSTS = {"CPU": CPU, "cheap rows": CHEAP_ROWS}
 CAVEATS = [
     "All requests come at once; those without a slot wait. One run each. For bulk requests adaptive makes the steps of "
     "prefill_priority: what differs between these two rows is noise.",
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> Report:
         rows.append({"requests": "all alike", "strategy": "llama-server", **server})
         compared = over_server(rows)
         ratios, targets = ratios | compared, targets | dict.fromkeys(compared, ">= 1.0")
-    for costs, name in COSTS.items():
+    for name, costs in COSTS.items():
         found = {strategy: _simulated(strategy, lines, args.slots, costs) for strategy in STRATEGIES}
         rows += [{"simulated": name, "strategy": strategy, **row} for strategy, row in found.items()]
         compared, hoped = compare(found)

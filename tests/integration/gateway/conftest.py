@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -50,3 +50,10 @@ def queue(gateway: GatewayProcess) -> Iterator[Client]:
     """The queue behind the gateway."""
     with Client() as client:
         yield client
+
+
+@pytest.fixture
+def jobs_of_test(queue: Client) -> Callable[[], list[str]]:
+    """Ids of the jobs that run or wait since the test began; other tests' may be there, too."""
+    before = {job.job_id for job in queue.jobs()}
+    return lambda: [job.job_id for job in queue.jobs() if job.job_id not in before]

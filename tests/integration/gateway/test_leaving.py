@@ -6,7 +6,7 @@ import asyncio
 import json
 import signal
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import httpx
@@ -26,13 +26,13 @@ NUM_CLIENTS = 40
 BODY = {**{name: value for name, value in LONG.items() if name != "extra_body"}, "ignore_eos": True}
 
 
-def none_is_open(queue: Client, worker: WorkerProcess) -> bool:
+def none_is_open(jobs_of_test: Callable[[], list[str]], worker: WorkerProcess) -> bool:
     engine = worker.engine_now()
-    return not queue.jobs() and engine["requests_running"] == engine["requests_waiting"] == 0
+    return not jobs_of_test() and engine["requests_running"] == engine["requests_waiting"] == 0
 
 
 def test_clients_that_go_away_free_their_slots_and_leave_nothing_behind(
-    gateway: GatewayProcess, worker: WorkerProcess, queue: Client, redis_client: Redis
+    gateway: GatewayProcess, worker: WorkerProcess, jobs_of_test: Callable[[], list[str]], redis_client: Redis
 ) -> None:
     async def ask(client: httpx.AsyncClient, number: int) -> None:
         body = {**BODY, "stream": number % 2 == 0, "prompt": f"Number {number}"}
@@ -43,17 +43,17 @@ def test_clients_that_go_away_free_their_slots_and_leave_nothing_behind(
     async def leave() -> list[str]:
         async with httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None)) as client:
             asking = [asyncio.create_task(ask(client, number)) for number in range(NUM_CLIENTS)]
-            await asyncio.to_thread(wait_until, lambda: len(queue.jobs()) == NUM_CLIENTS, "all jobs")
-            jobs = queue.jobs()
+            await asyncio.to_thread(wait_until, lambda: len(jobs_of_test()) == NUM_CLIENTS, "all jobs")
+            ids = jobs_of_test()
             await asyncio.to_thread(wait_until, lambda: worker.engine()["requests_running"] == SLOTS, "busy slots")
             for task in asking:
                 task.cancel()
             await asyncio.gather(*asking, return_exceptions=True)
-            return [job.job_id for job in jobs]
+            return ids
 
     with worker.slowed():
         ids = asyncio.run(leave())
-        wait_until(lambda: none_is_open(queue, worker), "free slots")
+        wait_until(lambda: none_is_open(jobs_of_test, worker), "free slots")
     kept = [key for job_id in ids for key in redis_client.scan_iter(f"*{job_id}*", count=10_000)]
     assert kept
     assert [key for key in kept if redis_client.ttl(key) < 0] == []  # type: ignore[operator]
@@ -126,7 +126,7 @@ def test_gateway_that_ends_lets_streams_end_and_takes_no_more(
 
 
 def test_gateway_whose_time_to_end_is_over_cancels_what_is_left(
-    worker: WorkerProcess, redis_server: RedisServer, queue: Client, tmp_path: Path
+    worker: WorkerProcess, redis_server: RedisServer, jobs_of_test: Callable[[], list[str]], tmp_path: Path
 ) -> None:
     gateway = GatewayProcess(tmp_path, redis_server.url, CELLAMA_DRAIN_S="1").wait_ready()
     with (
@@ -136,10 +136,12 @@ def test_gateway_whose_time_to_end_is_over_cancels_what_is_left(
         next(answer.iter_lines())
         gateway.process.send_signal(signal.SIGTERM)
         assert gateway.process.wait(60) == 0
-        wait_until(lambda: none_is_open(queue, worker), "free slots")
+        wait_until(lambda: none_is_open(jobs_of_test, worker), "free slots")
 
 
-def test_slow_reader_holds_up_its_own_stream_only(gateway: GatewayProcess, openai: OpenAI, queue: Client) -> None:
+def test_slow_reader_holds_up_its_own_stream_only(
+    gateway: GatewayProcess, openai: OpenAI, jobs_of_test: Callable[[], list[str]]
+) -> None:
     """The slow one reads nothing until its job has ended; then it gets all of it."""
     body = json.dumps({**BODY, "stream": True, "max_tokens": 100, "n": 8}).encode()
     with socket.create_connection(("127.0.0.1", gateway.port)) as slow:
@@ -148,7 +150,7 @@ def test_slow_reader_holds_up_its_own_stream_only(gateway: GatewayProcess, opena
                  f"content-length: {len(body)}", "connection: close", "", "")  # fmt: skip
         slow.sendall("\r\n".join(lines).encode() + body)
         assert openai.chat.completions.create(**CHAT).choices[0].message.content
-        wait_until(lambda: not queue.jobs(), "the end of its job")
+        wait_until(lambda: not jobs_of_test(), "the end of its job")
         told = b""
         while part := slow.recv(65536):
             told += part

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +67,14 @@ def test_prefixes_are_shared_within_a_salt_only(openai: OpenAI) -> None:
 
 
 def test_app_of_another_mounts_the_gateway(gateway: GatewayProcess, redis_server: Any) -> None:
-    app = Starlette(routes=[Mount("/llm", create_app(Settings(redis_url=redis_server.url)))])
+    mounted = create_app(Settings(redis_url=redis_server.url))
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        yield
+        await mounted.state.gateway.close()
+
+    app = Starlette(routes=[Mount("/llm", mounted)], lifespan=lifespan)
     with TestClient(app) as client:
         assert client.get("/llm/ready").json() == {"status": "ready"}
         answer = client.post("/llm/v1/chat/completions", json=CHAT)
