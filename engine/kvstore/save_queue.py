@@ -6,6 +6,7 @@ import threading
 from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .counters import Drop, Rate, Tally
 from .states import KeptState
@@ -59,6 +60,13 @@ class Offer:
     offered_at: float
 
 
+class Flush(NamedTuple):
+    """Somebody waits until what was offered by `began` is written, at most until `deadline`."""
+
+    began: float
+    deadline: float
+
+
 class SaveQueue:
     """Any thread offers, one takes. The lock is held for no I/O; the engine thread may offer, and say that it works."""
 
@@ -75,7 +83,7 @@ class SaveQueue:
         self._begun_at = 0.0
         self._num_done = 0
         self._is_busy = False
-        self._flushes: list[float] = []  # until when those who wait for all to be written do so
+        self._flushes: list[Flush] = []
         self._is_closed = False
 
     # Any thread
@@ -103,14 +111,17 @@ class SaveQueue:
                 self._changed.notify_all()
 
     def flush(self, deadline: float) -> int:
-        """Waits until all that waits is written, whatever the engine does, or until `deadline`; how many were."""
+        """Waits until all that waits now is written, whatever the engine does, or until `deadline`; how many were.
+
+        What the engine offers meanwhile comes after it: a stream of new states keeps nobody waiting.
+        """
         with self._changed:
-            before = self._num_done
-            self._flushes.append(deadline)
+            before, flush = self._num_done, Flush(self._clock(), deadline)
+            self._flushes.append(flush)
             self._changed.notify_all()
-            while not self.is_idle and not self._is_closed and (left_s := deadline - self._clock()) > 0:
+            while not self._is_closed and self._has_older(flush.began) and (left_s := deadline - self._clock()) > 0:
                 self._changed.wait(min(left_s, threading.TIMEOUT_MAX))
-            self._flushes.remove(deadline)
+            self._flushes.remove(flush)
             return self._num_done - before
 
     def close(self) -> None:
@@ -175,7 +186,12 @@ class SaveQueue:
 
     def _has_leave(self, now: float) -> bool:
         """It may work as much as it wants."""
-        return not self._is_busy or any(now < deadline for deadline in self._flushes)
+        return not self._is_busy or any(now < flush.deadline for flush in self._flushes)
+
+    def _has_older(self, moment: float) -> bool:
+        """Something that was offered by this moment waits, or is being written."""
+        current = () if self._current is None else (self._current,)
+        return any(offer.offered_at <= moment for offer in (*current, *self._waiting))
 
     def _charge(self, seconds: float) -> None:
         now = self._clock()
@@ -189,11 +205,12 @@ class SaveQueue:
         """Which one to write now. Beside a working engine not one that would be dropped before its end."""
         if not self._waiting or self._pause_s(now) > 0:
             return None
+        worthiest_first = reversed(range(len(self._waiting)))
         if self._has_leave(now):
-            return len(self._waiting) - 1
+            began = max((flush.began for flush in self._flushes), default=now)
+            return next((i for i in worthiest_first if self._waiting[i].offered_at <= began), len(self._waiting) - 1)
         most_bytes = (MOST_S + SHARE * WRITING_S) * self._cost.bytes_per_s
-        fitting = (i for i in reversed(range(len(self._waiting))) if self._waiting[i].num_bytes < most_bytes)
-        return next(fitting, None)
+        return next((i for i in worthiest_first if self._waiting[i].num_bytes < most_bytes), None)
 
     def _drop_old(self, now: float) -> None:
         if self._has_leave(now):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cellama.engine import Engine, EngineOptions, Text, UnknownKey
+from cellama.engine import Engine, EngineOptions, UnknownKey
 from cellama.engine.core import engine as engine_module
 from cellama.engine.fake import _ALPHABET, FakeBackend
 from cellama.engine.kvstore import keys
@@ -33,8 +33,9 @@ class Home:
         self.engines: list[Engine] = []
 
     def open(self, **how: Any) -> Engine:
-        memory = {name: how.pop(name) for name in ("unified", "window", "partial_reuse", "n_slots") if name in how}
-        backend = FakeBackend(ctx_per_slot=4000, n_batch=512, **{"n_slots": 2, **memory})
+        own = ("unified", "window", "partial_reuse", "n_slots", "ctx_per_slot")
+        memory = {name: how.pop(name) for name in own if name in how}
+        backend = FakeBackend(n_batch=512, **{"n_slots": 2, "ctx_per_slot": 4000, **memory})
         options = {"cache_dir": str(self.folder), "n_parallel": backend.n_slots, "n_batch": 512, **how}
         self.engines.append(Engine(backend, EngineOptions(**options)))
         return self.engines[-1]
@@ -146,15 +147,23 @@ def test_damaged_file_is_computed_again(home: Home) -> None:
 
 
 def test_evict_leaves_what_runs_alone_and_takes_the_rest(home: Home) -> None:
-    engine = home.open(n_slots=3)
+    engine = home.open(n_slots=3, ctx_per_slot=1_000_000)
     done = say(engine, STORY)
-    streams, running = threading.Event(), request("Who runs? " + STORY, max_tokens=3000, stream=True)
-    handle = engine.submit(running, lambda event: streams.set() if isinstance(event, Text) else None)
+    running = request("Who runs? " + STORY, max_tokens=900_000, stream=True)
+    streams, never = threading.Event(), threading.Event()
+
+    def on_event(event: object) -> None:
+        streams.set()
+        never.wait(0.001)  # leaves the interpreter to other threads, as a decode call of llama.cpp does
+
+    handle = engine.submit(running, on_event)
     assert streams.wait(PATIENCE_S)
     assert engine.evict(PATIENCE_S) >= 1  # what runs may be copied to RAM again at any moment
     left = engine.cached_prefix(tuple(STORY.encode()))
     assert left["device"] == left["ram"] == engine.snapshot().kv_cached_tokens == 0
-    assert handle.result(PATIENCE_S).text == expected(running.prompt, 3000)
+    handle.cancel()
+    said = handle.result(PATIENCE_S).text[:200]
+    assert said == expected(running.prompt, len(said)) != ""
     again = say(engine, "And?", parent_key=done.finish_key)
     assert (again.text, again.usage.cache_tier) == (expected((STORY + done.text + "And?").encode(), 5), "disk")
 

@@ -121,6 +121,21 @@ def test_state_is_written_as_soon_as_the_engine_is_idle_or_all_shall_be_written(
     assert len(taken) == 1
 
 
+def test_flush_waits_only_for_what_was_offered_before_it() -> None:
+    setup = busy_setup()
+    setup.offer(2.0)
+    setup.offer(1.0)
+    flush = threading.Thread(target=setup.queue.flush, args=(setup.clock.now + 60,))
+    flush.start()
+    assert setup.take() == 2.0  # beside a working engine: so somebody flushes
+    setup.clock.now += 1
+    setup.offer(5.0)
+    assert setup.take() == 1.0
+    flush.join(60)
+    assert not flush.is_alive()
+    assert not setup.queue.is_idle
+
+
 def test_flush_returns_at_its_deadline_with_a_writer_that_does_nothing() -> None:
     setup = Setup()
     setup.offer(1.0)
