@@ -215,6 +215,10 @@ class Backend(KvMemory, AdapterStore, Protocol):
         """The next decode call computes with so many threads."""
         ...
 
+    def rest(self) -> None:
+        """Nothing is computed for a while: threads that wait for work end."""
+        ...
+
     @property
     def vocabulary(self) -> Vocabulary: ...
 
@@ -272,6 +276,10 @@ class EmbeddingBackend(Protocol):
 
     def set_threads(self, count: int) -> None:
         """The next call of `embed` computes with so many threads."""
+        ...
+
+    def rest(self) -> None:
+        """As Backend.rest."""
         ...
 
     def embed(self, texts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:

@@ -110,6 +110,8 @@ class FakeBackend:
     def set_threads(self, count: int) -> None:
         self.threads = count
 
+    def rest(self) -> None: ...
+
     # KvMemory
 
     def first_cut(self, slot: int) -> int:

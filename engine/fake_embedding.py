@@ -28,6 +28,8 @@ class FakeEmbeddingBackend:
     def set_threads(self, count: int) -> None:
         self.threads = count
 
+    def rest(self) -> None: ...
+
     def embed(self, texts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
         self.calls.append([tuple(text) for text in texts])
         if sum(map(len, texts)) > self.max_tokens:

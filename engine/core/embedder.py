@@ -165,6 +165,7 @@ class Embedder:
     def _receive(self) -> bool:
         """Waits for texts unless some wait already; False when the embedder is to end."""
         if not self._waiting and not self._inbox:
+            self._backend.rest()
             self.pulse.rest()
             self._inbox.wait()
         if self._inbox.is_closed:

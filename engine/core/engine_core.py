@@ -227,7 +227,9 @@ class EngineCore:
         return None
 
     def rest(self) -> None:
-        """There is nothing to do: the folder's threads may have the machine, and what they have read is taken."""
+        """There is nothing to do: others may have the machine, and what the folder's threads have read is taken."""
+        for backend in self._backends:
+            backend.rest()
         if self.disk is not None:
             self.disk.store.note_busy(False)
             self.disk.receive(time.monotonic())

@@ -24,6 +24,7 @@ from .model import LlamaModel, adapter_pointer
 from .outputs import Outputs
 from .samplers import GreedySampler, LlamaSampler, Plan, grammar_of
 
+_PAUSE_SOFT = 1  # of OpenMP: it remembers its settings
 _FLASH_ATTENTION = {
     "auto": lib.LLAMA_FLASH_ATTN_TYPE_AUTO,
     "on": lib.LLAMA_FLASH_ATTN_TYPE_ENABLED,
@@ -54,6 +55,30 @@ def new_context(model: LlamaModel, options: EngineOptions, **overrides: Any) -> 
 def set_threads(context: Any, count: int) -> None:
     """The next decode call computes with so many threads; that costs nothing."""
     lib.llama_set_n_threads(context, count, count)
+
+
+def end_threads() -> None:
+    """Ends the threads that compute with the calling one; its next decode call starts new ones, in some 0.1 ms.
+
+    While they exist, also idle, OpenMP takes the machine for oversubscribed as soon as another engine of this process
+    computes: that one's threads then sleep at each barrier where they would spin, and its steps take up to twice as
+    long (`cellama bench neighbours`).
+    """
+    if _pause is not None:
+        _pause(_PAUSE_SOFT)
+
+
+def _find_pause() -> Any:
+    """omp_pause_resource_all of OpenMP 5; None if llama.cpp was built without it."""
+    try:
+        function = lib._lib.omp_pause_resource_all
+    except AttributeError:
+        return None
+    function.argtypes, function.restype = [ctypes.c_int], ctypes.c_int
+    return function
+
+
+_pause = _find_pause()
 
 
 class TokenBatch:
@@ -133,6 +158,9 @@ class LlamaBackend(LlamaMemory):
     def set_threads(self, count: int) -> None:
         set_threads(self.context, count)
         self.threads = count
+
+    def rest(self) -> None:
+        end_threads()
 
     def load_adapter(self, path: Path) -> int:
         return self.vocabulary.load_adapter(path)

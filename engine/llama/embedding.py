@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from cellama.engine.backend import DecodeError
 from cellama.engine.options import EngineOptions, Pooling
 
-from .context import TokenBatch, new_context, set_threads
+from .context import TokenBatch, end_threads, new_context, set_threads
 from .model import LlamaModel
 
 MAX_EMBED_TOKENS = 2048  # of one text: it must fit into one pass
@@ -62,6 +62,9 @@ class LlamaEmbeddingBackend:
     def set_threads(self, count: int) -> None:
         set_threads(self._context, count)
         self.threads = count
+
+    def rest(self) -> None:
+        end_threads()
 
     def embed(self, texts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
         self._batch.clear()

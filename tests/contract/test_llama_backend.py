@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import gguf
 import llama_cpp.llama_cpp as lib
@@ -27,6 +28,8 @@ from cellama.engine import (
 from cellama.engine.bundled import TINY_PATH
 from cellama.engine.llama import context
 from cellama.engine.scheduling.strategies import STRATEGIES
+
+from ..conftest import wait_until
 
 PATIENCE_S = 60
 SMALL = {"n_embd": 64, "n_layer": 1, "n_head": 2, "n_head_kv": 2, "n_ff": 64, "n_vocab": 320, "n_ctx": 256}
@@ -210,3 +213,27 @@ def test_threads_of_a_context_change_between_requests_without_a_change_of_text(m
     assert model.engine.generate(PROMPTS[0], max_tokens=10, temperature=0) == before
     assert model.threads == 2
     assert lib.llama_n_threads(model.engine._backend.context) == 2  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("capability", ["generate", "embed"])
+def test_engine_that_has_nothing_to_do_has_no_threads_that_compute(
+    manager: ModelManager, capability: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would slow the other engines of the process."""
+    model = manager.load("a", "bundled://tiny", options=EngineOptions(threads=4), capabilities=[capability])
+    backend: Any = (model.engine if capability == "generate" else model.embedder)._backend
+    at_rest: list[int] = []
+    rest, before = backend.rest, num_threads()
+    monkeypatch.setattr(backend, "rest", lambda: [at_rest.append(num_threads()), rest()])
+    for _ in range(2):
+        if capability == "generate":
+            model.engine.generate(PROMPTS[0], max_tokens=3)
+        else:
+            model.embed(STORY)
+        wait_until(lambda: at_rest and num_threads() <= before, "the threads have ended")
+        assert max(at_rest) >= before + 3
+        at_rest.clear()
+
+
+def num_threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
