@@ -29,7 +29,6 @@ from cellama.engine import (
     ModelManager,
     Request,
     SamplingParams,
-    Text,
     UnknownAdapter,
     WrongCapability,
 )
@@ -37,6 +36,7 @@ from cellama.engine.backend import Adapter, AdapterUse, Chunk
 from cellama.engine.bundled import PIRATE_PATH, TINY_PATH
 from cellama.engine.llama import LlamaBackend, LlamaModel
 
+from .holding import Hold
 from .small_models import EXACT
 
 PATIENCE_S = 60
@@ -177,16 +177,13 @@ def test_adapters_come_change_and_go_while_requests_run(manager: ModelManager) -
 def test_adapter_in_use_is_not_unloaded_and_requests_keep_what_they_began_with(manager: ModelManager) -> None:
     model = load(manager)
     model.load_adapter("pirate", PIRATE)
-    runs = threading.Event()
-    tokens = tuple(model.tokenize("Once upon a time"))
-    handle = model.engine.submit(
-        Request("long", tokens, GREEDY, max_tokens=900, ignore_eos=True),
-        lambda event: runs.set() if isinstance(event, Text) else None,
-    )
-    assert runs.wait(PATIENCE_S)
+    hold, tokens = Hold(), tuple(model.tokenize("Once upon a time"))
+    handle = model.engine.submit(Request("long", tokens, GREEDY, max_tokens=60, ignore_eos=True), hold)
+    assert hold.reached.wait(PATIENCE_S)
     with pytest.raises(AdapterBusy, match="'pirate' is still in use by 1 request"):
         model.unload_adapter("pirate", 0.05)
     model.set_adapter_scale("pirate", 0.25)
+    hold.opened.set()
     assert handle.result(PATIENCE_S).text.startswith(" on the seven seas, there was a little fox")
     model.unload_adapter("pirate", PATIENCE_S)
 

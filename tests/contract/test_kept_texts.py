@@ -14,6 +14,7 @@ import pytest
 from cellama.bench.models.memory_shapes import HybridShape, RecurrentShape, WindowShape
 from cellama.bench.models.synthetic import Shape, write_model
 from cellama.engine import EngineOptions, Model, ModelManager
+from cellama.engine.kvcache import disk_tier
 
 from .small_models import EXACT, SMALL
 
@@ -25,6 +26,13 @@ PLACES: tuple[dict[str, Any], ...] = (
     {"n_parallel": 3, "kv_layout": "unified"},
 )
 PIRATE = {"pirate": ("bundled://pirate", 0.0)}
+
+
+@pytest.fixture(autouse=True)
+def dear_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token is taken to compute a second, so a file is waited for as long as it takes, on any machine."""
+    monkeypatch.setattr(disk_tier, "FIRST_GUESS", 1.0)
+    monkeypatch.setattr(disk_tier, "GUESS_TOKENS", 10**100)
 
 
 @pytest.fixture

@@ -111,12 +111,10 @@ def test_text_is_the_same_preempted_and_continued(manager: ModelManager, layout:
     prompts = [STORY * 3 + "The fox", STORY * 2 + "A bear"]
     texts = [tuple(model.tokenize(f"Once upon a time, a {index}")) for index in range(6)]
     urgent = Meanwhile(model, lambda number: Request("u", texts[number], GREEDY, max_tokens=5, priority=0), times=6)
-    bulk = [
-        model.engine.submit(
-            Request(p, tuple(model.tokenize(p)), GREEDY, max_tokens=400, ignore_eos=True, priority=9), urgent
-        )
-        for p in prompts
+    requests = [
+        Request(p, tuple(model.tokenize(p)), GREEDY, max_tokens=400, ignore_eos=True, priority=9) for p in prompts
     ]
+    bulk = submit_together(model, requests, lambda: urgent)
     expected = [run(cold, prompt, max_tokens=400).tokens for prompt in prompts]
     assert [handle.result(PATIENCE_S).tokens for handle in bulk] == expected
     assert model.engine.snapshot().preemptions >= 3
@@ -130,7 +128,7 @@ def test_text_is_the_same_when_the_cells_of_a_pool_run_out(manager: ModelManager
         Request(p, tuple(model.tokenize(p)), GREEDY, max_tokens=150, ignore_eos=True, priority=3 + 3 * (i % 3))
         for i, p in enumerate(prompts)
     ]
-    handles = [model.engine.submit(request) for request in requests]
+    handles = submit_together(model, requests)
     assert [h.result(PATIENCE_S).tokens for h in handles] == [run(cold, p, max_tokens=150).tokens for p in prompts]
     snapshot = model.engine.snapshot()
     assert snapshot.preemptions > 0

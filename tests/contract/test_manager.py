@@ -21,6 +21,7 @@ from cellama.engine import (
     IdTaken,
     ManagerExists,
     Message,
+    Model,
     ModelBusy,
     ModelLoadFailed,
     ModelManager,
@@ -34,6 +35,7 @@ from cellama.tasks.contract.shapes.workers import WorkerMemory, WorkerModel
 from cellama.tasks.state.registry import describe
 
 from ..conftest import PATIENCE_S, wait_until
+from .holding import Hold
 
 TINY = "bundled://tiny"
 OPTIONS = EngineOptions(n_parallel=2, threads=1)
@@ -47,9 +49,8 @@ def manager() -> Iterator[ModelManager]:
     manager.close()
 
 
-def long_request(manager: ModelManager, model_id: str) -> Request:
-    prompt = tuple(manager.get(model_id).tokenize("Once upon a time"))
-    return Request("r", prompt, GREEDY, max_tokens=1900, ignore_eos=True)
+def story(model: Model) -> Request:
+    return Request("r", tuple(model.tokenize("Once upon a time")), GREEDY, max_tokens=8, ignore_eos=True)
 
 
 def test_ids_are_any_text_and_made_from_the_source_when_none_is_given(manager: ModelManager) -> None:
@@ -78,15 +79,16 @@ def test_default_is_the_first_until_another_is_named_or_it_goes(manager: ModelMa
 
 
 def test_unload_waits_for_what_runs_and_takes_nothing_new(manager: ModelManager) -> None:
-    manager.load("m", TINY, options=OPTIONS)
-    model = manager.get("m")
-    handle = model.engine.submit(long_request(manager, "m"))
+    model, hold = manager.load("m", TINY, options=OPTIONS), Hold()
+    handle = model.engine.submit(story(model), hold)
+    assert hold.reached.wait(PATIENCE_S)
     unloading = threading.Thread(target=manager.unload, args=("m",))
     unloading.start()
     wait_until(lambda: not manager.is_loaded("m"), "the model goes")
     with pytest.raises(UnknownModel, match="model 'm' is unloading"):
         manager.get("m")
-    assert handle.result(60).usage.completion_tokens == 1900
+    hold.opened.set()
+    assert handle.result(60).usage.completion_tokens == 8
     unloading.join(60)
     assert manager.entries() == []
     with pytest.raises(EngineStopped):
@@ -94,10 +96,12 @@ def test_unload_waits_for_what_runs_and_takes_nothing_new(manager: ModelManager)
 
 
 def test_unload_says_when_a_model_stays_in_use_and_leaves_it_as_it_was(manager: ModelManager) -> None:
-    manager.load("m", TINY, options=OPTIONS)
-    handle = manager.get("m").engine.submit(long_request(manager, "m"))
+    model, hold = manager.load("m", TINY, options=OPTIONS), Hold()
+    handle = model.engine.submit(story(model), hold)
+    assert hold.reached.wait(PATIENCE_S)
     with pytest.raises(ModelBusy, match=r"'m' is still in use after 0\.05 s"):
         manager.unload("m", timeout_s=0.05)
+    hold.opened.set()
     assert manager.get("m").engine.generate("Once", max_tokens=2)
     assert handle.result(60).finish_reason == "length"
 
@@ -285,6 +289,6 @@ def test_registry_says_of_a_model_whose_engine_thread_died_that_it_is_stopped(
     assert describe(entry, default=True)["status"] == "ready"
     monkeypatch.setattr(LlamaBackend, "decode", die)
     with pytest.raises(EngineStopped):
-        model.engine.submit(long_request(manager, "m")).result(PATIENCE_S)
+        model.engine.submit(story(model)).result(PATIENCE_S)
     wait_until(lambda: describe(entry, default=True)["status"] == "stopped", "the registry's word")
     assert describe(entry, default=True)["engine"]["phase"] == "stopped"

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cellama.bench.harness.engines import submit_together
 from cellama.bench.models.memory_shapes import HybridShape, RecurrentShape, WindowShape
 from cellama.bench.models.synthetic import Shape, write_model
 from cellama.engine import (
     Completion,
     EngineOptions,
-    Event,
-    Handle,
     Model,
     ModelManager,
     Request,
     SamplingParams,
-    Text,
 )
 from cellama.engine.kvcache.manager import WORTH_SAVING_TOKENS
 from cellama.engine.scheduling.decode_costs import DecodeCosts, MoveCosts
 from cellama.engine.scheduling.slot_layout import SlotLayout
 
+from .holding import Hold
 from .small_models import EXACT, SMALL
 
 PATIENCE_S = 120
@@ -52,19 +50,6 @@ def dear_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MoveCosts, "of", lambda _, num_tokens: 0.0)
 
 
-class Gate:
-    """Lets the test do something while the engine waits, after so many texts of a request."""
-
-    def __init__(self, count: int) -> None:
-        self.reached, self.opened, self._left = threading.Event(), threading.Event(), count
-
-    def __call__(self, event: Event) -> None:
-        self._left -= isinstance(event, Text)
-        if self._left == 0:
-            self.reached.set()
-            assert self.opened.wait(PATIENCE_S)
-
-
 def load(manager: ModelManager, source: str, **options: Any) -> Model:
     chosen = {"threads": 1, "ctx_per_slot": 512, "cache_ram_bytes": 0, **EXACT, **options}
     return manager.load(None, source, options=EngineOptions(**chosen), capabilities=["generate"])
@@ -81,14 +66,14 @@ def alone(manager: ModelManager, source: str, texts: list[str], **params: Any) -
 
 def scattered(model: Model, texts: list[str]) -> tuple[list[Completion], SlotLayout]:
     """The completions of every other one of these; the others are cancelled in the middle, and leave holes."""
-    gate = Gate(8)
-    handles: list[Handle] = [model.engine.submit(request(model, text)) for text in texts[:-1]]
-    handles.append(model.engine.submit(request(model, texts[-1]), gate))
-    assert gate.reached.wait(PATIENCE_S)
+    hold = Hold(8)
+    listeners = iter([*[None] * (len(texts) - 1), hold])
+    handles = submit_together(model, [request(model, text) for text in texts], lambda: next(listeners))
+    assert hold.reached.wait(PATIENCE_S)
     for index, handle in enumerate(handles):
         if index not in KEPT:
             handle.cancel()
-    gate.opened.set()
+    hold.opened.set()
     done = [handle.result(PATIENCE_S) for handle in handles]
     return [done[index] for index in KEPT], model.engine._core.scheduler.layout
 
@@ -150,15 +135,15 @@ def test_completions_of_one_prompt_move_together_with_their_texts(manager: Model
     single = load(manager, "bundled://tiny", n_parallel=1, cache_prompt=False)
     many = Request("n", tuple(model.tokenize(STORY)), sampling, max_tokens=NEW, ignore_eos=True, n=2)
     expected = single.engine.submit(many).result(PATIENCE_S)
-    gate = Gate(8)
-    first = model.engine.submit(request(model, TEXTS[0]))
-    second = model.engine.submit(request(model, TEXTS[1]))
-    handle = model.engine.submit(many, gate)
-    assert gate.reached.wait(PATIENCE_S)
+    hold = Hold(8)
+    listeners = iter([None, None, hold])
+    asked = [*(request(model, text) for text in TEXTS[:2]), many]
+    first, second, handle = submit_together(model, asked, lambda: next(listeners))
+    assert hold.reached.wait(PATIENCE_S)
     first.cancel()
     late = model.engine.submit(request(model, TEXTS[5]))
     second.cancel()
-    gate.opened.set()
+    hold.opened.set()
     done = handle.result(PATIENCE_S)
     late.result(PATIENCE_S)
     assert [c.tokens for c in (done, *done.alternatives)] == [c.tokens for c in (expected, *expected.alternatives)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -29,6 +28,7 @@ from cellama.engine.llama import LlamaBackend, LlamaModel
 from cellama.engine.options import KvLayout
 
 from ..eager_gate import Eager
+from .holding import Hold
 from .small_models import EXACT
 
 PATIENCE_S = 120
@@ -76,19 +76,6 @@ def wrong_here_and_there(tokens: Sequence[int]) -> tuple[int, ...]:
     return tuple(token + (at % 9 == 8) for at, token in enumerate(tokens))
 
 
-class Pause:
-    """Holds the engine up after so many texts, until the test goes on."""
-
-    def __init__(self, count: int) -> None:
-        self.reached, self.opened, self._left = threading.Event(), threading.Event(), count
-
-    def __call__(self, event: Event) -> None:
-        self._left -= isinstance(event, Text)
-        if self._left == 0:
-            self.reached.set()
-            assert self.opened.wait(PATIENCE_S)
-
-
 class Side:
     """The plain engine and one that guesses, with what the plain one says to each request alone."""
 
@@ -124,13 +111,13 @@ def together(side: Side) -> list[Completion]:
 
 def preempted(side: Side) -> list[Completion]:
     """Urgent requests take the slots of those that run, in the midst of their drafts."""
-    before, pause = side.core.scheduler.num_preemptions, Pause(8)
+    before, hold = side.core.scheduler.num_preemptions, Hold(8)
     first, *others = side.requests
-    handles = [side.guessing.engine.submit(first, pause), *(side.guessing.engine.submit(r) for r in others)]
-    assert pause.reached.wait(PATIENCE_S)
+    handles = [side.guessing.engine.submit(first, hold), *(side.guessing.engine.submit(r) for r in others)]
+    assert hold.reached.wait(PATIENCE_S)
     urgent = [replace(first, id=f"urgent {i}", priority=0, max_tokens=20) for i in range(SLOTS)]
     handles += [side.guessing.engine.submit(request) for request in urgent]
-    pause.opened.set()
+    hold.opened.set()
     done = [handle.result(PATIENCE_S) for handle in handles]
     assert side.core.scheduler.num_preemptions > before
     return done[: len(side.requests)]

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from cellama.engine import Engine, EngineOptions, UnknownKey
+from cellama.engine import Engine, EngineOptions, Handle, UnknownKey
 from cellama.engine.core import engine as engine_module
 from cellama.engine.fake import _ALPHABET, FakeBackend
+from cellama.engine.kvcache import disk_tier
 from cellama.engine.kvstore import keys
 from cellama.engine.kvstore.counters import StoreCounters
 from cellama.engine.kvstore.states import KeptState, Match
@@ -22,6 +23,7 @@ from ....conftest import wait_until
 from ...conftest import PATIENCE_S, request
 
 STORY = "Once upon a time there was a fox who told a story, and this is how it began on a day in spring. "
+ENDLESS = 1_000_000  # tokens: more than any test waits for
 MEMORIES: tuple[dict[str, Any], ...] = ({}, {"window": 20}, {"partial_reuse": False})
 
 
@@ -55,8 +57,28 @@ def home(tmp_path: Path) -> Iterator[Home]:
     home.close(save=False)
 
 
+@pytest.fixture
+def dear_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token is taken to compute a second, so a file is waited for as long as it takes, on any machine."""
+    monkeypatch.setattr(disk_tier, "FIRST_GUESS", 1.0)
+    monkeypatch.setattr(disk_tier, "GUESS_TOKENS", 10**100)
+
+
 def say(engine: Engine, prompt: str, count: int = 5, **params: Any) -> Any:
     return engine.complete(prompt, max_tokens=count, temperature=0, **params)
+
+
+def run_on(engine: Engine, prompt: str) -> Handle:
+    """A request that has begun, and goes on until it is cancelled."""
+    streams, never = threading.Event(), threading.Event()
+
+    def on_event(event: object) -> None:
+        streams.set()
+        never.wait(0.001)  # leaves the interpreter to other threads, as a decode call of llama.cpp does
+
+    handle = engine.submit(request(prompt, max_tokens=ENDLESS, stream=True), on_event)
+    assert streams.wait(PATIENCE_S)
+    return handle
 
 
 def expected(context: Sequence[int], count: int, adapters: tuple[tuple[str, float], ...] = ()) -> str:
@@ -70,6 +92,7 @@ def expected(context: Sequence[int], count: int, adapters: tuple[tuple[str, floa
     return said.decode()
 
 
+@pytest.mark.usefixtures("dear_prefill")
 @pytest.mark.parametrize("memory", MEMORIES, ids=str)
 def test_restarted_engine_goes_on_from_a_file(home: Home, memory: dict[str, Any]) -> None:
     first = say(home.open(n_slots=4, **memory), STORY)
@@ -120,6 +143,7 @@ def test_texts_from_any_tier_are_those_of_computing(
     assert "disk" in tiers
 
 
+@pytest.mark.usefixtures("dear_prefill")
 def test_nothing_of_one_scope_is_found_by_another(home: Home) -> None:
     mine = say(home.open(), STORY, cache_scope="mine")
     home.close()
@@ -146,37 +170,30 @@ def test_damaged_file_is_computed_again(home: Home) -> None:
     wait_until(lambda: engine.snapshot().disk_misses == 1, "the file is found out")
 
 
+@pytest.mark.usefixtures("dear_prefill")
 def test_evict_leaves_what_runs_alone_and_takes_the_rest(home: Home) -> None:
-    engine = home.open(n_slots=3, ctx_per_slot=1_000_000)
+    engine = home.open(n_slots=3, ctx_per_slot=ENDLESS)
     done = say(engine, STORY)
-    running = request("Who runs? " + STORY, max_tokens=900_000, stream=True)
-    streams, never = threading.Event(), threading.Event()
-
-    def on_event(event: object) -> None:
-        streams.set()
-        never.wait(0.001)  # leaves the interpreter to other threads, as a decode call of llama.cpp does
-
-    handle = engine.submit(running, on_event)
-    assert streams.wait(PATIENCE_S)
+    handle = run_on(engine, "Who runs? " + STORY)
     assert engine.evict(PATIENCE_S) >= 1  # what runs may be copied to RAM again at any moment
     left = engine.cached_prefix(tuple(STORY.encode()))
     assert left["device"] == left["ram"] == engine.snapshot().kv_cached_tokens == 0
     handle.cancel()
     said = handle.result(PATIENCE_S).text[:200]
-    assert said == expected(running.prompt, len(said)) != ""
+    assert said == expected(handle.request.prompt, len(said)) != ""
     again = say(engine, "And?", parent_key=done.finish_key)
     assert (again.text, again.usage.cache_tier) == (expected((STORY + done.text + "And?").encode(), 5), "disk")
 
 
 def test_running_sequence_is_on_disk_before_it_ends(home: Home) -> None:
     """After a crash, another process goes on from there."""
-    engine = home.open()
-    handle = engine.submit(request(STORY, max_tokens=3000, stream=False))
+    handle = run_on(home.open(ctx_per_slot=ENDLESS), STORY)
     other = home.open()
     wait_until(lambda: other.cached_prefix(tuple(STORY.encode()))["disk"] == len(STORY), "the prompt is kept")
     handle.cancel()
 
 
+@pytest.mark.usefixtures("dear_prefill")
 def test_engine_thread_never_hashes(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: set[str] = set()
     sha256 = keys.sha256

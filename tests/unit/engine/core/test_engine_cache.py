@@ -147,7 +147,7 @@ def test_urgent_request_takes_the_slot_of_a_bulk_one_which_goes_on_later(
 ) -> None:
     backend = FakeBackend(n_slots=2, unified=unified, partial_reuse=partial_reuse)
     engine, _ = make_engine(backend, cache_ram_bytes=ram_bytes)
-    gate: list[Gate] = []
+    start, gate = Gate(backend), list[Gate]()
     under_way = threading.Event()
     events: list[list[Event]] = [[], []]
 
@@ -161,6 +161,7 @@ def test_urgent_request_takes_the_slot_of_a_bulk_one_which_goes_on_later(
         engine.submit(request(f"bulk {i} " * 10, priority=9, max_tokens=120), lambda e, i=i: watch(i, e))  # type: ignore[misc]
         for i in range(2)
     ]
+    start.open.set()
     assert under_way.wait(PATIENCE_S)
     urgent = engine.submit(request("urgent", priority=0, max_tokens=5))
     gate[0].open.set()
@@ -185,8 +186,10 @@ def test_bulk_request_does_not_take_the_slot_of_another(make_engine: MakeEngine)
 def test_cells_that_run_out_cost_nobody_a_token(make_engine: MakeEngine, ram_bytes: int) -> None:
     backend = FakeBackend(n_slots=6, unified=True, ctx_per_slot=256, n_cells=300)
     engine, _ = make_engine(backend, cache_ram_bytes=ram_bytes)
+    gate = Gate(backend)
     prompts = [f"story {i} " * (i + 1) for i in range(12)]
     handles = [engine.submit(request(prompt, max_tokens=120)) for prompt in prompts]
+    gate.open.set()
     texts = [handle.result(PATIENCE_S).text for handle in handles]
     assert texts == [cold(make_engine, prompt, max_tokens=120).text for prompt in prompts]
     assert engine.snapshot().preemptions > 0

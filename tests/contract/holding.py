@@ -1,0 +1,22 @@
+"""Holds an engine up in the middle of a request, so that a test can do what it wants meanwhile, on any machine."""
+
+from __future__ import annotations
+
+import threading
+
+from cellama.engine import Event, Text
+
+PATIENCE_S = 120
+
+
+class Hold:
+    """A listener: after so many texts of its request the engine's thread waits until the test goes on."""
+
+    def __init__(self, count: int = 1) -> None:
+        self.reached, self.opened, self._left = threading.Event(), threading.Event(), count
+
+    def __call__(self, event: Event) -> None:
+        self._left -= isinstance(event, Text)
+        if self._left == 0:
+            self.reached.set()
+            assert self.opened.wait(PATIENCE_S)
