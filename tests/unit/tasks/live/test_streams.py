@@ -167,10 +167,11 @@ def test_stream_says_so_when_redis_has_other_events_after_a_failover() -> None:
 def test_stream_of_a_silent_job_pings_and_then_times_out() -> None:
     async def body(server: Server) -> None:
         await server.redis.hset(job_key(JOB), "state", "queued")
-        stream = server.streams.events(JOB, timeout_s=0.2, ping_s=0.05)
+        stream = server.streams.events(JOB, ping_s=0.05)
         assert [await anext(stream) for _ in range(2)] == [{"type": "ping"}] * 2
+        await stream.aclose()  # type: ignore[attr-defined]
         with pytest.raises(JobTimeout, match=r"told nothing for 0\.2 s"):
-            await seqs(stream)
+            await seqs(server.streams.events(JOB, timeout_s=0.2, ping_s=0.05))
 
     with_server(body)
 

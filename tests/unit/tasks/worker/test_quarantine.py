@@ -18,14 +18,24 @@ class Job:
 
     def __init__(self, gate: Quarantine, pool: ThreadPoolExecutor, *, alone: bool) -> None:
         self.begun, self.interrupted, self._end = threading.Event(), threading.Event(), threading.Event()
+        self.stands = threading.Event()  # at the gate, which asks whether it is interrupted
         self.prove: Callable[[], None]
         self._gate, self._alone = gate, alone
         self._run = pool.submit(self._body)
 
     def _body(self) -> None:
-        with self._gate.passed(self.interrupted.is_set, alone=self._alone) as self.prove:
+        with self._gate.passed(self._is_interrupted, alone=self._alone) as self.prove:
             self.begun.set()
             assert self._end.wait(PATIENCE_S)
+
+    def _is_interrupted(self) -> bool:
+        self.stands.set()
+        return self.interrupted.is_set()
+
+    def stays(self) -> bool:
+        """True if the gate finds once more that it must not pass."""
+        self.stands.clear()
+        return self.stands.wait(PATIENCE_S) and not self.begun.is_set()
 
     def begins(self) -> None:
         assert self.begun.wait(PATIENCE_S)
@@ -43,9 +53,9 @@ class World:
         return Job(self._gate, self._pool, alone=alone)
 
     def waiting(self, *, alone: bool = False) -> Job:
-        """A job that stands at the gate for a while, and does not pass."""
+        """A job that stands at the gate, and does not pass."""
         job = self.job(alone=alone)
-        assert not job.begun.wait(0.3)
+        assert job.stays()
         return job
 
 
@@ -69,10 +79,10 @@ def test_suspect_waits_for_the_unproven_and_new_ones_for_it(world: World) -> Non
     suspect = world.waiting(alone=True)
     fresh = world.waiting()
     embedding.ends()
-    assert not suspect.begun.is_set()
+    assert suspect.stays()
     story.prove()
     suspect.begins()
-    assert not fresh.begun.wait(0.3)
+    assert fresh.stays()
     suspect.prove()
     fresh.begins()  # beside the other two, which go on
     for job in (story, suspect, fresh):
@@ -85,7 +95,7 @@ def test_suspects_begin_one_by_one(world: World) -> None:
     second, fresh = world.waiting(alone=True), world.waiting()
     first.ends()
     second.begins()
-    assert not fresh.begun.is_set()
+    assert fresh.stays()
     second.ends()
     fresh.begins()
     fresh.ends()
