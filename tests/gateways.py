@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -36,12 +38,21 @@ class GatewayProcess:
         def answers() -> bool:
             assert self.process.poll() is None, f"the gateway ended:\n{self.log()}"
             try:
-                return httpx.get(self.url + path).status_code == 200
+                return self.get(path).status_code == 200
             except httpx.TransportError:
                 return False
 
         wait_until(answers, "the gateway")
         return self
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=PATIENCE_S, **options)
+
+    def post(self, path: str, **options: Any) -> httpx.Response:
+        return httpx.post(self.url + path, timeout=PATIENCE_S, **options)
+
+    def stream(self, path: str, **options: Any) -> AbstractContextManager[httpx.Response]:
+        return httpx.stream("POST", self.url + path, timeout=PATIENCE_S, **options)
 
     def log(self) -> str:
         return self._log_path.read_text(errors="replace")

@@ -48,7 +48,7 @@ class Flower:
     def get(self, path: str, credentials: str = CREDENTIALS) -> Any:
         request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}")
         request.add_header("Authorization", "Basic " + base64.b64encode(credentials.encode()).decode())
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
             return json.load(answer)
 
     def look(self, path: str, name: str) -> str:

@@ -22,10 +22,11 @@ import pytest
 
 from cellama.api import Client
 from cellama.api.machine.redis_server import RedisServer, free_port
+from cellama.bench.harness import pace
 from cellama.tasks.connection.connections import connect
 from cellama.tasks.state.registry import live_workers
 
-from ..conftest import PATIENCE_S, WorkerProcess, clean_environment, wait_until
+from ..conftest import PATIENCE_S, WorkerProcess, clean_environment, paced, wait_until
 from .pages import DOCS, ROOT
 
 EXAMPLES = DOCS / "examples"
@@ -121,7 +122,7 @@ def test_fastapi_example_answers_errors_with_their_statuses(fastapi_site: Site) 
 
 
 def test_fastapi_example_cancels_the_job_of_a_reader_that_goes_away(fastapi_site: Site, worker: WorkerProcess) -> None:
-    with worker.slowed(), Client() as client:
+    with worker.slowed(0.5), Client() as client:  # a story of this model lasts for most of a minute
         connection = http.client.HTTPConnection("127.0.0.1", fastapi_site.port, timeout=PATIENCE_S)
         body = json.dumps({"prompt": "Once upon a time", "max_tokens": 1000})
         connection.request("POST", "/stories/stream", body, {"content-type": "application/json"})
@@ -163,8 +164,8 @@ def test_bulk_example_answers_each_line_and_goes_on_without_doing_them_again(
 def test_several_machines_example_shares_the_queue_of_one_redis(tmp_path: Path) -> None:
     script = str(EXAMPLES / "several_machines" / "worker.sh")
     with RedisServer.start(tmp_path / "redis") as redis, contextlib.ExitStack() as stack:
-        models = json.dumps([{"id": "tiny", "source": "bundled://tiny", "n_parallel": 2, "threads": 1}])
-        environment = {"CELLAMA_REDIS_URL": redis.url, "CELLAMA_MODELS": models}
+        models = paced(json.dumps([{"id": "tiny", "source": "bundled://tiny", "n_parallel": 2, "threads": 1}]))
+        environment = {"CELLAMA_REDIS_URL": redis.url, "CELLAMA_MODELS": models, pace.PACE_FILE: str(tmp_path / "pace")}
         for name in ("one", "two"):
             stack.enter_context(started([script], tmp_path, tmp_path / f"{name}.log", **environment))
         client = connect(redis.url)
@@ -176,9 +177,10 @@ def test_several_machines_example_shares_the_queue_of_one_redis(tmp_path: Path) 
             "print(len({next(job.stream())['worker'] for job in jobs}))"
         )
         argv = [sys.executable, "-c", code]
-        done = subprocess.run(
-            argv, env=clean_environment(**environment), capture_output=True, text=True, timeout=PATIENCE_S
-        )
+        with pace.slowed(tmp_path / "pace", 0.02):  # one alone would take some ten seconds
+            done = subprocess.run(
+                argv, env=clean_environment(**environment), capture_output=True, text=True, timeout=PATIENCE_S
+            )
         assert done.stdout == "2\n", done.stderr
 
 

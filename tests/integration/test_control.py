@@ -48,11 +48,12 @@ def test_plain_revoke_of_a_waiting_job_ends_it(
 def test_plain_revoke_with_terminate_ends_a_running_job(
     worker: WorkerProcess, plain: Celery, events_of: EventsOf, redis_client: Redis
 ) -> None:
-    job = generate.delay("tiny", "Once upon a time", **LONG)
-    wait_until(lambda: Ledger(redis_client).state(job.id) == "running", "the job to begin")
-    plain.control.revoke(job.id)
-    plain.control.terminate(job.id)
-    assert events_of(job.id)[-1]["finish_reason"] == "cancelled"
+    with worker.slowed():
+        job = generate.delay("tiny", "Once upon a time", **LONG)
+        wait_until(lambda: Ledger(redis_client).state(job.id) == "running", "the job to begin")
+        plain.control.revoke(job.id)
+        plain.control.terminate(job.id)
+        assert events_of(job.id)[-1]["finish_reason"] == "cancelled"
 
 
 def test_plain_revoke_of_a_plain_job_outlives_the_worker_that_heard_of_it(

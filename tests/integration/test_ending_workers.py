@@ -60,7 +60,7 @@ def test_ending_worker_hands_its_jobs_back(
 ) -> None:
     first = start_worker(drain_s=drain_s)
     undisturbed = generate.delay(model, STORY, **MEDIUM).get(timeout=PATIENCE_S)["text"]
-    with first.slowed():
+    with first.slowed(0.5):  # each lasts for most of a minute
         jobs = [generate.delay(model, STORY, stream=bool(i % 2), **MEDIUM) for i in range(6)]
         wait_for_token(redis_client, jobs[1].id)
         for number in range(num_signals):

@@ -41,11 +41,12 @@ def test_job_of_an_idle_model_passes_the_backlog_of_another(
     worker: WorkerProcess, models: tuple[str, str], redis_client: Redis, priority: int
 ) -> None:
     busy, idle = models
-    backlog = generate.queue_many(
-        generate.check_many([((busy, "Once upon a time"), {**LONG, "priority": priority})] * BACKLOG)
-    )
-    wait_until(lambda: worker.engine()["slots_decoding"] == SLOTS, "a busy model")
-    generate.delay(idle, "Once", max_tokens=2, priority=priority).get(timeout=PATIENCE_S)
-    waiting = Ledger(redis_client).num_waiting(queue_name(busy))
-    app.control.revoke(backlog, terminate=True)
+    with worker.slowed():
+        backlog = generate.queue_many(
+            generate.check_many([((busy, "Once upon a time"), {**LONG, "priority": priority})] * BACKLOG)
+        )
+        wait_until(lambda: worker.engine()["slots_decoding"] == SLOTS, "a busy model")
+        generate.delay(idle, "Once", max_tokens=2, priority=priority).get(timeout=PATIENCE_S)
+        waiting = Ledger(redis_client).num_waiting(queue_name(busy))
+        app.control.revoke(backlog, terminate=True)
     assert waiting > BACKLOG / 2, f"of {BACKLOG} jobs of the busy model {BACKLOG - waiting} went first"

@@ -43,7 +43,7 @@ def test_job_of_a_killed_worker_goes_on_from_the_state_on_disk(
     short = run(model, STORY, max_tokens=5)
     params: dict[str, Any] = {"max_tokens": 200, "ignore_eos": True, **GREEDY}
     undisturbed = run(model, PROMPT, cache_prompt=False, **params)["text"]
-    with first.slowed():
+    with first.slowed(0.25):  # it lasts for most of a minute
         job = generate.delay(model, PROMPT, cache_scope="a", **params)
         wait_until(lambda: on_disk(model, "a") > 0, "the state of what runs on disk")
         first.process.kill()

@@ -44,7 +44,8 @@ def test_message_that_is_set_aside_comes_back_when_its_time_has_come(redis_clien
     assert position_of(redis_client, job.id).state == "waiting"
     assert redis_client.zscore(LEASES_KEY, job.id) > time.time() + HOUR_S / 2  # type: ignore[operator]
     ledger.set_aside(taken, -1)
-    wait_until(lambda: ledger.restore(5), "the message given back")
+    # The reaper of a worker of other tests may come first.
+    wait_until(lambda: ledger.restore(5) or redis_client.zscore(waiting, job.id), "the message given back")
     assert redis_client.zscore(waiting, job.id)
     job.revoke()
 

@@ -30,7 +30,7 @@ from cellama.tasks.worker.reaper import SETTLED_S, Reaper
 from ..conftest import wait_until
 from .ledgers import begin, ids_in, submit, take, write
 
-LEASE_S = 6
+LEASE_S = 60  # no lease ends, nor is a look too late, while a test runs
 OLD_S = 3 * SETTLED_S
 QUEUE = "cellama:queue:m"
 

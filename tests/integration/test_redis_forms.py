@@ -90,7 +90,7 @@ def test_jobs_end_although_the_master_dies_in_their_middle(sentinels: SentinelSe
         command = [sys.executable, "-c", FAILOVER]
         with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as producer:
             assert producer.stdout is not None
-            with worker.slowed():
+            with worker.slowed(0.25):  # 200 tokens last for most of a minute
                 assert producer.stdout.readline() == "queued\n"
                 wait_until(lambda: worker.engine()["slots_decoding"] == 8, "all jobs running")
                 sentinels.wait_until_replicated()

@@ -40,7 +40,9 @@ with Client() as client:
     endless = client.generate(*STORY, max_tokens=1900, ignore_eos=True)
     endless.cancel()
     client.generate_many("tiny", ["One", "Two"], max_tokens=2)
-    print(len(client.models()), len(app.control.inspect(timeout=2).ping()))
+    while not (answers := app.control.inspect(timeout=1).ping()):
+        pass
+    print(len(client.models()), len(answers))
     generate.delay(*STORY, max_tokens=2).get(60)
     plain = app.send_task("cellama.generate", STORY, {"max_tokens": 2}, queue="cellama:queue:tiny")
     assert plain.get(60)["text"]

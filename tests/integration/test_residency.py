@@ -66,7 +66,7 @@ def test_models_are_loaded_and_unloaded_under_load_without_a_failed_job(client: 
     for _ in range(3):
         client.load_model(second, "bundled://tiny", worker=name, timeout=PATIENCE_S, **OPTIONS)
         count = len(texts)
-        wait_until(lambda count=count: len(texts) > count + 5, "jobs of both models")
+        wait_until(lambda count=count: len(texts) > count + 6, "jobs of both models")
         client.unload_model(second, worker=name, timeout=PATIENCE_S)
         with pytest.raises(UnknownModel, match=f"no live worker serves a model '{second}'"):
             client.generate(second, STORY)

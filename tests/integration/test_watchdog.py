@@ -17,9 +17,9 @@ STRATEGY = """
 import threading
 from pathlib import Path
 
-from cellama.engine.scheduling.strategies import Adaptive
+from cellama.bench.harness.pace import Paced
 
-class Hanging(Adaptive):
+class Hanging(Paced):
     def build_batch(self, *arguments):
         if Path("hang").exists():
             what_hangs = threading.Event()
@@ -28,7 +28,7 @@ class Hanging(Adaptive):
 """
 
 
-def worker_with(folder: Path, url: str, name: str, strategy: str) -> WorkerProcess:
+def worker_with(folder: Path, url: str, name: str, strategy: str, **settings: str) -> WorkerProcess:
     model = {
         "id": f"{name}-tiny",
         "source": "bundled://tiny",
@@ -36,8 +36,7 @@ def worker_with(folder: Path, url: str, name: str, strategy: str) -> WorkerProce
         "threads": 1,
         "batch_strategy": strategy,
     }
-    settings = {"CELLAMA_MODELS": json.dumps([model]), "CELLAMA_HANG_S": "1"}
-    return WorkerProcess(folder, url, name=f"{name}-{strategy[:3]}", **settings)
+    return WorkerProcess(folder, url, name=f"{name}-{strategy[:3]}", CELLAMA_MODELS=json.dumps([model]), **settings)
 
 
 def test_worker_whose_engine_hangs_ends_and_its_job_goes_on_elsewhere(
@@ -45,15 +44,16 @@ def test_worker_whose_engine_hangs_ends_and_its_job_goes_on_elsewhere(
 ) -> None:
     name = f"h{uuid.uuid4().hex[:8]}"
     (tmp_path / "mine.py").write_text(STRATEGY)
-    hanging = worker_with(tmp_path, redis_server.url, name, "mine:Hanging")
+    hanging = worker_with(tmp_path, redis_server.url, name, "mine:Hanging", CELLAMA_HANG_S="3")
     other = None
     try:
         hanging.wait_ready()
         with Client() as client:
-            job = client.generate(f"{name}-tiny", "Once upon a time", max_tokens=1500, ignore_eos=True, **GREEDY)
-            next(event for event in job.stream() if event["type"] == "token")
-            (tmp_path / "hang").touch()
-            assert wait_until(hanging.process.poll, "the end of the worker") == EXIT_STALLED
+            with hanging.slowed():
+                job = client.generate(f"{name}-tiny", "Once upon a time", max_tokens=1500, ignore_eos=True, **GREEDY)
+                next(event for event in job.stream() if event["type"] == "token")
+                (tmp_path / "hang").touch()
+                assert wait_until(hanging.process.poll, "the end of the worker") == EXIT_STALLED
             assert "has been in one step (step) for" in hanging.log()
             assert "what_hangs.wait()" in hanging.log()
             (tmp_path / "elsewhere").mkdir()

@@ -102,8 +102,8 @@ def test_run_is_cancelled_and_resumed_from_elsewhere(
     start_worker: StartWorker, commands: Commands, redis_client: Redis
 ) -> None:
     worker = start_worker()
-    commands.write([*stories(2, max_tokens=4), *stories(40, max_tokens=400)[2:]])
-    with worker.slowed():
+    commands.write([*stories(2, max_tokens=4), *stories(40, max_tokens=100)[2:]])
+    with worker.slowed(0.2):
         command = commands.start_run()
         wait_until(lambda: commands.num_results() >= 2, "results")
         assert commands.start("cancel", "out.jsonl").wait(PATIENCE_S) == 0
@@ -208,9 +208,9 @@ def test_order_of_input_can_be_given_up_after_a_crash(
 ) -> None:
     worker = start_worker()
     lines = stories(80, max_tokens=16)
-    lines[0]["max_tokens"] = 1500  # all others wait for it
+    lines[0]["max_tokens"] = 600  # all others wait for it
     commands.write(lines)
-    with worker.slowed():
+    with worker.slowed(0.1):
         command = commands.start_run("--order", "input")
         wait_until(lambda: any(run.get("finished") for run in _runs(commands, redis_client)), "held results")
         command.kill()

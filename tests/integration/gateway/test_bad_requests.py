@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import httpx
 import openai as errors
 import pytest
 from openai import OpenAI
@@ -62,7 +61,7 @@ def turns(*contents: Any) -> list[Any]:
 def test_wrong_body_is_refused_by_name(
     gateway: GatewayProcess, body: dict[str, Any], error: type[errors.APIStatusError], param: str | None, told: str
 ) -> None:
-    answer = httpx.post(f"{gateway.url}/v1/chat/completions", content=json.dumps({**CHAT, **body}), headers=JSON)
+    answer = gateway.post("/v1/chat/completions", content=json.dumps({**CHAT, **body}), headers=JSON)
     with pytest.raises(error) as caught:
         raise OpenAI(api_key="none")._make_status_error_from_response(answer)
     assert caught.value.param == param
@@ -92,7 +91,7 @@ def test_wrong_body_is_refused_by_name(
     ],
 )
 def test_other_endpoints_refuse_alike(gateway: GatewayProcess, path: str, body: dict[str, Any], told: str) -> None:
-    answer = httpx.post(f"{gateway.url}/v1/{path}", json={"model": "tiny", **body})
+    answer = gateway.post(f"/v1/{path}", json={"model": "tiny", **body})
     assert answer.status_code == 400, answer.text
     assert told in answer.json()["error"]["message"]
 
@@ -116,21 +115,21 @@ def test_other_endpoints_refuse_alike(gateway: GatewayProcess, path: str, body: 
 def test_body_that_is_none_is_refused(
     gateway: GatewayProcess, content: bytes, headers: dict[str, str], status: int, told: str
 ) -> None:
-    answer = httpx.post(f"{gateway.url}/v1/chat/completions", content=content, headers=headers)
+    answer = gateway.post("/v1/chat/completions", content=content, headers=headers)
     assert answer.status_code == status, answer.text
     assert told in answer.json()["error"]["message"]
 
 
 def test_paths_and_methods_that_are_none_have_the_envelope_too(gateway: GatewayProcess) -> None:
-    assert httpx.get(f"{gateway.url}/v1/nothing").json()["error"]["type"] == "not_found_error"
-    assert httpx.get(f"{gateway.url}/v1/chat/completions").status_code == 405
-    assert httpx.get(f"{gateway.url}/v1/models/nope").json()["error"]["code"] == "model_not_found"
+    assert gateway.get("/v1/nothing").json()["error"]["type"] == "not_found_error"
+    assert gateway.get("/v1/chat/completions").status_code == 405
+    assert gateway.get("/v1/models/nope").json()["error"]["code"] == "model_not_found"
 
 
 def test_request_id_is_the_clients_or_a_new_one(gateway: GatewayProcess, openai: OpenAI) -> None:
-    own = httpx.get(f"{gateway.url}/health", headers={"x-request-id": "mine-1"})
+    own = gateway.get("/health", headers={"x-request-id": "mine-1"})
     assert own.headers["x-request-id"] == "mine-1"
-    forged = httpx.get(f"{gateway.url}/health", headers={"x-request-id": "a b"})
+    forged = gateway.get("/health", headers={"x-request-id": "a b"})
     assert forged.headers["x-request-id"].startswith("req_")
     with pytest.raises(errors.NotFoundError) as caught:
         openai.models.retrieve("nope")

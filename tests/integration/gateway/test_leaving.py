@@ -6,7 +6,7 @@ import asyncio
 import json
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -18,7 +18,7 @@ from redis import Redis
 from cellama.api.client.client import Client
 from cellama.api.machine.redis_server import RedisServer
 
-from ...conftest import SLOTS, WorkerProcess, wait_until
+from ...conftest import PATIENCE_S, SLOTS, WorkerProcess, wait_until
 from ...gateways import GatewayProcess
 from .conftest import CHAT, LONG
 
@@ -64,12 +64,12 @@ def test_job_with_an_idempotency_key_goes_on_and_gives_its_answer_to_who_comes_b
 ) -> None:
     key = {"idempotency-key": "again"}
     body = {**CHAT, "max_tokens": 30, "ignore_eos": True}
-    with worker.slowed(), pytest.raises(httpx.ReadTimeout):
+    with worker.slowed(0.5), pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{gateway.url}/v1/chat/completions", json=body, headers=key, timeout=1)
-    again = [httpx.post(f"{gateway.url}/v1/chat/completions", json=body, headers=key).json() for _ in range(2)]
+    again = [gateway.post("/v1/chat/completions", json=body, headers=key).json() for _ in range(2)]
     assert again[0]["id"] == again[1]["id"]
     assert again[0]["usage"]["completion_tokens"] == 30
-    streamed = httpx.post(f"{gateway.url}/v1/chat/completions", json={**body, "seed": 2}, headers=key)
+    streamed = gateway.post("/v1/chat/completions", json={**body, "seed": 2}, headers=key)
     assert (streamed.status_code, "with other parameters" in streamed.text) == (400, True)
 
 
@@ -88,24 +88,18 @@ def test_keep_alives_come_from_before_the_first_token_on(
     worker: WorkerProcess, redis_server: RedisServer, tmp_path: Path
 ) -> None:
     gateway = GatewayProcess(tmp_path, redis_server.url, CELLAMA_GATEWAY_KEEPALIVE_S="1").wait_ready()
-
-    async def lines(client: httpx.AsyncClient) -> AsyncIterator[str]:
-        body = {**BODY, "stream": True, "max_tokens": 1}
-        async with client.stream("POST", f"{gateway.url}/v1/completions", json=body) as answer:
-            assert answer.status_code == 200
-            async for line in answer.aiter_lines():
-                yield line
-
-    async def read() -> list[str]:
-        async with httpx.AsyncClient(timeout=None) as client:
-            return [line async for line in lines(client) if line]
-
+    body = {**BODY, "stream": True, "max_tokens": 1}
+    worker.process.send_signal(signal.SIGSTOP)
     try:
-        with worker.slowed(1.5):
-            told = asyncio.run(read())
+        with gateway.stream("/v1/completions", json=body) as answer:
+            assert answer.status_code == 200
+            lines = answer.iter_lines()
+            assert next(lines) == ": keep-alive"
+            worker.process.send_signal(signal.SIGCONT)
+            told = [line for line in lines if line]
     finally:
+        worker.process.send_signal(signal.SIGCONT)
         assert gateway.stop() == 0
-    assert ": keep-alive" in told
     assert told[-1] == "data: [DONE]"
     assert told[-2].startswith("data: {")
 
@@ -115,13 +109,13 @@ def test_gateway_that_ends_lets_streams_end_and_takes_no_more(
 ) -> None:
     gateway = GatewayProcess(tmp_path, redis_server.url).wait_ready()
     body = {**BODY, "stream": True, "max_tokens": 20}
-    with worker.slowed(), httpx.stream("POST", f"{gateway.url}/v1/completions", json=body, timeout=60) as answer:
+    with worker.slowed(), gateway.stream("/v1/completions", json=body) as answer:
         lines = answer.iter_lines()
         assert next(lines).startswith("data: ")
         gateway.process.send_signal(signal.SIGTERM)
         told = [line for line in lines if line]
     assert told[-1] == "data: [DONE]"
-    assert gateway.process.wait(60) == 0
+    assert gateway.process.wait(PATIENCE_S) == 0
     assert "Traceback" not in gateway.log()
 
 
@@ -131,11 +125,11 @@ def test_gateway_whose_time_to_end_is_over_cancels_what_is_left(
     gateway = GatewayProcess(tmp_path, redis_server.url, CELLAMA_DRAIN_S="1").wait_ready()
     with (
         worker.slowed(),
-        httpx.stream("POST", f"{gateway.url}/v1/completions", json={**BODY, "stream": True}) as answer,
+        gateway.stream("/v1/completions", json={**BODY, "stream": True}) as answer,
     ):
         next(answer.iter_lines())
         gateway.process.send_signal(signal.SIGTERM)
-        assert gateway.process.wait(60) == 0
+        assert gateway.process.wait(PATIENCE_S) == 0
         wait_until(lambda: none_is_open(jobs_of_test, worker), "free slots")
 
 

@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from openai import OpenAI
 from starlette.applications import Starlette
@@ -26,7 +25,7 @@ from .conftest import CHAT, TOOL
 
 def test_tokens_are_those_of_the_model_in_either_form(gateway: GatewayProcess, queue: Client) -> None:
     def post(path: str, **body: Any) -> Any:
-        return httpx.post(gateway.url + path, json=body).raise_for_status().json()
+        return gateway.post(path, json=body).raise_for_status().json()
 
     expected = queue.tokenize("tiny", "Hello, fox").result(60)["tokens"]
     assert post("/tokenize", content="Hello, fox")["tokens"] == expected
@@ -35,8 +34,8 @@ def test_tokens_are_those_of_the_model_in_either_form(gateway: GatewayProcess, q
     assert post("/detokenize", tokens=expected)["content"] == "Hello, fox"
     chat = queue.apply_chat_template("tiny", CHAT["messages"], tools=[TOOL]).result(60)["tokens"]
     assert post("/tokenize", model="tiny", messages=CHAT["messages"], tools=[TOOL])["tokens"] == chat
-    assert httpx.post(f"{gateway.url}/tokenize", json={"content": 3}).status_code == 400
-    assert httpx.post(f"{gateway.url}/detokenize", json={"tokens": [10**6]}).status_code == 400
+    assert gateway.post("/tokenize", json={"content": 3}).status_code == 400
+    assert gateway.post("/detokenize", json={"tokens": [10**6]}).status_code == 400
 
 
 @pytest.mark.parametrize(
@@ -85,9 +84,9 @@ def test_app_of_another_mounts_the_gateway(gateway: GatewayProcess, redis_server
 
 def test_gateway_without_redis_lives_and_is_not_ready(tmp_path: Path) -> None:
     gateway = GatewayProcess(tmp_path, "redis://127.0.0.1:1/0").wait_ready("/health")
-    ready = httpx.get(f"{gateway.url}/ready", timeout=PATIENCE_S)
+    ready = gateway.get("/ready")
     assert (ready.status_code, ready.json()["error"]["code"]) == (503, "not_ready")
-    answer = httpx.post(f"{gateway.url}/v1/chat/completions", json=CHAT, timeout=PATIENCE_S)
+    answer = gateway.post("/v1/chat/completions", json=CHAT)
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
     assert gateway.stop() == 0
 
