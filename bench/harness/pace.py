@@ -12,21 +12,26 @@ from cellama.engine.scheduling.strategies import Adaptive, SlotView, TokenAlloca
 
 STRATEGY = f"{__name__}:Paced"
 PACE_FILE = "BENCH_PACE_FILE"  # environment variable of the worker: the file, there or not, holds seconds per step
+LEAST_S = "BENCH_LEAST_STEP_S"  # environment variable of the worker: seconds that a step takes without that file
 SLOW_S = 0.05  # per step: the longest text of the bundled model takes more than a minute
 
 
 class Paced(Adaptive):
-    """Adaptive, but that each step waits first for as long as the file says. Cancels are still heard in every step."""
+    """Adaptive, but that each step waits first, as long as the file says. Cancels are still heard in every step."""
 
     def __init__(self) -> None:
         super().__init__()
         self._path = Path(os.environ.get(PACE_FILE, "no such file"))
+        self._least_s = float(os.environ.get(LEAST_S, "0"))
 
     def build_batch(
         self, slots: Sequence[SlotView], budget: int, chunk_size: int, queue_depth: int
     ) -> list[TokenAllocation]:
+        seconds = self._least_s
         with contextlib.suppress(OSError):
-            time.sleep(float(self._path.read_text()))
+            seconds = float(self._path.read_text())
+        if seconds:
+            time.sleep(seconds)
         return super().build_batch(slots, budget, chunk_size, queue_depth)
 
 

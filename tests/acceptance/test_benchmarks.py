@@ -11,6 +11,7 @@ from collections import Counter
 import pytest
 
 from cellama.bench.__main__ import NAMES
+from cellama.bench.harness import pace
 from cellama.bench.harness.suite import SHORT
 from cellama.engine.bundled import TINY_PATH
 
@@ -39,13 +40,13 @@ SMALL = {
     "queue_tax": "--slots 2 --requests 6 --prompt 16 --new 8 --samples 2 --rounds 1 --threads 1",
     "small_jobs": "--jobs 20 --rounds 1 --slots 2",
     "urgent": "--slots 2 --bulk 10 --prompt 32 --new 400 --samples 1 --pause 0.1 --threads 1",
-    "positions": "--jobs 24 --burst 12 --left 2 --slots 2 --new 4 16 --prompt 16 --pace 0.01",
+    "positions": "--jobs 24 --burst 12 --left 2 --slots 2 --new 4 16 --prompt 16 --pace 0.1",
     "cancel": "--slots 2 --prompt 1500 --chunk 32 --samples 1 --threads 1 --pace 0.05",
     "gateway": "--streams 20 --beside 4 --new 8 --slots 8 --rounds 1 --threads 1 --pace 0",
     "readers": "--streams 20 --events 10 --rounds 1",
     "embeddings": "--texts 12 --words 2 6 --rounds 1 --threads 1",
     "embed_beside": "--texts 12 --words 2 6 --context 512 --threads 1",
-    "neighbours": "--slots 2 --new 400 --settle 0.1 --seconds 0.2 --rounds 1 --tries 1",
+    "neighbours": "--slots 2 --new 1900 --settle 0.1 --seconds 0.2 --rounds 1 --tries 1",
     "bulk_lines": "--lines 20 200 --bytes 200",
     "kept_states": "--samples 2 --prompt 400 --conversations 6 --in-ram 2 --opening 96 --turns 2 --rate 20 --states 2 "
     "--seconds 0.2 --requests 4 --rounds 1",
@@ -59,12 +60,14 @@ SMALL = {
 }
 
 
+LEAST_STEP_S = "0.01"  # so that jobs last until their worker is killed
 TIMEOUT_S = 900.0  # of one; a machine may be busy with other things
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", "from cellama.api.cli import main; main()", "bench", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=clean_environment())
+    environment = clean_environment(**{pace.LEAST_S: LEAST_STEP_S} if arguments[:1] == ("kept_jobs",) else {})
+    return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment)
 
 
 @pytest.mark.timeout(TIMEOUT_S + 30)

@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
+from cellama.bench.harness import pace
+
 from ..conftest import clean_environment
 
 JOBS = 40
+LEAST_STEP_S = "0.01"  # 40 jobs of 200 tokens take five seconds at least: longer than any period
 TIMEOUT_S = 400.0
 CHECKED = ("results", "stored twice", "torn", "read torn", "texts off", "unacked", "untimely")
 
@@ -19,9 +22,8 @@ CHECKED = ("results", "stored twice", "torn", "read torn", "texts off", "unacked
 def chaos(scenario: str, *options: str) -> dict[str, Any]:
     """The one row of a scenario."""
     command = [sys.executable, "-m", "cellama.bench", "chaos", "--scenarios", scenario, "--jobs", str(JOBS)]
-    done = subprocess.run(
-        [*command, *options], capture_output=True, timeout=TIMEOUT_S, text=True, env=clean_environment()
-    )
+    environment = clean_environment(**{pace.LEAST_S: LEAST_STEP_S})
+    done = subprocess.run([*command, *options], capture_output=True, timeout=TIMEOUT_S, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
     row: dict[str, Any] = report["rows"][0]
@@ -32,11 +34,11 @@ def chaos(scenario: str, *options: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("scenario", "options"),
     [
-        ("kills", ("--new", "400", "--kills", "3", "--period", "1.5")),
-        ("outages", ("--new", "400", "--outages", "4", "--period", "1")),
-        ("freezes", ("--new", "400", "--freezes", "2", "--period", "2")),
+        ("kills", ("--new", "200", "--kills", "3", "--period", "1.5")),
+        ("outages", ("--new", "200", "--outages", "4", "--period", "1")),
+        ("freezes", ("--new", "200", "--freezes", "2", "--period", "2")),
         ("clocks", ("--new", "200")),
-        ("rollbacks", ("--new", "400", "--rollbacks", "2", "--period", "1.5")),
+        ("rollbacks", ("--new", "200", "--rollbacks", "2", "--period", "1.5")),
         ("poison", ("--new", "100")),
     ],
 )

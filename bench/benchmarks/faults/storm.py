@@ -122,9 +122,12 @@ class _Storm:
 
     def _wait_for(self, output: Path, count: int) -> None:
         def there() -> bool:
-            if self._process.poll() is not None:
+            has_ended = self._process.poll() is not None  # asked first: what it wrote last counts, too
+            if _num_lines(output) >= count:
+                return True
+            if has_ended:
                 raise RuntimeError(f"the command ended too early:\n{output.with_suffix('.log').read_text()[-2000:]}")
-            return _num_lines(output) >= count
+            return False
 
         wait_until(there, f"{count} results")
 
