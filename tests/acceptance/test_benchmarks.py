@@ -49,7 +49,7 @@ SMALL = {
     "neighbours": "--slots 2 --new 1900 --settle 0.1 --seconds 0.2 --rounds 1 --tries 1",
     "bulk_lines": "--lines 20 200 --bytes 200",
     "kept_states": "--samples 2 --prompt 400 --conversations 6 --in-ram 2 --opening 96 --turns 2 --rate 20 --states 2 "
-    "--seconds 0.2 --requests 4 --rounds 1",
+    "--seconds 0.05 --requests 4 --rounds 1",
     "kept_jobs": "--jobs 2 --prompt 200 --new 300 --threads 1",
     "kept_files": "--damaged 60 --kills 1",
     "storm": "--lines 60 --new 24 --command-kills 1 --worker-kills 1",

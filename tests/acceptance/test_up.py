@@ -33,10 +33,17 @@ def test_gateway_is_among_what_up_runs_if_it_is_asked_for(tmp_path: Path) -> Non
     with up(tmp_path, "--gateway-port", str(port)) as machine:
         url = f"http://127.0.0.1:{port}"
         assert f"{url}/v1" in machine.output()
+        wait_until(lambda: is_ready(url), "the gateway, which nobody waits for")
         answer = httpx.post(f"{url}/v1/completions", json={"model": "tiny", "prompt": "Once"}, timeout=PATIENCE_S)
         assert answer.json()["usage"]["completion_tokens"] > 0
         children = descendants(machine.process.pid)
-    assert not any(map(is_running, children))
+    wait_until(lambda: not any(map(is_running, children)), "the end of all children")
+
+
+def is_ready(url: str) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        return httpx.get(f"{url}/ready", timeout=PATIENCE_S).status_code == 200
+    return False
 
 
 def test_worker_that_dies_is_replaced(own_machine: Machine) -> None:
