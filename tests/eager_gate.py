@@ -1,4 +1,4 @@
-"""A gate for tests: drafts are decoded whatever they cost."""
+"""A gate for tests: drafts are made and decoded whatever they cost, which depends on the machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from cellama.engine.speculation.gate import Candidate
 
 
 class Eager:
-    """Takes a random number of drafts of each slot: equally many, as a stream per slot wants it."""
+    """Takes a random number of drafts of most slots: equally many, as a stream of cells per slot wants it."""
+
+    compares = False
 
     def __init__(self, seed: int) -> None:
         self._random = Random(seed)
@@ -23,6 +25,10 @@ class Eager:
     def account(self, num_tokens: int, seconds: float) -> None:
         pass
 
-    def choose(self, candidates: Sequence[Candidate], most_s: float) -> Mapping[int, int]:
+    def choose(self, candidates: Sequence[Candidate], most_s: float, making: object = None) -> Mapping[int, int]:
         length = self._random.randint(1, 4)
         return {c.slot: length for c in candidates if c.odds and self._random.random() < 0.8}
+
+    def fit(self, candidates: Sequence[Candidate], most_s: float) -> Mapping[int, int]:
+        length = max((len(c.odds) for c in candidates), default=0)
+        return {c.slot: length for c in candidates if c.odds}

@@ -21,7 +21,7 @@ from cellama.engine import (
     SamplingParams,
 )
 
-from ..asking_gate import AskingGate
+from ..eager_gate import Eager
 from .small_models import SMALL
 
 TINY = "bundled://tiny"
@@ -63,7 +63,7 @@ def texts(model: Model, sampling: SamplingParams) -> list[tuple[str, int]]:
 def test_texts_are_those_of_the_large_model_alone(manager: ModelManager, twin: str, sampling: SamplingParams) -> None:
     plain = manager.load("plain", twin, options=options(None))
     drafted = manager.load("drafted", twin, options=options(TINY))
-    drafted.engine._core.drafting.gate = AskingGate(1)  # type: ignore[assignment]
+    drafted.engine._core.drafting.gate = Eager(1)  # type: ignore[assignment]
     expected, found = texts(plain, sampling), texts(drafted, sampling)
     assert [text for text, _ in found] == [text for text, _ in expected]
     counts = drafted.engine._core.drafting.counts["model"]

@@ -25,7 +25,7 @@ from cellama.engine.scheduling.sequence import Sequence as Running
 from cellama.engine.speculation.draft_model import NAME, DraftModel
 from cellama.engine.speculation.odds import Odds
 
-from ....asking_gate import AskingGate
+from ....eager_gate import Eager
 
 SLOTS = 4
 PROMPTS = ("one prompt", "another prompt", "a third one that is a good deal longer", "x", "y", "z")
@@ -48,7 +48,7 @@ def run(
     if draft is not None:
         draft.batches.clear()
         draft.failures.extend(failures)
-        core.drafting.gate = AskingGate(1)  # type: ignore[assignment]
+        core.drafting.gate = Eager(1)  # type: ignore[assignment]
     handles = [Handle(replace(r, submitted_at=0.0), lambda *_: None, None, plan=r.sampling) for r in requests]
     for number, handle in enumerate(handles):
         assert core.inbox.submit(Command("submit", handle))
