@@ -60,12 +60,17 @@ class Producer(threading.Thread):
             for job in rounds[start : start + page]:
                 self._tell(pipe, job, told)
             pipe.execute()
+            if number == 3:  # what came before may have been told to nobody
+                wait_until(self._is_heard, "a subscription")
             found = connections(self._redis)
             self.subscribed.append(sum(int(each["sub"]) > 0 for each in found))
             self.all.append(len(found))
             if number % 8 == 4:
                 kind = "pubsub" if number % 16 == 4 else "normal"
                 self._redis.execute_command("CLIENT", "KILL", "TYPE", kind, "SKIPME", "yes")
+
+    def _is_heard(self) -> bool:
+        return any(int(each["sub"]) > 0 for each in connections(self._redis))
 
     def _tell(self, pipe: Any, job: int, told: list[int]) -> None:
         seq, told[job] = told[job], told[job] + 1
