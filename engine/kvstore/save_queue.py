@@ -61,7 +61,7 @@ class Offer:
 
 
 class Flush(NamedTuple):
-    """Somebody waits until what was offered by `began` is written, at most until `deadline`."""
+    """A caller waits until what was offered by `began` is written, at most until `deadline`."""
 
     began: float
     deadline: float
@@ -113,7 +113,7 @@ class SaveQueue:
     def flush(self, deadline: float) -> int:
         """Waits until all that waits now is written, whatever the engine does, or until `deadline`; how many were.
 
-        What the engine offers meanwhile comes after it: a stream of new states keeps nobody waiting.
+        What the engine offers meanwhile comes after it: a stream of new states keeps no caller waiting.
         """
         with self._changed:
             before, flush = self._num_done, Flush(self._clock(), deadline)
