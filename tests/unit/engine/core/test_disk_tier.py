@@ -4,57 +4,21 @@ from __future__ import annotations
 
 import random
 import threading
-import zlib
-from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cellama.engine import Engine, EngineOptions, Handle, UnknownKey
-from cellama.engine.core import engine as engine_module
-from cellama.engine.fake import _ALPHABET, FakeBackend
+from cellama.engine import Engine, Handle, UnknownKey
 from cellama.engine.kvcache import disk_tier
 from cellama.engine.kvstore import keys
-from cellama.engine.kvstore.counters import StoreCounters
-from cellama.engine.kvstore.states import KeptState, Match
 
 from ....conftest import wait_until
 from ...conftest import PATIENCE_S, request
+from .homes import STORY, Home, expected, say
 
-STORY = "Once upon a time there was a fox who told a story, and this is how it began on a day in spring. "
 ENDLESS = 1_000_000  # tokens: more than any test waits for
 MEMORIES: tuple[dict[str, Any], ...] = ({}, {"window": 20}, {"partial_reuse": False})
-
-
-class Home:
-    """Engines that come and go on one folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.engines: list[Engine] = []
-
-    def open(self, **how: Any) -> Engine:
-        own = ("unified", "window", "partial_reuse", "n_slots", "ctx_per_slot")
-        memory = {name: how.pop(name) for name in own if name in how}
-        backend = FakeBackend(n_batch=512, **{"n_slots": 2, "ctx_per_slot": 4000, **memory})
-        options = {"cache_dir": str(self.folder), "n_parallel": backend.n_slots, "n_batch": 512, **how}
-        self.engines.append(Engine(backend, EngineOptions(**options)))
-        return self.engines[-1]
-
-    def close(self, *, save: bool = True) -> None:
-        while self.engines:
-            engine = self.engines.pop()
-            if save:
-                engine.save_states(PATIENCE_S)
-            assert engine.close()
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Iterator[Home]:
-    home = Home(tmp_path / "states")
-    yield home
-    home.close(save=False)
 
 
 @pytest.fixture
@@ -62,10 +26,6 @@ def dear_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     """A token is taken to compute a second, so a file is waited for as long as it takes, on any machine."""
     monkeypatch.setattr(disk_tier, "FIRST_GUESS", 1.0)
     monkeypatch.setattr(disk_tier, "GUESS_TOKENS", 10**100)
-
-
-def say(engine: Engine, prompt: str, count: int = 5, **params: Any) -> Any:
-    return engine.complete(prompt, max_tokens=count, temperature=0, **params)
 
 
 def run_on(engine: Engine, prompt: str) -> Handle:
@@ -79,17 +39,6 @@ def run_on(engine: Engine, prompt: str) -> Handle:
     handle = engine.submit(request(prompt, max_tokens=ENDLESS, stream=True), on_event)
     assert streams.wait(PATIENCE_S)
     return handle
-
-
-def expected(context: Sequence[int], count: int, adapters: tuple[tuple[str, float], ...] = ()) -> str:
-    """What the fake says after these tokens, computed without an engine."""
-    cells = [(token, adapters) if adapters else token for token in context]
-    said = bytearray()
-    for _ in range(count):
-        token = _ALPHABET[zlib.crc32(repr((cells, 0)).encode()) % len(_ALPHABET)]
-        said.append(token)
-        cells.append((token, adapters) if adapters else token)
-    return said.decode()
 
 
 @pytest.mark.usefixtures("dear_prefill")
@@ -231,96 +180,3 @@ def test_probe_from_many_threads_disturbs_nothing(home: Home) -> None:
     for thread in threads:
         thread.join(PATIENCE_S)
     assert not failed
-
-
-# Folders that do not do what they should
-
-
-class BadStore:
-    """Has whatever is asked for, and never gives it as it should."""
-
-    is_idle, read_rate, used_bytes, quota_bytes = True, 1e9, 0, 0
-    counters = StoreCounters(0, {}, 0, 0, 0, {}, 0, 0, 0)
-
-    def longest(self, seed: bytes, tokens: Sequence[int]) -> Match | None:
-        return Match("0" * 64, len(tokens), len(tokens), 100, 0, ())
-
-    def load(self, match: Match, on_loaded: Callable[[KeptState | None], None]) -> None: ...
-
-    def offer(self, state: Any, worth_s: float, num_bytes: int = 0) -> bool:
-        return False
-
-    def note_busy(self, busy: bool) -> None: ...
-
-    def context(self, key: str) -> None: ...
-
-    def flush(self, deadline: float) -> int:
-        return 0
-
-    def close(self) -> None: ...
-
-
-class Raises(BadStore):
-    def longest(self, seed: bytes, tokens: Sequence[int]) -> Match | None:
-        raise OSError("longest")
-
-    def offer(self, state: Any, worth_s: float, num_bytes: int = 0) -> bool:
-        raise OSError("offer")
-
-
-class RaisesLater(Raises):
-    longest = BadStore.longest
-
-    def load(self, match: Match, on_loaded: Callable[[KeptState | None], None]) -> None:
-        raise OSError("load")
-
-
-class Loses(BadStore):
-    def load(self, match: Match, on_loaded: Callable[[KeptState | None], None]) -> None:
-        threading.Thread(target=on_loaded, args=(None,)).start()
-
-
-class GivesRubbish(BadStore):
-    def load(self, match: Match, on_loaded: Callable[[KeptState | None], None]) -> None:
-        state = KeptState(b"", tuple(STORY.encode()), 0, b"(7, ((1, 2), 0, 0))")
-        threading.Thread(target=on_loaded, args=(state,)).start()
-
-
-@pytest.mark.parametrize("store", [BadStore, Raises, RaisesLater, Loses, GivesRubbish])
-def test_store_that_fails_costs_time_only(
-    home: Home, store: type[BadStore], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(engine_module, "open_store", lambda options, identity: store())
-    engine = home.open()
-    for text in (STORY, STORY + "And?", "x" + STORY):
-        done = say(engine, text)
-        assert done.text == expected(text.encode(), 5)
-        assert done.usage.cache_tier != "disk"
-    engine.evict(PATIENCE_S)
-    assert say(engine, STORY).text == expected(STORY.encode(), 5)
-
-
-def test_request_waits_no_longer_for_a_file_than_computing_takes(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file never comes; before anything is measured, a prefill is taken to compute 1000 tokens/s."""
-    monkeypatch.setattr(engine_module, "open_store", lambda options, identity: BadStore())
-    done = say(home.open(), STORY)
-    assert 0.9 * len(STORY) <= done.timings.prefix_wait_ms
-    assert done.text == expected(STORY.encode(), 5)
-
-
-def test_files_on_their_way_count_as_ram(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Match] = []
-
-    class Slow(BadStore):
-        def longest(self, seed: bytes, tokens: Sequence[int]) -> Match | None:
-            return Match(f"{tokens[0]:064}", len(tokens), len(tokens), 600, 0, ())
-
-        def load(self, match: Match, on_loaded: Callable[[KeptState | None], None]) -> None:
-            asked.append(match)
-
-    monkeypatch.setattr(engine_module, "open_store", lambda options, identity: Slow())
-    engine = home.open(n_slots=4, cache_ram_bytes=1000)
-    handles = [engine.submit(request(f"{i}" + STORY, max_tokens=3)) for i in range(3)]
-    assert [len(handle.result(PATIENCE_S).tokens) for handle in handles] == [3, 3, 3]
-    assert len(asked) == 1  # for a second one there is no room
-    assert engine.snapshot().ram_used_bytes <= 400

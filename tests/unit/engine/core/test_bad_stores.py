@@ -1,0 +1,106 @@
+"""Folders of states that do not do what they should: they cost time only."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from cellama.engine.core import engine as engine_module
+from cellama.engine.kvstore.counters import StoreCounters
+from cellama.engine.kvstore.states import KeptState, Match
+
+from ...conftest import PATIENCE_S, request
+from .homes import STORY, Home, expected, say
+
+
+class BadStore:
+    """Has whatever is asked for, and never gives it as it should."""
+
+    is_idle, read_rate, used_bytes, quota_bytes = True, 1e9, 0, 0
+    counters = StoreCounters(0, {}, 0, 0, 0, {}, 0, 0, 0)
+
+    def longest(self, seed: bytes, tokens: Sequence[int]) -> Match | None:
+        return Match("0" * 64, len(tokens), len(tokens), 100, 0, ())
+
+    def load(self, match: Match, on_loaded: Callable[[KeptState | None], None]) -> None: ...
+
+    def offer(self, state: Any, worth_s: float, num_bytes: int = 0) -> bool:
+        return False
+
+    def note_busy(self, busy: bool) -> None: ...
+
+    def context(self, key: str) -> None: ...
+
+    def flush(self, deadline: float) -> int:
+        return 0
+
+    def close(self) -> None: ...
+
+
+class Raises(BadStore):
+    def longest(self, seed: bytes, tokens: Sequence[int]) -> Match | None:
+        raise OSError("longest")
+
+    def offer(self, state: Any, worth_s: float, num_bytes: int = 0) -> bool:
+        raise OSError("offer")
+
+
+class RaisesLater(Raises):
+    longest = BadStore.longest
+
+    def load(self, match: Match, on_loaded: Callable[[KeptState | None], None]) -> None:
+        raise OSError("load")
+
+
+class Loses(BadStore):
+    def load(self, match: Match, on_loaded: Callable[[KeptState | None], None]) -> None:
+        threading.Thread(target=on_loaded, args=(None,)).start()
+
+
+class GivesRubbish(BadStore):
+    def load(self, match: Match, on_loaded: Callable[[KeptState | None], None]) -> None:
+        state = KeptState(b"", tuple(STORY.encode()), 0, b"(7, ((1, 2), 0, 0))")
+        threading.Thread(target=on_loaded, args=(state,)).start()
+
+
+@pytest.mark.parametrize("store", [BadStore, Raises, RaisesLater, Loses, GivesRubbish])
+def test_store_that_fails_costs_time_only(
+    home: Home, store: type[BadStore], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(engine_module, "open_store", lambda options, identity: store())
+    engine = home.open()
+    for text in (STORY, STORY + "And?", "x" + STORY):
+        done = say(engine, text)
+        assert done.text == expected(text.encode(), 5)
+        assert done.usage.cache_tier != "disk"
+    engine.evict(PATIENCE_S)
+    assert say(engine, STORY).text == expected(STORY.encode(), 5)
+
+
+def test_request_waits_no_longer_for_a_file_than_computing_takes(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file never comes; before anything is measured, a prefill is taken to compute 1000 tokens/s."""
+    monkeypatch.setattr(engine_module, "open_store", lambda options, identity: BadStore())
+    done = say(home.open(), STORY)
+    assert 0.9 * len(STORY) <= done.timings.prefix_wait_ms
+    assert done.text == expected(STORY.encode(), 5)
+
+
+def test_files_on_their_way_count_as_ram(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Match] = []
+
+    class Slow(BadStore):
+        def longest(self, seed: bytes, tokens: Sequence[int]) -> Match | None:
+            return Match(f"{tokens[0]:064}", len(tokens), len(tokens), 600, 0, ())
+
+        def load(self, match: Match, on_loaded: Callable[[KeptState | None], None]) -> None:
+            asked.append(match)
+
+    monkeypatch.setattr(engine_module, "open_store", lambda options, identity: Slow())
+    engine = home.open(n_slots=4, cache_ram_bytes=1000)
+    handles = [engine.submit(request(f"{i}" + STORY, max_tokens=3)) for i in range(3)]
+    assert [len(handle.result(PATIENCE_S).tokens) for handle in handles] == [3, 3, 3]
+    assert len(asked) == 1  # for a second one there is no room
+    assert engine.snapshot().ram_used_bytes <= 400
