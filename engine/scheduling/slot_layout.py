@@ -128,7 +128,7 @@ class SlotLayout:
         busy = [slot for slot, holder in enumerate(self._slots) if holder is not None]
         if not self._may_move or len(busy) < 2:
             return []
-        layout = [self._kind(slot) for slot in range(len(self._slots))]
+        layout = self._layout()
         weighed, left = self._weighed
         if layout == weighed and left > 0:
             self._weighed = weighed, left - 1
@@ -138,6 +138,9 @@ class SlotLayout:
                 return moves
         self._weighed = layout, LOOK_AGAIN
         return []
+
+    def _layout(self) -> list[int]:
+        return [self._kind(slot) for slot in range(len(self._slots))]
 
     def _kind(self, slot: int) -> int:
         """What decides where the slot's sequence should lie, if it has one."""
@@ -159,12 +162,12 @@ class SlotLayout:
         for group in groups.values():
             yield group, idle
             streams = [slot for slot in group if self._kind(slot) > 1]
-            if len(streams) < len(group):
+            if 0 < len(streams) < len(group):
                 bulk = set(group).difference(streams)
                 yield streams, sorted([*idle, *bulk])
 
     def _worthwhile(self, own: list[int], places: list[int]) -> list[Move]:
-        if not own or not places or own[-1] - own[0] + 1 == len(own):
+        if not places or own[-1] - own[0] + 1 == len(own):
             return []
         weight = {slot: self._weight(slot) for slot in [*own, *places]}
         moves = [self._move(*pair) for pair in moves_together(own, places, weight)]
@@ -208,7 +211,7 @@ class SlotLayout:
                 break
             num_tokens = self._num_moved(move.slot) + self._num_moved(move.target)
             if not self._carry_out(move):
-                self._weighed = running, LOOK_AGAIN
+                self._weighed = self._layout(), LOOK_AGAIN
                 break
             self._move_costs.observe(num_tokens, clock() - now)
             self.num_moves += 1

@@ -11,6 +11,7 @@ from cellama.engine.fake import FakeBackend
 from cellama.engine.scheduling.neighbours import runs_of
 from cellama.engine.scheduling.scheduler import Limits, Scheduler
 from cellama.engine.scheduling.sequence import Sequence, State
+from cellama.engine.scheduling.slot_layout import LOOK_AGAIN
 
 from .schedulers import new_scheduler, run_step
 
@@ -170,6 +171,19 @@ def test_move_that_fails_costs_time_and_no_text(place: str, monkeypatch: pytest.
         run_step(scheduler, pass_s=1.0, row_s=0.1)
         assert [scheduler.cache.cells.of(slot) for slot in range(N_SLOTS)] == [len(c) for c in backend.cells]
     assert all(holder is None or holder.state is State.DECODING for holder in scheduler.slots)
+
+
+def test_move_that_cannot_be_made_is_not_tried_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler, tried = running([0, 2]), list[int]()
+
+    def fail(slot: int) -> Any:
+        tried.append(slot)
+        raise MemoryError
+
+    monkeypatch.setattr(backend_of(scheduler), "save", fail)
+    for _ in range(LOOK_AGAIN):
+        run_step(scheduler, pass_s=1.0, row_s=0.1)
+    assert len(tried) == 1
 
 
 def test_nothing_is_filled_or_moved_in_one_pool() -> None:
