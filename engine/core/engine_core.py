@@ -171,8 +171,9 @@ class EngineCore:
         chunks = [chunk for micro_batch in computed for _, chunk in micro_batch.works]
         eval_s = sum(micro_batch.seconds for micro_batch in computed)
         step_s = time.monotonic() - started
-        has_drafts = sum([chunk.num_drafts for chunk in chunks]) > 0
-        self.scheduler.strategy.observe(0 if has_drafts else sum([len(chunk.tokens) for chunk in chunks]), eval_s)
+        has_drafts = any(chunk.num_drafts for chunk in chunks)
+        num_tokens = 0 if has_drafts else sum(micro_batch.num_tokens for micro_batch in computed)
+        self.scheduler.strategy.observe(num_tokens, eval_s)
         if self.disk is not None:
             self._measure_prefill(computed, self.disk.rate)
         self.telemetry.step(chunks, active_slots, eval_s, step_s, step_s - (time.thread_time() - cpu_started))

@@ -71,6 +71,8 @@ class Forward:
 
     def _may_guess(self) -> bool:
         """True if every slot decodes, all for readers or all for bulk work: drafts hold up no prompt and no stream."""
+        if not self._drafting.is_active:
+            return False
         busy = [sequence for sequence in self._scheduler.slots if sequence is not None]
         kinds = {(sequence.state, sequence.request.is_interactive) for sequence in busy}
         return len(kinds) == 1 and next(iter(kinds))[0] is State.DECODING

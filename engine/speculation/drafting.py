@@ -54,7 +54,7 @@ class Drafting:
         self._cache = cache
         self._most_rows = options.logit_rows
         self._can_take_back = cache.memory.partial_reuse
-        self._is_active = self._can_take_back and options.speculation != "off"
+        self.is_active = self._can_take_back and options.speculation != "off"  # else no draft is ever asked for
         self._is_checking = False  # what is decoded now is candidates, and none of the gate's business
         self._odds = Odds()
         self._pools = Pools()
@@ -72,14 +72,20 @@ class Drafting:
 
         Each of the first is a decode call, whatever it costs: it is what its caller asks for.
         """
-        checks = {work.sequence: check for work in works if (check := self._with_candidates(work, len(works)))}
+        checks = {
+            work.sequence: check
+            for work in works
+            if work.sequence.request.only_checks and (check := self._with_candidates(work, len(works)))
+        }
         self._is_checking = bool(checks)
-        return list(checks.values()), [work for work in works if work.sequence not in checks]
+        if checks:
+            works = [work for work in works if work.sequence not in checks]
+        return list(checks.values()), works
 
     def _with_candidates(self, work: Work, num_works: int) -> Work | None:
         sequence, chunk = work
         request, memory = sequence.request, self._cache.memory
-        if not (request.only_checks and chunk.decode and self._can_take_back):
+        if not (chunk.decode and self._can_take_back):
             return None
         most = min(self._most_rows - 1, self._most_drafts(sequence))
         if memory.unified:
@@ -102,13 +108,13 @@ class Drafting:
     def calls_of(self, works: list[Work]) -> list[list[Work]]:
         """The decode calls for these single tokens, with drafts as far as they pay."""
         self._is_checking = False
-        if not self._is_active or len(works) > self._most_rows:
+        if len(works) > self._most_rows:
             return [works]
         try:
             return self._calls_with_drafts(works)
         except Exception:  # the boundary between guesses and the work of requests, which goes on without them
             log.exception("guessing tokens failed; from now on none are guessed")
-            self._is_active = False
+            self.is_active = False
             return [works]
 
     def _calls_with_drafts(self, works: list[Work]) -> list[list[Work]]:
@@ -227,7 +233,7 @@ class Drafting:
 
     def observe(self, chunks: Seq[Chunk], seconds: float) -> None:
         """Is told what a decode call of single tokens and drafts took."""
-        if not self._is_active or not all(chunk.decode for chunk in chunks):
+        if not self.is_active or not all(chunk.decode for chunk in chunks):
             return
         if not self._is_checking:
             self._spent_s += seconds
