@@ -23,9 +23,3 @@ def with_quota(footprint: Footprint, num_bytes: int) -> Footprint:
     """The same model with so much RAM for saved states."""
     cpu = footprint.devices.get(CPU, Usage())
     return Footprint({**footprint.devices, CPU: replace(cpu, saved_bytes=num_bytes)})
-
-
-def room_beside(room: Room, num_bytes: int) -> Room:
-    """What so much RAM for saved states leaves to everything else."""
-    taken = dict.fromkeys((CPU, ALL_DEVICES), num_bytes)
-    return Room({name: free - taken.get(name, 0) for name, free in room.free.items()})

@@ -24,7 +24,7 @@ from cellama.engine.llama.files.gguf_file import parts, tensors
 from cellama.engine.llama.model import LlamaModel
 from cellama.engine.memory.budget import CPU, Footprint, Room, Usage
 from cellama.engine.memory.context_size import LEAST_TOKENS, choose_ctx
-from cellama.engine.memory.ram_quota import choose_quota, room_beside, with_quota
+from cellama.engine.memory.ram_quota import choose_quota, with_quota
 from cellama.engine.options import EngineOptions
 
 from . import buffers
@@ -109,8 +109,8 @@ class _DryLoad:
         self._model = model
         self._options = options
         self._uses = uses
-        asked_for = 0 if options.cache_ram_bytes is None else options.held_bytes
-        self._room = room_beside(room, asked_for) if saves_states(options, uses) else room
+        asked_for = options.held_bytes if options.cache_ram_bytes is not None and saves_states(options, uses) else 0
+        self._room = room.beside(with_quota(Footprint(), asked_for))
         self._whole_room = room
         self._weights = self._plan_weights()
 

@@ -25,7 +25,7 @@ from cellama.engine.memory.budget import (
 )
 from cellama.engine.memory.context_size import KV_SHARE, choose_ctx
 from cellama.engine.memory.free_memory import group_limit
-from cellama.engine.memory.ram_quota import choose_quota, room_beside, with_quota
+from cellama.engine.memory.ram_quota import choose_quota, with_quota
 from cellama.engine.options import EngineOptions
 
 GIB = 1 << 30
@@ -81,7 +81,9 @@ def test_quota_of_saved_states_that_was_left_open_is_a_part_of_what_is_left() ->
     assert choose_quota(None, on_cpu(20), Room({"CPU": 10})) == 0
     assert choose_quota(None, on_cpu(20), Room({"CPU": 100 * GIB})) == GIB == EngineOptions().saved_bytes
     assert choose_quota(7, on_cpu(20), Room({"CPU": 10})) == 7
-    assert room_beside(Room({"CPU": 100, "CUDA0": 50}), 30) == Room({"CPU": 70, "CUDA0": 50})
+    quota = with_quota(Footprint(), 30)
+    assert Room({"CPU": 100, "CUDA0": 50}).beside(quota) == Room({"CPU": 70, "CUDA0": 50})
+    assert Room({ALL_DEVICES: 100}).beside(quota) == Room({ALL_DEVICES: 70})
 
 
 def test_number_is_a_limit_for_all_devices_and_models_together() -> None:
