@@ -18,8 +18,10 @@ class TokenLogprob:
 
 
 def text_of_bytes(data: bytes) -> str:
-    """The text of a token; bytes that are none by themselves, as a part of a character, are written as OpenAI writes
-    them: `bytes:\\xe2\\x82`."""
+    """The text of a token.
+
+    Bytes that are none by themselves, as a part of a character, are written as OpenAI does it: `bytes:\\xe2\\x82`.
+    """
     try:
         return data.decode()
     except UnicodeDecodeError:

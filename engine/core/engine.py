@@ -49,7 +49,7 @@ class Engine(Generating):
 
         `draft`, with the same vocabulary and as many slots, guesses tokens for it; the engine owns it, too.
 
-        Raises InvalidRequest, GrammarFailed.
+        Raises InvalidRequest, GrammarFailed, and ModelLoadFailed for a `draft` that can't decode.
         """
         self.sampling_defaults = options.sampling_defaults
         backend.prepare(sampling_of({}, self.sampling_defaults), None)  # a broken grammar would fail every request

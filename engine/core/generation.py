@@ -149,10 +149,8 @@ class Generating(ABC):
             only_checks=True,
             **LIKELIEST,
         ).tokens
-        pairs = zip(tokens, guesses, strict=False)
-        accepted = next((at for at, (token, candidate) in enumerate(pairs) if token != candidate), None)
-        if accepted is None:
-            accepted = min(len(tokens), len(guesses))
+        pairs = list(zip(tokens, guesses, strict=False))
+        accepted = next((at for at, (token, guess) in enumerate(pairs) if token != guess), len(pairs))
         return Verdict(accepted, tokens[accepted] if accepted < len(tokens) else None)
 
     def _submit(

@@ -24,7 +24,7 @@ def new_memory(num_bytes: int) -> mmap.mmap:
 class Spare:
     """Pieces of memory that the system has given already, each about as large as the largest state of late.
 
-    One thread, but for `num_bytes`.
+    One thread, but for `num_bytes` and `is_lacking`, which any may ask.
     """
 
     def __init__(self, most_bytes: int) -> None:

@@ -161,7 +161,7 @@ class Model(ModelCalls):
 
     @property
     def num_saved_bytes(self) -> int:
-        """What the KV states that it keeps in RAM take now."""
+        """What the KV states that it keeps in RAM take now, and memory that waits for those on disk."""
         if self._engine is None:
             return 0
         spare = 0 if self._engine.store is None else self._engine.store.spare_bytes

@@ -57,7 +57,8 @@ class Strategy(ABC):
     def observe(self, num_tokens: int, seconds: float) -> None:  # noqa: B027  (a hook)
         """Is told what each step took: the tokens of its batch, and the seconds of its decode calls.
 
-        0 tokens: there were drafts beside the batch, and the seconds say nothing of its costs."""
+        0 tokens: there were drafts beside the batch, and the seconds say nothing of its costs.
+        """
 
     def may_yield(self, num_tokens: int) -> bool:
         """True if a decode call for so many tokens, all of bulk requests, ends when an interactive request comes."""

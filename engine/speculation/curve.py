@@ -7,10 +7,8 @@ from bisect import bisect_left
 PASS_ROWS = 16  # beyond what was measured, a pass costs as much as so many rows
 WEIGHT = 0.2  # of a new value in a running mean
 MOST_AT_ONCE = 2.0  # times the mean: what is longer was the machine being busy
-DOUBT, AGEING = (
-    0.4,
-    0.0004,
-)  # the share by which a guess may be too high; a measured one, with each later pass
+DOUBT = 0.4  # the share by which a guess may be too high …
+AGEING = 0.0004  # … and with each later pass a measured one
 TRUSTED = 4  # measurements
 
 

@@ -16,11 +16,7 @@ from .sources import Draft
 
 MOST_BYTES = 96  # that are looked at
 KEPT_TEXTS = 512  # whose tokens are remembered
-SURE, GUESSED, LAST = (
-    7,
-    4,
-    0,
-)  # marks: guessed ones have guessed blanks before them, the last may go on
+SURE, GUESSED, LAST = 7, 4, 0  # marks: guessed ones have guessed blanks before them, the last may go on
 
 
 class Spelling:

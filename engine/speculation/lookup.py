@@ -39,7 +39,7 @@ class Index:
     def read(self, most: int = MOST_READ) -> None:
         """Learns what was added to the text, up to so many tokens of it."""
         tokens, mask = self.tokens, self._mask
-        if 2 * len(tokens) > 2 * mask:
+        if len(tokens) > mask:
             self._resize()
             mask = self._mask
         end = min(len(tokens), self._num_read + most)
