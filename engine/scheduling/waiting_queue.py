@@ -29,19 +29,19 @@ class _Heap:
         heapq.heappush(self._entries, (number, sequence.order))
 
     @property
-    def first(self) -> tuple[float, float]:
-        """The smallest number, and the order of its sequence."""
+    def first(self) -> tuple[float, int]:
+        """The smallest number, and the order of its sequence; infinity if there is none."""
         while self._entries and self._entries[0][1] not in self._sequences:
             heapq.heappop(self._entries)
-        return self._entries[0] if self._entries else (math.inf, math.inf)
+        return self._entries[0] if self._entries else (math.inf, 0)
 
     def pop(self, up_to: float = math.inf) -> Sequence | None:
         """Takes the one with the smallest number out, if that is not above `up_to`."""
-        while self._entries and self._entries[0][0] <= up_to:
-            sequence = self._sequences.pop(heapq.heappop(self._entries)[1], None)
-            if sequence is not None:
-                return sequence
-        return None
+        number, order = self.first
+        if not self._entries or number > up_to:
+            return None
+        heapq.heappop(self._entries)
+        return self._sequences.pop(order)
 
     def discard(self, sequence: Sequence) -> None:
         """Takes a sequence out, if it is in."""
