@@ -90,7 +90,7 @@ class ModelSettings(BaseModel):
     cache_ram_bytes: AutoInt = Field(
         default=None, ge=0, description="quota of KV states kept in RAM; 0 = none; auto: up to 1 GiB of what is left"
     )
-    cache_dir: str | None = Field(default=None, min_length=1, description="of KV states on disk; default: the worker's")
+    cache_dir: str | None = Field(default=None, min_length=1, description="folder of KV states; default: the worker's")
     cache_disk_bytes: int | None = Field(
         default=None, ge=0, description="quota of that folder; 0 = no states on disk; default: that of the worker"
     )
