@@ -17,7 +17,8 @@ MOST_READ = 1024  # tokens that an index reads at once: more would be a gap in e
 MARK_BOUNDS = (4, 6, 8, 12, 16, 24, 32)  # matched tokens at which the mark of a draft's token goes up
 MARKS = [sum(matched >= bound for bound in MARK_BOUNDS) for matched in range(MARK_BOUNDS[-1] + 1)]
 POOL_TOKENS = 16384  # of a scope
-POOLED_TOKENS = 65536  # of all scopes together
+POOLED_TOKENS = 65536  # of all scopes together …
+MOST_POOLS = 256  # … which are no more: each takes 2 KB, and is looked at with every request that begins
 BREAK = -1  # in a pool, between texts
 
 
@@ -129,7 +130,7 @@ class Pools:
     def of(self, scope: Hashable) -> Pool:
         pool = self._pools.setdefault(scope, Pool())
         self._pools.move_to_end(scope)
-        while len(self._pools) > 1 and self.num_tokens > POOLED_TOKENS:
+        while len(self._pools) > 1 and (len(self._pools) > MOST_POOLS or self.num_tokens > POOLED_TOKENS):
             self._pools.popitem(last=False)
         return pool
 

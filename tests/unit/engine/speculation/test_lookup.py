@@ -7,7 +7,17 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cellama.engine.speculation.lookup import BREAK, POOL_TOKENS, POOLED_TOKENS, RUNS, Follower, Index, Pool, Pools
+from cellama.engine.speculation.lookup import (
+    BREAK,
+    MOST_POOLS,
+    POOL_TOKENS,
+    POOLED_TOKENS,
+    RUNS,
+    Follower,
+    Index,
+    Pool,
+    Pools,
+)
 from cellama.engine.speculation.odds import Odds
 from cellama.engine.speculation.sources import Draft
 
@@ -98,6 +108,15 @@ def test_scopes_have_pools_of_their_own_which_are_bounded_together() -> None:
         pools.of(scope).add([scope * 10000 + i for i in range(8000)])
     assert pools.num_tokens <= POOLED_TOKENS + 8001
     assert pools.of("new").index.find([190000, 190001, 190002]) is None
+
+
+def test_scopes_that_say_next_to_nothing_are_bounded_in_number() -> None:
+    pools = Pools()
+    for scope in range(2 * MOST_POOLS):
+        pools.of(scope).add([1])
+    assert pools.num_tokens == 2 * MOST_POOLS  # of each one token, and a break
+    assert pools.of(2 * MOST_POOLS - 1).index.tokens
+    assert not pools.of(0).index.tokens
 
 
 def test_odds_follow_what_was_right_and_one_sequence_may_differ() -> None:
