@@ -186,7 +186,7 @@ class StepStats:
     model: str
     at: float  # its end, in unix seconds
     batch_size: int  # tokens
-    decode_tokens: int
+    decode_tokens: int  # guessed ones included
     prefill_tokens: int
     active_slots: int  # that read a prompt or decode, whether this batch has tokens of them or not
     queue_depth: int  # requests waiting for a slot
