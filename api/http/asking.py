@@ -16,7 +16,7 @@ from .callers import TIERS, Caller
 from .errors import ApiError
 from .gateway import Gateway, gateway_of
 
-BODY_TYPES = ("application/json", "")  # a page in a browser can't send the former to another site unasked
+BODY_TYPE = "application/json"  # a page in a browser can't send this to another site unasked, but it can send none
 MAX_KEY_CHARS = 256
 
 
@@ -81,7 +81,7 @@ async def read(request: Request) -> Asked:
 
 async def _bytes(request: Request, limit: int) -> bytes:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind not in BODY_TYPES:
+    if kind != BODY_TYPE:
         raise ApiError(415, f"content-type is {kind!r}; send application/json")
     if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
         raise ApiError(415, f"content-encoding is {encoding!r}; send the body as it is")
