@@ -112,14 +112,22 @@ class LoopbackOnly(NoKeys):
     name point to 127.0.0.1 reads nothing. Nor does whoever comes through a proxy that says so."""
 
     async def authenticate(self, headers: Mapping[str, str]) -> Caller:
-        host = urlsplit(f"//{headers.get('host', '')}").hostname or ""
-        if not is_loopback(host):
+        host = headers.get("host", "")
+        if not is_loopback(_name_of(host)):
             raise ApiError(403, f"without keys only this machine is served, and the request was sent to {host!r}")
         if any(name in headers for name in _FORWARDED):
             raise ApiError(
                 403, "without keys only this machine is served, and the request came through a proxy; make a key"
             )
         return await super().authenticate(headers)
+
+
+def _name_of(host: str) -> str:
+    """The name in a `Host` header, without its port; "" if that is none."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
 
 
 def is_loopback(host: str) -> bool:

@@ -207,7 +207,8 @@ def test_gateway_without_keys_is_open_to_whom_it_says_and_not_through_a_proxy(ru
             caller = await access.authenticate(headers)
             assert caller == Caller()
         assert (await access.admit(caller, "tiny", 10**9)).headers == {}
-        for headers in ({"host": "evil.example"}, {**here, "x-forwarded-for": "203.0.113.7"}):
+        wrong = ({"host": "evil.example"}, {"host": "["}, {"host": "127.0.0.1.evil.example"}, {"host": ""}, {})
+        for headers in (*wrong, {**here, "x-forwarded-for": "203.0.113.7"}):
             assert (await refusal(access.authenticate(headers))).status == 403
         assert (await refusal(KeyAccess(redis).authenticate(here))).status == 401
 
