@@ -156,8 +156,9 @@ def in_openais_words(message: str, url: str) -> tuple[str, str | None]:
     found = _OF_THE_JOB.match(message)
     if found is None:
         return message, None
-    own = {rule.to: name for name, rule in PARAMETERS[url].items() if rule.to and rule.fate in ("renamed", "mapped")}
-    if found[1] or found[2] in PARAMETERS[url]:
+    rules = PARAMETERS.get(url, {})  # of an endpoint that is not OpenAI's the names are those of jobs
+    own = {rule.to: name for name, rule in rules.items() if rule.to and rule.fate in ("renamed", "mapped")}
+    if found[1] or found[2] in rules:
         return message, found[2]
     name = own.get(found[2], found[2])
     return message.replace(found[2], name, 1), name

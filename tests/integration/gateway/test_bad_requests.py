@@ -87,6 +87,9 @@ def test_wrong_body_is_refused_by_name(
         ("embeddings", {"input": "a", "priority": 1}, "use service_tier"),
         ("rerank", {"query": "a", "documents": "b"}, "documents is str"),
         ("rerank", {"query": "a", "documents": ["b"]}, "not for rerank"),
+        ("rerank", {"documents": ["b"]}, "query is None"),
+        ("rerank", {"query": "a", "documents": []}, "give at least one"),
+        ("rerank", {"query": "a", "documents": ["b"], "top_n": 0}, "top_n is 0"),
         ("rerank", {"query": "a", "documents": ["b"], "foo": 1}, "unknown parameter 'foo'"),
     ],
 )
@@ -104,6 +107,7 @@ def test_other_endpoints_refuse_alike(gateway: GatewayProcess, path: str, body: 
         (b"[" * 100_000, JSON, 400, "the body is no JSON"),
         (b'{"model": "\xff"}', JSON, 400, "not valid UTF-8 at byte 11"),
         (b"a=1", {"content-type": "application/x-www-form-urlencoded"}, 415, "send application/json"),
+        (json.dumps(CHAT).encode(), {}, 415, "content-type is ''"),
         (b"{}", {**JSON, "content-encoding": "gzip"}, 415, "send the body as it is"),
         (b"x" * (17 << 20), JSON, 413, "the body has more than 16777216 bytes"),
         (json.dumps({**CHAT, "messages": turns("x" * (5 << 20))}).encode(), JSON, 400, "bytes long"),

@@ -113,6 +113,7 @@ def test_wrong_types_are_left_to_the_payload_which_names_them(body: dict[str, An
         (EMBEDDINGS, "texts.0 is '': it is empty", "input.0 is '': it is empty", "input"),
         (EMBEDDINGS, "encoding is 3: no", "encoding_format is 3: no", "encoding_format"),
         (CHAT, "unknown parameter 'foo'; known", "unknown parameter 'foo'; known", "foo"),
+        ("/v1/rerank", "top_n is 0: no", "top_n is 0: no", "top_n"),
         (CHAT, "the job is 9 bytes long", "the job is 9 bytes long", None),
     ],
 )
