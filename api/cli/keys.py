@@ -7,10 +7,12 @@ import json as json_of
 import re
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
 from pydantic import ValidationError
+from rich.markup import escape
 
 from cellama.api.keys.entry import KeyEntry
 from cellama.api.keys.key_file import KeyFile
@@ -98,7 +100,7 @@ def keys_list_command(json: JsonOption = False) -> None:
 
     Example:  cellama keys list
     """
-    found = _with_store(lambda store: store.all())
+    found = _with_store(lambda store: store.all(), get_settings().gateway_keys_file)
     if json:
         print_json([_told(key) for key in found])
         return
@@ -112,7 +114,8 @@ def keys_list_command(json: JsonOption = False) -> None:
         used = "never" if key.used_at is None else readable_time(key.used_at)
         models = ", ".join(sorted(entry.models or ())) or "all"
         state = entry.state(key.now)
-        table.add_row(entry.id, entry.tenant, entry.name, models, entry.priority or "", _limits(entry), state, used)
+        cells = (entry.id, entry.tenant, entry.name, models, entry.priority or "", _limits(entry), state, used)
+        table.add_row(*map(escape, cells))
     out.print(table)
 
 
@@ -156,11 +159,10 @@ def as_toml(entry: KeyEntry) -> str:
     return "\n".join(lines)
 
 
-def _with_store(ask: Callable[[KeyStore], Awaitable[_T]]) -> _T:
-    """What the keys of the settings answer."""
+def _with_store(ask: Callable[[KeyStore], Awaitable[_T]], file: Path | None = None) -> _T:
+    """What the keys in Redis answer, or those of a file."""
 
     async def run() -> _T:
-        file = get_settings().gateway_keys_file
         async with connect_async(socket_connect_timeout=CONNECT_TIMEOUT_S) as redis:
             return await ask(KeyStore(redis, None if file is None else KeyFile(file)))
 

@@ -47,6 +47,11 @@ def test_key_is_shown_once_and_listed_without_its_secret(database: Redis) -> Non
     assert secret not in cellama("list", "--json").stdout + cellama("list").stdout
 
 
+def test_name_of_a_key_is_shown_as_it_is(database: Redis) -> None:
+    cellama("create", "acme", "--name", "[/bold] [red]shop")
+    assert "[/bold] [red]shop" in cellama("list").stdout
+
+
 def test_key_is_revoked_by_its_id_or_by_itself(database: Redis) -> None:
     keys = [json.loads(cellama("create", "acme", "--json").stdout) for _ in range(2)]
     assert cellama("revoke", keys[0]["id"]).stdout == f"the key {keys[0]['id']} of acme is revoked\n"
@@ -78,8 +83,7 @@ def test_key_with_mistakes_is_not_made(database: Redis, argv: tuple[str, ...], t
 def test_keys_of_a_file_are_shown_for_it_and_left_alone(
     database: Redis, settings_environment: Callable[..., None], tmp_path: Path
 ) -> None:
-    path = tmp_path / "keys.toml"
-    path.write_text("keys = []")
+    path = tmp_path / "keys.toml"  # not there before the first key is
     settings_environment(gateway_keys_file=str(path))
     made = cellama("create", "acme", "--name", "web", *LIMITS, "--expires-in", "4w")
     key, _, entry = made.stdout.partition("\n")
