@@ -44,6 +44,8 @@ class Journals:
         if (task := self._task) is not None:
             task.cancel()
             await asyncio.wait([task])
+            if self._task is task:  # it had not begun, so nothing of it has run
+                self._end([])
 
     async def _work(self) -> None:
         page: list[_Look] = []
@@ -53,11 +55,15 @@ class Journals:
                 page = [look for look in taken if not look.answer.done()]  # else its reader has gone
                 await self._answer(page)
         finally:
-            self._task = None
-            for look in [*page, *self._looks]:  # none, unless this was cancelled
-                if not look.answer.done():
-                    look.answer.set_exception(RuntimeError("the client was closed while a stream was read"))
-            self._looks.clear()
+            self._end(page)
+
+    def _end(self, page: list[_Look]) -> None:
+        """Of a task that was cancelled looks are left, in its last page or behind it."""
+        self._task = None
+        for look in [*page, *self._looks]:
+            if not look.answer.done():
+                look.answer.set_exception(RuntimeError("the client was closed while a stream was read"))
+        self._looks.clear()
 
     async def _answer(self, page: list[_Look]) -> None:
         pipe = self._redis.pipeline(transaction=False)

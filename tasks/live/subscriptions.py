@@ -64,6 +64,8 @@ class Subscriptions:
         if (task := self._task) is not None:
             task.cancel()
             await asyncio.wait([task])
+            if self._task is task:  # it had not begun, so nothing of it has run
+                self._end(_closed())
 
     def _leave(self, box: Mailbox) -> None:
         box.stop()
@@ -106,7 +108,7 @@ class Subscriptions:
 
     async def _serve(self) -> None:
         """Until no reader is left, it is cancelled, or Redis does not let it connect."""
-        failure: Exception = RuntimeError("the client was closed while a stream was read")
+        failure: Exception = _closed()
         try:
             while self._boxes:
                 await self._serve_connection(await self._connect())
@@ -116,10 +118,14 @@ class Subscriptions:
             log.error("the subscriptions of all streams have failed", exc_info=True)
             failure = error
         finally:
-            self._task = None
-            boxes, self._boxes = self._boxes, {}
-            for box in chain.from_iterable(boxes.values()):
-                box.fail(failure)
+            self._end(failure)
+
+    def _end(self, failure: Exception) -> None:
+        """The next reader begins anew."""
+        self._task = None
+        boxes, self._boxes = self._boxes, {}
+        for box in chain.from_iterable(boxes.values()):
+            box.fail(failure)
 
     async def _serve_connection(self, wire: Wire) -> None:
         """Until it is lost. Raises RedisError if Redis refuses what it is asked for."""
@@ -166,3 +172,7 @@ class Subscriptions:
             del self._unconfirmed[channel]
             for box in self._boxes.get(channel, ()):
                 box.subscribed()
+
+
+def _closed() -> RuntimeError:
+    return RuntimeError("the client was closed while a stream was read")

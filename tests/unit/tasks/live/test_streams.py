@@ -200,6 +200,20 @@ def test_closed_streams_end_their_readers_with_an_error() -> None:
     with_server(body)
 
 
+def test_look_into_a_journal_that_is_closed_before_it_has_begun_gets_the_error_too() -> None:
+    async def body(server: Server) -> None:
+        journals = server.streams._journals
+        looking = asyncio.create_task(journals.look(JOB, "-"))
+        await asyncio.sleep(0)
+        await journals.close()
+        await settle(looking.done)
+        assert looking.done()
+        with pytest.raises(RuntimeError, match="the client was closed"):
+            await looking
+
+    with_server(body)
+
+
 def test_tick_is_long_enough_for_a_busy_loop() -> None:
     """A loop that computes for a while must not take its own connection for dead."""
     assert subscriptions.TICK_S * subscriptions.MOST_SILENT_TICKS >= 10

@@ -163,6 +163,15 @@ def test_readers_of_closed_subscriptions_get_an_error_that_is_not_tried_again() 
                 await news(box)
 
 
+def test_reader_of_subscriptions_that_are_closed_before_they_have_begun_gets_the_error_too() -> None:
+    @with_wires()
+    async def _(subscriptions: Subscriptions) -> None:
+        with subscriptions.mailbox("a") as box:
+            await subscriptions.close()
+            with pytest.raises(RuntimeError, match="the client was closed"):
+                await box.get(0.0)
+
+
 def test_connection_that_is_silent_after_pings_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "TICK_S", 0.001)
     first, second = ScriptedWire(), ScriptedWire()
