@@ -194,9 +194,7 @@ def test_connection_without_readers_ends_by_itself(monkeypatch: pytest.MonkeyPat
         with subscriptions.mailbox("a") as box:
             await news(box)
             first.reply(b"PONG")
-        async with asyncio.timeout(LATE_S):
-            while not first.is_closed:
-                await asyncio.sleep(0.001)
+        await asyncio.wait_for(first.closed.wait(), LATE_S)
         with subscriptions.mailbox("b") as box:
             assert await news(box) is Sign.SUBSCRIBED
         assert second.commands(b"SUBSCRIBE") == [{b"b"}]

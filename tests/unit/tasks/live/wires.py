@@ -17,7 +17,7 @@ class ScriptedWire:
     def __init__(self, confirms: bool = True) -> None:
         self.sent: list[Sequence[bytes]] = []
         self.channels: set[bytes] = set()
-        self.is_closed = False
+        self.closed = asyncio.Event()
         self._confirms = confirms
         self._replies: asyncio.Queue[Any] = asyncio.Queue()
 
@@ -52,7 +52,11 @@ class ScriptedWire:
         self.reply(RedisConnectionError("aborted"))
 
     async def close(self) -> None:
-        self.is_closed = True
+        self.closed.set()
+
+    @property
+    def is_closed(self) -> bool:
+        return self.closed.is_set()
 
     def commands(self, kind: bytes) -> list[set[bytes]]:
         """The channels of each command of a kind."""
