@@ -151,15 +151,19 @@ class WorkerProcess:
         return pace.slowed(self._pace_file, seconds)
 
     def stop(self) -> int:
-        """SIGTERM, then SIGKILL if that takes too long; returns the exit code."""
-        self.process.terminate()
-        try:
-            return self.process.wait(PATIENCE_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            return self.process.wait()
-        finally:
-            self.redis.close()
+        """As `end_process`."""
+        self.redis.close()
+        return end_process(self.process)
+
+
+def end_process(process: subprocess.Popen[bytes]) -> int:
+    """SIGTERM, then SIGKILL if that takes too long; returns the exit code."""
+    process.terminate()
+    try:
+        return process.wait(PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
 
 
 @pytest.fixture(scope="session")
@@ -173,6 +177,16 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
 def redis_client(redis_server: RedisServer) -> Iterator[Redis]:
     with Redis.from_url(redis_server.url) as client:
         yield client
+
+
+@contextlib.contextmanager
+def empty_database(server: RedisServer, number: int) -> Iterator[str]:
+    """The URL of a database of this server that is empty before and after the block."""
+    url = server.url.removesuffix("/0") + f"/{number}"
+    with Redis.from_url(url) as redis:
+        redis.flushdb()
+        yield url
+        redis.flushdb()
 
 
 @pytest.fixture(scope="session")

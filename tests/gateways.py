@@ -12,7 +12,7 @@ import httpx
 
 from cellama.api.machine.redis_server import die_with_parent, free_port
 
-from .conftest import PATIENCE_S, clean_environment, wait_until
+from .conftest import clean_environment, end_process, wait_until
 
 COMMAND = [sys.executable, "-c", "from cellama.api.cli import main; main()", "gateway"]
 
@@ -58,10 +58,5 @@ class GatewayProcess:
         return self._log_path.read_text(errors="replace")
 
     def stop(self) -> int:
-        """SIGTERM, then SIGKILL if that takes too long; returns the exit code."""
-        self.process.terminate()
-        try:
-            return self.process.wait(PATIENCE_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            return self.process.wait()
+        """As `end_process`."""
+        return end_process(self.process)

@@ -24,7 +24,7 @@ from cellama.api.keys.store import KeyStore
 from cellama.api.machine.redis_server import RedisServer
 from cellama.tasks.contract.keys import key_admissions_key, key_charges_key, key_jobs_key
 
-from ..conftest import PATIENCE_S, clean_environment
+from ..conftest import PATIENCE_S, clean_environment, empty_database
 
 GATEWAY = """
 import asyncio, json, sys
@@ -106,11 +106,8 @@ def _line(process: subprocess.Popen[str]) -> str:
 @pytest.fixture
 def database(redis_server: RedisServer) -> Iterator[str]:
     """The URL of an empty one: gateways of other tests have no keys."""
-    url = redis_server.url.removesuffix("/0") + "/5"
-    with Redis.from_url(url) as redis:
-        redis.flushdb()
+    with empty_database(redis_server, 5) as url:
         yield url
-        redis.flushdb()
 
 
 @pytest.fixture

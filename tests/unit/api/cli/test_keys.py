@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,8 @@ from cellama.api.keys.key_file import read_keys
 from cellama.api.keys.key_text import parse_key
 from cellama.api.machine.redis_server import RedisServer
 
+from ....conftest import empty_database
+
 LIMITS = ("--requests-per-minute", "60", "--tokens-per-minute", "10000", "--concurrent-jobs", "4")
 
 
@@ -24,13 +26,11 @@ def cellama(*argv: str) -> Result:
 
 
 @pytest.fixture
-def database(redis_server: RedisServer, settings_environment: Callable[..., None]) -> Redis:
+def database(redis_server: RedisServer, settings_environment: Callable[..., None]) -> Iterator[Redis]:
     """An empty one, that of the settings."""
-    url = redis_server.url.removesuffix("/0") + "/6"
-    settings_environment(redis_url=url)
-    redis = Redis.from_url(url)
-    redis.flushdb()
-    return redis
+    with empty_database(redis_server, 6) as url, Redis.from_url(url) as redis:
+        settings_environment(redis_url=url)
+        yield redis
 
 
 def test_key_is_shown_once_and_listed_without_its_secret(database: Redis) -> None:

@@ -7,12 +7,13 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
-from redis import Redis
 from redis.asyncio import Redis as AsyncRedis
 
 from cellama.api.keys.entry import KeyEntry
 from cellama.api.keys.key_text import KeyText, new_key
 from cellama.api.machine.redis_server import RedisServer
+
+from .....conftest import empty_database
 
 Run = Callable[[Callable[[AsyncRedis], Awaitable[Any]]], Any]
 
@@ -20,11 +21,8 @@ Run = Callable[[Callable[[AsyncRedis], Awaitable[Any]]], Any]
 @pytest.fixture
 def url(redis_server: RedisServer) -> Iterator[str]:
     """An empty database."""
-    url = redis_server.url.removesuffix("/0") + "/7"
-    with Redis.from_url(url) as redis:
-        redis.flushdb()
+    with empty_database(redis_server, 7) as url:
         yield url
-        redis.flushdb()
 
 
 @pytest.fixture
