@@ -6,6 +6,19 @@ from typing import Any
 
 from redis import Redis
 
+LUA_CLOCK = """\
+-- Unix seconds of the one clock that counts: Redis' own; or what a test tells.
+local function clock(told)
+  if told and told ~= '' then return tonumber(told) end
+  local time = redis.call('TIME')
+  return tonumber(time[1]) + tonumber(time[2]) / 1e6
+end
+
+local function stamp(seconds)
+  return string.format('%.6f', seconds)
+end
+
+"""  # what scripts have before them
 
 def seconds_of(reply: Any) -> float:
     """Unix seconds of a reply to TIME."""

@@ -12,6 +12,7 @@ from redis import Redis
 from redis.commands.core import Script
 from redis.exceptions import NoScriptError, RedisError, ResponseError
 
+from cellama.tasks.connection.redis_clock import LUA_CLOCK
 from cellama.tasks.contract.keys import (
     DEAD_KEY,
     DUE_KEY,
@@ -109,7 +110,7 @@ def _script(name: str) -> Script:
 def source(name: str) -> str:
     """A script with its constants and what all share."""
     constants = "".join(f"local {constant} = {value!r}\n" for constant, value in CONSTANTS.items())
-    return constants + _read("prelude") + _read(name)
+    return constants + LUA_CLOCK + _read("prelude") + _read(name)
 
 
 @functools.cache

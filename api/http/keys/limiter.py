@@ -19,6 +19,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from cellama.api.keys.entry import KeyEntry
+from cellama.tasks.connection.redis_clock import LUA_CLOCK
 from cellama.tasks.contract.keys import key_admissions_key, key_charges_key, key_jobs_key
 
 log = logging.getLogger(__name__)
@@ -126,4 +127,4 @@ def _keys_of(key_id: str) -> list[str]:
 
 def _source(name: str) -> str:
     folder = files("cellama.api.http.keys") / "lua"
-    return "".join((folder / f"{part}.lua").read_text(encoding="utf-8") for part in ("prelude", name))
+    return LUA_CLOCK + "".join((folder / f"{part}.lua").read_text(encoding="utf-8") for part in ("prelude", name))

@@ -1,16 +1,6 @@
 -- What all scripts share. docs/delivery.md has the states; contract/keys.py the keys.
--- Constants that Python puts before this: WAITING, JOB, CANCEL, RESULT, JOURNAL and CONTEXT (prefixes), QUEUES, RUNNING, DUE, LEASES, MISSING, DEAD, WEIGHT;
--- OURS and WEIGHS, names of headers.
-
--- Unix seconds of the one clock that counts: Redis' own.
-local function clock()
-  local time = redis.call('TIME')
-  return tonumber(time[1]) + tonumber(time[2]) / 1e6
-end
-
-local function stamp(seconds)
-  return string.format('%.6f', seconds)
-end
+-- What Python puts before this: WAITING, JOB, CANCEL, RESULT, JOURNAL and CONTEXT (prefixes), QUEUES, RUNNING, DUE, LEASES, MISSING, DEAD, WEIGHT;
+-- OURS and WEIGHS, names of headers; and the functions `clock` and `stamp` (connection/redis_clock.py).
 
 -- The job has no slot: its rank in its queue is its rank here.
 local function wait_in_queue(id, queue, priority, submitted_at)

@@ -1,19 +1,8 @@
--- What all scripts of limits share (contract/keys.py has the keys).
+-- What all scripts of limits share, behind `clock` and `stamp` (tasks/connection/redis_clock.py); contract/keys.py has the keys.
 --   admissions  zset: id of a request → when it was let in. What a request took beyond its reservation, after it had
 --               left the window, stands there as 'x' .. id.
 --   charges     hash: the same ids → tokens; and the sums over the window, 'requests' and 'tokens'
 --   jobs        zset: a lease for each job of a request that runs → when it ends
-
--- Unix seconds: Redis' own, or what a test says.
-local function clock(told)
-  if told ~= '' then return tonumber(told) end
-  local time = redis.call('TIME')
-  return tonumber(time[1]) + tonumber(time[2]) / 1e6
-end
-
-local function stamp(seconds)
-  return string.format('%.6f', seconds)
-end
 
 local function lease_of(id, place)
   return id .. ':' .. place
