@@ -31,7 +31,7 @@ _UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
 
 def keys_create_command(
-    tenant: Annotated[str, typer.Argument(help="Whose key it is: keys of one tenant see each other's jobs and files.")],
+    tenant: Annotated[str, typer.Argument(help="Whose key it is: keys of one tenant share prefixes and answers.")],
     name: Annotated[str, typer.Option(help="What people call it.")] = "",
     model: Annotated[
         list[str] | None, typer.Option("--model", "-m", help="It may ask for this one; again for more.")

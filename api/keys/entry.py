@@ -23,7 +23,7 @@ class KeyEntry(BaseModel):
     id: str = Field(pattern=KEY_ID, description="the part of the key between `sk-` and the secret")
     digest: str = Field(pattern=DIGEST, repr=False, description="`sha256:` and the SHA-256 of the whole key")
     tenant: str = Field(
-        pattern=TENANT, max_length=MAX_TENANT_CHARS, description="keys of one tenant see each other's jobs and files"
+        pattern=TENANT, max_length=MAX_TENANT_CHARS, description="keys of one tenant share prefixes and answers"
     )
     name: str = Field(default="", max_length=100, pattern=r"^[^\x00-\x1f\x7f]*$", description="for people")
     models: Annotated[frozenset[str], Field(min_length=1)] | None = Field(
