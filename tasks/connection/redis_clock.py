@@ -20,6 +20,7 @@ end
 
 """  # what scripts have before them
 
+
 def seconds_of(reply: Any) -> float:
     """Unix seconds of a reply to TIME."""
     seconds, micros = reply
