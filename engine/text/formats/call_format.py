@@ -65,28 +65,25 @@ class CallFormat:
 IN_CHANNELS = CallFormat(
     "tag", open="<|channel|>commentary to=functions.", inner=" <|constrain|>json<|message|>", close=""
 )
-_CALL = '{"name": "', '", "arguments": '
+
+
+def _objects(marker: str, begin: str, between: str, tail: str) -> CallFormat:
+    """Calls as objects of JSON with a name and arguments, in this order."""
+    name = '{"name": "'
+    return CallFormat(
+        "json",
+        open=f"{marker}{begin}{name}",
+        inner='", "arguments": ',
+        close="}" + tail,
+        middle="}" + between + name,
+        lead=marker + begin,
+        between=between,
+        tail=tail,
+        markers=(marker,),
+    )
+
+
 TOLD_IN_WORDS = {  # some templates tell their model how to write calls, and write none themselves
-    "<tool_call>": CallFormat(
-        "json",
-        open=f"<tool_call>\n{_CALL[0]}",
-        inner=_CALL[1],
-        middle=f"}}\n</tool_call>\n<tool_call>\n{_CALL[0]}",
-        close="}\n</tool_call>",
-        lead="<tool_call>\n",
-        between="\n</tool_call>\n<tool_call>\n",
-        tail="\n</tool_call>",
-        markers=("<tool_call>",),
-    ),
-    "<|tool_call|>": CallFormat(
-        "json",
-        open=f"<|tool_call|>[{_CALL[0]}",
-        inner=_CALL[1],
-        middle=f"}}, {_CALL[0]}",
-        close="}]",
-        lead="<|tool_call|>[",
-        between=", ",
-        tail="]",
-        markers=("<|tool_call|>",),
-    ),
+    "<tool_call>": _objects("<tool_call>", "\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>"),
+    "<|tool_call|>": _objects("<|tool_call|>", "[", ", ", "]"),
 }
