@@ -27,11 +27,11 @@ class _Call:
 
 
 def with_json(turns: Mapping[str, str]) -> CallFormat:
-    (first,) = _calls_in(turns["call"], 1)
+    (first,) = _calls_in(turns, "call")
     turn, name = turns["call"], len(NAMES[0])
     inner = with_slots(turn[first.name + name : first.start], 0)
     found = CallFormat("tag", with_slots(turn[: first.name], 0), inner, with_slots(turn[first.end :], 0))
-    pair, three = _several(turns, "calls", 2), _several(turns, "three", 3)
+    pair, three = _several(turns, "calls"), _several(turns, "three")
     if pair:
         inners = [turns["calls"][call.name + len(NAMES[i]) : call.start] for i, call in enumerate(pair)]
         joined = merged(*(with_slots(text, i) for i, text in enumerate(inners)))
@@ -51,17 +51,18 @@ def _middle(turn: str, calls: list[_Call], at: int) -> str:
     return with_slots(turn[calls[at].end : calls[at + 1].name], at + 1)
 
 
-def _several(turns: Mapping[str, str], which: str, count: int) -> list[_Call]:
+def _several(turns: Mapping[str, str], which: str) -> list[_Call]:
     """The calls of a turn; none if they are not all there: some templates write one, or refuse more."""
     try:
-        return _calls_in(turns[which], count)
+        return _calls_in(turns, which)
     except Unknown:
         return []
 
 
-def _calls_in(turn: str, count: int) -> list[_Call]:
-    found: list[_Call] = []
-    for i, values in enumerate(CALLS[{1: "call", 2: "calls", 3: "three"}[count]]):
+def _calls_in(turns: Mapping[str, str], which: str) -> list[_Call]:
+    """The calls of a turn. Raises Unknown if they are not all there."""
+    turn, found = turns[which], list[_Call]()
+    for i, values in enumerate(CALLS[which]):
         after = found[-1].whole[1] if found and found[-1].whole else found[-1].end if found else 0
         arguments = json_at(turn, values, after)
         name = turn.rfind(NAMES[i], after, arguments[0]) if arguments else -1
