@@ -31,3 +31,8 @@ class ReplyFormat:
     channels: bool = False  # everything stands in channels: thoughts, text and calls
     bound_at_start: bool = False  # in channels: a grammar is of the whole reply, else of its text
     visible: tuple[tuple[int, bytes], ...] = ()  # control tokens that are part of the markup, and their text
+
+    def closing_token(self, num_thinking: int) -> int | None:
+        """The token that has to come next in thoughts of so many, because they are over their budget."""
+        budget, closing = self.thinking_budget, self.close_tokens
+        return None if budget is None or num_thinking < budget else closing[(num_thinking - budget) % len(closing)]

@@ -53,10 +53,7 @@ class ReplyReader:
     @property
     def forced_token(self) -> int | None:
         """The token that has to come next because thinking is over its budget."""
-        budget, closing = self._format.thinking_budget, self._format.close_tokens
-        if not self.is_thinking or budget is None or self._num_thinking < budget:
-            return None
-        return closing[(self._num_thinking - budget) % len(closing)]
+        return self._format.closing_token(self._num_thinking) if self.is_thinking else None
 
     def note_token(self) -> None:
         """One more token was sampled; its text comes with the next `push`."""
