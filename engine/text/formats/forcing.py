@@ -18,7 +18,6 @@ ToRules = Callable[[tuple[tuple[str, str, str], ...]], str]  # name of a rule, s
 
 _MOST = 16  # calls in a reply
 _SPACE = '"\\n"{0,2}'  # before the calls, as models have it after thoughts
-_THOUGHTS = '("<|channel|>analysis<|message|>" ([^<] | "<" [^|])* "<|end|><|start|>assistant")?'
 
 
 def forced_calls(format_: CallFormat, schemas: Schemas, to_rules: ToRules, *, several: bool = False) -> str:
@@ -26,7 +25,7 @@ def forced_calls(format_: CallFormat, schemas: Schemas, to_rules: ToRules, *, se
 
     Raises InvalidRequest.
     """
-    head = _THOUGHTS if format_ is IN_CHANNELS else _SPACE
+    head = _thoughts() if format_ is IN_CHANNELS else _SPACE
     behind = _space_behind_arguments(format_)
     tools = [_Tool(f"t{i}", name, schema, format_, behind) for i, (name, schema) in enumerate(schemas.items())]
     lines = [line for tool in tools for line in tool.rules]
@@ -37,6 +36,11 @@ def forced_calls(format_: CallFormat, schemas: Schemas, to_rules: ToRules, *, se
     close = _literal(format_.close.removeprefix(behind).rstrip())
     lines = [f"root ::= {head} first {more} {close}", f"first ::= {_either(tools, format_.open)}", *lines]
     return "\n".join([*lines, to_rules(tuple(rule for tool in tools for rule in tool.wanted))])
+
+
+def _thoughts() -> str:
+    """Those that may come before a call in channels."""
+    return f'("<|channel|>analysis<|message|>" {text_without("<|")} "<|end|><|start|>assistant")?'
 
 
 def _space_behind_arguments(format_: CallFormat) -> str:

@@ -126,7 +126,15 @@ def test_grammar_of_calls_allows_what_the_template_writes(style: str, several: b
     assert not accepts(automaton, "")
 
 
-@pytest.mark.parametrize("tag", ["</p>", "</parameter>", "<<x", "x", "]]>"])
+def test_thoughts_before_a_forced_call_end_where_they_are_read_to_end() -> None:
+    automaton = automaton_of(forced_calls(calls_of("channels"), TOOLS, schemas_to_gbnf))
+    before, end = "<|channel|>analysis<|message|>1 <", "<|end|><|start|>assistant"
+    call = "<|channel|>commentary to=functions.list-all <|constrain|>json<|message|>{}"
+    assert accepts(automaton, f"{before}{end}{call}")
+    assert not accepts(automaton, f"{before}{end}more{end}{call}")
+
+
+@pytest.mark.parametrize("tag", ["<|", "</p>", "</parameter>", "<<x", "x", "]]>"])
 def test_text_without_a_tag_is_any_other_text(tag: str) -> None:
     automaton = automaton_of(f"root ::= {text_without(tag)} {json.dumps(tag)}")
     rng = random.Random(3)
