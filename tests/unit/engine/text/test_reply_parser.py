@@ -180,3 +180,14 @@ def test_thoughts_in_channels_over_their_budget_are_ended_and_a_grammar_begins_w
         reader.push(text)
     assert told == [(None, None), (None, None), (None, None), (7, None), (None, None), (None, None), (None, 6)]
     assert ChannelReader(replace(CHANNELED, bound_at_start=True)).num_unbound == 0
+
+
+def test_thoughts_in_channels_are_closed_token_by_token_where_that_takes_several() -> None:
+    reader = ChannelReader(replace(CHANNELED, thinking_budget=1, close_tokens=(7, 8)))
+    reader.push(THOUGHT)
+    forced = []
+    for text in ("a", "<|en", "d|>", "<|start|>"):
+        forced.append(reader.forced_token)
+        reader.note_token()
+        reader.push(text)
+    assert forced == [None, 7, 8, None]
