@@ -26,10 +26,12 @@ class Values:
         self._root = parameters
         properties = parameters.get("properties")
         self.properties: Mapping[str, Any] = properties if isinstance(properties, Mapping) else {}
+        self._types: dict[str, set[str]] = {}  # of arguments
+        self._behind: dict[str, set[str]] = {}  # of what references name
 
     def read(self, name: str, text: str, is_json: bool | None = None) -> Any:
         """The value; `is_json` if the model said whether it is JSON. What is neither JSON nor should be is text."""
-        types = self.types(self.properties.get(name))
+        types = self.types_of(name)
         if text.startswith("<![CDATA[") and text.endswith("]]>"):
             text = text[9:-3]
         if is_json is False or (is_json is None and types == {"string"}):
@@ -38,7 +40,7 @@ class Values:
             value = _parsed(text, like_python=bool(types) and "string" not in types)
         except ValueError:
             return text
-        fits = not types or any(_is_a(value, name) for name in types)
+        fits = not types or any(_is_a(value, each) for each in types)
         return value if fits or "string" not in types else text
 
     def resolved(self, name: str) -> Mapping[str, Any]:
@@ -50,21 +52,33 @@ class Values:
             schema = self._referred(schema["$ref"])
         return schema if isinstance(schema, Mapping) else {}
 
-    def types(self, schema: Any, depth: int = 0) -> set[str]:
-        """What a value may be; nothing if the schema does not say."""
+    def types_of(self, name: str) -> set[str]:
+        """What an argument may be; nothing if its schema does not say."""
+        if name not in self._types:
+            self._types[name] = self._types_in(self.properties.get(name), 0)
+        return self._types[name]
+
+    def _types_in(self, schema: Any, depth: int) -> set[str]:
         if not isinstance(schema, Mapping) or depth > _MAX_REFERENCES:
             return set()
         if isinstance(schema.get("$ref"), str):
-            return self.types(self._referred(schema["$ref"]), depth + 1)
+            return self._types_behind(schema["$ref"], depth + 1)
         if "const" in schema or isinstance(schema.get("enum"), list):
             values = [schema["const"]] if "const" in schema else schema["enum"]
             return {name for name in _TYPES for value in values if _is_a(value, name)}
         said = schema.get("type")
         if said is not None:
-            return {name for name in ([said] if isinstance(said, str) else said) if isinstance(name, str)}
-        choices = [part for key in ("anyOf", "oneOf", "allOf") for part in schema.get(key) or []]
-        found = [self.types(part, depth + 1) for part in choices]
+            return {name for name in (said if isinstance(said, list) else [said]) if isinstance(name, str)}
+        given = (schema.get(key) for key in ("anyOf", "oneOf", "allOf"))
+        found = [self._types_in(part, depth + 1) for parts in given if isinstance(parts, list) for part in parts]
         return set().union(*found) if all(found) else set()
+
+    def _types_behind(self, reference: str, depth: int) -> set[str]:
+        """Looked at once: a schema may refer to the same thing very often, and to itself."""
+        if reference not in self._behind:
+            self._behind[reference] = set()
+            self._behind[reference] = self._types_in(self._referred(reference), depth)
+        return self._behind[reference]
 
     def _referred(self, reference: str) -> Any:
         found: Any = self._root

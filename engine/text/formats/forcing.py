@@ -99,7 +99,7 @@ class _Tool:
     def _arguments(self) -> list[tuple[str, str, bool]]:
         """Of each argument the rule of its value, its name, and whether it is written as bare text."""
         values = Values(self.schema)
-        types = {key: values.types(schema) for key, schema in values.properties.items()}
+        types = {key: values.types_of(key) for key in values.properties}
         return [(f"{self.rule}v{i}", key, not of or "string" in of) for i, (key, of) in enumerate(types.items())]
 
     def _argument(self, tags: ArgumentTags, value: str, key: str, is_text: bool) -> str:
