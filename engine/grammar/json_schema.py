@@ -43,11 +43,12 @@ def schema_to_gbnf(schema: str) -> str:
 def schemas_to_gbnf(wanted: tuple[tuple[str, str, str], ...]) -> str:
     """Rules of these names, each for a schema (JSON text), or for the one within it that a reference (`#/…`) names.
 
-    Raises InvalidRequest, as schema_to_gbnf does.
+    What several of them refer to in the same schema is made once. Raises InvalidRequest, as schema_to_gbnf does.
     """
-    converters = [_Converter(_parsed(schema), f"{name}-") for name, schema, _ in wanted]
-    rules = [each.rules_of(name, at) for each, (name, _, at) in zip(converters, wanted, strict=True)]
-    return "\n".join([*(rule for of_one in rules for rule in of_one), *JSON_RULES]) + "\n"
+    schemas = dict.fromkeys(schema for _, schema, _ in wanted)
+    made = {schema: _Converter(_parsed(schema), f"of{i}-") for i, schema in enumerate(schemas)}
+    first = [f"{name} ::= {made[schema].rule_at(at)}" for name, schema, at in wanted]
+    return "\n".join([*first, *(rule for each in made.values() for rule in each.rules), *JSON_RULES]) + "\n"
 
 
 def _parsed(schema: str) -> Any:
@@ -74,18 +75,17 @@ class _Converter:
         """`prefix` of the names of the rules that it makes."""
         self._root = root
         self._prefix = prefix
-        self._rules: list[str] = []
+        self.rules: list[str] = []
         self._depth = 0
         self._referred: dict[str, str] = {}  # reference → rule
 
-    def rules_of(self, name: str, reference: str) -> list[str]:
-        """A rule of this name for the schema that is there, and those that it needs."""
-        first = self._schema(self._root if reference == "#" else {"$ref": reference}, "#")
-        return [f"{name} ::= {first}", *self._rules]
+    def rule_at(self, reference: str) -> str:
+        """The name of a rule, or a text of GBNF, for the schema that is there."""
+        return self._schema(self._root if reference == "#" else {"$ref": reference}, "#")
 
     def _rule(self, body: str) -> str:
-        name = f"{self._prefix}s{len(self._rules)}"
-        self._rules.append(f"{name} ::= {body}")
+        name = f"{self._prefix}s{len(self.rules)}"
+        self.rules.append(f"{name} ::= {body}")
         return name
 
     def _schema(self, schema: Any, path: str) -> str:
@@ -133,7 +133,7 @@ class _Converter:
         if reference not in self._referred:
             name = f"{self._prefix}r{len(self._referred)}"
             self._referred[reference] = name
-            self._rules.append(f"{name} ::= {self._schema(self._target(reference, path), reference)}")
+            self.rules.append(f"{name} ::= {self._schema(self._target(reference, path), reference)}")
         return self._referred[reference]
 
     def _target(self, reference: str, path: str) -> Any:

@@ -167,6 +167,13 @@ def test_one_call_is_all_that_is_read_if_there_shall_be_no_more() -> None:
     assert len(ToolReader(calls_of("hermes")).parse(one + one)[0]) == 2
 
 
+def test_what_arguments_share_is_made_once() -> None:
+    shared = {"type": "object", "properties": {"inner": {"type": "integer"}}, "required": ["inner"]}
+    properties = {f"a{i}": {"$ref": "#/$defs/shared"} for i in range(20)}
+    tools = {"f": {"type": "object", "properties": properties, "$defs": {"shared": shared}}}
+    assert forced_calls(calls_of("glm"), tools, schemas_to_gbnf).count("inner") == 1
+
+
 @pytest.mark.parametrize("shape", [{"pattern": "a+"}, {"format": "date"}])
 def test_what_can_not_be_forced_on_bare_text_is_refused_by_name(shape: dict[str, str]) -> None:
     tools = {"f": {"type": "object", "properties": {"when": {"type": "string", **shape}}}}
