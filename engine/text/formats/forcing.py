@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from cellama.engine.errors import InvalidRequest
 
@@ -28,6 +28,7 @@ def forced_calls(format_: CallFormat, schemas: Schemas, to_rules: ToRules, *, se
     head = _thoughts() if format_ is IN_CHANNELS else _SPACE
     behind = _space_behind_arguments(format_)
     tools = [_Tool(f"t{i}", name, schema, format_, behind) for i, (name, schema) in enumerate(schemas.items())]
+    made = to_rules(tuple(rule for tool in tools for rule in tool.wanted))  # first: it checks the schemas
     lines = [line for tool in tools for line in tool.rules]
     more = ""
     if several and format_.middle is not None:
@@ -35,7 +36,7 @@ def forced_calls(format_: CallFormat, schemas: Schemas, to_rules: ToRules, *, se
         lines.append(f"next ::= {_either(tools, format_.middle.removeprefix(behind))}")
     close = _literal(format_.close.removeprefix(behind).rstrip())
     lines = [f"root ::= {head} first {more} {close}", f"first ::= {_either(tools, format_.open)}", *lines]
-    return "\n".join([*lines, to_rules(tuple(rule for tool in tools for rule in tool.wanted))])
+    return "\n".join([*lines, made])
 
 
 def _thoughts() -> str:
@@ -52,6 +53,19 @@ def _space_behind_arguments(format_: CallFormat) -> str:
 
 def _either(tools: list[_Tool], before: str) -> str:
     return " | ".join(f"{_literal(before, tool.name)} {tool.rule}" for tool in tools)
+
+
+class _Argument(NamedTuple):
+    """An argument in tags: the rule of its value, its name, and what it may be, as far as its schema says."""
+
+    value: str
+    key: str
+    types: set[str]
+
+    @property
+    def is_text(self) -> bool:
+        """True if it is written as bare text."""
+        return not self.types or "string" in self.types
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +89,8 @@ class _Tool:
         schema = json.dumps(dict(self.schema) or {"type": "object"})
         if self.format.tags is None:
             return [(f"{self.rule}a", schema, "#")]
-        return [
-            (name, schema, f"#/properties/{_pointer(key)}") for name, key, is_text in self._arguments if not is_text
-        ]
+        typed = (argument for argument in self._arguments if argument.types)
+        return [(argument.value, schema, f"#/properties/{_pointer(argument.key)}") for argument in typed]
 
     @property
     def rules(self) -> list[str]:
@@ -85,10 +98,10 @@ class _Tool:
         head = f"{self.rule} ::= {_literal(self.name + self.format.inner, self.name)}"
         if tags is None:
             return [f"{head} {self.rule}a"]
-        written = [self._argument(tags, *argument) for argument in self._arguments]
+        written = [self._argument(tags, argument) for argument in self._arguments]
         required = self.schema.get("required") or ()
         none = "" if self.format.inner.endswith(self.behind) else self.behind
-        members = _members(self.rule, _literal(tags.gap), [key in required for _, key, _ in self._arguments])
+        members = _members(self.rule, _literal(tags.gap), [argument.key in required for argument in self._arguments])
         members += [
             f"{self.rule}m{len(written)} ::= {_literal(none)}",
             f"{self.rule}n{len(written)} ::= {_literal(self.behind)}",
@@ -96,17 +109,16 @@ class _Tool:
         return [f"{head} {self.rule}m0", *members, *written]
 
     @property
-    def _arguments(self) -> list[tuple[str, str, bool]]:
-        """Of each argument the rule of its value, its name, and whether it is written as bare text."""
+    def _arguments(self) -> list[_Argument]:
         values = Values(self.schema)
-        types = {key: values.types_of(key) for key in values.properties}
-        return [(f"{self.rule}v{i}", key, not of or "string" in of) for i, (key, of) in enumerate(types.items())]
+        return [_Argument(f"{self.rule}v{i}", key, values.types_of(key)) for i, key in enumerate(values.properties)]
 
-    def _argument(self, tags: ArgumentTags, value: str, key: str, is_text: bool) -> str:
+    def _argument(self, tags: ArgumentTags, argument: _Argument) -> str:
         """The rule of one argument."""
+        value, key = argument.value, argument.key
         name, close = value.replace("v", "p"), _literal(tags.close, key=key)
-        before = _literal(f"{tags.open}{key}{tags.sep if is_text else tags.sep_of_json}", key=key)
-        if not is_text:
+        before = _literal(f"{tags.open}{key}{tags.sep if argument.is_text else tags.sep_of_json}", key=key)
+        if not argument.is_text:
             return f"{name} ::= {before} {value} {close}"
         schema = Values(self.schema).resolved(key)
         return f"{name} ::= {before} {_text(schema, tags.close.replace(KEY, key).strip(), key)} {close}"

@@ -167,6 +167,14 @@ def test_one_call_is_all_that_is_read_if_there_shall_be_no_more() -> None:
     assert len(ToolReader(calls_of("hermes")).parse(one + one)[0]) == 2
 
 
+@pytest.mark.parametrize("style", ["glm", "hermes"])
+@pytest.mark.parametrize("wrong", [{"minLength": "x"}, {"maxLength": -1}, {"minimum": 5}])
+def test_schema_of_a_text_is_checked_alike_in_every_style(style: str, wrong: dict[str, Any]) -> None:
+    tools = {"f": {"type": "object", "properties": {"who": {"type": "string", **wrong}}}}
+    with pytest.raises(InvalidRequest, match=rf"#/properties/who/{next(iter(wrong))}"):
+        forced_calls(calls_of(style), tools, schemas_to_gbnf)
+
+
 def test_what_arguments_share_is_made_once() -> None:
     shared = {"type": "object", "properties": {"inner": {"type": "integer"}}, "required": ["inner"]}
     properties = {f"a{i}": {"$ref": "#/$defs/shared"} for i in range(20)}
