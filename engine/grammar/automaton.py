@@ -42,8 +42,8 @@ Way = tuple[int, Frame | None]
 class Work:
     """What is left of a request's work, in ways looked at. Its sequences share it."""
 
-    def __init__(self) -> None:
-        self.left = limits.GRAMMAR_WORK
+    def __init__(self, left: int = limits.GRAMMAR_WORK) -> None:
+        self.left = left
 
     def spend(self, ways: int) -> None:
         self.left -= ways

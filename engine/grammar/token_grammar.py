@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from cellama.config import limits
 from cellama.engine.errors import GrammarFailed
 
 from .automaton import Automaton, Work
@@ -75,9 +76,10 @@ class Grammar:
         self._number, self._ways = following, self._automaton.states[following]
 
     def likely_text(self, before: int, most: int) -> tuple[bytes, int]:
-        """As Automaton.likely_text, from here. Costs the request none of its work."""
+        """As Automaton.likely_text, from here; nothing if that takes more work than a token has. The request's own
+        is not touched."""
         try:
-            return self._automaton.likely_text(self._state(), before, most, Work())
+            return self._automaton.likely_text(self._state(), before, most, Work(limits.GRAMMAR_WORK_PER_TOKEN))
         except GrammarFailed:
             return b"", 0
 

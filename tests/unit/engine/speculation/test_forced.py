@@ -124,3 +124,10 @@ class Bound:
 def test_texts_that_are_looked_at_are_bounded() -> None:
     grammar = grammar_of('root ::= "' + "z" * 500 + '"')
     assert grammar.likely_text(0, MOST_BYTES) == (b"z" * MOST_BYTES, MOST_BYTES)
+
+
+def test_text_that_takes_much_work_to_look_at_is_not_guessed() -> None:
+    grammar = grammar_of('root ::= a{200} "z"\na ::= "a"{1,9}')  # "aaa" may be read in very many ways
+    assert grammar.likely_text(0, MOST_BYTES) == (b"", 0)
+    assert can_follow(grammar, ord("a"))
+    assert grammar.likely_text(0, 3) == (b"aaa", 3)
