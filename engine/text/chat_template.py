@@ -261,6 +261,6 @@ def grammar_of_choice(name: str, format_: ReplyFormat, options: ChatOptions, to_
         schemas = {options.tool_choice: schemas[options.tool_choice]}
     if not schemas:
         raise InvalidRequest("tool_choice is 'required', but there are no tools; give some")
-    if format_.tools is None:
+    if format_.tools is None or not format_.tools.format.can_be_forced:
         raise InvalidRequest(f"how model {name!r} writes tool calls is not known here; use tool_choice auto")
     return forced_calls(format_.tools.format, schemas, to_rules, several=options.parallel_tool_calls is True)

@@ -9,7 +9,7 @@ from cellama.engine.text.formats.call_format import IN_CHANNELS, TOLD_IN_WORDS, 
 from cellama.engine.text.formats.channels import CHANNEL, MESSAGE
 
 from .calls import derive_calls
-from .probes import CONTENT, Rendered
+from .probes import CONTENT, VALUES, Rendered
 from .thinking import derive_thinking
 
 _PYTHON_TAG = "<|python_tag|>"  # Llama's models write it before JSON, whether their template does or not
@@ -32,7 +32,8 @@ class ReplyMarkup:
         if self.calls is None:
             return f"{thinking}, no tool calls that are known (they stay text, and none can be forced)"
         kinds = {"json": "as JSON", "tag": "as JSON in tags", "tagged": "as tags"}
-        return f"{thinking}, tool calls {kinds[self.calls.style]} after {self.calls.open[:40]!r}"
+        only_read = "" if self.calls.can_be_forced else " (not all of them are known, so none can be forced)"
+        return f"{thinking}, tool calls {kinds[self.calls.style]} after {self.calls.open[:40]!r}{only_read}"
 
 
 def derive_markup(rendered: Rendered, source: str, ends: Iterable[str] = ()) -> ReplyMarkup:
@@ -48,6 +49,8 @@ def derive_markup(rendered: Rendered, source: str, ends: Iterable[str] = ()) -> 
 
 
 def _told(rendered: Rendered) -> CallFormat | None:
-    """The format that a template tells its model in words, where it shows none of its calls."""
+    """The format that a template tells its model in words, if it writes no calls itself."""
+    if any(VALUES[0] in (text or "") for text in rendered.values()):
+        return None
     without, told = (rendered.get(name) or "" for name in ("said alone", "said last"))
     return next((form for tag, form in TOLD_IN_WORDS.items() if told.count(tag) > without.count(tag)), None)

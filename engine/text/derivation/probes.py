@@ -34,6 +34,7 @@ CALLS: dict[str, Sequence[dict[str, Any]]] = {  # of an assistant's turn
     "calls": [_BOTH, {KEYS[0]: VALUES[0]}],
     "three": [_BOTH, {KEYS[0]: VALUES[0]}, {KEYS[1]: VALUES[1]}],
     "number": [{KEYS[0]: VALUES[0], KEYS[1]: NUMBER}],
+    "nested": [{KEYS[0]: VALUES[0], KEYS[1]: {"zinnerq": [VALUES[1], NUMBER]}}],
 }
 FORMS = ("object", "text")  # of arguments: some templates take them as JSON, others as they are
 ENDS = ("last", "answered")  # some templates want results after a call, or write the last turn otherwise

@@ -44,7 +44,7 @@ def _cut(turn: str, after: str, ends: Iterable[str], think_close: str) -> str:
         turn = turn.partition(think_close)[2]
     turn = turn[: len(turn) - len(shared_end(turn, after))].partition(RESULT)[0]
     last = max(turn.rfind(word) + len(word) for word in (*VALUES, str(NUMBER)))
-    end = min((at for word in ends if word and (at := turn.find(word, last)) >= 0), default=len(turn))
+    end = min((at for word in ends if (at := turn.find(word, last)) >= 0), default=len(turn))
     return turn[:end].strip()
 
 

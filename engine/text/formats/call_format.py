@@ -42,6 +42,7 @@ class CallFormat:
     tags: ArgumentTags | None = None
     markers: tuple[str, ...] = ()  # that open the calls, anywhere in the reply
     may_be_bare: bool = False  # calls may do without
+    can_be_forced: bool = True  # False: this is not all of it, calls of some kinds are written otherwise
 
     def also_after(self, marker: str) -> CallFormat:
         """The same, with one more marker that models of this kind write, if nothing else tells calls from text."""

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cellama.engine import ChatOptions, InvalidRequest
 from cellama.engine.text import template_renderer
-from cellama.engine.text.chat_template import ChatTemplate
+from cellama.engine.text.chat_template import ChatTemplate, grammar_of_choice
 from cellama.engine.text.derivation.markup import ReplyMarkup
 from cellama.engine.text.formats.call_format import CallFormat
 from cellama.engine.text.formats.call_reader import ToolReader
@@ -94,6 +95,7 @@ def test_style_of_calls_is_told_from_the_template(style: str) -> None:
     assert markup.calls.style == STYLES[style]
     assert (markup.think_open, markup.think_close) == ("<think>", "</think>")
     assert markup.calls.middle is not None or style in ("llama3", "openai")
+    assert markup.calls.can_be_forced
     assert markup.arguments_as_text == (style == "deepseek r1")
 
 
@@ -169,6 +171,24 @@ def test_tags_of_thinking_are_told_from_the_template(thoughts: str, begin: str, 
     assert (markup.think_open, markup.think_close) == tags
 
 
+OTHERWISE_NESTED = template(
+    CALLS["deepseek v3.2"].replace("'false'", "'false' if v is number else 'nested'")
+)  # a third way of writing values
+BEHIND_AN_END = template("{{ '<|im_end|>\n<|im_start|>call\n' }}" + CALLS["hermes"])
+
+
+@pytest.mark.parametrize("source", [OTHERWISE_NESTED, BEHIND_AN_END])
+def test_calls_are_read_but_not_forced_where_what_is_known_of_them_is_not_all(source: str) -> None:
+    markup = markup_of(source)
+    assert markup.calls is not None
+    options = ChatOptions(TOOLS, tool_choice="required")
+    with pytest.raises(InvalidRequest, match="how model 'm' writes tool calls is not known"):
+        grammar_of_choice("m", format_of(markup), options, lambda wanted: "")
+    calls = [("look", {"text": "Hi", "count": 3})]
+    turn = {"content": "", "tool_calls": calls_for_template(calls)}
+    assert read(format_of(markup), [reply_of(source, markup, turn, TOOLS)])[2] == calls
+
+
 @pytest.mark.parametrize(
     ("source", "told"),
     [
@@ -182,6 +202,12 @@ def test_tags_of_thinking_are_told_from_the_template(thoughts: str, begin: str, 
         ),
         ("{{ tools }}{% if tools %}Write <|tool_call|>[{…}]{% endif %}", "tool calls as JSON after '<|tool_call|>[{"),
         (template("{{ m.tool_calls | string }}"), "no thoughts, no tool calls that are known"),
+        (
+            template("{{ m.tool_calls | string }}") + "{% if tools %}Write <tool_call>{…}</tool_call>{% endif %}",
+            "no thoughts, no tool calls that are known",
+        ),
+        (OTHERWISE_NESTED, "none can be forced"),
+        (BEHIND_AN_END, "none can be forced"),
     ],
 )
 def test_what_is_known_of_a_template_is_said(source: str, told: str) -> None:
