@@ -229,8 +229,9 @@ def test_what_is_known_of_a_template_is_said(source: str, told: str) -> None:
 def test_hostile_template_shows_nothing_and_costs_little(
     source: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(template_renderer, "CPU_S", 0.5)
+    is_endless = "range(99999)" in source
+    monkeypatch.setattr(template_renderer, "CPU_S", 0.5 if is_endless else 60.0)
     markup = ChatTemplate(source).reply_markup
     assert (markup.calls, markup.think_close) == (None, "")
     ended = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert bool(ended) == ("range(99999)" in source)
+    assert bool(ended) == is_endless
