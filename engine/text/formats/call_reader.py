@@ -61,7 +61,10 @@ class ToolReader:
     def _call(self, text: str, at: int, patterns: _Patterns) -> tuple[ToolCall, int]:
         if self.format.style == "json":
             value, end = value_at(text, at)
-            return self._of_object(value), end
+            call = self._of_object(value)
+            if self.format.bare_json and self.parameters and call.name not in self.parameters:
+                raise NoCalls  # an answer in JSON that has a name
+            return call, end
         header = patterns.header.match(text, at)
         if header is None:
             raise NoCalls

@@ -47,6 +47,7 @@ def read(format_: ReplyFormat, pieces: list[str]) -> Read:
 CHANNELED = ReplyFormat(channels=True, tools=ToolReader(derived(CHANNELS).calls or HERMES.format))
 THOUGHT, END_AND_START = "<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>"
 TO_F = "<|channel|>commentary to=functions.f"
+OFFERED = ReplyFormat(tools=ToolReader(LLAMA3.format, {"f": {}}))
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
 CASES: list[tuple[ReplyFormat, str, Read]] = [
     (ReplyFormat(), " <think>a</think> b ", ("", " <think>a</think> b ", [])),
@@ -74,6 +75,8 @@ CASES: list[tuple[ReplyFormat, str, Read]] = [
     ),
     (ReplyFormat(tools=LLAMA3), '{"json": "answer"}', ("", '{"json": "answer"}', [])),
     (ReplyFormat(tools=LLAMA3), 'Like {"name": "f"}', ("", 'Like {"name": "f"}', [])),
+    (OFFERED, '{"name": "Mia", "age": 7}', ("", '{"name": "Mia", "age": 7}', [])),
+    (OFFERED, '{"name": "f"}', ("", "", [("f", "{}")])),
     (ReplyFormat(tools=MISTRAL), '[TOOL_CALLS][{"name": "f", "arguments": {"x": 1}}]', ("", "", [("f", '{"x": 1}')])),
     (
         ReplyFormat(tools=MISTRAL2),
