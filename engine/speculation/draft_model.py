@@ -88,6 +88,7 @@ class DraftModel:
                 if number:
                     self._curve.observe(len(places), seconds)
         self.forget()
+        self.backend.rest()  # the thread that loads computes no more
 
     # What it would take
 
