@@ -12,7 +12,7 @@ import httpx
 
 from cellama.api.machine.redis_server import die_with_parent, free_port
 
-from .conftest import clean_environment, end_process, wait_until
+from .conftest import PATIENCE_S, clean_environment, end_process, wait_until
 
 COMMAND = [sys.executable, "-c", "from cellama.api.cli import main; main()", "gateway"]
 

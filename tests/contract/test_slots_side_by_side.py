@@ -26,6 +26,7 @@ from cellama.engine.scheduling.slot_layout import SlotLayout
 from .holding import Hold
 from .small_models import EXACT, SMALL
 
+PATIENCE_S = 120
 GREEDY = SamplingParams(temperature=0)
 N_SLOTS = 6
 KEPT = (1, 3, 5)

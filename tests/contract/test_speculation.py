@@ -31,6 +31,7 @@ from ..eager_gate import Eager
 from .holding import Hold
 from .small_models import EXACT
 
+PATIENCE_S = 120
 SLOTS = 3
 NEW = 60
 STORY = "Once upon a time, there was a little fox. The fox liked to play in the park. One day, the fox found a ball. "

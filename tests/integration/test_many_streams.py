@@ -39,11 +39,6 @@ def connections(redis: Redis) -> list[dict[str, str]]:
     return [each for each in redis.client_list() if each["id"] != own]
 
 
-def num_subscribed(redis: Redis) -> int:
-    """Connections of others for what is published."""
-    return sum(int(each["sub"]) > 0 for each in connections(redis))
-
-
 class Producer(threading.Thread):
     """Tells the events of all jobs in a random order, and kills connections in between."""
 

@@ -8,7 +8,6 @@ import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import httpx
 import openai as errors
@@ -17,7 +16,6 @@ from openai import OpenAI
 from redis import Redis
 
 from cellama.api.client.client import Client
-from cellama.api.client.job import Job
 from cellama.api.machine.redis_server import RedisServer
 
 from ...conftest import PATIENCE_S, SLOTS, WorkerProcess, wait_until
@@ -31,16 +29,6 @@ BODY = {**{name: value for name, value in LONG.items() if name != "extra_body"},
 def none_is_open(jobs_of_test: Callable[[], list[str]], worker: WorkerProcess) -> bool:
     engine = worker.engine_now()
     return not jobs_of_test() and engine["requests_running"] == engine["requests_waiting"] == 0
-
-
-@pytest.fixture
-def full_queue(worker: WorkerProcess, queue: Client) -> Iterator[list[Job[Any]]]:
-    """Jobs in all slots for more than a minute, and as many that wait, unless the test cancels them."""
-    with worker.slowed():
-        jobs = [queue.generate("tiny", f"Number {n}", max_tokens=1900, ignore_eos=True) for n in range(2 * SLOTS)]
-        yield jobs
-        for job in jobs:
-            job.cancel()
 
 
 def test_clients_that_go_away_free_their_slots_and_leave_nothing_behind(
@@ -97,7 +85,7 @@ def test_stream_that_another_client_cancels_ends_with_an_error(
 
 
 def test_keep_alives_come_from_before_the_first_token_on(
-    worker: WorkerProcess, redis_server: RedisServer, full_queue: list[Job[Any]], tmp_path: Path
+    worker: WorkerProcess, redis_server: RedisServer, tmp_path: Path
 ) -> None:
     gateway = GatewayProcess(tmp_path, redis_server.url, CELLAMA_GATEWAY_KEEPALIVE_S="1").wait_ready()
     body = {**BODY, "stream": True, "max_tokens": 1}
@@ -165,12 +153,18 @@ def test_slow_reader_holds_up_its_own_stream_only(
 
 
 def test_request_whose_turn_is_too_far_off_is_told_when_to_ask_again(
-    redis_server: RedisServer, queue: Client, full_queue: list[Job[Any]], tmp_path: Path
+    worker: WorkerProcess, redis_server: RedisServer, queue: Client, tmp_path: Path
 ) -> None:
     gateway = GatewayProcess(tmp_path, redis_server.url, CELLAMA_GATEWAY_MAX_WAIT_S="1").wait_ready()
-    wait_until(lambda: (queue.stats()["eta_s"]["tiny"] or 0) > 2, "a long queue")
-    with OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client:
-        with pytest.raises(errors.RateLimitError, match="before its turn") as caught:
-            client.chat.completions.create(**CHAT)
-        assert int(caught.value.response.headers["retry-after"]) >= 1
+    with worker.slowed():
+        jobs = [queue.generate("tiny", f"Number {n}", max_tokens=1900, ignore_eos=True) for n in range(2 * SLOTS)]
+        try:
+            wait_until(lambda: (queue.stats()["eta_s"]["tiny"] or 0) > 2, "a long queue")
+            with OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client:
+                with pytest.raises(errors.RateLimitError, match="before its turn") as caught:
+                    client.chat.completions.create(**CHAT)
+                assert int(caught.value.response.headers["retry-after"]) >= 1
+        finally:
+            for job in jobs:
+                job.cancel()
     assert gateway.stop() == 0

@@ -21,7 +21,6 @@ from cellama.tasks.state.reader import PAGE
 
 from .wires import ScriptedWire, settle
 
-LATE_S = 60.0
 JOB, CHANNEL = "j", events_channel("j", 0).encode()
 
 
