@@ -55,7 +55,7 @@ class Drafting:
         self._most_rows = options.logit_rows
         self._can_take_back = cache.memory.partial_reuse
         self.is_active = self._can_take_back and options.speculation != "off"  # else no draft is ever asked for
-        self._is_checking = False  # what is decoded now is candidates, and none of the gate's business
+        self._is_accounted = False  # what is decoded now is single tokens and drafts of this step, as the gate chose
         self._odds = Odds()
         self._pools = Pools()
         self._vocabulary = vocabulary
@@ -77,7 +77,7 @@ class Drafting:
             for work in works
             if work.sequence.request.only_checks and (check := self._with_candidates(work, len(works)))
         }
-        self._is_checking = bool(checks)
+        self._is_accounted = False
         if checks:
             works = [work for work in works if work.sequence not in checks]
         return list(checks.values()), works
@@ -107,7 +107,6 @@ class Drafting:
 
     def calls_of(self, works: list[Work]) -> list[list[Work]]:
         """The decode calls for these single tokens, with drafts as far as they pay."""
-        self._is_checking = False
         if len(works) > self._most_rows:
             return [works]
         try:
@@ -120,7 +119,7 @@ class Drafting:
     def _calls_with_drafts(self, works: list[Work]) -> list[list[Work]]:
         if self._num_tokens and self._spent_s:
             self.gate.account(self._num_tokens, self._spent_s)
-        self._num_tokens, self._spent_s = 0, 0.0
+        self._num_tokens, self._spent_s, self._is_accounted = 0, 0.0, True
         if self.gate.is_resting(len(works)):
             return [works]
         drafts = {work.chunk.slot: draft for work in works if (draft := self._draft(work.sequence)) is not None}
@@ -235,7 +234,7 @@ class Drafting:
         """Is told what a decode call of single tokens and drafts took."""
         if not self.is_active or not all(chunk.decode for chunk in chunks):
             return
-        if not self._is_checking:
+        if self._is_accounted:
             self._spent_s += seconds
         if self._cache.memory.unified:
             self.gate.observe([sum([len(chunk.tokens) for chunk in chunks])], seconds)
@@ -264,7 +263,7 @@ class Drafting:
         guesses = self._guesses[sequence]
         assert sequence.slot is not None
         assert guesses.draft is not None
-        self._num_tokens += not self._is_checking
+        self._num_tokens += self._is_accounted
         guesses.num_unverified -= 1
         sequence.num_computed += 1
         sequence.num_accepted += 1

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from cellama.engine import EngineOptions, Handle, Pulse, Request, SamplingParams
+from cellama.engine.core import forward
 from cellama.engine.core.engine_core import Command, EngineCore
 from cellama.engine.fake import FakeBackend
 from cellama.engine.scheduling.strategies import Adaptive, SlotView
 
 from ....eager_gate import Eager
+from .test_asking import Clock
 from .test_texts import run
 
 PREDICTED = Request("it", tuple(b"a prompt"), SamplingParams(temperature=0), max_tokens=60, ignore_eos=True)
 
 
-def guessing_core(num_slots: int = 4) -> tuple[EngineCore, FakeBackend]:
-    fake = FakeBackend(n_slots=num_slots, ctx_per_slot=96)
+def guessing_core(num_slots: int = 4, **backend: bool) -> tuple[EngineCore, FakeBackend]:
+    fake = FakeBackend(n_slots=num_slots, ctx_per_slot=96, **backend)
     core = EngineCore(fake, EngineOptions(n_parallel=num_slots, n_batch=64, speculation="auto"), Pulse("test"))
     core.drafting.gate = Eager(1)  # type: ignore[assignment]
     return core, fake
@@ -67,6 +71,30 @@ def test_a_prompt_that_waits_for_its_turn_gets_it_before_drafts() -> None:
     for _ in range(10):
         core.step()
     assert not any(chunk.num_drafts for chunks in fake.batches for chunk in chunks)
+
+
+@pytest.mark.parametrize("unified", [False, True])
+def test_only_steps_with_drafts_are_accounted(unified: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    core, fake = guessing_core(unified=unified)
+    clock, told = Clock(), list[float]()
+    monkeypatch.setattr(forward, "time", SimpleNamespace(monotonic=clock.monotonic))
+    monkeypatch.setattr(core.drafting.gate, "account", lambda tokens, seconds: told.append(seconds))
+    decode = fake.decode
+
+    def in_a_second(*call: Any) -> None:
+        clock.now += 1.0
+        decode(*call)
+
+    monkeypatch.setattr(fake, "decode", in_a_second)
+    submit(core, predicted("bulk", 9))
+    while not fake.batches or not fake.batches[-1][0].num_drafts:
+        core.step()
+    stream = submit(core, replace(PREDICTED, id="stream", max_tokens=20))  # beside which there are no drafts
+    while core.has_work:
+        core.step()
+    assert stream.done
+    assert told
+    assert max(told) == 1.0
 
 
 def test_the_strategy_is_told_no_tokens_of_steps_with_drafts() -> None:
