@@ -59,8 +59,8 @@ class Admission(Protocol):
     def headers(self) -> Mapping[str, str]: ...
 
     async def end(self, num_tokens: int | None) -> None:
-        """Called once when the request has ended, however it did, with the tokens that it read and generated; None: as
-        many as it might, because its jobs go on."""
+        """Called once when its jobs have ended, however they did, with the tokens that they read and generated; None:
+        that can't be known, so as many as they might."""
         ...
 
 

@@ -24,7 +24,7 @@ class Gateway:
     def __init__(self, settings: Settings, access: Access) -> None:
         self.settings = settings
         self.access = access
-        self._afterwards: set[asyncio.Task[None]] = set()
+        self._afterwards: dict[asyncio.Task[None], bool] = {}  # and whether it is cut short by `close`
 
     @cached_property
     def client(self) -> AsyncClient:
@@ -34,19 +34,25 @@ class Gateway:
     def directory(self) -> Directory:
         return Directory(self.client)
 
-    def afterwards(self, work: Coroutine[Any, Any, object]) -> None:
-        """Does this although the request that wants it may be cancelled; a job that can't be reached is let be."""
+    def afterwards(self, work: Coroutine[Any, Any, object], *, until_close: bool = False) -> None:
+        """Does this although the request that wants it may be cancelled; a job that can't be reached is let be.
+
+        What goes on `until_close` is cancelled then; all else is waited for.
+        """
 
         async def do() -> None:
             with contextlib.suppress(JobError):
                 await work
 
         task = asyncio.create_task(do())
-        self._afterwards.add(task)
-        task.add_done_callback(self._afterwards.discard)
+        self._afterwards[task] = until_close
+        task.add_done_callback(self._afterwards.pop)
 
     async def close(self) -> None:
         """Ends what requests have left to do, and gives the connections back."""
+        for task, until_close in self._afterwards.items():
+            if until_close:
+                task.cancel()
         while self._afterwards:
             await asyncio.wait(self._afterwards)
         await self.access.close()

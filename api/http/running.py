@@ -134,18 +134,19 @@ class Running:
             if place not in self._ended and not self.is_kept:
                 gateway.afterwards(job.cancel())
         if not isinstance(self._admission, Unlimited):
-            gateway.afterwards(self._settle())
+            gateway.afterwards(self._settle(), until_close=self.is_kept)
 
     async def _settle(self) -> None:
-        """The request is charged for what its jobs took, those that are cancelled now included."""
+        """The request is charged for what its jobs took, once they have ended: soon, if they are cancelled now."""
         going_on = [place for place in range(len(self.jobs)) if place not in self._ended]
         num_tokens = None
-        if not (going_on and self.is_kept):
+        try:
             with contextlib.suppress(JobError, TimeoutError):
-                async with asyncio.timeout(CANCELLED_S):
+                async with asyncio.timeout(None if self.is_kept else CANCELLED_S):
                     await asyncio.gather(*map(self._read_end, going_on))
                 num_tokens = sum(u["prompt_tokens"] + u["completion_tokens"] for u in self.usages.values())
-        await self._admission.end(num_tokens)
+        finally:
+            await self._admission.end(num_tokens)
 
     async def _read_end(self, place: int) -> None:
         async for event in self.jobs[place].stream(self._seen.get(place, -1), math.inf):

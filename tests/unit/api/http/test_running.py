@@ -1,0 +1,85 @@
+"""What a request whose client has gone is charged for, and when: api/http/running.py, on a Redis without a worker."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import pytest
+from redis import Redis
+from starlette.requests import Request
+
+from cellama.api.http.asking import Asked
+from cellama.api.http.callers import Caller, NoKeys
+from cellama.api.http.gateway import Gateway
+from cellama.api.http.running import Running
+from cellama.api.machine.redis_server import RedisServer
+from cellama.config import get_settings
+from cellama.tasks.contract.keys import events_channel, job_key, journal_key, stream_id
+from cellama.tasks.contract.shapes.results import usage_of
+
+from ....conftest import PATIENCE_S, empty_database, wait_until
+
+NUMBER, JOB = 8, "going-on"
+CHANNEL = events_channel(JOB, NUMBER)
+
+
+class Counted:
+    """An admission that keeps what it was told."""
+
+    def __init__(self) -> None:
+        self.headers: dict[str, str] = {}
+        self.ends: list[int | None] = []
+
+    async def end(self, num_tokens: int | None) -> None:
+        self.ends.append(num_tokens)
+
+
+Body = Callable[[Gateway, Counted, Redis], Awaitable[None]]
+
+
+@pytest.fixture
+def left(redis_server: RedisServer, settings_environment: Callable[..., None]) -> Iterator[Callable[[Body], None]]:
+    """Runs a body after a client with an idempotency key has left its running job."""
+    with empty_database(redis_server, NUMBER) as url, Redis.from_url(url) as redis:
+        settings_environment(redis_url=url)
+        redis.hset(job_key(JOB), "state", "running")
+
+        async def leave(body: Body) -> None:
+            gateway, admission = Gateway(get_settings(), NoKeys()), Counted()
+            request = Request({"type": "http", "headers": [(b"idempotency-key", b"again")]})
+            running = Running(Asked(request, gateway, Caller("acme"), {}), "tiny", "default")
+            running._admission = admission
+            running.jobs.append(gateway.client.job(JOB))
+            await running.close()
+            await asyncio.to_thread(wait_until, lambda: redis.pubsub_numsub(CHANNEL)[0][1], "who waits for its end")
+            assert admission.ends == []
+            await body(gateway, admission, redis)
+            await gateway.close()
+
+        yield lambda body: asyncio.run(leave(body))
+
+
+def test_job_that_goes_on_without_its_client_counts_until_its_end(left: Callable[[Body], None]) -> None:
+    async def body(_: Gateway, admission: Counted, redis: Redis) -> None:
+        usage = usage_of(prompt_tokens=3, completion_tokens=4)
+        data: Any = json.dumps({"seq": 0, "type": "done", "finish_reason": "stop", "usage": usage})
+        redis.xadd(journal_key(JOB), {"event": data}, id=stream_id(0))
+        redis.publish(CHANNEL, data)
+        async with asyncio.timeout(PATIENCE_S):
+            while not admission.ends:
+                await asyncio.sleep(0.01)
+        assert admission.ends == [7]
+
+    left(body)
+
+
+def test_gateway_that_ends_leaves_a_job_that_goes_on_charged_for_all(left: Callable[[Body], None]) -> None:
+    async def body(gateway: Gateway, admission: Counted, redis: Redis) -> None:
+        await asyncio.wait_for(gateway.close(), PATIENCE_S)
+        assert admission.ends == [None]
+        assert not redis.exists(f"cellama:cancel:{JOB}")
+
+    left(body)
