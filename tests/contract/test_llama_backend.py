@@ -220,19 +220,24 @@ def test_engine_that_has_nothing_to_do_has_no_threads_that_compute(
     manager: ModelManager, capability: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They would slow the other engines of the process."""
-    model = manager.load("a", "bundled://tiny", options=EngineOptions(threads=4), capabilities=[capability])
+    model = manager.load("a", "bundled://tiny", options=EngineOptions(threads=16), capabilities=[capability])
     backend: Any = (model.engine if capability == "generate" else model.embedder)._backend
-    at_rest: list[int] = []
-    rest, before = backend.rest, num_threads()
-    monkeypatch.setattr(backend, "rest", lambda: [at_rest.append(num_threads()), rest()])
+    ended: list[int] = []
+    rest = backend.rest
+
+    def counted() -> None:
+        before = num_threads()
+        rest()
+        ended.append(before - num_threads())
+
+    monkeypatch.setattr(backend, "rest", counted)
     for _ in range(2):
         if capability == "generate":
             model.engine.generate(PROMPTS[0], max_tokens=3)
         else:
             model.embed(STORY)
-        wait_until(lambda: at_rest and num_threads() <= before, "the threads have ended")
-        assert max(at_rest) >= before + 3
-        at_rest.clear()
+        wait_until(lambda: ended and max(ended) > 8, "most of 15 threads have ended")  # others come and go
+        ended.clear()
 
 
 def num_threads() -> int:

@@ -68,7 +68,8 @@ def test_a_job_without_a_token_is_suspect_and_dead_after_three_attempts(
     assert (dead["attempts"], dead["task"], dead["queue"]) == (4, "cellama.generate", queue)
     new_id = ledger.requeue_dead(job_id)
     assert new_id is not None
-    assert (ledger.state(new_id), ledger.dead()) == ("queued", [])
+    assert ledger.state(new_id) == "queued"
+    assert all(entry["id"] != job_id for entry in ledger.dead())  # others may have some
     assert ledger.requeue_dead(job_id) is None
 
 
