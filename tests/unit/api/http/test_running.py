@@ -68,9 +68,7 @@ def test_job_that_goes_on_without_its_client_counts_until_its_end(left: Callable
         data: Any = json.dumps({"seq": 0, "type": "done", "finish_reason": "stop", "usage": usage})
         redis.xadd(journal_key(JOB), {"event": data}, id=stream_id(0))
         redis.publish(CHANNEL, data)
-        async with asyncio.timeout(PATIENCE_S):
-            while not admission.ends:
-                await asyncio.sleep(0.01)
+        await asyncio.to_thread(wait_until, lambda: admission.ends, "the charge")
         assert admission.ends == [7]
 
     left(body)
