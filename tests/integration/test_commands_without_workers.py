@@ -122,6 +122,14 @@ def test_runs_are_told_with_their_model_their_time_and_what_became_of_them(run_i
     assert (facts["model"], facts["state"], facts["alive"]) == ("7", "in_progress", False)
 
 
+def test_runs_of_the_gateway_whose_ids_begin_alike_are_told_apart(redis_client: Redis) -> None:
+    ids = [f"batch_{uuid.uuid4().hex}" for _ in range(2)]
+    for name in ids:
+        Batches(redis_client).write(name, state="completed", output="/x/output.jsonl")
+    shown = cellama("batch", "list").output
+    assert all(name[: len("batch_") + 8] in shown for name in ids)
+
+
 def test_interrupted_run_that_is_cancelled_is_so_at_once_and_only_once(run_id: str) -> None:
     assert "is cancelled: no command worked on it" in cellama("batch", "cancel", run_id).output
     facts = json.loads(cellama("batch", "status", run_id, "--json").output)

@@ -89,9 +89,15 @@ def batch_cancel_command(run: RunArgument, json: JsonOption = False) -> None:
     out.print(f"run {facts['id']} is cancelled: {how}; finished lines are in {facts.get('output')}", soft_wrap=True)
 
 
+def _short(run_id: Any) -> str:
+    """Characters that tell runs apart: ids of the gateway all begin with `batch_`."""
+    text = str(run_id)
+    return text[: text.find("_") + 1 + ID_SHOWN]
+
+
 def _head(run: dict[str, Any]) -> tuple[str, str, str, str]:
     begun = readable_time(run["created_at"])[:16] if "created_at" in run else ""
-    return str(run["id"])[:ID_SHOWN], begun, _state(run), str(run.get("model") or "")
+    return _short(run["id"]), begun, _state(run), str(run.get("model") or "")
 
 
 def _state(run: dict[str, Any]) -> str:
@@ -127,5 +133,5 @@ def _find(redis: Redis, run: str) -> dict[str, Any]:
     found = of_output[:1] or [facts for facts in runs if run and str(facts["id"]).startswith(run)]
     if len(found) == 1:
         return found[0]
-    known = ", ".join(str(facts["id"])[:ID_SHOWN] for facts in found or runs) or "none"
+    known = ", ".join(_short(facts["id"]) for facts in found or runs) or "none"
     raise UnknownJob(f"{'several runs begin with' if found else 'no run'} {run!r}; there are: {known}")
