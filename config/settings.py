@@ -186,7 +186,8 @@ class Settings(GatewaySettings):
     )
     data_dir: Path = Field(
         default_factory=lambda: _default_data_dir(),
-        description="data of the embedded Redis, logs of `cellama up`; default: ~/.local/share/cellama",
+        description="data of the embedded Redis, logs of `cellama up`, files of the gateway; default: "
+        "~/.local/share/cellama",
     )
 
     @classmethod

@@ -28,7 +28,9 @@ class GatewayProcess:
             self.process = subprocess.Popen(
                 [*COMMAND, "--port", str(self.port)],
                 cwd=folder,
-                env=clean_environment(CELLAMA_REDIS_URL=redis_url, **settings),
+                env=clean_environment(
+                    **{"CELLAMA_REDIS_URL": redis_url, "CELLAMA_DATA_DIR": str(folder / "data"), **settings}
+                ),
                 stdout=log,
                 stderr=log,
                 preexec_fn=die_with_parent,

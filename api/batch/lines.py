@@ -109,7 +109,7 @@ def _read(
     if columns.are_named and format_ not in ("csv", "parquet"):
         raise InvalidJob(f"--column and --id-column are for CSV and Parquet; {format_} has no columns")
     if format_ == "jsonl":
-        for number, raw in _raw_lines(stream, max_bytes):
+        for number, raw in raw_lines(stream, max_bytes):
             yield _from_json(number, raw, defaults) if isinstance(raw, bytes) else BadLine(number, None, raw)
         return
     for number, row in _rows(stream, format_, columns, max_bytes):
@@ -127,7 +127,7 @@ def format_of(path: Path | None, given: Format) -> Format:
     return _BY_SUFFIX.get(path.suffix.lower(), "jsonl")
 
 
-def _raw_lines(stream: BinaryIO, max_bytes: int) -> Iterator[tuple[int, bytes | str]]:
+def raw_lines(stream: BinaryIO, max_bytes: int) -> Iterator[tuple[int, bytes | str]]:
     """Number and bytes of each line that is not blank, or what is wrong with one that is too long to be read."""
     number = 0
     while raw := stream.readline(max_bytes + 1):
@@ -146,7 +146,7 @@ def _rows(stream: BinaryIO, format_: Format, columns: Columns, max_bytes: int) -
         read = rows_of_csv if format_ == "csv" else rows_of_parquet
         yield from enumerate(read(stream, columns), start=1)
         return
-    for number, raw in _raw_lines(stream, max_bytes):
+    for number, raw in raw_lines(stream, max_bytes):
         try:
             text = raw.decode().rstrip("\r\n") if isinstance(raw, bytes) else BadLine(number, None, raw)
         except UnicodeDecodeError as error:

@@ -254,6 +254,12 @@ class WorkFile:
         )
         return sum(self._db.execute(query, (id_,)).rowcount for id_ in ids)
 
+    def open_lines(self) -> Iterator[tuple[int, str]]:
+        """Number and id of each line that has not ended, in order."""
+        yield from self._db.execute(
+            "SELECT number, id FROM lines WHERE number > 0 AND state NOT IN (?, ?) ORDER BY number", (FINISHED, FAILED)
+        )
+
     def first_open(self, start: int) -> int | None:
         """The number of the first line from `start` on that has not ended; None if all have."""
         query = "SELECT number FROM lines WHERE number >= ? AND state NOT IN (?, ?) ORDER BY number LIMIT 1"

@@ -19,12 +19,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cellama.config import Settings, get_settings
 from cellama.tasks.contract.errors import JobError
 
-from . import completions, models, tokens, vectors
+from . import batches, completions, files, models, tokens, vectors
 from .callers import Access, NoKeys
 from .errors import ApiError, of_job
 from .gateway import Gateway
 
-ROOMS = (completions, vectors, tokens, models)
+ROOMS = (completions, vectors, tokens, models, files, batches)
 REQUEST_ID = "x-request-id"
 GONE = 499  # nginx's: the client did not wait for the answer
 
@@ -53,16 +53,20 @@ class RequestIds:
 
 def create_app(settings: Settings | None = None, *, access: Access | None = None) -> Starlette:
     """The gateway as an ASGI app, to be run, or mounted into another one. `settings` are those of the process unless
-    given; without `access` it lets in whoever reaches it, as one caller.
+    given; without `access` it lets in whoever reaches it, as one caller. Raises SettingsError.
 
     Its connections are closed when it ends. If it is mounted, the lifespan of the other app must `await
-    app.state.gateway.close()`, for it has none of its own then.
+    app.state.batches.close()` and `await app.state.gateway.close()`, for it has none of its own then;
+    `app.state.batches.start()` goes on with batches that are there already, before another one is asked for.
     """
-    gateway = Gateway(settings or get_settings(), access or NoKeys())
+    settings = settings or get_settings()
+    gateway, runner = Gateway(settings, access or NoKeys()), batches.Runner(settings)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        runner.start()
         yield
+        await runner.close()
         await gateway.close()
 
     handlers: dict[Any, Any] = {
@@ -79,6 +83,7 @@ def create_app(settings: Settings | None = None, *, access: Access | None = None
         lifespan=lifespan,
     )
     app.state.gateway = gateway
+    app.state.batches = runner
     return app
 
 

@@ -29,6 +29,12 @@ cellama:key:admissions:{id} zset    what a key has taken lately, and …:charges
                                     gateways (api/http/keys/lua); TTL
 cellama:key:jobs:{id}      zset     requests of a key that run, by the end of their leases; gateways; TTL
 cellama:owner:{id}         string   the tenant whose job, batch, file or response that is; gateways; TTL
+cellama:http:{kind}:{id}   hash     a file or batch of the gateway, each field as JSON (docs/adr/019-batches.md); TTL
+cellama:http:{kind}:of:{tenant} zset ids of a tenant's files or batches, by when they were made; gateways; TTL
+cellama:http:open          zset     JSON [id, tenant] of batches that have not ended, by when they were made; gateways;
+                                    TTL
+cellama:http:expiring:{place} zset  files that lie in a place, by when they expire; gateways; TTL
+cellama:http:lease:{id}    string   the token of the gateway that drives a batch, or does a duty; expires
 cellama:queue:{model}…     list     Celery's queues, one list per priority (names.py); `:default` is a model here
 cellama:kombu:unacked…     none     what kombu would keep of held messages under names that all Celery apps share; the
                                     ledger keeps it instead (tasks/broker/holding.py)
@@ -49,6 +55,7 @@ QUEUES_KEY = "cellama:queues"
 DEAD_KEY = "cellama:dead"
 BATCHES_KEY = "cellama:batches"
 API_KEYS_KEY = "cellama:keys"
+HTTP_OPEN_KEY = "cellama:http:open"
 API_KEYS_USED_KEY = "cellama:keys:used"
 UNACKED_KEY = "cellama:kombu:unacked"
 UNACKED_INDEX_KEY = "cellama:kombu:unacked_index"
@@ -111,6 +118,23 @@ def key_jobs_key(key_id: str) -> str:
 
 def owner_key(thing_id: str) -> str:
     return f"cellama:owner:{thing_id}"
+
+
+def http_record_key(kind: Literal["file", "batch"], thing_id: str) -> str:
+    return f"cellama:http:{kind}:{thing_id}"
+
+
+def http_records_key(kind: Literal["file", "batch"], tenant: str | None) -> str:
+    """Whoever has no tenant has the index with an empty name, which no tenant can have."""
+    return f"cellama:http:{kind}:of:{tenant or ''}"
+
+
+def http_expiring_key(place: str) -> str:
+    return f"cellama:http:expiring:{place}"
+
+
+def http_lease_key(name: str) -> str:
+    return f"cellama:http:lease:{name}"
 
 
 def waiting_key(queue: str) -> str:

@@ -1,0 +1,146 @@
+"""Records of batches: how they are made, cancelled and shown."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from redis.asyncio import Redis
+
+from cellama.api.http.callers import Caller
+from cellama.api.http.errors import ApiError
+from cellama.api.http.files.records import Lease, Record, Records
+from cellama.config import Settings
+from cellama.tasks.connection.redis_errors import reaching_redis
+from cellama.tasks.contract.keys import HTTP_OPEN_KEY, batch_key
+
+from .orders import MAX_WINDOW_S, BatchOrder
+
+OPEN = ("validating", "in_progress", "finalizing", "cancelling")
+LIFE_S = 30 * 86_400  # of a record, after the last moment at which its batch may end
+BUSY_RETRY_S = 60.0
+_COUNTS = ("total", "finished", "failed")
+_TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
+
+
+class Desk:
+    """All batches of all tenants, for one event loop. Methods raise RedisUnreachable, RedisRefused."""
+
+    def __init__(self, settings: Settings, redis: Redis) -> None:
+        self._settings = settings
+        self._redis = redis
+        self.records = Records(redis, "batch")
+
+    async def create(self, order: BatchOrder, caller: Caller, key: str | None, place: str = "") -> Record:
+        """A batch that waits for a driver; the same one for the same idempotency key. Raises ApiError: 429 for a tenant
+        that has too many, 409 for a key that was another batch's. `place` is where its files lie."""
+        now = int(await self.records.now())
+        record: Record = {
+            "id": f"batch_{uuid.uuid4().hex if key is None else _digest(key)[:32]}",
+            "tenant": caller.tenant,
+            "place": place,
+            "status": "validating",
+            "created_at": now,
+            "expires_at": now + order.window_s,
+            "gone_at": now + order.window_s + LIFE_S,
+            "asked": _digest(repr(order)),
+            "models": None if caller.models is None else sorted(caller.models),
+            **{name: getattr(order, name) for name in BatchOrder.__slots__},
+        }
+        if key is not None and (earlier := await self.records.read(record["id"])) is not None:
+            return _same(earlier, record)
+        entry = json.dumps([record["id"], caller.tenant])
+        with reaching_redis():
+            await self._redis.zadd(HTTP_OPEN_KEY, {entry: now})  # first: a record of which no driver hears never ends
+            await self._redis.expire(HTTP_OPEN_KEY, MAX_WINDOW_S + LIFE_S)  # no batch is there for longer
+        await self._check_room(entry, caller)
+        if not await self.records.add(record, caller, order.window_s + LIFE_S):
+            return _same(await self.records.find(record["id"], caller), record)
+        return record
+
+    async def _check_room(self, entry: str, caller: Caller) -> None:
+        most = self._settings.gateway_open_batches
+        if sum(tenant == caller.tenant for _, tenant, _ in await self.open_batches()) > most:
+            with reaching_redis():
+                await self._redis.zrem(HTTP_OPEN_KEY, entry)
+            told = (
+                f"{most} batches have not ended, which is the limit (gateway_open_batches); wait for one, or cancel it"
+            )
+            raise ApiError(429, told, code="too_many_batches", retry_after_s=BUSY_RETRY_S)
+
+    async def open_batches(self) -> list[tuple[str, str | None, float]]:
+        """Id, tenant and time of making of all that have not ended, the oldest first."""
+        with reaching_redis():
+            found: Any = await self._redis.zrange(HTTP_OPEN_KEY, 0, -1, withscores=True)
+        return [(*json.loads(entry), made_at) for entry, made_at in found]
+
+    async def close(self, batch_id: str, tenant: str | None) -> None:
+        """It has ended, or there is no such batch: no driver looks at it any more."""
+        with reaching_redis():
+            await self._redis.zrem(HTTP_OPEN_KEY, json.dumps([batch_id, tenant]))
+
+    async def cancel(self, batch_id: str, caller: Caller) -> Record:
+        """Its driver ends it. Raises ApiError: 409 for one that has ended otherwise, or is about to."""
+        record = await self.records.find(batch_id, caller)
+        done, status = await self.move(record, "cancelling", of=("validating", "in_progress"))
+        if not done and status not in ("cancelling", "cancelled"):
+            told = f"batch {batch_id!r} is {status}, and can't be cancelled any more"
+            raise ApiError(409, told, code="batch_has_ended", headers={"x-should-retry": "false"})
+        return await self.records.find(batch_id, caller)
+
+    async def take_wish(self, batch_id: str) -> bool:
+        """True if `cellama batch cancel` has asked for its end since the last time."""
+        with reaching_redis():
+            return bool(await self._redis.hdel(batch_key(batch_id), "cancel"))  # as Batches.take_cancel does
+
+    async def move(
+        self, record: Mapping[str, Any], status: str, *, of: tuple[str, ...], lease: Lease | None = None, **fields: Any
+    ) -> tuple[bool, str]:
+        """A status after one of others, with the time of it and more fields (see Records.advance)."""
+        now = int(await self.records.now())
+        fields |= {"status": status, f"{status}_at": now}
+        return await self.records.advance(
+            record["id"], fields, of=of, life_s=max(1, int(record["gone_at"]) - now), lease=lease
+        )
+
+    async def shown(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """A batch as OpenAI's clients read it; counts of one that runs are as of a moment ago."""
+        counts = record.get("counts")
+        if counts is None and record.get("total") is not None:
+            with reaching_redis():
+                found: Any = await self._redis.hmget(batch_key(record["id"]), _COUNTS)
+            counts = dict(zip(("total", "completed", "failed"), (int(value or 0) for value in found), strict=True))
+            counts["total"] = record["total"]
+        return shown(record, counts or {"total": 0, "completed": 0, "failed": 0})
+
+
+def shown(record: Mapping[str, Any], counts: Mapping[str, int]) -> dict[str, Any]:
+    """A batch as OpenAI's clients read it."""
+    names = ("id", "endpoint", "input_file_id", "completion_window", "status", "created_at", "expires_at", "metadata")
+    later = ("output_file_id", "error_file_id", "usage", "model", *(f"{name}_at" for name in _TIMES))
+    errors = {"object": "list", "data": record["errors"]} if record.get("errors") else None
+    return {
+        "object": "batch",
+        **{name: record[name] for name in names},
+        **{name: record.get(name) for name in later},
+        "errors": errors,
+        "request_counts": dict(counts),
+    }
+
+
+def _same(earlier: Record, record: Record) -> Record:
+    if earlier["asked"] != record["asked"] or earlier["tenant"] != record["tenant"]:
+        raise ApiError(
+            409,
+            "this Idempotency-Key was sent with another body; use another key",
+            code="idempotency_conflict",
+            headers={"x-should-retry": "false"},
+        )
+    return earlier
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()

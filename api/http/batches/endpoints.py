@@ -1,0 +1,76 @@
+"""The endpoints of batches."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from cellama.api.http.asking import read
+from cellama.api.http.callers import Caller
+from cellama.api.http.files.records import PageAsked
+from cellama.api.http.files.store import unavailable
+from cellama.api.http.gateway import gateway_of
+from cellama.tasks.contract.names import DEFAULT_MODEL
+
+from .orders import order_of
+from .runner import Runner
+
+BATCHES = "/v1/batches"
+PAGE, MAX_PAGE = 20, 100  # OpenAI's
+
+
+async def create(request: Request) -> Response:
+    """POST /v1/batches"""
+    asked = await read(request)
+    runner, caller = _runner(request), asked.caller
+    order = order_of(asked.body)
+    await runner.shelf.records.find(order.input_file_id, caller)
+    model = min(caller.models) if caller.models else DEFAULT_MODEL  # those of the lines are checked by the driver
+    admission = await asked.gateway.access.admit(caller, model, 0)
+    try:
+        place = await runner.shelf.place()
+        record = await runner.desk.create(order, caller, asked.idempotency_key, place)
+    except OSError as error:
+        raise unavailable(error) from error
+    finally:
+        await admission.end(0)
+    runner.start()  # an app that mounts this one may never have said that it begins
+    return JSONResponse(await runner.desk.shown(record), headers=dict(admission.headers))
+
+
+async def retrieve(request: Request) -> Response:
+    """GET /v1/batches/{id}"""
+    desk, caller = _runner(request).desk, await _caller(request)
+    return JSONResponse(await desk.shown(await desk.records.find(request.path_params["id"], caller)))
+
+
+async def list_(request: Request) -> Response:
+    """GET /v1/batches"""
+    desk, caller = _runner(request).desk, await _caller(request)
+    page = await desk.records.page(caller, PageAsked.of(request.query_params, PAGE, MAX_PAGE))
+    shown = {record["id"]: await desk.shown(record) for record in page.records}
+    return JSONResponse(page.shown(lambda record: shown[record["id"]]))
+
+
+async def cancel(request: Request) -> Response:
+    """POST /v1/batches/{id}/cancel"""
+    desk, caller = _runner(request).desk, await _caller(request)
+    return JSONResponse(await desk.shown(await desk.cancel(request.path_params["id"], caller)))
+
+
+async def _caller(request: Request) -> Caller:
+    return await gateway_of(request).access.authenticate(request.headers)
+
+
+def _runner(request: Request) -> Runner:
+    runner: Runner = request.app.state.batches
+    return runner
+
+
+ROUTES = (
+    Route(BATCHES, create, methods=["POST"]),
+    Route(BATCHES, list_, methods=["GET"]),
+    Route(BATCHES + "/{id}", retrieve, methods=["GET"]),
+    Route(BATCHES + "/{id}/cancel", cancel, methods=["POST"]),
+)

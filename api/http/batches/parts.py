@@ -1,0 +1,60 @@
+"""What a run's output has gained, in the store: where a gateway on another machine can go on from. Blocks."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+from cellama.api.http.files.store import READ_BYTES, Store, blocks_of
+
+from .scratch import parts_of
+
+
+class Parts:
+    """The parts of one batch, whose names are in its record, in the order of the output."""
+
+    def __init__(self, store: Store, batch_id: str, names: Sequence[str], size: int = 0) -> None:
+        """`size` bytes of the output are in the parts that are named."""
+        self.names = list(names)
+        self._store = store
+        self._prefix = parts_of(batch_id)
+        self._size = size
+
+    def fetch(self, output: Path) -> None:
+        """The output is what the parts have. Raises OSError."""
+        fresh = output.with_name(f"{output.name}.part")
+        with fresh.open("wb") as file:
+            for name in self.names:
+                for block in blocks_of(self._store.open(name)):
+                    file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+        self._size = fresh.stat().st_size
+        fresh.replace(output)
+
+    def save(self, output: Path) -> tuple[list[str], int] | None:
+        """The names with that of a new part, and the bytes that they have, for the record: the part counts once that
+        has them (`saved`). None if there is nothing new. Raises OSError.
+
+        Called between two turns of the run, when the output has whole lines only.
+        """
+        size = output.stat().st_size if output.exists() else 0
+        if size <= self._size:
+            return None
+        local = output.with_name("part.upload")
+        with output.open("rb") as source, local.open("wb") as part:
+            source.seek(self._size)
+            left = size - self._size
+            while left and (block := source.read(min(left, READ_BYTES))):
+                part.write(block)
+                left -= len(block)
+        name = f"{self._prefix}/{len(self.names):06}-{uuid.uuid4().hex}"
+        self._store.put(local, name)
+        local.unlink()
+        return [*self.names, name], size
+
+    def saved(self, names: Sequence[str], size: int) -> None:
+        """The record has these names, with so many bytes of the output."""
+        self.names, self._size = list(names), size

@@ -1,0 +1,149 @@
+"""What drives batches inside a gateway: it looks for those without a driver, and sweeps what has expired."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter
+from functools import cached_property
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from cellama.api.http.files.shelf import Shelf
+from cellama.api.http.files.store import store_of
+from cellama.api.http.files.upload import sweep_uploads
+from cellama.config import Settings
+from cellama.tasks.connection.connections import connect_async
+from cellama.tasks.contract.errors import RedisRefused, RedisUnreachable
+
+from .desk import OPEN, Desk
+from .driver import Driver
+from .leases import Leases
+from .scratch import clear, old_runs
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+SWEEP_S = 60.0  # more than a lease lasts, else a gateway would meet its own
+OUTAGE_RETRY_S = 3.0
+ANSWER_S = 5.0  # of Redis
+ORPHANED_S = 60.0  # after which an open batch without a record is one that was never made, or has expired
+
+
+class Runner:
+    """One per app, for one event loop. It works from `start` to `close`."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Raises SettingsError for a place of files that can't be used."""
+        self._settings = settings
+        self._store = store_of(settings)
+        self._loop: asyncio.Task[None] | None = None
+        self._driven: dict[str, tuple[Driver, asyncio.Task[None]]] = {}
+        self._next_sweep = 0.0
+        self._stopping = asyncio.Event()
+
+    @cached_property
+    def _redis(self) -> Redis:
+        return connect_async(self._settings.redis_url, socket_connect_timeout=ANSWER_S, socket_timeout=ANSWER_S)
+
+    @cached_property
+    def shelf(self) -> Shelf:
+        return Shelf(self._store, self._redis)
+
+    @cached_property
+    def desk(self) -> Desk:
+        return Desk(self._settings, self._redis)
+
+    @cached_property
+    def _leases(self) -> Leases:
+        return Leases(self._redis)
+
+    def start(self) -> None:
+        """It works; within a running event loop. The same call may come again."""
+        if self._loop is None:
+            self._loop = asyncio.create_task(self._work(), name="batches")
+
+    async def close(self) -> None:
+        """Batches are left where they are, for other gateways; connections are given back."""
+        self._stopping.set()  # a cancel could come in between a lease and its driver, or be lost within a connection
+        if self._loop is not None:
+            await self._loop
+        for driver, _ in self._driven.values():
+            driver.stop()
+        await asyncio.gather(*(task for _, task in self._driven.values()), return_exceptions=True)
+        if "_redis" in self.__dict__:
+            await self._redis.aclose()
+
+    async def _work(self) -> None:
+        while not self._stopping.is_set():
+            pause_s = OUTAGE_RETRY_S
+            try:
+                await self._sweep_now_and_then()
+                await self.look()
+                pause_s = LOOK_S
+            except (RedisError, RedisUnreachable, RedisRefused, OSError) as error:
+                log.warning("batches wait: %s", error)
+            except Exception:
+                log.exception("the look for batches met an error that was not foreseen")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), pause_s)
+
+    async def look(self) -> None:
+        """Takes batches that have no driver, as many as there is room for."""
+        self._driven = {name: pair for name, pair in self._driven.items() if not pair[1].done()}
+        if len(self._driven) >= self._settings.gateway_batches_at_once:
+            return
+        mine = Counter(driver.tenant for driver, _ in self._driven.values())
+        waiting = [entry for entry in await self.desk.open_batches() if entry[0] not in self._driven]
+        free = await self._leases.free([entry[0] for entry in waiting])
+        waiting = [entry for entry in waiting if entry[0] in free]
+        for batch_id, tenant, made_at in sorted(waiting, key=lambda entry: (mine[entry[1]], entry[2])):
+            if await self._take(batch_id, tenant, made_at):
+                return  # whose turn it is now depends on this one
+
+    async def _take(self, batch_id: str, tenant: str | None, made_at: float) -> bool:
+        record = await self.desk.records.read(batch_id)
+        if record is not None and record["place"] != self.shelf.known_place:
+            return False  # its files are out of this gateway's reach
+        if record is None or record["status"] not in OPEN:
+            if record is not None or await self.desk.records.now() > made_at + ORPHANED_S:
+                await self._close(batch_id, tenant)
+            return False
+        held = await self._leases.take(batch_id)
+        if held is None:
+            return False
+        record = await self.desk.records.read(batch_id) or record  # another one may just have let go of it
+        driver = Driver(self._settings, self.shelf, self.desk, self._leases, held, record)
+        self._driven[batch_id] = (driver, asyncio.create_task(driver.drive(), name=batch_id))
+        return True
+
+    async def _close(self, batch_id: str, tenant: str | None) -> None:
+        """A batch that has ended, whose driver died before it was done with it; or one that has expired."""
+        try:
+            await asyncio.to_thread(clear, self._store, batch_id)
+        except OSError as error:
+            log.warning("what batch %s has left can't be deleted now: %s", batch_id, error)
+        else:
+            await self.desk.close(batch_id, tenant)
+
+    async def _sweep_now_and_then(self) -> None:
+        if time.monotonic() < self._next_sweep:
+            return
+        self._next_sweep = time.monotonic() + SWEEP_S
+        await self.sweep()
+
+    async def sweep(self) -> None:
+        """Files that have expired are gone, and on this machine what gateways that died have left."""
+        place = await self.shelf.look_at_place()
+        if place is None:
+            return  # nothing was ever there
+        if await self._leases.take(f"sweep:{place}") is not None:  # never given back: others need not sweep so soon
+            await self.shelf.sweep()
+        await asyncio.to_thread(sweep_uploads, self._store.work_dir, time.time())
+        for batch_id in await asyncio.to_thread(old_runs, self._store, time.time()):
+            record = await self.desk.records.read(batch_id)
+            if record is None or record["status"] not in OPEN:
+                await self._close(batch_id, None if record is None else record["tenant"])

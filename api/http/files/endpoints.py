@@ -1,0 +1,120 @@
+"""The endpoints of files."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from cellama.api.http.callers import Caller
+from cellama.api.http.errors import ApiError
+from cellama.api.http.gateway import gateway_of
+from cellama.tasks.contract.json_values import shorten
+
+from .expiry import DEFAULT_LIFE_S, life_of, life_of_object
+from .records import PageAsked
+from .shelf import Shelf, shown
+from .store import unavailable
+from .upload import Form, received
+
+FILES = "/v1/files"
+PURPOSE = "batch"
+OUTPUT_PURPOSE = "batch_output"
+PAGE = 10_000  # OpenAI's, for lists that name no limit
+MAX_PURPOSE_CHARS = 40
+_FIELDS = ("purpose", "expires_after", "expires_after[anchor]", "expires_after[seconds]")
+
+
+async def create(request: Request) -> Response:
+    """POST /v1/files"""
+    shelf, caller = await shelf_and_caller(request)
+    limit = gateway_of(request).settings.gateway_max_file_bytes
+    async with received(request, shelf.store.work_dir, limit) as form:
+        life_s = _checked(form)
+        record = await shelf.add(form.path, form.name or "", PURPOSE, caller, life_s)
+    return JSONResponse(shown(record))
+
+
+async def retrieve(request: Request) -> Response:
+    """GET /v1/files/{id}"""
+    shelf, caller = await shelf_and_caller(request)
+    return JSONResponse(shown(await shelf.records.find(request.path_params["id"], caller)))
+
+
+async def content(request: Request) -> Response:
+    """GET /v1/files/{id}/content"""
+    shelf, caller = await shelf_and_caller(request)
+    record = await shelf.records.find(request.path_params["id"], caller)
+    blocks = await shelf.blocks(record["id"])
+    headers = {"content-length": str(record["bytes"])}
+    return StreamingResponse(blocks, media_type="application/octet-stream", headers=headers)
+
+
+async def list_(request: Request) -> Response:
+    """GET /v1/files"""
+    shelf, caller = await shelf_and_caller(request)
+    purpose = request.query_params.get("purpose")
+    asked = PageAsked.of(request.query_params, PAGE)
+    page = await shelf.records.page(caller, asked, lambda record: purpose in (None, record["purpose"]))
+    return JSONResponse(page.shown(shown))
+
+
+async def delete(request: Request) -> Response:
+    """DELETE /v1/files/{id}"""
+    shelf, caller = await shelf_and_caller(request)
+    record = await shelf.records.find(request.path_params["id"], caller)
+    try:
+        await asyncio.shield(shelf.delete(record))
+    except OSError as error:
+        raise unavailable(error) from None
+    return JSONResponse({"id": record["id"], "object": "file", "deleted": True})
+
+
+async def shelf_and_caller(request: Request) -> tuple[Shelf, Caller]:
+    """The caller first. Raises ApiError."""
+    caller = await gateway_of(request).access.authenticate(request.headers)
+    shelf: Shelf = request.app.state.batches.shelf
+    return shelf, caller
+
+
+def _checked(form: Form) -> int:
+    """The life of the file in s. Raises ApiError."""
+    fields = form.fields
+    for name in fields:
+        if name not in _FIELDS:
+            raise ApiError(400, f"unknown parameter {shorten(name)}; known: file, purpose, expires_after", param=name)
+    purpose = fields.get("purpose")
+    if purpose != PURPOSE:
+        told = "is missing" if purpose is None else f"is {purpose[:MAX_PURPOSE_CHARS]!r}"
+        raise ApiError(400, f"purpose {told}; files here are for batches, so it must be {PURPOSE!r}", param="purpose")
+    if not form.num_bytes:
+        raise ApiError(400, "the file has nothing in it", param="file")
+    return _life(fields)
+
+
+def _life(fields: Mapping[str, str]) -> int:
+    if "expires_after" in fields:
+        try:
+            value: Any = json.loads(fields["expires_after"])
+        except (ValueError, RecursionError):
+            value = fields["expires_after"]
+        return life_of_object(value, "expires_after")
+    anchor, seconds = fields.get("expires_after[anchor]"), fields.get("expires_after[seconds]")
+    if anchor is None and seconds is None:
+        return DEFAULT_LIFE_S
+    is_number = seconds is not None and seconds.isascii() and seconds.isdecimal() and len(seconds) < 9
+    return life_of(anchor, int(seconds) if is_number and seconds else seconds, "expires_after")
+
+
+ROUTES = (
+    Route(FILES, create, methods=["POST"]),
+    Route(FILES, list_, methods=["GET"]),
+    Route(FILES + "/{id}", retrieve, methods=["GET"]),
+    Route(FILES + "/{id}", delete, methods=["DELETE"]),
+    Route(FILES + "/{id}/content", content, methods=["GET"]),
+)

@@ -1,0 +1,190 @@
+"""What Redis knows of files and batches: one hash each, an index for each tenant, pages of that."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any, Literal
+
+from redis.asyncio import Redis
+
+from cellama.api.http.callers import Caller
+from cellama.api.http.errors import ApiError
+from cellama.api.http.keys.owners import Owners
+from cellama.tasks.connection.redis_clock import seconds_of
+from cellama.tasks.connection.redis_errors import reaching_redis
+from cellama.tasks.contract.keys import http_lease_key, http_record_key, http_records_key
+
+Kind = Literal["file", "batch"]
+Record = dict[str, Any]
+KEPT_S = 86_400  # that Redis keeps a record after its thing has expired: until the sweep has been there
+LONGEST_S = 90 * 86_400  # no record lives so long
+ENTRIES_PER_LOOK = 100
+MAX_PAGE = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A part of a list, in its order."""
+
+    records: list[Record]
+    has_more: bool
+
+    def shown(self, show: Callable[[Record], dict[str, Any]]) -> dict[str, Any]:
+        """As OpenAI's clients read it."""
+        data = [show(record) for record in self.records]
+        first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
+        return {"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": self.has_more}
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The right to change a record, as long as Redis has this token under its name."""
+
+    name: str
+    token: str
+
+
+class Records:
+    """Files, or batches, of all tenants. Methods raise RedisUnreachable, RedisRefused."""
+
+    def __init__(self, redis: Redis, kind: Kind) -> None:
+        self._redis = redis
+        self._kind: Kind = kind
+        self.owners = Owners(redis)
+        self._add, self._advance = (redis.register_script(_source(name)) for name in ("add", "advance"))
+
+    async def now(self) -> float:
+        """Unix seconds by Redis' clock, which is that of all gateways."""
+        with reaching_redis():
+            return seconds_of(await self._redis.time())
+
+    async def add(self, record: Mapping[str, Any], caller: Caller, life_s: int) -> bool:
+        """The record is there, the caller's, and in its list; False if there was one under its id, which stays.
+
+        `record` has `id`, `tenant`, `created_at`, `status`, and perhaps `gone_at`: when it is as if it were not there.
+        Raises ApiError (404) for an id of another tenant.
+        """
+        thing_id, life_s = record["id"], life_s + KEPT_S
+        await self.owners.claim(thing_id, caller, life_s)
+        keys = [http_record_key(self._kind, thing_id), http_records_key(self._kind, caller.tenant)]
+        pairs = [text for name, value in _encoded(record).items() for text in (name, value)]
+        arguments: Any = [thing_id, record["created_at"], life_s, LONGEST_S, *pairs]
+        with reaching_redis():
+            return bool(await self._add(keys=keys, args=arguments))
+
+    async def find(self, thing_id: str, caller: Caller) -> Record:
+        """The caller's own. Raises ApiError (404)."""
+        await self.owners.check(thing_id, caller, self._kind)
+        record = await self.read(thing_id)
+        if record is None or record["tenant"] != caller.tenant:
+            raise ApiError(404, f"there is no {self._kind} {thing_id!r}, or not any more", code="not_found")
+        return record
+
+    async def read(self, thing_id: str) -> Record | None:
+        """Whoever's it is; None if there is none, or it has expired."""
+        with reaching_redis():
+            async with self._redis.pipeline(transaction=False) as pipe:
+                pipe.time()
+                pipe.hgetall(http_record_key(self._kind, thing_id))
+                now, found = await pipe.execute()
+        return _alive(_decoded(found), seconds_of(now))
+
+    async def advance(
+        self, thing_id: str, fields: Mapping[str, Any], *, of: Sequence[str], life_s: int, lease: Lease | None = None
+    ) -> tuple[bool, str]:
+        """Changes fields if the record has one of these statuses, and the lease is held. Returns whether it has, and
+        the status then; "" if there is no such record."""
+        keys = [http_record_key(self._kind, thing_id), http_lease_key(lease.name) if lease else ""]
+        pairs = [text for name, value in _encoded(fields).items() for text in (name, value)]
+        arguments: Any = [lease.token if lease else "", json.dumps(list(of)), life_s + KEPT_S, *pairs]
+        with reaching_redis():
+            done, status = await self._advance(keys=keys, args=arguments)
+        return bool(done), json.loads(status) if status else ""
+
+    async def forget(self, thing_id: str, tenant: str | None) -> bool:
+        """Neither is it there nor in a list; False if it was not."""
+        with reaching_redis():
+            async with self._redis.pipeline(transaction=True) as pipe:
+                pipe.delete(http_record_key(self._kind, thing_id))
+                pipe.zrem(http_records_key(self._kind, tenant), thing_id)
+                deleted, _ = await pipe.execute()
+        await self.owners.forget(thing_id)
+        return bool(deleted)
+
+    async def page(
+        self, caller: Caller, asked: PageAsked, fits: Callable[[Record], bool] = lambda record: True
+    ) -> Page:
+        """The records that fit, after the one that is named. Raises ApiError (404) if that is not in the list."""
+        index, found = http_records_key(self._kind, caller.tenant), list[Record]()
+        start = await self._rank_after(index, asked)
+        while len(found) <= asked.limit:
+            with reaching_redis():
+                ids: Any = await self._redis.zrange(
+                    index, start, start + ENTRIES_PER_LOOK - 1, desc=asked.order == "desc"
+                )
+            if not ids:
+                break
+            start += len(ids)
+            found += [record for record in await self._read_all(ids) if fits(record)]
+        return Page(found[: asked.limit], len(found) > asked.limit)
+
+    async def _rank_after(self, index: str, asked: PageAsked) -> int:
+        if asked.after is None:
+            return 0
+        rank_of = self._redis.zrevrank if asked.order == "desc" else self._redis.zrank
+        with reaching_redis():
+            rank: Any = await rank_of(index, asked.after)
+        if rank is None:
+            message = f"after is {asked.after!r}: there is no such {self._kind}, or not any more"
+            raise ApiError(404, message, param="after", code="not_found")
+        return int(rank) + 1
+
+    async def _read_all(self, ids: Sequence[bytes]) -> list[Record]:
+        """Those of the ids that are there; the index has those that have expired, too, for a while."""
+        with reaching_redis():
+            async with self._redis.pipeline(transaction=False) as pipe:
+                pipe.time()
+                for thing_id in ids:
+                    pipe.hgetall(http_record_key(self._kind, thing_id.decode()))
+                now, *hashes = await pipe.execute()
+        found = (_alive(_decoded(values), seconds_of(now)) for values in hashes)
+        return [record for record in found if record is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class PageAsked:
+    """Which part of a list."""
+
+    after: str | None
+    limit: int
+    order: str
+
+    @classmethod
+    def of(cls, query: Mapping[str, str], default: int, most: int = MAX_PAGE) -> PageAsked:
+        """Raises ApiError."""
+        limit, order = query.get("limit", str(default)), query.get("order", "desc")
+        if not (limit.isascii() and limit.isdecimal() and len(limit) < 9 and 1 <= int(limit) <= most):
+            raise ApiError(400, f"limit is {limit[:40]!r}; it must be a number from 1 to {most}", param="limit")
+        if order not in ("asc", "desc"):
+            raise ApiError(400, f"order is {order[:40]!r}; it must be asc or desc", param="order")
+        return cls(query.get("after") or None, int(limit), order)
+
+
+def _encoded(values: Mapping[str, Any]) -> dict[str, str]:
+    return {name: json.dumps(value) for name, value in values.items()}
+
+
+def _decoded(found: Mapping[bytes, bytes]) -> Record:
+    return {name.decode(): json.loads(value) for name, value in found.items()}
+
+
+def _alive(record: Record, now: float) -> Record | None:
+    """None for one that is not there, or has come to its end."""
+    return None if not record or record.get("gone_at", now + 1) <= now else record
+
+
+def _source(name: str) -> str:
+    return (files("cellama.api.http.files") / "lua" / f"{name}.lua").read_text(encoding="utf-8")

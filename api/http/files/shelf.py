@@ -1,0 +1,119 @@
+"""Files: a record of each, and its contents."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from redis.asyncio import Redis
+
+from cellama.api.http.callers import Caller
+from cellama.api.http.errors import ApiError
+from cellama.tasks.connection.redis_errors import reaching_redis
+from cellama.tasks.contract.keys import http_expiring_key
+
+from .expiry import MAX_LIFE_S
+from .records import KEPT_S, Record, Records
+from .store import Store, blocks_of, give_identity, identity_of, unavailable
+
+SWEPT_AT_ONCE = 500
+
+
+class Shelf:
+    """All files of all tenants, for one event loop."""
+
+    def __init__(self, store: Store, redis: Redis) -> None:
+        self.store = store
+        self.known_place: str | None = None  # as it was at the last look
+        self.records = Records(redis, "file")
+        self._redis = redis
+
+    async def place(self) -> str:
+        """The id of where the contents lie: only gateways that see them can drive their batches. Raises OSError."""
+        if self.known_place is None:
+            self.known_place = await asyncio.to_thread(give_identity, self.store)
+        return self.known_place
+
+    async def look_at_place(self) -> str | None:
+        """The same as it is now; None while nothing has been put there. Raises OSError."""
+        self.known_place = await asyncio.to_thread(identity_of, self.store)
+        return self.known_place
+
+    async def add(
+        self, local: Path, name: str, purpose: str, caller: Caller, life_s: int, *, file_id: str | None = None
+    ) -> Record:
+        """A copy of a local file, under a new id, or in place of what was there under that id.
+
+        The contents come first: a record without contents would be a promise that is not kept. Raises OSError.
+        """
+        file_id = file_id or f"file-{uuid.uuid4().hex}"
+        now = await self.records.now()
+        record: Record = {
+            "id": file_id,
+            "tenant": caller.tenant,
+            "status": "processed",
+            "created_at": int(now),
+            "gone_at": math.ceil(now) + life_s,
+            "bytes": (await asyncio.to_thread(local.stat)).st_size,
+            "filename": name,
+            "purpose": purpose,
+        }
+        expiring = http_expiring_key(await self.place())
+        with reaching_redis():  # first of all: whatever becomes of this, the sweep finds it
+            await self._redis.zadd(expiring, {file_id: record["gone_at"]})
+            await self._redis.expire(expiring, MAX_LIFE_S + KEPT_S)  # no file is there for longer
+        await asyncio.to_thread(self.store.put, local, file_id)
+        if not await self.records.add(record, caller, life_s):
+            await self.records.advance(file_id, record, of=(record["status"],), life_s=life_s)
+        return record
+
+    async def open(self, file_id: str) -> BinaryIO:
+        """Raises ApiError: 404 for contents that are gone, 503 where they can't be reached."""
+        try:
+            return await asyncio.to_thread(self.store.open, file_id)
+        except FileNotFoundError:
+            raise ApiError(404, f"the contents of {file_id!r} are gone", code="not_found") from None
+        except OSError as error:
+            raise unavailable(error) from None
+
+    async def blocks(self, file_id: str) -> Iterator[bytes]:
+        """Its contents in pieces; reading them blocks. Raises ApiError."""
+        return blocks_of(await self.open(file_id))
+
+    async def delete(self, record: Mapping[str, Any]) -> None:
+        """It is not there any more: for clients first, then on disk. Raises OSError."""
+        await self.records.forget(record["id"], record["tenant"])
+        await asyncio.to_thread(self.store.delete, record["id"])
+        expiring = http_expiring_key(await self.place())  # what lies in another place is deleted by the sweep there
+        with reaching_redis():
+            await self._redis.zrem(expiring, record["id"])
+
+    async def sweep(self) -> int:
+        """Deletes what has expired; returns how many it looked at. What can't be deleted is tried again. Contents of
+        which Redis has lost all go when no file can be so old."""
+        now, expiring = await self.records.now(), http_expiring_key(await self.place())
+        with reaching_redis():
+            ids: Any = await self._redis.zrangebyscore(expiring, "-inf", now, start=0, num=SWEPT_AT_ONCE)
+        for raw in ids:
+            file_id = raw.decode()
+            record = await self.records.read(file_id)
+            if record is not None:  # it was written again under this id, and lives longer
+                with reaching_redis():
+                    await self._redis.zadd(expiring, {file_id: record["gone_at"]})
+                continue
+            await asyncio.to_thread(self.store.delete, file_id)
+            with reaching_redis():
+                await self._redis.zrem(expiring, file_id)
+        await asyncio.to_thread(self.store.delete_old, time.time() - MAX_LIFE_S - KEPT_S)
+        return len(ids)
+
+
+def shown(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A file as OpenAI's clients read it."""
+    told = {name: record[name] for name in ("id", "bytes", "created_at", "filename", "purpose", "status")}
+    return {**told, "object": "file", "expires_at": record["gone_at"], "status_details": None}

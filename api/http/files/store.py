@@ -1,0 +1,219 @@
+"""Where contents lie: a directory, or whatever fsspec reaches. All methods block: call them in a thread."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol, cast
+
+from cellama.api.http.errors import ApiError
+from cellama.config import Settings, SettingsError
+
+log = logging.getLogger(__name__)
+
+READ_BYTES = 1 << 18
+IDENTITY = "identity"
+FOLDER_MODE = 0o700  # what tenants upload is for the gateways alone
+RETRY_S = 60.0  # for clients, while files are out of reach
+
+
+class Store(Protocol):
+    """Contents by their names, which are ids of ours: letters, digits, `_`, `-`, `.` and `/`. Raises OSError."""
+
+    work_dir: Path  # on this machine; where uploads come in and batches run
+
+    @property
+    def shares_work(self) -> bool:
+        """Whether other gateways see `work_dir`, too."""
+        ...
+
+    def put(self, local: Path, name: str) -> None:
+        """A copy of a local file is there, whole, in place of what had this name."""
+        ...
+
+    def open(self, name: str) -> BinaryIO:
+        """Raises FileNotFoundError."""
+        ...
+
+    def delete(self, name: str) -> None:
+        """It is not there, whether it was or not."""
+        ...
+
+    def delete_folder(self, name: str) -> None:
+        """Nothing is there whose name begins with this one and a `/`."""
+        ...
+
+    def delete_old(self, before: float) -> None:
+        """No file is there that was put before this time (unix s), where the store can tell."""
+        ...
+
+
+class DirectoryStore:
+    """A directory. Uploads and runs lie in it, too, so that they become files by a rename."""
+
+    shares_work = True
+
+    def __init__(self, root: Path) -> None:
+        """Makes the directory where it is first written to."""
+        self._files = root / "files"
+        self.work_dir = root / "work"
+
+    def put(self, local: Path, name: str) -> None:
+        target = self._files / name
+        target.parent.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+        part = target.with_name(f"{target.name}.{uuid.uuid4().hex}.part")
+        try:
+            _link_or_copy(local, part)
+            os.utime(part)  # when it was put, see `delete_old`
+            part.replace(target)
+            _sync_folder(target.parent)
+        finally:
+            part.unlink(missing_ok=True)
+
+    def open(self, name: str) -> BinaryIO:
+        return (self._files / name).open("rb")
+
+    def delete(self, name: str) -> None:
+        (self._files / name).unlink(missing_ok=True)
+
+    def delete_folder(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(self._files / name)
+
+    def delete_old(self, before: float) -> None:
+        for path in self._files.glob("file-*"):
+            with contextlib.suppress(FileNotFoundError):  # another gateway sweeps, too
+                if path.stat().st_mtime < before:
+                    path.unlink()
+
+
+class UrlStore:
+    """A place that fsspec reaches, for instance a bucket. It must replace whole objects, as all object stores do."""
+
+    shares_work = False
+
+    def __init__(self, url: str, work_dir: Path) -> None:
+        """Raises SettingsError if fsspec, or what it needs for such URLs, is not installed."""
+        try:
+            import fsspec  # an extra, and a slow import
+
+            self._system, root = fsspec.core.url_to_fs(url)
+        except (ImportError, ValueError) as error:
+            raise SettingsError(
+                f"gateway_files_dir is a URL that can't be used: {error}; pip install 'cellama[files]' and fsspec's "
+                "package for such URLs (s3fs, gcsfs, …), or name a directory"
+            ) from None
+        self._root = str(root).rstrip("/")
+        self.work_dir = work_dir
+
+    def put(self, local: Path, name: str) -> None:
+        path = self._path(name)
+        with contextlib.suppress(FileExistsError, NotImplementedError):
+            self._system.makedirs(path.rpartition("/")[0], exist_ok=True)  # which buckets have no need of
+        self._system.put_file(str(local), path)
+
+    def open(self, name: str) -> BinaryIO:
+        return cast(BinaryIO, self._system.open(self._path(name), "rb"))
+
+    def delete(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._system.rm_file(self._path(name))
+
+    def delete_folder(self, name: str) -> None:
+        self._system.invalidate_cache()  # other gateways have written there, too
+        with contextlib.suppress(FileNotFoundError):
+            self._system.rm(self._path(name), recursive=True)
+
+    def delete_old(self, before: float) -> None:
+        """Nothing is done: that would be a look at each object of a bucket. It has rules of its own for this."""
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+
+def store_of(settings: Settings) -> Store:
+    """That of the settings. Raises SettingsError."""
+    place = settings.gateway_files_dir
+    own = settings.data_dir / "gateway"
+    if place is None:
+        return DirectoryStore(own)
+    if "://" in place:
+        return UrlStore(place, settings.gateway_work_dir or own)
+    return DirectoryStore(Path(place).expanduser().absolute())
+
+
+def identity_of(store: Store) -> str | None:
+    """An id that lies in the store itself: gateways with the same one see the same contents, under whatever path or
+    URL. None while nothing has been put there. Raises OSError."""
+    try:
+        with store.open(IDENTITY) as file:
+            return file.read().decode()
+    except FileNotFoundError:
+        return None
+
+
+def give_identity(store: Store) -> str:
+    """The store has one from now on. Raises OSError."""
+    if (there := identity_of(store)) is not None:
+        return there
+    store.work_dir.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+    local = store.work_dir / f"{IDENTITY}.{uuid.uuid4().hex}"
+    try:
+        local.write_text(fresh := uuid.uuid4().hex)
+        store.put(local, IDENTITY)
+    finally:
+        local.unlink(missing_ok=True)
+    return identity_of(store) or fresh  # another gateway may have been there at the same time
+
+
+def blocks_of(file: BinaryIO) -> Iterator[bytes]:
+    """A file in pieces; it is closed at the end, or when its reader goes away."""
+    with file:
+        while block := file.read(READ_BYTES):
+            yield block
+
+
+def fetch(store: Store, name: str, local: Path) -> None:
+    """A copy on this machine. Raises FileNotFoundError, OSError."""
+    part = local.with_name(f"{local.name}.part")
+    with part.open("wb") as copy:
+        for block in blocks_of(store.open(name)):
+            copy.write(block)
+        copy.flush()
+        os.fsync(copy.fileno())
+    part.replace(local)
+
+
+def unavailable(error: OSError) -> ApiError:
+    """What a client is told of a disk: no paths of this machine. The log has them."""
+    log.error("files can't be written or read: %s", error)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        told = "the gateway has no room for files now; delete some"
+    else:
+        told = "the gateway can't reach its files now; its log says why"
+    return ApiError(503, told, code="files_unavailable", retry_after_s=RETRY_S)
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system, or one without links
+        with source.open("rb") as read, target.open("wb") as written:
+            shutil.copyfileobj(read, written, READ_BYTES)
+            written.flush()
+            os.fsync(written.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    """A rename is on disk with its folder."""
+    opened: Any = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)

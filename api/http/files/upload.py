@@ -1,0 +1,186 @@
+"""An upload on its way to the disk: multipart/form-data in pieces, never whole in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
+from starlette.requests import Request
+
+from cellama.api.http.errors import ApiError
+
+from .store import FOLDER_MODE, unavailable
+
+FORM_BYTES = 64 << 10  # that all of the form may have beside its file
+MAX_PARTS = 8
+MAX_NAME_CHARS = 255
+OLD_S = 86_400  # after which an upload is one of a gateway that died
+UPLOADS = "incoming"
+
+
+@dataclass(slots=True)
+class Form:
+    """What was sent: fields, and one file, which lies at `path`."""
+
+    path: Path
+    fields: dict[str, str] = field(default_factory=dict)
+    name: str | None = None
+    num_bytes: int = 0
+
+
+@contextlib.asynccontextmanager
+async def received(request: Request, work_dir: Path, limit: int) -> AsyncIterator[Form]:
+    """The form of a request. Its file is deleted at the end: who wants it copies it. Raises ApiError, and
+    ClientDisconnect."""
+    boundary = _boundary(request)
+    told = request.headers.get("content-length", "")
+    if told.isdecimal() and (len(told) > 15 or int(told) > limit + FORM_BYTES):
+        raise _too_large(limit)
+    folder = work_dir / UPLOADS / uuid.uuid4().hex
+    try:
+        await asyncio.to_thread(folder.mkdir, FOLDER_MODE, True)
+        reader = _Reader(boundary, folder, limit)
+        try:
+            async for piece in request.stream():
+                await asyncio.to_thread(reader.write, piece)
+            form = await asyncio.to_thread(reader.end)
+        finally:
+            await asyncio.shield(asyncio.to_thread(reader.close))
+        yield form
+    except OSError as error:
+        raise unavailable(error) from error
+    finally:
+        await asyncio.shield(asyncio.to_thread(shutil.rmtree, folder, True))
+
+
+def sweep_uploads(work_dir: Path, now: float) -> None:
+    """Uploads of gateways that died in the midst of them are gone."""
+    for folder in (work_dir / UPLOADS).glob("*"):
+        with contextlib.suppress(OSError):
+            if folder.stat().st_mtime < now - OLD_S:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+class _Reader:
+    """Parts of a form: one file, which goes to the disk, and small fields. One call at a time, from any thread."""
+
+    def __init__(self, boundary: bytes, folder: Path, limit: int) -> None:
+        self._limit = limit
+        self._num_other_bytes = self._num_parts = 0  # bytes of all that is not in the file
+        self._has_ended = False
+        self._header, self._headers = (bytearray(), bytearray()), dict[bytes, bytes]()
+        self._field: tuple[str, bytearray] | None = None  # the part that is read, unless it is the file
+        self._form = Form(folder / "file")
+        self._file = self._form.path.open("wb")
+        names = ("header_field", "header_value", "header_end", "headers_finished", "part_data", "part_end", "end")
+        callbacks: Any = {f"on_{name}": getattr(self, f"_on_{name}") for name in names}
+        self._parser = MultipartParser(boundary, callbacks)
+
+    def write(self, piece: bytes) -> None:
+        before = self._form.num_bytes
+        with _parsing():
+            self._parser.write(piece)
+        self._num_other_bytes += len(piece) - (self._form.num_bytes - before)
+        if self._num_other_bytes > FORM_BYTES:
+            raise ApiError(413, f"the form has more than {FORM_BYTES} bytes beside its file")
+
+    def end(self) -> Form:
+        """The form, whose file is on disk."""
+        if not self._has_ended:
+            raise ApiError(400, "the form ends in the midst of a part; send all of it")
+        if self._form.name is None:
+            raise ApiError(400, "file is missing; send it as a part with a file name", param="file")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return self._form
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _on_header_field(self, data: bytes, start: int, end: int) -> None:
+        self._header[0].extend(data[start:end])
+
+    def _on_header_value(self, data: bytes, start: int, end: int) -> None:
+        self._header[1].extend(data[start:end])
+
+    def _on_header_end(self) -> None:
+        name, value = map(bytes, self._header)
+        self._headers[name.lower()] = value
+        self._header = (bytearray(), bytearray())
+
+    def _on_headers_finished(self) -> None:
+        headers, self._headers = self._headers, {}
+        _, options = parse_options_header(headers.get(b"content-disposition"))
+        encoding = headers.get(b"content-transfer-encoding", b"binary").lower()
+        name, self._num_parts = options.get(b"name", b"").decode(), self._num_parts + 1
+        if self._num_parts > MAX_PARTS:
+            raise ApiError(400, f"the form has more than {MAX_PARTS} parts")
+        if encoding not in (b"binary", b"8bit", b"7bit"):
+            raise ApiError(400, f"content-transfer-encoding of {name[:40]!r} is {encoding[:40]!r}; send it as it is")
+        if b"filename" not in options:
+            self._field = (name, bytearray())
+            return
+        if name != "file" or self._form.name is not None:
+            raise ApiError(
+                400, f"the form has a file {name[:40]!r}; it must have one, with the name 'file'", param="file"
+            )
+        self._form.name, self._field = _shown(options[b"filename"]), None
+
+    def _on_part_data(self, data: bytes, start: int, end: int) -> None:
+        if self._field is not None:
+            self._field[1].extend(data[start:end])
+            if len(self._field[1]) > FORM_BYTES:
+                raise ApiError(413, f"{self._field[0][:40]!r} has more than {FORM_BYTES} bytes")
+            return
+        self._form.num_bytes += end - start
+        if self._form.num_bytes > self._limit:
+            raise _too_large(self._limit)
+        self._file.write(data[start:end])
+
+    def _on_part_end(self) -> None:
+        if self._field is not None:
+            self._form.fields[self._field[0]] = self._field[1].decode()
+            self._field = None
+
+    def _on_end(self) -> None:
+        self._has_ended = True
+
+
+@contextlib.contextmanager
+def _parsing() -> Iterator[None]:
+    try:
+        yield
+    except (FormParserError, UnicodeDecodeError) as error:
+        raise ApiError(400, f"the body is no form as it should be: {error}") from None
+
+
+def _boundary(request: Request) -> bytes:
+    kind, options = parse_options_header(request.headers.get("content-type"))
+    boundary = options.get(b"boundary")
+    if kind != b"multipart/form-data" or not boundary:
+        shown = request.headers.get("content-type", "")[:80]
+        raise ApiError(415, f"content-type is {shown!r}; send multipart/form-data, with its boundary")
+    if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
+        raise ApiError(415, f"content-encoding is {encoding[:40]!r}; send the body as it is")
+    return boundary
+
+
+def _shown(name: bytes) -> str:
+    """The client's name of its file, for people only: nothing on disk has it."""
+    last = name.decode(errors="replace").replace("\\", "/").rpartition("/")[2]
+    return "".join(char for char in last if char.isprintable())[-MAX_NAME_CHARS:] or "file.jsonl"
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(
+        413, f"the file has more than {limit} bytes, which is the limit: split it, or raise gateway_max_file_bytes"
+    )

@@ -1,0 +1,31 @@
+"""A world in each kind of store."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from cellama.api.http.files.store import Store
+
+from .world import World, settings_for
+
+RunWorld = Callable[[Callable[[World], Awaitable[Any]]], Any]
+
+
+@pytest.fixture
+def run_world(url: str, store: Store, tmp_path: Path) -> RunWorld:
+    """Runs a function of a world."""
+
+    def run(ask: Callable[[World], Awaitable[Any]]) -> Any:
+        async def connected() -> Any:
+            async with Redis.from_url(url) as redis:
+                return await ask(World(redis, settings_for(url, tmp_path), store, tmp_path))
+
+        return asyncio.run(connected())
+
+    return run

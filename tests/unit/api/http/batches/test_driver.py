@@ -1,0 +1,185 @@
+"""A batch from its file to its end, whoever drives it, and whatever becomes of that driver."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+import pytest
+from redis import Redis as SyncRedis
+
+from cellama.api.batch.work import WorkFile
+from cellama.api.http.batches.parts import Parts
+from cellama.api.http.batches.scratch import folder_of
+from cellama.tasks.contract.keys import http_lease_key
+from cellama.tasks.state.bulk_runs import Batches
+
+from .conftest import RunWorld
+from .world import ACME, World
+
+
+async def nothing_is_left(world: World, batch_id: str) -> None:
+    assert not folder_of(world.store, batch_id).exists()
+    assert await world.desk.open_batches() == []
+    assert await world.leases.free([batch_id]) == {batch_id}
+    for key in await world.redis.keys("cellama:http:*") + await world.redis.keys("cellama:owner:*"):
+        assert await world.redis.ttl(key) > 0, key
+
+
+def test_requests_without_an_answer_are_told_as_expired_when_the_window_is_over(run_world: RunWorld) -> None:
+    async def ask(world: World) -> None:
+        batch_id = (await world.begin("a", "b", window_s=-1))["id"]
+        await world.answer(batch_id, "a")
+        batch = await world.drive(batch_id)
+        assert (batch["status"], batch["counts"]) == ("expired", {"total": 2, "completed": 1, "failed": 1})
+        assert (batch["usage"]["input_tokens"], batch["usage"]["output_tokens"]) == (5, 3)
+        assert [line["custom_id"] for line in await world.lines(batch["output_file_id"])] == ["a"]
+        failed = await world.lines(batch["error_file_id"])
+        assert [(line["custom_id"], line["error"]["code"]) for line in failed] == [("b", "batch_expired")]
+        await nothing_is_left(world, batch_id)
+
+    run_world(ask)
+
+
+def test_batch_all_of_whose_requests_have_answers_completes(run_world: RunWorld) -> None:
+    async def ask(world: World) -> None:
+        batch_id = (await world.begin("a", "b"))["id"]
+        await world.answer(batch_id, "b", "a")
+        batch = await world.drive(batch_id)
+        assert (batch["status"], batch["error_file_id"]) == ("completed", None)
+        assert [line["custom_id"] for line in await world.lines(batch["output_file_id"])] == ["b", "a"]
+        await nothing_is_left(world, batch_id)
+
+    run_world(ask)
+
+
+def test_files_that_were_being_put_out_when_the_gateway_died_are_replaced_whole(run_world: RunWorld) -> None:
+    async def ask(world: World) -> None:
+        batch_id = (await world.begin("a", "b"))["id"]
+        await world.answer(batch_id, "a", "b")
+        half = world.folder / "half"
+        half.write_bytes(b'{"custom_id": "a"}\n')
+        file_id = f"file-{batch_id.removeprefix('batch_')}-output"
+        await world.shelf.add(half, "half", "batch_output", ACME, 3600, file_id=file_id)
+        await world.change(batch_id, status="finalizing", ends_as="completed", total=2)
+        batch = await world.drive(batch_id)
+        assert (batch["status"], batch["output_file_id"]) == ("completed", file_id)
+        assert [line["custom_id"] for line in await world.lines(file_id)] == ["a", "b"]
+        await nothing_is_left(world, batch_id)
+
+    run_world(ask)
+
+
+def test_driver_without_its_lease_changes_nothing_and_the_next_one_goes_on(run_world: RunWorld) -> None:
+    async def ask(world: World) -> None:
+        batch_id = (await world.begin("a", "b"))["id"]
+        driver, held = await world.driver(batch_id)
+        driving = asyncio.create_task(driver.drive())
+        await world.runs(batch_id)
+        await world.redis.set(http_lease_key(batch_id), "another gateway's")
+        held.lost()  # as it hears within some seconds
+        await driving
+        assert await world.redis.get(http_lease_key(batch_id)) == b"another gateway's"
+        assert (await world.read(batch_id))["status"] == "in_progress"
+        await world.redis.delete(http_lease_key(batch_id))
+        assert (await world.desk.cancel(batch_id, ACME))["status"] == "cancelling"
+        batch = await world.drive(batch_id)
+        assert (batch["status"], batch["counts"]) == ("cancelled", {"total": 2, "completed": 0, "failed": 0})
+        await nothing_is_left(world, batch_id)
+
+    run_world(ask)
+
+
+def test_gateway_that_stops_leaves_the_batch_for_another(run_world: RunWorld) -> None:
+    async def ask(world: World) -> None:
+        batch_id = (await world.begin("a"))["id"]
+        driver, _ = await world.driver(batch_id)
+        driving = asyncio.create_task(driver.drive())
+        await world.runs(batch_id)
+        driver.stop()
+        await driving
+        assert await world.leases.free([batch_id]) == {batch_id}
+        assert (await world.read(batch_id))["status"] == "in_progress"
+        assert len(await world.desk.open_batches()) == 1
+
+    run_world(ask)
+
+
+@pytest.mark.parametrize("store", ["directory"], indirect=True)
+def test_batch_whose_work_file_another_process_has_waits(run_world: RunWorld) -> None:
+    async def ask(world: World) -> None:
+        batch_id = (await world.begin("a", window_s=-1))["id"]
+        folder = folder_of(world.store, batch_id)
+        folder.mkdir(parents=True)
+        with contextlib.closing(WorkFile(folder / "output.jsonl.work")):
+            assert (await world.drive(batch_id))["status"] == "in_progress"
+        assert (await world.drive(batch_id))["status"] == "expired"
+
+    run_world(ask)
+
+
+@pytest.mark.parametrize("is_driven", [True, False])
+def test_batch_ends_when_the_command_cancels_it(run_world: RunWorld, url: str, is_driven: bool) -> None:
+    async def ask(world: World) -> None:
+        batch_id = (await world.begin("a"))["id"]
+        driver, _ = await world.driver(batch_id)
+        driving = asyncio.create_task(driver.drive())
+        await world.runs(batch_id)
+        if not is_driven:
+            driver.stop()
+            await driving
+        with SyncRedis.from_url(url) as redis:
+            Batches(redis).cancel(batch_id)
+        if is_driven:
+            await driving
+        else:
+            await world.drive(batch_id)
+        assert (await world.read(batch_id))["status"] == "cancelled"
+        await nothing_is_left(world, batch_id)
+
+    run_world(ask)
+
+
+def test_batch_that_is_cancelled_before_anything_of_it_began_has_no_files(run_world: RunWorld) -> None:
+    async def ask(world: World) -> Any:
+        batch_id = (await world.begin("a"))["id"]
+        await world.desk.cancel(batch_id, ACME)
+        batch = await world.drive(batch_id)
+        await nothing_is_left(world, batch_id)
+        return await world.desk.shown(batch)
+
+    shown = run_world(ask)
+    assert (shown["status"], shown["output_file_id"], shown["error_file_id"]) == ("cancelled", None, None)
+    assert shown["request_counts"] == {"total": 0, "completed": 0, "failed": 0}
+
+
+def test_batch_whose_file_is_gone_fails(run_world: RunWorld) -> None:
+    async def ask(world: World) -> None:
+        begun = await world.begin("a")
+        await world.shelf.delete(await world.shelf.records.find(begun["input_file_id"], ACME))
+        batch = await world.drive(begun["id"])
+        assert (batch["status"], batch["errors"][0]["code"]) == ("failed", "file_not_found")
+        await nothing_is_left(world, begun["id"])
+
+    run_world(ask)
+
+
+def test_parts_are_what_the_output_has_gained_and_count_when_they_are_named(run_world: RunWorld) -> None:
+    async def ask(world: World) -> None:
+        output = world.folder / "output"
+        output.write_bytes(b"first\n")
+        parts = Parts(world.store, "batch_1", ())
+        first = parts.save(output)
+        assert first is not None
+        parts.saved(*first)
+        assert parts.save(output) is None
+        output.write_bytes(b"first\nsecond\n")
+        second = parts.save(output)
+        assert second is not None
+        for (names, size), expected in ((first, b"first\n"), (second, b"first\nsecond\n")):
+            there = world.folder / "there"
+            Parts(world.store, "batch_1", names, size).fetch(there)
+            assert (there.read_bytes(), size) == (expected, len(expected))
+
+    run_world(ask)

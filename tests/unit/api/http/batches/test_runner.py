@@ -1,0 +1,104 @@
+"""What drives batches: which ones it takes, and what it sweeps."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cellama.api.http.batches.runner import Runner
+from cellama.api.http.batches.scratch import folder_of
+from cellama.config import Settings
+
+from .conftest import RunWorld
+from .world import World, settings_for, until
+
+pytestmark = pytest.mark.parametrize("store", ["directory"], indirect=True)
+LONG_AGO = 1_000_000_000.0
+
+
+def settings_of(world: World, **changed: Any) -> Settings:
+    return settings_for(
+        world.settings.redis_url, world.folder, gateway_files_dir=str(world.folder / "store"), **changed
+    )
+
+
+def test_batch_is_driven_by_a_gateway_that_sees_its_files(run_world: RunWorld) -> None:
+    async def ask(world: World) -> None:
+        batch_id = (await world.begin("a", window_s=-1))["id"]
+        blind = Runner(settings_for(world.settings.redis_url, world.folder))
+        idle = Runner(settings_of(world, gateway_batches_at_once=0))
+        seeing = Runner(settings_of(world))
+        for runner in (blind, idle):
+            await runner.sweep()
+            await runner.look()
+            assert await world.leases.free([batch_id]) == {batch_id}
+        seeing.start()
+        seeing.start()
+
+        async def has_ended() -> bool:
+            return (await world.read(batch_id))["status"] == "expired"
+
+        await until(has_ended)
+        for runner in (blind, idle, seeing):
+            await runner.close()
+        assert not (world.folder / "data").exists()  # where nobody puts a file nothing is made
+
+    run_world(ask)
+
+
+def test_batch_that_is_left_at_shutdown_has_no_lease(run_world: RunWorld) -> None:
+    async def ask(world: World) -> None:
+        batch_id = (await world.begin("a"))["id"]
+        runner = Runner(settings_of(world))
+        await runner.sweep()
+        await runner.look()
+        assert await world.leases.free([batch_id]) == set()
+        await world.runs(batch_id)
+        await runner.close()
+        assert await world.leases.free([batch_id]) == {batch_id}
+
+    run_world(ask)
+
+
+def test_batch_whose_driver_died_after_its_end_is_tidied_up(run_world: RunWorld) -> None:
+    async def ask(world: World) -> None:
+        batch = await world.begin("a")
+        folder = folder_of(world.store, batch["id"])
+        folder.mkdir(parents=True)
+        await world.change(batch["id"], status="failed")
+        runner = Runner(settings_of(world))
+        await runner.sweep()
+        await runner.look()
+        assert not folder.exists()
+        assert await world.desk.open_batches() == []
+        await runner.close()
+
+    run_world(ask)
+
+
+def test_folders_that_nothing_writes_to_go_when_their_batches_have_ended(run_world: RunWorld) -> None:
+    def folder(world: World, batch_id: str, changed_at: float | None) -> Path:
+        made = folder_of(world.store, batch_id)
+        made.mkdir(parents=True)
+        (made / "output.jsonl").touch()
+        for path in (made / "output.jsonl", made):
+            if changed_at is not None:
+                os.utime(path, (changed_at, changed_at))
+        return made
+
+    async def ask(world: World) -> None:
+        open_id = (await world.begin("a"))["id"]
+        lost = folder(world, "batch_lost", LONG_AGO)
+        recent, still_open = folder(world, "batch_recent", None), folder(world, open_id, LONG_AGO)
+        upload = world.store.work_dir / "incoming" / "x"
+        upload.mkdir(parents=True)
+        os.utime(upload, (LONG_AGO, LONG_AGO))
+        runner = Runner(settings_of(world))
+        await runner.sweep()
+        assert [path.exists() for path in (lost, upload, recent, still_open)] == [False, False, True, True]
+        await runner.close()
+
+    run_world(ask)

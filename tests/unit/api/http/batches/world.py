@@ -1,0 +1,117 @@
+"""Batches of a gateway without workers: what has no answer waits, or its time is over."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from redis.asyncio import Redis
+
+from cellama.api.http.batches.desk import Desk
+from cellama.api.http.batches.driver import Driver
+from cellama.api.http.batches.leases import HeldLease, Leases
+from cellama.api.http.batches.orders import BatchOrder
+from cellama.api.http.batches.parts import Parts
+from cellama.api.http.batches.scratch import folder_of
+from cellama.api.http.callers import Caller
+from cellama.api.http.files.records import Record
+from cellama.api.http.files.shelf import Shelf
+from cellama.api.http.files.store import Store
+from cellama.config import Settings
+from cellama.tasks.contract.keys import batch_key
+
+from .....conftest import PATIENCE_S
+
+ACME = Caller("acme")
+CHAT = "/v1/chat/completions"
+
+
+def request(custom_id: str, model: str = "tiny") -> dict[str, Any]:
+    body = {"model": model, "messages": [{"role": "user", "content": f"Tell me of {custom_id}"}]}
+    return {"custom_id": custom_id, "method": "POST", "url": CHAT, "body": body}
+
+
+def lines_of(values: list[dict[str, Any]]) -> bytes:
+    return "".join(json.dumps(value) + "\n" for value in values).encode()
+
+
+def settings_for(url: str, folder: Path, **changed: Any) -> Settings:
+    """Those of a gateway of its own; the environment of the test run has another Redis."""
+    return Settings().model_copy(update={"redis_url": url, "data_dir": folder / "data", **changed})
+
+
+class World:
+    """What drivers share, and the batches in it."""
+
+    def __init__(self, redis: Redis, settings: Settings, store: Store, folder: Path) -> None:
+        self.redis, self.settings, self.store, self.folder = redis, settings, store, folder
+        self.shelf, self.desk, self.leases = Shelf(store, redis), Desk(settings, redis), Leases(redis)
+
+    async def begin(self, *ids: str, window_s: int = 86_400) -> Record:
+        """A batch of these requests that waits for a driver; with a negative window its time is over."""
+        local = self.folder / "in.jsonl"
+        local.write_bytes(lines_of([request(custom_id) for custom_id in ids]))
+        file = await self.shelf.add(local, "in.jsonl", "batch", ACME, 3600)
+        local.unlink()
+        order = BatchOrder(file["id"], CHAT, "24h", window_s, None, 3600)
+        return await self.desk.create(order, ACME, None, await self.shelf.place())
+
+    async def answer(self, batch_id: str, *ids: str) -> None:
+        """An earlier driver has left the answers to these requests."""
+        body = {"usage": {"prompt_tokens": 5, "completion_tokens": 3}}
+        response = {"status_code": 200, "request_id": "r", "body": body}
+        values = [{"id": "r", "custom_id": custom_id, "response": response, "error": None} for custom_id in ids]
+        folder = folder_of(self.store, batch_id)
+        folder.mkdir(parents=True, exist_ok=True)
+        output = folder / "output.jsonl"
+        output.write_bytes(lines_of(values))
+        if not self.store.shares_work:
+            saved = Parts(self.store, batch_id, ()).save(output)
+            assert saved is not None
+            await self.change(batch_id, parts=saved[0], parts_bytes=saved[1])
+
+    async def change(self, batch_id: str, **fields: Any) -> None:
+        of = ("validating", "in_progress", "finalizing")
+        assert (await self.desk.records.advance(batch_id, fields, of=of, life_s=86_400))[0]
+
+    async def driver(self, batch_id: str) -> tuple[Driver, HeldLease]:
+        held = await self.leases.take(batch_id)
+        record = await self.desk.records.read(batch_id)
+        assert held is not None
+        assert record is not None
+        return Driver(self.settings, self.shelf, self.desk, self.leases, held, record), held
+
+    async def drive(self, batch_id: str) -> Record:
+        """A driver has it until it ends or is left."""
+        driver, _ = await self.driver(batch_id)
+        await driver.drive()
+        return await self.read(batch_id)
+
+    async def read(self, batch_id: str) -> Record:
+        record = await self.desk.records.read(batch_id)
+        assert record is not None
+        return record
+
+    async def runs(self, batch_id: str) -> None:
+        """The run has begun, and waits for workers."""
+
+        async def has_begun() -> bool:
+            return await self.redis.hget(batch_key(batch_id), "state") == b"in_progress"
+
+        await until(has_begun)
+
+    async def lines(self, file_id: str) -> list[dict[str, Any]]:
+        """What a client gets that asks for the file."""
+        record = await self.shelf.records.find(file_id, ACME)
+        data = b"".join(await self.shelf.blocks(file_id))
+        assert len(data) == record["bytes"]
+        return [json.loads(line) for line in data.splitlines()]
+
+
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not await condition():
+            await asyncio.sleep(0.02)

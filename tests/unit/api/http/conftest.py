@@ -1,0 +1,46 @@
+"""A database of their own in the Redis of the test run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis as AsyncRedis
+
+from cellama.api.http.files.store import DirectoryStore, Store, UrlStore
+from cellama.api.machine.redis_server import RedisServer
+
+from ....conftest import empty_database
+
+Run = Callable[[Callable[[AsyncRedis], Awaitable[Any]]], Any]
+
+
+@pytest.fixture
+def url(redis_server: RedisServer) -> Iterator[str]:
+    """An empty database."""
+    with empty_database(redis_server, 7) as url:
+        yield url
+
+
+@pytest.fixture
+def run(url: str) -> Run:
+    """Runs a function of an asynchronous client."""
+
+    def run(ask: Callable[[AsyncRedis], Awaitable[Any]]) -> Any:
+        async def connected() -> Any:
+            async with AsyncRedis.from_url(url) as redis:
+                return await ask(redis)
+
+        return asyncio.run(connected())
+
+    return run
+
+
+@pytest.fixture(params=["directory", "url"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    if request.param == "directory":
+        return DirectoryStore(tmp_path / "store")
+    return UrlStore(f"file://{tmp_path}/store", tmp_path / "work")

@@ -1,0 +1,158 @@
+"""Files: whose they are, how they expire, where they lie."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+
+from cellama.api.http.callers import Caller
+from cellama.api.http.errors import ApiError
+from cellama.api.http.files.records import LONGEST_S, Records
+from cellama.api.http.files.shelf import Shelf, shown
+from cellama.api.http.files.store import (
+    DirectoryStore,
+    Store,
+    UrlStore,
+    blocks_of,
+    give_identity,
+    identity_of,
+    store_of,
+)
+from cellama.config import Settings, SettingsError
+
+from ..conftest import Run
+
+ACME, OTHER = Caller("acme"), Caller("other")
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Path:
+    path = tmp_path / "local"
+    path.write_bytes(b"{}\n" * 1000)
+    return path
+
+
+def test_contents_are_those_that_were_put_last(store: Store, local: Path) -> None:
+    store.put(local, "parts/batch_1/a")
+    local.unlink()
+    local.write_bytes(b"other")
+    store.put(local, "parts/batch_1/a")
+    assert b"".join(blocks_of(store.open("parts/batch_1/a"))) == b"other"
+    store.delete("parts/batch_1/a")
+    store.delete("parts/batch_1/a")
+    with pytest.raises(FileNotFoundError):
+        store.open("parts/batch_1/a")
+
+
+def test_folder_is_deleted_with_all_that_is_in_it(store: Store, local: Path) -> None:
+    for name in ("parts/batch_1/a", "parts/batch_1/b", "parts/batch_2/a"):
+        store.put(local, name)
+    store.delete_folder("parts/batch_1")
+    store.delete_folder("parts/batch_1")
+    with pytest.raises(FileNotFoundError):
+        store.open("parts/batch_1/b")
+    store.open("parts/batch_2/a").close()
+
+
+def test_store_has_one_identity_for_all_who_see_it_once_it_was_given_one(store: Store) -> None:
+    assert identity_of(store) is None
+    assert not store.work_dir.exists()
+    assert give_identity(store) == give_identity(store) == identity_of(store)
+
+
+def test_settings_say_where_files_lie_and_batches_run(tmp_path: Path) -> None:
+    def store(**changed: object) -> Store:
+        return store_of(Settings().model_copy(update={"data_dir": tmp_path, **changed}))
+
+    assert store().work_dir == tmp_path / "gateway" / "work"
+    named = store(gateway_files_dir=str(tmp_path / "shared"))
+    assert (named.work_dir, named.shares_work) == (tmp_path / "shared" / "work", True)
+    at_url = store(gateway_files_dir=f"file://{tmp_path}/bucket")
+    assert (at_url.work_dir, at_url.shares_work) == (tmp_path / "gateway", False)
+    at_url = store(gateway_files_dir=f"file://{tmp_path}/bucket", gateway_work_dir=tmp_path / "own")
+    assert at_url.work_dir == tmp_path / "own"
+
+
+def test_url_of_an_unknown_kind_names_what_to_install(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"cellama\[files\]"):
+        UrlStore("unknown-kind://a/b", tmp_path)
+
+
+def test_file_is_there_for_its_tenant_alone(run: Run, store: Store, local: Path) -> None:
+    from openai.types import FileObject
+
+    async def ask(redis: Redis) -> None:
+        shelf = Shelf(store, redis)
+        record = await shelf.add(local, "a.jsonl", "batch", ACME, 3600)
+        file = FileObject.model_validate(shown(await shelf.records.find(record["id"], ACME)))
+        assert (file.bytes, file.filename, file.purpose) == (3000, "a.jsonl", "batch")
+        assert file.expires_at is not None
+        assert 3600 <= file.expires_at - file.created_at <= 3601
+        with pytest.raises(ApiError, match="404"):
+            await shelf.records.find(record["id"], OTHER)
+        assert b"".join(await shelf.blocks(record["id"])) == local.read_bytes()
+        await shelf.delete(record)
+        with pytest.raises(ApiError, match="404"):
+            await shelf.records.find(record["id"], ACME)
+        with pytest.raises(ApiError, match="404"):
+            await shelf.open(record["id"])
+        assert [key for key in await redis.keys("cellama:http:*") if b":of:" not in key] == []
+
+    run(ask)
+
+
+def test_expired_file_is_gone_for_clients_at_once_and_from_the_disk_with_the_sweep(
+    run: Run, store: Store, local: Path
+) -> None:
+    async def ask(redis: Redis) -> None:
+        shelf = Shelf(store, redis)
+        gone = await shelf.add(local, "a", "batch", ACME, -10)
+        kept = await shelf.add(local, "a", "batch", ACME, 3600)
+        with pytest.raises(ApiError, match="404"):
+            await shelf.records.find(gone["id"], ACME)
+        (await shelf.open(gone["id"])).close()
+        assert await shelf.sweep() == 1
+        with pytest.raises(ApiError, match="404"):
+            await shelf.open(gone["id"])
+        (await shelf.open(kept["id"])).close()
+        assert await shelf.sweep() == 0
+
+    run(ask)
+
+
+def test_contents_of_which_redis_has_lost_all_go_when_no_file_can_be_so_old(
+    run: Run, tmp_path: Path, local: Path
+) -> None:
+    async def ask(redis: Redis) -> None:
+        store = DirectoryStore(tmp_path / "store")
+        shelf = Shelf(store, redis)
+        place = await shelf.place()
+        lost = (await shelf.add(local, "a", "batch", ACME, 3600))["id"]
+        local.unlink()
+        local.write_bytes(b"{}")  # a file of its own
+        kept = (await shelf.add(local, "a", "batch", ACME, 3600))["id"]
+        await redis.flushdb()
+        for path in (tmp_path / "store" / "files").iterdir():
+            if path.name != kept:
+                os.utime(path, (0, 0))
+        await shelf.sweep()
+        (await shelf.open(kept)).close()
+        with pytest.raises(ApiError, match="404"):
+            await shelf.open(lost)
+        assert await shelf.look_at_place() == place
+
+    run(ask)
+
+
+def test_list_of_a_tenant_does_not_keep_what_is_too_old_to_be_there(run: Run) -> None:
+    async def ask(redis: Redis) -> None:
+        records = Records(redis, "file")
+        for number, created_at in enumerate((1000, 2000, 1500 + LONGEST_S)):
+            made = {"id": f"file-{number}", "tenant": "acme", "status": "processed", "created_at": created_at}
+            await records.add(made, ACME, 3600)
+        assert await redis.zrange("cellama:http:file:of:acme", 0, -1) == [b"file-1", b"file-2"]
+
+    run(ask)
