@@ -236,12 +236,27 @@ def openai() -> str:
     )
 
 
+def metrics(source: str) -> str:
+    """The metrics of one source: name, type, labels, help; of histograms the bounds of their buckets."""
+    rows = [row for row in find("cellama.tasks.metrics.table.TABLE").values() if row.source == source]
+    told = [
+        (f"`{row.name}`", row.kind, ", ".join(f"`{label}`" for label in row.labels), row.help, _bounds(row.bounds))
+        for row in rows
+    ]
+    return table(("metric", "type", "labels", "what it says", "buckets"), told)
+
+
+def _bounds(bounds: tuple[float, ...]) -> str:
+    return f"{len(bounds)}, {bounds[0]:g} to {bounds[-1]:g}" if bounds else ""
+
+
 def _of_rule(rule: Any) -> str:
     job = f"`{rule.to}`" if rule.to else ""
     return f"{job}: {rule.note}" if job and rule.note else job or rule.note
 
 
 KINDS: dict[str, Callable[..., str]] = {
+    "metrics": metrics,
     "openai": openai,
     "fields": fields,
     "commands": commands,

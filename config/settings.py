@@ -24,6 +24,7 @@ from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource
 
 from . import limits
 from .gateway_settings import GatewaySettings
+from .metrics_settings import MetricsSettings
 from .model_ids import MODEL_ID, parse_models, with_ids
 from .redis_url import mask_url, parse_redis_url
 from .sizes import parse_budget
@@ -131,7 +132,7 @@ class ModelSettings(BaseModel):
 TINY = ModelSettings(id="tiny", source="bundled://tiny", default=True, n_parallel=16, threads=1)
 
 
-class Settings(GatewaySettings):
+class Settings(GatewaySettings, MetricsSettings):
     """Everything that can be configured. Made by `get_settings()`."""
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True, validate_default=True)

@@ -57,6 +57,7 @@ from .sampling_params import SamplingParams, sampling_of
 from .snapshots import EmbedderSnapshot, EngineSnapshot, ManagerSnapshot, ModelSnapshot
 from .system.core_sharing import CoreSharing
 from .system.cores import Peer
+from .system.step_counts import StepCounts
 from .system.threads import STACK_BYTES
 from .system.watchdog import Pulse, Watchdog
 from .text.chat_template import ChatOptions, ChatPrompt, Message
@@ -116,6 +117,7 @@ __all__ = [
     "Resumed",
     "SamplingParams",
     "Started",
+    "StepCounts",
     "StepStats",
     "TemplateFailed",
     "Text",

@@ -20,6 +20,7 @@ from cellama.api.cli.local.cache import (
 )
 from cellama.api.cli.local.demo import demo_command
 from cellama.api.cli.local.gateway import gateway_command
+from cellama.api.cli.local.metrics import metrics_command
 from cellama.api.cli.local.services import NotInstalled, up_command, worker_command
 from cellama.api.cli.local.tune import tune_command
 from cellama.api.machine.redis_server import RedisServerError
@@ -54,6 +55,7 @@ from .models import (
     models_unload_command,
 )
 from .output import print_error
+from .screen.top import top_command
 from .status import status_command
 
 EPILOGUE = """
@@ -74,12 +76,14 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "up": up_command,
     "worker": worker_command,
     "gateway": gateway_command,
+    "metrics": metrics_command,
     "generate": generate_command,
     "chat": chat_command,
     "prefill": prefill_command,
     "embed": embed_command,
     "rerank": rerank_command,
     "status": status_command,
+    "top": top_command,
     "cancel": cancel_command,
     "tune": tune_command,
 }

@@ -19,12 +19,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cellama.config import Settings, get_settings
 from cellama.tasks.contract.errors import JobError
 
-from . import batches, completions, files, models, tokens, vectors
+from . import batches, completions, files, metrics, models, tokens, vectors
 from .callers import Access, NoKeys
+from .counting import Counting
 from .errors import ApiError, of_job
 from .gateway import Gateway
 
-ROOMS = (completions, vectors, tokens, models, files, batches)
+ROOMS = (completions, vectors, tokens, models, metrics, files, batches)
 REQUEST_ID = "x-request-id"
 GONE = 499  # nginx's: the client did not wait for the answer
 
@@ -76,9 +77,10 @@ def create_app(settings: Settings | None = None, *, access: Access | None = None
         ClientDisconnect: _gone,
         Exception: _internal_error,
     }
+    routes = [route for room in ROOMS for route in room.ROUTES]
     app = Starlette(
-        routes=[route for room in ROOMS for route in room.ROUTES],
-        middleware=[Middleware(RequestIds)],
+        routes=routes,
+        middleware=[Middleware(RequestIds), Middleware(Counting, gateway.counts, routes)],
         exception_handlers=handlers,
         lifespan=lifespan,
     )

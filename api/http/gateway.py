@@ -15,6 +15,7 @@ from cellama.config import Settings
 from cellama.tasks.contract.errors import JobError
 
 from .callers import Access
+from .counting import Counts
 from .directory import Directory
 
 
@@ -24,6 +25,7 @@ class Gateway:
     def __init__(self, settings: Settings, access: Access) -> None:
         self.settings = settings
         self.access = access
+        self.counts = Counts()
         self._afterwards: dict[asyncio.Task[None], bool] = {}  # and whether it is cut short by `close`
 
     @cached_property

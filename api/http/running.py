@@ -133,8 +133,14 @@ class Running:
         for place, job in enumerate(self.jobs):
             if place not in self._ended and not self.is_kept:
                 gateway.afterwards(job.cancel())
-        if not isinstance(self._admission, Unlimited):
+        if isinstance(self._admission, Unlimited):
+            self._count_tokens()
+        else:
             gateway.afterwards(self._settle(), until_close=self.is_kept)
+
+    def _count_tokens(self) -> None:
+        """Those of jobs whose ends were seen, for Prometheus."""
+        self.asked.gateway.counts.took(self.asked.caller.tenant, self.usages.values())
 
     async def _settle(self) -> None:
         """The request is charged for what its jobs took, once they have ended: soon, if they are cancelled now."""
@@ -146,6 +152,7 @@ class Running:
                     await asyncio.gather(*map(self._read_end, going_on))
                 num_tokens = sum(u["prompt_tokens"] + u["completion_tokens"] for u in self.usages.values())
         finally:
+            self._count_tokens()
             await self._admission.end(num_tokens)
 
     async def _read_end(self, place: int) -> None:

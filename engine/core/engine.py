@@ -8,20 +8,20 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 from cellama.engine.backend import Backend, Vocabulary
 from cellama.engine.backend import key_of as adapters_key
 from cellama.engine.errors import EngineStopped, InvalidRequest, UnknownKey
 from cellama.engine.events import CacheHit, CacheTier, Event, RequestStats, StepStats
+from cellama.engine.kvcache.disk_tier import open_store
 from cellama.engine.kvstore.keys import is_key, key_of, seed_of
-from cellama.engine.kvstore.store import StateStore
 from cellama.engine.memory.free_memory import give_memory_back
 from cellama.engine.options import EngineOptions
 from cellama.engine.request import Request
 from cellama.engine.sampling_params import sampling_of
 from cellama.engine.snapshots import EngineSnapshot
+from cellama.engine.system.step_counts import StepCounts
 from cellama.engine.system.threads import start_deep
 from cellama.engine.system.watchdog import Pulse
 
@@ -167,6 +167,10 @@ class Engine(Generating):
         """Calls `listener` at the end of every request, on the engine thread."""
         self._core.telemetry.on_request.append(listener)
 
+    def count_steps(self, counts: StepCounts) -> None:
+        """Adds every step and every gap between tokens to these, on the engine thread."""
+        self._core.telemetry.step_counts.append(counts)
+
     def snapshot(self) -> EngineSnapshot:
         """The state just now. Never waits for the engine thread."""
         return self._core.telemetry.snapshot
@@ -288,11 +292,3 @@ class Engine(Generating):
             self.pulse.rest()
             inbox.wait()
         return not inbox.is_closed
-
-
-def open_store(options: EngineOptions, identity: bytes) -> StateStore | None:
-    """The folder of states that the options name; None if there is none, or nothing would be kept."""
-    if options.cache_dir is None or not options.keeps_states:
-        return None
-    folder = Path(options.cache_dir).expanduser()
-    return StateStore(folder, options.cache_disk_bytes, identity, options.queue_bytes, options.spare_bytes)

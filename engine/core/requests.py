@@ -181,6 +181,7 @@ class Requests:
         token, logprob = sequence.sampler.sample(slot, forced, row)
         if logprob is not None:
             sequence.logprobs.append(with_texts(logprob, self._vocabulary.token_bytes))
+        gap_s = None if sequence.last_token_at is None or row else now - sequence.last_token_at
         sequence.last_token_at = now
         if sequence.first_token_at is None:
             sequence.first_token_at = now
@@ -188,7 +189,7 @@ class Requests:
             del sequence.logprobs[sequence.num_output :]
             return self._end(group, sequence, "stop")
         sequence.tokens.append(token)
-        self._telemetry.token()
+        self._telemetry.token(gap_s)
         stop = self._output.append(group.handle, sequence, token)
         if stop is not None:
             return self._end(group, sequence, "stop", stop)

@@ -21,6 +21,7 @@ from cellama.engine.scheduling.sequence import Sequence, State
 from cellama.engine.snapshots import EmbedderSnapshot, EngineSnapshot, Phase
 from cellama.engine.speculation.drafting import Drafting
 from cellama.engine.system.inbox import Inbox
+from cellama.engine.system.step_counts import StepCounts
 
 from .embedding_handle import EmbeddingHandle
 
@@ -67,6 +68,7 @@ class Telemetry:
         self._mean_slot_s = 0.0
         self._is_stopped = False
         self.last_cache_hit: CacheHit | None = None  # of the request that got a slot last
+        self.step_counts: list[StepCounts] = []
         self.on_step: list[Callable[[StepStats], None]] = []
         self.on_request: list[Callable[[RequestStats], None]] = []
 
@@ -81,6 +83,9 @@ class Telemetry:
         self._prefilled_tokens += total - decode
         self._steps += bool(chunks)
         self._mixed_steps += 0 < decode < total
+        if chunks:
+            for counter in self.step_counts:
+                counter.step(total)
         if self.on_step and chunks:
             counts = (total, decode, total - decode, active_slots, self._look()[1])
             times = (eval_s * 1e3, step_s * 1e3, max(0.0, wait_s) * 1e3)
@@ -99,8 +104,12 @@ class Telemetry:
         if self.on_request:
             _call(self.on_request, _request_stats(self._model, request, completion, now))
 
-    def token(self) -> None:
+    def token(self, gap_s: float | None = None) -> None:
+        """Accounts a token, and how long its sequence had none; None: it is the first one, or came with another."""
         self._generated_tokens += 1
+        if gap_s is not None:
+            for counter in self.step_counts:
+                counter.gap(gap_s)
 
     def _look(self) -> tuple[list[Sequence], int, int]:
         """The sequences with slots, the requests without one, those in the inbox included, and those with some."""

@@ -11,13 +11,16 @@ from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from cellama.engine.backend import KvMemory
 from cellama.engine.kvstore.counters import StoreCounters
 from cellama.engine.kvstore.keys import seed_of
 from cellama.engine.kvstore.states import KeptState, Match
+from cellama.engine.kvstore.store import StateStore
 from cellama.engine.kvstore.worth import is_worth_reading, longest_wait_s, worth_s
+from cellama.engine.options import EngineOptions
 
 from .ram_tier import Note, RamTier, SavedState
 
@@ -251,3 +254,11 @@ class DiskTier:
             self._ram.save(slot, tokens, scope)
         now = time.monotonic()
         self._next_copy = now + (now - started) / COPY_SHARE
+
+
+def open_store(options: EngineOptions, identity: bytes) -> StateStore | None:
+    """The folder of states that the options name; None if there is none, or nothing would be kept."""
+    if options.cache_dir is None or not options.keeps_states:
+        return None
+    folder = Path(options.cache_dir).expanduser()
+    return StateStore(folder, options.cache_disk_bytes, identity, options.queue_bytes, options.spare_bytes)

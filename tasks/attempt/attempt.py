@@ -122,7 +122,8 @@ class JobAttempt:
             return self._result_of(attempt.ending)
         if attempt.number > 1:
             self.past = self.reaching_redis(lambda: read_past(self.runtime.redis, self.job_id))
-        with self.runtime.running(attempt, self.control), self._held:
+        watching = self.runtime.watching(self._task, attempt, self.control)
+        with self.runtime.running(attempt, self.control), self._held, watching:
             self.ended = self.runtime.publisher.open(
                 attempt,
                 self.past.next_seq,

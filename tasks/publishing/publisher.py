@@ -51,13 +51,16 @@ class Publisher:
         worker: str,
         interrupt: Callable[[str, Interruption], None],
         signer: Signer,
+        watch: Callable[[str, EngineEvent], None] = lambda model_id, event: None,
     ) -> None:
         """`interrupt` ends, on this thread, the run with this id, and says why: its job has another attempt, or an end;
-        its events can't be written; or it must go on from its journal, of which Redis has lost the last events."""
+        its events can't be written; or it must go on from its journal, of which Redis has lost the last events.
+        `watch` hears of each event of an engine, on this thread, with the model's id, and raises nothing."""
         self._ledger = ledger
         self._worker = worker
         self._interrupt = interrupt
         self._signer = signer
+        self._watch = watch
         self.pulse = Pulse("cellama-publisher")
         self._runs: dict[str, RunEvents] = {}
         self._inbox: queue.SimpleQueue[Callable[[], Told] | None] = queue.SimpleQueue()
@@ -154,6 +157,7 @@ class Publisher:
         """An engine's event in the words of the contract; if that can't be said, how its run or its line ends."""
         from .results import contexts_of, event_of, line_event_of, result_of_end
 
+        self._watch(model_id, event)
         run_id, mark, line = event.request_id.partition(LINE_MARK)
         run = self._runs.get(run_id)
         signer = self._signer if run is None else run.signers.get(line, self._signer)

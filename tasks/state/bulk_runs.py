@@ -45,9 +45,9 @@ class Batches:
         alive = facts.get("state") in OPEN_STATES and seconds_of(now) - facts["at"] < SILENT_S
         return {"id": run_id, **facts, "alive": alive}
 
-    def all(self) -> list[dict[str, Any]]:
-        """All runs, the last one first."""
-        ids: Any = self._redis.zrevrange(BATCHES_KEY, 0, -1)
+    def all(self, most: int = 0) -> list[dict[str, Any]]:
+        """All runs, or so many, the last one first."""
+        ids: Any = self._redis.zrevrange(BATCHES_KEY, 0, most - 1)
         return [facts for run_id in ids if (facts := self.read(run_id.decode())) is not None]
 
     def cancel(self, run_id: str) -> None:

@@ -10,13 +10,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from celery import Task
 from redis import Redis
 from redis.exceptions import RedisError
 
 from cellama.config import ModelSettings, Settings
-from cellama.engine import STACK_BYTES, EngineOptions, HubOptions, ModelManager, Watchdog
+from cellama.engine import STACK_BYTES, EngineOptions, HubOptions, InvalidRequest, ModelManager, Watchdog
 from cellama.tasks.app import num_jobs_of
 from cellama.tasks.broker.places import Places
 from cellama.tasks.broker.pool import Interruption, JobControl
@@ -42,6 +43,9 @@ from .reconciling import Reconciler
 from .telemetry import Relay
 from .wanted import wanted_by
 from .wanted_record import WantedRecord
+
+if TYPE_CHECKING:
+    from .metrics.worker_metrics import WorkerMetrics
 
 log = logging.getLogger(__name__)
 
@@ -73,12 +77,14 @@ class Runtime:
         self.quarantine = Quarantine()
         self._lease: LeaseKeeper | None = None
         self.signer = Signer(settings.reasoning_key.get_secret_value() if settings.reasoning_key else None)
-        self.publisher = Publisher(self.ledger, worker, self._interrupt, self.signer)
+        self.manager = ModelManager(settings.memory_budget)
+        self.metrics = self._start_metrics()
+        watch = (self.metrics.requests,) if self.metrics is not None else ()
+        self.publisher = Publisher(self.ledger, worker, self._interrupt, self.signer, *watch)
         self.watchdog = Watchdog(settings.hang_s)
         self.watchdog.watch(self.publisher.pulse)
         if settings.hang_s:
             self.watchdog.start()
-        self.manager = ModelManager(settings.memory_budget)
         self._record = WantedRecord(redis, settings.pool, worker)
         self._loaded = self._configured_and_wanted()
         self._load_or_close(self._loaded)
@@ -90,6 +96,27 @@ class Runtime:
         self._reaper = Reaper(redis, self.ledger, store, settings.lease_s)
         self._registration: Registration | None = None  # once it hears commands
 
+    def _start_metrics(self) -> WorkerMetrics | None:
+        """None without a port. Raises InvalidRequest; nothing is left then."""
+        if self.settings.metrics_port is None:
+            return None
+        try:
+            from .metrics.worker_metrics import WorkerMetrics  # needs an extra
+
+            at = (self.settings.metrics_host, self.settings.metrics_port)
+            return WorkerMetrics(*at, self.telemetry, self.manager.models)
+        except (ImportError, InvalidRequest) as error:
+            self.manager.close()
+            self.telemetry.close()
+            if isinstance(error, InvalidRequest):
+                raise
+            raise InvalidRequest(f"metrics_port needs `pip install 'cellama[metrics]'`: {error}") from None
+
+    def watching(self, task: Task, attempt: Attempt, control: JobControl) -> contextlib.AbstractContextManager[None]:
+        """Counts the attempt that runs in there, if there are metrics."""
+        metrics = self.metrics
+        return contextlib.nullcontext() if metrics is None else metrics.attempts.watching(task, attempt, control)
+
     def _load_or_close(self, models: list[ModelSettings]) -> None:
         try:
             for model in models:
@@ -97,6 +124,7 @@ class Runtime:
         except Exception:
             self.manager.close()
             self.telemetry.close()
+            self._close_metrics()
             self.publisher.close()
             self.watchdog.close()
             raise
@@ -139,6 +167,8 @@ class Runtime:
         if loaded.capabilities & {"generate", "chat"}:
             loaded.engine.add_listener(self.publisher.listener(model.id))
             self.telemetry.watch(loaded.engine)
+            if self.metrics is not None:
+                self.metrics.watch(model.id, loaded.engine)
 
     def _failures(self) -> dict[str, LoadFailure]:
         return {} if self.residency is None else self.residency.failures()
@@ -233,6 +263,10 @@ class Runtime:
             told = (self._failures, self.settings.pool, self._reconciler.told, self._evicted)
             self._registration = Registration(self.redis, self._worker, self.manager, chores, *told)
 
+    def _close_metrics(self) -> None:
+        if self.metrics is not None:
+            self.metrics.close()
+
     def close(self, save_until: float = 0.0) -> None:
         """Ends everything in order: no caller is told of a worker that is gone, no event is lost.
 
@@ -247,6 +281,7 @@ class Runtime:
             save_until = max(save_until, time.monotonic() + LEAST_SAVE_S)
         self.manager.close(save_until)
         self.telemetry.close()
+        self._close_metrics()
         self.watchdog.close()
         if not self.publisher.close():
             log.error("the publisher did not end: Redis does not answer")

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from cellama.api.cli import app
+from cellama.api.cli.local.metrics import METRICS_PORT
 from cellama.config import Settings
 
 ROOT = Path(__file__).parents[2]
@@ -96,16 +97,30 @@ def test_compose_file_with_a_mistake_is_told_from_one_without(compose: Any, serv
 def test_compose_file_names_settings_commands_and_files_that_exist(compose: Any) -> None:
     services = compose["services"]
     assert services["worker-gpu"]["profiles"] == ["gpu"]
-    assert {"redis", "worker", "worker-gpu", "flower"} == set(services)
+    monitoring = {name for name, service in services.items() if service.get("profiles") == ["monitoring"]}
+    assert monitoring == {"metrics", "prometheus", "grafana"}
+    assert {"redis", "worker", "worker-gpu", "flower"} == set(services) - monitoring
     assert "--appendonly" in services["redis"]["command"]
     known = {f"CELLAMA_{name.upper()}" for name in Settings.model_fields}
     for service in services.values():
         assert set(service.get("environment", {})) <= known | {"FLOWER_BASIC_AUTH", "HF_TOKEN", "CELLAMA_CONFIG"}
         assert set(service.get("depends_on", {})) <= set(services)
-    assert services["worker"]["command"][0] in {command.name for command in app.registered_commands}
+    commands = {command.name for command in app.registered_commands}
+    assert {services[name]["command"][0] for name in ("worker", "metrics")} <= commands
     assert ":?" not in COMPOSE.read_text()  # `down` and `logs` ask for nothing
     named = {volume.partition(":")[0] for service in services.values() for volume in service.get("volumes", [])}
     assert {name for name in named if not name.startswith(".")} == set(compose["volumes"])
+    assert all((ROOT / name).exists() for name in named if name.startswith("./docs"))
+
+
+def test_prometheus_of_compose_scrapes_the_ports_that_its_services_have(compose: Any) -> None:
+    told = yaml.safe_load((ROOT / "docs" / "dashboards" / "prometheus.yml").read_text())
+    jobs = {job["job_name"]: job for job in told["scrape_configs"]}
+    (workers,) = jobs["cellama-workers"]["dns_sd_configs"]
+    environment = compose["services"]["worker"]["environment"]
+    assert environment["CELLAMA_METRICS_PORT"] == str(workers["port"])
+    assert set(workers["names"]) <= set(compose["services"])
+    assert jobs["cellama-queues"]["static_configs"] == [{"targets": [f"metrics:{METRICS_PORT}"]}]
 
 
 def test_image_has_the_bundled_models_only_and_the_bases_that_compose_names(compose: Any) -> None:

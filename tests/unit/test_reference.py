@@ -19,6 +19,7 @@ from cellama.config import ModelSettings, Settings
 from cellama.tasks.contract.codes import CODES
 from cellama.tasks.contract.kinds import KINDS
 from cellama.tasks.contract.names import TASK_CHUNK
+from cellama.tasks.metrics.table import TABLE
 
 ROOT = Path(__file__).parents[2]
 TEXTS = (".md", ".py", ".toml", ".yml", ".sh", ".lua")
@@ -79,6 +80,11 @@ def test_pages_of_errors_and_events_have_every_code_and_type(reference: ModuleTy
 def test_pages_of_python_and_status_are_filled_in(reference: ModuleType) -> None:
     assert "### Client.generate_many" in page(reference, "python.md")
     assert "| `slots_total` |" in page(reference, "status.md")
+
+
+def test_page_of_metrics_has_each_of_the_table(reference: ModuleType) -> None:
+    text = page(reference, "metrics.md")
+    assert [name for name in TABLE if f"| `{name}` |" not in text] == []
 
 
 def tracked() -> list[Path]:

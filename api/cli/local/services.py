@@ -30,7 +30,7 @@ from cellama.tasks.contract.errors import RedisUnreachable
 from cellama.tasks.state.registry import live_workers
 
 WORKER_MODULES = ("llama_cpp", "numpy", "jinja2", "psutil", "huggingface_hub")  # of the extra `worker`
-HTTP_MODULES = ("starlette", "uvicorn")  # of the extra `http`
+HTTP_MODULES = ("starlette", "uvicorn", "prometheus_client")  # of the extra `http`
 START_TIMEOUT_S = 300.0  # a large model takes its time
 FLOWER_PORT = 5555
 ModelsOption = Annotated[

@@ -1,0 +1,139 @@
+"""The tables of the screen: what is late stands first, and in colour; what does not fit is told of in one line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+
+from cellama.api.cli.output import table_of
+
+LATE_S, VERY_LATE_S = 10.0, 60.0  # an estimate that is yellow, red
+FULL, VERY_FULL = 0.8, 0.95  # parts of what there is
+STALE_S = 4.0  # a worker that told nothing for so long is stuck, or has lost Redis
+FIXED_LINES = 21  # titles, heads, rules and captions of three tables, and the totals
+LEAST_ROWS = 1
+
+
+def screen(seen: dict[str, Any], problem: str | None, height: int) -> RenderableType:
+    """All of it in so many lines."""
+    rows = max(LEAST_ROWS, (height - FIXED_LINES) // 4)  # three tables, and errors
+    parts: list[RenderableType] = [_head(seen)]
+    if problem is not None:
+        parts.append(f"[red]{escape(problem)}; looking again …[/]")
+    return Group(*parts, queues(seen, rows), models(seen, rows), workers(seen, rows), *_last_errors(seen, rows))
+
+
+def _head(seen: dict[str, Any]) -> str:
+    totals, num = seen["totals"], seen["workers"]
+    dead = f", [red]{len(seen['dead'])} dead jobs[/]" if seen["dead"] else ""
+    live = f"{num} worker(s)" if num else "[red]no worker lives[/]"
+    looked = totals["cache_hits"] + totals["cache_misses"]
+    hits = f"{100 * totals['cache_hits'] / looked:.0f} %" if looked else "-"
+    return (
+        f"{live}, {totals['slots_busy']} of {totals['slots_total']} slots busy, "
+        f"tok/s: {totals['prompt_rate']:.0f} prompt, {totals['generation_rate']:.0f} generated, prefixes found: {hits}"
+        f"{dead}"
+    )
+
+
+def queues(seen: dict[str, Any], most: int) -> Table:
+    """Those with jobs: what no worker serves first, then the longest wait, then the most jobs."""
+    waiting, eta = seen["waiting"], seen["eta_s"]
+    counts = {model: max(waiting[model], seen["queues"][model]) for model in waiting}
+    named = sorted(
+        (model for model in counts if counts[model]),
+        key=lambda model: (model not in seen["unserved"], -(eta[model] or 0.0), -counts[model], model),
+    )
+    table = table_of("queue", "jobs", "in Redis", "next slot", right="jobs, in Redis, next slot")
+    for model in named[:most]:
+        when = "[red]no worker serves it[/]" if model in seen["unserved"] else _late(eta[model])
+        table.add_row(escape(model), str(counts[model]), str(seen["queues"][model]), when)
+    return _rest(table, named, most)
+
+
+def _late(eta_s: float | None) -> str:
+    if eta_s is None:
+        return "?"
+    return _coloured(f"{eta_s:.1f} s", eta_s, LATE_S, VERY_LATE_S)
+
+
+def models(seen: dict[str, Any], most: int) -> Table:
+    """Each model of each worker, the busiest first."""
+    found = [(worker, model) for worker in seen["live"] for model in worker["models"]]
+    found.sort(key=lambda pair: (-_busy(pair[1]), pair[1]["id"], pair[0]["name"]))
+    table = table_of("model", "worker", "slots", "waiting", "tok/s", "KV", "hits", "lost slots", "errors", right=(
+        "slots, waiting, tok/s, KV, hits, lost slots, errors"))  # fmt: skip
+    for worker, model in found[:most]:
+        table.add_row(escape(model["id"]), escape(worker["name"]), *_cells(model))
+    return _rest(table, found, most)
+
+
+def _busy(model: dict[str, Any]) -> float:
+    engine = model["engine"]
+    if engine is None:
+        return 0.0
+    slots = engine["slots_prefilling"] + engine["slots_decoding"] + engine["requests_waiting"]
+    return float(slots / max(1, engine["slots_total"]))
+
+
+def _cells(model: dict[str, Any]) -> tuple[str, ...]:
+    engine = model["engine"]
+    if engine is None:
+        parts = [model[name] for name in ("embedder", "reranker") if model[name] is not None]
+        waiting, rate, failed = (
+            sum(part[name] for part in parts) for name in ("requests_waiting", "prompt_rate", "requests_failed")
+        )
+        return (model["status"], str(waiting), f"{rate:.0f}", "-", "-", "-", _errors(failed))
+    busy, total = engine["slots_prefilling"] + engine["slots_decoding"], engine["slots_total"]
+    kv = engine["kv_used_tokens"] / max(1, engine["kv_total_tokens"])
+    looked = engine["cache_hits"] + engine["cache_misses"]
+    return (
+        _coloured(f"{busy}/{total}", busy / max(1, total), FULL, 2.0),
+        _coloured(str(engine["requests_waiting"]), engine["requests_waiting"], 1, 2 * total + 1),
+        f"{engine['generation_rate']:.0f}",
+        _coloured(f"{100 * kv:.0f} %", kv, FULL, VERY_FULL),
+        f"{100 * engine['cache_hits'] / looked:.0f} %" if looked else "-",
+        str(engine["preemptions"]),
+        _errors(engine["requests_failed"]),
+    )
+
+
+def _errors(count: int) -> str:
+    return f"[red]{count}[/]" if count else "0"
+
+
+def workers(seen: dict[str, Any], most: int) -> Table:
+    """Those that told nothing for the longest time first."""
+    live = sorted(seen["live"], key=lambda worker: (-int(worker["age_s"] / STALE_S), worker["name"]))
+    table = table_of("worker", "pool", "told", "cores", "lacks", right="told, cores")
+    for worker in live[:most]:
+        lacks = ", ".join(thing["model"] for thing in worker["wanted"] if thing["state"] == "lacking")
+        age_s, uses = worker["age_s"], worker["cores"]["uses"]
+        told = _coloured(f"{age_s:.1f} s ago", age_s, STALE_S, 2 * STALE_S)
+        missing = f"[red]{escape(lacks)}[/]" if lacks else ""
+        table.add_row(escape(worker["name"]), escape(worker["pool"]), told, f"{uses:.1f}", missing)
+    return _rest(table, live, most)
+
+
+def _last_errors(seen: dict[str, Any], most: int) -> list[str]:
+    """Why models could not be loaded lately, one line each."""
+    told = [
+        f"[yellow]{escape(worker['name'])}: {escape(name)}: {escape(failure['message'].partition(chr(10))[0])}[/]"
+        for worker in seen["live"]
+        for name, failure in worker["failures"].items()
+    ]
+    return told[:most]
+
+
+def _rest(table: Table, rows: list[Any], most: int) -> Table:
+    if len(rows) > most:
+        table.caption = f"{len(rows) - most} more"
+    return table
+
+
+def _coloured(text: str, value: float, high: float, very_high: float) -> str:
+    colour = "red" if value >= very_high else "yellow" if value >= high else ""
+    return f"[{colour}]{text}[/]" if colour else text

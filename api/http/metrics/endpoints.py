@@ -1,0 +1,35 @@
+"""The endpoint of metrics. It tells of all tenants, so no API key opens it."""
+
+from __future__ import annotations
+
+import hmac
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from cellama.api.http.callers import LoopbackOnly, is_loopback
+from cellama.api.http.errors import ApiError
+from cellama.api.http.gateway import gateway_of
+from cellama.tasks.metrics.exposition import CONTENT_TYPE, text_of
+
+NEEDS = "is for this machine only, unless gateway_metrics_token is set and sent as `Authorization: Bearer …`"
+
+
+async def metrics(request: Request) -> Response:
+    """GET /metrics"""
+    gateway = gateway_of(request)
+    token = gateway.settings.gateway_metrics_token
+    if token is None:
+        if request.client is None or not is_loopback(request.client.host):
+            raise ApiError(403, f"/metrics {NEEDS}")
+        await LoopbackOnly().authenticate(request.headers)
+    else:
+        kind, _, given = request.headers.get("authorization", "").partition(" ")
+        known = token.get_secret_value().encode()
+        if kind.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), known):
+            raise ApiError(401, f"/metrics needs the token of gateway_metrics_token; it {NEEDS}")
+    return Response(text_of(gateway.counts.figures()), media_type=None, headers={"content-type": CONTENT_TYPE})
+
+
+ROUTES = (Route("/metrics", metrics, methods=["GET"]),)

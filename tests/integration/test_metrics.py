@@ -1,0 +1,153 @@
+"""A real Prometheus scrapes two workers, a gateway and `cellama metrics`: each figure is what the load implies."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import subprocess
+import sys
+import uuid
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from cellama.api.machine.redis_server import RedisServer, die_with_parent, free_port
+from cellama.tasks import generate
+from cellama.tasks.metrics.table import TABLE
+
+from ..conftest import PATIENCE_S, WorkerProcess, clean_environment, wait_until
+from ..gateways import GatewayProcess
+from ..unit.test_board import EXPRESSIONS, OVERVIEW
+
+DASHBOARDS = Path(__file__).parents[2] / "docs" / "dashboards"
+METRICS = [sys.executable, "-c", "from cellama.api.cli import main; main()", "metrics", "--port"]
+NUM_JOBS, MAX_TOKENS, NUM_WORKERS = 12, 9, 2
+SCRAPE_S = 2  # a scrape that takes longer is none
+Scraped = tuple["Prometheus", GatewayProcess, str]
+
+
+class Prometheus:
+    """One of the test's own, which has what targets told at its last scrape."""
+
+    def __init__(self, folder: Path, targets: dict[str, list[int]]) -> None:
+        assert shutil.which("prometheus") is not None, "this needs a Prometheus: run .ci/system-packages"
+        self._url = f"http://127.0.0.1:{free_port()}"
+        jobs = [
+            {"job_name": name, "static_configs": [{"targets": [f"127.0.0.1:{port}" for port in ports]}]}
+            for name, ports in targets.items()
+        ]
+        config = {
+            "global": {"scrape_interval": f"{SCRAPE_S}s", "scrape_timeout": f"{SCRAPE_S}s"},
+            "scrape_configs": jobs,
+        }
+        (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+        argv = ["prometheus", f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
+        argv.append(f"--web.listen-address={self._url.removeprefix('http://')}")
+        with (folder / "prometheus.log").open("wb") as log:
+            self.process = subprocess.Popen(argv, stdout=log, stderr=log, preexec_fn=die_with_parent)
+
+    def query(self, expression: str) -> list[dict[str, Any]]:
+        answer = httpx.get(f"{self._url}/api/v1/query", params={"query": expression}, timeout=PATIENCE_S).json()
+        assert answer["status"] == "success", (expression, answer)
+        found: list[dict[str, Any]] = answer["data"]["result"]
+        return found
+
+    def value(self, expression: str) -> float | None:
+        found = self.query(expression)
+        return float(found[0]["value"][1]) if found else None
+
+    def is_up(self, num_targets: int) -> bool:
+        try:
+            return self.value("sum(up)") == num_targets
+        except httpx.TransportError:
+            return False
+
+
+@pytest.fixture(scope="module")
+def scraped(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scraped]:
+    """Prometheus, the gateway that it scrapes, and the name of a model that the scraped workers serve."""
+    name, folder, started = f"t{uuid.uuid4().hex[:8]}", tmp_path_factory.mktemp("metrics"), contextlib.ExitStack()
+    settings = {"id": name, "source": "bundled://tiny", "n_parallel": 4, "threads": 1, "speculation": "off"}
+    ports = {"workers": [free_port() for _ in range(NUM_WORKERS)], "queues": [free_port()]}
+    environment = clean_environment(CELLAMA_REDIS_URL=redis_server.url)
+    with started:
+        workers = []
+        for port in ports["workers"]:
+            told = {"CELLAMA_MODELS": json.dumps([settings]), "CELLAMA_METRICS_PORT": str(port)}
+            own = tmp_path_factory.mktemp("worker")
+            workers.append(WorkerProcess(own, redis_server.url, name=f"{name}-{port}", **told))
+            started.callback(workers[-1].stop)
+        gateway = GatewayProcess(folder, redis_server.url)
+        started.callback(gateway.stop)
+        queues = subprocess.Popen([*METRICS, str(ports["queues"][0])], env=environment, preexec_fn=die_with_parent)
+        started.callback(end, queues)
+        prometheus = Prometheus(folder, {**ports, "gateway": [gateway.port]})
+        started.callback(end, prometheus.process)
+        for ready in (*workers, gateway):
+            ready.wait_ready()
+        wait_until(lambda: prometheus.is_up(NUM_WORKERS + 2), "all targets that are up")
+        yield prometheus, gateway, name
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    process.wait(PATIENCE_S)
+
+
+def test_figures_are_what_the_load_implies(scraped: Scraped) -> None:
+    prometheus, gateway, name = scraped
+    jobs = [generate.delay(name, f"{number} Once upon a time", max_tokens=MAX_TOKENS) for number in range(NUM_JOBS)]
+    results = [job.get(timeout=PATIENCE_S) for job in jobs]
+    body = {"model": name, "prompt": "There was", "max_tokens": MAX_TOKENS}
+    answer = httpx.post(f"{gateway.url}/v1/completions", json=body, timeout=PATIENCE_S)
+    assert answer.status_code == 200
+    asked = answer.json()["usage"]
+    usages = [*(result["usage"] for result in results), asked]
+    cached = [result["usage"]["cached_tokens"] for result in results]
+    cached.append(asked["prompt_tokens_details"]["cached_tokens"])
+    generated = [usage["completion_tokens"] for usage in usages]
+    reasons = Counter([*(result["finish_reason"] for result in results), answer.json()["choices"][0]["finish_reason"]])
+    of, own = f'{{model_name="{name}"}}', f'model="{name}"'
+    expected = {
+        f"vllm:prompt_tokens_total{of}": sum(usage["prompt_tokens"] for usage in usages),
+        f"vllm:prompt_tokens_cached_total{of}": sum(cached),
+        f"vllm:generation_tokens_total{of}": sum(generated),
+        f"vllm:request_generation_tokens_sum{of}": sum(generated),
+        f"vllm:time_to_first_token_seconds_count{of}": len(usages),
+        f"vllm:inter_token_latency_seconds_count{of}": sum(max(0, number - 1) for number in generated),
+        **{f'cellama_requests_total{{{own},finish_reason="{reason}"}}': number for reason, number in reasons.items()},
+        f'cellama_attempts_total{{{own},first="true",class="interactive"}}': len(usages),
+        'celery_tasks_total{name="cellama.generate",state="SUCCESS"}': len(usages),
+        'cellama_http_requests_total{route="/v1/completions",status="200"}': 1,
+        'cellama_tenant_tokens_total{kind="generated"}': asked["completion_tokens"],
+        f"cellama_queue_workers{{{own}}}": NUM_WORKERS,
+    }
+
+    def differ() -> dict[str, float | None]:
+        told = {metric: prometheus.value(f"sum({metric})") for metric in expected}
+        return {metric: value for metric, value in told.items() if value != expected[metric]}
+
+    with contextlib.suppress(pytest.fail.Exception):
+        wait_until(lambda: not differ(), "all figures")
+    assert differ() == {}
+    first_s = sum(result["timings"]["ttft_ms"] for result in results) / 1e3
+    measured = prometheus.value(f"sum(vllm:time_to_first_token_seconds_sum{of})")
+    assert measured is not None
+    assert measured >= first_s * 0.999  # and that of the gateway's request, which its answer does not tell
+
+
+def test_prometheus_understands_board_and_alerts(scraped: Scraped) -> None:
+    prometheus, _, _ = scraped
+    for expression in EXPRESSIONS:
+        prometheus.query(expression.replace("$__rate_interval", "1m").replace("$model", ".*"))
+    told = {name: f"{name}_count" if TABLE[name].kind == "histogram" else name for name in OVERVIEW}
+    wait_until(lambda: all(prometheus.query(name) for name in told.values()), "all that the board of vLLM shows")
+    for checked in (["check", "rules", "alerts.yml"], ["check", "config", "--syntax-only", "prometheus.yml"]):
+        ended = subprocess.run(["promtool", *checked], cwd=DASHBOARDS, capture_output=True, check=False)
+        assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -1,0 +1,165 @@
+"""What `cellama metrics` reads from Redis: each figure is what was put there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from typing import Any
+
+import fakeredis
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+from cellama.api.keys.entry import KeyEntry
+from cellama.api.keys.key_text import new_key
+from cellama.api.metrics import bulk, queues, tenants
+from cellama.api.metrics.scrape import Scrape
+from cellama.tasks.connection.redis_clock import redis_time
+from cellama.tasks.contract import keys
+from cellama.tasks.contract.names import queue_key, queue_name
+from cellama.tasks.metrics.exposition import text_of
+from cellama.tasks.state.bulk_runs import Batches
+
+from ....conftest import worker_entry
+
+READY: dict[str, Any] = {
+    "id": "m", "status": "ready", "source": "", "default": False, "capabilities": ["generate"], "engine": None,
+    "embedder": None, "reranker": None,
+}  # fmt: skip
+
+
+@pytest.fixture
+def redis() -> Iterator[fakeredis.FakeRedis]:
+    with fakeredis.FakeRedis(server=fakeredis.FakeServer()) as redis:
+        yield redis
+
+
+def wait(redis: Any, model: str, priority: int, age_s: float, name: str) -> None:
+    """A job that waits since so long."""
+    queue, at = queue_name(model), redis_time(redis) - age_s
+    redis.zadd(keys.waiting_key(queue), {name: keys.waiting_score(priority, at)})
+    redis.sadd(keys.QUEUES_KEY, queue)
+    redis.lpush(queue_key(queue, priority), name)
+    redis.hset(keys.job_key(name), mapping={"queue": queue, "priority": priority})
+
+
+def value(scrape: Scrape, name: str, **labels: str) -> float | None:
+    for family in text_string_to_metric_families(text_of(scrape()).decode()):
+        for sample in family.samples:
+            if sample.name == name and labels.items() <= sample.labels.items():
+                return float(sample.value)
+    return None
+
+
+def test_queues_are_told_by_model_and_class(redis: Any) -> None:
+    for name, priority, age_s in (("a", 0, 5.0), ("b", 5, 50.0), ("c", 6, 500.0), ("d", 9, 5000.0), ("e", 9, 1.0)):
+        wait(redis, "m", priority, age_s, name)
+    redis.hset(keys.job_key("r"), mapping={"queue": queue_name("m"), "priority": 9})
+    redis.zadd(keys.RUNNING_KEY, {"r": 1.0})
+    scrape = Scrape(redis)
+    for name, waiting, oldest_s in (("interactive", 2, 50), ("bulk", 3, 5000)):
+        labels = {"model": "m", "class": name}
+        assert value(scrape, "cellama_jobs_waiting", **labels) == waiting
+        assert value(scrape, "cellama_oldest_waiting_seconds", **labels) == pytest.approx(oldest_s, abs=30)
+    assert value(scrape, "celery_queue_length", queue="cellama:queue:m") == 5
+    assert value(scrape, "cellama_jobs_running", **{"model": "m", "class": "bulk"}) == 1
+    assert value(scrape, "cellama_jobs_running", **{"model": "m", "class": "interactive"}) == 0
+    assert value(scrape, "cellama_queue_workers", model="m") == 0
+    assert value(scrape, "cellama_up") == 1
+
+
+def test_empty_redis_has_figures_and_no_worker(redis: Any) -> None:
+    scrape = Scrape(redis)
+    assert value(scrape, "cellama_workers") == 0
+    assert value(scrape, "cellama_jobs_waiting", model=":default") == 0
+    assert value(scrape, "cellama_worker_age_seconds") is None
+    assert value(scrape, "cellama_dead_jobs") == 0
+
+
+def test_workers_are_counted_where_the_model_is_ready(redis: Any) -> None:
+    entry = worker_entry("w", READY, {**READY, "id": "other", "status": "loading"}, seen_at=redis_time(redis))
+    redis.hset(keys.WORKERS_KEY, "w", json.dumps(asdict(replace(entry, started_at=1.0))))
+    scrape = Scrape(redis)
+    assert value(scrape, "cellama_workers") == 1
+    assert value(scrape, "cellama_queue_workers", model="m") == 1
+
+
+def test_queues_beyond_the_limit_are_left_out_and_that_is_told(redis: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queues, "MOST_QUEUES", 3)
+    for number in range(5):
+        wait(redis, f"m{number}", 3, 1.0, f"job{number}")
+    scrape = Scrape(redis)
+    assert value(scrape, "cellama_scrape_truncated") == 1
+    assert value(scrape, "cellama_jobs_waiting", model="m1") is not None
+    assert value(scrape, "cellama_jobs_waiting", model="m4") is None
+    entry = worker_entry("w", {**READY, "id": "m4"}, seen_at=redis_time(redis))
+    redis.hset(keys.WORKERS_KEY, "w", json.dumps(asdict(entry)))
+    assert value(Scrape(redis), "cellama_jobs_waiting", model="m4") is not None  # what is served comes first
+
+
+def test_ledger_is_told_by_redis_clock(redis: Any) -> None:
+    now = redis_time(redis)
+    redis.zadd(keys.LEASES_KEY, {"a": now - 10, "b": now + 1000})
+    redis.zadd(keys.DUE_KEY, {"c": now - 100, "d": now + 1000})
+    redis.zadd(keys.DEAD_KEY, {"e": 1.0})
+    redis.zadd(keys.MISSING_KEY, {"f": 1.0, "g": 1.0})
+    scrape = Scrape(redis)
+    figures = {"leases": 2, "leases_overdue": 1, "due": 1, "missing": 2}
+    assert {name: value(scrape, f"cellama_ledger_{name}") for name in figures} == figures
+    assert value(scrape, "cellama_ledger_due_seconds") == pytest.approx(100, abs=30)
+    assert value(scrape, "cellama_dead_jobs") == 1
+
+
+def test_bulk_runs_are_told_by_state_and_lines_of_those_that_live(redis: Any) -> None:
+    Batches(redis).write("r", state="in_progress", total=10, finished=4, failed=1)
+    Batches(redis).write("s", state="completed", total=7, finished=7, failed=0)
+    Batches(redis).write("t", state="of a later version")
+    scrape = Scrape(redis)
+    states = {"in_progress": 1, "completed": 1, "other": 1, "failed": 0}
+    assert {state: value(scrape, "cellama_bulk_runs", state=state) for state in states} == states
+    lines = {"done": 4, "failed": 1, "left": 5}
+    assert {state: value(scrape, "cellama_bulk_lines", state=state) for state in lines} == lines
+
+
+def test_tenants_are_sums_over_their_keys(redis: Any) -> None:
+    for tokens in (5, 7):
+        key = new_key()
+        entry = KeyEntry(id=key.id, digest=key.digest, tenant="acme")
+        redis.hset(keys.API_KEYS_KEY, entry.id, entry.model_dump_json(exclude_none=True))
+        redis.hset(keys.key_charges_key(entry.id), "tokens", tokens)
+        redis.zadd(keys.key_jobs_key(entry.id), {"lease": redis_time(redis) + 1000, "old": 1.0})
+    redis.hset(keys.API_KEYS_KEY, "broken", b"\xff{")
+    scrape = Scrape(redis)
+    assert value(scrape, "cellama_tenant_window_tokens", tenant="acme") == 12
+    assert value(scrape, "cellama_tenant_requests_running", tenant="acme") == 2
+    assert value(scrape, "cellama_scrape_truncated") == 0
+
+
+@pytest.mark.parametrize(("room", "name"), [(bulk, "MOST_RUNS"), (tenants, "MOST_KEYS"), (queues, "MOST_RUNNING")])
+def test_scrape_says_where_it_stopped(redis: Any, monkeypatch: pytest.MonkeyPatch, room: Any, name: str) -> None:
+    monkeypatch.setattr(room, name, 2)
+    for number in range(3):
+        Batches(redis).write(f"r{number}", state="completed")
+        redis.zadd(keys.RUNNING_KEY, {f"job{number}": 1.0})
+        key = new_key()
+        entry = KeyEntry(id=key.id, digest=key.digest, tenant="acme")
+        redis.hset(keys.API_KEYS_KEY, entry.id, entry.model_dump_json(exclude_none=True))
+    assert value(Scrape(redis), "cellama_scrape_truncated") == 1
+
+
+def test_redis_that_is_away_is_told_and_comes_back(redis: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    scrape = Scrape(redis, lambda: now[0])
+
+    def away() -> Any:
+        raise RedisConnectionError("away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(redis, "time", away)
+        assert value(scrape, "cellama_up") == 0
+        assert value(scrape, "cellama_workers") is None
+    assert value(scrape, "cellama_up") == 0  # as it was within the last second
+    now[0] += 2
+    assert value(scrape, "cellama_up") == 1

@@ -1,0 +1,150 @@
+"""Counting, and the text that Prometheus reads, through its own parser."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from cellama.tasks.metrics import exposition
+from cellama.tasks.metrics.bounded import OTHER, Bounded
+from cellama.tasks.metrics.exposition import MetricsServer, text_of
+from cellama.tasks.metrics.families import Figures
+from cellama.tasks.metrics.meter import Meter
+
+from ....conftest import wait_until
+
+FIRST, REQUESTS = "cellama_first_token_seconds", "cellama_requests_total"
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def samples_of(text: bytes) -> Samples:
+    """By name and labels."""
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text.decode())
+        for sample in family.samples
+    }
+
+
+def told(meter: Meter) -> Samples:
+    figures = Figures()
+    meter.add_to(figures)
+    return samples_of(text_of(figures))
+
+
+def test_histogram_has_a_value_at_a_bound_below_it() -> None:
+    meter = Meter()
+    for value in (0.001, 0.0011, 5000.0, -1.0):
+        meter.observe(FIRST, value, "m")
+    samples = told(meter)
+    buckets = {dict(labels)["le"]: value for (name, labels), value in samples.items() if name == f"{FIRST}_bucket"}
+    assert (buckets["0.001"], buckets["0.0025"], buckets["3600.0"], buckets["+Inf"]) == (2, 3, 3, 4)
+    labels = frozenset({("model", "m")})
+    assert samples[f"{FIRST}_count", labels] == 4
+    assert samples[f"{FIRST}_sum", labels] == pytest.approx(5000.0021)
+
+
+@pytest.mark.parametrize("name", ['a"b', "a\\b", "a\nb", "ü", "{}"])
+def test_label_may_be_any_text(name: str) -> None:
+    meter = Meter()
+    meter.count(REQUESTS, name, "stop")
+    assert told(meter)[REQUESTS, frozenset({("model", name), ("finish_reason", "stop")})] == 1
+
+
+def test_figures_refuse_what_is_not_in_the_table() -> None:
+    figures = Figures()
+    figures.add("cellama_invented", 1)
+    with pytest.raises(KeyError, match="cellama_invented"):
+        text_of(figures)
+    figures = Figures()
+    figures.add(REQUESTS, 1, "only the model")
+    with pytest.raises(KeyError, match="labels"):
+        text_of(figures)
+
+
+def test_meter_counts_all_of_several_threads() -> None:
+    meter = Meter()
+
+    def count() -> None:
+        for _ in range(1000):
+            meter.count(REQUESTS, "m", "stop")
+            meter.observe(FIRST, 0.5, "m")
+
+    threads = [threading.Thread(target=count) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    samples = told(meter)
+    assert samples[REQUESTS, frozenset({("model", "m"), ("finish_reason", "stop")})] == 4000
+    assert samples[f"{FIRST}_count", frozenset({("model", "m")})] == 4000
+
+
+def test_bounded_keeps_the_first_values() -> None:
+    bounded = Bounded(2)
+    assert [bounded.of(value) for value in "abcab"] == ["a", "b", OTHER, "a", "b"]
+    assert bounded.num_dropped == 1
+
+
+@pytest.fixture
+def server() -> Iterator[MetricsServer]:
+    meter = Meter()
+    meter.count(REQUESTS, "m", "stop", by=7)
+
+    def collect() -> Figures:
+        figures = Figures()
+        meter.add_to(figures)
+        return figures
+
+    server = MetricsServer("127.0.0.1", 0, collect)
+    yield server
+    server.close()
+
+
+def test_server_tells_the_figures(server: MetricsServer) -> None:
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=30) as answer:
+        assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+        samples = samples_of(answer.read())
+    assert samples[REQUESTS, frozenset({("model", "m"), ("finish_reason", "stop")})] == 7
+
+
+@pytest.mark.parametrize(("path", "method", "status"), [("/", "GET", 404), ("/metrics", "POST", 501)])
+def test_server_answers_nothing_else(server: MetricsServer, path: str, method: str, status: int) -> None:
+    request = urllib.request.Request(f"http://127.0.0.1:{server.port}{path}", method=method)
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(request, timeout=30)
+    caught.value.close()
+    assert caught.value.code == status
+
+
+def test_server_frees_its_port(server: MetricsServer) -> None:
+    second = MetricsServer("127.0.0.1", 0, Figures)
+    port = second.port
+    second.close()
+    MetricsServer("127.0.0.1", port, Figures).close()
+    with pytest.raises(OSError, match="in use"):
+        MetricsServer("127.0.0.1", server.port, Figures)
+
+
+def test_server_gives_up_on_a_client_that_sends_a_byte_now_and_then(
+    server: MetricsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exposition, "CLIENT_TIMEOUT_S", 0.2)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=0.02) as client:
+
+        def is_closed() -> bool:
+            try:
+                client.sendall(b"G")
+                return not client.recv(1)
+            except TimeoutError:
+                return False
+            except ConnectionError:
+                return True
+
+        wait_until(is_closed, "the end of the connection")

@@ -1,0 +1,38 @@
+"""The table of metrics: whole, and in words that Prometheus takes."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from cellama.engine import EmbedderSnapshot, EngineSnapshot
+from cellama.tasks.metrics.rows import Row
+from cellama.tasks.metrics.table import ATTEMPTS, ENGINES, GATEWAY, QUEUES, TABLE, VLLM
+
+ROWS = (*VLLM, *ENGINES, *ATTEMPTS, *QUEUES, *GATEWAY)
+UNBOUNDED = {"job", "job_id", "request_id", "key", "key_id", "worker", "path"}
+
+
+def test_table_has_each_name_once() -> None:
+    assert len(ROWS) == len(TABLE)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_row_is_what_prometheus_takes(row: Row) -> None:
+    assert re.fullmatch(r"(vllm:|cellama_|celery_)[a-z0-9_]+", row.name)
+    assert row.help
+    assert all(re.fullmatch(r"[a-z_]+", label) for label in row.labels)
+    assert row.kind == "histogram" or row.name.endswith("_total") == (row.kind == "counter")
+    assert list(row.bounds) == sorted(set(row.bounds))
+    assert bool(row.bounds) == (row.kind == "histogram")
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_row_has_no_label_whose_values_grow_with_the_work(row: Row) -> None:
+    assert not UNBOUNDED & set(row.labels)
+
+
+def test_fields_are_those_of_snapshots() -> None:
+    known = set(EngineSnapshot.__dataclass_fields__) | set(EmbedderSnapshot.__dataclass_fields__)
+    assert {row.field for row in ROWS if row.field} <= known
