@@ -187,8 +187,7 @@ class Settings(GatewaySettings, MetricsSettings):
     )
     data_dir: Path = Field(
         default_factory=lambda: _default_data_dir(),
-        description="data of the embedded Redis, logs of `cellama up`, files of the gateway; default: "
-        "~/.local/share/cellama",
+        description="of the embedded Redis, logs of `cellama up`, the gateway's files; default: ~/.local/share/cellama",
     )
 
     @classmethod
