@@ -236,6 +236,13 @@ def openai() -> str:
     )
 
 
+def anthropic() -> str:
+    """What becomes of Anthropic's parameters."""
+    rules = find("cellama.api.anthropic.parameters.PARAMETERS")
+    rows = [(f"`{name}`", rule.fate, _of_rule(rule)) for name, rule in sorted(rules.items())]
+    return table(("parameter", "", ""), rows)
+
+
 def metrics(source: str) -> str:
     """The metrics of one source: name, type, labels, help; of histograms the bounds of their buckets."""
     rows = [row for row in find("cellama.tasks.metrics.table.TABLE").values() if row.source == source]
@@ -258,6 +265,7 @@ def _of_rule(rule: Any) -> str:
 KINDS: dict[str, Callable[..., str]] = {
     "metrics": metrics,
     "openai": openai,
+    "anthropic": anthropic,
     "fields": fields,
     "commands": commands,
     "members": members,

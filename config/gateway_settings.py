@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
-from pydantic import Field
+from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings
+
+_ORIGIN = re.compile(r"https?://[a-z0-9.\-\[\]:]+", re.ASCII)  # browsers write them in small letters
 
 
 class GatewaySettings(BaseSettings):
@@ -41,3 +44,24 @@ class GatewaySettings(BaseSettings):
     gateway_open_batches: int = Field(
         default=100, ge=1, description="batches of a tenant that have not ended; more are refused with 429"
     )
+    gateway_cors_origins: list[str] = Field(
+        default=[],
+        description="JSON list of origins, such as https://chat.example.org, whose pages may ask from a browser; "
+        '["*"] is every one. Default: none',
+    )
+    gateway_webhook_timeout_s: float = Field(
+        default=15.0, gt=0, le=60, description="time for an endpoint to answer a webhook"
+    )
+    gateway_webhook_private: bool = Field(
+        default=False, description="webhooks may go to loopback and private addresses, too, and over http"
+    )
+
+    @field_validator("gateway_cors_origins")
+    @classmethod
+    def _check_origins(cls, origins: list[str]) -> list[str]:
+        for origin in origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ValueError(f"{origin!r} is no origin; write it as https://chat.example.org, without a path")
+        if "*" in origins and len(origins) > 1:
+            raise ValueError('"*" is every origin; leave the others out')
+        return origins

@@ -32,6 +32,8 @@ from .batch.run import batch_resume_command, batch_run_command
 from .batch.runs import batch_cancel_command, batch_list_command, batch_status_command
 from .dead import dead_list_command, dead_requeue_command
 from .embed import embed_command, rerank_command
+from .gateway.keys import keys_create_command, keys_list_command, keys_revoke_command
+from .gateway.webhooks import webhooks_create_command, webhooks_delete_command, webhooks_list_command
 from .generation import chat_command, generate_command, prefill_command
 from .jobs import (
     cancel_command,
@@ -40,7 +42,6 @@ from .jobs import (
     jobs_list_command,
     queue_purge_command,
 )
-from .keys import keys_create_command, keys_list_command, keys_revoke_command
 from .models import (
     adapter_load_command,
     adapter_scale_command,
@@ -155,6 +156,11 @@ _keys.command("create")(_interruptible(keys_create_command))
 _keys.command("list")(_interruptible(keys_list_command))
 _keys.command("revoke")(_interruptible(keys_revoke_command))
 app.add_typer(_keys, name="keys")
+_webhooks = typer.Typer(no_args_is_help=True, help="Endpoints that hear of ends of batches and responses.")
+_webhooks.command("create")(_interruptible(webhooks_create_command))
+_webhooks.command("list")(_interruptible(webhooks_list_command))
+_webhooks.command("delete")(_interruptible(webhooks_delete_command))
+app.add_typer(_webhooks, name="webhooks")
 _cache = typer.Typer(no_args_is_help=True, help="KV states on disk: the folder cache_dir of this machine's workers.")
 _CACHE_COMMANDS: dict[str, Callable[..., None]] = {
     "list": cache_list_command,

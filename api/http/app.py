@@ -12,6 +12,7 @@ from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -19,14 +20,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cellama.config import Settings, get_settings
 from cellama.tasks.contract.errors import JobError
 
-from . import batches, completions, files, metrics, models, tokens, vectors
+from . import batches, completions, files, messages, metrics, models, tokens, vectors
 from .callers import Access, NoKeys
 from .counting import Counting
 from .errors import ApiError, of_job
 from .gateway import Gateway
+from .webhooks import webhooks_of
 
-ROOMS = (completions, vectors, tokens, models, metrics, files, batches)
+ROOMS = (completions, messages, vectors, tokens, models, metrics, files, batches)
 REQUEST_ID = "x-request-id"
+RATE_HEADERS = [f"x-ratelimit-{part}-{of}" for part in ("limit", "remaining", "reset") for of in ("requests", "tokens")]
 GONE = 499  # nginx's: the client did not wait for the answer
 
 
@@ -56,18 +59,22 @@ def create_app(settings: Settings | None = None, *, access: Access | None = None
     """The gateway as an ASGI app, to be run, or mounted into another one. `settings` are those of the process unless
     given; without `access` it lets in whoever reaches it, as one caller. Raises SettingsError.
 
-    Its connections are closed when it ends. If it is mounted, the lifespan of the other app must `await
-    app.state.batches.close()` and `await app.state.gateway.close()`, for it has none of its own then;
-    `app.state.batches.start()` goes on with batches that are there already, before another one is asked for.
+    Its connections are closed when it ends. If it is mounted, the lifespan of the other app must `await` the
+    `close()` of `app.state.batches`, `app.state.webhooks` and `app.state.gateway`, in that order, for it has none of
+    its own then; `app.state.batches.start()` goes on with batches that are there already, before another one is asked
+    for, and `app.state.webhooks.start()` delivers webhooks, which other gateways do otherwise.
     """
     settings = settings or get_settings()
     gateway, runner = Gateway(settings, access or NoKeys()), batches.Runner(settings)
+    webhooks = webhooks_of(settings)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         runner.start()
+        webhooks.start()
         yield
         await runner.close()
+        await webhooks.close()
         await gateway.close()
 
     handlers: dict[Any, Any] = {
@@ -80,13 +87,28 @@ def create_app(settings: Settings | None = None, *, access: Access | None = None
     routes = [route for room in ROOMS for route in room.ROUTES]
     app = Starlette(
         routes=routes,
-        middleware=[Middleware(RequestIds), Middleware(Counting, gateway.counts, routes)],
+        middleware=[Middleware(RequestIds), Middleware(Counting, gateway.counts, routes), *_cors(settings)],
         exception_handlers=handlers,
         lifespan=lifespan,
     )
     app.state.gateway = gateway
     app.state.batches = runner
+    app.state.webhooks = webhooks
     return app
+
+
+def _cors(settings: Settings) -> list[Middleware]:
+    """Which pages in browsers may ask; none unless a setting says so. A key travels in a header, never as a cookie, so
+    no page gets more than what it knows itself."""
+    if not settings.gateway_cors_origins:
+        return []
+    origins, read = settings.gateway_cors_origins, [REQUEST_ID, "request-id", "retry-after", *RATE_HEADERS]
+    methods = ["GET", "POST", "DELETE"]
+    return [
+        Middleware(
+            CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=["*"], expose_headers=read
+        )
+    ]
 
 
 async def _api_error(_: Request, error: ApiError) -> Response:

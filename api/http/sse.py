@@ -14,9 +14,10 @@ KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
 
 
-def frame(data: Any) -> bytes:
-    """One event."""
-    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+def frame(data: Any, event: str | None = None) -> bytes:
+    """One event, with a name where the client wants one."""
+    name = "" if event is None else f"event: {event}\n"
+    return f"{name}data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
 
 
 class EventStream(StreamingResponse):

@@ -35,6 +35,11 @@ cellama:http:open          zset     JSON [id, tenant] of batches that have not e
                                     TTL
 cellama:http:expiring:{place} zset  files that lie in a place, by when they expire; gateways; TTL
 cellama:http:lease:{id}    string   the token of the gateway that drives a batch, or does a duty; expires
+cellama:webhooks           hash     id of an endpoint → JSON entry with its secret; `cellama webhooks`
+cellama:heeded:{job_id}    string   what is announced with the end of that job; a gateway, until the end; TTL
+cellama:webhook:events     stream   what was announced; until a gateway has made deliveries of it
+cellama:webhook:due        zset     deliveries by the time at which one is made, or its lease ends; gateways
+cellama:webhook:delivery:{id} hash  what is to be delivered, and how often that was tried; gateways; TTL
 cellama:queue:{model}…     list     Celery's queues, one list per priority (names.py); `:default` is a model here
 cellama:kombu:unacked…     none     what kombu would keep of held messages under names that all Celery apps share; the
                                     ledger keeps it instead (tasks/broker/holding.py)
@@ -57,6 +62,9 @@ BATCHES_KEY = "cellama:batches"
 API_KEYS_KEY = "cellama:keys"
 HTTP_OPEN_KEY = "cellama:http:open"
 API_KEYS_USED_KEY = "cellama:keys:used"
+WEBHOOKS_KEY = "cellama:webhooks"
+WEBHOOK_EVENTS_KEY = "cellama:webhook:events"
+WEBHOOK_DUE_KEY = "cellama:webhook:due"
 UNACKED_KEY = "cellama:kombu:unacked"
 UNACKED_INDEX_KEY = "cellama:kombu:unacked_index"
 UNACKED_MUTEX_KEY = "cellama:kombu:unacked_mutex"
@@ -135,6 +143,14 @@ def http_expiring_key(place: str) -> str:
 
 def http_lease_key(name: str) -> str:
     return f"cellama:http:lease:{name}"
+
+
+def heeded_key(job_id: str) -> str:
+    return f"cellama:heeded:{job_id}"
+
+
+def webhook_delivery_key(delivery_id: str) -> str:
+    return f"cellama:webhook:delivery:{delivery_id}"
 
 
 def waiting_key(queue: str) -> str:

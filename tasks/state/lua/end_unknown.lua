@@ -11,4 +11,5 @@ local event = '{"seq":' .. seq .. ',' .. ARGV[4]
 redis.call('XADD', KEYS[2], (seq + 1) .. '-0', ARGV[1], event)
 redis.call('EXPIRE', KEYS[2], ARGV[2])
 redis.call('PUBLISH', ARGV[3], event)
+tell_heeded(string.sub(KEYS[2], #JOURNAL + 1), event)
 return 1

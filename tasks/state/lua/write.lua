@@ -54,6 +54,7 @@ while next <= #ARGV do
         if result ~= '' then redis.call('HSET', job, 'result', result) end
         redis.call('ZADD', DUE, stamp(clock() + settle), id) -- Celery has its result by then, or gets it
       end
+      tell_heeded(id, event)
       redis.call('DEL', CANCEL .. id)
       redis.call('EXPIRE', journal, event_ttl)
       if kind == 'dead' then

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from cellama.api.cli.keys import as_toml
+from cellama.api.cli.gateway.keys import as_toml
 from cellama.api.http.callers import Caller, LoopbackOnly, NoKeys, is_loopback
 from cellama.api.http.errors import ApiError
 from cellama.api.http.keys import access as access_module

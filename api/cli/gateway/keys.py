@@ -14,6 +14,8 @@ import typer
 from pydantic import ValidationError
 from rich.markup import escape
 
+from cellama.api.cli.generation import JsonOption
+from cellama.api.cli.output import err, out, print_json, readable_time, table_of
 from cellama.api.keys.entry import KeyEntry
 from cellama.api.keys.key_file import KeyFile
 from cellama.api.keys.key_text import KeyText, new_key, parse_key
@@ -21,9 +23,6 @@ from cellama.api.keys.store import Found, KeyStore
 from cellama.config import get_settings
 from cellama.tasks.connection.connections import connect_async
 from cellama.tasks.connection.redis_errors import reaching_redis
-
-from .generation import JsonOption
-from .output import err, out, print_json, readable_time, table_of
 
 CONNECT_TIMEOUT_S = 3.0
 _T = TypeVar("_T")

@@ -1,0 +1,154 @@
+"""Bodies of Anthropic's requests → parameters of jobs, as `parameters` says. Raises InvalidJob."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cellama.tasks.contract.errors import InvalidJob
+from cellama.tasks.contract.json_values import shorten
+
+from .conversation import messages_of
+from .parameters import COUNTED, PARAMETERS
+from .tool_use import choice_of, tools_of
+
+_OWN_NAMES = {  # of the job's parameter → as Anthropic calls it
+    "stop": "stop_sequences",
+    "json_schema": "output_config.format.schema",
+    "template_args": "output_config.effort",
+    "thinking_budget": "thinking.budget_tokens",
+    "enable_thinking": "thinking",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+}
+_NAMED = re.compile(r"^(?:unknown parameter ')?([a-z_]+)(?= is |\.|')")  # as payloads say what is wrong
+
+
+@dataclass(frozen=True, slots=True)
+class Ordered:
+    """What a body orders. `params` are those of a chat, without model and messages."""
+
+    messages: list[dict[str, Any]]
+    params: dict[str, Any]
+    shows_thoughts: bool  # with their text
+
+
+def ordered(body: Mapping[str, Any]) -> Ordered:
+    """The order of a message."""
+    given = _checked(body)
+    max_tokens = given.get("max_tokens")
+    if type(max_tokens) is not int or max_tokens < 1:
+        raise InvalidJob(f"max_tokens is {shorten(max_tokens)}; it must be a number of at least 1")
+    mapped = (name for name in given if name not in PARAMETERS or PARAMETERS[name].fate == "as it is")
+    params = {name: given[name] for name in mapped if name != "model"}
+    if "stop_sequences" in given:
+        params["stop"] = _stops(given["stop_sequences"])
+    params |= _of_conversation(given) | _of_format(given)
+    thinking = given.get("thinking", {})
+    if thinking.get("type") == "enabled":
+        params["thinking_budget"] = _budget(thinking, max_tokens)
+    return Ordered(_messages(given), params, thinking.get("display") != "omitted")
+
+
+def counted(body: Mapping[str, Any]) -> Ordered:
+    """What is read of a conversation: that which its template makes of it."""
+    for name in body:
+        if name not in COUNTED:
+            raise InvalidJob(f"unknown parameter '{shorten(name)}'; known: {', '.join(COUNTED)}")
+    given = _checked(body)
+    params = _of_conversation(given)
+    params.pop("parallel_tool_calls", None)
+    return Ordered(_messages(given), params, True)
+
+
+def in_anthropics_words(message: str) -> str:
+    """What a payload says is wrong, under the name that the caller gave it."""
+    found = _NAMED.match(message)
+    own = _OWN_NAMES.get(found[1]) if found else None
+    return message.replace(found[1], own, 1) if found and own else message
+
+
+def _checked(body: Mapping[str, Any]) -> dict[str, Any]:
+    """What is given, without what is refused. None is as good as nothing."""
+    given = {str(name): value for name, value in body.items() if value is not None}
+    for name, value in given.items():
+        rule = PARAMETERS.get(name)
+        if rule is None or rule.fate != "refused":
+            continue
+        if not any(value == harmless and type(value) is type(harmless) for harmless in rule.harmless):
+            raise InvalidJob(f"{name} is {shorten(value)}: {rule.note}; leave it out")
+    return {name: value for name, value in given.items() if name not in PARAMETERS or not _is_dropped(name)}
+
+
+def _is_dropped(name: str) -> bool:
+    return PARAMETERS[name].fate in ("refused", "ignored") or name in ("stream", "service_tier")
+
+
+def _messages(given: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return messages_of(given.get("system"), given.get("messages"))
+
+
+def _stops(value: Any) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+        raise InvalidJob(f"stop_sequences is {shorten(value)}; it must be a list of texts")
+    return value
+
+
+def _of_conversation(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What the template is told beside the messages."""
+    params: dict[str, Any] = {"enable_thinking": _thinks(given.get("thinking"))}
+    tools = tools_of(given.get("tools", []))
+    if tools:
+        params["tools"] = tools
+    if "tool_choice" in given:
+        params |= choice_of(given["tool_choice"], tools)
+    effort = _config(given).get("effort")
+    if effort is not None and not isinstance(effort, str):
+        raise InvalidJob(f"output_config.effort is {shorten(effort)}; it must be a text such as low, medium or high")
+    arguments = given.get("template_args", {})
+    if effort is not None and isinstance(arguments, dict):
+        params["template_args"] = {"reasoning_effort": effort, **arguments}
+    return params
+
+
+def _thinks(thinking: Any) -> bool:
+    """As with Anthropic not without being asked: clients read the text of the first block."""
+    if thinking is None:
+        return False
+    kind = thinking.get("type") if isinstance(thinking, dict) else None
+    if kind not in ("enabled", "adaptive", "disabled"):
+        raise InvalidJob(f"thinking is {shorten(thinking)}; its type must be enabled, adaptive or disabled")
+    if thinking.get("display") not in (None, "summarized", "omitted"):
+        raise InvalidJob(f"thinking.display is {shorten(thinking['display'])}; known: summarized, omitted")
+    return bool(kind != "disabled")
+
+
+def _budget(thinking: Mapping[str, Any], max_tokens: int) -> int:
+    budget = thinking.get("budget_tokens")
+    if type(budget) is not int or not 0 < budget < max_tokens:
+        raise InvalidJob(
+            f"thinking.budget_tokens is {shorten(budget)}; it must be a number from 1 on and below max_tokens, "
+            f"which is {max_tokens}"
+        )
+    return budget
+
+
+def _config(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    config = given.get("output_config", {})
+    if not isinstance(config, dict) or config.keys() - {"effort", "format"}:
+        raise InvalidJob(f"output_config is {shorten(config)}; it may have effort and format")
+    return config
+
+
+def _of_format(given: Mapping[str, Any]) -> dict[str, Any]:
+    wanted = _config(given).get("format")
+    if wanted is None:
+        return {}
+    if (
+        not isinstance(wanted, dict)
+        or wanted.get("type") != "json_schema"
+        or not isinstance(wanted.get("schema"), dict)
+    ):
+        raise InvalidJob(f"output_config.format is {shorten(wanted)}; it must have type json_schema and a schema")
+    return {"json_schema": wanted["schema"]}

@@ -1,0 +1,64 @@
+"""What becomes of each of Anthropic's parameters: the table from which the docs are made, too.
+
+A parameter that does not stand here is one of jobs (docs/reference/parameters.md), or unknown, and then refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from cellama.api.openai.parameters import Rule
+
+MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
+
+PARAMETERS: Mapping[str, Rule] = {
+    "model": Rule("as it is"),
+    "max_tokens": Rule("as it is", "must be given"),
+    "messages": Rule(
+        "mapped",
+        "blocks `text`, `tool_use`, `tool_result` and `thinking`; texts are joined by an empty line",
+        "messages",
+    ),
+    "system": Rule(
+        "mapped", "a text or blocks; a line `x-anthropic-billing-header: …` at its head is left out", "messages"
+    ),
+    "stop_sequences": Rule("renamed", to="stop"),
+    "temperature": Rule("as it is"),
+    "top_p": Rule("as it is"),
+    "top_k": Rule("as it is"),
+    "stream": Rule("mapped", "server-sent events"),
+    "tools": Rule("mapped", "of type `custom`; those that Anthropic runs or has trained are refused", "tools"),
+    "tool_choice": Rule("mapped", "`auto`, `any`, `tool`, `none`; `disable_parallel_tool_use`", "tool_choice"),
+    "thinking": Rule(
+        "mapped",
+        "`enabled` with `budget_tokens`, `adaptive`, `disabled`; not given: disabled. `display: omitted` leaves a "
+        "thought and its signature empty",
+        "enable_thinking",
+    ),
+    "output_config": Rule(
+        "mapped", "`effort` goes to the chat template, `format` is a grammar that always holds", "json_schema"
+    ),
+    "output_format": Rule("refused", "it was renamed: use `output_config.format`"),
+    "service_tier": Rule(
+        "mapped",
+        "`auto` is the key's, `standard_only` at most `default`; OpenAI's `flex`, `default` and `priority`, too. The "
+        "usage says `batch`, `standard` or `priority`",
+    ),
+    "cache_control": Rule("ignored", "prefixes are shared without being told, also of blocks and tools"),
+    "metadata": Rule("ignored", "the tenant of the key is who asks"),
+    "user_profile_id": Rule("ignored", "the tenant of the key is who asks"),
+    "workspace_id": Rule("ignored", "the tenant of the key is who asks"),
+    "inference_geo": Rule("refused", "your workers are where they are", "", ("global",)),
+    "speed": Rule("refused", "there is one speed", "", ("standard",)),
+    "diagnostics": Rule("refused", "there are none; see `cellama status`"),
+    "container": Rule("refused", "nothing is run for the model; give it tools"),
+    "mcp_servers": Rule("refused", "nothing is run for the model; give it tools", "", ([],)),
+    "context_management": Rule("refused", "a conversation is read as it is sent; cut it before"),
+    "n": Rule("refused", "an answer is one message", "", (1,)),
+    "logprobs": Rule("refused", "the answer has no place for them; use /v1/chat/completions"),
+    "return_tokens": Rule("refused", "the answer has no place for them; use /tokenize", "", (False,)),
+}
+COUNTED = (  # what counting tokens takes of it
+    *("model", "messages", "system", "tools", "tool_choice", "thinking", "output_config", "output_format"),
+    *("cache_control", "speed", "user_profile_id", "workspace_id", "mcp_servers", "context_management"),
+)

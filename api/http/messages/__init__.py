@@ -1,0 +1,8 @@
+"""POST /v1/messages, streamed or not, and /v1/messages/count_tokens: as Anthropic's clients speak.
+
+May use: the modules of `http`, `anthropic`.
+"""
+
+from .endpoints import ROUTES
+
+__all__ = ["ROUTES"]

@@ -1,0 +1,82 @@
+"""What a body orders: a call of the client, and how its answer is shown."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cellama.api.anthropic.bodies import Ordered, counted, in_anthropics_words, ordered
+from cellama.api.http.asking import Asked, flag
+from cellama.api.http.callers import TIERS
+from cellama.api.http.errors import ApiError
+from cellama.tasks.contract.errors import InvalidJob
+from cellama.tasks.contract.names import DEFAULT_MODEL
+from cellama.tasks.contract.shapes.workers import ModelView
+
+CHARS_PER_TOKEN = 4  # about, for limits that count tokens before they are known
+_OURS = ("stream", "service_tier", "cache_salt")
+_INSTEAD = {"priority": "service_tier", "cache_scope": "cache_salt"}
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A request for a message. `params` are those of its job."""
+
+    model: str  # as the job names it
+    messages: list[dict[str, Any]]
+    params: dict[str, Any]
+    tier: str
+    is_stream: bool
+    shows_thoughts: bool
+
+    @property
+    def max_tokens(self) -> int:
+        return int(self.params["max_tokens"])
+
+    @property
+    def num_tokens(self) -> int:
+        """That it may read and generate, about."""
+        return len(str(self.messages)) // CHARS_PER_TOKEN + self.max_tokens
+
+
+def in_our_words(asked: Asked) -> Asked:
+    """The request with Anthropic's tier under the name that all endpoints know."""
+    if asked.body.get("service_tier") != "standard_only":
+        return asked
+    return replace(asked, body={**asked.body, "service_tier": "default"})
+
+
+def order_of(asked: Asked, model: ModelView) -> Order:
+    """The order of a body, but for what only a job's payload checks. Raises ApiError."""
+    tier, scope, is_stream = asked.tier(), asked.scope(), flag(asked.body, "stream")
+    for name, instead in _INSTEAD.items():
+        if name in asked.body:
+            raise ApiError(400, f"{name} can't be given here; use {instead}", param=name)
+    try:
+        order = ordered(_own(asked))
+    except InvalidJob as error:
+        raise wrong(error) from None
+    params = {**order.params, "stream": is_stream, "priority": TIERS[tier]} | ({"cache_scope": scope} if scope else {})
+    return Order(model_of(asked, model), order.messages, params, tier, is_stream, order.shows_thoughts)
+
+
+def count_of(asked: Asked) -> Ordered:
+    """What is to be counted. Raises ApiError."""
+    try:
+        return counted(asked.body)
+    except InvalidJob as error:
+        raise wrong(error) from None
+
+
+def model_of(asked: Asked, model: ModelView) -> str:
+    """As a job names it."""
+    return DEFAULT_MODEL if asked.body.get("model") == DEFAULT_MODEL else model["id"]
+
+
+def wrong(error: InvalidJob) -> ApiError:
+    """What is wrong with the body, under Anthropic's names."""
+    return ApiError(400, in_anthropics_words(str(error)))
+
+
+def _own(asked: Asked) -> dict[str, Any]:
+    return {name: value for name, value in asked.body.items() if name not in _OURS}

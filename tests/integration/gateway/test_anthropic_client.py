@@ -1,0 +1,164 @@
+"""Anthropic's client, unmodified, against a real gateway and worker."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import anthropic
+import httpx
+import pytest
+from anthropic import Anthropic
+
+from cellama.api.client.client import Client
+
+from ...conftest import WorkerProcess, wait_until
+from ...gateways import GatewayProcess
+from .conftest import CHAT
+
+ASKED: dict[str, Any] = {
+    "model": "tiny",
+    "max_tokens": 12,
+    "messages": CHAT["messages"],
+    "extra_body": {"temperature": 0},
+}
+TOOL: Any = {
+    "name": "get_weather",
+    "description": "The weather in a city",
+    "input_schema": {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 20}},
+        "required": ["city"],
+    },
+}
+CALL: dict[str, Any] = {
+    **ASKED,
+    "max_tokens": 200,
+    "tools": [TOOL],
+    "tool_choice": {"type": "tool", "name": "get_weather"},
+}
+
+
+@pytest.fixture
+def client(gateway: GatewayProcess) -> Iterator[Anthropic]:
+    with Anthropic(base_url=gateway.url, api_key="none", max_retries=0) as made:
+        yield made
+
+
+def test_message_answers_as_a_job_of_the_queue_does(client: Anthropic, queue: Client) -> None:
+    answer = client.messages.create(**ASKED)
+    job = queue.chat("tiny", CHAT["messages"], temperature=0, max_tokens=12, enable_thinking=False).result(60)
+    assert [block.to_dict()["text"] for block in answer.content] == [job["text"]]
+    usage = answer.usage
+    assert usage.input_tokens + (usage.cache_read_input_tokens or 0) == job["usage"]["prompt_tokens"]
+    assert (usage.output_tokens, usage.service_tier) == (job["usage"]["completion_tokens"], "standard")
+    assert answer.stop_reason in ("end_turn", "max_tokens")
+    assert answer._request_id
+    assert queue.position(answer.id.removeprefix("msg_")).state == "done"
+
+
+def test_stream_ends_as_the_whole_message(client: Anthropic) -> None:
+    whole = client.messages.create(**ASKED)
+    with client.messages.stream(**ASKED) as stream:
+        text = "".join(stream.text_stream)
+        streamed = stream.get_final_message()
+    assert text == whole.content[0].to_dict()["text"]
+    assert [(block.type, block.text) for block in streamed.content] == [("text", text)]
+    assert (streamed.stop_reason, streamed.usage.output_tokens) == (whole.stop_reason, whole.usage.output_tokens)
+
+
+def test_tool_call_makes_a_round_trip(client: Anthropic) -> None:
+    with client.messages.stream(**CALL) as stream:
+        streamed = stream.get_final_message()
+    answer = client.messages.create(**CALL)
+    [call], [streamed_call] = (
+        [block for block in one.content if block.type == "tool_use"] for one in (answer, streamed)
+    )
+    assert (answer.stop_reason, streamed.stop_reason) == ("tool_use", "tool_use")
+    assert (call.name, call.input) == (streamed_call.name, streamed_call.input)
+    assert isinstance(call.input["city"], str)
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "12 degrees"}
+    turns = [
+        *ASKED["messages"],
+        {"role": "assistant", "content": answer.content},
+        {"role": "user", "content": [result]},
+    ]
+    last = client.messages.create(**{**ASKED, "messages": turns, "tools": [TOOL]})
+    assert last.role == "assistant"
+
+
+def test_counted_tokens_are_those_that_are_read(client: Anthropic) -> None:
+    counted = client.messages.count_tokens(model="tiny", messages=ASKED["messages"], system="Be kind.")
+    usage = client.messages.create(**ASKED, system="Be kind.").usage
+    assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
+
+
+def test_billing_line_does_not_spoil_the_prefix(client: Anthropic) -> None:
+    rules = "Answer in one word, and never in two. " * 8
+    usages = []
+    for number in range(2):
+        system: Any = [
+            {"type": "text", "text": f"x-anthropic-billing-header: cch={number};"},
+            {"type": "text", "text": rules, "cache_control": {"type": "ephemeral"}},
+        ]
+        usages.append(client.messages.create(**ASKED, system=system).usage)
+    read = usages[1].cache_read_input_tokens or 0
+    assert read >= usages[0].input_tokens + (usages[0].cache_read_input_tokens or 0) - 1
+    assert usages[1].input_tokens <= 1
+
+
+def test_stop_sequence_is_told(client: Anthropic) -> None:
+    text = client.messages.create(**ASKED).content[0].to_dict()["text"]
+    stop = str(text)[3:5]
+    answer = client.messages.create(**ASKED, stop_sequences=[stop])
+    assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", stop)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "kind"),
+    [
+        ({"max_tokens": 0}, anthropic.BadRequestError, "invalid_request_error"),
+        ({"stop_sequences": 3}, anthropic.BadRequestError, "invalid_request_error"),
+        ({"extra_body": {"top_k": -1}}, anthropic.BadRequestError, "invalid_request_error"),
+        ({"extra_body": {"unheard_of": 1}}, anthropic.BadRequestError, "invalid_request_error"),
+        ({"extra_body": {"priority": 0}}, anthropic.BadRequestError, "invalid_request_error"),
+        ({"model": "unheard-of"}, anthropic.NotFoundError, "not_found_error"),
+        ({"messages": [{"role": "user", "content": "x " * 9000}]}, anthropic.BadRequestError, "invalid_request_error"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_wrong_is_an_exception_of_anthropics_client(
+    client: Anthropic, wrong: dict[str, Any], error: type[anthropic.APIStatusError], kind: str, stream: bool
+) -> None:
+    with pytest.raises(error) as raised:
+        client.messages.create(**{**ASKED, **wrong}, stream=stream)
+    body: Any = raised.value.body
+    assert (body["type"], body["error"]["type"]) == ("error", kind)
+    assert body["request_id"] == raised.value.request_id
+
+
+def test_image_is_refused_by_name(client: Anthropic) -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+    turns: Any = [{"role": "user", "content": [{"type": "image", "source": source}]}]
+    with pytest.raises(anthropic.BadRequestError, match=r"messages\.0\.content\.0.*text only"):
+        client.messages.create(**{**ASKED, "messages": turns})
+
+
+def test_client_that_leaves_its_stream_frees_the_slot(
+    client: Anthropic, jobs_of_test: Callable[[], list[str]], worker: WorkerProcess
+) -> None:
+    long = {**ASKED, "max_tokens": 1500, "extra_body": {"ignore_eos": True}}
+    with client.messages.create(**long, stream=True) as stream:
+        assert next(iter(stream)).type == "message_start"
+    wait_until(lambda: not jobs_of_test(), "the end of its job")
+    assert worker.engine_now()["requests_running"] == 0
+
+
+def test_frames_have_names_and_no_done(gateway: GatewayProcess) -> None:
+    body = {**{name: value for name, value in ASKED.items() if name != "extra_body"}, "stream": True}
+    answer = httpx.post(f"{gateway.url}/v1/messages", json=body, timeout=60)
+    frames = [frame.split("\n") for frame in answer.text.strip().split("\n\n") if not frame.startswith(":")]
+    for name, data in frames:
+        assert name == f"event: {json.loads(data.removeprefix('data: '))['type']}"
+    assert frames[-1][0] == "event: message_stop"

@@ -1,0 +1,72 @@
+"""The end of a job is announced in the step that writes it: tasks/state/lua, api/webhooks/announcing.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from redis import Redis
+
+from cellama.api.machine.redis_server import RedisServer
+from cellama.api.webhooks.announcing import announced, announcement, heed
+from cellama.tasks.contract import events
+from cellama.tasks.contract.events import Event
+from cellama.tasks.contract.keys import WEBHOOK_EVENTS_KEY, heeded_key
+from cellama.tasks.state.ledger import Ledger
+
+from ..conftest import empty_database
+from .ledgers import DONE, STARTED, begin, write
+
+FAILED = events.error("invalid_request", "it broke", retryable=False)
+
+
+@pytest.fixture
+def redis_client(redis_server: RedisServer) -> Iterator[Redis]:
+    """Of a database that no gateway delivers from."""
+    with empty_database(redis_server, 9) as url, Redis.from_url(url) as redis:
+        yield redis
+
+
+def told(redis: Redis) -> list[dict[str, str]]:
+    return [announced(fields) for _, fields in redis.xrange(WEBHOOK_EVENTS_KEY)]
+
+
+@pytest.mark.parametrize(
+    ("end", "event_type"),
+    [
+        (DONE, "response.completed"),
+        (events.done("length", {}), "response.incomplete"),
+        (events.done("timeout", {}), "response.incomplete"),
+        (events.done("cancelled", {}), "response.cancelled"),
+        (FAILED, "response.failed"),
+    ],
+)
+def test_end_that_is_heeded_is_announced_once(
+    ledger: Ledger, job_id: str, redis_client: Redis, end: Event, event_type: str
+) -> None:
+    heed(redis_client, job_id, "response", "resp_1", "acme", 60)
+    attempt = begin(ledger, job_id)
+    write(ledger, attempt, STARTED)
+    assert told(redis_client) == []
+    for _ in range(2):
+        write(ledger, attempt, end, seq=1)
+    assert told(redis_client) == [announcement(event_type, "resp_1", "acme")]
+    assert not redis_client.exists(heeded_key(job_id))
+
+
+def test_job_that_is_cancelled_while_it_waits_is_announced(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
+    heed(redis_client, job_id, "response", "resp_1", "acme", 60)
+    assert ledger.cancel(job_id, running=False)
+    assert told(redis_client) == [announcement("response.cancelled", "resp_1", "acme")]
+
+
+def test_job_that_redis_lost_is_announced(ledger: Ledger, redis_client: Redis) -> None:
+    heed(redis_client, "lost", "response", "resp_1", None, 60)
+    for _ in range(2):
+        ledger.end_unknown("lost", FAILED)
+    assert told(redis_client) == [announcement("response.failed", "resp_1", None)]
+
+
+def test_end_that_is_not_heeded_is_not_announced(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
+    write(ledger, begin(ledger, job_id), STARTED, DONE)
+    assert told(redis_client) == []

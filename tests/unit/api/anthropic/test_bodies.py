@@ -1,0 +1,116 @@
+"""Anthropic's bodies become parameters of jobs, or are refused by name: api/anthropic/bodies.py."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from typing import Any
+
+import anthropic.types as types
+import pytest
+
+from cellama.api.anthropic.bodies import Ordered, counted, in_anthropics_words, ordered
+from cellama.api.anthropic.parameters import COUNTED, PARAMETERS
+from cellama.tasks.contract.errors import InvalidJob
+from cellama.tasks.contract.payloads import ApplyChatTemplateJob, ChatJob, parse_job
+
+TOOL: dict[str, Any] = {"name": "add", "description": "Adds", "input_schema": {"type": "object", "properties": {}}}
+HELLO = [{"role": "user", "content": "Hi"}]
+
+
+def order(**body: Any) -> Ordered:
+    return ordered({"model": "m", "max_tokens": 100, "messages": HELLO, **body})
+
+
+def names_of(kind: Any) -> set[str]:
+    [made] = ast.parse(inspect.getsource(kind)).body
+    assert isinstance(made, ast.ClassDef)
+    return {node.target.id for node in made.body if isinstance(node, ast.AnnAssign)}  # type: ignore[union-attr]
+
+
+def test_every_parameter_of_anthropics_client_has_a_rule() -> None:
+    assert names_of(types.message_create_params.MessageCreateParamsBase) <= PARAMETERS.keys()
+    assert names_of(types.message_count_tokens_params.MessageCountTokensParams) <= set(COUNTED)
+
+
+def test_every_rule_leads_to_a_parameter_of_the_job() -> None:
+    for name, rule in PARAMETERS.items():
+        if rule.fate == "as it is" or rule.to:
+            assert (rule.to or name) in ChatJob.model_fields
+
+
+def test_body_becomes_a_job() -> None:
+    made = order(
+        system="Be kind", stop_sequences=["END"], temperature=0, top_k=3, tools=[TOOL], metadata={"user_id": "u"},
+        tool_choice={"type": "any", "disable_parallel_tool_use": True}, cache_control={"type": "ephemeral"},
+        thinking={"type": "enabled", "budget_tokens": 50}, inference_geo=None, min_p=0.1,
+        output_config={"effort": "low", "format": {"type": "json_schema", "schema": {"type": "object"}}},
+    )  # fmt: skip
+    function = {"name": "add", "description": "Adds", "parameters": TOOL["input_schema"]}
+    assert made.messages == [{"role": "system", "content": "Be kind"}, *HELLO]
+    assert made.params == {
+        "max_tokens": 100, "stop": ["END"], "temperature": 0, "top_k": 3, "min_p": 0.1, "tool_choice": "required",
+        "tools": [{"type": "function", "function": function}], "parallel_tool_calls": False, "enable_thinking": True,
+        "thinking_budget": 50, "template_args": {"reasoning_effort": "low"}, "json_schema": {"type": "object"},
+    }  # fmt: skip
+    parse_job(ChatJob, (), (), {"model": "m", "messages": made.messages, **made.params})
+
+
+def test_thoughts_come_only_when_they_are_asked_for() -> None:
+    assert order().params["enable_thinking"] is False
+    assert order(thinking={"type": "adaptive"}).params["enable_thinking"] is True
+    assert order(thinking={"type": "adaptive"}).shows_thoughts
+    assert not order(thinking={"type": "adaptive", "display": "omitted"}).shows_thoughts
+
+
+def test_choice_names_a_tool() -> None:
+    made = order(tools=[TOOL], tool_choice={"type": "tool", "name": "add"})
+    assert made.params["tool_choice"] == {"type": "function", "function": {"name": "add"}}
+    assert order(tools=[TOOL], tool_choice={"type": "none"}).params["tool_choice"] == "none"
+
+
+def test_counted_is_what_the_template_reads() -> None:
+    made = counted({"model": "m", "messages": HELLO, "tools": [TOOL], "tool_choice": {"type": "auto"}})
+    assert made.params.keys() == {"enable_thinking", "tools", "tool_choice"}
+    parse_job(ApplyChatTemplateJob, (), (), {"model": "m", "messages": made.messages, **made.params})
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"stop_sequences": "END"}, "stop_sequences"),
+        ({"stop_sequences": [1]}, "stop_sequences"),
+        ({"thinking": "on"}, "thinking"),
+        ({"thinking": {"type": "between_tools"}}, "thinking"),
+        ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 100}}, "thinking.budget_tokens"),
+        ({"output_config": {"format": {"type": "text"}}}, "output_config.format"),
+        ({"output_config": {"effort": 3}}, "output_config.effort"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type"),
+        ({"tools": [{"name": "add"}]}, "tools.0.input_schema"),
+        ({"tools": [{**TOOL, "defer_loading": True}]}, "tools.0.defer_loading"),
+        ({"tool_choice": {"type": "tool", "name": "other"}}, "tool_choice.name"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice.type"),
+        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"container": "c"}, "container"),
+        ({"speed": "fast"}, "speed"),
+        ({"n": 2}, "n"),
+        ({"logprobs": 1}, "logprobs"),
+    ],
+)
+def test_wrong_parameter_is_refused_by_name(body: dict[str, Any], named: str) -> None:
+    with pytest.raises(InvalidJob) as refused:
+        order(**body)
+    assert str(refused.value).startswith(f"{named} is ")
+
+
+def test_count_refuses_what_it_does_not_read() -> None:
+    with pytest.raises(InvalidJob, match="max_tokens"):
+        counted({"model": "m", "messages": HELLO, "max_tokens": 5})
+
+
+def test_payloads_words_are_anthropics() -> None:
+    assert in_anthropics_words("stop is 3: …") == "stop_sequences is 3: …"
+    assert in_anthropics_words("top_k is -1: …") == "top_k is -1: …"

@@ -1,0 +1,96 @@
+"""Events of jobs become events that Anthropic's own accumulator reads: api/anthropic/stream.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from anthropic.lib.streaming._messages import accumulate_event
+
+from cellama.api.anthropic.answers import message_of, stop_of
+from cellama.api.anthropic.stream import MessageStream
+
+USAGE = {"prompt_tokens": 10, "completion_tokens": 6, "cached_tokens": 4}
+CALLS = [
+    {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": "ü"}'}},
+    {"id": "2", "type": "function", "function": {"name": "now", "arguments": "{}"}},
+]
+STARTED = {"type": "started", "model": "m", "prompt_tokens": 10, "worker": "w", "seed": 1}
+THOUGHT = [
+    {"type": "reasoning", "text": "H", "tokens": [1]},
+    {"type": "reasoning", "text": "m", "tokens": [2, 3]},
+    {"type": "reasoning_end", "signature": "5160", "tokens": [4]},
+]
+TEXT = [{"type": "token", "text": "We", "tokens": [5]}, {"type": "token", "text": "ll", "tokens": [6]}]
+
+
+def done(**more: Any) -> dict[str, Any]:
+    return {"type": "done", "finish_reason": "stop", "stop_sequence": None, "usage": USAGE, **more}
+
+
+def told(*events: dict[str, Any], **how: Any) -> list[dict[str, Any]]:
+    stream = MessageStream("msg_1", "m", "default", 100, **how)
+    return [one for event in events for one in stream.of(event)]
+
+
+def read(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """As Anthropic's client has it in the end."""
+    message: Any = None
+    buffers: dict[int, bytes] = {}
+    for event in events:
+        message = accumulate_event(event=event, current_snapshot=message, json_bufs=buffers)  # type: ignore[arg-type]
+    return dict(message.to_dict())
+
+
+def test_stream_ends_as_the_whole_message() -> None:
+    end = done(tool_calls=CALLS)
+    message = {"content": "Well", "reasoning": "Hm", "signature": "5160", "tool_calls": CALLS}
+    whole = message_of(
+        "msg_1", {**end, "model": "m", "message": message}, max_tokens=100, tier="default", thinking_tokens=4
+    )
+    read_message = read(told(STARTED, *THOUGHT, *TEXT, end))
+    assert {name: read_message[name] for name in ("id", "model", "stop_reason")} == {
+        "id": "msg_1", "model": "m", "stop_reason": "tool_use"
+    }  # fmt: skip
+    for mine, theirs in zip(whole["content"], read_message["content"], strict=True):
+        assert mine.items() <= theirs.items()
+    assert whole["usage"].items() <= read_message["usage"].items()
+
+
+def test_blocks_are_numbered_and_closed_one_after_another() -> None:
+    events = told(STARTED, *THOUGHT, *TEXT, done(tool_calls=CALLS))
+    shape = [(event["type"].removeprefix("content_block_"), event["index"]) for event in events if "index" in event]
+    assert [one for one in shape if one[0] != "delta"] == [(what, at) for at in range(4) for what in ("start", "stop")]
+    assert [events[0]["type"], *(event["type"] for event in events[-2:])] == [
+        "message_start", "message_delta", "message_stop"
+    ]  # fmt: skip
+
+
+def test_thought_that_shall_not_be_shown_is_empty() -> None:
+    [thought, said] = read(told(STARTED, *THOUGHT, *TEXT, done(), shows_thoughts=False))["content"]
+    assert (thought["thinking"], thought["signature"], said["text"]) == ("", "", "Well")
+
+
+def test_job_that_ended_at_once_is_an_empty_message() -> None:
+    message = read(told(done(finish_reason="timeout")))
+    assert (message["content"], message["stop_reason"]) == ([], "max_tokens")
+
+
+def test_thought_that_is_cut_off_is_closed() -> None:
+    events = told(STARTED, THOUGHT[0], done(finish_reason="length"))
+    assert [event["type"] for event in events][-3:] == ["content_block_stop", "message_delta", "message_stop"]
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        (done(), "end_turn"),
+        (done(stop_sequence="END"), "stop_sequence"),
+        (done(tool_calls=CALLS), "tool_use"),
+        (done(finish_reason="length", usage={**USAGE, "completion_tokens": 100}), "max_tokens"),
+        (done(finish_reason="length"), "model_context_window_exceeded"),
+        (done(finish_reason="timeout"), "max_tokens"),
+    ],
+)
+def test_end_has_a_reason_of_anthropics(end: dict[str, Any], reason: str) -> None:
+    assert stop_of(end, 100)["stop_reason"] == reason

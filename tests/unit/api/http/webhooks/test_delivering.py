@@ -1,0 +1,215 @@
+"""Announced events reach their endpoints, at least once: api/http/webhooks/delivering.py."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from openai import OpenAI
+from redis import Redis
+from redis.asyncio import Redis as AsyncRedis
+
+from cellama.api.http.webhooks.delivering import AGAIN_S, AT_ONCE_TO_ONE, LEASE_BEYOND_S, Webhooks, wait_after
+from cellama.api.http.webhooks.ledger import DeliveryLedger
+from cellama.api.http.webhooks.sending import Outcome, Sender
+from cellama.api.webhooks import announce, announcement
+from cellama.api.webhooks.endpoint import Endpoint, new_id
+from cellama.api.webhooks.signing import new_secret
+from cellama.api.webhooks.store import EndpointStore
+from cellama.tasks.contract.keys import WEBHOOK_DUE_KEY, WEBHOOK_EVENTS_KEY, WEBHOOKS_KEY, webhook_delivery_key
+
+from .conftest import Receiver
+
+
+def register(redis: Redis, url: str, **fields: Any) -> Endpoint:
+    endpoint = Endpoint.model_validate({"id": new_id(), "url": url, "secret": new_secret(), **fields})
+    redis.hset(WEBHOOKS_KEY, endpoint.id, endpoint.model_dump_json(exclude_none=True))
+    return endpoint
+
+
+def with_webhooks(url: str, do: Callable[[Webhooks], Awaitable[Any]], *, private: bool = True) -> Any:
+    async def run() -> Any:
+        webhooks = Webhooks(AsyncRedis.from_url(url), Sender(10, private=private), 10)
+        try:
+            return await do(webhooks)
+        finally:
+            await webhooks.close()
+
+    return asyncio.run(run())
+
+
+async def once(webhooks: Webhooks) -> None:
+    await webhooks.look()
+    await webhooks.ended()
+
+
+def make_due(redis: Redis) -> None:
+    for delivery in redis.zrange(WEBHOOK_DUE_KEY, 0, -1):
+        redis.zadd(WEBHOOK_DUE_KEY, {delivery: 0})
+
+
+def left(redis: Redis) -> list[str]:
+    """Keys of what is under way."""
+    return [key.decode() for key in redis.keys("cellama:webhook:*") if redis.type(key) != b"stream"]
+
+
+def test_event_reaches_its_endpoint_signed(redis_url: str, receiver: Receiver) -> None:
+    with Redis.from_url(redis_url) as redis:
+        endpoint = register(redis, receiver.url)
+        register(redis, receiver.url, tenant="other")
+        announce(redis, "batch.completed", "batch_1", None)
+        with_webhooks(redis_url, once)
+        [(path, headers, body)] = receiver.calls
+        event = OpenAI(api_key="none").webhooks.unwrap(body, headers, secret=endpoint.secret)
+        assert (path, event.type, event.data.id, event.id) == (
+            "/hook?a=1", "batch.completed", "batch_1", headers["webhook-id"]
+        )  # fmt: skip
+        assert headers["host"] == receiver.url.split("/")[2]
+        assert not left(redis)
+        assert redis.xlen(WEBHOOK_EVENTS_KEY) == 0
+
+
+def test_announcement_holds_with_its_transaction(redis_url: str) -> None:
+    with Redis.from_url(redis_url) as redis:
+        with redis.pipeline() as pipe:
+            announce(pipe, "batch.failed", "batch_1", "acme")
+            assert redis.xlen(WEBHOOK_EVENTS_KEY) == 0
+            pipe.execute()
+        [(_, fields)] = redis.xrange(WEBHOOK_EVENTS_KEY)
+    assert {name.decode(): value.decode() for name, value in fields.items()} == announcement(
+        "batch.failed", "batch_1", "acme"
+    )
+    with pytest.raises(ValueError, match="not known"):
+        announcement("batch.begun", "batch_1", None)
+
+
+@pytest.mark.parametrize("answer", [(500, {}), (302, {"location": "http://127.0.0.1:1/"}), (404, {})])
+def test_failed_delivery_is_made_again_with_the_same_id(
+    redis_url: str, receiver: Receiver, answer: tuple[int, dict[str, str]]
+) -> None:
+    receiver.answers = [answer, (204, {})]
+    with Redis.from_url(redis_url) as redis:
+        register(redis, receiver.url)
+        announce(redis, "response.completed", "resp_1", None)
+        with_webhooks(redis_url, once)
+        [(_, due_at)] = redis.zrange(WEBHOOK_DUE_KEY, 0, -1, withscores=True)
+        assert 0 < due_at - time.time() <= AGAIN_S[0] * 1.1 + 1
+        with_webhooks(redis_url, once)
+        assert len(receiver.calls) == 1
+        make_due(redis)
+        with_webhooks(redis_url, once)
+        assert [headers["webhook-id"] for _, headers, _ in receiver.calls] == [receiver.calls[0][1]["webhook-id"]] * 2
+        assert receiver.calls[0][2] == receiver.calls[1][2]
+        assert not left(redis)
+
+
+def test_gateway_that_dies_leaves_its_delivery_to_others(redis_url: str, receiver: Receiver) -> None:
+    with Redis.from_url(redis_url) as redis:
+        register(redis, receiver.url)
+        announce(redis, "batch.expired", "batch_1", None)
+
+        async def take_and_die(webhooks: Webhooks) -> None:
+            await webhooks.look()  # close() cuts the attempt off
+
+        with_webhooks(redis_url, take_and_die)
+        [(delivery, ends_at)] = redis.zrange(WEBHOOK_DUE_KEY, 0, -1, withscores=True)
+        assert ends_at > time.time() + LEASE_BEYOND_S / 2
+        redis.zadd(WEBHOOK_DUE_KEY, {delivery: 0})
+        with_webhooks(redis_url, once)
+        assert not left(redis)
+        assert receiver.calls
+
+
+def test_who_lost_the_lease_settles_nothing(redis_url: str) -> None:
+    async def run() -> list[bool]:
+        async with AsyncRedis.from_url(redis_url) as redis:
+            one, other = DeliveryLedger(redis, "one"), DeliveryLedger(redis, "other")
+            endpoint = Endpoint(id=new_id(), url="https://example.org", secret=new_secret())
+            await EndpointStore(redis).write(endpoint)
+            await announce(redis, "batch.failed", "batch_1", None)
+            [(entry_id, fields)] = await one.announced()
+            await one.spread(entry_id, fields, [endpoint])
+            await other.spread(entry_id, fields, [endpoint])  # too late: the entry is gone
+            [first] = await one.take(9, 9, lease_s=-1)
+            [second] = await other.take(9, 9, lease_s=60)
+            assert second.attempts == first.attempts + 1
+            return [await one.settle(first), await other.settle(second)]
+
+    assert asyncio.run(run()) == [False, True]
+
+
+def test_endpoint_gets_a_bounded_number_at_once(redis_url: str) -> None:
+    async def run() -> list[int]:
+        async with AsyncRedis.from_url(redis_url) as redis:
+            ledger = DeliveryLedger(redis, "one")
+            busy, idle = (Endpoint(id=new_id(), url="https://example.org", secret=new_secret()) for _ in range(2))
+            for place in range(AT_ONCE_TO_ONE + 3):
+                await announce(redis, "batch.failed", f"batch_{place}", None)
+            for entry_id, fields in await ledger.announced():
+                await ledger.spread(entry_id, fields, [busy])
+            await announce(redis, "batch.failed", "batch_last", None)
+            for entry_id, fields in await ledger.announced():
+                await ledger.spread(entry_id, fields, [busy, idle])
+            taken = await ledger.take(99, AT_ONCE_TO_ONE, 60, {busy.id: 1})
+            return [sum(one.endpoint_id == endpoint.id for one in taken) for endpoint in (busy, idle)]
+
+    assert asyncio.run(run()) == [AT_ONCE_TO_ONE - 1, 1]
+
+
+def test_private_address_gets_nothing_unless_that_is_allowed(redis_url: str, receiver: Receiver) -> None:
+    with Redis.from_url(redis_url) as redis:
+        register(redis, receiver.url)
+        announce(redis, "batch.completed", "batch_1", None)
+        with_webhooks(redis_url, once, private=False)
+        assert not receiver.calls
+        assert left(redis)
+
+
+def test_endpoint_that_is_gone_hears_of_nothing_more(redis_url: str, receiver: Receiver) -> None:
+    receiver.answers = [(410, {})]
+    with Redis.from_url(redis_url) as redis:
+        endpoint = register(redis, receiver.url)
+        for number in range(2):
+            announce(redis, "batch.completed", f"batch_{number}", None)
+            with_webhooks(redis_url, once)
+        assert len(receiver.calls) == 1
+        assert json.loads(redis.hget(WEBHOOKS_KEY, endpoint.id) or "")["state"] == "off"
+        assert not left(redis)
+
+
+def test_entry_of_another_version_holds_nothing_up(redis_url: str, receiver: Receiver) -> None:
+    with Redis.from_url(redis_url) as redis:
+        register(redis, receiver.url)
+        for fields in ({"x": "y"}, {"heeded": "[]", "end": "no JSON"}, {"heeded": "[]", "end": "{}"}):
+            redis.xadd(WEBHOOK_EVENTS_KEY, fields)
+        announce(redis, "batch.completed", "batch_1", None)
+        with_webhooks(redis_url, once)
+        assert len(receiver.calls) == 1
+        assert redis.xlen(WEBHOOK_EVENTS_KEY) == 0
+
+
+def test_delivery_of_a_deleted_endpoint_goes(redis_url: str, receiver: Receiver) -> None:
+    receiver.answers = [(500, {})]
+    with Redis.from_url(redis_url) as redis:
+        register(redis, receiver.url)
+        announce(redis, "batch.completed", "batch_1", None)
+        with_webhooks(redis_url, once)
+        redis.delete(WEBHOOKS_KEY)
+        make_due(redis)
+        assert redis.keys(webhook_delivery_key("*"))
+        with_webhooks(redis_url, once)
+        assert not left(redis)
+
+
+def test_waits_grow_until_there_is_no_further_attempt() -> None:
+    failed = Outcome(500)
+    waits = [wait_after(attempt, failed) for attempt in range(1, len(AGAIN_S) + 2)]
+    assert waits[-1] is None
+    for wait_s, least in zip(waits, AGAIN_S, strict=False):
+        assert least <= (wait_s or 0) <= least * 1.1
+    assert wait_after(1, Outcome(429, retry_after_s=100)) == 100
+    assert wait_after(1, Outcome(204)) is None

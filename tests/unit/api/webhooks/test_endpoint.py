@@ -1,0 +1,48 @@
+"""What may be an endpoint: api/webhooks/endpoint.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from cellama.api.webhooks.endpoint import Endpoint, new_id
+from cellama.api.webhooks.signing import new_secret
+
+
+def endpoint(**fields: Any) -> Endpoint:
+    return Endpoint.model_validate({"id": new_id(), "url": "https://example.org/h", "secret": new_secret(), **fields})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"url": "ftp://example.org"},
+        {"url": "https://"},
+        {"url": "https://me:pw@example.org"},
+        {"url": "https://example.org/\r\nx: y"},
+        {"url": "https://exämple.org"},
+        {"url": "https://example.org:99999"},
+        {"url": "https://example.org/" + "x" * 2000},
+        {"events": ["batch.begun"]},
+        {"secret": "whsec_"},
+    ],
+)
+def test_wrong_endpoint_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        endpoint(**fields)
+
+
+def test_endpoint_hears_of_its_tenants_events_alone() -> None:
+    one = endpoint(tenant="acme", events=["batch.completed"])
+    assert one.wants("batch.completed", "acme")
+    assert not one.wants("batch.completed", "other")
+    assert not one.wants("batch.failed", "acme")
+    assert not one.model_copy(update={"state": "off"}).wants("batch.completed", "acme")
+    assert endpoint().wants("response.failed", "")
+
+
+def test_secret_is_in_no_repr() -> None:
+    one = endpoint()
+    assert one.secret not in repr(one)
