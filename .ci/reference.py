@@ -226,7 +226,10 @@ def include(path: str) -> str:
 
 def openai() -> str:
     """What becomes of OpenAI's parameters, by endpoint."""
-    tables = find("cellama.api.openai.parameters.PARAMETERS")
+    tables = {
+        **find("cellama.api.openai.parameters.PARAMETERS"),
+        "/v1/responses": find("cellama.api.openai.responses.parameters.RULES"),
+    }
     return "\n".join(
         f"`{url}`:\n\n"
         + table(

@@ -51,6 +51,7 @@ ROOMS = {
         "chaos": "workers killed or frozen, clocks apart, Redis restarted or rolled back, a job that kills",
         "chaos_sentinel": "the master of a Redis with sentinels killed, or its place handed over",
         "fuzz": "hostile and random payloads with good jobs beside them: who else feels them?",
+        "responses": "background responses that are read while gateway, worker and Redis end: what readers got",
         "storm": "a bulk run whose command and workers are killed while Redis restarts",
     },
     "kept": {

@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
-from uuid import UUID, uuid5
 
 from celery import Task, current_task, group, signals, states, uuid
 from celery.canvas import Signature
@@ -39,6 +38,7 @@ from cellama.tasks.contract.names import (
     DEFAULT_MODEL,
     PRIORITY_INTERACTIVE,
     SUBMITTED_AT_HEADER,
+    job_id_of_key,
     queue_name,
 )
 from cellama.tasks.contract.payloads import parse_job
@@ -53,7 +53,6 @@ _INTERVALS = ("interval_start", "interval_step", "interval_max")
 PROMPTS = ("messages", "system")  # parameters that are, or may be, given by name
 LIKE_OTHERS = {"task_id", "queue", "priority", "headers", "argsrepr", "kwargsrepr"}
 PUBLISHING = (signals.before_task_publish, signals.after_task_publish, signals.task_sent)
-IDEMPOTENCY = UUID("6d1f5a0e-3a0c-4b57-9d5a-5f0a1c7e2b44")  # the namespace of job ids that are made from keys
 
 
 class JobTask(Task):  # type: ignore[misc]
@@ -200,7 +199,7 @@ class JobTask(Task):  # type: ignore[misc]
         settle_options(self.app, options, job.model, job.priority if "priority" in kwargs else None)
         if options["priority"] is None:
             options["priority"] = job.priority
-        options.setdefault("task_id", uuid() if key is None else _id_of_key(self.name, scope, key))
+        options.setdefault("task_id", uuid() if key is None else job_id_of_key(self.name, scope, key))
         delay = delay_s(self.app, options)  # until then no caller waits for the job
         headers = options.get("headers") or {}
         options["headers"] = {SUBMITTED_AT_HEADER: time.time(), **headers}
@@ -270,11 +269,6 @@ class JobTask(Task):  # type: ignore[misc]
         streams = self.kind.streams and kwargs.get("stream", True) is not False
         result: Result = self.app.attempt(self, streams, lambda run: body(run, self._payload_here(args, kwargs)))
         return result
-
-
-def _id_of_key(task: str, scope: str, key: str) -> str:
-    """The id of the job that an idempotency key stands for: one for each task and scope."""
-    return str(uuid5(IDEMPOTENCY, json.dumps([task, scope, key])))
 
 
 def _written(call: Call, limit: int) -> str:

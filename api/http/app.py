@@ -20,14 +20,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cellama.config import Settings, get_settings
 from cellama.tasks.contract.errors import JobError
 
-from . import batches, completions, files, messages, metrics, models, tokens, vectors
+from . import batches, completions, files, messages, metrics, models, responses, tokens, vectors
 from .callers import Access, NoKeys
 from .counting import Counting
 from .errors import ApiError, of_job
 from .gateway import Gateway
 from .webhooks import webhooks_of
 
-ROOMS = (completions, messages, vectors, tokens, models, metrics, files, batches)
+ROOMS = (completions, responses, messages, vectors, tokens, models, metrics, files, batches)
 REQUEST_ID = "x-request-id"
 RATE_HEADERS = [f"x-ratelimit-{part}-{of}" for part in ("limit", "remaining", "reset") for of in ("requests", "tokens")]
 GONE = 499  # nginx's: the client did not wait for the answer

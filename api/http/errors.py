@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cellama.api.openai.bodies import in_openais_words
+from cellama.api.openai.parameters import Rule
 from cellama.tasks.contract.codes import meaning_of
 from cellama.tasks.contract.errors import InvalidJob, JobError
 from cellama.tasks.contract.valid_text import valid_text
@@ -79,8 +80,8 @@ def of_code(code: str, message: str, *, retryable: bool = False) -> ApiError:
     return ApiError(status, message, code=_CODES.get(code, code), retry_after_s=retry)
 
 
-def wrong(url: str, error: InvalidJob) -> ApiError:
+def wrong(url: str, error: InvalidJob, rules: Mapping[str, Rule] | None = None) -> ApiError:
     """What is wrong with the body that was sent to an endpoint, under OpenAI's names."""
-    message, param = in_openais_words(str(error), url)
+    message, param = in_openais_words(str(error), url, rules)
     found = re.match(r"body\.(\w+) is missing|(\w+) is ", message)
     return ApiError(400, message, param=param or (found and (found[1] or found[2])) or None)

@@ -8,10 +8,13 @@ from collections.abc import Coroutine
 from functools import cached_property
 from typing import Any
 
+from redis.asyncio import Redis
 from starlette.requests import Request
 
 from cellama.api.client.async_client import AsyncClient
+from cellama.api.client.core import CONNECT_TIMEOUT_S
 from cellama.config import Settings
+from cellama.tasks.connection.connections import connect_async
 from cellama.tasks.contract.errors import JobError
 
 from .callers import Access
@@ -31,6 +34,11 @@ class Gateway:
     @cached_property
     def client(self) -> AsyncClient:
         return AsyncClient(self.settings.redis_url)
+
+    @cached_property
+    def redis(self) -> Redis:
+        """For what gateways themselves keep."""
+        return connect_async(self.settings.redis_url, socket_connect_timeout=CONNECT_TIMEOUT_S)
 
     @cached_property
     def directory(self) -> Directory:
@@ -58,6 +66,8 @@ class Gateway:
         while self._afterwards:
             await asyncio.wait(self._afterwards)
         await self.access.close()
+        if "redis" in self.__dict__:
+            await self.redis.aclose()
         if "client" in self.__dict__:
             await self.client.close()
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from cellama.api.client.async_client import AsyncJob
 from cellama.tasks.contract.errors import InvalidJob, JobError
-from cellama.tasks.contract.events import Event
+from cellama.tasks.contract.events import Event, is_terminal
 from cellama.tasks.contract.shapes.results import Result
 
 from .asking import Asked
@@ -95,19 +95,25 @@ class Running:
 
     async def events(self, ping_s: float = math.inf) -> AsyncGenerator[Placed, None]:
         """The events of all jobs with their places, and pings. Raises ApiError when one of them fails."""
+        async with aclosing(self.told(ping_s)) as told:
+            async for place, event in told:
+                if event["type"] == "error":
+                    failure = of_code(event["code"], event["message"], retryable=event["retryable"])
+                    raise await self.failed(failure)
+                if event["type"] == "done" and event["finish_reason"] == "cancelled":
+                    raise ApiError(499, f"job {self.jobs[place].id} was cancelled", code="cancelled")
+                yield place, event
+
+    async def told(self, ping_s: float = math.inf) -> AsyncGenerator[Placed, None]:
+        """As `events`; a job's failure is an event like others."""
         streams = [job.stream(timeout=math.inf, ping=ping_s) for job in self.jobs]
         async with aclosing(_merged(streams)) as events:
             async for place, event in events:
                 self._seen[place] = event.get("seq", self._seen.get(place, -1))
-                if event["type"] == "error":
+                if is_terminal(event):
                     self._ended.add(place)
-                    failure = of_code(event["code"], event["message"], retryable=event["retryable"])
-                    raise await self.failed(failure)
                 if event["type"] == "done":
-                    self._ended.add(place)
                     self.usages[place] = event["usage"]
-                    if event["finish_reason"] == "cancelled":
-                        raise ApiError(499, f"job {self.jobs[place].id} was cancelled", code="cancelled")
                 yield place, event
 
     async def result(self, place: int = 0) -> Result:

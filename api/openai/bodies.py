@@ -151,12 +151,14 @@ _READERS: tuple[Callable[[dict[str, Any], Mapping[str, Any], str], None], ...] =
 )
 
 
-def in_openais_words(message: str, url: str) -> tuple[str, str | None]:
-    """What a payload says is wrong, under the name that the caller gave it; and that name."""
+def in_openais_words(message: str, url: str, rules: Mapping[str, Rule] | None = None) -> tuple[str, str | None]:
+    """What a payload says is wrong, under the name that the caller gave it; and that name. `rules` are those of an
+    endpoint that bulk runs don't know."""
     found = _OF_THE_JOB.match(message)
     if found is None:
         return message, None
-    rules = PARAMETERS.get(url, {})  # of an endpoint that is not OpenAI's the names are those of jobs
+    if rules is None:
+        rules = PARAMETERS.get(url, {})  # of an endpoint that is not OpenAI's the names are those of jobs
     own = {rule.to: name for name, rule in rules.items() if rule.to and rule.fate in ("renamed", "mapped")}
     if found[1] or found[2] in rules:
         return message, found[2]

@@ -40,6 +40,7 @@ cellama:heeded:{job_id}    string   what is announced with the end of that job; 
 cellama:webhook:events     stream   what was announced; until a gateway has made deliveries of it
 cellama:webhook:due        zset     deliveries by the time at which one is made, or its lease ends; gateways
 cellama:webhook:delivery:{id} hash  what is to be delivered, and how often that was tried; gateways; TTL
+cellama:response:{id}      string   what is known of a response beside its job (api/http/responses); gateways; TTL
 cellama:queue:{model}…     list     Celery's queues, one list per priority (names.py); `:default` is a model here
 cellama:kombu:unacked…     none     what kombu would keep of held messages under names that all Celery apps share; the
                                     ledger keeps it instead (tasks/broker/holding.py)
@@ -151,6 +152,10 @@ def heeded_key(job_id: str) -> str:
 
 def webhook_delivery_key(delivery_id: str) -> str:
     return f"cellama:webhook:delivery:{delivery_id}"
+
+
+def response_key(response_id: str) -> str:
+    return f"cellama:response:{response_id}"
 
 
 def waiting_key(queue: str) -> str:

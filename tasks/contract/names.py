@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from uuid import UUID, uuid5
+
 TASK_GENERATE = "cellama.generate"
 TASK_CHAT = "cellama.chat"
 TASK_PREFILL = "cellama.prefill"
@@ -24,6 +27,7 @@ WEIGHT_HEADER = "cellama_weight"  # so many jobs' worth of work is in a message;
 TOKEN_HEADER = "cellama_token"  # set by a worker: that it holds the message (tasks/broker/holding.py)
 SUBMITTED_AT_HEADER = "cellama_submitted_at"  # unix seconds, by the producer's clock; absent when that is plain Celery
 _QUEUE_PREFIX = "cellama:queue:"
+_OF_KEYS = UUID("6d1f5a0e-3a0c-4b57-9d5a-5f0a1c7e2b44")  # the namespace of job ids that are made from keys
 
 
 def queue_name(model_id: str) -> str:
@@ -59,3 +63,8 @@ def failure_key(model_id: str, adapter: str | None = None) -> str:
 def evicting_key(model_id: str) -> str:
     """What a worker's failures call the emptying of a model's cache."""
     return f"cache of {model_id!r}"
+
+
+def job_id_of_key(task: str, scope: str, key: str) -> str:
+    """The id of the job that an idempotency key stands for: one for each task and scope."""
+    return str(uuid5(_OF_KEYS, json.dumps([task, scope, key])))

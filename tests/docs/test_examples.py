@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from openai import OpenAI
 
 from cellama.api import Client
 from cellama.api.machine.redis_server import RedisServer, free_port
@@ -27,10 +28,11 @@ from cellama.tasks.connection.connections import connect
 from cellama.tasks.state.registry import live_workers
 
 from ..conftest import PATIENCE_S, WorkerProcess, clean_environment, paced, wait_until
+from ..gateways import GatewayProcess
 from .pages import DOCS, ROOT
 
 EXAMPLES = DOCS / "examples"
-TYPED = ["app", "sort_reviews", "api.views", "tasks", "config.celery", "config.settings", "config.urls"]
+TYPED = ["app", "write_story", "sort_reviews", "api.views", "tasks", "config.celery", "config.settings", "config.urls"]
 
 
 @contextlib.contextmanager
@@ -184,12 +186,32 @@ def test_several_machines_example_shares_the_queue_of_one_redis(tmp_path: Path) 
         assert done.stdout == "2\n", done.stderr
 
 
+def test_durable_responses_example_goes_on_after_it_was_killed(gateway: GatewayProcess, tmp_path: Path) -> None:
+    argv = [sys.executable, str(EXAMPLES / "durable_responses" / "write_story.py")]
+    environment = {"OPENAI_BASE_URL": f"{gateway.url}/v1", "STORY_TOKENS": "60", "STORY_STATE": str(tmp_path / "state")}
+    first = subprocess.Popen(argv, env=clean_environment(**environment), stdout=subprocess.PIPE, text=True)
+    assert first.stdout is not None
+    told = first.stdout.read(10)
+    first.kill()
+    told += first.communicate(timeout=PATIENCE_S)[0]
+    second = subprocess.run(
+        argv, env=clean_environment(**environment), capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert second.returncode == 0, second.stderr
+    with OpenAI(base_url=f"{gateway.url}/v1", api_key="none") as client:
+        whole = client.responses.create(
+            model="tiny", input="Tell me a story about a fox.", temperature=0, max_output_tokens=60
+        )
+    assert (told + second.stdout).strip().startswith(whole.output_text[:10].strip())
+    assert not (tmp_path / "state").exists()
+
+
 def test_types_of_the_examples_are_checked_strictly(tmp_path: Path) -> None:
     types = tmp_path / "cellama"
     types.mkdir()
     for folder in ("api", "config", "engine", "tasks"):
         (types / folder).symlink_to(ROOT / folder)
-    folders = [tmp_path, *(EXAMPLES / name for name in ("fastapi_sse", "bulk_run", "django_site"))]
+    folders = [tmp_path, *(EXAMPLES / name for name in ("fastapi_sse", "bulk_run", "django_site", "durable_responses"))]
     cache = ROOT / "build" / "types-of-examples"
     config = ["--config-file", str(ROOT / "pyproject.toml"), "--cache-dir", str(cache)]
     untyped = ["--allow-untyped-decorators", "--no-warn-unused-ignores"]  # those of Celery, and ours that ignore them

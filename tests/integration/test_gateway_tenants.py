@@ -210,3 +210,30 @@ def test_tier_of_a_key_is_that_of_its_requests_and_their_most_urgent(connect: Co
             model="tiny", messages=[{"role": "user", "content": "Hi"}], max_tokens=2, service_tier=tier
         )
         assert answer.service_tier == "flex"
+
+
+def test_response_of_another_tenant_is_not_there(connect: Connect) -> None:
+    mine, other = connect(), connect()
+    answer = mine.responses.create(model="tiny", input=STORY, max_output_tokens=4, background=True)
+    wait_until(lambda: mine.responses.retrieve(answer.id).status in ("completed", "incomplete"), "the response")
+    asked: list[Callable[[], Any]] = [
+        lambda: other.responses.retrieve(answer.id),
+        lambda: other.responses.retrieve(answer.id, stream=True),
+        lambda: other.responses.cancel(answer.id),
+        lambda: other.responses.delete(answer.id),
+        lambda: other.responses.input_items.list(answer.id),
+        lambda: other.responses.create(model="tiny", input=STORY, previous_response_id=answer.id),
+    ]
+    for ask in asked:
+        with pytest.raises(openai.NotFoundError):
+            ask()
+    assert mine.responses.retrieve(answer.id).id == answer.id
+
+
+def test_same_idempotency_key_of_two_tenants_is_two_responses(connect: Connect) -> None:
+    headers = {"Idempotency-Key": "same"}
+    ids = {
+        client.responses.create(model="tiny", input=STORY, max_output_tokens=4, extra_headers=headers).id
+        for client in (connect(), connect())
+    }
+    assert len(ids) == 2

@@ -1,0 +1,126 @@
+"""The endpoints of responses."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from cellama.api.http.asking import read
+from cellama.api.http.errors import ApiError
+from cellama.api.http.gateway import Gateway, gateway_of
+from cellama.api.openai.responses.parameters import RESPONSES
+from cellama.api.openai.responses.record import Record
+
+from .creating import answer
+from .paging import page_of
+from .records import Records, gone
+from .standing import end_of, look
+from .streaming import stream_of
+
+ONE = RESPONSES + "/{response_id}"
+
+
+async def create(request: Request) -> Response:
+    """POST /v1/responses"""
+    return await answer(await read(request))
+
+
+async def retrieve(request: Request) -> Response:
+    """GET /v1/responses/{id}, `?stream=true&starting_after=N`"""
+    gateway, record = await _named(request)
+    is_stream, after = _is_stream(request), _starting_after(request)
+    standing = await look(gateway, record)
+    if not is_stream:
+        if after is not None:
+            raise ApiError(400, "starting_after is given, and stream is not true; set it", param="starting_after")
+        return JSONResponse(standing.response)
+    if not standing.is_whole:
+        raise ApiError(
+            404,
+            f"the events of {record.id} are gone: they are kept for {gateway.settings.event_ttl_s} s after the end "
+            "(event_ttl_s); retrieve it without stream",
+            code="events_gone",
+            param="stream",
+        )
+    return stream_of(gateway, record, -1 if after is None else after)
+
+
+async def cancel(request: Request) -> Response:
+    """POST /v1/responses/{id}/cancel: of one that has ended nothing changes."""
+    gateway, record = await _named(request)
+    if not record.background:
+        raise ApiError(
+            400, f"{record.id} is no background response; close the connection of its request", param="response_id"
+        )
+    standing = await look(gateway, record)
+    if not standing.has_ended:
+        await gateway.client.cancel(record.job_id)
+        standing = await end_of(gateway, record)
+    return JSONResponse(standing.response)
+
+
+async def delete(request: Request) -> Response:
+    """DELETE /v1/responses/{id}: one that goes on is cancelled."""
+    gateway, record = await _named(request)
+    try:
+        standing = await look(gateway, record)
+        if not standing.has_ended:
+            await gateway.client.cancel(record.job_id)
+            standing = await end_of(gateway, record)
+        if not standing.has_ended:
+            raise ApiError(
+                503, f"{record.id} is cancelled, but has not ended yet; ask again", code="not_ended", retry_after_s=1.0
+            )
+    except ApiError as error:
+        if error.status != 404:  # else nothing is left but the record
+            raise
+    await Records(gateway).forget(record)
+    return JSONResponse({"id": record.id, "object": "response", "deleted": True})
+
+
+async def input_items(request: Request) -> Response:
+    """GET /v1/responses/{id}/input_items"""
+    gateway, record = await _named(request)
+    await look(gateway, record)
+    return JSONResponse(page_of(record.items, request.query_params))
+
+
+async def _named(request: Request) -> tuple[Gateway, Record]:
+    """The response that the path names. Raises ApiError (404) unless it is the caller's."""
+    gateway = gateway_of(request)
+    caller = await gateway.access.authenticate(request.headers)
+    response_id = request.path_params["response_id"]
+    record = await Records(gateway).read(response_id, caller)
+    if not caller.may_ask(record.shown["model"]):
+        raise gone(response_id)
+    return gateway, record
+
+
+def _is_stream(request: Request) -> bool:
+    wanted = request.query_params.get("stream", "false").lower()
+    if wanted not in ("true", "false", "1", "0"):
+        raise ApiError(400, f"stream is {wanted[:40]!r}; it must be true or false", param="stream")
+    return wanted in ("true", "1")
+
+
+def _starting_after(request: Request) -> int | None:
+    wanted = request.query_params.get("starting_after")
+    if wanted is None:
+        return None
+    if not (wanted.isascii() and wanted.isdecimal() and len(wanted) < 16):
+        raise ApiError(
+            400,
+            f"starting_after is {wanted[:40]!r}; it must be a sequence_number, 0 or above",
+            param="starting_after",
+        )
+    return int(wanted)
+
+
+ROUTES = (
+    Route(RESPONSES, create, methods=["POST"]),
+    Route(ONE, retrieve, methods=["GET"]),
+    Route(ONE, delete, methods=["DELETE"]),
+    Route(ONE + "/cancel", cancel, methods=["POST"]),
+    Route(ONE + "/input_items", input_items, methods=["GET"]),
+)

@@ -1,0 +1,91 @@
+"""What a body orders: the record of a response that is not there yet."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from cellama.api.http.asking import Asked, flag
+from cellama.api.http.callers import TIERS
+from cellama.api.http.errors import ApiError, wrong
+from cellama.api.openai.responses.bodies import params_of, shown_of, wants_encrypted
+from cellama.api.openai.responses.items import items_of
+from cellama.api.openai.responses.parameters import RESPONSES, RULES
+from cellama.api.openai.responses.record import Record
+from cellama.config import limits
+from cellama.tasks.contract.errors import InvalidJob
+from cellama.tasks.contract.names import DEFAULT_MODEL, TASK_CHAT, job_id_of_key
+from cellama.tasks.contract.shapes.workers import ModelView
+
+from .conversation import previous_of
+from .records import Records, digest_of, new_id
+
+PARTS_OF_LIMIT = 4  # of a key's tokens one response that does not say how much takes so much at most
+CHARS_PER_TOKEN = 4  # about
+LEAST_TOKENS = 16  # of a model that says nothing of its context
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A request for a response."""
+
+    record: Record
+    tier: str
+    is_stream: bool
+    num_tokens: int  # that it may read and generate, about
+
+
+async def order_of(asked: Asked, model: ModelView, records: Records) -> Order:
+    """The order of a body, but for what only a job's payload checks. Raises ApiError."""
+    body = {name: value for name, value in asked.body.items() if name != "cache_salt"}
+    is_stream, background = flag(body, "stream"), flag(body, "background")
+    store, tier = flag(body, "store", default=True), asked.tier()
+    if background and not store:
+        raise ApiError(400, "background is true, and store false; what goes on must be stored", param="background")
+    if body.get("input") is None:
+        raise ApiError(400, "input is missing; send a text or a list of items", param="input")
+    try:
+        params, shown = params_of(body), shown_of(body)
+        response_id = new_id(asked.idempotency_key)
+        items, shows_signatures = items_of(body["input"], response_id), wants_encrypted(body)
+    except InvalidJob as error:
+        raise wrong(RESPONSES, error, RULES) from None
+    previous, scope = await previous_of(asked, records), asked.scope()
+    params |= {"stream": is_stream or background, "priority": TIERS[tier]} | ({"cache_scope": scope} if scope else {})
+    num_read = 0 if previous is None else previous.standing.response["usage"]["total_tokens"]
+    params.setdefault("max_tokens", _most_tokens(asked, model, params))
+    name = DEFAULT_MODEL if body["model"] == DEFAULT_MODEL else model["id"]
+    record = Record(
+        id=response_id,
+        job_id=job_id_of_key(TASK_CHAT, scope, response_id),
+        digest=digest_of(asked.body),
+        created_at=int(time.time()),
+        model=name,
+        items=items,
+        params=params,
+        shown={**shown, "model": model["id"], "service_tier": tier},
+        previous=None if previous is None else previous.record.id,
+        parent_key=None if previous is None else previous.key_for(name, params, shown["instructions"], items),
+        background=background,
+        store=store,
+        shows_signatures=shows_signatures,
+    )
+    wanted = params["max_tokens"] if type(params["max_tokens"]) is int else LEAST_TOKENS
+    return Order(record, tier, is_stream, num_read + len(str(items)) // CHARS_PER_TOKEN + max(1, wanted))
+
+
+def refused(error: InvalidJob) -> ApiError:
+    """What the payload of the job says is wrong. It calls things by names that a body may not have itself."""
+    return wrong(RESPONSES, error, {name: rule for name, rule in RULES.items() if rule.fate != "refused"})
+
+
+def _most_tokens(asked: Asked, model: ModelView, params: dict[str, Any]) -> int:
+    """Where the body says nothing: what the context has room for, as far as logprobs and the caller's limit allow."""
+    top, limit = params.get("logprobs"), asked.caller.max_tokens
+    most = model.get("ctx_per_slot") or LEAST_TOKENS
+    if type(top) is int and top >= 0:
+        most = min(most, limits.MAX_REPORTED // (top + 1))
+    if limit is not None:
+        most = min(most, limit // PARTS_OF_LIMIT)
+    return max(1, min(most, limits.MAX_COUNT))

@@ -1,0 +1,81 @@
+"""The records of responses, in Redis."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import uuid
+
+from cellama.api.http.callers import Caller
+from cellama.api.http.errors import ApiError
+from cellama.api.http.gateway import Gateway
+from cellama.api.http.keys.owners import Owners
+from cellama.api.openai.responses.record import Record
+from cellama.tasks.connection.redis_errors import reaching_redis
+from cellama.tasks.contract.keys import journal_key, response_key, result_key
+
+_ID = re.compile(r"resp_[0-9a-f]{32}")
+OWNED_S = 3600  # an owner outlives the record: without one it would be anybody's
+
+
+def new_id(key: str | None) -> str:
+    """A new id, or the one that an idempotency key of a tenant stands for."""
+    if key is None:
+        return f"resp_{uuid.uuid4().hex}"
+    return f"resp_{hashlib.sha256(key.encode()).hexdigest()[:32]}"
+
+
+def digest_of(body: object) -> str:
+    """Of a body, whatever the order of its members."""
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+class Records:
+    """Methods raise ApiError, RedisUnreachable, RedisRefused."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._redis = gateway.redis
+        self._owners = Owners(gateway.redis)
+        self._ttl_s = gateway.settings.journal_ttl_s + gateway.settings.result_ttl_s
+
+    async def create(self, record: Record, caller: Caller) -> Record:
+        """The record is there before its job is. Of an id that is there already, for the same body, the first one."""
+        await self._owners.claim(record.id, caller, self._ttl_s + OWNED_S)
+        with reaching_redis():
+            if await self._redis.set(response_key(record.id), record.to_json(), nx=True, ex=self._ttl_s):
+                return record
+            found = await self._redis.get(response_key(record.id))
+        if found is None:  # it expired between the two
+            return await self.create(record, caller)
+        first = Record.of_json(found)
+        if first.digest != record.digest:
+            raise ApiError(
+                409,
+                "this Idempotency-Key was used for another body; send a new key with a new body",
+                code="idempotency_key_reused",
+                param="Idempotency-Key",
+            )
+        return first
+
+    async def read(self, response_id: str, caller: Caller) -> Record:
+        """Raises ApiError (404) for what is not there, not stored, or another tenant's."""
+        if _ID.fullmatch(response_id):
+            await self._owners.check(response_id, caller, "response")
+            with reaching_redis():
+                found = await self._redis.get(response_key(response_id))
+            if found is not None and (record := Record.of_json(found)).store:
+                return record
+        raise gone(response_id)
+
+    async def forget(self, record: Record) -> None:
+        """Takes away all that is told of the response. Its job must have ended."""
+        with reaching_redis():
+            await self._redis.delete(response_key(record.id), journal_key(record.job_id), result_key(record.job_id))
+        await self._owners.forget(record.id)
+
+
+def gone(response_id: str) -> ApiError:
+    """What is not there, or not any more."""
+    shown = response_id[:64]
+    return ApiError(404, f"there is no response {shown!r}, or not any more", code="not_found", param="response_id")

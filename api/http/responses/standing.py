@@ -1,0 +1,93 @@
+"""How far a response is, by what Redis has of its job."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cellama.api.http.gateway import Gateway
+from cellama.api.http.running import CANCELLED_S, RESULT_S
+from cellama.api.openai.responses.events import Fold, cancelled, journal_of_result
+from cellama.api.openai.responses.record import Record
+from cellama.tasks.connection.redis_errors import reaching_redis
+from cellama.tasks.contract.errors import InvalidJob, JobCancelled, JobError, JobFailed
+from cellama.tasks.contract.events import EVENT_FIELD, TERMINAL_TYPES
+from cellama.tasks.contract.keys import job_key, journal_key, result_key
+
+from .records import gone
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """`response` is the object. Of one that has ended `finish_key` names its context, if it has one; `is_whole` says
+    whether its events are there, to be streamed."""
+
+    response: dict[str, Any]
+    has_ended: bool = False
+    finish_key: str | None = None
+    is_whole: bool = True
+
+
+async def look(gateway: Gateway, record: Record) -> Standing:
+    """Raises ApiError (404) when nothing of the job is left."""
+    journal = journal_key(record.job_id)
+    with reaching_redis():
+        pipe = gateway.redis.pipeline(transaction=False)
+        pipe.xrevrange(journal, count=1)
+        pipe.exists(job_key(record.job_id))
+        pipe.exists(result_key(record.job_id))
+        last, is_known, has_result = await pipe.execute()
+    fold = Fold(record)
+    if last:
+        event = _event_of(last[0])
+        if event["type"] not in TERMINAL_TYPES:
+            fold.of({"type": "started"})
+            return Standing(fold.response())
+        events = await _journal(gateway, record)
+        if events and events[0]["seq"] == 0 and events[-1]["type"] in TERMINAL_TYPES:
+            return _ended(fold, events)
+    if has_result or last:
+        return _ended(fold, await _result(gateway, record), is_whole=False)
+    if is_known:
+        return Standing(fold.response())
+    raise gone(record.id)
+
+
+async def end_of(gateway: Gateway, record: Record, timeout_s: float = CANCELLED_S) -> Standing:
+    """How it stands when its job has ended, or after so long."""
+    with contextlib.suppress(TimeoutError, JobError):  # what is wrong with the stream, a look tells better
+        async with asyncio.timeout(timeout_s):
+            async for _ in gateway.client.stream(record.job_id, timeout=timeout_s):
+                pass
+    return await look(gateway, record)
+
+
+def _ended(fold: Fold, events: list[Mapping[str, Any]], *, is_whole: bool = True) -> Standing:
+    for event in events:
+        fold.of(event)
+    return Standing(fold.response(), True, events[-1].get("finish_key"), is_whole)
+
+
+async def _journal(gateway: Gateway, record: Record) -> list[Mapping[str, Any]]:
+    with reaching_redis():
+        return list(map(_event_of, await gateway.redis.xrange(journal_key(record.job_id))))
+
+
+async def _result(gateway: Gateway, record: Record) -> list[Mapping[str, Any]]:
+    """A journal that comes to the same as the one that is gone. Raises JobError for what is no end of the job."""
+    try:
+        result: Any = await gateway.client.job(record.job_id).result(RESULT_S)
+    except JobCancelled:
+        return list(cancelled())
+    except (JobFailed, InvalidJob) as error:
+        return [{"type": "error", "code": error.code, "message": str(error), "retryable": error.retryable}]
+    return list(journal_of_result(result))
+
+
+def _event_of(entry: Any) -> Any:
+    _, fields = entry
+    return json.loads(fields[EVENT_FIELD.encode()])

@@ -1,0 +1,167 @@
+"""Bodies of `/v1/responses` → parameters of chats, and what their answers repeat. Raises InvalidJob."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from cellama.tasks.contract.errors import InvalidJob
+from cellama.tasks.contract.json_values import shorten
+
+from .parameters import INCLUDABLE, RULES
+
+MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512  # as OpenAI's; the last two in characters
+_LOGPROBS, _ENCRYPTED = INCLUDABLE
+
+
+def params_of(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters of the chat, without its messages, its model and what only the gateway knows."""
+    given = {name: value for name, value in body.items() if value is not None}
+    params: dict[str, Any] = {}
+    for name, value in given.items():
+        rule = RULES.get(name)
+        if rule is None or rule.fate == "as it is":
+            params[name] = value
+        elif rule.fate == "renamed":
+            params[rule.to] = value
+        elif rule.fate == "refused" and not any(value == ok and type(value) is type(ok) for ok in rule.harmless):
+            raise InvalidJob(f"{name} is {shorten(value)}: {rule.note}; leave it out")
+    params.pop("model", None)
+    _take_text(params, given)
+    _take_reasoning(params, given)
+    _take_tools(params, given)
+    _take_logprobs(params, given)
+    return params
+
+
+def shown_of(body: Mapping[str, Any]) -> dict[str, Any]:
+    """What the answer repeats of the body, with OpenAI's defaults where nothing is said."""
+    reasoning, text = _object(body, "reasoning"), _object(body, "text")
+    parallel = body.get("parallel_tool_calls")
+    return {
+        "instructions": _instructions(body),
+        "max_output_tokens": body.get("max_output_tokens"),
+        "metadata": _metadata(body.get("metadata")),
+        "parallel_tool_calls": True if parallel is None else parallel,
+        "previous_response_id": body.get("previous_response_id"),
+        "reasoning": {"effort": reasoning.get("effort"), "summary": None},
+        "temperature": body.get("temperature"),
+        "text": {"format": text.get("format") or {"type": "text"}},
+        "tool_choice": body.get("tool_choice") or "auto",
+        "tools": [_shown_tool(tool) for tool in _functions(body)],
+        "top_logprobs": body.get("top_logprobs") or 0,
+        "top_p": body.get("top_p"),
+        "truncation": "disabled",
+        **{name: body[name] for name in ("user", "safety_identifier", "prompt_cache_key") if body.get(name)},
+    }
+
+
+def wants_encrypted(body: Mapping[str, Any]) -> bool:
+    """Whether thoughts are shown with their signature, so that they can be sent back."""
+    return _ENCRYPTED in _include(body)
+
+
+def _include(body: Mapping[str, Any]) -> list[str]:
+    include = body.get("include") or []
+    if not isinstance(include, list) or not all(isinstance(name, str) for name in include):
+        raise InvalidJob(f"include is {shorten(include)}; it must be a list of names")
+    return include
+
+
+def _instructions(body: Mapping[str, Any]) -> str | None:
+    instructions = body.get("instructions")
+    if instructions is not None and not isinstance(instructions, str):
+        raise InvalidJob(f"instructions is {shorten(instructions)}; it must be a text")
+    return instructions
+
+
+def _metadata(given: Any) -> dict[str, str]:
+    if given is None:
+        return {}
+    if not isinstance(given, dict) or len(given) > MAX_METADATA:
+        raise InvalidJob(f"metadata is {shorten(given)}; it must be an object of up to {MAX_METADATA} texts")
+    for name, value in given.items():
+        if len(name) > MAX_METADATA_KEY or not isinstance(value, str) or len(value) > MAX_METADATA_VALUE:
+            raise InvalidJob(
+                f"metadata is {shorten({name: value})}: names have up to {MAX_METADATA_KEY} characters, values are "
+                f"texts of up to {MAX_METADATA_VALUE}"
+            )
+    return given
+
+
+def _object(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = body.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise InvalidJob(f"{name} is {shorten(value)}; it must be an object")
+    return value or {}
+
+
+def _take_text(params: dict[str, Any], given: Mapping[str, Any]) -> None:
+    wanted = _object(given, "text").get("format")
+    kind = wanted.get("type") if isinstance(wanted, dict) else wanted
+    if kind in (None, "text"):
+        return
+    if "json_schema" in params or "grammar" in params:
+        raise InvalidJob(f"text is {shorten(given['text'])}: a grammar or json_schema is given, too; leave one out")
+    if kind == "json_object":
+        params["json_schema"] = {"type": "object"}
+    elif kind == "json_schema" and "schema" in wanted:
+        params["json_schema"] = wanted["schema"]
+    else:
+        raise InvalidJob(
+            f"text is {shorten(given['text'])}; its format must be of type text, json_object or json_schema, the last "
+            "one with a schema"
+        )
+
+
+def _take_reasoning(params: dict[str, Any], given: Mapping[str, Any]) -> None:
+    effort = _object(given, "reasoning").get("effort")
+    if effort is None:
+        return
+    if not isinstance(effort, str):
+        raise InvalidJob(f"reasoning is {shorten(given['reasoning'])}; its effort must be a text such as none or high")
+    arguments = params.get("template_args", {})
+    if isinstance(arguments, dict):  # else the payload says what is wrong
+        params["template_args"] = {"reasoning_effort": effort, **arguments}
+    if effort == "none":
+        params.setdefault("enable_thinking", False)
+
+
+def _take_tools(params: dict[str, Any], given: Mapping[str, Any]) -> None:
+    functions, choice = _functions(given), given.get("tool_choice")
+    if functions:
+        names = ("name", "description", "parameters", "strict")
+        params["tools"] = [
+            {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}
+            for tool in functions
+        ]
+    if isinstance(choice, str):
+        params["tool_choice"] = choice
+    elif isinstance(choice, dict) and choice.get("type") == "function":
+        params["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
+    elif choice is not None:
+        raise InvalidJob(
+            f"tool_choice is {shorten(choice)}; it must be auto, none, required, or an object of type function with a "
+            "name; to allow some tools, send only those"
+        )
+    if not functions and params.get("tool_choice") in ("auto", "none"):
+        del params["tool_choice"]  # the tools it is about were skipped
+
+
+def _functions(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The tools that a model here can call. A client sends others, too, and does without them."""
+    tools = body.get("tools") or []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise InvalidJob(f"tools is {shorten(tools)}; it must be a list of objects")
+    return [tool for tool in tools if tool.get("type") == "function"]
+
+
+def _shown_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    names = ("name", "description", "parameters", "strict")
+    return {"type": "function", **{name: tool.get(name) for name in names}}
+
+
+def _take_logprobs(params: dict[str, Any], given: Mapping[str, Any]) -> None:
+    top = given.get("top_logprobs")
+    if top is not None or _LOGPROBS in _include(given):
+        params["logprobs"] = 0 if top is None else top

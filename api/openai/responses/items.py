@@ -1,0 +1,157 @@
+"""Items of a conversation → messages of a chat, and their form in lists. Raises InvalidJob."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cellama.tasks.contract.errors import InvalidJob
+from cellama.tasks.contract.json_values import shorten
+
+_ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+_TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+_UNREADABLE = ("input_image", "input_file", "input_audio")
+_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+
+
+def items_of(given: Any, response_id: str) -> list[dict[str, Any]]:
+    """The items of an `input`, each with an id. Those of types that are not known are left out."""
+    if isinstance(given, str):
+        given = [{"role": "user", "content": given}]
+    if not isinstance(given, list):
+        raise InvalidJob(f"input is {shorten(given)}; it must be a text or a list of items")
+    items = [_item(place, item, response_id) for place, item in enumerate(given)]
+    known = [item for item in items if item is not None]
+    if not known:
+        raise InvalidJob("input is without a message; send a text, or items of type message or function_call_output")
+    return known
+
+
+def _item(place: int, item: Any, response_id: str) -> dict[str, Any] | None:
+    where = f"input[{place}]"
+    if not isinstance(item, dict):
+        raise InvalidJob(f"{where} is {shorten(item)}; it must be an object")
+    kind = item.get("type") or "message"
+    if kind not in _PREFIXES:
+        if not isinstance(kind, str):
+            raise InvalidJob(f"{where}.type is {shorten(kind)}; it must be a text")
+        return None
+    given = item.get("id")
+    own = {"id": given if isinstance(given, str) and given else f"{_PREFIXES[kind]}_{response_id[5:]}_{place}"}
+    return own | {"type": kind} | _READERS[kind](where, item)
+
+
+def _read_message(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
+    role = item.get("role")
+    if not isinstance(role, str) or role not in _ROLES:
+        raise InvalidJob(f"{where}.role is {shorten(role)}; known: {', '.join(_ROLES)}")
+    kind = "output_text" if role == "assistant" else "input_text"
+    extra = {"annotations": []} if role == "assistant" else {}
+    texts = _texts(f"{where}.content", item.get("content"))
+    return {"status": "completed", "role": role, "content": [{"type": kind, "text": text, **extra} for text in texts]}
+
+
+def _read_call(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _text(where, item, name) for name in ("call_id", "name", "arguments")} | {"status": "completed"}
+
+
+def _read_output(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
+    output = "".join(_texts(f"{where}.output", item.get("output")))
+    return {"call_id": _text(where, item, "call_id"), "output": output, "status": "completed"}
+
+
+def _read_reasoning(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
+    """With a signature (`encrypted_content`) if it has one; a summary is not what the model thought."""
+    texts = _texts(f"{where}.content", item["content"]) if item.get("content") else []
+    signature = (
+        {} if item.get("encrypted_content") is None else {"encrypted_content": _text(where, item, "encrypted_content")}
+    )
+    return {"summary": [], "content": [{"type": "reasoning_text", "text": text} for text in texts], **signature}
+
+
+_READERS = {
+    "message": _read_message,
+    "function_call": _read_call,
+    "function_call_output": _read_output,
+    "reasoning": _read_reasoning,
+}
+
+
+def _text(where: str, item: Mapping[str, Any], name: str) -> str:
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise InvalidJob(f"{where}.{name} is {shorten(value)}; it must be a text")
+    return value
+
+
+def _texts(where: str, content: Any) -> list[str]:
+    """The texts of a content: a text, or parts. A refusal is what the model has said."""
+    if isinstance(content, str):
+        return [content]
+    if not isinstance(content, list):
+        raise InvalidJob(f"{where} is {shorten(content)}; it must be a text or a list of parts")
+    return [_part(f"{where}[{place}]", part) for place, part in enumerate(content)]
+
+
+def _part(where: str, part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind in _TEXTS:
+        return _text(where, part, "text")
+    if kind == "refusal":
+        return _text(where, part, "refusal")
+    if kind in _UNREADABLE:
+        raise InvalidJob(f"{where}.type is {kind!r}: models read text only; images, audio and files can't be sent")
+    raise InvalidJob(f"{where} is {shorten(part)}; its type must be input_text or output_text")
+
+
+def messages_of(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The turns of a chat. Thoughts, text and calls that follow each other are one turn of the assistant."""
+    messages: list[dict[str, Any]] = []
+    turn: dict[str, Any] | None = None  # the assistant's, as long as it is not over
+    for item in items:
+        is_answer = item["type"] == "function_call_output"
+        if is_answer or item.get("role", "assistant") != "assistant":
+            turn = None
+            messages.append(_answer(item) if is_answer else _said(item))
+            continue
+        if turn is None or _begins_anew(turn, item):
+            turn = {"role": "assistant"}
+            messages.append(turn)
+        _add(turn, item)
+    return [message for message in messages if len(message) > 1 and _is_whole(message)]
+
+
+def _answer(item: Mapping[str, Any]) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]}
+
+
+def _said(item: Mapping[str, Any]) -> dict[str, Any]:
+    return {"role": _ROLES[item["role"]], "content": _joined(item)}
+
+
+def _joined(item: Mapping[str, Any]) -> str:
+    return "".join(part["text"] for part in item["content"])
+
+
+def _begins_anew(turn: Mapping[str, Any], item: Mapping[str, Any]) -> bool:
+    """Thoughts begin a turn, and after text or calls there is no more text."""
+    if item["type"] == "reasoning":
+        return len(turn) > 1
+    return item["type"] == "message" and ("content" in turn or "tool_calls" in turn)
+
+
+def _add(turn: dict[str, Any], item: Mapping[str, Any]) -> None:
+    if item["type"] == "message":
+        turn["content"] = _joined(item)
+    elif item["type"] == "function_call":
+        function = {"name": item["name"], "arguments": item["arguments"]}
+        turn.setdefault("tool_calls", []).append({"id": item["call_id"], "type": "function", "function": function})
+    elif item["content"]:
+        turn["reasoning"] = _joined(item)
+        if signature := item.get("encrypted_content"):
+            turn["signature"] = signature
+
+
+def _is_whole(message: Mapping[str, Any]) -> bool:
+    """Thoughts without an answer are no turn."""
+    return "content" in message or "tool_calls" in message

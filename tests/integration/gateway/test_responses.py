@@ -1,0 +1,226 @@
+"""/v1/responses as OpenAI's client speaks it, unmodified, on a real gateway and worker."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import openai as errors
+import pytest
+from openai import OpenAI
+from pydantic import BaseModel, Field
+from redis import Redis
+
+from cellama.api.client.client import Client
+from cellama.tasks.contract.keys import journal_key, response_key
+
+from ...conftest import WorkerProcess, wait_until
+from ...gateways import GatewayProcess
+
+FUNCTION: Any = {
+    "type": "function",
+    "name": "get_weather",
+    "description": "The weather in a city",
+    "strict": True,
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 20}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+}
+ASKED: Any = {
+    "model": "tiny",
+    "input": "What is the capital of France?",
+    "temperature": 0,
+    "max_output_tokens": 12,
+}
+LONG: Any = {**ASKED, "max_output_tokens": 1900, "extra_body": {"ignore_eos": True}}
+
+
+class City(BaseModel):
+    name: str = Field(max_length=12)
+    is_large: bool
+
+
+def events_of(stream: Any) -> list[dict[str, Any]]:
+    return [event.to_dict() for event in stream]
+
+
+def test_response_answers_as_a_chat_does_and_is_kept(openai: OpenAI, queue: Client) -> None:
+    answer = openai.responses.create(**ASKED, metadata={"a": "b"}, instructions="Be brief")
+    messages: Any = [{"role": "system", "content": "Be brief"}, {"role": "user", "content": ASKED["input"]}]
+    job = queue.chat("tiny", messages, temperature=0, max_tokens=12).result(60)
+    assert answer.output_text == job["text"]
+    assert (answer.status, answer.model, answer.metadata) == ("completed", "tiny", {"a": "b"})
+    assert answer.usage is not None
+    assert answer.usage.output_tokens == job["usage"]["completion_tokens"]
+    assert openai.responses.retrieve(answer.id) == answer
+    (item,) = openai.responses.input_items.list(answer.id)
+    assert item.to_dict()["content"] == [{"type": "input_text", "text": ASKED["input"]}]
+
+
+def test_stream_is_the_same_when_it_is_read_again_from_anywhere(openai: OpenAI) -> None:
+    told = events_of(openai.responses.create(**ASKED, stream=True))
+    assert [event["sequence_number"] for event in told] == list(range(len(told)))
+    response_id = told[0]["response"]["id"]
+    assert told[-1]["response"] == openai.responses.retrieve(response_id).to_dict()
+    assert events_of(openai.responses.retrieve(response_id, stream=True)) == told
+    for after in (0, 3, len(told) - 2, len(told) + 5):
+        rest = events_of(openai.responses.retrieve(response_id, stream=True, starting_after=after))
+        assert rest == told[after + 1 :]
+
+
+def test_background_response_goes_on_alone(openai: OpenAI) -> None:
+    begun = openai.responses.create(**ASKED, background=True)
+    assert begun.status in ("queued", "in_progress", "completed")
+    wait_until(lambda: openai.responses.retrieve(begun.id).status == "completed", "the response")
+    told = events_of(openai.responses.retrieve(begun.id, stream=True))
+    assert [event["type"] for event in told[:3]] == ["response.created", "response.queued", "response.in_progress"]
+    text = "".join(event["delta"] for event in told if event["type"] == "response.output_text.delta")
+    assert text == openai.responses.create(**ASKED).output_text
+
+
+def test_reader_that_left_goes_on_after_what_it_had_read(openai: OpenAI, worker: WorkerProcess) -> None:
+    read: list[dict[str, Any]] = []
+    with worker.slowed():
+        with openai.responses.create(**{**LONG, "max_output_tokens": 60}, background=True, stream=True) as stream:
+            for event in stream:
+                read.append(event.to_dict())
+                if len(read) == 12:
+                    break
+        response_id, last = read[0]["response"]["id"], read[-1]["sequence_number"]
+    read += events_of(openai.responses.retrieve(response_id, stream=True, starting_after=last))
+    assert read == events_of(openai.responses.retrieve(response_id, stream=True))
+    assert read[-1]["response"]["status"] == "incomplete"
+
+
+def test_response_is_cancelled_and_stays_so(openai: OpenAI, worker: WorkerProcess) -> None:
+    with worker.slowed():
+        begun = openai.responses.create(**LONG, background=True)
+        wait_until(lambda: openai.responses.retrieve(begun.id).status == "in_progress", "its begin")
+        ended = openai.responses.cancel(begun.id)
+    assert ended.status == "cancelled"
+    assert openai.responses.cancel(begun.id) == ended == openai.responses.retrieve(begun.id)
+    assert events_of(openai.responses.retrieve(begun.id, stream=True))[-1]["type"] == "response.cancelled"
+    whole = openai.responses.create(**ASKED)
+    with pytest.raises(errors.BadRequestError, match="no background response"):
+        openai.responses.cancel(whole.id)
+
+
+def test_response_that_is_deleted_is_gone(openai: OpenAI, redis_client: Redis) -> None:
+    answer = openai.responses.create(**ASKED)
+    openai.responses.delete(answer.id)
+    for ask in (openai.responses.retrieve, openai.responses.delete, openai.responses.input_items.list):
+        with pytest.raises(errors.NotFoundError):
+            ask(answer.id)
+    assert not redis_client.exists(response_key(answer.id))
+
+
+def test_response_that_is_not_stored_can_not_be_asked_for(openai: OpenAI) -> None:
+    answer = openai.responses.create(**ASKED, store=False)
+    assert answer.store is False  # type: ignore[attr-defined]
+    with pytest.raises(errors.NotFoundError):
+        openai.responses.retrieve(answer.id)
+    with pytest.raises(errors.BadRequestError, match="must be stored"):
+        openai.responses.create(**ASKED, store=False, background=True)
+
+
+def test_conversation_goes_on_with_its_context(openai: OpenAI) -> None:
+    first = openai.responses.create(**ASKED)
+    second = openai.responses.create(**{**ASKED, "input": "And of Norway?"}, previous_response_id=first.id)
+    assert first.usage is not None
+    assert second.usage is not None
+    assert second.usage.input_tokens > first.usage.total_tokens - 2
+    assert second.usage.input_tokens_details.cached_tokens > 0
+    assert second.previous_response_id == first.id
+
+
+def test_other_instructions_hold_for_one_response(openai: OpenAI) -> None:
+    first = openai.responses.create(**ASKED, instructions="Speak like a fox")
+    asked = {**ASKED, "input": "And of Norway?", "previous_response_id": first.id}
+    second = openai.responses.create(**asked, instructions="Be brief")
+    turns: Any = [
+        {"role": "user", "content": ASKED["input"]},
+        *(item.to_dict() for item in first.output),
+        {"role": "user", "content": "And of Norway?"},
+    ]
+    sent = openai.responses.create(**{**ASKED, "input": turns}, instructions="Be brief")
+    assert second.output_text == sent.output_text
+    assert second.usage is not None
+    assert sent.usage is not None
+    assert second.usage.input_tokens == sent.usage.input_tokens
+
+
+def test_tool_is_called_and_its_answer_read(openai: OpenAI) -> None:
+    tools: Any = [FUNCTION, {"type": "web_search"}]
+    forced: Any = {"type": "function", "name": "get_weather"}
+    asked: Any = {**ASKED, "input": "Weather in Paris?", "tools": tools, "max_output_tokens": 80}
+    first = openai.responses.create(**asked, tool_choice=forced)
+    call: Any = first.output[-1]
+    assert (call.type, call.name, set(json.loads(call.arguments))) == ("function_call", "get_weather", {"city"})
+    assert [tool.type for tool in first.tools] == ["function"]
+    told = events_of(openai.responses.create(**asked, tool_choice=forced, stream=True))
+    spelled = "".join(e["delta"] for e in told if e["type"] == "response.function_call_arguments.delta")
+    assert spelled == call.arguments
+    output: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}]
+    more = openai.responses.create(**{**asked, "input": output}, previous_response_id=first.id)
+    turns: Any = [{"role": "user", "content": "Weather in Paris?"}, call.to_dict(), *output]
+    sent = openai.responses.create(**{**asked, "input": turns})
+    assert more.status in ("completed", "incomplete")
+    assert sent.status in ("completed", "incomplete")
+
+
+def test_structured_output_is_parsed(openai: OpenAI) -> None:
+    asked = {**ASKED, "max_output_tokens": 60}
+    parsed = openai.responses.parse(**asked, text_format=City).output_parsed
+    assert isinstance(parsed, City)
+    with openai.responses.stream(**asked, text_format=City) as stream:
+        final = stream.get_final_response()
+    assert final.output_parsed == parsed
+
+
+def test_same_key_is_the_same_response(openai: OpenAI, redis_client: Redis) -> None:
+    headers = {"Idempotency-Key": "order-17"}
+    first = openai.responses.create(**ASKED, extra_headers=headers)
+    assert openai.responses.create(**ASKED, extra_headers=headers) == first
+    record: Any = redis_client.get(response_key(first.id))
+    redis_client.delete(journal_key(json.loads(record)["job_id"]))  # as event_ttl_s after its end
+    again = openai.responses.create(**ASKED, extra_headers=headers)
+    assert (again.id, again.output, again.created_at) == (first.id, first.output, first.created_at)
+    with pytest.raises(errors.ConflictError):
+        openai.responses.create(**{**ASKED, "input": "Hi"}, extra_headers=headers)
+    with pytest.raises(errors.NotFoundError, match="event_ttl_s"):
+        openai.responses.retrieve(first.id, stream=True)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param"),
+    [
+        ({"input": None}, "input"),
+        ({"max_output_tokens": "many"}, "max_output_tokens"),
+        ({"temperature": -1}, "temperature"),
+        ({"previous_response_id": "resp_x"}, "previous_response_id"),
+        ({"previous_response_id": 7}, "previous_response_id"),
+        ({"background": 1}, "background"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"colour": "red"}, "colour"),
+    ],
+)
+def test_wrong_parameters_are_named(gateway: GatewayProcess, wrong: dict[str, Any], param: str) -> None:
+    answer = httpx.post(f"{gateway.url}/v1/responses", json={**ASKED, **wrong})
+    assert answer.status_code in (400, 404), answer.text
+    assert answer.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize("path", ["?stream=maybe", "?stream=true&starting_after=-1", "?starting_after=1"])
+def test_wrong_questions_are_refused(gateway: GatewayProcess, openai: OpenAI, path: str) -> None:
+    answer = openai.responses.create(**ASKED)
+    assert httpx.get(f"{gateway.url}/v1/responses/{answer.id}{path}").status_code == 400
+
+
+@pytest.mark.parametrize("name", ["resp_x", "resp_" + "0" * 32, "..", "resp_" + "A" * 32, "x" * 5000])
+def test_ids_that_are_none_are_not_found(gateway: GatewayProcess, name: str) -> None:
+    for ask in (httpx.get, httpx.delete):
+        assert ask(f"{gateway.url}/v1/responses/{name}").status_code == 404

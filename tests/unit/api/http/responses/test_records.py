@@ -1,0 +1,155 @@
+"""Records of responses in Redis, and how far a response is: api/http/responses/."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+from redis import Redis
+
+from cellama.api.http.callers import Caller, NoKeys
+from cellama.api.http.errors import ApiError
+from cellama.api.http.gateway import Gateway
+from cellama.api.http.responses.records import Records, new_id
+from cellama.api.http.responses.standing import look
+from cellama.api.http.responses.streaming import frames
+from cellama.api.machine.redis_server import RedisServer
+from cellama.api.openai.responses.record import Record
+from cellama.config import Settings
+from cellama.tasks.contract.errors import StreamTrimmed
+from cellama.tasks.contract.keys import job_key, journal_key, owner_key, response_key, stream_id
+
+from ...openai.responses.journals import ID, JOURNALS, record
+
+ACME, OTHER = Caller("acme"), Caller("other")
+Ask = Callable[[Gateway], Awaitable[Any]]
+
+
+@pytest.fixture
+def redis(redis_server: RedisServer) -> Iterator[Redis]:
+    with Redis.from_url(redis_server.url.removesuffix("/0") + "/6") as redis:
+        redis.flushdb()
+        yield redis
+        redis.flushdb()
+
+
+@pytest.fixture
+def run(redis_server: RedisServer, redis: Redis) -> Callable[[Ask], Any]:
+    def run(ask: Ask) -> Any:
+        async def with_gateway() -> Any:
+            gateway = Gateway(Settings(redis_url=redis_server.url.removesuffix("/0") + "/6"), NoKeys())
+            try:
+                return await ask(gateway)
+            finally:
+                await gateway.close()
+
+        return asyncio.run(with_gateway())
+
+    return run
+
+
+def write(redis: Redis, journal: Any, first: int = 0) -> None:
+    for seq, event in enumerate(journal, first):
+        redis.xadd(journal_key("j"), {"event": json.dumps({"seq": seq, **event})}, id=stream_id(seq))
+
+
+def status_of(raised: pytest.ExceptionInfo[ApiError]) -> int:
+    return raised.value.status
+
+
+def test_record_is_the_first_one_and_expires(run: Any, redis: Redis) -> None:
+    async def ask(gateway: Gateway) -> None:
+        records = Records(gateway)
+        first = await records.create(record(digest="a"), ACME)
+        assert await records.create(record(digest="a", created_at=2000), ACME) == first
+        assert await records.read(ID, ACME) == first
+        with pytest.raises(ApiError) as raised:
+            await records.create(record(digest="b"), ACME)
+        assert status_of(raised) == 409
+
+    run(ask)
+    assert 0 < redis.ttl(response_key(ID)) < redis.ttl(owner_key(ID))  # type: ignore[operator]
+
+
+def test_record_of_others_or_not_stored_or_forgotten_is_not_there(run: Any, redis: Redis) -> None:
+    async def ask(gateway: Gateway) -> None:
+        records = Records(gateway)
+        await records.create(record(), ACME)
+        told = []
+        for caller, name in ((OTHER, ID), (Caller(), ID), (ACME, "resp_x"), (ACME, new_id(None))):
+            with pytest.raises(ApiError) as raised:
+                await records.read(name, caller)
+            told.append(status_of(raised))
+        assert told == [404] * 4
+        await records.forget(record())
+        await records.create(record(store=False), ACME)
+        with pytest.raises(ApiError):
+            await records.read(ID, ACME)
+
+    run(ask)
+
+
+def test_same_key_of_a_tenant_is_the_same_id() -> None:
+    assert new_id("k") == new_id("k") != new_id("l")
+    assert new_id(None) != new_id(None)
+
+
+def test_record_of_a_newer_gateway_is_read() -> None:
+    text = json.dumps({**json.loads(record().to_json()), "colour": "red"})
+    assert Record.of_json(text) == record()
+
+
+@pytest.mark.parametrize("name", JOURNALS)
+def test_status_is_that_of_the_journal(run: Any, redis: Redis, name: str) -> None:
+    journal = JOURNALS[name]
+    with pytest.raises(ApiError) as raised:
+        run(lambda gateway: look(gateway, record()))
+    assert status_of(raised) == 404
+    redis.hset(job_key("j"), "state", "waiting")
+    assert run(lambda gateway: look(gateway, record(background=True))).response["status"] == "queued"
+    write(redis, journal[:-1])
+    if journal[:-1]:
+        going_on = run(lambda gateway: look(gateway, record(background=True)))
+        assert (going_on.response["status"], going_on.has_ended) == ("in_progress", False)
+    write(redis, journal[-1:], len(journal) - 1)
+    standing = run(lambda gateway: look(gateway, record(background=True)))
+    assert standing.has_ended
+    assert standing.is_whole
+    assert standing.finish_key == journal[-1].get("finish_key")
+
+
+async def _told(journal: Any, error: Exception | None = None) -> AsyncGenerator[Mapping[str, Any], None]:
+    for event in journal:
+        yield event
+    if error is not None:
+        raise error
+
+
+def read(journal: Any, after: int = -1, error: Exception | None = None) -> bytes:
+    async def all_of() -> bytes:
+        return b"".join([frame async for frame in frames(record(), _told(journal, error), after)])
+
+    return asyncio.run(all_of())
+
+
+def test_frames_after_a_number_are_the_rest_of_all() -> None:
+    whole = read(JOURNALS["thoughts"])
+    parts = whole.split(b"\n\n")[:-1]
+    for after in range(len(parts)):
+        rest = b"".join(part + b"\n\n" for part in parts[after + 1 :])
+        assert read(JOURNALS["thoughts"], after) == rest
+    assert parts[0].startswith(b"event: response.created\ndata: {")
+
+
+def test_stream_that_can_not_be_read_on_ends_with_an_error_without_a_number() -> None:
+    last = read(JOURNALS["text"][:2], error=StreamTrimmed("gone")).split(b"\n\n")[-2]
+    told = json.loads(last.removeprefix(b"data: "))
+    assert "sequence_number" not in told
+    assert told["error"]["code"] == "stream_trimmed"
+
+
+def test_pings_are_comments() -> None:
+    assert b": keep-alive" in read([{"type": "ping"}, *JOURNALS["text"]])

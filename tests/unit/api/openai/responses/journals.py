@@ -1,0 +1,52 @@
+"""Journals of jobs, as workers write them, and the record of a response."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cellama.api.openai.responses.bodies import shown_of
+from cellama.api.openai.responses.record import Record
+from cellama.tasks.contract import events
+from cellama.tasks.contract.shapes.results import usage_of
+
+CALL: Any = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+PROB: Any = {"token": 1, "logprob": -0.5, "top": [], "text": "Hi", "top_texts": []}
+STARTED = events.started("tiny", 3, "w", 7)
+ID = "resp_" + "0" * 32
+
+
+def done(reason: Any = "stop", **details: Any) -> Any:
+    usage = usage_of(prompt_tokens=3, completion_tokens=4)
+    return events.done(reason, usage, timings={"duration_ms": 2500.0}, finish_key="k", **details)
+
+
+THOUGHTS = (events.reasoning("Hm", [1]), events.reasoning(", so", [2, 3]), events.reasoning_end("sig", [4]))
+TEXT = (events.token("Hi", [5], logprobs=[PROB]), events.token("", [6]), events.token(" there", [7]))
+JOURNALS: dict[str, tuple[Any, ...]] = {
+    "text": (STARTED, *TEXT, done()),
+    "thoughts": (STARTED, *THOUGHTS, *TEXT, done()),
+    "calls": (STARTED, *THOUGHTS, done(tool_calls=[CALL, {**CALL, "id": "c2"}])),
+    "text and call": (STARTED, *TEXT, done(tool_calls=[CALL])),
+    "nothing": (STARTED, done()),
+    "cut off": (STARTED, *TEXT, done("length")),
+    "out of time": (done("timeout"),),
+    "cut off in thought": (STARTED, *THOUGHTS[:2], done("length")),
+    "cancelled": (STARTED, *TEXT[:1], done("cancelled")),
+    "failed": (STARTED, *TEXT[:1], events.error("internal", "no more memory")),
+    "failed at once": (events.error("prompt_too_long", "9 tokens"),),
+}
+
+
+def record(**fields: Any) -> Record:
+    body = {"model": "tiny", "input": "Hello", "metadata": {"a": "b"}, **fields.pop("body", {})}
+    given: dict[str, Any] = {
+        "job_id": "j",
+        "digest": "",
+        "created_at": 1000,
+        "model": "tiny",
+        "items": [],
+        "params": {},
+    }
+    return Record(
+        **{"id": ID, "shown": {**shown_of(body), "model": "tiny", "service_tier": "default"}, **given, **fields}
+    )

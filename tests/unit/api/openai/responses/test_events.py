@@ -1,0 +1,136 @@
+"""Journals become typed, numbered events, the same from wherever they are read: api/openai/responses/events.py."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from cellama.api.openai.responses.events import Fold, journal_of_result
+from cellama.api.openai.responses.record import Record
+
+from .journals import CALL, ID, JOURNALS, STARTED, TEXT, THOUGHTS, done, record
+
+OPENAIS: TypeAdapter[Any] = TypeAdapter(get_args(ResponseStreamEvent)[0])
+
+
+def fold(journal: Any, of: Record | None = None) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    folding = Fold(of or record())
+    told = folding.begin()
+    for event in journal:
+        told += folding.of(event)
+    return told, folding.response()
+
+
+def types(told: list[dict[str, Any]]) -> list[str]:
+    return [event["type"].removeprefix("response.") for event in told]
+
+
+@pytest.mark.parametrize("name", JOURNALS)
+@pytest.mark.parametrize("background", [False, True])
+def test_events_are_numbered_and_are_openais(name: str, background: bool) -> None:
+    told, response = fold(JOURNALS[name], record(background=background))
+    assert [event["sequence_number"] for event in told] == list(range(len(told)))
+    assert told[-1]["response"] == response
+    for event in told:
+        if event["type"] != "response.cancelled":  # which the client has no class for
+            assert OPENAIS.validate_python(event).type == event["type"]
+    Response.model_validate(response)
+
+
+@pytest.mark.parametrize("name", JOURNALS)
+def test_deltas_and_items_spell_the_object(name: str) -> None:
+    told, response = fold(JOURNALS[name], record(background=True))
+    items = [event["item"] for event in told if event["type"] == "response.output_item.done"]
+    assert items == response["output"]
+    for place, item in enumerate(items):
+        deltas = "".join(e["delta"] for e in told if e["type"].endswith(".delta") and e["output_index"] == place)
+        said = item["arguments"] if item["type"] == "function_call" else "".join(p["text"] for p in item["content"])
+        assert deltas == said
+    assert len({item["id"] for item in items}) == len(items)
+
+
+@given(st.sampled_from(sorted(JOURNALS)), st.integers(-1, 40), st.integers(0, 12))
+def test_stream_that_is_read_again_goes_on_where_it_was_left(name: str, after: int, cut: int) -> None:
+    """A reader that has read up to `after` of what one gateway told of a part of the journal, asks another one."""
+    part, _ = fold(JOURNALS[name][:cut])
+    whole, _ = fold(JOURNALS[name], Record.of_json(record().to_json()))
+    read = [event for event in part if event["sequence_number"] <= after]
+    last = read[-1]["sequence_number"] if read else -1
+    assert read + [event for event in whole if event["sequence_number"] > last] == whole
+
+
+def test_order_of_events_is_openais() -> None:
+    told, _ = fold((STARTED, *THOUGHTS, *TEXT, done(tool_calls=[CALL])))
+    thoughts = ["reasoning_text.delta"] * 2 + ["reasoning_text.done", "content_part.done", "output_item.done"]
+    text = ["output_text.delta"] * 2 + ["output_text.done", "content_part.done", "output_item.done"]
+    call = ["function_call_arguments.delta", "function_call_arguments.done", "output_item.done"]
+    begins = ["output_item.added", "content_part.added"]
+    expected = ["created", "in_progress", *begins, *thoughts, *begins, *text, "output_item.added", *call, "completed"]
+    assert types(told) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "details"),
+    [
+        ("text", "completed", None),
+        ("cut off", "incomplete", {"reason": "max_output_tokens"}),
+        ("out of time", "incomplete", {"reason": "max_output_tokens"}),
+        ("cancelled", "cancelled", None),
+        ("failed", "failed", None),
+    ],
+)
+def test_status_is_that_of_the_end(name: str, status: str, details: Any) -> None:
+    told, response = fold(JOURNALS[name])
+    assert (response["status"], response["incomplete_details"]) == (status, details)
+    assert types(told)[-1] == status
+    assert response["completed_at"] == (1002 if status == "completed" else None)
+    assert (response["error"] is None) == (status != "failed")
+    cut = [item["status"] for item in response["output"]]
+    assert cut == ([] if name == "out of time" else ["completed" if status == "completed" else "incomplete"])
+
+
+def test_usage_counts_thoughts() -> None:
+    usage = fold(JOURNALS["thoughts"])[1]["usage"]
+    assert (usage["input_tokens"], usage["output_tokens"], usage["total_tokens"]) == (3, 4, 7)
+    assert usage["output_tokens_details"] == {"reasoning_tokens": 4}
+
+
+@pytest.mark.parametrize("name", ["text", "thoughts", "calls", "text and call", "nothing", "cut off"])
+def test_object_is_the_same_when_only_the_result_is_left(name: str) -> None:
+    result = result_of(JOURNALS[name])
+    _, whole = fold(JOURNALS[name], record(params={"logprobs": 0}, shows_signatures=True))
+    _, rest = fold(journal_of_result(result), record(params={"logprobs": 0}, shows_signatures=True))
+    for response in (whole, rest):
+        response["usage"].pop("output_tokens_details")
+    assert rest == whole
+
+
+def test_signatures_are_shown_to_who_asks_for_them() -> None:
+    for shown in (True, False):
+        _, response = fold(JOURNALS["thoughts"], record(shows_signatures=shown))
+        assert response["output"][0].get("encrypted_content") == ("sig" if shown else None)
+
+
+def test_logprobs_are_those_of_the_text() -> None:
+    told, response = fold(JOURNALS["text"], record(params={"logprobs": 0}))
+    assert [entry["token"] for event in told if "delta" in event for entry in event["logprobs"]] == ["Hi"]
+    assert response["output"][0]["content"][0]["logprobs"][0]["logprob"] == -0.5
+    assert response["id"] == ID
+
+
+def result_of(journal: Any) -> dict[str, Any]:
+    """The result that a worker makes of the same output."""
+    end, message = journal[-1], {"role": "assistant"}
+    of = {kind: "".join(e["text"] for e in journal if e["type"] == kind) for kind in ("token", "reasoning")}
+    message["content"] = of["token"]
+    if of["reasoning"]:
+        message |= {"reasoning": of["reasoning"], "signature": "sig"}
+    calls = {"tool_calls": end["tool_calls"]} if "tool_calls" in end else {}
+    probs = [entry for event in journal for entry in event.get("logprobs", ())]
+    rest = {name: end[name] for name in ("finish_reason", "usage", "timings", "finish_key")}
+    return {"message": {**message, **calls}, **rest, **({"logprobs": probs} if probs else {})}

@@ -1,0 +1,150 @@
+"""Items become messages, bodies parameters: api/openai/responses/items.py, bodies.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cellama.api.openai.responses.bodies import params_of, shown_of, wants_encrypted
+from cellama.api.openai.responses.items import items_of, messages_of
+from cellama.tasks.contract.errors import InvalidJob
+from cellama.tasks.contract.kinds import KINDS
+
+from .journals import ID
+
+FUNCTION: Any = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}
+
+
+def messages(given: Any) -> list[dict[str, Any]]:
+    return messages_of(items_of(given, ID))
+
+
+def test_text_is_a_users_message() -> None:
+    assert messages("Hi") == [{"role": "user", "content": "Hi"}]
+    assert items_of("Hi", ID)[0]["id"] == f"msg_{'0' * 32}_0"
+
+
+def test_round_trip_of_tools_is_one_turn_and_answers() -> None:
+    given = [
+        {"role": "developer", "content": "Be brief"},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Weather?"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm"}]}
+        | {"encrypted_content": "sig"},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look"}]},
+        {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"},
+        {"type": "function_call", "call_id": "c2", "name": "f", "arguments": "{}"},
+        {"type": "web_search_call", "id": "ws_1", "status": "completed"},
+        {"type": "function_call_output", "call_id": "c1", "output": "sun"},
+        {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "rain"}]},
+    ]
+    told = messages(given)
+    assert [message["role"] for message in told] == ["system", "user", "assistant", "tool", "tool"]
+    assert {name: told[2][name] for name in ("content", "reasoning", "signature")} == {
+        "content": "I look",
+        "reasoning": "Hm",
+        "signature": "sig",
+    }
+    assert [call["id"] for call in told[2]["tool_calls"]] == ["c1", "c2"]
+    assert [(m["tool_call_id"], m["content"]) for m in told[3:]] == [("c1", "sun"), ("c2", "rain")]
+
+
+def test_thoughts_without_text_or_answer_are_no_turn() -> None:
+    hidden = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "s"}], "encrypted_content": "x"}
+    assert messages([hidden, {"role": "user", "content": "Hi"}]) == [{"role": "user", "content": "Hi"}]
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (7, "input is 7"),
+        ([], "input is without a message"),
+        ([7], "input[0] is 7"),
+        ([{"type": 7}], "input[0].type is 7"),
+        ([{"type": "web_search_call"}], "input is without a message"),
+        ([{"role": "robot", "content": ""}], "input[0].role is 'robot'"),
+        ([{"role": ["user"], "content": ""}], "input[0].role is"),
+        ([{"role": "user"}], "input[0].content is None"),
+        ([{"role": "user", "content": [{"type": "input_image"}]}], "models read text only"),
+        ([{"role": "user", "content": [{"type": ["x"]}]}], "input[0].content[0] is"),
+        ([{"role": "user", "content": [{"type": "input_text", "text": 1}]}], "input[0].content[0].text is 1"),
+        ([{"type": "function_call", "call_id": "c", "name": "f"}], "input[0].arguments is None"),
+        ([{"type": "function_call_output", "call_id": "c"}], "input[0].output is None"),
+        ([{"type": "reasoning", "encrypted_content": 7}], "input[0].encrypted_content is 7"),
+    ],
+)
+def test_wrong_items_are_named(given: Any, told: str) -> None:
+    with pytest.raises(InvalidJob) as raised:
+        items_of(given, ID)
+    assert told in str(raised.value)
+
+
+def test_body_becomes_parameters_of_a_chat() -> None:
+    params = params_of(
+        {
+            "model": "tiny",
+            "input": "Hi",
+            "max_output_tokens": 5,
+            "top_k": 3,
+            "temperature": 0,
+            "text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "object"}}, "verbosity": "low"},
+            "reasoning": {"effort": "none", "summary": "auto"},
+            "tools": [FUNCTION, {"type": "web_search"}, {"type": "mcp", "server_label": "x"}],
+            "tool_choice": {"type": "function", "name": "f"},
+            "include": ["message.output_text.logprobs", "file_search_call.results"],
+            "truncation": "disabled",
+        }
+    )
+    assert params.pop("tools")[0]["function"] == {name: FUNCTION[name] for name in ("name", "parameters", "strict")}
+    assert params == {
+        "max_tokens": 5,
+        "top_k": 3,
+        "temperature": 0,
+        "json_schema": {"type": "object"},
+        "template_args": {"reasoning_effort": "none"},
+        "enable_thinking": False,
+        "tool_choice": {"type": "function", "function": {"name": "f"}},
+        "logprobs": 0,
+    }
+    kind = next(kind for kind in KINDS.values() if kind.payload.__name__ == "ChatJob")
+    assert set(params) <= set(kind.payload.model_fields)
+
+
+def test_choice_of_tools_that_were_skipped_is_none() -> None:
+    assert params_of({"tools": [{"type": "web_search"}], "tool_choice": "auto"}) == {}
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ({"truncation": "auto"}, "truncation is 'auto'"),
+        ({"conversation": "c"}, "use `previous_response_id`"),
+        ({"n": 2}, "n is 2"),
+        ({"n": True}, "n is True"),
+        ({"priority": 0}, "use `service_tier`"),
+        ({"text": 7}, "text is 7"),
+        ({"text": {"format": {"type": "xml"}}}, "its format must be"),
+        ({"text": {"format": "json"}}, "its format must be"),
+        ({"text": {"format": {"type": "json_object"}}, "grammar": "root ::= x"}, "leave one out"),
+        ({"reasoning": {"effort": 3}}, "its effort must be"),
+        ({"tools": [7]}, "tools is [7]"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "send only those"),
+        ({"include": "x"}, "include is 'x'"),
+        ({"include": [7]}, "include is [7]"),
+        ({"metadata": {"a": 1}}, "metadata is"),
+        ({"metadata": {str(n): "" for n in range(17)}}, "up to 16"),
+        ({"instructions": ["x"]}, "instructions is"),
+    ],
+)
+def test_wrong_bodies_are_refused_with_a_name(body: dict[str, Any], told: str) -> None:
+    with pytest.raises(InvalidJob) as raised:
+        (params_of(body), shown_of(body))
+    assert told in str(raised.value)
+
+
+def test_answer_repeats_the_body_with_defaults() -> None:
+    shown = shown_of({"model": "m", "tools": [FUNCTION], "metadata": {"a": "b"}, "parallel_tool_calls": False})
+    assert shown["tools"] == [{**FUNCTION, "description": None}]
+    assert (shown["metadata"], shown["parallel_tool_calls"], shown["tool_choice"]) == ({"a": "b"}, False, "auto")
+    assert shown["text"] == {"format": {"type": "text"}}
+    assert wants_encrypted({"include": ["reasoning.encrypted_content"]})
