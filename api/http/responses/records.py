@@ -16,7 +16,7 @@ from cellama.tasks.connection.redis_errors import reaching_redis
 from cellama.tasks.contract.keys import journal_key, response_key, result_key
 
 _ID = re.compile(r"resp_[0-9a-f]{32}")
-OWNED_S = 3600  # an owner outlives the record: without one it would be anybody's
+OWNED_S = 3600  # an owner outlives the record: without one it would be of all who have no tenant
 
 
 def new_id(key: str | None) -> str:

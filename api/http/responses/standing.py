@@ -74,7 +74,8 @@ def _ended(fold: Fold, events: list[Mapping[str, Any]], *, is_whole: bool = True
 
 async def _journal(gateway: Gateway, record: Record) -> list[Mapping[str, Any]]:
     with reaching_redis():
-        return list(map(_event_of, await gateway.redis.xrange(journal_key(record.job_id))))
+        entries: Any = await gateway.redis.xrange(journal_key(record.job_id))
+    return list(map(_event_of, entries))
 
 
 async def _result(gateway: Gateway, record: Record) -> list[Mapping[str, Any]]:

@@ -97,7 +97,7 @@ def _object(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _take_text(params: dict[str, Any], given: Mapping[str, Any]) -> None:
-    wanted = _object(given, "text").get("format")
+    wanted: Any = _object(given, "text").get("format")
     kind = wanted.get("type") if isinstance(wanted, dict) else wanted
     if kind in (None, "text"):
         return

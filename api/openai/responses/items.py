@@ -46,7 +46,7 @@ def _read_message(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(role, str) or role not in _ROLES:
         raise InvalidJob(f"{where}.role is {shorten(role)}; known: {', '.join(_ROLES)}")
     kind = "output_text" if role == "assistant" else "input_text"
-    extra = {"annotations": []} if role == "assistant" else {}
+    extra: dict[str, Any] = {"annotations": []} if role == "assistant" else {}
     texts = _texts(f"{where}.content", item.get("content"))
     return {"status": "completed", "role": role, "content": [{"type": kind, "text": text, **extra} for text in texts]}
 

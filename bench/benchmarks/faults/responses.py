@@ -146,12 +146,16 @@ def _run(service: Service, gateway: _Gateway, args: argparse.Namespace) -> dict[
     }
 
 
+def _wait_for_events(readers: list[_Reader], least: int) -> None:
+    wait_until(lambda: sum(len(reader.events) for reader in readers) >= least, f"{least} events")
+
+
 def _end_things(service: Service, gateway: _Gateway, readers: list[_Reader], args: argparse.Namespace) -> None:
     """One after another, each when readers have come a step further, so that all of it falls into the midst."""
     chosen, num_troubles = random.Random(args.seed), 3 * args.rounds
     for number in range(1, num_troubles + 1):
         least = args.responses * args.new * number // (num_troubles + 1)
-        wait_until(lambda least=least: sum(len(reader.events) for reader in readers) >= least, f"{least} events")
+        _wait_for_events(readers, least)
         if number % 3 == 1:
             gateway.kill()
             gateway.start()
