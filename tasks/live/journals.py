@@ -11,7 +11,7 @@ from typing import Any
 from redis.asyncio import Redis
 
 from cellama.tasks.contract.keys import job_key, journal_key
-from cellama.tasks.state.reader import PAGE
+from cellama.tasks.state.reader import PAGE, has_events
 
 LOOKS = 32  # per round trip: of that many readers the replies are in memory at once
 
@@ -32,7 +32,7 @@ class Journals:
         self._task: asyncio.Task[None] | None = None
 
     async def look(self, job_id: str, start: str) -> tuple[list[Any], bool]:
-        """Up to PAGE entries from this id on, and whether there is a sign of the job. Raises RedisError."""
+        """Up to PAGE entries from this id on, and whether the job has events, or will have. Raises RedisError."""
         look = _Look(job_id, start, asyncio.get_running_loop().create_future())
         self._looks.append(look)
         if self._task is None:
@@ -69,15 +69,17 @@ class Journals:
         pipe = self._redis.pipeline(transaction=False)
         for look in page:
             pipe.xrange(journal_key(look.job_id), min=look.start, count=PAGE)
-            pipe.exists(journal_key(look.job_id), job_key(look.job_id))
+            pipe.exists(journal_key(look.job_id))
+            pipe.hget(job_key(look.job_id), "state")
         try:
             replies = await pipe.execute(raise_on_error=False)
         except Exception as error:  # the readers', whatever it is
-            replies = [error] * (2 * len(page))
-        for look, entries, known in zip(page, replies[::2], replies[1::2], strict=True):
+            replies = [error] * (3 * len(page))
+        for look, *told in zip(page, replies[::3], replies[1::3], replies[2::3], strict=True):
             if look.answer.done():
                 continue
-            if failures := [reply for reply in (entries, known) if isinstance(reply, Exception)]:
+            if failures := [reply for reply in told if isinstance(reply, Exception)]:
                 look.answer.set_exception(failures[0])
             else:
-                look.answer.set_result((entries, bool(known)))
+                entries, has_journal, state = told
+                look.answer.set_result((entries, has_events(bool(has_journal), state)))

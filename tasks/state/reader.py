@@ -118,6 +118,11 @@ def _sum_of(event: Event) -> int:
     return zlib.crc32(repr([event.get(name) for name in TOLD]).encode())
 
 
+def has_events(has_journal: bool, state: bytes | str | None) -> bool:
+    """Whether a job has, or will have, events: the entry of one that has ended may outlive its journal."""
+    return has_journal or state not in (None, b"done", "done")
+
+
 class Patience:
     """How long to wait for the next message, when to tell the caller that it goes on, and when to give up.
 
@@ -196,8 +201,8 @@ def stream_events(
                 entries: Any = redis.xrange(journal_key(job_id), min=cursor.journal_start, count=PAGE)
                 new = cursor.from_journal(entries)
                 if not new and not patience.is_known:
-                    known: Any = redis.exists(journal_key(job_id), job_key(job_id))
-                    patience.is_known = bool(known)
+                    state: Any = redis.hget(job_key(job_id), "state")
+                    patience.is_known = has_events(bool(redis.exists(journal_key(job_id))), state)
             else:
                 message = pubsub.get_message(timeout=patience.wait_s())
                 new = cursor.from_message(message) if message or patience.is_look_due() else []

@@ -38,9 +38,9 @@ async def look(gateway: Gateway, record: Record) -> Standing:
     with reaching_redis():
         pipe = gateway.redis.pipeline(transaction=False)
         pipe.xrevrange(journal, count=1)
-        pipe.exists(job_key(record.job_id))
-        pipe.exists(result_key(record.job_id))
-        last, is_known, has_result = await pipe.execute()
+        pipe.hget(job_key(record.job_id), "state")
+        pipe.exists(result_key(record.job_id))  # before the end it is Celery's word that the job has begun
+        last, state, has_result = await pipe.execute()
     fold = Fold(record)
     if last:
         event = _event_of(last[0])
@@ -50,10 +50,10 @@ async def look(gateway: Gateway, record: Record) -> Standing:
         events = await _journal(gateway, record)
         if events and events[0]["seq"] == 0 and events[-1]["type"] in TERMINAL_TYPES:
             return _ended(fold, events)
+    if not last and state not in (None, b"done"):
+        return Standing(fold.response())
     if has_result or last:
         return _ended(fold, await _result(gateway, record), is_whole=False)
-    if is_known:
-        return Standing(fold.response())
     raise gone(record.id)
 
 

@@ -180,6 +180,9 @@ def test_stream_of_an_unknown_job_says_so(monkeypatch: pytest.MonkeyPatch) -> No
     async def body(server: Server) -> None:
         with pytest.raises(UnknownJob, match="there is no job j"):
             await seqs(server.streams.events(JOB))
+        await server.redis.hset(job_key(JOB), "state", "done")  # kept for its idempotency key, its events are not
+        with pytest.raises(UnknownJob, match="not any more"):
+            await seqs(server.streams.events(JOB))
 
     monkeypatch.setattr(reader, "UNKNOWN_S", 0.01)
     monkeypatch.setattr(reader, "QUIET_S", 0.01)

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cellama.tasks.contract.errors import JobTimeout, StreamTrimmed
+from cellama.tasks.contract.errors import JobTimeout, StreamTrimmed, UnknownJob
 from cellama.tasks.contract.keys import job_key, journal_key, stream_id
+from cellama.tasks.state import reader
 from cellama.tasks.state.reader import PAGE, EventCursor, stream_events
 
 
@@ -98,6 +99,14 @@ def test_stream_of_a_silent_job_ends_with_a_timeout_that_names_it() -> None:
     redis.hset(job_key("silent"), "state", "queued")
     with pytest.raises(JobTimeout, match=r"job silent told nothing for 0\.1 s"):
         list(stream_events(redis, "silent", timeout_s=0.1))
+
+
+def test_stream_of_a_job_whose_entry_outlived_its_events_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    redis = fakeredis.FakeRedis()
+    redis.hset(job_key("j"), "state", "done")
+    monkeypatch.setattr(reader, "UNKNOWN_S", 0.01)
+    with pytest.raises(UnknownJob, match="not any more"):
+        list(stream_events(redis, "j"))
 
 
 def test_stream_pings_when_nothing_comes_and_not_otherwise() -> None:

@@ -18,10 +18,11 @@ from cellama.api.http.responses.standing import look
 from cellama.api.http.responses.streaming import frames
 from cellama.api.machine.redis_server import RedisServer
 from cellama.api.openai.responses.record import Record
-from cellama.config import Settings
+from cellama.config import get_settings
 from cellama.tasks.contract.errors import StreamTrimmed
-from cellama.tasks.contract.keys import job_key, journal_key, owner_key, response_key, stream_id
+from cellama.tasks.contract.keys import job_key, journal_key, owner_key, response_key, result_key, stream_id
 
+from .....conftest import empty_database
 from ...openai.responses.journals import ID, JOURNALS, record
 
 ACME, OTHER = Caller("acme"), Caller("other")
@@ -29,18 +30,23 @@ Ask = Callable[[Gateway], Awaitable[Any]]
 
 
 @pytest.fixture
-def redis(redis_server: RedisServer) -> Iterator[Redis]:
-    with Redis.from_url(redis_server.url.removesuffix("/0") + "/6") as redis:
-        redis.flushdb()
-        yield redis
-        redis.flushdb()
+def url(redis_server: RedisServer, settings_environment: Callable[..., None]) -> Iterator[str]:
+    with empty_database(redis_server, 6) as url:
+        settings_environment(redis_url=url)
+        yield url
 
 
 @pytest.fixture
-def run(redis_server: RedisServer, redis: Redis) -> Callable[[Ask], Any]:
+def redis(url: str) -> Iterator[Redis]:
+    with Redis.from_url(url) as redis:
+        yield redis
+
+
+@pytest.fixture
+def run(url: str) -> Callable[[Ask], Any]:
     def run(ask: Ask) -> Any:
         async def with_gateway() -> Any:
-            gateway = Gateway(Settings(redis_url=redis_server.url.removesuffix("/0") + "/6"), NoKeys())
+            gateway = Gateway(get_settings(), NoKeys())
             try:
                 return await ask(gateway)
             finally:
@@ -108,7 +114,9 @@ def test_status_is_that_of_the_journal(run: Any, redis: Redis, name: str) -> Non
     with pytest.raises(ApiError) as raised:
         run(lambda gateway: look(gateway, record()))
     assert status_of(raised) == 404
-    redis.hset(job_key("j"), "state", "waiting")
+    redis.hset(job_key("j"), "state", "queued")
+    assert run(lambda gateway: look(gateway, record(background=True))).response["status"] == "queued"
+    redis.set(result_key("j"), '{"status": "STARTED"}')  # Celery's, before the first event
     assert run(lambda gateway: look(gateway, record(background=True))).response["status"] == "queued"
     write(redis, journal[:-1])
     if journal[:-1]:
