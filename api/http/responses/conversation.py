@@ -81,14 +81,9 @@ async def messages_for(asked: Asked, records: Records, record: Record) -> list[d
                 param=_FIELD,
             )
         previous = await _ended(asked, records, at)
-        items = [*map(_unsigned, [*previous.record.items, *previous.standing.response["output"]]), *items]
+        items = [*previous.record.items, *previous.standing.response["output"], *items]
         at = previous.record.previous
     return _with_instructions(record.shown["instructions"], messages_of(items))
-
-
-def _unsigned(item: dict[str, Any]) -> dict[str, Any]:
-    """A signature is of the messages that were sent then, which were others; what is ours needs none."""
-    return {name: value for name, value in item.items() if name != "encrypted_content"}
 
 
 def _with_instructions(instructions: str | None, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

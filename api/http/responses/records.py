@@ -13,7 +13,7 @@ from cellama.api.http.gateway import Gateway
 from cellama.api.http.keys.owners import Owners
 from cellama.api.openai.responses.record import Record
 from cellama.tasks.connection.redis_errors import reaching_redis
-from cellama.tasks.contract.keys import journal_key, response_key, result_key
+from cellama.tasks.contract.keys import job_key, journal_key, response_key, result_key
 
 _ID = re.compile(r"resp_[0-9a-f]{32}")
 OWNED_S = 3600  # an owner outlives the record: without one it would be of all who have no tenant
@@ -71,7 +71,8 @@ class Records:
     async def forget(self, record: Record) -> None:
         """Takes away all that is told of the response. Its job must have ended."""
         with reaching_redis():
-            await self._redis.delete(response_key(record.id), journal_key(record.job_id), result_key(record.job_id))
+            job = (job_key(record.job_id), journal_key(record.job_id), result_key(record.job_id))
+            await self._redis.delete(response_key(record.id), *job)
         await self._owners.forget(record.id)
 
 

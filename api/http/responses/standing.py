@@ -11,12 +11,12 @@ from typing import Any
 
 from cellama.api.http.gateway import Gateway
 from cellama.api.http.running import CANCELLED_S, RESULT_S
-from cellama.api.openai.responses.events import Fold, cancelled, journal_of_result
+from cellama.api.openai.responses.events import Fold, journal_of_result
 from cellama.api.openai.responses.record import Record
 from cellama.tasks.connection.redis_errors import reaching_redis
-from cellama.tasks.contract.errors import InvalidJob, JobCancelled, JobError, JobFailed
+from cellama.tasks.contract.errors import JobError
 from cellama.tasks.contract.events import EVENT_FIELD, TERMINAL_TYPES
-from cellama.tasks.contract.keys import job_key, journal_key, result_key
+from cellama.tasks.contract.keys import job_key, journal_key
 
 from .records import gone
 
@@ -38,9 +38,8 @@ async def look(gateway: Gateway, record: Record) -> Standing:
     with reaching_redis():
         pipe = gateway.redis.pipeline(transaction=False)
         pipe.xrevrange(journal, count=1)
-        pipe.hget(job_key(record.job_id), "state")
-        pipe.exists(result_key(record.job_id))  # before the end it is Celery's word that the job has begun
-        last, state, has_result = await pipe.execute()
+        pipe.hmget(job_key(record.job_id), "state", "end")
+        last, (state, end) = await pipe.execute()
     fold = Fold(record)
     if last:
         event = _event_of(last[0])
@@ -50,10 +49,10 @@ async def look(gateway: Gateway, record: Record) -> Standing:
         events = await _journal(gateway, record)
         if events and events[0]["seq"] == 0 and events[-1]["type"] in TERMINAL_TYPES:
             return _ended(fold, events)
-    if not last and state not in (None, b"done"):
+    if end is not None:
+        return _ended(fold, await _kept(gateway, record, json.loads(end)), is_whole=False)
+    if state is not None:
         return Standing(fold.response())
-    if has_result or last:
-        return _ended(fold, await _result(gateway, record), is_whole=False)
     raise gone(record.id)
 
 
@@ -78,14 +77,12 @@ async def _journal(gateway: Gateway, record: Record) -> list[Mapping[str, Any]]:
     return list(map(_event_of, entries))
 
 
-async def _result(gateway: Gateway, record: Record) -> list[Mapping[str, Any]]:
-    """A journal that comes to the same as the one that is gone. Raises JobError for what is no end of the job."""
-    try:
-        result: Any = await gateway.client.job(record.job_id).result(RESULT_S)
-    except JobCancelled:
-        return list(cancelled())
-    except (JobFailed, InvalidJob) as error:
-        return [{"type": "error", "code": error.code, "message": str(error), "retryable": error.retryable}]
+async def _kept(gateway: Gateway, record: Record, end: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """A journal that comes to the same as the one that is gone: the end is in the ledger, the rest in the result. Who
+    was cancelled or failed has none, and what there was of a text went with the events."""
+    if end["type"] == "error" or end["finish_reason"] == "cancelled":
+        return [end]
+    result: Any = await gateway.client.job(record.job_id).result(RESULT_S)
     return list(journal_of_result(result))
 
 

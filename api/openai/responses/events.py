@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from cellama.api.openai.chunks import reasoning_tokens_of
-from cellama.tasks.contract.shapes.results import usage_of as no_usage
 
 from .output import Output
 from .record import Record
@@ -123,11 +122,6 @@ def journal_of_result(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     calls = {"tool_calls": message["tool_calls"]} if message.get("tool_calls") else {}
     key = {"finish_key": result["finish_key"]} if "finish_key" in result else {}
     return [*events, {**done, "timings": result.get("timings", {}), **calls, **key}]
-
-
-def cancelled() -> list[dict[str, Any]]:
-    """The journal of a job of which nothing is left but that it was cancelled."""
-    return [{"type": "done", "finish_reason": "cancelled", "usage": no_usage()}]
 
 
 def _usage(usage: Mapping[str, Any], reasoning_tokens: int) -> dict[str, Any]:

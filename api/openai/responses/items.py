@@ -105,7 +105,11 @@ def _part(where: str, part: Any) -> str:
 
 
 def messages_of(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The turns of a chat. Thoughts, text and calls that follow each other are one turn of the assistant."""
+    """The turns of a chat. Thoughts, text and calls that follow each other are one turn of the assistant.
+
+    Thoughts go without their signature: it is of the very messages that were sent then, and here instructions hold for
+    one response only.
+    """
     messages: list[dict[str, Any]] = []
     turn: dict[str, Any] | None = None  # the assistant's, as long as it is not over
     for item in items:
@@ -148,8 +152,6 @@ def _add(turn: dict[str, Any], item: Mapping[str, Any]) -> None:
         turn.setdefault("tool_calls", []).append({"id": item["call_id"], "type": "function", "function": function})
     elif item["content"]:
         turn["reasoning"] = _joined(item)
-        if signature := item.get("encrypted_content"):
-            turn["signature"] = signature
 
 
 def _is_whole(message: Mapping[str, Any]) -> bool:

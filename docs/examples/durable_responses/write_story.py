@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import httpx
-from openai import APIError, NotFoundError, OpenAI
+from openai import APIError, NotFoundError, OpenAI, omit
 
 STATE = Path(os.environ.get("STORY_STATE", "story.json"))  # the id of the response, and how far it was read
 URL = os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:8000/v1")
@@ -46,8 +46,8 @@ def save(state: dict[str, int | str]) -> None:
 def read_on(client: OpenAI, state: dict[str, int | str]) -> bool:
     """Says what comes after what was said; true when that was the end."""
     read = int(state["read"])
-    after = {} if read < 0 else {"starting_after": read}
-    for event in client.responses.retrieve(str(state["id"]), stream=True, **after):
+    after = omit if read < 0 else read
+    for event in client.responses.retrieve(str(state["id"]), stream=True, starting_after=after):
         if event.type == "response.output_text.delta":
             print(event.delta, end="", flush=True)
         state["read"] = event.sequence_number

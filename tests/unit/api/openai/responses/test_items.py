@@ -40,10 +40,9 @@ def test_round_trip_of_tools_is_one_turn_and_answers() -> None:
     ]
     told = messages(given)
     assert [message["role"] for message in told] == ["system", "user", "assistant", "tool", "tool"]
-    assert {name: told[2][name] for name in ("content", "reasoning", "signature")} == {
+    assert {name: told[2][name] for name in ("content", "reasoning")} == {
         "content": "I look",
         "reasoning": "Hm",
-        "signature": "sig",
     }
     assert [call["id"] for call in told[2]["tool_calls"]] == ["c1", "c2"]
     assert [(m["tool_call_id"], m["content"]) for m in told[3:]] == [("c1", "sun"), ("c2", "rain")]
