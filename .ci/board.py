@@ -45,7 +45,11 @@ ROWS: list[tuple[str, list[tuple[str, str, list[tuple[str, str]]]]]] = [
                 "s",
                 [(f"max by (model, class) (cellama_oldest_waiting_seconds{{{M}}})", "{{model}} {{class}}")],
             ),
-            ("Estimate for a new job", "s", [(f"max by (model) (cellama_queue_eta_seconds{{{M}}})", "{{model}}")]),
+            (
+                "Estimate for a new job",
+                "s",
+                [(f"max by (model, class) (cellama_queue_eta_seconds{{{M}}})", "{{model}} {{class}}")],
+            ),
             ("Workers per queue", "short", [(f"max by (model) (cellama_queue_workers{{{M}}})", "{{model}}")]),
             (
                 "Jobs that run",

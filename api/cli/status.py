@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
 from rich.console import Group, RenderableType
-from rich.live import Live
 from rich.markup import escape
 
 from cellama.api.client.client import Client
-from cellama.tasks.contract.errors import RedisRefused, RedisUnreachable
 
 from .generation import JsonOption
 from .memory import readable
 from .output import out, print_json, table_of
+from .screen.top import watch_all
+from .screen.watching import watch as keep_looking
 
 WATCH_S = 1.0
 READS = ("requests_waiting", "prompt_rate", "requests_finished")
@@ -30,7 +27,7 @@ def status_command(
     json: JsonOption = False,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh every second; Ctrl-C ends it.")] = False,
 ) -> None:
-    """Show workers, models, slots, queues and the token rate; or where one job is.
+    """Show workers, models, slots, queues and the token rate; or where one job is. With --watch as `cellama top`.
 
     Example:  cellama status --watch
     """
@@ -39,27 +36,19 @@ def status_command(
         def read() -> dict[str, Any]:
             return asdict(client.position(job_id)) if job_id else _read(client)
 
-        render = _render_position if job_id else _render
         if json:
             print_json(read())
         elif not watch:
-            out.print(render(read()))
+            out.print(_render_position(read()) if job_id else _render(read()))
+        elif job_id:
+            keep_looking(read, _position_or_problem, WATCH_S, whole=False)
         else:
-            with contextlib.suppress(KeyboardInterrupt):  # that is how it ends
-                _watch(lambda: render(read()))
+            watch_all(client, WATCH_S)
 
 
-def _watch(look: Callable[[], RenderableType]) -> None:
-    """Shows what `look` gives, again and again; the last of it stays while Redis does not answer."""
-    shown = look()
-    with Live(shown, console=out, screen=False, auto_refresh=False) as live:
-        while True:
-            time.sleep(WATCH_S)
-            try:
-                shown = look()
-                live.update(shown, refresh=True)
-            except (RedisUnreachable, RedisRefused) as error:
-                live.update(Group(shown, f"[yellow]{escape(str(error))}; looking again …[/]"), refresh=True)
+def _position_or_problem(position: dict[str, Any], problem: str | None) -> RenderableType:
+    shown = _render_position(position)
+    return shown if problem is None else Group(shown, f"[yellow]{escape(problem)}; looking again …[/]")
 
 
 def _read(client: Client) -> dict[str, Any]:

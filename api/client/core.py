@@ -29,9 +29,10 @@ from cellama.tasks.contract.errors import (
 )
 from cellama.tasks.contract.events import Event, is_terminal
 from cellama.tasks.contract.keys import IGNORED_FIELD, job_key
-from cellama.tasks.contract.names import DEFAULT_MODEL, PRIORITIES, queue_keys, queue_name
+from cellama.tasks.contract.names import DEFAULT_MODEL, queue_keys, queue_name
 from cellama.tasks.contract.shapes.results import Result
-from cellama.tasks.estimates.position import Position, estimate, position_of
+from cellama.tasks.estimates.position import Position, position_of
+from cellama.tasks.estimates.waiting import eta_by_class, waiting_by_class
 from cellama.tasks.jobs import app_at
 from cellama.tasks.state.job_list import OpenJob, open_jobs, queued_models, waiting_ids
 from cellama.tasks.state.ledger import Ledger
@@ -206,19 +207,12 @@ class Core:
             lengths = iter(pipeline.execute())
             return {model: sum(next(lengths) for _ in queue_keys(model)) for model in models}
 
-    def num_waiting(self, models: list[str]) -> dict[str, int]:
-        with reaching_redis(self._url):
-            return {model: Ledger(self._redis).num_waiting(queue_name(model)) for model in models}
-
     def stats(self) -> Stats:
         workers = self.workers()
         with reaching_redis(self._url):
             models = queues(workers, queued_models(self._redis))
-            return stats(workers, self.queue_depths(models), self.num_waiting(models), partial(self._eta_s, workers))
-
-    def _eta_s(self, workers: list[WorkerEntry], queue: str, ahead: int) -> float | None:
-        found = estimate(self._redis, workers, queue, ahead, PRIORITIES[-1])
-        return None if found is None or found[0] is None else round(found[0].eta_s, 3)
+            waiting = waiting_by_class(self._redis, models)
+            return stats(workers, self.queue_depths(models), waiting, partial(eta_by_class, self._redis, workers))
 
     def close(self) -> None:
         self._redis.close()

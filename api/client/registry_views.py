@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from typing_extensions import TypedDict
@@ -10,7 +10,7 @@ from typing_extensions import TypedDict
 from cellama.tasks.contract.errors import (
     UnknownWorker,
 )
-from cellama.tasks.contract.names import DEFAULT_MODEL, queue_name
+from cellama.tasks.contract.names import DEFAULT_MODEL
 from cellama.tasks.contract.shapes.workers import (
     LoadFailure,
     MemoryView,
@@ -20,15 +20,27 @@ from cellama.tasks.contract.shapes.workers import (
     Totals,
     WorkerModel,
 )
+from cellama.tasks.estimates.waiting import CLASSES, Waiting
 from cellama.tasks.state.registry import WorkerEntry
 
 PARTS = {"engine", "embedder", "reranker"}
+LEAST_URGENT = tuple(CLASSES)[-1]
 COUNTED = tuple(name for name in Totals.__annotations__ if name != "phase")
+
+
+class ClassStats(TypedDict):
+    """Of the jobs of a class without a slot: how many, how long the oldest has waited, and when a new one's turn comes
+    (None: as in `Stats`)."""
+
+    waiting: int
+    oldest_s: float
+    eta_s: float | None
 
 
 class Stats(TypedDict):
     """Totals over all workers. By model: messages in its queue, jobs without a slot, and the seconds until a new one
-    would get a slot (None: no worker serves it, or nothing is known yet of how long such jobs take).
+    of the least urgent priority would get a slot (None: no worker serves it, or nothing is known yet of how long such
+    jobs take).
 
     What queues hold is as it is now; what workers tell of themselves is up to `age_s` seconds old (None: no worker)."""
 
@@ -41,6 +53,7 @@ class Stats(TypedDict):
     queues: dict[str, int]
     waiting: dict[str, int]
     eta_s: dict[str, float | None]
+    classes: dict[str, dict[str, ClassStats]]  # by model, and in it `interactive` and `bulk`
     unserved: list[str]  # models that no worker serves, although jobs wait for them
 
 
@@ -98,18 +111,19 @@ def _memory(model: WorkerModel) -> ModelMemory:
 def stats(
     workers: list[WorkerEntry],
     depths: dict[str, int],
-    waiting: dict[str, int],
-    eta_s: Callable[[str, int], float | None],
+    waiting: Mapping[str, Mapping[str, Waiting]],
+    eta_s: Callable[[str, Mapping[str, Waiting]], Mapping[str, float | None]],
 ) -> Stats:
     """Totals over all workers; per model the messages in its queue, the jobs without a slot, and when a new one's
     turn would come; and the models that no worker serves although jobs wait for them."""
+    counts = {model: sum(found.num_jobs for found in classes.values()) for model, classes in waiting.items()}
     totals = _totals(workers)
     ready = [entry for worker in workers for entry in worker.models if entry["status"] == "ready"]
     served = {entry["id"] for entry in ready} | {DEFAULT_MODEL for entry in ready if entry["default"]}
     known = {entry["id"] for worker in workers for entry in worker.models} | {DEFAULT_MODEL}
-    unserved = sorted(model for model in waiting if model not in served and (waiting[model] or depths[model]))
-    shown = [model for model in waiting if model in known or model in unserved]
-    depths, waiting = ({model: counts[model] for model in shown} for counts in (depths, waiting))
+    unserved = sorted(model for model in counts if model not in served and (counts[model] or depths[model]))
+    shown = [model for model in counts if model in known or model in unserved]
+    classes = {model: _classes(waiting[model], eta_s(model, waiting[model])) for model in shown}
     return {
         "workers": len(workers),
         "age_s": max((worker.age_s for worker in workers), default=None),
@@ -117,11 +131,23 @@ def stats(
         "slots_total": totals["slots_total"],
         "slots_busy": totals["slots_busy"],
         "generation_rate": round(totals["generation_rate"], 1),
-        "queues": depths,
-        "waiting": waiting,
+        "queues": {model: depths[model] for model in shown},
+        "waiting": {model: counts[model] for model in shown},
         "unserved": unserved,
-        "eta_s": {model: eta_s(queue_name(model), count) for model, count in waiting.items()},
+        "eta_s": {model: classes[model][LEAST_URGENT]["eta_s"] for model in shown},
+        "classes": classes,
     }
+
+
+def _classes(waiting: Mapping[str, Waiting], eta_s: Mapping[str, float | None]) -> dict[str, ClassStats]:
+    return {
+        name: {"waiting": found.num_jobs, "oldest_s": round(found.oldest_s, 3), "eta_s": _rounded(eta_s[name])}
+        for name, found in waiting.items()
+    }
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 3)
 
 
 def _totals(workers: list[WorkerEntry]) -> Totals:

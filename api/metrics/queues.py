@@ -8,42 +8,40 @@ from typing import Any
 
 from redis import Redis
 
-from cellama.tasks.contract.keys import PRIORITY_WEIGHT, RUNNING_KEY, job_key, waiting_key
+from cellama.tasks.contract.keys import RUNNING_KEY, job_key
 from cellama.tasks.contract.names import (
-    BULK_PRIORITIES,
     DEFAULT_MODEL,
-    PRIORITIES,
     URGENT_PRIORITIES,
     model_of,
     queue_keys,
     queue_name,
 )
-from cellama.tasks.estimates.position import estimate
+from cellama.tasks.estimates.waiting import CLASSES, Waiting, eta_by_class, waiting_by_class
 from cellama.tasks.metrics.bounded import OTHER
 from cellama.tasks.metrics.families import Figures
 from cellama.tasks.state.job_list import queued_models
 from cellama.tasks.state.registry import WorkerEntry
 
-CLASSES = {"interactive": URGENT_PRIORITIES, "bulk": BULK_PRIORITIES}
 MOST_RUNNING = 1000  # jobs that are looked at
 MOST_QUEUES = 100
-MOST_ESTIMATES = 20  # each looks at some hundreds of jobs
+MOST_ESTIMATES = 20  # models; each estimate looks at some hundreds of jobs
 
 
 Running = tuple[str, str]  # model and class of a job
 
 
-def add_queues(redis: Redis, figures: Figures, now: float, workers: Sequence[WorkerEntry]) -> bool:
+def add_queues(redis: Redis, figures: Figures, workers: Sequence[WorkerEntry]) -> bool:
     """Adds those of `:default`, of models that a worker serves, and of models for which jobs wait or run.
 
-    `now` is Redis' clock. True if there are more than it looks at. Raises RedisError.
+    True if there are more than it looks at. Raises RedisError.
     """
     serving = Counter(_served(workers))
     running, truncated = _running(redis)
     others = {*queued_models(redis), *(model for model, _ in running)} - serving.keys() - {DEFAULT_MODEL}
     known = [DEFAULT_MODEL, *sorted(serving.keys() - {DEFAULT_MODEL}), *sorted(others)]
     models = known[:MOST_QUEUES]
-    waiting = {model: _add_waiting(redis, figures, model, now) for model in models}
+    waiting = waiting_by_class(redis, models)
+    _add_waiting(redis, figures, waiting)
     for model in models:
         figures.add("cellama_queue_workers", serving[model], model)
     _add_running(figures, models, running)
@@ -51,32 +49,28 @@ def add_queues(redis: Redis, figures: Figures, now: float, workers: Sequence[Wor
     return truncated or len(known) > MOST_QUEUES or len(models) > MOST_ESTIMATES
 
 
-def _add_waiting(redis: Redis, figures: Figures, model: str, now: float) -> int:
-    """Its jobs without a slot: how many, and the oldest of each class. A priority's first is its oldest."""
-    key, pipeline = waiting_key(queue_name(model)), redis.pipeline(transaction=False)
-    for priority in PRIORITIES:
-        least, below = priority * PRIORITY_WEIGHT, f"({(priority + 1) * PRIORITY_WEIGHT:.0f}"
-        pipeline.zcount(key, least, below)
-        pipeline.zrangebyscore(key, least, below, start=0, num=1, withscores=True)
-    for list_key in queue_keys(model):
-        pipeline.llen(list_key)
-    found: list[Any] = pipeline.execute()
-    asked, lengths = found[: 2 * len(PRIORITIES)], found[2 * len(PRIORITIES) :]
-    counts, firsts = asked[::2], asked[1::2]
-    for name, priorities in CLASSES.items():
-        figures.add("cellama_jobs_waiting", sum(counts[p] for p in priorities), model, name)
-        ages = [now - (firsts[p][0][1] - p * PRIORITY_WEIGHT) for p in priorities if firsts[p]]
-        figures.add("cellama_oldest_waiting_seconds", max(0.0, *ages, 0.0), model, name)
-    figures.add("celery_queue_length", sum(lengths), queue_name(model))
-    return int(sum(counts))
+def _add_waiting(redis: Redis, figures: Figures, waiting: dict[str, dict[str, Waiting]]) -> None:
+    pipeline = redis.pipeline(transaction=False)
+    for model in waiting:
+        for key in queue_keys(model):
+            pipeline.llen(key)
+    lengths = iter(pipeline.execute())
+    for model, classes in waiting.items():
+        figures.add("celery_queue_length", sum(next(lengths) for _ in queue_keys(model)), queue_name(model))
+        for name, found in classes.items():
+            figures.add("cellama_jobs_waiting", found.num_jobs, model, name)
+            figures.add("cellama_oldest_waiting_seconds", found.oldest_s, model, name)
 
 
-def _add_estimates(redis: Redis, figures: Figures, workers: Sequence[WorkerEntry], waiting: dict[str, int]) -> None:
-    for model in sorted(waiting, key=lambda model: -waiting[model])[:MOST_ESTIMATES]:
-        found = estimate(redis, workers, queue_name(model), waiting[model], PRIORITIES[-1])
-        forecast = None if found is None else found[0]
-        if forecast is not None:
-            figures.add("cellama_queue_eta_seconds", forecast.eta_s, model)
+def _add_estimates(
+    redis: Redis, figures: Figures, workers: Sequence[WorkerEntry], waiting: dict[str, dict[str, Waiting]]
+) -> None:
+    """Of the models for which most jobs wait."""
+    by_length = sorted(waiting, key=lambda model: -sum(found.num_jobs for found in waiting[model].values()))
+    for model in by_length[:MOST_ESTIMATES]:
+        for name, eta_s in eta_by_class(redis, workers, model, waiting[model]).items():
+            if eta_s is not None:
+                figures.add("cellama_queue_eta_seconds", eta_s, model, name)
 
 
 def _running(redis: Redis) -> tuple[list[Running], bool]:

@@ -49,7 +49,7 @@ class Scrape:
             at, workers = redis_time(self._redis), live_workers(self._redis)
             _add_workers(figures, workers)
             truncated = [
-                add_queues(self._redis, figures, at, workers),
+                add_queues(self._redis, figures, workers),
                 add_bulk_runs(self._redis, figures),
                 add_tenants(self._redis, figures, at),
             ]

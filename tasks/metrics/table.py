@@ -227,14 +227,9 @@ QUEUES = (
         ("cellama_jobs_waiting", "jobs without a slot, those that workers hold included"),
         ("cellama_jobs_running", "jobs that have a slot"),
         ("cellama_oldest_waiting_seconds", "how long the oldest job of the class has waited; 0: none waits"),
-    ),
-    *_of(
-        "gauge",
-        "redis",
-        MODEL,
         ("cellama_queue_eta_seconds", "estimate until a new job gets a slot; absent: nothing is known"),
-        ("cellama_queue_workers", "live workers where the model takes jobs"),
     ),
+    Row("cellama_queue_workers", "gauge", "live workers where the model takes jobs", MODEL, "redis"),
     *_of(
         "gauge",
         "redis",

@@ -14,9 +14,11 @@ from redis import Redis
 from typer.testing import CliRunner, Result
 
 from cellama.api.cli import app
+from cellama.api.cli.screen.top import look
+from cellama.api.client.client import Client
 from cellama.tasks import generate
 from cellama.tasks.contract.errors import InvalidJob, UnknownJob, UnknownModel
-from cellama.tasks.contract.keys import WORKERS_KEY, batch_key
+from cellama.tasks.contract.keys import DEAD_KEY, WORKERS_KEY, batch_key, job_key
 from cellama.tasks.state.bulk_runs import SILENT_S, Batches
 
 from ..conftest import worker_entry
@@ -45,6 +47,24 @@ def test_status_shows_queues_that_nobody_serves(unserved: str) -> None:
     status = json.loads(cellama("status", "--json").output)
     assert unserved in status["unserved"]
     assert (status["queues"][unserved], status["waiting"][unserved], status["eta_s"][unserved]) == (2, 2, None)
+
+
+def test_status_and_top_show_queues_by_class_and_dead_jobs(unserved: str, redis_client: Redis) -> None:
+    generate.apply_async((unserved, "Once"), priority=9, expires=60)
+    died = f"dead-{uuid.uuid4().hex[:8]}"
+    entry = {"task": "cellama.generate", "attempt": 4, "worker": "w@host", "queue": f"cellama:queue:{unserved}"}
+    redis_client.hset(job_key(died), mapping=entry)
+    redis_client.zadd(DEAD_KEY, {died: time.time()})
+    with Client() as client:
+        seen = look(client)
+    text = cellama("top", "--once").output
+    redis_client.zrem(DEAD_KEY, died)
+    redis_client.delete(job_key(died))
+    waiting = {name: told["waiting"] for name, told in seen["classes"][unserved].items()}
+    assert (waiting, seen["waiting"][unserved]) == ({"interactive": 2, "bulk": 1}, 3)
+    assert next(job for job in seen["dead"] if job["id"] == died)["attempts"] == 4
+    assert unserved in text
+    assert f"{died} in cellama:queue:{unserved}, 4 attempts, the last on w@host" in text
 
 
 def test_jobs_are_listed_with_their_ids_until_they_end(unserved: str) -> None:

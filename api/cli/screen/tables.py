@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -15,6 +16,7 @@ FULL, VERY_FULL = 0.8, 0.95  # parts of what there is
 STALE_S = 4.0  # a worker that told nothing for so long is stuck, or has lost Redis
 FIXED_LINES = 21  # titles, heads, rules and captions of three tables, and the totals
 LEAST_ROWS = 1
+FOREIGN = "plain Celery"  # who sent them
 
 
 def screen(seen: dict[str, Any], problem: str | None, height: int) -> RenderableType:
@@ -40,24 +42,30 @@ def _head(seen: dict[str, Any]) -> str:
 
 
 def queues(seen: dict[str, Any], most: int) -> Table:
-    """Those with jobs: what no worker serves first, then the longest wait, then the most jobs."""
-    waiting, eta = seen["waiting"], seen["eta_s"]
-    counts = {model: max(waiting[model], seen["queues"][model]) for model in waiting}
-    named = sorted(
-        (model for model in counts if counts[model]),
-        key=lambda model: (model not in seen["unserved"], -(eta[model] or 0.0), -counts[model], model),
-    )
-    table = table_of("queue", "jobs", "in Redis", "next slot", right="jobs, in Redis, next slot")
-    for model in named[:most]:
-        when = "[red]no worker serves it[/]" if model in seen["unserved"] else _late(eta[model])
-        table.add_row(escape(model), str(counts[model]), str(seen["queues"][model]), when)
-    return _rest(table, named, most)
+    """Classes with jobs: those of models that no worker serves first, then by the estimate, then by the oldest job."""
+    unserved = seen["unserved"]
+    rows = [
+        (model, name, told) for model in seen["classes"] for name, told in _classes(seen, model) if told["waiting"] > 0
+    ]
+    rows.sort(key=lambda row: (row[0] not in unserved, -(row[2]["eta_s"] or 0.0), -(row[2]["oldest_s"] or 0.0), row[0]))
+    table = table_of("queue", "class", "jobs", "oldest", "a new one waits", right="jobs, oldest, a new one waits")
+    for model, name, told in rows[:most]:
+        when = "[red]no worker serves it[/]" if model in unserved else _late(told["eta_s"])
+        table.add_row(escape(model), name, str(told["waiting"]), _late(told["oldest_s"]), when)
+    return _rest(table, rows, most)
 
 
-def _late(eta_s: float | None) -> str:
-    if eta_s is None:
+def _classes(seen: dict[str, Any], model: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """And messages that are no jobs yet, because no worker has seen them."""
+    yield from seen["classes"][model].items()
+    if model in seen["unserved"]:
+        yield FOREIGN, {"waiting": seen["queues"][model] - seen["waiting"][model], "oldest_s": None, "eta_s": None}
+
+
+def _late(seconds: float | None) -> str:
+    if seconds is None:
         return "?"
-    return _coloured(f"{eta_s:.1f} s", eta_s, LATE_S, VERY_LATE_S)
+    return _coloured(f"{seconds:.1f} s", seconds, LATE_S, VERY_LATE_S)
 
 
 def models(seen: dict[str, Any], most: int) -> Table:
@@ -119,13 +127,18 @@ def workers(seen: dict[str, Any], most: int) -> Table:
 
 
 def _last_errors(seen: dict[str, Any], most: int) -> list[str]:
-    """Why models could not be loaded lately, one line each."""
-    told = [
+    """Why models could not be loaded lately, and the last dead jobs, one line each."""
+    lacking = [
         f"[yellow]{escape(worker['name'])}: {escape(name)}: {escape(failure['message'].partition(chr(10))[0])}[/]"
         for worker in seen["live"]
         for name, failure in worker["failures"].items()
     ]
-    return told[:most]
+    dead = [
+        f"[red]dead: {escape(job['id'])} in {escape(job['queue'])}, {job['attempts']} attempts, "
+        f"the last on {escape(job['last_worker'])}[/]"
+        for job in seen["dead"]
+    ]
+    return [*lacking, *dead][:most]
 
 
 def _rest(table: Table, rows: list[Any], most: int) -> Table:

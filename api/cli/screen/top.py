@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
 from dataclasses import asdict
+from functools import partial
 from typing import Annotated, Any
 
 import typer
-from rich.live import Live
+from rich.console import RenderableType
 
 from cellama.api.cli.output import out
 from cellama.api.client.client import Client
-from cellama.tasks.contract.errors import RedisRefused, RedisUnreachable
 
 from .tables import screen
+from .watching import watch
 
 
 def top_command(
@@ -27,10 +26,14 @@ def top_command(
     """
     with Client() as client:
         if once:
-            out.print(screen(look(client), None, out.height))
-            return
-        with contextlib.suppress(KeyboardInterrupt):  # that is how it ends
-            _watch(client, every)
+            out.print(_shown(look(client), None))
+        else:
+            watch_all(client, every)
+
+
+def watch_all(client: Client, every_s: float) -> None:
+    """Shows the screen until Ctrl-C."""
+    watch(partial(look, client), _shown, every_s, whole=True)
 
 
 def look(client: Client) -> dict[str, Any]:
@@ -39,14 +42,5 @@ def look(client: Client) -> dict[str, Any]:
     return {**client.stats(), "live": workers, "dead": client.dead()}
 
 
-def _watch(client: Client, every_s: float) -> None:
-    """What was seen last stays while Redis does not answer."""
-    seen, problem = look(client), None
-    with Live(screen(seen, problem, out.height), console=out, screen=out.is_terminal, auto_refresh=False) as live:
-        while True:
-            live.update(screen(seen, problem, out.height), refresh=True)
-            time.sleep(every_s)
-            try:
-                seen, problem = look(client), None
-            except (RedisUnreachable, RedisRefused) as error:
-                problem = str(error)
+def _shown(seen: dict[str, Any], problem: str | None) -> RenderableType:
+    return screen(seen, problem, out.height)

@@ -28,7 +28,7 @@ def worker(name: str, *models: Any, age_s: float = 0.5, **told: Any) -> dict[str
 
 def seen(*live: Any, **told: Any) -> dict[str, Any]:
     totals = {"phase": "idle", **dict.fromkeys(COUNTED, 0)}
-    known = {"waiting": {}, "queues": {}, "eta_s": {}, "unserved": [], "totals": totals, "dead": []}
+    known = {"waiting": {}, "queues": {}, "classes": {}, "unserved": [], "totals": totals, "dead": []}
     return {"workers": len(live), "live": list(live), **known, **told}
 
 
@@ -38,15 +38,44 @@ def shown(told: dict[str, Any], problem: str | None = None, height: int = 50) ->
     return console.export_text()
 
 
+def queue(interactive: int = 0, bulk: int = 0, eta_s: float | None = 1.0, oldest_s: float = 0.5) -> dict[str, Any]:
+    """The classes of a queue. An interactive job waits for a tenth of the time of a bulk one."""
+    told = {"oldest_s": oldest_s, "eta_s": eta_s}
+    urgent = {**told, "eta_s": None if eta_s is None else eta_s / 10}
+    return {"interactive": {**urgent, "waiting": interactive}, "bulk": {**told, "waiting": bulk}}
+
+
+def told_of(queues: dict[str, Any], in_redis: int = 0, **more: Any) -> dict[str, Any]:
+    waiting = {name: sum(found["waiting"] for found in classes.values()) for name, classes in queues.items()}
+    return {"classes": queues, "waiting": waiting, "queues": dict.fromkeys(queues, in_redis), **more}
+
+
 def test_top_shows_what_no_worker_serves_first_then_the_longest_wait() -> None:
-    names = ("quick", "slow", "lost", "empty")
-    waiting = {"quick": 9, "slow": 2, "lost": 1, "empty": 0}
-    eta = {"quick": 1.0, "slow": 99.0, "lost": None, "empty": 0.0}
-    text = shown(seen(waiting=waiting, queues=waiting, eta_s=eta, unserved=["lost"]))
-    firsts = [line.split()[0] for line in text.splitlines() if line.split()[:1] and line.split()[0] in names]
-    assert firsts == ["lost", "slow", "quick"]
+    queues = {"quick": queue(interactive=9), "slow": queue(2, 1, eta_s=99.0), "lost": queue(1, eta_s=None)}
+    text = shown(seen(**told_of({**queues, "empty": queue()}, unserved=["lost"])))
+    rows = [line.split() for line in text.splitlines() if line.split()[:1] and line.split()[0] in (*queues, "empty")]
+    assert [row[:3] for row in rows] == [
+        ["lost", "interactive", "1"],
+        ["slow", "bulk", "1"],
+        ["slow", "interactive", "2"],
+        ["quick", "interactive", "9"],
+    ]
+    assert [row[-2:] for row in rows[1:]] == [["99.0", "s"], ["9.9", "s"], ["0.1", "s"]]
     assert "no worker serves it" in text
     assert "no worker lives" in text
+
+
+def test_top_shows_messages_that_no_worker_has_seen() -> None:
+    told = told_of({"lost": queue(eta_s=None)}, in_redis=7, unserved=["lost"])
+    assert "lost plain Celery 7 ? no worker serves it" in " ".join(shown(seen(**told)).split())
+    assert "plain Celery" not in shown(seen(**{**told, "unserved": []}))  # on their way to a worker
+
+
+def test_top_shows_the_last_dead_jobs() -> None:
+    job = {"id": "j1", "queue": "cellama:queue:m", "attempts": 3, "last_worker": "w@host"}
+    text = shown(seen(dead=[job]))
+    assert "1 dead jobs" in text
+    assert "dead: j1 in cellama:queue:m, 3 attempts, the last on w@host" in text
 
 
 def test_top_shows_the_busiest_model_and_the_silent_worker_first() -> None:
@@ -61,8 +90,9 @@ def test_top_shows_the_busiest_model_and_the_silent_worker_first() -> None:
 @pytest.mark.parametrize("height", [24, 40])
 def test_top_is_one_screen(height: int) -> None:
     live = [worker(f"w{number}", model(f"m{number}")) for number in range(200)]
-    waiting = {f"m{number}": 5 for number in range(200)}
-    text = shown(seen(*live, waiting=waiting, queues=waiting, eta_s=dict.fromkeys(waiting, 1.0)), height=height)
+    job = {"id": "j", "queue": "q", "attempts": 3, "last_worker": "w"}
+    told = told_of({f"m{number}": queue(5, 5) for number in range(200)}, dead=[job] * 200)
+    text = shown(seen(*live, **told), height=height)
     assert len(text.rstrip().splitlines()) <= height
     assert "more" in text
 

@@ -19,6 +19,8 @@ from cellama.api.metrics.scrape import Scrape
 from cellama.tasks.connection.redis_clock import redis_time
 from cellama.tasks.contract import keys
 from cellama.tasks.contract.names import queue_key, queue_name
+from cellama.tasks.estimates.position import TEXT_SLOTS
+from cellama.tasks.estimates.waiting import CLASSES
 from cellama.tasks.metrics.exposition import text_of
 from cellama.tasks.state.bulk_runs import Batches
 
@@ -84,6 +86,17 @@ def test_workers_are_counted_where_the_model_is_ready(redis: Any) -> None:
     scrape = Scrape(redis)
     assert value(scrape, "cellama_workers") == 1
     assert value(scrape, "cellama_queue_workers", model="m") == 1
+
+
+def test_estimate_is_told_by_class(redis: Any) -> None:
+    entry = worker_entry("w", READY, seen_at=redis_time(redis))
+    redis.hset(keys.WORKERS_KEY, "w", json.dumps(asdict(entry)))
+    for number in range(2 * TEXT_SLOTS):
+        wait(redis, "m", 9, 5.0, f"job {number}")
+    scrape = Scrape(redis)
+    told = {name: value(scrape, "cellama_queue_eta_seconds", **{"model": "m", "class": name}) for name in CLASSES}
+    assert told["interactive"] == 0.0
+    assert (told["bulk"] or 0.0) > 0.0
 
 
 def test_queues_beyond_the_limit_are_left_out_and_that_is_told(redis: Any, monkeypatch: pytest.MonkeyPatch) -> None:
