@@ -23,3 +23,6 @@ class MetricsSettings(BaseSettings):
         min_length=16,
         description="opens the gateway's `/metrics` (`Authorization: Bearer …`); default: it is for this machine only",
     )
+    board_url: str | None = Field(
+        default=None, pattern=r"^https?://\S+$", description="of the board in Grafana: Flower links to it"
+    )

@@ -170,7 +170,7 @@ def flower_child(
     address: str, port: int, *, log_path: Path | None = None, env: Mapping[str, str] | None = None
 ) -> Child:
     """Flower, as a child process. Its credentials, if any, are in FLOWER_BASIC_AUTH."""
-    argv = [sys.executable, "-m", "celery", "-A", "cellama.tasks.app", "flower"]
+    argv = [sys.executable, "-m", "cellama.api.machine.flower"]
     return Child("flower", [*argv, f"--address={address}", f"--port={port}"], env or {}, log_path)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import html
 import json
 import os
 import re
@@ -27,6 +28,7 @@ from ..conftest import PATIENCE_S, WorkerProcess, clean_environment, wait_until
 
 SCREENSHOTS = Path(__file__).parents[2] / "build" / "screenshots"  # kept: look at them
 CREDENTIALS = "me:secret"
+BOARD_URL = "http://127.0.0.1:3000/d/cellama?kiosk&from=now-1h"
 LONG = {"max_tokens": 1900, "ignore_eos": True, "temperature": 0, "stream": False, "priority": 9}
 
 
@@ -37,9 +39,12 @@ class Flower:
         self.port = free_port()
         self.folder = folder
         environment = clean_environment(
-            CELLAMA_REDIS_URL=redis_url, CELLAMA_MODELS=models, FLOWER_BASIC_AUTH=CREDENTIALS
+            CELLAMA_REDIS_URL=redis_url,
+            CELLAMA_MODELS=models,
+            CELLAMA_BOARD_URL=BOARD_URL,
+            FLOWER_BASIC_AUTH=CREDENTIALS,
         )
-        argv = [sys.executable, "-m", "celery", "-A", "cellama.tasks.app", "flower", f"--port={self.port}"]
+        argv = [sys.executable, "-m", "cellama.api.machine.flower", f"--port={self.port}"]
         with (folder / "flower.log").open("wb") as log:
             self.process = subprocess.Popen(
                 [*argv, "--address=127.0.0.1"], cwd=folder, env=environment, stdout=log, stderr=log
@@ -108,6 +113,7 @@ def _check_depth_and_slots(page: Flower, worker: WorkerProcess, model: str, redi
     lengths = {queue["name"]: queue["messages"] for queue in page.get("/api/queues/length")["active_queues"]}
     assert 20 < lengths[f"cellama:queue:{model}"] <= depth
     broker = page.look("/broker", "flower-broker")
+    assert f'href="{html.escape(BOARD_URL)}">Board</a>' in broker
     shown = re.search(rf"<td>cellama:queue:{model}</td>\s*<td[^>]*>(\d+)</td>", broker)
     assert shown is not None
     assert 10 < int(shown[1]) <= lengths[f"cellama:queue:{model}"]

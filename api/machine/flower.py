@@ -1,0 +1,38 @@
+"""Flower with a link to the board: `python -m cellama.api.machine.flower` takes the options of `celery flower`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from celery.__main__ import main as celery
+from flower.urls import settings
+from tornado.template import Loader, Template
+
+from cellama.config import get_settings
+
+BAR, END = "navbar.html", "</ul>"  # the link comes last in the first list of the bar above each page
+LINK = (
+    '<li class="nav-item"><a class="nav-link" target="_blank" rel="noopener" '
+    "href=\"{{ handler.settings['board_url'] }}\">Board</a></li>"
+)
+
+
+class LinkedTemplates(Loader):
+    """Flower's own templates, and the link."""
+
+    def _create_template(self, name: str) -> Template:
+        source = (Path(self.root) / name).read_text(encoding="utf-8")
+        return Template(source.replace(END, LINK + END, 1) if name == BAR else source, name=name, loader=self)
+
+
+def main() -> None:
+    """Runs until it is ended."""
+    if (board_url := get_settings().board_url) is not None:
+        settings.update(template_loader=LinkedTemplates(settings["template_path"]), board_url=board_url)
+    sys.argv = ["celery", "-A", "cellama.tasks.app", "flower", *sys.argv[1:]]
+    celery()
+
+
+if __name__ == "__main__":
+    main()
