@@ -15,6 +15,7 @@ class DraftCount:
 
     drafted: int  # decoded together with others, before they were chosen
     accepted: int  # of these, that were chosen
+    drafts: int  # how often it guessed some
 
 
 @dataclass(frozen=True, slots=True)

@@ -251,12 +251,13 @@ class Drafting:
         guesses.num_unverified = len(chunk.tokens) - 1
         if chunk.num_drafts and guesses.draft is not None:
             sequence.num_drafted += chunk.num_drafts
-            self._count(guesses.draft.source, drafted=chunk.num_drafts)
+            self._count(guesses.draft.source, drafted=chunk.num_drafts, drafts=1)
 
-    def _count(self, source: str, *, drafted: int = 0, accepted: int = 0) -> None:
+    def _count(self, source: str, *, drafted: int = 0, accepted: int = 0, drafts: int = 0) -> None:
         """A new dictionary: others read it meanwhile."""
-        before = self.counts.get(source, DraftCount(0, 0))
-        self.counts = {**self.counts, source: DraftCount(before.drafted + drafted, before.accepted + accepted)}
+        before = self.counts.get(source, DraftCount(0, 0, 0))
+        now = DraftCount(before.drafted + drafted, before.accepted + accepted, before.drafts + drafts)
+        self.counts = {**self.counts, source: now}
 
     def accept(self, sequence: Sequence) -> None:
         """The next draft is what the model chose: it is accounted."""

@@ -40,7 +40,8 @@ VLLM = (
         ENGINE,
         ("vllm:generation_tokens_total", "tokens generated, as they come", "generated_tokens"),
         ("vllm:num_preemptions_total", "sequences whose slot a more urgent one took", "preemptions"),
-        ("vllm:spec_decode_num_draft_tokens_total", "tokens guessed and decoded with others"),
+        ("vllm:spec_decode_num_drafts_total", "drafts: guesses for a sequence, decoded with others"),
+        ("vllm:spec_decode_num_draft_tokens_total", "their tokens"),
         ("vllm:spec_decode_num_accepted_tokens_total", "of these, that were chosen"),
     ),
     *_of(

@@ -23,6 +23,7 @@ AdapterStatus = Literal["loading", "ready", "unloading"]
 class DraftCount(TypedDict):  # as cellama.engine.snapshots.DraftCount
     drafted: int  # tokens that a source guessed
     accepted: int  # those of them that were chosen
+    drafts: int  # how often it guessed some
 
 
 class CacheState(TypedDict):

@@ -67,11 +67,12 @@ def _of_engine(figures: Figures, name: str, engine: EngineSnapshot) -> None:
     for tier in TIERS:
         figures.add("cellama_prefix_lookups_total", getattr(engine, f"cache_hits_{tier}"), name, tier)
     figures.add("cellama_prefix_lookups_total", engine.cache_misses, name, "miss")
-    drafted = accepted = 0
+    drafts = drafted = accepted = 0
     for source, count in dict(engine.drafts).items():
         figures.add("cellama_draft_tokens_total", count.accepted, name, source, "true")
         figures.add("cellama_draft_tokens_total", count.drafted - count.accepted, name, source, "false")
-        drafted, accepted = drafted + count.drafted, accepted + count.accepted
+        drafts, drafted, accepted = drafts + count.drafts, drafted + count.drafted, accepted + count.accepted
+    figures.add("vllm:spec_decode_num_drafts_total", drafts, name, ENGINE)
     figures.add("vllm:spec_decode_num_draft_tokens_total", drafted, name, ENGINE)
     figures.add("vllm:spec_decode_num_accepted_tokens_total", accepted, name, ENGINE)
     for reason, number in (("capacity", engine.requests_waiting), ("deferred", 0)):

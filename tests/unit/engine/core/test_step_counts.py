@@ -78,3 +78,4 @@ def test_tokens_of_one_step_are_one_gap() -> None:
     usage = run(first.tokens).usage
     assert usage.accepted_prediction_tokens > 0
     assert sum(counts.gaps) - before == usage.completion_tokens - 1 - usage.accepted_prediction_tokens
+    assert all(0 < count.drafts <= count.drafted for count in core.drafting.counts.values())
