@@ -207,7 +207,8 @@ def gateway(
     """One gateway in front of the worker, for the whole run: a GatewayProcess."""
     from .gateways import GatewayProcess  # which needs this module
 
-    process = GatewayProcess(tmp_path_factory.mktemp("gateway"), redis_server.url)
+    folder = tmp_path_factory.mktemp("gateway")
+    process = GatewayProcess(folder, redis_server.url, CELLAMA_GATEWAY_WEBHOOK_PRIVATE="true")
     try:
         yield process.wait_ready()
     finally:

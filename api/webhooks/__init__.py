@@ -1,9 +1,10 @@
-"""Webhooks without HTTP: which endpoints there are, how a call is signed, and the one way to announce an event.
+"""Webhooks without HTTP: which endpoints there are, how a call is signed, and how an event is announced.
 
-`announce` is for whoever ends a thing; the gateway delivers (`http/webhooks`), `cellama webhooks` registers.
+`announcement` and `heed` are for whoever ends a thing; the gateway delivers (`http/webhooks`), `cellama webhooks`
+registers.
 May use: the connections and the contract of `tasks`.
 """
 
-from .announcing import announce, announcement, heed
+from .announcing import BATCH_ENDS, announcement, heed
 
-__all__ = ["announce", "announcement", "heed"]
+__all__ = ["BATCH_ENDS", "announcement", "heed"]

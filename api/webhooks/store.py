@@ -16,6 +16,8 @@ from .endpoint import Endpoint
 
 log = logging.getLogger(__name__)
 
+_REPLACE = "if redis.call('HEXISTS', KEYS[1], ARGV[1]) == 1 then redis.call('HSET', KEYS[1], ARGV[1], ARGV[2]) end"
+
 
 class EndpointStore:
     """Methods raise RedisError."""
@@ -37,6 +39,11 @@ class EndpointStore:
     async def write(self, endpoint: Endpoint) -> None:
         """Redis has it from now on, as it is here."""
         await self._redis.hset(WEBHOOKS_KEY, endpoint.id, endpoint.model_dump_json(exclude_none=True))
+
+    async def turn_off(self, endpoint: Endpoint) -> None:
+        """It hears of nothing more, unless it was deleted meanwhile."""
+        told = endpoint.model_copy(update={"state": "off"}).model_dump_json(exclude_none=True)
+        await self._redis.eval(_REPLACE, 1, WEBHOOKS_KEY, endpoint.id, told)
 
     async def delete(self, endpoint_id: str) -> bool:
         """It hears of nothing more, also not of what waits for it. False if there was none."""

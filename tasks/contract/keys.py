@@ -65,6 +65,7 @@ HTTP_OPEN_KEY = "cellama:http:open"
 API_KEYS_USED_KEY = "cellama:keys:used"
 WEBHOOKS_KEY = "cellama:webhooks"
 WEBHOOK_EVENTS_KEY = "cellama:webhook:events"
+MOST_WEBHOOK_EVENTS = 100_000  # that wait while no gateway runs; beyond that the oldest go
 WEBHOOK_DUE_KEY = "cellama:webhook:due"
 UNACKED_KEY = "cellama:kombu:unacked"
 UNACKED_INDEX_KEY = "cellama:kombu:unacked_index"

@@ -13,6 +13,7 @@ from redis.asyncio import Redis
 from cellama.api.http.callers import Caller
 from cellama.api.http.errors import ApiError
 from cellama.api.http.files.records import Lease, Record, Records
+from cellama.api.webhooks import BATCH_ENDS, announcement
 from cellama.config import Settings
 from cellama.tasks.connection.redis_errors import reaching_redis
 from cellama.tasks.contract.keys import HTTP_OPEN_KEY, batch_key
@@ -99,12 +100,13 @@ class Desk:
     async def move(
         self, record: Mapping[str, Any], status: str, *, of: tuple[str, ...], lease: Lease | None = None, **fields: Any
     ) -> tuple[bool, str]:
-        """A status after one of others, with the time of it and more fields (see Records.advance)."""
+        """A status after one of others, with the time of it and more fields (see Records.advance). An end is announced
+        (docs/adr/021-webhooks.md)."""
         now = int(await self.records.now())
         fields |= {"status": status, f"{status}_at": now}
-        return await self.records.advance(
-            record["id"], fields, of=of, life_s=max(1, int(record["gone_at"]) - now), lease=lease
-        )
+        told = announcement(f"batch.{status}", record["id"], record["tenant"]) if status in BATCH_ENDS else None
+        life_s = max(1, int(record["gone_at"]) - now)
+        return await self.records.advance(record["id"], fields, of=of, life_s=life_s, lease=lease, told=told)
 
     async def shown(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """A batch as OpenAI's clients read it; counts of one that runs are as of a moment ago."""

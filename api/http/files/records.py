@@ -15,7 +15,13 @@ from cellama.api.http.errors import ApiError
 from cellama.api.http.keys.owners import Owners
 from cellama.tasks.connection.redis_clock import seconds_of
 from cellama.tasks.connection.redis_errors import reaching_redis
-from cellama.tasks.contract.keys import http_lease_key, http_record_key, http_records_key
+from cellama.tasks.contract.keys import (
+    MOST_WEBHOOK_EVENTS,
+    WEBHOOK_EVENTS_KEY,
+    http_lease_key,
+    http_record_key,
+    http_records_key,
+)
 
 Kind = Literal["file", "batch"]
 Record = dict[str, Any]
@@ -70,8 +76,7 @@ class Records:
         thing_id, life_s = record["id"], life_s + KEPT_S
         await self.owners.claim(thing_id, caller, life_s)
         keys = [http_record_key(self._kind, thing_id), http_records_key(self._kind, caller.tenant)]
-        pairs = [text for name, value in _encoded(record).items() for text in (name, value)]
-        arguments: Any = [thing_id, record["created_at"], life_s, LONGEST_S, *pairs]
+        arguments: Any = [thing_id, record["created_at"], life_s, LONGEST_S, *_flat(_encoded(record))]
         with reaching_redis():
             return bool(await self._add(keys=keys, args=arguments))
 
@@ -93,13 +98,22 @@ class Records:
         return _alive(_decoded(found), seconds_of(now))
 
     async def advance(
-        self, thing_id: str, fields: Mapping[str, Any], *, of: Sequence[str], life_s: int, lease: Lease | None = None
+        self,
+        thing_id: str,
+        fields: Mapping[str, Any],
+        *,
+        of: Sequence[str],
+        life_s: int,
+        lease: Lease | None = None,
+        told: Mapping[str, str] | None = None,
     ) -> tuple[bool, str]:
-        """Changes fields if the record has one of these statuses, and the lease is held. Returns whether it has, and
-        the status then; "" if there is no such record."""
-        keys = [http_record_key(self._kind, thing_id), http_lease_key(lease.name) if lease else ""]
-        pairs = [text for name, value in _encoded(fields).items() for text in (name, value)]
-        arguments: Any = [lease.token if lease else "", json.dumps(list(of)), life_s + KEPT_S, *pairs]
+        """Changes fields if the record has one of these statuses, and the lease is held, and announces what is `told`
+        with that. Returns whether it has, and the status then; "" if there is no such record."""
+        lease_key = http_lease_key(lease.name) if lease else ""
+        keys = [http_record_key(self._kind, thing_id), lease_key, WEBHOOK_EVENTS_KEY]
+        conditions = [lease.token if lease else "", json.dumps(list(of)), life_s + KEPT_S]
+        announced, changed = _flat(told or {}), _flat(_encoded(fields))
+        arguments: Any = [*conditions, MOST_WEBHOOK_EVENTS, len(announced), *announced, *changed]
         with reaching_redis():
             done, status = await self._advance(keys=keys, args=arguments)
         return bool(done), json.loads(status) if status else ""
@@ -175,6 +189,10 @@ class PageAsked:
 
 def _encoded(values: Mapping[str, Any]) -> dict[str, str]:
     return {name: json.dumps(value) for name, value in values.items()}
+
+
+def _flat(values: Mapping[str, str]) -> list[str]:
+    return [text for pair in values.items() for text in pair]
 
 
 def _decoded(found: Mapping[bytes, bytes]) -> Record:

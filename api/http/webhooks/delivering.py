@@ -123,7 +123,7 @@ class Webhooks:
         outcome = await self._sender.send(delivery, endpoint)
         if outcome.is_gone:
             log.warning("endpoint %s answers 410, so it hears of nothing more", endpoint.id)
-            await self._endpoints.write(endpoint.model_copy(update={"state": "off"}))
+            await self._endpoints.turn_off(endpoint)
         again_in_s = None if outcome.is_gone else wait_after(delivery.attempts, outcome)
         if not outcome.is_taken and not outcome.is_gone:
             then = "it was the last attempt" if again_in_s is None else f"again in {again_in_s:.0f} s"

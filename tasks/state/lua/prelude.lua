@@ -1,6 +1,6 @@
 -- What all scripts share. docs/delivery.md has the states; contract/keys.py the keys.
 -- What Python puts before this: WAITING, JOB, CANCEL, RESULT, JOURNAL, CONTEXT and HEEDED (prefixes), QUEUES, RUNNING, DUE, LEASES, MISSING, DEAD,
--- ENDS, WEIGHT; OURS and WEIGHS, names of headers; and the functions `clock` and `stamp` (connection/redis_clock.py).
+-- ENDS, MOST_ENDS, WEIGHT; OURS and WEIGHS, names of headers; and the functions `clock` and `stamp` (connection/redis_clock.py).
 
 -- The job has no slot: its rank in its queue is its rank here.
 local function wait_in_queue(id, queue, priority, submitted_at)
@@ -72,10 +72,10 @@ local function forget(job, id, queue)
   redis.call('ZREM', RUNNING, id)
 end
 
--- Whoever asked to hear of the job's end finds it in a stream, with the text that they left. 100,000 may wait there.
+-- Whoever asked to hear of the job's end finds it in a stream, with the text that they left.
 local function tell_heeded(id, event)
   local told = redis.call('GET', HEEDED .. id)
   if not told then return end
-  redis.call('XADD', ENDS, 'MAXLEN', '~', 100000, '*', 'heeded', told, 'end', event)
+  redis.call('XADD', ENDS, 'MAXLEN', '~', MOST_ENDS, '*', 'heeded', told, 'end', event)
   redis.call('DEL', HEEDED .. id)
 end

@@ -13,7 +13,9 @@ from cellama.api.http.batches.orders import BatchOrder
 from cellama.api.http.callers import Caller
 from cellama.api.http.errors import ApiError
 from cellama.api.http.files.records import PageAsked
+from cellama.api.webhooks.announcing import announced, announcement
 from cellama.config import Settings
+from cellama.tasks.contract.keys import WEBHOOK_EVENTS_KEY
 
 from ..conftest import Run
 
@@ -83,6 +85,19 @@ def test_cancel_meets_the_end_and_one_of_them_counts(run: Run) -> None:
         assert (raised.value.status, raised.value.headers["x-should-retry"]) == (409, "false")
 
     run(ask)
+
+
+def test_end_is_announced_once_and_nothing_before_it(run: Run) -> None:
+    async def ask(redis: Redis) -> list[Any]:
+        desk = desk_of(redis)
+        record = await desk.create(ORDER, ACME, None)
+        await desk.cancel(record["id"], ACME)
+        for of in (("in_progress",), ("cancelling",), ("cancelling",)):
+            await desk.move(record, "cancelled", of=of)
+        return [announced(fields) for _, fields in await redis.xrange(WEBHOOK_EVENTS_KEY)] + [record["id"]]
+
+    told, batch_id = run(ask)
+    assert told == announcement("batch.cancelled", batch_id, "acme")
 
 
 def test_driver_whose_lease_another_has_changes_nothing(run: Run) -> None:

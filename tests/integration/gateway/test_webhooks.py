@@ -1,0 +1,48 @@
+"""Webhooks of real things: a batch that has ended is heard of at an endpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from openai import OpenAI
+from redis import Redis
+
+from cellama.api.webhooks.endpoint import Endpoint, new_id
+from cellama.api.webhooks.signing import new_secret
+from cellama.tasks.contract.keys import WEBHOOKS_KEY
+
+from ...conftest import wait_until
+from ...receivers import Receiver, receiving
+from .test_batches import begin, ended, request
+
+Registered = tuple[Endpoint, Receiver]
+
+
+@pytest.fixture
+def registered(redis_client: Redis) -> Iterator[Registered]:
+    """An endpoint of whoever has no key; it hears of what other tests end, too."""
+    with receiving() as receiver:
+        endpoint = Endpoint(id=new_id(), url=receiver.url, secret=new_secret())
+        redis_client.hset(WEBHOOKS_KEY, endpoint.id, endpoint.model_dump_json(exclude_none=True))
+        yield endpoint, receiver
+        redis_client.hdel(WEBHOOKS_KEY, endpoint.id)
+
+
+def heard(client: OpenAI, registered: Registered, thing_id: str) -> list[Any]:
+    """The types of the events of this thing, whose signatures are right; at least one."""
+    endpoint, receiver = registered
+
+    def calls() -> list[tuple[str, dict[str, str], bytes]]:
+        return [call for call in receiver.calls if thing_id.encode() in call[2]]
+
+    wait_until(lambda: bool(calls()), "the call")
+    return [client.webhooks.unwrap(body, headers, secret=endpoint.secret).type for _, headers, body in calls()]
+
+
+def test_end_of_a_batch_is_heard_of(openai: OpenAI, registered: Registered) -> None:
+    completed = ended(openai, begin(openai, [request(1)]))
+    failed = ended(openai, begin(openai, [request(1), request(1)]))
+    assert heard(openai, registered, completed.id) == ["batch.completed"]
+    assert heard(openai, registered, failed.id) == ["batch.failed"]
