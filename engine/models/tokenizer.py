@@ -55,6 +55,15 @@ class Texts:
             mark=not self._control_tokens_in_text,
         )
 
+    @functools.cached_property
+    def follows_replies(self) -> bool:
+        """Whether messages can be put after a reply that is there, token by token."""
+        try:
+            after_reply([{"role": "user", "content": "."}], self.template.render)
+        except TemplateFailed:
+            return False
+        return True
+
     def _close_template(self) -> None:
         template = self.__dict__.get("template")
         if template is not None:

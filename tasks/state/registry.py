@@ -190,6 +190,7 @@ def describe(entry: ModelEntry, default: bool) -> WorkerModel:
         "threads": model.threads,
         "slots": parts["engine"]["slots_total"] if parts["engine"] else 0,
         "ctx_per_slot": model.ctx_per_slot,
+        "follows_replies": model.follows_replies,
         "memory": {device: asdict(usage) for device, usage in model.memory.devices.items()},
         "memory_bytes": model.memory.total_bytes,
         "load_s": round(model.load_s, 3),

@@ -276,6 +276,7 @@ def test_what_the_registry_says_of_a_model_and_of_memory_is_as_its_types_say(man
     (entry,) = manager.entries()
     for kind, value in ((WorkerModel, describe(entry, default=True)), (WorkerMemory, manager.memory())):
         TypeAdapter(kind).validate_python(json.loads(json.dumps(value)), strict=True, extra="forbid")
+    assert describe(entry, default=True)["follows_replies"]
 
 
 def test_registry_says_of_a_model_whose_engine_thread_died_that_it_is_stopped(

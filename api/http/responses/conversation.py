@@ -29,11 +29,11 @@ class Previous:
     def key_for(
         self, model: str, params: dict[str, Any], instructions: str | None, items: list[dict[str, Any]]
     ) -> str | None:
-        """The `parent_key` of what follows, if that would read the very same context. Answers of tools are read with
-        their calls: some chat templates refuse them after a reply that made none."""
+        """The `parent_key` of what follows, if that would read the very same context. Only a user's words follow one:
+        many chat templates refuse answers of tools without their calls, or a system message in the midst."""
         mine, alike = self.record, self.standing.response["status"] == "completed"
         alike &= mine.model == model and mine.shown["instructions"] == instructions
-        alike &= items[0]["type"] != "function_call_output"
+        alike &= items[0].get("role") == "user"
         alike &= all(mine.params.get(name) == params.get(name) for name in _OF_THE_CONTEXT)
         return self.standing.finish_key if alike else None
 

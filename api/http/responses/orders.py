@@ -56,6 +56,7 @@ async def order_of(asked: Asked, model: ModelView, records: Records) -> Order:
     num_read = 0 if previous is None else previous.standing.response["usage"]["total_tokens"]
     params.setdefault("max_tokens", _most_tokens(asked, model, params))
     name = DEFAULT_MODEL if body["model"] == DEFAULT_MODEL else model["id"]
+    goes_on = previous if model.get("follows_replies", True) else None
     record = Record(
         id=response_id,
         job_id=job_id_of_key(TASK_CHAT, scope, response_id),
@@ -66,7 +67,7 @@ async def order_of(asked: Asked, model: ModelView, records: Records) -> Order:
         params=params,
         shown={**shown, "model": model["id"], "service_tier": tier},
         previous=None if previous is None else previous.record.id,
-        parent_key=None if previous is None else previous.key_for(name, params, shown["instructions"], items),
+        parent_key=None if goes_on is None else goes_on.key_for(name, params, shown["instructions"], items),
         background=background,
         store=store,
         shows_signatures=shows_signatures,

@@ -202,6 +202,7 @@ class LoadedModel(TypedDict, total=False):
     threads: int  # in use now
     slots: int  # 0: it does not generate
     ctx_per_slot: int
+    follows_replies: bool  # a chat may have a parent_key: its template shows replies as they were
     memory: dict[str, DeviceUse]  # by device
     memory_bytes: int  # on all devices
     load_s: float

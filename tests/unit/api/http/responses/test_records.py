@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 from redis import Redis
+from starlette.requests import Request
 
+from cellama.api.http.asking import Asked
 from cellama.api.http.callers import Caller, NoKeys
 from cellama.api.http.errors import ApiError
 from cellama.api.http.gateway import Gateway
+from cellama.api.http.responses.orders import order_of
 from cellama.api.http.responses.records import Records, new_id
 from cellama.api.http.responses.standing import look
 from cellama.api.http.responses.streaming import frames
@@ -127,6 +130,48 @@ def test_status_is_that_of_the_journal(run: Any, redis: Redis, name: str) -> Non
     assert standing.has_ended
     assert standing.is_whole
     assert standing.finish_key == journal[-1].get("finish_key")
+
+
+def test_end_that_outlives_its_events_is_told_by_the_entry_of_the_job(run: Any, redis: Redis) -> None:
+    told = []
+    for name in ("failed at once", "cancelled"):
+        redis.hset(job_key("j"), mapping={"state": "done", "end": json.dumps(JOURNALS[name][-1])})
+        standing = run(lambda gateway: look(gateway, record(background=True)))
+        assert (standing.has_ended, standing.is_whole) == (True, False)
+        told.append(standing.response["status"])
+    assert told == ["failed", "cancelled"]
+
+
+def follow(can_follow: bool = True, **fields: Any) -> Ask:
+    """The record of a response that follows the one of ID."""
+    body = {"model": "tiny", "input": "And?", "previous_response_id": ID, **fields}
+    model: Any = {"id": "tiny", "ctx_per_slot": 100, "follows_replies": can_follow}
+
+    async def ask(gateway: Gateway) -> Any:
+        records = Records(gateway)
+        await records.create(record(params={"cache_scope": "acme"}), ACME)
+        asked = Asked(Request({"type": "http", "headers": []}), gateway, ACME, body)
+        return (await order_of(asked, model, records)).record
+
+    return ask
+
+
+def test_context_goes_on_only_where_it_would_be_the_same(run: Any, redis: Redis) -> None:
+    write(redis, JOURNALS["text"])
+    assert run(follow()).parent_key == "k"
+    developer = [{"role": "developer", "content": "Be brief"}, {"role": "user", "content": "And?"}]
+    answer = [{"type": "function_call_output", "call_id": "c1", "output": "sun"}]
+    others: list[dict[str, Any]] = [
+        {"instructions": "Be brief"},
+        {"tools": [{"type": "function", "name": "f", "parameters": {}}]},
+        {"input": developer},
+        {"input": answer},
+        {"cache_salt": "s"},
+        {"can_follow": False},
+    ]
+    for other in others:
+        record_of_other = run(follow(**other))
+        assert (record_of_other.parent_key, record_of_other.previous) == (None, ID)
 
 
 async def _told(journal: Any, error: Exception | None = None) -> AsyncGenerator[Mapping[str, Any], None]:
