@@ -89,19 +89,20 @@ class _Reader(threading.Thread):
         super().__init__(daemon=True)
         self._gateway, self._id = gateway, response_id
         self.events: list[Any] = []
-        self.num_asked = 0
+        self.num_broken = 0  # streams that ended before the response did
         self.start()
 
     def run(self) -> None:
         with self._gateway.client() as client:
             while not self.events or self.events[-1].type not in ENDS:
                 after: Any = {"starting_after": self.events[-1].sequence_number} if self.events else {}
-                self.num_asked += 1
+                num_read = len(self.events)
                 try:
                     for event in client.responses.retrieve(self._id, stream=True, **after):
                         self.events.append(event)
                 except (APIError, httpx.TransportError):
                     time.sleep(AGAIN_S)
+                self.num_broken += len(self.events) > num_read and self.events[-1].type not in ENDS
 
     def is_wrong(self, expected: ReferenceText) -> bool:
         numbers = [event.sequence_number for event in self.events]
@@ -141,7 +142,8 @@ def _run(service: Service, gateway: _Gateway, args: argparse.Namespace) -> dict[
         "responses": len(readers),
         "wrong": sum(reader.is_alive() or reader.is_wrong(text) for reader, text in pairs),
         "tied": sum(text.compare(reader.text) == "tied" for reader, text in pairs),
-        "asked again": sum(reader.num_asked - 1 for reader in readers),
+        "troubles": 3 * args.rounds,
+        "streams broken off": sum(reader.num_broken for reader in readers),
         "seconds": time.monotonic() - started,
     }
 
