@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from cellama.api.http.allowance import count, rest_of_context, tokens_of, within_limit
 from cellama.api.http.asking import Asked, flag
 from cellama.api.http.callers import TIERS
 from cellama.api.http.errors import ApiError, wrong
 from cellama.api.openai.bodies import params_of_body
 from cellama.api.openai.parameters import CHAT, COMPLETIONS
-from cellama.config import limits
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.json_values import shorten
 from cellama.tasks.contract.names import DEFAULT_MODEL
@@ -18,8 +18,6 @@ from cellama.tasks.contract.shapes.workers import ModelView
 
 MAX_PROMPTS = 128  # of one request: a job and a stream for each
 TEXT_TOKENS = 16  # of a text that does not say how many, as at OpenAI's
-PARTS_OF_LIMIT = 4
-CHARS_PER_TOKEN = 4  # about, for limits that count tokens before they are known
 KINDS = {CHAT: "chat", COMPLETIONS: "generate"}
 _OURS = ("stream", "stream_options", "service_tier", "cache_salt")
 
@@ -42,7 +40,7 @@ class Order:
 
     @property
     def n(self) -> int:
-        return _count(self.params.get("n"), 1)
+        return count(self.params.get("n"), 1)
 
     @property
     def num_jobs(self) -> int:
@@ -52,7 +50,7 @@ class Order:
     @property
     def num_tokens(self) -> int:
         """That it may read and generate, about."""
-        return _prompt_tokens(self.contents) + self.num_jobs * _count(self.params["max_tokens"], 1)
+        return tokens_of(*self.contents) + self.num_jobs * count(self.params["max_tokens"], 1)
 
 
 def order_of(asked: Asked, url: str, model: ModelView) -> Order:
@@ -74,36 +72,11 @@ def order_of(asked: Asked, url: str, model: ModelView) -> Order:
     params |= {"stream": is_stream, "priority": TIERS[tier]} | ({"cache_scope": scope} if scope else {})
     contents = _contents(content, url)
     if "max_tokens" not in params:
-        most = TEXT_TOKENS if url == COMPLETIONS else _rest_of_context(model, params)
-        n = _count(params.get("n"), 1)
-        params["max_tokens"] = _within_limit(asked.caller.max_tokens, most, contents, n)
+        most = TEXT_TOKENS if url == COMPLETIONS else rest_of_context(model, params)
+        num_answers = len(contents) * count(params.get("n"), 1)
+        params["max_tokens"] = within_limit(asked.caller.max_tokens, most, num_answers)
     name = DEFAULT_MODEL if named == DEFAULT_MODEL else model["id"]
     return Order(url, name, contents, params, tier, is_stream, include_usage)
-
-
-def _prompt_tokens(contents: tuple[Any, ...]) -> int:
-    """About."""
-    return sum(len(str(content)) for content in contents) // CHARS_PER_TOKEN
-
-
-def _within_limit(limit: int | None, most: int, contents: tuple[Any, ...], n: int) -> int:
-    """Tokens of each answer where the request says nothing: all together at most a part of the caller's limit, so that
-    one request does not take it alone."""
-    if limit is None:
-        return most
-    return max(1, min(most, limit // PARTS_OF_LIMIT // (len(contents) * n)))
-
-
-def _count(value: Any, default: int) -> int:
-    """A number of the body, which the job's payload may refuse later."""
-    return value if type(value) is int and value > 0 else default
-
-
-def _rest_of_context(model: ModelView, params: dict[str, Any]) -> int:
-    """What a chat may generate that does not say how much: the context, or as many tokens as logprobs allow."""
-    per_token = _count(params.get("n"), 1) * (_count(params.get("logprobs"), 0) + 1)
-    most = limits.MAX_REPORTED // per_token if "logprobs" in params else limits.MAX_COUNT
-    return max(1, min(model.get("ctx_per_slot") or TEXT_TOKENS, most))
 
 
 def _contents(content: Any, url: str) -> tuple[Any, ...]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cellama.api.anthropic.bodies import Ordered, counted, in_anthropics_words, ordered
+from cellama.api.http.allowance import tokens_of
 from cellama.api.http.asking import Asked, flag
 from cellama.api.http.callers import TIERS
 from cellama.api.http.errors import ApiError
@@ -13,7 +14,6 @@ from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.names import DEFAULT_MODEL
 from cellama.tasks.contract.shapes.workers import ModelView
 
-CHARS_PER_TOKEN = 4  # about, for limits that count tokens before they are known
 _OURS = ("stream", "service_tier", "cache_salt")
 _INSTEAD = {"priority": "service_tier", "cache_scope": "cache_salt"}
 
@@ -36,7 +36,7 @@ class Order:
     @property
     def num_tokens(self) -> int:
         """That it may read and generate, about."""
-        return len(str(self.messages)) // CHARS_PER_TOKEN + self.max_tokens
+        return tokens_of(self.messages) + self.max_tokens
 
 
 def in_our_words(asked: Asked) -> Asked:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any
 
+from cellama.api.http.allowance import count, rest_of_context, tokens_of, within_limit
 from cellama.api.http.asking import Asked, flag
 from cellama.api.http.callers import TIERS
 from cellama.api.http.errors import ApiError, wrong
@@ -13,17 +13,12 @@ from cellama.api.openai.responses.bodies import params_of, shown_of, wants_encry
 from cellama.api.openai.responses.items import items_of
 from cellama.api.openai.responses.parameters import RESPONSES, RULES
 from cellama.api.openai.responses.record import Record
-from cellama.config import limits
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.names import DEFAULT_MODEL, TASK_CHAT, job_id_of_key
 from cellama.tasks.contract.shapes.workers import ModelView
 
 from .conversation import previous_of
 from .records import Records, digest_of, new_id
-
-PARTS_OF_LIMIT = 4  # of a key's tokens one response that does not say how much takes so much at most
-CHARS_PER_TOKEN = 4  # about
-LEAST_TOKENS = 16  # of a model that says nothing of its context
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +49,7 @@ async def order_of(asked: Asked, model: ModelView, records: Records) -> Order:
     previous, scope = await previous_of(asked, records), asked.scope()
     params |= {"stream": is_stream or background, "priority": TIERS[tier]} | ({"cache_scope": scope} if scope else {})
     num_read = 0 if previous is None else previous.standing.response["usage"]["total_tokens"]
-    params.setdefault("max_tokens", _most_tokens(asked, model, params))
+    params.setdefault("max_tokens", within_limit(asked.caller.max_tokens, rest_of_context(model, params)))
     name = DEFAULT_MODEL if body["model"] == DEFAULT_MODEL else model["id"]
     goes_on = previous if model.get("follows_replies", True) else None
     record = Record(
@@ -72,21 +67,10 @@ async def order_of(asked: Asked, model: ModelView, records: Records) -> Order:
         store=store,
         shows_signatures=shows_signatures,
     )
-    wanted = params["max_tokens"] if type(params["max_tokens"]) is int else LEAST_TOKENS
-    return Order(record, tier, is_stream, num_read + len(str(items)) // CHARS_PER_TOKEN + max(1, wanted))
+    num_read += tokens_of(items, shown["instructions"] or "")
+    return Order(record, tier, is_stream, num_read + count(params["max_tokens"], 1))
 
 
 def refused(error: InvalidJob) -> ApiError:
     """What the payload of the job says is wrong. It calls things by names that a body may not have itself."""
     return wrong(RESPONSES, error, {name: rule for name, rule in RULES.items() if rule.fate != "refused"})
-
-
-def _most_tokens(asked: Asked, model: ModelView, params: dict[str, Any]) -> int:
-    """Where the body says nothing: what the context has room for, as far as logprobs and the caller's limit allow."""
-    top, limit = params.get("logprobs"), asked.caller.max_tokens
-    most = model.get("ctx_per_slot") or LEAST_TOKENS
-    if type(top) is int and top >= 0:
-        most = min(most, limits.MAX_REPORTED // (top + 1))
-    if limit is not None:
-        most = min(most, limit // PARTS_OF_LIMIT)
-    return max(1, min(most, limits.MAX_COUNT))

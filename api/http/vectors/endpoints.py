@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from cellama.api.http.allowance import tokens_of
 from cellama.api.http.asking import Asked, flag, read
 from cellama.api.http.callers import TIERS
 from cellama.api.http.errors import ApiError, wrong
@@ -21,7 +22,6 @@ from cellama.tasks.contract.names import DEFAULT_MODEL
 
 RERANK = "/v1/rerank"
 ALIASES = ("/v1/reranking", "/v2/rerank", "/rerank", "/reranking")
-CHARS_PER_TOKEN = 4  # about, for limits that count tokens before they are known
 _OF_RERANK = ("model", "query", "documents", "top_n", "truncate", "return_documents", "service_tier")
 _OURS = ("model", "service_tier", "priority")
 
@@ -71,7 +71,7 @@ async def _run(
     asked: Asked, model: str, texts: Any, submit: Any, content: Any, params: dict[str, Any]
 ) -> tuple[Any, dict[str, str]]:
     priority = TIERS[asked.tier()]
-    num_tokens = len(str(texts)) // CHARS_PER_TOKEN
+    num_tokens = tokens_of(texts)
     return await run_one(
         asked,
         model,
