@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 from redis import Redis
@@ -113,6 +114,19 @@ def test_key_is_taken_as_either_client_sends_it_and_refused_once_it_is_revoked(k
             complete(client)
     refused = [keyed.process.get("/v1/models", headers=headers).status_code for headers in (*ways, {})]
     assert refused == [401, 401, 401]
+
+
+def test_anthropics_client_is_let_in_or_has_its_own_exceptions(keyed: Keyed) -> None:
+    asked: Any = {"model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": STORY}]}
+    key = keyed.add(models=["tiny"])
+    with anthropic.Anthropic(base_url=keyed.process.url, api_key=key.text, max_retries=0) as client:
+        assert client.messages.create(**asked).content
+        with pytest.raises(anthropic.PermissionDeniedError):
+            client.messages.create(**{**asked, "model": "other"})
+        with pytest.raises(anthropic.AuthenticationError) as raised:
+            client.with_options(api_key="sk-wrong").messages.create(**asked)
+    body: Any = raised.value.body
+    assert body["error"]["type"] == "authentication_error"
 
 
 def test_key_that_has_expired_says_so(connect: Connect) -> None:

@@ -56,6 +56,8 @@ async def _submit(running: Running, order: Order, records: Records) -> Record:
     is_new = record is order.record
     try:
         messages = await messages_for(asked, records, record)
+        if record.background:
+            await records.heed(record, asked.caller)
         await running.submit(lambda _: _chat(asked, record, messages))
     except InvalidJob as error:
         if is_new:

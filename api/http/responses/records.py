@@ -12,8 +12,9 @@ from cellama.api.http.errors import ApiError
 from cellama.api.http.gateway import Gateway
 from cellama.api.http.keys.owners import Owners
 from cellama.api.openai.responses.record import Record
+from cellama.api.webhooks import heed
 from cellama.tasks.connection.redis_errors import reaching_redis
-from cellama.tasks.contract.keys import job_key, journal_key, response_key, result_key
+from cellama.tasks.contract.keys import heeded_key, job_key, journal_key, response_key, result_key
 
 _ID = re.compile(r"resp_[0-9a-f]{32}")
 OWNED_S = 3600  # an owner outlives the record: without one it would be of all who have no tenant
@@ -58,6 +59,11 @@ class Records:
             )
         return first
 
+    async def heed(self, record: Record, caller: Caller) -> None:
+        """The end of its job will be announced to the caller's webhooks. Before the job is queued."""
+        with reaching_redis():
+            await heed(self._redis, record.job_id, "response", record.id, caller.tenant, self._ttl_s)
+
     async def read(self, response_id: str, caller: Caller) -> Record:
         """Raises ApiError (404) for what is not there, not stored, or another tenant's."""
         if _ID.fullmatch(response_id):
@@ -71,7 +77,7 @@ class Records:
     async def forget(self, record: Record) -> None:
         """Takes away all that is told of the response. Its job must have ended."""
         with reaching_redis():
-            job = (job_key(record.job_id), journal_key(record.job_id), result_key(record.job_id))
+            job = [key(record.job_id) for key in (job_key, journal_key, result_key, heeded_key)]
             await self._redis.delete(response_key(record.id), *job)
         await self._owners.forget(record.id)
 

@@ -1,4 +1,4 @@
-"""Webhooks of real things: a batch that has ended is heard of at an endpoint."""
+"""Webhooks of real things: batches and responses that have ended are heard of at an endpoint."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from cellama.tasks.contract.keys import WEBHOOKS_KEY
 from ...conftest import wait_until
 from ...receivers import Receiver, receiving
 from .test_batches import begin, ended, request
+from .test_responses import ASKED, LONG
 
 Registered = tuple[Endpoint, Receiver]
 
@@ -46,3 +47,12 @@ def test_end_of_a_batch_is_heard_of(openai: OpenAI, registered: Registered) -> N
     failed = ended(openai, begin(openai, [request(1), request(1)]))
     assert heard(openai, registered, completed.id) == ["batch.completed"]
     assert heard(openai, registered, failed.id) == ["batch.failed"]
+
+
+def test_end_of_a_background_response_is_heard_of(openai: OpenAI, registered: Registered) -> None:
+    waited = openai.responses.create(**ASKED)
+    completed = openai.responses.create(**ASKED, background=True)
+    cancelled = openai.responses.cancel(openai.responses.create(**LONG, background=True).id)
+    assert heard(openai, registered, completed.id) == ["response.completed"]
+    assert heard(openai, registered, cancelled.id) == ["response.cancelled"]
+    assert not [body for _, _, body in registered[1].calls if waited.id.encode() in body]

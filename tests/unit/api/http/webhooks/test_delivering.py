@@ -65,13 +65,14 @@ def test_event_reaches_its_endpoint_signed(redis_url: str, receiver: Receiver) -
     with Redis.from_url(redis_url) as redis:
         endpoint = register(redis, receiver.url)
         register(redis, receiver.url, tenant="other")
-        announce(redis, "batch.completed", "batch_1")
+        entry_id = announce(redis, "batch.completed", "batch_1")
         with_webhooks(redis_url, once)
         [(path, headers, body)] = receiver.calls
         event = OpenAI(api_key="none").webhooks.unwrap(body, headers, secret=endpoint.secret)
         assert (path, event.type, event.data.id, event.id) == (
             "/hook?a=1", "batch.completed", "batch_1", headers["webhook-id"]
         )  # fmt: skip
+        assert event.created_at == int(entry_id.split(b"-")[0]) // 1000
         assert headers["host"] == receiver.url.split("/")[2]
         assert not left(redis)
         assert redis.xlen(WEBHOOK_EVENTS_KEY) == 0
