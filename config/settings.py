@@ -28,6 +28,7 @@ from .metrics_settings import MetricsSettings
 from .model_ids import MODEL_ID, parse_models, with_ids
 from .redis_url import mask_url, parse_redis_url
 from .sizes import parse_budget
+from .trace_settings import TraceSettings
 
 PREFIX = "CELLAMA_"
 CONFIG_VARIABLE = "CELLAMA_CONFIG"  # names the file; default: cellama.toml in the working folder
@@ -132,7 +133,7 @@ class ModelSettings(BaseModel):
 TINY = ModelSettings(id="tiny", source="bundled://tiny", default=True, n_parallel=16, threads=1)
 
 
-class Settings(GatewaySettings, MetricsSettings):
+class Settings(GatewaySettings, MetricsSettings, TraceSettings):
     """Everything that can be configured. Made by `get_settings()`."""
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True, validate_default=True)
@@ -178,7 +179,6 @@ class Settings(GatewaySettings, MetricsSettings):
     journal_ttl_s: int = Field(default=86400, ge=1, description="life of a journal whose job never ends")
     journal_max_events: int = Field(default=100_000, ge=1, description="events kept per job, about")
     result_ttl_s: int = Field(default=86400, ge=1, description="life of a result")
-    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(default="INFO", description="of every process")
     telemetry_hook: str | None = Field(
         default=None, pattern=r"^[\w.]+:\w+$", description="package.module:name, called in workers with each event"
     )

@@ -73,10 +73,11 @@ def _settings_for(redis_url: str | None) -> Settings:
 
 
 def _set_up_logging(loglevel: int | None = None, **_: Any) -> None:
+    settings = get_settings()
     if loglevel is None or loglevel == logging.WARNING:  # WARNING is what Celery says where it was left open
-        configure_logging(get_settings().log_level)
+        configure_logging(settings.log_level, settings.log_format)
     else:
-        configure_logging(logging.getLevelName(loglevel))
+        configure_logging(logging.getLevelName(loglevel), settings.log_format)
     for name in ("celery.worker.strategy", "celery.app.trace"):  # attempts tell of themselves, in one line
         if not logging.getLogger(name).isEnabledFor(logging.DEBUG):
             logging.getLogger(name).setLevel(logging.WARNING)

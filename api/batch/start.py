@@ -22,6 +22,8 @@ from cellama.config import get_settings
 from cellama.tasks.app import CellamaApp
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.state.bulk_runs import Batches
+from cellama.tasks.traces.carrier import NAMES
+from cellama.tasks.traces.gate import spanning
 
 from .files import LineFile, id_of, rewrite_without
 from .lines import BadLine, Defaults, Line, format_of, read_lines
@@ -86,7 +88,8 @@ def run_batch(
         run.progress.failed += int(work.get("unreadable", "0"))
         run.progress.total += int(work.get("unreadable", "0"))
         try:
-            state = run.run()
+            with _traced(work):
+                state = run.run()
         except BaseException:
             if to_stdout:
                 run.abandon()
@@ -94,6 +97,16 @@ def run_batch(
         if state == "completed":
             work.shrink()
         return Summary(run.id, state, run.progress, paths.errors if errors.size and error_echo is None else None)
+
+
+@contextlib.contextmanager
+def _traced(work: WorkFile) -> Iterator[None]:
+    """What goes on with a run is below the span that began it."""
+    began = {name: text for name in NAMES if (text := work.get(name))}
+    with spanning("batch run", began) as own:
+        if not began:
+            work.note(**own)
+        yield
 
 
 @contextlib.contextmanager

@@ -25,6 +25,7 @@ from .callers import Access, NoKeys
 from .counting import Counting
 from .errors import ApiError, of_job
 from .gateway import Gateway
+from .tracing import traced
 from .webhooks import webhooks_of
 
 ROOMS = (completions, responses, messages, vectors, tokens, models, metrics, files, batches)
@@ -87,7 +88,12 @@ def create_app(settings: Settings | None = None, *, access: Access | None = None
     routes = [route for room in ROOMS for route in room.ROUTES]
     app = Starlette(
         routes=routes,
-        middleware=[Middleware(RequestIds), Middleware(Counting, gateway.counts, routes), *_cors(settings)],
+        middleware=[
+            Middleware(RequestIds),
+            *traced(routes),
+            Middleware(Counting, gateway.counts, routes),
+            *_cors(settings),
+        ],
         exception_handlers=handlers,
         lifespan=lifespan,
     )

@@ -11,9 +11,11 @@ from contextlib import aclosing
 from typing import Any
 
 from cellama.api.client.async_client import AsyncJob
+from cellama.config.logging import logging_about
 from cellama.tasks.contract.errors import InvalidJob, JobError
 from cellama.tasks.contract.events import Event, is_terminal
 from cellama.tasks.contract.shapes.results import Result
+from cellama.tasks.traces.gate import trace_id_here
 
 from .asking import Asked
 from .callers import Admission, Unlimited
@@ -71,7 +73,8 @@ class Running:
                 raise  # who has mapped the body knows how its fields are called
             except JobError as error:
                 raise await self.failed(of_job(error)) from None
-        log.info("request %s: job %s", self.asked.request.state.request_id, ", ".join(job.id for job in self.jobs))
+        with logging_about("", trace_id_here()):
+            log.info("request %s: job %s", self.asked.request.state.request_id, ", ".join(job.id for job in self.jobs))
         await self._check_wait()
 
     async def _check_wait(self) -> None:

@@ -22,7 +22,7 @@ def serve(settings: Settings, host: str, port: int, access: Access | None = None
     Without an `access` it is `key_access`, which raises SettingsError for an address that others reach without keys.
     """
     access = access or key_access(settings, host)
-    configure_logging(settings.log_level)
+    configure_logging(settings.log_level, settings.log_format)
     config = uvicorn.Config(
         create_app(settings, access=access),
         host=host,

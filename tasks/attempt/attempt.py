@@ -122,8 +122,8 @@ class JobAttempt:
             return self._result_of(attempt.ending)
         if attempt.number > 1:
             self.past = self.reaching_redis(lambda: read_past(self.runtime.redis, self.job_id))
-        watching = self.runtime.watching(self._task, attempt, self.control)
-        with self.runtime.running(attempt, self.control), self._held, watching:
+        watching = self.runtime.watchers.watching(self._task, attempt, self.control, self.submitted_at)
+        with self.runtime.running(attempt, self.control), self._held, watching as tell_result:
             self.ended = self.runtime.publisher.open(
                 attempt,
                 self.past.next_seq,
@@ -134,6 +134,7 @@ class JobAttempt:
             )
             began_at = time.monotonic()
             result = self._execute(body)
+            tell_result(result)
             if attempt.number == 1:
                 note_took(self.runtime, self._task, result, time.monotonic() - began_at)
             settle(self._task, self.celery_end, self.control)

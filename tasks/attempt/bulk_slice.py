@@ -70,7 +70,7 @@ class ChunkRun:
         self._left = set(range(len(job.lines))) - past.lines
         self._handles: list[Handle | EmbeddingHandle] = []
         self._stopped = False
-        self._began_at = time.monotonic()
+        self.began_at = time.monotonic()
         self._changed = threading.Condition()
 
     def run(self) -> None:
@@ -129,7 +129,7 @@ class ChunkRun:
         of_key = partial(context_of, self._runtime, self._model, str(key), job.cache_scope, adapters)
         asked = Asked(
             id=f"{self._run_id}{LINE_MARK}{place}",
-            submitted_at=self._began_at,
+            submitted_at=self.began_at,
             adapters=adapters,
             sampling=self._rests_on.sampling,
             seed=None if has_seed(job, self._rests_on.sampling) else self._seed_of(place),
@@ -154,7 +154,7 @@ class ChunkRun:
         return zlib.crc32(f"{self._run_id.partition('#')[0]} {place}".encode()) & 0x7FFFFFFF
 
     def _finish_texts(self, place: int, job: EmbedJob, handle: EmbeddingHandle) -> None:
-        wait_for(handle, job.timeout, self._began_at)
+        wait_for(handle, job.timeout, self.began_at)
         self._tell(events.line(place, {"result": vectors_of(self._model, job, handle)}))
 
     def _tell_failure(self, place: int, failure: InvalidJob | JobFailed) -> None:

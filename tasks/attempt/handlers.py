@@ -91,6 +91,7 @@ class JobRun(JobAttempt):
         model = self.model(job.model)
         rests_on = self.foundation(model, job.model, None, adapters_of_lines(job))
         lines = ChunkRun(model, job, self.attempt.run_id, self.past, self.runtime, rests_on, self.reaching_redis)
+        self.runtime.watchers.lines_from(self.attempt.run_id, lines.began_at)
         self.control.when_interrupted(lambda reason: self._stop_lines(lines, reason))
         self.ended.add_done_callback(lambda _: lines.stop())
         lines.run()

@@ -20,6 +20,7 @@ from cellama.tasks.contract.names import SUBMITTED_AT_HEADER
 from cellama.tasks.state.ledger import Ledger
 from cellama.tasks.state.records import Call, Message, Submission
 from cellama.tasks.state.scripts import SentScript
+from cellama.tasks.traces.gate import sending
 
 PAGE_JOBS = 100  # per script: Redis serves no other client meanwhile
 PAGE_BYTES = 4 * 2**20
@@ -75,7 +76,7 @@ class Checked:
     options: dict[str, Any]
     payload_json: str  # args and kwargs
     digest: str = ""  # of an idempotent one
-    is_usual: bool = False  # its message is like that of others with the same task, queue and priority
+    is_usual: bool = False  # its message is like that of others with the same task, queue and priority; but for a trace
 
     @property
     def job_id(self) -> str:
@@ -100,14 +101,16 @@ class _Messages(contextlib.ExitStack):
     def message(self, job: Checked, tells: bool) -> Message:
         """`tells`: with its event, also where it is not heard."""
         options, common, template = job.options, None, None
+        more: dict[str, str] = {}
         if self._alike is not None and job.is_usual:
-            common = (*self._alike, options["queue"], options["priority"])
+            more = {name: text for name, text in options["headers"].items() if name != SUBMITTED_AT_HEADER}
+            common = (*self._alike, options["queue"], options["priority"], *more)
             template = self._app.templates.get(common)
         if template is not None:
             shown = (options["argsrepr"], options["kwargsrepr"])
             at = options["headers"][SUBMITTED_AT_HEADER]
             clock = self._app.clock.forward() if tells or self.is_heard else None
-            made: Message = template.message(job.job_id, job.payload_json, shown, at, clock)
+            made: Message = template.message(job.job_id, job.payload_json, shown, at, clock, more)
             return made
         if self._collector is None:
             producer = self.enter_context(self._app.producer_pool.acquire(block=True))
@@ -115,7 +118,7 @@ class _Messages(contextlib.ExitStack):
         self._publish(self._collector, job)
         message = self._collector.take()
         if common is not None:
-            self._app.templates.learn(common, message, job.payload_json)
+            self._app.templates.learn(common, message, job.payload_json, more)
         return message
 
 
@@ -133,7 +136,7 @@ def enqueue(
     before: list[Submission] = []
     sent: SentScript | None = None
     try:
-        with _Messages(app, publish, alike) as messages:
+        with sending([job.options for job in jobs]), _Messages(app, publish, alike) as messages:
             for page, following in _pages(jobs, messages):
                 if sent is not None:
                     told, num_heard = sent.reply()

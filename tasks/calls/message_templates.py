@@ -42,6 +42,9 @@ EVENT: Mapping[Place, str] = {
 }
 
 
+NO_MORE: Mapping[str, str] = {}
+
+
 class _Text:
     """A JSON text with places for values, which are JSON texts, too."""
 
@@ -67,10 +70,11 @@ class _Text:
 class Template:
     """The message of a job, and its event if there is one, with places for those of another job."""
 
-    def __init__(self, message: Message, payload_json: str) -> None:
-        """`payload_json` is the list of args and kwargs that the message holds. Raises KeyError, ValueError."""
+    def __init__(self, message: Message, payload_json: str, more: Iterable[str] = ()) -> None:
+        """`payload_json` is the list of args and kwargs that the message holds, `more` are headers whose values differ,
+        too. Raises KeyError, ValueError."""
         self._key = message.key
-        self._text = _Text(message.payload, MESSAGE)
+        self._text = _Text(message.payload, {**MESSAGE, **{("headers", name): name for name in more}})
         body = _decoded(self._text.first[BODY])
         if not body.startswith(payload_json[:-1]):
             raise ValueError("another body than kombu's")
@@ -87,10 +91,16 @@ class Template:
             raise ValueError("not the message that it was made from")
 
     def message(
-        self, job_id: str, payload_json: str, shown: tuple[str, str], submitted_at: float, clock: int | None
+        self,
+        job_id: str,
+        payload_json: str,
+        shown: tuple[str, str],
+        submitted_at: float,
+        clock: int | None,
+        more: Mapping[str, str] = NO_MORE,
     ) -> Message:
         """That of another job. `shown` is what Flower shows of its arguments, `clock` Celery's logical one; without it
-        the message has no event."""
+        the message has no event. `more` are the headers that the template was made with."""
         args, kwargs = shown
         own = {
             ID: quoted(job_id),
@@ -98,6 +108,7 @@ class Template:
             ARGS: quoted(args),
             KWARGS: quoted(kwargs),
             AT: json.dumps(submitted_at),
+            **{name: quoted(value) for name, value in more.items()},
         }
         if clock is None:
             return self._fill(own, payload_json, [])
@@ -142,11 +153,11 @@ class Templates:
     def get(self, common: Sequence[Any]) -> Template | None:
         return self._templates.get(common)
 
-    def learn(self, common: Sequence[Any], message: Message, payload_json: str) -> None:
+    def learn(self, common: Sequence[Any], message: Message, payload_json: str, more: Iterable[str] = ()) -> None:
         """Makes a template of a message; one that can't be made is not tried again."""
         if common in self._templates or len(self._templates) >= self.LIMIT:
             return
         try:
-            self._templates[common] = Template(message, payload_json)
+            self._templates[common] = Template(message, payload_json, more)
         except (KeyError, TypeError, ValueError):
             self._templates[common] = None

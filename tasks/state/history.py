@@ -90,3 +90,23 @@ def read_past(redis: Redis, job_id: str) -> Past:
     for _, fields in entries:
         past.add(json.loads(fields[EVENT_FIELD.encode()]))
     return past
+
+
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """The attempt before another one, in seconds before that began."""
+
+    run: str
+    began_s: float
+    left_s: float  # when it was handed back, or its lease had ended
+    is_lost: bool  # its worker told no end of it
+    worker: str
+
+
+def earlier_of(text: bytes, now: bytes) -> Earlier | None:
+    """As the script that begins an attempt tells it; None: there was none."""
+    if not text:
+        return None
+    run, began_at, left_at, lost, worker = text.decode().split(" ", 4)
+    began_s, left_s = (max(0.0, float(now) - float(at)) for at in (began_at, left_at))
+    return Earlier(run, began_s, left_s, lost == "1", worker)

@@ -33,7 +33,7 @@ from cellama.tasks.contract.shapes.results import Result
 
 from .encoding import encode
 from .gathering import Gathered
-from .history import read_past
+from .history import earlier_of, read_past
 from .records import Attempt, DeadJob, Ending, Entry, Fetched, Room, State, Stored, Submission, Taken, renamed, told_of
 from .scripts import SentScript, run_script
 
@@ -180,10 +180,10 @@ class Ledger:
         args = [run, worker, MAX_ATTEMPTS, int(alone), "any" if token is None else token, *_parts(started)]
         keys = [job_key(job_id), cancel_key(job_id), result_key(job_id)]
         reply: Any = self._run_begin("begin", keys, args)
-        ending = None
-        if reply[0] == b"done":
-            ending = _ending(*reply[4:])
-        return Attempt(job_id, run, int(reply[1]), int(reply[2]), reply[0].decode(), float(reply[3]), ending)
+        verdict, number, failures, waited_s, *more = reply
+        ending = _ending(*more) if verdict == b"done" else None
+        before = earlier_of(*more) if verdict in (b"run", b"cancelled", b"dead") else None
+        return Attempt(job_id, run, int(number), int(failures), verdict.decode(), float(waited_s), ending, before)
 
     def write(self, entries: Sequence[Entry]) -> tuple[set[int], set[int]]:
         """Journals and publishes events, in order.

@@ -18,6 +18,7 @@ from cellama.tasks.contract.payloads import GenerateJob, free_of
 from cellama.tasks.contract.shapes.results import Result
 
 from .encoding import encode
+from .history import Earlier
 
 MAX_ASKED = 10**9
 MAX_ENTRY_BYTES = 480 << 20  # Redis keeps up to 512 MiB under a key, and Celery adds some words
@@ -211,6 +212,7 @@ class Attempt:
     verdict: Verdict
     waited_s: float = field(default=0.0, compare=False)  # since the job was submitted, by Redis' clock
     ending: Ending | None = None  # with the verdict `done`
+    before: Earlier | None = field(default=None, compare=False)
 
     @property
     def run_id(self) -> str:

@@ -10,9 +10,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from celery import Task
 from redis import Redis
 from redis.exceptions import RedisError
 
@@ -43,9 +42,7 @@ from .reconciling import Reconciler
 from .telemetry import Relay
 from .wanted import wanted_by
 from .wanted_record import WantedRecord
-
-if TYPE_CHECKING:
-    from .metrics.worker_metrics import WorkerMetrics
+from .watched.watchers import Watchers
 
 log = logging.getLogger(__name__)
 
@@ -78,9 +75,8 @@ class Runtime:
         self._lease: LeaseKeeper | None = None
         self.signer = Signer(settings.reasoning_key.get_secret_value() if settings.reasoning_key else None)
         self.manager = ModelManager(settings.memory_budget)
-        self.metrics = self._start_metrics()
-        watch = (self.metrics.requests,) if self.metrics is not None else ()
-        self.publisher = Publisher(self.ledger, worker, self._interrupt, self.signer, *watch)
+        self.watchers = self._start_watchers(worker)
+        self.publisher = Publisher(self.ledger, worker, self._interrupt, self.signer, self.watchers.event)
         self.watchdog = Watchdog(settings.hang_s)
         self.watchdog.watch(self.publisher.pulse)
         if settings.hang_s:
@@ -96,26 +92,13 @@ class Runtime:
         self._reaper = Reaper(redis, self.ledger, store, settings.lease_s)
         self._registration: Registration | None = None  # once it hears commands
 
-    def _start_metrics(self) -> WorkerMetrics | None:
-        """None without a port. Raises InvalidRequest; nothing is left then."""
-        if self.settings.metrics_port is None:
-            return None
+    def _start_watchers(self, worker: str) -> Watchers:
         try:
-            from .metrics.worker_metrics import WorkerMetrics  # needs an extra
-
-            at = (self.settings.metrics_host, self.settings.metrics_port)
-            return WorkerMetrics(*at, self.telemetry, self.manager.models)
-        except (ImportError, InvalidRequest) as error:
+            return Watchers(self.settings, worker, self.manager, self.telemetry)
+        except InvalidRequest:
             self.manager.close()
             self.telemetry.close()
-            if isinstance(error, InvalidRequest):
-                raise
-            raise InvalidRequest(f"metrics_port needs `pip install 'cellama[metrics]'`: {error}") from None
-
-    def watching(self, task: Task, attempt: Attempt, control: JobControl) -> contextlib.AbstractContextManager[None]:
-        """Counts the attempt that runs in there, if there are metrics."""
-        metrics = self.metrics
-        return contextlib.nullcontext() if metrics is None else metrics.attempts.watching(task, attempt, control)
+            raise
 
     def _load_or_close(self, models: list[ModelSettings]) -> None:
         try:
@@ -124,7 +107,7 @@ class Runtime:
         except Exception:
             self.manager.close()
             self.telemetry.close()
-            self._close_metrics()
+            self.watchers.close()
             self.publisher.close()
             self.watchdog.close()
             raise
@@ -167,8 +150,7 @@ class Runtime:
         if loaded.capabilities & {"generate", "chat"}:
             loaded.engine.add_listener(self.publisher.listener(model.id))
             self.telemetry.watch(loaded.engine)
-            if self.metrics is not None:
-                self.metrics.watch(model.id, loaded.engine)
+            self.watchers.watch_model(model.id, loaded.engine)
 
     def _failures(self) -> dict[str, LoadFailure]:
         return {} if self.residency is None else self.residency.failures()
@@ -263,10 +245,6 @@ class Runtime:
             told = (self._failures, self.settings.pool, self._reconciler.told, self._evicted)
             self._registration = Registration(self.redis, self._worker, self.manager, chores, *told)
 
-    def _close_metrics(self) -> None:
-        if self.metrics is not None:
-            self.metrics.close()
-
     def close(self, save_until: float = 0.0) -> None:
         """Ends everything in order: no caller is told of a worker that is gone, no event is lost.
 
@@ -281,7 +259,7 @@ class Runtime:
             save_until = max(save_until, time.monotonic() + LEAST_SAVE_S)
         self.manager.close(save_until)
         self.telemetry.close()
-        self._close_metrics()
+        self.watchers.close()
         self.watchdog.close()
         if not self.publisher.close():
             log.error("the publisher did not end: Redis does not answer")

@@ -17,6 +17,7 @@ from cellama.api.webhooks import BATCH_ENDS, announcement
 from cellama.config import Settings
 from cellama.tasks.connection.redis_errors import reaching_redis
 from cellama.tasks.contract.keys import HTTP_OPEN_KEY, batch_key
+from cellama.tasks.traces.gate import headers_here
 
 from .orders import MAX_WINDOW_S, BatchOrder
 
@@ -48,6 +49,7 @@ class Desk:
             "expires_at": now + order.window_s,
             "gone_at": now + order.window_s + LIFE_S,
             "asked": _digest(repr(order)),
+            "trace": headers_here(),
             "models": None if caller.models is None else sorted(caller.models),
             **{name: getattr(order, name) for name in BatchOrder.__slots__},
         }

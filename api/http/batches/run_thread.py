@@ -87,7 +87,7 @@ class RunThread:
         try:
             with contextlib.closing(WorkFile(self._paths.work)) as work:
                 if not work.get("run_id"):
-                    work.note(run_id=self._record["id"])
+                    work.note(run_id=self._record["id"], **self._record.get("trace", {}))
         except sqlite3.OperationalError as error:
             if "locked" in str(error):  # by a process that has lost its lease, and does not know it yet
                 raise Left("another process still has its work file") from None

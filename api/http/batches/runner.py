@@ -7,6 +7,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
+from contextvars import Context
 from functools import cached_property
 
 from redis.asyncio import Redis
@@ -64,7 +65,8 @@ class Runner:
     def start(self) -> None:
         """It works; within a running event loop. The same call may come again."""
         if self._loop is None:
-            self._loop = asyncio.create_task(self._work(), name="batches")
+            # In a context of its own: what begins it may be a request, whose span is not above what is done for others.
+            self._loop = asyncio.create_task(self._work(), name="batches", context=Context())
 
     async def close(self) -> None:
         """Batches are left where they are, for other gateways; connections are given back."""

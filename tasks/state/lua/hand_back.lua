@@ -3,7 +3,7 @@
 local job, id = KEYS[1], ARGV[1]
 local found = redis.call('HMGET', job, 'run', 'state', 'queue', 'priority', 'submitted_at')
 if found[1] ~= ARGV[2] or found[2] ~= 'running' then return 0 end
-redis.call('HSET', job, 'state', 'handed_back')
+redis.call('HSET', job, 'state', 'handed_back', 'left_at', stamp(clock()), 'lost', 0)
 redis.call('HINCRBY', job, 'failures', -1)
 redis.call('ZREM', RUNNING, id)
 wait_in_queue(id, found[3], tonumber(found[4]), tonumber(found[5]))

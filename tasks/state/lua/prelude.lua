@@ -50,7 +50,7 @@ local function give_back(job, cancel, id)
   redis.call('RPUSH', found[3], message)
   redis.call('HSET', job, 'returned', 1)
   if state == 'running' then
-    redis.call('HSET', job, 'state', 'handed_back')
+    redis.call('HSET', job, 'state', 'handed_back', 'left_at', stamp(clock()), 'lost', 1)
     redis.call('ZREM', RUNNING, id)
   end
   wait_in_queue(id, found[2], tonumber(found[4]), tonumber(found[5]))

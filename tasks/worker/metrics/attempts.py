@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from celery import Task
-from celery.exceptions import Ignore, Reject
 
-from cellama.tasks.broker.pool import Interruption, JobControl
+from cellama.tasks.broker.pool import JobControl
 from cellama.tasks.contract.names import PRIORITY_INTERACTIVE, URGENT_PRIORITIES, model_of
 from cellama.tasks.metrics.bounded import Bounded
 from cellama.tasks.metrics.meter import Meter
+from cellama.tasks.worker.watched.ends import end_of
 
 if TYPE_CHECKING:
     from cellama.tasks.state.records import Attempt
@@ -38,23 +38,16 @@ class Attempts:
         self._meter.count("cellama_attempts_total", *labels, "true" if attempt.number == 1 else "false")
         if attempt.number == 1:
             self._meter.observe("celery_task_queuetime_seconds", attempt.waited_s, task.name)
-        end, began_at = "success", time.monotonic()
+        failure: BaseException | None = None
+        began_at = time.monotonic()
         try:
             yield
         except BaseException as error:
-            end = _end_of(error, control.interruption)
+            failure = error
             raise
         finally:
+            end = end_of(failure, control.interruption)
             self._meter.observe("celery_task_runtime_seconds", time.monotonic() - began_at, task.name)
             self._meter.count("cellama_attempt_ends_total", *labels, end)
             if (state := CELERY_STATES.get(end)) is not None:
                 self._meter.count("celery_tasks_total", task.name, state)
-
-
-def _end_of(error: BaseException, interruption: Interruption | None) -> str:
-    """By what Celery hears: an Ignore says only that it has heard already, or that another attempt tells it."""
-    if interruption is Interruption.HANDED_BACK:
-        return "handed_back"
-    if not isinstance(error, Ignore | Reject) or interruption is Interruption.HARD_LIMIT:
-        return "failure"
-    return "revoked" if interruption is Interruption.CANCELLED else "superseded"

@@ -95,3 +95,13 @@ def test_job_is_built_by_celery_while_somebody_listens_to_what_it_publishes() ->
     finally:
         signals.before_task_publish.disconnect(note)
     assert generate._alike("one") is not None
+
+
+def test_template_with_a_trace_has_each_jobs_own() -> None:
+    first = made("Hi", "first")
+    whole = json.loads(first.payload)
+    whole["headers"]["traceparent"] = "00-first"
+    traced = Message(first.key, json.dumps(whole), first.events)
+    template = Template(traced, body_of("Hi"), ["traceparent"])
+    message = template.message("own", body_of("Hi"), ("a", "k"), 1.0, 8, {"traceparent": '00-"own"'})
+    assert decoded(message)["headers"]["traceparent"] == '00-"own"'

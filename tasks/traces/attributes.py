@@ -1,0 +1,69 @@
+"""What spans say of messages and of models, in the names of OpenTelemetry's semantic conventions.
+
+Those for generative AI may still change; these are of semantic-conventions 0.66b (schema 1.44.0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from cellama.tasks.contract.names import TASK_CHAT, TASK_EMBED, TASK_GENERATE, TASK_PREFILL, TASK_RERANK
+
+SCHEMA = "https://opentelemetry.io/schemas/1.44.0"
+PROVIDER = "cellama"
+# Of tasks that a model computes for. The conventions know the first three; others may have names of their own.
+OPERATIONS = {
+    TASK_GENERATE: "text_completion",
+    TASK_CHAT: "chat",
+    TASK_EMBED: "embeddings",
+    TASK_RERANK: "rerank",
+    TASK_PREFILL: "prefill",
+}
+NUMBERS = {  # parameters of jobs
+    "max_tokens": "gen_ai.request.max_tokens",
+    "temperature": "gen_ai.request.temperature",
+    "top_p": "gen_ai.request.top_p",
+    "top_k": "gen_ai.request.top_k",
+    "seed": "gen_ai.request.seed",
+    "frequency_penalty": "gen_ai.request.frequency_penalty",
+    "presence_penalty": "gen_ai.request.presence_penalty",
+    "n": "gen_ai.request.choice.count",
+    "stream": "gen_ai.request.stream",
+}
+USAGE = {  # of results
+    "prompt_tokens": "gen_ai.usage.input_tokens",
+    "completion_tokens": "gen_ai.usage.output_tokens",
+    "cached_tokens": "gen_ai.usage.cache_read.input_tokens",
+}
+
+
+def of_message(queue: str, operation: str, job_id: str | None) -> dict[str, Any]:
+    """Of a span about the message of a job; without an id about those of several."""
+    told: dict[str, Any] = {
+        "messaging.system": "celery",
+        "messaging.destination.name": queue,
+        "messaging.operation.name": operation,
+        "messaging.operation.type": operation,
+    }
+    return told if job_id is None else {**told, "messaging.message.id": job_id}
+
+
+def of_request(operation: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Of what a model is asked; `parameters` are those of the call, checked or not."""
+    told: dict[str, Any] = {"gen_ai.operation.name": operation, "gen_ai.provider.name": PROVIDER}
+    if isinstance(parameters.get("model"), str):
+        told["gen_ai.request.model"] = parameters["model"]
+    for name, attribute in NUMBERS.items():
+        if isinstance(parameters.get(name), int | float):
+            told[attribute] = parameters[name]
+    stop = parameters.get("stop")
+    stops = [stop] if isinstance(stop, str) else stop
+    if stops and isinstance(stops, list | tuple) and all(isinstance(text, str) for text in stops):
+        told["gen_ai.request.stop_sequences"] = list(stops)
+    return told
+
+
+def of_usage(usage: Mapping[str, Any]) -> dict[str, Any]:
+    """How many tokens were read, generated, and read from a cache."""
+    return {attribute: usage[name] for name, attribute in USAGE.items() if name in usage}

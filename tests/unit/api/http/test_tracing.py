@@ -1,0 +1,28 @@
+"""The gateway's spans: of requests that may make jobs, below the client's."""
+
+from __future__ import annotations
+
+from starlette.testclient import TestClient
+
+from cellama.api.http import create_app
+from cellama.config import Settings
+
+from ...tasks.traces.conftest import ABOVE, Spans, spans
+
+__all__ = ["spans"]
+
+
+def test_request_is_below_the_clients_span(spans: Spans) -> None:
+    with TestClient(create_app(Settings())) as http:
+        http.get("/health", headers=ABOVE)
+        http.post("/v1/completions", headers=ABOVE, content=b"no JSON")
+        http.post("/nothing/here")
+    told = spans.one("POST /v1/completions")
+    assert told.parent.span_id == 0x00F067AA0BA902B7
+    assert dict(told.attributes) == {
+        "http.request.method": "POST",
+        "http.route": "/v1/completions",
+        "http.response.status_code": 415,
+    }
+    assert {span.name for span in spans.all} == {"POST /v1/completions", "POST"}
+    assert spans.one("POST").parent is None

@@ -1,0 +1,148 @@
+"""Whether there are spans at all, and the one of a sending of jobs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from opentelemetry.semconv._incubating.attributes import gen_ai_attributes, messaging_attributes
+from opentelemetry.semconv.schemas import Schemas
+
+from cellama.config import SettingsError
+from cellama.tasks.traces import gate, provider
+from cellama.tasks.traces.attributes import NUMBERS, OPERATIONS, SCHEMA, USAGE, of_message, of_request
+from cellama.tasks.traces.carrier import carried
+from cellama.tasks.traces.gate import headers_here, sending, spanning, trace_id_here, tracing
+
+from .conftest import ABOVE, Spans
+
+TRACE_ID = ABOVE["traceparent"].split("-")[1]
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    gate._tracing.cache_clear()
+    yield
+    gate._tracing.cache_clear()
+
+
+def options(*job_ids: str, **headers: str) -> list[dict[str, Any]]:
+    return [{"task_id": job_id, "queue": "q", "headers": dict(headers)} for job_id in job_ids]
+
+
+def test_without_the_setting_nothing_is_imported_and_no_header_added() -> None:
+    code = """
+import sys
+from cellama.tasks.traces.gate import sending, tracing
+assert tracing() is None
+jobs = [{"task_id": "j", "queue": "q", "headers": {}}]
+with sending(jobs):
+    assert jobs[0]["headers"] == {}
+assert not {"cellama.tasks.traces.tracing", "opentelemetry.sdk.trace"} & sys.modules.keys()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_setting_without_the_packages_says_what_to_install(
+    settings_environment: Callable[..., None], monkeypatch: pytest.MonkeyPatch, fresh: None
+) -> None:
+    settings_environment(traces="true")
+    monkeypatch.delitem(sys.modules, "cellama.tasks.traces.tracing", raising=False)
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    with pytest.raises(SettingsError, match=r"traces is on .*pip install 'cellama\[otel\]'"):
+        tracing()
+
+
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        ({"OTEL_TRACES_EXPORTER": "zipkin"}, r"exports spans as 'zipkin'.*cellama\[otel\]"),
+        ({"OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"}, "http/json.*known: http/protobuf, grpc"),
+        ({"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "grpc"}, "'otlp_proto_grpc'"),
+    ],
+)
+def test_exporter_that_is_not_there_is_told(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], told: str
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SettingsError, match=told):
+        provider.make_provider()
+
+
+def test_service_has_our_name_unless_it_is_given_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "none")
+    assert provider.make_provider().resource.attributes["service.name"] == "cellama"
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
+    assert provider.make_provider().resource.attributes["service.name"] == "mine"
+
+
+def test_jobs_of_one_sending_have_its_context(spans: Spans) -> None:
+    jobs = options("a", "b")
+    with sending(jobs):
+        pass
+    sent = spans.one("send q")
+    assert sent.attributes["messaging.batch.message_count"] == 2
+    for job in jobs:
+        _, trace_id, span_id, flags = job["headers"]["traceparent"].split("-")
+        assert (int(trace_id, 16), int(span_id, 16)) == (sent.context.trace_id, sent.context.span_id)
+        assert int(flags, 16) & 1
+
+
+def test_sending_is_below_the_callers_header_then_the_current_span_then_the_running_job(
+    spans: Spans, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = SimpleNamespace(request=SimpleNamespace(traceparent=f"00-{'7' * 32}-{'8' * 16}-01", tracestate=None))
+    monkeypatch.setattr(gate, "current_task", running)
+    parents = []
+    with spanning("outer", {}):
+        for given in (ABOVE, {}):
+            with sending(options("a", **given)):
+                pass
+    with sending(options("a")):
+        pass
+    outer = spans.one("outer").context.span_id
+    parents = [span.parent.span_id for span in spans.all if span.name == "send q"]
+    assert parents == [0x00F067AA0BA902B7, outer, int("8" * 16, 16)]
+    assert spans.all[0].context.trace_state.get("vendor") == "x"
+
+
+def test_span_over_many_sendings_goes_on_below_what_is_given(spans: Spans) -> None:
+    assert headers_here() == {}
+    assert trace_id_here() == ""
+    with spanning("run", ABOVE) as own:
+        assert headers_here() == own
+        assert trace_id_here() == TRACE_ID
+    assert spans.one("run").parent.span_id == 0x00F067AA0BA902B7
+
+
+@pytest.mark.parametrize(
+    "headers", [{}, {"tracestate": "a=b"}, {"traceparent": 5}, {"traceparent": "0" * 600}, {"traceparent": None}]
+)
+def test_what_is_no_context_is_left_out(headers: dict[str, Any]) -> None:
+    assert carried(headers) == {}
+
+
+def test_names_are_those_of_the_conventions_that_are_installed() -> None:
+    modules = (gen_ai_attributes, messaging_attributes)
+    known = [value for module in modules for value in vars(module).values() if isinstance(value, str)]
+    told = {*NUMBERS.values(), *USAGE.values(), *of_message("q", "send", "j")}
+    told |= of_request("chat", {"model": "m", "stop": "x"}).keys()
+    assert told <= set(known)
+    operations = {value.value for value in gen_ai_attributes.GenAiOperationNameValues}
+    assert set(OPERATIONS.values()) - operations == {"rerank", "prefill"}
+    assert SCHEMA in {schema.value for schema in Schemas}
+
+
+def test_parameters_of_a_call_are_told_if_they_are_what_they_should_be() -> None:
+    asked = {"model": "m", "temperature": "hot", "max_tokens": 5, "stop": ["a", 3], "prompt": "secret"}
+    assert of_request("chat", asked) == {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": "cellama",
+        "gen_ai.request.model": "m",
+        "gen_ai.request.max_tokens": 5,
+    }

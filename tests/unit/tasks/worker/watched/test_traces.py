@@ -1,0 +1,175 @@
+"""Spans of attempts and requests: which there are, below what, with what in them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from celery.exceptions import Ignore
+
+from cellama.engine import Completion, DecodeFailed, Finished, Timings, Usage
+from cellama.tasks.broker.pool import Interruption
+from cellama.tasks.contract.errors import JobFailed
+from cellama.tasks.contract.names import TASK_CHUNK, TASK_EMBED, TASK_GENERATE
+from cellama.tasks.state.history import Earlier
+from cellama.tasks.state.ledger import new_run
+from cellama.tasks.state.records import Attempt
+from cellama.tasks.traces import gate
+from cellama.tasks.traces.provider import run_span_id
+from cellama.tasks.traces.tracing import Tracing
+from cellama.tasks.worker.watched.attempts import AttemptTraces
+
+from ...traces.conftest import ABOVE, Spans
+
+JOB, ABOVE_ID = "a-job", 0x00F067AA0BA902B7
+TIMINGS = Timings(30.0, 50.0, 90.0, None, None, delivery_ms=20.0)
+COMPLETION = Completion("text", (1, 2), "stop", None, Usage(10, 2, 4), TIMINGS, 1, 7)
+
+
+def task(name: str = TASK_GENERATE, **parameters: Any) -> Any:
+    given = {"model": "m", "prompt": "a secret", **parameters}
+    return SimpleNamespace(
+        name=name, request=SimpleNamespace(delivery_info={"routing_key": "q"}, args=(), kwargs=given, **ABOVE)
+    )
+
+
+def attempt(number: int = 1, before: Earlier | None = None) -> Attempt:
+    return Attempt(JOB, new_run(), number, 1, "run", 2.0, before=before)
+
+
+def run(
+    traces: Tracing,
+    made: Attempt,
+    asked: Any,
+    *events: Finished,
+    error: BaseException | None = None,
+    interruption: Interruption | None = None,
+    result: Any = None,
+) -> None:
+    """An attempt in which these requests end, and that ends so."""
+    told = AttemptTraces(traces, "w@here")
+    control: Any = SimpleNamespace(interruption=interruption)
+    with contextlib.suppress(Exception), told.watching(asked, made, control, submitted_at=100.0) as tell:
+        for event in events:
+            told.requests("m", event)
+        tell(result)
+        if error is not None:
+            raise error
+
+
+def finished(made: Attempt, completion: Completion | None = COMPLETION, line: str = "") -> Finished:
+    error = None if completion is not None else DecodeFailed("no")
+    return Finished(made.run_id + line, completion, error)
+
+
+def test_request_has_the_times_that_its_engine_told(spans: Spans, traces: Tracing) -> None:
+    made = attempt()
+    run(traces, made, task(max_tokens=5), finished(made))
+    process, request = spans.one("process q"), spans.one("text_completion m")
+    assert process.parent.span_id == ABOVE_ID
+    assert process.context.span_id == run_span_id(made.run)
+    assert request.parent.span_id == process.context.span_id
+    parts = [spans.one(name) for name in ("admission", "prefill", "decode")]
+    base = request.start_time - 20_000_000
+    assert [(p.start_time - base, p.end_time - base) for p in parts] == [
+        (20_000_000, 30_000_000),
+        (30_000_000, 50_000_000),
+        (50_000_000, 90_000_000),
+    ]
+    assert {part.parent.span_id for part in parts} == {request.context.span_id}
+    assert spans.one("result").parent.span_id == process.context.span_id
+    told = request.attributes
+    assert (told["gen_ai.usage.input_tokens"], told["gen_ai.usage.cache_read.input_tokens"]) == (10, 4)
+    assert told["gen_ai.response.finish_reasons"] == ("stop",)
+    assert "a secret" not in str([dict(span.attributes) for span in spans.all])
+
+
+def test_contents_are_told_if_a_setting_asks(spans: Spans, settings_environment: Any) -> None:
+    settings_environment(traces="true", trace_contents="true")
+    traces = gate.tracing()
+    assert traces is not None
+    made, messages = attempt(), [{"role": "user", "content": [{"type": "text", "text": "a secret"}]}]
+    asked = task("cellama.chat", messages=messages, system="be kind", prompt=None)
+    run(traces, made, asked, finished(made, replace(COMPLETION, reasoning="hm")))
+    told = spans.one("chat m").attributes
+    assert json.loads(told["gen_ai.input.messages"]) == [
+        {"role": "user", "parts": [{"type": "text", "content": "a secret"}]}
+    ]
+    assert json.loads(told["gen_ai.system_instructions"]) == [{"type": "text", "content": "be kind"}]
+    (reply,) = json.loads(told["gen_ai.output.messages"])
+    assert [part["content"] for part in reply["parts"]] == ["hm", "text"]
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_attempt_is_linked_to_the_one_before_which_it_tells_if_that_was_lost(
+    spans: Spans, traces: Tracing, is_lost: bool
+) -> None:
+    before = Earlier(new_run(), 1.5, 0.5, is_lost, "old@host 12 1.0")
+    made = attempt(2, before)
+    run(traces, made, task(), finished(made))
+    attempts = {span.context.span_id: span for span in spans.all if span.name == "process q"}
+    own, lost = attempts[run_span_id(made.run)], attempts.get(run_span_id(before.run))
+    assert [link.context.span_id for link in own.links] == [run_span_id(before.run)]
+    waits = sorted((span.end_time - span.start_time) / 1e9 for span in spans.all if span.name == "queue")
+    if not is_lost:
+        assert (lost, waits) == (None, [0.5])
+        return
+    assert lost is not None
+    assert lost.parent.span_id == ABOVE_ID
+    assert (lost.end_time - lost.start_time) / 1e9 == pytest.approx(1.0)
+    assert (lost.attributes["cellama.attempt.end"], lost.attributes["cellama.worker"]) == ("lost", "old@host")
+    assert waits == pytest.approx([0.5, 0.5])  # 2 s before this one began the job was submitted
+
+
+def test_superseded_attempt_leaves_its_span_to_the_next_one(spans: Spans, traces: Tracing) -> None:
+    run(traces, attempt(), task(), error=Ignore(), interruption=Interruption.SUPERSEDED)
+    assert spans.all == []
+
+
+def test_failure_has_its_code(spans: Spans, traces: Tracing) -> None:
+    made = attempt()
+    run(traces, made, task(), finished(made, None), error=JobFailed("decode_failed", "no"))
+    for name in ("process q", "text_completion m"):
+        span = spans.one(name)
+        assert (span.attributes["error.type"], span.status.is_ok) == ("decode_failed", False)
+
+
+def test_lines_of_a_slice_have_a_request_each(spans: Spans, traces: Tracing) -> None:
+    made = attempt()
+    lines = [{"kind": "generate", "params": {"prompt": "x"}}, {"kind": "chat", "params": {"messages": []}}]
+    run(traces, made, task(TASK_CHUNK, lines=lines), *(finished(made, line=f"\x1f{place}") for place in (0, 1)))
+    found = {span.name: span.attributes["cellama.line"] for span in spans.all if "cellama.line" in span.attributes}
+    assert found == {"text_completion m": 0, "chat m": 1}
+
+
+def test_work_without_a_slot_is_told_from_its_result(spans: Spans, traces: Tracing) -> None:
+    run(traces, attempt(), task(TASK_EMBED), result={"usage": {"prompt_tokens": 9}, "model": "m"})
+    assert spans.one("embeddings m").attributes["gen_ai.usage.input_tokens"] == 9
+
+
+def test_job_of_a_producer_without_traces_has_one_trace_in_all_attempts(spans: Spans, traces: Tracing) -> None:
+    asked = task()
+    del asked.request.traceparent
+    for number in (1, 2):
+        run(traces, attempt(number), asked)
+    attempts = [span for span in spans.all if span.name == "process q"]
+    assert len({span.context.trace_id for span in spans.all}) == 1
+    assert [span.parent for span in attempts] == [None, None]
+    assert len({span.context.span_id for span in attempts}) == 2
+
+
+def test_what_is_not_sampled_is_not_told(spans: Spans, traces: Tracing) -> None:
+    asked, made = task(), attempt()
+    asked.request.traceparent = ABOVE["traceparent"][:-1] + "0"
+    run(traces, made, asked, finished(made))
+    assert spans.all == []
+
+
+def test_request_that_can_not_be_told_costs_a_span_and_no_event(spans: Spans, traces: Tracing) -> None:
+    made, asked = attempt(), task(TASK_CHUNK, lines=[])
+    run(traces, made, asked, finished(made, line="\x1f3"))
+    assert [span.name for span in spans.all] == ["queue", "process q"]
