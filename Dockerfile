@@ -13,7 +13,7 @@ COPY constraints.txt .
 # llama.cpp first: it takes minutes and changes seldom.
 RUN /venv/bin/pip install --no-cache-dir -c constraints.txt llama-cpp-python
 COPY . .
-RUN /venv/bin/pip install --no-cache-dir -c constraints.txt '.[worker,flower,metrics]'
+RUN /venv/bin/pip install --no-cache-dir -c constraints.txt '.[worker,flower,metrics,otel]'
 
 FROM ${BASE}
 RUN apt-get update && apt-get install -y --no-install-recommends libgomp1 python3 && rm -rf /var/lib/apt/lists/* \

@@ -38,6 +38,7 @@ ROOMS = {
         "positions": "what is told of jobs that wait, against how long they really do",
         "cancel": "from a cancel to the end, wherever the job is",
         "gateway": "1,000 streams through a gateway, and what it adds to the first token; llama-server beside it",
+        "telemetry": "throughput with metrics, and with traces of every job, over neither",
         "readers": "many streams in one process: over shared connections, and with a connection each",
     },
     "load": {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cellama.config import Settings, get_settings
@@ -22,10 +23,9 @@ from cellama.tasks.contract.errors import JobError
 
 from . import batches, completions, files, messages, metrics, models, responses, tokens, vectors
 from .callers import Access, NoKeys
-from .counting import Counting
+from .counting import Counting, traced
 from .errors import ApiError, of_job
 from .gateway import Gateway
-from .tracing import traced
 from .webhooks import webhooks_of
 
 ROOMS = (completions, responses, messages, vectors, tokens, models, metrics, files, batches)
@@ -88,12 +88,7 @@ def create_app(settings: Settings | None = None, *, access: Access | None = None
     routes = [route for room in ROOMS for route in room.ROUTES]
     app = Starlette(
         routes=routes,
-        middleware=[
-            Middleware(RequestIds),
-            *traced(routes),
-            Middleware(Counting, gateway.counts, routes),
-            *_cors(settings),
-        ],
+        middleware=_middleware(settings, gateway, routes),
         exception_handlers=handlers,
         lifespan=lifespan,
     )
@@ -101,6 +96,12 @@ def create_app(settings: Settings | None = None, *, access: Access | None = None
     app.state.batches = runner
     app.state.webhooks = webhooks
     return app
+
+
+def _middleware(settings: Settings, gateway: Gateway, routes: Sequence[BaseRoute]) -> list[Middleware]:
+    """The outermost first."""
+    counting = Middleware(Counting, gateway.counts, routes)
+    return [Middleware(RequestIds), *traced(routes), counting, *_cors(settings)]
 
 
 def _cors(settings: Settings) -> list[Middleware]:

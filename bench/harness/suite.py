@@ -28,6 +28,7 @@ SHORT = {
     "positions": "--jobs 60 --burst 20 --slots 2 --new 4 32 --prompt 16",
     "cancel": "--prompt 600 --chunk 64 --samples 1",
     "gateway": "--streams 100 --beside 20 --new 16 --slots 32 --rounds 1",
+    "telemetry": "--jobs 32 --rounds 2",
     "readers": "--streams 50 --rounds 1",
     "chaos": "--scenarios kills poison --jobs 40 --new 200 --kills 2 --period 2",
     "chaos_sentinel": "--jobs 30 --new 200 --failovers 2 --period 2",

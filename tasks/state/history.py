@@ -94,7 +94,7 @@ def read_past(redis: Redis, job_id: str) -> Past:
 
 @dataclass(frozen=True, slots=True)
 class Earlier:
-    """The attempt before another one, in seconds before that began."""
+    """An attempt before another one, in seconds before that began."""
 
     run: str
     began_s: float
@@ -103,10 +103,13 @@ class Earlier:
     worker: str
 
 
-def earlier_of(text: bytes, now: bytes) -> Earlier | None:
-    """As the script that begins an attempt tells it; None: there was none."""
-    if not text:
-        return None
-    run, began_at, left_at, lost, worker = text.decode().split(" ", 4)
-    began_s, left_s = (max(0.0, float(now) - float(at)) for at in (began_at, left_at))
+def earlier_of(text: bytes, now: bytes) -> tuple[Earlier, ...]:
+    """As the script that begins an attempt tells them, the oldest first: the one before, and if that was lost, those
+    of which it would have told."""
+    return tuple(_earlier(line.split(" ", 4), float(now)) for line in text.decode().splitlines())
+
+
+def _earlier(parts: list[str], now: float) -> Earlier:
+    run, began_at, left_at, lost, worker = parts
+    began_s, left_s = (max(0.0, now - float(at)) for at in (began_at, left_at))
     return Earlier(run, began_s, left_s, lost == "1", worker)

@@ -182,7 +182,7 @@ class Ledger:
         reply: Any = self._run_begin("begin", keys, args)
         verdict, number, failures, waited_s, *more = reply
         ending = _ending(*more) if verdict == b"done" else None
-        before = earlier_of(*more) if verdict in (b"run", b"cancelled", b"dead") else None
+        before = earlier_of(*more) if verdict in (b"run", b"cancelled", b"dead") else ()
         return Attempt(job_id, run, int(number), int(failures), verdict.decode(), float(waited_s), ending, before)
 
     def write(self, entries: Sequence[Entry]) -> tuple[set[int], set[int]]:

@@ -212,7 +212,7 @@ class Attempt:
     verdict: Verdict
     waited_s: float = field(default=0.0, compare=False)  # since the job was submitted, by Redis' clock
     ending: Ending | None = None  # with the verdict `done`
-    before: Earlier | None = field(default=None, compare=False)
+    before: tuple[Earlier, ...] = field(default=(), compare=False)  # the last one is the one before
 
     @property
     def run_id(self) -> str:

@@ -185,3 +185,18 @@ def test_celery_is_told_of_a_start_once_it_has_begun(ledger: Ledger, job_id: str
     assert redis_client.get(result_key(job_id)) is None
     begin(ledger, job_id, token=take(ledger, job_id).token, started=started)
     assert redis_client.get(result_key(job_id)) == started.value
+
+
+def test_attempt_knows_those_before_of_which_no_worker_has_told(ledger: Ledger, job_id: str) -> None:
+    attempts = [begin(ledger, job_id)]
+    assert attempts[0].before == ()
+    for _ in range(2):  # as if its worker had died
+        attempts.append(begin(ledger, job_id, alone=True))
+    assert [(each.run, each.is_lost, each.worker) for each in attempts[2].before] == [
+        (attempts[0].run, True, "w"),
+        (attempts[1].run, True, "w"),
+    ]
+    ledger.hand_back(attempts[2])
+    (before,) = begin(ledger, job_id, alone=True).before
+    assert (before.run, before.is_lost) == (attempts[2].run, False)
+    assert before.began_s >= before.left_s >= 0

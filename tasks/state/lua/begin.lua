@@ -2,11 +2,11 @@
 -- KEYS: entry, cancel, Celery's result. ARGV: begin token, worker, most failures, 1 if alone, token of taking ('any' is not
 -- checked), what Celery is told or '', seconds to keep that or ''.
 -- Returns verdict, attempt, failures, seconds since it was submitted, or might run; with `done` the last event, the
--- result, the task; of an attempt that has begun what is known of the one before ('': it is the first), and this time.
+-- result, the task; of an attempt that has begun what no attempt has told of those before, and this time.
 local job, cancel = KEYS[1], KEYS[2]
 local run, worker, limit, alone, token = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4], ARGV[5]
 local found = redis.call('HMGET', job, 'state', 'holder', 'submitted_at', 'failures', 'run', 'end', 'result', 'task',
-                         'delay', 'began_at', 'left_at', 'lost', 'worker')
+                         'delay', 'began_at', 'left_at', 'lost', 'worker', 'before')
 local state = found[1]
 if not state then return {'gone', 0, 0, '0'} end
 local waited = stamp(math.max(0, clock() - tonumber(found[3]) - tonumber(found[9] or 0)))
@@ -17,7 +17,9 @@ local now = clock()
 if found[5] ~= run then -- else the reply was lost, and this is the second question
   if found[5] then
     local began_at, left_at, lost = found[10] or stamp(now), found[11] or stamp(now), found[12] or '1'
-    redis.call('HSET', job, 'before', table.concat({found[5], began_at, left_at, lost, found[13]}, ' '))
+    local before = table.concat({found[5], began_at, left_at, lost, found[13]}, ' ')
+    if lost == '1' and found[14] and #found[14] < 2000 then before = found[14] .. '\n' .. before end -- it told nothing
+    redis.call('HSET', job, 'before', before)
     redis.call('HDEL', job, 'left_at', 'lost')
   end
   redis.call('HSET', job, 'began_at', stamp(now))

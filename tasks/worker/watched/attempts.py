@@ -22,6 +22,7 @@ from .ends import end_of
 from .requests import Requests, Run
 
 if TYPE_CHECKING:
+    from cellama.tasks.state.history import Earlier
     from cellama.tasks.state.records import Attempt
 
 LOST = "lost"
@@ -29,7 +30,7 @@ LOST_TEXT = "its worker died, or lost Redis, and told no end of it; its times ar
 
 
 class AttemptTraces:
-    """Makes the spans of attempts that end here, and of the one before if its worker could tell none."""
+    """Makes the spans of attempts that end here, and of those before whose workers could tell none."""
 
     def __init__(self, tracing: Tracing, worker: str) -> None:
         self._tracing = tracing
@@ -58,31 +59,34 @@ class AttemptTraces:
             finally:
                 end = end_of(error, control.interruption)
                 if span.is_recording() and end != "superseded":  # the attempt after that one tells of it
-                    self._tell_before(attempt, span, name, parent, began_ns, attributes)
+                    self._tell_earlier(attempt, span, name, parent, began_ns, attributes)
                     self.requests.tell_rest(run, time.time_ns())
                     _end(span, end, error)
 
-    def _tell_before(
+    def _tell_earlier(
         self, attempt: Attempt, span: Span, name: str, parent: Context, began_ns: int, attributes: dict[str, Any]
     ) -> None:
-        """How long the job waited for this attempt; and the one before, of which no worker has told."""
-        before = attempt.before
-        waited_s = attempt.waited_s if before is None else before.left_s
-        self._wait(parent, span, began_ns - _ns(waited_s), began_ns)
-        if before is None:
-            return
-        link = self._tracing.link_to(before.run, span)
-        span.add_link(link.context, {"cellama.attempt.number": attempt.number - 1})
-        if before.is_lost:
-            lost_ns = began_ns - _ns(before.began_s)
-            told = {"cellama.attempt.number": attempt.number - 1, "cellama.worker": before.worker.split()[0]}
-            how: Any = {"attributes": {**attributes, **told}, "start_time": lost_ns}
-            lost = self._tracing.attempt(before.run, attempt.job_id, name, parent, **how)
-            if attempt.number == 2:
-                self._wait(parent, lost, began_ns - _ns(attempt.waited_s), lost_ns)
-            lost.set_attribute("cellama.attempt.end", LOST)
-            lost.set_status(Status(StatusCode.ERROR, LOST_TEXT))
-            lost.end(began_ns - _ns(before.left_s))
+        """How long the job waited, and the attempts before this one of which no worker has told: the oldest first."""
+        free_ns = began_ns - _ns(attempt.waited_s)  # since then no worker had it
+        previous: Earlier | None = None
+        for number, earlier in enumerate(attempt.before, start=attempt.number - len(attempt.before)):
+            if earlier.is_lost:
+                at_ns = began_ns - _ns(earlier.began_s)
+                told = {**attributes, "cellama.attempt.number": number, "cellama.worker": earlier.worker.split()[0]}
+                how: Any = {"attributes": {**told, "cellama.attempt.end": LOST}, "start_time": at_ns}
+                lost = self._tracing.attempt(earlier.run, attempt.job_id, name, parent, **how)
+                if previous is not None or number == 1:
+                    self._wait(parent, lost, free_ns, at_ns)
+                self._link(lost, previous)
+                lost.set_status(Status(StatusCode.ERROR, LOST_TEXT))
+                lost.end(began_ns - _ns(earlier.left_s))
+            free_ns, previous = began_ns - _ns(earlier.left_s), earlier
+        self._wait(parent, span, free_ns, began_ns)
+        self._link(span, previous)
+
+    def _link(self, span: Span, previous: Earlier | None) -> None:
+        if previous is not None:
+            span.add_link(self._tracing.link_to(previous.run, span).context)
 
     def _wait(self, parent: Context, span: Span, from_ns: int, to_ns: int) -> None:
         """Beside the attempt, below what sent the job; below the attempt if that is not known."""

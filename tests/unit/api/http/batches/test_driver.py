@@ -14,9 +14,13 @@ from cellama.api.http.batches.parts import Parts
 from cellama.api.http.batches.scratch import folder_of
 from cellama.tasks.contract.keys import http_lease_key
 from cellama.tasks.state.bulk_runs import Batches
+from cellama.tasks.traces.gate import spanning
 
+from ....tasks.traces.conftest import Spans, spans
 from .conftest import RunWorld
 from .world import ACME, World
+
+__all__ = ["spans"]
 
 
 async def nothing_is_left(world: World, batch_id: str) -> None:
@@ -183,3 +187,13 @@ def test_parts_are_what_the_output_has_gained_and_count_when_they_are_named(run_
             assert (there.read_bytes(), size) == (expected, len(expected))
 
     run_world(ask)
+
+
+def test_run_of_a_batch_is_below_the_request_that_made_it(run_world: RunWorld, spans: Spans) -> None:
+    async def ask(world: World) -> None:
+        with spanning("request", {}):
+            batch_id = (await world.begin("a", window_s=-1))["id"]
+        await world.drive(batch_id)
+
+    run_world(ask)
+    assert spans.one("batch run").parent.span_id == spans.one("request").context.span_id

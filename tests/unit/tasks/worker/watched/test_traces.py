@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,8 @@ from typing import Any
 import pytest
 from celery.exceptions import Ignore
 
-from cellama.engine import Completion, DecodeFailed, Finished, Timings, Usage
+from cellama.config import get_settings
+from cellama.engine import Completion, DecodeFailed, Finished, InvalidRequest, Timings, Usage
 from cellama.tasks.broker.pool import Interruption
 from cellama.tasks.contract.errors import JobFailed
 from cellama.tasks.contract.names import TASK_CHUNK, TASK_EMBED, TASK_GENERATE
@@ -22,6 +24,7 @@ from cellama.tasks.traces import gate
 from cellama.tasks.traces.provider import run_span_id
 from cellama.tasks.traces.tracing import Tracing
 from cellama.tasks.worker.watched.attempts import AttemptTraces
+from cellama.tasks.worker.watched.watchers import Watchers
 
 from ...traces.conftest import ABOVE, Spans
 
@@ -37,7 +40,7 @@ def task(name: str = TASK_GENERATE, **parameters: Any) -> Any:
     )
 
 
-def attempt(number: int = 1, before: Earlier | None = None) -> Attempt:
+def attempt(number: int = 1, *before: Earlier) -> Attempt:
     return Attempt(JOB, new_run(), number, 1, "run", 2.0, before=before)
 
 
@@ -125,6 +128,19 @@ def test_attempt_is_linked_to_the_one_before_which_it_tells_if_that_was_lost(
     assert waits == pytest.approx([0.5, 0.5])  # 2 s before this one began the job was submitted
 
 
+def test_job_that_killed_several_workers_has_all_its_attempts(spans: Spans, traces: Tracing) -> None:
+    before = [Earlier(new_run(), at, at - 0.25, True, f"w{at}@host 12 1.0") for at in (1.75, 1.0, 0.5)]
+    run(traces, attempt(4, *before), task(), error=JobFailed("dead", "no"))
+    attempts = sorted((s for s in spans.all if s.name == "process q"), key=lambda s: s.start_time)
+    assert [span.attributes["cellama.attempt.number"] for span in attempts] == [1, 2, 3, 4]
+    assert [span.attributes["cellama.attempt.end"] for span in attempts] == ["lost"] * 3 + ["failure"]
+    linked = [[link.context.span_id for link in span.links] for span in attempts]
+    assert linked == [[], *([span.context.span_id] for span in attempts[:3])]
+    waits = sorted((s for s in spans.all if s.name == "queue"), key=lambda s: s.start_time)
+    told = [(span.end_time - span.start_time) / 1e9 for span in waits]
+    assert told == pytest.approx([0.25, 0.5, 0.25, 0.25])
+
+
 def test_superseded_attempt_leaves_its_span_to_the_next_one(spans: Spans, traces: Tracing) -> None:
     run(traces, attempt(), task(), error=Ignore(), interruption=Interruption.SUPERSEDED)
     assert spans.all == []
@@ -173,3 +189,15 @@ def test_request_that_can_not_be_told_costs_a_span_and_no_event(spans: Spans, tr
     made, asked = attempt(), task(TASK_CHUNK, lines=[])
     run(traces, made, asked, finished(made, line="\x1f3"))
     assert [span.name for span in spans.all] == ["queue", "process q"]
+
+
+def test_worker_without_the_packages_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, settings_environment: Any
+) -> None:
+    settings_environment(traces="true")
+    monkeypatch.delitem(sys.modules, "cellama.tasks.traces.tracing")
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    gate._tracing.cache_clear()
+    nothing: Any = None
+    with pytest.raises(InvalidRequest, match=r"pip install 'cellama\[otel\]'"):
+        Watchers(get_settings(), "w", nothing, nothing)
