@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -30,6 +31,11 @@ class Found:
     now: float
     num_keys: int  # that there are, of whatever state
 
+    @property
+    def is_use_due(self) -> bool:
+        """Whether its use now was not noted within the last minute."""
+        return self.entry is not None and (self.used_at is None or self.now - self.used_at >= USED_EVERY_S)
+
 
 class KeyStore:
     """Methods raise RedisError."""
@@ -41,22 +47,30 @@ class KeyStore:
 
     async def look(self, key_id: str) -> Found:
         """The id need not be that of a key."""
+        [found] = await self.look_all([key_id])
+        return found
+
+    async def look_all(self, key_ids: Sequence[str]) -> list[Found]:
+        """`look` for each of them, in one round trip."""
         async with self._redis.pipeline(transaction=False) as pipe:
             pipe.time()
             pipe.hlen(API_KEYS_KEY)
-            pipe.hget(API_KEYS_KEY, key_id)
-            pipe.hget(API_KEYS_USED_KEY, key_id)
+            pipe.hmget(API_KEYS_KEY, key_ids)
+            pipe.hmget(API_KEYS_USED_KEY, key_ids)
             time, num_keys, told, used = await pipe.execute()
-        used_at = None if used is None else float(used)
         if self._file is None:
-            return Found(_parsed(told), used_at, seconds_of(time), num_keys)
-        entries = self._file.entries()
-        return Found(entries.get(key_id), used_at, seconds_of(time), len(entries))
+            entries = [_parsed(value) for value in told]
+        else:
+            known = self._file.entries()
+            entries, num_keys = [known.get(key_id) for key_id in key_ids], len(known)
+        pairs = zip(entries, used, strict=True)
+        return [Found(entry, _time(at), seconds_of(time), num_keys) for entry, at in pairs]
 
-    async def note_use(self, found: Found) -> None:
-        """Keeps that a key is in use now, if that was not noted within the last minute."""
-        if found.entry is not None and (found.used_at is None or found.now - found.used_at >= USED_EVERY_S):
-            await self._redis.hset(API_KEYS_USED_KEY, found.entry.id, f"{found.now:.0f}")
+    async def note_uses(self, uses: Sequence[Found]) -> list[None]:
+        """Keeps that keys are in use now."""
+        times = {found.entry.id: f"{found.now:.0f}" for found in uses if found.entry is not None}
+        await self._redis.hset(API_KEYS_USED_KEY, mapping=times)
+        return [None] * len(uses)
 
     async def all(self) -> list[Found]:
         """Every key, the oldest first."""
@@ -67,7 +81,7 @@ class KeyStore:
             time, told, used = await pipe.execute()
         told = [entry for value in told.values() if (entry := _parsed(value)) is not None]
         entries = told if self._file is None else list(self._file.entries().values())
-        last = {key_id.decode(): float(at) for key_id, at in used.items()}
+        last = {key_id.decode(): _time(at) for key_id, at in used.items()}
         found = [Found(entry, last.get(entry.id), seconds_of(time), len(entries)) for entry in entries]
         return sorted(found, key=_age)
 
@@ -85,6 +99,14 @@ def _age(found: Found) -> tuple[float, str]:
     assert found.entry is not None
     created_at = found.entry.created_at
     return (0.0 if created_at is None else created_at.timestamp(), found.entry.id)
+
+
+def _time(told: bytes | None) -> float | None:
+    """None also for what is none: the next use writes over it."""
+    try:
+        return None if told is None else float(told)
+    except ValueError:
+        return None
 
 
 def _parsed(told: bytes | None) -> KeyEntry | None:

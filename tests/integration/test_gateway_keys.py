@@ -29,11 +29,8 @@ from ..conftest import PATIENCE_S, clean_environment, empty_database
 GATEWAY = """
 import asyncio, json, sys
 from cellama.api.http.errors import ApiError
-from cellama.api.http.keys import access as module
 from cellama.api.http.keys.access import KeyAccess
 from cellama.api.http.keys.wiring import connect_keys
-
-module.ANSWER_S = 60.0  # who comes last waits for all others, on any machine
 
 async def ask(access, caller, place):
     try:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from redis.asyncio import Redis
@@ -19,6 +19,7 @@ from cellama.api.keys.key_file import KeyFile
 from cellama.api.keys.key_text import given_key, parse_key
 from cellama.api.keys.store import Found, KeyStore
 
+from .gathering import Gathering
 from .limiter import Limiter, Reservation, Verdict
 from .rate_headers import rate_headers
 
@@ -27,7 +28,6 @@ log = logging.getLogger(__name__)
 JOBS_RETRY_S = 1.0  # when one of a key's jobs ends can't be known
 OUTAGE_RETRY_S = 1.0
 ANSWER_S = 2.0  # a request is not let in by a Redis that takes longer
-MOST_AT_ONCE = 16  # requests that ask Redis, each with a connection of its own; it takes each below 1 ms
 _HOW = "send `Authorization: Bearer sk-…` or `x-api-key: sk-…`; `cellama keys create` makes a key"
 
 
@@ -50,14 +50,15 @@ class KeyAccess:
         self._store = KeyStore(redis, file)
         self._limiter = Limiter(redis)
         self._keyless = keyless if file is None else None
-        self._turns = asyncio.Semaphore(MOST_AT_ONCE)
+        self._looks = Gathering(self._store.look_all)
+        self._uses = Gathering(self._store.note_uses)
 
     async def authenticate(self, headers: Mapping[str, str]) -> Caller:
         """The owner of the key in the headers; a caller without a tenant while the gateway is open. Raises ApiError."""
         given = given_key(headers)
         key = None if given is None else parse_key(given)
-        async with _asking(self._turns):
-            found = await self._store.look("" if key is None else key.id)
+        with _asking():
+            found = await self._looks.ask("" if key is None else key.id)
             if found.num_keys:
                 self._keyless = None
             elif self._keyless is not None:
@@ -67,7 +68,8 @@ class KeyAccess:
             if key is None or found.entry is None or not key.is_of(found.entry.digest):
                 raise _refused(f"the API key is not one of this gateway; {_HOW}")
             _check_state(found)
-            await self._store.note_use(found)
+            if found.is_use_due:
+                await self._uses.ask(found)
         entry = found.entry
         limit = entry.tokens_per_minute
         return KeyCaller(entry.tenant, entry.id, entry.models, entry.priority, max_tokens=limit, entry=entry)
@@ -78,12 +80,12 @@ class KeyAccess:
         entry = caller.entry if isinstance(caller, KeyCaller) else None
         if entry is None or not entry.has_limits:
             return Unlimited()
-        async with _asking(self._turns):
+        with _asking():
             reserved, verdict = await self._limiter.admit(entry, num_tokens, num_jobs)
         headers = rate_headers(entry, verdict)
         if not verdict.is_in:
             raise _over_limit(entry, verdict, num_tokens, num_jobs, headers)
-        return _Admitted(headers, self._limiter, reserved, self._turns)
+        return _Admitted(headers, self._limiter, reserved)
 
     async def close(self) -> None:
         await self._redis.aclose()
@@ -94,7 +96,6 @@ class _Admitted:
     headers: Mapping[str, str]
     _limiter: Limiter = field(repr=False)
     _reserved: Reservation
-    _turns: asyncio.Semaphore
     _ending: asyncio.Task[None] | None = None
 
     async def end(self, num_tokens: int | None) -> None:
@@ -105,8 +106,7 @@ class _Admitted:
 
     async def _settle(self, num_tokens: int | None) -> None:
         try:
-            async with self._turns:
-                await self._limiter.settle(self._reserved, num_tokens)
+            await self._limiter.settle(self._reserved, num_tokens)
         except RedisError as error:
             log.warning(
                 "key %s stays charged for what request %s may have taken: %s",
@@ -144,17 +144,12 @@ def _over_limit(entry: KeyEntry, verdict: Verdict, num_tokens: int, num_jobs: in
     return ApiError(429, message, code="rate_limit_exceeded", retry_after_s=wait_s, headers=headers)
 
 
-@contextlib.asynccontextmanager
-async def _asking(turns: asyncio.Semaphore) -> AsyncIterator[None]:
+@contextlib.contextmanager
+def _asking() -> Iterator[None]:
     """Without Redis no key can be checked and nothing be counted: 503, and the reason is for the log alone."""
     try:
-        async with asyncio.timeout(ANSWER_S):
-            await turns.acquire()
-        try:
-            yield
-        finally:
-            turns.release()
-    except (RedisError, TimeoutError) as error:
+        yield
+    except RedisError as error:
         log.error("no key can be checked: Redis does not do what it is asked: %r", error)
         raise ApiError(
             503,

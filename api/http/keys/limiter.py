@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
@@ -22,11 +22,15 @@ from cellama.api.keys.entry import KeyEntry
 from cellama.tasks.connection.redis_clock import LUA_CLOCK
 from cellama.tasks.contract.keys import key_admissions_key, key_charges_key, key_jobs_key
 
+from .gathering import Gathering
+
 log = logging.getLogger(__name__)
 
 WINDOW_S = 60
 LEASE_S = 20
 RENEW_S = 5.0
+
+Call = tuple[str, list[str], list[Any]]  # of a script: its name, keys and arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,7 @@ class Limiter:
         self._redis = redis
         self._now = now
         self._scripts = {name: redis.register_script(_source(name)) for name in ("admit", "settle", "renew")}
+        self._calls: Gathering[Call, Any] = Gathering(self._run_all)
         self._running: dict[str, Reservation] = {}  # those that hold leases
         self._renewing: asyncio.Task[None] | None = None
 
@@ -118,7 +123,14 @@ class Limiter:
 
     async def _run(self, name: str, keys: list[str], arguments: list[Any], after: list[str] | None = None) -> Any:
         now = "" if self._now is None else f"{self._now():.6f}"
-        return await self._scripts[name](keys=keys, args=[*arguments, now, *(after or ())])
+        return await self._calls.ask((name, keys, [*arguments, now, *(after or ())]))
+
+    async def _run_all(self, calls: Sequence[Call]) -> list[Any]:
+        """Each on its own: what Redis says to one it does not say to the others."""
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for name, keys, arguments in calls:
+                await self._scripts[name](keys=keys, args=arguments, client=pipe)
+            return await pipe.execute(raise_on_error=False)
 
 
 def _keys_of(key_id: str) -> list[str]:
