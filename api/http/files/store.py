@@ -37,6 +37,10 @@ class Store(Protocol):
         """A copy of a local file is there, whole, in place of what had this name."""
         ...
 
+    def put_first(self, data: bytes, name: str) -> None:
+        """These bytes are there, unless something had this name before: then that is as it was."""
+        ...
+
     def open(self, name: str) -> BinaryIO:
         """Raises FileNotFoundError."""
         ...
@@ -72,6 +76,17 @@ class DirectoryStore:
             _link_or_copy(local, part)
             os.utime(part)  # when it was put, see `delete_old`
             part.replace(target)
+            _sync_folder(target.parent)
+        finally:
+            part.unlink(missing_ok=True)
+
+    def put_first(self, data: bytes, name: str) -> None:
+        target = self._files / name
+        target.parent.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+        part = target.with_name(f"{target.name}.{uuid.uuid4().hex}.part")
+        try:
+            part.write_bytes(data)
+            _link_first(part, target)
             _sync_folder(target.parent)
         finally:
             part.unlink(missing_ok=True)
@@ -113,10 +128,12 @@ class UrlStore:
         self.work_dir = work_dir
 
     def put(self, local: Path, name: str) -> None:
-        path = self._path(name)
-        with contextlib.suppress(FileExistsError, NotImplementedError):
-            self._system.makedirs(path.rpartition("/")[0], exist_ok=True)  # which buckets have no need of
-        self._system.put_file(str(local), path)
+        self._system.put_file(str(local), self._path_in_folder(name))
+
+    def put_first(self, data: bytes, name: str) -> None:
+        """As far as the file system knows how: S3 and Google's do."""
+        with contextlib.suppress(FileExistsError):
+            self._system.pipe_file(self._path_in_folder(name), data, mode="create")
 
     def open(self, name: str) -> BinaryIO:
         return cast(BinaryIO, self._system.open(self._path(name), "rb"))
@@ -132,6 +149,12 @@ class UrlStore:
 
     def delete_old(self, before: float) -> None:
         """Nothing is done: that would be a look at each object of a bucket. It has rules of its own for this."""
+
+    def _path_in_folder(self, name: str) -> str:
+        path = self._path(name)
+        with contextlib.suppress(FileExistsError, NotImplementedError):
+            self._system.makedirs(path.rpartition("/")[0], exist_ok=True)  # which buckets have no need of
+        return path
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
@@ -159,17 +182,13 @@ def identity_of(store: Store) -> str | None:
 
 
 def give_identity(store: Store) -> str:
-    """The store has one from now on. Raises OSError."""
+    """The store has one from now on, and keeps it, whoever else gives it one at the same time. Raises OSError."""
     if (there := identity_of(store)) is not None:
         return there
-    store.work_dir.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
-    local = store.work_dir / f"{IDENTITY}.{uuid.uuid4().hex}"
-    try:
-        local.write_text(fresh := uuid.uuid4().hex)
-        store.put(local, IDENTITY)
-    finally:
-        local.unlink(missing_ok=True)
-    return identity_of(store) or fresh  # another gateway may have been there at the same time
+    store.put_first(uuid.uuid4().hex.encode(), IDENTITY)
+    if (there := identity_of(store)) is None:
+        raise OSError(errno.EIO, f"{IDENTITY!r} was written, and is not there")
+    return there
 
 
 def blocks_of(file: BinaryIO) -> Iterator[bytes]:
@@ -208,6 +227,15 @@ def _link_or_copy(source: Path, target: Path) -> None:
             shutil.copyfileobj(read, written, READ_BYTES)
             written.flush()
             os.fsync(written.fileno())
+
+
+def _link_first(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except FileExistsError:
+        return
+    except OSError:  # a file system without links
+        source.replace(target)
 
 
 def _sync_folder(folder: Path) -> None:

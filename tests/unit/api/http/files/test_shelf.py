@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,7 @@ from cellama.api.http.files.store import (
 )
 from cellama.config import Settings, SettingsError
 
+from .....conftest import PATIENCE_S
 from ..conftest import Run
 
 ACME, OTHER = Caller("acme"), Caller("other")
@@ -61,6 +64,26 @@ def test_store_has_one_identity_for_all_who_see_it_once_it_was_given_one(store: 
     assert identity_of(store) is None
     assert not store.work_dir.exists()
     assert give_identity(store) == give_identity(store) == identity_of(store)
+
+
+def test_what_is_put_first_stays(store: Store) -> None:
+    store.put_first(b"one", "a/b")
+    store.put_first(b"two", "a/b")
+    assert b"".join(blocks_of(store.open("a/b"))) == b"one"
+
+
+def test_gateways_that_give_an_identity_at_the_same_moment_agree(tmp_path: Path) -> None:
+    """Else batches of one of them would have a place that no gateway sees."""
+    for number in range(20):
+        moment, place = threading.Barrier(4), tmp_path / str(number)
+
+        def give(moment: threading.Barrier = moment, place: Path = place) -> str:
+            moment.wait(PATIENCE_S)
+            return give_identity(DirectoryStore(place))
+
+        with ThreadPoolExecutor(4) as gateways:
+            given = {told.result() for told in [gateways.submit(give) for _ in range(4)]}
+        assert given == {identity_of(DirectoryStore(place))}
 
 
 def test_settings_say_where_files_lie_and_batches_run(tmp_path: Path) -> None:
