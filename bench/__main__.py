@@ -39,6 +39,7 @@ ROOMS = {
         "cancel": "from a cancel to the end, wherever the job is",
         "gateway": "1,000 streams through a gateway, and what it adds to the first token; llama-server beside it",
         "telemetry": "throughput with metrics, and with traces of every job, over neither",
+        "leaving": "clients of a gateway that all go away in mid-stream: when slots are free, what stays in Redis",
         "readers": "many streams in one process: over shared connections, and with a connection each",
     },
     "load": {
@@ -54,6 +55,7 @@ ROOMS = {
         "fuzz": "hostile and random payloads with good jobs beside them: who else feels them?",
         "responses": "background responses that are read while gateway, worker and Redis end: what readers got",
         "storm": "a bulk run whose command and workers are killed while Redis restarts",
+        "batches": "OpenAI's batch script while the gateway that drives its batch is killed: every line once?",
     },
     "kept": {
         "kept_files": "files with KV states damaged in every way, and processes killed while they write",

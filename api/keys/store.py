@@ -68,7 +68,7 @@ class KeyStore:
 
     async def note_uses(self, uses: Sequence[Found]) -> list[None]:
         """Keeps that keys are in use now."""
-        times = {found.entry.id: f"{found.now:.0f}" for found in uses if found.entry is not None}
+        times: dict[Any, Any] = {found.entry.id: f"{found.now:.0f}" for found in uses if found.entry is not None}
         await self._redis.hset(API_KEYS_USED_KEY, mapping=times)
         return [None] * len(uses)
 

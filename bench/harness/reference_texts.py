@@ -6,7 +6,7 @@ Where the two likeliest tokens are about as likely, either is right, and what fo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 from cellama.engine import Tokenizer
@@ -40,15 +40,27 @@ def reference_texts(results: Iterable[Any], source: str) -> list[ReferenceText]:
 
 def _reference_text(result: Any, tokenizer: Tokenizer) -> ReferenceText:
     tokens = [entry["token"] for entry in result["logprobs"]]
-    near = [index for index, entry in enumerate(result["logprobs"]) if _margin(entry["top"]) < NEAR_TIE]
+    margins = [_margin([logprob for _, logprob in entry["top"]]) for entry in result["logprobs"]]
+    return _with_ties(result["text"], margins, lambda count: len(tokenizer.detokenize(tokens[:count])))
 
-    def length(count: int) -> int:
-        return len(tokenizer.detokenize(tokens[:count]))
 
+def of_chat_body(body: Any) -> ReferenceText:
+    """The same of a chat as OpenAI's clients get it, that asked for so many `top_logprobs`."""
+    choice = body["choices"][0]
+    told = choice["logprobs"]["content"]
+    margins = [_margin([entry["logprob"] for entry in token["top_logprobs"]]) for token in told]
+    return _with_ties(
+        choice["message"]["content"], margins, lambda count: sum(len(token["token"]) for token in told[:count])
+    )
+
+
+def _with_ties(text: str, margins: Sequence[float], length: Callable[[int], int]) -> ReferenceText:
+    """`length` is that of the text of so many tokens."""
+    near = [index for index, margin in enumerate(margins) if margin < NEAR_TIE]
     # The other token may begin with the whole text of this one: then the next one's text is the first that differs.
-    return ReferenceText(result["text"], [(length(index), length(index + 2)) for index in near])
+    return ReferenceText(text, [(length(index), length(index + 2)) for index in near])
 
 
-def _margin(top: Sequence[Sequence[float]]) -> float:
-    best, second = sorted((logprob for _, logprob in top), reverse=True)[:2]
+def _margin(logprobs: Sequence[float]) -> float:
+    best, second = sorted(logprobs, reverse=True)[:2]
     return best - second

@@ -91,12 +91,14 @@ class Reply:
 
 
 @contextlib.contextmanager
-def served(command: Sequence[str], environment: dict[str, str], port: int, path: str) -> Iterator[None]:
+def served(
+    command: Sequence[str], environment: dict[str, str], port: int, path: str
+) -> Iterator[subprocess.Popen[bytes]]:
     """A server on a port of this machine, ended with the block; it is ready when it answers for the path with 200."""
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         _wait_ready(process, port, path)
-        yield
+        yield process
     finally:
         process.terminate()
         try:

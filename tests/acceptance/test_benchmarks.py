@@ -53,13 +53,19 @@ SMALL = {
     "kept_jobs": "--jobs 2 --prompt 200 --new 300 --threads 1",
     "kept_files": "--damaged 60 --kills 1",
     "storm": "--lines 60 --new 24 --command-kills 1 --worker-kills 1",
+    "batches": "--lines 60 --places directory",
+    "leaving": "--clients 40 --slots 8 --rounds 1",
     "offline": "--ours batch engine jobs --lines 12 --prompt 24 --shared-prompt 60 --shared 40 --families 3 --new 6 "
     "--slots 4 --server-slots 2 4 --try-lines 6 --threads 1",
     "online": "--rates 8 --requests 6 --prompt 16 --new 6 --slots 3 --server-bulk 2 --threads 1",
     "shared_prefix": "--requests 6 --prompt 200 --shared 150 --new 4 --slots 2",
 }
-
-
+NONE = {  # figures that are 0 on any machine
+    "batches": "lines lost, doubled or other",
+    "cancel": "events after the end",
+    "leaving": "traces of jobs in Redis that never expire",
+    "storm": "lines lost, doubled or other",
+}
 LEAST_STEP_S = "0.01"  # so that jobs last until their worker is killed
 TIMEOUT_S = 900.0  # of one; a machine may be busy with other things
 
@@ -102,7 +108,6 @@ def test_benchmark_prints_a_table_and_one_json_line(name: str) -> None:
     if name == "bulk_lines":
         assert report["ratios"]["peak MB more with the most lines"] <= 50
     if name == "storm":
-        assert report["ratios"]["lines lost, doubled or other"] == 0
         assert [row["errors"] for row in report["rows"]] == [0, 0]
     if name == "kept_states":
         tiers = [row["tier"] for row in report["rows"] if "first token" in row]
@@ -113,8 +118,8 @@ def test_benchmark_prints_a_table_and_one_json_line(name: str) -> None:
         assert report["rows"][1]["restored"] == 0
     if name == "gateway":
         assert {row["wrong"] for row in report["rows"]} == {0}
-    if name == "cancel":
-        assert report["ratios"]["events after the end"] == 0
+    if name in NONE:
+        assert report["ratios"][NONE[name]] == 0
 
 
 def test_all_runs_the_short_forms_and_tells_how_each_ended() -> None:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
-import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -27,14 +25,14 @@ from cellama.bench.harness.engines import CORES
 from cellama.bench.harness.pace import STRATEGY
 from cellama.bench.harness.report import Report
 from cellama.bench.harness.service import Service
+from cellama.bench.peers.gateway_process import gateway
 from cellama.bench.peers.openai_stream import complete
-from cellama.bench.peers.programs import llama_server, served
+from cellama.bench.peers.programs import llama_server
 from cellama.engine.bundled import TINY_PATH
 
 MODEL = "bench"
 OURS, GATEWAY, SERVER = "AsyncClient", "gateway", "llama-server"
 ADDED = "p95 that the gateway adds to the first token, ms"
-COMMAND = "import sys; from cellama.api.cli import main; sys.argv[0] = 'cellama'; main()"
 CONTEXT = 512  # tokens of a slot
 WARM_UP = 8  # streams
 PROMPT = "Story {} of a child who went into the wood:"
@@ -78,8 +76,7 @@ def run(args: argparse.Namespace) -> Report:
     with tempfile.TemporaryDirectory() as folder, Service(Path(folder), [model]) as service, ExitStack() as peers:
         service.start_worker()
         service.wait_ready()
-        argv = [sys.executable, "-c", COMMAND, "gateway", "--port", str(port)]
-        peers.enter_context(served(argv, dict(os.environ), port, "/ready"))
+        peers.enter_context(gateway(port))
         with service.slowed(args.pace):
             rows += asyncio.run(_ours(args, service, port))
     with llama_server(path, args.slots, CONTEXT, args.threads) as server:
