@@ -82,9 +82,9 @@ async def read(request: Request) -> Asked:
 async def _bytes(request: Request, limit: int) -> bytes:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != BODY_TYPE:
-        raise ApiError(415, f"content-type is {kind!r}; send application/json")
+        raise ApiError(415, f"content-type is {shorten(kind)}; send application/json")
     if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
-        raise ApiError(415, f"content-encoding is {encoding!r}; send the body as it is")
+        raise ApiError(415, f"content-encoding is {shorten(encoding)}; send the body as it is")
     told = request.headers.get("content-length", "")
     size, parts = int(told) if told.isdecimal() else 0, []
     if size <= limit:

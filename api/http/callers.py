@@ -8,6 +8,7 @@ from ipaddress import ip_address
 from typing import Protocol
 from urllib.parse import urlsplit
 
+from cellama.tasks.contract.json_values import shorten
 from cellama.tasks.contract.names import PRIORITY_BULK, PRIORITY_INTERACTIVE
 
 from .errors import ApiError
@@ -39,7 +40,7 @@ class Caller:
             allowed = ", ".join(sorted(self.models or ()))
             raise ApiError(
                 403,
-                f"this API key may not ask for the model {model!r}; it may ask for: {allowed}",
+                f"this API key may not ask for the model {shorten(model)}; it may ask for: {allowed}",
                 code="model_not_allowed",
                 param="model",
             )
@@ -114,7 +115,9 @@ class LoopbackOnly(NoKeys):
     async def authenticate(self, headers: Mapping[str, str]) -> Caller:
         host = headers.get("host", "")
         if not is_loopback(_name_of(host)):
-            raise ApiError(403, f"without keys only this machine is served, and the request was sent to {host!r}")
+            raise ApiError(
+                403, f"without keys only this machine is served, and the request was sent to {shorten(host)}"
+            )
         if any(name in headers for name in _FORWARDED):
             raise ApiError(
                 403, "without keys only this machine is served, and the request came through a proxy; make a key"

@@ -13,6 +13,7 @@ from cellama.tasks.contract.codes import meaning_of
 from cellama.tasks.contract.errors import InvalidJob, JobError
 from cellama.tasks.contract.valid_text import valid_text
 
+MAX_PARAM_CHARS = 128
 RETRY_AFTER_S = 1.0  # where the queue has no estimate
 TYPES = {
     400: "invalid_request_error",
@@ -50,7 +51,7 @@ class ApiError(Exception):
         self.status = status
         self.message = valid_text(message)
         self.code = code
-        self.param = None if param is None else valid_text(param)
+        self.param = None if param is None else valid_text(param[:MAX_PARAM_CHARS])  # perhaps a name of the client's
         self.retry_after_s = retry_after_s
         self._headers = headers or {}
 

@@ -15,6 +15,7 @@ from cellama.api.http.errors import ApiError
 from cellama.api.http.keys.owners import Owners
 from cellama.tasks.connection.redis_clock import seconds_of
 from cellama.tasks.connection.redis_errors import reaching_redis
+from cellama.tasks.contract.json_values import shorten
 from cellama.tasks.contract.keys import (
     MOST_WEBHOOK_EVENTS,
     WEBHOOK_EVENTS_KEY,
@@ -85,7 +86,7 @@ class Records:
         await self.owners.check(thing_id, caller, self._kind)
         record = await self.read(thing_id)
         if record is None or record["tenant"] != caller.tenant:
-            raise ApiError(404, f"there is no {self._kind} {thing_id!r}, or not any more", code="not_found")
+            raise ApiError(404, f"there is no {self._kind} {shorten(thing_id)}, or not any more", code="not_found")
         return record
 
     async def read(self, thing_id: str) -> Record | None:
@@ -152,7 +153,7 @@ class Records:
         with reaching_redis():
             rank: Any = await rank_of(index, asked.after)
         if rank is None:
-            message = f"after is {asked.after!r}: there is no such {self._kind}, or not any more"
+            message = f"after is {shorten(asked.after)}: there is no such {self._kind}, or not any more"
             raise ApiError(404, message, param="after", code="not_found")
         return int(rank) + 1
 

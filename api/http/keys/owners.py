@@ -7,7 +7,11 @@ from redis.asyncio import Redis
 from cellama.api.http.callers import Caller
 from cellama.api.http.errors import ApiError
 from cellama.tasks.connection.redis_errors import reaching_redis
+from cellama.tasks.contract.json_values import shorten
 from cellama.tasks.contract.keys import owner_key
+from cellama.tasks.contract.valid_text import valid_text
+
+MAX_ID_CHARS = 512  # a job may have an id of its client's own
 
 
 class Owners:
@@ -36,10 +40,11 @@ class Owners:
     async def check(self, thing_id: str, caller: Caller, what: str = "object") -> None:
         """Raises ApiError (404) unless the thing is the caller's. What is not there at all looks alike."""
         if not await self.are_of([thing_id], caller):
-            raise ApiError(404, f"there is no {what} {thing_id!r}, or not any more", code="not_found")
+            raise ApiError(404, f"there is no {what} {shorten(thing_id)}, or not any more", code="not_found")
 
     async def are_of(self, thing_ids: list[str], caller: Caller) -> list[str]:
-        """Those of the ids that are the caller's, in their order."""
+        """Those of the ids that are the caller's, in their order. They are what clients say, and need be no ids."""
+        thing_ids = [thing_id for thing_id in thing_ids if _may_be_one(thing_id)]
         if not thing_ids:
             return []
         with reaching_redis():
@@ -51,3 +56,7 @@ class Owners:
         """The thing is gone."""
         with reaching_redis():
             await self._redis.delete(owner_key(thing_id))
+
+
+def _may_be_one(thing_id: str) -> bool:
+    return len(thing_id) <= MAX_ID_CHARS and valid_text(thing_id) == thing_id

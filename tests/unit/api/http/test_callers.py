@@ -31,6 +31,9 @@ def test_caller_may_ask_for_the_models_of_its_key_only() -> None:
     assert Caller().may_ask("any")
     assert Caller(models=frozenset({"a"})).may_ask("a")
     assert not Caller(models=frozenset({"a"})).may_ask("b")
+    with pytest.raises(ApiError) as raised:
+        Caller(models=frozenset({"a"})).check_model("x" * 1_000_000)
+    assert len(raised.value.message) < 300
 
 
 def test_error_of_a_model_that_is_not_served_is_openais() -> None:
