@@ -19,7 +19,7 @@ from cellama.engine.kvstore.counters import StoreCounters
 from cellama.engine.kvstore.keys import seed_of
 from cellama.engine.kvstore.states import KeptState, Match
 from cellama.engine.kvstore.store import StateStore
-from cellama.engine.kvstore.worth import is_worth_reading, longest_wait_s, worth_s
+from cellama.engine.kvstore.worth import longest_wait_s, saved_s, worth_s
 from cellama.engine.options import EngineOptions
 
 from .ram_tier import Note, RamTier, SavedState
@@ -27,7 +27,7 @@ from .ram_tier import Note, RamTier, SavedState
 log = logging.getLogger(__name__)
 
 WORTH_READING_TOKENS = 64  # fewer are computed sooner
-COPY_SHARE = 0.01  # of the engine's time, for copies of what runs
+COPY_SHARE = 0.02  # of the engine's time, for copies of what runs
 RUNNING_SHARE = 8  # a state that runs takes at most this part of RAM's quota
 FIRST_GUESS = 1000.0  # tokens/s of a prefill, before one is measured
 GUESS_TOKENS = 256  # the weight of the guess
@@ -44,6 +44,8 @@ class Store(Protocol):
     def offer(self, state: Callable[[], KeptState | None], worth_s: float, num_bytes: int = 0) -> bool: ...
 
     def note_busy(self, busy: bool) -> None: ...
+
+    def note_saved(self, seconds: float) -> None: ...
 
     @property
     def is_idle(self) -> bool: ...
@@ -87,6 +89,7 @@ class Load:
     match: Match
     scope: Hashable
     until: float  # the last that a sequence waits for it
+    saved_s: float  # over computing the tokens
     is_done: bool = False
 
 
@@ -145,11 +148,12 @@ class DiskTier:
         if (load := self._loads.get(match.key)) is not None:
             load.until = max(load.until, until)
             return Wait(load, until)
-        if not is_worth_reading(more, match.num_bytes + in_queue, rate, self.store.read_rate):
+        gain_s = saved_s(more, match.num_bytes + in_queue, rate, self.store.read_rate)
+        if gain_s <= 0:
             return None
         if not self._ram.reserve(match.num_bytes):
             return None
-        load = self._loads[match.key] = Load(match, scope, until)
+        load = self._loads[match.key] = Load(match, scope, until, gain_s)
         try:
             self.store.load(match, partial(self._on_loaded, load))
         except Exception:
@@ -190,7 +194,10 @@ class DiskTier:
             load, loaded = self._done.popleft()
             self._end(load, now)
             if loaded is not None:
-                self.num_late += now >= load.until
+                if now >= load.until:
+                    self.num_late += 1
+                else:
+                    self.store.note_saved(load.saved_s)
                 self._ram.adopt(*loaded)
 
     def _end(self, load: Load, now: float) -> None:

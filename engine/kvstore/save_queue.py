@@ -15,8 +15,10 @@ PATIENCE_S = 10.0  # of a state that waits beside a working engine: by then it i
 WRITING_S = 60.0  # how long writing one may take there, with its pauses: 0.7 s of a core, some hundred MB
 MOST_WAITING = 4096
 LOOK_S = 0.5  # between two looks for what has waited too long
-SHARE = 0.01  # of one core
-MOST_S = 0.1  # what it may have saved up
+SHARE = 0.02  # of one core
+MOST_S = 0.5  # what it may have saved up, and has at first
+RETURN = 0.2  # of the time that loads save: what shares much may write more, and what shares nothing does not
+MOST_EARNED_S = 2.0
 Maker = Callable[[], KeptState | None]
 
 
@@ -29,7 +31,7 @@ class Dropped(Exception):
 
 
 class TimeBudget:
-    """A bucket of seconds that fills by SHARE of each second."""
+    """A bucket of seconds that fills by SHARE of each second, and by RETURN of what loads save."""
 
     def __init__(self, now: float) -> None:
         self._seconds = MOST_S
@@ -40,13 +42,17 @@ class TimeBudget:
         self._fill(now)
         self._seconds -= seconds
 
+    def earn(self, saved_s: float) -> None:
+        """A load saved the engine so much computing."""
+        self._seconds = max(self._seconds, min(MOST_EARNED_S, self._seconds + RETURN * saved_s))
+
     def wait_s(self, now: float) -> float:
         """Seconds until it may work again; 0 if it may now."""
         self._fill(now)
         return max(0.0, -self._seconds / SHARE)
 
     def _fill(self, now: float) -> None:
-        self._seconds = min(MOST_S, self._seconds + SHARE * max(0.0, now - self._at))
+        self._seconds = max(self._seconds, min(MOST_S, self._seconds + SHARE * max(0.0, now - self._at)))
         self._at = now
 
 
@@ -109,6 +115,12 @@ class SaveQueue:
             with self._changed:
                 self._is_busy = busy
                 self._changed.notify_all()
+
+    def note_saved(self, seconds: float) -> None:
+        """A state that was read saved the engine so much computing: so much more may be written beside it."""
+        with self._changed:
+            self._budget.earn(seconds)
+            self._changed.notify_all()
 
     def flush(self, deadline: float) -> int:
         """Waits until all that waits now is written, whatever the engine does, or until `deadline`; how many were.

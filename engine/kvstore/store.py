@@ -83,9 +83,13 @@ class StateStore:
         return self._queue.offer(state, worth_s, state.num_bytes if isinstance(state, KeptState) else num_bytes)
 
     def note_busy(self, busy: bool) -> None:
-        """The engine works: writing has a hundredth of a core meanwhile; or it has nothing to do."""
+        """The engine works: writing has a small share of a core meanwhile; or it has nothing to do."""
         self._queue.note_busy(busy)
         self._reader.note_busy(busy)
+
+    def note_saved(self, seconds: float) -> None:
+        """A state that was read saved the engine so much computing, by its own rates."""
+        self._queue.note_saved(seconds)
 
     @property
     def is_idle(self) -> bool:

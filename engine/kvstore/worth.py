@@ -27,13 +27,6 @@ def worth_s(
     return max(0.0, saved_s(num_tokens, num_bytes, prefill_tokens_per_s, read_bytes_per_s)) * probability
 
 
-def is_worth_reading(
-    num_more_tokens: int, num_bytes: int, prefill_tokens_per_s: float, read_bytes_per_s: float
-) -> bool:
-    """True if a file that has so many tokens more than device and RAM is read faster than they are computed."""
-    return saved_s(num_more_tokens, num_bytes, prefill_tokens_per_s, read_bytes_per_s) > 0
-
-
 def longest_wait_s(num_more_tokens: int, prefill_tokens_per_s: float) -> float:
     """How long a request waits for such a file at most: as long as computing the tokens would take."""
     return num_more_tokens / prefill_tokens_per_s if prefill_tokens_per_s > 0 else 0.0

@@ -7,7 +7,17 @@ import threading
 import pytest
 
 from cellama.engine.kvstore.counters import Drop, Tally
-from cellama.engine.kvstore.save_queue import MOST_S, PATIENCE_S, SHARE, WRITING_S, Dropped, SaveQueue, TimeBudget
+from cellama.engine.kvstore.save_queue import (
+    MOST_EARNED_S,
+    MOST_S,
+    PATIENCE_S,
+    RETURN,
+    SHARE,
+    WRITING_S,
+    Dropped,
+    SaveQueue,
+    TimeBudget,
+)
 from cellama.engine.kvstore.states import KeptState
 
 from ....conftest import wait_until
@@ -62,7 +72,7 @@ def test_queue_that_is_full_drops_the_least_worthy_and_holds_one_of_any_size() -
     assert setup.queue.is_idle
 
 
-def test_queue_beside_a_working_engine_writes_a_hundredth_of_the_time() -> None:
+def test_budget_beside_a_working_engine_is_a_small_share_of_the_time() -> None:
     budget = TimeBudget(0.0)
     budget.spend(MOST_S, 0.0)
     assert budget.wait_s(0.0) == 0
@@ -72,6 +82,29 @@ def test_queue_beside_a_working_engine_writes_a_hundredth_of_the_time() -> None:
     budget.spend(0.0, 1e6)
     budget.spend(MOST_S + 1.0, 1e6)
     assert budget.wait_s(1e6) == pytest.approx(1.0 / SHARE)
+
+
+def test_budget_earns_a_part_of_what_loads_save_up_to_a_bound() -> None:
+    budget = TimeBudget(0.0)
+    budget.spend(MOST_S + 1.0, 0.0)
+    budget.earn(0.5 / RETURN)
+    assert budget.wait_s(0.0) == pytest.approx(0.5 / SHARE)
+    budget.earn(1e6)
+    budget.earn(1e6)
+    budget.spend(MOST_EARNED_S, 1e6)
+    assert budget.wait_s(1e6) == 0
+    budget.spend(0.1, 1e6)
+    assert budget.wait_s(1e6) == pytest.approx(0.1 / SHARE)
+
+
+def test_queue_goes_on_when_a_load_has_saved_time() -> None:
+    setup = busy_setup()
+    setup.offer(1.0)
+    taken = threading.Thread(target=setup.take, daemon=True)
+    taken.start()
+    setup.queue.note_saved(1.0 / RETURN)
+    taken.join(60)
+    assert not taken.is_alive()
 
 
 def busy_setup() -> Setup:
