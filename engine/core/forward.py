@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from cellama.engine.backend import Backend, Chunk, DecodeError
 from cellama.engine.errors import DecodeFailed
+from cellama.engine.scheduling.bulk_turns import Courtesy
 from cellama.engine.scheduling.micro_batches import micro_batches_of
 from cellama.engine.scheduling.scheduler import Scheduler
 from cellama.engine.scheduling.sequence import Sequence, State, Work, work_of
@@ -22,6 +23,7 @@ log = logging.getLogger(__name__)
 
 NO_FREE_CELLS, ABORTED = 1, 2  # llama.h: llama_decode; nothing of the batch counts, it may be tried again
 ATTEMPTS_ALONE = 2  # of a request in a batch of its own, before it fails
+LOST_SHARE = 0.02  # of the time, for bulk decode calls that end for an interactive request
 BROKEN = 3  # requests that failed alone, one after another, and nothing was computed between
 
 
@@ -49,6 +51,7 @@ class Forward:
         self._drafting = drafting
         self._requests = requests
         self._pulse = pulse
+        self._courtesy = Courtesy(LOST_SHARE)
         self._num_failed_alone = 0  # since something was computed
         self.worth_aborting: Handle | None = None  # whose cancel ends the decode call that runs now
         self.yields = False  # that decode call ends when an interactive request comes
@@ -87,24 +90,28 @@ class Forward:
         chunks = [chunk for _, chunk in works]
         if padding:
             chunks = sorted(chunks + padding, key=lambda chunk: chunk.slot)
+        may_yield = self._may_yield(works, num_tokens)
         started = time.monotonic()
         try:
-            error = self._decode(works, chunks, num_tokens)
+            error = self._decode(works, chunks, num_tokens, may_yield=may_yield)
         finally:
             self._scheduler.layout.take_off(padding)
         if error is not None:
+            if may_yield and isinstance(error, DecodeError) and error.code == ABORTED:
+                self._courtesy.give(time.monotonic() - started)
             yield from self._recover(works, error)
             return
         now = time.monotonic()
         self._num_failed_alone = 0
+        self._courtesy.observe(now - started)
         self._scheduler.layout.observe_decode(chunks, now - started)
         self._drafting.observe(chunks, now - started)
         yield Computed(works, num_tokens, now, now - started)
 
-    def _decode(self, works: list[Work], chunks: list[Chunk], num_tokens: int) -> Exception | None:
+    def _decode(self, works: list[Work], chunks: list[Chunk], num_tokens: int, *, may_yield: bool) -> Exception | None:
         """One decode call of these chunks, those of the works among them; returns what it failed with."""
         self.worth_aborting = self._main_request(works, num_tokens)
-        self.yields = self._is_long_bulk(works, num_tokens)
+        self.yields = may_yield
         self._pulse.beat("decode", [sequence.request.id for sequence, _ in works], num_tokens, first_s=FIRST_S)
         try:
             self._backend.decode(chunks, works[0].sequence.adapters)
@@ -125,9 +132,10 @@ class Forward:
         sequence, chunk = max(works, key=lambda work: len(work.chunk.tokens))
         return self._requests.handle_of(sequence) if 2 * len(chunk.tokens) > num_tokens else None
 
-    def _is_long_bulk(self, works: list[Work], num_tokens: int) -> bool:
+    def _may_yield(self, works: list[Work], num_tokens: int) -> bool:
         """True for a decode call that is worth giving up for an interactive request."""
-        if not self._backend.partial_reuse or not self._scheduler.strategy.may_yield(num_tokens):
+        is_long = self._scheduler.strategy.may_yield(num_tokens)
+        if not self._backend.partial_reuse or not (is_long or self._courtesy.is_left):
             return False
         return not any(work.sequence.request.is_interactive for work in works)
 

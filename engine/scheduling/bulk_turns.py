@@ -22,6 +22,8 @@ READ_S = 0.1  # a step in which bulk prompts are read may take so long at any ti
 READ_SHARE = 0.2  # of the time, for what such steps take beyond that
 MOST_OWED_S = 2.0
 OVERDUE_S = 2.0  # without a bulk prompt read: then one that is older than the interactive ones goes first
+STILL_SHARE = 0.05  # of the time, for steps in which no bulk row decodes
+MOST_GIVEN_S = 0.5
 WEIGHT = 0.2  # of a new value in a running mean
 
 
@@ -37,6 +39,26 @@ class _Rows:
         self.most = min(self.most, max(FIRST_ROWS, num_useful))
 
 
+class Courtesy:
+    """How much time bulk work still gives up for interactive requests: a share of all, of which some is saved up."""
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._seconds = MOST_GIVEN_S
+
+    @property
+    def is_left(self) -> bool:
+        return self._seconds > 0
+
+    def give(self, seconds: float) -> None:
+        """So much of bulk work was done for nothing, or stood still."""
+        self._seconds -= seconds
+
+    def observe(self, seconds: float) -> None:
+        """So much time went by."""
+        self._seconds = min(MOST_GIVEN_S, self._seconds + self._share * seconds)
+
+
 class BulkTurns:
     """How many bulk rows decode beside streams, which ones, and when bulk prompts are read there."""
 
@@ -50,6 +72,21 @@ class BulkTurns:
         self._alone_s = 0.0  # that a step for streams alone takes, in the mean
         self._owed_s = 0.0  # of steps in which no bulk prompt is read
         self._unread_s = 0.0  # of steps since one was
+        self._courtesy = Courtesy(STILL_SHARE)
+
+    def observe(self, seconds: float) -> None:
+        """So much time went by in steps of any kind."""
+        self._courtesy.observe(seconds)
+
+    @property
+    def may_stand_still(self) -> bool:
+        """True if bulk rows may miss a step that reads interactive prompts: they would be a pass of their own."""
+        return self._courtesy.is_left
+
+    def observe_still(self, seconds: float) -> None:
+        """A step in which they stood still took so long."""
+        self._courtesy.give(seconds)
+        self.observe_read(seconds, bulk=False)
 
     def rows(self, bulk: Collection[int], streams: Collection[int] = ()) -> list[int]:
         """The slots of those that decode in the next step beside these streams."""

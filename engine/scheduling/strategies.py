@@ -109,10 +109,10 @@ class Adaptive(Strategy):
     """PrefillPriority while only bulk requests have slots, decode tokens first as soon as an interactive one does.
 
     An interactive request shall not wait long for the step that runs when it comes, nor for prompts that come after it:
-    bulk prompts are read in steps of about `BULK_STEP_S`, and wait while an interactive one is read. Beside a stream
-    that decodes prompts get about `BESIDE_STEP_S` of a step, for that is a gap in it, bulk ones not of every step, and
-    bulk requests that decode take turns (bulk_turns.py). When no interactive request has come for `QUIET_S` the steps
-    are as large as they may be, which is faster; the next one that comes ends such a step.
+    bulk prompts are read in steps of about `BULK_STEP_S`, and wait while an interactive one is read; where such come
+    seldom, bulk rows stand still meanwhile. Beside a stream prompts get about `BESIDE_STEP_S` of a step, for that is a
+    gap in it, bulk ones not of every step, and bulk requests that decode take turns (bulk_turns.py). When none has come
+    for `QUIET_S` steps are as large as they may be, which is faster; the next one that comes ends such a step.
     """
 
     def __init__(self) -> None:
@@ -125,6 +125,7 @@ class Adaptive(Strategy):
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Learns how fast prompts are read, and what bulk work costs beside streams."""
         self._quiet_s += seconds
+        self._turns.observe(seconds)
         if self._tell and num_tokens:
             self._tell(seconds)
         if num_tokens >= MIN_CHUNK and seconds > 0:
@@ -139,11 +140,14 @@ class Adaptive(Strategy):
             budget = budget if self._quiet_s >= QUIET_S else min(budget, self._num_read_in(BULK_STEP_S))
             return self._bulk.build_batch(slots, budget, chunk_size, queue_depth)
         self._quiet_s = 0.0
+        prompts = self._prompts_beside([view for view in slots if not view.decoding])
         bulk = [view.slot for view in slots if view.decoding and not view.is_interactive]
+        reads_bulk = not all(view.is_interactive for view in prompts)
+        if bulk and prompts and not reads_bulk and self._turns.may_stand_still:
+            self._tell = self._turns.observe_still
+            return decode_first([view for view in slots if view.is_interactive], budget, chunk_size)
         rows = set(self._turns.rows(bulk, [view.slot for view in slots if view.is_interactive]))
         decoding = [view for view in slots if view.decoding and (view.is_interactive or view.slot in rows)]
-        prompts = self._prompts_beside([view for view in slots if not view.decoding])
-        reads_bulk = not all(view.is_interactive for view in prompts)
         if any(view.is_interactive for view in decoding) and not all(view.is_interactive for view in slots):
             budget = min(budget, len(decoding) + self._num_read_in(BESIDE_STEP_S))
         self._tell = partial(self._turns.observe_read, bulk=reads_bulk) if prompts else self._turns.observe_decode
@@ -195,9 +199,8 @@ def equal_chunks(slots: Seq[SlotView], budget: int, chunk_size: int) -> list[Tok
         size = _largest_equal_size(needs, budget)
         if TILE < size < max(needs):  # whole tiles, as long as they are not the ends of prompts
             size -= size % TILE
-        takes = [
-            (view.slot, min(need, size)) for view, need in zip(served, needs, strict=True) if size >= min(need, crumb)
-        ]
+        pairs = zip(served, needs, strict=True)
+        takes = [(view.slot, min(need, size)) for view, need in pairs if size >= min(need, crumb)]
         allocations += takes
         budget -= sum(count for _, count in takes)
     return allocations
@@ -293,7 +296,5 @@ def _import_strategy(path: str) -> Strategy:
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise InvalidRequest(f"batch_strategy {path!r} can't be made: {error}") from None
     if not isinstance(strategy, Strategy):
-        raise InvalidRequest(
-            f"batch_strategy {path!r} is no Strategy; derive it from cellama.engine.scheduling.strategies.Strategy"
-        )
+        raise InvalidRequest(f"batch_strategy {path!r} is no Strategy; derive it from {__name__}.Strategy")
     return strategy

@@ -6,6 +6,7 @@ import pytest
 
 from cellama.engine import StepStats
 from cellama.engine.fake import FakeBackend
+from cellama.engine.scheduling.bulk_turns import Courtesy
 from cellama.engine.scheduling.strategies import DecodeMaximal
 
 from ...conftest import PATIENCE_S, Gate, MakeEngine, cold, request
@@ -22,16 +23,9 @@ def test_cancel_of_the_request_that_fills_the_batch_aborts_the_decode_call(make_
     assert backend.num_used() == 0
 
 
-class Yielding(DecodeMaximal):
-    """Every pass over bulk requests may be given up."""
-
-    def may_yield(self, num_tokens: int) -> bool:
-        return True
-
-
 @pytest.mark.parametrize("priority", [9, 3])
-def test_interactive_request_ends_a_long_pass_of_bulk_ones(make_engine: MakeEngine, priority: int) -> None:
-    engine, backend = make_engine(FakeBackend(n_slots=2), batch_strategy=f"{__name__}:Yielding")
+def test_interactive_request_ends_a_pass_of_bulk_ones(make_engine: MakeEngine, priority: int) -> None:
+    engine, backend = make_engine(FakeBackend(n_slots=2))
     gate = Gate(backend)
     bulk = engine.submit(request("x" * 40, max_tokens=4, priority=9))
     assert gate.reached.wait(PATIENCE_S)
@@ -41,6 +35,29 @@ def test_interactive_request_ends_a_long_pass_of_bulk_ones(make_engine: MakeEngi
     assert texts == [cold(make_engine, prompt, max_tokens=4).text for prompt in ("x" * 40, "other")]
     num_reads = sum(chunk.position == 0 and len(chunk.tokens) == 40 for batch in backend.batches for chunk in batch)
     assert num_reads == (2 if priority == 3 else 1)
+
+
+class Long(DecodeMaximal):
+    """Every pass of so many tokens may be given up."""
+
+    def may_yield(self, num_tokens: int) -> bool:
+        return num_tokens == 41
+
+
+@pytest.mark.parametrize("num_tokens", [40, 41])
+def test_short_passes_end_early_in_a_small_share_of_the_time_only(
+    make_engine: MakeEngine, num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Courtesy, "is_left", False)
+    engine, backend = make_engine(FakeBackend(n_slots=2), batch_strategy=f"{__name__}:Long")
+    gate = Gate(backend)
+    bulk = engine.submit(request("x" * num_tokens, max_tokens=4, priority=9))
+    assert gate.reached.wait(PATIENCE_S)
+    other = engine.submit(request("other", max_tokens=4, priority=3))
+    gate.open.set()
+    assert [handle.result(PATIENCE_S).finish_reason for handle in (bulk, other)] == ["length"] * 2
+    reads = sum(chunk.position == 0 and len(chunk.tokens) == num_tokens for batch in backend.batches for chunk in batch)
+    assert reads == (2 if num_tokens == 41 else 1)
 
 
 def test_steps_tell_what_python_took(make_engine: MakeEngine) -> None:

@@ -8,11 +8,14 @@ from cellama.engine.scheduling.bulk_turns import (
     FAR_EVERY,
     FAR_STRETCH,
     FLUENT_S,
+    MOST_GIVEN_S,
     MOST_OWED_S,
     READ_S,
     READ_SHARE,
+    STILL_SHARE,
     STRETCH,
     BulkTurns,
+    Courtesy,
 )
 
 
@@ -83,3 +86,24 @@ def test_bulk_turns_owe_little_after_one_very_long_step() -> None:
     assert not turns.may_read()
     turns.observe_read(MOST_OWED_S, bulk=False)
     assert turns.may_read()
+
+
+def test_courtesy_is_a_share_of_the_time_and_what_was_saved_up() -> None:
+    courtesy, given_s, all_s = Courtesy(0.02), 0.0, 0.0
+    while all_s < 100.0:
+        courtesy.observe(0.1)
+        all_s += 0.1
+        if courtesy.is_left:
+            courtesy.give(0.05)
+            given_s += 0.05
+    assert 0.02 * 100.0 <= given_s <= 0.02 * 100.0 + MOST_GIVEN_S + 0.05
+
+
+def test_bulk_rows_stand_still_in_their_share_of_the_time() -> None:
+    turns, num_still = BulkTurns(), 0
+    for _ in range(10_000):
+        turns.observe(0.1)
+        if turns.may_stand_still:
+            turns.observe_still(0.1)
+            num_still += 1
+    assert STILL_SHARE * 10_000 <= num_still <= STILL_SHARE * 10_000 + MOST_GIVEN_S / 0.1 + 1

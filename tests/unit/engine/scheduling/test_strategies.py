@@ -115,6 +115,16 @@ def test_adaptive_reads_bulk_prompts_in_short_steps_and_not_beside_an_interactiv
     assert sum(count for _, count in adaptive.build_batch(streams, 512, 512, 0)) == 2 + MIN_CHUNK
 
 
+def test_adaptive_reads_what_comes_seldom_with_no_bulk_row_beside_it() -> None:
+    adaptive = Adaptive()
+    views = [*(SlotView(i, 1, True, 9) for i in range(8)), SlotView(8, 100, False, 3), SlotView(9, 1, True, 3)]
+    assert dict(adaptive.build_batch(views, 512, 512, 0)) == {8: 100, 9: 1}
+    for _ in range(20):  # more of them than seldom
+        adaptive.build_batch(views, 512, 512, 0)
+        adaptive.observe(101, 0.1)
+    assert {8, 9} < dict(adaptive.build_batch(views, 512, 512, 0)).keys()
+
+
 def test_micro_batches_put_longer_chunks_first_and_awaited_prompts_apart() -> None:
     holders = [sequence(priority=priority) for priority in (3, 3, 9, 3, 3)]
     for holder, admitted_at in zip(holders, (2.0, 1.0, 0.0, 0.0, 0.0), strict=True):
