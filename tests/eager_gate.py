@@ -9,7 +9,10 @@ from cellama.engine.speculation.gate import Candidate
 
 
 class Eager:
-    """Takes a random number of drafts of most slots: equally many, as a stream of cells per slot wants it."""
+    """Takes a random number of drafts of most slots: equally many, as a stream of cells per slot wants it.
+
+    Slots without drafts are padded.
+    """
 
     compares = False
 
@@ -27,7 +30,8 @@ class Eager:
 
     def choose(self, candidates: Sequence[Candidate], most_s: float, making: object = None) -> Mapping[int, int]:
         length = self._random.randint(1, 4)
-        return {c.slot: length for c in candidates if c.odds and self._random.random() < 0.8}
+        chosen = {c.slot: length for c in candidates if c.odds and self._random.random() < 0.8}
+        return chosen and {c.slot: length for c in candidates if c.slot in chosen or (c.can_pad and not c.odds)}
 
     def fit(self, candidates: Sequence[Candidate], most_s: float) -> Mapping[int, int]:
         length = max((len(c.odds) for c in candidates), default=0)

@@ -133,7 +133,7 @@ class Drafting:
         drafted = [self._with_draft(work, drafts, lengths) for work in works]
         if self._cache.memory.unified:
             return [drafted]
-        parts = [[w for w in drafted if w.chunk.num_drafts], [w for w in drafted if not w.chunk.num_drafts]]
+        parts = [[w for w in drafted if len(w.chunk.tokens) > 1], [w for w in drafted if len(w.chunk.tokens) == 1]]
         return [part for part in parts if part]
 
     def _draft(self, sequence: Sequence) -> Draft | None:
@@ -170,7 +170,9 @@ class Drafting:
         guesses, slot = self._guesses[work.sequence], work.chunk.slot
         odds = [] if draft is None else guesses.odds.of_draft(draft)
         if self._asking is None:
-            return Candidate(slot, odds)
+            memory = self._cache.memory
+            can_pad = not memory.unified and memory.first_cut(slot) <= work.sequence.num_computed
+            return Candidate(slot, odds, can_pad=can_pad)
         return self._asking.candidate(work.sequence, slot, odds, guesses.odds, guesses.most)
 
     def _choose(
@@ -224,8 +226,8 @@ class Drafting:
         length = lengths.get(chunk.slot, 0)
         if not length:
             return work
-        tokens = drafts[chunk.slot].tokens[:length]
-        padding = [tokens[-1]] * (length - len(tokens))
+        tokens = drafts[chunk.slot].tokens[:length] if chunk.slot in drafts else []
+        padding = [(tokens or chunk.tokens)[-1]] * (length - len(tokens))
         return Work(sequence, chunk._replace(tokens=[*chunk.tokens, *tokens, *padding], num_drafts=len(tokens)))
 
     # After it

@@ -35,6 +35,7 @@ class Candidate(NamedTuple):
     is_made: bool = False  # they have to be made first, which takes time …
     reading_s: float = 0.0  # … as does reading what came before, for so many tokens that are still to come
     num_left: float = 1.0
+    can_pad: bool = False  # without drafts it may get as many rows as others have, to be in one pass with them
 
 
 class Plan(NamedTuple):
@@ -49,6 +50,7 @@ class Plan(NamedTuple):
     reading_share_s: float = 0.0  # … and of that the share of this one
     length: int = 0
     least_gain: float = 0.0  # of a slot that gets drafts
+    padded: Seq[int] = ()  # slots that have none, but as many rows: all are one pass
 
 
 Gains = Mapping[int, Seq[float]]
@@ -100,7 +102,8 @@ class Gate:
         """How many drafts of each slot to decode, by slot; slots with none are not in it.
 
         A call with drafts takes no longer than `most_s`, as far as is known. `candidates` are in order of slots.
-        Without `unified` all that have drafts get equally many: what a slot lacks is padded.
+        Without `unified` all that have drafts get equally many: what a slot lacks is padded. So are slots without any,
+        if one pass of all takes less than two or more.
         """
         gains = _gains(candidates)
         slots = [c.slot for c in candidates]
@@ -111,9 +114,11 @@ class Gate:
             return self._decide(none)
         self._token_s = self._seconds(none.passes) / len(slots)
         self._num_kept -= 1
-        if self._kept.lengths and self._num_kept > 0:
-            return self._as_before(gains)
-        plans = self._possible(slots, gains, most_s, partial(_with_making, candidates=candidates, making=making))
+        padded = [c.slot for c in candidates if c.can_pad and not c.odds]
+        if self._kept.lengths and self._num_kept > 0 and (lengths := self._as_before(slots, gains, padded)):
+            return lengths
+        with_making = partial(_with_making, candidates=candidates, making=making)
+        plans = self._possible(slots, gains, padded, most_s, with_making)
         if not plans:
             return self._decide(none)
         rate = self._rate(none, self._curve.expected)
@@ -128,13 +133,18 @@ class Gate:
     def fit(self, candidates: Seq[Candidate], most_s: float) -> Mapping[int, int]:
         """The same for drafts that have been made for the last choice: only their rows are weighed by now."""
         gains, slots = _gains(candidates), [c.slot for c in candidates]
-        plans = self._possible(slots, gains, most_s) if gains else []
+        plans = self._possible(slots, gains, [], most_s) if gains else []
         return max([self._plan(slots, {}, 0.0), *plans], key=lambda plan: self._rate(plan, self._curve.hoped)).lengths
 
     def _possible(
-        self, slots: Seq[int], gains: Gains, most_s: float, changed: Callable[[Plan], Plan] = lambda plan: plan
+        self,
+        slots: Seq[int],
+        gains: Gains,
+        padded: Seq[int],
+        most_s: float,
+        changed: Callable[[Plan], Plan] = lambda plan: plan,
     ) -> list[Plan]:
-        plans = [changed(plan) for plan in self._plans(slots, gains) if sum(plan.passes) <= self._most_rows]
+        plans = [changed(plan) for plan in self._plans(slots, gains, padded) if sum(plan.passes) <= self._most_rows]
         return [plan for plan in plans if self._seconds(plan.passes) + plan.making_s <= most_s]
 
     def _decide(self, plan: Plan) -> Mapping[int, int]:
@@ -147,13 +157,18 @@ class Gate:
             self._num_on = 0
         return plan.lengths
 
-    def _as_before(self, gains: Gains) -> Mapping[int, int]:
-        """The last choice for the drafts that there are now."""
-        self._num_on += 1
+    def _as_before(self, slots: Seq[int], gains: Gains, padded: Seq[int]) -> Mapping[int, int]:
+        """The last choice for the drafts that there are now; nothing if these would be more passes than it had."""
         length, least = self._kept.length, self._kept.least_gain
         gain = {slot: sums[min(length, len(sums) - 1)] for slot, sums in gains.items()}
         chosen = sorted((slot for slot in gain if gain[slot] >= least), key=lambda slot: -gain[slot])
-        return self._lengths(chosen[: (self._most_rows - self._num_slots) // length], length, gains)
+        lengths = self._lengths(chosen[: (self._most_rows - self._num_slots) // length], length, gains)
+        if lengths and self._kept.padded:
+            lengths |= dict.fromkeys(padded, length)
+        if len(self._plan(slots, lengths, 0.0).passes) > len(self._kept.passes):
+            return {}
+        self._num_on += 1
+        return lengths
 
     def _explore(self, plans: Seq[Plan], chosen: Plan) -> Plan:
         """What may well be better than the chosen one, if the time that it would lose otherwise may be lost."""
@@ -164,7 +179,8 @@ class Gate:
         loss_s = expected_s - hopeful.tokens / self._rate(chosen, self._curve.expected)
         return hopeful if loss_s <= self._may_lose_s else chosen
 
-    def _plans(self, slots: Seq[int], gains: Gains) -> Iterator[Plan]:
+    def _plans(self, slots: Seq[int], gains: Gains, padded: Seq[int]) -> Iterator[Plan]:
+        is_one_pass = bool(padded) and len(padded) + len(gains) == len(slots)
         longest = max(len(sums) - 1 for sums in gains.values())
         for length in sorted({*(short for short in LENGTHS if short < longest), min(longest, MOST_DRAFTS)}):
             gain = {slot: sums[min(length, len(sums) - 1)] for slot, sums in gains.items()}
@@ -173,6 +189,9 @@ class Gate:
                 chosen = by_gain[:count]
                 plan = self._plan(slots, self._lengths(chosen, length, gains), sum([gain[slot] for slot in chosen]))
                 yield plan._replace(length=length, least_gain=0.7 * gain[chosen[-1]])
+            if is_one_pass:
+                plan = self._plan(slots, dict.fromkeys(slots, length), sum(gain.values()))
+                yield plan._replace(length=length, padded=padded)
 
     def _lengths(self, chosen: Seq[int], length: int, gains: Gains) -> dict[int, int]:
         if self._unified:

@@ -50,6 +50,21 @@ def test_bulk_requests_and_interactive_ones_together_get_no_drafts(priorities: t
     assert has_drafts == (priorities[0] == priorities[1])
 
 
+def test_a_slot_that_is_padded_says_what_it_says_alone() -> None:
+    core, fake = guessing_core()
+    requests = [
+        predicted("one", 9),
+        replace(PREDICTED, id="other", prompt=tuple(b"other"), priority=9),
+        predicted("three", 9),
+    ]
+    handles = [submit(core, request) for request in requests]
+    while not all(handle.done for handle in handles):
+        core.step()
+    assert any(len(chunk.tokens) > 1 and not chunk.num_drafts for chunks in fake.batches for chunk in chunks)
+    for handle, request in zip(handles, requests, strict=True):
+        assert handle.result().tokens == run([replace(request, prediction=())], eager=None)[0].tokens
+
+
 def test_drafts_come_back_when_the_stream_has_ended() -> None:
     core, fake = guessing_core()
     submit(core, replace(predicted("short", 3), max_tokens=5))

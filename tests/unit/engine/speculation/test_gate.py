@@ -132,6 +132,34 @@ def test_slots_without_a_draft_are_decoded_apart_and_weighed() -> None:
     assert gate.choose([Candidate(0, []), *candidates[5:]], 1.0) == {}
 
 
+def test_a_slot_without_a_draft_is_padded_where_it_would_part_the_others() -> None:
+    for can_pad in (True, False):
+        gate = Gate(20, unified=False)
+        for rows in (1, 2, 3, 4, 6, 8, 12, 16, 20):
+            for _ in range(9):
+                gate.observe([rows], cpu(rows))
+        candidates = [Candidate(slot, [0.95] * 15 if slot != 1 else [], can_pad=can_pad) for slot in range(4)]
+        assert (1 in gate.choose(candidates, 1.0)) == can_pad
+        candidates[2] = Candidate(2, [], can_pad=can_pad)  # while the choice holds
+        lengths = gate.choose(candidates, 1.0)
+        assert {1, 2} <= lengths.keys() if can_pad else not {1, 2} & lengths.keys()
+
+
+def test_a_choice_holds_only_as_long_as_it_is_as_many_passes() -> None:
+    gate = Gate(20, unified=False)
+    for rows in (1, 2, 3, 4, 6, 8, 12, 16, 20):
+        for _ in range(9):
+            gate.observe([rows], 0.01 + 0.0001 * rows)  # a pass is what costs
+    candidates = [Candidate(slot, [0.95]) for slot in range(4)]
+    assert len(gate.choose(candidates, 1.0)) == 4
+    assert gate.choose([*candidates[:1], Candidate(1, []), *candidates[2:]], 1.0) == {}
+
+
+def test_gate_crosses_a_step_of_the_curve_on_which_few_drafts_do_not_pay() -> None:
+    machine = Machine(lambda rows: 0.010 if rows <= 4 else 0.035, 4, 0.97)  # 8 rows: 0.9 times as fast as 4; 20: 1.4
+    assert machine.gain() >= 1.25
+
+
 @pytest.mark.parametrize("unified", [False, True])
 def test_no_call_has_more_rows_than_there_are_logits_for(unified: bool) -> None:
     random, gate = Random(2), Gate(20, unified=unified)
