@@ -53,7 +53,11 @@ PARAMETERS: Mapping[str, Rule] = {
     "diagnostics": Rule("refused", "there are none; see `cellama status`"),
     "container": Rule("refused", "nothing is run for the model; give it tools"),
     "mcp_servers": Rule("refused", "nothing is run for the model; give it tools", "", ([],)),
-    "context_management": Rule("refused", "a conversation is read as it is sent; cut it before"),
+    "context_management": Rule(
+        "refused",
+        "a conversation is read as it is sent; cut it before. Keeping all thoughts is taken, for that is so",
+        harmless=({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
+    ),
     "n": Rule("refused", "an answer is one message", "", (1,)),
     "logprobs": Rule("refused", "the answer has no place for them; use /v1/chat/completions"),
     "return_tokens": Rule("refused", "the answer has no place for them; use /tokenize", "", (False,)),

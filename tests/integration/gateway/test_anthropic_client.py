@@ -155,6 +155,14 @@ def test_client_that_leaves_its_stream_frees_the_slot(
     assert worker.engine_now()["requests_running"] == 0
 
 
+def test_answer_may_ask_for_more_than_the_context_has(client: Anthropic) -> None:
+    assert client.messages.create(**{**ASKED, "max_tokens": 32_000}).stop_reason == "end_turn"
+
+
+def test_models_are_listed(client: Anthropic) -> None:
+    assert "tiny" in [model.id for model in client.models.list()]
+
+
 def test_frames_have_names_and_no_done(gateway: GatewayProcess) -> None:
     body = {**{name: value for name, value in ASKED.items() if name != "extra_body"}, "stream": True}
     answer = httpx.post(f"{gateway.url}/v1/messages", json=body, timeout=60)

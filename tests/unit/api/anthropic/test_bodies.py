@@ -63,6 +63,11 @@ def test_thoughts_come_only_when_they_are_asked_for() -> None:
     assert not order(thinking={"type": "adaptive", "display": "omitted"}).shows_thoughts
 
 
+def test_what_asks_for_nothing_is_taken() -> None:
+    keep = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    assert order(speed="standard", mcp_servers=[], context_management=keep, n=1) == order()
+
+
 def test_choice_names_a_tool() -> None:
     made = order(tools=[TOOL], tool_choice={"type": "tool", "name": "add"})
     assert made.params["tool_choice"] == {"type": "function", "function": {"name": "add"}}
@@ -96,6 +101,7 @@ def test_counted_is_what_the_template_reads() -> None:
         ({"tool_choice": "auto"}, "tool_choice"),
         ({"container": "c"}, "container"),
         ({"speed": "fast"}, "speed"),
+        ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),
         ({"n": 2}, "n"),
         ({"logprobs": 1}, "logprobs"),
     ],
