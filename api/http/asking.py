@@ -18,6 +18,7 @@ from .gateway import Gateway, gateway_of
 
 BODY_TYPE = "application/json"  # a page in a browser can't send this to another site unasked, but it can send none
 MAX_KEY_CHARS = 256
+OF_CALLS = ("self", "wait", "idempotency_key")  # arguments of the client's methods, and no endpoint's parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,4 +111,7 @@ def _object(body: bytes) -> dict[str, Any]:
         raise ApiError(400, f"the body is no JSON: {error}") from None
     if not isinstance(value, dict):
         raise ApiError(400, f"the body is {type(value).__name__}, not an object")
+    for name in OF_CALLS:
+        if name in value:
+            raise ApiError(400, f"unknown parameter {name!r}; leave it out", param=name)
     return value

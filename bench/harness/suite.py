@@ -30,6 +30,7 @@ SHORT = {
     "gateway": "--streams 100 --beside 20 --new 16 --slots 32 --rounds 1",
     "telemetry": "--jobs 32 --rounds 2",
     "readers": "--streams 50 --rounds 1",
+    "responses": "--responses 8 --new 60 --slots 8 --rounds 1",
     "chaos": "--scenarios kills poison --jobs 40 --new 200 --kills 2 --period 2",
     "chaos_sentinel": "--jobs 30 --new 200 --failovers 2 --period 2",
     "fuzz": "--payloads 200 --warm-up 0 --in-flight-corpus 4",

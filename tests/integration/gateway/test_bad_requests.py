@@ -91,6 +91,9 @@ def test_wrong_body_is_refused_by_name(
         ("rerank", {"query": "a", "documents": []}, "give at least one"),
         ("rerank", {"query": "a", "documents": ["b"], "top_n": 0}, "top_n is 0"),
         ("rerank", {"query": "a", "documents": ["b"], "foo": 1}, "unknown parameter 'foo'"),
+        ("completions", {"prompt": "a", "idempotency_key": "k"}, "unknown parameter 'idempotency_key'"),
+        ("responses", {"input": "a", "wait": True}, "unknown parameter 'wait'"),
+        ("messages", {"messages": [], "max_tokens": 1, "self": 1}, "unknown parameter 'self'"),
     ],
 )
 def test_other_endpoints_refuse_alike(gateway: GatewayProcess, path: str, body: dict[str, Any], told: str) -> None:
