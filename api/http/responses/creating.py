@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from cellama.api.client.async_client import AsyncJob
 from cellama.api.http.asking import Asked
-from cellama.api.http.errors import of_code
+from cellama.api.http.errors import ApiError, of_code
 from cellama.api.http.leaving import unless_gone
 from cellama.api.http.running import Placed, Running
 from cellama.api.http.sse import EventStream
@@ -61,8 +61,12 @@ async def _submit(running: Running, order: Order, records: Records) -> Record:
         await running.submit(lambda _: _chat(asked, record, messages))
     except InvalidJob as error:
         if is_new:
-            await records.forget(record)
+            await records.withdraw(record)
         raise refused(error) from None
+    except ApiError:  # a queue that is too long: the job is cancelled, and no client knows the id
+        if is_new and not running.is_kept:
+            await records.withdraw(record)
+        raise
     running.is_kept |= record.background  # from now on: a request that was refused leaves no job behind
     return record
 

@@ -14,7 +14,7 @@ from cellama.api.openai.responses.record import Record
 
 from .creating import answer
 from .paging import page_of
-from .records import Records, gone
+from .records import Records
 from .standing import end_of, look
 from .streaming import stream_of
 
@@ -90,11 +90,7 @@ async def _named(request: Request) -> tuple[Gateway, Record]:
     """The response that the path names. Raises ApiError (404) unless it is the caller's."""
     gateway = gateway_of(request)
     caller = await gateway.access.authenticate(request.headers)
-    response_id = request.path_params["response_id"]
-    record = await Records(gateway).read(response_id, caller)
-    if not caller.may_ask(record.shown["model"]):
-        raise gone(response_id)
-    return gateway, record
+    return gateway, await Records(gateway).read(request.path_params["response_id"], caller)
 
 
 def _is_stream(request: Request) -> bool:

@@ -65,21 +65,28 @@ class Records:
             await heed(self._redis, record.job_id, "response", record.id, caller.tenant, self._ttl_s)
 
     async def read(self, response_id: str, caller: Caller) -> Record:
-        """Raises ApiError (404) for what is not there, not stored, or another tenant's."""
+        """Raises ApiError (404) for what is not there, not stored, another tenant's, or of a model that is not for the
+        caller."""
         if _ID.fullmatch(response_id):
             await self._owners.check(response_id, caller, "response")
             with reaching_redis():
                 found = await self._redis.get(response_key(response_id))
-            if found is not None and (record := Record.of_json(found)).store:
+            record = None if found is None else Record.of_json(found)
+            if record is not None and record.store and caller.may_ask(record.model):
                 return record
         raise gone(response_id)
+
+    async def withdraw(self, record: Record) -> None:
+        """There is no such response: its job was refused."""
+        with reaching_redis():
+            await self._redis.delete(response_key(record.id), heeded_key(record.job_id))
+        await self._owners.forget(record.id)
 
     async def forget(self, record: Record) -> None:
         """Takes away all that is told of the response. Its job must have ended."""
         with reaching_redis():
-            job = [key(record.job_id) for key in (job_key, journal_key, result_key, heeded_key)]
-            await self._redis.delete(response_key(record.id), *job)
-        await self._owners.forget(record.id)
+            await self._redis.delete(*(key(record.job_id) for key in (job_key, journal_key, result_key)))
+        await self.withdraw(record)
 
 
 def gone(response_id: str) -> ApiError:

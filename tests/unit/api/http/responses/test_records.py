@@ -101,6 +101,30 @@ def test_record_of_others_or_not_stored_or_forgotten_is_not_there(run: Any, redi
     run(ask)
 
 
+def test_record_of_a_model_that_is_not_for_the_caller_is_not_there(run: Any) -> None:
+    async def ask(gateway: Gateway) -> None:
+        records = Records(gateway)
+        await records.create(record(model=":default"), ACME)  # whatever model that was
+        assert await records.read(ID, Caller("acme", models=frozenset({":default"})))
+        with pytest.raises(ApiError) as raised:
+            await records.read(ID, Caller("acme", models=frozenset({"tiny"})))
+        assert status_of(raised) == 404
+
+    run(ask)
+
+
+def test_record_that_is_withdrawn_leaves_the_job_alone(run: Any, redis: Redis) -> None:
+    async def ask(gateway: Gateway) -> None:
+        records = Records(gateway)
+        await records.create(record(), ACME)
+        await records.heed(record(), ACME)
+        await records.withdraw(record())
+
+    redis.hset(job_key("j"), "state", "queued")
+    run(ask)
+    assert redis.keys() == [job_key("j").encode()]
+
+
 def test_same_key_of_a_tenant_is_the_same_id() -> None:
     assert new_id("k") == new_id("k") != new_id("l")
     assert new_id(None) != new_id(None)
