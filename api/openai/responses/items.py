@@ -32,9 +32,14 @@ def _item(place: int, item: Any, response_id: str) -> dict[str, Any] | None:
     if not isinstance(item, dict):
         raise InvalidJob(f"{where} is {shorten(item)}; it must be an object")
     kind = item.get("type") or "message"
+    if not isinstance(kind, str):
+        raise InvalidJob(f"{where}.type is {shorten(kind)}; it must be a text")
+    if kind == "item_reference":  # left out it would be a hole in the conversation
+        raise InvalidJob(
+            f"{where}.type is {kind!r}: items can't be named by their ids; send them as they are, or go on with "
+            "previous_response_id"
+        )
     if kind not in _PREFIXES:
-        if not isinstance(kind, str):
-            raise InvalidJob(f"{where}.type is {shorten(kind)}; it must be a text")
         return None
     given = item.get("id")
     own = {"id": given if isinstance(given, str) and given else f"{_PREFIXES[kind]}_{response_id[5:]}_{place}"}

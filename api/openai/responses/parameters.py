@@ -16,7 +16,7 @@ RULES: Mapping[str, Rule] = {
     "input": Rule(
         "mapped",
         "a text, or items: messages, `function_call`, `function_call_output`, `reasoning`; items of built-in tools are "
-        "skipped, images, audio and files refused",
+        "skipped, images, audio, files and `item_reference` refused",
         "messages",
     ),
     "instructions": Rule("mapped", "a system message, for this response only"),

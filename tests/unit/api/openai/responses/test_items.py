@@ -60,6 +60,7 @@ def test_thoughts_without_text_or_answer_are_no_turn() -> None:
         ([], "input is without a message"),
         ([7], "input[0] is 7"),
         ([{"type": 7}], "input[0].type is 7"),
+        ([{"type": ["message"]}], "input[0].type is"),
         ([{"type": "web_search_call"}], "input is without a message"),
         ([{"role": "robot", "content": ""}], "input[0].role is 'robot'"),
         ([{"role": ["user"], "content": ""}], "input[0].role is"),
@@ -70,6 +71,7 @@ def test_thoughts_without_text_or_answer_are_no_turn() -> None:
         ([{"type": "function_call", "call_id": "c", "name": "f"}], "input[0].arguments is None"),
         ([{"type": "function_call_output", "call_id": "c"}], "input[0].output is None"),
         ([{"type": "reasoning", "encrypted_content": 7}], "input[0].encrypted_content is 7"),
+        ([{"role": "user", "content": "Hi"}, {"type": "item_reference", "id": "msg_1"}], "send them as they are"),
     ],
 )
 def test_wrong_items_are_named(given: Any, told: str) -> None:
