@@ -30,7 +30,6 @@ class Fold:
         self._reasoning_tokens = 0
         self._status = "queued" if record.background else "in_progress"
         self._end: dict[str, Any] = {}
-        self.has_ended = False
 
     def begin(self) -> list[dict[str, Any]]:
         """What is told before the first event of the journal: of the record alone."""
@@ -99,7 +98,7 @@ class Fold:
         yield self._ended("failed")
 
     def _ended(self, status: str) -> dict[str, Any]:
-        self._status, self.has_ended = status, True
+        self._status = status
         return {"type": f"response.{status}", "response": self.response()}
 
     def _numbered(self, told: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
