@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 import pytest
@@ -12,52 +12,21 @@ from redis import Redis
 from starlette.requests import Request
 
 from cellama.api.http.asking import Asked
-from cellama.api.http.callers import Caller, NoKeys
+from cellama.api.http.callers import Caller
 from cellama.api.http.errors import ApiError
 from cellama.api.http.gateway import Gateway
 from cellama.api.http.responses.orders import order_of
 from cellama.api.http.responses.records import Records, new_id
 from cellama.api.http.responses.standing import look
 from cellama.api.http.responses.streaming import frames
-from cellama.api.machine.redis_server import RedisServer
 from cellama.api.openai.responses.record import Record
-from cellama.config import get_settings
 from cellama.tasks.contract.errors import StreamTrimmed
 from cellama.tasks.contract.keys import job_key, journal_key, owner_key, response_key, result_key, stream_id
 
-from .....conftest import empty_database
 from ...openai.responses.journals import ID, JOURNALS, record
+from .conftest import Ask
 
 ACME, OTHER = Caller("acme"), Caller("other")
-Ask = Callable[[Gateway], Awaitable[Any]]
-
-
-@pytest.fixture
-def url(redis_server: RedisServer, settings_environment: Callable[..., None]) -> Iterator[str]:
-    with empty_database(redis_server, 6) as url:
-        settings_environment(redis_url=url)
-        yield url
-
-
-@pytest.fixture
-def redis(url: str) -> Iterator[Redis]:
-    with Redis.from_url(url) as redis:
-        yield redis
-
-
-@pytest.fixture
-def run(url: str) -> Callable[[Ask], Any]:
-    def run(ask: Ask) -> Any:
-        async def with_gateway() -> Any:
-            gateway = Gateway(get_settings(), NoKeys())
-            try:
-                return await ask(gateway)
-            finally:
-                await gateway.close()
-
-        return asyncio.run(with_gateway())
-
-    return run
 
 
 def write(redis: Redis, journal: Any, first: int = 0) -> None:

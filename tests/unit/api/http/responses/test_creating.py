@@ -1,0 +1,57 @@
+"""A response that is refused leaves nothing behind: api/http/responses/creating.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from redis import Redis
+from starlette.requests import Request
+
+from cellama.api.http.asking import Asked
+from cellama.api.http.callers import Caller
+from cellama.api.http.errors import ApiError
+from cellama.api.http.gateway import Gateway
+from cellama.api.http.responses.creating import _submit
+from cellama.api.http.responses.orders import Order
+from cellama.api.http.responses.records import Records
+from cellama.api.http.running import Running
+from cellama.tasks.contract.errors import InvalidJob
+from cellama.tasks.contract.keys import owner_key, response_key
+
+from ...openai.responses.journals import ID, record
+from .conftest import Ask
+
+SAID = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hi"}]}
+
+
+def submit(error: Exception, headers: list[tuple[bytes, bytes]]) -> Ask:
+    """A background response whose job meets this error."""
+
+    class Refused(Running):
+        async def submit(self, *_: Any) -> None:
+            raise error
+
+    async def ask(gateway: Gateway) -> None:
+        asked = Asked(Request({"type": "http", "headers": headers}), gateway, Caller("acme"), {"model": "tiny"})
+        order = Order(record(items=[SAID], background=True), "default", False, 10)
+        with pytest.raises(ApiError):
+            await _submit(Refused(asked, "tiny", "default"), order, Records(gateway))
+
+    return ask
+
+
+TOO_LONG = ApiError(429, "about 100 s would go by", code="queue_full")
+
+
+@pytest.mark.parametrize(
+    "error", [TOO_LONG, InvalidJob("temperature is -1; it must be 0 or more")], ids=["too long", "wrong"]
+)
+def test_refused_response_is_not_there(run: Any, redis: Redis, error: Exception) -> None:
+    run(submit(error, []))
+    assert redis.keys() == []
+
+
+def test_response_whose_job_goes_on_for_its_key_is_kept(run: Any, redis: Redis) -> None:
+    run(submit(TOO_LONG, [(b"idempotency-key", b"k")]))
+    assert redis.exists(response_key(ID), owner_key(ID)) == 2
