@@ -60,23 +60,23 @@ def create_app(settings: Settings | None = None, *, access: Access | None = None
     """The gateway as an ASGI app, to be run, or mounted into another one. `settings` are those of the process unless
     given; without `access` it lets in whoever reaches it, as one caller. Raises SettingsError.
 
-    Its connections are closed when it ends. If it is mounted, the lifespan of the other app must `await` the
-    `close()` of `app.state.batches`, `app.state.webhooks` and `app.state.gateway`, in that order, for it has none of
-    its own then; `app.state.batches.start()` goes on with batches that are there already, before another one is asked
-    for, and `app.state.webhooks.start()` delivers webhooks, which other gateways do otherwise.
+    Its lifespan goes on with batches, delivers webhooks, and closes connections at the end. A server does not run that
+    of an app that is mounted: the lifespan of the other app must, by `async with app.router.lifespan_context(app)`.
     """
     settings = settings or get_settings()
     gateway, runner = Gateway(settings, access or NoKeys()), batches.Runner(settings)
-    webhooks = webhooks_of(settings)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        webhooks = webhooks_of(settings)
         runner.start()
         webhooks.start()
-        yield
-        await runner.close()
-        await webhooks.close()
-        await gateway.close()
+        try:
+            yield
+        finally:
+            await runner.close()
+            await webhooks.close()
+            await gateway.close()
 
     handlers: dict[Any, Any] = {
         ApiError: _api_error,
@@ -94,7 +94,6 @@ def create_app(settings: Settings | None = None, *, access: Access | None = None
     )
     app.state.gateway = gateway
     app.state.batches = runner
-    app.state.webhooks = webhooks
     return app
 
 

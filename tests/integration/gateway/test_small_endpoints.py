@@ -70,8 +70,8 @@ def test_app_of_another_mounts_the_gateway(gateway: GatewayProcess, redis_server
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        yield
-        await mounted.state.gateway.close()
+        async with mounted.router.lifespan_context(mounted):
+            yield
 
     app = Starlette(routes=[Mount("/llm", mounted)], lifespan=lifespan)
     with TestClient(app) as client:
