@@ -149,10 +149,11 @@ def test_client_that_leaves_its_stream_frees_the_slot(
     client: Anthropic, jobs_of_test: Callable[[], list[str]], worker: WorkerProcess
 ) -> None:
     long = {**ASKED, "max_tokens": 1500, "extra_body": {"ignore_eos": True}}
-    with client.messages.create(**long, stream=True) as stream:
-        assert next(iter(stream)).type == "message_start"
-    wait_until(lambda: not jobs_of_test(), "the end of its job")
-    assert worker.engine_now()["requests_running"] == 0
+    with worker.slowed():
+        with client.messages.create(**long, stream=True) as stream:
+            assert next(iter(stream)).type == "message_start"
+        wait_until(lambda: not jobs_of_test(), "the end of its job")
+        assert worker.engine_now()["requests_running"] == 0
 
 
 def test_answer_may_ask_for_more_than_the_context_has(client: Anthropic) -> None:

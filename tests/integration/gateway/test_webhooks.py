@@ -13,7 +13,7 @@ from cellama.api.webhooks.endpoint import Endpoint, new_id
 from cellama.api.webhooks.signing import new_secret
 from cellama.tasks.contract.keys import WEBHOOKS_KEY
 
-from ...conftest import wait_until
+from ...conftest import WorkerProcess, wait_until
 from ...receivers import Receiver, receiving
 from .test_batches import begin, ended, request
 from .test_responses import ASKED, LONG
@@ -49,10 +49,13 @@ def test_end_of_a_batch_is_heard_of(openai: OpenAI, registered: Registered) -> N
     assert heard(openai, registered, failed.id) == ["batch.failed"]
 
 
-def test_end_of_a_background_response_is_heard_of(openai: OpenAI, registered: Registered) -> None:
+def test_end_of_a_background_response_is_heard_of(
+    openai: OpenAI, registered: Registered, worker: WorkerProcess
+) -> None:
     waited = openai.responses.create(**ASKED)
     completed = openai.responses.create(**ASKED, background=True)
-    cancelled = openai.responses.cancel(openai.responses.create(**LONG, background=True).id)
+    with worker.slowed():
+        cancelled = openai.responses.cancel(openai.responses.create(**LONG, background=True).id)
     assert heard(openai, registered, completed.id) == ["response.completed"]
     assert heard(openai, registered, cancelled.id) == ["response.cancelled"]
     assert not [body for _, _, body in registered[1].calls if waited.id.encode() in body]
