@@ -14,7 +14,13 @@ EVENT_TYPES = (
     *(f"batch.{end}" for end in BATCH_ENDS),
     *(f"response.{end}" for end in ("completed", "failed", "cancelled", "incomplete")),
 )
-_ENDS = {"stop": "completed", "length": "incomplete", "timeout": "incomplete", "cancelled": "cancelled"}
+_ENDS = {  # of jobs, as the queue's scripts tell them → of responses
+    "stop": "completed",
+    "length": "incomplete",
+    "timeout": "incomplete",
+    "cancelled": "cancelled",
+    "error": "failed",
+}
 
 
 def announcement(event_type: str, object_id: str, tenant: str | None) -> dict[str, str]:
@@ -41,9 +47,8 @@ def announced(fields: dict[bytes, bytes]) -> dict[str, str]:
     """What an entry of the stream says: as `announcement`, or as a script of the queue wrote it. Raises ValueError."""
     told = {name.decode(): value.decode() for name, value in fields.items()}
     if "heeded" in told:
-        heeded, end = json.loads(told["heeded"]), json.loads(told["end"])
-        name = "failed" if end["type"] == "error" else _ENDS[end["finish_reason"]]
-        told = announcement(f"{heeded['kind']}.{name}", heeded["object"], heeded["tenant"])
+        heeded = json.loads(told["heeded"])
+        told = announcement(f"{heeded['kind']}.{_ENDS[told['end']]}", heeded["object"], heeded["tenant"])
     return announcement(told["type"], told["object"], told["tenant"])
 
 

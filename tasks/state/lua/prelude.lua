@@ -72,10 +72,12 @@ local function forget(job, id, queue)
   redis.call('ZREM', RUNNING, id)
 end
 
--- Whoever asked to hear of the job's end finds it in a stream, with the text that they left.
+-- Whoever asked to hear of the job's end finds in a stream the text that they left, and how it ended: `error`, or the finish_reason.
 local function tell_heeded(id, event)
   local told = redis.call('GET', HEEDED .. id)
   if not told then return end
-  redis.call('XADD', ENDS, 'MAXLEN', '~', MOST_ENDS, '*', 'heeded', told, 'end', event)
+  local how = string.match(event, '^{"seq":%d+,"type":"(error)"')
+    or string.match(event, '^{"seq":%d+,"type":"done","finish_reason":"(%a+)"')
+  redis.call('XADD', ENDS, 'MAXLEN', '~', MOST_ENDS, '*', 'heeded', told, 'end', how or '')
   redis.call('DEL', HEEDED .. id)
 end

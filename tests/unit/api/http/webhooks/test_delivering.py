@@ -180,7 +180,7 @@ def test_endpoint_that_is_gone_hears_of_nothing_more(redis_url: str, receiver: R
 def test_entry_of_another_version_holds_nothing_up(redis_url: str, receiver: Receiver) -> None:
     with Redis.from_url(redis_url) as redis:
         register(redis, receiver.url)
-        for fields in ({"x": "y"}, {"heeded": "[]", "end": "no JSON"}, {"heeded": "[]", "end": "{}"}):
+        for fields in ({"x": "y"}, {"heeded": "no JSON", "end": "stop"}, {"heeded": "{}", "end": "?"}):
             redis.xadd(WEBHOOK_EVENTS_KEY, fields)
         announce(redis, "batch.completed", "batch_1")
         with_webhooks(redis_url, once)
