@@ -62,22 +62,23 @@ class Webhooks:
         await self._sender.close()
         await self._redis.aclose()
 
-    async def look(self) -> int:
-        """Spreads what was announced, and begins as many attempts as it may; returns how many. Raises RedisError."""
+    async def look(self) -> bool:
+        """Spreads what was announced, and begins as many attempts as it may. False if there was nothing to do. Raises
+        RedisError."""
         announced = await self._ledger.announced()
         endpoints = await self._endpoints.all() if announced else []
         for entry_id, fields in announced:
             await self._ledger.spread(entry_id, fields, endpoints)
         free = AT_ONCE - len(self._attempts)
         if free <= 0:
-            return 0
+            return bool(announced)
         taken = await self._ledger.take(free, AT_ONCE_TO_ONE, self._lease_s, self._num_to)
         for delivery in taken:
             self._num_to[delivery.endpoint_id] += 1
             attempt = asyncio.create_task(self._attempt(delivery))
             self._attempts.add(attempt)
             attempt.add_done_callback(self._attempts.discard)
-        return len(taken)
+        return bool(announced or taken)
 
     async def ended(self) -> None:
         """Returns when no attempt is under way."""
@@ -87,15 +88,15 @@ class Webhooks:
     async def _look_on(self) -> None:
         while not self._stopping.is_set():
             try:
-                began = await self.look()
+                is_busy = await self.look()
                 self._say_reachable(None)
             except RedisError as error:
-                began = 0
+                is_busy = False
                 self._say_reachable(error)
             except Exception:
-                began = 0
+                is_busy = False
                 log.exception("webhooks were not looked at this time")
-            if not began:
+            if not is_busy:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._stopping.wait(), LOOK_S)
 
