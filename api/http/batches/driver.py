@@ -54,6 +54,10 @@ class Driver:
         self._has_work = False  # on this machine, where other gateways do not see it
         self._thread = RunThread(settings, held, record, self._input, self._paths)
 
+    @property
+    def is_stopping(self) -> bool:
+        return self._thread.stop.is_set()
+
     def stop(self) -> None:
         """The batch is left where it is, soon; for another driver."""
         self._thread.stop.set()

@@ -13,6 +13,7 @@ from functools import cached_property
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from cellama.api.http.files.records import Record
 from cellama.api.http.files.shelf import Shelf
 from cellama.api.http.files.store import store_of
 from cellama.api.http.files.upload import sweep_uploads
@@ -94,17 +95,38 @@ class Runner:
                 await asyncio.wait_for(self._stopping.wait(), pause_s)
 
     async def look(self) -> None:
-        """Takes batches that have no driver, as many as there is room for."""
+        """Takes batches that have no driver, as many as there is room for. A tenant without a driver here
+        gets the place of one whose are several: that batch is left where it is, until there is room again."""
         self._driven = {name: pair for name, pair in self._driven.items() if not pair[1].done()}
-        if len(self._driven) >= self._settings.gateway_batches_at_once:
-            return
         mine = Counter(driver.tenant for driver, _ in self._driven.values())
+        has_room = len(self._driven) < self._settings.gateway_batches_at_once
+        if not has_room and max(mine.values(), default=0) < 2:
+            return
         waiting = [entry for entry in await self.desk.open_batches() if entry[0] not in self._driven]
         free = await self._leases.free([entry[0] for entry in waiting])
         waiting = [entry for entry in waiting if entry[0] in free]
         for batch_id, tenant, made_at in sorted(waiting, key=lambda entry: (mine[entry[1]], entry[2])):
-            if await self._take(batch_id, tenant, made_at):
+            if not has_room:
+                if mine[tenant] or await self._make_room(batch_id, mine.most_common(1)[0][0]):
+                    return
+            elif await self._take(batch_id, tenant, made_at):
                 return  # whose turn it is now depends on this one
+
+    async def _make_room(self, batch_id: str, tenant: str | None) -> bool:
+        """The last batch of this tenant is left, if that gives a place to one that can be driven here."""
+        record = await self.desk.records.read(batch_id)
+        if record is None or not self._is_ours(record):
+            return False
+        drivers = [driver for driver, _ in self._driven.values()]
+        if not any(driver.is_stopping for driver in drivers):
+            [*_, last] = [driver for driver in drivers if driver.tenant == tenant]
+            log.info("batch %s is left for a while: its tenant has several, and another one has none", last.id)
+            last.stop()
+        return True
+
+    def _is_ours(self, record: Record) -> bool:
+        """Whether it is to be driven, and its files are within this gateway's reach."""
+        return bool(record["place"] == self.shelf.known_place and record["status"] in OPEN)
 
     async def _take(self, batch_id: str, tenant: str | None, made_at: float) -> bool:
         record = await self.desk.records.read(batch_id)

@@ -10,6 +10,7 @@ import pytest
 
 from cellama.api.http.batches.runner import Runner
 from cellama.api.http.batches.scratch import folder_of
+from cellama.api.http.callers import Caller
 from cellama.config import Settings
 
 from .conftest import RunWorld
@@ -59,6 +60,47 @@ def test_batch_that_is_left_at_shutdown_has_no_lease(run_world: RunWorld) -> Non
         await world.runs(batch_id)
         await runner.close()
         assert await world.leases.free([batch_id]) == {batch_id}
+
+    run_world(ask)
+
+
+def test_batches_of_one_tenant_give_way_to_that_of_another(run_world: RunWorld) -> None:
+    async def ask(world: World) -> None:
+        mine = [(await world.begin(name))["id"] for name in ("a", "b", "c")]
+        runner = Runner(settings_of(world, gateway_batches_at_once=2))
+        await runner.sweep()
+        for _ in range(3):
+            await runner.look()
+        [waiting] = await world.leases.free(mine)
+        other = (await world.begin("d", caller=Caller("other")))["id"]
+
+        async def is_driven() -> bool:
+            await runner.look()
+            return await world.leases.free([other]) == set()
+
+        await until(is_driven)
+        for _ in range(3):
+            await runner.look()
+        assert len(await world.leases.free([*mine, other]) - {waiting}) == 1  # and so it stays
+        await runner.close()
+
+    run_world(ask)
+
+
+def test_batch_that_no_place_here_is_for_takes_none_from_others(run_world: RunWorld) -> None:
+    async def ask(world: World) -> None:
+        mine = [(await world.begin(name))["id"] for name in ("a", "b")]
+        runner = Runner(settings_of(world, gateway_batches_at_once=2))
+        await runner.sweep()
+        for _ in range(2):
+            await runner.look()
+        elsewhere = await world.begin("c", caller=Caller("other"))
+        await world.change(elsewhere["id"], place="another")
+        for _ in range(3):
+            await runner.look()
+        assert not any(driver.is_stopping for driver, _ in runner._driven.values())
+        assert await world.leases.free(mine) == set()
+        await runner.close()
 
     run_world(ask)
 

@@ -50,14 +50,14 @@ class World:
         self.redis, self.settings, self.store, self.folder = redis, settings, store, folder
         self.shelf, self.desk, self.leases = Shelf(store, redis), Desk(settings, redis), Leases(redis)
 
-    async def begin(self, *ids: str, window_s: int = 86_400) -> Record:
+    async def begin(self, *ids: str, window_s: int = 86_400, caller: Caller = ACME) -> Record:
         """A batch of these requests that waits for a driver; with a negative window its time is over."""
         local = self.folder / "in.jsonl"
         local.write_bytes(lines_of([request(custom_id) for custom_id in ids]))
-        file = await self.shelf.add(local, "in.jsonl", "batch", ACME, 3600)
+        file = await self.shelf.add(local, "in.jsonl", "batch", caller, 3600)
         local.unlink()
         order = BatchOrder(file["id"], CHAT, "24h", window_s, None, 3600)
-        return await self.desk.create(order, ACME, None, await self.shelf.place())
+        return await self.desk.create(order, caller, None, await self.shelf.place())
 
     async def answer(self, batch_id: str, *ids: str) -> None:
         """An earlier driver has left the answers to these requests."""
