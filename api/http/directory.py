@@ -1,10 +1,11 @@
-"""Which models are served, and how long their queues are: as of a second ago, however many ask."""
+"""Which models are served, and how long their queues are: as of a moment ago, however many ask."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Generic, TypeVar
 
 from cellama.api.client.async_client import AsyncClient
@@ -25,34 +26,42 @@ EVERY_MODEL = Caller()
 T = TypeVar("T")
 
 
-class _Kept(Generic[T]):
-    """A value that is asked for again when it is older than `FRESH_S`, once for all who wait for it."""
+class Kept(Generic[T]):
+    """A value that is asked for again when it is older than `fresh_s`, once for all who want it. Meanwhile they get the
+    one before, unless that is twice as old: what comes all the time never waits."""
 
-    def __init__(self, ask: Callable[[], Awaitable[T]]) -> None:
+    def __init__(self, ask: Callable[[], Awaitable[T]], clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` is for tests."""
         self._ask = ask
+        self._clock = clock
         self._asking: asyncio.Future[T] | None = None
         self._asked_at = 0.0
+        self._told: tuple[float, T] | None = None  # when it was asked for, and the last answer
 
     async def get(self, fresh_s: float = FRESH_S) -> T:
-        now = time.monotonic()
+        """Raises what asking does; the next one asks again then."""
+        now = self._clock()
         if self._asking is None or (self._asking.done() and now - self._asked_at > fresh_s):
             self._asked_at = now
             self._asking = asyncio.ensure_future(self._ask())
-        asking = self._asking
-        try:
-            return await asyncio.shield(asking)
-        except Exception:
-            if self._asking is asking:
-                self._asking = None  # the next one asks again
-            raise
+            self._asking.add_done_callback(partial(self._note, now))
+        if self._told is not None and now - self._told[0] <= 2 * fresh_s:
+            return self._told[1]
+        return await asyncio.shield(self._asking)
+
+    def _note(self, asked_at: float, asking: asyncio.Future[T]) -> None:
+        if not asking.cancelled() and asking.exception() is None:
+            self._told = asked_at, asking.result()
+        elif self._asking is asking:
+            self._asking = None
 
 
 class Directory:
     """What the registry says."""
 
     def __init__(self, client: AsyncClient) -> None:
-        self._models: _Kept[list[ModelView]] = _Kept(client.models)
-        self._stats: _Kept[Stats] = _Kept(client.stats)
+        self._models: Kept[list[ModelView]] = Kept(client.models)
+        self._stats: Kept[Stats] = Kept(client.stats)
 
     async def models(self, caller: Caller, fresh_s: float = FRESH_S) -> list[ModelView]:
         """Those that are ready, and that the caller may ask for."""
