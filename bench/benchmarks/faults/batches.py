@@ -91,8 +91,8 @@ class _Scripts:
             script.wait(PATIENCE_S)
             seconds = time.monotonic() - begun
         lines = [json.loads(text) for text in output.read_text(encoding="utf-8").splitlines()]
-        total = self._args.lines * self._args.new
-        twice = 100 * (self._service.num_sampled() - sampled - total) / total
+        total = sum(line["response"]["body"]["usage"]["completion_tokens"] for line in lines)
+        twice = 100 * (self._service.num_sampled() - sampled - total) / max(1, total)
         row = {"run": name, "place": place, "status": status, "seconds": seconds, "lines": len(lines)}
         return {**row, "errors": errors.read_bytes().count(b"\n"), **self._compare(lines), "twice %": twice}
 
