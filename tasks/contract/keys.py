@@ -30,7 +30,7 @@ cellama:key:admissions:{id} zset    what a key has taken lately, and …:charges
 cellama:key:jobs:{id}      zset     requests of a key that run, by the end of their leases; gateways; TTL
 cellama:owner:{id}         string   the tenant whose job, batch, file or response that is; gateways; TTL
 cellama:http:{kind}:{id}   hash     a file or batch of the gateway, each field as JSON (docs/adr/019-batches.md); TTL
-cellama:http:{kind}:of:{tenant} zset ids of a tenant's files or batches, by when they were made; gateways; TTL
+cellama:http:of:{kind}:{tenant} zset ids of a tenant's files or batches, by when they were made; gateways; TTL
 cellama:http:open          zset     JSON [id, tenant] of batches that have not ended, by when they were made; gateways;
                                     TTL
 cellama:http:expiring:{place} zset  files that lie in a place, by when they expire; gateways; TTL
@@ -135,8 +135,8 @@ def http_record_key(kind: Literal["file", "batch"], thing_id: str) -> str:
 
 
 def http_records_key(kind: Literal["file", "batch"], tenant: str | None) -> str:
-    """Whoever has no tenant has the index with an empty name, which no tenant can have."""
-    return f"cellama:http:{kind}:of:{tenant or ''}"
+    """Whoever has no tenant has the index with an empty name, which no tenant can have. No id is that of an index."""
+    return f"cellama:http:of:{kind}:{tenant or ''}"
 
 
 def http_expiring_key(place: str) -> str:

@@ -128,6 +128,13 @@ def test_form_with_a_wrong_field_is_refused_by_its_name(start: Start, fields: di
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
+def test_id_that_is_part_of_another_key_is_not_there(start: Start) -> None:
+    client = start(gateway_batches_at_once=0)
+    assert begin(client, lines_of([request("a")]), {}).status_code == 200
+    for path in ("/v1/files/of:", "/v1/files/of:/content", "/v1/batches/of:"):
+        assert client.get(path).status_code == 404
+
+
 @pytest.mark.parametrize(
     ("query", "status"), [("limit=0", 400), ("limit=101", 400), ("order=up", 400), ("after=x", 404)]
 )
