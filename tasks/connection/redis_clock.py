@@ -1,7 +1,9 @@
-"""Redis' clock: the one that all machines share. Times of two machines are never compared by their own clocks."""
+"""Redis' clock, for Python and for scripts: the one that all machines share. Times of two machines are never compared by
+their own clocks."""
 
 from __future__ import annotations
 
+from importlib.resources import files
 from typing import Any
 
 from redis import Redis
@@ -18,7 +20,13 @@ local function stamp(seconds)
   return string.format('%.6f', seconds)
 end
 
-"""  # what scripts have before them
+"""
+
+
+def lua_source(package: str, *names: str) -> str:
+    """The scripts of these names in the folder `lua` of a package, one after the other, behind the clock."""
+    folder = files(package) / "lua"
+    return LUA_CLOCK + "".join((folder / f"{name}.lua").read_text(encoding="utf-8") for name in names)
 
 
 def seconds_of(reply: Any) -> float:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Sequence
-from importlib.resources import files
 from typing import Any
 
 from redis import Redis
 from redis.commands.core import Script
 from redis.exceptions import NoScriptError, RedisError, ResponseError
 
-from cellama.tasks.connection.redis_clock import LUA_CLOCK
+from cellama.tasks.connection.redis_clock import lua_source
 from cellama.tasks.contract.keys import (
     DEAD_KEY,
     DUE_KEY,
@@ -116,9 +115,4 @@ def _script(name: str) -> Script:
 def source(name: str) -> str:
     """A script with its constants and what all share."""
     constants = "".join(f"local {constant} = {value!r}\n" for constant, value in CONSTANTS.items())
-    return constants + LUA_CLOCK + _read("prelude") + _read(name)
-
-
-@functools.cache
-def _read(name: str) -> str:
-    return (files("cellama.tasks.state") / "lua" / f"{name}.lua").read_text(encoding="utf-8")
+    return constants + lua_source(__package__, "prelude", name)

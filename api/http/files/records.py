@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from typing import Any, Literal
 
 from redis.asyncio import Redis
@@ -13,7 +12,7 @@ from redis.asyncio import Redis
 from cellama.api.http.callers import Caller
 from cellama.api.http.errors import ApiError
 from cellama.api.http.keys.owners import Owners
-from cellama.tasks.connection.redis_clock import seconds_of
+from cellama.tasks.connection.redis_clock import lua_source, seconds_of
 from cellama.tasks.connection.redis_errors import reaching_redis
 from cellama.tasks.contract.json_values import shorten
 from cellama.tasks.contract.keys import (
@@ -61,7 +60,7 @@ class Records:
         self._redis = redis
         self._kind: Kind = kind
         self.owners = Owners(redis)
-        self._add, self._advance = (redis.register_script(_source(name)) for name in ("add", "advance"))
+        self._add, self._advance = (redis.register_script(lua_source(__package__, name)) for name in ("add", "advance"))
 
     async def now(self) -> float:
         """Unix seconds by Redis' clock, which is that of all gateways."""
@@ -203,7 +202,3 @@ def _decoded(found: Mapping[bytes, bytes]) -> Record:
 def _alive(record: Record, now: float) -> Record | None:
     """None for one that is not there, or has come to its end."""
     return None if not record or record.get("gone_at", now + 1) <= now else record
-
-
-def _source(name: str) -> str:
-    return (files("cellama.api.http.files") / "lua" / f"{name}.lua").read_text(encoding="utf-8")

@@ -12,14 +12,13 @@ import logging
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from typing import Any
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from cellama.api.keys.entry import KeyEntry
-from cellama.tasks.connection.redis_clock import LUA_CLOCK
+from cellama.tasks.connection.redis_clock import lua_source
 from cellama.tasks.contract.keys import key_admissions_key, key_charges_key, key_jobs_key
 
 from .gathering import Gathering
@@ -29,6 +28,7 @@ log = logging.getLogger(__name__)
 WINDOW_S = 60
 LEASE_S = 20
 RENEW_S = 5.0
+SCRIPTS = ("admit", "settle", "renew")
 
 Call = tuple[str, list[str], list[Any]]  # of a script: its name, keys and arguments
 
@@ -75,7 +75,7 @@ class Limiter:
         """`now` is for tests: the time instead of Redis' own."""
         self._redis = redis
         self._now = now
-        self._scripts = {name: redis.register_script(_source(name)) for name in ("admit", "settle", "renew")}
+        self._scripts = {name: redis.register_script(lua_source(__package__, "prelude", name)) for name in SCRIPTS}
         self._calls: Gathering[Call, Any] = Gathering(self._run_all)
         self._running: dict[str, Reservation] = {}  # those that hold leases
         self._renewing: asyncio.Task[None] | None = None
@@ -135,8 +135,3 @@ class Limiter:
 
 def _keys_of(key_id: str) -> list[str]:
     return [key_admissions_key(key_id), key_charges_key(key_id), key_jobs_key(key_id)]
-
-
-def _source(name: str) -> str:
-    folder = files("cellama.api.http.keys") / "lua"
-    return LUA_CLOCK + "".join((folder / f"{part}.lua").read_text(encoding="utf-8") for part in ("prelude", name))

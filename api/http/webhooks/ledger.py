@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from typing import Any
 
 from redis.asyncio import Redis
 
 from cellama.api.webhooks.announcing import announced, event_id
 from cellama.api.webhooks.endpoint import Endpoint
+from cellama.tasks.connection.redis_clock import lua_source
 from cellama.tasks.contract.keys import WEBHOOK_DUE_KEY, WEBHOOK_EVENTS_KEY, webhook_delivery_key
 
 log = logging.getLogger(__name__)
@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 KEPT_S = 5 * 24 * 3600  # longer than all attempts take
 MOST_EVENTS = 100  # spread at once
 MOST_LOOKED_AT = 1000  # of those that are due
+SCRIPTS = ("spread", "take", "settle")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class DeliveryLedger:
         """`token` names this gateway."""
         self._redis = redis
         self._token = token
-        self._scripts = {name: redis.register_script(_source(name)) for name in ("spread", "take", "settle")}
+        self._scripts = {name: redis.register_script(lua_source(__package__, name)) for name in SCRIPTS}
 
     async def announced(self) -> list[tuple[bytes, dict[bytes, bytes]]]:
         """What was announced and not spread yet, the oldest first."""
@@ -94,7 +95,3 @@ def _delivery(delivery_id: str, fields: list[bytes]) -> Delivery:
         int(told["created_at"]),
         int(told["attempts"]),
     )
-
-
-def _source(name: str) -> str:
-    return (files("cellama.api.http.webhooks") / "lua" / f"{name}.lua").read_text(encoding="utf-8")

@@ -6,6 +6,6 @@ if ARGV[3] == '' then
   redis.call('DEL', KEYS[2])
 else
   redis.call('HDEL', KEYS[2], 'token')
-  redis.call('ZADD', KEYS[1], string.format('%.6f', tonumber(redis.call('TIME')[1]) + ARGV[3]), ARGV[1])
+  redis.call('ZADD', KEYS[1], stamp(clock() + ARGV[3]), ARGV[1])
 end
 return 1

@@ -2,7 +2,7 @@
 -- KEYS: stream, due. ARGV: id of the entry, prefix of deliveries, their time of life (s), id of the event, type, object;
 -- then the id of each delivery, and its endpoint.
 if redis.call('XDEL', KEYS[1], ARGV[1]) == 0 then return 0 end
-local now = redis.call('TIME')[1]
+local now = stamp(clock())
 local at_ms = string.match(ARGV[1], '^%d+') -- when it was announced
 for at = 7, #ARGV, 2 do
   local key = ARGV[2] .. ARGV[at]

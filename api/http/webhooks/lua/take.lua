@@ -1,8 +1,7 @@
--- Takes deliveries that are due, under a lease, at most so many to one endpoint.
+-- Takes deliveries that are due, under a lease, at most so many to one endpoint. `clock` and `stamp`: tasks/connection/redis_clock.py.
 -- KEYS: due. ARGV: prefix of deliveries, most, lease (s), token, how many to look at, most to one endpoint; then each endpoint
 -- to which attempts are under way, and how many. Returns for each: its id, and its fields.
-local time = redis.call('TIME')
-local now = tonumber(time[1]) + tonumber(time[2]) / 1e6
+local now = clock()
 local num_to, taken = {}, {}
 for at = 7, #ARGV, 2 do num_to[ARGV[at]] = tonumber(ARGV[at + 1]) end
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT', 0, ARGV[5])) do
@@ -12,10 +11,10 @@ for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT', 0
   if not endpoint then
     redis.call('ZREM', KEYS[1], id) -- its time is over
   elseif (num_to[endpoint] or 0) >= tonumber(ARGV[6]) then
-    redis.call('ZADD', KEYS[1], string.format('%.6f', now + 1), id) -- those behind it come to their turn
+    redis.call('ZADD', KEYS[1], stamp(now + 1), id) -- those behind it come to their turn
   else
     num_to[endpoint] = (num_to[endpoint] or 0) + 1
-    redis.call('ZADD', KEYS[1], string.format('%.6f', now + ARGV[3]), id)
+    redis.call('ZADD', KEYS[1], stamp(now + ARGV[3]), id)
     redis.call('HINCRBY', key, 'attempts', 1)
     redis.call('HSET', key, 'token', ARGV[4])
     taken[#taken + 1] = {id, redis.call('HGETALL', key)}
