@@ -11,6 +11,7 @@ from cellama.api.openai.bodies import in_openais_words
 from cellama.api.openai.parameters import Rule
 from cellama.tasks.contract.codes import meaning_of
 from cellama.tasks.contract.errors import InvalidJob, JobError
+from cellama.tasks.contract.json_values import shorten
 from cellama.tasks.contract.valid_text import valid_text
 
 MAX_PARAM_CHARS = 128
@@ -66,6 +67,22 @@ class ApiError(Exception):
         """The body of the answer, and the data of a frame in mid-stream."""
         kind = TYPES.get(self.status, "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def not_there(kind: str, thing_id: str) -> ApiError:
+    """What never was, is not there any more, or is another tenant's: all of that looks alike."""
+    return ApiError(404, f"there is no {kind} {shorten(thing_id)}, or not any more", code="not_found")
+
+
+def key_reused() -> ApiError:
+    """Clients would ask again by themselves, for they do so after a 409."""
+    return ApiError(
+        409,
+        "this Idempotency-Key was used for another body; send a new key with a new body",
+        code="idempotency_key_reused",
+        param="Idempotency-Key",
+        headers={"x-should-retry": "false"},
+    )
 
 
 def of_job(error: JobError) -> ApiError:

@@ -11,7 +11,7 @@ from typing import Any
 from redis.asyncio import Redis
 
 from cellama.api.http.callers import Caller
-from cellama.api.http.errors import ApiError
+from cellama.api.http.errors import ApiError, key_reused
 from cellama.api.http.files.records import Lease, Record, Records
 from cellama.api.webhooks import BATCH_ENDS, announcement
 from cellama.config import Settings
@@ -137,12 +137,7 @@ def shown(record: Mapping[str, Any], counts: Mapping[str, int]) -> dict[str, Any
 
 def _same(earlier: Record, record: Record) -> Record:
     if earlier["asked"] != record["asked"] or earlier["tenant"] != record["tenant"]:
-        raise ApiError(
-            409,
-            "this Idempotency-Key was sent with another body; use another key",
-            code="idempotency_conflict",
-            headers={"x-should-retry": "false"},
-        )
+        raise key_reused()
     return earlier
 
 

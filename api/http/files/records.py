@@ -10,7 +10,7 @@ from typing import Any, Literal
 from redis.asyncio import Redis
 
 from cellama.api.http.callers import Caller
-from cellama.api.http.errors import ApiError
+from cellama.api.http.errors import ApiError, not_there
 from cellama.api.http.keys.owners import Owners
 from cellama.tasks.connection.redis_clock import lua_source, seconds_of
 from cellama.tasks.connection.redis_errors import reaching_redis
@@ -85,7 +85,7 @@ class Records:
         await self.owners.check(thing_id, caller, self._kind)
         record = await self.read(thing_id)
         if record is None or record["tenant"] != caller.tenant:
-            raise ApiError(404, f"there is no {self._kind} {shorten(thing_id)}, or not any more", code="not_found")
+            raise not_there(self._kind, thing_id)
         return record
 
     async def read(self, thing_id: str) -> Record | None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from redis.asyncio import Redis
 
 from cellama.api.http.callers import Caller
-from cellama.api.http.errors import ApiError
+from cellama.api.http.errors import not_there
 from cellama.tasks.connection.redis_errors import reaching_redis
-from cellama.tasks.contract.json_values import shorten
 from cellama.tasks.contract.keys import owner_key
 from cellama.tasks.contract.valid_text import valid_text
 
@@ -40,7 +39,7 @@ class Owners:
     async def check(self, thing_id: str, caller: Caller, what: str = "object") -> None:
         """Raises ApiError (404) unless the thing is the caller's. What is not there at all looks alike."""
         if not await self.are_of([thing_id], caller):
-            raise ApiError(404, f"there is no {what} {shorten(thing_id)}, or not any more", code="not_found")
+            raise not_there(what, thing_id)
 
     async def are_of(self, thing_ids: list[str], caller: Caller) -> list[str]:
         """Those of the ids that are the caller's, in their order. They are what clients say, and need be no ids."""

@@ -8,7 +8,7 @@ import re
 import uuid
 
 from cellama.api.http.callers import Caller
-from cellama.api.http.errors import ApiError
+from cellama.api.http.errors import key_reused, not_there
 from cellama.api.http.gateway import Gateway
 from cellama.api.http.keys.owners import Owners
 from cellama.api.openai.responses.record import Record
@@ -51,12 +51,7 @@ class Records:
             return await self.create(record, caller)
         first = Record.of_json(found)
         if first.digest != record.digest:
-            raise ApiError(
-                409,
-                "this Idempotency-Key was used for another body; send a new key with a new body",
-                code="idempotency_key_reused",
-                param="Idempotency-Key",
-            )
+            raise key_reused()
         return first
 
     async def heed(self, record: Record, caller: Caller) -> None:
@@ -74,7 +69,7 @@ class Records:
             record = None if found is None else Record.of_json(found)
             if record is not None and record.store and caller.may_ask(record.model):
                 return record
-        raise gone(response_id)
+        raise not_there("response", response_id)
 
     async def withdraw(self, record: Record) -> None:
         """There is no such response: its job was refused."""
@@ -87,9 +82,3 @@ class Records:
         with reaching_redis():
             await self._redis.delete(*(key(record.job_id) for key in (job_key, journal_key, result_key)))
         await self.withdraw(record)
-
-
-def gone(response_id: str) -> ApiError:
-    """What is not there, or not any more."""
-    shown = response_id[:64]
-    return ApiError(404, f"there is no response {shown!r}, or not any more", code="not_found", param="response_id")

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from cellama.api.http.errors import not_there
 from cellama.api.http.gateway import Gateway
 from cellama.api.http.running import CANCELLED_S, RESULT_S
 from cellama.api.openai.responses.events import Fold, journal_of_result
@@ -17,8 +18,6 @@ from cellama.tasks.connection.redis_errors import reaching_redis
 from cellama.tasks.contract.errors import JobError
 from cellama.tasks.contract.events import EVENT_FIELD, TERMINAL_TYPES
 from cellama.tasks.contract.keys import job_key, journal_key
-
-from .records import gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +52,7 @@ async def look(gateway: Gateway, record: Record) -> Standing:
         return _ended(fold, await _kept(gateway, record, json.loads(end)), is_whole=False)
     if state is not None:
         return Standing(fold.response())
-    raise gone(record.id)
+    raise not_there("response", record.id)
 
 
 async def end_of(gateway: Gateway, record: Record, timeout_s: float = CANCELLED_S) -> Standing:

@@ -110,7 +110,9 @@ def test_batch_that_is_asked_for_again_with_its_key_is_the_same(start: Start) ->
     first, again = (begin_with(client, file_id, **{"idempotency-key": "k"}) for _ in range(2))
     assert first.json()["id"] == again.json()["id"]
     other = upload(client, lines_of([request("b")])).json()["id"]
-    assert begin_with(client, other, **{"idempotency-key": "k"}).status_code == 409
+    refused = begin_with(client, other, **{"idempotency-key": "k"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "idempotency_key_reused")
+    assert refused.headers["x-should-retry"] == "false"
 
 
 @pytest.mark.parametrize(
