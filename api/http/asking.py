@@ -1,9 +1,9 @@
-"""What comes in: a body that is read, bounded and made into an object, and whoever sent it."""
+"""What comes in: a body that is read, bounded and made into an object, and whoever sent it; which page of a list."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +61,33 @@ class Asked:
         if not isinstance(salt, str) or not 1 <= len(salt) <= most:
             raise ApiError(400, f"cache_salt must be a text of 1 to {most} characters", param="cache_salt")
         return f"{tenant}\x1f{salt}"
+
+
+@dataclass(frozen=True, slots=True)
+class PageAsked:
+    """Which part of a list, as OpenAI's clients ask for it: after the thing of this id, the last one first ("desc") or
+    last ("asc")."""
+
+    after: str | None
+    limit: int
+    order: str
+
+    @classmethod
+    def of(cls, query: Mapping[str, str], usual: int, most: int) -> PageAsked:
+        """Raises ApiError."""
+        limit, order = query.get("limit", str(usual)), query.get("order", "desc")
+        if not (limit.isascii() and limit.isdecimal() and len(limit) < 9 and 1 <= int(limit) <= most):
+            raise ApiError(400, f"limit is {limit[:40]!r}; it must be a number from 1 to {most}", param="limit")
+        if order not in ("asc", "desc"):
+            raise ApiError(400, f"order is {order[:40]!r}; it must be asc or desc", param="order")
+        return cls(query.get("after") or None, int(limit), order)
+
+    def shown(self, found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The answer. `found` begins where the page does; what is beyond the limit says only that there is more."""
+        data = list(found[: self.limit])
+        first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
+        has_more = len(found) > self.limit
+        return {"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": has_more}
 
 
 def flag(values: Mapping[str, Any], name: str, *, default: bool = False) -> bool:

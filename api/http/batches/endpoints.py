@@ -6,9 +6,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from cellama.api.http.asking import read
+from cellama.api.http.asking import PageAsked, read
 from cellama.api.http.callers import Caller
-from cellama.api.http.files.records import PageAsked
 from cellama.api.http.files.store import unavailable
 from cellama.api.http.gateway import gateway_of
 from cellama.tasks.contract.names import DEFAULT_MODEL
@@ -48,9 +47,9 @@ async def retrieve(request: Request) -> Response:
 async def list_(request: Request) -> Response:
     """GET /v1/batches"""
     desk, caller = _runner(request).desk, await _caller(request)
-    page = await desk.records.page(caller, PageAsked.of(request.query_params, PAGE, MAX_PAGE))
-    shown = {record["id"]: await desk.shown(record) for record in page.records}
-    return JSONResponse(page.shown(lambda record: shown[record["id"]]))
+    asked = PageAsked.of(request.query_params, PAGE, MAX_PAGE)
+    found = await desk.records.page(caller, asked)
+    return JSONResponse(asked.shown([await desk.shown(record) for record in found]))
 
 
 async def cancel(request: Request) -> Response:

@@ -11,21 +11,20 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from cellama.api.http.asking import PageAsked
 from cellama.api.http.callers import Caller
 from cellama.api.http.errors import ApiError
 from cellama.api.http.gateway import gateway_of
 from cellama.tasks.contract.json_values import shorten
 
 from .expiry import DEFAULT_LIFE_S, life_of, life_of_object
-from .records import PageAsked
 from .shelf import Shelf, shown
 from .store import unavailable
 from .upload import Form, received
 
 FILES = "/v1/files"
 PURPOSE = "batch"
-OUTPUT_PURPOSE = "batch_output"
-PAGE = 10_000  # OpenAI's, for lists that name no limit
+PAGE = 10_000  # OpenAI's, for lists that name no limit; and the largest
 MAX_PURPOSE_CHARS = 40
 _FIELDS = ("purpose", "expires_after", "expires_after[anchor]", "expires_after[seconds]")
 
@@ -59,9 +58,9 @@ async def list_(request: Request) -> Response:
     """GET /v1/files"""
     shelf, caller = await shelf_and_caller(request)
     purpose = request.query_params.get("purpose")
-    asked = PageAsked.of(request.query_params, PAGE)
-    page = await shelf.records.page(caller, asked, lambda record: purpose in (None, record["purpose"]))
-    return JSONResponse(page.shown(shown))
+    asked = PageAsked.of(request.query_params, PAGE, PAGE)
+    found = await shelf.records.page(caller, asked, lambda record: purpose in (None, record["purpose"]))
+    return JSONResponse(asked.shown(list(map(shown, found))))
 
 
 async def delete(request: Request) -> Response:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from redis.asyncio import Redis
 
+from cellama.api.http.asking import PageAsked
 from cellama.api.http.callers import Caller
 from cellama.api.http.errors import ApiError, not_there
 from cellama.api.http.keys.owners import Owners
@@ -28,21 +29,6 @@ Record = dict[str, Any]
 KEPT_S = 86_400  # that Redis keeps a record after its thing has expired: until the sweep has been there
 LONGEST_S = 90 * 86_400  # no record lives so long
 ENTRIES_PER_LOOK = 100
-MAX_PAGE = 10_000
-
-
-@dataclass(frozen=True, slots=True)
-class Page:
-    """A part of a list, in its order."""
-
-    records: list[Record]
-    has_more: bool
-
-    def shown(self, show: Callable[[Record], dict[str, Any]]) -> dict[str, Any]:
-        """As OpenAI's clients read it."""
-        data = [show(record) for record in self.records]
-        first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
-        return {"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": self.has_more}
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +116,9 @@ class Records:
 
     async def page(
         self, caller: Caller, asked: PageAsked, fits: Callable[[Record], bool] = lambda record: True
-    ) -> Page:
-        """The records that fit, after the one that is named. Raises ApiError (404) if that is not in the list."""
+    ) -> list[Record]:
+        """The records that fit, after the one that is named; one more than asked for if there are so many. Raises
+        ApiError (404) if that one is not in the list."""
         index, found = http_records_key(self._kind, caller.tenant), list[Record]()
         start = await self._rank_after(index, asked)
         while len(found) <= asked.limit:
@@ -143,7 +130,7 @@ class Records:
                 break
             start += len(ids)
             found += [record for record in await self._read_all(ids) if fits(record)]
-        return Page(found[: asked.limit], len(found) > asked.limit)
+        return found[: asked.limit + 1]
 
     async def _rank_after(self, index: str, asked: PageAsked) -> int:
         if asked.after is None:
@@ -166,25 +153,6 @@ class Records:
                 now, *hashes = await pipe.execute()
         found = (_alive(_decoded(values), seconds_of(now)) for values in hashes)
         return [record for record in found if record is not None]
-
-
-@dataclass(frozen=True, slots=True)
-class PageAsked:
-    """Which part of a list."""
-
-    after: str | None
-    limit: int
-    order: str
-
-    @classmethod
-    def of(cls, query: Mapping[str, str], default: int, most: int = MAX_PAGE) -> PageAsked:
-        """Raises ApiError."""
-        limit, order = query.get("limit", str(default)), query.get("order", "desc")
-        if not (limit.isascii() and limit.isdecimal() and len(limit) < 9 and 1 <= int(limit) <= most):
-            raise ApiError(400, f"limit is {limit[:40]!r}; it must be a number from 1 to {most}", param="limit")
-        if order not in ("asc", "desc"):
-            raise ApiError(400, f"order is {order[:40]!r}; it must be asc or desc", param="order")
-        return cls(query.get("after") or None, int(limit), order)
 
 
 def _encoded(values: Mapping[str, Any]) -> dict[str, str]:

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
+from cellama.api.http.asking import PageAsked
 from cellama.api.http.batches.desk import Desk
 from cellama.api.http.batches.leases import Leases
 from cellama.api.http.batches.orders import BatchOrder
 from cellama.api.http.callers import Caller
 from cellama.api.http.errors import ApiError
-from cellama.api.http.files.records import PageAsked
 from cellama.api.webhooks.announcing import announced, announcement
 from cellama.config import Settings
 from cellama.tasks.contract.keys import WEBHOOK_EVENTS_KEY
@@ -124,12 +124,13 @@ def test_pages_follow_each_other_and_have_the_tenants_own_only(run: Run) -> None
         other = await desk.create(ORDER, OTHER, None)
         seen, after = [], None
         for _ in range(3):
-            page = await desk.records.page(ACME, PageAsked(after, 2, "desc"))
-            seen += [record["id"] for record in page.records]
-            after = seen[-1]
-        assert (set(seen), len(seen), page.has_more) == (made, 5, False)
+            asked = PageAsked(after, 2, "desc")
+            page = asked.shown(await desk.records.page(ACME, asked))
+            seen += [record["id"] for record in page["data"]]
+            after = page["last_id"]
+        assert (set(seen), len(seen), page["has_more"]) == (made, 5, False)
         upwards = await desk.records.page(ACME, PageAsked(None, 9, "asc"))
-        assert [record["id"] for record in upwards.records] == seen[::-1]
+        assert [record["id"] for record in upwards] == seen[::-1]
         with pytest.raises(ApiError, match="404"):
             await desk.records.page(ACME, PageAsked(other["id"], 2, "desc"))
 
