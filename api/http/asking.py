@@ -11,6 +11,8 @@ from starlette.requests import Request
 
 from cellama.config import limits
 from cellama.tasks.contract.json_values import shorten
+from cellama.tasks.contract.names import DEFAULT_MODEL
+from cellama.tasks.contract.shapes.workers import ModelView
 
 from .callers import TIERS, Caller
 from .errors import ApiError
@@ -61,6 +63,18 @@ class Asked:
         if not isinstance(salt, str) or not 1 <= len(salt) <= most:
             raise ApiError(400, f"cache_salt must be a text of 1 to {most} characters", param="cache_salt")
         return f"{tenant}\x1f{salt}"
+
+    def params_of_caller(self) -> dict[str, Any]:
+        """Parameters of a job that no body gives by these names: they say whose it is, and how urgent. Raises
+        ApiError."""
+        scope = self.scope()
+        return {"priority": TIERS[self.tier()]} | ({"cache_scope": scope} if scope else {})
+
+    def name_of(self, model: ModelView) -> str:
+        """As a job names the model that the body has: the default one is that of when it runs. Where an endpoint needs
+        no name it is the default one, too."""
+        named = self.body.get("model") or DEFAULT_MODEL
+        return DEFAULT_MODEL if named == DEFAULT_MODEL else model["id"]
 
 
 @dataclass(frozen=True, slots=True)

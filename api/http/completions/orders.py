@@ -7,13 +7,11 @@ from typing import Any
 
 from cellama.api.http.allowance import count, rest_of_context, tokens_of, within_limit
 from cellama.api.http.asking import Asked, flag
-from cellama.api.http.callers import TIERS
 from cellama.api.http.errors import ApiError, wrong
 from cellama.api.openai.bodies import params_of_body
 from cellama.api.openai.parameters import CHAT, COMPLETIONS
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.json_values import shorten
-from cellama.tasks.contract.names import DEFAULT_MODEL
 from cellama.tasks.contract.shapes.workers import ModelView
 
 MAX_PROMPTS = 128  # of one request: a job and a stream for each
@@ -66,17 +64,15 @@ def order_of(asked: Asked, url: str, model: ModelView) -> Order:
     for name, instead in (("priority", "service_tier"), ("cache_scope", "cache_salt")):
         if name in params:
             raise ApiError(400, f"{name} can't be given here; use {instead}", param=name)
-    named = params.pop("model")
+    del params["model"]
     content = params.pop("messages" if url == CHAT else "prompt")
-    scope = asked.scope()
-    params |= {"stream": is_stream, "priority": TIERS[tier]} | ({"cache_scope": scope} if scope else {})
+    params |= {"stream": is_stream, **asked.params_of_caller()}
     contents = _contents(content, url)
     if "max_tokens" not in params:
         most = TEXT_TOKENS if url == COMPLETIONS else rest_of_context(model, params)
         num_answers = len(contents) * count(params.get("n"), 1)
         params["max_tokens"] = within_limit(asked.caller.max_tokens, most, num_answers)
-    name = DEFAULT_MODEL if named == DEFAULT_MODEL else model["id"]
-    return Order(url, name, contents, params, tier, is_stream, include_usage)
+    return Order(url, asked.name_of(model), contents, params, tier, is_stream, include_usage)
 
 
 def _contents(content: Any, url: str) -> tuple[Any, ...]:

@@ -21,7 +21,7 @@ from cellama.api.http.running import Placed, Running, run_one
 from cellama.api.http.sse import EventStream, frame
 from cellama.tasks.contract.errors import InvalidJob, JobError, StreamTrimmed, UnknownJob
 
-from .orders import Order, count_of, in_our_words, model_of, order_of, wrong
+from .orders import Order, count_of, in_our_words, order_of, wrong
 
 REQUEST_ID = "request-id"  # Anthropic's clients read this one
 
@@ -77,7 +77,7 @@ async def count_tokens(request: Request) -> Response:
     """POST /v1/messages/count_tokens: a job of the highest priority, which takes no slot."""
     asked = in_our_words(await read(request))
     model = await asked.gateway.directory.find(asked.caller, asked.body.get("model"))
-    name, order, client = model_of(asked, model), count_of(asked), asked.gateway.client
+    name, order, client = asked.name_of(model), count_of(asked), asked.gateway.client
     submit: Any = client.apply_chat_template
     first = {"wait": True, "priority": 0}
     try:

@@ -8,10 +8,8 @@ from typing import Any
 from cellama.api.anthropic.bodies import Ordered, counted, in_anthropics_words, ordered
 from cellama.api.http.allowance import tokens_of
 from cellama.api.http.asking import Asked, flag
-from cellama.api.http.callers import TIERS
 from cellama.api.http.errors import ApiError
 from cellama.tasks.contract.errors import InvalidJob
-from cellama.tasks.contract.names import DEFAULT_MODEL
 from cellama.tasks.contract.shapes.workers import ModelView
 
 _OURS = ("stream", "service_tier", "cache_salt")
@@ -48,7 +46,7 @@ def in_our_words(asked: Asked) -> Asked:
 
 def order_of(asked: Asked, model: ModelView) -> Order:
     """The order of a body, but for what only a job's payload checks. Raises ApiError."""
-    tier, scope, is_stream = asked.tier(), asked.scope(), flag(asked.body, "stream")
+    tier, is_stream = asked.tier(), flag(asked.body, "stream")
     for name, instead in _INSTEAD.items():
         if name in asked.body:
             raise ApiError(400, f"{name} can't be given here; use {instead}", param=name)
@@ -56,8 +54,8 @@ def order_of(asked: Asked, model: ModelView) -> Order:
         order = ordered(_own(asked))
     except InvalidJob as error:
         raise wrong(error) from None
-    params = {**order.params, "stream": is_stream, "priority": TIERS[tier]} | ({"cache_scope": scope} if scope else {})
-    return Order(model_of(asked, model), order.messages, params, tier, is_stream, order.shows_thoughts)
+    params = {**order.params, "stream": is_stream, **asked.params_of_caller()}
+    return Order(asked.name_of(model), order.messages, params, tier, is_stream, order.shows_thoughts)
 
 
 def count_of(asked: Asked) -> Ordered:
@@ -66,11 +64,6 @@ def count_of(asked: Asked) -> Ordered:
         return counted(asked.body)
     except InvalidJob as error:
         raise wrong(error) from None
-
-
-def model_of(asked: Asked, model: ModelView) -> str:
-    """As a job names it."""
-    return DEFAULT_MODEL if asked.body.get("model") == DEFAULT_MODEL else model["id"]
 
 
 def wrong(error: InvalidJob) -> ApiError:

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 
 from cellama.api.http.allowance import count, rest_of_context, tokens_of, within_limit
 from cellama.api.http.asking import Asked, flag
-from cellama.api.http.callers import TIERS
 from cellama.api.http.errors import ApiError, wrong
 from cellama.api.openai.responses.bodies import params_of, shown_of, wants_encrypted
 from cellama.api.openai.responses.items import items_of
 from cellama.api.openai.responses.parameters import RESPONSES, RULES
 from cellama.api.openai.responses.record import Record
 from cellama.tasks.contract.errors import InvalidJob
-from cellama.tasks.contract.names import DEFAULT_MODEL, TASK_CHAT, job_id_of_key
+from cellama.tasks.contract.names import TASK_CHAT, job_id_of_key
 from cellama.tasks.contract.shapes.workers import ModelView
 
 from .conversation import previous_of
@@ -47,10 +46,10 @@ async def order_of(asked: Asked, model: ModelView, records: Records) -> Order:
     except InvalidJob as error:
         raise wrong(RESPONSES, error, RULES) from None
     previous, scope = await previous_of(asked, records), asked.scope()
-    params |= {"stream": is_stream or background, "priority": TIERS[tier]} | ({"cache_scope": scope} if scope else {})
+    params |= {"stream": is_stream or background, **asked.params_of_caller()}
     num_read = 0 if previous is None else previous.standing.response["usage"]["total_tokens"]
     params.setdefault("max_tokens", within_limit(asked.caller.max_tokens, rest_of_context(model, params)))
-    name = DEFAULT_MODEL if body["model"] == DEFAULT_MODEL else model["id"]
+    name = asked.name_of(model)
     goes_on = previous if model.get("follows_replies", True) else None
     record = Record(
         id=response_id,

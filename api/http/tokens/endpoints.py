@@ -62,9 +62,8 @@ async def _run(
     asked: Asked, submit: Any, content: Any, params: dict[str, Any]
 ) -> tuple[ModelView, Any, dict[str, str]]:
     """llama-server's form names no model: then it is the default."""
-    name = asked.body.get("model") or DEFAULT_MODEL
-    model = await asked.gateway.directory.find(asked.caller, name)
-    own = DEFAULT_MODEL if name == DEFAULT_MODEL else model["id"]
+    model = await asked.gateway.directory.find(asked.caller, asked.body.get("model") or DEFAULT_MODEL)
+    own = asked.name_of(model)
     try:
         result, headers = await run_one(
             asked, own, 0, lambda key: submit(own, content, idempotency_key=key, **_FIRST, **params)

@@ -18,7 +18,6 @@ from cellama.api.openai.bodies import params_of_body
 from cellama.api.openai.parameters import EMBEDDINGS
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.json_values import shorten
-from cellama.tasks.contract.names import DEFAULT_MODEL
 
 RERANK = "/v1/rerank"
 ALIASES = ("/v1/reranking", "/v2/rerank", "/rerank", "/reranking")
@@ -62,9 +61,7 @@ async def rerank(request: Request) -> Response:
 async def _model(asked: Asked) -> str:
     if "priority" in asked.body:
         raise ApiError(400, "priority can't be given here; use service_tier", param="priority")
-    name = asked.body.get("model")
-    view = await asked.gateway.directory.find(asked.caller, name)
-    return DEFAULT_MODEL if name == DEFAULT_MODEL else view["id"]
+    return asked.name_of(await asked.gateway.directory.find(asked.caller, asked.body.get("model")))
 
 
 async def _run(
