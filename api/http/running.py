@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing
 from typing import Any
 
 from cellama.api.client.async_client import AsyncJob
 from cellama.config.logging import logging_about
-from cellama.tasks.contract.errors import InvalidJob, JobError
+from cellama.tasks.contract.errors import InvalidJob, JobError, StreamTrimmed, UnknownJob
 from cellama.tasks.contract.events import Event, is_terminal
 from cellama.tasks.contract.shapes.results import Result
 from cellama.tasks.traces.gate import trace_id_here
@@ -21,6 +21,7 @@ from .asking import Asked
 from .callers import Admission, Unlimited
 from .errors import ApiError, of_code, of_job
 from .leaving import unless_gone
+from .sse import EventStream
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ Placed = tuple[int, Event]
 
 class Running:
     """One job, or one for each of several prompts. Those that have not ended when it is closed are cancelled, unless
-    the request has an idempotency key: its client will ask again."""
+    the request has an idempotency key: its client will ask again. To be used by `async with`."""
 
     def __init__(self, asked: Asked, model: str, tier: str) -> None:
         """`model` is as the job names it."""
@@ -46,7 +47,7 @@ class Running:
         self._ended: set[int] = set()
         self._seen: dict[int, int] = {}  # of each job, the number of its last event
         self._admission: Admission = Unlimited()
-        self._is_closed = False
+        self._is_streamed = self._is_closed = False
 
     @property
     def headers(self) -> dict[str, str]:
@@ -119,6 +120,30 @@ class Running:
                     self.usages[place] = event["usage"]
                 yield place, event
 
+    async def first_of(self, events: AsyncGenerator[Placed, None]) -> Placed:
+        """The first event, for which a stream waits: what a worker finds wrong at once is a status. Raises ApiError,
+        ClientDisconnect."""
+        return await unless_gone(self.asked.request, _next(events))
+
+    def stream_of(self, frames: AsyncGenerator[bytes, None], events: AsyncGenerator[Placed, None]) -> EventStream:
+        """An answer of frames, which are made of these events. From now on this is closed with it."""
+
+        async def close() -> None:
+            await events.aclose()
+            await self.close()
+
+        self._is_streamed = True
+        return EventStream(frames, close, self.headers)
+
+    @contextlib.contextmanager
+    def without_events(self) -> Iterator[None]:
+        """Events may be missing inside: a result outlives them, and an idempotency key may ask for it a day later."""
+        try:
+            yield
+        except (StreamTrimmed, UnknownJob):
+            if not self.is_kept:
+                raise
+
     async def result(self, place: int = 0) -> Result:
         """The result of a job that has ended. Raises ApiError."""
         try:
@@ -129,9 +154,17 @@ class Running:
 
     async def finished(self) -> Result:
         """The result of the one job, once it is there. Raises ApiError."""
-        async for _ in self.events():
-            pass
+        with self.without_events():
+            async for _ in self.events():
+                pass
         return await self.result()
+
+    async def __aenter__(self) -> Running:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if not self._is_streamed:
+            await self.close()
 
     async def close(self) -> None:
         """Once, however the request ends. What is left to do is done although the request may be cancelled."""
@@ -174,17 +207,18 @@ async def run_one(
     asked: Asked, model: str, num_tokens: int, call: Callable[[str | None], Awaitable[AsyncJob[Any]]]
 ) -> tuple[Any, dict[str, str]]:
     """The result of one job, and what headers its answer has. Raises ApiError, InvalidJob, ClientDisconnect."""
-    running = Running(asked, model, asked.tier())
 
     async def run() -> Any:
         await running.admit(num_tokens)
         await running.submit(call)
         return await running.finished()
 
-    try:
+    async with Running(asked, model, asked.tier()) as running:
         return await unless_gone(asked.request, run()), running.headers
-    finally:
-        await running.close()
+
+
+async def _next(events: AsyncGenerator[Placed, None]) -> Placed:
+    return await anext(events)
 
 
 async def _cancel_when_there(submitting: asyncio.Future[AsyncJob[Any]]) -> None:

@@ -15,11 +15,11 @@ from cellama.api.http.asking import Asked, read
 from cellama.api.http.errors import ApiError, of_job, wrong
 from cellama.api.http.leaving import unless_gone
 from cellama.api.http.running import Placed, Running
-from cellama.api.http.sse import DONE, KEEP_ALIVE, EventStream, frame
+from cellama.api.http.sse import DONE, KEEP_ALIVE, frame
 from cellama.api.openai.answers import body_of
 from cellama.api.openai.chunks import Chunks, reasoning_tokens_of
 from cellama.api.openai.parameters import CHAT, COMPLETIONS
-from cellama.tasks.contract.errors import InvalidJob, JobError, StreamTrimmed, UnknownJob
+from cellama.tasks.contract.errors import InvalidJob, JobError
 
 from .orders import Order, order_of
 
@@ -39,17 +39,12 @@ async def complete(request: Request) -> Response:
 async def _answer(asked: Asked, url: str) -> Response:
     model = await asked.gateway.directory.find(asked.caller, asked.body.get("model"))
     order = order_of(asked, url, model)
-    running = Running(asked, order.model, order.tier)
-    try:
+    async with Running(asked, order.model, order.tier) as running:
         await unless_gone(asked.request, _submit(running, order))
         if order.is_stream:
             return await _stream(running, order)
         answer = await unless_gone(asked.request, _whole(running, order))
-    except BaseException:
-        await running.close()
-        raise
-    await running.close()
-    return JSONResponse(answer, headers=running.headers)
+        return JSONResponse(answer, headers=running.headers)
 
 
 async def _submit(running: Running, order: Order) -> None:
@@ -69,32 +64,19 @@ def _call(submit: Any, order: Order, content: Any) -> Callable[[str | None], Awa
 async def _whole(running: Running, order: Order) -> dict[str, Any]:
     """The body of an answer that comes all at once."""
     reasoning_tokens = 0
-    try:
+    with running.without_events():
         async with aclosing(running.events()) as events:
             async for _, event in events:
                 reasoning_tokens += reasoning_tokens_of(event)
-    except (StreamTrimmed, UnknownJob):
-        if not running.is_kept:  # a result outlives its events: an idempotency key may ask for it a day later
-            raise
     results: Any = [await running.result(place) for place in range(len(running.jobs))]
     answer = body_of(order.kind, _answer_id(running, order), results, reasoning_tokens)
     return {**answer, "service_tier": order.tier}
 
 
 async def _stream(running: Running, order: Order) -> Response:
-    """The status is that of the first event: what a worker finds wrong at once is no stream."""
     events = running.events(running.asked.gateway.settings.gateway_keepalive_s)
-    first = await unless_gone(running.asked.request, _next(events))
-
-    async def close() -> None:
-        await events.aclose()
-        await running.close()
-
-    return EventStream(_frames(running, order, first, events), close, running.headers)
-
-
-async def _next(events: AsyncGenerator[Placed, None]) -> Placed:
-    return await anext(events)
+    first = await running.first_of(events)
+    return running.stream_of(_frames(running, order, first, events), events)
 
 
 async def _frames(

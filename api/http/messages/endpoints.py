@@ -18,8 +18,9 @@ from cellama.api.http.asking import read
 from cellama.api.http.errors import ApiError, of_job
 from cellama.api.http.leaving import unless_gone
 from cellama.api.http.running import Placed, Running, run_one
-from cellama.api.http.sse import EventStream, frame
-from cellama.tasks.contract.errors import InvalidJob, JobError, StreamTrimmed, UnknownJob
+from cellama.api.http.sse import frame
+from cellama.api.openai.chunks import reasoning_tokens_of
+from cellama.tasks.contract.errors import InvalidJob, JobError
 
 from .orders import Order, count_of, in_our_words, order_of, wrong
 
@@ -59,17 +60,12 @@ async def create(request: Request) -> Response:
     asked = in_our_words(await read(request))
     model = await asked.gateway.directory.find(asked.caller, asked.body.get("model"))
     order = order_of(asked, model)
-    running = Running(asked, order.model, order.tier)
-    try:
+    async with Running(asked, order.model, order.tier) as running:
         await unless_gone(request, _submit(running, order))
         if order.is_stream:
             return await _stream(running, order)
         answer = await unless_gone(request, _whole(running, order))
-    except BaseException:
-        await running.close()
-        raise
-    await running.close()
-    return JSONResponse(answer, headers=running.headers)
+        return JSONResponse(answer, headers=running.headers)
 
 
 @_in_anthropics_words
@@ -103,14 +99,10 @@ async def _submit(running: Running, order: Order) -> None:
 async def _whole(running: Running, order: Order) -> dict[str, Any]:
     """The body of an answer that comes all at once."""
     thinking_tokens = 0
-    try:
+    with running.without_events():
         async with aclosing(running.events()) as events:
             async for _, event in events:
-                if event["type"] in ("reasoning", "reasoning_end"):
-                    thinking_tokens += len(event["tokens"])
-    except (StreamTrimmed, UnknownJob):
-        if not running.is_kept:  # a result outlives its events: an idempotency key may ask for it a day later
-            raise
+                thinking_tokens += reasoning_tokens_of(event)
     result: Any = await running.result()
     return message_of(
         _message_id(running),
@@ -123,19 +115,9 @@ async def _whole(running: Running, order: Order) -> dict[str, Any]:
 
 
 async def _stream(running: Running, order: Order) -> Response:
-    """The status is that of the first event: what a worker finds wrong at once is no stream."""
     events = running.events(running.asked.gateway.settings.gateway_keepalive_s)
-
-    async def close() -> None:
-        await events.aclose()
-        await running.close()
-
-    first = await unless_gone(running.asked.request, _next(events))
-    return EventStream(_frames(running, order, first, events), close, running.headers)
-
-
-async def _next(events: AsyncGenerator[Placed, None]) -> Placed:
-    return await anext(events)
+    first = await running.first_of(events)
+    return running.stream_of(_frames(running, order, first, events), events)
 
 
 async def _frames(

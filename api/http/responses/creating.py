@@ -13,7 +13,6 @@ from cellama.api.http.asking import Asked
 from cellama.api.http.errors import ApiError, of_code
 from cellama.api.http.leaving import unless_gone
 from cellama.api.http.running import Placed, Running
-from cellama.api.http.sse import EventStream
 from cellama.api.openai.responses.events import Fold
 from cellama.api.openai.responses.record import Record
 from cellama.tasks.contract.errors import InvalidJob, StreamTrimmed, UnknownJob
@@ -29,17 +28,12 @@ async def answer(asked: Asked) -> Response:
     """What POST is answered with. Raises ApiError, JobError, ClientDisconnect."""
     records = Records(asked.gateway)
     order = await unless_gone(asked.request, _ordered(asked, records))
-    running = Running(asked, order.record.model, order.tier)
-    try:
+    async with Running(asked, order.record.model, order.tier) as running:
         record = await unless_gone(asked.request, _submit(running, order, records))
         if order.is_stream:
             return await _stream(running, record)
         answer = await unless_gone(asked.request, _object(running, record))
-    except BaseException:
-        await running.close()
-        raise
-    await running.close()
-    return JSONResponse(answer, headers=running.headers)
+        return JSONResponse(answer, headers=running.headers)
 
 
 async def _ordered(asked: Asked, records: Records) -> Order:
@@ -101,22 +95,13 @@ async def _stream(running: Running, record: Record) -> Response:
     """The status is that of the first event: what a worker finds wrong at once is no stream, unless it goes on in the
     background, where it can be read again."""
     placed = running.told(running.asked.gateway.settings.gateway_keepalive_s)
-
-    async def close() -> None:
-        await placed.aclose()
-        await running.close()
-
     first = None
     if not record.background:
-        first = await unless_gone(running.asked.request, _next(placed))
+        first = await running.first_of(placed)
         if (event := first[1])["type"] == "error":
             failure = of_code(event["code"], event["message"], retryable=event["retryable"])
             raise await running.failed(failure)
-    return EventStream(frames(record, _events(placed, first)), close, running.headers)
-
-
-async def _next(placed: AsyncGenerator[Placed, None]) -> Placed:
-    return await anext(placed)
+    return running.stream_of(frames(record, _events(placed, first)), placed)
 
 
 async def _events(placed: AsyncGenerator[Placed, None], first: Placed | None) -> Events:

@@ -1,4 +1,5 @@
-"""What a request whose client has gone is charged for, and when: api/http/running.py, on a Redis without a worker."""
+"""What a request whose client has gone is charged for, and what it gets when it comes back: api/http/running.py, on a
+Redis without a worker."""
 
 from __future__ import annotations
 
@@ -17,13 +18,15 @@ from cellama.api.http.gateway import Gateway
 from cellama.api.http.running import Running
 from cellama.api.machine.redis_server import RedisServer
 from cellama.config import get_settings
-from cellama.tasks.contract.keys import events_channel, job_key, journal_key, stream_id
+from cellama.tasks.contract.keys import events_channel, job_key, journal_key, result_key, stream_id
 from cellama.tasks.contract.shapes.results import usage_of
+from cellama.tasks.state import reader
 
 from ....conftest import PATIENCE_S, empty_database, wait_until
 
 NUMBER, JOB = 8, "going-on"
 CHANNEL = events_channel(JOB, NUMBER)
+AGAIN = Request({"type": "http", "headers": [(b"idempotency-key", b"again")]})
 
 
 class Counted:
@@ -49,8 +52,7 @@ def left(redis_server: RedisServer, settings_environment: Callable[..., None]) -
 
         async def leave(body: Body) -> None:
             gateway, admission = Gateway(get_settings(), NoKeys()), Counted()
-            request = Request({"type": "http", "headers": [(b"idempotency-key", b"again")]})
-            running = Running(Asked(request, gateway, Caller("acme"), {}), "tiny", "default")
+            running = Running(Asked(AGAIN, gateway, Caller("acme"), {}), "tiny", "default")
             running._admission = admission
             running.jobs.append(gateway.client.job(JOB))
             await running.close()
@@ -81,3 +83,25 @@ def test_gateway_that_ends_leaves_a_job_that_goes_on_charged_for_all(left: Calla
         assert not redis.exists(f"cellama:cancel:{JOB}")
 
     left(body)
+
+
+def test_who_comes_back_when_the_events_are_gone_gets_the_result(
+    redis_server: RedisServer, settings_environment: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "UNKNOWN_S", 0.01)
+    monkeypatch.setattr(reader, "QUIET_S", 0.01)
+
+    async def come_back() -> Any:
+        gateway = Gateway(get_settings(), NoKeys())
+        try:
+            async with Running(Asked(AGAIN, gateway, Caller("acme"), {}), "tiny", "default") as running:
+                running.jobs.append(gateway.client.job(JOB))
+                return await running.finished()
+        finally:
+            await gateway.close()
+
+    with empty_database(redis_server, NUMBER) as url, Redis.from_url(url) as redis:
+        settings_environment(redis_url=url)
+        redis.hset(job_key(JOB), "state", "done")
+        redis.set(result_key(JOB), json.dumps({"status": "SUCCESS", "result": {"tokens": [1]}, "task_id": JOB}))
+        assert asyncio.run(come_back()) == {"tokens": [1]}
