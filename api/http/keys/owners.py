@@ -1,4 +1,4 @@
-"""Whose a job, batch, file or response is: for all other tenants its id is as good as none."""
+"""Whose a batch, file or response is: for all other tenants its id is as good as none."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cellama.tasks.connection.redis_errors import reaching_redis
 from cellama.tasks.contract.keys import owner_key
 from cellama.tasks.contract.valid_text import valid_text
 
-MAX_ID_CHARS = 512  # a job may have an id of its client's own
+MAX_ID_CHARS = 64  # more than any id of ours has
 
 
 class Owners:
@@ -38,24 +38,18 @@ class Owners:
 
     async def check(self, thing_id: str, caller: Caller, what: str = "object") -> None:
         """Raises ApiError (404) unless the thing is the caller's. What is not there at all looks alike."""
-        if not await self.are_of([thing_id], caller):
+        if not await self._is_of(thing_id, caller):
             raise not_there(what, thing_id)
-
-    async def are_of(self, thing_ids: list[str], caller: Caller) -> list[str]:
-        """Those of the ids that are the caller's, in their order. They are what clients say, and need be no ids."""
-        thing_ids = [thing_id for thing_id in thing_ids if _may_be_one(thing_id)]
-        if not thing_ids:
-            return []
-        with reaching_redis():
-            found = await self._redis.mget([owner_key(thing_id) for thing_id in thing_ids])
-        tenant = None if caller.tenant is None else caller.tenant.encode()
-        return [thing_id for thing_id, owner in zip(thing_ids, found, strict=True) if owner == tenant]
 
     async def forget(self, thing_id: str) -> None:
         """The thing is gone."""
         with reaching_redis():
             await self._redis.delete(owner_key(thing_id))
 
-
-def _may_be_one(thing_id: str) -> bool:
-    return len(thing_id) <= MAX_ID_CHARS and valid_text(thing_id) == thing_id
+    async def _is_of(self, thing_id: str, caller: Caller) -> bool:
+        """The id is what a client says, and need be none."""
+        if len(thing_id) > MAX_ID_CHARS or valid_text(thing_id) != thing_id:
+            return False
+        with reaching_redis():
+            owner = await self._redis.get(owner_key(thing_id))
+        return bool(owner == (None if caller.tenant is None else caller.tenant.encode()))
