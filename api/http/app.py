@@ -26,11 +26,12 @@ from .callers import Access, NoKeys
 from .counting import Counting, traced
 from .errors import ApiError, of_job
 from .gateway import Gateway
+from .keys.rate_headers import NAMES as RATE_HEADERS
 from .webhooks import webhooks_of
 
 ROOMS = (completions, responses, messages, vectors, tokens, models, metrics, files, batches)
 REQUEST_ID = "x-request-id"
-RATE_HEADERS = [f"x-ratelimit-{part}-{of}" for part in ("limit", "remaining", "reset") for of in ("requests", "tokens")]
+READ_BY_CLIENTS = (REQUEST_ID, "request-id", "retry-after", "retry-after-ms", "x-should-retry", *RATE_HEADERS)
 GONE = 499  # nginx's: the client did not wait for the answer
 
 
@@ -108,11 +109,13 @@ def _cors(settings: Settings) -> list[Middleware]:
     no page gets more than what it knows itself."""
     if not settings.gateway_cors_origins:
         return []
-    origins, read = settings.gateway_cors_origins, [REQUEST_ID, "request-id", "retry-after", *RATE_HEADERS]
-    methods = ["GET", "POST", "DELETE"]
     return [
         Middleware(
-            CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=["*"], expose_headers=read
+            CORSMiddleware,
+            allow_origins=settings.gateway_cors_origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=READ_BY_CLIENTS,
         )
     ]
 

@@ -6,6 +6,8 @@ from cellama.api.keys.entry import KeyEntry
 
 from .limiter import Verdict
 
+NAMES = tuple(f"x-ratelimit-{part}-{of}" for part in ("limit", "remaining", "reset") for of in ("requests", "tokens"))
+
 
 def rate_headers(entry: KeyEntry, verdict: Verdict) -> dict[str, str]:
     """`x-ratelimit-…` for each limit that the key has."""

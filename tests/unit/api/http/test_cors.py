@@ -30,6 +30,12 @@ def test_page_of_a_named_origin_may_ask(origin: str) -> None:
     assert "access-control-allow-credentials" not in headers
 
 
+def test_page_reads_the_headers_that_clients_go_by() -> None:
+    app = create_app(Settings(gateway_cors_origins=[ORIGIN]))
+    read = TestClient(app).get("/health", headers={"origin": ORIGIN}).headers["access-control-expose-headers"]
+    assert {"x-request-id", "x-should-retry", "retry-after-ms", "x-ratelimit-reset-tokens"} <= set(read.split(", "))
+
+
 def test_page_of_another_origin_may_not_ask() -> None:
     assert "access-control-allow-origin" not in headers_for("https://other.example.org")
 
