@@ -98,8 +98,8 @@ class Engine(Generating):
         if not self._inbox.submit(Command("submit", handle)):
             self.adapters.give_back(handle.adapters)
             raise EngineStopped("the engine is closed; the request was not taken")
-        if self._core.forward.yields and request.is_interactive:
-            self._backend.abort()
+        if request.is_interactive:
+            self._core.forward.make_way()
         handle.add_done_callback(self._note_end)
         return handle
 

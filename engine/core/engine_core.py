@@ -125,6 +125,7 @@ class EngineCore:
         if self.disk is not None:
             self.disk.store.note_busy(True)
             self.disk.receive(time.monotonic())
+        self.forward.begin_step()
         for command in self.inbox.take(MOST_AT_ONCE):
             self._serve(command)
 
@@ -217,6 +218,7 @@ class EngineCore:
     def _step_alone(self, sequence: Sequence) -> Exception | None:
         """A step for one sequence; what it failed with, if it did. Raises BackendBroken."""
         self._pulse.beat("alone", [sequence.request.id])
+        self.forward.begin_step()
         try:
             if sequence.slot is not None:  # it did not end with another one
                 for computed in self.forward.run(self.scheduler.schedule(time.monotonic(), only=sequence.slot)):

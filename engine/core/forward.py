@@ -41,7 +41,7 @@ class Computed(NamedTuple):
 
 
 class Forward:
-    """Computes the work of a step. Engine thread only, but for the two flags, which others read."""
+    """Computes the work of a step. Engine thread only, but for `make_way`, and `worth_aborting`, which others read."""
 
     def __init__(
         self, backend: Backend, scheduler: Scheduler, requests: Requests, drafting: Drafting, pulse: Pulse
@@ -54,7 +54,18 @@ class Forward:
         self._courtesy = Courtesy(LOST_SHARE)
         self._num_failed_alone = 0  # since something was computed
         self.worth_aborting: Handle | None = None  # whose cancel ends the decode call that runs now
-        self.yields = False  # that decode call ends when an interactive request comes
+        self._yields = False  # that decode call ends when an interactive request comes
+        self._has_come = False  # one has, since the step began
+
+    def begin_step(self) -> None:
+        """Way is made for who comes from now on: before the inbox is looked into."""
+        self._has_come = False
+
+    def make_way(self) -> None:
+        """An interactive request is in the inbox: bulk work ends early, and no more begins in this step. Any thread."""
+        self._has_come = True
+        if self._yields:
+            self._backend.abort()
 
     def run(self, works: list[Work]) -> Iterator[Computed]:
         """Decodes micro-batch by micro-batch, and yields each: what it samples has to be sampled before the next.
@@ -111,9 +122,11 @@ class Forward:
     def _decode(self, works: list[Work], chunks: list[Chunk], num_tokens: int, *, may_yield: bool) -> Exception | None:
         """One decode call of these chunks, those of the works among them; returns what it failed with."""
         self.worth_aborting = self._main_request(works, num_tokens)
-        self.yields = may_yield
+        self._yields = may_yield
         self._pulse.beat("decode", [sequence.request.id for sequence, _ in works], num_tokens, first_s=FIRST_S)
         try:
+            if may_yield and self._has_come:  # asked after it yields: whoever comes from now on aborts it
+                raise DecodeError(ABORTED)
             self._backend.decode(chunks, works[0].sequence.adapters)
         except DecodeError as error:
             return error
@@ -121,7 +134,7 @@ class Forward:
             log.exception("a decode call of %d requests failed in an unforeseen way", len(works))
             return error
         finally:
-            self.worth_aborting, self.yields = None, False
+            self.worth_aborting, self._yields = None, False
             self._pulse.beat("sample", size=len(works))
         return None
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from cellama.engine import StepStats
+from cellama.engine.backend import AdapterSet, Chunk
 from cellama.engine.fake import FakeBackend
 from cellama.engine.scheduling.bulk_turns import Courtesy
 from cellama.engine.scheduling.strategies import DecodeMaximal
 
+from ....conftest import wait_until
 from ...conftest import PATIENCE_S, Gate, MakeEngine, cold, request
 
 
@@ -35,6 +39,23 @@ def test_interactive_request_ends_a_pass_of_bulk_ones(make_engine: MakeEngine, p
     assert texts == [cold(make_engine, prompt, max_tokens=4).text for prompt in ("x" * 40, "other")]
     num_reads = sum(chunk.position == 0 and len(chunk.tokens) == 40 for batch in backend.batches for chunk in batch)
     assert num_reads == (2 if priority == 3 else 1)
+
+
+def test_no_bulk_pass_begins_after_one_that_ended_for_an_interactive_request(make_engine: MakeEngine) -> None:
+    engine, backend = make_engine(FakeBackend(n_slots=3), batch_strategy="decode_maximal")
+    decode, handles = backend.decode, [engine.submit(request("a" * 9, max_tokens=60, priority=9))]
+    coming = {1: request("b" * 40, max_tokens=4, priority=9), 40: request("c" * 5, max_tokens=4, priority=3)}
+
+    def decode_while_others_come(chunks: Sequence[Chunk], adapters: AdapterSet) -> None:
+        if (asked := coming.pop(len(chunks[0].tokens), None)) is not None:
+            handles.append(engine.submit(asked))
+        decode(chunks, adapters)
+
+    backend.decode = decode_while_others_come  # type: ignore[method-assign]
+    wait_until(lambda: len(handles) == 3, "all three")
+    assert [handle.result(PATIENCE_S).usage.completion_tokens for handle in handles] == [60, 4, 4]
+    sizes = [[len(chunk.tokens) for chunk in batch] for batch in backend.batches]
+    assert sizes[sizes.index([40]) + 1] == [5]
 
 
 class Long(DecodeMaximal):
