@@ -143,14 +143,16 @@ class Adaptive(Strategy):
         prompts = self._prompts_beside([view for view in slots if not view.decoding])
         bulk = [view.slot for view in slots if view.decoding and not view.is_interactive]
         reads_bulk = not all(view.is_interactive for view in prompts)
-        if bulk and prompts and not reads_bulk and self._turns.may_stand_still:
-            self._tell = self._turns.observe_still
-            return decode_first([view for view in slots if view.is_interactive], budget, chunk_size)
-        rows = set(self._turns.rows(bulk, [view.slot for view in slots if view.is_interactive]))
+        stand_still = bool(bulk and prompts) and not reads_bulk and self._turns.may_stand_still
+        streams = [view.slot for view in slots if view.is_interactive]
+        rows = set() if stand_still else set(self._turns.rows(bulk, streams))
         decoding = [view for view in slots if view.decoding and (view.is_interactive or view.slot in rows)]
         if any(view.is_interactive for view in decoding) and not all(view.is_interactive for view in slots):
             budget = min(budget, len(decoding) + self._num_read_in(BESIDE_STEP_S))
-        self._tell = partial(self._turns.observe_read, bulk=reads_bulk) if prompts else self._turns.observe_decode
+        if stand_still:
+            self._tell = self._turns.observe_still
+        else:
+            self._tell = partial(self._turns.observe_read, bulk=reads_bulk) if prompts else self._turns.observe_decode
         return decode_first([*decoding, *prompts], budget, chunk_size)
 
     def _prompts_beside(self, prompts: list[SlotView]) -> list[SlotView]:

@@ -125,6 +125,13 @@ def test_adaptive_reads_what_comes_seldom_with_no_bulk_row_beside_it() -> None:
     assert {8, 9} < dict(adaptive.build_batch(views, 512, 512, 0)).keys()
 
 
+def test_adaptive_reads_what_comes_seldom_in_short_steps_beside_a_stream() -> None:
+    adaptive = Adaptive()
+    adaptive.observe(512, 1.0)
+    views = [SlotView(0, 1, True, 9), SlotView(1, 500, False, 3), SlotView(2, 1, True, 3)]
+    assert dict(adaptive.build_batch(views, 512, 512, 0)) == {1: MIN_CHUNK, 2: 1}
+
+
 def test_micro_batches_put_longer_chunks_first_and_awaited_prompts_apart() -> None:
     holders = [sequence(priority=priority) for priority in (3, 3, 9, 3, 3)]
     for holder, admitted_at in zip(holders, (2.0, 1.0, 0.0, 0.0, 0.0), strict=True):
