@@ -12,7 +12,7 @@ from .counters import Drop, Rate, Tally
 from .states import KeptState
 
 PATIENCE_S = 10.0  # of a state that waits beside a working engine: by then it is likely to be of no use any more
-WRITING_S = 60.0  # how long writing one may take there, with its pauses: 0.7 s of a core, some hundred MB
+WRITING_S = 60.0  # how long writing one may take there, with its pauses: 1.2 s of a core or more, some hundred MB
 MOST_WAITING = 4096
 LOOK_S = 0.5  # between two looks for what has waited too long
 SHARE = 0.02  # of one core
@@ -44,12 +44,17 @@ class TimeBudget:
 
     def earn(self, saved_s: float) -> None:
         """A load saved the engine so much computing."""
-        self._seconds = max(self._seconds, min(MOST_EARNED_S, self._seconds + RETURN * saved_s))
+        self._seconds = min(MOST_EARNED_S, self._seconds + RETURN * saved_s)
 
     def wait_s(self, now: float) -> float:
         """Seconds until it may work again; 0 if it may now."""
         self._fill(now)
         return max(0.0, -self._seconds / SHARE)
+
+    def within(self, seconds: float, now: float) -> float:
+        """How much it may work from now on in so many seconds."""
+        self._fill(now)
+        return self._seconds + SHARE * seconds
 
     def _fill(self, now: float) -> None:
         self._seconds = max(self._seconds, min(MOST_S, self._seconds + SHARE * max(0.0, now - self._at)))
@@ -221,7 +226,7 @@ class SaveQueue:
         if self._has_leave(now):
             began = max((flush.began for flush in self._flushes), default=now)
             return next((i for i in worthiest_first if self._waiting[i].offered_at <= began), len(self._waiting) - 1)
-        most_bytes = (MOST_S + SHARE * WRITING_S) * self._cost.bytes_per_s
+        most_bytes = self._budget.within(WRITING_S, now) * self._cost.bytes_per_s
         return next((i for i in worthiest_first if self._waiting[i].num_bytes < most_bytes), None)
 
     def _drop_old(self, now: float) -> None:

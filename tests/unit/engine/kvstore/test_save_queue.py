@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from cellama.engine.kvstore.counters import Drop, Tally
+from cellama.engine.kvstore.counters import FIRST_GUESS, Drop, Tally
 from cellama.engine.kvstore.save_queue import (
     MOST_EARNED_S,
     MOST_S,
@@ -183,6 +183,18 @@ def test_state_that_would_be_given_up_before_its_end_is_not_begun_beside_a_worki
     assert setup.take() == 1.0
     setup.queue.note_busy(False)
     assert setup.take() == 9.0
+
+
+def test_state_is_begun_beside_a_working_engine_only_if_what_is_left_and_comes_in_is_enough() -> None:
+    for left_s, is_begun in ((MOST_S, True), (0.0, False)):
+        setup = Setup(most_bytes=1 << 40)
+        setup.queue.note_busy(True)
+        setup.offer(1.0, 0)
+        assert setup.take() == 1.0
+        setup.queue.done(False, MOST_S - left_s, 0.0)
+        setup.offer(9.0, int((SHARE * WRITING_S + MOST_S / 2) * FIRST_GUESS))
+        setup.offer(1.0, 1000)
+        assert setup.take() == (9.0 if is_begun else 1.0)
 
 
 def test_writing_is_given_up_when_the_engine_works_for_too_long_or_the_queue_closes() -> None:
