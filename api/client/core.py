@@ -31,7 +31,7 @@ from cellama.tasks.contract.events import Event, is_terminal
 from cellama.tasks.contract.keys import IGNORED_FIELD, job_key
 from cellama.tasks.contract.names import DEFAULT_MODEL, queue_keys, queue_name
 from cellama.tasks.contract.shapes.results import Result
-from cellama.tasks.estimates.position import Position, position_of
+from cellama.tasks.estimates.position import Position, position_of, running_jobs
 from cellama.tasks.estimates.waiting import eta_by_class, waiting_by_class
 from cellama.tasks.jobs import app_at
 from cellama.tasks.state.job_list import OpenJob, open_jobs, queued_models, waiting_ids
@@ -212,7 +212,8 @@ class Core:
         with reaching_redis(self._url):
             models = queues(workers, queued_models(self._redis))
             waiting = waiting_by_class(self._redis, models)
-            return stats(workers, self.queue_depths(models), waiting, partial(eta_by_class, self._redis, workers))
+            eta_s = partial(eta_by_class, self._redis, workers, running_jobs(self._redis))
+            return stats(workers, self.queue_depths(models), waiting, eta_s)
 
     def close(self) -> None:
         self._redis.close()

@@ -10,7 +10,7 @@ from typing_extensions import TypedDict
 from cellama.tasks.contract.errors import (
     UnknownWorker,
 )
-from cellama.tasks.contract.names import DEFAULT_MODEL
+from cellama.tasks.contract.names import CLASSES, DEFAULT_MODEL
 from cellama.tasks.contract.shapes.workers import (
     LoadFailure,
     MemoryView,
@@ -20,7 +20,7 @@ from cellama.tasks.contract.shapes.workers import (
     Totals,
     WorkerModel,
 )
-from cellama.tasks.estimates.waiting import CLASSES, Waiting
+from cellama.tasks.estimates.waiting import Waiting
 from cellama.tasks.state.registry import WorkerEntry
 
 PARTS = {"engine", "embedder", "reranker"}

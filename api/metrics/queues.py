@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from redis import Redis
 
-from cellama.tasks.contract.keys import RUNNING_KEY, job_key
-from cellama.tasks.contract.names import (
-    DEFAULT_MODEL,
-    URGENT_PRIORITIES,
-    model_of,
-    queue_keys,
-    queue_name,
-)
-from cellama.tasks.estimates.waiting import CLASSES, Waiting, eta_by_class, waiting_by_class
+from cellama.tasks.contract.keys import RUNNING_KEY
+from cellama.tasks.contract.names import CLASSES, DEFAULT_MODEL, class_of_priority, model_of, queue_keys, queue_name
+from cellama.tasks.estimates.position import MOST_RUNNING, Job, running_jobs
+from cellama.tasks.estimates.waiting import Waiting, eta_by_class, waiting_by_class
 from cellama.tasks.metrics.bounded import OTHER
 from cellama.tasks.metrics.families import Figures
 from cellama.tasks.state.job_list import queued_models
 from cellama.tasks.state.registry import WorkerEntry
 
-MOST_RUNNING = 1000  # jobs that are looked at
 MOST_QUEUES = 100
-MOST_ESTIMATES = 20  # models; each estimate looks at some hundreds of jobs
-
-
-Running = tuple[str, str]  # model and class of a job
+MOST_ESTIMATES = 20  # models; for each class some hundreds of jobs are looked at
 
 
 def add_queues(redis: Redis, figures: Figures, workers: Sequence[WorkerEntry]) -> bool:
@@ -36,8 +26,8 @@ def add_queues(redis: Redis, figures: Figures, workers: Sequence[WorkerEntry]) -
     True if there are more than it looks at. Raises RedisError.
     """
     serving = Counter(_served(workers))
-    running, truncated = _running(redis)
-    others = {*queued_models(redis), *(model for model, _ in running)} - serving.keys() - {DEFAULT_MODEL}
+    running = running_jobs(redis)
+    others = {*queued_models(redis), *map(_model, running)} - serving.keys() - {DEFAULT_MODEL}
     known = [DEFAULT_MODEL, *sorted(serving.keys() - {DEFAULT_MODEL}), *sorted(others)]
     models = known[:MOST_QUEUES]
     waiting = waiting_by_class(redis, models)
@@ -45,8 +35,8 @@ def add_queues(redis: Redis, figures: Figures, workers: Sequence[WorkerEntry]) -
     for model in models:
         figures.add("cellama_queue_workers", serving[model], model)
     _add_running(figures, models, running)
-    _add_estimates(redis, figures, workers, waiting)
-    return truncated or len(known) > MOST_QUEUES or len(models) > MOST_ESTIMATES
+    _add_estimates(redis, figures, workers, running, waiting)
+    return len(known) > MOST_QUEUES or len(models) > MOST_ESTIMATES or redis.zcard(RUNNING_KEY) > MOST_RUNNING
 
 
 def _add_waiting(redis: Redis, figures: Figures, waiting: dict[str, dict[str, Waiting]]) -> None:
@@ -63,36 +53,31 @@ def _add_waiting(redis: Redis, figures: Figures, waiting: dict[str, dict[str, Wa
 
 
 def _add_estimates(
-    redis: Redis, figures: Figures, workers: Sequence[WorkerEntry], waiting: dict[str, dict[str, Waiting]]
+    redis: Redis,
+    figures: Figures,
+    workers: Sequence[WorkerEntry],
+    running: Sequence[Job],
+    waiting: dict[str, dict[str, Waiting]],
 ) -> None:
     """Of the models for which most jobs wait."""
     by_length = sorted(waiting, key=lambda model: -sum(found.num_jobs for found in waiting[model].values()))
     for model in by_length[:MOST_ESTIMATES]:
-        for name, eta_s in eta_by_class(redis, workers, model, waiting[model]).items():
+        for name, eta_s in eta_by_class(redis, workers, running, model, waiting[model]).items():
             if eta_s is not None:
                 figures.add("cellama_queue_eta_seconds", eta_s, model, name)
 
 
-def _running(redis: Redis) -> tuple[list[Running], bool]:
-    """Jobs that have a slot; and True if there are more than it looks at."""
-    ids: Any = redis.zrange(RUNNING_KEY, 0, MOST_RUNNING)
-    pipeline = redis.pipeline(transaction=False)
-    for raw in ids[:MOST_RUNNING]:
-        pipeline.hmget(job_key(raw.decode()), "queue", "priority")
-    told = [(queue, int(priority or 0)) for queue, priority in pipeline.execute() if queue is not None]
-    running = [
-        (model_of(queue.decode()), "interactive" if priority in URGENT_PRIORITIES else "bulk")
-        for queue, priority in told
-    ]
-    return running, len(ids) > MOST_RUNNING
+def _model(job: Job) -> str:
+    return model_of(job.kind.queue)
 
 
-def _add_running(figures: Figures, models: Sequence[str], running: Iterable[Running]) -> None:
+def _add_running(figures: Figures, models: Sequence[str], running: Sequence[Job]) -> None:
     for model in models:
         for name in CLASSES:
             figures.add("cellama_jobs_running", 0, model, name)
-    for model, name in running:
-        figures.add("cellama_jobs_running", 1, model if model in models else OTHER, name)
+    for job in running:
+        model = _model(job) if _model(job) in models else OTHER
+        figures.add("cellama_jobs_running", 1, model, class_of_priority(job.priority))
 
 
 def _served(workers: Sequence[WorkerEntry]) -> Iterator[str]:

@@ -21,6 +21,7 @@ PRIORITY_BULK = 9
 PRIORITIES = range(10)
 URGENT_PRIORITIES = PRIORITIES[:6]
 BULK_PRIORITIES = PRIORITIES[6:]  # as the engine has it: it saves nothing of these for others
+CLASSES = {"interactive": URGENT_PRIORITIES, "bulk": BULK_PRIORITIES}  # of jobs, the most urgent first
 PRIORITY_SEPARATOR = "\x06\x16"  # kombu's default, see docs/adr/001-priority-separator.md
 
 WEIGHT_HEADER = "cellama_weight"  # so many jobs' worth of work is in a message; absent: one
@@ -53,6 +54,11 @@ def queue_keys(model_id: str) -> list[str]:
 def queue_key(queue: str, priority: int) -> str:
     """The Redis list with the messages of one priority of a Celery queue."""
     return queue if priority == 0 else f"{queue}{PRIORITY_SEPARATOR}{priority}"
+
+
+def class_of_priority(priority: int) -> str:
+    """One of CLASSES."""
+    return "interactive" if priority in URGENT_PRIORITIES else "bulk"
 
 
 def failure_key(model_id: str, adapter: str | None = None) -> str:

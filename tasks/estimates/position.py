@@ -52,8 +52,8 @@ class Position:
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
-    """A job that waits, or runs on `server` since `elapsed_s`."""
+class Job:
+    """A job that waits, or has run on `worker` for `elapsed_s`."""
 
     kind: Class
     work: Work
@@ -90,7 +90,8 @@ def position_of(redis: Redis, job_id: str) -> Position:
         eta = 0.0 if state == "running" else None
         return Position(job_id, "waiting" if eta is None else "running", 0, eta, eta_most_s=eta, served=served)
     raw: Any = redis.hget(job_key(job_id), "priority")
-    found = estimate(redis, workers, queue, ahead, int(raw or PRIORITY_INTERACTIVE), zlib.crc32(job_id.encode()))
+    running, priority = running_jobs(redis), int(raw or PRIORITY_INTERACTIVE)
+    found = estimate(redis, workers, running, queue, ahead, priority, zlib.crc32(job_id.encode()))
     if found is None:
         return Position(job_id, "waiting", ahead, None, eta_most_s=None, served=False)
     when, learnt_from = found
@@ -102,7 +103,13 @@ def position_of(redis: Redis, job_id: str) -> Position:
 
 
 def estimate(
-    redis: Redis, workers: Sequence[WorkerEntry], queue: str, ahead: int, priority: int, seed: int = 0
+    redis: Redis,
+    workers: Sequence[WorkerEntry],
+    running_now: Sequence[Job],
+    queue: str,
+    ahead: int,
+    priority: int,
+    seed: int = 0,
 ) -> tuple[Forecast | None, int] | None:
     """When a job of that priority with so many before it gets a slot, and from how many jobs that was learnt.
 
@@ -112,7 +119,8 @@ def estimate(
     if not serving:
         return None
     names = [worker.name for worker, _ in serving]
-    running = [job for job in _running(redis, {queue, *_siblings(serving, queue)}) if job.priority <= priority]
+    queues = {queue, *_siblings(serving, queue)}
+    running = [job for job in running_now if job.kind.queue in queues and job.worker and job.priority <= priority]
     waiting = [job for job in running if job.worker not in names]  # their worker is gone: they come first
     running = [job for job in running if job.worker in names]
     waiting += _waiting(redis, queue, ahead)
@@ -146,7 +154,7 @@ def _siblings(serving: Sequence[tuple[WorkerEntry, WorkerModel]], queue: str) ->
     return (own | default) - {queue}
 
 
-def _server(worker: str, model: WorkerModel, learnt: Learnt, jobs: Iterable[_Job]) -> Server:
+def _server(worker: str, model: WorkerModel, learnt: Learnt, jobs: Iterable[Job]) -> Server:
     engine = model["engine"]
     if engine is None or not any(job.work.counts_tokens for job in jobs):
         return Server(TEXT_SLOTS if engine is None else engine["slots_total"], (1.0,))
@@ -156,22 +164,17 @@ def _server(worker: str, model: WorkerModel, learnt: Learnt, jobs: Iterable[_Job
     return Server(engine["slots_total"], (*now, *before))
 
 
-def _running(redis: Redis, queues: set[str]) -> list[_Job]:
-    """The jobs of these queues that have a slot."""
+def running_jobs(redis: Redis) -> list[Job]:
+    """The jobs that have a slot, MOST_RUNNING at most. Raises RedisError."""
     pipeline = redis.pipeline(transaction=False)
     pipeline.time()
     pipeline.zrange(RUNNING_KEY, 0, MOST_RUNNING - 1, withscores=True)
     time, entries = pipeline.execute()
     since = {raw.decode(): seconds_of(time) - score for raw, score in entries}
-    jobs = _jobs(redis, list(since))
-    return [_at(job, since[job_id]) for job_id, job in jobs if job.kind.queue in queues and job.worker]
+    return [replace(job, elapsed_s=max(0.0, since[job_id])) for job_id, job in _jobs(redis, list(since))]
 
 
-def _at(job: _Job, elapsed_s: float) -> _Job:
-    return _Job(job.kind, job.work, job.priority, job.worker, max(0.0, elapsed_s))
-
-
-def _waiting(redis: Redis, queue: str, ahead: int) -> list[_Job]:
+def _waiting(redis: Redis, queue: str, ahead: int) -> list[Job]:
     """The jobs before a place in a queue; of many, some from all over."""
     if not ahead:
         return []
@@ -187,7 +190,7 @@ def _waiting(redis: Redis, queue: str, ahead: int) -> list[_Job]:
     return [job for _, job in _jobs(redis, [raw.decode() for raw in ids])]
 
 
-def _jobs(redis: Redis, job_ids: Sequence[str]) -> Iterator[tuple[str, _Job]]:
+def _jobs(redis: Redis, job_ids: Sequence[str]) -> Iterator[tuple[str, Job]]:
     pipeline = redis.pipeline(transaction=False)
     for job_id in job_ids:
         pipeline.hmget(job_key(job_id), "queue", "work", "priority", "worker")
@@ -195,4 +198,4 @@ def _jobs(redis: Redis, job_ids: Sequence[str]) -> Iterator[tuple[str, _Job]]:
         queue, work, priority, worker = ((value or b"").decode() for value in found)
         if queue:
             asked, urgency = work_of_text(work), int(priority or PRIORITY_INTERACTIVE)
-            yield job_id, _Job(class_of(queue, asked, urgency), asked, urgency, worker.partition(" ")[0])
+            yield job_id, Job(class_of(queue, asked, urgency), asked, urgency, worker.partition(" ")[0])

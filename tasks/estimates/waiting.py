@@ -10,12 +10,10 @@ from redis import Redis
 
 from cellama.tasks.connection.redis_clock import seconds_of
 from cellama.tasks.contract.keys import PRIORITY_WEIGHT, waiting_key
-from cellama.tasks.contract.names import BULK_PRIORITIES, PRIORITIES, URGENT_PRIORITIES, queue_name
+from cellama.tasks.contract.names import CLASSES, PRIORITIES, queue_name
 from cellama.tasks.state.registry import WorkerEntry
 
-from .position import estimate
-
-CLASSES = {"interactive": URGENT_PRIORITIES, "bulk": BULK_PRIORITIES}  # the most urgent first
+from .position import Job, estimate
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +46,11 @@ def waiting_by_class(redis: Redis, models: Iterable[str]) -> dict[str, dict[str,
 def _class(told: Sequence[tuple[int, int, Any]], now: float) -> Waiting:
     """Of priorities, their numbers of jobs and their first ones, which are their oldest."""
     ages_s = [now - (first[0][1] - priority * PRIORITY_WEIGHT) for priority, _, first in told if first]
-    return Waiting(sum(count for _, count, _ in told), max(0.0, *ages_s, 0.0))
+    return Waiting(sum(count for _, count, _ in told), max([0.0, *ages_s]))
 
 
 def eta_by_class(
-    redis: Redis, workers: Sequence[WorkerEntry], model: str, waiting: Mapping[str, Waiting]
+    redis: Redis, workers: Sequence[WorkerEntry], running: Sequence[Job], model: str, waiting: Mapping[str, Waiting]
 ) -> dict[str, float | None]:
     """Seconds until a new job of each class would get a slot; None where no worker serves it, or nothing is known yet.
 
@@ -61,6 +59,6 @@ def eta_by_class(
     ahead, etas = 0, {}
     for name, priorities in CLASSES.items():
         ahead += waiting[name].num_jobs
-        found = estimate(redis, workers, queue_name(model), ahead, priorities[-1])
+        found = estimate(redis, workers, running, queue_name(model), ahead, priorities[-1])
         etas[name] = None if found is None or found[0] is None else found[0].eta_s
     return etas

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from celery import Task
 
 from cellama.tasks.broker.pool import JobControl
-from cellama.tasks.contract.names import PRIORITY_INTERACTIVE, URGENT_PRIORITIES, model_of
+from cellama.tasks.contract.names import PRIORITY_INTERACTIVE, class_of_priority, model_of
 from cellama.tasks.metrics.bounded import Bounded
 from cellama.tasks.metrics.meter import Meter
 from cellama.tasks.worker.watched.ends import end_of
@@ -33,8 +33,8 @@ class Attempts:
         """Counts the attempt that runs in here. What ends it goes on as it is."""
         delivery = task.request.delivery_info or {}
         priority = delivery.get("priority")
-        urgent = (PRIORITY_INTERACTIVE if priority is None else priority) in URGENT_PRIORITIES
-        labels = (self._models.of(model_of(str(delivery.get("routing_key")))), "interactive" if urgent else "bulk")
+        of = class_of_priority(PRIORITY_INTERACTIVE if priority is None else priority)
+        labels = (self._models.of(model_of(str(delivery.get("routing_key")))), of)
         self._meter.count("cellama_attempts_total", *labels, "true" if attempt.number == 1 else "false")
         if attempt.number == 1:
             self._meter.observe("celery_task_queuetime_seconds", attempt.waited_s, task.name)
