@@ -43,6 +43,13 @@ class Figures:
         values = self.numbers.setdefault(name, {})
         values[labels] = values.get(labels, 0.0) + value
 
+    def tally(self, name: str, *labels: str) -> Tally:
+        """That of a histogram, to be added to; it is empty at first."""
+        tallies = self.tallies.setdefault(name, {})
+        if (tally := tallies.get(labels)) is None:
+            tally = tallies[labels] = Tally.of(TABLE[name])
+        return tally
+
     def families(self) -> Iterable[Metric]:
         """In the order of the table. Raises KeyError for a name that is not in it."""
         unknown = (self.numbers.keys() | self.tallies.keys()) - TABLE.keys()
@@ -67,7 +74,7 @@ def _numbers(row: Row, values: Mapping[Labels, float]) -> Metric:
 def _tallies(row: Row, values: Mapping[Labels, Tally]) -> Metric:
     family = HistogramMetricFamily(row.name, row.help, labels=row.labels)
     for labels, tally in values.items():
-        family.add_metric(_checked(row, labels), list(_buckets(row.bounds, list(tally.counts))), tally.total)
+        family.add_metric(_checked(row, labels), list(_buckets(row.bounds, tally.counts)), tally.total)
     return family
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left
 
-from .families import Figures, Tally
+from .families import Figures
 from .table import TABLE
 
 
@@ -17,19 +17,16 @@ class Meter:
         self._figures = Figures()
 
     def count(self, name: str, *labels: str, by: float = 1.0) -> None:
-        """Adds to a counter, or to a gauge."""
+        """Adds to a counter."""
         with self._lock:
             self._figures.add(name, by, *labels)
 
     def observe(self, name: str, value: float, *labels: str) -> None:
         """Adds a value to a histogram; one that is below 0 (clocks) counts as 0."""
-        row, value = TABLE[name], max(0.0, value)
+        value = max(0.0, value)
         with self._lock:
-            tallies = self._figures.tallies.setdefault(name, {})
-            tally = tallies.get(labels)
-            if tally is None:
-                tally = tallies[labels] = Tally.of(row)
-            tally.counts[bisect_left(row.bounds, value)] += 1
+            tally = self._figures.tally(name, *labels)
+            tally.counts[bisect_left(TABLE[name].bounds, value)] += 1
             tally.total += value
 
     def add_to(self, figures: Figures) -> None:
@@ -39,6 +36,5 @@ class Meter:
                 for labels, value in values.items():
                     figures.add(name, value, *labels)
             for name, tallies in self._figures.tallies.items():
-                told = figures.tallies.setdefault(name, {})
                 for labels, tally in tallies.items():
-                    told.setdefault(labels, Tally.of(TABLE[name])).add(tally.counts, tally.total)
+                    figures.tally(name, *labels).add(tally.counts, tally.total)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from cellama.engine import EmbedderSnapshot, Engine, EngineSnapshot, Model, StepCounts
 from cellama.tasks.metrics.bounded import Bounded
-from cellama.tasks.metrics.families import Figures, Tally
+from cellama.tasks.metrics.families import Figures
 from cellama.tasks.metrics.rows import FINE_S, STEP_TOKENS, TOKEN_S, Row
 from cellama.tasks.metrics.table import ENGINE as VLLM_LABELS
 from cellama.tasks.metrics.table import TABLE
@@ -18,7 +18,6 @@ from .requests import ENGINE
 READ_OFF = [row for row in TABLE.values() if row.field]
 OF_ENGINES = [row for row in READ_OFF if "part" not in row.labels]
 OF_TEXTS = [row for row in READ_OFF if "part" in row.labels]
-BATCHES = TABLE["vllm:iteration_tokens_total"]
 TIERS = ("slot", "copy", "ram", "disk")
 GAPS_S = tuple(sorted({*TOKEN_S, *FINE_S}))  # the buckets of both histograms of gaps
 Loaded = Callable[[], Mapping[str, Model]]
@@ -84,16 +83,14 @@ def _of_engine(figures: Figures, name: str, engine: EngineSnapshot) -> None:
 
 def _of_steps(figures: Figures, name: str, counts: StepCounts) -> None:
     gaps, gaps_s = list(counts.gaps), counts.gaps_s
-    _tally(figures, "vllm:inter_token_latency_seconds", gaps, gaps_s, name, ENGINE)
-    _tally(figures, "cellama_token_gap_seconds", gaps, gaps_s, name)
-    tallies = figures.tallies.setdefault("vllm:iteration_tokens_total", {})
-    tallies.setdefault((name, ENGINE), Tally.of(BATCHES)).add(list(counts.batches), counts.tokens)
+    for metric, *labels in (("vllm:inter_token_latency_seconds", name, ENGINE), ("cellama_token_gap_seconds", name)):
+        figures.tally(metric, *labels).add(_coarser(gaps, TABLE[metric].bounds), gaps_s)
+    figures.tally("vllm:iteration_tokens_total", name, ENGINE).add(list(counts.batches), counts.tokens)
 
 
-def _tally(figures: Figures, name: str, gaps: list[int], gaps_s: float, *labels: str) -> None:
-    """Puts gaps, counted between finer bounds, into the buckets of a histogram, each of which has some of these."""
-    bounds = TABLE[name].bounds
+def _coarser(gaps: Sequence[int], bounds: Sequence[float]) -> list[int]:
+    """Gaps, counted between GAPS_S, in the buckets of a histogram, whose bounds are some of these."""
     counts = [0] * (len(bounds) + 1)
     for bound, count in zip((*GAPS_S, math.inf), gaps, strict=True):
         counts[bisect_left(bounds, bound)] += count
-    figures.tallies.setdefault(name, {}).setdefault(labels, Tally.of(TABLE[name])).add(counts, gaps_s)
+    return counts
