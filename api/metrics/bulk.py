@@ -12,7 +12,7 @@ STATES = (*sorted(OPEN_STATES), "completed", "failed", "cancelled", "expired")
 
 
 def add_bulk_runs(redis: Redis, figures: Figures) -> bool:
-    """A state that this version does not know is `other`. True if there are more than these. Raises RedisError."""
+    """A state that this version does not know is `other`. True if more than these are at work. Raises RedisError."""
     for state in STATES:
         figures.add("cellama_bulk_runs", 0, state)
     runs = Batches(redis).all(MOST_RUNS + 1)
@@ -23,7 +23,7 @@ def add_bulk_runs(redis: Redis, figures: Figures) -> bool:
             figures.add("cellama_bulk_lines", done, "done")
             figures.add("cellama_bulk_lines", failed, "failed")
             figures.add("cellama_bulk_lines", max(0, total - done - failed), "left")
-    return len(runs) > MOST_RUNS
+    return any(run["alive"] for run in runs[MOST_RUNS:])
 
 
 def _count(value: object) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 
@@ -25,23 +24,21 @@ KEPT_S = 1.0  # what was read is told again for so long: several who scrape cost
 
 
 class Scrape:
-    """Any thread may call it; one at a time reads."""
+    """One thread calls it: that of the server."""
 
     def __init__(self, redis: Redis, now: Callable[[], float] = time.monotonic) -> None:
         self._redis = redis
         self._now = now
-        self._lock = threading.Lock()
         self._read_at: float | None = None
         self._figures = Figures()
         self._is_up = True
 
     def __call__(self) -> Figures:
         """All figures; only `cellama_up`, which is 0, if Redis does not answer."""
-        with self._lock:
-            if self._read_at is None or self._now() - self._read_at >= KEPT_S:
-                self._figures = self._read()
-                self._read_at = self._now()
-            return self._figures
+        if self._read_at is None or self._now() - self._read_at >= KEPT_S:
+            self._figures = self._read()
+            self._read_at = self._now()
+        return self._figures
 
     def _read(self) -> Figures:
         figures = Figures()

@@ -246,8 +246,8 @@ QUEUES = (
         ("cellama_redis_memory_bytes", "what Redis takes"),
         ("cellama_redis_memory_limit_bytes", "what it may take; 0: all that there is"),
     ),
-    Row("cellama_bulk_runs", "gauge", "bulk runs by state", ("state",), "redis"),
-    Row("cellama_bulk_lines", "gauge", "lines of open bulk runs: done, failed, left", ("state",), "redis"),
+    Row("cellama_bulk_runs", "gauge", "the last 100 bulk runs by state", ("state",), "redis"),
+    Row("cellama_bulk_lines", "gauge", "lines of those at work: done, failed, left", ("state",), "redis"),
     *_of(
         "gauge",
         "redis",
@@ -271,7 +271,7 @@ GATEWAY = (
     Row(
         "cellama_tenant_tokens_total",
         "counter",
-        "tokens of requests that ended: prompt, cached, generated",
+        "tokens of requests whose end it saw, batches left out: prompt, cached, generated",
         ("tenant", "kind"),
         "gateway",
     ),

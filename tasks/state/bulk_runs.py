@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from redis import Redis
@@ -35,20 +36,21 @@ class Batches:
 
     def read(self, run_id: str) -> dict[str, Any] | None:
         """All facts about a run; None if there is no such run. `alive` tells whether a command works on it."""
-        pipeline = self._redis.pipeline(transaction=False)
+        return next(iter(self._read([run_id])), None)
+
+    def _read(self, run_ids: Iterable[str]) -> list[dict[str, Any]]:
+        """Of those that there are."""
+        named, pipeline = list(run_ids), self._redis.pipeline(transaction=False)
         pipeline.time()
-        pipeline.hgetall(batch_key(run_id))
-        now, found = pipeline.execute()
-        if not found:
-            return None
-        facts: dict[str, Any] = {name.decode(): _parsed(name.decode(), value.decode()) for name, value in found.items()}
-        alive = facts.get("state") in OPEN_STATES and seconds_of(now) - facts["at"] < SILENT_S
-        return {"id": run_id, **facts, "alive": alive}
+        for run_id in named:
+            pipeline.hgetall(batch_key(run_id))
+        now, *found = pipeline.execute()
+        return [_facts(run_id, told, seconds_of(now)) for run_id, told in zip(named, found, strict=True) if told]
 
     def all(self, most: int = 0) -> list[dict[str, Any]]:
         """All runs, or so many, the last one first."""
         ids: Any = self._redis.zrevrange(BATCHES_KEY, 0, most - 1)
-        return [facts for run_id in ids if (facts := self.read(run_id.decode())) is not None]
+        return self._read(run_id.decode() for run_id in ids)
 
     def cancel(self, run_id: str) -> None:
         """Its command ends it; one that no command works on is cancelled by this."""
@@ -65,6 +67,12 @@ class Batches:
     def take_cancel(self, run_id: str) -> bool:
         """True if it was asked for since the last time."""
         return bool(self._redis.hdel(batch_key(run_id), "cancel"))
+
+
+def _facts(run_id: str, told: Mapping[bytes, bytes], now: float) -> dict[str, Any]:
+    facts = {name.decode(): _parsed(name.decode(), value.decode()) for name, value in told.items()}
+    alive = facts.get("state") in OPEN_STATES and now - facts["at"] < SILENT_S
+    return {"id": run_id, **facts, "alive": alive}
 
 
 def _parsed(name: str, value: str) -> Any:

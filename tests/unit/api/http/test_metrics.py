@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 from cellama.api.http import create_app
 from cellama.api.http.counting import Counts
 from cellama.config import Settings
 from cellama.tasks.metrics.exposition import text_of
+
+from ....prometheus_text import sample
 
 TOKEN = "a-token-of-sixteen-or-more"
 HERE, ELSEWHERE = ("127.0.0.1", 5), ("203.0.113.9", 5)
@@ -21,24 +22,16 @@ def client(at: tuple[str, int] = HERE, **settings: Any) -> TestClient:
     return TestClient(create_app(Settings(**settings)), base_url="http://127.0.0.1", client=at)
 
 
-def value(text: str, name: str, **labels: str) -> float | None:
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            if sample.name == name and labels.items() <= sample.labels.items():
-                return float(sample.value)
-    return None
-
-
 def test_requests_are_counted_by_route_and_status() -> None:
     with client() as http:
         for path in ("/health", "/health", "/v1/nothing-here", "/../etc"):
             http.get(path)
         text = http.get("/metrics").text
     labels = {"route": "/health", "method": "GET", "status": "200"}
-    assert value(text, "cellama_http_requests_total", **labels) == 2
-    assert value(text, "cellama_http_requests_total", route="other", status="404") == 2
-    assert value(text, "cellama_http_first_byte_seconds_count", route="/health") == 2
-    assert value(text, "cellama_http_requests_in_flight") == 1  # this one
+    assert sample(text, "cellama_http_requests_total", **labels) == 2
+    assert sample(text, "cellama_http_requests_total", route="other", status="404") == 2
+    assert sample(text, "cellama_http_first_byte_seconds_count", route="/health") == 2
+    assert sample(text, "cellama_http_requests_in_flight") == 1  # this one
     assert "nothing-here" not in text
 
 
@@ -53,7 +46,9 @@ def test_requests_are_counted_by_route_and_status() -> None:
 )
 def test_without_a_token_only_this_machine_reads_it(at: Any, headers: dict[str, str], status: int) -> None:
     with client(at) as http:
-        assert http.get("/metrics", headers=headers).status_code == status
+        answer = http.get("/metrics", headers=headers)
+    assert answer.status_code == status
+    assert (status == 200) != ("gateway_metrics_token is set" in answer.text)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +71,7 @@ def test_request_that_fails_in_an_unforeseen_way_is_a_500(monkeypatch: pytest.Mo
     with TestClient(app, base_url="http://127.0.0.1", client=HERE, raise_server_exceptions=False) as http:
         assert http.get("/v1/models").status_code == 500
         text = http.get("/metrics").text
-    assert value(text, "cellama_http_requests_total", route="/v1/models", status="500") == 1
+    assert sample(text, "cellama_http_requests_total", route="/v1/models", status="500") == 1
 
 
 def test_tokens_are_counted_by_tenant() -> None:
@@ -85,5 +80,5 @@ def test_tokens_are_counted_by_tenant() -> None:
     counts.took(None, [{"prompt_tokens": 3}])
     text = text_of(counts.figures()).decode()
     for kind, tokens in (("prompt", 6), ("generated", 7), ("cached", 2)):
-        assert value(text, "cellama_tenant_tokens_total", tenant="acme", kind=kind) == tokens
-    assert value(text, "cellama_tenant_tokens_total", tenant="", kind="prompt") == 3
+        assert sample(text, "cellama_tenant_tokens_total", tenant="acme", kind=kind) == tokens
+    assert sample(text, "cellama_tenant_tokens_total", tenant="", kind="prompt") == 3

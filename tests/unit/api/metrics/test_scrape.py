@@ -9,7 +9,6 @@ from typing import Any
 
 import fakeredis
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from cellama.api.keys.entry import KeyEntry
@@ -18,13 +17,13 @@ from cellama.api.metrics import bulk, queues, tenants
 from cellama.api.metrics.scrape import Scrape
 from cellama.tasks.connection.redis_clock import redis_time
 from cellama.tasks.contract import keys
-from cellama.tasks.contract.names import queue_key, queue_name
+from cellama.tasks.contract.names import CLASSES, queue_key, queue_name
 from cellama.tasks.estimates.position import TEXT_SLOTS
-from cellama.tasks.estimates.waiting import CLASSES
 from cellama.tasks.metrics.exposition import text_of
 from cellama.tasks.state.bulk_runs import Batches
 
 from ....conftest import worker_entry
+from ....prometheus_text import sample
 
 READY: dict[str, Any] = {
     "id": "m", "status": "ready", "source": "", "default": False, "capabilities": ["generate"], "engine": None,
@@ -48,11 +47,7 @@ def wait(redis: Any, model: str, priority: int, age_s: float, name: str) -> None
 
 
 def value(scrape: Scrape, name: str, **labels: str) -> float | None:
-    for family in text_string_to_metric_families(text_of(scrape()).decode()):
-        for sample in family.samples:
-            if sample.name == name and labels.items() <= sample.labels.items():
-                return float(sample.value)
-    return None
+    return sample(text_of(scrape()).decode(), name, **labels)
 
 
 def test_queues_are_told_by_model_and_class(redis: Any) -> None:
@@ -154,12 +149,21 @@ def test_tenants_are_sums_over_their_keys(redis: Any) -> None:
 def test_scrape_says_where_it_stopped(redis: Any, monkeypatch: pytest.MonkeyPatch, room: Any, name: str) -> None:
     monkeypatch.setattr(room, name, 2)
     for number in range(3):
-        Batches(redis).write(f"r{number}", state="completed")
+        Batches(redis).write(f"r{number}", state="in_progress")
         redis.zadd(keys.RUNNING_KEY, {f"job{number}": 1.0})
         key = new_key()
         entry = KeyEntry(id=key.id, digest=key.digest, tenant="acme")
         redis.hset(keys.API_KEYS_KEY, entry.id, entry.model_dump_json(exclude_none=True))
     assert value(Scrape(redis), "cellama_scrape_truncated") == 1
+
+
+def test_runs_that_ended_long_ago_are_no_reason_to_say_so(redis: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bulk, "MOST_RUNS", 2)
+    for number in range(3):
+        Batches(redis).write(f"r{number}", state="completed")
+    scrape = Scrape(redis)
+    assert value(scrape, "cellama_bulk_runs", state="completed") == 2
+    assert value(scrape, "cellama_scrape_truncated") == 0
 
 
 def test_redis_that_is_away_is_told_and_comes_back(redis: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
-from prometheus_client.parser import text_string_to_metric_families
 
 from cellama.engine import Completion, DecodeFailed, Finished, InvalidRequest, Timings, Usage
 from cellama.tasks.broker.pool import Interruption
@@ -22,18 +21,14 @@ from cellama.tasks.worker.metrics.engines import Engines
 from cellama.tasks.worker.metrics.requests import Requests
 from cellama.tasks.worker.metrics.worker_metrics import WorkerMetrics
 
+from ....prometheus_text import sample
 from ...conftest import MakeEngine, request
 
 PATIENCE_S = 30
 
 
-def value(figures: Figures, metric: str, /, **labels: str) -> float:
-    """A sample's, as Prometheus' parser reads it."""
-    for family in text_string_to_metric_families(text_of(figures).decode()):
-        for sample in family.samples:
-            if sample.name == metric and labels.items() <= sample.labels.items():
-                return float(sample.value)
-    raise KeyError(f"{metric} {labels}")
+def value(figures: Figures, metric: str, /, **labels: str) -> float | None:
+    return sample(text_of(figures).decode(), metric, **labels)
 
 
 def of_meter(meter: Meter) -> Figures:

@@ -1,0 +1,14 @@
+"""What Prometheus' parser reads."""
+
+from __future__ import annotations
+
+from prometheus_client.parser import text_string_to_metric_families
+
+
+def sample(text: str, metric: str, /, **labels: str) -> float | None:
+    """The first of this name with these labels, among others; None: there is none."""
+    for family in text_string_to_metric_families(text):
+        for found in family.samples:
+            if found.name == metric and labels.items() <= found.labels.items():
+                return float(found.value)
+    return None
