@@ -64,7 +64,8 @@ class Prometheus:
 
     def is_up(self, num_targets: int) -> bool:
         try:
-            return self.value("sum(up)") == num_targets
+            is_ready = httpx.get(f"{self._url}/-/ready", timeout=PATIENCE_S).is_success
+            return is_ready and self.value("sum(up)") == num_targets
         except httpx.TransportError:
             return False
 
@@ -148,6 +149,20 @@ def test_prometheus_understands_board_and_alerts(scraped: Scraped) -> None:
         prometheus.query(expression.replace("$__rate_interval", "1m").replace("$model", ".*"))
     told = {name: f"{name}_count" if TABLE[name].kind == "histogram" else name for name in OVERVIEW}
     wait_until(lambda: all(prometheus.query(name) for name in told.values()), "all that the board of vLLM shows")
-    for checked in (["check", "rules", "alerts.yml"], ["check", "config", "--syntax-only", "prometheus.yml"]):
-        ended = subprocess.run(["promtool", *checked], cwd=DASHBOARDS, capture_output=True, check=False)
-        assert ended.returncode == 0, ended.stdout + ended.stderr
+    promtool("check", "rules", "alerts.yml")
+    promtool("check", "config", "--syntax-only", "prometheus.yml")
+
+
+def promtool(*argv: str) -> None:
+    ended = subprocess.run(["promtool", *argv], cwd=DASHBOARDS, capture_output=True, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def test_worker_that_dies_between_two_looks_is_told_of(tmp_path: Path) -> None:
+    fired = 'ALERTS{alertname="CellamaWorkerSilent", alertstate="firing", severity="warn"}'
+    told = {"expr": fired, "eval_time": "30s", "exp_samples": [{"labels": fired, "value": 1}]}
+    series = {"series": "cellama_worker_age_seconds", "values": "1.5 0.5 6 stale _x4"}
+    tests = [{"interval": "5s", "input_series": [series], "promql_expr_test": [told]}]
+    rules = {"rule_files": [str(DASHBOARDS / "alerts.yml")], "evaluation_interval": "15s", "tests": tests}
+    (tmp_path / "tests.yml").write_text(yaml.safe_dump(rules))
+    promtool("test", "rules", str(tmp_path / "tests.yml"))
