@@ -25,7 +25,7 @@ def watch(
     """
     with contextlib.suppress(KeyboardInterrupt):  # that is how it ends
         seen, problem = look(), None
-        with Live(render(seen, problem), console=out, screen=whole and out.is_terminal, auto_refresh=False) as live:
+        with Live(console=out, screen=whole and out.is_terminal, auto_refresh=False) as live:
             while True:
                 live.update(render(seen, problem), refresh=True)
                 time.sleep(every_s)
