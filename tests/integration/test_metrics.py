@@ -30,6 +30,7 @@ METRICS = [sys.executable, "-c", "from cellama.api.cli import main; main()", "me
 NUM_JOBS, MAX_TOKENS, NUM_WORKERS = 12, 9, 2
 SCRAPE_S = 2  # a scrape that takes longer is none
 Scraped = tuple["Prometheus", GatewayProcess, str]
+Load = tuple[list[Any], dict[str, Any]]
 
 
 class Prometheus:
@@ -101,19 +102,27 @@ def end(process: subprocess.Popen[bytes]) -> None:
     process.wait(PATIENCE_S)
 
 
-def test_figures_are_what_the_load_implies(scraped: Scraped) -> None:
-    prometheus, gateway, name = scraped
+@pytest.fixture(scope="module")
+def load(scraped: Scraped) -> Load:
+    """What came of all that is asked in this module: of jobs, and of a request to the gateway."""
+    _, gateway, name = scraped
     jobs = [generate.delay(name, f"{number} Once upon a time", max_tokens=MAX_TOKENS) for number in range(NUM_JOBS)]
     results = [job.get(timeout=PATIENCE_S) for job in jobs]
     body = {"model": name, "prompt": "There was", "max_tokens": MAX_TOKENS}
     answer = httpx.post(f"{gateway.url}/v1/completions", json=body, timeout=PATIENCE_S)
     assert answer.status_code == 200
-    asked = answer.json()["usage"]
+    return results, answer.json()
+
+
+def test_figures_are_what_the_load_implies(scraped: Scraped, load: Load) -> None:
+    prometheus, _, name = scraped
+    results, answer = load
+    asked = answer["usage"]
     usages = [*(result["usage"] for result in results), asked]
     cached = [result["usage"]["cached_tokens"] for result in results]
     cached.append(asked["prompt_tokens_details"]["cached_tokens"])
     generated = [usage["completion_tokens"] for usage in usages]
-    reasons = Counter([*(result["finish_reason"] for result in results), answer.json()["choices"][0]["finish_reason"]])
+    reasons = Counter([*(result["finish_reason"] for result in results), answer["choices"][0]["finish_reason"]])
     of, own = f'{{model_name="{name}"}}', f'model="{name}"'
     expected = {
         f"vllm:prompt_tokens_total{of}": sum(usage["prompt_tokens"] for usage in usages),
@@ -143,6 +152,7 @@ def test_figures_are_what_the_load_implies(scraped: Scraped) -> None:
     assert measured >= first_s * 0.999  # and that of the gateway's request, which its answer does not tell
 
 
+@pytest.mark.usefixtures("load")
 def test_prometheus_understands_board_and_alerts(scraped: Scraped) -> None:
     prometheus, _, _ = scraped
     for expression in EXPRESSIONS:

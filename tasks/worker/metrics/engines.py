@@ -38,7 +38,7 @@ class Engines:
 
     def add_to(self, figures: Figures) -> None:
         """Adds all of them."""
-        for model_id, model in dict(self._loaded()).items():
+        for model_id, model in self._loaded().items():
             _of_model(figures, self._models.of(model_id), model, self._steps.get(model_id))
 
 
