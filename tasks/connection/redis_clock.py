@@ -1,5 +1,4 @@
-"""Redis' clock, for Python and for scripts: the one that all machines share. Times of two machines are never compared by
-their own clocks."""
+"""Redis' clock, for Python and for scripts: all machines share it. Times of two are never compared by their own."""
 
 from __future__ import annotations
 
