@@ -70,6 +70,9 @@ ROOMS = {
         "reuse": "prefixes that models with windows, recurrent and hybrid memory take over: cache on against off",
         "footprint": "memory of a model: planned before the load, logged by llama.cpp, resident",
     },
+    "metrics": {
+        "metrics_proof": "what a Prometheus has of two workers and a gateway under a mixed load, against its client",
+    },
     "bulk": {
         "offline": "bulk runs from file to file, against llama-server and the naive Celery task",
         "bulk_lines": "memory and time that the command of a bulk run needs for many lines",
@@ -110,6 +113,8 @@ def main() -> None:
         report,
         save=args.save,
     )
+    if report.wrong:
+        raise SystemExit(1)
 
 
 def _room_of(name: str) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -21,12 +22,16 @@ _SOURCES = (":(top)", ":(top,exclude)bench/results")
 
 @dataclass(frozen=True)
 class Report:
-    """What a benchmark found. Rows with the same keys are a table; `targets` say what a ratio was hoped to be."""
+    """What a benchmark found. Rows with the same keys are a table; `targets` say what a ratio was hoped to be.
+
+    `wrong` says what must not be: with any of it the command fails.
+    """
 
     rows: Sequence[Mapping[str, Any]]
     ratios: Mapping[str, float] = field(default_factory=dict)
     targets: Mapping[str, str] = field(default_factory=dict)
     caveats: Sequence[str] = ()
+    wrong: Sequence[str] = ()
 
 
 def show(name: str, workload: Mapping[str, Any], report: Report, *, save: bool = False) -> None:
@@ -41,9 +46,11 @@ def show(name: str, workload: Mapping[str, Any], report: Report, *, save: bool =
         console.print(f"{key}: {value:.3g}{hoped}")
     for caveat in report.caveats:
         console.print(f"[dim]{caveat}[/dim]")
+    for line in report.wrong:
+        console.print(f"[bold red]wrong:[/] {escape(line)}")
     line = json.dumps(
         {"bench": name, **workload, "rows": report.rows, "ratios": report.ratios, "targets": report.targets}
-        | {"caveats": report.caveats, **where()}
+        | {"caveats": report.caveats, **({"wrong": report.wrong} if report.wrong else {}), **where()}
     )
     print(line)
     if save:

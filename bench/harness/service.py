@@ -101,6 +101,7 @@ class Service:
         self.redis_server: Any = RedisServer(0, folder / "redis")
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._ahead_s: dict[str, float] = {}  # how far the clock of a worker is ahead, also when it starts again
+        self._own: dict[str, dict[str, str]] = {}  # settings that a worker has for itself
         self.num_starts = 0
         self._models = [dict(model) for model in models]
         self._settings = settings
@@ -149,10 +150,11 @@ class Service:
         """Every step takes so long, for the length of a `with` block: work that lasts on a fast machine."""
         return slowed(self._pace_file, seconds) if seconds else contextlib.nullcontext()
 
-    def start_worker(self, name: str | None = None, ahead_s: float = 0.0) -> str:
+    def start_worker(self, name: str | None = None, ahead_s: float = 0.0, **settings: str) -> str:
         """Starts a worker, under a new name or that of one which ended; returns the name. Its clock may be ahead."""
         name = name or next(self._names)
         self._ahead_s.setdefault(name, ahead_s)
+        self._own.setdefault(name, {f"CELLAMA_{setting.upper()}": value for setting, value in settings.items()})
         self.processes[name] = self._starter.submit(self._start, name).result()
         self.num_starts += 1
         return name
@@ -165,7 +167,11 @@ class Service:
                 stdout=log,
                 stderr=log,
                 cwd=self.folder,
-                env={**os.environ, **(environment_of(ahead_s, self.folder / "clock") if ahead_s else {})},
+                env={
+                    **os.environ,
+                    **self._own[name],
+                    **(environment_of(ahead_s, self.folder / "clock") if ahead_s else {}),
+                },
                 preexec_fn=die_with_parent,
             )
 

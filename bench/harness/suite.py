@@ -29,6 +29,7 @@ SHORT = {
     "cancel": "--prompt 600 --chunk 64 --samples 1",
     "gateway": "--streams 100 --beside 20 --new 16 --slots 32 --rounds 1",
     "telemetry": "--jobs 32 --rounds 2",
+    "metrics_proof": "--minutes 0.4",
     "readers": "--streams 50 --rounds 1",
     "responses": "--responses 8 --new 60 --slots 8 --rounds 1",
     "chaos": "--scenarios kills poison --jobs 40 --new 200 --kills 2 --period 2",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
 import subprocess
 import sys
 import uuid
@@ -18,6 +17,7 @@ import pytest
 import yaml
 
 from cellama.api.machine.redis_server import RedisServer, die_with_parent, free_port
+from cellama.bench.peers.prometheus import Prometheus
 from cellama.tasks import generate
 from cellama.tasks.metrics.table import TABLE
 
@@ -29,46 +29,8 @@ DASHBOARDS = Path(__file__).parents[2] / "docs" / "dashboards"
 METRICS = [sys.executable, "-c", "from cellama.api.cli import main; main()", "metrics", "--port"]
 NUM_JOBS, MAX_TOKENS, NUM_WORKERS = 12, 9, 2
 SCRAPE_S = 2  # a scrape that takes longer is none
-Scraped = tuple["Prometheus", GatewayProcess, str]
+Scraped = tuple[Prometheus, GatewayProcess, str]
 Load = tuple[list[Any], dict[str, Any]]
-
-
-class Prometheus:
-    """One of the test's own, which has what targets told at its last scrape."""
-
-    def __init__(self, folder: Path, targets: dict[str, list[int]]) -> None:
-        assert shutil.which("prometheus") is not None, "this needs a Prometheus: run .ci/system-packages"
-        self._url = f"http://127.0.0.1:{free_port()}"
-        jobs = [
-            {"job_name": name, "static_configs": [{"targets": [f"127.0.0.1:{port}" for port in ports]}]}
-            for name, ports in targets.items()
-        ]
-        config = {
-            "global": {"scrape_interval": f"{SCRAPE_S}s", "scrape_timeout": f"{SCRAPE_S}s"},
-            "scrape_configs": jobs,
-        }
-        (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
-        argv = ["prometheus", f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
-        argv.append(f"--web.listen-address={self._url.removeprefix('http://')}")
-        with (folder / "prometheus.log").open("wb") as log:
-            self.process = subprocess.Popen(argv, stdout=log, stderr=log, preexec_fn=die_with_parent)
-
-    def query(self, expression: str) -> list[dict[str, Any]]:
-        answer = httpx.get(f"{self._url}/api/v1/query", params={"query": expression}, timeout=PATIENCE_S).json()
-        assert answer["status"] == "success", (expression, answer)
-        found: list[dict[str, Any]] = answer["data"]["result"]
-        return found
-
-    def value(self, expression: str) -> float | None:
-        found = self.query(expression)
-        return float(found[0]["value"][1]) if found else None
-
-    def is_up(self, num_targets: int) -> bool:
-        try:
-            is_ready = httpx.get(f"{self._url}/-/ready", timeout=PATIENCE_S).is_success
-            return is_ready and self.value("sum(up)") == num_targets
-        except httpx.TransportError:
-            return False
 
 
 @pytest.fixture(scope="module")
@@ -89,8 +51,8 @@ def scraped(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory)
         started.callback(gateway.stop)
         queues = subprocess.Popen([*METRICS, str(ports["queues"][0])], env=environment, preexec_fn=die_with_parent)
         started.callback(end, queues)
-        prometheus = Prometheus(folder, {**ports, "gateway": [gateway.port]})
-        started.callback(end, prometheus.process)
+        prometheus = Prometheus(folder, {**ports, "gateway": [gateway.port]}, SCRAPE_S)
+        started.callback(prometheus.close)
         for ready in (*workers, gateway):
             ready.wait_ready()
         wait_until(lambda: prometheus.is_up(NUM_WORKERS + 2), "all targets that are up")
