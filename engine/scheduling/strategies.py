@@ -144,15 +144,13 @@ class Adaptive(Strategy):
         bulk = [view.slot for view in slots if view.decoding and not view.is_interactive]
         reads_bulk = not all(view.is_interactive for view in prompts)
         stand_still = bool(bulk and prompts) and not reads_bulk and self._turns.may_stand_still
-        streams = [view.slot for view in slots if view.is_interactive]
-        rows = set() if stand_still else set(self._turns.rows(bulk, streams))
+        rows = set() if stand_still else set(self._turns.rows(bulk, [v.slot for v in slots if v.is_interactive]))
         decoding = [view for view in slots if view.decoding and (view.is_interactive or view.slot in rows)]
         if any(view.is_interactive for view in decoding) and not all(view.is_interactive for view in slots):
             budget = min(budget, len(decoding) + self._num_read_in(BESIDE_STEP_S))
+        self._tell = partial(self._turns.observe_read, bulk=reads_bulk) if prompts else self._turns.observe_decode
         if stand_still:
             self._tell = self._turns.observe_still
-        else:
-            self._tell = partial(self._turns.observe_read, bulk=reads_bulk) if prompts else self._turns.observe_decode
         return decode_first([*decoding, *prompts], budget, chunk_size)
 
     def _prompts_beside(self, prompts: list[SlotView]) -> list[SlotView]:
