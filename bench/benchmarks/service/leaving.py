@@ -117,12 +117,13 @@ def traces(redis: Redis, job_ids: Collection[str]) -> Iterator[str]:
 
 
 def _contents(redis: Any, key: bytes) -> list[bytes]:
-    """Fields and members, of whatever type the key is; no stream of ours is without a TTL."""
+    """Fields, members and entries, of whatever type the key is."""
     reads: dict[bytes, Any] = {
         b"hash": lambda: [part for pair in redis.hgetall(key).items() for part in pair],
         b"zset": lambda: redis.zrange(key, 0, -1),
         b"set": lambda: redis.smembers(key),
         b"list": lambda: redis.lrange(key, 0, -1),
+        b"stream": lambda: [part for _, told in redis.xrange(key) for pair in told.items() for part in pair],
         b"string": lambda: [redis.get(key) or b""],
         b"none": list,
     }

@@ -13,7 +13,7 @@ from anthropic import Anthropic
 
 from cellama.api.client.client import Client
 
-from ...conftest import WorkerProcess, wait_until
+from ...conftest import PATIENCE_S, WorkerProcess, wait_until
 from ...gateways import GatewayProcess
 from .conftest import CHAT
 
@@ -157,7 +157,8 @@ def test_client_that_leaves_its_stream_frees_the_slot(
 
 
 def test_answer_may_ask_for_more_than_the_context_has(client: Anthropic) -> None:
-    assert client.messages.create(**{**ASKED, "max_tokens": 32_000}).stop_reason == "end_turn"
+    asked = {**ASKED, "max_tokens": 32_000, "timeout": PATIENCE_S}  # else the client takes it for too long a request
+    assert client.messages.create(**asked).stop_reason == "end_turn"
 
 
 def test_models_are_listed(client: Anthropic) -> None:
