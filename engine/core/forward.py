@@ -24,7 +24,12 @@ log = logging.getLogger(__name__)
 NO_FREE_CELLS, ABORTED = 1, 2  # llama.h: llama_decode; nothing of the batch counts, it may be tried again
 ATTEMPTS_ALONE = 2  # of a request in a batch of its own, before it fails
 LOST_SHARE = 0.02  # of the time, for bulk decode calls that end for an interactive request
+LATE_SHARE = 0.05  # of the time, for those that are left to a later step for one
 BROKEN = 3  # requests that failed alone, one after another, and nothing was computed between
+
+
+class Left(DecodeError):
+    """Not begun, because an interactive request has come: a later step does it."""
 
 
 class BackendBroken(Exception):
@@ -51,7 +56,8 @@ class Forward:
         self._drafting = drafting
         self._requests = requests
         self._pulse = pulse
-        self._courtesy = Courtesy(LOST_SHARE)
+        self._lost, self._late = Courtesy(LOST_SHARE), Courtesy(LATE_SHARE)
+        self._bulk_s = 0.0  # that a decode call for bulk requests alone took last
         self._num_failed_alone = 0  # since something was computed
         self.worth_aborting: Handle | None = None  # whose cancel ends the decode call that runs now
         self._yields = False  # that decode call ends when an interactive request comes
@@ -101,20 +107,26 @@ class Forward:
         chunks = [chunk for _, chunk in works]
         if padding:
             chunks = sorted(chunks + padding, key=lambda chunk: chunk.slot)
-        may_yield = self._may_yield(works, num_tokens)
+        is_bulk = not any(sequence.request.is_interactive for sequence, _ in works)
+        may_yield = is_bulk and self._may_yield(num_tokens)
         started = time.monotonic()
         try:
             error = self._decode(works, chunks, num_tokens, may_yield=may_yield)
         finally:
             self._scheduler.layout.take_off(padding)
         if error is not None:
-            if may_yield and isinstance(error, DecodeError) and error.code == ABORTED:
-                self._courtesy.give(time.monotonic() - started)
+            if may_yield and isinstance(error, Left):
+                self._late.give(self._bulk_s)
+            elif may_yield and isinstance(error, DecodeError) and error.code == ABORTED:
+                self._lost.give(time.monotonic() - started)
             yield from self._recover(works, error)
             return
         now = time.monotonic()
         self._num_failed_alone = 0
-        self._courtesy.observe(now - started)
+        self._lost.observe(now - started)
+        self._late.observe(now - started)
+        if is_bulk:
+            self._bulk_s = now - started
         self._scheduler.layout.observe_decode(chunks, now - started)
         self._drafting.observe(chunks, now - started)
         yield Computed(works, num_tokens, now, now - started)
@@ -126,7 +138,7 @@ class Forward:
         self._pulse.beat("decode", [sequence.request.id for sequence, _ in works], num_tokens, first_s=FIRST_S)
         try:
             if may_yield and self._has_come:  # asked after it yields: whoever comes from now on aborts it
-                raise DecodeError(ABORTED)
+                raise Left(ABORTED)
             self._backend.decode(chunks, works[0].sequence.adapters)
         except DecodeError as error:
             return error
@@ -145,12 +157,10 @@ class Forward:
         sequence, chunk = max(works, key=lambda work: len(work.chunk.tokens))
         return self._requests.handle_of(sequence) if 2 * len(chunk.tokens) > num_tokens else None
 
-    def _may_yield(self, works: list[Work], num_tokens: int) -> bool:
-        """True for a decode call that is worth giving up for an interactive request."""
+    def _may_yield(self, num_tokens: int) -> bool:
+        """True for a decode call of so many bulk tokens that is worth giving up for an interactive request."""
         is_long = self._scheduler.strategy.may_yield(num_tokens)
-        if not self._backend.partial_reuse or not (is_long or self._courtesy.is_left):
-            return False
-        return not any(work.sequence.request.is_interactive for work in works)
+        return self._backend.partial_reuse and (is_long or (self._lost.is_left and self._late.is_left))
 
     def _recover(self, works: list[Work], error: Exception) -> Iterator[Computed]:
         """Rolls the slots back, then tries each alone: only what fails alone is failed."""
