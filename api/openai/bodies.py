@@ -126,6 +126,11 @@ def _take_reasoning_effort(params: dict[str, Any], given: Mapping[str, Any], url
         return
     if not isinstance(effort, str):
         raise InvalidJob(f"reasoning_effort is {_short(effort)}; it must be a text such as none, low, medium or high")
+    set_effort(params, effort)
+
+
+def set_effort(params: dict[str, Any], effort: str) -> None:
+    """How much a model shall think, for its chat template; `none` turns thinking off."""
     arguments = params.get("template_args", {})
     if isinstance(arguments, dict):  # else the payload says what is wrong
         params["template_args"] = {"reasoning_effort": effort, **arguments}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from pathlib import Path
@@ -13,6 +12,8 @@ import yaml
 
 from cellama.tasks.metrics.table import TABLE
 
+from ..ci_scripts import ci_script
+
 ROOT = Path(__file__).parents[2]
 DASHBOARDS = ROOT / "docs" / "dashboards"
 NAME = re.compile(r"\b(?:cellama_|celery_|vllm:)[a-z0-9_]+\b")
@@ -22,12 +23,7 @@ LABELS = re.compile(r"by \(([a-z_, ]+)\)|\{([^}]*)\}")
 
 @pytest.fixture(scope="module")
 def board() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("board", ROOT / ".ci" / "board.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return ci_script("board")
 
 
 def alert_rules() -> list[dict[str, str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import subprocess
@@ -21,6 +20,8 @@ from cellama.tasks.contract.kinds import KINDS
 from cellama.tasks.contract.names import TASK_CHUNK
 from cellama.tasks.metrics.table import TABLE
 
+from ..ci_scripts import ci_script
+
 ROOT = Path(__file__).parents[2]
 TEXTS = (".md", ".py", ".toml", ".yml", ".sh", ".lua")
 
@@ -28,12 +29,7 @@ TEXTS = (".md", ".py", ".toml", ".yml", ".sh", ".lua")
 @pytest.fixture(scope="module")
 def reference() -> ModuleType:
     """The script that fills in the pages."""
-    spec = importlib.util.spec_from_file_location("reference", ROOT / ".ci" / "reference.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return ci_script("reference")
 
 
 def page(reference: ModuleType, name: str) -> str:

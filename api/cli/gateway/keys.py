@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json as json_of
 import re
 from collections.abc import Awaitable, Callable
@@ -21,10 +20,9 @@ from cellama.api.keys.key_file import KeyFile
 from cellama.api.keys.key_text import KeyText, new_key, parse_key
 from cellama.api.keys.store import Found, KeyStore
 from cellama.config import get_settings
-from cellama.tasks.connection.connections import connect_async
-from cellama.tasks.connection.redis_errors import reaching_redis
 
-CONNECT_TIMEOUT_S = 3.0
+from .connection import ask_redis
+
 _T = TypeVar("_T")
 _UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
@@ -160,13 +158,7 @@ def as_toml(entry: KeyEntry) -> str:
 
 def _with_store(ask: Callable[[KeyStore], Awaitable[_T]], file: Path | None = None) -> _T:
     """What the keys in Redis answer, or those of a file."""
-
-    async def run() -> _T:
-        async with connect_async(socket_connect_timeout=CONNECT_TIMEOUT_S) as redis:
-            return await ask(KeyStore(redis, None if file is None else KeyFile(file)))
-
-    with reaching_redis():
-        return asyncio.run(run())
+    return ask_redis(lambda redis: ask(KeyStore(redis, None if file is None else KeyFile(file))))
 
 
 def _told(found: Found) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, TypeVar
 
@@ -15,10 +14,9 @@ from cellama.api.cli.output import err, out, print_json, table_of
 from cellama.api.webhooks.endpoint import Endpoint, new_id
 from cellama.api.webhooks.signing import new_secret
 from cellama.api.webhooks.store import EndpointStore
-from cellama.tasks.connection.connections import connect_async
-from cellama.tasks.connection.redis_errors import reaching_redis
 
-CONNECT_TIMEOUT_S = 3.0
+from .connection import ask_redis
+
 _T = TypeVar("_T")
 
 
@@ -98,9 +96,4 @@ def _told(endpoint: Endpoint) -> dict[str, Any]:
 
 
 def _with_store(ask: Callable[[EndpointStore], Awaitable[_T]]) -> _T:
-    async def asked() -> _T:
-        async with connect_async(socket_connect_timeout=CONNECT_TIMEOUT_S) as redis:
-            return await ask(EndpointStore(redis))
-
-    with reaching_redis():
-        return asyncio.run(asked())
+    return ask_redis(lambda redis: ask(EndpointStore(redis)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from cellama.api.openai.bodies import set_effort
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.json_values import shorten
 
@@ -120,11 +121,7 @@ def _take_reasoning(params: dict[str, Any], given: Mapping[str, Any]) -> None:
         return
     if not isinstance(effort, str):
         raise InvalidJob(f"reasoning is {shorten(given['reasoning'])}; its effort must be a text such as none or high")
-    arguments = params.get("template_args", {})
-    if isinstance(arguments, dict):  # else the payload says what is wrong
-        params["template_args"] = {"reasoning_effort": effort, **arguments}
-    if effort == "none":
-        params.setdefault("enable_thinking", False)
+    set_effort(params, effort)
 
 
 def _take_tools(params: dict[str, Any], given: Mapping[str, Any]) -> None:
