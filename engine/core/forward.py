@@ -108,7 +108,7 @@ class Forward:
         if padding:
             chunks = sorted(chunks + padding, key=lambda chunk: chunk.slot)
         is_bulk = not any(sequence.request.is_interactive for sequence, _ in works)
-        may_yield = is_bulk and self._may_yield(num_tokens)
+        may_yield = self._may_yield(num_tokens) and is_bulk
         started = time.monotonic()
         try:
             error = self._decode(works, chunks, num_tokens, may_yield=may_yield)
