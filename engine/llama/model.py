@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +23,8 @@ from cellama.engine.text.markup import SpecialToken, tokenize_marked
 
 from . import log as llama_log
 from .lifetime import Lifetime
+
+log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 30.0
 _CONTROL = lib.LLAMA_TOKEN_ATTR_CONTROL | lib.LLAMA_TOKEN_ATTR_UNKNOWN
@@ -45,6 +48,22 @@ def initialise() -> None:
     lib.llama_backend_init()
 
 
+@functools.cache
+def _has_amx() -> bool:
+    """True if llama.cpp was built with kernels for the CPU's matrix tiles, which may end the process.
+
+    GCC 12 leaves out what gives the tiles their shapes, and the first decode call with quantized weights is a fault;
+    built otherwise, Linux may refuse the tiles to llama.cpp's threads (its pull request 26954).
+    """
+    if b"AMX_INT8 = 1" not in lib.llama_print_system_info():
+        return False
+    log.warning(
+        "llama.cpp was built with AMX, which may crash, so its rearranged weights are not used; a build without AMX is "
+        "faster: docs/how-to/install.md, For another CPU"
+    )
+    return True
+
+
 class LlamaModel:
     """The weights of one GGUF file, shared by its contexts, which must be closed before it.
 
@@ -61,6 +80,7 @@ class LlamaModel:
         params = lib.llama_model_default_params()
         params.n_gpu_layers = n_gpu_layers
         params.vocab_only = vocab_only
+        params.use_extra_bufts = not _has_amx()
         if dry:
             params.no_alloc = True
             params.load_mode = lib.LLAMA_LOAD_MODE_NONE
