@@ -106,9 +106,10 @@ def test_batches_that_only_have_to_end_wait_for_no_place(run_world: RunWorld) ->
 
     async def ask(world: World) -> None:
         runner = Runner(settings_of(world, gateway_batches_at_once=1))
-        first, waiting, cancelled = [(await world.begin(name))["id"] for name in ("a", "b", "c")]
-        late = (await world.begin("d", window_s=-1))["id"]
+        first = (await world.begin("a"))["id"]
         await runner.look()
+        waiting, cancelled = [(await world.begin(name))["id"] for name in ("b", "c")]
+        late = (await world.begin("d", window_s=-1))["id"]
         await world.desk.cancel(cancelled, ACME)
 
         async def have_ended() -> bool:
