@@ -41,6 +41,9 @@ class GatewaySettings(BaseSettings):
     gateway_batches_at_once: int = Field(
         default=4, ge=0, description="batches that one gateway drives at the same time; 0 = it leaves them to others"
     )
+    gateway_lease_s: int = Field(
+        default=30, ge=3, le=50, description="after so long without a sign of its gateway another one drives a batch"
+    )
     gateway_open_batches: int = Field(
         default=100, ge=1, description="batches of a tenant that have not ended; more are refused with 429"
     )

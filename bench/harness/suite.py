@@ -52,7 +52,7 @@ SHORT = {
     "kept_jobs": "--jobs 4 --prompt 200 --new 60",
     "kept_files": "--damaged 500 --kills 3",
     "storm": "--lines 120 --command-kills 1 --worker-kills 1",
-    "batches": "--lines 300",
+    "batches": "--lines 300 --lease 5 --pace 0.05",
     "leaving": "--clients 60 --slots 16 --rounds 1",
     "bulk_lines": "--lines 200 2000",
     "online": "--rates 1 --requests 8 --slots 8 --server-bulk 4 --new 32",

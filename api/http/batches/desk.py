@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from redis.asyncio import Redis
@@ -15,8 +15,9 @@ from cellama.api.http.errors import ApiError, key_reused
 from cellama.api.http.files.records import Lease, Record, Records
 from cellama.api.webhooks import BATCH_ENDS, announcement
 from cellama.config import Settings
+from cellama.tasks.connection.redis_clock import seconds_of
 from cellama.tasks.connection.redis_errors import reaching_redis
-from cellama.tasks.contract.keys import HTTP_OPEN_KEY, batch_key
+from cellama.tasks.contract.keys import HTTP_OPEN_KEY, batch_key, http_record_key
 from cellama.tasks.traces.gate import headers_here
 
 from .orders import MAX_WINDOW_S, BatchOrder
@@ -24,6 +25,7 @@ from .orders import MAX_WINDOW_S, BatchOrder
 OPEN = ("validating", "in_progress", "finalizing", "cancelling")
 LIFE_S = 30 * 86_400  # of a record, after the last moment at which its batch may end
 BUSY_RETRY_S = 60.0
+OpenBatch = tuple[str, str | None, float]  # id, tenant, time of making
 _COUNTS = ("total", "finished", "failed")
 _TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
 
@@ -74,11 +76,28 @@ class Desk:
             )
             raise ApiError(429, told, code="too_many_batches", retry_after_s=BUSY_RETRY_S)
 
-    async def open_batches(self) -> list[tuple[str, str | None, float]]:
-        """Id, tenant and time of making of all that have not ended, the oldest first."""
+    async def open_batches(self) -> list[OpenBatch]:
+        """All that have not ended, the oldest first."""
         with reaching_redis():
             found: Any = await self._redis.zrange(HTTP_OPEN_KEY, 0, -1, withscores=True)
         return [(*json.loads(entry), made_at) for entry, made_at in found]
+
+    async def over(self, batch_ids: Sequence[str]) -> set[str]:
+        """Those that are cancelled, or whose time is over, though they have not ended."""
+        if not batch_ids:
+            return set()
+        with reaching_redis():
+            async with self._redis.pipeline(transaction=False) as pipe:
+                pipe.time()
+                for batch_id in batch_ids:
+                    pipe.hmget(http_record_key("batch", batch_id), "status", "expires_at")
+                time, *found = await pipe.execute()
+        now, over = seconds_of(time), set[str]()
+        for batch_id, values in zip(batch_ids, found, strict=True):
+            status, expires_at = (json.loads(value or "null") for value in values)
+            if status == "cancelling" or (expires_at or now) < now:
+                over.add(batch_id)
+        return over
 
     async def close(self, batch_id: str, tenant: str | None) -> None:
         """It has ended, or there is no such batch: no driver looks at it any more."""

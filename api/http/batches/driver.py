@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import logging
 import sqlite3
+import time
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from redis.exceptions import RedisError
@@ -22,7 +24,7 @@ from cellama.tasks.contract.errors import InvalidJob, JobError, RedisRefused, Re
 
 from .desk import Desk
 from .input_check import Checked, Rules, check_input
-from .leases import RENEW_S, HeldLease, Leases
+from .leases import HeldLease, Leases
 from .parts import Parts
 from .results import Results, results_of
 from .run_thread import Left, RunThread
@@ -31,6 +33,7 @@ from .scratch import clear, folder_of
 log = logging.getLogger(__name__)
 
 LOOK_S = 1.0  # between looks at the record: whether it shall be cancelled
+NOTE_S = 20.0  # that Redis may take to hear of a part
 OUTPUT_PURPOSE = "batch_output"
 
 
@@ -53,6 +56,8 @@ class Driver:
         self._paths: Paths = paths_of(self._folder / "output.jsonl")
         self._has_work = False  # on this machine, where other gateways do not see it
         self._thread = RunThread(settings, held, record, self._input, self._paths)
+        # A run takes as long as its batch: in one of the loop's own threads it would be in the way of uploads.
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix=self.id)
 
     @property
     def is_stopping(self) -> bool:
@@ -75,6 +80,8 @@ class Driver:
                 log.warning("batch %s can't go on now, and is tried again: %s", self.id, error)
             except Exception:
                 log.exception("batch %s met an error that was not foreseen, and is tried again", self.id)
+            finally:
+                self._threads.shutdown(wait=False)
 
     @contextlib.asynccontextmanager
     async def _watched(self) -> AsyncIterator[None]:
@@ -88,15 +95,15 @@ class Driver:
 
     async def _watch(self, over: asyncio.Event) -> None:
         """Renews the lease, and hears of a cancel."""
-        rounds = 0
+        renewed_at = time.monotonic()
         while not over.is_set():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(over.wait(), LOOK_S)
                 return
-            rounds += 1
             try:
-                if rounds % int(RENEW_S / LOOK_S) == 0:
+                if time.monotonic() - renewed_at >= self._leases.renew_s:
                     await self._leases.renew(self._held)
+                    renewed_at = time.monotonic()
                 await self._hear()
             except (RedisError, RedisUnreachable, RedisRefused) as error:
                 log.warning("the lease of batch %s was not renewed: %s", self.id, error)
@@ -176,8 +183,10 @@ class Driver:
             return state
         except (InvalidJob, FileNotFoundError) as error:
             log.warning("batch %s fails: %s", self.id, error)
-            told = str(error) if isinstance(error, InvalidJob) else "the contents of its input file are gone"
-            errors = [{"code": "invalid_request", "message": told, "param": None, "line": None}]
+            code, told = "file_not_found", "the contents of its input file are gone"
+            if isinstance(error, InvalidJob):  # which names paths of this machine
+                code, told = "internal_error", "its run can't go on at the gateway, whose log says why"
+            errors = [{"code": code, "message": told, "param": None, "line": None}]
             await self._end("failed", of=("in_progress", "cancelling", "finalizing"), errors=errors)
             return None
 
@@ -198,7 +207,7 @@ class Driver:
         def save() -> None:
             """In the run's thread, between two of its turns."""
             if (new := parts.save(self._paths.output)) is not None:
-                noted = asyncio.run_coroutine_threadsafe(self._note_parts(*new), loop).result(RENEW_S * 4)
+                noted = asyncio.run_coroutine_threadsafe(self._note_parts(*new), loop).result(NOTE_S)
                 if not noted:
                     raise Left("another gateway drives it")
                 parts.saved(*new)
@@ -264,7 +273,7 @@ class Driver:
     async def _in_thread(self, work: Callable[[], Any]) -> Any:
         """Work that blocks. If this task is cancelled, the thread stops at its next look, and is waited for."""
         self._thread.loop = asyncio.get_running_loop()
-        task = asyncio.create_task(asyncio.to_thread(work))
+        task = self._thread.loop.run_in_executor(self._threads, work)
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:

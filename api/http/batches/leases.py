@@ -13,9 +13,7 @@ from redis.exceptions import RedisError
 from cellama.api.http.files.records import Lease
 from cellama.tasks.contract.keys import http_lease_key
 
-LEASE_S = 30.0
-RENEW_S = 5.0
-MARGIN_S = 5.0  # so long before its end a lease that could not be renewed does not count for its holder any more
+SHARE = 6  # of a lease is the time between renewals, and between the end of a lease and when it ends for its holder
 _RENEW = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('PEXPIRE', KEYS[1], ARGV[2]) end return 0"
 _RELEASE = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end return 0"
 
@@ -23,8 +21,9 @@ _RELEASE = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL
 class HeldLease:
     """A lease of this process. `is_held` may be asked by any thread."""
 
-    def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, name: str, lease_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.lease = Lease(name, uuid.uuid4().hex)
+        self._lease_s = lease_s
         self._clock = clock
         self._until = float("-inf")
 
@@ -35,7 +34,7 @@ class HeldLease:
 
     def renewed_at(self, asked_at: float) -> None:
         """Redis was asked at this time of the clock, at the earliest, and has renewed it."""
-        self._until = asked_at + LEASE_S - MARGIN_S
+        self._until = asked_at + self._lease_s * (1 - 1 / SHARE)
 
     def lost(self) -> None:
         self._until = float("-inf")
@@ -44,12 +43,18 @@ class HeldLease:
 class Leases:
     """For one event loop. Methods raise RedisError."""
 
-    def __init__(self, redis: Redis, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, redis: Redis, lease_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` is for tests."""
         self._redis = redis
+        self._lease_s = lease_s
         self._clock = clock
         self._renew = redis.register_script(_RENEW)
         self._release = redis.register_script(_RELEASE)
+
+    @property
+    def renew_s(self) -> float:
+        """How often a lease is to be renewed."""
+        return self._lease_s / SHARE
 
     async def free(self, names: Sequence[str]) -> set[str]:
         """Those that no one has now."""
@@ -60,8 +65,8 @@ class Leases:
 
     async def take(self, name: str) -> HeldLease | None:
         """None if another one has it."""
-        held, asked_at = HeldLease(name, self._clock), self._clock()
-        if not await self._redis.set(http_lease_key(name), held.lease.token, nx=True, px=_MS):
+        held, asked_at = HeldLease(name, self._lease_s, self._clock), self._clock()
+        if not await self._redis.set(http_lease_key(name), held.lease.token, nx=True, px=self._ms):
             return None
         held.renewed_at(asked_at)
         return held
@@ -69,7 +74,7 @@ class Leases:
     async def renew(self, held: HeldLease) -> bool:
         """False if it is lost for good."""
         asked_at = self._clock()
-        if await self._renew(keys=[http_lease_key(held.lease.name)], args=[held.lease.token, _MS]):
+        if await self._renew(keys=[http_lease_key(held.lease.name)], args=[held.lease.token, self._ms]):
             held.renewed_at(asked_at)
             return True
         held.lost()
@@ -83,5 +88,6 @@ class Leases:
         except RedisError:
             return
 
-
-_MS = int(LEASE_S * 1000)
+    @property
+    def _ms(self) -> int:
+        return int(self._lease_s * 1000)

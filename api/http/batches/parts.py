@@ -3,13 +3,34 @@
 from __future__ import annotations
 
 import os
+import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cellama.api.http.files.store import READ_BYTES, Store, blocks_of
 
 from .scratch import parts_of
+
+LEAST_S, MOST_S = 1.0, 30.0  # between parts
+SHARE = 0.1  # of the time that the run has taken
+
+
+class Schedule:
+    """When the next part is due. A gateway that dies early loses a tenth of its work, a later one half a minute; and a
+    run of a day has no more parts than its record can name."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._began_at = self._saved_at = clock()
+
+    def is_due(self) -> bool:
+        """Each time that it says so counts as a part."""
+        now = self._clock()
+        if now - self._saved_at < min(MOST_S, max(LEAST_S, SHARE * (now - self._began_at))):
+            return False
+        self._saved_at = now
+        return True
 
 
 class Parts:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import sqlite3
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,9 +24,9 @@ from cellama.tasks.contract.keys import batch_key
 from cellama.tasks.jobs import app_at
 
 from .leases import HeldLease
+from .parts import Schedule
 
 CONNECT_TIMEOUT_S = 3.0
-SAVE_S = 30.0  # between parts
 
 
 class Left(Exception):
@@ -117,7 +116,7 @@ class _Turns:
         self._thread = thread
         self._redis = redis
         self._save = save
-        self._next_save = time.monotonic() + SAVE_S
+        self._schedule = Schedule()
 
     def read(self, _: object) -> None:
         """While the input is read."""
@@ -127,6 +126,5 @@ class _Turns:
         self._thread.check_lease()
         if self._thread.cancelled.is_set():
             self._thread.tell_cancel(self._redis)
-        if time.monotonic() >= self._next_save:
+        if self._schedule.is_due():
             self._save()
-            self._next_save = time.monotonic() + SAVE_S

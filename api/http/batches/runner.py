@@ -21,7 +21,7 @@ from cellama.config import Settings
 from cellama.tasks.connection.connections import connect_async
 from cellama.tasks.contract.errors import RedisRefused, RedisUnreachable
 
-from .desk import OPEN, Desk
+from .desk import OPEN, Desk, OpenBatch
 from .driver import Driver
 from .leases import Leases
 from .scratch import clear, old_runs
@@ -29,7 +29,7 @@ from .scratch import clear, old_runs
 log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-SWEEP_S = 60.0  # more than a lease lasts, else a gateway would meet its own
+SWEEP_S = 60.0  # more than any lease lasts, else a gateway would meet its own
 OUTAGE_RETRY_S = 3.0
 ANSWER_S = 5.0  # of Redis
 ORPHANED_S = 60.0  # after which an open batch without a record is one that was never made, or has expired
@@ -61,7 +61,7 @@ class Runner:
 
     @cached_property
     def _leases(self) -> Leases:
-        return Leases(self._redis)
+        return Leases(self._redis, self._settings.gateway_lease_s)
 
     def start(self) -> None:
         """It works; within a running event loop. The same call may come again."""
@@ -95,22 +95,31 @@ class Runner:
                 await asyncio.wait_for(self._stopping.wait(), pause_s)
 
     async def look(self) -> None:
-        """Takes batches that have no driver, as many as there is room for. A tenant without a driver here
-        gets the place of one whose are several: that batch is left where it is, until there is room again."""
+        """Takes a batch that has no driver, if there is room for it. One that is cancelled, or whose time is over, has
+        room beside the others: its end waits for nothing. A tenant without a driver here gets the place of one whose
+        are several: that batch is left where it is, until there is room again."""
         self._driven = {name: pair for name, pair in self._driven.items() if not pair[1].done()}
-        mine = Counter(driver.tenant for driver, _ in self._driven.values())
-        has_room = len(self._driven) < self._settings.gateway_batches_at_once
-        if not has_room and max(mine.values(), default=0) < 2:
+        num, most = len(self._driven), self._settings.gateway_batches_at_once
+        if num >= 2 * most:
             return
-        waiting = [entry for entry in await self.desk.open_batches() if entry[0] not in self._driven]
-        free = await self._leases.free([entry[0] for entry in waiting])
-        waiting = [entry for entry in waiting if entry[0] in free]
-        for batch_id, tenant, made_at in sorted(waiting, key=lambda entry: (mine[entry[1]], entry[2])):
-            if not has_room:
+        mine = Counter(driver.tenant for driver, _ in self._driven.values())
+        waiting = sorted(await self._waiting(), key=lambda entry: (mine[entry[1]], entry[2]))
+        over = set() if num < most else await self.desk.over([entry[0] for entry in waiting])
+        for entry in waiting:
+            if (num < most or entry[0] in over) and await self._take(*entry):
+                return  # whose turn it is now depends on this one
+        if num >= most and max(mine.values()) > 1:
+            for batch_id, tenant, _ in waiting:
                 if mine[tenant] or await self._make_room(batch_id, mine.most_common(1)[0][0]):
                     return
-            elif await self._take(batch_id, tenant, made_at):
-                return  # whose turn it is now depends on this one
+
+    async def _waiting(self) -> list[OpenBatch]:
+        """Those that no one drives."""
+        waiting = [entry for entry in await self.desk.open_batches() if entry[0] not in self._driven]
+        if waiting and self.shelf.known_place is None:  # what was put there first may have come after the last sweep
+            await self.shelf.look_at_place()
+        free = await self._leases.free([entry[0] for entry in waiting])
+        return [entry for entry in waiting if entry[0] in free]
 
     async def _make_room(self, batch_id: str, tenant: str | None) -> bool:
         """The last batch of this tenant is left, if that gives a place to one that can be driven here."""

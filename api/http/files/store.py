@@ -53,8 +53,9 @@ class Store(Protocol):
         """Nothing is there whose name begins with this one and a `/`."""
         ...
 
-    def delete_old(self, before: float) -> None:
-        """No file is there that was put before this time (unix s), where the store can tell."""
+    def old(self, before: float) -> list[str]:
+        """Files that were put before this time (unix s), by the clocks of those who put them; where the store can
+        tell."""
         ...
 
 
@@ -74,7 +75,7 @@ class DirectoryStore:
         part = target.with_name(f"{target.name}.{uuid.uuid4().hex}.part")
         try:
             _link_or_copy(local, part)
-            os.utime(part)  # when it was put, see `delete_old`
+            os.utime(part)  # when it was put, see `old`
             part.replace(target)
             _sync_folder(target.parent)
         finally:
@@ -101,11 +102,13 @@ class DirectoryStore:
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(self._files / name)
 
-    def delete_old(self, before: float) -> None:
+    def old(self, before: float) -> list[str]:
+        found = []
         for path in self._files.glob("file-*"):
             with contextlib.suppress(FileNotFoundError):  # another gateway sweeps, too
                 if path.stat().st_mtime < before:
-                    path.unlink()
+                    found.append(path.name)
+        return found
 
 
 class UrlStore:
@@ -128,27 +131,30 @@ class UrlStore:
         self.work_dir = work_dir
 
     def put(self, local: Path, name: str) -> None:
-        self._system.put_file(str(local), self._path_in_folder(name))
+        with _as_os_errors():
+            self._system.put_file(str(local), self._path_in_folder(name))
 
     def put_first(self, data: bytes, name: str) -> None:
         """As far as the file system knows how: S3 and Google's do."""
-        with contextlib.suppress(FileExistsError):
+        with contextlib.suppress(FileExistsError), _as_os_errors():
             self._system.pipe_file(self._path_in_folder(name), data, mode="create")
 
     def open(self, name: str) -> BinaryIO:
-        return cast(BinaryIO, self._system.open(self._path(name), "rb"))
+        with _as_os_errors():
+            return cast(BinaryIO, self._system.open(self._path(name), "rb"))
 
     def delete(self, name: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError), _as_os_errors():
             self._system.rm_file(self._path(name))
 
     def delete_folder(self, name: str) -> None:
         self._system.invalidate_cache()  # other gateways have written there, too
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError), _as_os_errors():
             self._system.rm(self._path(name), recursive=True)
 
-    def delete_old(self, before: float) -> None:
-        """Nothing is done: that would be a look at each object of a bucket. It has rules of its own for this."""
+    def old(self, before: float) -> list[str]:
+        """None: that would be a look at each object of a bucket. It has rules of its own for this."""
+        return []
 
     def _path_in_folder(self, name: str) -> str:
         path = self._path(name)
@@ -192,10 +198,21 @@ def give_identity(store: Store) -> str:
 
 
 def blocks_of(file: BinaryIO) -> Iterator[bytes]:
-    """A file in pieces; it is closed at the end, or when its reader goes away."""
-    with file:
+    """A file in pieces; it is closed at the end, or when its reader goes away. Raises OSError."""
+    with file, _as_os_errors():
         while block := file.read(READ_BYTES):
             yield block
+
+
+@contextlib.contextmanager
+def _as_os_errors() -> Iterator[None]:
+    """Some of fsspec's file systems have errors of their own, for instance for a bucket that is out of reach."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise OSError(errno.EIO, f"{type(error).__name__}: {error}") from error
 
 
 def fetch(store: Store, name: str, local: Path) -> None:

@@ -102,7 +102,7 @@ def test_end_is_announced_once_and_nothing_before_it(run: Run) -> None:
 
 def test_driver_whose_lease_another_has_changes_nothing(run: Run) -> None:
     async def ask(redis: Redis) -> None:
-        desk, leases = desk_of(redis), Leases(redis)
+        desk, leases = desk_of(redis), Leases(redis, 30.0)
         record = await desk.create(ORDER, ACME, None)
         first = await leases.take(record["id"])
         assert first is not None

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from redis import Redis as SyncRedis
 
 from cellama.api.batch.work import WorkFile
-from cellama.api.http.batches.parts import Parts
+from cellama.api.http.batches.parts import Parts, Schedule
 from cellama.api.http.batches.scratch import folder_of
 from cellama.tasks.contract.keys import http_lease_key
 from cellama.tasks.state.bulk_runs import Batches
 from cellama.tasks.traces.gate import spanning
 
+from .....conftest import PATIENCE_S
 from ....tasks.traces.conftest import Spans, spans
 from .conftest import RunWorld
 from .world import ACME, World
@@ -185,6 +187,49 @@ def test_parts_are_what_the_output_has_gained_and_count_when_they_are_named(run_
             there = world.folder / "there"
             Parts(world.store, "batch_1", names, size).fetch(there)
             assert (there.read_bytes(), size) == (expected, len(expected))
+
+    run_world(ask)
+
+
+def test_parts_are_saved_soon_at_first_and_seldom_later() -> None:
+    now, saved_at = 0.0, [0.0]
+    schedule = Schedule(lambda: now)
+    while now < 3600:
+        now += 0.2  # a turn of the run
+        if schedule.is_due():
+            assert now - saved_at[-1] <= max(1.0, min(30.0, 0.1 * now)) + 0.2
+            saved_at.append(now)
+    assert saved_at[1] < 1.3
+    assert 120 <= len(saved_at) <= 180
+
+
+@pytest.mark.parametrize("store", ["directory"], indirect=True)
+def test_batch_that_runs_takes_none_of_the_threads_for_uploads(run_world: RunWorld) -> None:
+    async def ask(world: World) -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))  # as few as there may be
+        batch_id = (await world.begin("a"))["id"]
+        driver, _ = await world.driver(batch_id)
+        driving = asyncio.create_task(driver.drive())
+        await world.runs(batch_id)
+        async with asyncio.timeout(PATIENCE_S):
+            await world.begin("b")
+        driver.stop()
+        await driving
+
+    run_world(ask)
+
+
+@pytest.mark.parametrize("store", ["directory"], indirect=True)
+def test_batch_whose_run_can_not_go_on_says_so_without_paths_of_the_gateway(run_world: RunWorld) -> None:
+    async def ask(world: World) -> None:
+        batch_id = (await world.begin("a"))["id"]
+        folder = folder_of(world.store, batch_id)
+        folder.mkdir(parents=True)
+        with contextlib.closing(WorkFile(folder / "output.jsonl.work")) as work:
+            work.note(output_size=999)  # which the output has lost
+        batch = await world.drive(batch_id)
+        assert (batch["status"], batch["errors"][0]["code"]) == ("failed", "internal_error")
+        assert str(world.folder) not in str(batch["errors"])
 
     run_world(ask)
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from redis.asyncio import Redis
 
-from cellama.api.http.batches.leases import LEASE_S, MARGIN_S, Leases
+from cellama.api.http.batches.leases import SHARE, Leases
 from cellama.tasks.contract.keys import http_lease_key
 
 from ..conftest import Run
 
+LEASE_S = 30.0
+
 
 def test_lease_is_of_one_until_it_is_released(run: Run) -> None:
     async def ask(redis: Redis) -> None:
-        here, there = Leases(redis), Leases(redis)
+        here, there = Leases(redis, LEASE_S), Leases(redis, LEASE_S)
         held = await here.take("batch_1")
         assert held is not None
         assert held.is_held
@@ -29,7 +31,7 @@ def test_lease_is_of_one_until_it_is_released(run: Run) -> None:
 
 def test_lease_that_another_one_has_taken_over_is_neither_renewed_nor_released_by_the_first(run: Run) -> None:
     async def ask(redis: Redis) -> None:
-        here, there = Leases(redis), Leases(redis)
+        here, there = Leases(redis, LEASE_S), Leases(redis, LEASE_S)
         first = await here.take("batch_1")
         assert first is not None
         await redis.delete(http_lease_key("batch_1"))  # it has ended: the gateway was stopped for so long
@@ -46,9 +48,9 @@ def test_lease_that_another_one_has_taken_over_is_neither_renewed_nor_released_b
 def test_lease_does_not_count_for_its_holder_some_time_before_it_ends(run: Run) -> None:
     async def ask(redis: Redis) -> None:
         now = [100.0]
-        held = await Leases(redis, lambda: now[0]).take("batch_1")
+        held = await Leases(redis, LEASE_S, lambda: now[0]).take("batch_1")
         assert held is not None
-        now[0] += LEASE_S - MARGIN_S - 0.1
+        now[0] += LEASE_S * (1 - 1 / SHARE) - 0.1
         assert held.is_held
         now[0] += 0.2
         assert not held.is_held

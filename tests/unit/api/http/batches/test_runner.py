@@ -14,7 +14,7 @@ from cellama.api.http.callers import Caller
 from cellama.config import Settings
 
 from .conftest import RunWorld
-from .world import World, settings_for, until
+from .world import ACME, World, settings_for, until
 
 pytestmark = pytest.mark.parametrize("store", ["directory"], indirect=True)
 LONG_AGO = 1_000_000_000.0
@@ -46,6 +46,20 @@ def test_batch_is_driven_by_a_gateway_that_sees_its_files(run_world: RunWorld) -
         for runner in (blind, idle, seeing):
             await runner.close()
         assert not (world.folder / "data").exists()  # where nobody puts a file nothing is made
+
+    run_world(ask)
+
+
+def test_batch_is_driven_at_once_by_a_gateway_that_looked_before_anything_was_put_there(run_world: RunWorld) -> None:
+    """Not when it sweeps again, a minute later."""
+
+    async def ask(world: World) -> None:
+        runner = Runner(settings_of(world))
+        await runner.sweep()
+        batch_id = (await world.begin("a"))["id"]
+        await runner.look()
+        assert await world.leases.free([batch_id]) == set()
+        await runner.close()
 
     run_world(ask)
 
@@ -82,6 +96,28 @@ def test_batches_of_one_tenant_give_way_to_that_of_another(run_world: RunWorld) 
         for _ in range(3):
             await runner.look()
         assert len(await world.leases.free([*mine, other]) - {waiting}) == 1  # and so it stays
+        await runner.close()
+
+    run_world(ask)
+
+
+def test_batches_that_only_have_to_end_wait_for_no_place(run_world: RunWorld) -> None:
+    """One that is cancelled, and one whose time is over."""
+
+    async def ask(world: World) -> None:
+        runner = Runner(settings_of(world, gateway_batches_at_once=1))
+        first = (await world.begin("a"))["id"]
+        await runner.look()
+        waiting, cancelled = [(await world.begin(name))["id"] for name in ("b", "c")]
+        late = (await world.begin("d", window_s=-1))["id"]
+        await world.desk.cancel(cancelled, ACME)
+
+        async def have_ended() -> bool:
+            await runner.look()
+            return [(await world.read(name))["status"] for name in (cancelled, late)] == ["cancelled", "expired"]
+
+        await until(have_ended)
+        assert await world.leases.free([first, waiting]) == {waiting}
         await runner.close()
 
     run_world(ask)

@@ -48,7 +48,8 @@ class World:
 
     def __init__(self, redis: Redis, settings: Settings, store: Store, folder: Path) -> None:
         self.redis, self.settings, self.store, self.folder = redis, settings, store, folder
-        self.shelf, self.desk, self.leases = Shelf(store, redis), Desk(settings, redis), Leases(redis)
+        self.shelf, self.desk = Shelf(store, redis), Desk(settings, redis)
+        self.leases = Leases(redis, settings.gateway_lease_s)
 
     async def begin(self, *ids: str, window_s: int = 86_400, caller: Caller = ACME) -> Record:
         """A batch of these requests that waits for a driver; with a negative window its time is over."""

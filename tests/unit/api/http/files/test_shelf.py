@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import os
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import fsspec
 import pytest
 from redis.asyncio import Redis
 
@@ -168,6 +172,56 @@ def test_contents_of_which_redis_has_lost_all_go_when_no_file_can_be_so_old(
         assert await shelf.look_at_place() == place
 
     run(ask)
+
+
+def test_file_that_was_put_by_a_wrong_clock_stays_until_it_expires(run: Run, tmp_path: Path, local: Path) -> None:
+    async def ask(redis: Redis) -> None:
+        shelf = Shelf(DirectoryStore(tmp_path / "store"), redis)
+        file_id = (await shelf.add(local, "a", "batch", ACME, 3600))["id"]
+        os.utime(tmp_path / "store" / "files" / file_id, (0, 0))
+        await shelf.sweep()
+        (await shelf.open(file_id)).close()
+
+    run(ask)
+
+
+class OutOfReach(fsspec.AbstractFileSystem):
+    """Some file systems have errors of their own."""
+
+    protocol = "out-of-reach"
+
+    def _fail(self, *_: Any, **__: Any) -> Any:
+        raise RuntimeError("the bucket does not answer")
+
+    put_file = pipe_file = rm_file = rm = makedirs = _fail
+
+    def open(self, path: str, mode: str = "rb", **_: Any) -> Any:
+        if path.endswith("broken"):
+            return Broken()
+        return self._fail()
+
+
+class Broken(io.BytesIO):
+    """It breaks off while it is read."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        raise RuntimeError("the bucket does not answer any more")
+
+
+def test_errors_of_a_file_system_of_whatever_kind_are_those_of_a_disk(tmp_path: Path, local: Path) -> None:
+    fsspec.register_implementation("out-of-reach", OutOfReach, clobber=True)
+    store = UrlStore("out-of-reach://bucket", tmp_path)
+    calls: list[Callable[[], Any]] = [
+        lambda: store.put(local, "a/b"),
+        lambda: store.put_first(b"one", "a/b"),
+        lambda: store.open("a"),
+        lambda: list(blocks_of(store.open("broken"))),
+        lambda: store.delete("a"),
+        lambda: store.delete_folder("a"),
+    ]
+    for call in calls:
+        with pytest.raises(OSError, match="the bucket does not answer"):
+            call()
 
 
 def test_list_of_a_tenant_does_not_keep_what_is_too_old_to_be_there(run: Run) -> None:
