@@ -6,6 +6,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from cellama.api.openai.answers import was_cut_in_thought
+from cellama.tasks.contract.json_values import check_json
+
 CALL_PREFIX = "toolu_"
 TIERS = {"flex": "batch", "default": "standard", "priority": "priority"}  # as its usage calls them
 _ERRORS = {
@@ -82,7 +85,8 @@ def message_of(
     said = result["message"]
     content: list[dict[str, Any]] = []
     if said.get("reasoning") is not None:
-        content.append(thought_of(said["reasoning"], said.get("signature") or "", shows_thoughts))
+        signature = "" if was_cut_in_thought(result) else said.get("signature") or ""
+        content.append(thought_of(said["reasoning"], signature, shows_thoughts))
     if said.get("content"):
         content.append({"type": "text", "text": said["content"]})
     calls = said.get("tool_calls") or []
@@ -111,9 +115,10 @@ def calls_of(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _input_of(arguments: str) -> dict[str, Any]:
-    """An object. Numbers that Python does not read (of more than 4,300 digits) leave the arguments as text."""
+    """An object. Arguments that no JSON of ours can hold (1e999, half of a surrogate pair) are left as text."""
     try:
         value = json.loads(arguments or "{}")
+        check_json(value)
     except (ValueError, RecursionError):
         value = arguments
     return value if isinstance(value, dict) else {"value": value}

@@ -12,7 +12,7 @@ from cellama.tasks.contract.errors import InvalidJob
 from .parameters import CHAT, CONTENT, PARAMETERS, Rule
 
 _ASSISTANTS_EMPTY = ("annotations", "audio", "function_call", "refusal")  # OpenAI's client sends them back
-_OF_THE_JOB = re.compile(r"^(unknown parameter ')?([a-z_]+)(?= is |\.|')")  # as payloads name what is wrong
+_OF_THE_JOB = re.compile(r"^(unknown parameter ')?([a-z_]+)(?= is |\.|\[|')")  # as payloads name what is wrong
 
 
 def params_of_body(url: Any, body: Any) -> dict[str, Any]:

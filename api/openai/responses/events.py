@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from cellama.api.openai.answers import was_cut_in_thought
 from cellama.api.openai.chunks import reasoning_tokens_of
 
 from .output import Output
@@ -113,7 +114,8 @@ def journal_of_result(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
     if thoughts := message.get("reasoning"):
         events.append({"type": "reasoning", "text": thoughts, "tokens": []})
-        events.append({"type": "reasoning_end", "signature": message.get("signature", ""), "tokens": []})
+        if not was_cut_in_thought(result):
+            events.append({"type": "reasoning_end", "signature": message.get("signature", ""), "tokens": []})
     text, entries = message["content"] or "", result.get("logprobs")
     if text:
         events.append({"type": "token", "text": text, "tokens": [], **({"logprobs": entries} if entries else {})})

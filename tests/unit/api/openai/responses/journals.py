@@ -31,6 +31,7 @@ JOURNALS: dict[str, tuple[Any, ...]] = {
     "cut off": (STARTED, *TEXT, done("length")),
     "out of time": (done("timeout"),),
     "cut off in thought": (STARTED, *THOUGHTS[:2], done("length")),
+    "stopped in thought": (STARTED, *THOUGHTS[:2], done(stop_sequence="so")),
     "cancelled": (STARTED, *TEXT[:1], done("cancelled")),
     "failed": (STARTED, *TEXT[:1], events.error("internal", "no more memory")),
     "failed at once": (events.error("prompt_too_long", "9 tokens"),),

@@ -100,7 +100,10 @@ def test_usage_counts_thoughts() -> None:
     assert usage["output_tokens_details"] == {"reasoning_tokens": 4}
 
 
-@pytest.mark.parametrize("name", ["text", "thoughts", "calls", "text and call", "nothing", "cut off"])
+KEPT = ["text", "thoughts", "calls", "text and call", "nothing", "cut off", "cut off in thought", "stopped in thought"]
+
+
+@pytest.mark.parametrize("name", KEPT)
 def test_object_is_the_same_when_only_the_result_is_left(name: str) -> None:
     result = result_of(JOURNALS[name])
     _, whole = fold(JOURNALS[name], record(params={"logprobs": 0}, shows_signatures=True))
@@ -133,4 +136,5 @@ def result_of(journal: Any) -> dict[str, Any]:
     calls = {"tool_calls": end["tool_calls"]} if "tool_calls" in end else {}
     probs = [entry for event in journal for entry in event.get("logprobs", ())]
     rest = {name: end[name] for name in ("finish_reason", "usage", "timings", "finish_key")}
+    rest["stop_sequence"] = end.get("stop_sequence")
     return {"message": {**message, **calls}, **rest, **({"logprobs": probs} if probs else {})}
