@@ -73,7 +73,7 @@ def _include(body: Mapping[str, Any]) -> list[str]:
 
 
 def _check(name: str, value: Any) -> None:
-    """What is kept, and perhaps shown again, must be JSON that can be sent. The payload counts the levels of schemas."""
+    """What is kept, and perhaps shown again, must be JSON that can be sent. Payloads count the levels of schemas."""
     try:
         check_json(value, around=_AROUND)
     except ValueError as error:

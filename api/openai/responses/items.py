@@ -33,7 +33,7 @@ def _check_ids(items: Sequence[Mapping[str, Any]]) -> None:
     seen: set[str] = set()
     for item in items:
         if item["id"] in seen:
-            raise InvalidJob(f"input has several items with the id {shorten(item['id'])}; ids must differ")
+            raise InvalidJob(f"input is a list with two items of the id {shorten(item['id'])}; ids must differ")
         seen.add(item["id"])
 
 

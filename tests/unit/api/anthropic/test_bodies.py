@@ -118,7 +118,7 @@ def test_wrong_parameter_is_refused_by_name(body: dict[str, Any], named: str) ->
 
 
 def test_count_refuses_what_it_does_not_read() -> None:
-    with pytest.raises(InvalidJob, match="^unknown parameter 'max_tokens'; known"):
+    with pytest.raises(InvalidJob, match=r"^unknown parameter 'max_tokens'; known"):
         counted({"model": "m", "messages": HELLO, "max_tokens": 5})
 
 

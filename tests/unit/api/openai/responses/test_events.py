@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from cellama.api.openai.responses.events import Fold, journal_of_result
 from cellama.api.openai.responses.record import Record
 
-from .journals import CALL, ID, JOURNALS, STARTED, TEXT, THOUGHTS, done, record
+from .journals import CALL, ID, JOURNALS, PROBS, STARTED, TEXT, THOUGHTS, done, record
 
 OPENAIS: TypeAdapter[Any] = TypeAdapter(get_args(ResponseStreamEvent)[0])
 
@@ -111,6 +111,12 @@ def test_object_is_the_same_when_only_the_result_is_left(name: str) -> None:
     for response in (whole, rest):
         response["usage"].pop("output_tokens_details")
     assert rest == whole
+
+
+def test_logprobs_of_thoughts_are_none_of_the_text() -> None:
+    result = {**result_of(JOURNALS["thoughts"]), "logprobs": PROBS}
+    _, rest = fold(journal_of_result(result), record(params={"logprobs": 0}))
+    assert rest["output"][1]["content"][0]["logprobs"] == []
 
 
 def test_signatures_are_shown_to_who_asks_for_them() -> None:

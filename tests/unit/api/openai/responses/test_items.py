@@ -10,8 +10,10 @@ import pytest
 
 from cellama.api.openai.responses.bodies import params_of, shown_of, wants_encrypted
 from cellama.api.openai.responses.items import items_of, messages_of
+from cellama.config import limits
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.kinds import KINDS
+from cellama.tasks.contract.payloads import ChatJob, parse_job
 
 from .journals import ID
 
@@ -77,7 +79,10 @@ def test_thoughts_without_text_or_answer_are_no_turn() -> None:
         ([{"role": "user", "content": "Hi"}, {"role": "user", "content": "\ud800"}], "input[1].content is '\\ud800'"),
         ([{"role": "user", "content": [{"type": "input_text", "text": "\0"}]}], "input[0].content[0].text is"),
         ([{"role": "user", "content": "Hi", "id": "\ud800"}], "input[0].id is '\\ud800'"),
-        ([{"role": "user", "content": "Hi", "id": "a"}, {"role": "user", "content": "Ho", "id": "a"}], "ids must differ"),
+        (
+            [{"role": "user", "content": "Hi", "id": "a"}, {"role": "user", "content": "Ho", "id": "a"}],
+            "ids must differ",
+        ),
     ],
 )
 def test_wrong_items_are_named(given: Any, told: str) -> None:
@@ -115,6 +120,18 @@ def test_body_becomes_parameters_of_a_chat() -> None:
     }
     kind = next(kind for kind in KINDS.values() if kind.payload.__name__ == "ChatJob")
     assert set(params) <= set(kind.payload.model_fields)
+
+
+def test_schemas_may_be_as_deep_as_those_of_other_jobs() -> None:
+    schema: dict[str, Any] = {"type": "object"}
+    for _ in range(limits.MAX_JSON_DEPTH // 2 - 1):
+        schema = {"type": "object", "properties": {"a": schema}}
+    form = {"type": "json_schema", "schema": schema}
+    made = params_of({"tools": [{**FUNCTION, "parameters": schema}], "text": {"format": form}})
+    parse_job(ChatJob, (), (), {"model": "m", "messages": messages("Hi"), **made})
+    deeper = {"type": "object", "properties": {"a": schema}}
+    with pytest.raises(InvalidJob, match="nested more than"):
+        parse_job(ChatJob, (), (), {"model": "m", "messages": messages("Hi"), **made, "json_schema": deeper})
 
 
 def test_choice_of_tools_that_were_skipped_is_none() -> None:
