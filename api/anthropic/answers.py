@@ -10,6 +10,7 @@ from cellama.api.openai.answers import was_cut_in_thought
 from cellama.tasks.contract.json_values import check_json
 
 CALL_PREFIX = "toolu_"
+NO_THREADS = "thread_unsupported_request"  # for this the client's tool runner sends the whole conversation instead
 TIERS = {"flex": "batch", "default": "standard", "priority": "priority"}  # as its usage calls them
 _ERRORS = {
     400: "invalid_request_error",
@@ -28,9 +29,11 @@ _ERRORS = {
 }
 
 
-def envelope(status: int, message: str, request_id: str) -> dict[str, Any]:
+def envelope(status: int, message: str, request_id: str, code: str | None = None) -> dict[str, Any]:
     """The body of an answer that failed, and the data of an event `error` in mid-stream."""
-    told = {"type": _ERRORS.get(status, "api_error"), "message": message}
+    told: dict[str, Any] = {"type": _ERRORS.get(status, "api_error"), "message": message}
+    if code == NO_THREADS:
+        told["details"] = {"error_code": code, "unsupported": ["thread"]}
     return {"type": "error", "error": told, "request_id": request_id}
 
 

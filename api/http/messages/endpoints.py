@@ -51,7 +51,7 @@ def _failed(request: Request, error: ApiError) -> Response:
 
 
 def _envelope(request: Request, error: ApiError) -> dict[str, Any]:
-    return envelope(error.status, error.message, request.state.request_id)
+    return envelope(error.status, error.message, request.state.request_id, error.code)
 
 
 @_in_anthropics_words

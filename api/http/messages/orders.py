@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from cellama.api.anthropic.answers import NO_THREADS
 from cellama.api.anthropic.bodies import Ordered, counted, in_anthropics_words, ordered
 from cellama.api.http.allowance import tokens_of
 from cellama.api.http.asking import Asked, flag
@@ -69,7 +70,8 @@ def count_of(asked: Asked) -> Ordered:
 
 def wrong(error: InvalidJob, body: Mapping[str, Any]) -> ApiError:
     """What is wrong with the body, under Anthropic's names."""
-    return ApiError(400, in_anthropics_words(str(error), body))
+    told = in_anthropics_words(str(error), body)
+    return ApiError(400, told, code=NO_THREADS if told.startswith("thread is ") else None)
 
 
 def _own(asked: Asked) -> dict[str, Any]:

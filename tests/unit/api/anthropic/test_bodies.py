@@ -101,6 +101,7 @@ def test_counted_is_what_the_template_reads() -> None:
         ({"tool_choice": {"type": "any"}}, "tool_choice.type"),
         ({"tool_choice": "auto"}, "tool_choice"),
         ({"container": "c"}, "container"),
+        ({"thread": {"type": "create"}}, "thread"),
         ({"speed": "fast"}, "speed"),
         ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),
         ({"enable_thinking": True, "thinking": {"type": "disabled"}}, "enable_thinking"),
