@@ -49,7 +49,7 @@ def ordered(body: Mapping[str, Any]) -> Ordered:
     if thinking.get("type") == "enabled":
         mapped["thinking_budget"] = _budget(thinking, max_tokens)
     if not thinking and "enable_thinking" in own:
-        del mapped["enable_thinking"]  # which nobody has asked for
+        del mapped["enable_thinking"]  # only the default
     _refuse_both(own, mapped)
     return Ordered(_messages(given), own | mapped, thinking.get("display") != "omitted")
 
