@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cellama.api.openai.answers import was_cut_in_thought
-from cellama.tasks.contract.json_values import check_json
 
 CALL_PREFIX = "toolu_"
 NO_THREADS = "thread_unsupported_request"  # for this the client's tool runner sends the whole conversation instead
@@ -118,10 +117,10 @@ def calls_of(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _input_of(arguments: str) -> dict[str, Any]:
-    """An object. Arguments that no JSON of ours can hold (1e999, half of a surrogate pair) are left as text."""
+    """An object. Arguments that could not be sent as one (1e999, half of a surrogate pair) are left as text."""
     try:
         value = json.loads(arguments or "{}")
-        check_json(value)
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
         value = arguments
     return value if isinstance(value, dict) else {"value": value}

@@ -66,9 +66,9 @@ def test_thought_that_was_cut_off_has_no_signature_either_way() -> None:
 
 @pytest.mark.parametrize("arguments", ['{"a": 1e999}', '{"a": "\\ud800"}', '{"a": NaN}'])
 def test_arguments_that_no_json_can_hold_are_left_as_text(arguments: str) -> None:
-    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}
-    [block] = calls_of([call])
-    assert block["input"] == {"value": arguments}
+    sent = '{"a": "\\u0000"}'
+    calls = [{"id": "1", "type": "function", "function": {"name": "add", "arguments": a}} for a in (arguments, sent)]
+    assert [block["input"] for block in calls_of(calls)] == [{"value": arguments}, {"a": "\0"}]
 
 
 def test_blocks_are_numbered_and_closed_one_after_another() -> None:
