@@ -6,7 +6,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from cellama.api.openai.answers import was_cut_in_thought
+
 CALL_PREFIX = "toolu_"
+NO_THREADS = "thread_unsupported_request"  # for this the client's tool runner sends the whole conversation instead
 TIERS = {"flex": "batch", "default": "standard", "priority": "priority"}  # as its usage calls them
 _ERRORS = {
     400: "invalid_request_error",
@@ -25,9 +28,11 @@ _ERRORS = {
 }
 
 
-def envelope(status: int, message: str, request_id: str) -> dict[str, Any]:
+def envelope(status: int, message: str, request_id: str, code: str | None = None) -> dict[str, Any]:
     """The body of an answer that failed, and the data of an event `error` in mid-stream."""
-    told = {"type": _ERRORS.get(status, "api_error"), "message": message}
+    told: dict[str, Any] = {"type": _ERRORS.get(status, "api_error"), "message": message}
+    if code == NO_THREADS:
+        told["details"] = {"error_code": code, "unsupported": ["thread"]}
     return {"type": "error", "error": told, "request_id": request_id}
 
 
@@ -82,7 +87,8 @@ def message_of(
     said = result["message"]
     content: list[dict[str, Any]] = []
     if said.get("reasoning") is not None:
-        content.append(thought_of(said["reasoning"], said.get("signature") or "", shows_thoughts))
+        signature = "" if was_cut_in_thought(result) else said.get("signature") or ""
+        content.append(thought_of(said["reasoning"], signature, shows_thoughts))
     if said.get("content"):
         content.append({"type": "text", "text": said["content"]})
     calls = said.get("tool_calls") or []
@@ -111,9 +117,10 @@ def calls_of(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _input_of(arguments: str) -> dict[str, Any]:
-    """An object. Numbers that Python does not read (of more than 4,300 digits) leave the arguments as text."""
+    """An object. Arguments that could not be sent as one (1e999, half of a surrogate pair) are left as text."""
     try:
         value = json.loads(arguments or "{}")
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
         value = arguments
     return value if isinstance(value, dict) else {"value": value}

@@ -40,33 +40,42 @@ def ordered(body: Mapping[str, Any]) -> Ordered:
     max_tokens = given.get("max_tokens")
     if type(max_tokens) is not int or max_tokens < 1:
         raise InvalidJob(f"max_tokens is {shorten(max_tokens)}; it must be a number of at least 1")
-    mapped = (name for name in given if name not in PARAMETERS or PARAMETERS[name].fate == "as it is")
-    params = {name: given[name] for name in mapped if name != "model"}
+    taken = (name for name in given if name not in PARAMETERS or PARAMETERS[name].fate == "as it is")
+    own = {name: given[name] for name in taken if name != "model"}
+    mapped = _of_conversation(given) | _of_format(given)
     if "stop_sequences" in given:
-        params["stop"] = _stops(given["stop_sequences"])
-    params |= _of_conversation(given) | _of_format(given)
+        mapped["stop"] = _stops(given["stop_sequences"])
     thinking = given.get("thinking", {})
     if thinking.get("type") == "enabled":
-        params["thinking_budget"] = _budget(thinking, max_tokens)
-    return Ordered(_messages(given), params, thinking.get("display") != "omitted")
+        mapped["thinking_budget"] = _budget(thinking, max_tokens)
+    if not thinking and "enable_thinking" in own:
+        del mapped["enable_thinking"]  # only the default
+    _refuse_both(own, mapped)
+    return Ordered(_messages(given), own | mapped, thinking.get("display") != "omitted")
 
 
 def counted(body: Mapping[str, Any]) -> Ordered:
     """What is read of a conversation: that which its template makes of it."""
     for name in body:
         if name not in COUNTED:
-            raise InvalidJob(f"unknown parameter '{shorten(name)}'; known: {', '.join(COUNTED)}")
+            raise InvalidJob(f"unknown parameter {shorten(name)}; known: {', '.join(COUNTED)}")
     given = _checked(body)
     params = _of_conversation(given)
     params.pop("parallel_tool_calls", None)
     return Ordered(_messages(given), params, True)
 
 
-def in_anthropics_words(message: str) -> str:
+def in_anthropics_words(message: str, body: Mapping[str, Any]) -> str:
     """What a payload says is wrong, under the name that the caller gave it."""
     found = _NAMED.match(message)
-    own = _OWN_NAMES.get(found[1]) if found else None
+    own = _OWN_NAMES.get(found[1]) if found and found[1] not in body else None
     return message.replace(found[1], own, 1) if found and own else message
+
+
+def _refuse_both(own: Mapping[str, Any], mapped: Mapping[str, Any]) -> None:
+    """No parameter under its own name and under Anthropic's. Arguments of templates are added up."""
+    for name in own.keys() & mapped.keys() - {"template_args"}:
+        raise InvalidJob(f"{name} is {shorten(own[name])}: {_OWN_NAMES[name]} is given, too; leave one out")
 
 
 def _checked(body: Mapping[str, Any]) -> dict[str, Any]:

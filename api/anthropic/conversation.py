@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cellama.tasks.contract.errors import InvalidJob
-from cellama.tasks.contract.json_values import shorten
+from cellama.tasks.contract.json_values import check_text, shorten
 
 BETWEEN = "\n\n"  # two texts of one turn
 FAILED = "Error: "  # before what a tool said that failed: templates have no place for that
@@ -39,8 +39,8 @@ def _system_of(system: Any) -> str:
     """Without the billing line: with it no two requests would begin alike."""
     if system is None:
         return ""
-    texts = [text for block in _blocks(system, "system") if (text := _without_billing(_text(block, "system")))]
-    return BETWEEN.join(texts)
+    texts = [_text(block, f"system.{place}") for place, block in enumerate(_blocks(system, "system"))]
+    return BETWEEN.join(filter(None, map(_without_billing, texts)))
 
 
 def _without_billing(text: str) -> str:
@@ -127,8 +127,10 @@ def _assistant(blocks: list[Mapping[str, Any]], where: str) -> list[dict[str, An
 
 
 def _thought(block: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Empty for one that was left out of the answer."""
-    told = {"reasoning": _string(block, "thinking", where), "signature": _string(block, "signature", where)}
+    """Empty for one that was left out of the answer. A signature need not be."""
+    told = {"reasoning": _string(block, "thinking", where)}
+    if block.get("signature") is not None:
+        told["signature"] = _string(block, "signature", where)
     return {name: value for name, value in told.items() if value}
 
 
@@ -152,4 +154,7 @@ def _string(block: Mapping[str, Any], name: str, where: str) -> str:
     value = block.get(name)
     if not isinstance(value, str):
         raise InvalidJob(f"{where}.{name} is {shorten(value)}; it must be a text")
-    return value
+    try:
+        return check_text(value)
+    except ValueError as error:
+        raise InvalidJob(f"{where}.{name} is {shorten(value)}: {error}") from None

@@ -51,6 +51,7 @@ PARAMETERS: Mapping[str, Rule] = {
     "inference_geo": Rule("refused", "your workers are where they are", "", ("global",)),
     "speed": Rule("refused", "there is one speed", "", ("standard",)),
     "diagnostics": Rule("refused", "there are none; see `cellama status`"),
+    "thread": Rule("refused", "no conversation is held here: send all of it; the client's tool runner then does so"),
     "container": Rule("refused", "nothing is run for the model; give it tools"),
     "mcp_servers": Rule("refused", "nothing is run for the model; give it tools", "", ([],)),
     "context_management": Rule(

@@ -13,6 +13,7 @@ from cellama.config import limits
 from cellama.tasks.contract.json_values import shorten
 from cellama.tasks.contract.names import DEFAULT_MODEL
 from cellama.tasks.contract.shapes.workers import ModelView
+from cellama.tasks.contract.valid_text import valid_text
 
 from .callers import TIERS, Caller
 from .errors import ApiError
@@ -60,7 +61,7 @@ class Asked:
         if salt is None:
             return tenant
         most = limits.MAX_NAME_CHARS // 2
-        if not isinstance(salt, str) or not 1 <= len(salt) <= most:
+        if not isinstance(salt, str) or not 1 <= len(salt) <= most or "\0" in salt or valid_text(salt) != salt:
             raise ApiError(400, f"cache_salt must be a text of 1 to {most} characters", param="cache_salt")
         return f"{tenant}\x1f{salt}"
 

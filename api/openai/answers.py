@@ -55,6 +55,13 @@ def finish_reason_of(reason: str, calls: object) -> str:
     return "tool_calls" if calls and reason == "stop" else reason
 
 
+def was_cut_in_thought(result: Mapping[str, Any]) -> bool:
+    """Whether a chat ended within its thoughts: its stream tells no end of them then, and no signature."""
+    message = result["message"]
+    is_over = result["finish_reason"] == "stop" and result.get("stop_sequence") is None
+    return not (is_over or message.get("content") or message.get("tool_calls"))
+
+
 def _choice(kind: str, index: int, choice: Mapping[str, Any]) -> dict[str, Any]:
     reason, logprobs = choice["finish_reason"], choice.get("logprobs")
     if kind != "chat":

@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cellama.tasks.contract.errors import InvalidJob
+from cellama.tasks.contract.json_values import shorten
 
 from .parameters import CHAT, CONTENT, PARAMETERS, Rule
 
 _ASSISTANTS_EMPTY = ("annotations", "audio", "function_call", "refusal")  # OpenAI's client sends them back
-_OF_THE_JOB = re.compile(r"^(unknown parameter ')?([a-z_]+)(?= is |\.|')")  # as payloads name what is wrong
+_OF_THE_JOB = re.compile(r"^(unknown parameter ')?([a-z_]+)(?= is |\.|\[|')")  # as payloads name what is wrong
 
 
 def params_of_body(url: Any, body: Any) -> dict[str, Any]:
@@ -49,7 +50,10 @@ def _put(params: dict[str, Any], name: str, value: Any, told: str) -> None:
 
 
 def _short(value: Any) -> str:
-    return json.dumps(value)[:80]
+    try:
+        return json.dumps(value)[:80]
+    except RecursionError:
+        return shorten(value)
 
 
 def _take_messages(params: dict[str, Any], given: Mapping[str, Any], url: str) -> None:

@@ -66,12 +66,13 @@ def json_text(value: Any, max_chars: int) -> str:
     return text
 
 
-def check_json(value: Any) -> None:
-    """Raises ValueError for what JSON can't hold, and for what is nested too deeply. Does not recurse."""
+def check_json(value: Any, around: int = 0) -> None:
+    """Raises ValueError for what JSON can't hold, and for what is nested too deeply, but for so many levels around it.
+    Does not recurse."""
     level, depth = [value], 0
     while level:
         depth += 1
-        if depth > limits.MAX_JSON_DEPTH:
+        if depth > limits.MAX_JSON_DEPTH + around:
             raise ValueError(f"it is nested more than {limits.MAX_JSON_DEPTH} levels deep; make it flatter")
         inner: list[Any] = []
         for each in level:

@@ -51,7 +51,7 @@ def _failed(request: Request, error: ApiError) -> Response:
 
 
 def _envelope(request: Request, error: ApiError) -> dict[str, Any]:
-    return envelope(error.status, error.message, request.state.request_id)
+    return envelope(error.status, error.message, request.state.request_id, error.code)
 
 
 @_in_anthropics_words
@@ -81,7 +81,7 @@ async def count_tokens(request: Request) -> Response:
             asked, name, 0, lambda key: submit(name, order.messages, idempotency_key=key, **first, **order.params)
         )
     except InvalidJob as error:
-        raise wrong(error) from None
+        raise wrong(error, asked.body) from None
     return JSONResponse({"input_tokens": len(result["tokens"])}, headers=headers)
 
 
@@ -93,7 +93,7 @@ async def _submit(running: Running, order: Order) -> None:
             lambda key: submit(order.model, order.messages, wait=True, idempotency_key=key, **order.params)
         )
     except InvalidJob as error:
-        raise wrong(error) from None
+        raise wrong(error, running.asked.body) from None
 
 
 async def _whole(running: Running, order: Order) -> dict[str, Any]:

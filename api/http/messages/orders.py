@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from cellama.api.anthropic.answers import NO_THREADS
 from cellama.api.anthropic.bodies import Ordered, counted, in_anthropics_words, ordered
 from cellama.api.http.allowance import tokens_of
 from cellama.api.http.asking import Asked, flag
@@ -53,7 +55,7 @@ def order_of(asked: Asked, model: ModelView) -> Order:
     try:
         order = ordered(_own(asked))
     except InvalidJob as error:
-        raise wrong(error) from None
+        raise wrong(error, asked.body) from None
     params = {**order.params, "stream": is_stream, **asked.params_of_caller()}
     return Order(asked.name_of(model), order.messages, params, tier, is_stream, order.shows_thoughts)
 
@@ -63,12 +65,13 @@ def count_of(asked: Asked) -> Ordered:
     try:
         return counted(asked.body)
     except InvalidJob as error:
-        raise wrong(error) from None
+        raise wrong(error, asked.body) from None
 
 
-def wrong(error: InvalidJob) -> ApiError:
+def wrong(error: InvalidJob, body: Mapping[str, Any]) -> ApiError:
     """What is wrong with the body, under Anthropic's names."""
-    return ApiError(400, in_anthropics_words(str(error)))
+    told = in_anthropics_words(str(error), body)
+    return ApiError(400, told, code=NO_THREADS if told.startswith("thread is ") else None)
 
 
 def _own(asked: Asked) -> dict[str, Any]:

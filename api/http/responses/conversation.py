@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cellama.api.http.asking import Asked
@@ -21,17 +21,18 @@ _FIELD = "previous_response_id"
 
 @dataclass(frozen=True, slots=True)
 class Previous:
-    """A response that another one follows."""
+    """A response that another one follows. `has_context` says whether Redis has the tokens of its context, still."""
 
     record: Record
     standing: Standing
+    has_context: bool = False
 
     def key_for(
         self, model: str, params: dict[str, Any], instructions: str | None, items: list[dict[str, Any]]
     ) -> str | None:
         """The `parent_key` of what follows, if that would read the very same context. Only a user's words follow one:
         many chat templates refuse answers of tools without their calls, or a system message in the midst."""
-        mine, alike = self.record, self.standing.response["status"] == "completed"
+        mine, alike = self.record, self.has_context and self.standing.response["status"] == "completed"
         alike &= mine.model == model and mine.shown["instructions"] == instructions
         alike &= items[0].get("role") == "user"
         alike &= all(mine.params.get(name) == params.get(name) for name in _OF_THE_CONTEXT)
@@ -45,7 +46,8 @@ async def previous_of(asked: Asked, records: Records) -> Previous | None:
         return None
     if not isinstance(wanted, str):
         raise ApiError(400, f"{_FIELD} is {shorten(wanted)}; it must be the id of a response", param=_FIELD)
-    return await _ended(asked, records, wanted)
+    found = await _ended(asked, records, wanted)
+    return replace(found, has_context=await records.has_context(found.standing.finish_key))
 
 
 async def _ended(asked: Asked, records: Records, response_id: str) -> Previous:

@@ -56,7 +56,7 @@ async def _submit(running: Running, order: Order, records: Records) -> Record:
     except InvalidJob as error:
         if is_new:
             await records.withdraw(record)
-        raise refused(error) from None
+        raise refused(error, asked.body) from None
     except ApiError:  # a queue that is too long: the job is cancelled, and no client knows the id
         if is_new and not running.is_kept:
             await records.withdraw(record)

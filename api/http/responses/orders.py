@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from cellama.api.http.allowance import count, rest_of_context, tokens_of, within_limit
 from cellama.api.http.asking import Asked, flag
@@ -70,6 +72,7 @@ async def order_of(asked: Asked, model: ModelView, records: Records) -> Order:
     return Order(record, tier, is_stream, num_read + count(params["max_tokens"], 1))
 
 
-def refused(error: InvalidJob) -> ApiError:
-    """What the payload of the job says is wrong. It calls things by names that a body may not have itself."""
-    return wrong(RESPONSES, error, {name: rule for name, rule in RULES.items() if rule.fate != "refused"})
+def refused(error: InvalidJob, body: Mapping[str, Any]) -> ApiError:
+    """What the payload of the job says is wrong. It calls things by names that a body may not have itself, or has."""
+    rules = {name: rule for name, rule in RULES.items() if rule.fate != "refused" and rule.to not in body}
+    return wrong(RESPONSES, error, rules)

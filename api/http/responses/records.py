@@ -14,7 +14,7 @@ from cellama.api.http.keys.owners import Owners
 from cellama.api.openai.responses.record import Record
 from cellama.api.webhooks import heed
 from cellama.tasks.connection.redis_errors import reaching_redis
-from cellama.tasks.contract.keys import heeded_key, job_key, journal_key, response_key, result_key
+from cellama.tasks.contract.keys import context_key, heeded_key, job_key, journal_key, response_key, result_key
 
 _ID = re.compile(r"resp_[0-9a-f]{32}")
 OWNED_S = 3600  # an owner outlives the record: without one it would be of all who have no tenant
@@ -70,6 +70,13 @@ class Records:
             if record is not None and record.store and caller.may_ask(record.model):
                 return record
         raise not_there("response", response_id)
+
+    async def has_context(self, key: str | None) -> bool:
+        """Whether a job can go on after the context of this key."""
+        if key is None:
+            return False
+        with reaching_redis():
+            return bool(await self._redis.exists(context_key(key)))
 
     async def withdraw(self, record: Record) -> None:
         """There is no such response: its job was refused."""

@@ -7,12 +7,14 @@ from typing import Any
 
 from cellama.api.openai.bodies import set_effort
 from cellama.tasks.contract.errors import InvalidJob
-from cellama.tasks.contract.json_values import shorten
+from cellama.tasks.contract.json_values import check_json, shorten
 
 from .parameters import INCLUDABLE, RULES
 
 MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512  # as OpenAI's; the last two in characters
 _LOGPROBS, _ENCRYPTED = INCLUDABLE
+_AROUND = 8  # levels of a body around a schema, and more
+_REPEATED = ("user", "safety_identifier", "prompt_cache_key")  # ignored, but shown again
 
 
 def params_of(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -20,6 +22,8 @@ def params_of(body: Mapping[str, Any]) -> dict[str, Any]:
     given = {name: value for name, value in body.items() if value is not None}
     params: dict[str, Any] = {}
     for name, value in given.items():
+        if name != "input":
+            _check(name, value)
         rule = RULES.get(name)
         if rule is None or rule.fate == "as it is":
             params[name] = value
@@ -40,7 +44,7 @@ def shown_of(body: Mapping[str, Any]) -> dict[str, Any]:
     reasoning, text = _object(body, "reasoning"), _object(body, "text")
     parallel = body.get("parallel_tool_calls")
     return {
-        "instructions": _instructions(body),
+        "instructions": _text(body, "instructions"),
         "max_output_tokens": body.get("max_output_tokens"),
         "metadata": _metadata(body.get("metadata")),
         "parallel_tool_calls": True if parallel is None else parallel,
@@ -53,7 +57,7 @@ def shown_of(body: Mapping[str, Any]) -> dict[str, Any]:
         "top_logprobs": body.get("top_logprobs") or 0,
         "top_p": body.get("top_p"),
         "truncation": "disabled",
-        **{name: body[name] for name in ("user", "safety_identifier", "prompt_cache_key") if body.get(name)},
+        **{name: value for name in _REPEATED if (value := _text(body, name))},
     }
 
 
@@ -69,11 +73,19 @@ def _include(body: Mapping[str, Any]) -> list[str]:
     return include
 
 
-def _instructions(body: Mapping[str, Any]) -> str | None:
-    instructions = body.get("instructions")
-    if instructions is not None and not isinstance(instructions, str):
-        raise InvalidJob(f"instructions is {shorten(instructions)}; it must be a text")
-    return instructions
+def _check(name: str, value: Any) -> None:
+    """What is kept, and perhaps shown again, must be JSON that can be sent. Payloads count the levels of schemas."""
+    try:
+        check_json(value, around=_AROUND)
+    except ValueError as error:
+        raise InvalidJob(f"{name} is {shorten(value)}: {error}") from None
+
+
+def _text(body: Mapping[str, Any], name: str) -> str | None:
+    value = body.get(name)
+    if value is not None and not isinstance(value, str):
+        raise InvalidJob(f"{name} is {shorten(value)}; it must be a text")
+    return value
 
 
 def _metadata(given: Any) -> dict[str, str]:
@@ -98,8 +110,10 @@ def _object(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _take_text(params: dict[str, Any], given: Mapping[str, Any]) -> None:
-    wanted: Any = _object(given, "text").get("format")
-    kind = wanted.get("type") if isinstance(wanted, dict) else wanted
+    wanted = _object(given, "text").get("format") or {}
+    if not isinstance(wanted, dict):
+        raise InvalidJob(f"text.format is {shorten(wanted)}; it must be an object with a type")
+    kind = wanted.get("type")
     if kind in (None, "text"):
         return
     if "json_schema" in params or "grammar" in params:

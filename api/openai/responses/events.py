@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from cellama.api.openai.answers import was_cut_in_thought
 from cellama.api.openai.chunks import reasoning_tokens_of
 
 from .output import Output
@@ -108,13 +109,15 @@ class Fold:
 
 
 def journal_of_result(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Events that come to the same as those of which the result was made, but for the counts of thoughts."""
+    """Events that come to the same as those of which the result was made, but for the counts of thoughts, and for the
+    logprobs of a text after thoughts: a result does not say where they begin."""
     message = result["message"]
     events: list[dict[str, Any]] = []
     if thoughts := message.get("reasoning"):
         events.append({"type": "reasoning", "text": thoughts, "tokens": []})
-        events.append({"type": "reasoning_end", "signature": message.get("signature", ""), "tokens": []})
-    text, entries = message["content"] or "", result.get("logprobs")
+        if not was_cut_in_thought(result):
+            events.append({"type": "reasoning_end", "signature": message.get("signature", ""), "tokens": []})
+    text, entries = message["content"] or "", None if thoughts else result.get("logprobs")
     if text:
         events.append({"type": "token", "text": text, "tokens": [], **({"logprobs": entries} if entries else {})})
     done = {"type": "done", "finish_reason": result["finish_reason"], "usage": result["usage"]}

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cellama.tasks.contract.errors import InvalidJob
-from cellama.tasks.contract.json_values import shorten
+from cellama.tasks.contract.json_values import check_text, shorten
 
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
@@ -22,9 +22,19 @@ def items_of(given: Any, response_id: str) -> list[dict[str, Any]]:
         raise InvalidJob(f"input is {shorten(given)}; it must be a text or a list of items")
     items = [_item(place, item, response_id) for place, item in enumerate(given)]
     known = [item for item in items if item is not None]
+    _check_ids(known)
     if not known:
         raise InvalidJob("input is without a message; send a text, or items of type message or function_call_output")
     return known
+
+
+def _check_ids(items: Sequence[Mapping[str, Any]]) -> None:
+    """A list of them is read page by page, each after the last id of the one before."""
+    seen: set[str] = set()
+    for item in items:
+        if item["id"] in seen:
+            raise InvalidJob(f"input is a list with two items of the id {shorten(item['id'])}; ids must differ")
+        seen.add(item["id"])
 
 
 def _item(place: int, item: Any, response_id: str) -> dict[str, Any] | None:
@@ -41,9 +51,8 @@ def _item(place: int, item: Any, response_id: str) -> dict[str, Any] | None:
         )
     if kind not in _PREFIXES:
         return None
-    given = item.get("id")
-    own = {"id": given if isinstance(given, str) and given else f"{_PREFIXES[kind]}_{response_id[5:]}_{place}"}
-    return own | {"type": kind} | _READERS[kind](where, item)
+    own = _text(where, item, "id") if item.get("id") else f"{_PREFIXES[kind]}_{response_id[5:]}_{place}"
+    return {"id": own, "type": kind} | _READERS[kind](where, item)
 
 
 def _read_message(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,13 +95,20 @@ def _text(where: str, item: Mapping[str, Any], name: str) -> str:
     value = item.get(name)
     if not isinstance(value, str):
         raise InvalidJob(f"{where}.{name} is {shorten(value)}; it must be a text")
-    return value
+    return _checked(f"{where}.{name}", value)
+
+
+def _checked(where: str, text: str) -> str:
+    try:
+        return check_text(text)
+    except ValueError as error:
+        raise InvalidJob(f"{where} is {shorten(text)}: {error}") from None
 
 
 def _texts(where: str, content: Any) -> list[str]:
     """The texts of a content: a text, or parts. A refusal is what the model has said."""
     if isinstance(content, str):
-        return [content]
+        return [_checked(where, content)]
     if not isinstance(content, list):
         raise InvalidJob(f"{where} is {shorten(content)}; it must be a text or a list of parts")
     return [_part(f"{where}[{place}]", part) for place, part in enumerate(content)]

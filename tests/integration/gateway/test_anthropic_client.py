@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import anthropic
 import httpx
@@ -86,6 +86,23 @@ def test_tool_call_makes_a_round_trip(client: Anthropic) -> None:
     ]
     last = client.messages.create(**{**ASKED, "messages": turns, "tools": [TOOL]})
     assert last.role == "assistant"
+
+
+def test_tool_runner_of_the_client_runs_without_threads(client: Anthropic) -> None:
+    cities: list[str] = []
+
+    @anthropic.beta_tool
+    def get_weather(city: Literal["Paris", "Rome"]) -> str:
+        """The weather in a city"""
+        cities.append(city)
+        return "12 degrees"
+
+    asked: Any = {**CALL, "tools": [get_weather]}
+    replies = list(client.beta.messages.tool_runner(**asked, max_iterations=2))
+    assert [reply.stop_reason for reply in replies] == ["tool_use", "tool_use"]
+    assert cities
+    with pytest.raises(anthropic.BadRequestError, match=r"thread is .*send all of it"):
+        client.beta.messages.create(**ASKED, thread={"type": "create"})
 
 
 def test_counted_tokens_are_those_that_are_read(client: Anthropic) -> None:

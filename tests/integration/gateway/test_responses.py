@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -13,9 +14,9 @@ from pydantic import BaseModel, Field
 from redis import Redis
 
 from cellama.api.client.client import Client
-from cellama.tasks.contract.keys import journal_key, response_key
+from cellama.tasks.contract.keys import job_key, journal_key, response_key, result_key
 
-from ...conftest import WorkerProcess, wait_until
+from ...conftest import PATIENCE_S, WorkerProcess, wait_until
 from ...gateways import GatewayProcess
 
 FUNCTION: Any = {
@@ -118,6 +119,25 @@ def test_response_that_is_deleted_is_gone(openai: OpenAI, redis_client: Redis) -
     assert not redis_client.exists(response_key(answer.id))
 
 
+def test_readers_of_a_response_that_is_deleted_hear_its_end(
+    openai: OpenAI, redis_client: Redis, worker: WorkerProcess
+) -> None:
+    with worker.slowed():
+        begun = openai.responses.create(**LONG, background=True)
+        record: Any = redis_client.get(response_key(begun.id))
+        job_id = json.loads(record)["job_id"]
+        with ThreadPoolExecutor(3) as pool:
+            readers = [openai.responses.retrieve(begun.id, stream=True) for _ in range(3)]
+            told = [[next(reader).to_dict() for _ in range(6)] for reader in readers]
+            rest = [pool.submit(events_of, reader) for reader in readers]
+            openai.responses.delete(begun.id)
+            read = [begin + end.result(PATIENCE_S) for begin, end in zip(told, rest, strict=True)]
+    assert read[0] == read[1] == read[2]
+    assert [event["sequence_number"] for event in read[0]] == list(range(len(read[0])))
+    assert read[0][-1]["type"] == "response.cancelled"
+    assert not redis_client.exists(journal_key(job_id), job_key(job_id), result_key(job_id), response_key(begun.id))
+
+
 def test_response_that_is_not_stored_can_not_be_asked_for(openai: OpenAI) -> None:
     answer = openai.responses.create(**ASKED, store=False)
     assert answer.store is False  # type: ignore[attr-defined]
@@ -206,10 +226,19 @@ def test_same_key_is_the_same_response(openai: OpenAI, redis_client: Redis) -> N
         ({"background": 1}, "background"),
         ({"truncation": "auto"}, "truncation"),
         ({"colour": "red"}, "colour"),
+        ({"colour": json.loads("[" * 700 + "]" * 700)}, "colour"),
+        ({"input": [7]}, "input"),
+        ({"text": {"format": "json_schema"}}, "text"),
+        ({"template_args": 7}, "template_args"),
+        ({"metadata": {"a": "half a pair: \ud800"}}, "metadata"),
+        ({"user": float("nan"), "stream": True}, "user"),
+        ({"cache_salt": "\ud800"}, "cache_salt"),
     ],
+    ids=lambda value: repr(value)[:40],
 )
 def test_wrong_parameters_are_named(gateway: GatewayProcess, wrong: dict[str, Any], param: str) -> None:
-    answer = httpx.post(f"{gateway.url}/v1/responses", json={**ASKED, **wrong})
+    headers = {"content-type": "application/json"}
+    answer = gateway.post("/v1/responses", content=json.dumps({**ASKED, **wrong}), headers=headers)
     assert answer.status_code in (400, 404), answer.text
     assert answer.json()["error"]["param"] == param
 

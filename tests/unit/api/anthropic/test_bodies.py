@@ -59,6 +59,7 @@ def test_body_becomes_a_job() -> None:
 def test_thoughts_come_only_when_they_are_asked_for() -> None:
     assert order().params["enable_thinking"] is False
     assert order(thinking={"type": "adaptive"}).params["enable_thinking"] is True
+    assert order(enable_thinking=True).params["enable_thinking"] is True
     assert order(thinking={"type": "adaptive"}).shows_thoughts
     assert not order(thinking={"type": "adaptive", "display": "omitted"}).shows_thoughts
 
@@ -100,8 +101,13 @@ def test_counted_is_what_the_template_reads() -> None:
         ({"tool_choice": {"type": "any"}}, "tool_choice.type"),
         ({"tool_choice": "auto"}, "tool_choice"),
         ({"container": "c"}, "container"),
+        ({"thread": {"type": "create"}}, "thread"),
         ({"speed": "fast"}, "speed"),
         ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),
+        ({"enable_thinking": True, "thinking": {"type": "disabled"}}, "enable_thinking"),
+        ({"thinking_budget": 9, "thinking": {"type": "enabled", "budget_tokens": 5}}, "thinking_budget"),
+        ({"stop": ["A"], "stop_sequences": ["B"]}, "stop"),
+        ({"json_schema": {}, "output_config": {"format": {"type": "json_schema", "schema": {}}}}, "json_schema"),
         ({"n": 2}, "n"),
         ({"logprobs": 1}, "logprobs"),
     ],
@@ -113,10 +119,11 @@ def test_wrong_parameter_is_refused_by_name(body: dict[str, Any], named: str) ->
 
 
 def test_count_refuses_what_it_does_not_read() -> None:
-    with pytest.raises(InvalidJob, match="max_tokens"):
+    with pytest.raises(InvalidJob, match=r"^unknown parameter 'max_tokens'; known"):
         counted({"model": "m", "messages": HELLO, "max_tokens": 5})
 
 
 def test_payloads_words_are_anthropics() -> None:
-    assert in_anthropics_words("stop is 3: …") == "stop_sequences is 3: …"
-    assert in_anthropics_words("top_k is -1: …") == "top_k is -1: …"
+    assert in_anthropics_words("stop is 3: …", {"stop_sequences": 3}) == "stop_sequences is 3: …"
+    assert in_anthropics_words("stop is 3: …", {"stop": 3}) == "stop is 3: …"
+    assert in_anthropics_words("top_k is -1: …", {"top_k": -1}) == "top_k is -1: …"

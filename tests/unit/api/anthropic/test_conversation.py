@@ -72,6 +72,32 @@ def test_answer_comes_back_with_its_signature() -> None:
     assert signer.first_wrong(again) == 2
 
 
+@pytest.mark.parametrize("signature", [{}, {"signature": None}, {"signature": ""}], ids=["none", "null", "empty"])
+def test_thought_needs_no_signature(signature: dict[str, Any]) -> None:
+    blocks = [{"type": "thinking", "thinking": "Hm", **signature}, text("Well")]
+    assert messages_of(None, [HELLO, {"role": "assistant", "content": blocks}, HELLO])[1] == {
+        "role": "assistant",
+        "content": "Well",
+        "reasoning": "Hm",
+    }
+
+
+@pytest.mark.parametrize(
+    ("system", "turns", "named"),
+    [
+        ([text("Be kind"), text("half \ud800")], [HELLO], "system.1.text is "),
+        ("Be kind", [HELLO, {"role": "user", "content": "\0"}], "messages.1.content.0.text is "),
+        ("Be kind", [{"role": "user", "content": [text("Hi"), {"type": "image"}]}], "messages.0.content.1.type is "),
+        ([text("Be kind"), {"type": "image"}], [HELLO], "system.1.type is "),
+    ],
+    ids=["half a pair", "NUL", "image", "image of the system"],
+)
+def test_what_is_wrong_is_told_by_its_place_in_the_body(system: Any, turns: Any, named: str) -> None:
+    with pytest.raises(InvalidJob) as refused:
+        messages_of(system, turns)
+    assert str(refused.value).startswith(named)
+
+
 def test_thought_that_was_left_out_is_no_thought() -> None:
     blocks = [{"type": "thinking", "thinking": "", "signature": ""}, text("Well")]
     assert messages_of(None, [HELLO, {"role": "assistant", "content": blocks}, HELLO])[1] == {

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from anthropic.lib.streaming._messages import accumulate_event
 
-from cellama.api.anthropic.answers import message_of, stop_of
+from cellama.api.anthropic.answers import calls_of, message_of, stop_of
 from cellama.api.anthropic.stream import MessageStream
 
 USAGE = {"prompt_tokens": 10, "completion_tokens": 6, "cached_tokens": 4}
@@ -55,6 +55,20 @@ def test_stream_ends_as_the_whole_message() -> None:
     for mine, theirs in zip(whole["content"], read_message["content"], strict=True):
         assert mine.items() <= theirs.items()
     assert whole["usage"].items() <= read_message["usage"].items()
+
+
+def test_thought_that_was_cut_off_has_no_signature_either_way() -> None:
+    end = done(finish_reason="length")
+    message = {"content": "", "reasoning": "Hm", "signature": "5160"}
+    whole = message_of("msg_1", {**end, "model": "m", "message": message}, max_tokens=6, tier="default")
+    assert whole["content"] == read(told(STARTED, *THOUGHT[:2], end))["content"]
+
+
+@pytest.mark.parametrize("arguments", ['{"a": 1e999}', '{"a": "\\ud800"}', '{"a": NaN}'])
+def test_arguments_that_no_json_can_hold_are_left_as_text(arguments: str) -> None:
+    sent = '{"a": "\\u0000"}'
+    calls = [{"id": "1", "type": "function", "function": {"name": "add", "arguments": a}} for a in (arguments, sent)]
+    assert [block["input"] for block in calls_of(calls)] == [{"value": arguments}, {"a": "\0"}]
 
 
 def test_blocks_are_numbered_and_closed_one_after_another() -> None:

@@ -119,3 +119,11 @@ def test_wrong_types_are_left_to_the_payload_which_names_them(body: dict[str, An
 )
 def test_problem_of_a_job_is_told_under_openais_name(url: str, told: str, shown: str, param: str | None) -> None:
     assert in_openais_words(told, url) == (shown, param)
+
+
+def test_value_that_is_nested_too_deeply_to_be_shown_is_refused_all_the_same() -> None:
+    deep: Any = []
+    for _ in range(2000):
+        deep = [deep]
+    with pytest.raises(InvalidJob, match="text is all that comes"):
+        params_of_body(CHAT, {"model": "m", "messages": [], "audio": deep})

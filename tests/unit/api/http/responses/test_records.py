@@ -21,7 +21,15 @@ from cellama.api.http.responses.standing import look
 from cellama.api.http.responses.streaming import frames
 from cellama.api.openai.responses.record import Record
 from cellama.tasks.contract.errors import StreamTrimmed
-from cellama.tasks.contract.keys import job_key, journal_key, owner_key, response_key, result_key, stream_id
+from cellama.tasks.contract.keys import (
+    context_key,
+    job_key,
+    journal_key,
+    owner_key,
+    response_key,
+    result_key,
+    stream_id,
+)
 
 from ...openai.responses.journals import ID, JOURNALS, record
 from .conftest import Ask
@@ -151,6 +159,8 @@ def follow(can_follow: bool = True, **fields: Any) -> Ask:
 
 def test_context_goes_on_only_where_it_would_be_the_same(run: Any, redis: Redis) -> None:
     write(redis, JOURNALS["text"])
+    assert run(follow()).parent_key is None  # Redis has let its context go
+    redis.set(context_key("k"), "tokens")
     assert run(follow()).parent_key == "k"
     developer = [{"role": "developer", "content": "Be brief"}, {"role": "user", "content": "And?"}]
     answer = [{"type": "function_call_output", "call_id": "c1", "output": "sun"}]

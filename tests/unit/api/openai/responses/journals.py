@@ -20,6 +20,7 @@ def done(reason: Any = "stop", **details: Any) -> Any:
     return events.done(reason, usage, timings={"duration_ms": 2500.0}, finish_key="k", **details)
 
 
+PROBS: Any = [{**PROB, "text": text} for text in ("Hm", "Hi")]
 THOUGHTS = (events.reasoning("Hm", [1]), events.reasoning(", so", [2, 3]), events.reasoning_end("sig", [4]))
 TEXT = (events.token("Hi", [5], logprobs=[PROB]), events.token("", [6]), events.token(" there", [7]))
 JOURNALS: dict[str, tuple[Any, ...]] = {
@@ -31,6 +32,7 @@ JOURNALS: dict[str, tuple[Any, ...]] = {
     "cut off": (STARTED, *TEXT, done("length")),
     "out of time": (done("timeout"),),
     "cut off in thought": (STARTED, *THOUGHTS[:2], done("length")),
+    "stopped in thought": (STARTED, *THOUGHTS[:2], done(stop_sequence="so")),
     "cancelled": (STARTED, *TEXT[:1], done("cancelled")),
     "failed": (STARTED, *TEXT[:1], events.error("internal", "no more memory")),
     "failed at once": (events.error("prompt_too_long", "9 tokens"),),

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from cellama.api.openai.responses.events import Fold, journal_of_result
 from cellama.api.openai.responses.record import Record
 
-from .journals import CALL, ID, JOURNALS, STARTED, TEXT, THOUGHTS, done, record
+from .journals import CALL, ID, JOURNALS, PROBS, STARTED, TEXT, THOUGHTS, done, record
 
 OPENAIS: TypeAdapter[Any] = TypeAdapter(get_args(ResponseStreamEvent)[0])
 
@@ -100,14 +100,23 @@ def test_usage_counts_thoughts() -> None:
     assert usage["output_tokens_details"] == {"reasoning_tokens": 4}
 
 
-@pytest.mark.parametrize("name", ["text", "thoughts", "calls", "text and call", "nothing", "cut off"])
+KEPT = ["text", "thoughts", "calls", "text and call", "nothing", "cut off", "cut off in thought", "stopped in thought"]
+
+
+@pytest.mark.parametrize("name", KEPT)
 def test_object_is_the_same_when_only_the_result_is_left(name: str) -> None:
-    result = result_of(JOURNALS[name])
-    _, whole = fold(JOURNALS[name], record(params={"logprobs": 0}, shows_signatures=True))
-    _, rest = fold(journal_of_result(result), record(params={"logprobs": 0}, shows_signatures=True))
+    result, params = result_of(JOURNALS[name]), {} if name == "thoughts" else {"logprobs": 0}
+    _, whole = fold(JOURNALS[name], record(params=params, shows_signatures=True))
+    _, rest = fold(journal_of_result(result), record(params=params, shows_signatures=True))
     for response in (whole, rest):
         response["usage"].pop("output_tokens_details")
     assert rest == whole
+
+
+def test_logprobs_of_thoughts_are_none_of_the_text() -> None:
+    result = {**result_of(JOURNALS["thoughts"]), "logprobs": PROBS}
+    _, rest = fold(journal_of_result(result), record(params={"logprobs": 0}))
+    assert rest["output"][1]["content"][0]["logprobs"] == []
 
 
 def test_signatures_are_shown_to_who_asks_for_them() -> None:
@@ -133,4 +142,5 @@ def result_of(journal: Any) -> dict[str, Any]:
     calls = {"tool_calls": end["tool_calls"]} if "tool_calls" in end else {}
     probs = [entry for event in journal for entry in event.get("logprobs", ())]
     rest = {name: end[name] for name in ("finish_reason", "usage", "timings", "finish_key")}
+    rest["stop_sequence"] = end.get("stop_sequence")
     return {"message": {**message, **calls}, **rest, **({"logprobs": probs} if probs else {})}

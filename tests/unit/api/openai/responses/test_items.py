@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import math
 from typing import Any
 
 import pytest
 
 from cellama.api.openai.responses.bodies import params_of, shown_of, wants_encrypted
 from cellama.api.openai.responses.items import items_of, messages_of
+from cellama.config import limits
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.kinds import KINDS
+from cellama.tasks.contract.payloads import ChatJob, parse_job
 
 from .journals import ID
 
@@ -72,6 +76,13 @@ def test_thoughts_without_text_or_answer_are_no_turn() -> None:
         ([{"type": "function_call_output", "call_id": "c"}], "input[0].output is None"),
         ([{"type": "reasoning", "encrypted_content": 7}], "input[0].encrypted_content is 7"),
         ([{"role": "user", "content": "Hi"}, {"type": "item_reference", "id": "msg_1"}], "send them as they are"),
+        ([{"role": "user", "content": "Hi"}, {"role": "user", "content": "\ud800"}], "input[1].content is '\\ud800'"),
+        ([{"role": "user", "content": [{"type": "input_text", "text": "\0"}]}], "input[0].content[0].text is"),
+        ([{"role": "user", "content": "Hi", "id": "\ud800"}], "input[0].id is '\\ud800'"),
+        (
+            [{"role": "user", "content": "Hi", "id": "a"}, {"role": "user", "content": "Ho", "id": "a"}],
+            "ids must differ",
+        ),
     ],
 )
 def test_wrong_items_are_named(given: Any, told: str) -> None:
@@ -111,6 +122,18 @@ def test_body_becomes_parameters_of_a_chat() -> None:
     assert set(params) <= set(kind.payload.model_fields)
 
 
+def test_schemas_may_be_as_deep_as_those_of_other_jobs() -> None:
+    schema: dict[str, Any] = {"type": "object"}
+    for _ in range(limits.MAX_JSON_DEPTH // 2 - 1):
+        schema = {"type": "object", "properties": {"a": schema}}
+    form = {"type": "json_schema", "schema": schema}
+    made = params_of({"tools": [{**FUNCTION, "parameters": schema}], "text": {"format": form}})
+    parse_job(ChatJob, (), (), {"model": "m", "messages": messages("Hi"), **made})
+    deeper = {"type": "object", "properties": {"a": schema}}
+    with pytest.raises(InvalidJob, match="nested more than"):
+        parse_job(ChatJob, (), (), {"model": "m", "messages": messages("Hi"), **made, "json_schema": deeper})
+
+
 def test_choice_of_tools_that_were_skipped_is_none() -> None:
     assert params_of({"tools": [{"type": "web_search"}], "tool_choice": "auto"}) == {}
 
@@ -125,7 +148,14 @@ def test_choice_of_tools_that_were_skipped_is_none() -> None:
         ({"priority": 0}, "use `service_tier`"),
         ({"text": 7}, "text is 7"),
         ({"text": {"format": {"type": "xml"}}}, "its format must be"),
-        ({"text": {"format": "json"}}, "its format must be"),
+        ({"text": {"format": "json"}}, "text.format is 'json'"),
+        ({"text": {"format": "json_schema"}}, "text.format is 'json_schema'"),
+        ({"text": {"format": {"type": "text", "name": "\ud800"}}}, "text is"),
+        ({"text": {"format": {"type": "text", "name": math.nan}}}, "JSON has no nan"),
+        ({"user": ["x"]}, "user is ['x']"),
+        ({"prompt_cache_key": "\ud800"}, "prompt_cache_key is '\\ud800'"),
+        ({"metadata": {"a": "\ud800"}}, "not valid UTF-8"),
+        ({"colour": json.loads("[" * 500 + "]" * 500)}, "nested more than"),
         ({"text": {"format": {"type": "json_object"}}, "grammar": "root ::= x"}, "leave one out"),
         ({"reasoning": {"effort": 3}}, "its effort must be"),
         ({"tools": [7]}, "tools is [7]"),
