@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,7 +16,9 @@ from typer.testing import CliRunner, Result
 from cellama.api.cli import app
 from cellama.api.cli.screen.top import look
 from cellama.api.client.client import Client
+from cellama.api.machine.redis_server import PortTaken, RedisServer, free_port
 from cellama.tasks import generate
+from cellama.tasks.contract.codes import Exit
 from cellama.tasks.contract.errors import InvalidJob, UnknownJob, UnknownModel
 from cellama.tasks.contract.keys import DEAD_KEY, WORKERS_KEY, batch_key, job_key
 from cellama.tasks.state.bulk_runs import SILENT_S, Batches
@@ -65,6 +67,22 @@ def test_status_and_top_show_queues_by_class_and_dead_jobs(unserved: str, redis_
     assert next(job for job in seen["dead"] if job["id"] == died)["attempts"] == 4
     assert unserved in text
     assert f"{died} in cellama:queue:{unserved}, 4 attempts, the last on w@host" in text
+
+
+@pytest.mark.parametrize(("is_up", "code"), [(True, Exit.OK), (False, Exit.UNREACHABLE)], ids=["up", "away"])
+def test_metrics_told_once_fail_without_redis(
+    redis_server: RedisServer, settings_environment: Callable[..., None], is_up: bool, code: Exit
+) -> None:
+    settings_environment(redis_url=redis_server.url if is_up else f"redis://127.0.0.1:{free_port()}/0")
+    told = cellama("metrics", "--once")
+    assert (f"cellama_up {is_up:.1f}" in told.stdout, told.exit_code) == (True, code)
+
+
+def test_gateway_that_cannot_listen_says_so_with_a_remedy() -> None:
+    refused = cellama("gateway", "--host", "192.0.2.1")  # of no machine: RFC 5737
+    assert isinstance(refused.exception, PortTaken)
+    assert "port 8000 on 192.0.2.1 can't be had" in str(refused.exception)
+    assert "--host" in str(refused.exception)
 
 
 def test_jobs_are_listed_with_their_ids_until_they_end(unserved: str) -> None:
