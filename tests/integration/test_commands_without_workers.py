@@ -168,6 +168,17 @@ def test_runs_of_the_gateway_whose_ids_begin_alike_are_told_apart(redis_client: 
     assert all(name[: len("batch_") + 8] in shown for name in ids)
 
 
+def test_run_of_a_gateway_names_no_file_of_the_machine_where_that_works(redis_client: Redis) -> None:
+    name = f"batch_{uuid.uuid4().hex}"
+    Batches(redis_client).write(name, state="in_progress", input="/x/input.jsonl", output="/x/output.jsonl")
+    redis_client.hset(batch_key(name), "at", time.time() - 2 * SILENT_S)
+    shown = "".join(cellama("batch", *argv).output for argv in (("list",), ("status", name), ("cancel", name)))
+    told = [line for line in shown.splitlines() if name[: len("batch_") + 8] in line or "goes on" in line]
+    assert "/x/" not in "".join(told)
+    assert "interrupted; a gateway goes on with it" in shown
+    assert f"no gateway worked on it; finished lines are in the output file of /v1/batches/{name}" in shown
+
+
 def test_interrupted_run_that_is_cancelled_is_so_at_once_and_only_once(run_id: str) -> None:
     assert "is cancelled: no command worked on it" in cellama("batch", "cancel", run_id).output
     facts = json.loads(cellama("batch", "status", run_id, "--json").output)
