@@ -151,7 +151,7 @@ def live_worker(redis_client: Redis) -> Iterator[str]:
 
 def test_runs_are_told_with_their_model_their_time_and_what_became_of_them(run_id: str) -> None:
     line = next(line for line in cellama("batch", "list").output.splitlines() if run_id[:8] in line)
-    assert {"interrupted", time.strftime("%Y-%m-%d"), f"/x/{run_id}.jsonl"} <= set(line.split())
+    assert {"interrupted", time.strftime("%m-%d"), f"/x/{run_id}.jsonl"} <= set(line.split())
     assert "4 of 9" in line
     shown = cellama("batch", "status", run_id[:8]).output
     assert f"cellama batch resume /x/{run_id}.jsonl" in shown

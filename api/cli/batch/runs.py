@@ -45,16 +45,17 @@ def batch_list_command(json: JsonOption = False) -> None:
     elif not runs:
         out.print("no bulk run in the last 30 days; `cellama batch run IN -o OUT` begins one")
     else:
-        columns = ("run", "begun", "state", "model", "lines", "failed", "tokens", "output")
-        table = table_of(*columns, right=_NUMBERS, whole="run, lines")
+        columns = ("run", "begun", "state", "model", "lines", "tokens", "output")
+        table = table_of(*columns, right=_NUMBERS, whole="run, begun, state, lines")
         for run in runs:
             output = "at the gateway" if _is_of_gateway(run) else str(run.get("output", ""))
             tokens = str(run.get("completion_tokens", 0))
-            table.add_row(*_head(run), _lines(run), str(run.get("failed", 0)), tokens, output)
+            failed = f"\n{run['failed']} failed" if run.get("failed") else ""
+            table.add_row(*_head(run), _lines(run) + failed, tokens, output)
         out.print(table)
 
 
-_NUMBERS = "lines, failed, tokens"
+_NUMBERS = "lines, tokens"
 
 
 def batch_status_command(run: RunArgument, json: JsonOption = False) -> None:
@@ -108,7 +109,7 @@ def _output(run: dict[str, Any]) -> str:
 
 
 def _head(run: dict[str, Any]) -> tuple[str, str, str, str]:
-    begun = readable_time(run["created_at"])[:16] if "created_at" in run else ""
+    begun = readable_time(run["created_at"])[5:16] if "created_at" in run else ""  # of the last 30 days
     return _short(run["id"]), begun, _state(run), str(run.get("model") or "")
 
 
