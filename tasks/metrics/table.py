@@ -253,7 +253,7 @@ QUEUES = (
         "gauge",
         "redis",
         ("tenant",),
-        ("cellama_tenant_requests_running", "requests of a tenant's keys in Redis with a limit on jobs"),
+        ("cellama_tenant_jobs", "jobs that wait or run, of a tenant's keys in Redis with a limit on jobs"),
         ("cellama_tenant_window_tokens", "tokens charged to a tenant's keys in Redis, in a minute or two"),
     ),
 )

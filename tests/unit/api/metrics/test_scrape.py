@@ -142,7 +142,7 @@ def test_tenants_are_sums_over_their_keys(redis: Any) -> None:
     redis.hset(keys.API_KEYS_KEY, "broken", b"\xff{")
     scrape = Scrape(redis)
     assert value(scrape, "cellama_tenant_window_tokens", tenant="acme") == 12
-    assert value(scrape, "cellama_tenant_requests_running", tenant="acme") == 2
+    assert value(scrape, "cellama_tenant_jobs", tenant="acme") == 2
     assert value(scrape, "cellama_scrape_truncated") == 0
 
 
