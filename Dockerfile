@@ -1,4 +1,4 @@
-# One image for workers, Flower and producers. For NVIDIA docker-compose.yml gives other bases and CMAKE_ARGS.
+# One image for workers, gateways, Flower and producers. For NVIDIA docker-compose.yml gives other bases and CMAKE_ARGS.
 # It runs on every x86-64 CPU with AVX2; CMAKE_ARGS="" builds for the CPU of the building machine, which may be faster.
 ARG BUILD_BASE=python:3.11-slim-bookworm
 ARG BASE=python:3.11-slim-bookworm
@@ -13,7 +13,7 @@ COPY constraints.txt .
 # llama.cpp first: it takes minutes and changes seldom.
 RUN /venv/bin/pip install --no-cache-dir -c constraints.txt llama-cpp-python
 COPY . .
-RUN /venv/bin/pip install --no-cache-dir -c constraints.txt '.[worker,flower,metrics,otel]'
+RUN /venv/bin/pip install --no-cache-dir -c constraints.txt '.[worker,http,files,flower,metrics,otel]'
 
 FROM ${BASE}
 RUN apt-get update && apt-get install -y --no-install-recommends libgomp1 python3 && rm -rf /var/lib/apt/lists/* \

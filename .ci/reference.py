@@ -247,17 +247,15 @@ def anthropic() -> str:
 
 
 def metrics(source: str) -> str:
-    """The metrics of one source: name, type, labels, help; of histograms the bounds of their buckets."""
+    """The metrics of one source: name, type, help and labels; of histograms the bounds of their buckets."""
     rows = [row for row in find("cellama.tasks.metrics.table.TABLE").values() if row.source == source]
-    told = [
-        (f"`{row.name}`", row.kind, ", ".join(f"`{label}`" for label in row.labels), row.help, _bounds(row.bounds))
-        for row in rows
-    ]
-    return table(("metric", "type", "labels", "what it says", "buckets"), told)
+    return table(("metric", "type", "what it says"), ((f"`{row.name}`", row.kind, _said(row)) for row in rows))
 
 
-def _bounds(bounds: tuple[float, ...]) -> str:
-    return f"{len(bounds)}, {bounds[0]:g} to {bounds[-1]:g}" if bounds else ""
+def _said(row: Any) -> str:
+    labels = ", ".join(f"`{label}`" for label in row.labels)
+    bounds = row.bounds and f"{len(row.bounds)} buckets from {row.bounds[0]:g} to {row.bounds[-1]:g}"
+    return "; ".join(filter(None, (row.help, labels and f"by {labels}", bounds)))
 
 
 def _of_rule(rule: Any) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
+from typing import Annotated, Any
 
 from pydantic import Field, field_validator
-from pydantic_settings import BaseSettings
+from pydantic_settings import BaseSettings, NoDecode
 
 _ORIGIN = re.compile(r"https?://[a-z0-9.\-\[\]:]+", re.ASCII)  # browsers write them in small letters
 
@@ -47,10 +49,10 @@ class GatewaySettings(BaseSettings):
     gateway_open_batches: int = Field(
         default=100, ge=1, description="batches of a tenant that have not ended; more are refused with 429"
     )
-    gateway_cors_origins: list[str] = Field(
+    gateway_cors_origins: Annotated[list[str], NoDecode] = Field(
         default=[],
-        description="JSON list of origins, such as https://chat.example.org, whose pages may ask from a browser; "
-        '["*"] is every one. Default: none',
+        description="origins, such as https://chat.example.org, whose pages may ask from a browser: a JSON list, or "
+        "with commas between them; `*` is every one. Default: none",
     )
     gateway_webhook_timeout_s: float = Field(
         default=15.0, gt=0, le=60, description="time for an endpoint to answer a webhook"
@@ -58,6 +60,18 @@ class GatewaySettings(BaseSettings):
     gateway_webhook_private: bool = Field(
         default=False, description="webhooks may go to loopback and private addresses, too, and over http"
     )
+
+    @field_validator("gateway_cors_origins", mode="before")
+    @classmethod
+    def _parse_origins(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        if not value.startswith("["):
+            return [origin.strip() for origin in value.split(",") if origin.strip()]
+        try:
+            return json.loads(value)
+        except ValueError as error:
+            raise ValueError(f"it begins as a JSON list, and is none: {error}") from None
 
     @field_validator("gateway_cors_origins")
     @classmethod

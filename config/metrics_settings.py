@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from pydantic import Field, SecretStr
+from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings
+
+LEAST_TOKEN = 16  # characters
 
 
 class MetricsSettings(BaseSettings):
@@ -20,9 +22,16 @@ class MetricsSettings(BaseSettings):
     )
     gateway_metrics_token: SecretStr | None = Field(
         default=None,
-        min_length=16,
-        description="opens the gateway's `/metrics` (`Authorization: Bearer …`); default: it is for this machine only",
+        description="opens the gateway's `/metrics` (`Authorization: Bearer …`), 16 characters or more; default: it is "
+        "for this machine only",
     )
     board_url: str | None = Field(
         default=None, pattern=r"^https?://\S+$", description="of the board in Grafana: Flower links to it"
     )
+
+    @field_validator("gateway_metrics_token")
+    @classmethod
+    def _check_token(cls, token: SecretStr | None) -> SecretStr | None:
+        if token is not None and len(token) < LEAST_TOKEN:
+            raise ValueError(f"it has {len(token)} characters; it must have {LEAST_TOKEN} or more")
+        return token

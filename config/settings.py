@@ -27,6 +27,7 @@ from .gateway_settings import GatewaySettings
 from .metrics_settings import MetricsSettings
 from .model_ids import MODEL_ID, parse_models, with_ids
 from .redis_url import mask_url, parse_redis_url
+from .shown import shown
 from .sizes import parse_budget
 from .trace_settings import TraceSettings
 
@@ -296,5 +297,4 @@ def explain(problem: Any) -> str:
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "missing" or not problem["loc"]:
         return f"{where}: {message}" if problem["loc"] else message
-    value = mask_url(str(problem["input"])) if where == "redis_url" else problem["input"]
-    return f"{where} is {value!r}: {message}"
+    return f"{where} is {shown(where, problem['input'])}: {message}"

@@ -39,7 +39,8 @@ def ordered(body: Mapping[str, Any]) -> Ordered:
     given = _checked(body)
     max_tokens = given.get("max_tokens")
     if type(max_tokens) is not int or max_tokens < 1:
-        raise InvalidJob(f"max_tokens is {shorten(max_tokens)}; it must be a number of at least 1")
+        what = "missing" if max_tokens is None else shorten(max_tokens)
+        raise InvalidJob(f"max_tokens is {what}; it must be a number of at least 1")
     taken = (name for name in given if name not in PARAMETERS or PARAMETERS[name].fate == "as it is")
     own = {name: given[name] for name in taken if name != "model"}
     mapped = _of_conversation(given) | _of_format(given)

@@ -45,16 +45,22 @@ def print_error(message: str) -> None:
     err.print(message, markup=False, soft_wrap=True)
 
 
-def table_of(*columns: str, right: str = "", title: str | None = None) -> Table:
+def table_of(*columns: str, right: str = "", whole: str = "", title: str | None = None) -> Table:
     """A table that is narrow and cuts nothing off: what does not fit goes on in the next line.
 
-    `right` names the columns of numbers.
+    `right` names the columns of numbers, `whole` those that stay in one line: what people copy.
     """
     table = Table(title=title, title_justify="left", header_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in columns:
         numeric = column in right.split(", ")
-        table.add_column(column, justify="right" if numeric else "left", overflow="fold")
+        no_wrap = column in whole.split(", ")
+        table.add_column(column, justify="right" if numeric else "left", overflow="fold", no_wrap=no_wrap)
     return table
+
+
+def url_of(host: str, port: int) -> str:
+    """Where that port is asked over HTTP."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def readable_time(unix_s: float) -> str:

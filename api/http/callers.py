@@ -105,6 +105,8 @@ class NoKeys:
         """There is nothing to close."""
 
 
+_WITHOUT = "without keys only this machine is served, and the request"
+_MAKE_ONE = "make a key (`cellama keys create TENANT`)"
 _FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")  # headers of requests that came through a proxy
 
 
@@ -115,13 +117,9 @@ class LoopbackOnly(NoKeys):
     async def authenticate(self, headers: Mapping[str, str]) -> Caller:
         host = headers.get("host", "")
         if not is_loopback(_name_of(host)):
-            raise ApiError(
-                403, f"without keys only this machine is served, and the request was sent to {shorten(host)}"
-            )
+            raise ApiError(403, f"{_WITHOUT} was sent to {shorten(host)}; ask 127.0.0.1, or {_MAKE_ONE}")
         if any(name in headers for name in _FORWARDED):
-            raise ApiError(
-                403, "without keys only this machine is served, and the request came through a proxy; make a key"
-            )
+            raise ApiError(403, f"{_WITHOUT} came through a proxy; {_MAKE_ONE}")
         return await super().authenticate(headers)
 
 

@@ -80,4 +80,4 @@ def _explain(problem: Any) -> str:
     where = ".".join(str(part) for part in problem["loc"]) or "the file"
     if problem["type"] == "extra_forbidden":
         return f"{where}: no such field; known: {', '.join(KeyEntry.model_fields)}"
-    return f"{where}: {problem['msg']}"
+    return f"{where}: {problem['msg'].removeprefix('Value error, ')}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import importlib.util
 import logging
 import os
@@ -70,14 +71,17 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def check_port_free(port: int, remedy: str) -> None:
-    """Raises PortTaken when something listens on the loopback port."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((LOOPBACK, port))
-        except OSError:
-            raise PortTaken(f"port {port} on {LOOPBACK} is taken by another program; {remedy}") from None
+def check_port_free(port: int, remedy: str, host: str = LOOPBACK) -> None:
+    """Raises PortTaken when something listens on the port, or nothing can listen at that address."""
+    try:
+        [(family, kind, _, _, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        is_taken = error.errno == errno.EADDRINUSE
+        why = "is taken by another program" if is_taken else f"can't be had ({error.strerror})"
+        raise PortTaken(f"port {port} on {host} {why}; {remedy}") from None
 
 
 @dataclass

@@ -31,7 +31,7 @@ class Scrape:
         self._now = now
         self._read_at: float | None = None
         self._figures = Figures()
-        self._is_up = True
+        self.is_up = True  # Redis answered the last time
 
     def __call__(self) -> Figures:
         """All figures; only `cellama_up`, which is 0, if Redis does not answer."""
@@ -53,12 +53,12 @@ class Scrape:
             add_ledger(self._redis, figures, at)
             self._add_memory(figures)
         except RedisError as error:
-            if self._is_up:
+            if self.is_up:
                 log.warning("there are no figures while Redis does not answer: %s", error)
-            figures, self._is_up = Figures(), False
+            figures, self.is_up = Figures(), False
             figures.add("cellama_up", 0)
             return figures
-        self._is_up = True
+        self.is_up = True
         figures.add("cellama_up", 1)
         figures.add("cellama_scrape_truncated", float(any(truncated)))
         return figures

@@ -25,8 +25,8 @@ def add_tenants(redis: Redis, figures: Figures, now: float) -> bool:
         pipeline.hget(key_charges_key(entry.id), "tokens")
     answers = iter(pipeline.execute())
     for entry in entries:
-        running, tokens = next(answers), next(answers)
-        figures.add("cellama_tenant_requests_running", running, entry.tenant)
+        jobs, tokens = next(answers), next(answers)
+        figures.add("cellama_tenant_jobs", jobs, entry.tenant)
         figures.add("cellama_tenant_window_tokens", float(tokens or 0), entry.tenant)
     return len(found) > MOST_KEYS
 

@@ -23,7 +23,7 @@ def params_of_body(url: Any, body: Any) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise InvalidJob(f"body is {type(body).__name__}, not an object")
     if body.get(CONTENT[url]) is None:
-        raise InvalidJob(f"body.{CONTENT[url]} is missing")
+        raise InvalidJob(f"{CONTENT[url]} is missing")
     if body.get("stream"):
         raise InvalidJob("body.stream is true; a bulk run does not stream: leave it out")
     given = {str(name): value for name, value in body.items() if value is not None}

@@ -142,7 +142,8 @@ class Subscriptions:
         except RedisConnectionError as error:
             if not has_served:
                 raise
-            log.info("the connection of the subscriptions has ended: %s", error)
+            if self._boxes:  # else it was ended because no reader needs it
+                log.info("the connection of the subscriptions has ended: %s", error)
         finally:
             ticking.cancel()
             self._wire, self._sent, self._unconfirmed, self._silent_ticks = None, set(), Counter(), 0

@@ -36,7 +36,7 @@ class Composed:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.redis_port, self.flower_port = free_port(), free_port()
+        self.redis_port, self.flower_port, self.gateway_port = free_port(), free_port(), free_port()
         self.url = f"redis://127.0.0.1:{self.redis_port}/0"
         self.running: list[subprocess.Popen[bytes]] = []
 
@@ -64,6 +64,7 @@ class Composed:
     def is_healthy(self, name: str, environment: dict[str, str]) -> bool:
         kind, *argv = SERVICES[name]["healthcheck"]["test"]
         assert kind == "CMD"
+        argv = [part.replace("8000", str(self.gateway_port)) for part in argv]
         return subprocess.run(argv, cwd=self.folder, env=environment, capture_output=True, timeout=60).returncode == 0
 
     def log(self, name: str) -> str:
@@ -132,3 +133,24 @@ def test_flower_of_the_compose_file_asks_for_a_password_and_takes_no_other(compo
 
     assert wait_until(lambda: status(CREDENTIALS), "Flower") == 200
     assert status("me:guess") == 401
+
+
+def test_gateway_of_the_compose_file_serves_whoever_has_a_key(composed: Composed) -> None:
+    environment = composed.environment("gateway", CELLAMA_DATA_DIR=str(composed.folder))
+    argv = [*composed.argv("gateway"), "--port", str(composed.gateway_port)]
+    refused = subprocess.run(argv, cwd=composed.folder, env=environment, capture_output=True, timeout=PATIENCE_S)
+    assert refused.returncode == 2
+    assert b"make a key (`cellama keys create TENANT`)" in refused.stderr
+    made = [*ENTRYPOINT, "keys", "create", "acme"]
+    key = subprocess.run(made, cwd=composed.folder, env=environment, capture_output=True, check=True, text=True)
+    gateway = composed.start("gateway", argv, environment)
+    wait_until(lambda: gateway.poll() is not None or composed.is_healthy("gateway", environment), "a healthy gateway")
+    assert gateway.poll() is None, composed.log("gateway")
+    models = f"http://127.0.0.1:{composed.gateway_port}/v1/models"
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(models, timeout=PATIENCE_S)
+    asked = urllib.request.Request(models, headers={"Authorization": f"Bearer {key.stdout.strip()}"})
+    with urllib.request.urlopen(asked, timeout=PATIENCE_S) as answer:
+        assert json.load(answer)["data"] == []
+    gateway.terminate()
+    assert gateway.wait(PATIENCE_S) == 0, composed.log("gateway")

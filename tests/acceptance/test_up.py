@@ -17,7 +17,7 @@ import pytest
 
 from cellama.api.machine.redis_server import free_port
 
-from ..conftest import PATIENCE_S, clean_environment, descendants, wait_until
+from ..conftest import MODELS, PATIENCE_S, clean_environment, descendants, wait_until
 from .machines import CELLAMA, Machine, up
 
 
@@ -33,17 +33,24 @@ def test_gateway_is_among_what_up_runs_if_it_is_asked_for(tmp_path: Path) -> Non
     with up(tmp_path, "--gateway-port", str(port)) as machine:
         url = f"http://127.0.0.1:{port}"
         assert f"{url}/v1" in machine.output()
-        wait_until(lambda: is_ready(url), "the gateway, which nobody waits for")
         answer = httpx.post(f"{url}/v1/completions", json={"model": "tiny", "prompt": "Once"}, timeout=PATIENCE_S)
         assert answer.json()["usage"]["completion_tokens"] > 0
         children = descendants(machine.process.pid)
     wait_until(lambda: not any(map(is_running, children)), "the end of all children")
 
 
-def is_ready(url: str) -> bool:
-    with contextlib.suppress(httpx.TransportError):
-        return httpx.get(f"{url}/ready", timeout=PATIENCE_S).status_code == 200
-    return False
+def test_up_is_not_up_with_a_gateway_that_does_not_start(tmp_path: Path) -> None:
+    environment = clean_environment(
+        CELLAMA_REDIS_URL=f"redis://127.0.0.1:{free_port()}/0",
+        CELLAMA_DATA_DIR=str(tmp_path / "data"),
+        CELLAMA_MODELS=MODELS,
+        CELLAMA_GATEWAY_KEYS_FILE="/nowhere.toml",
+    )
+    argv = [*CELLAMA, "up", "--no-flower", "--gateway-port", str(free_port())]
+    done = subprocess.run(argv, cwd=tmp_path, env=environment, capture_output=True, timeout=PATIENCE_S, text=True)
+    assert (done.returncode, "cellama is up" in done.stdout) == (1, False)
+    assert "the gateway did not start; its log ends:" in done.stderr
+    assert "the file of keys '/nowhere.toml' can't be read" in done.stderr
 
 
 def test_worker_that_dies_is_replaced(own_machine: Machine) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,7 +16,9 @@ from typer.testing import CliRunner, Result
 from cellama.api.cli import app
 from cellama.api.cli.screen.top import look
 from cellama.api.client.client import Client
+from cellama.api.machine.redis_server import PortTaken, RedisServer, free_port
 from cellama.tasks import generate
+from cellama.tasks.contract.codes import Exit
 from cellama.tasks.contract.errors import InvalidJob, UnknownJob, UnknownModel
 from cellama.tasks.contract.keys import DEAD_KEY, WORKERS_KEY, batch_key, job_key
 from cellama.tasks.state.bulk_runs import SILENT_S, Batches
@@ -65,6 +67,22 @@ def test_status_and_top_show_queues_by_class_and_dead_jobs(unserved: str, redis_
     assert next(job for job in seen["dead"] if job["id"] == died)["attempts"] == 4
     assert unserved in text
     assert f"{died} in cellama:queue:{unserved}, 4 attempts, the last on w@host" in text
+
+
+@pytest.mark.parametrize(("is_up", "code"), [(True, Exit.OK), (False, Exit.UNREACHABLE)], ids=["up", "away"])
+def test_metrics_told_once_fail_without_redis(
+    redis_server: RedisServer, settings_environment: Callable[..., None], is_up: bool, code: Exit
+) -> None:
+    settings_environment(redis_url=redis_server.url if is_up else f"redis://127.0.0.1:{free_port()}/0")
+    told = cellama("metrics", "--once")
+    assert (f"cellama_up {is_up:.1f}" in told.stdout, told.exit_code) == (True, code)
+
+
+def test_gateway_that_cannot_listen_says_so_with_a_remedy() -> None:
+    refused = cellama("gateway", "--host", "192.0.2.1")  # of no machine: RFC 5737
+    assert isinstance(refused.exception, PortTaken)
+    assert "port 8000 on 192.0.2.1 can't be had" in str(refused.exception)
+    assert "--host" in str(refused.exception)
 
 
 def test_jobs_are_listed_with_their_ids_until_they_end(unserved: str) -> None:
@@ -133,7 +151,7 @@ def live_worker(redis_client: Redis) -> Iterator[str]:
 
 def test_runs_are_told_with_their_model_their_time_and_what_became_of_them(run_id: str) -> None:
     line = next(line for line in cellama("batch", "list").output.splitlines() if run_id[:8] in line)
-    assert {"interrupted", time.strftime("%Y-%m-%d"), f"/x/{run_id}.jsonl"} <= set(line.split())
+    assert {"interrupted", time.strftime("%m-%d"), f"/x/{run_id}.jsonl"} <= set(line.split())
     assert "4 of 9" in line
     shown = cellama("batch", "status", run_id[:8]).output
     assert f"cellama batch resume /x/{run_id}.jsonl" in shown
@@ -148,6 +166,17 @@ def test_runs_of_the_gateway_whose_ids_begin_alike_are_told_apart(redis_client: 
         Batches(redis_client).write(name, state="completed", output="/x/output.jsonl")
     shown = cellama("batch", "list").output
     assert all(name[: len("batch_") + 8] in shown for name in ids)
+
+
+def test_run_of_a_gateway_names_no_file_of_the_machine_where_that_works(redis_client: Redis) -> None:
+    name = f"batch_{uuid.uuid4().hex}"
+    Batches(redis_client).write(name, state="in_progress", input="/x/input.jsonl", output="/x/output.jsonl")
+    redis_client.hset(batch_key(name), "at", time.time() - 2 * SILENT_S)
+    shown = "".join(cellama("batch", *argv).output for argv in (("list",), ("status", name), ("cancel", name)))
+    told = [line for line in shown.splitlines() if name[: len("batch_") + 8] in line or "goes on" in line]
+    assert "/x/" not in "".join(told)
+    assert "interrupted; a gateway goes on with it" in shown
+    assert f"no gateway worked on it; finished lines are in the output file of /v1/batches/{name}" in shown
 
 
 def test_interrupted_run_that_is_cancelled_is_so_at_once_and_only_once(run_id: str) -> None:

@@ -130,11 +130,25 @@ def promtool(*argv: str) -> None:
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
-def test_worker_that_dies_between_two_looks_is_told_of(tmp_path: Path) -> None:
-    fired = 'ALERTS{alertname="CellamaWorkerSilent", alertstate="firing", severity="warn"}'
-    told = {"expr": fired, "eval_time": "30s", "exp_samples": [{"labels": fired, "value": 1}]}
-    series = {"series": "cellama_worker_age_seconds", "values": "1.5 0.5 6 stale _x4"}
-    tests = [{"interval": "5s", "input_series": [series], "promql_expr_test": [told]}]
+def check_alert(folder: Path, alert: str, series: dict[str, str], at: str, *, fires: bool) -> None:
+    """Whether it is firing then, as promtool has it of values that come every 5 s."""
+    fired = f'ALERTS{{alertname="{alert}", alertstate="firing", severity="warn"}}'
+    told = {"expr": fired, "eval_time": at, "exp_samples": [{"labels": fired, "value": 1}] if fires else []}
+    given = [{"series": name, "values": values} for name, values in series.items()]
+    tests = [{"interval": "5s", "input_series": given, "promql_expr_test": [told]}]
     rules = {"rule_files": [str(DASHBOARDS / "alerts.yml")], "evaluation_interval": "15s", "tests": tests}
-    (tmp_path / "tests.yml").write_text(yaml.safe_dump(rules))
-    promtool("test", "rules", str(tmp_path / "tests.yml"))
+    (folder / "tests.yml").write_text(yaml.safe_dump(rules))
+    promtool("test", "rules", str(folder / "tests.yml"))
+
+
+def test_worker_that_dies_between_two_looks_is_told_of(tmp_path: Path) -> None:
+    series = {"cellama_worker_age_seconds": "1.5 0.5 6 stale _x4"}
+    check_alert(tmp_path, "CellamaWorkerSilent", series, "30s", fires=True)
+
+
+@pytest.mark.parametrize(("late_s", "fires"), [("1x60", False), ("61+5x60", True)], ids=["a look later", "never"])
+def test_leases_that_end_are_told_of_only_where_no_reaper_looks(tmp_path: Path, late_s: str, fires: bool) -> None:
+    """Jobs with an eta: some lease has always just ended."""
+    series = {"cellama_ledger_leases_overdue": "3x60", "cellama_ledger_leases_overdue_seconds": late_s}
+    series["cellama_ledger_due_seconds"] = "0x60"
+    check_alert(tmp_path, "CellamaReapersLag", series, "4m", fires=fires)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import yaml
 
 from cellama.api.cli import app
+from cellama.api.cli.local.gateway import GATEWAY_PORT
 from cellama.api.cli.local.metrics import METRICS_PORT
 from cellama.config import Settings
 
@@ -99,14 +101,15 @@ def test_compose_file_names_settings_commands_and_files_that_exist(compose: Any)
     assert services["worker-gpu"]["profiles"] == ["gpu"]
     monitoring = {name for name, service in services.items() if service.get("profiles") == ["monitoring"]}
     assert monitoring == {"metrics", "prometheus", "grafana"}
-    assert {"redis", "worker", "worker-gpu", "flower"} == set(services) - monitoring
+    assert services["gateway"]["profiles"] == ["gateway"]
+    assert {"redis", "worker", "worker-gpu", "flower", "gateway"} == set(services) - monitoring
     assert "--appendonly" in services["redis"]["command"]
     known = {f"CELLAMA_{name.upper()}" for name in Settings.model_fields}
     for service in services.values():
         assert set(service.get("environment", {})) <= known | {"FLOWER_BASIC_AUTH", "HF_TOKEN", "CELLAMA_CONFIG"}
         assert set(service.get("depends_on", {})) <= set(services)
     commands = {command.name for command in app.registered_commands}
-    assert {services[name]["command"][0] for name in ("worker", "metrics")} <= commands
+    assert {services[name]["command"][0] for name in ("worker", "metrics", "gateway")} <= commands
     assert ":?" not in COMPOSE.read_text()  # `down` and `logs` ask for nothing
     named = {volume.partition(":")[0] for service in services.values() for volume in service.get("volumes", [])}
     assert {name for name in named if not name.startswith(".")} == set(compose["volumes"])
@@ -121,6 +124,15 @@ def test_prometheus_of_compose_scrapes_the_ports_that_its_services_have(compose:
     assert environment["CELLAMA_METRICS_PORT"] == str(workers["port"])
     assert set(workers["names"]) <= set(compose["services"])
     assert jobs["cellama-queues"]["static_configs"] == [{"targets": [f"metrics:{METRICS_PORT}"]}]
+
+
+def test_image_has_what_its_services_need(compose: Any) -> None:
+    [extras] = re.findall(r"'\.\[([a-z,]+)\]'", DOCKERFILE)
+    assert {"worker", "flower", "http", "metrics"} <= set(extras.split(","))
+    assert f"127.0.0.1:{GATEWAY_PORT}:{GATEWAY_PORT}" in compose["services"]["gateway"]["ports"]
+    for service in compose["services"].values():  # a new volume is the user's where the image has the folder
+        own = [volume for volume in service.get("volumes", []) if "build" in service and not volume.startswith(".")]
+        assert all(volume.endswith(":/home/cellama/.cache") for volume in own)
 
 
 def test_image_has_the_bundled_models_only_and_the_bases_that_compose_names(compose: Any) -> None:

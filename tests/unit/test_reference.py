@@ -14,6 +14,7 @@ import yaml
 from pydantic import BaseModel
 
 from cellama.api.cli import app
+from cellama.bench.__main__ import NAMES
 from cellama.config import ModelSettings, Settings
 from cellama.tasks.contract.codes import CODES
 from cellama.tasks.contract.kinds import KINDS
@@ -102,6 +103,20 @@ def test_links_between_files_of_the_repository_lead_somewhere() -> None:
         text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
         for target in re.findall(r"\]\((?!\w+:|#)([^)#\s]+)", re.sub(r"`[^`\n]*`", "", text)):
             assert (path.parent / target).exists(), f"{path.relative_to(ROOT)} links to {target}"
+
+
+def test_tables_begin_with_a_head() -> None:
+    """Behind an empty line rows are no table, but text with bars."""
+    for path in (path for path in tracked() if path.suffix == ".md"):
+        text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+        for first, second in re.findall(r"\n\n(\|[^\n]*)(?:\n([^\n]*))?", text):
+            assert re.fullmatch(r"[|\s:-]+", second), f"{path.relative_to(ROOT)}: {first[:60]}"
+
+
+def test_page_of_benchmarks_has_each() -> None:
+    text = (ROOT / "bench" / "README.md").read_text(encoding="utf-8")
+    told = {name for row in re.findall(r"^\| (`.+?`) \|", text, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
+    assert NAMES.keys() - told == set()
 
 
 def test_every_page_has_its_place_in_the_site() -> None:

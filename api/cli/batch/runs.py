@@ -45,14 +45,17 @@ def batch_list_command(json: JsonOption = False) -> None:
     elif not runs:
         out.print("no bulk run in the last 30 days; `cellama batch run IN -o OUT` begins one")
     else:
-        table = table_of("run", "begun", "state", "model", "lines", "failed", "tokens", "output", right=_NUMBERS)
+        columns = ("run", "begun", "state", "model", "lines", "tokens", "output")
+        table = table_of(*columns, right=_NUMBERS, whole="run, begun, state, lines")
         for run in runs:
+            output = "at the gateway" if _is_of_gateway(run) else str(run.get("output", ""))
             tokens = str(run.get("completion_tokens", 0))
-            table.add_row(*_head(run), _lines(run), str(run.get("failed", 0)), tokens, str(run.get("output", "")))
+            failed = f"\n{run['failed']} failed" if run.get("failed") else ""
+            table.add_row(*_head(run), _lines(run) + failed, tokens, output)
         out.print(table)
 
 
-_NUMBERS = "lines, failed, tokens"
+_NUMBERS = "lines, tokens"
 
 
 def batch_status_command(run: RunArgument, json: JsonOption = False) -> None:
@@ -85,18 +88,28 @@ def batch_cancel_command(run: RunArgument, json: JsonOption = False) -> None:
     if json:
         print_json({"id": facts["id"], "cancelled": True})
         return
-    how = "its command ends it now" if facts["alive"] else "no command worked on it"
-    out.print(f"run {facts['id']} is cancelled: {how}; finished lines are in {facts.get('output')}", soft_wrap=True)
+    who = "gateway" if _is_of_gateway(facts) else "command"
+    how = f"its {who} ends it now" if facts["alive"] else f"no {who} worked on it"
+    out.print(f"run {facts['id']} is cancelled: {how}; finished lines are in {_output(facts)}", soft_wrap=True)
 
 
 def _short(run_id: Any) -> str:
-    """Characters that tell runs apart: ids of the gateway all begin with `batch_`."""
+    """Characters that tell runs apart: ids of a gateway all begin alike."""
     text = str(run_id)
     return text[: text.find("_") + 1 + ID_SHOWN]
 
 
+def _is_of_gateway(run: dict[str, Any]) -> bool:
+    """Whether a gateway drives it. Its files are where the gateway works, and go from there when it has ended."""
+    return str(run["id"]).startswith("batch_")
+
+
+def _output(run: dict[str, Any]) -> str:
+    return f"the output file of /v1/batches/{run['id']}" if _is_of_gateway(run) else str(run.get("output"))
+
+
 def _head(run: dict[str, Any]) -> tuple[str, str, str, str]:
-    begun = readable_time(run["created_at"])[:16] if "created_at" in run else ""
+    begun = readable_time(run["created_at"])[5:16] if "created_at" in run else ""  # of the last 30 days
     return _short(run["id"]), begun, _state(run), str(run.get("model") or "")
 
 
@@ -111,7 +124,8 @@ def _lines(run: dict[str, Any]) -> str:
 
 
 def _facts(run: dict[str, Any]) -> dict[str, str]:
-    resumed = f"; `cellama batch resume {run.get('output')}` goes on with it" if _state(run) == "interrupted" else ""
+    resume = "a gateway" if _is_of_gateway(run) else f"`cellama batch resume {run.get('output')}`"
+    resumed = f"; {resume} goes on with it" if _state(run) == "interrupted" else ""
     cached = f" ({run['cached_tokens']} of them cached)" if run.get("cached_tokens") else ""
     return {
         "run": str(run["id"]),
@@ -119,8 +133,8 @@ def _facts(run: dict[str, Any]) -> dict[str, str]:
         "lines": f"{_lines(run)} done, {run.get('failed', 0)} failed",
         "tokens": f"{run.get('prompt_tokens', 0)} read{cached}, {run.get('completion_tokens', 0)} generated",
         "model": str(run.get("model") or "as the lines say"),
-        "input": str(run.get("input") or "not known"),
-        "output": str(run.get("output")),
+        "input": "the input file of the batch" if _is_of_gateway(run) else str(run.get("input") or "not known"),
+        "output": _output(run),
         "begun": readable_time(run["created_at"]) if "created_at" in run else "not known",
         "last word": readable_time(run["at"]),
     }

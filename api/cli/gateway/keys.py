@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json as json_of
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -20,6 +20,7 @@ from cellama.api.keys.key_file import KeyFile
 from cellama.api.keys.key_text import KeyText, new_key, parse_key
 from cellama.api.keys.store import Found, KeyStore
 from cellama.config import get_settings
+from cellama.config.settings import explain
 
 from .connection import ask_redis
 
@@ -85,8 +86,7 @@ async def _create(store: KeyStore, given: dict[str, Any], expires_in_s: float | 
     try:
         entry = KeyEntry.model_validate({**given, "created_at": now, "expires_at": expires_at})
     except ValidationError as error:
-        told = [f"{problem['loc'][0]} is {problem['input']!r}: {problem['msg']}" for problem in error.errors()]
-        raise typer.BadParameter("; ".join(told)) from None
+        raise typer.BadParameter("; ".join(map(explain, error.errors()))) from None
     if get_settings().gateway_keys_file is None:
         await store.write(entry)
     return entry
@@ -104,16 +104,24 @@ def keys_list_command(json: JsonOption = False) -> None:
     if not found:
         out.print("there are no API keys; `cellama keys create TENANT` makes one")
         return
-    table = table_of("id", "tenant", "name", "models", "priority", "limits", "state", "last used", title="API keys")
+    columns = ("id", "tenant: name", "models", "tier", "limits", "state", "last used")
+    table = table_of(*columns, whole="id, limits, last used", title="API keys")
     for key in found:
-        entry = key.entry
-        assert entry is not None
-        used = "never" if key.used_at is None else readable_time(key.used_at)
-        models = ", ".join(sorted(entry.models or ())) or "all"
-        state = entry.state(key.now)
-        cells = (entry.id, entry.tenant, entry.name, models, entry.priority or "", _limits(entry), state, used)
-        table.add_row(*map(escape, cells))
+        table.add_row(*map(escape, _cells(key)))
     out.print(table)
+
+
+def _cells(key: Found) -> Iterator[str]:
+    """What the table has of a key, in a terminal of 80 columns as well: the longer ones have lines."""
+    entry = key.entry
+    assert entry is not None
+    yield entry.id
+    yield f"{entry.tenant}: {entry.name}" if entry.name else entry.tenant
+    yield ", ".join(sorted(entry.models or ())) or "all"
+    yield entry.priority or ""
+    yield "\n".join(_limits(entry)) or "none"
+    yield entry.state(key.now)
+    yield "never" if key.used_at is None else "\n".join(readable_time(key.used_at)[:16].split())
 
 
 def keys_revoke_command(
@@ -168,13 +176,15 @@ def _told(found: Found) -> dict[str, Any]:
     return {**facts, "state": found.entry.state(found.now), "used_at": used_at}
 
 
-def _limits(entry: KeyEntry) -> str:
+def _limits(entry: KeyEntry) -> Iterator[str]:
     limits = {
-        "requests/min": entry.requests_per_minute,
-        "tokens/min": entry.tokens_per_minute,
+        "req/min": entry.requests_per_minute,
+        "tok/min": entry.tokens_per_minute,
         "jobs": entry.concurrent_jobs,
     }
-    return ", ".join(f"{limit} {unit}" for unit, limit in limits.items() if limit is not None) or "none"
+    yield from (f"{limit} {unit}" for unit, limit in limits.items() if limit is not None)
+    if entry.expires_at is not None:
+        yield f"until {readable_time(entry.expires_at.timestamp())[:10]}"
 
 
 def _seconds_of(text: str | None) -> float | None:

@@ -14,6 +14,8 @@ from cellama.api.cli.output import err, out, print_json, table_of
 from cellama.api.webhooks.endpoint import Endpoint, new_id
 from cellama.api.webhooks.signing import new_secret
 from cellama.api.webhooks.store import EndpointStore
+from cellama.config import get_settings
+from cellama.config.settings import explain
 
 from .connection import ask_redis
 
@@ -39,14 +41,15 @@ def webhooks_create_command(
     try:
         endpoint = Endpoint.model_validate(given)
     except ValidationError as error:
-        told = [f"{problem['loc'][0]}: {problem['msg']}" for problem in error.errors()]
-        raise typer.BadParameter("; ".join(told)) from None
+        raise typer.BadParameter("; ".join(map(explain, error.errors()))) from None
     endpoint = _with_store(lambda store: _create(store, endpoint))
     if json:
         print_json({**_told(endpoint), "secret": secret})
         return
     out.print(secret, soft_wrap=True)
     err.print(f"this is the only time that the secret is shown; `cellama webhooks delete {endpoint.id}` ends it")
+    if not url.startswith("https:") and not get_settings().gateway_webhook_private:
+        err.print("[yellow]it begins with http://: only gateways with gateway_webhook_private=true call it[/]")
 
 
 async def _create(store: EndpointStore, endpoint: Endpoint) -> Endpoint:
@@ -67,7 +70,7 @@ def webhooks_list_command(json: JsonOption = False) -> None:
     if not endpoints:
         out.print("there are no endpoints; `cellama webhooks create URL` registers one")
         return
-    table = table_of("id", "tenant", "url", "events", "state", title="webhooks")
+    table = table_of("id", "tenant", "url", "events", "state", title="webhooks", whole="id")
     for endpoint in endpoints:
         events = ", ".join(endpoint.events) or "all"
         table.add_row(endpoint.id, escape(endpoint.tenant), escape(endpoint.url), events, endpoint.state)

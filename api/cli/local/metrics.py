@@ -8,9 +8,10 @@ from typing import Annotated
 
 import typer
 
-from cellama.api.cli.output import err
+from cellama.api.cli.output import err, url_of
 from cellama.api.machine.redis_server import LOOPBACK, PortTaken
 from cellama.tasks.connection.connections import connect
+from cellama.tasks.contract.codes import Exit
 
 from .services import NotInstalled, RedisOption, apply
 
@@ -26,7 +27,7 @@ def metrics_command(
 ) -> None:
     """Tell Prometheus of queues, ledger, bulk runs and tenants: run one per Redis.
 
-    Workers tell of themselves with the setting metrics_port, the gateway under /metrics.
+    Workers tell of themselves with the setting metrics_port, the gateway under /metrics. --once fails without Redis.
 
     Example:  cellama metrics --once
     """
@@ -41,12 +42,12 @@ def metrics_command(
         scrape = Scrape(client)
         if once:
             typer.echo(text_of(scrape()), nl=False)
-            return
+            raise typer.Exit(Exit.OK if scrape.is_up else Exit.UNREACHABLE)
         try:
             server = MetricsServer(host, port, scrape)
         except OSError as error:
             raise PortTaken(f"port {port} on {host} can't be had: {error}; choose another with --port") from None
-        err.print(f"metrics: http://{host}:{port}/metrics of {settings.redis_url_masked}", markup=False)
+        err.print(f"metrics: {url_of(host, port)}/metrics of {settings.redis_url_masked}", markup=False)
         ended = threading.Event()
         signal.signal(signal.SIGTERM, lambda *_: ended.set())
         try:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import importlib.util
 import os
 import secrets
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from http import HTTPStatus
 from pathlib import Path
 from typing import Annotated
 
@@ -18,7 +20,7 @@ from redis.exceptions import AuthenticationError, RedisError
 from rich.panel import Panel
 from rich.table import Table
 
-from cellama.api.cli.output import called, err, out
+from cellama.api.cli.output import called, err, out, url_of
 from cellama.api.machine.redis_server import LOOPBACK, RedisServer, RedisServerError, check_port_free
 from cellama.api.machine.supervisor import Child, Supervisor, flower_child, gateway_child, worker_child
 from cellama.config import ModelSettings, Settings, get_settings
@@ -32,6 +34,7 @@ from cellama.tasks.state.registry import live_workers
 WORKER_MODULES = ("llama_cpp", "numpy", "jinja2", "psutil", "huggingface_hub")  # of the extra `worker`
 HTTP_MODULES = ("starlette", "uvicorn", "prometheus_client")  # of the extra `http`
 START_TIMEOUT_S = 300.0  # a large model takes its time
+ANSWER_S = 5.0  # of the gateway
 FLOWER_PORT = 5555
 ModelsOption = Annotated[
     list[str] | None,
@@ -88,8 +91,8 @@ def up_command(
     logs.mkdir(mode=0o700, parents=True, exist_ok=True)
     with _redis_for(settings) as embedded:
         worker = worker_child(log_path=logs / "worker.log")
-        children = [gateway_child(gateway_port, log_path=logs / "gateway.log")] if gateway_port else []
-        children.append(worker)
+        gateway = gateway_child(gateway_port, log_path=logs / "gateway.log") if gateway_port else None
+        children = [worker] if gateway is None else [gateway, worker]
         if flower:
             children.append(_flower(flower_address, flower_port, logs))
         supervisor = Supervisor(children, [_RedisChild(embedded)] if embedded else [])
@@ -97,6 +100,7 @@ def up_command(
             supervisor.start()
             try:
                 wait_for_worker(settings.redis_url, worker, supervisor)
+                _wait_for_gateway(gateway, gateway_port, supervisor)
                 where = _describe_flower(flower_address, flower_port) if flower else None
                 _say_ready(settings, embedded, where, gateway_port, logs)
                 code = supervisor.run()
@@ -186,17 +190,44 @@ def wait_for_worker(url: str, worker: Child, supervisor: Supervisor | None = Non
 
     Raises RedisServerError with the end of its log if it ends, KeyboardInterrupt if a stop is asked for.
     """
+    with connect(url) as client:
+
+        def serves() -> bool:
+            return any(entry.pid == worker.process.pid for entry in live_workers(client) if worker.process)
+
+        _wait_for(worker, serves, "loading the models …", supervisor)
+
+
+def _wait_for_gateway(gateway: Child | None, port: int | None, supervisor: Supervisor) -> None:
+    """Returns when it has a model for requests; at once if there shall be none. Raises as `wait_for_worker`."""
+    if gateway is not None and port is not None:
+        _wait_for(gateway, lambda: _is_ready(port), "waiting for the gateway …", supervisor)
+
+
+def _wait_for(child: Child, is_ready: Callable[[], bool], what: str, supervisor: Supervisor | None) -> None:
+    """Raises RedisServerError with the end of its log if it ends before, KeyboardInterrupt if a stop is asked for."""
     deadline = time.monotonic() + START_TIMEOUT_S
-    with connect(url) as client, err.status("loading the models …"):
+    with err.status(what):
         while time.monotonic() < deadline:
             if supervisor is not None:
                 supervisor.check()
-            if any(entry.pid == worker.process.pid for entry in live_workers(client) if worker.process):
+            if is_ready():
                 return
-            if not worker.running:
-                raise RedisServerError(f"the worker did not start; its log ends:\n{worker.log_tail()}")
+            if not child.running:
+                raise RedisServerError(f"the {child.name} did not start; its log ends:\n{child.log_tail()}")
             time.sleep(0.05)
-    raise RedisServerError(f"the worker was not ready after {START_TIMEOUT_S:g} s; its log ends:\n{worker.log_tail()}")
+    raise RedisServerError(
+        f"the {child.name} was not ready after {START_TIMEOUT_S:g} s; its log ends:\n{child.log_tail()}"
+    )
+
+
+def _is_ready(gateway_port: int) -> bool:
+    """Whether a gateway there has a model for requests."""
+    asking = http.client.HTTPConnection(LOOPBACK, gateway_port, timeout=ANSWER_S)
+    with contextlib.closing(asking), contextlib.suppress(OSError, http.client.HTTPException):
+        asking.request("GET", "/ready")
+        return asking.getresponse().status == HTTPStatus.OK
+    return False
 
 
 def _flower(address: str, port: int, logs: Path) -> Child:
@@ -222,7 +253,7 @@ def _describe_flower(address: str, port: int) -> str:
         if credentials
         else "to look; FLOWER_BASIC_AUTH=user:password lets it cancel jobs"
     )
-    return f"http://{host}:{port}  ({more})"
+    return f"{url_of(host, port)}  ({more})"
 
 
 def _describe_model(model: ModelSettings) -> str:

@@ -35,9 +35,8 @@ def _head(seen: dict[str, Any]) -> str:
     looked = totals["cache_hits"] + totals["cache_misses"]
     hits = f"{100 * totals['cache_hits'] / looked:.0f} %" if looked else "-"
     return (
-        f"{live}, {totals['slots_busy']} of {totals['slots_total']} slots busy, "
-        f"tok/s: {totals['prompt_rate']:.0f} prompt, {totals['generation_rate']:.0f} generated, prefixes found: {hits}"
-        f"{dead}"
+        f"{live}, slots: {totals['slots_busy']}/{totals['slots_total']}, "
+        f"tok/s: {totals['prompt_rate']:.0f} prompt, {totals['generation_rate']:.0f} generated, hits: {hits}{dead}"
     )
 
 

@@ -45,6 +45,7 @@ class Runner:
         self._loop: asyncio.Task[None] | None = None
         self._driven: dict[str, tuple[Driver, asyncio.Task[None]]] = {}
         self._next_sweep = 0.0
+        self._is_reachable = True
         self._stopping = asyncio.Event()
 
     @cached_property
@@ -87,12 +88,19 @@ class Runner:
                 await self._sweep_now_and_then()
                 await self.look()
                 pause_s = LOOK_S
+                self._say_reachable(None)
             except (RedisError, RedisUnreachable, RedisRefused, OSError) as error:
-                log.warning("batches wait: %s", error)
+                self._say_reachable(error)
             except Exception:
                 log.exception("the look for batches met an error that was not foreseen")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), pause_s)
+
+    def _say_reachable(self, error: Exception | None) -> None:
+        """Once for each outage, of Redis or of the place of files."""
+        if (error is None) != self._is_reachable:
+            self._is_reachable = error is None
+            log.warning("batches %s", "go on" if error is None else f"wait: {error}")
 
     async def look(self) -> None:
         """Takes a batch that has no driver, if there is room for it. One that is cancelled, or whose time is over, has

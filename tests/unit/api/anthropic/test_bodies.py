@@ -118,6 +118,11 @@ def test_wrong_parameter_is_refused_by_name(body: dict[str, Any], named: str) ->
     assert str(refused.value).startswith(f"{named} is ")
 
 
+def test_body_without_its_length_is_told_what_is_missing() -> None:
+    with pytest.raises(InvalidJob, match="max_tokens is missing"):
+        order(max_tokens=None)
+
+
 def test_count_refuses_what_it_does_not_read() -> None:
     with pytest.raises(InvalidJob, match=r"^unknown parameter 'max_tokens'; known"):
         counted({"model": "m", "messages": HELLO, "max_tokens": 5})

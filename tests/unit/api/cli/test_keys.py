@@ -15,14 +15,16 @@ from cellama.api.cli import app
 from cellama.api.keys.key_file import read_keys
 from cellama.api.keys.key_text import parse_key
 from cellama.api.machine.redis_server import RedisServer
+from cellama.tasks.contract.keys import API_KEYS_USED_KEY
 
 from ....conftest import empty_database
 
+LIMITS_SHOWN = ("60 req/min", "10000 tok/min", "4 jobs", "until 2", "2030-03-17")
 LIMITS = ("--requests-per-minute", "60", "--tokens-per-minute", "10000", "--concurrent-jobs", "4")
 
 
-def cellama(*argv: str) -> Result:
-    return CliRunner().invoke(app, ["keys", *argv], env={"COLUMNS": "200"})
+def cellama(*argv: str, columns: int = 200) -> Result:
+    return CliRunner().invoke(app, ["keys", *argv], env={"COLUMNS": str(columns)})
 
 
 @pytest.fixture
@@ -34,14 +36,16 @@ def database(redis_server: RedisServer, settings_environment: Callable[..., None
 
 
 def test_key_is_shown_once_and_listed_without_its_secret(database: Redis) -> None:
-    made = cellama("create", "acme", "--name", "web", "-m", "tiny", "-m", "big", *LIMITS, "--expires-in", "90d")
+    made = cellama("create", "acme", "--name", "web shop", "-m", "tiny", "-m", "big", *LIMITS, "--expires-in", "90d")
     assert made.exit_code == 0, made.output
     key = parse_key(made.stdout.strip())
     assert key is not None
     assert f"cellama keys revoke {key.id}" in made.stderr
     [told] = json.loads(cellama("list", "--json").stdout)
     assert (told["id"], told["tenant"], told["models"], told["state"]) == (key.id, "acme", ["big", "tiny"], "active")
-    assert "60 requests/min, 10000 tokens/min, 4 jobs" in cellama("list").stdout
+    database.hset(API_KEYS_USED_KEY, key.id, 1_899_979_200)
+    listed = cellama("list", columns=80).stdout
+    assert all(part in listed for part in (key.id, "acme: web shop", "big, tiny", *LIMITS_SHOWN)), listed
     secret, stored = key.text[-40:], b"".join(database.hvals("cellama:keys"))  # type: ignore[arg-type]
     assert secret.encode() not in stored
     assert secret not in cellama("list", "--json").stdout + cellama("list").stdout
@@ -66,7 +70,7 @@ def test_key_is_revoked_by_its_id_or_by_itself(database: Redis) -> None:
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
-        (("a b",), "tenant is 'a b'"),
+        (("a b",), "tenant is 'a b': it must be 1 to 64 letters"),
         (("acme", "--requests-per-minute", "0"), "requests_per_minute is 0"),
         (("acme", "--priority", "urgent"), "priority is 'urgent'"),
         (("acme", "--expires-in", "soon"), "write for instance 30m, 12h, 90d or 4w"),

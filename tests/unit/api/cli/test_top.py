@@ -65,6 +65,15 @@ def test_top_shows_what_no_worker_serves_first_then_the_longest_wait() -> None:
     assert "no worker lives" in text
 
 
+def test_totals_are_one_line_of_a_narrow_terminal() -> None:
+    told = seen(*(worker(f"w{number}") for number in range(12)))
+    told["totals"] |= {"slots_busy": 200, "slots_total": 256, "prompt_rate": 12345.6, "generation_rate": 1234.5}
+    told["totals"]["cache_hits"] = 1
+    line = shown(told).splitlines()[0]
+    assert line == "12 worker(s), slots: 200/256, tok/s: 12346 prompt, 1234 generated, hits: 100 %"
+    assert len(line) < 80
+
+
 def test_top_shows_messages_that_no_worker_has_seen() -> None:
     told = told_of({"lost": queue(eta_s=None)}, in_redis=7, unserved=["lost"])
     assert "lost plain Celery 7 ? no worker serves it" in " ".join(shown(seen(**told)).split())

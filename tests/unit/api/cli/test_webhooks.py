@@ -16,6 +16,7 @@ from cellama.api.webhooks.signing import key_of
 from ....conftest import empty_database
 
 URL = "https://example.org/hooks"
+Settle = Callable[..., None]
 
 
 def cellama(*argv: str) -> Result:
@@ -23,7 +24,7 @@ def cellama(*argv: str) -> Result:
 
 
 @pytest.fixture
-def database(redis_server: RedisServer, settings_environment: Callable[..., None]) -> Iterator[Redis]:
+def database(redis_server: RedisServer, settings_environment: Settle) -> Iterator[Redis]:
     """An empty one, that of the settings."""
     with empty_database(redis_server, 9) as url, Redis.from_url(url) as redis:
         settings_environment(redis_url=url)
@@ -47,9 +48,20 @@ def test_endpoint_is_deleted_by_its_id(database: Redis) -> None:
     assert "there is no endpoint" in cellama("delete", made["id"]).stderr
 
 
+def test_endpoint_that_gateways_do_not_call_is_told_of(database: Redis, settings_environment: Settle) -> None:
+    told = "gateway_webhook_private"
+    assert told in cellama("create", "http://10.0.0.1/hooks").stderr
+    assert told not in cellama("create", URL).stderr
+    settings_environment(gateway_webhook_private="true")
+    assert told not in cellama("create", "http://10.0.0.1/hooks").stderr
+
+
 @pytest.mark.parametrize(
     ("argv", "told"),
-    [(("ftp://example.org",), "https://"), ((URL, "--event", "batch.begun"), "batch.completed")],
+    [
+        (("ftp://example.org",), "url is 'ftp://example.org': it must begin with https://"),
+        ((URL, "--event", "batch.begun"), "batch.completed"),
+    ],
 )
 def test_wrong_endpoint_is_refused(database: Redis, argv: tuple[str, ...], told: str) -> None:
     refused = cellama("create", *argv)

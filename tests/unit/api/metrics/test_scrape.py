@@ -117,6 +117,7 @@ def test_ledger_is_told_by_redis_clock(redis: Any) -> None:
     figures = {"leases": 2, "leases_overdue": 1, "due": 1, "missing": 2}
     assert {name: value(scrape, f"cellama_ledger_{name}") for name in figures} == figures
     assert value(scrape, "cellama_ledger_due_seconds") == pytest.approx(100, abs=30)
+    assert value(scrape, "cellama_ledger_leases_overdue_seconds") == pytest.approx(10, abs=5)
     assert value(scrape, "cellama_dead_jobs") == 1
 
 
@@ -141,7 +142,7 @@ def test_tenants_are_sums_over_their_keys(redis: Any) -> None:
     redis.hset(keys.API_KEYS_KEY, "broken", b"\xff{")
     scrape = Scrape(redis)
     assert value(scrape, "cellama_tenant_window_tokens", tenant="acme") == 12
-    assert value(scrape, "cellama_tenant_requests_running", tenant="acme") == 2
+    assert value(scrape, "cellama_tenant_jobs", tenant="acme") == 2
     assert value(scrape, "cellama_scrape_truncated") == 0
 
 

@@ -81,7 +81,7 @@ def test_message_that_openais_client_sends_back_is_taken() -> None:
         ({"response_format": "json"}, "its type must be"),
         ({"tool_choice": {"type": "allowed_tools"}}, "only one of type function is taken"),
         ({"reasoning_effort": 3}, "reasoning_effort is 3"),
-        ({"messages": None}, "body.messages is missing"),
+        ({"messages": None}, "messages is missing"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             "messages.0.content.0.type is",

@@ -185,7 +185,10 @@ def test_connection_that_is_silent_after_pings_is_made_again(monkeypatch: pytest
             monkeypatch.setattr(module, "TICK_S", 60.0)
 
 
-def test_connection_without_readers_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connection_without_readers_ends_by_itself(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     monkeypatch.setattr(module, "TICK_S", 0.001)
     first, second = ScriptedWire(), ScriptedWire()
 
@@ -198,3 +201,4 @@ def test_connection_without_readers_ends_by_itself(monkeypatch: pytest.MonkeyPat
         with subscriptions.mailbox("b") as box:
             assert await news(box) is Sign.SUBSCRIBED
         assert second.commands(b"SUBSCRIBE") == [{b"b"}]
+        assert caplog.messages == []  # nobody has lost anything

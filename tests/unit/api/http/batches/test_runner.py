@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cellama.api.http.batches import runner as module
 from cellama.api.http.batches.runner import Runner
 from cellama.api.http.batches.scratch import folder_of
 from cellama.api.http.callers import Caller
@@ -180,3 +182,31 @@ def test_folders_that_nothing_writes_to_go_when_their_batches_have_ended(run_wor
         await runner.close()
 
     run_world(ask)
+
+
+def test_outage_is_told_once(
+    run_world: RunWorld, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "OUTAGE_RETRY_S", 0.001)
+
+    async def ask(world: World) -> None:
+        looks = 0
+
+        async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal looks
+            looks += 1
+            writer.close()
+
+        async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            runner = Runner(settings_for(f"redis://127.0.0.1:{port}/0", world.folder))
+            runner.start()
+
+            async def has_looked_often() -> bool:
+                return looks > 20
+
+            await until(has_looked_often)
+            await runner.close()
+
+    run_world(ask)
+    assert len([told for told in caplog.messages if told.startswith("batches wait")]) == 1

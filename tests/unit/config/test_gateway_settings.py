@@ -1,0 +1,55 @@
+"""The settings of gateway and metrics: lists from the environment, and secrets that no message has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from pydantic import SecretStr
+
+from cellama.config import ModelSettings, Settings, SettingsError, get_settings
+from cellama.config.shown import SECRETS
+
+SetVariables = Callable[..., None]
+
+
+@pytest.mark.parametrize(
+    ("text", "origins"),
+    [
+        ("https://a.example", ["https://a.example"]),
+        ("https://a.example, http://b.example:3000", ["https://a.example", "http://b.example:3000"]),
+        ('["https://a.example"]', ["https://a.example"]),
+        ("*", ["*"]),
+        ("", []),
+    ],
+)
+def test_origins_of_the_environment_are_a_json_list_or_have_commas(
+    settings_environment: SetVariables, text: str, origins: list[str]
+) -> None:
+    settings_environment(gateway_cors_origins=text)
+    assert get_settings().gateway_cors_origins == origins
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("gateway_cors_origins", "[https://a.example]", "it begins as a JSON list, and is none"),
+        ("gateway_cors_origins", "a.example", "write it as https://chat.example.org"),
+        ("gateway_metrics_token", "mine", "it has 4 characters; it must have 16 or more"),
+    ],
+)
+def test_mistake_is_told_in_one_line(settings_environment: SetVariables, name: str, value: str, told: str) -> None:
+    settings_environment(**{name: value})
+    with pytest.raises(SettingsError) as raised:
+        get_settings()
+    assert told in str(raised.value)
+    assert "\n" not in str(raised.value)
+    assert (value in str(raised.value)) == (name not in SECRETS)
+
+
+def test_secrets_are_those_that_settings_hide() -> None:
+    hidden = {
+        name for name, field in Settings.model_fields.items() if SecretStr in getattr(field.annotation, "__args__", ())
+    }
+    hidden |= {name for name, field in ModelSettings.model_fields.items() if not field.repr}
+    assert hidden == SECRETS
