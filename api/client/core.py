@@ -67,7 +67,6 @@ class Core:
         task = self._app.tasks[name]
         task.parse((model, content), params)  # the caller's mistakes first, then the world's
         with reaching_redis(self._url):
-            self._redis.ping()  # Celery itself would retry for a long time
             if not wait:
                 self._check_served(model)
             return task.apply_async((model, content), dict(params), idempotency_key=key)
@@ -84,7 +83,6 @@ class Core:
         task = self._app.tasks[name]
         jobs = task.check_many([((model, content), dict(params)) for content in contents], keys)
         with reaching_redis(self._url):
-            self._redis.ping()
             if not wait:
                 self._check_served(model)
             ids: list[str] = task.queue_many(jobs)

@@ -90,9 +90,10 @@ Alike = tuple[Any, ...] | None  # what the usual ones of some jobs have in commo
 class _Messages(contextlib.ExitStack):
     """Makes the messages of jobs: like one that was made before, or by Celery and kombu."""
 
-    def __init__(self, app: Any, publish: Publish, alike: Alike) -> None:
+    def __init__(self, app: Any, ledger: Ledger, publish: Publish, alike: Alike) -> None:
         super().__init__()
         self._app = app
+        self._ledger = ledger
         self._publish = publish
         self._alike = alike
         self._collector: Collector | None = None
@@ -114,6 +115,8 @@ class _Messages(contextlib.ExitStack):
             return made
         if self._collector is None:
             producer = self.enter_context(self._app.producer_pool.acquire(block=True))
+            if not producer.connection.connected:
+                self._ledger.reach()  # kombu itself tries to connect for a long time
             self._collector = Collector(producer.channel)
         self._publish(self._collector, job)
         message = self._collector.take()
@@ -136,7 +139,7 @@ def enqueue(
     before: list[Submission] = []
     sent: SentScript | None = None
     try:
-        with sending([job.options for job in jobs]), _Messages(app, publish, alike) as messages:
+        with sending([job.options for job in jobs]), _Messages(app, ledger, publish, alike) as messages:
             for page, following in _pages(jobs, messages):
                 if sent is not None:
                     told, num_heard = sent.reply()

@@ -71,6 +71,10 @@ class Ledger:
 
     # For producers
 
+    def reach(self) -> None:
+        """Raises RedisError at once if Redis does not answer."""
+        self._redis.ping()
+
     def submit(self, jobs: Sequence[Submission], following: int = 0) -> list[int]:
         """Notes jobs and queues their messages, all at once; tells of each: 1 new, 0 there already, -1 there already
         with another digest.

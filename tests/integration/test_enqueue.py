@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from celery import Celery
 from redis import Redis
+from redis.connection import AbstractConnection
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 
@@ -81,6 +82,24 @@ def test_async_client_submits_many_jobs(client: Client) -> None:
             return [(await job.result(PATIENCE_S))["finish_reason"] for job in jobs]
 
     assert asyncio.run(run()) == ["length", "length"]
+
+
+def test_job_like_an_earlier_one_takes_one_round_trip(
+    client: Client, unserved: str, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = client.generate(unserved, "Hi", wait=True)
+    commands: list[Any] = []
+    send = AbstractConnection.send_packed_command
+
+    def noted(connection: Any, command: Any, *options: Any, **others: Any) -> None:
+        commands.append(command)
+        send(connection, command, *options, **others)
+
+    with monkeypatch.context() as watching:
+        watching.setattr(AbstractConnection, "send_packed_command", noted)
+        second = client.generate(unserved, "Ho", wait=True)
+    assert len(commands) == 1, commands
+    assert [message["headers"]["id"] for message in messages(redis_client, unserved)] == [first.id, second.id]
 
 
 def test_messages_and_places_of_many_jobs_are_in_their_order(unserved: str, redis_client: Redis) -> None:

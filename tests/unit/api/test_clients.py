@@ -7,6 +7,7 @@ import socket
 from typing import Any
 
 import pytest
+from kombu.transport.redis import Transport
 
 from cellama.api import AsyncClient, AsyncJob, BatchParams, Client, Job, ModelOptions, RedisUnreachable
 from cellama.api.batch.options import BatchOptions
@@ -62,6 +63,20 @@ def test_client_of_a_url_speaks_to_that_redis() -> None:
             for call in (client.workers, lambda: client.cancel("x"), lambda: client.generate("tiny", "Hi", wait=True)):
                 with pytest.raises(RedisUnreachable, match=r"redis://:\*\*\*@127.0.0.1:\d+/3 does not answer"):
                     call()
+
+
+def test_celery_is_not_asked_to_reach_a_redis_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would try again and again."""
+
+    def connect(_: Transport) -> None:
+        pytest.fail("kombu tries to connect")
+
+    monkeypatch.setattr(Transport, "establish_connection", connect)
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"redis://127.0.0.1:{unused.getsockname()[1]}/3"
+        with pytest.raises(RedisUnreachable):
+            app_at(url).tasks["cellama.generate"].delay("tiny", "Hi")
 
 
 def test_url_that_is_none_is_refused_at_once() -> None:
