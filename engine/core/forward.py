@@ -115,7 +115,7 @@ class Forward:
         finally:
             self._scheduler.layout.take_off(padding)
         if error is not None:
-            if may_yield and isinstance(error, Left):
+            if isinstance(error, Left):
                 self._late.give(self._bulk_s)
             elif may_yield and isinstance(error, DecodeError) and error.code == ABORTED:
                 self._lost.give(time.monotonic() - started)
