@@ -69,7 +69,9 @@ def _table(rows: Sequence[Mapping[str, Any]], title: str | None) -> Table:
 
 
 def _cell(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
 def where() -> dict[str, str]:
