@@ -58,8 +58,8 @@ def _has_amx() -> bool:
     if b"AMX_INT8 = 1" not in lib.llama_print_system_info():
         return False
     log.warning(
-        "llama.cpp was built with AMX, which may crash, so its rearranged weights are not used; a build without AMX has "
-        "them, and reads Q4_0 faster: docs/how-to/install.md, For another CPU"
+        "llama.cpp was built with AMX, which may crash, so its rearranged weights are not used; a build without AMX "
+        "has them, and reads Q4_0 faster: docs/how-to/install.md, For another CPU"
     )
     return True
 
