@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
+import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -70,8 +73,11 @@ LEAST_STEP_S = "0.01"  # so that jobs last until their worker is killed
 TIMEOUT_S = 900.0  # of one; a machine may be busy with other things
 
 
+COMMAND = [sys.executable, "-c", "from cellama.api.cli import main; main()", "bench"]
+
+
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from cellama.api.cli import main; main()", "bench", *arguments]
+    command = [*COMMAND, *arguments]
     environment = clean_environment(**{pace.LEAST_S: LEAST_STEP_S} if arguments[:1] == ("kept_jobs",) else {})
     return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment)
 
@@ -134,6 +140,26 @@ def test_all_fails_when_a_benchmark_does() -> None:
     done = bench("all", "--short", "--only", "tokenize_overhead", "--model", "no-such.gguf")
     assert done.returncode == 1
     assert re.search(r"^tokenize_overhead +failed with 2", done.stdout, re.MULTILINE)
+
+
+@pytest.mark.timeout(TIMEOUT_S + 30)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_benchmark_that_is_ended_leaves_no_files_behind(number: signal.Signals, tmp_path: Path) -> None:
+    command = [*COMMAND, "urgent", "--model", str(TINY_PATH), *SMALL["urgent"].split()]
+    process = subprocess.Popen(
+        [*command, "--pause", "600"], stdout=subprocess.DEVNULL, env=clean_environment(TMPDIR=str(tmp_path))
+    )
+    try:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not list(tmp_path.glob("*/counters/*")):  # a worker has begun
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(number)
+        assert process.wait(TIMEOUT_S) != 0
+        assert list(tmp_path.iterdir()) == []
+    finally:
+        process.kill()
 
 
 def test_every_benchmark_has_a_short_form() -> None:

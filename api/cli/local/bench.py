@@ -1,9 +1,9 @@
-"""`cellama bench`: the benchmarks, in a process of their own."""
+"""`cellama bench`: the benchmarks, which `api` never imports."""
 
 from __future__ import annotations
 
 import importlib.util
-import subprocess
+import os
 import sys
 from typing import Annotated
 
@@ -29,5 +29,5 @@ def bench_command(
         print_error(f"benchmarks need {' and '.join(missing)}; `pip install 'cellama[worker,bench]'`")
         raise typer.Exit(Exit.USAGE)
     arguments = [name, *context.args] if name else ["--help"]
-    done = subprocess.run([sys.executable, "-m", "cellama.bench", *arguments], check=False)
-    raise typer.Exit(done.returncode)
+    # In the place of this process: Ctrl-C reaches what has workers and files to clear away, and nothing ends it early.
+    os.execv(sys.executable, [sys.executable, "-m", "cellama.bench", *arguments])
