@@ -9,7 +9,7 @@ Each picture shows the last kept line of its benchmarks, and says on which machi
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from typing import Any
 import matplotlib
 
 from cellama.bench.benchmarks.bulk.offline import NAIVE, WORKLOADS
+from cellama.bench.benchmarks.load.arrivals import LOADS
+from cellama.bench.benchmarks.load.at_once import PART as AT_ONCE
 from cellama.bench.harness.kept import Results
 from cellama.bench.harness.report import RESULTS
 
@@ -173,7 +175,7 @@ def online(results: Results) -> Any:
 
 def _draw_first_tokens(both: Sequence[Any], rows: Sequence[dict[str, Any]], load_key: str) -> None:
     """Alone, and beside a bulk load."""
-    for axes, load in zip(both, ("alone", "beside bulk"), strict=True):
+    for axes, load in zip(both, LOADS, strict=True):
         for who, color, mark in (("llama-server", ORANGE, "s"), ("cellama", BLUE, "o")):
             found = [row for row in rows if row["who"] == who and row[load_key] == load]
             at = [row["rate/s"] for row in found]
@@ -191,24 +193,32 @@ def _draw_first_tokens(both: Sequence[Any], rows: Sequence[dict[str, Any]], load
 
 
 def mixed(results: Results) -> Any:
-    """A load of mixed lengths: all at once, and as arrivals if the line has them; None without results."""
-    line = results.last("mixed")
-    rows = [row for row in line["rows"] if row["part"] == "at once"] if line else []
-    if not line or not rows:
+    """A load of mixed lengths, each part from the last line that has it: all at once, and arrivals; None without."""
+    found = {part: _last_with(results.lines("mixed"), part) for part in (AT_ONCE, *LOADS)}
+    lines = {part: line for part, line in found.items() if line}
+    if AT_ONCE not in lines:
         return None
-    arrivals = [row for row in line["rows"] if row["part"] in ("alone", "beside bulk")]
+    arrivals = [row for load in LOADS if load in lines for row in _rows_of(lines, load)]
     figure, axes = pyplot.subplots(1, 3 if arrivals else 1, figsize=(12.8 if arrivals else 9.6, 3.9), squeeze=False)
-    left, rows = axes[0][0], rows[::-1]
+    left, rows = axes[0][0], _rows_of(lines, AT_ONCE)[::-1]
     colors = [_color_of(row["who"]) for row in rows]
     left.barh(range(len(rows)), [row["new tok/s"] for row in rows], color=colors, height=0.62)
     left.set_yticks(range(len(rows)), [row["who"] for row in rows])
     left.grid(visible=False, axis="y")
-    left.set(title=f"{line['requests']} at once", xlabel="new tokens per second")
+    left.set(title=f"{lines[AT_ONCE]['requests']} at once", xlabel="new tokens per second")
     if arrivals:
         axes[0][2].sharey(axes[0][1])
         _draw_first_tokens(axes[0][1:], arrivals, "part")
-    _caption(figure, [line])
+    _caption(figure, list(lines.values()))
     return figure
+
+
+def _last_with(lines: Sequence[dict[str, Any]], part: str) -> dict[str, Any] | None:
+    return next((line for line in reversed(lines) if any(row["part"] == part for row in line["rows"])), None)
+
+
+def _rows_of(lines: Mapping[str, dict[str, Any]], part: str) -> list[dict[str, Any]]:
+    return [row for row in lines[part]["rows"] if row["part"] == part]
 
 
 def speculation(results: Results) -> Any:

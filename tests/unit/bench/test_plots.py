@@ -20,14 +20,19 @@ ONLINE: dict[str, Any] = {
         for rate in (0.5, 1.0)
     ]
 }
-MIXED = {
-    "requests": 16,
-    "rows": [
-        {"part": "at once", "who": who, "new tok/s": 100.0}
-        for who in ("engine alone", "llama-server -np 8", "full passes (computed)")
-    ]
-    + [{"part": row["load"], **row} for row in ONLINE["rows"]],
-}
+MIXED = [  # each part in a line of its own
+    {
+        "requests": 16,
+        "rows": [
+            {"part": "at once", "who": who, "new tok/s": 100.0}
+            for who in ("engine alone", "llama-server -np 8", "full passes (computed)")
+        ],
+    },
+    *(
+        {"requests": 16, "rows": [{"part": load, **row} for row in ONLINE["rows"] if row["load"] == load]}
+        for load in ("alone", "beside bulk")
+    ),
+]
 OFFLINE = {
     "lines": 24,
     "ratios": {"families: over naive Celery task": 3.5, "families: prefilled over the optimum": 1.0},
@@ -41,9 +46,9 @@ SPECULATION = {
 }
 
 
-def keep(folder: Path, name: str, line: dict[str, Any]) -> None:
+def keep(folder: Path, name: str, *lines: dict[str, Any]) -> None:
     told = {"bench": name, "model": "m", "machine": "a machine", "commit": "abc", "ratios": {}, "targets": {}}
-    (folder / f"{name}.jsonl").write_text(json.dumps(told | line) + "\n")
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps(told | line) + "\n" for line in lines))
 
 
 def test_pictures_are_drawn_from_the_kept_results(tmp_path: Path) -> None:
@@ -60,7 +65,7 @@ def test_only_what_has_results_is_drawn(tmp_path: Path) -> None:
     assert draw(tmp_path, tmp_path / "none") == []
     keep(tmp_path, "offline", OFFLINE)
     keep(tmp_path, "online", ONLINE)
-    keep(tmp_path, "mixed", MIXED)
+    keep(tmp_path, "mixed", *MIXED)
     keep(tmp_path, "speculation", SPECULATION)
     names = ["offline.png", "online.png", "mixed.png", "speculation.png"]
     assert [path.name for path in draw(tmp_path, tmp_path)] == names
