@@ -43,7 +43,7 @@ def show(name: str, workload: Mapping[str, Any], report: Report, *, save: bool =
         title = None
     for key, value in report.ratios.items():
         hoped = f"   (hoped for {report.targets[key]})" if key in report.targets else ""
-        console.print(f"{key}: {value:.3g}{hoped}")
+        console.print(f"{key}: {_number(value, 3)}{hoped}")
     for caveat in report.caveats:
         console.print(f"[dim]{caveat}[/dim]")
     for line in report.wrong:
@@ -69,9 +69,12 @@ def _table(rows: Sequence[Mapping[str, Any]], title: str | None) -> Table:
 
 
 def _cell(value: Any) -> str:
-    if not isinstance(value, float):
-        return str(value)
-    return f"{value:.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
+    return _number(value, 4) if isinstance(value, float) else str(value)
+
+
+def _number(value: float, digits: int) -> str:
+    """With so many digits that count; thousands whole, without an exponent."""
+    return f"{value:.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.{digits}g}"
 
 
 def where() -> dict[str, str]:

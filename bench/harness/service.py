@@ -11,6 +11,7 @@ import os
 import signal
 import struct
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from typing import Any
 from cellama.api.machine.redis_server import RedisServer, die_with_parent, free_port
 from cellama.api.machine.supervisor import worker_argv
 from cellama.config import get_settings
+from cellama.engine.core.telemetry import Telemetry
 from cellama.engine.scheduling.strategies import SlotView, TokenAllocation
 from cellama.tasks.connection.connections import connect
 from cellama.tasks.state.registry import live_workers
@@ -31,28 +33,51 @@ PATIENCE_S = 300.0
 POISON_TOKENS = 666  # a prompt of so many tokens ends the worker that takes it
 COUNTER_DIR = "BENCH_COUNTERS"  # environment variable, for the strategies below
 COUNTING = f"{__name__}:Counting"
-_COUNTS = struct.Struct("<qq")  # of the tokens that a worker sampled, and computed
+_TWO_COUNTS = struct.Struct("<qq")  # of the tokens that a worker sampled, and computed
+
+
+class _Counts:
+    """What the engines of a worker have sampled and computed, in a file that survives SIGKILL. Any thread."""
+
+    def __init__(self, path: Path) -> None:
+        path.write_bytes(bytes(_TWO_COUNTS.size))
+        with path.open("r+b") as file:
+            self._file = mmap.mmap(file.fileno(), _TWO_COUNTS.size)
+        self._num_sampled = self._num_computed = 0
+        self._lock = threading.Lock()
+
+    def add(self, *, sampled: int = 0, computed: int = 0) -> None:
+        """Counts so many tokens more."""
+        with self._lock:
+            self._num_sampled += sampled
+            self._num_computed += computed
+            self._file[:] = _TWO_COUNTS.pack(self._num_sampled, self._num_computed)
+
+
+def _count_sampled(counts: _Counts) -> None:
+    """Engines tell of each token: in holes between slots they compute more than a strategy has allocated."""
+    account = Telemetry.token
+
+    def token(self: Telemetry, gap_s: float | None = None) -> None:
+        counts.add(sampled=1)
+        account(self, gap_s)
+
+    Telemetry.token = token  # type: ignore[method-assign]
+
+
+if COUNTER_DIR in os.environ:  # this is a worker
+    _counts = _Counts(Path(os.environ[COUNTER_DIR]) / f"{os.getpid()}.{time.monotonic_ns()}")
+    _count_sampled(_counts)
 
 
 class Counting(Paced):
-    """Paced, and it counts what its steps sample and compute, in a file that survives SIGKILL."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        path = Path(os.environ[COUNTER_DIR]) / f"{os.getpid()}.{time.monotonic_ns()}"
-        path.write_bytes(bytes(_COUNTS.size))
-        with path.open("r+b") as file:
-            self._file = mmap.mmap(file.fileno(), _COUNTS.size)
-        self._num_sampled = self._num_computed = 0
+    """Paced, and what its steps compute is counted."""
 
     def build_batch(
         self, slots: Sequence[SlotView], budget: int, chunk_size: int, queue_depth: int
     ) -> list[TokenAllocation]:
         shares = super().build_batch(slots, budget, chunk_size, queue_depth)
-        pending = {view.slot: view.num_pending for view in slots}
-        self._num_sampled += sum(count == pending[slot] for slot, count in shares)
-        self._num_computed += sum(count for _, count in shares)
-        self._file[:] = _COUNTS.pack(self._num_sampled, self._num_computed)
+        _counts.add(computed=sum(count for _, count in shares))
         return shares
 
 
@@ -219,7 +244,7 @@ class Service:
 
     def _counts(self) -> Iterator[tuple[int, int]]:
         for path in (self.folder / "counters").iterdir():
-            sampled, computed = _COUNTS.unpack(path.read_bytes())
+            sampled, computed = _TWO_COUNTS.unpack(path.read_bytes())
             yield sampled, computed
 
     def log(self, name: str) -> str:
