@@ -173,6 +173,8 @@ class TaskPool(BasePool):  # type: ignore[misc]
             if self.in_a_hurry or time.monotonic() >= deadline:
                 for control, _ in jobs:
                     control.interrupt(Interruption.HANDED_BACK)
+                if (runtime := getattr(self.app, "runtime", None)) is not None:
+                    runtime.publisher.hurry()  # jobs wait for what it writes: for ever, if Redis is away
             wait([future for _, future in jobs], timeout=DRAIN_PUMP_S, return_when=FIRST_COMPLETED)
             if hub is not None:
                 hub.fire_timers()

@@ -120,9 +120,13 @@ class Publisher:
         """Writes what is gathered, and nothing more of this run. Its future says False then."""
         self._inbox.put(lambda: [(run_id, {"type": "hand_back"}, None, ())])
 
+    def hurry(self) -> None:
+        """The worker ends: what Redis does not take in `CLOSING_ATTEMPTS` is given up, and computed elsewhere."""
+        self._closing.set()
+
     def close(self, timeout_s: float = 5.0) -> bool:
         """Writes what is there, then ends; False if Redis did not take it in time."""
-        self._closing.set()
+        self.hurry()
         self._inbox.put(None)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()

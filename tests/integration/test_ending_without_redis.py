@@ -1,0 +1,63 @@
+"""Workers that are told to end while Redis is away: they do, and what they had goes on elsewhere once it is back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from cellama.api import Client
+from cellama.api.machine.redis_server import RedisServer
+from cellama.tasks.connection.connections import connect
+
+from ..conftest import PATIENCE_S, WorkerProcess, wait_until
+from .conftest import LONG, MEDIUM, STORY, check_whole, read, wait_for_token
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RedisServer]:
+    with RedisServer.start(tmp_path / "redis") as server:
+        yield server
+
+
+@pytest.fixture
+def start_worker(server: RedisServer, tmp_path: Path) -> Iterator[Callable[[], WorkerProcess]]:
+    started: list[WorkerProcess] = []
+
+    def start() -> WorkerProcess:
+        folder = tmp_path / str(len(started))
+        folder.mkdir()
+        settings = {"CELLAMA_DRAIN_S": "1", "CELLAMA_LEASE_S": "3", "CELLAMA_TELEMETRY_LOG": "requests"}
+        started.append(WorkerProcess(folder, server.url, **settings))
+        return started[-1].wait_ready()
+
+    yield start
+    for worker in started:
+        worker.stop()
+
+
+@pytest.mark.parametrize("computed", [False, True])
+def test_worker_ends_although_redis_is_away_and_its_job_goes_on_elsewhere(
+    server: RedisServer, start_worker: Callable[[], WorkerProcess], computed: bool
+) -> None:
+    """`computed`: only the end of the job has to be written."""
+    params, first = MEDIUM if computed else LONG, start_worker()
+    with Client(server.url) as client, connect(server.url) as redis:
+        undisturbed = client.generate("tiny", STORY, **params).result(PATIENCE_S)["text"]
+        with first.slowed():
+            job = client.generate("tiny", STORY, stream=True, **params)
+            wait_for_token(redis, job.id)
+            server.stop()
+            if not computed:
+                first.process.terminate()
+                assert first.process.wait(PATIENCE_S) == 0
+        if computed:
+            wait_until(lambda: f'"request_id": "{job.id}' in first.log(), "the end of the job in the engine")
+            first.process.terminate()
+            assert first.process.wait(PATIENCE_S) == 0
+        server.run()
+        start_worker()
+        assert job.result(PATIENCE_S)["text"] == undisturbed
+        check_whole(read(redis, job.id), undisturbed)
+    assert "Traceback" not in first.log()
