@@ -265,9 +265,7 @@ class Publisher:
                 log.warning("run %s is superseded: its job has another attempt, or an end", run_id)
                 self._give_up(run_id)
             elif place in gaps:
-                log.warning(
-                    "Redis has lost events of run %s that it had taken: the job goes on from those it has", run_id
-                )
+                log.warning("Redis has lost events of run %s: the job goes on from those that it has", run_id)
                 self._give_up(run_id, Interruption.HANDED_BACK)
             elif events.is_terminal(entry.event):
                 self._settle_end(run_id, run)
