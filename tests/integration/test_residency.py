@@ -197,15 +197,21 @@ def test_successor_of_a_killed_worker_has_what_was_loaded_at_run_time(
         text = job.result(timeout=PATIENCE_S)["text"]
         assert text == client.generate(second, STORY, **params).result(PATIENCE_S)["text"]
         assert text != client.generate(second, STORY, adapters={}, **params).result(PATIENCE_S)["text"]
-        assert [(a["name"], a["scale"]) for a in client.adapters(second)] == [("pirate", 1)]
-        assert [(a["name"], a["scale"]) for a in client.adapters(first)] == [("asked", 0)]
-        assert [m["id"] for m in client.models() if m["default"] and m["id"].startswith(name)] == [second]
+        adapters, default = {first: [("asked", 0)], second: [("pirate", 1)]}, [second]
+        wait_until(lambda: {model: scales(client, model) for model in adapters} == adapters, "the adapters")
+        wait_until(
+            lambda: [m["id"] for m in client.models() if m["default"] and m["id"] in adapters] == default, "the default"
+        )
         client.unload_model(second, worker=name, timeout=PATIENCE_S)
         client.unload_adapter(first, "asked", worker=name, timeout=PATIENCE_S)
         wanted = wait_until(lambda: not_of_settings(client, name), "nothing is wanted any more")
         assert wanted == [[]]
     finally:
         worker.stop()
+
+
+def scales(client: Client, model: str) -> list[tuple[str, float]]:
+    return [(adapter["name"], adapter["scale"]) for adapter in client.adapters(model)]
 
 
 def not_of_settings(client: Client, name: str) -> list[list[str]]:

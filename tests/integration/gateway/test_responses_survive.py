@@ -20,7 +20,8 @@ from cellama.bench.harness.reference_texts import LOGPROBS, ReferenceText, refer
 from ...conftest import PATIENCE_S, WorkerProcess, wait_until
 from ...gateways import GatewayProcess
 
-NUM_RESPONSES, NUM_TOKENS = 4, 120
+NUM_RESPONSES, NUM_TOKENS = 4, 400
+STEP_S = 0.3  # of a slowed worker: no response ends before all has happened that shall
 PROMPT = "Tell a story about {} foxes"
 LOST = (APIError, httpx.TransportError)
 MODELS = [{"id": "tiny", "source": "bundled://tiny", "n_parallel": NUM_RESPONSES, "threads": 1, "default": True}]
@@ -42,12 +43,15 @@ class House:
         folder.mkdir()
         return folder
 
-    def start_worker(self) -> None:
-        settings = {"CELLAMA_MODELS": json.dumps(MODELS)}
-        self.worker = WorkerProcess(self._new(), self.redis.url, name=f"w{self._num_started}", **settings).wait_ready()
+    def start_worker(self, step_s: float = 0.0) -> None:
+        """`step_s`: each step takes so long from the first one on, until `slowed` ends."""
+        settings, folder = {"CELLAMA_MODELS": json.dumps(MODELS)}, self._new()
+        if step_s:
+            (folder / "pace").write_text(str(step_s))
+        self.worker = WorkerProcess(folder, self.redis.url, name=f"w{self._num_started}", **settings).wait_ready()
 
     def slowed(self) -> Any:
-        return self.worker.slowed()
+        return self.worker.slowed(STEP_S)
 
     def kill_gateway(self) -> None:
         self.gateway.process.kill()
@@ -57,7 +61,7 @@ class House:
     def kill_worker(self) -> None:
         self.worker.process.kill()
         self.worker.process.wait()
-        self.start_worker()
+        self.start_worker(STEP_S)
 
     def restart_redis(self) -> None:
         self.redis.stop()
