@@ -27,9 +27,13 @@ class ReferenceText(NamedTuple):
         """Whether the text is the same, goes another way at a near tie, or is wrong."""
         if text == self.text:
             return "same"
-        pairs = zip(self.text, text, strict=False)
-        place = next((i for i, (left, right) in enumerate(pairs) if left != right), min(len(self.text), len(text)))
+        place = self.place_of_difference(text)
         return "tied" if any(start <= place < end for start, end in self.ties) else "other"
+
+    def place_of_difference(self, text: str) -> int:
+        """The first character in which another text differs."""
+        pairs = zip(self.text, text, strict=False)
+        return next((i for i, (left, right) in enumerate(pairs) if left != right), min(len(self.text), len(text)))
 
 
 def reference_texts(results: Iterable[Any], source: str) -> list[ReferenceText]:

@@ -182,6 +182,9 @@ class Scenario:
     def _check(self, jobs: Sequence[Any], texts: Sequence[str], undisturbed: Sequence[ReferenceText]) -> dict[str, Any]:
         torn = [job.id for job, text in zip(jobs, texts, strict=True) if not self._is_whole(job.id, text)]
         compared = [expected.compare(text) for text, expected in zip(texts, undisturbed, strict=True)]
+        for job, kind, text, expected in zip(jobs, compared, texts, undisturbed, strict=True):
+            if kind == "other":
+                _show_difference(job.id, expected, text)
         return {
             "results": sum(bool(text) for text in texts),
             "torn": len(torn),
@@ -213,3 +216,10 @@ class Scenario:
         """TokenAllocation of tokens, in percent."""
         total: int = num_jobs * self._args.new
         return round(100 * (num_sampled - total) / total, 2)
+
+
+def _show_difference(job_id: str, expected: ReferenceText, text: str) -> None:
+    place = expected.place_of_difference(text)
+    around = slice(max(0, place - 40), place + 40)
+    said = f"{job_id} has another text from character {place} on: {text[around]!r} instead of {expected.text[around]!r}"
+    print(f"{said}; ties: {expected.ties}", file=sys.stderr, flush=True)
