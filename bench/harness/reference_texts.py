@@ -6,6 +6,7 @@ Where the two likeliest tokens are about as likely, either is right, and what fo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -14,7 +15,7 @@ from cellama.engine import Tokenizer
 NEAR_TIE = (
     0.05  # of log-probability; tokens that were read again as a prompt differ by up to 0.011 in it (bundled model)
 )
-LOGPROBS = 2  # that the jobs of the run without trouble ask for
+LOGPROBS = 5  # that the jobs of the run without trouble ask for: a few may be ends, which `ignore_eos` forbids
 
 
 class ReferenceText(NamedTuple):
@@ -44,7 +45,7 @@ def reference_texts(results: Iterable[Any], source: str) -> list[ReferenceText]:
 
 def _reference_text(result: Any, tokenizer: Tokenizer) -> ReferenceText:
     tokens = [entry["token"] for entry in result["logprobs"]]
-    margins = [_margin([logprob for _, logprob in entry["top"]]) for entry in result["logprobs"]]
+    margins = [_margin(entry["logprob"], [logprob for _, logprob in entry["top"]]) for entry in result["logprobs"]]
     return _with_ties(result["text"], margins, lambda count: len(tokenizer.detokenize(tokens[:count])))
 
 
@@ -52,7 +53,7 @@ def of_chat_body(body: Any) -> ReferenceText:
     """The same of a chat as OpenAI's clients get it, that asked for so many `top_logprobs`."""
     choice = body["choices"][0]
     told = choice["logprobs"]["content"]
-    margins = [_margin([entry["logprob"] for entry in token["top_logprobs"]]) for token in told]
+    margins = [_margin(token["logprob"], [entry["logprob"] for entry in token["top_logprobs"]]) for token in told]
     return _with_ties(
         choice["message"]["content"], margins, lambda count: sum(len(token["token"]) for token in told[:count])
     )
@@ -65,6 +66,7 @@ def _with_ties(text: str, margins: Sequence[float], length: Callable[[int], int]
     return ReferenceText(text, [(length(index), length(index + 2)) for index in near])
 
 
-def _margin(logprobs: Sequence[float]) -> float:
-    best, second = sorted(logprobs, reverse=True)[:2]
-    return best - second
+def _margin(chosen: float, logprobs: Sequence[float]) -> float:
+    """To the next one. What is likelier than a greedy choice could not be chosen: after a story that is its end."""
+    allowed = sorted((logprob for logprob in logprobs if logprob <= chosen), reverse=True)  # the choice is the first
+    return chosen - allowed[1] if len(allowed) > 1 else math.inf

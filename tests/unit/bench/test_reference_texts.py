@@ -37,6 +37,14 @@ def test_text_that_differs_at_a_near_tie_is_tied_and_elsewhere_wrong(tokens: lis
     assert expected.compare(expected.text[:-1] + "#") == "other"
 
 
+def test_what_is_likelier_than_the_choice_is_no_rival_of_it(tokens: list[int]) -> None:
+    found, end = result(tokens, 4), [2, -0.001]  # an end, where the text must go on
+    found["logprobs"][4]["top"].insert(0, end)  # type: ignore[index]
+    (expected,) = reference_texts([found], TINY)
+    (plain,) = reference_texts([result(tokens, 4)], TINY)
+    assert expected.ties == plain.ties != []
+
+
 def test_text_that_is_short_or_double_is_wrong(tokens: list[int]) -> None:
     (expected,) = reference_texts([result(tokens, None)], TINY)
     assert expected.compare("") == "other"
