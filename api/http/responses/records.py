@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import re
+import time
 import uuid
 
 from cellama.api.http.callers import Caller
@@ -14,10 +16,20 @@ from cellama.api.http.keys.owners import Owners
 from cellama.api.openai.responses.record import Record
 from cellama.api.webhooks import heed
 from cellama.tasks.connection.redis_errors import reaching_redis
-from cellama.tasks.contract.keys import context_key, heeded_key, job_key, journal_key, response_key, result_key
+from cellama.tasks.contract.keys import (
+    DUE_KEY,
+    context_key,
+    heeded_key,
+    job_key,
+    journal_key,
+    response_key,
+    result_key,
+)
 
 _ID = re.compile(r"resp_[0-9a-f]{32}")
 OWNED_S = 3600  # an owner outlives the record: without one it would be of all who have no tenant
+TOLD_S = 10.0  # between a job's end and Celery's word of it; only a worker that dies there takes longer
+TOLD_LOOK_S = 0.02
 
 
 def new_id(key: str | None) -> str:
@@ -85,7 +97,16 @@ class Records:
         await self._owners.forget(record.id)
 
     async def forget(self, record: Record) -> None:
-        """Takes away all that is told of the response. Its job must have ended."""
+        """Takes away all that is told of the response. Its job must have ended; what Celery is told of that comes a
+        moment later, and would stay behind."""
+        deadline = time.monotonic() + TOLD_S
+        while time.monotonic() < deadline and not await self._is_told(record.job_id):
+            await asyncio.sleep(TOLD_LOOK_S)
         with reaching_redis():
             await self._redis.delete(*(key(record.job_id) for key in (job_key, journal_key, result_key)))
         await self.withdraw(record)
+
+    async def _is_told(self, job_id: str) -> bool:
+        """Whether nothing is left to do for a job that has ended: Celery has its result."""
+        with reaching_redis():
+            return await self._redis.zscore(DUE_KEY, job_id) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,7 +15,7 @@ from pydantic import BaseModel, Field
 from redis import Redis
 
 from cellama.api.client.client import Client
-from cellama.tasks.contract.keys import job_key, journal_key, response_key, result_key
+from cellama.tasks.contract.keys import DUE_KEY, job_key, journal_key, response_key, result_key
 
 from ...conftest import PATIENCE_S, WorkerProcess, wait_until
 from ...gateways import GatewayProcess
@@ -136,6 +137,20 @@ def test_readers_of_a_response_that_is_deleted_hear_its_end(
     assert [event["sequence_number"] for event in read[0]] == list(range(len(read[0])))
     assert read[0][-1]["type"] == "response.cancelled"
     assert not redis_client.exists(journal_key(job_id), job_key(job_id), result_key(job_id), response_key(begun.id))
+
+
+def test_response_whose_end_celery_has_not_heard_yet_leaves_nothing_behind(openai: OpenAI, redis_client: Redis) -> None:
+    answer = openai.responses.create(**ASKED)
+    record: Any = redis_client.get(response_key(answer.id))
+    job_id = json.loads(record)["job_id"]
+    redis_client.zadd(DUE_KEY, {job_id: time.time() + PATIENCE_S})
+    with ThreadPoolExecutor(1) as pool:
+        deleting = pool.submit(openai.responses.delete, answer.id)
+        wait_until(lambda: "zscore" in [each["cmd"] for each in redis_client.client_list()], "the look at what is due")
+        pipe = redis_client.pipeline()
+        pipe.set(result_key(job_id), "{}").zrem(DUE_KEY, job_id).execute()
+        deleting.result(PATIENCE_S)
+    assert not redis_client.exists(journal_key(job_id), job_key(job_id), result_key(job_id), response_key(answer.id))
 
 
 def test_response_that_is_not_stored_can_not_be_asked_for(openai: OpenAI) -> None:

@@ -61,3 +61,31 @@ def test_a_message_that_went_with_the_end_of_its_job_is_only_forgotten() -> None
     request.acknowledge()
     request.acknowledge()
     assert (forgotten, request.acknowledged) == ([request.message], True)
+
+
+def test_what_celery_tells_of_a_revoke_is_told_before_the_job_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[Any] = []
+
+    def note(step: str) -> Callable[..., None]:
+        return lambda *args, **_: steps.append((step, *args[:1]))
+
+    request = a_request(on_ack=lambda *_: steps.append("settled"))
+    monkeypatch.setattr(request.task.backend, "mark_as_revoked", note("told"))
+    pool = SimpleNamespace(terminate_job=note("ended"))
+    request.terminate(pool)  # before it has begun
+    assert steps == []
+    request.on_accepted(7, 0.0)
+    assert steps == [("told", request.id), "settled", ("ended", 7)]
+
+
+def test_a_revoke_of_which_celery_can_not_tell_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    request, ended = a_request(), []
+
+    def away(*_: Any, **__: Any) -> None:
+        raise ConnectionError
+
+    monkeypatch.setattr(request.task.backend, "mark_as_revoked", away)
+    request.time_start, request.worker_pid = 1.0, 7
+    with pytest.raises(ConnectionError):
+        request.terminate(SimpleNamespace(terminate_job=lambda number, signal: ended.append(number)))
+    assert ended == [7]
