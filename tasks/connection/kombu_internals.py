@@ -49,7 +49,10 @@ INHERITED: Mapping[str, Mapping[str, str]] = {
     "broker/holding.py": {
         f"kombu.transport.virtual:QoS.{name}": ATTRIBUTE for name in ("_delivered", "_dirty", "_quick_ack")
     },
-    "broker/message.py": {f"celery.worker.request:Request.{name}": ATTRIBUTE for name in ("_apply_result", "_message")},
+    "broker/message.py": {
+        "celery.worker.request:Request._announce_revoked": "(self, reason, terminated, signum, expired)",
+        **{f"celery.worker.request:Request.{name}": ATTRIBUTE for name in ("_apply_result", "_message")},
+    },
     "broker/pool.py": {"celery.concurrency.base:BasePool._get_info": "(self) -> Dict[str, Any]"},
     "broker/result_backend.py": {
         "celery.backends.redis:RedisBackend._MAX_STR_VALUE_SIZE": ATTRIBUTE,

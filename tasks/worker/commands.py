@@ -75,20 +75,21 @@ class Changes:
         if self._residency.loaded_as.get(model.id) is model or by != "settings":
             self._record.say(key, Said(model=model, over=over), whole_pool=whole_pool, before=before)
         if model.default:
-            self._manager.set_default(model.id)
             self._record.say(DEFAULT_KEY, Said(default=model.id), whole_pool=whole_pool)
+            self._manager.set_default(model.id)
 
     def unload(self, model_id: str, timeout_s: float, *, whole_pool: bool = True) -> None:
         """Takes no more jobs of a model; when the last one has ended, it goes. Main thread only.
 
-        One that is lacking here is wanted no more; one that was unloaded stays so. Raises UnknownModel.
+        One that is lacking here is wanted no more, although its load may be tried just now: it goes once it is there.
+        One that was unloaded stays so. Raises UnknownModel.
         """
         key, spoken = model_key(model_id), self._record.spoken
         said = spoken.of(key)[0]
         if not self._manager.is_loaded(model_id):
             if said is not None and said.gone:
                 return
-            if key in spoken.unreadable or (said is not None and key not in self._residency.busy):
+            if key in spoken.unreadable or (said is not None and not self._manager.is_leaving(model_id)):
                 self._note_unloaded(key, whole_pool, ANY)
                 return
         self._manager.get(model_id)  # raises UnknownModel, at once
@@ -128,9 +129,10 @@ class Changes:
 
     def set_default(self, model_id: str, *, whole_pool: bool = True) -> None:
         """Serves jobs for `:default` from this model. Raises UnknownModel."""
+        self._manager.get(model_id)
+        self._record.say(DEFAULT_KEY, Said(default=model_id), whole_pool=whole_pool)  # or a look takes it back
         self._manager.set_default(model_id)
         self._consumer.add_task_queue(queue_name(DEFAULT_MODEL))
-        self._record.say(DEFAULT_KEY, Said(default=model_id), whole_pool=whole_pool)
         self._residency.on_change()
 
     def load_adapter(self, model_id: str, name: str, source: str, scale: float, *, whole_pool: bool = True) -> None:
@@ -152,10 +154,11 @@ class Changes:
 
     def set_adapter_scale(self, model_id: str, name: str, scale: float, *, whole_pool: bool = True) -> None:
         """Jobs that do not choose have the adapter with this scale. Raises UnknownModel, UnknownAdapter, …"""
-        key = adapter_key(model_id, name)
-        self._manager.get(model_id).set_adapter_scale(name, scale)
+        model, key = self._manager.get(model_id), adapter_key(model_id, name)
+        model.engine.adapters.check_scale(name, scale)
         said = Said(adapter=AdapterSettings(source=self._residency.adapters()[key].source, scale=scale))
-        self._record.say(key, said, whole_pool=whole_pool)
+        self._record.say(key, said, whole_pool=whole_pool)  # or a look takes it back
+        model.set_adapter_scale(name, scale)
         self._residency.on_change()
 
     def unload_adapter(self, model_id: str, name: str, timeout_s: float, *, whole_pool: bool = True) -> None:

@@ -80,7 +80,7 @@ def test_adapter_in_use_stays_until_it_is_free(worker: WorkerProcess, client: Cl
         next(event for event in job.stream() if event["type"] == "token")
         wait_until(lambda: client.adapters(name)[0]["in_use"] == 1, "the adapter in use, at the next heartbeat")
         with pytest.raises(JobFailed, match="adapter 'asked' is still in use by 1"):
-            client.unload_adapter(name, "asked", timeout=0.2)
+            client.unload_adapter(name, "asked", timeout=2)
         job.cancel()
         client.unload_adapter(name, "asked", timeout=PATIENCE_S)
     assert client.adapters(name) == []
@@ -126,10 +126,15 @@ def test_command_line_loads_scales_lists_and_unloads(name: str) -> None:
     assert run("generate", name, STORY, "--max-tokens", "12", "--temperature", "0").startswith(SEAS)
     assert f"new jobs of {name} have p × 0.5" in run("models", "adapter", "scale", name, "p", "0.5")
     assert PLAIN in run("generate", name, STORY, "--adapter", "p=0", "--max-tokens", "12", "--temperature", "0")
-    listed = json.loads(run("models", "adapters", name, "--json"))
-    assert [(a["name"], a["scale"], a["in_use"]) for a in listed] == [("asked", 0, 0), ("p", 0.5, 0)]
+
+    def listed() -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = json.loads(run("models", "adapters", name, "--json"))
+        return found
+
+    expected = [("asked", 0, 0), ("p", 0.5, 0)]
+    wait_until(lambda: [(a["name"], a["scale"], a["in_use"]) for a in listed()] == expected, "all in the registry")
     table = run("models", "adapters", name)
-    assert all(word in table for word in ("asked", "on request", "0.5", listed[0]["fingerprint"][:12], "ready"))
+    assert all(word in table for word in ("asked", "on request", "0.5", listed()[0]["fingerprint"][:12], "ready"))
     assert "asked × 0, p × 0.5" in run("models", "info", name)
     for _ in range(2):
         assert "adapter p is unloaded" in run("models", "adapter", "unload", name, "p")

@@ -129,7 +129,7 @@ def test_who_runs_beside_a_job_that_ends_workers_is_not_blamed_for_the_next_one(
         """A worker's life, until it ends or the job does. Whenever the job begins, there is a poison more."""
         tried = attempts()
         # The job shows no token for some seconds, on any machine.
-        worker = start_worker(strategy=f"{service.__name__}:CountingStrategy", step_s=0.5, lease_s=3, ready=False)
+        worker = start_worker(strategy=f"{service.__name__}:CountingStrategy", step_s=1.5, ready=False)
         wait_until(lambda: attempts() > tried or job.ready() or worker.process.poll(), "a next attempt")
         if attempts() > tried:
             poison()

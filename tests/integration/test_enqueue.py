@@ -196,8 +196,8 @@ def test_a_lost_message_is_queued_again_with_all_that_it_held(unserved: str, red
     job_id = generate.apply_async((unserved, "Hi"), {"seed": 5}, **options).id
     key = queue_key(queue_name(unserved), 3)
     message = redis_client.rpop(key)
-    for _ in range(2):
-        run_script(redis_client, "missing", [job_key(job_id), cancel_key(job_id)], [job_id, 0, "unknown"])
+    keys, args = [job_key(job_id), cancel_key(job_id)], [job_id, 0, "unknown"]
+    wait_until(lambda: run_script(redis_client, "missing", keys, args), "missing in two looks")
     assert redis_client.lrange(key, 0, -1) == [message]
 
 

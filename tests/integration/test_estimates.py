@@ -8,6 +8,7 @@ from __future__ import annotations
 import heapq
 import json
 import random
+import uuid
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -93,6 +94,7 @@ class Cluster:
     now: float = START
     jobs: dict[str, Played] = field(default_factory=dict)
     chance: random.Random = field(default_factory=lambda: random.Random(7))
+    ids: random.Random = field(default_factory=lambda: random.Random(5))  # of jobs: they decide what a guess draws
 
     def __post_init__(self) -> None:
         self.ledger = Ledger(self.redis)
@@ -118,7 +120,7 @@ class Cluster:
     def submit(self, asked: int, part: float = 1.0, **params: Any) -> Played:
         """A job that makes this part of what it asks for; its prompt takes as long as up to a third of that."""
         made = max(1.0, asked * part)
-        job = submission(QUEUE)
+        job = submission(QUEUE, str(uuid.UUID(int=self.ids.getrandbits(128))))
         call = Call("cellama.generate", [MODEL, "Hi"], {"max_tokens": asked, **params}, QUEUE, 3, None, {})
         self.ledger.submit([Submission(job.job_id, call, Message(queue_key(QUEUE, 3), job.message.payload))])
         played = self.jobs[job.job_id] = Played(asked, made * self.chance.uniform(1.0, 1.3), self.now)

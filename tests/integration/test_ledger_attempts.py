@@ -106,9 +106,9 @@ def test_cancel_ends_a_waiting_job_at_once_and_tells_who_comes_later(
 
 
 def test_cancel_ends_a_job_whose_worker_is_gone(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
-    taken = take(ledger, job_id, lease_s=0)
-    attempt = begin(ledger, job_id, token=taken.token)
+    attempt = begin(ledger, job_id, token=take(ledger, job_id).token)
     write(ledger, attempt, STARTED, TOKEN)
+    redis_client.zadd(LEASES_KEY, {job_id: 0})
     assert ledger.cancel(job_id, running=True)
     assert [event["seq"] for event in journal(redis_client, job_id)] == [0, 1, 2]
     assert write(ledger, attempt, TOKEN, seq=2) == {0}
@@ -171,7 +171,7 @@ def test_an_end_that_celery_hears_of_leaves_nothing_to_do(ledger: Ledger, job_id
 
 def test_an_end_leaves_the_message_to_whoever_holds_it_by_now(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
     attempt = begin(ledger, job_id, token=take(ledger, job_id).token)
-    redis_client.zadd(LEASES_KEY, {job_id: 0})  # its worker was frozen
+    redis_client.hdel(job_key(job_id), "holder")  # its worker was frozen
     other = take(ledger, job_id)
     end = Entry(job_id, attempt.run, {"seq": 0, **DONE}, None, Stored(b"{}", None), "token of the frozen one")
     assert ledger.write([end]) == (set(), set())

@@ -75,6 +75,10 @@ def workers_of(client: Client, model_id: str) -> list[str]:
     return next((model["workers"] for model in client.models() if model["id"] == model_id), [])
 
 
+def defaults(client: Client, name: str) -> list[str]:
+    return [model["id"] for model in client.models() if model["default"] and model["id"].startswith(name)]
+
+
 def test_pool_has_what_was_loaded_whoever_dies_and_joins_and_jobs_go_on_with_the_same_text(
     start: Start, client: Client, name: str
 ) -> None:
@@ -134,7 +138,7 @@ def test_worker_reaches_what_was_said_while_it_was_not_there(
     start("one").wait_ready()
     expected = {big: "ready", "hostile": "lacking", missing["id"]: "lacking"}
     wait_until(lambda: states(client, one) == expected, f"{expected}")
-    assert [m["id"] for m in client.models() if m["default"] and m["id"].startswith(name)] == [big]
+    wait_until(lambda: defaults(client, name) == [big], "the default")
     assert own not in [model["id"] for model in client.models()]
     why = {thing["model"]: thing["why"]["message"] for thing in things(client, one) if thing["why"]}
     assert "there is no model file at '/nowhere.gguf'" in why[missing["id"]]

@@ -77,13 +77,13 @@ def test_redis_server_waits_for_its_data_as_long_as_they_are_being_loaded(
 ) -> None:
     with RedisServer.start(tmp_path) as server, Redis.from_url(server.url) as client:
         with client.pipeline(transaction=False) as pipeline:
-            for number in range(30_000):
+            for number in range(80_000):
                 pipeline.set(f"key {number}", "x")
             pipeline.execute()
         server.stop()
-        monkeypatch.setattr("cellama.api.machine.redis_server.START_TIMEOUT_S", 2.0)  # less than so many keys take
+        monkeypatch.setattr("cellama.api.machine.redis_server.START_TIMEOUT_S", 5.0)  # less than so many keys take
         server.run()
-        assert client.dbsize() == 30_000
+        assert client.dbsize() == 80_000
 
 
 def test_redis_server_that_gets_nowhere_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

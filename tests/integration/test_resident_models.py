@@ -83,7 +83,7 @@ def test_three_models_share_a_worker_and_leave_no_memory_behind(worker: WorkerPr
     patience = {"worker": name, "timeout": PATIENCE_S}
 
     def chats(client: Client) -> None:
-        result = client.chat(chat, HELLO, **GREEDY).result(PATIENCE_S)
+        result = client.chat(chat, HELLO, wait=True, **GREEDY).result(PATIENCE_S)
         assert result["text"] == "The capital of France is Paris."
 
     def generates(client: Client) -> None:

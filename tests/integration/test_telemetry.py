@@ -82,19 +82,23 @@ def test_end_of_a_job_tells_mode_slot_and_ratio(client: Client, stream: bool) ->
         assert timings["prefix_cache_ratio"] == round(usage["cached_tokens"] / usage["prompt_tokens"], 3) > 0.5
 
 
+def told_of(client: Client) -> tuple[str, int, int]:
+    totals = client.stats()["totals"]
+    return totals["phase"], totals["requests_running"], totals["slots_busy"]
+
+
 def test_stats_have_the_totals_of_all_models_and_say_how_old_they_are(client: Client, worker: WorkerProcess) -> None:
     embed.delay("tiny", ["one text", "and another"]).get(timeout=PATIENCE_S)
     with worker.slowed():
         jobs = [generate.delay("tiny", f"Count {i}", **LONG) for i in range(SLOTS + 2)]
-        wait_until(lambda: client.stats()["slots_busy"] == SLOTS, "busy slots")
+        wait_until(lambda: told_of(client) == ("generating", SLOTS, SLOTS), "busy slots")
         stats, entry = client.stats(), next(w for w in client.workers() if w.pid == worker.process.pid)
         for job in jobs:
             job.revoke(terminate=True)
     assert stats["age_s"] is not None
     assert 0 <= stats["age_s"] < 10
-    totals, model = stats["totals"], entry.models[0]
-    assert (totals["phase"], totals["requests_running"], totals["slots_busy"]) == ("generating", SLOTS, SLOTS)
-    assert totals["requests_waiting"] <= 2
+    model = entry.models[0]
+    assert stats["totals"]["requests_waiting"] <= 2
     assert model["engine"] is not None
     assert model["embedder"] is not None
     assert entry.totals["requests_finished"] == sum(
@@ -107,6 +111,7 @@ def test_stats_have_the_totals_of_all_models_and_say_how_old_they_are(client: Cl
 
 def test_status_shows_the_totals_and_their_age(client: Client, worker: WorkerProcess) -> None:
     chat.delay("tiny", [{"role": "user", "content": "Hi"}], max_tokens=2).get(timeout=PATIENCE_S)
+    worker.engine_now()  # a heartbeat knows of it
     shown = CliRunner().invoke(app, ["status"]).output
     assert "all models, " in shown
     told = json.loads(CliRunner().invoke(app, ["status", "--json"]).output)

@@ -82,7 +82,7 @@ def stream_through_a_death(gateway: GatewayProcess, workers: Workers, traceparen
     first = workers.start()
     body = {"model": workers.model, "prompt": PROMPT, "max_tokens": 12, "stream": True, "ignore_eos": True}
     headers = {"traceparent": traceparent}
-    with first.slowed(), gateway.stream("/v1/completions", json=body, headers=headers) as answer:
+    with first.slowed(1.0), gateway.stream("/v1/completions", json=body, headers=headers) as answer:
         frames = answer.iter_lines()
         assert next(frames).startswith("data: ")
         first.process.kill()
@@ -140,10 +140,14 @@ def test_bulk_run_is_one_trace_with_a_request_per_line(
         spans = [s for s in collector.trace(run.trace_id) if s.name == f"text_completion {workers.model}"]
         return {(span.parent_id, span.attributes["cellama.line"]) for span in spans}
 
-    wait_until(lambda: len(lines()) == num_lines, "a span of each line")
-    attempts = {s.span_id: s for s in collector.trace(run.trace_id) if s.name.startswith("process")}
+    def attempts() -> dict[str, Told]:
+        return {s.span_id: s for s in collector.trace(run.trace_id) if s.name.startswith("process")}
+
+    def is_whole() -> bool:
+        return len(lines()) == num_lines and {parent for parent, _ in lines()} == attempts().keys()
+
+    wait_until(is_whole, "a span of each line, and of what they are parts of")
     sent = {
         s.span_id for s in collector.trace(run.trace_id) if s.name.startswith("send") and s.parent_id == run.span_id
     }
-    assert {parent for parent, _ in lines()} == attempts.keys()
-    assert {attempt.parent_id for attempt in attempts.values()} == sent
+    assert {attempt.parent_id for attempt in attempts().values()} == sent

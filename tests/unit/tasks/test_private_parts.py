@@ -35,6 +35,8 @@ OVERRIDDEN = {
     "celery.worker.consumer:Consumer.on_connection_error_after_connected": "(self, exc)",
     "celery.worker.control:revoke": "(state, task_id, terminate=False, signal=None, **kwargs)",
     "celery.worker.request:Request.maybe_expire": "(self)",
+    "celery.worker.request:Request.on_timeout": "(self, soft, timeout)",
+    "celery.worker.request:Request.terminate": "(self, pool, signal=None)",
     "celery.worker.strategy:default": "(task, app, consumer, ",
     "kombu.transport.redis:Channel._put": "(self, queue, message, **kwargs)",
     "kombu.transport.redis:QoS.can_consume": "(self)",
