@@ -38,14 +38,19 @@ class Rates:
 
     def __init__(self, *counts: int) -> None:
         self.per_s = tuple(0.0 for _ in counts)
-        self._window = (time.monotonic(), counts)
+        self._window: tuple[float | None, tuple[int, ...]] = (None, counts)
 
-    def measure(self, *counts: int, idle: bool) -> None:
-        """Notes the counters after a step; what is idle has no rate, and its next second of work begins anew."""
+    def measure(self, *counts: int, idle: bool, took_s: float = 0.0) -> None:
+        """Notes the counters after a step; what is idle has no rate, and its next second of work begins anew: with the
+        step itself, if it is known how long that `took_s`, else after it."""
         now, (start, before) = time.monotonic(), self._window
+        if start is None:
+            start, before = (now - took_s, before) if took_s else (now, counts)
         if idle:
-            self.per_s, self._window = tuple(0.0 for _ in counts), (now, counts)
-        elif now - start >= RATE_WINDOW_S:
+            self.per_s, self._window = tuple(0.0 for _ in counts), (None, counts)
+        elif now - start < RATE_WINDOW_S:
+            self._window = (start, before)
+        else:
             grown = zip(counts, before, strict=True)
             self.per_s, self._window = tuple((new - old) / (now - start) for new, old in grown), (now, counts)
 
@@ -87,10 +92,11 @@ class Telemetry:
             for counter in self.step_counts:
                 counter.step(total)
         if self.on_step and chunks:
-            counts = (total, decode, total - decode, active_slots, self._look()[1])
+            told = (total, decode, total - decode, active_slots, self._look()[1])
             times = (eval_s * 1e3, step_s * 1e3, max(0.0, wait_s) * 1e3)
-            _call(self.on_step, StepStats(self._model, time.time(), *counts, *times))
-        self._rates.measure(self._prefilled_tokens, self._generated_tokens, idle=not self._scheduler.has_work)
+            _call(self.on_step, StepStats(self._model, time.time(), *told, *times))
+        counts = (self._prefilled_tokens, self._generated_tokens)
+        self._rates.measure(*counts, idle=not self._scheduler.has_work, took_s=step_s)
 
     def request(self, request: Request, completion: Completion | None, now: float) -> None:
         """Accounts the end of a request; without a completion it failed."""

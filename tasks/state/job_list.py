@@ -29,9 +29,12 @@ class OpenJob:
 
 def open_jobs(redis: Redis, model: str | None, limit: int) -> list[OpenJob]:
     """At most so many: those that run, the oldest first, then those that wait, queue by queue, the next one first."""
-    ids: list[bytes] = list(redis.zrange(RUNNING_KEY, 0, -1 if model else limit - 1))  # type: ignore[arg-type]
-    for name in queued_models(redis) if model is None else [model]:
-        ids += redis.zrange(waiting_key(queue_name(name)), 0, limit - 1)  # type: ignore[arg-type]
+    models = queued_models(redis) if model is None else [model]
+    with redis.pipeline() as at_once:  # a job that begins between two looks would be in neither
+        at_once.zrange(RUNNING_KEY, 0, -1 if model else limit - 1)
+        for name in models:
+            at_once.zrange(waiting_key(queue_name(name)), 0, limit - 1)
+        ids: list[bytes] = [raw for found in at_once.execute() for raw in found]
     pipeline = redis.pipeline(transaction=False)
     for raw in ids:
         pipeline.hmget(job_key(raw.decode()), _FIELDS)

@@ -56,7 +56,7 @@ SMALL = {
     "kept_jobs": "--jobs 2 --prompt 200 --new 300 --threads 1",
     "kept_files": "--damaged 60 --kills 1",
     "storm": "--lines 60 --new 24 --command-kills 1 --worker-kills 1",
-    "batches": "--lines 60 --slots 8 --places directory --lease 3 --pace 0.05",
+    "batches": "--lines 60 --slots 8 --places directory --lease 3 --pace 0.2",
     "leaving": "--clients 40 --slots 8 --rounds 1",
     "offline": "--ours batch engine jobs --lines 12 --prompt 24 --shared-prompt 60 --shared 40 --families 3 --new 6 "
     "--slots 4 --server-slots 2 4 --try-lines 6 --threads 1",
@@ -69,7 +69,7 @@ NONE = {  # figures that are 0 on any machine
     "leaving": "traces of jobs in Redis that never expire",
     "storm": "lines lost, doubled or other",
 }
-LEAST_STEP_S = "0.01"  # so that jobs last until their worker is killed
+LEAST_STEP_S = "0.03"  # so that jobs last until their worker is killed
 TIMEOUT_S = 900.0  # of one; a machine may be busy with other things
 
 

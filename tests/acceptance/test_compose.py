@@ -107,7 +107,7 @@ def test_worker_of_the_compose_file_gets_healthy_serves_and_ends_in_order(compos
     assert done.stdout.strip() == ", there was a", done.stderr
     worker.terminate()
     assert worker.wait(PATIENCE_S) == 0, composed.log("worker")
-    assert not composed.is_healthy("worker", environment)
+    wait_until(lambda: not composed.is_healthy("worker", environment), "the end of its entry")
     for setting in ("appendonly", "maxmemory-policy"):
         assert setting not in composed.log("worker")  # it has nothing to say against this Redis
 

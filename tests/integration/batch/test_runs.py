@@ -63,7 +63,7 @@ def test_killed_command_and_workers_lose_and_double_nothing(
         path.unlink()
     with contextlib.ExitStack() as slowed:  # so that the run still goes on when somebody dies
         for worker in workers:
-            slowed.enter_context(worker.slowed(0.01))
+            slowed.enter_context(worker.slowed(0.05))
         command = commands.start_run()
         for count in (10, 40):
             wait_until(lambda count=count: commands.num_results() >= count, f"{count} results")
@@ -74,7 +74,7 @@ def test_killed_command_and_workers_lose_and_double_nothing(
             victim.process.wait()
             assert commands.num_results() < 120
             workers.append(start_worker())
-            slowed.enter_context(workers[-1].slowed(0.01))
+            slowed.enter_context(workers[-1].slowed(0.05))
             command = commands.start_run()
     assert command.wait(PATIENCE_S) == 0, commands.log()
     results = commands.results()

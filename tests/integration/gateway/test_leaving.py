@@ -45,8 +45,8 @@ def test_clients_that_go_away_free_their_slots_and_leave_nothing_behind(
         async with httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None)) as client:
             asking = [asyncio.create_task(ask(client, number)) for number in range(NUM_CLIENTS)]
             await asyncio.to_thread(wait_until, lambda: len(jobs_of_test()) == NUM_CLIENTS, "all jobs")
-            ids = jobs_of_test()
             await asyncio.to_thread(wait_until, lambda: worker.engine()["requests_running"] == SLOTS, "busy slots")
+            ids = jobs_of_test()
             for task in asking:
                 task.cancel()
             await asyncio.gather(*asking, return_exceptions=True)

@@ -146,7 +146,7 @@ def test_embeddings_are_the_same_in_both_encodings(openai: OpenAI) -> None:
 
 
 def test_models_are_listed_and_found(openai: OpenAI) -> None:
-    assert [model.id for model in openai.models.list()] == ["tiny"]
+    assert "tiny" in [model.id for model in openai.models.list()]
     assert openai.models.retrieve("tiny").model_extra["context_length"] == 2048  # type: ignore[index]
 
 

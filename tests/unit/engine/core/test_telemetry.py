@@ -140,13 +140,30 @@ def test_rates_are_those_of_the_last_second_of_work(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(telemetry.time, "monotonic", lambda: now)
     rates = Rates(0, 0)
     now = 100.5
-    rates.measure(300, 10, idle=False)
+    rates.measure(300, 10, idle=False, took_s=0.5)
     assert rates.per_s == (0.0, 0.0)
     now = 102.0
     rates.measure(1000, 40, idle=False)
     assert rates.per_s == (500.0, 20.0)
     rates.measure(1000, 40, idle=True)
     assert rates.per_s == (0.0, 0.0)
+    now = 500.0  # a long pause is no part of what comes then
+    rates.measure(1100, 41, idle=False, took_s=0.25)
+    assert rates.per_s == (0.0, 0.0)
+    now = 501.75
+    rates.measure(2000, 60, idle=False)
+    assert rates.per_s == (500.0, 10.0)
+
+
+def test_first_step_after_a_pause_counts_only_with_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(telemetry.time, "monotonic", lambda: now)
+    rates = Rates(0)
+    now = 500.0
+    rates.measure(1000, idle=False)
+    now = 502.0
+    rates.measure(1200, idle=False)
+    assert rates.per_s == (100.0,)
 
 
 def test_prompt_rate_counts_what_is_computed(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
