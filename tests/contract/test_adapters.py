@@ -36,6 +36,7 @@ from cellama.engine.backend import Adapter, AdapterUse, Chunk
 from cellama.engine.bundled import PIRATE_PATH, TINY_PATH
 from cellama.engine.llama import LlamaBackend, LlamaModel
 
+from ..conftest import wait_until
 from .holding import Hold
 from .small_models import EXACT
 
@@ -171,7 +172,7 @@ def test_adapters_come_change_and_go_while_requests_run(manager: ModelManager) -
     for thread in threads:
         thread.join(PATIENCE_S)
     assert wrong == []
-    assert [(info.name, info.in_use) for info in model.adapters()] == [("mine", 0)]
+    wait_until(lambda: [(info.name, info.in_use) for info in model.adapters()] == [("mine", 0)], "no adapter in use")
 
 
 def test_adapter_in_use_is_not_unloaded_and_requests_keep_what_they_began_with(manager: ModelManager) -> None:

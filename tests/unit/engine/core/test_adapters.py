@@ -161,7 +161,7 @@ def test_unload_that_takes_too_long_leaves_the_adapter_as_it_was(make_engine: Ma
     gate.open.set()
     assert running.result(PATIENCE_S).text
     assert text_of(engine) == own
-    engine.adapters.unload("p", 0)
+    engine.adapters.unload("p", PATIENCE_S)
     with pytest.raises(UnknownAdapter, match="no adapter 'p' is loaded for this model; known: none"):
         text_of(engine, adapters=(("p", 1.0),))
 

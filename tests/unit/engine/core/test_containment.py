@@ -28,7 +28,7 @@ from cellama.engine.fake import FakeBackend, FakeCheckpoint
 from cellama.engine.scheduling.strategies import SlotView, Strategy, TokenAllocation
 
 from ....conftest import wait_until
-from ...conftest import PATIENCE_S, MakeEngine, request
+from ...conftest import PATIENCE_S, Gate, MakeEngine, request
 from .faulty import FaultyBackend, at
 
 
@@ -201,7 +201,9 @@ def test_watched_engine_whose_backend_is_gone_ends_the_process_instead_of_failin
     watchdog = Watchdog(end=reasons.append)
     watchdog.watch(engine.pulse)
     backend.failures.extend([-3] * 100)
+    gate = Gate(backend)
     handles = [engine.submit(request(name)) for name in "abcdef"]
+    gate.open.set()
     errors = [handle.future.exception(PATIENCE_S) for handle in handles]
     assert len(reasons) == 1
     assert "3 requests in a row can't be computed" in reasons[0]

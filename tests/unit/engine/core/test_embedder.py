@@ -164,7 +164,7 @@ def test_embedder_whose_backend_is_gone_ends_the_process_or_everything_with_a_re
     assert "died: OverflowError" in reasons[0]
     assert errors.count(DecodeFailed) == 2
     assert errors.count(EngineStopped) == 2
-    assert not embedder.is_busy
+    wait_until(lambda: not embedder.is_busy, "the end of all")
 
 
 def test_cancelled_texts_are_not_computed(embedder: Embedder, backend: GatedBackend) -> None:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
+
 from cellama.bench.benchmarks.kept.kept_damage import KINDS
 from cellama.bench.benchmarks.kept.kept_files import damage_files, kill_writers
+from cellama.engine.kvstore import catalog
+
+from ....conftest import PATIENCE_S
 
 
-def test_damaged_files_are_misses_and_counted_and_the_others_are_read() -> None:
+def test_damaged_files_are_misses_and_counted_and_the_others_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalog, "SCAN_PATIENCE_S", PATIENCE_S)  # no look gives up while files are read
     found = damage_files(300, seed=1)
     assert set(found.files) == set(KINDS)
     assert not found.wrong.total()

@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,12 +15,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cellama.engine.kvstore import catalog
 from cellama.engine.kvstore.counters import Drop
 from cellama.engine.kvstore.files import folder as folder_module
 from cellama.engine.kvstore.keys import key_of, seed_of
 from cellama.engine.kvstore.states import KeptState, Miss
 from cellama.engine.kvstore.store import StateStore
 
+from ....conftest import PATIENCE_S
 from .states import IDENTITY, SEED, is_equal, load, save, state_of
 
 QUOTA = 10 << 20
@@ -28,8 +31,9 @@ TOKENS = list(range(300))
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """Stores on one folder, closed in the end."""
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    """Stores on one folder, closed in the end. No look gives up while files are read."""
+    monkeypatch.setattr(catalog, "SCAN_PATIENCE_S", PATIENCE_S)
     stores: list[StateStore] = []
 
     def new(quota: int = QUOTA, identity: bytes = IDENTITY, folder: str = "kv", **options: int) -> StateStore:
@@ -267,7 +271,7 @@ def test_write_that_is_begun_when_the_engine_starts_to_work_gives_way(
     draft = folder_module.Folder.draft
 
     def begin(*args: object) -> object:
-        store._queue._budget.spend(1000.0, 0.0)
+        store._queue._budget.spend(1000.0, time.monotonic())
         store.note_busy(True)
         begun.set()
         return draft(*args)  # type: ignore[arg-type]
