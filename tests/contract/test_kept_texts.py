@@ -53,6 +53,7 @@ def test_text_goes_on_from_a_file_on_every_number_of_slots_and_either_layout(
     model = load(manager, "first", PLACES[0], tmp_path / "first")
     first = model.engine.complete(STORY * 3, max_tokens=20, temperature=0)
     model.evict()  # what is not on disk yet
+    assert model.engine.snapshot().disk_saves >= 1
     whole = model.engine.complete(STORY * 3 + first.text + " Then", max_tokens=30, temperature=0, cache_prompt=False)
     manager.unload("first")
     for i, place in enumerate(PLACES):
@@ -100,6 +101,7 @@ def test_conversations_of_models_that_cannot_be_cut_go_on_from_files(
     first = manager.load("first", str(path), options=options, capabilities=["generate"])
     done = first.engine.complete(prompt, **asked)
     first.evict()  # what is not on disk yet
+    assert first.engine.snapshot().disk_saves >= 1
     manager.unload("first")
     second = manager.load("second", str(path), options=replace(options, n_parallel=3), capabilities=["generate"])
     turn = [*prompt, *done.tokens, *prompt[:40]]

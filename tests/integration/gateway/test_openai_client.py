@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field
 
 from cellama.api.client.client import Client
 
+from ...conftest import wait_until
 from ...gateways import GatewayProcess
 from .conftest import CHAT, TOOL
 
@@ -146,7 +147,8 @@ def test_embeddings_are_the_same_in_both_encodings(openai: OpenAI) -> None:
 
 
 def test_models_are_listed_and_found(openai: OpenAI) -> None:
-    assert "tiny" in [model.id for model in openai.models.list()]
+    # Workers that other tests have killed are seen for a while.
+    wait_until(lambda: [model.id for model in openai.models.list()] == ["tiny"], "the models that are served")
     assert openai.models.retrieve("tiny").model_extra["context_length"] == 2048  # type: ignore[index]
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 from redis.asyncio import Redis
+from redis.asyncio.client import Pipeline
 
 from cellama.api.cli.gateway.keys import as_toml
 from cellama.api.http.callers import Caller, LoopbackOnly, NoKeys, is_loopback
@@ -59,21 +60,21 @@ def test_caller_is_whom_the_key_was_made_for(run: Run) -> None:
 
 
 def test_many_requests_at_once_are_few_questions_for_redis(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    questions: list[int] = []
-    look_all = KeyStore.look_all
+    questions: list[Pipeline] = []
+    ask_time = Pipeline.time
 
-    async def counted(store: KeyStore, key_ids: Sequence[str]) -> Any:
-        questions.append(len(key_ids))
-        return await look_all(store, key_ids)
+    def counted(pipeline: Pipeline) -> Any:
+        questions.append(pipeline)
+        return ask_time(pipeline)
 
-    monkeypatch.setattr(KeyStore, "look_all", counted)
+    monkeypatch.setattr(Pipeline, "time", counted)  # each question has one; Redis itself counts those of others, too
 
     async def ask(redis: Redis) -> None:
         key, _ = await kept(redis, tenant="acme", requests_per_minute=600)
         access = KeyAccess(redis)
         callers = await asyncio.gather(*(access.authenticate(bearer(key)) for _ in range(1000)))
         assert {caller.tenant for caller in callers} == {"acme"}
-        assert (sum(questions), len(questions) <= 1000 / MOST_AT_ONCE + 2) == (1000, True)
+        assert 1 <= len(questions) <= 1000 / MOST_AT_ONCE + 2
         asked = asyncio.gather(*(access.admit(caller, "tiny", 1) for caller in callers), return_exceptions=True)
         assert [type(answer) for answer in await asked].count(ApiError) == 400
         assert not redis.connection_pool._in_use_connections
