@@ -42,6 +42,7 @@ class CellamaApp(Celery):  # type: ignore[misc]
     """A Celery app that, inside a worker, holds what the worker runs on."""
 
     control_cls = "cellama.tasks.broker.control:LastingControl"
+    events_cls = "cellama.tasks.broker.task_events:SteadyEvents"
     redis_url: str | None = None  # None: that of the settings
     templates: Templates  # of messages (enqueue.py)
     runtime: Worker | None = None  # set by the worker's lifecycle

@@ -1,4 +1,4 @@
-"""Celery's events of tasks, which Flower shows: told in full while a program listens.
+"""Celery's events, which Flower shows. They hold nothing up; those of tasks are told in full while a program listens.
 
 Redis says of each message how many have heard it. While none does, a worker tells one event of those that come within
 EVENTS_EVERY_S, to hear of whoever listens by now.
@@ -8,9 +8,29 @@ from __future__ import annotations
 
 from typing import Any
 
+from celery.app.events import Events
+from celery.events.dispatcher import EventDispatcher
+
 from cellama.tasks.connection.kombu_internals import gathered_events
 
 TOPIC = "task.multi"  # under which Celery publishes what it has gathered
+
+
+class SteadyDispatcher(EventDispatcher):  # type: ignore[misc]
+    """Sends each event once, and keeps for the next connection what Redis did not take.
+
+    Celery sends a worker's heartbeats again and again until Redis is back. If one is due before the lost connection is
+    noticed, the event loop stands still in that: a worker that shall end does not hear of it.
+    """
+
+    def send(self, type: str, *args: Any, retry: bool = False, **fields: Any) -> None:
+        super().send(type, *args, retry=False, **fields)
+
+
+class SteadyEvents(Events):  # type: ignore[misc]
+    """Celery's, with that dispatcher."""
+
+    dispatcher_cls = SteadyDispatcher
 
 
 class TaskEvents:

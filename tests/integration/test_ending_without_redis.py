@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from cellama.api import Client
 from cellama.api.machine.redis_server import RedisServer
+from cellama.tasks.app import make_app
 from cellama.tasks.connection.connections import connect
 
 from ..conftest import PATIENCE_S, WorkerProcess, wait_until
@@ -61,3 +63,21 @@ def test_worker_ends_although_redis_is_away_and_its_job_goes_on_elsewhere(
         assert job.result(PATIENCE_S)["text"] == undisturbed
         check_whole(read(redis, job.id), undisturbed)
     assert "Traceback" not in first.log()
+
+
+def test_heartbeat_that_is_due_before_the_lost_connection_is_noticed_holds_up_nothing(server: RedisServer) -> None:
+    """Celery's event loop sends it as here, and hears of the worker's end only after that."""
+    app = make_app(server.url)
+    with app.connection_for_write() as connection:
+        dispatcher = app.events.Dispatcher(connection)
+        dispatcher.send("worker-online", retry=True)
+        server.stop()
+        beat = threading.Thread(target=dispatcher.send, args=("worker-heartbeat",), kwargs={"retry": True}, daemon=True)
+        beat.start()
+        wait_until(lambda: not beat.is_alive(), "the end of the attempt")
+        server.run()
+        with connect(server.url) as redis, redis.pubsub() as listener:
+            listener.psubscribe("*celeryev/worker.heartbeat")
+            wait_until(redis.pubsub_numpat, "the subscription")
+            dispatcher.flush()
+            wait_until(lambda: (said := listener.get_message()) and said["type"] == "pmessage", "what was kept")
