@@ -17,14 +17,15 @@ TOPIC = "task.multi"  # under which Celery publishes what it has gathered
 
 
 class SteadyDispatcher(EventDispatcher):  # type: ignore[misc]
-    """Sends each event once, and keeps for the next connection what Redis did not take.
+    """Tries nothing without end: what Redis does not take is kept for the next connection.
 
     Celery sends a worker's heartbeats again and again until Redis is back. If one is due before the lost connection is
     noticed, the event loop stands still in that: a worker that shall end does not hear of it.
     """
 
-    def send(self, type: str, *args: Any, retry: bool = False, **fields: Any) -> None:
-        super().send(type, *args, retry=False, **fields)
+    def send(self, type: str, *args: Any, retry: bool = False, retry_policy: Any = None, **fields: Any) -> None:
+        bounded = retry and retry_policy is not None
+        super().send(type, *args, retry=bounded, retry_policy=retry_policy, **fields)
 
 
 class SteadyEvents(Events):  # type: ignore[misc]

@@ -89,7 +89,8 @@ def test_ending_worker_finishes_what_it_can(start_worker: StartWorker, model: st
         worker.process.terminate()
         wait_until(lambda: "Warm shutdown" in worker.log(), "the signal in the log")
     assert worker.process.wait(PATIENCE_S) == 0
-    assert all(job.get(timeout=1)["usage"]["completion_tokens"] == MEDIUM["max_tokens"] for job in jobs)
+    assert [job.state for job in jobs] == ["SUCCESS"] * len(jobs)
+    assert all(job.get()["usage"]["completion_tokens"] == MEDIUM["max_tokens"] for job in jobs)
     assert redis_client.zmscore(LEASES_KEY, [job.id for job in jobs]) == [None] * len(jobs)
 
 

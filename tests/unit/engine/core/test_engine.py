@@ -134,10 +134,10 @@ def test_engine_cancel_frees_the_slot_and_says_so(make_engine: MakeEngine) -> No
 def test_engine_timeout_keeps_the_text_so_far(make_engine: MakeEngine) -> None:
     engine, _ = make_engine(FakeBackend(ctx_per_slot=10**7))
     started = time.monotonic()
-    completion = engine.submit(request(max_tokens=10**7, timeout_s=1.0)).result(PATIENCE_S)
+    completion = engine.submit(request(max_tokens=10**7, timeout_s=3.0)).result(PATIENCE_S)
     assert completion.finish_reason == "timeout"
     assert completion.text
-    assert time.monotonic() - started >= 1.0
+    assert time.monotonic() - started >= 3.0
 
 
 def test_listeners_hear_of_a_request_whose_time_was_over_before_its_slot(make_engine: MakeEngine) -> None:

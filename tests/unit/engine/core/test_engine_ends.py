@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import pytest
@@ -49,15 +50,18 @@ def test_no_bulk_pass_begins_after_one_that_ended_for_an_interactive_request(
 ) -> None:
     monkeypatch.setattr(forward, "LATE_SHARE", late_share)  # all of the time that goes by is owed: none is left
     engine, backend = make_engine(FakeBackend(n_slots=3), batch_strategy="decode_maximal")
-    decode, handles = backend.decode, [engine.submit(request("a" * 9, max_tokens=60, priority=9))]
+    decode, handles, begun = backend.decode, [], threading.Event()
     coming = {1: request("b" * 40, max_tokens=4, priority=9), 40: request("c" * 5, max_tokens=4, priority=3)}
 
     def decode_while_others_come(chunks: Sequence[Chunk], adapters: AdapterSet) -> None:
+        assert begun.wait(PATIENCE_S)
         if (asked := coming.pop(len(chunks[0].tokens), None)) is not None:
             handles.append(engine.submit(asked))
         decode(chunks, adapters)
 
     backend.decode = decode_while_others_come  # type: ignore[method-assign]
+    handles.append(engine.submit(request("a" * 9, max_tokens=60, priority=9)))
+    begun.set()
     wait_until(lambda: len(handles) == 3, "all three")
     assert [handle.result(PATIENCE_S).usage.completion_tokens for handle in handles] == [60, 4, 4]
     sizes = [[len(chunk.tokens) for chunk in batch] for batch in backend.batches]
