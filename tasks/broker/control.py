@@ -1,17 +1,22 @@
 """Revoking and purging that last: Celery's own live in the memory of workers, and know nothing of the ledger.
 
 Who asks does not matter: our app writes it down where it is asked for, a worker when it hears of it from any app.
+Commands and answers are sent with a bound: Celery's own try it until Redis is back.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from celery import Celery
 from celery.app.control import Control
 from kombu import Connection
+from kombu.pidbox import Mailbox
 from redis import Redis
 
 from cellama.tasks.calls.canvas_steps import tell_end
@@ -20,11 +25,27 @@ from cellama.tasks.contract.names import PRIORITIES, is_model_queue, queue_key
 from cellama.tasks.state.ledger import Ledger
 
 REVOKED_S = 10800  # how long Celery's workers remember a revoke
+RETRY_POLICY = {"max_retries": 3, "interval_start": 0, "interval_step": 0.2, "interval_max": 0.2}  # Celery's for tasks
 PURGE_PAGE = 100  # messages taken at once: what a purge has taken and not ended when it is killed, the reaper finds
+
+
+class BoundedMailbox(Mailbox):  # type: ignore[misc]
+    """Kombu's, which sends no command and no answer again and again until Redis is back.
+
+    A worker's event loop would stand still in that, and hear of no signal; Flower's threads would keep it from ending.
+    """
+
+    @contextlib.contextmanager
+    def producer_or_acquire(self, producer: Any = None, channel: Any = None) -> Iterator[Any]:
+        """What kombu publishes through; it names no policy itself."""
+        with super().producer_or_acquire(producer, channel) as found:
+            yield SimpleNamespace(publish=partial(found.publish, retry_policy=RETRY_POLICY))
 
 
 class LastingControl(Control):  # type: ignore[misc]
     """Celery's remote control, whose `revoke` and `purge` are written down as well."""
+
+    Mailbox = BoundedMailbox
 
     def revoke(self, task_id: Any, destination: Any = None, terminate: bool = False, **options: Any) -> Any:
         """Ends waiting jobs at once, and with `terminate` running ones, now or when a worker comes back to them."""

@@ -61,6 +61,18 @@ class Composed:
         self.running.append(process)
         return process
 
+    def end(self) -> None:
+        """Raises TimeoutExpired if a service does not end; nothing is left behind even then."""
+        for process in reversed(self.running):
+            process.terminate()
+        try:
+            for process in reversed(self.running):
+                process.wait(PATIENCE_S)
+        finally:
+            for process in self.running:
+                process.kill()
+                process.wait()
+
     def is_healthy(self, name: str, environment: dict[str, str]) -> bool:
         kind, *argv = SERVICES[name]["healthcheck"]["test"]
         assert kind == "CMD"
@@ -88,10 +100,7 @@ def composed(tmp_path: Path) -> Iterator[Composed]:
         wait_until(answers, "Redis")
         yield composed
     finally:
-        for process in reversed(composed.running):
-            process.terminate()
-        for process in reversed(composed.running):
-            process.wait(PATIENCE_S)
+        composed.end()
 
 
 def test_worker_of_the_compose_file_gets_healthy_serves_and_ends_in_order(composed: Composed) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from kombu.exceptions import OperationalError
 
 from cellama.api import Client
 from cellama.api.machine.redis_server import RedisServer
@@ -63,6 +64,34 @@ def test_worker_ends_although_redis_is_away_and_its_job_goes_on_elsewhere(
         assert job.result(PATIENCE_S)["text"] == undisturbed
         check_whole(read(redis, job.id), undisturbed)
     assert "Traceback" not in first.log()
+
+
+@pytest.mark.parametrize("sends", ["a command", "an answer"])
+def test_remote_control_is_not_sent_until_redis_is_back(server: RedisServer, sends: str) -> None:
+    """Flower's threads send commands as here, which it waits for when it ends; a worker's event loop the answers."""
+    app = make_app(server.url)
+    with app.connection_for_write() as connection:
+        node = app.control.mailbox(connection).Node("worker", channel=connection.default_channel)
+
+        def send() -> None:
+            if sends == "a command":
+                app.control.broadcast("enable_events", connection=connection)
+            else:
+                node.reply({}, exchange="reply.celery.pidbox", routing_key="asker", ticket="1")
+
+        send()
+        server.stop()
+        failed: list[OperationalError] = []
+
+        def fail() -> None:
+            with pytest.raises(OperationalError) as caught:
+                send()
+            failed.append(caught.value)
+
+        threading.Thread(target=fail, daemon=True).start()
+        wait_until(lambda: failed, "the end of the attempts")
+        server.run()
+        send()
 
 
 def test_heartbeat_that_is_due_before_the_lost_connection_is_noticed_holds_up_nothing(server: RedisServer) -> None:
