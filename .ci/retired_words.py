@@ -34,7 +34,6 @@ RETIRED = {
 EXCEPT = {"computed": {"core/forward.py", "core/engine_core.py"}}
 # In texts: a pattern → what is meant.
 RETIRED_TEXTS = {
-    r"(some|no|every|any)body|(some|every|any)one\b": "name who or what acts: the worker, a request, the reader",
     r"waiting lines?\b": "the waiting queue",
     r"\berrands?\b": "a command",
     r"\bchoosers?\b": "a token sampler",
