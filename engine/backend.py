@@ -14,6 +14,8 @@ from typing_extensions import Buffer
 from .logprobs import TokenLogprob
 from .sampling_params import SamplingParams
 
+NO_FREE_CELLS, ABORTED = 1, 2  # llama.h: llama_decode; nothing of the batch counts, it may be tried again
+
 
 class DecodeError(Exception):
     """A decode call failed with llama.cpp's return code (llama.h: llama_decode).

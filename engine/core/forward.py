@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from cellama.engine.backend import Backend, Chunk, DecodeError
+from cellama.engine.backend import ABORTED, NO_FREE_CELLS, Backend, Chunk, DecodeError
 from cellama.engine.errors import DecodeFailed
 from cellama.engine.scheduling.bulk_turns import Courtesy
 from cellama.engine.scheduling.micro_batches import micro_batches_of
@@ -21,7 +21,6 @@ from .requests import Requests
 
 log = logging.getLogger(__name__)
 
-NO_FREE_CELLS, ABORTED = 1, 2  # llama.h: llama_decode; nothing of the batch counts, it may be tried again
 ATTEMPTS_ALONE = 2  # of a request in a batch of its own, before it fails
 LOST_SHARE = 0.02  # of the time, for bulk decode calls that end for an interactive request
 LATE_SHARE = 0.05  # of the time, for those that are left to a later step for one

@@ -26,5 +26,8 @@ class AbortFlag:
         """The decode call that runs now, or else the next one, is aborted. Any thread."""
         self._text[0] = b"\1"
 
+    def is_raised(self) -> bool:
+        return self._text[0] != b"\0"
+
     def lower(self) -> None:
         self._text[0] = b"\0"

@@ -11,7 +11,7 @@ import llama_cpp.llama_cpp as lib
 import numpy as np
 from numpy.typing import NDArray
 
-from cellama.engine.backend import AdapterSet, Chunk, DecodeError, Sampler
+from cellama.engine.backend import ABORTED, AdapterSet, Chunk, DecodeError, Sampler
 from cellama.engine.errors import InvalidRequest, ModelLoadFailed
 from cellama.engine.options import EngineOptions
 from cellama.engine.sampling_params import SamplingParams
@@ -180,11 +180,11 @@ class LlamaBackend(LlamaMemory):
             if chunk.samples:
                 batch.want_outputs(last + 1 - len(chunk.tokens) if chunk.decode else last, 1 + chunk.num_drafts)
         if adapters == self._adapters:
-            code = lib.llama_decode(self.context, batch.batch)
+            code = self._call_decode()
         else:  # the first decode call with other adapters makes its graph anew
             with self.vocabulary.adapters_lock:
                 self._set_adapters(adapters)
-                code = lib.llama_decode(self.context, batch.batch)
+                code = self._call_decode()
         # A GPU computes on after llama_decode: what it takes is known, and worth learning from, when that is over.
         lib.llama_synchronize(self.context)
         self._abort.lower()
@@ -193,6 +193,11 @@ class LlamaBackend(LlamaMemory):
         if code:
             raise DecodeError(code)
         self._outputs.expect([(chunk.slot, 1 + chunk.num_drafts) for chunk in chunks if chunk.samples])
+
+    def _call_decode(self) -> int:
+        return llama_log.call_abortable(
+            self._abort.is_raised, lambda: lib.llama_decode(self.context, self._batch.batch), aborted=ABORTED
+        )
 
     def _set_adapters(self, adapters: AdapterSet) -> None:
         # Through none at all: llama.cpp compares addresses, and a new adapter may lie where a freed one was.

@@ -7,7 +7,7 @@ import ctypes
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import llama_cpp.llama_cpp as lib
 
@@ -23,6 +23,8 @@ class _OfThread(threading.local):
     def __init__(self) -> None:
         self.errors: deque[str] = deque(maxlen=MAX_ERRORS)
         self.lines: list[str] | None = None  # while the thread captures
+        self.is_aborting: Callable[[], bool] | None = None  # while it runs a call that may be aborted on purpose
+        self.held: list[str] = []  # errors logged since the abort, until the call's result shows its cause
 
 
 _heard = _OfThread()
@@ -35,7 +37,9 @@ def _on_log(level: int, text: bytes, _user_data: ctypes.c_void_p) -> None:
         _heard.errors.append(message)
     if _heard.lines is not None:
         _heard.lines.append(message)
-    if level in _LEVELS and message:
+    if level == _ERROR and message and _heard.is_aborting is not None and _heard.is_aborting():
+        _heard.held.append(message)
+    elif level in _LEVELS and message:
         log.log(_LEVELS[level], "%s", message)
 
 
@@ -58,6 +62,23 @@ def capture() -> Iterator[list[str]]:
         _heard.lines = outer
         if outer is not None:
             outer += lines
+
+
+def call_abortable(is_aborting: Callable[[], bool], call: Callable[[], int], aborted: int) -> int:
+    """Run a call that another thread may abort, and return its code.
+
+    llama.cpp logs an abort like a fault of its own. What it logs after the abort waits for the code: `aborted` makes
+    it debug output, any other code the warnings that it would have been.
+    """
+    _heard.is_aborting, level = is_aborting, logging.WARNING
+    try:
+        code = call()
+        level = logging.DEBUG if code == aborted else logging.WARNING
+        return code
+    finally:
+        held, _heard.held, _heard.is_aborting = _heard.held, [], None
+        for message in held:
+            log.log(level, "%s", message)
 
 
 def take_errors() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -25,6 +26,9 @@ from cellama.engine import (
     SamplingParams,
     Text,
 )
+from cellama.engine.backend import Chunk, DecodeError
+from cellama.engine.bundled import TINY_PATH
+from cellama.engine.llama import LlamaBackend, LlamaModel
 from cellama.engine.text.reply_format import ReplyFormat
 
 from .small_models import EXACT, SMALL
@@ -249,7 +253,9 @@ def test_context_is_what_the_options_say(manager: ModelManager) -> None:
         load(manager, n_parallel=4, ctx_per_slot=300, n_ctx=600, kv_layout="partitioned")
 
 
-def test_cancel_ends_a_long_decode_call(manager: ModelManager, tmp_path: Path) -> None:
+def test_cancel_ends_a_long_decode_call_and_logs_no_fault(
+    manager: ModelManager, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Without the abort flag the one prefill call would end, and its cells be kept; with it nothing of it is left."""
     write_model(tmp_path / "m.gguf", Shape(n_layer=2, n_vocab=1024), seed=1)
     model = load(manager, str(tmp_path / "m.gguf"), n_parallel=1, n_batch=2048, n_ubatch=2048, chunk_size=2048)
@@ -262,10 +268,34 @@ def test_cancel_ends_a_long_decode_call(manager: ModelManager, tmp_path: Path) -
         decode(*call)
 
     model.engine._backend.decode = decode_and_tell  # type: ignore[method-assign]
+    caplog.set_level(logging.DEBUG, "cellama.engine.llama")
     handle = model.engine.submit(Request("long", tuple(range(10, 1010)) * 2, GREEDY))
     assert reached.wait(PATIENCE_S)
     handle.cancel()
     cancelled.set()
     assert handle.result(PATIENCE_S).finish_reason == "cancelled"
+    said = [record for record in caplog.records if "ret = 2" in record.getMessage()]
+    assert said  # llama.cpp did log the abort
+    assert max(record.levelno for record in said) == logging.DEBUG
+    assert not [record for record in caplog.records if record.levelno > logging.DEBUG]
     assert model.engine.snapshot().kv_cached_tokens == 0
     assert run(model, list(range(10, 40)), max_tokens=3).usage.cached_tokens == 0
+
+
+@pytest.mark.parametrize("is_aborting", [False, True])
+def test_decode_call_that_fails_for_another_reason_than_an_abort_warns(
+    is_aborting: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = LlamaModel(TINY_PATH)
+    backend = LlamaBackend(model, EngineOptions(n_parallel=1, ctx_per_slot=64, threads=1))
+    try:
+        backend.decode([Chunk(0, 0, model.tokenize("Once upon a time")[:4], samples=True)])
+        if is_aborting:
+            backend.abort()
+        with pytest.raises(DecodeError) as failure:
+            backend.decode([Chunk(0, 40, [5], samples=True)])  # a hole: llama.cpp refuses the batch
+        assert failure.value.code == -1
+        assert any(record.levelno == logging.WARNING for record in caplog.records)
+    finally:
+        backend.close()
+        model.close()
