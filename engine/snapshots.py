@@ -49,6 +49,7 @@ class EngineSnapshot:
     disk_used_bytes: int  # in the folder, some seconds ago at most: all states, also of other models and processes
     disk_quota_bytes: int  # that these may take
     preemptions: int
+    strategy_failures: int  # steps in which a batch strategy failed, and another one replaced it
     cache_hits: int  # admissions that took over a prefix, of which …
     cache_hits_slot: int  # … in the slot where it was
     cache_hits_copy: int  # … from another slot

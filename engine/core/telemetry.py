@@ -147,6 +147,7 @@ class Telemetry:
             ram_evictions=cache.ram.num_evictions,
             **self._disk_counts(),
             preemptions=scheduler.num_preemptions,
+            strategy_failures=scheduler.strategy.num_failures,
             cache_hits=hits.hits_slot + hits.hits_copy + hits.hits_ram + hits.hits_disk,
             cache_hits_slot=hits.hits_slot,
             cache_hits_copy=hits.hits_copy,

@@ -10,6 +10,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -43,7 +44,7 @@ TokenAllocation = tuple[int, int]  # slot, number of its pending tokens in this 
 
 
 class Strategy(ABC):
-    """Allocates a step's tokens to slots. One that fails, or breaks the rules, gives way to the default one."""
+    """Allocates a step's tokens to slots. One that fails, or breaks the rules, is replaced for a while (Guarded)."""
 
     @abstractmethod
     def build_batch(
@@ -216,21 +217,50 @@ def _largest_equal_size(needs: list[int], budget: int) -> int:
     return max(needs)
 
 
+RETRY_STEPS = 1000  # without a strategy that failed: a permanent failure costs 0.1 % of the steps an exception
+
+
+@dataclass(slots=True)
+class _Candidate:
+    """A strategy, and for how long it is left out."""
+
+    strategy: Strategy
+    pause_steps: int = 0
+    last_failure: str = ""
+
+    @property
+    def name(self) -> str:
+        return type(self.strategy).__name__
+
+
 class Guarded(Strategy):
-    """A strategy, and after its first mistake the default one in its place: it must not stop the engine of all."""
+    """A strategy that is replaced for `RETRY_STEPS` steps when it fails, so that its failure stops no request.
+
+    Adaptive replaces other strategies, and DecodeMaximal replaces Adaptive.
+    """
 
     def __init__(self, strategy: Strategy) -> None:
-        self.current = strategy
+        known = {Adaptive: [DecodeMaximal()], DecodeMaximal: []}
+        fallbacks = known.get(type(strategy), [Adaptive(), DecodeMaximal()])
+        self._candidates = [_Candidate(each) for each in (strategy, *fallbacks)]
+        self.num_failures = 0
+
+    @property
+    def current(self) -> Strategy:
+        """The strategy that builds the next batch, unless its pause ends with that batch."""
+        return self._current().strategy
 
     def build_batch(
         self, slots: Seq[SlotView], budget: int, chunk_size: int, queue_depth: int
     ) -> list[TokenAllocation]:
-        """What the strategy chooses, checked."""
+        """Return the batch of the current strategy, checked."""
 
         def build(strategy: Strategy) -> list[TokenAllocation]:
             allocations = strategy.build_batch(list(slots), budget, chunk_size, queue_depth)
             return _checked(allocations, slots, budget, chunk_size)
 
+        for candidate in self._candidates:
+            candidate.pause_steps = max(0, candidate.pause_steps - 1)
         return self._ask(build)
 
     def observe(self, num_tokens: int, seconds: float) -> None:
@@ -241,16 +271,24 @@ class Guarded(Strategy):
         """As Strategy.may_yield."""
         return self._ask(lambda strategy: bool(strategy.may_yield(num_tokens)))
 
+    def _current(self) -> _Candidate:
+        return next(candidate for candidate in self._candidates if not candidate.pause_steps)
+
     def _ask(self, question: Callable[[Strategy], T]) -> T:
+        candidate = self._current()
         try:
-            return question(self.current)
-        except Exception:  # a user's code, on the thread that serves all
-            if isinstance(self.current, DecodeMaximal):
+            return question(candidate.strategy)
+        except Exception as error:  # a user's code, on the thread that serves all
+            if candidate is self._candidates[-1]:
                 raise
-            successor = DecodeMaximal() if isinstance(self.current, Adaptive) else Adaptive()
-            names = type(self.current).__name__, type(successor).__name__
-            log.exception("batch strategy %s failed; %s batches in its place from now on", *names)
-            self.current = successor
+            self.num_failures += 1
+            candidate.pause_steps = RETRY_STEPS
+            if candidate.last_failure != repr(error):  # once, however often it fails in this way
+                candidate.last_failure = repr(error)
+                log.exception(
+                    "batch strategy %s failed; %s replaces it for %d steps, then it is tried again",
+                    *(candidate.name, self._current().name, RETRY_STEPS),
+                )
         return self._ask(question)
 
 

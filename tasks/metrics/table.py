@@ -136,6 +136,11 @@ ENGINES = (
         MODEL,
         ("cellama_steps_total", "steps of the engine", "steps"),
         ("cellama_mixed_steps_total", "of these, that both read and generated", "mixed_steps"),
+        (
+            "cellama_batch_strategy_failures_total",
+            "steps in which a batch strategy failed, and another one replaced it",
+            "strategy_failures",
+        ),
         ("cellama_ram_saves_total", "states saved in RAM", "ram_saves"),
         ("cellama_ram_evictions_total", "states dropped for the quota of RAM", "ram_evictions"),
         ("cellama_disk_loads_total", "states read from the folder", "disk_loads"),

@@ -59,6 +59,7 @@ class EngineState(CacheState):
     disk_used_bytes: int
     disk_quota_bytes: int
     phase: Phase
+    strategy_failures: int
     slots_total: int
     slots_prefilling: int
     slots_decoding: int

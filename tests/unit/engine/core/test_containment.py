@@ -25,6 +25,7 @@ from cellama.engine import (
 )
 from cellama.engine.backend import DecodeError
 from cellama.engine.fake import FakeBackend, FakeCheckpoint
+from cellama.engine.scheduling import strategies
 from cellama.engine.scheduling.strategies import SlotView, Strategy, TokenAllocation
 
 from ....conftest import wait_until
@@ -111,18 +112,20 @@ class Failing(Strategy):
 
 
 @pytest.mark.parametrize("where", ["build_batch", "observe", "may_yield"])
-def test_strategy_that_fails_is_replaced_by_the_default_one_and_told_once(
+def test_strategy_that_fails_is_replaced_for_a_while_and_logged_once(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
 ) -> None:
     monkeypatch.setattr(Failing, "where", where)
+    monkeypatch.setattr(strategies, "RETRY_STEPS", 2)
     engine, _ = make_engine(batch_strategy=f"{__name__}:Failing")
     prompts = ["one", "two two", "three"]
     handles = [engine.submit(request(prompt)) for prompt in prompts]
     assert [handle.result(PATIENCE_S).text for handle in handles] == texts_alone(prompts)
     told = [record for record in caplog.records if record.levelno >= logging.ERROR]
     assert [record.getMessage() for record in told] == [
-        "batch strategy Failing failed; Adaptive batches in its place from now on"
+        "batch strategy Failing failed; Adaptive replaces it for 2 steps, then it is tried again"
     ]
+    assert engine.snapshot().strategy_failures > 1  # it was tried again, and failed again
 
 
 class Learning(Strategy):

@@ -12,11 +12,14 @@ from cellama.engine.scheduling.micro_batches import micro_batches_of
 from cellama.engine.scheduling.sequence import State, Work
 from cellama.engine.scheduling.strategies import (
     MIN_CHUNK,
+    RETRY_STEPS,
     STRATEGIES,
     TILE,
     Adaptive,
     DecodeMaximal,
+    Guarded,
     SlotView,
+    Strategy,
     TokenAllocation,
     equal_chunks,
     make_strategy,
@@ -163,6 +166,61 @@ def test_strategy_by_import_path_is_used() -> None:
     }.items():
         with pytest.raises(InvalidRequest, match=message):
             make_strategy(path)
+
+
+class Sometimes(Strategy):
+    """A strategy that fails while `error` is set."""
+
+    error: Exception | None = None
+
+    def build_batch(
+        self, slots: list[SlotView], budget: int, chunk_size: int, queue_depth: int
+    ) -> list[TokenAllocation]:
+        if self.error is not None:
+            raise self.error
+        return [(slots[0].slot, 1)]
+
+
+def test_strategy_that_failed_once_is_used_again_after_its_pause(caplog: pytest.LogCaptureFixture) -> None:
+    own, views = Sometimes(), [SlotView(0, 20, False)]
+    guarded = Guarded(own)
+
+    def num_tokens() -> int:
+        return sum(count for _, count in guarded.build_batch(views, 512, 512, 0))
+
+    assert num_tokens() == 1
+    own.error = KeyError("first")
+    assert num_tokens() == 20
+    own.error = None
+    assert {num_tokens() for _ in range(RETRY_STEPS - 1)} == {20}
+    assert num_tokens() == 1
+    assert guarded.num_failures == 1
+    for cause in ("first", "first", "second"):
+        own.error = KeyError(cause)
+        assert {num_tokens() for _ in range(RETRY_STEPS)} == {20}
+    assert [str(record.exc_info and record.exc_info[1]) for record in caplog.records] == ["'first'", "'second'"]
+
+
+@pytest.mark.parametrize("method", ["build_batch", "observe", "may_yield"])
+def test_default_strategy_that_fails_once_is_replaced_for_a_while_and_no_longer(
+    monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    default = Adaptive()
+    guarded = Guarded(default)
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("a bug of ours")
+
+    monkeypatch.setattr(default, method, fail)
+    guarded.build_batch([SlotView(0, 20, False)], 512, 512, 0)
+    guarded.observe(20, 0.1)
+    guarded.may_yield(20)
+    assert isinstance(guarded.current, DecodeMaximal)
+    monkeypatch.undo()
+    for _ in range(RETRY_STEPS):
+        assert sum(count for _, count in guarded.build_batch([SlotView(0, 20, False)], 512, 512, 0)) == 20
+    assert guarded.current is default
+    assert guarded.num_failures == 1
 
 
 def test_equal_chunks_are_equal_when_the_budget_serves_everybody() -> None:
