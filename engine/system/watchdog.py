@@ -30,6 +30,9 @@ PAGING = 50  # pages read from disk between two looks: it is slow, but it goes o
 BLOCKS_PER_PAGE = 8
 EXIT_STALLED = 70  # sysexits.h: EX_SOFTWARE
 REPORT_S = 10.0  # if it can't be logged within this time, the process ends without
+LAST_RESORT_S = 60.0  # at least, without a look of the watchdog: none of our own calls holds the GIL for a second
+
+_is_ending = threading.Event()  # end_process runs: its own, shorter limit holds
 
 Suspects = Iterable[str]
 
@@ -119,11 +122,15 @@ class Watchdog:
         at_least_s: float = AT_LEAST_S,
         end: Callable[[str], None] | None = None,
         num_paged: Callable[[], int] | None = None,
+        last_resort_s: float = 0.0,
     ) -> None:
         """No step of less than `at_least_s` is too long. `end` gets the reason; it ends the process by default.
 
-        `num_paged` counts the pages that the process has read from disk.
+        `num_paged` counts the pages that the process has read from disk. After `start`, code that needs no GIL ends the
+        process if the watchdog's thread can't look for `last_resort_s` (at least `LAST_RESORT_S`, and twice
+        `at_least_s`), because another thread keeps the GIL, or because the process was suspended for that long.
         """
+        self._last_resort_s = max(LAST_RESORT_S, 2 * at_least_s, last_resort_s)
         self._at_least_s = at_least_s
         self._end = end or end_process
         self._num_paged = num_paged or _num_paged
@@ -164,12 +171,19 @@ class Watchdog:
 
     def start(self) -> None:
         """Looks every second, in a thread."""
+        self._arm_last_resort()
         self._thread = threading.Thread(target=self._run, name="cellama-watchdog", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         while not self._closing.wait(LOOK_S):
+            self._arm_last_resort()
             self.look(time.monotonic())
+
+    def _arm_last_resort(self) -> None:
+        """Let the C thread of faulthandler end the process after `last_resort_s`, unless this is called again."""
+        if not _is_ending.is_set():
+            faulthandler.dump_traceback_later(self._last_resort_s, exit=True, file=2)
 
     def close(self) -> None:
         """Looks no more; threads may end as they like from now on."""
@@ -180,6 +194,7 @@ class Watchdog:
             self._watches.clear()
         if self._thread is not None:
             self._thread.join(2 * LOOK_S)
+            faulthandler.cancel_dump_traceback_later()
 
 
 def _reason(pulse: Pulse, step: Step, stalled_s: float) -> str:
@@ -189,6 +204,7 @@ def _reason(pulse: Pulse, step: Step, stalled_s: float) -> str:
 
 def end_process(reason: str) -> None:
     """Logs the reason and the stacks of all threads, then ends the process at once. Does not return."""
+    _is_ending.set()
     # The hanging thread may hold a lock of the logging: then C code ends the process, which needs neither.
     with contextlib.suppress(Exception):
         faulthandler.dump_traceback_later(REPORT_S, exit=True, file=2)

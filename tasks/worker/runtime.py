@@ -77,7 +77,8 @@ class Runtime:
         self.manager = ModelManager(settings.memory_budget)
         self.watchers = self._start_watchers(worker)
         self.publisher = Publisher(self.ledger, worker, self._interrupt, self.signer, self.watchers.event)
-        self.watchdog = Watchdog(settings.hang_s)
+        # Twice the lease: the jobs of a worker that is silent for so long run elsewhere already.
+        self.watchdog = Watchdog(settings.hang_s, last_resort_s=2 * settings.lease_s)
         self.watchdog.watch(self.publisher.pulse)
         if settings.hang_s:
             self.watchdog.start()

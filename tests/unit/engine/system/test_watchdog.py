@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
 from cellama.engine.system.threads import STACK_BYTES, start_deep
 from cellama.engine.system.watchdog import EXIT_STALLED, FIRST_S, MANY, PAGING, Pulse, Watchdog
+
+from ....conftest import wait_until
 
 HANG_S = 10.0
 
@@ -186,6 +190,49 @@ def test_process_ends_with_its_own_code_and_tells_where_it_hangs(hang: str, told
     assert done.returncode == (EXIT_STALLED if "Timeout" not in told else 1), done.stderr
     if "decode" in told:
         assert "it works for: the-job#1" in done.stderr
+
+
+KEEPS_GIL = "import ctypes; ctypes.PyDLL(None).sleep(600)"  # PyDLL: unlike CDLL it keeps the GIL during the call
+
+
+def test_process_ends_when_a_thread_keeps_the_gil() -> None:
+    script = HANGING.replace("{hang}", KEEPS_GIL).replace(
+        "watchdog.LOOK_S", "watchdog.LAST_RESORT_S = 3\nwatchdog.LOOK_S"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "Timeout (0:00:03)!" in done.stderr
+    assert "what_hangs" in done.stderr
+
+
+SUSPENDED = """
+import sys, time
+from cellama.engine import Watchdog
+import cellama.engine.system.watchdog as watchdog
+
+watchdog.LOOK_S, watchdog.LAST_RESORT_S = 0.02, 2
+dog = Watchdog(0.2)
+dog.start()
+until = time.monotonic() + 2 * watchdog.LAST_RESORT_S
+while time.monotonic() < until:  # longer than the last resort, which each look puts off
+    time.sleep(0.1)
+print("looked", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_process_ends_when_it_was_suspended_for_longer_than_the_last_resort_and_not_before() -> None:
+    argv = [sys.executable, "-c", SUSPENDED]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"looked\n"
+        process.send_signal(signal.SIGSTOP)
+        until = time.monotonic() + 3
+        wait_until(lambda: time.monotonic() > until, "the last resort")
+        process.send_signal(signal.SIGCONT)
+        errors = process.stderr.read() if process.stderr else b""
+        assert process.wait(60) == 1, errors
+    assert b"Timeout (0:00:02)!" in errors
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="pthread_getattr_np is the GNU C library's")
