@@ -35,6 +35,7 @@ from .embed import embed_command, rerank_command
 from .gateway.keys import keys_create_command, keys_list_command, keys_revoke_command
 from .gateway.webhooks import webhooks_create_command, webhooks_delete_command, webhooks_list_command
 from .generation import chat_command, generate_command, prefill_command
+from .help import HelpfulCommand, group_of_commands
 from .jobs import (
     cancel_command,
     jobs_cancel_command,
@@ -64,13 +65,11 @@ Settings come from CELLAMA_* variables or cellama.toml.
 Exit codes: {exits}.
 """.format(exits=", ".join(f"{code:d} {meaning}" for code, meaning in EXITS.items()))
 
-app = typer.Typer(
+app = group_of_commands(
     name="cellama",
     help="Run open models on your own machines as a job queue: llama.cpp behind Celery and Redis.",
     epilog=EPILOGUE,
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
 )
 _COMMANDS: dict[str, Callable[..., None]] = {
     "demo": demo_command,
@@ -103,9 +102,13 @@ def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
     return wrapper
 
 
+def _add(group: typer.Typer, name: str, command: Callable[..., None], **settings: Any) -> None:
+    group.command(name, cls=HelpfulCommand, **settings)(_interruptible(command))
+
+
 for _name, _command in _COMMANDS.items():
-    app.command(_name)(_interruptible(_command))
-_models = typer.Typer(no_args_is_help=True, help="Models on running workers.")
+    _add(app, _name, _command)
+_models = group_of_commands(help="Models on running workers.")
 _MODEL_COMMANDS: dict[str, Callable[..., None]] = {
     "list": models_list_command,
     "info": models_info_command,
@@ -122,13 +125,13 @@ _ADAPTER_COMMANDS: dict[str, Callable[..., None]] = {
     "unload": adapter_unload_command,
 }
 for _name, _command in _MODEL_COMMANDS.items():
-    _models.command(_name)(_interruptible(_command))
-_adapter = typer.Typer(no_args_is_help=True, help="A LoRA adapter of a model.")
+    _add(_models, _name, _command)
+_adapter = group_of_commands(help="A LoRA adapter of a model.")
 for _name, _command in _ADAPTER_COMMANDS.items():
-    _adapter.command(_name)(_interruptible(_command))
+    _add(_adapter, _name, _command)
 _models.add_typer(_adapter, name="adapter")
 app.add_typer(_models, name="models")
-_batch = typer.Typer(no_args_is_help=True, help="Bulk runs: a file of lines in, a file of results out.")
+_batch = group_of_commands(help="Bulk runs: a file of lines in, a file of results out.")
 _BATCH_COMMANDS: dict[str, Callable[..., None]] = {
     "run": batch_run_command,
     "resume": batch_resume_command,
@@ -137,31 +140,31 @@ _BATCH_COMMANDS: dict[str, Callable[..., None]] = {
     "cancel": batch_cancel_command,
 }
 for _name, _command in _BATCH_COMMANDS.items():
-    _batch.command(_name)(_interruptible(_command))
+    _add(_batch, _name, _command)
 app.add_typer(_batch, name="batch")
-_jobs = typer.Typer(no_args_is_help=True, help="Jobs that run or wait.")
-_jobs.command("list")(_interruptible(jobs_list_command))
-_jobs.command("follow")(_interruptible(jobs_follow_command))
-_jobs.command("cancel")(_interruptible(jobs_cancel_command))
+_jobs = group_of_commands(help="Jobs that run or wait.")
+_add(_jobs, "list", jobs_list_command)
+_add(_jobs, "follow", jobs_follow_command)
+_add(_jobs, "cancel", jobs_cancel_command)
 app.add_typer(_jobs, name="jobs")
-_queue = typer.Typer(no_args_is_help=True, help="The queue of a model. `cellama status` shows them all.")
-_queue.command("purge")(_interruptible(queue_purge_command))
+_queue = group_of_commands(help="The queue of a model. `cellama status` shows them all.")
+_add(_queue, "purge", queue_purge_command)
 app.add_typer(_queue, name="queue")
-_dead = typer.Typer(no_args_is_help=True, help="Jobs that were put aside because their workers died.")
-_dead.command("list")(_interruptible(dead_list_command))
-_dead.command("requeue")(_interruptible(dead_requeue_command))
+_dead = group_of_commands(help="Jobs that were put aside because their workers died.")
+_add(_dead, "list", dead_list_command)
+_add(_dead, "requeue", dead_requeue_command)
 app.add_typer(_dead, name="dead")
-_keys = typer.Typer(no_args_is_help=True, help="API keys of the gateway.")
-_keys.command("create")(_interruptible(keys_create_command))
-_keys.command("list")(_interruptible(keys_list_command))
-_keys.command("revoke")(_interruptible(keys_revoke_command))
+_keys = group_of_commands(help="API keys of the gateway.")
+_add(_keys, "create", keys_create_command)
+_add(_keys, "list", keys_list_command)
+_add(_keys, "revoke", keys_revoke_command)
 app.add_typer(_keys, name="keys")
-_webhooks = typer.Typer(no_args_is_help=True, help="Endpoints that hear of ends of batches and responses.")
-_webhooks.command("create")(_interruptible(webhooks_create_command))
-_webhooks.command("list")(_interruptible(webhooks_list_command))
-_webhooks.command("delete")(_interruptible(webhooks_delete_command))
+_webhooks = group_of_commands(help="Endpoints that hear of ends of batches and responses.")
+_add(_webhooks, "create", webhooks_create_command)
+_add(_webhooks, "list", webhooks_list_command)
+_add(_webhooks, "delete", webhooks_delete_command)
 app.add_typer(_webhooks, name="webhooks")
-_cache = typer.Typer(no_args_is_help=True, help="KV states on disk: the folder cache_dir of this machine's workers.")
+_cache = group_of_commands(help="KV states on disk: the folder cache_dir of this machine's workers.")
 _CACHE_COMMANDS: dict[str, Callable[..., None]] = {
     "list": cache_list_command,
     "info": cache_info_command,
@@ -170,11 +173,11 @@ _CACHE_COMMANDS: dict[str, Callable[..., None]] = {
     "unpin": cache_unpin_command,
 }
 for _name, _command in _CACHE_COMMANDS.items():
-    _cache.command(_name)(_interruptible(_command))
+    _add(_cache, _name, _command)
 app.add_typer(_cache, name="cache")
 # Its options are those of the benchmark that it runs.
 _PASSED_ON: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-app.command("bench", context_settings=_PASSED_ON)(_interruptible(bench_command))
+_add(app, "bench", bench_command, context_settings=_PASSED_ON)
 
 
 def _print_version(wanted: bool) -> None:

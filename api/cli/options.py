@@ -12,7 +12,6 @@ from typing import Annotated, Any
 import typer
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
-from rich.markup import escape
 
 from cellama.tasks.contract.payloads import ChatJob, GenerateJob, PrefillJob
 
@@ -20,6 +19,17 @@ _NOT_OPTIONS = {"model", "prompt", "messages", "stream", "n", "system"}
 _FROM_FILE = {"grammar", "json_schema", "tools", "template_args", "prediction"}
 _JSON = {"tools", "template_args"}
 _SINGULAR = {"adapters": "adapter"}  # options that are given once per entry
+SAMPLING = "Sampling"
+GROUPS: dict[str, tuple[str, ...]] = {  # of the help, the most used first; options that none has are about sampling
+    "Answer": ("max_tokens", "temperature", "stop", "seed", "json_schema", "grammar", "grammar_root", "ignore_eos"),
+    "Chat": ("enable_thinking", "thinking_budget", "tools", "tool_choice", "parallel_tool_calls", "template_args"),
+    "Queue": ("priority", "timeout"),
+    "Context": ("parent_key", "adapters", "cache_prompt", "cache_scope", "prediction"),
+    "Result": ("logprobs", "return_tokens"),
+    SAMPLING: (),
+}
+_GROUP_OF = {name: group for group, names in GROUPS.items() for name in names}
+_RANK = {name: rank for rank, name in enumerate(_GROUP_OF)}
 
 
 def with_generation_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -45,7 +55,8 @@ def with_bulk_options(command: Callable[..., None]) -> Callable[..., None]:
 def _with_options(
     job: type[GenerateJob | ChatJob | PrefillJob], command: Callable[..., None], without: frozenset[str] = frozenset()
 ) -> Callable[..., None]:
-    fields = {name: field for name, field in job.model_fields.items() if name not in _NOT_OPTIONS | without}
+    known = {name: field for name, field in job.model_fields.items() if name not in _NOT_OPTIONS | without}
+    fields = dict(sorted(known.items(), key=lambda item: _RANK.get(item[0], len(_RANK))))
 
     @functools.wraps(command)
     def wrapper(**kwargs: Any) -> None:
@@ -84,8 +95,11 @@ def _option(name: str, field: FieldInfo) -> inspect.Parameter:
     text = (field.description or name.replace("_", " ")) + _default_text(default)
     two_sided = field.default is True or (field.default is None and _kind(name, field) is bool)
     flags = f"{_flag(name)}/--no-{_flag(name)[2:]}" if two_sided else _flag(name)
-    option = typer.Option(flags, help=escape(text), show_default=False, rich_help_panel="Generation")
-    annotation: Any = Annotated[(_kind(name, field) | None, option)]
+    kind = _kind(name, field)
+    panel = _GROUP_OF.get(name, SAMPLING)
+    metavar = "<str>" if kind == list[str] else None  # given once per value
+    option = typer.Option(flags, help=text, metavar=metavar, show_default=False, rich_help_panel=panel)
+    annotation: Any = Annotated[(kind | None, option)]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 

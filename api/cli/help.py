@@ -1,0 +1,62 @@
+"""The text of `--help`: plain, in groups, with every name whole, because names are there to be typed."""
+
+from __future__ import annotations
+
+from inspect import cleandoc
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+ARGUMENTS, OPTIONS = "Arguments", "Options"  # the groups of parameters that name no other one
+
+
+class HelpfulCommand(TyperCommand):
+    """A command whose help has one section per group of options."""
+
+    def format_help_text(self, ctx: Any, formatter: Any) -> None:
+        for paragraph in cleandoc(self.help or "").split("\n\n"):
+            formatter.write_paragraph()
+            with formatter.indentation():
+                if ":  " in paragraph:  # before a command, which must stay in one line to be copied
+                    formatter.write(f"{'':{formatter.current_indent}}{paragraph}\n")
+                else:
+                    formatter.write_text(paragraph)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        _write_parameters(self, ctx, formatter)
+
+
+class HelpfulGroup(TyperGroup):
+    """A group whose help describes each of its commands in a whole sentence."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        _write_parameters(self, ctx, formatter)
+        self.format_commands(ctx, formatter)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        rows = [(name, _first_paragraph(command)) for name, command in commands if command and not command.hidden]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+
+def group_of_commands(**settings: Any) -> typer.Typer:
+    """Return a group whose help is plain text: Rich's tables cut off names that are longer than a column."""
+    return typer.Typer(cls=HelpfulGroup, rich_markup_mode=None, no_args_is_help=True, **settings)
+
+
+def _write_parameters(command: Any, ctx: Any, formatter: Any) -> None:
+    groups: dict[str, list[tuple[str, str]]] = {ARGUMENTS: [], OPTIONS: []}
+    for parameter in command.get_params(ctx):
+        if (row := parameter.get_help_record(ctx)) is not None:
+            default = ARGUMENTS if parameter.param_type_name == "argument" else OPTIONS
+            groups.setdefault(getattr(parameter, "rich_help_panel", None) or default, []).append(row)
+    for name, rows in groups.items():
+        if rows:
+            with formatter.section(name):
+                formatter.write_dl(rows)
+
+
+def _first_paragraph(command: Any) -> str:
+    return " ".join((command.help or "").partition("\n\n")[0].split())
