@@ -9,6 +9,12 @@ from pathlib import Path
 from typing import Any
 
 _BLOCK = 1 << 16
+_ESCAPED = {code: f"\\u{code:04x}" for code in (0x7F, *range(0x80, 0xA0))}  # `json` escapes those below 0x20 itself
+
+
+def json_for_terminal(text: str) -> str:
+    """Return the same JSON with every control character of its strings escaped: a terminal would act on them."""
+    return text.translate(_ESCAPED)
 
 
 class LineFile:
@@ -21,6 +27,7 @@ class LineFile:
         """
         self.path = path
         self._echo = echo
+        self._is_on_terminal = echo is not None and os.isatty(echo)
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         os.ftruncate(self._fd, _end_of_whole_lines(self._fd))
         self.size = os.lseek(self._fd, 0, os.SEEK_END)
@@ -30,7 +37,8 @@ class LineFile:
         """Writes lines; they are on disk when this returns. Raises OSError; nothing of them stays then."""
         if not values:
             return
-        data = "".join(json.dumps(value, ensure_ascii=False) + "\n" for value in values).encode()
+        text = "".join(json.dumps(value, ensure_ascii=False) + "\n" for value in values)
+        data = text.encode()
         try:
             _write_all(self._fd, data)
             os.fsync(self._fd)
@@ -41,7 +49,7 @@ class LineFile:
         self.size += len(data)
         self.count += len(values)
         if self._echo is not None:
-            _write_all(self._echo, data)
+            _write_all(self._echo, json_for_terminal(text).encode() if self._is_on_terminal else data)
 
     def lines(self, start: int = 0) -> Iterator[dict[str, Any]]:
         """The lines from a byte on."""

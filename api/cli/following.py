@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +15,7 @@ from cellama.tasks.contract.events import DoneEvent, Event
 from cellama.tasks.contract.shapes.results import Timings
 from cellama.tasks.estimates.position import Position
 
-from .output import err, print_json
+from .output import err, print_json, printable, write_text
 
 PING_S = 1.0
 
@@ -113,15 +112,15 @@ def _events(job: Job[Any], patience: Patience) -> Iterator[Event]:
 def _show_event(event: Event, job_id: str) -> None:
     """The answer goes to stdout, thoughts and the summary to stderr."""
     if event["type"] == "token":
-        sys.stdout.write(event["text"])
-        sys.stdout.flush()
+        write_text(event["text"])
     elif event["type"] == "reasoning":
-        err.print(event["text"], style="dim italic", end="", markup=False, highlight=False, soft_wrap=True)
+        text = printable(event["text"]) if err.is_terminal else event["text"]
+        err.print(text, style="dim italic", end="", markup=False, highlight=False, soft_wrap=True)
     elif event["type"] == "reasoning_end":
         err.print("\n")
     elif event["type"] == "done":
         for call in event.get("tool_calls", []):
-            sys.stdout.write(f"{call['function']['name']}({call['function']['arguments']})")
+            write_text(f"{call['function']['name']}({call['function']['arguments']})")
         _summarise(event, job_id)
 
 
@@ -133,12 +132,13 @@ def _raise_if_failed(event: Event, job_id: str) -> None:
 
 
 def _summarise(event: DoneEvent, job_id: str) -> None:
-    sys.stdout.write("\n")
-    sys.stdout.flush()
+    write_text("\n")
     usage, timings = event["usage"], event.get("timings", Timings())
     parts: list[str] = [f"{usage['completion_tokens']} tokens", event["finish_reason"]]
     if rate := timings.get("generation_rate"):
         parts.append(f"{rate:.0f} tok/s")
     if (ttft_ms := timings.get("ttft_ms")) is not None:
         parts.append(f"first after {ttft_ms:.0f} ms")
-    err.print(f"[dim]{' · '.join([*parts, f'job {job_id}'])}[/]")
+    summary, job = " · ".join(parts), f"job {job_id}"
+    between = " · " if len(f"{summary} · {job}") <= err.width else "\n"
+    err.print(f"[dim]{summary}{between}{job}[/]", soft_wrap=True)

@@ -14,6 +14,11 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from cellama.api.batch.files import json_for_terminal
+
+_CONTROLS = dict.fromkeys([*range(0x20), 0x7F, *range(0x80, 0xA0)])  # C0, DEL and C1 …
+for _kept in "\n\t":
+    del _CONTROLS[ord(_kept)]  # … except those that only move on
 PIPE_COLUMNS = 200  # where no terminal says how wide it is: nothing is cut off, and most lines are whole
 
 
@@ -33,16 +38,28 @@ def called() -> str:
     return os.path.relpath(sys.argv[0])
 
 
+def printable(text: str) -> str:
+    """Return the text without control characters, by which it could change what a terminal shows and does."""
+    return text.translate(_CONTROLS)
+
+
+def write_text(text: str) -> None:
+    """Write a model's text to stdout: as it is to a file or a pipe, without control characters to a terminal."""
+    sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
+
+
 def print_json(value: Any) -> None:
     """Writes one JSON document as one line."""
-    sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
+    text = json.dumps(value, ensure_ascii=False)
+    sys.stdout.write((json_for_terminal(text) if sys.stdout.isatty() else text) + "\n")
     sys.stdout.flush()
 
 
 def print_error(message: str) -> None:
     """Writes a message for people to stderr."""
     err.print("[bold red]error:[/] ", end="")
-    err.print(message, markup=False, soft_wrap=True)
+    err.print(printable(message) if err.is_terminal else message, markup=False, soft_wrap=True)
 
 
 def table_of(*columns: str, right: str = "", whole: str = "", title: str | None = None) -> Table:

@@ -13,7 +13,7 @@ from cellama.api.client.client import Client
 
 from .generation import JsonOption
 from .memory import readable
-from .output import out, print_json, table_of
+from .output import out, print_json, printable, table_of
 from .screen.top import watch_all
 from .screen.watching import watch as keep_looking
 
@@ -152,7 +152,7 @@ _ENDS = {"cancelled": "was cancelled", "timeout": "is done: its timeout was over
 def _render_position(position: dict[str, Any]) -> str:
     job = f"job {position['job_id']}"
     if position["state"] == "done":
-        why = f": {escape(position['error'])}" if position["error"] else ""
+        why = f": {escape(printable(position['error']))}" if position["error"] else ""
         return f"{job} {_ENDS.get(position['finish_reason'], 'is done')}{why}"
     if position["state"] == "running":
         return f"{job} runs"
