@@ -14,7 +14,7 @@ from typing import Concatenate, Generic, ParamSpec, TypeVar, Unpack, cast
 from cellama.api.batch.options import BatchOptions, BatchParams, Summary
 from cellama.api.batch.progress import Progress
 from cellama.tasks.connection.connections import connect_async
-from cellama.tasks.contract.events import Event, is_terminal
+from cellama.tasks.contract.events import Event
 from cellama.tasks.contract.shapes.results import Result
 from cellama.tasks.estimates.position import Position
 from cellama.tasks.live.streams import Streams
@@ -178,7 +178,7 @@ class AsyncClient:
                 await running
             raise
 
-    async def stream(
+    def stream(
         self,
         job_id: str,
         after: int = -1,
@@ -188,19 +188,25 @@ class AsyncClient:
         cancel_on_exit: bool = False,
     ) -> AsyncIterator[Event]:
         """As Client.stream. With `cancel_on_exit` the job is cancelled also when the caller's task is."""
-        outage, cursor, ended = self._core.outage(), EventCursor(job_id, after), False
+        return self._stream(EventCursor(job_id, after), timeout, ping, cancel_on_exit)
+
+    async def _stream(
+        self, cursor: EventCursor, timeout_s: float, ping_s: float, cancel_on_exit: bool
+    ) -> AsyncIterator[Event]:
+        outage = self._core.outage()
         try:
-            while not ended:
+            while not cursor.ended:
                 with outage.watching():
-                    async for event in self._streams_here().events(job_id, after, timeout, ping, cursor):
+                    async for event in self._streams_here().events(
+                        cursor.job_id, timeout_s=timeout_s, ping_s=ping_s, cursor=cursor
+                    ):
                         outage.is_over()
-                        ended = is_terminal(event)
                         yield event
-                if not ended:
+                if not cursor.ended:
                     await asyncio.sleep(OUTAGE_RETRY_S)
         finally:
-            if cancel_on_exit and not ended:
-                await self._cancel_for_certain(job_id)
+            if cancel_on_exit and not cursor.ended:
+                await self._cancel_for_certain(cursor.job_id)
 
     def _streams_here(self) -> Streams:
         """Those of this event loop."""

@@ -1,4 +1,4 @@
-"""Submits, watches and cancels jobs. `async_client.py` is made from it."""
+"""Submit, watch and cancel jobs. `async_client.py` has the same methods for asyncio."""
 
 from __future__ import annotations
 
@@ -80,7 +80,9 @@ class Client(Submission, AdapterControl, CacheControl):
 
         It goes on by itself when Redis was away for less than 15 s. After each `ping` seconds without an event there
         is one of type `ping`. Leaving the loop does not cancel the job, unless `cancel_on_exit` is set.
-        Raises JobTimeout when nothing comes for `timeout` seconds, StreamTrimmed when events are gone, UnknownJob.
+        On a finished job an `after` that is the last `seq`, or above it, ends the stream at once without an event.
+        Raises InvalidJob when `after` is not a seq, JobTimeout when nothing comes for `timeout` seconds, StreamTrimmed
+        when events are gone, UnknownJob.
         """
         return self._core.stream(job_id, after, timeout, ping, cancel_on_exit)
 

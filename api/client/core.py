@@ -27,7 +27,7 @@ from cellama.tasks.contract.errors import (
     UnknownJob,
     UnknownModel,
 )
-from cellama.tasks.contract.events import Event, is_terminal
+from cellama.tasks.contract.events import Event
 from cellama.tasks.contract.keys import IGNORED_FIELD, job_key
 from cellama.tasks.contract.names import DEFAULT_MODEL, queue_keys, queue_name
 from cellama.tasks.contract.shapes.results import Result
@@ -138,19 +138,24 @@ class Core:
             self._app.control.revoke(job_id, terminate=True)
 
     def stream(self, job_id: str, after: int, timeout_s: float, ping_s: float, cancel_on_exit: bool) -> Iterator[Event]:
-        outage, cursor, ended = self.outage(), EventCursor(job_id, after), False
+        """Raises InvalidJob before anything is read."""
+        return self._stream(EventCursor(job_id, after), timeout_s, ping_s, cancel_on_exit)
+
+    def _stream(self, cursor: EventCursor, timeout_s: float, ping_s: float, cancel_on_exit: bool) -> Iterator[Event]:
+        outage = self.outage()
         try:
-            while not ended:
+            while not cursor.ended:
                 with outage.watching():
-                    for event in stream_events(self._redis, job_id, after, timeout_s, ping_s, cursor):
+                    for event in stream_events(
+                        self._redis, cursor.job_id, timeout_s=timeout_s, ping_s=ping_s, cursor=cursor
+                    ):
                         outage.is_over()
-                        ended = is_terminal(event)
                         yield event
-                if not ended:
+                if not cursor.ended:
                     time.sleep(OUTAGE_RETRY_S)
         finally:
-            if cancel_on_exit and not ended:
-                self.cancel(job_id)
+            if cancel_on_exit and not cursor.ended:
+                self.cancel(cursor.job_id)
 
     def position(self, job_id: str) -> Position:
         with reaching_redis(self._url):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Any
 
 from redis.asyncio import Redis
 
 from cellama.tasks.contract.events import Event
-from cellama.tasks.contract.keys import events_channel, journal_key
-from cellama.tasks.state.reader import PAGE, QUIET_S, EventCursor
+from cellama.tasks.contract.keys import events_channel
+from cellama.tasks.state.reader import QUIET_S, EventCursor, ask_for_page, page_of
 
 
 async def events_of(redis: Redis, job_id: str) -> AsyncIterator[Event]:
@@ -20,8 +19,9 @@ async def events_of(redis: Redis, job_id: str) -> AsyncIterator[Event]:
         await pubsub.get_message(timeout=None)
         while not cursor.ended:
             if cursor.needs_journal:
-                entries: Any = await redis.xrange(journal_key(job_id), min=cursor.journal_start, count=PAGE)
-                new = cursor.from_journal(entries)
+                pipe = redis.pipeline(transaction=False)
+                ask_for_page(pipe, job_id, cursor.journal_start)
+                new = cursor.from_page(page_of(await pipe.execute()))
             else:
                 new = cursor.from_message(await pubsub.get_message(timeout=QUIET_S))
             for event in new:

@@ -10,8 +10,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from cellama.tasks.contract.keys import job_key, journal_key
-from cellama.tasks.state.reader import PAGE, has_events
+from cellama.tasks.state.reader import NUM_REPLIES, JournalPage, ask_for_page, page_of
 
 LOOKS = 32  # per round trip: of that many readers the replies are in memory at once
 
@@ -20,7 +19,7 @@ LOOKS = 32  # per round trip: of that many readers the replies are in memory at 
 class _Look:
     job_id: str
     start: str
-    answer: asyncio.Future[tuple[list[Any], bool]]
+    answer: asyncio.Future[JournalPage]
 
 
 class Journals:
@@ -31,8 +30,8 @@ class Journals:
         self._looks: deque[_Look] = deque()
         self._task: asyncio.Task[None] | None = None
 
-    async def look(self, job_id: str, start: str) -> tuple[list[Any], bool]:
-        """Up to PAGE entries from this id on, and whether the job has events, or will have. Raises RedisError."""
+    async def look(self, job_id: str, start: str) -> JournalPage:
+        """Up to PAGE entries from this id on, and how far the job is. Raises RedisError."""
         look = _Look(job_id, start, asyncio.get_running_loop().create_future())
         self._looks.append(look)
         if self._task is None:
@@ -68,18 +67,16 @@ class Journals:
     async def _answer(self, page: list[_Look]) -> None:
         pipe = self._redis.pipeline(transaction=False)
         for look in page:
-            pipe.xrange(journal_key(look.job_id), min=look.start, count=PAGE)
-            pipe.exists(journal_key(look.job_id))
-            pipe.hget(job_key(look.job_id), "state")
+            ask_for_page(pipe, look.job_id, look.start)
         try:
             replies = await pipe.execute(raise_on_error=False)
         except Exception as error:  # the readers', whatever it is
-            replies = [error] * (3 * len(page))
-        for look, *told in zip(page, replies[::3], replies[1::3], replies[2::3], strict=True):
+            replies = [error] * (NUM_REPLIES * len(page))
+        for place, look in enumerate(page):
             if look.answer.done():
                 continue
-            if failures := [reply for reply in told if isinstance(reply, Exception)]:
+            own: list[Any] = replies[place * NUM_REPLIES : (place + 1) * NUM_REPLIES]
+            if failures := [reply for reply in own if isinstance(reply, Exception)]:
                 look.answer.set_exception(failures[0])
             else:
-                entries, has_journal, state = told
-                look.answer.set_result((entries, has_events(bool(has_journal), state)))
+                look.answer.set_result(page_of(own))

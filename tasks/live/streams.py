@@ -51,7 +51,6 @@ class Streams:
                     for event in patience.ping():
                         yield event
                 else:
-                    patience.is_known = True
                     patience.heard()
 
     async def _some(self, cursor: EventCursor, box: Mailbox, patience: Patience) -> Iterable[Event]:
@@ -64,9 +63,9 @@ class Streams:
                 cursor.connected_again()
             elif found is Sign.SILENCE and not patience.is_look_due():
                 return ()
-        entries, known = await self._journals.look(cursor.job_id, cursor.journal_start)
-        patience.is_known |= known
-        return cursor.from_journal(entries)
+        page = await self._journals.look(cursor.job_id, cursor.journal_start)
+        patience.looked(page.is_known)
+        return cursor.from_page(page)
 
     async def close(self) -> None:
         """Ends all connections; readers that are left get a RuntimeError."""

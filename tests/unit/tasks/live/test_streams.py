@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -180,11 +181,52 @@ def test_stream_of_an_unknown_job_says_so(monkeypatch: pytest.MonkeyPatch) -> No
     async def body(server: Server) -> None:
         with pytest.raises(UnknownJob, match="there is no job j"):
             await seqs(server.streams.events(JOB))
-        await server.redis.hset(job_key(JOB), "state", "done")  # kept for its idempotency key, its events are not
+        await server.redis.hset(job_key(JOB), mapping={"state": "done", "next_seq": 3})  # it has outlived its events
         with pytest.raises(UnknownJob, match="not any more"):
             await seqs(server.streams.events(JOB))
+        with pytest.raises(StreamTrimmed, match="events 1 to 2 of job j are gone"):
+            await seqs(server.streams.events(JOB, after=0))
 
     monkeypatch.setattr(reader, "UNKNOWN_S", 0.01)
+    monkeypatch.setattr(reader, "QUIET_S", 0.01)
+    with_server(body)
+
+
+def test_stream_after_the_last_event_of_an_ended_job_ends_at_once() -> None:
+    async def body(server: Server) -> None:
+        await server.tell(6, ends=True)
+        for after in (5, 6, 10**6):
+            assert await seqs(server.streams.events(JOB, after)) == []
+        await server.redis.hset(job_key(JOB), mapping={"state": "done", "next_seq": 6})
+        await server.redis.delete(journal_key(JOB))
+        assert await seqs(server.streams.events(JOB, 5)) == []
+
+    with_server(body)
+
+
+def test_stream_whose_job_ends_below_after_ends_with_it() -> None:
+    async def body(server: Server) -> None:
+        await server.redis.hset(job_key(JOB), "state", "running")
+        reading = asyncio.create_task(seqs(server.streams.events(JOB, after=7)))
+        await settle(lambda: CHANNEL in server.wire.channels)
+        await settle()
+        assert not reading.done()
+        await server.tell(6, ends=True)
+        assert await reading == []
+
+    with_server(body)
+
+
+def test_stream_of_a_job_that_redis_has_lost_ends_although_it_was_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(server: Server) -> None:
+        await server.tell()
+        stream = server.streams.events(JOB, timeout_s=math.inf)
+        assert (await anext(stream))["seq"] == 0
+        await server.redis.flushall()
+        with pytest.raises(UnknownJob, match="not any more"):
+            await anext(stream)
+
+    monkeypatch.setattr(reader, "GONE_S", 0.0)
     monkeypatch.setattr(reader, "QUIET_S", 0.01)
     with_server(body)
 

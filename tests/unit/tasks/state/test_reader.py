@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import fakeredis
@@ -10,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cellama.tasks.contract.errors import JobTimeout, StreamTrimmed, UnknownJob
+from cellama.tasks.contract.errors import InvalidJob, JobTimeout, StreamTrimmed, UnknownJob
 from cellama.tasks.contract.keys import job_key, journal_key, stream_id
 from cellama.tasks.state import reader
-from cellama.tasks.state.reader import PAGE, EventCursor, stream_events
+from cellama.tasks.state.reader import PAGE, EventCursor, JournalPage, stream_events
 
 
 def event(seq: int, last: int = 10**9) -> dict[str, Any]:
@@ -22,6 +23,11 @@ def event(seq: int, last: int = 10**9) -> dict[str, Any]:
 
 def entry(seq: int, last: int = 10**9) -> tuple[bytes, dict[bytes, bytes]]:
     return stream_id(seq).encode(), {b"event": json.dumps(event(seq, last)).encode()}
+
+
+def page(entries: list[Any], state: str | None = "running", num_events: int = 0) -> JournalPage:
+    last = json.loads(entries[-1][1][b"event"]) if entries else None
+    return JournalPage(state, num_events, last, entries[:PAGE])
 
 
 def message(seq: int, last: int = 10**9) -> dict[str, Any]:
@@ -34,7 +40,7 @@ def test_cursor_yields_each_event_once_in_order_whatever_is_lost(last: int, arri
     cursor, got = EventCursor("j", after), []
     for live in [*(seq for seq in arrivals if seq <= last), -1, -1]:
         while cursor.needs_journal and not cursor.ended:
-            got += cursor.from_journal([entry(s, last) for s in range(cursor.last_seq + 1, last + 1)][:PAGE])
+            got += cursor.from_page(page([entry(s, last) for s in range(cursor.last_seq + 1, last + 1)]))
         if cursor.ended:
             break
         got += cursor.from_message(None if live < 0 else message(live, last))
@@ -43,7 +49,7 @@ def test_cursor_yields_each_event_once_in_order_whatever_is_lost(last: int, arri
 
 def test_cursor_takes_live_events_without_asking_the_journal() -> None:
     cursor = EventCursor("j")
-    assert cursor.from_journal([entry(0)]) == [event(0)]
+    assert cursor.from_page(page([entry(0)])) == [event(0)]
     assert cursor.from_message(message(0)) == []
     assert cursor.from_message(message(1)) == [event(1)]
     assert not cursor.needs_journal
@@ -62,28 +68,27 @@ def journaled(*texts: str) -> list[tuple[bytes, dict[bytes, bytes]]]:
 
 def test_cursor_goes_on_when_the_same_events_come_again_after_redis_has_lost_them() -> None:
     cursor = EventCursor("j")
-    cursor.from_journal(journaled("a", "b", "c"))
+    cursor.from_page(page(journaled("a", "b", "c")))
     assert cursor.from_message({"type": "subscribe", "data": 1}) == []  # Redis is back
-    assert cursor.from_journal(journaled("a")) == []
+    assert cursor.from_page(page(journaled("a"))) == []
     assert cursor.from_message(told_as("b", 1)) == []
     assert cursor.from_message(told_as("d", 3)) == []  # what stands before it has to be compared first
-    assert [new["text"] for new in cursor.from_journal(journaled("a", "b", "c", "d"))] == ["d"]
+    assert [new["text"] for new in cursor.from_page(page(journaled("a", "b", "c", "d")))] == ["d"]
     assert [new["text"] for new in cursor.from_message(told_as("e", 4))] == ["e"]
 
 
 @pytest.mark.parametrize("in_journal", [True, False])
 def test_cursor_says_so_when_other_events_stand_in_the_place_of_those_it_told(in_journal: bool) -> None:
     cursor = EventCursor("j")
-    cursor.from_journal(journaled("a", "b", "c"))
+    cursor.from_page(page(journaled("a", "b", "c")))
     cursor.connected_again()
-    read = cursor.from_journal if in_journal else cursor.from_message
     with pytest.raises(StreamTrimmed, match="from 1 on others stand in their place"):
-        read(journaled("a", "x", "c", "d") if in_journal else told_as("x", 1))  # type: ignore[operator]
+        cursor.from_page(page(journaled("a", "x", "c", "d"))) if in_journal else cursor.from_message(told_as("x", 1))
 
 
 def test_cursor_says_so_when_events_are_gone() -> None:
     with pytest.raises(StreamTrimmed, match="events 0 to 4 of job j are gone"):
-        EventCursor("j").from_journal([entry(5)])
+        EventCursor("j").from_page(page([entry(5)]))
 
 
 def test_stream_reads_a_journal_of_several_pages() -> None:
@@ -101,12 +106,55 @@ def test_stream_of_a_silent_job_ends_with_a_timeout_that_names_it() -> None:
         list(stream_events(redis, "silent", timeout_s=0.1))
 
 
-def test_stream_of_a_job_whose_entry_outlived_its_events_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def ended_job(last: int = 5, journal: bool = True, entry: bool = True) -> fakeredis.FakeRedis:
+    """A Redis with a job "j" whose events are 0 to `last`, after its journal or its entry in the ledger has expired."""
     redis = fakeredis.FakeRedis()
-    redis.hset(job_key("j"), "state", "done")
-    monkeypatch.setattr(reader, "UNKNOWN_S", 0.01)
+    for seq in range(last + 1 if journal else 0):
+        redis.xadd(journal_key("j"), {"event": json.dumps(event(seq, last))}, id=stream_id(seq))
+    if entry:
+        redis.hset(job_key("j"), mapping={"state": "done", "next_seq": last + 1})
+    return redis
+
+
+@pytest.mark.parametrize("after", [5, 6, 10**6])
+@pytest.mark.parametrize(("journal", "entry"), [(True, True), (True, False), (False, True)])
+def test_stream_after_the_last_event_of_an_ended_job_ends_at_once(after: int, journal: bool, entry: bool) -> None:
+    redis = ended_job(journal=journal, entry=entry)
+    assert list(stream_events(redis, "j", after, timeout_s=0.0)) == []  # it need not wait for anything
+
+
+def test_stream_whose_job_ends_below_after_ends_with_it() -> None:
+    cursor = EventCursor("j", after=7)
+    assert cursor.from_page(page([])) == []
+    assert [cursor.from_message(message(seq, last=5)) for seq in (4, 5)] == [[], []]
+    assert cursor.ended
+
+
+def test_stream_of_a_job_whose_entry_outlived_its_events_ends_at_once() -> None:
+    redis = ended_job(journal=False)
     with pytest.raises(UnknownJob, match="not any more"):
-        list(stream_events(redis, "j"))
+        list(stream_events(redis, "j", timeout_s=0.0))
+    with pytest.raises(StreamTrimmed, match="events 4 to 5 of job j are gone"):
+        list(stream_events(redis, "j", after=3, timeout_s=0.0))
+
+
+def test_stream_of_a_job_that_redis_has_lost_ends_although_it_was_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    redis = fakeredis.FakeRedis()
+    redis.hset(job_key("j"), "state", "running")
+    redis.xadd(journal_key("j"), {"event": json.dumps(event(0))}, id=stream_id(0))
+    monkeypatch.setattr(reader, "GONE_S", 0.0)
+    monkeypatch.setattr(reader, "QUIET_S", 0.01)
+    stream = stream_events(redis, "j", timeout_s=math.inf)
+    assert next(stream) == event(0)
+    redis.flushall()
+    with pytest.raises(UnknownJob, match="not any more"):
+        next(stream)
+
+
+@pytest.mark.parametrize("after", [-2, 2**63, True, 1.0, "3", None])
+def test_stream_refuses_what_is_not_a_seq(after: Any) -> None:
+    with pytest.raises(InvalidJob, match="which is not the seq of an event; give the `seq` of the last event"):
+        EventCursor("j", after)
 
 
 def test_stream_pings_when_nothing_comes_and_not_otherwise() -> None:
