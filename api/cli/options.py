@@ -11,7 +11,6 @@ from typing import Annotated, Any
 
 import typer
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
 from cellama.tasks.contract.payloads import ChatJob, GenerateJob, PrefillJob
 
@@ -91,7 +90,7 @@ def _flag(name: str) -> str:
 
 
 def _option(name: str, field: FieldInfo) -> inspect.Parameter:
-    default = None if field.default is PydanticUndefined else field.default
+    default = None if field.is_required() else field.get_default()
     text = (field.description or name.replace("_", " ")) + _default_text(default)
     two_sided = field.default is True or (field.default is None and _kind(name, field) is bool)
     flags = f"{_flag(name)}/--no-{_flag(name)[2:]}" if two_sided else _flag(name)

@@ -2,14 +2,65 @@
 
 from __future__ import annotations
 
+import ast
+import re
+import sys
 import tomllib
-from importlib.metadata import version
+from collections.abc import Iterator
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
+
+import pytest
 
 import cellama.api
 
 ROOT = Path(__file__).parents[2]
-SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+SETUPTOOLS = PYPROJECT["tool"]["setuptools"]
+
+# An extra, and the folders that may import its packages. All other modules need the base dependencies only.
+FOLDERS = {
+    "worker": ["engine", "tasks/attempt"],
+    "http": ["api/http", "tasks/metrics"],
+    "files": ["api/http/files"],
+    "flower": ["api/machine"],
+    "metrics": ["tasks/metrics"],
+    "otel": ["tasks/traces", "tasks/worker/watched"],
+    "parquet": ["api/batch"],
+}
+
+
+def distributions(requirements: list[str]) -> set[str]:
+    """The names of the distributions, as package indexes write them."""
+    return {canonical(re.split(r"[\[<>=~!; ]", line, maxsplit=1)[0]) for line in requirements}
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def imported_packages(file: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield str(node.module).partition(".")[0]
+
+
+@pytest.fixture(scope="module")
+def imports() -> dict[str, set[tuple[str, ...]]]:
+    """Each module → for each package that it imports, the distributions that have this package."""
+    by_package = packages_distributions()
+    own = {"cellama", *sys.stdlib_module_names}
+    files = [file for folder in ("api", "config", "engine", "tasks") for file in (ROOT / folder).rglob("*.py")]
+    return {
+        str(file.relative_to(ROOT)): {
+            tuple(sorted(map(canonical, by_package.get(package, [package]))))
+            for package in imported_packages(file)
+            if package not in own
+        }
+        for file in files
+    }
 
 
 def test_every_package_tells_that_it_is_typed() -> None:
@@ -20,3 +71,31 @@ def test_every_package_tells_that_it_is_typed() -> None:
 
 def test_version_is_that_of_the_package() -> None:
     assert cellama.api.__version__ == version("cellama")
+
+
+def test_every_imported_package_is_declared_where_it_is_imported(imports: dict[str, set[tuple[str, ...]]]) -> None:
+    base = distributions(PYPROJECT["project"]["dependencies"])
+    extras = PYPROJECT["project"]["optional-dependencies"]
+    undeclared = []
+    for file, packages in imports.items():
+        names = [name for name, folders in FOLDERS.items() if file.startswith(tuple(f"{each}/" for each in folders))]
+        declared = base.union(*(distributions(extras[name]) for name in names))
+        undeclared += [f"{file}: {' or '.join(package)}" for package in packages if not declared & set(package)]
+    assert sorted(undeclared) == []
+
+
+def test_every_declared_package_is_imported_somewhere(imports: dict[str, set[tuple[str, ...]]]) -> None:
+    extras = PYPROJECT["project"]["optional-dependencies"]
+    lines = [*PYPROJECT["project"]["dependencies"], *(line for name in FOLDERS for line in extras[name])]
+    used = {name for packages in imports.values() for package in packages for name in package}
+    assert distributions(lines) - used == set()
+
+
+def test_floors_exclude_releases_with_known_faults() -> None:
+    lines = PYPROJECT["project"]["dependencies"] + PYPROJECT["project"]["optional-dependencies"]["worker"]
+    for floor in (
+        "redis[hiredis]>=8.0.1,",  # 8.0.0 breaks Unix sockets
+        "jinja2>=3.1.6",  # 3.1.5 and 3.1.6 close ways out of the sandbox: CVE-2024-56326, CVE-2025-27516
+        "llama-cpp-python>=0.3.36,<0.3.37",  # each patch release brings another llama.cpp
+    ):
+        assert any(line.startswith(floor) for line in lines), floor
