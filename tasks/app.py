@@ -16,6 +16,8 @@ from cellama.config.logging import configure_logging
 from cellama.config.settings import DEFAULT_SLOTS
 from cellama.tasks.calls.message_templates import Templates
 from cellama.tasks.connection.connections import SOCKET_OPTIONS, broker_options, transport_options
+from cellama.tasks.connection.kombu_internals import UnfitLibraries, require_parts
+from cellama.tasks.contract.codes import Exit
 from cellama.tasks.contract.keys import UNACKED_INDEX_KEY, UNACKED_KEY, UNACKED_MUTEX_KEY
 from cellama.tasks.contract.names import DEFAULT_MODEL, PRIORITIES, PRIORITY_SEPARATOR, queue_name
 
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from cellama.tasks.connection.server_check import ServerCheck
     from cellama.tasks.contract.shapes.results import Result
     from cellama.tasks.state.ledger import Ledger
+
+log = logging.getLogger(__name__)
 
 EMBEDDING_JOBS = 16  # of a model that only embeds or reranks: they fill its batches
 
@@ -64,8 +68,19 @@ def make_app(redis_url: str | None = None) -> CellamaApp:
     new.add_defaults(lambda: celery_config(_settings_for(redis_url)))
     new.steps["worker"].add("cellama.tasks.lifecycle:LoadModels")  # by name: only a worker has these modules
     new.steps["consumer"] |= {"cellama.tasks.broker.consumer:Intake", "cellama.tasks.lifecycle:Attach"}
+    signals.worker_init.connect(_check_libraries, weak=False)
     signals.setup_logging.connect(_set_up_logging, weak=False)
     return new
+
+
+def _check_libraries(sender: Any = None, **_: Any) -> None:
+    """Ends a worker of ours with Exit.CONFIG, before it has made anything, if it would fail on what is installed."""
+    if isinstance(sender.app, CellamaApp):
+        try:
+            require_parts()
+        except UnfitLibraries as error:
+            log.critical("the worker can't start: %s", error)
+            raise SystemExit(Exit.CONFIG) from None
 
 
 def _settings_for(redis_url: str | None) -> Settings:

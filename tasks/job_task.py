@@ -29,7 +29,7 @@ from cellama.tasks.calls.call_options import (
 )
 from cellama.tasks.calls.canvas_steps import refuse_step
 from cellama.tasks.calls.enqueue import PAGE_JOBS, Alike, Checked, enqueue, ranges
-from cellama.tasks.connection.kombu_internals import sends_what_follows_a_task
+from cellama.tasks.connection.kombu_internals import PRODUCER_PARTS, require_parts, sends_what_follows_a_task
 from cellama.tasks.connection.redis_errors import reaching_redis
 from cellama.tasks.contract.errors import InvalidJob, JobFailed, RedisRefused, RedisUnreachable
 from cellama.tasks.contract.keys import IGNORED_FIELD, job_key
@@ -88,6 +88,7 @@ class JobTask(Task):  # type: ignore[misc]
         other; a key that was used with other parameters is refused. Raises InvalidJob, RedisUnreachable; but the next
         step of a canvas that is wrong fails by itself.
         """
+        require_parts(*PRODUCER_PARTS)
         steps_on = sends_what_follows_a_task()
         retry, policy = options.pop("retry", None), options.pop("retry_policy", None)
         try:
@@ -180,6 +181,7 @@ class JobTask(Task):  # type: ignore[misc]
 
         Raises RedisUnreachable, RedisRefused, which say how many are queued.
         """
+        require_parts(*PRODUCER_PARTS)
         num_queued = 0
         try:
             with reaching_redis(self.app.redis_url):

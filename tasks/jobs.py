@@ -11,7 +11,7 @@ from celery import Task
 from cellama.config import mask_url
 from cellama.config.redis_url import parse_redis_url
 from cellama.tasks.calls.canvas_steps import share
-from cellama.tasks.connection.kombu_internals import tasks_before_finalizing
+from cellama.tasks.connection.kombu_internals import PRODUCER_PARTS, require_parts, tasks_before_finalizing
 from cellama.tasks.contract import names
 from cellama.tasks.contract.kinds import KINDS
 from cellama.tasks.contract.shapes.results import Result
@@ -91,6 +91,7 @@ def app_at(redis_url: str) -> CellamaApp:
         parse_redis_url(redis_url)
     except ValueError as error:
         raise ValueError(f"url is {mask_url(redis_url)!r}: {error}") from None
+    require_parts(*PRODUCER_PARTS)
     other = make_app(redis_url)
     ours = [task for task in app.tasks.values() if isinstance(task, JobTask)]
     owns = [type(task.__name__, (type(task),), {"app": other})() for task in ours]

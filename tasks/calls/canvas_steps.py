@@ -18,7 +18,14 @@ from celery.result import AsyncResult
 from celery.utils.functional import maybe_list
 from kombu.compression import decompress
 
-from cellama.tasks.connection.kombu_internals import send_next_step, tasks_before_finalizing, tell_each_app
+from cellama.tasks.connection.kombu_internals import (
+    SHARING_PARTS,
+    UnfitLibraries,
+    require_parts,
+    send_next_step,
+    tasks_before_finalizing,
+    tell_each_app,
+)
 from cellama.tasks.contract import events
 from cellama.tasks.contract.errors import InvalidJob, JobFailed
 from cellama.tasks.contract.keys import job_key
@@ -96,7 +103,15 @@ def _send_next(app: Celery, request: Context, result: Result) -> None:
 
 
 def share(app: Celery, kind: type[Task]) -> None:
-    """Puts the tasks of this kind into the registries of all other apps, of those to come as well."""
+    """Puts the tasks of this kind into the registries of all other apps, of those to come as well.
+
+    Does nothing if the installed Celery is unfit: this runs when `cellama.tasks` is imported, and the error comes when
+    a worker starts or a job is sent.
+    """
+    try:
+        require_parts(*SHARING_PARTS)
+    except UnfitLibraries:
+        return
 
     def offer(other: Celery) -> None:
         if other is not app:

@@ -1,20 +1,23 @@
 """Every private name of Celery, kombu and redis-py that cellama builds on: what reads or sets one is a function here.
 
-What a subclass of ours overrides, or has from its parent, stands in `INHERITED`. A test looks up each, with its
-signature, in what is installed, and finds private names elsewhere. Versions are bounded in pyproject.toml; whoever
-raises a bound mends this file first.
+What a subclass of ours overrides, or has from its parent, stands in `INHERITED`. `require_parts` looks up each, with
+its signature, in what is installed: a worker does so when it starts, a producer when it sends its first job, and a test
+of all names. Another test finds private names in other files. Versions are bounded in pyproject.toml; before you raise
+a bound, correct this file.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
+import inspect
 import time
 from asyncio import StreamReader, StreamWriter
 from collections.abc import Callable, Iterable, Mapping
+from importlib.metadata import version
 from typing import Any
 
 from celery import Celery
-from celery._state import _get_active_apps, connect_on_app_finalize
-from celery.app.amqp import _callback_publish_retry
 
 ATTRIBUTE = "an attribute"
 
@@ -74,6 +77,94 @@ INHERITED: Mapping[str, Mapping[str, str]] = {
 }
 
 
+# What we override, or call in the way Celery does, without an underscore.
+OVERRIDDEN: Mapping[str, str] = {
+    "celery.app.base:Celery.connection_for_write": "(self, url=None, **kwargs)",
+    "celery.app.task:Task.apply": (
+        "(self, args=None, kwargs=None, link=None, link_error=None, task_id=None, retries=None, throw=None, "
+        "logfile=None, loglevel=None, headers=None, **options)"
+    ),
+    "celery.app.task:Task.signature": "(self, args=None, *starargs, **starkwargs)",
+    "celery.concurrency.base:apply_target": "(target, args=(), kwargs=None, callback=None, accept_callback=None, pid=",
+    "celery.worker.consumer:Consumer.call_soon_ack": "(self, p, *args, **kwargs)",
+    "celery.worker.consumer:Consumer.on_connection_error_after_connected": "(self, exc)",
+    "celery.worker.control:revoke": "(state, task_id, terminate=False, signal=None, **kwargs)",
+    "celery.worker.request:Request.maybe_expire": "(self)",
+    "celery.worker.request:Request.on_timeout": "(self, soft, timeout)",
+    "celery.worker.request:Request.terminate": "(self, pool, signal=None)",
+    "celery.worker.strategy:default": "(task, app, consumer, ",
+    "kombu.transport.redis:Channel._put": "(self, queue, message, **kwargs)",
+    "kombu.transport.redis:QoS.can_consume": "(self)",
+    "kombu.transport.virtual:QoS.ack": "(self, delivery_tag)",
+    "kombu.transport.redis:QoS.restore_unacked": "(self, client=None)",
+    "kombu.transport.redis:QoS.restore_visible": "(self, start=0, num=10, interval=10)",
+    "kombu.transport.virtual:QoS.append": "(self, message, delivery_tag)",
+    "kombu.transport.virtual:QoS.reject": "(self, delivery_tag, requeue=False)",
+}
+
+ALL_PARTS: Mapping[str, str] = {
+    path: expected for parts in (PARTS, *INHERITED.values(), OVERRIDDEN) for path, expected in parts.items()
+}
+# What a process needs that imports the tasks, sends jobs, or reads many streams at once.
+SHARING_PARTS = (
+    "celery._state:_get_active_apps",
+    "celery._state:connect_on_app_finalize",
+    "celery.app.base:Celery._tasks",
+)
+PRODUCER_PARTS = (
+    *SHARING_PARTS,
+    "celery.app.amqp:AMQP._retry_publish",
+    "celery.app.amqp:_callback_publish_retry",
+    "celery.app.base:Celery.connection_for_write",
+    "celery.app.task:Task.signature",
+    "kombu.messaging:Producer._publish",
+    "kombu.transport.redis:Channel._put",
+)
+READER_PARTS = (
+    "redis.asyncio.connection:AbstractConnection._reader",
+    "redis.asyncio.connection:AbstractConnection._writer",
+)
+
+
+class UnfitLibraries(RuntimeError):
+    """The installed Celery, kombu or redis-py lacks parts that cellama builds on; the message names them."""
+
+
+@functools.cache
+def require_parts(*paths: str) -> None:
+    """Raise UnfitLibraries unless these parts of ALL_PARTS, or all of them, are as cellama knows them."""
+    missing = [path for path in paths or ALL_PARTS if not _is_there(path, ALL_PARTS[path])]
+    if missing:
+        installed = ", ".join(f"{name} {version(name)}" for name in ("celery", "kombu", "redis"))
+        raise UnfitLibraries(
+            f"{installed}: parts that cellama builds on are missing or have changed: {', '.join(missing)}; "
+            "install the versions that cellama was tested with (constraints.txt), or a newer cellama"
+        )
+
+
+def _is_there(path: str, expected: str) -> bool:
+    module, _, names = path.partition(":")
+    *owners, name = names.split(".")
+    try:
+        owner: Any = importlib.import_module(module)
+        for each in owners:
+            owner = getattr(owner, each)
+        if expected is not ATTRIBUTE:
+            return str(inspect.signature(getattr(owner, name))).startswith(expected)
+    except (ImportError, AttributeError, TypeError, ValueError):
+        return False
+    return hasattr(owner, name) or (isinstance(owner, type) and _mentions(owner, name))
+
+
+def _mentions(owner: type, name: str) -> bool:
+    """True if a method of the class has this attribute in its code: then instances have it, and the class has not."""
+    for member in [member for kind in owner.__mro__ for member in vars(kind).values()]:
+        function = getattr(member, "fget", None) or getattr(member, "__func__", member)
+        if name in getattr(getattr(function, "__code__", None), "co_names", ()):
+            return True
+    return False
+
+
 def tasks_before_finalizing(app: Celery) -> dict[str, Any]:
     """An app's registry of tasks; `app.tasks` would finalize the app first."""
     registry: dict[str, Any] = app._tasks
@@ -82,6 +173,8 @@ def tasks_before_finalizing(app: Celery) -> dict[str, Any]:
 
 def tell_each_app(tell: Callable[[Celery], None]) -> None:
     """Calls it with each Celery app of this process that is finalized, and with others when they are."""
+    from celery._state import _get_active_apps, connect_on_app_finalize
+
     connect_on_app_finalize(tell)
     for app in list(_get_active_apps()):
         if app.finalized:
@@ -90,6 +183,8 @@ def tell_each_app(tell: Callable[[Celery], None]) -> None:
 
 def sends_what_follows_a_task() -> bool:
     """Whether Celery is just sending the next step of a canvas, in a worker of any app."""
+    from celery.app.amqp import _callback_publish_retry
+
     return bool(_callback_publish_retry.get())
 
 
@@ -172,6 +267,7 @@ def socket_of(connection: Any) -> Any:
 
 def streams_of(connection: Any) -> tuple[StreamReader, StreamWriter]:
     """Of a connected connection of redis.asyncio: for who reads replies with a parser of its own."""
+    require_parts(*READER_PARTS)
     return connection._reader, connection._writer
 
 

@@ -15,7 +15,9 @@ from ..conftest import PATIENCE_S, WorkerProcess, clean_environment
 from ..terminals import Terminal
 
 CELLAMA = (sys.executable, "-c", "from cellama.api.cli import main; main()")
-HOSTILE = "A\x1b]0;title\x07B\x1b[8mC\x9b31mD\rE\x7f\tF\nG"  # a title, hidden text, a colour, a text that covers another
+HOSTILE = (
+    "A\x1b]0;title\x07B\x1b[8mC\x9b31mD\rE\x7f\tF\nG"  # a title, hidden text, a colour, a text that covers another
+)
 SHOWN = "A]0;titleB[8mC31mDE\tF\nG"
 ESCAPES = "".join(f"\\x{ord(char):02x}" if ord(char) < 0x20 or 0x7F <= ord(char) < 0xA0 else char for char in HOSTILE)
 GRAMMAR = f'root ::= "{ESCAPES}"'
