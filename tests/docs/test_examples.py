@@ -7,102 +7,24 @@ import csv
 import http.client
 import json
 import os
-import re
-import signal
-import socket
 import subprocess
 import sys
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import pytest
 from openai import OpenAI
 
 from cellama.api import Client
-from cellama.api.machine.redis_server import RedisServer, free_port
+from cellama.api.machine.redis_server import RedisServer
 from cellama.bench.harness import pace
 from cellama.tasks.connection.connections import connect
 from cellama.tasks.state.registry import live_workers
 
 from ..conftest import PATIENCE_S, WorkerProcess, clean_environment, paced, wait_until
 from ..gateways import GatewayProcess
-from .pages import DOCS, ROOT
+from .pages import ROOT
+from .sites import EXAMPLES, Site, events_in, started
 
-EXAMPLES = DOCS / "examples"
 TYPED = ["app", "write_story", "sort_reviews", "api.views", "tasks", "config.celery", "config.settings", "config.urls"]
-
-
-@contextlib.contextmanager
-def started(argv: list[str], folder: Path, log: Path, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A process of an example, which is ended with the block; what it said is told if the block fails."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    redis_url = os.environ["CELLAMA_REDIS_URL"]
-    environment = clean_environment(**{"CELLAMA_REDIS_URL": redis_url, "PATH": path, **variables})
-    with log.open("wb") as output:
-        process = subprocess.Popen(argv, cwd=folder, env=environment, stdout=output, stderr=output)
-    try:
-        yield process
-    except BaseException:
-        print(log.read_text(errors="replace"))
-        raise
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(PATIENCE_S)
-
-
-class Site:
-    """A web server of an example."""
-
-    def __init__(self, port: int, process: subprocess.Popen[bytes]) -> None:
-        self.port = port
-        wait_until(lambda: self._answers() or process.poll() is not None, "the web server")
-        assert process.poll() is None, "the web server ended"
-
-    def _answers(self) -> bool:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=5):
-            return True
-        return False
-
-    def ask(self, path: str, body: Any = None, **headers: str) -> tuple[int, str]:
-        """Status and text of an answer, whole."""
-        data = None if body is None else json.dumps(body).encode()
-        headers = {"content-type": "application/json", **headers}
-        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data, headers)
-        try:
-            with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
-                return answer.status, answer.read().decode()
-        except urllib.error.HTTPError as error:
-            return error.code, error.read().decode()
-
-
-def events_in(text: str) -> list[dict[str, Any]]:
-    """The events of a stream of server-sent events."""
-    return [json.loads(data) for data in re.findall(r"^data: (.*)$", text, re.MULTILINE)]
-
-
-@pytest.fixture(scope="module")
-def fastapi_site(worker: WorkerProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    port, log = free_port(), tmp_path_factory.mktemp("fastapi") / "log"
-    argv = [sys.executable, "-m", "uvicorn", "app:app", "--port", str(port)]
-    with started(argv, EXAMPLES / "fastapi_sse", log) as server:
-        yield Site(port, server)
-
-
-@pytest.fixture(scope="module")
-def django_site(worker: WorkerProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    port, logs, folder = free_port(), tmp_path_factory.mktemp("django"), EXAMPLES / "django_site"
-    celery = [sys.executable, "-m", "celery", "-A", "config", "worker", "-P", "solo", "-Q", "site", "-n", "site@%h"]
-    argv = [sys.executable, "-m", "django", "runserver", "--noreload", str(port)]
-    settings = {"DJANGO_SETTINGS_MODULE": "config.settings", "PYTHONPATH": str(folder)}
-    quiet = ["--without-gossip", "--without-mingle"]
-    with (
-        started([*celery, *quiet], folder, logs / "celery", **settings),
-        started(argv, folder, logs / "server", **settings) as server,
-    ):
-        yield Site(port, server)
 
 
 def test_fastapi_example_streams_a_story_and_a_reader_goes_on_where_it_was(fastapi_site: Site) -> None:
@@ -145,7 +67,9 @@ def test_django_example_chains_tasks_of_both_apps(django_site: Site) -> None:
 
 
 def test_django_example_streams_a_story(django_site: Site) -> None:
-    status, text = django_site.ask("/stories?prompt=Once")
+    status, text = django_site.ask("/stories", "prompt=Once", **{"content-type": "application/x-www-form-urlencoded"})
+    assert status == 200
+    status, text = django_site.ask(f"/stories/{json.loads(text)['id']}/events")
     assert (status, events_in(text)[-1]["type"]) == (200, "done")
 
 

@@ -1,16 +1,22 @@
-"""A web backend with FastAPI that streams stories as server-sent events: uvicorn app:app"""
+"""A web backend with FastAPI that streams stories to a browser as server-sent events: uvicorn app:app"""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Annotated
 
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi import FastAPI, Header, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
 from pydantic import BaseModel
 
 from cellama.api import AsyncClient, Event, JobError
+
+PAGE = Path(__file__).with_name("index.html")
 
 
 class Story(BaseModel):
@@ -31,43 +37,60 @@ app = FastAPI(lifespan=lifespan)
 
 @app.exception_handler(JobError)
 async def job_error(request: Request, error: JobError) -> JSONResponse:
-    """A wrong parameter is a 400, an unknown job a 404, a Redis that is away a 503."""
+    """Answer a wrong parameter with 400, an unknown job with 404, an unreachable Redis with 503."""
     return JSONResponse({"code": error.code, "message": str(error)}, error.http_status)
+
+
+@app.exception_handler(RequestValidationError)
+async def bad_request(request: Request, error: RequestValidationError) -> JSONResponse:
+    """Answer a wrong body or header in the same form as `job_error`."""
+    first = error.errors()[0]
+    return JSONResponse({"code": "invalid_request", "message": f"{first['loc'][-1]}: {first['msg']}"}, 400)
+
+
+@app.get("/")
+async def page() -> FileResponse:
+    return FileResponse(PAGE)
 
 
 @app.post("/stories")
 async def submit(story: Story, request: Request) -> dict[str, str]:
-    """Queues a story. Who asked may leave: the job goes on."""
+    """Queue a story. The job continues when the browser leaves."""
     client: AsyncClient = request.app.state.client
     job = await client.generate("tiny", story.prompt, max_tokens=story.max_tokens)
     return {"id": job.id}
 
 
 @app.get("/stories/{job_id}/events")
-async def follow(job_id: str, request: Request) -> StreamingResponse:
-    """What has been, then what comes. A browser that comes back says where it was."""
+async def follow(job_id: str, request: Request, last_event_id: Annotated[int, Header(ge=-1)] = -1) -> Response:
+    """Stream the events after the last one that the browser has, first those of the past, then the live ones."""
     client: AsyncClient = request.app.state.client
-    await client.position(job_id)  # an unknown job is an answer with a status, not a broken stream
-    after = int(request.headers.get("last-event-id", -1))
-    return sse(client.stream(job_id, after=after, ping=15))
+    position = await client.position(job_id)  # an unknown job is answered with 404 instead of a broken stream
+    if position.state == "done" and not [event async for event in client.stream(job_id, last_event_id)]:
+        return Response(status_code=204)  # the browser has all events: this status stops its EventSource
+    return sse(client.stream(job_id, last_event_id, timeout=math.inf, ping=15))
 
 
 @app.post("/stories/stream")
 async def tell(story: Story, request: Request) -> StreamingResponse:
-    """A story for this one reader: if it goes away, the job is cancelled."""
+    """Stream a story to this reader only. Disconnecting cancels the job."""
     client: AsyncClient = request.app.state.client
     job = await client.generate("tiny", story.prompt, max_tokens=story.max_tokens)
-    return sse(job.stream(ping=15, cancel_on_exit=True))
+    return sse(job.stream(timeout=math.inf, ping=15, cancel_on_exit=True))
 
 
 def sse(events: AsyncIterator[Event]) -> StreamingResponse:
-    """Events of a job as server-sent events; `seq` is the id that a browser sends back as Last-Event-ID."""
+    """Send events of a job as server-sent events. A browser sends the last `seq` back as Last-Event-ID."""
 
-    async def lines() -> AsyncIterator[str]:
-        async for event in events:
-            if event["type"] == "ping":
-                yield ": ping\n\n"
-            else:
-                yield f"id: {event['seq']}\nevent: {event['type']}\ndata: {json.dumps(event)}\n\n"
+    async def frames() -> AsyncIterator[str]:
+        try:
+            async for event in events:
+                if event["type"] == "ping":
+                    yield ": ping\n\n"
+                else:
+                    name = "failed" if event["type"] == "error" else event["type"]  # EventSource has an `error` too
+                    yield f"id: {event['seq']}\nevent: {name}\ndata: {json.dumps(event)}\n\n"
+        except JobError as error:  # for instance, Redis was away for too long
+            yield f"event: failed\ndata: {json.dumps({'code': error.code, 'message': str(error)})}\n\n"
 
-    return StreamingResponse(lines(), media_type="text/event-stream", headers={"cache-control": "no-store"})
+    return StreamingResponse(frames(), media_type="text/event-stream", headers={"cache-control": "no-store"})

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 
 from celery import chain
 from celery.result import AsyncResult
 from django.http import HttpRequest, HttpResponse, JsonResponse, StreamingHttpResponse
+from django.views.decorators.http import require_GET, require_POST
 
-from cellama.api import Client, JobError
+from cellama.api import Client, Event, JobError
 from cellama.tasks import generate
 from config import celery_app
 from tasks import prompt_for, title_of
@@ -35,15 +37,44 @@ def result(request: HttpRequest, job_id: str) -> HttpResponse:
     return JsonResponse({"title": job.get()})
 
 
+@require_POST
 def story(request: HttpRequest) -> HttpResponse:
-    """The text as it comes; if the reader goes away, the job is cancelled."""
+    """Queue a story. The job continues when the browser leaves."""
     try:
-        job = client.generate("tiny", request.GET.get("prompt", "Once upon a time"), max_tokens=60)
+        job = client.generate("tiny", request.POST.get("prompt", "Once upon a time"), max_tokens=60)
     except JobError as error:
-        return JsonResponse({"code": error.code, "message": str(error)}, status=error.http_status)
+        return problem(error)
+    return JsonResponse({"id": job.id})
 
-    def lines() -> Iterator[str]:
-        for event in job.stream(ping=15, cancel_on_exit=True):
-            yield ": ping\n\n" if event["type"] == "ping" else f"data: {json.dumps(event)}\n\n"
 
-    return StreamingHttpResponse(lines(), content_type="text/event-stream")
+@require_GET
+def follow(request: HttpRequest, job_id: str) -> HttpResponse:
+    """Stream the events after the last one that the browser has, first those of the past, then the live ones."""
+    after = request.headers.get("last-event-id", "-1")
+    if not after.removeprefix("-").isdecimal():
+        return JsonResponse({"code": "invalid_request", "message": f"Last-Event-ID is {after!r}"}, status=400)
+    try:
+        if client.position(job_id).state == "done" and not list(client.stream(job_id, int(after))):
+            return HttpResponse(status=204)  # the browser has all events: this status stops its EventSource
+        events = client.stream(job_id, int(after), timeout=math.inf, ping=15)
+    except JobError as error:
+        return problem(error)
+    return StreamingHttpResponse(frames(events), content_type="text/event-stream")
+
+
+def frames(events: Iterator[Event]) -> Iterator[str]:
+    """Write events of a job as server-sent events."""
+    try:
+        for event in events:
+            if event["type"] == "ping":
+                yield ": ping\n\n"
+            else:
+                name = "failed" if event["type"] == "error" else event["type"]  # EventSource has an `error` too
+                yield f"id: {event['seq']}\nevent: {name}\ndata: {json.dumps(event)}\n\n"
+    except JobError as error:  # for instance, Redis was away for too long
+        yield f"event: failed\ndata: {json.dumps({'code': error.code, 'message': str(error)})}\n\n"
+
+
+def problem(error: JobError) -> JsonResponse:
+    """Answer a wrong parameter with 400, an unknown job with 404, an unreachable Redis with 503."""
+    return JsonResponse({"code": error.code, "message": str(error)}, status=error.http_status)

@@ -8,4 +8,5 @@ urlpatterns = [
     path("titles", views.submit),
     path("titles/<str:job_id>", views.result),
     path("stories", views.story),
+    path("stories/<str:job_id>/events", views.follow),
 ]
