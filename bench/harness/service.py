@@ -143,7 +143,11 @@ class Service:
         return self
 
     def start_redis(self) -> None:
-        self.redis_server = RedisServer.start(self.folder / "redis", port=_redis_port())
+        self.redis_server = RedisServer.start(
+            self.folder / "redis",
+            port=_redis_port(),
+            admin_commands=True,  # for `roll_back_redis`
+        )
 
     def __exit__(self, *_: object) -> None:
         for process in self.processes.values():

@@ -12,6 +12,7 @@ from redis.asyncio.sentinel import Sentinel as AsyncSentinel
 from redis.sentinel import Sentinel
 
 from cellama.config import get_settings
+from cellama.config.local_redis import with_kept_password
 from cellama.config.redis_url import RedisUrl, parse_redis_url
 
 SOCKET_OPTIONS: dict[str, Any] = {
@@ -27,7 +28,7 @@ _TCP_ONLY = ("socket_connect_timeout", "socket_keepalive")
 
 def connect(url: str | None = None, **options: Any) -> Redis:
     """A client for this URL, or that of the settings; `options` are those of redis-py's connections."""
-    where = parse_redis_url(url or get_settings().redis_url)
+    where = _where(url)
     if where.kind == "sentinel":
         master: Redis = _sentinel(Sentinel, where, options).master_for(
             where.master_name, max_connections=MOST_CONNECTIONS
@@ -38,7 +39,7 @@ def connect(url: str | None = None, **options: Any) -> Redis:
 
 def connect_async(url: str | None = None, **options: Any) -> AsyncRedis:
     """`connect` for asyncio."""
-    where = parse_redis_url(url or get_settings().redis_url)
+    where = _where(url)
     if where.kind == "sentinel":
         master: AsyncRedis = _sentinel(AsyncSentinel, where, options).master_for(
             where.master_name, max_connections=MOST_CONNECTIONS
@@ -59,7 +60,7 @@ def database_of(redis: Redis | AsyncRedis) -> int:
 
 def broker_options(url: str) -> dict[str, Any]:
     """What Celery must be told to have this URL as its broker; by itself it would not check a server's certificate."""
-    where = parse_redis_url(url)
+    where = _where(url)
     tls = dict(where.tls)
     checks = {"ssl_cert_reqs": _CERTIFICATE_CHECKS[tls["ssl_cert_reqs"]]} if tls else {}
     return {"broker_url": _url_for_kombu(where), "broker_use_ssl": {**tls, **checks} if tls else None}
@@ -81,6 +82,12 @@ def transport_options(url: str) -> dict[str, Any]:
     if where.kind != "sentinel":
         return {}
     return {"master_name": where.master_name, "sentinel_kwargs": sentinel_options(where)}
+
+
+def _where(url: str | None) -> RedisUrl:
+    """Return the parts of this URL, or that of the settings, with the password of the Redis that `cellama up` runs."""
+    settings = get_settings()
+    return with_kept_password(parse_redis_url(url or settings.redis_url), settings.data_dir)
 
 
 def _fitting(where: RedisUrl, options: dict[str, Any]) -> dict[str, Any]:

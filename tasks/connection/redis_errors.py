@@ -21,6 +21,8 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from cellama.config import get_settings, mask_url
+from cellama.config.local_redis import URL_FILE, redis_dir, with_kept_password
+from cellama.config.redis_url import parse_redis_url
 from cellama.tasks.contract.errors import RedisFull, RedisRefused, RedisUnreachable
 
 from .server_check import CLUSTER
@@ -65,7 +67,8 @@ def _refused(error: ResponseError, url: str | None) -> RedisRefused:
     if isinstance(error, _CLUSTERED):
         return RedisRefused(CLUSTER)
     shown, said = _shown(url), str(error)
-    if "OOM command not allowed" in said:  # Redis 6 quotes it in an error of its own when a script meets it
+    # Redis 6 quotes it in an error of its own when a script meets it.
+    if isinstance(error, OutOfMemoryError) or "OOM command not allowed" in said:
         return RedisFull(
             f"Redis at {shown} is full: it has reached its maxmemory and takes nothing more; raise maxmemory, or wait "
             "until results and events of earlier jobs have expired"
@@ -76,12 +79,20 @@ def _refused(error: ResponseError, url: str | None) -> RedisRefused:
 def credentials_refused(error: AuthenticationError, url: str | None = None) -> RedisRefused:
     """Redis answers, and wants a password, or another one."""
     source = "CELLAMA_REDIS_URL" if url is None else "the url"
-    whole = get_settings().redis_url if url is None else url
-    given = f"the credentials in {source} are wrong" if "@" in whole else "it wants a password"
-    return RedisRefused(
-        f"Redis at {_shown(url)} lets no client in ({error}): {given}; write them into the URL: "
-        "redis://:PASSWORD@HOST:PORT/0, or redis://USER:PASSWORD@HOST:PORT/0"
-    )
+    settings = get_settings()
+    whole = settings.redis_url if url is None else url
+    refused = f"Redis at {_shown(url)} lets no client in"
+    remedy = "write them into the URL: redis://:PASSWORD@HOST:PORT/0, or redis://USER:PASSWORD@HOST:PORT/0"
+    where = parse_redis_url(whole)
+    if where.credentials:
+        return RedisRefused(f"{refused} ({error}): the credentials in {source} are wrong; {remedy}")
+    if with_kept_password(where, settings.data_dir) != where:
+        kept = redis_dir(settings.data_dir) / URL_FILE
+        return RedisRefused(
+            f"{refused} ({error}): it is not the Redis that `cellama up` started last, whose password is in {kept}; "
+            "stop this server, or delete that file to use it"
+        )
+    return RedisRefused(f"{refused}: it wants a password; {remedy}")
 
 
 def _unreachable(error: BaseException, url: str | None) -> RedisUnreachable:

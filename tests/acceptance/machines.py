@@ -47,10 +47,10 @@ class Machine:
 
 
 @contextlib.contextmanager
-def up(folder: Path, *more: str) -> Iterator[Machine]:
+def up(folder: Path, *more: str, redis_port: int | None = None) -> Iterator[Machine]:
     flower_port = free_port()
     environment = clean_environment(
-        CELLAMA_REDIS_URL=f"redis://127.0.0.1:{free_port()}/0",
+        CELLAMA_REDIS_URL=f"redis://127.0.0.1:{redis_port or free_port()}/0",
         CELLAMA_DATA_DIR=str(folder / "data"),
         CELLAMA_MODELS=paced(MODELS),
         COLUMNS="120",

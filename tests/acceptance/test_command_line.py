@@ -6,14 +6,25 @@ import json
 import re
 import signal
 import subprocess
+import sys
 import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import pytest
+from redis import Redis
+from redis.exceptions import AuthenticationError
 
-from ..conftest import PATIENCE_S, wait_until
+from cellama.config.local_redis import kept_url, redis_dir
+
+from ..conftest import PATIENCE_S, descendants, wait_until
 from .machines import CELLAMA, Machine, up
+
+PRODUCER = """
+from cellama.tasks import generate
+print(generate.delay("tiny", "Once upon a time", max_tokens=4, temperature=0).get(60)["text"])
+"""
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +51,25 @@ def test_generate_streams_text_in_pieces(machine: Machine) -> None:
     assert [event["seq"] for event in events] == list(range(len(events)))
     assert len([e for e in events if e["type"] == "token"]) > 20
     assert "".join(e.get("text", "") for e in events) + "\n" == done.stdout
+
+
+def test_password_of_redis_is_found_by_programs_of_its_user_and_shown_nowhere(machine: Machine) -> None:
+    assert "@" not in machine.environment["CELLAMA_REDIS_URL"]
+    argv = [sys.executable, "-c", PRODUCER]
+    options: dict[str, Any] = {"cwd": machine.folder, "env": machine.environment, "text": True}
+    produced = subprocess.run(argv, **options, capture_output=True, timeout=PATIENCE_S)
+    assert produced.stdout.strip() == ", there was a", produced.stderr
+    url = kept_url(redis_dir(machine.folder / "data"))
+    assert url is not None
+    assert url.password is not None
+    with Redis(port=url.hosts[0][1]) as stranger, pytest.raises(AuthenticationError):
+        stranger.ping()
+    commands = [*descendants(machine.process.pid).values(), " ".join(psutil.Process(machine.process.pid).cmdline())]
+    assert len(commands) >= 4  # Redis, the worker, Flower, all of them
+    logs = [*machine.folder.rglob("*.log")]
+    assert {"up.log", "redis.log", "worker.log", "flower.log"} <= {log.name for log in logs}
+    for text in (*commands, *(log.read_text(errors="replace") for log in logs)):
+        assert url.password not in text
 
 
 def test_chat_and_embed_take_arguments_and_stdin(machine: Machine) -> None:

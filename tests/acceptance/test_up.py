@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -14,11 +15,16 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from redis import Redis
+from redis.exceptions import RedisError
 
-from cellama.api.machine.redis_server import free_port
+from cellama.api.machine.redis_server import die_with_parent, find_redis_binary, free_port
+from cellama.config.local_redis import URL_FILE, redis_dir
 
 from ..conftest import MODELS, PATIENCE_S, clean_environment, descendants, wait_until
 from .machines import CELLAMA, Machine, up
+
+SERVER = re.compile(r"(valkey|redis)-server ")
 
 
 @pytest.fixture
@@ -77,6 +83,30 @@ def test_redis_that_dies_is_replaced_and_jobs_go_on(own_machine: Machine) -> Non
     assert "redis ended with code -9" in own_machine.output()
 
 
+def test_up_uses_a_redis_without_a_password_where_its_own_once_was(tmp_path: Path) -> None:
+    port = free_port()
+    directory = redis_dir(tmp_path / "data")
+    directory.mkdir(parents=True)
+    (directory / URL_FILE).write_text(f"redis://:old@127.0.0.1:{port}/0")
+    argv = [str(find_redis_binary()), "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
+    with subprocess.Popen(argv, cwd=tmp_path, stdout=subprocess.DEVNULL, preexec_fn=die_with_parent) as system:
+        try:
+            wait_until(lambda: answers(port), "the Redis of the system")
+            with up(tmp_path, "--no-flower", redis_port=port) as machine:
+                assert "embedded" not in machine.output()
+                done = machine.run("generate", "tiny", "Once upon a time", "--temperature", "0", "--max-tokens", "4")
+                assert done.stdout.strip() == ", there was a", done.stderr
+            assert not (directory / URL_FILE).exists()
+        finally:
+            system.terminate()
+
+
+def answers(port: int) -> bool:
+    with contextlib.suppress(RedisError), Redis(port=port) as redis:
+        return bool(redis.ping())
+    return False
+
+
 def test_ctrl_c_ends_everything_at_once_although_redis_is_gone(own_machine: Machine) -> None:
     children = descendants(own_machine.process.pid)
     os.kill(redis_of(own_machine), signal.SIGKILL)
@@ -93,7 +123,7 @@ def is_running(pid: int) -> bool:
 
 
 def redis_of(machine: Machine) -> int:
-    return next(pid for pid, command in descendants(machine.process.pid).items() if "redis-server" in command)
+    return next(pid for pid, command in descendants(machine.process.pid).items() if SERVER.search(command))
 
 
 def test_ctrl_c_ends_everything_that_up_started(own_machine: Machine) -> None:

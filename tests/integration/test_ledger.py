@@ -128,7 +128,8 @@ def test_events_are_heard_in_their_own_database_only(
     ledger: Ledger, job_id: str, queue: str, redis_client: Redis
 ) -> None:
     known = redis_client.connection_pool.connection_kwargs
-    with Redis(host=known["host"], port=known["port"], db=1) as elsewhere, redis_client.pubsub() as pubsub:
+    there = {name: known[name] for name in ("host", "port", "password")}
+    with Redis(**there, db=1) as elsewhere, redis_client.pubsub() as pubsub:
         namesake = Ledger(elsewhere)
         submit(namesake, queue, job_id=job_id)
         pubsub.psubscribe(f"*{job_id}")

@@ -12,6 +12,7 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from cellama.api.machine.redis_server import RedisServer
+from cellama.config import mask_url
 from cellama.tasks.connection.redis_errors import is_passing
 from cellama.tasks.contract.keys import job_key
 from cellama.tasks.state.ledger import Ledger
@@ -34,7 +35,7 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[RedisServer]:
-    with RedisServer.start(tmp_path / "redis") as server:
+    with RedisServer.start(tmp_path / "redis", admin_commands=True) as server:
         yield server
 
 
@@ -53,7 +54,7 @@ def run(server: RedisServer, tmp_path: Path) -> Run:
 def test_full_redis_is_told_as_such(server: RedisServer, run: Run) -> None:
     with Redis.from_url(server.url) as redis:
         redis.config_set("maxmemory", 1)
-    told = f"Redis at {server.url} is full: it has reached its maxmemory"
+    told = f"Redis at {mask_url(server.url)} is full: it has reached its maxmemory"
     line = run(*COMMAND_LINE)
     assert (line.returncode, line.stderr.count(told)) == (3, 1), line.stderr
     produced = run(PRODUCER).stdout.splitlines()
@@ -85,7 +86,7 @@ def test_command_that_a_user_may_not_use_is_named(server: RedisServer, run: Run)
         redis.acl_setuser(
             "poor", enabled=True, passwords=["+pw"], keys=["*"], channels=["*"], commands=["+@all", "-evalsha", "-eval"]
         )
-    line = run(*COMMAND_LINE, url=server.url.replace("//", "//poor:pw@"))
+    line = run(*COMMAND_LINE, url=f"redis://poor:pw@127.0.0.1:{server.port}/0")
     assert line.returncode == 3
     assert "poor:***@127.0.0.1" in line.stderr
     assert "evalsha" in line.stderr
@@ -100,4 +101,5 @@ def test_password_that_is_missing_or_wrong_is_told_as_that(tmp_path: Path, run: 
             done = run(*command, url=url)
             assert (done.returncode, why in done.stderr) == (3, True), done.stderr
             assert "redis://:PASSWORD@HOST:PORT/0" in done.stderr
+            assert ("--redis redis://127.0.0.1:" in done.stderr) == ("up" in command)
             assert "guess" not in done.stderr

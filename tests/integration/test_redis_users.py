@@ -54,7 +54,7 @@ STATUS = "import sys; sys.argv[1:] = ['status']; from cellama.api.cli import mai
 def server(tmp_path: Path) -> Iterator[RedisServer]:
     """A Redis with the users of the docs, and nobody else but its administrator."""
     rules = [line for line in DOCS.read_text().splitlines() if line.startswith("ACL SETUSER")]
-    with RedisServer.start(tmp_path / "redis", password="admin") as server:
+    with RedisServer.start(tmp_path / "redis", password="admin", admin_commands=True) as server:
         with Redis.from_url(server.url) as redis:
             for rule in rules:
                 redis.execute_command(*shlex.split(rule.replace("PASSWORD", PASSWORD)))

@@ -83,7 +83,7 @@ def secured_url(tmp_path: Path) -> Iterator[str]:
     """A rediss:// URL with a user of its own that may do what cellama needs."""
     authority = trustme.CA()
     authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
-    with RedisServer.start(tmp_path / "redis") as server:
+    with RedisServer.start(tmp_path / "redis", admin_commands=True) as server:
         with Redis.from_url(server.url) as redis:
             redis.acl_setuser(
                 "cellama", enabled=True, passwords=[f"+{PASSWORD}"], keys=["*"], channels=["*"], commands=["+@all"]

@@ -13,10 +13,13 @@ import time
 from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from redis import Redis
+from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, RedisError
+from redis.retry import Retry
 from rich.panel import Panel
 from rich.table import Table
 
@@ -24,11 +27,12 @@ from cellama.api.cli.output import called, err, out, url_of
 from cellama.api.machine.redis_server import LOOPBACK, RedisServer, RedisServerError, check_port_free
 from cellama.api.machine.supervisor import Child, Supervisor, flower_child, gateway_child, worker_child
 from cellama.config import ModelSettings, Settings, get_settings
+from cellama.config.local_redis import LOOPBACK_HOSTS, URL_FILE, redis_dir, with_kept_password
 from cellama.config.redis_url import parse_redis_url
 from cellama.tasks.connection.connections import connect
 from cellama.tasks.connection.redis_errors import credentials_refused
 from cellama.tasks.contract.codes import Exit
-from cellama.tasks.contract.errors import RedisUnreachable
+from cellama.tasks.contract.errors import RedisRefused, RedisUnreachable
 from cellama.tasks.state.registry import live_workers
 
 WORKER_MODULES = ("llama_cpp", "numpy", "jinja2", "psutil", "huggingface_hub")  # of the extra `worker`
@@ -36,6 +40,7 @@ HTTP_MODULES = ("starlette", "uvicorn", "prometheus_client")  # of the extra `ht
 START_TIMEOUT_S = 300.0  # a large model takes its time
 ANSWER_S = 5.0  # of the gateway
 FLOWER_PORT = 5555
+_ONE_TRY: dict[str, Any] = {"socket_connect_timeout": 2, "socket_timeout": 2, "retry": Retry(NoBackoff(), 0)}  # seconds
 ModelsOption = Annotated[
     list[str] | None,
     typer.Option("--model", "-m", help="A model to serve as ID=SOURCE; may be given more than once."),
@@ -160,7 +165,7 @@ def check_http_installed() -> None:
 def is_reachable(url: str) -> bool:
     """True when a Redis answers there. Raises RedisRefused when it answers but lets no client in."""
     try:
-        with connect(url, socket_connect_timeout=2, socket_timeout=2) as client:
+        with connect(url, **_ONE_TRY) as client:
             return bool(client.ping())
     except AuthenticationError as error:
         raise credentials_refused(error) from None
@@ -171,18 +176,34 @@ def is_reachable(url: str) -> bool:
 @contextlib.contextmanager
 def _redis_for(settings: Settings) -> Iterator[RedisServer | None]:
     """The configured Redis if it answers (None), else an embedded one on the same loopback port."""
-    if is_reachable(settings.redis_url):
-        yield None
-        return
     where = parse_redis_url(settings.redis_url)
     host, port = where.hosts[0] if where.kind == "server" else ("", 0)
-    if host not in (LOOPBACK, "localhost"):
+    is_local, directory = host in LOOPBACK_HOSTS, redis_dir(settings.data_dir)
+    if with_kept_password(where, settings.data_dir) != where and _answers_without_password(host, port):
+        (directory / URL_FILE).unlink()  # that is another server: the embedded one asks for the password
+    try:
+        is_there = is_reachable(settings.redis_url)
+    except RedisRefused as error:
+        if not is_local:
+            raise
+        own = f"redis://{LOOPBACK}:{port + 1}/0"
+        raise RedisRefused(f"{error}. To start a Redis of your own, choose another port: --redis {own}") from None
+    if is_there:
+        yield None
+        return
+    if not is_local:
         raise RedisUnreachable(
             f"Redis at {settings.redis_url_masked} does not answer, and only a loopback one can be started here; "
             "start it, or unset CELLAMA_REDIS_URL"
         )
-    with RedisServer.start(settings.data_dir / "redis", port=port, password=where.password) as server:
+    with RedisServer.start(directory, port=port, password=where.password) as server:
         yield server
+
+
+def _answers_without_password(host: str, port: int) -> bool:
+    with Redis(host=host, port=port, **_ONE_TRY) as redis, contextlib.suppress(RedisError):
+        return bool(redis.ping())
+    return False
 
 
 def wait_for_worker(url: str, worker: Child, supervisor: Supervisor | None = None) -> None:

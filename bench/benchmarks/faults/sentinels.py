@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 import subprocess
 import time
 from pathlib import Path
@@ -23,8 +24,10 @@ class SentinelSetup:
 
     def __init__(self, folder: Path, num_sentinels: int = 1, password: str | None = None) -> None:
         self._folder = folder
-        self._password = password
-        self.servers = [RedisServer(free_port(), folder / f"redis{n}", password) for n in range(2)]
+        self._password = password or secrets.token_urlsafe()
+        self.servers = [
+            RedisServer(free_port(), folder / f"redis{n}", self._password, admin_commands=True) for n in range(2)
+        ]
         self._ports = [free_port() for _ in range(num_sentinels)]
         self._sentinels: list[subprocess.Popen[bytes]] = []
 
@@ -49,8 +52,7 @@ class SentinelSetup:
 
     @property
     def url(self) -> str:
-        credentials = f":{self._password}@" if self._password else ""
-        places = ";".join(f"{credentials}{LOOPBACK}:{port}" for port in self._ports)
+        places = ";".join(f":{self._password}@{LOOPBACK}:{port}" for port in self._ports)
         return f"sentinel://{places}/0?master_name={MASTER_NAME}"
 
     def master(self) -> RedisServer:
@@ -93,8 +95,7 @@ class SentinelSetup:
 
     def _replicate(self, server: RedisServer, master_port: int) -> None:
         with self._client(server.port, self._password) as redis:
-            if self._password:
-                redis.config_set("masterauth", self._password)
+            redis.config_set("masterauth", self._password)
             redis.replicaof(LOOPBACK, str(master_port))
 
     def _wait_for_link(self, server: RedisServer) -> None:
@@ -116,8 +117,7 @@ class SentinelSetup:
             f"sentinel down-after-milliseconds {MASTER_NAME} {DOWN_AFTER_MS}",
             f"sentinel failover-timeout {MASTER_NAME} 10000",
         ]
-        if self._password:
-            lines.append(f"sentinel auth-pass {MASTER_NAME} {self._password}")
+        lines.append(f"sentinel auth-pass {MASTER_NAME} {self._password}")
         config = folder / "sentinel.conf"  # which the sentinel rewrites
         config.write_text("\n".join(lines) + "\n")
         with (folder / "sentinel.log").open("wb") as log:

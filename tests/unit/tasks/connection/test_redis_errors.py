@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
-from redis.exceptions import ClusterCrossSlotError, MovedError
+from collections.abc import Callable
+from pathlib import Path
 
+import pytest
+from redis.exceptions import AuthenticationError, ClusterCrossSlotError, MovedError
+
+from cellama.config.local_redis import URL_FILE, redis_dir
 from cellama.tasks.connection.redis_errors import reaching_redis
 from cellama.tasks.contract.errors import RedisRefused
 
@@ -15,3 +19,16 @@ from cellama.tasks.contract.errors import RedisRefused
 def test_producer_of_a_cluster_is_told_in_one_sentence(error: Exception) -> None:
     with pytest.raises(RedisRefused, match="names a node of a Redis Cluster"), reaching_redis():
         raise error
+
+
+def test_server_that_refuses_the_kept_password_is_told_from_the_redis_of_up(
+    settings_environment: Callable[..., None], tmp_path: Path
+) -> None:
+    settings_environment(data_dir=str(tmp_path))
+    redis_dir(tmp_path).mkdir()
+    kept = redis_dir(tmp_path) / URL_FILE
+    kept.write_text("redis://:secret@127.0.0.1:6379/0")
+    with pytest.raises(RedisRefused) as refused, reaching_redis():
+        raise AuthenticationError("WRONGPASS")
+    assert f"not the Redis that `cellama up` started last, whose password is in {kept}" in str(refused.value)
+    assert "secret" not in str(refused.value)

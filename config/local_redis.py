@@ -1,0 +1,34 @@
+"""Where other programs of the same user find the password of the Redis that `cellama up` runs."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from pathlib import Path
+
+from .redis_url import RedisUrl, parse_redis_url
+
+URL_FILE = "url"  # in the directory of the server's data: its URL, with its password
+LOOPBACK_HOSTS = ("127.0.0.1", "localhost")
+
+
+def redis_dir(data_dir: Path) -> Path:
+    """Return the directory of the embedded Redis: its append-only file, its log, and `URL_FILE`."""
+    return data_dir / "redis"
+
+
+def kept_url(directory: Path) -> RedisUrl | None:
+    """Return the URL of the server that last ran in this directory; None if there was none, or none with a password."""
+    with contextlib.suppress(OSError, ValueError):
+        return parse_redis_url((directory / URL_FILE).read_text(encoding="utf-8").strip())
+    return None
+
+
+def with_kept_password(where: RedisUrl, data_dir: Path) -> RedisUrl:
+    """Return the URL with the password of the embedded Redis if it names that server and has no credentials."""
+    if where.kind != "server" or where.credentials or where.hosts[0][0] not in LOOPBACK_HOSTS:
+        return where
+    kept = kept_url(redis_dir(data_dir))
+    if kept is None or kept.hosts[0][1] != where.hosts[0][1]:
+        return where
+    return replace(where, username=kept.username, password=kept.password)
