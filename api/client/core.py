@@ -34,7 +34,7 @@ from cellama.tasks.contract.shapes.results import Result
 from cellama.tasks.estimates.position import Position, position_of, running_jobs
 from cellama.tasks.estimates.waiting import eta_by_class, waiting_by_class
 from cellama.tasks.jobs import app_at
-from cellama.tasks.state.job_list import OpenJob, open_jobs, queued_models, waiting_ids
+from cellama.tasks.state.job_list import OpenJob, open_jobs, queued_models
 from cellama.tasks.state.ledger import Ledger
 from cellama.tasks.state.reader import EventCursor, stream_events
 from cellama.tasks.state.records import DeadJob
@@ -167,16 +167,12 @@ class Core:
 
     def purge(self, model: str) -> int:
         with reaching_redis(self._url):
-            if model not in (*self._models(), DEFAULT_MODEL):
+            if model not in (*self._models(), DEFAULT_MODEL) and not any(self.queue_depths([model]).values()):
                 known = ", ".join(queued_models(self._redis)) or "none"
                 raise UnknownModel(
                     f"no worker serves a model {model!r}, and no job waits for it; jobs wait for: {known}"
                 )
-            num_messages = purge_queue(self._app, queue_name(model))
-            held = waiting_ids(self._redis, model)  # in the hands of workers
-            if held:
-                self._app.control.revoke(held, terminate=True)
-            return num_messages + len(held)
+            return purge_queue(self._app, queue_name(model))
 
     def _models(self) -> list[str]:
         return queues(live_workers(self._redis), queued_models(self._redis))

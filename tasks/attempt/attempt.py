@@ -43,7 +43,7 @@ from cellama.tasks.publishing.results import error_event, failure_of
 from cellama.tasks.state.foundation import Choice, Foundation, changed, foundation_of, may_come
 from cellama.tasks.state.history import Past, read_past
 from cellama.tasks.state.ledger import new_run
-from cellama.tasks.state.records import DEAD, Attempt, Ending
+from cellama.tasks.state.records import DEAD, Attempt
 from cellama.tasks.state.registry import KEPT_S, live_workers
 
 from .celery_words import celery_end_of, settle, started_for_celery
@@ -60,6 +60,10 @@ ELSEWHERE_S = 1.0  # before a job is handed back that this worker can't go on wi
 DEAD_MESSAGE = (
     "its worker died {} times in a row while it ran, before it had a token; see the workers' logs, and "
     "`cellama dead requeue` to try again"
+)
+TRIMMED_MESSAGE = (
+    "a worker started it, and Redis no longer has all that it generated: the journal was longer than "
+    "CELLAMA_JOURNAL_MAX_EVENTS, or was evicted or deleted; send the job again"
 )
 UNKNOWN_MESSAGE = (
     "Redis knows nothing of job {}: it ended long ago, or its entry was deleted or evicted, or plain Celery sent it "
@@ -118,15 +122,16 @@ class JobAttempt:
             raise Ignore()
         if attempt.verdict == "gone":
             raise self._unknown()
-        if attempt.verdict == "done":
-            return self._result_of(attempt.ending)
+        if attempt.verdict == "done":  # a copy; Celery gets the end from the worker that had it, or the reaper
+            raise Ignore()
         if attempt.number > 1:
             self.past = self.reaching_redis(lambda: read_past(self.runtime.redis, self.job_id))
+            self.past.trimmed |= self.past.next_seq < attempt.next_seq
         watching = self.runtime.watchers.watching(self._task, attempt, self.control, self.submitted_at)
         with self.runtime.running(attempt, self.control), self._held, watching as tell_result:
             self.ended = self.runtime.publisher.open(
                 attempt,
-                self.past.next_seq,
+                attempt.next_seq,
                 streams=streams,
                 started=self.past.started,
                 on_token=on_token,
@@ -162,11 +167,11 @@ class JobAttempt:
         try:
             if self.attempt.verdict == "dead":
                 raise JobFailed(DEAD, DEAD_MESSAGE.format(self.attempt.num_failures - 1))
-            if self.past.trimmed:
-                raise JobFailed("stream_trimmed", "its worker died, and what it had done is beyond journal_max_events")
             if self.attempt.verdict == "cancelled":
                 self.control.interrupt(Interruption.CANCELLED)
             self.raise_if_interrupted()
+            if self.past.trimmed:
+                raise JobFailed("stream_trimmed", TRIMMED_MESSAGE)
             result = body(self)
         except (Ignore, Reject, SoftTimeLimitExceeded):
             if self.control.interruption is Interruption.HANDED_BACK:
@@ -226,20 +231,6 @@ class JobAttempt:
 
     def _usage_so_far(self) -> Usage:
         return self.past.usage
-
-    def _result_of(self, ending: Ending | None) -> Result:
-        """What Celery is told of a job that had ended before: its worker died before it could, or none had it."""
-        event = None if ending is None else ending.event
-        if event is not None and event["type"] == "error":
-            raise JobFailed(event["code"], event["message"], event["retryable"])
-        if event is not None and event["finish_reason"] == "cancelled":
-            self._task.backend.mark_as_revoked(self.job_id, "cancelled", self._task.request)
-            raise Ignore()
-        if ending is not None and ending.result is not None:
-            return ending.result
-        if self._task.AsyncResult(self.job_id).ready():
-            raise Ignore()
-        raise JobFailed("result_lost", f"job {self.job_id} has ended, and its result is gone")
 
     def _unknown(self) -> JobFailed:
         """The end of what says that it is in the ledger, and is not: the copy of a job that is forgotten, or a message

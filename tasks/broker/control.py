@@ -13,20 +13,21 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from celery import Celery
+from celery import Celery, states
 from celery.app.control import Control
+from celery.exceptions import TaskRevokedError
 from kombu import Connection
 from kombu.pidbox import Mailbox
 from redis import Redis
 
-from cellama.tasks.calls.canvas_steps import tell_end
-from cellama.tasks.contract.keys import QUEUES_KEY, cancel_key
+from cellama.tasks.calls.canvas_steps import request_of, tell_end
+from cellama.tasks.contract.keys import LEASES_KEY, QUEUES_KEY, cancel_key, waiting_key
 from cellama.tasks.contract.names import PRIORITIES, is_model_queue, queue_key
 from cellama.tasks.state.ledger import Ledger
 
 REVOKED_S = 10800  # how long Celery's workers remember a revoke
 RETRY_POLICY = {"max_retries": 3, "interval_start": 0, "interval_step": 0.2, "interval_max": 0.2}  # Celery's for tasks
-PURGE_PAGE = 100  # messages taken at once: what a purge has taken and not ended when it is killed, the reaper finds
+PURGE_PAGE = 200  # messages per script, which takes some milliseconds, and Redis serves no one meanwhile
 
 
 class BoundedMailbox(Mailbox):  # type: ignore[misc]
@@ -53,7 +54,7 @@ class LastingControl(Control):  # type: ignore[misc]
         return super().revoke(task_id, destination=destination, terminate=terminate, **options)
 
     def purge(self, connection: Connection | None = None) -> int:
-        """Ends all jobs that wait in any model's queue; tells how many messages are gone."""
+        """End all jobs that wait in any model's queue; return how many jobs that were."""
         found: Any = self.app.backend.client.smembers(QUEUES_KEY)
         known = [name for name in self.app.amqp.queues.consume_from if is_model_queue(name)]
         return sum(purge_queue(self.app, queue) for queue in {*known, *(raw.decode() for raw in found)})
@@ -72,26 +73,45 @@ def note_revoke(app: Celery, task_ids: str | Iterable[str], terminate: bool) -> 
             redis.set(cancel_key(job_id), "1", ex=REVOKED_S)
 
 
-def _cancel(app: Celery, ledger: Ledger, job_id: str, *, running: bool) -> None:
-    if ledger.cancel(job_id, running=running) and (ending := ledger.ending(job_id)) is not None:
-        tell_end(app, job_id, ending)
+def _cancel(app: Celery, ledger: Ledger, job_id: str, *, running: bool) -> bool:
+    """Cancel a job; return whether that ended it, because no worker runs it."""
+    if not ledger.cancel(job_id, running=running) or (ending := ledger.ending(job_id)) is None:
+        return False
+    tell_end(app, job_id, ending)
+    ledger.settle(job_id)
+    return True
 
 
 def purge_queue(app: Celery, queue: str) -> int:
-    """Takes all messages out of a model's queue, and ends their jobs; tells how many they were."""
+    """End all jobs that wait in a model's queue, as cancelled; return how many jobs that ended.
+
+    A job that a worker runs is not touched. Jobs that are queued meanwhile may stay.
+    """
     redis: Redis = app.backend.client
-    ledger, num_messages = Ledger(redis), 0
+    ledger, revoked = Ledger(redis), app.backend.value_around_id(TaskRevokedError("cancelled"), states.REVOKED)
+    num_ended = 0
     for priority in PRIORITIES:
-        while messages := _pop(redis, queue_key(queue, priority)):
-            num_messages += len(messages)
-            for message in messages:
-                _cancel(app, ledger, str(json.loads(message).get("headers", {}).get("id")), running=True)
-    return num_messages
+        num_left: Any = redis.llen(queue_key(queue, priority))
+        while num_left > 0:
+            page = ledger.purge_page(queue, priority, PURGE_PAGE, revoked, app.backend.expires)
+            num_ended += page.num_ended + sum(_end_purged(app, ledger, message) for message in page.others)
+            num_left = num_left - page.num_messages if page.num_messages else 0
+    held: Any = redis.zrange(waiting_key(queue), 0, -1)  # without a slot, but perhaps taken by a worker
+    leases: Any = redis.zmscore(LEASES_KEY, held) if held else []
+    in_hands = [raw.decode() for raw, lease in zip(held, leases, strict=True) if lease is not None]
+    return num_ended + sum(_cancel(app, ledger, job_id, running=False) for job_id in in_hands)
 
 
-def _pop(redis: Redis, key: str) -> list[bytes]:
-    found: Any = redis.lpop(key, PURGE_PAGE)
-    return found or []
+def _end_purged(app: Celery, ledger: Ledger, message: bytes) -> bool:
+    """End the job of a message that has left its queue; return whether there was a job to end."""
+    try:
+        job_id = str(json.loads(message)["headers"]["id"])
+    except (KeyError, TypeError, ValueError):
+        return False  # not a message of Celery's
+    if ledger.state(job_id) is not None:
+        return _cancel(app, ledger, job_id, running=False)
+    app.backend.mark_as_revoked(job_id, "cancelled", request=request_of(message))  # plain Celery sent it
+    return True
 
 
 def purging_with(purge: Callable[[str], int], connection: Connection) -> Connection:

@@ -21,6 +21,7 @@ from cellama.tasks.state.encoding import encode
 from cellama.tasks.state.records import Stored
 from cellama.tasks.state.scripts import run_script
 
+ID_MARK = "cellama-task-id"
 IS_STORED = "cellama_is_stored"  # of a task's request: its result is in Redis
 
 
@@ -52,7 +53,7 @@ class ResultBackend(RedisBackend):  # type: ignore[misc]
             raise BackendStoreError("value too large for Redis backend", state=state, task_id=task_id)
         expires = self.failure_expires if state == states.FAILURE else self.expires
         keys = [self.get_key_for_task(task_id), job_key(task_id)]
-        args = [value, expires or "", task_id if state in states.READY_STATES else "", int(state == states.SUCCESS)]
+        args = [value, expires or "", state if state in states.READY_STATES else ""]
         self.ensure(self._run, (keys, args))
         return result
 
@@ -60,6 +61,12 @@ class ResultBackend(RedisBackend):  # type: ignore[misc]
         """What stands in Redis in this state of a task, to be stored elsewhere. Raises as `encode`."""
         value = self._value(task_id, result, state, None, request)
         return Stored(value if isinstance(value, bytes) else value.encode(), self.expires)
+
+    def value_around_id(self, error: Exception, state: str) -> tuple[bytes, bytes]:
+        """Return what is stored for a task that ended with this error, as the parts before and behind its id."""
+        stored = self.stored(ID_MARK, self.encode_result(error, state), state, None)
+        before, _, behind = stored.value.partition(ID_MARK.encode())
+        return before, behind
 
     @cached_property
     def _is_extended(self) -> bool:

@@ -11,7 +11,7 @@ import json
 import logging
 from typing import Any
 
-from celery import Celery, Task, uuid
+from celery import Celery, Task, states, uuid
 from celery.app.task import Context
 from celery.canvas import signature
 from celery.result import AsyncResult
@@ -58,25 +58,30 @@ def refuse_step(task: Task, queue: str, options: dict[str, Any], error: InvalidJ
     ledger.submit([Submission(job_id, call, no_message)])  # whoever reads the step's stream is told as well
     ledger.end_waiting(job_id, events.error(failure.code, failure.message, failure.retryable))
     task.backend.mark_as_failure(job_id, failure, request=context)
+    ledger.settle(job_id)
     return task.AsyncResult(job_id)
 
 
 def tell_end(app: Celery, job_id: str, ending: Ending) -> None:
-    """Tells Celery how a job ended that no worker ran to its end, and sends what follows it in a canvas."""
-    message: Any = app.backend.client.hget(job_key(job_id), "message")
-    request, event = _request_of(message), ending.event
+    """Store for Celery how a job ended that no worker ran to its end, and send what follows the job in a canvas.
+
+    A worker may have done a part of that before it died. Celery sends the next steps before it stores a success, so a
+    stored success means that they have been sent. Everything else is repeated.
+    """
+    found: Any = app.backend.client.hmget(job_key(job_id), "message", "stored")
+    request, is_stored, event = request_of(found[0]), found[1] == states.SUCCESS.encode(), ending.event
     if event["type"] == "error":
         failure = JobFailed(event["code"], event["message"], event["retryable"])
         app.backend.mark_as_failure(job_id, failure, request=request)
     elif event["finish_reason"] == "cancelled":
         app.backend.mark_as_revoked(job_id, "cancelled", request=request)
     elif ending.result is not None:
-        if request is not None:
+        if request is not None and not is_stored:
             _send_next(app, request, ending.result)
         app.backend.mark_as_done(job_id, ending.result, request=request)
 
 
-def _request_of(message: bytes | None) -> Context | None:
+def request_of(message: bytes | None) -> Context | None:
     """What Celery knows of a job while it runs it, from its message; None if that is none of Celery's."""
     if not message:
         return None

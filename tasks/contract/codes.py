@@ -61,7 +61,6 @@ CODES: dict[str, Code] = {
         Code("model_changed", "no worker has the model and adapters that the job began with", 409, retryable=True),
         Code("id_taken", "another model has the id", 409),
         Code("result_ignored", "the job was queued with `ignore_result`, so that there is no result", 409),
-        Code("result_lost", "the job has ended, and its result is not kept any more", 410),
         Code("stream_trimmed", "the events that were asked for are gone", 410),
         Code("queue_full", "the engine's waiting queue is at its limit", 429, retryable=True),
         Code("cancelled", "the job was cancelled", 499),

@@ -1,14 +1,16 @@
 """The Redis keys of cellama and who owns them.
 
-cellama:journal:{job_id}   stream   the events of a job, entry (seq+1)-0; publisher; TTL
+cellama:journal:{job_id}   stream   the events of a job, entry (seq+1)-0; publisher; TTL after the end
 cellama:events:{db}:{job_id} channel the same events, live; publisher. Channels know no databases, so it names its own
-cellama:job:{job_id}       hash     ledger entry (docs/delivery.md); producer, then its worker; TTL after the end
+cellama:job:{job_id}       hash     ledger entry (docs/delivery.md); producer, then its worker; TTL once the job has
+                                    ended and Celery has its end
 cellama:cancel:{job_id}    string   the job shall end; TTL
 cellama:context:{key}      string   the tokens of a prompt and what was generated after it, under its `finish_key`
                                     (tasks/state/contexts.py); written with the end of its job; TTL of a result
 cellama:waiting:{queue}    zset     jobs that have no slot yet, the next one first (see `waiting_score`)
 cellama:running            zset     jobs that have started and not ended, by time of start
 cellama:leases             zset     jobs whose message a worker holds, by the time at which its lease ends
+cellama:delayed            zset     jobs whose ETA has not come and whose message no worker holds, by that time
 cellama:due                zset     jobs to look at, by when: a timeout is over, or Celery should have the result
 cellama:missing            zset     jobs that no queue and no worker seems to have, by when that was seen first
 cellama:queues             set      queues that had jobs
@@ -54,6 +56,7 @@ from typing import Literal
 WORKERS_KEY = "cellama:workers"
 RUNNING_KEY = "cellama:running"
 LEASES_KEY = "cellama:leases"
+DELAYED_KEY = "cellama:delayed"
 DUE_KEY = "cellama:due"
 MISSING_KEY = "cellama:missing"
 LOOKED_KEY = "cellama:looked"

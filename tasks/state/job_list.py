@@ -48,12 +48,6 @@ def queued_models(redis: Redis) -> list[str]:
     return sorted(model_of(name) for raw in queues if is_model_queue(name := raw.decode()))
 
 
-def waiting_ids(redis: Redis, model: str) -> list[str]:
-    """The jobs of a model that have no slot, those in workers' hands included; the next one first."""
-    ids: Any = redis.zrange(waiting_key(queue_name(model)), 0, -1)
-    return [raw.decode() for raw in ids]
-
-
 def _open(job_id: str, values: list[bytes | None]) -> OpenJob | None:
     state, task, queue, priority, submitted_at, attempts, worker = (value and value.decode() for value in values)
     if not state or not task or not queue or state == "done":

@@ -10,11 +10,13 @@ import json
 import os
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from redis import Redis
 
+from cellama.config import Settings, get_settings
 from cellama.tasks.connection.connections import database_of
 from cellama.tasks.connection.redis_clock import redis_time
 from cellama.tasks.contract.events import EVENT_FIELD, TerminalEvent, done, numbered
@@ -29,12 +31,27 @@ from cellama.tasks.contract.keys import (
     waiting_key,
 )
 from cellama.tasks.contract.kinds import KINDS
-from cellama.tasks.contract.shapes.results import Result
+from cellama.tasks.contract.names import queue_key
+from cellama.tasks.contract.shapes.results import Result, usage_of
 
 from .encoding import encode
 from .gathering import Gathered
 from .history import earlier_of, read_past
-from .records import Attempt, DeadJob, Ending, Entry, Fetched, Room, State, Stored, Submission, Taken, renamed, told_of
+from .records import (
+    Attempt,
+    DeadJob,
+    Ending,
+    Entry,
+    Fetched,
+    Purged,
+    Room,
+    State,
+    Stored,
+    Submission,
+    Taken,
+    renamed,
+    told_of,
+)
 from .scripts import SentScript, run_script
 
 RunScript = Callable[[str, Sequence[str], Sequence[Any]], Any]
@@ -44,7 +61,7 @@ DEAD_TTL_S = 7 * 86400  # of a dead job: so long it can be queued again
 CANCEL_TTL_S = 7 * 86400  # of the wish to cancel a job that no worker has told the ledger of
 REFUSED_S = 3  # after Celery has refused a message, its job gets an end
 SETTLE_S = 30  # after the end of a job Celery should have its result; else the reaper gives it
-RESTORED_AT_ONCE = 1000  # messages
+MAX_RESTORED = 500  # messages per script, of either sort
 PAGE_PART = 8  # of what waits in a list a page takes an eighth, so that other workers get their part
 PAGE_MESSAGE_BYTES = 1 << 16  # a larger message comes alone
 
@@ -56,18 +73,28 @@ class Ledger:
         self,
         redis: Redis,
         *,
-        max_events: int = 100_000,
-        event_ttl_s: int = 3600,
-        journal_ttl_s: int = 86400,
-        result_ttl_s: int = 86400,
+        settings: Settings | None = None,
         gathers: bool = False,
     ) -> None:
-        """With `gathers`, the attempts that threads begin at the same time take one round trip."""
+        """Take maximum lengths and times of life from these settings, or from those of the process (`get_settings`).
+
+        With `gathers`, the attempts that threads begin at the same time take one round trip.
+        """
+        settings = settings or get_settings()
         self._redis = redis
         self._run_begin: RunScript = Gathered(redis).run if gathers else partial(run_script, redis)
         self._database = database_of(redis)
-        self._result_ttl_s = result_ttl_s
-        self._write_options = (EVENT_FIELD, max_events, event_ttl_s, journal_ttl_s, result_ttl_s, DEAD_TTL_S, SETTLE_S)
+        self._result_ttl_s = settings.result_ttl_s
+        self._event_ttl_s = settings.event_ttl_s
+        self._write_options = (
+            EVENT_FIELD,
+            settings.journal_max_events,
+            settings.event_ttl_s,
+            settings.result_ttl_s,
+            DEAD_TTL_S,
+            SETTLE_S,
+            events_channel("", self._database),
+        )
 
     # For producers
 
@@ -122,7 +149,7 @@ class Ledger:
         """This worker holds the job's message for `lease_s`; with an empty token if it does not, because the job has
         ended, or another worker holds a copy. So it does with a page of those that wait in the lists of `room`."""
         token = new_run()
-        keys, args = [job_key(job_id)], [job_id, token, lease_s, job_key(""), PAGE_PART, PAGE_MESSAGE_BYTES]
+        keys, args = [job_key(job_id)], [job_id, token, lease_s, PAGE_PART, PAGE_MESSAGE_BYTES]
         for num_messages, lists in room:
             keys += lists
             args += [num_messages, len(lists)]
@@ -142,25 +169,30 @@ class Ledger:
         return [held[place] for place in lost]
 
     def release(self, taken: Taken) -> None:
-        """Celery is done with a message: it is gone for good, if this worker still holds it."""
+        """Give up a message that Celery needs no more, if this worker still holds it."""
         run_script(self._redis, "release", [job_key(taken.job_id)], [taken.job_id, taken.token, REFUSED_S])
 
     def give_back(self, taken: Taken) -> None:
-        """A message goes to the head of its queue, if this worker still holds it."""
+        """Put a message back at the head of its queue, if this worker still holds it."""
         keys = [job_key(taken.job_id), cancel_key(taken.job_id)]
         run_script(self._redis, "give_back", keys, [taken.job_id, taken.token])
 
     def set_aside(self, taken: Taken, seconds: float) -> None:
-        """A message waits so long in no worker's hands, and goes back to the head of its queue then."""
+        """Keep a message out of all workers' hands for this time; then `restore` puts it at the head of its queue."""
         run_script(self._redis, "set_aside", [job_key(taken.job_id)], [taken.job_id, taken.token, seconds])
 
     def restore(self, lease_s: float) -> int:
-        """Gives back the messages whose lease has ended; returns how many there were.
+        """Put messages back into their queues whose lease has ended, or whose ETA has come.
 
-        If no reaper has asked for a third of a lease, they get half a one more: perhaps no worker could renew.
+        If this has not been called for a third of a lease, leases get half a lease more: perhaps no worker could renew.
+        Returns how many leases had ended.
         """
-        args = [lease_s, RESTORED_AT_ONCE, job_key(""), cancel_key("")]
-        return int(run_script(self._redis, "restore", [LOOKED_KEY], args))
+        num_lost, num_delayed = MAX_RESTORED, MAX_RESTORED
+        total = 0
+        while MAX_RESTORED in (num_lost, num_delayed):  # each script is short, because Redis serves no one meanwhile
+            num_lost, num_delayed = run_script(self._redis, "restore", [LOOKED_KEY], [lease_s, MAX_RESTORED])
+            total += num_lost
+        return total
 
     # For workers: attempts
 
@@ -185,9 +217,11 @@ class Ledger:
         keys = [job_key(job_id), cancel_key(job_id), result_key(job_id)]
         reply: Any = self._run_begin("begin", keys, args)
         verdict, number, failures, waited_s, *more = reply
-        ending = _ending(*more) if verdict == b"done" else None
-        before = earlier_of(*more) if verdict in (b"run", b"cancelled", b"dead") else ()
-        return Attempt(job_id, run, int(number), int(failures), verdict.decode(), float(waited_s), ending, before)
+        attempt = Attempt(job_id, run, int(number), int(failures), verdict.decode(), float(waited_s))
+        if not more:
+            return attempt
+        before, now, next_seq = more
+        return replace(attempt, before=earlier_of(before, now), next_seq=int(next_seq))
 
     def write(self, entries: Sequence[Entry]) -> tuple[set[int], set[int]]:
         """Journals and publishes events, in order.
@@ -195,7 +229,7 @@ class Ledger:
         Returns the places of those that were not written: because their run is superseded, and because Redis has
         lost events before them, so that the stream would have a gap.
         """
-        args: list[Any] = [*self._write_options, events_channel("", self._database)]
+        args: list[Any] = [*self._write_options]
         for entry in entries:
             args += entry.values
         superseded, gaps = run_script(self._redis, "write", [], args)
@@ -203,9 +237,8 @@ class Ledger:
 
     def end_unknown(self, job_id: str, event: TerminalEvent) -> None:
         """Ends the stream of a job that is not in the ledger with this event, unless it has an end."""
-        field, _, event_ttl_s, *_ = self._write_options
         data = encode(numbered(event, 0)).partition(b",")[2]  # the script knows the seq
-        args = [field, event_ttl_s, events_channel(job_id, self._database), data]
+        args = [EVENT_FIELD, self._event_ttl_s, events_channel(job_id, self._database), data]
         run_script(self._redis, "end_unknown", [job_key(job_id), journal_key(job_id)], args)
 
     def hand_back(self, attempt: Attempt) -> None:
@@ -216,6 +249,32 @@ class Ledger:
         """How a job ended; None if it has not, or that is not known any more."""
         found: Any = self._redis.hmget(job_key(job_id), "end", "result", "task")
         return _ending(*found) if found[0] else None
+
+    def settle(self, job_id: str) -> None:
+        """Note that Celery has the end of a job and that what follows the job has been sent."""
+        run_script(self._redis, "settle", [job_key(job_id)], [job_id])
+
+    def claim_due(self, most: int, seconds: float) -> list[tuple[str, str]]:
+        """Claim up to `most` jobs that are due, for this time; no other reaper gets them meanwhile.
+
+        Returns each id with the job's state; "held" is an ended job whose message a worker still holds.
+        """
+        found: Any = run_script(self._redis, "claim_due", [], [most, seconds])
+        values = [raw.decode() for raw in found]
+        return list(zip(values[::2], values[1::2], strict=True))
+
+    def purge_page(
+        self, queue: str, priority: int, most: int, revoked: tuple[bytes, bytes], expires_s: int | None
+    ) -> Purged:
+        """End up to `most` jobs whose messages wait in the queue, as cancelled; jobs that a worker has stay.
+
+        `revoked` is what Celery stores for them for `expires_s` seconds (None: for ever), before and behind the id.
+        """
+        event = encode(numbered(done("cancelled", usage_of()), 0)).partition(b",")[2]
+        keys = [queue_key(queue, priority), waiting_key(queue)]
+        args = [*self._write_options, most, event, *revoked, expires_s or ""]
+        num_messages, num_ended, others = run_script(self._redis, "purge", keys, args)
+        return Purged(num_messages, num_ended, others)
 
     def keep_journal(self, job_id: str) -> None:
         """The events of an ended job stay as long as results do."""
@@ -283,9 +342,7 @@ def _parts(stored: Stored | None) -> tuple[bytes, int | str]:
     return (b"", "") if stored is None else (stored.value, stored.expires_s or "")
 
 
-def _ending(event: bytes, result: bytes | None, task: bytes) -> Ending | None:
-    if not event:
-        return None
+def _ending(event: bytes, result: bytes | None, task: bytes) -> Ending:
     kind = KINDS.get(task.decode())
     return Ending(json.loads(event), kind.shape(json.loads(result)) if kind and result else None)
 

@@ -23,8 +23,8 @@ from .history import Earlier
 MAX_ASKED = 10**9
 MAX_ENTRY_BYTES = 480 << 20  # Redis keeps up to 512 MiB under a key, and Celery adds some words
 DEAD = "dead"  # error code of jobs that ended their workers again and again
-# What to do with an attempt. Nothing has begun with the last four: the job has ended, and Celery perhaps has not heard
-# of it; it has ended, and is forgotten; another worker holds its message; it may have ended a worker.
+# What to do with an attempt. Nothing has started with the last four: the job has ended; it has ended and its entry has
+# expired; another worker holds its message; it may have crashed a worker.
 Verdict = Literal["run", "cancelled", "dead", "done", "gone", "superseded", "suspect"]
 State = Literal["queued", "running", "handed_back", "done"]
 
@@ -167,6 +167,15 @@ class Fetched:
     taken: Taken  # without the id, which is in the message
 
 
+@dataclass(frozen=True, slots=True)
+class Purged:
+    """What a page of a purge has done. `others` are messages whose jobs have to be ended one by one."""
+
+    num_messages: int
+    num_ended: int
+    others: Sequence[bytes]
+
+
 Room = Sequence[tuple[int, Sequence[str]]]  # so many messages of each model, from these lists, the first choice first
 
 
@@ -211,7 +220,7 @@ class Attempt:
     num_failures: int
     verdict: Verdict
     waited_s: float = field(default=0.0, compare=False)  # since the job was submitted, by Redis' clock
-    ending: Ending | None = None  # with the verdict `done`
+    next_seq: int = 0  # of its first event
     before: tuple[Earlier, ...] = field(default=(), compare=False)  # the last one is the one before
 
     @property

@@ -14,6 +14,7 @@ from redis.exceptions import NoScriptError, RedisError, ResponseError
 from cellama.tasks.connection.redis_clock import lua_source
 from cellama.tasks.contract.keys import (
     DEAD_KEY,
+    DELAYED_KEY,
     DUE_KEY,
     LEASES_KEY,
     MISSING_KEY,
@@ -46,6 +47,7 @@ CONSTANTS: dict[str, str | float] = {
     "MOST_ENDS": MOST_WEBHOOK_EVENTS,
     "QUEUES": QUEUES_KEY,
     "RUNNING": RUNNING_KEY,
+    "DELAYED": DELAYED_KEY,
     "DUE": DUE_KEY,
     "LEASES": LEASES_KEY,
     "MISSING": MISSING_KEY,

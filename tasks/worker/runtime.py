@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from redis import Redis
 from redis.exceptions import RedisError
 
 from cellama.config import ModelSettings, Settings
@@ -68,7 +67,7 @@ class Runtime:
         self.telemetry = Relay(worker, settings.telemetry_hook, settings.telemetry_log)
         self.redis = redis = connect(settings.redis_url, socket_timeout=SOCKET_TIMEOUT_S, health_check_interval=10)
         self.incarnation = f"{worker} {os.getpid()} {time.time():.3f}"
-        self.ledger = self._ledger_on(redis)
+        self.ledger = Ledger(redis, settings=settings, gathers=True)
         self._running: dict[str, tuple[str, JobControl]] = {}  # run id → job id
         self._trimmed = True  # since the last job began
         self.quarantine = Quarantine()
@@ -121,17 +120,6 @@ class Runtime:
             log.warning("the worker begins with the models of its settings, as Redis does not answer: %s", error)
             return list(self.settings.models)
         return [model for model in self.settings.models if wanted.get(model.id, (None, ""))[1] == "settings"]
-
-    def _ledger_on(self, redis: Redis) -> Ledger:
-        settings = self.settings
-        return Ledger(
-            redis,
-            max_events=settings.journal_max_events,
-            event_ttl_s=settings.event_ttl_s,
-            journal_ttl_s=settings.journal_ttl_s,
-            result_ttl_s=settings.result_ttl_s,
-            gathers=True,
-        )
 
     def _load(self, model: ModelSettings) -> None:
         options = options_of(model, self.settings)
@@ -224,7 +212,7 @@ class Runtime:
             self._reconciler = Reconciler(self.settings, self.manager, residency, self._record)
             self._reconciler.restore()
             own = connect(self.settings.redis_url, socket_timeout=SOCKET_TIMEOUT_S, health_check_interval=10)
-            self._lease = LeaseKeeper(self._ledger_on(own), consumer, self.settings.lease_s)
+            self._lease = LeaseKeeper(Ledger(own, settings=self.settings), consumer, self.settings.lease_s)
 
     def _leave_queues(self, consumer: Any, models: list[str]) -> None:
         """Takes no jobs of models of the settings that are not there, and none for `:default` without a default."""

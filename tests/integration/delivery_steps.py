@@ -74,12 +74,13 @@ class Delivery:
         self.ticks = 0
         self.num_begun = 0
         self.snapshot: dict[bytes, bytes] = {}
+        self.trimmed: set[str] = set()  # jobs whose journal has lost its beginning
 
     def store(self, job_id: str, ending: Ending) -> None:
         """What Celery's result backend does."""
         assert self.ledger.state(job_id) == "done"
-        self.redis.setnx(result_key(job_id), json.dumps(ending.event))
-        self.redis.zrem(DUE_KEY, job_id)
+        if self.redis.setnx(result_key(job_id), json.dumps(ending.event)):
+            self.redis.hset(job_key(job_id), "stored", "SUCCESS")
 
     def journal(self, job_id: str) -> list[dict[str, Any]]:
         return [json.loads(fields[b"event"]) for _, fields in self.redis.xrange(journal_key(job_id))]
@@ -98,6 +99,7 @@ class Delivery:
         job_id = self.jobs[number % len(self.jobs)]
         if self.ledger.cancel(job_id, running=True) and (ending := self.ledger.ending(job_id)):
             self.store(job_id, ending)
+            self.ledger.settle(job_id)
 
     # Workers
 
@@ -126,18 +128,19 @@ class Delivery:
     def begin_one(self, worker: Worker, job_id: str, held: Held) -> None:
         attempt = self.ledger.begin(job_id, new_run(), "w", token=held.taken.token, alone=True)
         if attempt.verdict in ("superseded", "done", "gone"):
-            if attempt.ending is not None:
-                self.store(job_id, attempt.ending)
             self.ledger.release(held.taken)
             del worker.held[job_id]
             return
         past = read_past(self.redis, job_id)
-        assert not past.trimmed
+        assert not past.trimmed or job_id in self.trimmed
+        assert (past.next_seq == attempt.next_seq) or job_id in self.trimmed
         self.num_begun += 1
         held.number = self.num_begun
-        held.attempt, held.num_tokens, held.next_seq = attempt, past.num_tokens, past.next_seq
+        held.attempt, held.num_tokens, held.next_seq = attempt, past.num_tokens, attempt.next_seq
         if attempt.verdict in ("cancelled", "dead"):
             self.end(worker, job_id, held)
+        elif past.trimmed or past.next_seq < attempt.next_seq:
+            self.end(worker, job_id, held, event=events.error("stream_trimmed", "", False))
 
     def write(self, number: int) -> None:
         worker = self.workers[number % 3]
@@ -166,11 +169,13 @@ class Delivery:
             worker.held.pop(job_id, None)
         return not superseded and not gaps
 
-    def end(self, worker: Worker, job_id: str, held: Held, *, dies: bool = False) -> None:
+    def end(
+        self, worker: Worker, job_id: str, held: Held, *, event: events.Event | None = None, dies: bool = False
+    ) -> None:
         assert held.attempt is not None
-        reason = "cancelled" if held.attempt.verdict == "cancelled" else "stop"
-        event = events.done(reason, {})
-        if held.number % 2 and reason == "stop":  # Celery hears of it with the event
+        if event is None:
+            event = events.done("cancelled" if held.attempt.verdict == "cancelled" else "stop", {})
+        if held.number % 2 and event.get("finish_reason") == "stop":  # Celery gets it with the event
             if self.tell(worker, job_id, held, event, Stored(json.dumps(event).encode(), None)):
                 assert self.redis.exists(result_key(job_id))
                 assert self.redis.hget(job_key(job_id), "holder") != held.taken.token.encode()
@@ -222,10 +227,17 @@ class Delivery:
             del worker.held[held[lost]]
 
     def look(self) -> None:
-        self.redis.delete(reaper_key("due"))
         if self.ticks % 4 == 0:
             self.redis.delete(reaper_key("missing"))
         self.reaper.look()
+
+    def expire_journal(self, number: int) -> None:
+        """The journal of a job that waits expires, is evicted, or is deleted."""
+        waiting = [job_id for job_id in self.jobs if self.ledger.state(job_id) in ("queued", "handed_back")]
+        if waiting:
+            job_id = waiting[number % len(waiting)]
+            if self.redis.delete(journal_key(job_id)):
+                self.trimmed.add(job_id)
 
     def cut_off(self, number: int) -> None:
         """Nobody reaches Redis for a while; or a replica takes over that has another clock."""
@@ -250,9 +262,12 @@ class Delivery:
     def streams_are_whole(self) -> None:
         for job_id in self.jobs:
             told = self.journal(job_id)
-            assert [event["seq"] for event in told] == list(range(len(told)))
+            first = told[0]["seq"] if told and job_id in self.trimmed else 0
+            assert [event["seq"] for event in told] == list(range(first, first + len(told)))
             tokens = [token for event in told if event["type"] == "token" for token in event["tokens"]]
-            assert tokens == list(range(len(tokens)))
+            assert tokens == list(range(len(tokens))) or job_id in self.trimmed
+            if first:
+                assert events.is_terminal(told[0]), "a stream that has lost its beginning only ends"
             attempts = [int(event["text"]) for event in told if event["type"] == "token"]
             assert attempts == sorted(attempts), "an older attempt wrote after a younger one"
             ends = [event["seq"] for event in told if events.is_terminal(event)]
@@ -275,9 +290,12 @@ class Delivery:
                 self.begin(number)
                 self.write(number)
             self.pass_time(1)
-            if all(self.ledger.state(j) == "done" and self.redis.exists(result_key(j)) for j in self.jobs):
+            if all(self.redis.hexists(job_key(job_id), "settled") for job_id in self.jobs):
                 break
         for job_id in self.jobs:
             assert self.ledger.state(job_id) == "done", job_id
-            assert json.loads(self.redis.get(result_key(job_id)))["finish_reason"]
+            stored = json.loads(self.redis.get(result_key(job_id)))
+            assert stored.get("finish_reason") or stored["code"] == "stream_trimmed"
+            assert self.redis.hexists(job_key(job_id), "settled")
+            assert self.redis.zscore(DUE_KEY, job_id) is None
         self.streams_are_whole()

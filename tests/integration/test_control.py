@@ -21,17 +21,17 @@ from kombu.message import Message
 from redis import Redis
 
 from cellama.tasks import app, embed, generate
-from cellama.tasks.broker.control import REVOKED_S
+from cellama.tasks.broker.control import REVOKED_S, purge_queue
 from cellama.tasks.broker.message import JobRequest
 from cellama.tasks.calls.canvas_steps import tell_end
-from cellama.tasks.contract.keys import cancel_key
-from cellama.tasks.contract.names import queue_key, queue_name
+from cellama.tasks.contract.keys import cancel_key, job_key
+from cellama.tasks.contract.names import PRIORITY_INTERACTIVE, queue_key, queue_name
 from cellama.tasks.state.ledger import Ledger, new_run
 from cellama.tasks.worker.reaper import Reaper
 
 from ..conftest import PATIENCE_S, WorkerProcess, clean_environment, wait_until
 from .conftest import LONG
-from .ledgers import submit
+from .ledgers import STARTED, TOKEN, begin, submit, take, write
 
 EventsOf = Callable[..., list[dict[str, Any]]]
 
@@ -85,6 +85,46 @@ def test_purge_is_not_undone(unserved: str, redis_client: Redis, events_of: Even
     assert [job.state for job in jobs] == ["REVOKED"] * 3
     assert not redis_client.exists(queue_key(queue_name(unserved), 0), queue_key(queue_name(unserved), 3))
     assert Ledger(redis_client).num_waiting(queue_name(unserved)) == 0
+
+
+def test_purge_counts_the_jobs_that_it_ends_and_leaves_those_that_run(unserved: str, redis_client: Redis) -> None:
+    ledger, queue = Ledger(redis_client), queue_name(unserved)
+    cancelled, resumed, fresh, in_hands, waiting = (generate.delay(unserved, "Hi").id for _ in range(5))
+    app.control.revoke(cancelled)
+    redis_client.delete(queue_key(queue, PRIORITY_INTERACTIVE))
+    taken = take(ledger, resumed)
+    first = begin(ledger, resumed, token=taken.token)
+    write(ledger, first, STARTED, TOKEN)
+    ledger.hand_back(first)
+    ledger.give_back(taken)
+    redis_client.rpop(queue_key(queue, PRIORITY_INTERACTIVE))
+    attempt = begin(ledger, resumed, token=take(ledger, resumed).token)
+    write(ledger, attempt, TOKEN, seq=2)
+    begin(ledger, fresh, token=take(ledger, fresh).token)  # it has no slot yet
+    take(ledger, in_hands)
+    redis_client.rpush(queue_key(queue, PRIORITY_INTERACTIVE), redis_client.hget(job_key(waiting), "message") or b"")
+    assert purge_queue(app, queue) == 2
+    states = {job_id: ledger.state(job_id) for job_id in (resumed, fresh, in_hands, waiting)}
+    assert states == {resumed: "running", fresh: "running", in_hands: "done", waiting: "done"}
+    assert not redis_client.exists(cancel_key(resumed), cancel_key(fresh))
+    assert write(ledger, attempt, TOKEN, seq=3) == set()
+
+
+def test_purge_reports_the_end_of_parts_of_a_chord_and_of_jobs_of_plain_celery(unserved: str, plain: Celery) -> None:
+    own = [generate.s(unserved, text) for text in ("Hi", "Ho")]
+    body = chord(own)(app.signature("users.collect", queue=f"users-{unserved}"))
+    sent = plain.send_task("cellama.generate", [unserved, "Hi"], queue=queue_name(unserved))
+    assert purge_queue(app, queue_name(unserved)) == 3
+    with pytest.raises(ChordError, match="cancelled"):
+        AsyncResult(body.id, app=app).get(timeout=PATIENCE_S)
+    wait_until(lambda: plain.AsyncResult(sent.id).state == "REVOKED", "the result of the plain job")
+
+
+def test_purge_drops_what_is_not_a_message(unserved: str, redis_client: Redis) -> None:
+    for text in ("no JSON", "[]", '{"headers": {}}'):
+        redis_client.lpush(queue_key(queue_name(unserved), PRIORITY_INTERACTIVE), text)
+    assert purge_queue(app, queue_name(unserved)) == 0
+    assert not redis_client.exists(queue_key(queue_name(unserved), PRIORITY_INTERACTIVE))
 
 
 def test_purge_of_another_apps_queue_is_celerys(redis_client: Redis) -> None:

@@ -14,11 +14,13 @@ from cellama.api import AsyncClient, Client
 from cellama.api.machine.redis_server import RedisServer
 from cellama.tasks import app, generate
 from cellama.tasks.contract.errors import InvalidJob, JobCancelled, JobFailed, UnknownJob
-from cellama.tasks.contract.keys import cancel_key, job_key
+from cellama.tasks.contract.keys import cancel_key, job_key, journal_key
 from cellama.tasks.contract.names import queue_keys
+from cellama.tasks.state.ledger import Ledger
 
 from ..conftest import PATIENCE_S, WorkerProcess, wait_until
 from .conftest import GREEDY, LONG, STORY, StartWorker, read, wait_for_token
+from .ledgers import STARTED, TOKEN, begin, journal, take, write
 
 NOBODY = "nobody-serves-this"
 
@@ -31,6 +33,25 @@ def test_message_that_the_broker_lost_is_queued_again(
         assert redis_client.rpop(queue_keys(model)[3])  # as a worker does that dies before it tells of it
         start_worker(lease_s=3)
         assert job.result(timeout=PATIENCE_S)["text"] == ", there was a"
+
+
+def test_job_whose_journal_is_gone_ends_visibly_and_once(
+    start_worker: StartWorker, model: str, redis_client: Redis
+) -> None:
+    job, ledger = generate.delay(model, STORY, max_tokens=4, **GREEDY), Ledger(redis_client)
+    redis_client.rpop(queue_keys(model)[3])
+    taken = take(ledger, job.id)
+    attempt = begin(ledger, job.id, token=taken.token)
+    write(ledger, attempt, STARTED, TOKEN)
+    ledger.hand_back(attempt)
+    ledger.give_back(taken)
+    redis_client.delete(journal_key(job.id))
+    start_worker(lease_s=3)
+    with pytest.raises(JobFailed) as caught:
+        job.get(timeout=PATIENCE_S)
+    assert caught.value.code == "stream_trimmed"
+    assert [(event["seq"], event["type"]) for event in journal(redis_client, job.id)] == [(2, "error")]
+    assert ledger.state(job.id) == "done"
 
 
 def test_urgent_job_is_answered_while_bulk_jobs_fill_the_worker(

@@ -19,7 +19,7 @@ from cellama.tasks.contract.keys import (
     journal_key,
     waiting_key,
 )
-from cellama.tasks.contract.names import queue_key
+from cellama.tasks.contract.names import PRIORITY_INTERACTIVE, queue_key
 from cellama.tasks.state.ledger import Ledger
 
 from ..conftest import PATIENCE_S
@@ -40,6 +40,8 @@ def test_a_job_goes_from_queued_over_running_to_done(ledger: Ledger, job_id: str
     assert ledger.state(job_id) == "done"
     assert redis_client.zscore(RUNNING_KEY, job_id) is redis_client.zscore(LEASES_KEY, job_id) is None
     assert begin(ledger, job_id).verdict == "done"
+    assert redis_client.ttl(job_key(job_id)) == -1  # Celery does not have the end
+    ledger.settle(job_id)
     assert 0 < int(str(redis_client.ttl(job_key(job_id)))) <= 3600
 
 
@@ -109,10 +111,12 @@ def test_a_message_of_a_forgotten_job_is_no_new_job(ledger: Ledger, job_id: str,
     assert begin(ledger, job_id, token=taken.token).verdict == "gone"
 
 
-def test_what_celery_refuses_is_not_queued_again(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
+def test_what_celery_refuses_is_not_queued_again(ledger: Ledger, job_id: str, queue: str, redis_client: Redis) -> None:
+    redis_client.rpop(queue_key(queue, PRIORITY_INTERACTIVE))
     ledger.release(take(ledger, job_id))
-    assert redis_client.zscore(DUE_KEY, job_id)  # the reaper ends it, if nobody else does
-    assert not redis_client.hexists(job_key(job_id), "message")
+    assert redis_client.zscore(DUE_KEY, job_id)  # the reaper ends it unless something else does
+    ledger.give_back(take(ledger, job_id))
+    assert ids_in(redis_client, queue) == []
     assert ledger.cancel(job_id, running=True)
 
 

@@ -150,6 +150,8 @@ def test_results_are_kept_until_celery_has_them(ledger: Ledger, job_id: str, red
     app.backend.store_result(job_id, {"text": "x"}, "STARTED")
     assert kept_result(ledger, job_id) == {"text": "x"}
     app.backend.store_result(job_id, {"text": "x"}, "SUCCESS")
+    assert redis_client.zscore(DUE_KEY, job_id)  # a chord is counted next
+    ledger.settle(job_id)
     assert kept_result(ledger, job_id) is None
     assert redis_client.zscore(DUE_KEY, job_id) is None
     app.backend.store_result(job_id, {"text": "y"}, "STARTED")  # a late copy replaces no success

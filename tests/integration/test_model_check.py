@@ -26,7 +26,7 @@ STEPS = [
     *["write"] * 8,
     *["pass_time"] * 4,
     *["lose", "cancel", "die", "die", "end_and_die", "hand_back", "freeze_or_thaw", "freeze_or_thaw"],
-    *["cut_off", "remember", "remember", "roll_back", "roll_back"],
+    *["expire_journal", "cut_off", "remember", "remember", "roll_back", "roll_back"],
 ]
 
 
@@ -57,6 +57,7 @@ FORGOTTEN = (
     "submit 1, remember 0, take 0, begin 0, write 0, write 0, freeze_or_thaw 0, roll_back 0, take 1, begin 1, "
     "write 1, write 1, freeze_or_thaw 0, write 0, write 1"
 )
+EXPIRED = f"{BEGUN}, write 0, hand_back 0, expire_journal 0, take 0, begin 0, write 0"
 COPIED = "submit 1, lose 2, submit 1, pass_time 11, pass_time 11, take 0, take 1, begin 1, begin 0, write 0, write 1"
 
 
@@ -64,6 +65,7 @@ COPIED = "submit 1, lose 2, submit 1, pass_time 11, pass_time 11, take 0, take 1
 @example(scenario(TAKEN_OVER))
 @example(scenario(FORGOTTEN))
 @example(scenario(COPIED))
+@example(scenario(EXPIRED))
 @settings(max_examples=200)
 @given(st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 11)), min_size=25, max_size=60))
 def test_whatever_happens_each_job_ends_once_with_a_whole_stream(steps: list[tuple[str, int]]) -> None:

@@ -13,6 +13,7 @@ from cellama.api.machine.redis_server import RedisServer
 from cellama.tasks.contract import events
 from cellama.tasks.contract.keys import (
     DUE_KEY,
+    LEASES_KEY,
     LOOKED_KEY,
     MISSING_KEY,
     QUEUES_KEY,
@@ -28,7 +29,7 @@ from cellama.tasks.state.records import Ending
 from cellama.tasks.worker.reaper import SETTLED_S, Reaper
 
 from ..conftest import wait_until
-from .ledgers import begin, ids_in, submit, take, write
+from .ledgers import begin, ids_in, submission, submit, take, write
 
 LEASE_S = 60  # no lease ends, nor is a look too late, while a test runs
 OLD_S = 3 * SETTLED_S
@@ -60,8 +61,7 @@ class World:
         """What was seen missing, was seen longer ago; and no worker waits for its turn to look."""
         for job_id in self.redis.zrange(MISSING_KEY, 0, -1):
             self.redis.zincrby(MISSING_KEY, -seconds, job_id)
-        for duty in ("due", "missing"):
-            self.redis.delete(reaper_key(duty))
+        self.redis.delete(reaper_key("missing"))
 
     def look(self, times: int = 2, reaper: Reaper | None = None) -> None:
         for _ in range(times):
@@ -149,6 +149,24 @@ def test_only_one_of_many_workers_does_a_duty_within_its_period(world: World) ->
     assert world.waiting() == []
 
 
+def test_the_cost_of_a_look_does_not_depend_on_how_many_jobs_wait(world: World) -> None:
+    def num_commands(num_jobs: int) -> int:
+        jobs = [submission(QUEUE) for _ in range(num_jobs)]
+        for start in range(0, num_jobs, 100):
+            world.ledger.submit(jobs[start : start + 100])
+        for job in jobs:
+            world.redis.zincrby(waiting_key(QUEUE), -OLD_S, job.job_id)
+            world.redis.hincrbyfloat(job_key(job.job_id), "submitted_at", -OLD_S)
+        world.look(times=1)  # so that Redis knows the scripts
+        world.redis.config_resetstat()
+        world.look(times=1)
+        stats = world.redis.info("commandstats")
+        return sum(command["calls"] for name, command in stats.items() if name not in ("cmdstat_info", "cmdstat_time"))
+
+    assert num_commands(10) == num_commands(3000)
+    assert world.redis.zcard(MISSING_KEY) == 0
+
+
 def test_a_thousand_held_jobs_hide_no_lost_one(world: World) -> None:
     for _ in range(1001):
         take(world.ledger, world.job(age_s=2 * OLD_S, message=False))
@@ -208,8 +226,10 @@ def test_celery_hears_of_an_end_that_no_worker_told_it(world: World) -> None:
     attempt = begin(world.ledger, job_id, token=take(world.ledger, job_id).token)
     write(world.ledger, attempt, events.error("x", "y", False))
     world.look(times=1)
-    assert world.stored == []  # its worker has some time
     world.redis.zadd(DUE_KEY, {job_id: 1})
+    world.look(times=1)
+    assert world.stored == []  # its worker still holds the message
+    world.redis.zadd(LEASES_KEY, {job_id: 1})
     world.look()
     assert [(name, ending.event["code"]) for name, ending in world.stored] == [(job_id, "x")]
     assert not world.redis.exists(DUE_KEY)

@@ -39,7 +39,7 @@ SETTLED_S = 60.0
 MOST_MEMORY = 50 * 10**6  # bytes more than before
 GIVEN_UP_AFTER = 3  # times the limit: then its worker is killed, so that the rest can go on
 POLL_S = 0.01
-UNCLEAR = ("internal_error", "engine_stopped", "result_lost", "dead")  # no words that help whoever sent the payload
+UNCLEAR = ("internal_error", "engine_stopped", "dead")  # no words that help whoever sent the payload
 TTLS = {"event_ttl_s": "120", "result_ttl_s": "120", "journal_ttl_s": "300"}  # what must go, goes while we look
 
 

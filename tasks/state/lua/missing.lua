@@ -5,7 +5,6 @@ local state = redis.call('HGET', job, 'state')
 if not state or state == 'done' then -- evicted by Redis, or deleted by hand: there is nothing to queue again
   redis.call('ZREM', ARGV[3], id)
   redis.call('ZREM', RUNNING, id)
-  redis.call('ZREM', DUE, id)
   redis.call('ZREM', MISSING, id)
   return 0
 end

@@ -1,6 +1,12 @@
--- What all scripts share. docs/delivery.md has the states; contract/keys.py the keys.
--- What Python puts before this: WAITING, JOB, CANCEL, RESULT, JOURNAL, CONTEXT and HEEDED (prefixes), QUEUES, RUNNING, DUE, LEASES, MISSING, DEAD,
--- ENDS, MOST_ENDS, WEIGHT; OURS and WEIGHS, names of headers; and the functions `clock` and `stamp` (connection/redis_clock.py).
+-- Functions that all scripts of the ledger share. docs/delivery.md explains the states; contract/keys.py lists the keys.
+-- Python puts these constants before this file: WAITING, JOB, CANCEL, RESULT, JOURNAL, CONTEXT and HEEDED (prefixes of keys),
+-- QUEUES, RUNNING, DELAYED, DUE, LEASES, MISSING, DEAD, ENDS, MOST_ENDS, WEIGHT, OURS and WEIGHS (names of message headers),
+-- and the functions `clock` and `stamp` (connection/redis_clock.py).
+
+-- Returns the job id of a message. Headers come before the properties, and a user may choose names and values there.
+local function id_of(message)
+  return string.match(message, '.*"properties": ?{.-"correlation_id": ?"([^"]+)"')
+end
 
 -- The job has no slot: its rank in its queue is its rank here.
 local function wait_in_queue(id, queue, priority, submitted_at)
@@ -17,8 +23,8 @@ local function note(job, id, task, queue, list, priority, timeout, message, subm
   if timeout ~= '' then redis.call('ZADD', DUE, stamp(submitted_at + timeout), id) end
 end
 
--- A worker holds the job's message from now on, unless the answer says otherwise: verdict, seconds since it was submitted
--- or ''.
+-- The worker holds the job's message from now on if the verdict is 'held'. Returns the verdict, and the seconds since the job
+-- was submitted or ''.
 local function hold(job, id, token, lease)
   local found = redis.call('HMGET', job, 'state', 'holder', 'submitted_at')
   local state, holder = found[1], found[2]
@@ -41,12 +47,15 @@ local function let_go(job, id)
   redis.call('ZREM', LEASES, id)
 end
 
--- The job has not ended, and no worker holds its message: it is the next one of its queue.
+-- Puts the message of a job that has not ended at the head of its queue. Nobody holds it afterwards.
+-- If the job has ended, the reaper takes over what its worker has not done for Celery.
 local function give_back(job, cancel, id)
   let_go(job, id)
-  local found = redis.call('HMGET', job, 'state', 'queue', 'list', 'priority', 'submitted_at', 'message')
+  redis.call('ZREM', DELAYED, id)
+  local found = redis.call('HMGET', job, 'state', 'queue', 'list', 'priority', 'submitted_at', 'message', 'refused', 'settled')
   local state, message = found[1], found[6]
-  if not message or state == 'done' then return false end
+  if state == 'done' and not found[8] then redis.call('ZADD', DUE, stamp(clock()), id) end
+  if not message or state == 'done' or found[7] then return false end
   redis.call('RPUSH', found[3], message)
   redis.call('HSET', job, 'returned', 1)
   if state == 'running' then
@@ -66,13 +75,17 @@ local function tell_celery(key, value, expires)
   return true
 end
 
--- Nothing is left to do for the job but to keep what is known of it for a while.
-local function forget(job, id, queue)
-  redis.call('ZREM', WAITING .. queue, id)
-  redis.call('ZREM', RUNNING, id)
+-- Celery has the end of the job, and what follows the job has been sent. The entry stays for a while, without the message.
+local function settle(job, id)
+  redis.call('ZREM', DUE, id)
+  redis.call('HSET', job, 'settled', 1)
+  redis.call('HDEL', job, 'result')
+  if not redis.call('ZSCORE', DEAD, id) then redis.call('HDEL', job, 'message') end -- a dead job can be queued again
+  local keep_s = redis.call('HGET', job, 'keep_s')
+  if keep_s then redis.call('EXPIRE', job, keep_s) end
 end
 
--- Whoever asked to hear of the job's end finds in a stream the text that they left, and how it ended: `error`, or the finish_reason.
+-- Adds to a stream of webhook events how the job ended, `error` or its finish_reason, if a gateway asked for that.
 local function tell_heeded(id, event)
   local told = redis.call('GET', HEEDED .. id)
   if not told then return end
@@ -80,4 +93,44 @@ local function tell_heeded(id, event)
     or string.match(event, '^{"seq":%d+,"type":"done","finish_reason":"(%a+)"')
   redis.call('XADD', ENDS, 'MAXLEN', '~', MOST_ENDS, '*', 'heeded', told, 'end', how or '')
   redis.call('DEL', HEEDED .. id)
+end
+
+-- The first arguments of scripts that write events; `Ledger.write_options` gives them.
+local NUM_OPTIONS = 7
+local function write_options()
+  return {field = ARGV[1], max_events = ARGV[2], event_ttl_s = ARGV[3], result_ttl_s = ARGV[4], dead_ttl_s = ARGV[5],
+          settle_s = tonumber(ARGV[6]), channels = ARGV[7]}
+end
+
+-- Appends an event to the journal of its job, and publishes it. `data` is its JSON after the `seq`. Returns its whole JSON.
+local function append_event(options, job, id, seq, data)
+  local event = '{"seq":' .. seq .. ',' .. data
+  redis.call('XADD', JOURNAL .. id, 'MAXLEN', '~', options.max_events, (seq + 1) .. '-0', options.field, event)
+  redis.call('PUBLISH', options.channels .. id, event)
+  redis.call('HSET', job, 'next_seq', seq + 1)
+  return event
+end
+
+-- The job has ended with this event, which an attempt (`run`) wrote, or none (''). Celery's part follows: `settle`.
+local function end_job(options, job, id, run, kind, event)
+  local found = redis.call('HMGET', job, 'queue', 'digest', 'list', 'message', 'holder')
+  local queue, digest, list, message, holder = unpack(found, 1, 5)
+  redis.call('ZREM', WAITING .. queue, id)
+  redis.call('ZREM', RUNNING, id)
+  local was_delayed = redis.call('ZREM', DELAYED, id) == 1
+  if run == '' and message and message ~= '' and not holder and not was_delayed then
+    redis.call('LREM', list, -1, message) -- else it would take memory until a worker comes to it
+  end
+  local keep_s = options.event_ttl_s
+  if kind == 'dead' then
+    keep_s = options.dead_ttl_s
+    redis.call('ZREMRANGEBYSCORE', DEAD, '-inf', stamp(clock() - keep_s))
+    redis.call('ZADD', DEAD, stamp(clock()), id)
+  elseif digest then
+    keep_s = options.result_ttl_s
+  end
+  redis.call('HSET', job, 'state', 'done', 'ended_by', run, 'end', event, 'keep_s', keep_s)
+  redis.call('DEL', CANCEL .. id)
+  redis.call('EXPIRE', JOURNAL .. id, options.event_ttl_s)
+  tell_heeded(id, event)
 end

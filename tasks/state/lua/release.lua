@@ -1,12 +1,19 @@
--- Celery is done with a message. Who does not hold it any more changes nothing.
--- KEYS: entry. ARGV: id, token of taking, seconds in which a job that never ran gets its end.
+-- Celery needs the message no more. A worker that does not hold it changes nothing.
+-- KEYS: entry. ARGV: id, token of taking, seconds after which a job that Celery has refused gets its end.
 local job, id = KEYS[1], ARGV[1]
-local found = redis.call('HMGET', job, 'holder', 'state')
-if found[1] ~= ARGV[2] then return 0 end
+local found = redis.call('HMGET', job, 'holder', 'state', 'stored', 'settled', 'message')
+local holder, state, stored, settled, message = unpack(found, 1, 5)
+if holder ~= ARGV[2] then return 0 end
 let_go(job, id)
-if found[2] == 'queued' or found[2] == 'handed_back' then
-  -- Celery has refused it, or tells of a revoke next. It is not queued again; if Celery does not end it, the reaper does.
-  redis.call('HDEL', job, 'message')
+if state == 'queued' or state == 'handed_back' then
+  -- Celery has refused it, or stores a revoke next. It is not queued again; if Celery does not end it, the reaper does.
+  redis.call('HSET', job, 'refused', 1)
   redis.call('ZADD', DUE, stamp(clock() + ARGV[3]), id)
+elseif state == 'done' and not settled then
+  if stored or string.find(message or '', '"ignore_result": ?true') then
+    settle(job, id)
+  else
+    redis.call('ZADD', DUE, stamp(clock()), id) -- Celery could not store the end: the reaper does
+  end
 end
 return 1

@@ -1,8 +1,9 @@
--- The message waits for its ETA in no worker's hands: its lease ends then, and the message goes back to its queue.
--- KEYS: entry. ARGV: id, token of taking, seconds until then. Who does not hold it any more changes nothing.
+-- The job waits for its ETA, and no worker holds its message meanwhile: then `restore` puts it at the head of its queue.
+-- KEYS: entry. ARGV: id, token of taking, seconds until then. A worker that does not hold the message changes nothing.
 local job, id = KEYS[1], ARGV[1]
 local found = redis.call('HMGET', job, 'holder', 'queue')
 if found[1] ~= ARGV[2] then return 0 end
-redis.call('ZADD', LEASES, stamp(clock() + ARGV[3]), id)
+let_go(job, id)
+redis.call('ZADD', DELAYED, stamp(clock() + ARGV[3]), id)
 redis.call('ZREM', WAITING .. found[2], id)
 return 1

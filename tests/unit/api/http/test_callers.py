@@ -58,5 +58,5 @@ def test_error_that_passes_says_when_to_ask_again() -> None:
 
 def test_error_of_a_code_from_a_newer_worker_is_the_services() -> None:
     assert of_code("not_known_yet", "?").status == 500
-    assert of_code("result_lost", "gone").status == 404
+    assert of_code("stream_trimmed", "gone").status == 404
     assert of_code("timeout", "late").status == 408

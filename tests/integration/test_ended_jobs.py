@@ -1,0 +1,141 @@
+"""A worker dies between the end of a job and what follows it in a canvas: nothing is lost, and little is repeated."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from functools import partial
+from typing import Any
+
+import pytest
+from celery import Signature, chord
+from celery.exceptions import TaskRevokedError
+from celery.result import AsyncResult
+from redis import Redis
+
+from cellama.tasks import app, generate
+from cellama.tasks.calls.canvas_steps import request_of, tell_end
+from cellama.tasks.contract import events
+from cellama.tasks.contract.errors import JobFailed
+from cellama.tasks.contract.keys import DUE_KEY, LEASES_KEY, job_key, result_key
+from cellama.tasks.contract.names import PRIORITY_INTERACTIVE, queue_key, queue_name
+from cellama.tasks.state.ledger import Ledger
+from cellama.tasks.state.records import Ending, Entry, Taken
+from cellama.tasks.worker.reaper import Reaper
+
+from ..conftest import wait_until
+from .ledgers import LEASE_S, begin
+
+RESULT: dict[str, Any] = {"text": "x", "model": "m", "finish_reason": "stop", "stop_sequence": None, "usage": {}}
+
+
+def step(name: str, unserved: str) -> Signature:
+    """A task of the user's own."""
+    return app.signature(f"users.{name}", queue=f"users-{unserved}")
+
+
+def sent(redis: Redis, unserved: str) -> list[str]:
+    """The names of the user's tasks that have been sent, in order."""
+    found: Any = redis.lrange(f"users-{unserved}", 0, -1)
+    return [json.loads(message)["headers"]["task"] for message in reversed(found)]
+
+
+def end(redis: Redis, unserved: str, job_id: str, event: events.TerminalEvent, result: Any = None) -> Taken:
+    """A worker takes the message, runs the job and writes its end."""
+    ledger = Ledger(redis)
+    redis.rpop(queue_key(queue_name(unserved), PRIORITY_INTERACTIVE))
+    taken = ledger.take(job_id, LEASE_S)[0]
+    attempt = begin(ledger, job_id, token=taken.token)
+    assert attempt.verdict == "run"
+    ledger.write([Entry(job_id, attempt.run, {"seq": 0, **event}, result)])
+    return taken
+
+
+def recover(redis: Redis, job_id: str) -> None:
+    """The worker died: its lease ends, and a reaper looks. A reaper of another worker may be quicker."""
+    redis.zadd(LEASES_KEY, {job_id: 1})
+    ledger = Ledger(redis)
+    reaper = Reaper(redis, ledger, partial(tell_end, app), LEASE_S)
+    wait_until(lambda: ledger.restore(LEASE_S) or redis.zscore(LEASES_KEY, job_id) is None, "the lease to end")
+    wait_until(lambda: reaper.settle_due() or redis.hexists(job_key(job_id), "settled"), "the end to be settled")
+    assert redis.zscore(DUE_KEY, job_id) is None
+
+
+def test_what_follows_a_success_is_sent_once_whenever_the_worker_died(unserved: str, redis_client: Redis) -> None:
+    for has_sent in (False, True):
+        link, following = step("link", unserved), step("next", unserved)
+        result = (generate.s(unserved, "Hi").set(link=link) | following).apply_async()
+        job_id = result.parent.id
+        end(redis_client, unserved, job_id, events.done("stop", {}), RESULT)
+        if has_sent:  # the worker died after Celery had stored the success, which comes after the next steps
+            app.backend.store_result(job_id, RESULT, "SUCCESS")
+        recover(redis_client, job_id)
+        assert AsyncResult(job_id, app=app).get(timeout=1) == RESULT
+        assert sorted(sent(redis_client, unserved)) == ["users.link", "users.next"]
+        redis_client.hdel(job_key(job_id), "settled")
+
+
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_the_errback_of_a_failure_is_sent_whenever_the_worker_died(
+    unserved: str, redis_client: Redis, is_stored: bool
+) -> None:
+    job = generate.apply_async((unserved, "Hi"), link_error=step("failed", unserved))
+    end(redis_client, unserved, job.id, events.error("x", "y", False))
+    if is_stored:
+        app.backend.store_result(job.id, JobFailed("x", "y"), "FAILURE")
+    recover(redis_client, job.id)
+    assert sent(redis_client, unserved) == ["users.failed"]
+    assert job.state == "FAILURE"
+
+
+@pytest.mark.parametrize("has_stored", [False, True])
+def test_a_chord_completes_when_the_worker_of_its_last_part_died(
+    unserved: str, redis_client: Redis, has_stored: bool
+) -> None:
+    parts = [generate.s(unserved, text).set(task_id=str(uuid.uuid4())) for text in ("Hi", "Ho")]
+    chord(parts)(step("collect", unserved))
+    first, last = (part.options["task_id"] for part in parts)
+    end(redis_client, unserved, first, events.done("stop", {}), RESULT)
+    app.backend.mark_as_done(first, RESULT, request=request_of(redis_client.hget(job_key(first), "message")))
+    end(redis_client, unserved, last, events.done("stop", {}), RESULT)
+    assert sent(redis_client, unserved) == []
+    if has_stored:  # and the part is not counted
+        app.backend.store_result(last, RESULT, "SUCCESS")
+    recover(redis_client, last)
+    assert sent(redis_client, unserved) == ["users.collect"]
+
+
+def test_celery_gets_an_end_that_a_living_worker_could_not_store(unserved: str, redis_client: Redis) -> None:
+    job = generate.apply_async((unserved, "Hi"), link_error=step("failed", unserved))
+    taken = end(redis_client, unserved, job.id, events.error("x", "y", False))
+    Ledger(redis_client).release(taken)  # Celery acks even if Redis refused the result
+    reaper = Reaper(redis_client, Ledger(redis_client), partial(tell_end, app), LEASE_S)
+    wait_until(lambda: reaper.settle_due() or job.state == "FAILURE", "the failure")
+    wait_until(lambda: sent(redis_client, unserved) == ["users.failed"], "the errback")
+
+
+def test_one_end_that_cannot_be_settled_holds_up_no_other(unserved: str, redis_client: Redis) -> None:
+    wrong, right = (generate.delay(unserved, "Hi").id for _ in range(2))
+    for job_id in (wrong, right):
+        end(redis_client, unserved, job_id, events.error("x", "y", False))
+
+    def store(job_id: str, ending: Ending) -> None:
+        if job_id == wrong:
+            raise ValueError("a broker of the user's that has no such queue")
+        tell_end(app, job_id, ending)
+
+    reaper = Reaper(redis_client, Ledger(redis_client), store, LEASE_S)
+    for job_id in (wrong, right):
+        reaper._settle_or_log(job_id, "done")
+    assert not redis_client.hexists(job_key(wrong), "settled")
+    assert AsyncResult(right, app=app).state == "FAILURE"
+    assert redis_client.hexists(job_key(right), "settled")
+    redis_client.zrem(DUE_KEY, wrong)
+
+
+def test_what_celery_stores_for_purged_jobs_is_its_own(unserved: str, redis_client: Redis) -> None:
+    before, behind = app.backend.value_around_id(TaskRevokedError("cancelled"), "REVOKED")
+    job = generate.delay(unserved, "Hi")
+    app.control.revoke(job.id)
+    own = json.loads(redis_client.get(result_key(job.id)) or b"")
+    assert {**json.loads(before + job.id.encode() + behind), "date_done": own["date_done"], "children": []} == own

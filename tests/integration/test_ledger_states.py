@@ -1,0 +1,173 @@
+"""What the ledger says of a job agrees with what happens to it, in every set and after every loss."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from redis import Redis
+
+from cellama.tasks.contract import events
+from cellama.tasks.contract.keys import DUE_KEY, LEASES_KEY, LOOKED_KEY, RUNNING_KEY, job_key, journal_key, waiting_key
+from cellama.tasks.contract.names import PRIORITY_INTERACTIVE, queue_key
+from cellama.tasks.estimates.position import position_of
+from cellama.tasks.state.ledger import Ledger
+from cellama.tasks.state.records import Entry
+from cellama.tasks.state.scripts import run_script
+
+from .ledgers import DONE, LEASE_S, STARTED, TOKEN, begin, ids_in, journal, submission, submit, take, write
+
+
+def resumed(ledger: Ledger, job_id: str) -> Any:
+    """A second attempt at a job whose first one has written two events and was handed back."""
+    taken = take(ledger, job_id)
+    first = begin(ledger, job_id, token=taken.token)
+    write(ledger, first, STARTED, TOKEN)
+    ledger.hand_back(first)
+    ledger.give_back(taken)
+    return begin(ledger, job_id, token=take(ledger, job_id).token)
+
+
+def test_a_resumed_job_runs_in_every_set_from_its_first_event_on(
+    ledger: Ledger, job_id: str, queue: str, redis_client: Redis
+) -> None:
+    attempt = resumed(ledger, job_id)
+    assert ledger.place(job_id) is not None
+    assert write(ledger, attempt, TOKEN, seq=2) == set()
+    assert ledger.place(job_id) is None
+    assert not redis_client.exists(waiting_key(queue))
+    assert redis_client.zscore(RUNNING_KEY, job_id)
+    assert position_of(redis_client, job_id).state == "running"
+
+
+def test_a_hand_back_after_a_token_is_not_counted_against_later_failures(
+    ledger: Ledger, job_id: str, redis_client: Redis
+) -> None:
+    attempt = resumed(ledger, job_id)
+    write(ledger, attempt, TOKEN, seq=2)
+    ledger.hand_back(attempt)
+    assert redis_client.hget(job_key(job_id), "failures") == b"0"
+
+
+def test_an_event_of_an_unknown_type_leaves_the_time_of_the_start(
+    ledger: Ledger, job_id: str, redis_client: Redis
+) -> None:
+    attempt = begin(ledger, job_id)
+    write(ledger, attempt, STARTED)
+    started_at = redis_client.zscore(RUNNING_KEY, job_id)
+    write(ledger, attempt, {"type": "progress"}, seq=1)
+    assert redis_client.zscore(RUNNING_KEY, job_id) == started_at
+    assert len(journal(redis_client, job_id)) == 2
+
+
+def test_the_journal_of_a_job_that_has_not_ended_does_not_expire(
+    ledger: Ledger, job_id: str, redis_client: Redis
+) -> None:
+    write(ledger, resumed(ledger, job_id), TOKEN, seq=2)
+    assert redis_client.ttl(journal_key(job_id)) == -1
+
+
+def test_an_attempt_without_its_journal_writes_the_next_event_and_none_is_dropped(
+    ledger: Ledger, job_id: str, redis_client: Redis
+) -> None:
+    taken = take(ledger, job_id)
+    write(ledger, begin(ledger, job_id, token=taken.token), STARTED, TOKEN)
+    redis_client.delete(journal_key(job_id))
+    attempt = begin(ledger, job_id, token=taken.token)
+    assert attempt.next_seq == 2
+    early = Entry(job_id, attempt.run, {"seq": 0, **DONE})
+    assert ledger.write([early]) == (set(), {0})  # never silently: it is not the next event
+    assert write(ledger, attempt, events.error("stream_trimmed", "…", False), seq=2) == set()
+    assert ledger.state(job_id) == "done"
+
+
+@pytest.mark.parametrize("header", [{"correlation_id": "another"}, {"properties": {"correlation_id": "another"}}])
+def test_a_header_of_the_user_does_not_pass_for_the_id_of_a_job(
+    ledger: Ledger, queue: str, redis_client: Redis, header: dict[str, Any]
+) -> None:
+    first, second = submission(queue), submission(queue)
+    stored = json.loads(second.message.payload)
+    stored["headers"] = {**header, **stored["headers"], **header}
+    changed = json.dumps(stored)
+    ledger.submit([first, type(second)(second.job_id, second.call, type(second.message)(second.message.key, changed))])
+    redis_client.rpop(queue_key(queue, PRIORITY_INTERACTIVE))
+    _, page = ledger.take(first.job_id, LEASE_S, [(8, [queue_key(queue, PRIORITY_INTERACTIVE)])])
+    assert len(page) == 1
+    assert redis_client.hget(job_key(second.job_id), "holder") == page[0].taken.token.encode()
+    assert not redis_client.exists(job_key("another"))
+
+
+def test_a_cancelled_job_leaves_neither_queue_nor_message(ledger: Ledger, queue: str, redis_client: Redis) -> None:
+    first, second, third = (submit(ledger, queue) for _ in range(3))
+    assert ledger.cancel(second, running=True)
+    ledger.settle(second)
+    assert ids_in(redis_client, queue) == [first, third]
+    assert redis_client.hmget(job_key(second), "message", "result") == [None, None]
+    assert redis_client.ttl(job_key(second)) > 0
+
+
+def test_times_of_life_are_those_of_the_settings_everywhere(
+    job_id: str, redis_client: Redis, settings_environment: Callable[..., None]
+) -> None:
+    settings_environment(event_ttl_s="77")
+    ledger = Ledger(redis_client)
+    ledger.cancel(job_id, running=True)
+    ledger.settle(job_id)
+    assert 0 < int(str(redis_client.ttl(job_key(job_id)))) <= 77
+    assert 0 < int(str(redis_client.ttl(journal_key(job_id)))) <= 77
+
+
+def test_an_ended_job_stays_until_celery_has_its_end(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
+    taken = take(ledger, job_id)
+    write(ledger, begin(ledger, job_id, token=taken.token), events.error("x", "y", False))
+    assert redis_client.ttl(job_key(job_id)) == -1
+    assert redis_client.hexists(job_key(job_id), "message")
+    ledger.release(taken)  # Celery was not able to store the failure
+    assert (job_id, "done") in ledger.claim_due(1000, 60)
+    assert redis_client.hexists(job_key(job_id), "message")
+
+
+def test_a_worker_that_dies_after_a_jobs_end_leaves_the_rest_to_the_reaper(
+    ledger: Ledger, job_id: str, queue: str, redis_client: Redis
+) -> None:
+    redis_client.rpop(queue_key(queue, PRIORITY_INTERACTIVE))
+    taken = take(ledger, job_id)
+    write(ledger, begin(ledger, job_id, token=taken.token), events.error("x", "y", False))
+    redis_client.zadd(LEASES_KEY, {job_id: 1})
+    redis_client.set(LOOKED_KEY, redis_client.time()[0])  # type: ignore[index]
+    ledger.restore(LEASE_S)
+    assert ids_in(redis_client, queue) == []  # it has ended, and does not run again
+    assert float(redis_client.zscore(DUE_KEY, job_id) or 0) <= float(redis_client.time()[0] + 1)  # type: ignore[index]
+
+
+def test_a_dead_job_keeps_its_message_for_a_requeue(ledger: Ledger, queue: str, redis_client: Redis) -> None:
+    job_id = submit(ledger, queue)
+    write(ledger, begin(ledger, job_id), events.error("dead", "…", False))
+    ledger.settle(job_id)
+    assert ledger.requeue_dead(job_id)
+    assert ledger.dead() == [] or job_id not in {job["id"] for job in ledger.dead()}
+
+
+def test_unsettled_ends_are_tried_less_and_less_often(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
+    write(ledger, begin(ledger, job_id), events.error("x", "y", False))
+    waits = []
+    for _ in range(4):
+        redis_client.zadd(DUE_KEY, {job_id: 1})
+        assert (job_id, "done") in ledger.claim_due(1000, 60)
+        waits.append(round(float(redis_client.zscore(DUE_KEY, job_id) or 0) - ledger.now(), -1))
+    assert waits == [60, 120, 240, 480]
+
+
+def test_a_job_without_an_entry_leaves_the_queue(ledger: Ledger, redis_client: Redis) -> None:
+    """A Redis that evicts has removed the entry of a job, and left its message and its place."""
+    queue = f"cellama:queue:evicted-{uuid.uuid4().hex[:8]}"
+    ghost, job_id = submit(ledger, queue), submit(ledger, queue)
+    redis_client.delete(job_key(ghost))
+    redis_client.zincrby(waiting_key(queue), -60, ghost)
+    keys = [queue_key(queue, PRIORITY_INTERACTIVE), waiting_key(queue)]
+    run_script(redis_client, "suspects", keys, [PRIORITY_INTERACTIVE, 5, 500, 1000, ""])
+    assert ids_in(redis_client, queue) == [job_id]
+    assert redis_client.zrange(waiting_key(queue), 0, -1) == [job_id.encode()]
