@@ -111,6 +111,8 @@ local function append_event(options, job, id, seq, data)
   return event
 end
 
+local SHORT_JOURNAL = 50 -- events; copying more would take longer than the memory is worth
+
 -- The job has ended with this event, which an attempt (`run`) wrote, or none (''). Celery's part follows: `settle`.
 local function end_job(options, job, id, run, kind, event)
   local found = redis.call('HMGET', job, 'queue', 'digest', 'list', 'message', 'holder')
@@ -131,6 +133,11 @@ local function end_job(options, job, id, run, kind, event)
   end
   redis.call('HSET', job, 'state', 'done', 'ended_by', run, 'end', event, 'keep_s', keep_s)
   redis.call('DEL', CANCEL .. id)
-  redis.call('EXPIRE', JOURNAL .. id, options.event_ttl_s)
+  local journal = JOURNAL .. id
+  if redis.call('XLEN', journal) <= SHORT_JOURNAL then -- Redis reserves 4 KiB for the end of a stream; a copy has its real size
+    redis.call('COPY', journal, journal .. ':copy', 'REPLACE')
+    redis.call('RENAME', journal .. ':copy', journal)
+  end
+  redis.call('EXPIRE', journal, options.event_ttl_s)
   tell_heeded(id, event)
 end

@@ -12,7 +12,7 @@ for _, message in ipairs(messages) do
   local job = JOB .. (id or '')
   local found = redis.call('HMGET', job, 'state', 'next_seq')
   local is_ours = string.find(message, '"' .. OURS .. '"', 1, true)
-  local has_family = string.find(message, '"group": ?"') or string.find(message, '"parent_id": ?"')
+  local has_family = string.find(message, '"group": "', 1, true) or string.find(message, '"parent_id": "', 1, true)
   if found[1] == 'queued' and found[2] == '0' and is_ours and not has_family then
     local event = append_event(options, job, id, 0, data)
     redis.call('HDEL', job, 'message') -- it has left the list
