@@ -177,7 +177,12 @@ class Settings(GatewaySettings, MetricsSettings, TraceSettings):
         default=None, description="signs reasoning, so that it can't be changed by those who send it back"
     )
     event_ttl_s: int = Field(default=3600, ge=1, description="life of a journal after the end of its job")
-    journal_ttl_s: int = Field(default=86400, ge=1, description="life of a journal whose job never ends")
+    journal_ttl_s: int = Field(
+        default=86400,
+        ge=1,
+        description="seconds for which Redis keeps what an unfinished job builds on: the context of its "
+        "`parent_key`, and the gateway's record of its response",
+    )
     journal_max_events: int = Field(default=100_000, ge=1, description="events kept per job, about")
     result_ttl_s: int = Field(default=86400, ge=1, description="life of a result")
     telemetry_hook: str | None = Field(
