@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from celery import states
@@ -187,6 +187,6 @@ class Reaper:
         for start in range(0, len(running), PAGE):
             yield from self._without_lease(running[start : start + PAGE])
 
-    def _without_lease(self, ids: Sequence[bytes]) -> list[str]:
+    def _without_lease(self, ids: list[Any]) -> list[str]:
         leases: Any = self._redis.zmscore(LEASES_KEY, ids)
         return [raw.decode() for raw, lease in zip(ids, leases, strict=True) if lease is None]
