@@ -111,7 +111,7 @@ def celery_config(settings: Settings) -> dict[str, Any]:
     """Celery's configuration from our settings (docs/architecture.md says why where it is not plain)."""
     return {
         **broker_options(settings.redis_url),
-        "result_backend": f"cellama.tasks.broker.result_backend:ResultBackend+{settings.redis_url}",
+        "result_backend": "cellama.tasks.broker.result_backend:ResultBackend",  # no URL: this is shown to people
         "result_expires": settings.result_ttl_s,
         "result_backend_always_retry": True,
         "result_backend_thread_safe": True,

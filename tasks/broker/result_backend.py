@@ -14,7 +14,7 @@ from celery.backends.redis import RedisBackend
 from celery.exceptions import BackendStoreError
 from redis import Redis
 
-from cellama.config import mask_url
+from cellama.config import get_settings, mask_url
 from cellama.tasks.connection.connections import SOCKET_OPTIONS, connect
 from cellama.tasks.contract.keys import job_key
 from cellama.tasks.state.encoding import encode
@@ -27,6 +27,11 @@ IS_STORED = "cellama_is_stored"  # of a task's request: its result is in Redis
 
 class ResultBackend(RedisBackend):  # type: ignore[misc]
     """Stores a state with one script. Safe from any thread."""
+
+    def __init__(self, *args: Any, app: Any, url: str | None = None, **options: Any) -> None:
+        """Without a URL, Redis is where the app has it: Celery would mask only some of a URL's passwords in
+        `inspect conf`."""
+        super().__init__(*args, app=app, url=url or app.redis_url or get_settings().redis_url, **options)
 
     def _params_from_url(self, url: str, defaults: dict[str, Any]) -> dict[str, Any]:
         """Nothing: what a URL means is known in one place only."""

@@ -1,0 +1,28 @@
+"""What Celery shows of its configuration, in `inspect conf` and on Flower's page of a worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from cellama.tasks.app import make_app
+
+FORMS = (
+    "redis://user:sesame@localhost:1/0",
+    "rediss://:sesame@localhost:1/0",
+    "unix://user:sesame@/tmp/redis.sock?db=0",
+    "sentinel://user:sesame@a:1;user:sesame@b:2/0?master_name=m&sentinel_username=su&sentinel_password=sesame",
+)
+
+
+@pytest.mark.parametrize("from_settings", [True, False])
+@pytest.mark.parametrize("url", FORMS)
+def test_configuration_shows_no_password_when_it_is_inspected(
+    settings_environment: Callable[..., None], url: str, from_settings: bool
+) -> None:
+    settings_environment(**({"redis_url": url} if from_settings else {}))
+    app = make_app(None if from_settings else url)
+    assert "sesame" not in str(app.conf.table(with_defaults=True, censored=True))
+    assert "sesame" not in app.backend.as_uri()
+    assert app.backend.as_uri(include_password=True) == url
