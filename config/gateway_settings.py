@@ -17,6 +17,28 @@ class GatewaySettings(BaseSettings):
     """Those among all settings that only the gateway reads."""
 
     gateway_max_body_bytes: int = Field(default=16 << 20, ge=1024, description="size of a request's body over HTTP")
+    gateway_bodies_bytes: int = Field(
+        default=512 << 20,
+        ge=1024,
+        description="memory for the bodies of all requests that are being handled; more get 503",
+    )
+    gateway_key_bodies_bytes: int = Field(
+        default=128 << 20, ge=1024, description="the same for the requests of one API key; more get 429"
+    )
+    gateway_max_requests: int = Field(
+        default=4096, ge=1, description="requests that are handled at the same time, streams included; more get 503"
+    )
+    gateway_head_timeout_s: int = Field(
+        default=10,
+        ge=1,
+        description="seconds that a connection may take to send the head of a request; then it is closed. Of "
+        "`cellama gateway` only: an app that is mounted leaves this to its server",
+    )
+    gateway_body_timeout_s: int = Field(
+        default=30,
+        ge=1,
+        description="seconds that a body may stay behind 8 KiB per second; then the request gets 408",
+    )
     gateway_max_wait_s: int = Field(
         default=600,
         ge=0,

@@ -14,8 +14,23 @@ PARTS_OF_LIMIT = 4
 
 
 def tokens_of(*contents: Any) -> int:
-    """About."""
-    return sum(len(str(content)) for content in contents) // CHARS_PER_TOKEN
+    """About. Token ids count as themselves: the first entry of a list says whether the list has them."""
+    num_chars, left = 0, list(contents)
+    while left:
+        content = left.pop()
+        if isinstance(content, str):
+            num_chars += len(content)
+        elif isinstance(content, Mapping):
+            num_chars += CHARS_PER_TOKEN * len(content) + sum(map(len, map(str, content)))
+            left.extend(content.values())
+        elif not isinstance(content, list | tuple):
+            num_chars += CHARS_PER_TOKEN
+        elif content and isinstance(content[0], int):
+            num_chars += CHARS_PER_TOKEN * len(content)
+        else:
+            num_chars += CHARS_PER_TOKEN * len(content)
+            left.extend(content)
+    return num_chars // CHARS_PER_TOKEN
 
 
 def count(value: Any, default: int) -> int:

@@ -24,6 +24,7 @@ from cellama.tasks.contract.errors import JobError
 from . import batches, completions, files, messages, metrics, models, responses, tokens, vectors
 from .callers import Access, NoKeys
 from .counting import Counting, traced
+from .door import Visits
 from .errors import ApiError, of_job
 from .gateway import Gateway
 from .keys.rate_headers import NAMES as RATE_HEADERS
@@ -101,7 +102,7 @@ def create_app(settings: Settings | None = None, *, access: Access | None = None
 def _middleware(settings: Settings, gateway: Gateway, routes: Sequence[BaseRoute]) -> list[Middleware]:
     """The outermost first."""
     counting = Middleware(Counting, gateway.counts, routes)
-    return [Middleware(RequestIds), *traced(routes), counting, *_cors(settings)]
+    return [Middleware(RequestIds), *traced(routes), counting, *_cors(settings), Middleware(Visits, gateway)]
 
 
 def _cors(settings: Settings) -> list[Middleware]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ParamSpec, TypeVar
 
+from pydantic_core import from_json
 from starlette.requests import Request
 
 from cellama.config import limits
@@ -16,11 +18,20 @@ from cellama.tasks.contract.shapes.workers import ModelView
 from cellama.tasks.contract.valid_text import valid_text
 
 from .callers import TIERS, Caller
+from .door import charged, visit_of
 from .errors import ApiError
 from .gateway import Gateway, gateway_of
+from .threads import BODIES, in_thread
+from .visit import Visit
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 BODY_TYPE = "application/json"  # a page in a browser can't send this to another site unasked, but it can send none
 MAX_KEY_CHARS = 256
+LARGE_BYTES = 64 << 10  # a body above this is read in a thread: smaller ones take a millisecond or two
+MAX_VALUES = 1 << 18  # of a body: parsing JSON holds up all other threads, and so many values take some 20 ms
+VALUE_BYTES = 64  # about: memory of a small value beyond its text
 OF_CALLS = ("self", "wait", "idempotency_key")  # arguments of the client's methods, and no endpoint's parameters
 
 
@@ -32,6 +43,14 @@ class Asked:
     gateway: Gateway
     caller: Caller
     body: dict[str, Any]
+    visit: Visit = field(default_factory=Visit)
+    num_bytes: int = 0
+
+    async def read_by(self, function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+        """Call a function that reads the body: in a thread if it is large, so that others are served meanwhile."""
+        if self.num_bytes <= LARGE_BYTES:
+            return function(*args, **options)
+        return await in_thread(BODIES, function, *args, **options)
 
     @property
     def idempotency_key(self) -> str | None:
@@ -116,13 +135,21 @@ def flag(values: Mapping[str, Any], name: str, *, default: bool = False) -> bool
 
 
 async def read(request: Request) -> Asked:
-    """The caller first, then the body. Raises ApiError, and ClientDisconnect if the client is gone by then."""
-    gateway = gateway_of(request)
-    caller = await gateway.access.authenticate(request.headers)
-    return Asked(request, gateway, caller, _object(await _bytes(request, gateway.settings.gateway_max_body_bytes)))
+    """The caller first, then the body. The request is charged in between, so whatever is wrong with the body costs a
+    request. Raises ApiError, and ClientDisconnect if the client is gone by then."""
+    gateway, visit = gateway_of(request), visit_of(request)
+    caller = await charged(request)
+    raw = await _bytes(request, gateway.settings.gateway_max_body_bytes, caller, visit)
+    if len(raw) <= LARGE_BYTES:
+        body, num_values = _object(raw)
+    else:
+        body, num_values = await in_thread(BODIES, _object, raw)
+    visit.hold(caller, num_values * VALUE_BYTES)
+    caller.check_adapters(body.get("adapters"))
+    return Asked(request, gateway, caller, body, visit, len(raw))
 
 
-async def _bytes(request: Request, limit: int) -> bytes:
+async def _bytes(request: Request, limit: int, caller: Caller, visit: Visit) -> bytes:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != BODY_TYPE:
         raise ApiError(415, f"content-type is {shorten(kind)}; send application/json")
@@ -133,6 +160,7 @@ async def _bytes(request: Request, limit: int) -> bytes:
     if size <= limit:
         size = 0
         async for part in request.stream():
+            visit.hold(caller, len(part))
             size += len(part)
             parts.append(part)
             if size > limit:
@@ -144,9 +172,18 @@ async def _bytes(request: Request, limit: int) -> bytes:
     return b"".join(parts)
 
 
-def _object(body: bytes) -> dict[str, Any]:
+def _object(raw: bytes) -> tuple[dict[str, Any], int]:
+    """The object of a body, and about how many values it has. Raises ApiError."""
+    num_values = count_values(raw, MAX_VALUES)
+    if num_values > MAX_VALUES:
+        raise ApiError(
+            400,
+            f"the body has more than {MAX_VALUES} values; send a prompt as text instead of token ids, or send several "
+            "requests",
+        )
     try:
-        value = json.loads(body.decode())
+        text = raw.decode()
+        value = json.loads(text) if len(raw) <= LARGE_BYTES else from_json(text)
     except UnicodeDecodeError as error:
         raise ApiError(400, f"the body is not valid UTF-8 at byte {error.start}") from None
     except (ValueError, RecursionError) as error:
@@ -156,4 +193,26 @@ def _object(body: bytes) -> dict[str, Any]:
     for name in OF_CALLS:
         if name in value:
             raise ApiError(400, f"unknown parameter {name!r}; leave it out", param=name)
-    return value
+    return value, num_values
+
+
+_OUTSIDE_TEXTS = re.compile(rb'[",\[{]')
+_IN_A_TEXT = re.compile(rb'(?:[^"\\]|\\.){0,65536}+', re.DOTALL)  # in pieces, so that other threads get their turns
+
+
+def count_values(raw: bytes, limit: int) -> int:
+    """Return at least how many values a JSON text has, up to one more than the limit. Texts are skipped only if it
+    matters: their commas and brackets count unless they would exceed the limit."""
+    num_marks = sum(map(raw.count, (b",", b"[", b"{")))
+    if num_marks < limit:
+        return num_marks + 1
+    num_values, at = 1, 0
+    while num_values <= limit and (found := _OUTSIDE_TEXTS.search(raw, at)) is not None:
+        at = found.end()
+        if found[0] != b'"':
+            num_values += 1
+            continue
+        while (piece := _IN_A_TEXT.match(raw, at)) is not None and piece.end() > at:
+            at = piece.end()
+        at += 1  # its closing quote
+    return num_values

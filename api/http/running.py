@@ -36,8 +36,8 @@ class Running:
     """One job, or one for each of several prompts. Those that have not ended when it is closed are cancelled, unless
     the request has an idempotency key: its client will ask again. To be used by `async with`."""
 
-    def __init__(self, asked: Asked, model: str, tier: str) -> None:
-        """`model` is as the job names it."""
+    def __init__(self, asked: Asked, model: str, tier: str, *, has_usage: bool = True) -> None:
+        """`model` is as the job names it. Jobs without usage are charged for the tokens that were estimated."""
         self.asked = asked
         self.model = model
         self.tier = tier
@@ -46,7 +46,8 @@ class Running:
         self.is_kept = asked.idempotency_key is not None
         self._ended: set[int] = set()
         self._seen: dict[int, int] = {}  # of each job, the number of its last event
-        self._admission: Admission = Unlimited()
+        self._admission: Admission = asked.visit.hand_over()
+        self._has_usage = has_usage
         self._is_streamed = self._is_closed = False
 
     @property
@@ -54,9 +55,9 @@ class Running:
         return dict(self._admission.headers)
 
     async def admit(self, num_tokens: int, num_jobs: int = 1) -> None:
-        """Raises ApiError (429) if the caller's limits don't allow it."""
-        access = self.asked.gateway.access
-        self._admission = await access.admit(self.asked.caller, self.model, num_tokens, num_jobs)
+        """Raises ApiError: 403 for a model that is not the caller's, 429 if the caller's limits don't allow it."""
+        self.asked.caller.check_model(self.model)
+        await self._admission.reserve(num_tokens, num_jobs)
 
     async def submit(self, *calls: Callable[[str | None], Awaitable[AsyncJob[Any]]]) -> None:
         """Queues a job by each of these, which get its idempotency key. Raises ApiError."""
@@ -192,7 +193,8 @@ class Running:
             with contextlib.suppress(JobError, TimeoutError):
                 async with asyncio.timeout(None if self.is_kept else CANCELLED_S):
                     await asyncio.gather(*map(self._read_end, going_on))
-                num_tokens = sum(u["prompt_tokens"] + u["completion_tokens"] for u in self.usages.values())
+                if self._has_usage or not self.usages:
+                    num_tokens = sum(u["prompt_tokens"] + u["completion_tokens"] for u in self.usages.values())
         finally:
             self._count_tokens()
             await self._admission.end(num_tokens)
@@ -204,7 +206,12 @@ class Running:
 
 
 async def run_one(
-    asked: Asked, model: str, num_tokens: int, call: Callable[[str | None], Awaitable[AsyncJob[Any]]]
+    asked: Asked,
+    model: str,
+    num_tokens: int,
+    call: Callable[[str | None], Awaitable[AsyncJob[Any]]],
+    *,
+    has_usage: bool = True,
 ) -> tuple[Any, dict[str, str]]:
     """The result of one job, and what headers its answer has. Raises ApiError, InvalidJob, ClientDisconnect."""
 
@@ -213,7 +220,7 @@ async def run_one(
         await running.submit(call)
         return await running.finished()
 
-    async with Running(asked, model, asked.tier()) as running:
+    async with Running(asked, model, asked.tier(), has_usage=has_usage) as running:
         return await unless_gone(asked.request, run()), running.headers
 
 

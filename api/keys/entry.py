@@ -27,6 +27,9 @@ class KeyEntry(BaseModel):
     models: Annotated[frozenset[str], Field(min_length=1)] | None = Field(
         default=None, description="ids of the models that it may ask for; default: all"
     )
+    adapters: frozenset[str] | None = Field(
+        default=None, description="names of the LoRA adapters that requests may name; []: none; default: all"
+    )
     priority: Tier | None = Field(
         default=None,
         description="flex, default or priority: the service tier of requests that name none, and the most urgent one",
@@ -47,9 +50,9 @@ class KeyEntry(BaseModel):
             raise ValueError("it must be 1 to 64 letters (a to z), digits and . _ @ -, first a letter or a digit")
         return tenant
 
-    @field_serializer("models")
-    def _in_order(self, models: frozenset[str] | None) -> list[str] | None:
-        return None if models is None else sorted(models)
+    @field_serializer("models", "adapters")
+    def _in_order(self, names: frozenset[str] | None) -> list[str] | None:
+        return None if names is None else sorted(names)
 
     def state(self, now: float) -> State:
         """What holds at this time (unix s)."""

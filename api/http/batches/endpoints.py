@@ -8,9 +8,8 @@ from starlette.routing import Route
 
 from cellama.api.http.asking import PageAsked, read
 from cellama.api.http.callers import Caller
+from cellama.api.http.door import caller_of
 from cellama.api.http.files.store import unavailable
-from cellama.api.http.gateway import gateway_of
-from cellama.tasks.contract.names import DEFAULT_MODEL
 
 from .orders import order_of
 from .runner import Runner
@@ -25,17 +24,13 @@ async def create(request: Request) -> Response:
     runner, caller = _runner(request), asked.caller
     order = order_of(asked.body)
     await runner.shelf.records.find(order.input_file_id, caller)
-    model = min(caller.models) if caller.models else DEFAULT_MODEL  # those of the lines are checked by the driver
-    admission = await asked.gateway.access.admit(caller, model, 0)
     try:
         place = await runner.shelf.place()
         record = await runner.desk.create(order, caller, asked.idempotency_key, place)
     except OSError as error:
         raise unavailable(error) from error
-    finally:
-        await admission.end(0)
     runner.start()  # an app that mounts this one may never have said that it begins
-    return JSONResponse(await runner.desk.shown(record), headers=dict(admission.headers))
+    return JSONResponse(await runner.desk.shown(record), headers=dict(asked.visit.admission.headers))
 
 
 async def retrieve(request: Request) -> Response:
@@ -59,7 +54,7 @@ async def cancel(request: Request) -> Response:
 
 
 async def _caller(request: Request) -> Caller:
-    return await gateway_of(request).access.authenticate(request.headers)
+    return await caller_of(request)
 
 
 def _runner(request: Request) -> Runner:

@@ -38,7 +38,7 @@ async def complete(request: Request) -> Response:
 
 async def _answer(asked: Asked, url: str) -> Response:
     model = await asked.gateway.directory.find(asked.caller, asked.body.get("model"))
-    order = order_of(asked, url, model)
+    order = await asked.read_by(order_of, asked, url, model)
     async with Running(asked, order.model, order.tier) as running:
         await unless_gone(asked.request, _submit(running, order))
         if order.is_stream:

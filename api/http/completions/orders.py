@@ -31,6 +31,7 @@ class Order:
     tier: str
     is_stream: bool
     include_usage: bool
+    prompt_tokens: int  # of all contents, about
 
     @property
     def kind(self) -> str:
@@ -48,7 +49,7 @@ class Order:
     @property
     def num_tokens(self) -> int:
         """That it may read and generate, about."""
-        return tokens_of(*self.contents) + self.num_jobs * count(self.params["max_tokens"], 1)
+        return self.prompt_tokens + self.num_jobs * count(self.params["max_tokens"], 1)
 
 
 def order_of(asked: Asked, url: str, model: ModelView) -> Order:
@@ -72,7 +73,8 @@ def order_of(asked: Asked, url: str, model: ModelView) -> Order:
         most = TEXT_TOKENS if url == COMPLETIONS else rest_of_context(model, params)
         num_answers = len(contents) * count(params.get("n"), 1)
         params["max_tokens"] = within_limit(asked.caller.max_tokens, most, num_answers)
-    return Order(url, asked.name_of(model), contents, params, tier, is_stream, include_usage)
+    num_read = tokens_of(*contents)
+    return Order(url, asked.name_of(model), contents, params, tier, is_stream, include_usage, num_read)
 
 
 def _contents(content: Any, url: str) -> tuple[Any, ...]:

@@ -13,6 +13,7 @@ from starlette.routing import Route
 
 from cellama.api.http.asking import PageAsked
 from cellama.api.http.callers import Caller
+from cellama.api.http.door import caller_of, charged, visit_of
 from cellama.api.http.errors import ApiError
 from cellama.api.http.gateway import gateway_of
 from cellama.tasks.contract.json_values import shorten
@@ -31,12 +32,12 @@ _FIELDS = ("purpose", "expires_after", "expires_after[anchor]", "expires_after[s
 
 async def create(request: Request) -> Response:
     """POST /v1/files"""
-    shelf, caller = await shelf_and_caller(request)
+    shelf, caller = _shelf(request), await charged(request)
     limit = gateway_of(request).settings.gateway_max_file_bytes
     async with received(request, shelf.store.work_dir, limit) as form:
         life_s = _checked(form)
         record = await shelf.add(form.path, form.name or "", PURPOSE, caller, life_s)
-    return JSONResponse(shown(record))
+    return JSONResponse(shown(record), headers=dict(visit_of(request).admission.headers))
 
 
 async def retrieve(request: Request) -> Response:
@@ -76,9 +77,12 @@ async def delete(request: Request) -> Response:
 
 async def shelf_and_caller(request: Request) -> tuple[Shelf, Caller]:
     """The caller first. Raises ApiError."""
-    caller = await gateway_of(request).access.authenticate(request.headers)
+    return _shelf(request), await caller_of(request)
+
+
+def _shelf(request: Request) -> Shelf:
     shelf: Shelf = request.app.state.batches.shelf
-    return shelf, caller
+    return shelf
 
 
 def _checked(form: Form) -> int:

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
@@ -71,21 +71,27 @@ class KeyAccess:
             if found.is_use_due:
                 await self._uses.ask(found)
         entry = found.entry
-        limit = entry.tokens_per_minute
-        return KeyCaller(entry.tenant, entry.id, entry.models, entry.priority, max_tokens=limit, entry=entry)
+        return KeyCaller(
+            entry.tenant,
+            entry.id,
+            entry.models,
+            entry.priority,
+            max_tokens=entry.tokens_per_minute,
+            adapters=entry.adapters,
+            entry=entry,
+        )
 
-    async def admit(self, caller: Caller, model: str, num_tokens: int, num_jobs: int = 1) -> Admission:
-        """Charges the request to the caller's key. Raises ApiError: 403 for the model, 429 for the limits."""
-        caller.check_model(model)
+    async def admit(self, caller: Caller) -> Admission:
+        """Charge the request to the caller's key. Raises ApiError (429) if a limit is reached."""
         entry = caller.entry if isinstance(caller, KeyCaller) else None
         if entry is None or not entry.has_limits:
             return Unlimited()
         with _asking():
-            reserved, verdict = await self._limiter.admit(entry, num_tokens, num_jobs)
+            reserved, verdict = await self._limiter.admit(entry)
         headers = rate_headers(entry, verdict)
         if not verdict.is_in:
-            raise _over_limit(entry, verdict, num_tokens, num_jobs, headers)
-        return _Admitted(headers, self._limiter, reserved)
+            raise _over_limit(entry, verdict, 0, 1, headers)
+        return _Admitted(headers, entry, self._limiter, reserved)
 
     async def close(self) -> None:
         await self._redis.aclose()
@@ -94,9 +100,23 @@ class KeyAccess:
 @dataclass(slots=True)
 class _Admitted:
     headers: Mapping[str, str]
+    _entry: KeyEntry = field(repr=False)
     _limiter: Limiter = field(repr=False)
     _reserved: Reservation
     _ending: asyncio.Task[None] | None = None
+
+    async def reserve(self, num_tokens: int, num_jobs: int = 1) -> None:
+        """Raises ApiError (429); what the request was charged before stays charged."""
+        if self._entry.tokens_per_minute is None and (self._entry.concurrent_jobs is None or num_jobs == 1):
+            return
+        # Before Redis answers: if the answer is lost, `end` gives back what may have been reserved.
+        self._reserved = replace(self._reserved, num_tokens=num_tokens, num_jobs=num_jobs)
+        with _asking():
+            verdict = await self._limiter.reserve(self._entry, self._reserved)
+        self.headers = rate_headers(self._entry, verdict)
+        if not verdict.is_in:
+            self._reserved = replace(self._reserved, num_tokens=0)
+            raise _over_limit(self._entry, verdict, num_tokens, num_jobs, dict(self.headers))
 
     async def end(self, num_tokens: int | None) -> None:
         """Goes on to its end also when the request's own task is cancelled meanwhile."""
@@ -106,7 +126,7 @@ class _Admitted:
 
     async def _settle(self, num_tokens: int | None) -> None:
         try:
-            await self._limiter.settle(self._reserved, num_tokens)
+            await self._limiter.settle(self._reserved, num_tokens if self._reserved.num_tokens else 0)
         except RedisError as error:
             log.warning(
                 "key %s stays charged for what request %s may have taken: %s",

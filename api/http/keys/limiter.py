@@ -1,8 +1,9 @@
 """What a key may take, counted in Redis by its clock: exact, however many gateways ask.
 
-Requests and tokens count for 60 s from the moment at which a request is let in, so no 60 s have more of them than the
-limit. Tokens are charged as an estimate then, and as what they were at the end. A job that runs holds a lease, which
-its gateway renews: when that dies, its jobs stop counting after LEASE_S.
+Requests and tokens count for 60 s from the moment at which they are charged, so no 60 s have more of them than the
+limit. A request is charged before its body is read, and counts as a job then. Once the body has been read its tokens
+are charged as an estimate, and at the end as what they were. A job holds a lease, which its gateway renews: when that
+dies, its jobs stop counting after LEASE_S.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ class Reservation:
 
     id: str
     key_id: str
-    num_tokens: int
-    num_jobs: int
+    num_tokens: int = 0
+    num_jobs: int = 1
 
     @property
     def leases(self) -> list[str]:
@@ -80,16 +81,26 @@ class Limiter:
         self._running: dict[str, Reservation] = {}  # those that hold leases
         self._renewing: asyncio.Task[None] | None = None
 
-    async def admit(self, entry: KeyEntry, num_tokens: int, num_jobs: int = 1) -> tuple[Reservation, Verdict]:
-        """Lets a request in that may take so many tokens, unless the verdict says otherwise. Raises RedisError."""
-        reserved = Reservation(uuid.uuid4().hex, entry.id, num_tokens, num_jobs)
+    async def admit(self, entry: KeyEntry) -> tuple[Reservation, Verdict]:
+        """Let a request in that is one job and no tokens so far, unless the verdict refuses it. Raises RedisError."""
+        reserved = Reservation(uuid.uuid4().hex, entry.id)
+        return reserved, await self._charge(entry, reserved, num_requests=1)
+
+    async def reserve(self, entry: KeyEntry, reserved: Reservation) -> Verdict:
+        """Charge the tokens and jobs of a request that was let in, unless the verdict refuses them: then nothing
+        changes. Raises RedisError."""
+        return await self._charge(entry, reserved, num_requests=0)
+
+    async def _charge(self, entry: KeyEntry, reserved: Reservation, num_requests: int) -> Verdict:
         limits = (entry.requests_per_minute, entry.tokens_per_minute, entry.concurrent_jobs)
-        arguments = [reserved.id, *("" if n is None else n for n in limits), num_tokens, num_jobs, WINDOW_S, LEASE_S]
-        said, wait_s, num_requests, taken, empty_in_s = await self._run("admit", _keys_of(entry.id), arguments)
-        verdict = Verdict(said.decode(), float(wait_s), num_requests, taken, float(empty_in_s))
+        shown = ("" if limit is None else limit for limit in limits)
+        asked = (num_requests, reserved.num_tokens, reserved.num_jobs)
+        arguments = [reserved.id, *shown, *asked, WINDOW_S, LEASE_S]
+        said, wait_s, num_used, taken, empty_in_s = await self._run("admit", _keys_of(entry.id), arguments)
+        verdict = Verdict(said.decode(), float(wait_s), num_used, taken, float(empty_in_s))
         if verdict.is_in and entry.concurrent_jobs is not None:
             self._hold(reserved)
-        return reserved, verdict
+        return verdict
 
     async def settle(self, reserved: Reservation, num_tokens: int | None) -> None:
         """The request has ended and took so many tokens; None: all that it reserved. Raises RedisError; its lease ends

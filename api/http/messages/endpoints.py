@@ -59,7 +59,7 @@ async def create(request: Request) -> Response:
     """POST /v1/messages"""
     asked = in_our_words(await read(request))
     model = await asked.gateway.directory.find(asked.caller, asked.body.get("model"))
-    order = order_of(asked, model)
+    order = await asked.read_by(order_of, asked, model)
     async with Running(asked, order.model, order.tier) as running:
         await unless_gone(request, _submit(running, order))
         if order.is_stream:
@@ -70,15 +70,20 @@ async def create(request: Request) -> Response:
 
 @_in_anthropics_words
 async def count_tokens(request: Request) -> Response:
-    """POST /v1/messages/count_tokens: a job of the highest priority, which takes no slot."""
+    """POST /v1/messages/count_tokens: a job of the caller's highest priority, which takes no slot."""
     asked = in_our_words(await read(request))
     model = await asked.gateway.directory.find(asked.caller, asked.body.get("model"))
-    name, order, client = asked.name_of(model), count_of(asked), asked.gateway.client
+    name, client = asked.name_of(model), asked.gateway.client
+    order, num_tokens = await asked.read_by(count_of, asked)
     submit: Any = client.apply_chat_template
-    first = {"wait": True, "priority": 0}
+    first = {"wait": True, "priority": asked.caller.light_priority}
     try:
         result, headers = await run_one(
-            asked, name, 0, lambda key: submit(name, order.messages, idempotency_key=key, **first, **order.params)
+            asked,
+            name,
+            num_tokens,
+            lambda key: submit(name, order.messages, idempotency_key=key, **first, **order.params),
+            has_usage=False,
         )
     except InvalidJob as error:
         raise wrong(error, asked.body) from None

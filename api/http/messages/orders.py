@@ -28,6 +28,7 @@ class Order:
     tier: str
     is_stream: bool
     shows_thoughts: bool
+    prompt_tokens: int  # about
 
     @property
     def max_tokens(self) -> int:
@@ -36,7 +37,7 @@ class Order:
     @property
     def num_tokens(self) -> int:
         """That it may read and generate, about."""
-        return tokens_of(self.messages) + self.max_tokens
+        return self.prompt_tokens + self.max_tokens
 
 
 def in_our_words(asked: Asked) -> Asked:
@@ -57,13 +58,15 @@ def order_of(asked: Asked, model: ModelView) -> Order:
     except InvalidJob as error:
         raise wrong(error, asked.body) from None
     params = {**order.params, "stream": is_stream, **asked.params_of_caller()}
-    return Order(asked.name_of(model), order.messages, params, tier, is_stream, order.shows_thoughts)
+    num_read = tokens_of(order.messages)
+    return Order(asked.name_of(model), order.messages, params, tier, is_stream, order.shows_thoughts, num_read)
 
 
-def count_of(asked: Asked) -> Ordered:
-    """What is to be counted. Raises ApiError."""
+def count_of(asked: Asked) -> tuple[Ordered, int]:
+    """What is to be counted, and about how many tokens that are. Raises ApiError."""
     try:
-        return counted(asked.body)
+        order = counted(asked.body)
+        return order, tokens_of(order.messages)
     except InvalidJob as error:
         raise wrong(error, asked.body) from None
 

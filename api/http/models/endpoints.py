@@ -9,6 +9,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from cellama.api.http.directory import EVERY_MODEL
+from cellama.api.http.door import caller_of
 from cellama.api.http.errors import ApiError
 from cellama.api.http.gateway import gateway_of
 from cellama.tasks.contract.errors import JobError
@@ -18,14 +19,14 @@ from cellama.tasks.contract.shapes.workers import ModelView
 async def models(request: Request) -> Response:
     """GET /v1/models"""
     gateway = gateway_of(request)
-    caller = await gateway.access.authenticate(request.headers)
+    caller = await caller_of(request)
     return JSONResponse({"object": "list", "data": list(map(_shown, await gateway.directory.models(caller)))})
 
 
 async def model(request: Request) -> Response:
     """GET /v1/models/{id}"""
     gateway = gateway_of(request)
-    caller = await gateway.access.authenticate(request.headers)
+    caller = await caller_of(request)
     return JSONResponse(_shown(await gateway.directory.find(caller, request.path_params["model"])))
 
 

@@ -7,6 +7,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from cellama.api.http.asking import read
+from cellama.api.http.door import caller_of
 from cellama.api.http.errors import ApiError
 from cellama.api.http.gateway import Gateway, gateway_of
 from cellama.api.openai.responses.parameters import RESPONSES
@@ -89,7 +90,7 @@ async def input_items(request: Request) -> Response:
 async def _named(request: Request) -> tuple[Gateway, Record]:
     """The response that the path names. Raises ApiError (404) unless it is the caller's."""
     gateway = gateway_of(request)
-    caller = await gateway.access.authenticate(request.headers)
+    caller = await caller_of(request)
     return gateway, await Records(gateway).read(request.path_params["response_id"], caller)
 
 

@@ -41,12 +41,9 @@ async def order_of(asked: Asked, model: ModelView, records: Records) -> Order:
         raise ApiError(400, "background is true, and store false; what goes on must be stored", param="background")
     if body.get("input") is None:
         raise ApiError(400, "input is missing; send a text or a list of items", param="input")
-    try:
-        params, shown = params_of(body), shown_of(body)
-        response_id = new_id(asked.idempotency_key)
-        items, shows_signatures = items_of(body["input"], response_id), wants_encrypted(body)
-    except InvalidJob as error:
-        raise wrong(RESPONSES, error, RULES) from None
+    response_id = new_id(asked.idempotency_key)
+    told = await asked.read_by(_told, body, response_id)
+    params, shown, items = told.params, told.shown, told.items
     previous, scope = await previous_of(asked, records), asked.scope()
     params |= {"stream": is_stream or background, **asked.params_of_caller()}
     num_read = 0 if previous is None else previous.standing.response["usage"]["total_tokens"]
@@ -56,7 +53,7 @@ async def order_of(asked: Asked, model: ModelView, records: Records) -> Order:
     record = Record(
         id=response_id,
         job_id=job_id_of_key(TASK_CHAT, scope, response_id),
-        digest=digest_of(asked.body),
+        digest=await asked.read_by(digest_of, asked.body),
         created_at=int(time.time()),
         model=name,
         items=items,
@@ -66,10 +63,31 @@ async def order_of(asked: Asked, model: ModelView, records: Records) -> Order:
         parent_key=None if goes_on is None else goes_on.key_for(name, params, shown["instructions"], items),
         background=background,
         store=store,
-        shows_signatures=shows_signatures,
+        shows_signatures=told.shows_signatures,
     )
-    num_read += tokens_of(items, shown["instructions"] or "")
+    num_read += told.num_tokens
     return Order(record, tier, is_stream, num_read + count(params["max_tokens"], 1))
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What a body says by itself, and about how many tokens it has."""
+
+    params: dict[str, Any]
+    shown: dict[str, Any]
+    items: list[dict[str, Any]]
+    shows_signatures: bool
+    num_tokens: int
+
+
+def _told(body: Mapping[str, Any], response_id: str) -> _Told:
+    """Raises ApiError."""
+    try:
+        params, shown = params_of(body), shown_of(body)
+        items, shows_signatures = items_of(body["input"], response_id), wants_encrypted(body)
+    except InvalidJob as error:
+        raise wrong(RESPONSES, error, RULES) from None
+    return _Told(params, shown, items, shows_signatures, tokens_of(items, shown["instructions"] or ""))
 
 
 def refused(error: InvalidJob, body: Mapping[str, Any]) -> ApiError:

@@ -1,4 +1,4 @@
-"""Texts to token ids, and back: jobs of the highest priority, which take no slot."""
+"""Texts to token ids, and back: jobs of the caller's highest priority, which take no slot."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from cellama.api.http.allowance import tokens_of
 from cellama.api.http.asking import Asked, flag, read
 from cellama.api.http.errors import ApiError, of_job
 from cellama.api.http.running import run_one
@@ -19,7 +20,6 @@ from cellama.tasks.contract.shapes.workers import ModelView
 _OF_TEXT = ("model", "content", "prompt", "add_special", "add_special_tokens", "parse_special")
 _OF_CHAT = ("model", "messages", "tools")
 _OF_TOKENS = ("model", "tokens")
-_FIRST = {"wait": True, "priority": 0}
 
 
 async def tokenize(request: Request) -> Response:
@@ -63,10 +63,14 @@ async def _run(
 ) -> tuple[ModelView, Any, dict[str, str]]:
     """llama-server's form names no model: then it is the default."""
     model = await asked.gateway.directory.find(asked.caller, asked.body.get("model") or DEFAULT_MODEL)
-    own = asked.name_of(model)
+    own, first = asked.name_of(model), {"wait": True, "priority": asked.caller.light_priority}
     try:
         result, headers = await run_one(
-            asked, own, 0, lambda key: submit(own, content, idempotency_key=key, **_FIRST, **params)
+            asked,
+            own,
+            await asked.read_by(tokens_of, content),
+            lambda key: submit(own, content, idempotency_key=key, **first, **params),
+            has_usage=False,
         )
     except InvalidJob as error:
         raise of_job(error) from None

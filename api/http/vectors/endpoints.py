@@ -31,7 +31,8 @@ async def embed(request: Request) -> Response:
     client = asked.gateway.client
     model = await _model(asked)
     try:
-        params = params_of_body(EMBEDDINGS, {name: v for name, v in asked.body.items() if name not in _OURS})
+        own = {name: value for name, value in asked.body.items() if name not in _OURS}
+        params = await asked.read_by(params_of_body, EMBEDDINGS, own)
         texts = params.pop("texts")
         result, headers = await _run(asked, model, texts, client.embed, texts, params)
     except InvalidJob as error:
@@ -68,7 +69,7 @@ async def _run(
     asked: Asked, model: str, texts: Any, submit: Any, content: Any, params: dict[str, Any]
 ) -> tuple[Any, dict[str, str]]:
     priority = TIERS[asked.tier()]
-    num_tokens = tokens_of(texts)
+    num_tokens = await asked.read_by(tokens_of, texts)
     return await run_one(
         asked,
         model,

@@ -1,11 +1,12 @@
--- A request asks to be let in: it is charged for all that it may take, or nothing changes.
--- KEYS: admissions, charges, jobs. ARGV: id, requests per window, tokens per window, jobs at a time ('' for no limit), tokens that it may take,
--- window (s), lease (s), time or ''.
+-- A request asks to be let in (requests: 1), or to take tokens and jobs (requests: 0): it is charged for them, or nothing changes.
+-- KEYS: admissions, charges, jobs. ARGV: id, requests per window, tokens per window, jobs at a time ('' for no limit), requests, tokens that
+-- it may take, jobs that it is, window (s), lease (s), time or ''.
 -- Returns: verdict, seconds until as much will have left the window as it needs, requests and tokens in the window, seconds until it is empty.
 local admissions, charges, jobs = KEYS[1], KEYS[2], KEYS[3]
 local id, max_requests, max_tokens, max_jobs = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
-local tokens, num_jobs, window, lease = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
-local now = clock(ARGV[9])
+local new_requests, tokens, num_jobs = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
+local window, lease, now = tonumber(ARGV[8]), tonumber(ARGV[9]), clock(ARGV[10])
+local entry = new_requests == 1 and id or 'x' .. id
 local LOOKED_AT = 200 -- what a refused request may cost: beyond these the answer is a time at which to ask again, not to be let in
 
 -- Seconds until so many requests and tokens have left the window.
@@ -23,10 +24,16 @@ end
 
 local requests, taken = charged(admissions, charges, now, window)
 redis.call('ZREMRANGEBYSCORE', jobs, '-inf', stamp(now))
-local requests_over = max_requests and requests + 1 - max_requests or 0
+local requests_over = max_requests and new_requests > 0 and requests + new_requests - max_requests or 0
 local tokens_over = max_tokens and taken + tokens - max_tokens or 0
+local held = 0 -- leases of this request
+if max_jobs and num_jobs <= max_jobs then
+  for place = 1, num_jobs do
+    if redis.call('ZSCORE', jobs, lease_of(id, place)) then held = held + 1 end
+  end
+end
 local verdict, wait = 'in', 0
-if redis.call('ZSCORE', admissions, id) then
+if redis.call('ZSCORE', admissions, entry) then
   verdict = 'in' -- asked again, because the answer was lost
 elseif max_tokens and tokens > max_tokens then
   verdict = 'too large'
@@ -35,11 +42,11 @@ elseif max_jobs and num_jobs > max_jobs then
 elseif requests_over > 0 or tokens_over > 0 then
   verdict = requests_over > 0 and 'requests' or 'tokens'
   wait = wait_for(requests_over, tokens_over)
-elseif max_jobs and redis.call('ZCARD', jobs) + num_jobs > max_jobs then
+elseif max_jobs and redis.call('ZCARD', jobs) - held + num_jobs > max_jobs then
   verdict = 'jobs'
 else
-  charge(admissions, charges, id, now, window, tokens)
-  requests, taken = requests + 1, taken + tokens
+  charge(admissions, charges, entry, now, window, tokens)
+  requests, taken = requests + new_requests, taken + tokens
   if max_jobs then
     for place = 1, num_jobs do redis.call('ZADD', jobs, stamp(now + lease), lease_of(id, place)) end
     redis.call('EXPIRE', jobs, lease)

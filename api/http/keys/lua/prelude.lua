@@ -1,6 +1,6 @@
 -- What all scripts of limits share, behind `clock` and `stamp` (tasks/connection/redis_clock.py); contract/keys.py has the keys.
---   admissions  zset: id of a request → when it was let in. What a request took beyond its reservation, after it had
---               left the window, stands there as 'x' .. id.
+--   admissions  zset: id of a request → when it was let in. Its tokens are there as 'x' .. id, from when they were
+--               charged. What it took beyond that, after those had left the window, is there as 'xx' .. id.
 --   charges     hash: the same ids → tokens; and the sums over the window, 'requests' and 'tokens'
 --   jobs        zset: a lease for each job of a request that runs → when it ends
 
@@ -34,8 +34,8 @@ local function charged(admissions, charges, now, window)
     end
     redis.call('ZREM', admissions, unpack(old))
     redis.call('HDEL', charges, unpack(old))
-    redis.call('HINCRBY', charges, 'requests', -requests)
-    redis.call('HINCRBY', charges, 'tokens', -tokens)
+    redis.call('HINCRBY', charges, 'requests', 0 - requests) -- no "-0", which is not an integer for Redis
+    redis.call('HINCRBY', charges, 'tokens', 0 - tokens)
   end
   local sums = redis.call('HMGET', charges, 'requests', 'tokens')
   return tonumber(sums[1] or 0), tonumber(sums[2] or 0)

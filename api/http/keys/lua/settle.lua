@@ -1,15 +1,15 @@
--- A request has ended: it is charged for what it took, and its leases are over. A second time changes nothing.
+-- A request has ended: it is charged for the tokens that it took, and its leases are over. A second time changes nothing.
 -- KEYS: admissions, charges, jobs. ARGV: id, tokens that were reserved, tokens that it took, its jobs, window (s), time or ''.
 local admissions, charges, jobs = KEYS[1], KEYS[2], KEYS[3]
 local id, reserved, tokens = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local num_jobs, window, now = tonumber(ARGV[4]), tonumber(ARGV[5]), clock(ARGV[6])
-local excess = 'x' .. id
+local entry, excess = 'x' .. id, 'xx' .. id
 
 for place = 1, num_jobs do redis.call('ZREM', jobs, lease_of(id, place)) end
 charged(admissions, charges, now, window)
-if redis.call('ZSCORE', admissions, id) then
-  redis.call('HINCRBY', charges, 'tokens', tokens - tonumber(redis.call('HGET', charges, id) or 0))
-  redis.call('HSET', charges, id, tokens)
+if redis.call('ZSCORE', admissions, entry) then
+  redis.call('HINCRBY', charges, 'tokens', tokens - tonumber(redis.call('HGET', charges, entry) or 0))
+  redis.call('HSET', charges, entry, tokens)
 elseif tokens > reserved and not redis.call('ZSCORE', admissions, excess) then
   charge(admissions, charges, excess, now, window, tokens - reserved)
 end

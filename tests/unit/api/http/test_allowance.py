@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
+
+import pytest
 
 from cellama.api.http.allowance import LEAST_TOKENS, rest_of_context, tokens_of, within_limit
 from cellama.config import limits
@@ -29,3 +32,16 @@ def test_answers_of_a_request_have_a_quarter_of_a_limit_together() -> None:
 
 def test_tokens_of_contents_are_estimated_together() -> None:
     assert tokens_of("ab", "cdef", "gh") == 2
+    assert tokens_of([1, 2, 3], [[4, 5], [6]]) == 8
+    assert 25 <= tokens_of([{"role": "user", "content": "x" * 100}]) <= 35
+    assert tokens_of(None, 1.5, {}, []) == 2
+
+
+@pytest.mark.parametrize("content", [[1] * 200_000, [[1, 2]] * 10_000, "x" * 10_000_000])
+def test_contents_are_not_copied_to_estimate_their_tokens(content: Any) -> None:
+    tracemalloc.start()
+    try:
+        assert tokens_of(content) > 20_000
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()

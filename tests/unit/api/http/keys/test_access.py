@@ -75,7 +75,7 @@ def test_many_requests_at_once_are_few_questions_for_redis(run: Run, monkeypatch
         callers = await asyncio.gather(*(access.authenticate(bearer(key)) for _ in range(1000)))
         assert {caller.tenant for caller in callers} == {"acme"}
         assert 1 <= len(questions) <= 1000 / MOST_AT_ONCE + 2
-        asked = asyncio.gather(*(access.admit(caller, "tiny", 1) for caller in callers), return_exceptions=True)
+        asked = asyncio.gather(*map(access.admit, callers), return_exceptions=True)
         assert [type(answer) for answer in await asked].count(ApiError) == 400
         assert not redis.connection_pool._in_use_connections
         assert len(redis.connection_pool._available_connections) <= 2  # `last used` is written meanwhile
@@ -150,14 +150,17 @@ def test_last_use_of_a_key_is_kept(run: Run) -> None:
     run(ask)
 
 
-def test_model_that_the_key_may_not_ask_for_is_forbidden_and_costs_nothing(run: Run) -> None:
+def test_model_and_adapter_that_the_key_may_not_ask_for_are_forbidden(run: Run) -> None:
     async def ask(redis: Redis) -> None:
-        key, _ = await kept(redis, models=["tiny"], requests_per_minute=1)
-        access = KeyAccess(redis)
-        caller = await access.authenticate(bearer(key))
-        error = await refusal(access.admit(caller, "big", 1))
-        assert (error.status, error.code, error.param) == (403, "model_not_allowed", "model")
-        await access.admit(caller, "tiny", 1)
+        key, _ = await kept(redis, models=["tiny"], adapters=["pirate"])
+        caller = await KeyAccess(redis).authenticate(bearer(key))
+        with pytest.raises(ApiError) as model:
+            caller.check_model("big")
+        assert (model.value.status, model.value.code, model.value.param) == (403, "model_not_allowed", "model")
+        with pytest.raises(ApiError) as adapter:
+            caller.check_adapters("poet")
+        found = (adapter.value.status, adapter.value.code, adapter.value.param)
+        assert found == (403, "adapter_not_allowed", "adapters")
 
     run(ask)
 
@@ -167,7 +170,8 @@ def test_limits_are_told_as_openai_does_and_refused_with_a_time(run: Run) -> Non
         key, entry = await kept(redis, requests_per_minute=1, tokens_per_minute=100)
         access = KeyAccess(redis)
         caller = await access.authenticate(bearer(key))
-        admission = await access.admit(caller, "tiny", 40)
+        admission = await access.admit(caller)
+        await admission.reserve(40)
         assert admission.headers == {
             "x-ratelimit-limit-requests": "1",
             "x-ratelimit-remaining-requests": "0",
@@ -178,16 +182,36 @@ def test_limits_are_told_as_openai_does_and_refused_with_a_time(run: Run) -> Non
         }
         await admission.end(10)
         await admission.end(10)
-        error = await refusal(access.admit(caller, "tiny", 40))
+        error = await refusal(access.admit(caller))
         assert (error.status, error.code) == (429, "rate_limit_exceeded")
         wait_ms = int(error.headers["retry-after-ms"])
         assert 0 < wait_ms <= 60_000
         assert int(error.headers["retry-after"]) == math.ceil(wait_ms / 1000)
         assert error.headers["x-ratelimit-remaining-tokens"] == "90"
         assert f"{entry.id} is at its limit: 1 of 1 requests" in error.message
-        hopeless = await refusal(access.admit(caller, "tiny", 101))
+        await KeyStore(redis).write(entry.model_copy(update={"requests_per_minute": 2}))
+        again = await access.admit(await access.authenticate(bearer(key)))
+        hopeless = await refusal(again.reserve(101))
         assert (hopeless.status, hopeless.headers["x-should-retry"]) == (429, "false")
         assert "retry-after" not in hopeless.headers
+
+    run(ask)
+
+
+def test_tokens_of_a_request_are_charged_and_given_back_when_it_ends(run: Run) -> None:
+    async def ask(redis: Redis) -> None:
+        key, _ = await kept(redis, tokens_per_minute=100)
+        access = KeyAccess(redis)
+        caller = await access.authenticate(bearer(key))
+        first = await access.admit(caller)
+        await first.reserve(80)
+        second = await access.admit(caller)
+        assert "80 of 100 tokens per minute are taken" in (await refusal(second.reserve(30))).message
+        await second.end(0)
+        await first.end(10)
+        third = await access.admit(caller)
+        await third.reserve(90)
+        assert third.headers["x-ratelimit-remaining-tokens"] == "0"
 
     run(ask)
 
@@ -197,13 +221,13 @@ def test_job_that_ends_while_its_request_is_cancelled_makes_room(run: Run) -> No
         key, _ = await kept(redis, concurrent_jobs=1)
         access = KeyAccess(redis)
         caller = await access.authenticate(bearer(key))
-        admission = await access.admit(caller, "tiny", 1)
-        assert "1 jobs at the same time" in (await refusal(access.admit(caller, "tiny", 1))).message
+        admission = await access.admit(caller)
+        assert "1 jobs at the same time" in (await refusal(access.admit(caller))).message
         ending = asyncio.create_task(admission.end(1))
         await asyncio.sleep(0)
         ending.cancel()
         await admission.end(1)
-        await access.admit(caller, "tiny", 1)
+        await access.admit(caller)
 
     run(ask)
 
@@ -216,7 +240,9 @@ def test_gateway_without_keys_is_open_to_whom_it_says_and_not_through_a_proxy(ru
         for headers in (here, {**here, "authorization": "Bearer none"}):
             caller = await access.authenticate(headers)
             assert caller == Caller()
-        assert (await access.admit(caller, "tiny", 10**9)).headers == {}
+        admission = await access.admit(caller)
+        await admission.reserve(10**9)
+        assert admission.headers == {}
         wrong = ({"host": "evil.example"}, {"host": "["}, {"host": "127.0.0.1.evil.example"}, {"host": ""}, {})
         for headers in (*wrong, {**here, "x-forwarded-for": "203.0.113.7"}):
             assert (await refusal(access.authenticate(headers))).status == 403
@@ -252,8 +278,8 @@ def test_keys_of_a_file_are_all_that_there_are(run: Run, tmp_path: Path) -> None
         path.write_text(as_toml(entry))
         caller = await access.authenticate(bearer(key))
         assert caller.tenant == "file"
-        await access.admit(caller, "tiny", 1)
-        assert (await refusal(access.admit(caller, "tiny", 1))).status == 429
+        await access.admit(caller)
+        assert (await refusal(access.admit(caller))).status == 429
         assert (await refusal(access.authenticate(bearer(elsewhere)))).status == 401
 
     run(ask)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import HealthCheck, given, settings
@@ -32,8 +33,15 @@ class Asked:
         self.limiter = Limiter(redis, self.clock)
         self.entry = key_and_entry(**limits)[1]
 
-    async def admit(self, num_tokens: int = 1) -> tuple[Reservation, Verdict]:
-        return await self.limiter.admit(self.entry, num_tokens)
+    async def admit(self, num_tokens: int = 1, num_jobs: int = 1) -> tuple[Reservation, Verdict]:
+        """What a gateway does: first the request, then what its body asks for; the end of one that is refused."""
+        reserved, verdict = await self.limiter.admit(self.entry)
+        if verdict.is_in:
+            reserved = replace(reserved, num_tokens=num_tokens, num_jobs=num_jobs)
+            verdict = await self.limiter.reserve(self.entry, reserved)
+            if not verdict.is_in:
+                await self.limiter.settle(reserved, 0)
+        return reserved, verdict
 
     async def said(self, num_tokens: int = 1) -> str:
         return (await self.admit(num_tokens))[1].said
@@ -75,13 +83,13 @@ def test_tokens_are_reserved_and_settled_by_what_was_used(run: Run) -> None:
 
 def test_tokens_beyond_a_reservation_count_also_after_its_minute(run: Run) -> None:
     async def ask(redis: Redis) -> None:
-        asked = Asked(redis, tokens_per_minute=100, requests_per_minute=1)
+        asked = Asked(redis, tokens_per_minute=100, requests_per_minute=2)
         first, _ = await asked.admit(10)
         asked.clock.now += 3 * WINDOW_S
         await asked.limiter.settle(first, 90)
         await asked.limiter.settle(first, 90)
         _, refused = await asked.admit(30)
-        assert (refused.said, refused.num_tokens, refused.num_requests) == ("tokens", 80, 0)
+        assert (refused.said, refused.num_tokens, refused.num_requests) == ("tokens", 80, 1)
         assert await asked.said(20) == "in"
 
     run(ask)
@@ -116,15 +124,44 @@ def test_jobs_at_the_same_time_hold_leases_that_end_with_them_or_with_their_gate
 def test_request_of_several_jobs_holds_a_lease_for_each(run: Run) -> None:
     async def ask(redis: Redis) -> None:
         asked = Asked(redis, concurrent_jobs=5)
-        first, _ = await asked.limiter.admit(asked.entry, 1, 3)
-        said = [(await asked.limiter.admit(asked.entry, 1, number))[1].said for number in (3, 6, 2, 1)]
+        first, _ = await asked.admit(1, 3)
+        said = [(await asked.admit(1, number))[1].said for number in (3, 6, 2, 1)]
         assert said == ["jobs", "too many", "in", "jobs"]
         asked.clock.now += LEASE_S - 1
         await asked.limiter.renew()
         asked.clock.now += LEASE_S - 1
         assert await asked.said() == "jobs"
         await asked.limiter.settle(first, 1)
-        assert (await asked.limiter.admit(asked.entry, 1, 3))[1].is_in
+        assert (await asked.admit(1, 3))[1].is_in
+
+    run(ask)
+
+
+def test_request_counts_as_a_job_before_its_body_is_read_and_once_afterwards(run: Run) -> None:
+    async def ask(redis: Redis) -> None:
+        asked = Asked(redis, concurrent_jobs=2, requests_per_minute=100)
+        first, _ = await asked.limiter.admit(asked.entry)
+        second, _ = await asked.limiter.admit(asked.entry)
+        assert await asked.said() == "jobs"
+        assert (await asked.limiter.reserve(asked.entry, first)).is_in
+        assert (await asked.limiter.reserve(asked.entry, replace(second, num_jobs=2))).said == "jobs"
+        await asked.limiter.settle(first, 0)
+        assert (await asked.limiter.reserve(asked.entry, replace(second, num_jobs=2))).is_in
+        assert await asked.said() == "jobs"
+
+    run(ask)
+
+
+def test_request_is_charged_once_when_its_body_comes_after_its_minute(run: Run) -> None:
+    async def ask(redis: Redis) -> None:
+        asked = Asked(redis, requests_per_minute=1, tokens_per_minute=100)
+        slow, _ = await asked.limiter.admit(asked.entry)
+        asked.clock.now += WINDOW_S
+        verdict = await asked.limiter.reserve(asked.entry, replace(slow, num_tokens=60))
+        assert (verdict.said, verdict.num_requests, verdict.num_tokens) == ("in", 0, 60)
+        await asked.limiter.settle(replace(slow, num_tokens=60), 10)
+        _, verdict = await asked.admit(90)
+        assert (verdict.said, verdict.num_requests, verdict.num_tokens) == ("in", 1, 100)
 
     run(ask)
 
@@ -185,11 +222,15 @@ def test_limiter_says_what_brute_force_says(run: Run, steps: list[tuple[str, int
                 elif num_tokens > reserved.num_tokens:
                     log.append([asked.clock.now, num_tokens - reserved.num_tokens, 0])
                 continue
-            fits = sum(entry[2] for entry in inside) < 4 and sum(entry[1] for entry in inside) + num_tokens <= 100
+            num_requests, num_taken = (sum(entry[at] for entry in inside) for at in (2, 1))
             reserved, verdict = await asked.admit(num_tokens)
-            assert verdict.is_in == fits
+            if num_requests >= 4 or num_taken > 100:
+                assert not verdict.is_in
+                continue
+            log.append([asked.clock.now, 0, 1])
+            assert verdict.is_in == (num_taken + num_tokens <= 100)
             if verdict.is_in:
-                log.append([asked.clock.now, num_tokens, 1])
+                log.append([asked.clock.now, num_tokens, 0])
                 running.append((reserved, log[-1]))
 
     run(ask)

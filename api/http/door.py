@@ -1,0 +1,120 @@
+"""The way in of every request: who it comes from, what it is charged before its body is read, how slow it may be."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cellama.tasks.contract.json_values import shorten
+
+from .callers import MAKE_ONE, Caller, Unlimited
+from .errors import ApiError
+from .gateway import Gateway, gateway_of
+from .visit import RETRY_S, Visit
+
+READING = ("GET", "HEAD", "OPTIONS")  # methods that change nothing
+MIN_BYTES_PER_S = 8 << 10  # of a body: what comes more slowly uses up `gateway_body_timeout_s`
+
+
+class Visits:
+    """Gives each request a Visit, and ends it with the request; a body that comes too slowly ends in 408."""
+
+    def __init__(self, app: ASGIApp, gateway: Gateway) -> None:
+        self._app = app
+        self._gateway = gateway
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        visit = Visit(self._gateway.room)
+        scope.setdefault("state", {})["visit"] = visit
+        try:
+            await self._app(scope, in_time(receive, self._gateway.settings.gateway_body_timeout_s), send)
+        finally:
+            visit.leave()
+            if not isinstance(visit.admission, Unlimited):  # else no job of it has begun
+                self._gateway.afterwards(visit.hand_over().end(0))
+
+
+def in_time(receive: Receive, timeout_s: float) -> Receive:
+    """`receive` that raises ApiError (408) for a body that stays behind MIN_BYTES_PER_S for more than this time. Only
+    waiting for the client counts."""
+    left_s, is_whole = timeout_s, False
+
+    async def receive_in_time() -> Message:
+        nonlocal left_s, is_whole
+        if is_whole:
+            return await receive()
+        began_at = time.monotonic()
+        try:
+            async with asyncio.timeout(left_s):
+                message = await receive()
+        except TimeoutError:
+            raise ApiError(
+                408,
+                f"the body came too slowly: more than {timeout_s:g} s behind {MIN_BYTES_PER_S} bytes per second "
+                "(gateway_body_timeout_s); send it faster, or send less",
+                code="slow_body",
+                headers={"connection": "close"},
+            ) from None
+        earned_s = len(message.get("body", b"")) / MIN_BYTES_PER_S
+        left_s = min(timeout_s, left_s - (time.monotonic() - began_at) + earned_s)
+        is_whole = not message.get("more_body", False)
+        return message
+
+    return receive_in_time
+
+
+def visit_of(request: Request) -> Visit:
+    """That of the request."""
+    visit: Visit = request.state.visit
+    return visit
+
+
+async def caller_of(request: Request) -> Caller:
+    """Who the request comes from. Raises ApiError: 401, 403, or 503 while there are too many requests."""
+    gateway = gateway_of(request)
+    limit = gateway.settings.gateway_max_requests
+    if gateway.counts.num_in_flight > limit:
+        raise ApiError(
+            503,
+            f"{limit} requests are being handled, which is the limit (gateway_max_requests); send this one again soon",
+            code="overloaded",
+            retry_after_s=RETRY_S,
+        )
+    caller = await gateway.access.authenticate(request.headers)
+    if caller.key_id is None and caller.tenant is None:
+        check_origin(request, gateway.settings.gateway_cors_origins)
+    return caller
+
+
+async def charged(request: Request) -> Caller:
+    """Who the request comes from, once it is charged as one request. Raises ApiError: 401, 403, 429, 503."""
+    caller = await caller_of(request)
+    visit_of(request).admission = await gateway_of(request).access.admit(caller)
+    return caller
+
+
+def check_origin(request: Request, allowed: Sequence[str]) -> None:
+    """Raise ApiError (403) for a change that a page of another site asks for. Without keys nothing else tells such a
+    request from one of the user's own programs."""
+    if request.method in READING:
+        return
+    origin = request.headers.get("origin")
+    if "*" in allowed or origin in allowed:
+        return
+    is_foreign = origin is not None and urlsplit(origin).netloc != request.headers.get("host", "").lower()
+    if is_foreign or request.headers.get("sec-fetch-site") == "cross-site":
+        page = "a page of another site" if origin is None else f"a page of {shorten(origin)}"
+        raise ApiError(
+            403,
+            f"{page} may change nothing on a gateway without keys; name its origin in gateway_cors_origins, "
+            f"or {MAKE_ONE}",
+            code="origin_not_allowed",
+        )

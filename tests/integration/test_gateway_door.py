@@ -1,0 +1,243 @@
+"""What a request costs before its body is known, and what slow or large ones are bounded by: gateway processes, keys,
+no worker."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from cellama.api.http.asking import MAX_VALUES
+from cellama.api.machine.redis_server import RedisServer
+
+from ..conftest import PATIENCE_S, empty_database, wait_until
+from ..gateways import GatewayProcess
+from .test_gateway_keys import make_key
+
+JSON = {"content-type": "application/json"}
+CHAT = "/v1/chat/completions"
+Start = Callable[..., GatewayProcess]
+
+
+@pytest.fixture
+def start(redis_server: RedisServer, tmp_path: Path) -> Iterator[Start]:
+    """Starts a gateway on an empty database; with `keys` (their fields) it has their texts as `keys`."""
+    with empty_database(redis_server, 11) as url, ExitStack() as ending:
+
+        def start(keys: list[dict[str, Any]] | None = None, **settings: Any) -> GatewayProcess:
+            texts = [asyncio.run(make_key(url, **fields)).text for fields in keys or []]
+            own = {f"CELLAMA_{name.upper()}": str(value) for name, value in settings.items()}
+            gateway = GatewayProcess(tmp_path, url, **own)
+            ending.callback(gateway.stop)
+            gateway.keys = [{"authorization": f"Bearer {text}"} for text in texts]  # type: ignore[attr-defined]
+            return gateway.wait_ready("/health")
+
+        yield start
+
+
+def keys_of(gateway: GatewayProcess) -> list[dict[str, str]]:
+    keys: list[dict[str, str]] = gateway.keys  # type: ignore[attr-defined]
+    return keys
+
+
+class Sender:
+    """A client that sends a request piece by piece."""
+
+    def __init__(self, gateway: GatewayProcess) -> None:
+        self._socket = socket.create_connection(("127.0.0.1", gateway.port), timeout=PATIENCE_S)
+
+    def begin(self, headers: dict[str, str], size: int, path: str = CHAT) -> Sender:
+        """The head of a request with a body of that size, and its first byte."""
+        lines = {"host": "127.0.0.1", **JSON, **headers, "content-length": str(size)}
+        head = f"POST {path} HTTP/1.1\r\n" + "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+        self.send(head.encode() + b"\r\n{")
+        return self
+
+    def send(self, data: bytes) -> None:
+        self._socket.sendall(data)
+
+    def rest(self) -> str:
+        """All that comes until the gateway closes the connection."""
+        parts = []
+        while part := self._socket.recv(1 << 16):
+            parts.append(part)
+        return b"".join(parts).decode()
+
+    def is_closed(self, data: bytes) -> bool:
+        """Whether the gateway has closed the connection, to which this data is sent before."""
+        try:
+            self.send(data)
+            return self._socket.recv(1 << 16, socket.MSG_DONTWAIT) == b""
+        except BlockingIOError:
+            return False
+        except ConnectionError:
+            return True
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+@pytest.fixture
+def sender() -> Iterator[Callable[[GatewayProcess], Sender]]:
+    with ExitStack() as closing:
+
+        def connect(gateway: GatewayProcess) -> Sender:
+            sender = Sender(gateway)
+            closing.callback(sender.close)
+            return sender
+
+        yield connect
+
+
+def refusal(answer: httpx.Response) -> tuple[int, str | None]:
+    return answer.status_code, answer.json()["error"]["code"]
+
+
+def test_body_that_is_refused_costs_a_request(start: Start) -> None:
+    gateway = start([{"requests_per_minute": 3}])
+    [key] = keys_of(gateway)
+    token_ids = b'{"model": "tiny", "prompt": [' + b"1," * MAX_VALUES + b"1]}"
+    refused = [
+        gateway.post("/v1/completions", content=token_ids, headers={**JSON, **key}),
+        gateway.post(CHAT, content=b"{", headers={**JSON, **key}),
+        gateway.post("/v1/files", headers=key),
+    ]
+    assert [answer.status_code for answer in refused] == [400, 400, 415]
+    assert f"more than {MAX_VALUES} values" in refused[0].json()["error"]["message"]
+    for path in ("/v1/completions", CHAT, "/v1/files", "/v1/batches", "/v1/embeddings", "/v1/responses", "/tokenize"):
+        answer = gateway.post(path, content=b"{}", headers={**JSON, **key})
+        assert refusal(answer) == (429, "rate_limit_exceeded")
+        assert 0 < int(answer.headers["retry-after"]) <= 60
+    assert gateway.get("/v1/models", headers=key).status_code == 200
+
+
+def test_request_counts_as_a_job_while_its_body_comes(start: Start, sender: Callable[[GatewayProcess], Sender]) -> None:
+    gateway = start([{"concurrent_jobs": 1}])
+    [key] = keys_of(gateway)
+    slow = sender(gateway).begin(key, 2)
+
+    def post() -> httpx.Response:
+        return gateway.post(CHAT, content=b"{}", headers={**JSON, **key})
+
+    wait_until(lambda: post().status_code == 429, "a refusal while another body comes")
+    slow.send(b"}")
+    wait_until(lambda: post().status_code == 400, "the end of the other request")
+
+
+def test_bodies_of_a_key_and_of_all_are_bounded(start: Start, sender: Callable[[GatewayProcess], Sender]) -> None:
+    gateway = start(
+        [{}, {"tenant": "b"}, {"tenant": "c"}], gateway_key_bodies_bytes=100_000, gateway_bodies_bytes=200_000
+    )
+    key, other, third = keys_of(gateway)
+    large = b'{"model": "' + b"x" * 80_000 + b'"}'
+
+    def post(who: dict[str, str]) -> tuple[int, str | None]:
+        answer = gateway.post(CHAT, content=large, headers={**JSON, **who})
+        assert answer.status_code < 429 or int(answer.headers["retry-after"]) >= 1
+        return refusal(answer)
+
+    unserved = post(key)
+    assert unserved[0] in (404, 503)
+    slow = [sender(gateway).begin(who, 90_000) for who in (key, other)]
+    slow[0].send(b" " * 70_000)
+    wait_until(lambda: post(key) == (429, "too_many_bytes"), "a refusal of the key's second large body")
+    assert post(other) == unserved
+    slow[1].send(b" " * 60_000)
+    wait_until(lambda: post(third) == (503, "overloaded"), "a refusal of any large body")
+    for one in slow:
+        one.close()
+    wait_until(lambda: post(key) == post(third) == unserved, "room again")
+
+
+def test_requests_at_once_are_bounded_and_health_is_answered(
+    start: Start, sender: Callable[[GatewayProcess], Sender]
+) -> None:
+    gateway = start(gateway_max_requests=1)
+    slow = sender(gateway).begin({}, 2)
+
+    def post() -> httpx.Response:
+        return gateway.post(CHAT, content=b"{}", headers=JSON)
+
+    wait_until(lambda: post().status_code == 503 and refusal(post()) == (503, "overloaded"), "a refusal")
+    assert gateway.get("/health").status_code == 200
+    slow.send(b"}")
+    wait_until(lambda: post().status_code == 400, "the end of the other request")
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\nx-slow: "])
+def test_connection_is_closed_when_its_head_comes_too_slowly(
+    start: Start, sender: Callable[[GatewayProcess], Sender], sent: bytes
+) -> None:
+    gateway = start(gateway_head_timeout_s=1)
+    slow, quick = sender(gateway), sender(gateway)
+    slow.send(sent)
+    quick.begin({"connection": "close"}, 2)
+    wait_until(lambda: slow.is_closed(sent and b"x"), "the end of the slow connection")
+    quick.send(b"}")  # its head was there in time
+    assert quick.rest().startswith("HTTP/1.1 400")
+
+
+def test_rest_of_a_body_that_was_refused_is_not_waited_for(
+    start: Start, sender: Callable[[GatewayProcess], Sender]
+) -> None:
+    gateway = start([{}], gateway_head_timeout_s=1)
+    slow = sender(gateway).begin({}, 1_000_000)
+    wait_until(lambda: slow.is_closed(b" "), "the end of the connection")
+
+
+def test_body_that_comes_too_slowly_is_408_and_its_connection_is_closed(
+    start: Start, sender: Callable[[GatewayProcess], Sender]
+) -> None:
+    gateway = start([{"concurrent_jobs": 1}], gateway_body_timeout_s=1)
+    [key] = keys_of(gateway)
+    for path in (CHAT, "/v1/messages"):
+        slow = sender(gateway).begin(key, 100, path)
+        head, _, body = slow.rest().partition("\r\n\r\n")
+        assert head.startswith("HTTP/1.1 408")
+        assert "gateway_body_timeout_s" in json.loads(body)["error"]["message"]
+    wait_until(
+        lambda: gateway.post(CHAT, content=b"{}", headers={**JSON, **key}).status_code == 400, "the end of its charge"
+    )
+
+
+PAGES: list[tuple[dict[str, str], int]] = [
+    ({"origin": "https://evil.example"}, 403),
+    ({"origin": "null"}, 403),
+    ({"origin": "http://127.0.0.1:1"}, 403),
+    ({"sec-fetch-site": "cross-site"}, 403),
+    ({"origin": "https://chat.example"}, 200),
+    ({"sec-fetch-site": "same-origin"}, 200),
+    ({}, 200),
+]
+
+
+def test_page_of_another_site_changes_nothing_without_keys(start: Start) -> None:
+    gateway = start(gateway_cors_origins="https://chat.example")
+    own = {"origin": gateway.url, "sec-fetch-site": "same-origin"}
+    form: dict[str, Any] = {"data": {"purpose": "batch"}, "files": {"file": ("in.jsonl", b"{}")}}
+    for headers, status in [*PAGES, (own, 200)]:
+        answer = gateway.post("/v1/files", headers=headers, **form)
+        assert answer.status_code == status, (headers, answer.text)
+        if status == 403:
+            assert answer.json()["error"]["code"] == "origin_not_allowed"
+            assert "gateway_cors_origins" in answer.json()["error"]["message"]
+    listed = gateway.get("/v1/files", headers={"origin": "https://evil.example"}).json()["data"]
+    assert len(listed) == sum(status == 200 for _, status in PAGES) + 1
+    path = f"/v1/files/{listed[0]['id']}"
+    for method, url in (("DELETE", path), ("POST", "/v1/batches/batch_x/cancel"), ("POST", CHAT)):
+        answer = httpx.request(method, gateway.url + url, headers={**JSON, "origin": "https://evil.example"})
+        assert answer.status_code == 403, (method, url)
+
+
+def test_pages_of_everywhere_may_use_a_key(start: Start) -> None:
+    gateway = start([{}])
+    [key] = keys_of(gateway)
+    answer = gateway.post(CHAT, content=b"{}", headers={**JSON, **key, "origin": "https://evil.example"})
+    assert answer.status_code == 400
