@@ -29,6 +29,7 @@ from cellama.tasks.calls.call_options import (
 )
 from cellama.tasks.calls.canvas_steps import refuse_step
 from cellama.tasks.calls.enqueue import PAGE_JOBS, Alike, Checked, enqueue, ranges
+from cellama.tasks.calls.step_routes import route_steps
 from cellama.tasks.connection.kombu_internals import PRODUCER_PARTS, require_parts, sends_what_follows_a_task
 from cellama.tasks.connection.redis_errors import reaching_redis
 from cellama.tasks.contract.errors import InvalidJob, JobFailed, RedisRefused, RedisUnreachable
@@ -46,7 +47,7 @@ from cellama.tasks.contract.shapes.results import Result
 from cellama.tasks.state.ledger import Ledger
 from cellama.tasks.state.records import Call
 
-from .app import app
+from .app import CellamaApp, app
 
 _INTERVALS = ("interval_start", "interval_step", "interval_max")
 # Options of a job whose message is like others (message_templates.py), and who may change what Celery publishes.
@@ -93,6 +94,7 @@ class JobTask(Task):  # type: ignore[misc]
         retry, policy = options.pop("retry", None), options.pop("retry_policy", None)
         try:
             refuse_eager(self.app)
+            route_steps(options, CellamaApp)
             job = self._check(args or (), kwargs or {}, options)
         except InvalidJob as error:
             if not steps_on:

@@ -181,6 +181,13 @@ def tell_each_app(tell: Callable[[Celery], None]) -> None:
             tell(app)
 
 
+def active_apps() -> list[Celery]:
+    """Return the Celery apps of this process."""
+    from celery._state import _get_active_apps
+
+    return list(_get_active_apps())
+
+
 def sends_what_follows_a_task() -> bool:
     """Whether Celery is just sending the next step of a canvas, in a worker of any app."""
     from celery.app.amqp import _callback_publish_retry

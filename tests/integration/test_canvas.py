@@ -20,7 +20,7 @@ from redis import Redis
 from cellama.api import AsyncClient, Client
 from cellama.api.machine.redis_server import RedisServer
 from cellama.tasks import app, chat, generate
-from cellama.tasks.contract.errors import JobFailed, ResultIgnored
+from cellama.tasks.contract.errors import InvalidJob, JobFailed, ResultIgnored
 from cellama.tasks.contract.names import queue_name
 from cellama.tasks.state.registry import live_workers
 
@@ -39,7 +39,7 @@ def users(worker: WorkerProcess, redis_server: RedisServer, tmp_path_factory: py
     log = (tmp_path_factory.mktemp("users") / "worker.log").open("wb")
     argv = [sys.executable, "-m", "celery", "-A", users_app.__name__, "worker", "-P", "solo", "-n", "users@%h"]
     process = subprocess.Popen(
-        [*argv, "--without-gossip", "--without-mingle"],
+        [*argv, "--without-gossip", "--without-mingle", "-Q", ",".join(users_app.QUEUES)],
         cwd=Path(__file__).parents[2],
         env=clean_environment(CELLAMA_REDIS_URL=redis_server.url),
         stdout=log,
@@ -113,6 +113,43 @@ def test_links_are_called_with_the_result_and_the_failure(users: Any, redis_clie
     assert job.get(timeout=PATIENCE_S)["text"] == story
     bad = generate.apply_async(("tiny", STORY), {**SHORT, "grammar": "no grammar"}, link_error=users.note_failure.s())
     wait_until(lambda: redis_client.get(f"test:failed:{bad.id}"), "the errback")
+
+
+def test_steps_go_where_their_app_routes_them_however_they_are_nested(
+    users: Any, redis_client: Redis, story: str
+) -> None:
+    """The worker of the app listens to none of the queues that cellama's workers know."""
+    job = generate.s("tiny", STORY, **SHORT)
+    told = chain(job, users.text_of.s())
+    nested = chain(job, group(users.text_of.s(), chain(generate.s(model="tiny", **SHORT), users.text_of.s())))
+    assert nested.apply_async().get(timeout=PATIENCE_S)[0] == story
+    inner = chord([told, chain(job, generate.s(model="tiny", **SHORT), users.text_of.s())], users.length.s())
+    assert chord([inner, job], users.length.s()).apply_async().get(timeout=PATIENCE_S) == 2
+    assert chain(chord([job, job], users.length.s()), users.echo.s()).apply_async().get(timeout=PATIENCE_S) == 2
+    by_name = users.app.signature(users.text_of.name)
+    assert chain(job, by_name).apply_async().get(timeout=PATIENCE_S) == story
+    assert not redis_client.exists("celery")  # Celery's default queue
+
+
+def test_step_with_a_priority_gets_one_that_its_worker_listens_to(users: Any) -> None:
+    """Kombu has four priorities unless an app says otherwise; cellama's workers have ten."""
+    for priority in range(10):
+        done = chord([generate.s("tiny", STORY, **SHORT)] * 2, users.length.s().set(priority=priority)).apply_async()
+        assert done.get(timeout=PATIENCE_S) == 2
+
+
+def test_queue_of_a_step_that_the_user_has_set_is_kept(users: Any, redis_client: Redis) -> None:
+    step = users.text_of.s().set(queue="shop.elsewhere")
+    generate.apply_async(("tiny", STORY), SHORT, link=step).get(timeout=PATIENCE_S)
+    wait_until(lambda: redis_client.llen("shop.elsewhere"), "the step in its queue")
+    redis_client.delete("shop.elsewhere")
+
+
+def test_step_whose_app_has_no_queue_for_it_is_refused_before_anything_is_queued(worker: WorkerProcess) -> None:
+    with Celery("strict", broker=app.conf.broker_url, set_as_current=False) as strict:
+        strict.conf.update(task_create_missing_queues=False, task_routes={"strict.*": {"queue": "nowhere"}})
+        with pytest.raises(InvalidJob, match=r"step strict\.next: Queue 'nowhere' missing from task_queues; name"):
+            generate.apply_async(("tiny", STORY), SHORT, link=strict.signature("strict.next"))
 
 
 def test_wrong_step_fails_and_the_job_before_it_stays_finished(

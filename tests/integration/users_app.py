@@ -17,6 +17,9 @@ BLOCKS: list[str] = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTA
 exec(BLOCKS[0])
 
 app: Celery = globals()["app"]
+# As in an application that has several kinds of workers: cellama's workers know nothing of this.
+app.conf.update(task_default_queue="shop", task_routes={f"{__name__}.text_of": {"queue": "shop.texts"}})
+QUEUES = ("shop", "shop.texts", "shop.lengths")
 GREEDY: dict[str, Any] = {"max_tokens": 8, "temperature": 0, "seed": 1}
 
 
@@ -25,7 +28,7 @@ def echo(text: str = "Once upon a time") -> str:
     return text
 
 
-@app.task
+@app.task(queue="shop.lengths")
 def length(results: list[dict[str, Any]]) -> int:
     return len(results)
 

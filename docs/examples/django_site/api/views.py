@@ -24,7 +24,7 @@ def submit(request: HttpRequest) -> HttpResponse:
     steps = chain(
         prompt_for.s(request.GET.get("animal", "fox")),
         generate.s(model="tiny", max_tokens=30, temperature=0),
-        title_of.s().set(queue="site"),  # cellama's workers don't know the routes of the site
+        title_of.s(),  # it goes to the queue of the site, by the site's settings
     )
     return JsonResponse({"id": steps.apply_async().id})
 
