@@ -18,6 +18,7 @@ from cellama.tasks.contract.payloads import parse_job
 from .rows import Columns, Row, rows_of_csv, rows_of_parquet
 
 Form = Literal["openai", "short"]
+LineId = str | int  # as it is in the input: 7 and "7" are two ids
 Format = Literal["auto", "jsonl", "text", "csv", "parquet"]
 _BY_SUFFIX: dict[str, Format] = {".txt": "text", ".csv": "csv", ".parquet": "parquet"}
 _KINDS: dict[str, tuple[LineKind, str]] = {  # the field that tells the kind of a short line, and the job's own name
@@ -36,7 +37,7 @@ class Line:
     """A line that can be run. `params` are those of its job; `number` counts from 1."""
 
     number: int
-    id: str
+    id: LineId
     form: Form
     kind: LineKind
     model: str
@@ -69,9 +70,10 @@ class BadLine:
     """A line that can't be run, and why."""
 
     number: int
-    id: str | None
+    id: LineId | None
     message: str
     columns: Mapping[str, Any] = field(default_factory=dict)
+    lacks_model: bool = False  # neither the line nor the run names a model
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,15 +150,21 @@ def _rows(stream: BinaryIO, format_: Format, columns: Columns, max_bytes: int) -
         return
     for number, raw in raw_lines(stream, max_bytes):
         try:
-            text = raw.decode().rstrip("\r\n") if isinstance(raw, bytes) else BadLine(number, None, raw)
+            text = raw.decode("utf-8-sig").rstrip("\r\n") if isinstance(raw, bytes) else BadLine(number, None, raw)
         except UnicodeDecodeError as error:
-            text = BadLine(number, None, f"it is not valid UTF-8 at byte {error.start}; convert the file")
+            text = BadLine(number, None, _not_utf8(error))
         yield number, text if isinstance(text, BadLine) else Row(str(number), text)
+
+
+def _not_utf8(error: UnicodeDecodeError) -> str:
+    return f"it is not valid UTF-8 at byte {error.start}; convert the file"
 
 
 def _from_json(number: int, raw: bytes, defaults: Defaults) -> Line | BadLine:
     try:
-        value = json.loads(raw)
+        value = json.loads(raw.decode("utf-8-sig"))  # of bytes, `loads` would guess the encoding
+    except UnicodeDecodeError as error:
+        return BadLine(number, None, _not_utf8(error))
     except (ValueError, RecursionError) as error:
         return BadLine(number, None, f"it is no JSON: {error}")
     if not isinstance(value, dict):
@@ -171,7 +179,7 @@ def _from_openai(number: int, value: dict[str, Any], defaults: Defaults) -> Line
     custom_id = value.get("custom_id")
     if custom_id is None:
         return BadLine(number, None, "custom_id is missing; each line needs one of its own")
-    if not _is_id(custom_id):
+    if not isinstance(custom_id, str) or not _is_id(custom_id):
         return BadLine(number, None, f"custom_id is {custom_id!r}; it must be a text")
     try:
         if value.get("method", "POST") != "POST":
@@ -184,10 +192,8 @@ def _from_openai(number: int, value: dict[str, Any], defaults: Defaults) -> Line
 
 def _checked(number: int, custom_id: Any, form: Form, given: dict[str, Any], defaults: Defaults) -> Line | BadLine:
     """The line, if its job would be accepted."""
-    if isinstance(custom_id, int) and not isinstance(custom_id, bool):
-        custom_id = str(custom_id)
     if not _is_id(custom_id):
-        return BadLine(number, None, f"its id is {custom_id!r}; it must be a text")
+        return BadLine(number, None, f"its id is {custom_id!r}; it must be a text or a whole number")
     found = [name for name in _KINDS if name in given]
     if len(found) != 1:
         what = " and ".join(found) if found else "none of them"
@@ -196,7 +202,8 @@ def _checked(number: int, custom_id: Any, form: Form, given: dict[str, Any], def
     params = {name: given[found[0]], **{key: value for key, value in given.items() if key != found[0]}}
     model = params.pop("model", None) or defaults.model
     if model is None:
-        return BadLine(number, custom_id, "it names no model; add one, or give the run one with --model")
+        message = "it names no model; add one, or give the run one with --model"
+        return BadLine(number, custom_id, message, lacks_model=True)
     known = LINE_JOBS[kind].model_fields
     params = {**{key: value for key, value in defaults.params.items() if key in known}, **params}
     try:
@@ -211,7 +218,7 @@ def _checked(number: int, custom_id: Any, form: Form, given: dict[str, Any], def
 def _is_id(value: Any) -> bool:
     """False also for a text with half a surrogate pair, which JSON can have and no file can."""
     if not isinstance(value, str):
-        return False
+        return isinstance(value, int) and not isinstance(value, bool)
     try:
         return bool(value.encode())
     except UnicodeEncodeError:
@@ -233,7 +240,7 @@ class Stored:
     """A line as the work file has it."""
 
     number: int
-    id: str
+    id: LineId
     form: str
     kind: LineKind
     model: str

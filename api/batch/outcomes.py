@@ -8,7 +8,7 @@ from typing import Any
 from .files import LineFile
 from .lines import Stored
 from .output_format import error_line, result_line
-from .progress import Progress
+from .progress import TOKENS, Progress
 from .work import TWIN, WorkFile
 
 LINES_PER_WRITE = 1000  # of those that end without a worker
@@ -32,8 +32,7 @@ class Outcomes:
 
     def keep(self, results: Ended, failures: Ended) -> None:
         """On disk first, then in the work file: a crash between the two is found by reading the output's end."""
-        self._write(results, failures)
-        self._count(results)
+        self._write(results, failures, computed=results)
         if self._merges:
             for line, result in results:
                 while twins := self._work.twins(line, LINES_PER_WRITE):
@@ -42,7 +41,12 @@ class Outcomes:
                 while twins := self._work.twins(line, LINES_PER_WRITE):
                     self._write([], [(twin, error) for twin in twins])
 
-    def _write(self, results: Ended, failures: Ended) -> None:
+    def _write(self, results: Ended, failures: Ended, computed: Ended | tuple[()] = ()) -> None:
+        """Tokens count of results that were `computed`: lines that take over another's result have cost none."""
+        tokens = {
+            name: getattr(self._progress, name) + sum(result["usage"][name] for _, result in computed)
+            for name in TOKENS
+        }
         outcomes = [(line, result_line(line, result)) for line, result in results]
         if not self._ordered:
             self._output.append([outcome for _, outcome in outcomes])
@@ -53,19 +57,14 @@ class Outcomes:
                 self._work.finish(line, outcome=kept)
             for line, _ in failures:
                 self._work.finish(line, failed=True)
-            self._work.note(output_size=self._output.size, errors_size=self._errors.size)
+            self._work.note(output_size=self._output.size, errors_size=self._errors.size, **tokens)
+        for name, count in tokens.items():
+            setattr(self._progress, name, count)
         self._progress.finished += len(results)
         self._progress.failed += len(failures)
         self._progress.in_flight = self._work.in_flight()
         if self._ordered:
             self.write_held()
-
-    def _count(self, results: Ended) -> None:
-        """Tokens that were computed for results; those of lines that took over another's are not."""
-        progress = self._progress
-        for _, result in results:
-            for name in ("prompt_tokens", "cached_tokens", "completion_tokens"):
-                setattr(progress, name, getattr(progress, name) + result["usage"][name])
 
     def write_held(self) -> None:
         """Results whose turn it is; all that a command before has held, if the order does not matter any more."""

@@ -8,7 +8,8 @@ from typing import Any
 from cellama.api.openai.batch_lines import failure_of, response_of
 from cellama.tasks.contract.shapes.results import with_messages
 
-from .lines import BadLine, Stored
+from .lines import BadLine, LineId, Stored
+from .progress import TOKENS
 
 
 def result_line(line: Stored, result: dict[str, Any]) -> dict[str, Any]:
@@ -20,6 +21,17 @@ def result_line(line: Stored, result: dict[str, Any]) -> dict[str, Any]:
     told = ("finish_reason", "stop_sequence", "choices", "logprobs", "shapes", "usage", "model", "seed", "finish_key")
     kept = {name: shaped[name] for name in (*names, *told) if shaped.get(name) is not None}
     return {"id": line.id, **kept, **_beside(line.columns)}
+
+
+def usage_of_line(value: Mapping[str, Any]) -> dict[str, int]:
+    """Return the token counts in a line of the output, in either form."""
+    if "response" not in value:
+        usage = value.get("usage") or {}
+        return {name: usage.get(name, 0) for name in TOKENS}
+    usage = value["response"]["body"].get("usage") or {}
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+    told = (usage.get("prompt_tokens", 0), cached, usage.get("completion_tokens", 0))
+    return dict(zip(TOKENS, told, strict=True))
 
 
 def error_line(line: Stored, error: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,7 +50,9 @@ def _beside(columns: Mapping[str, Any]) -> dict[str, Any]:
     return {"columns": columns} if columns else {}
 
 
-def _numbered(form: str, number: int, line_id: str | None, request_id: str, error: Mapping[str, Any]) -> dict[str, Any]:
+def _numbered(
+    form: str, number: int, line_id: LineId | None, request_id: str, error: Mapping[str, Any]
+) -> dict[str, Any]:
     if form == "openai":
         return {**failure_of(line_id, request_id, error), "line": number}
     return {"id": line_id, "line": number, "error": {"code": error["code"], "message": error["message"]}}

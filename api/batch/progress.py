@@ -5,10 +5,13 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+TOKENS = ("prompt_tokens", "cached_tokens", "completion_tokens")
+CLOCK_S = 1e-6  # the least that a rate divides by
+
 
 @dataclass(slots=True)
 class Progress:
-    """Where a run is."""
+    """Where a run is. Lines and tokens are those of all its commands, rates those of this one."""
 
     total: int = 0
     finished: int = 0
@@ -21,7 +24,8 @@ class Progress:
     ahead: int = 0  # jobs that get a slot before the first line
     notice: str = ""  # what it waits for, if it waits
     started_at: float = field(default_factory=time.monotonic)
-    already: int = 0  # lines that were done before this command
+    already: int = 0  # lines that had ended before this command
+    tokens_before: int = 0  # of `completion_tokens`, those of earlier commands
 
     @property
     def left(self) -> int:
@@ -34,6 +38,21 @@ class Progress:
         return time.monotonic() - self.started_at
 
     @property
+    def ended(self) -> int:
+        """Lines that this command has brought to an end."""
+        return self.finished + self.failed - self.already
+
+    @property
+    def generated(self) -> int:
+        """Tokens that this command has generated."""
+        return self.completion_tokens - self.tokens_before
+
+    @property
     def rate(self) -> float:
         """Generated tokens per second."""
-        return self.completion_tokens / max(0.5, self.seconds)  # the first moments say nothing
+        return self.generated / max(CLOCK_S, self.seconds)
+
+    @property
+    def line_rate(self) -> float:
+        """Lines per second."""
+        return self.ended / max(CLOCK_S, self.seconds)

@@ -18,7 +18,7 @@ ID_COLUMNS = ("custom_id", "id")  # that tell rows apart if nothing else is said
 class Row:
     """A row of a table. `columns` are all but those of the id and the prompt."""
 
-    id: str
+    id: str | int
     prompt: str
     columns: Mapping[str, Any] = field(default_factory=dict)
 
@@ -75,7 +75,12 @@ def rows_of_parquet(stream: BinaryIO, columns: Columns) -> Iterator[Row]:
 
 def _row(row: dict[str, Any], number: int, prompt: str, row_id: str | None) -> Row:
     others = {name: _plain(value) for name, value in row.items() if name not in (prompt, row_id)}
-    return Row(str(number) if row_id is None else _text(row[row_id]), _text(row[prompt]), others)
+    return Row(str(number) if row_id is None else _id(row[row_id]), _text(row[prompt]), others)
+
+
+def _id(value: Any) -> str | int:
+    """The id of a row: a whole number stays one."""
+    return value if isinstance(value, int) and not isinstance(value, bool) else _text(value)
 
 
 def _text(value: Any) -> str:
@@ -98,10 +103,20 @@ def _chosen(columns: Columns, names: list[str]) -> tuple[str, str | None]:
         raise InvalidJob(f"there is no column {row_id!r} for --id-column; the file has: {_listed(names)}")
     others = [name for name in names if name != row_id]
     prompt = others[0] if columns.prompt is None and len(others) == 1 else columns.prompt
-    if prompt not in names:
-        said = "no --column is given" if prompt is None else f"there is no column {prompt!r}"
-        raise InvalidJob(f"{said}; the file has: {_listed(names)}")
+    if prompt not in names or (columns.prompt is None and _other_separator(names)):
+        said = "no --column is given" if columns.prompt is None else f"there is no column {prompt!r}"
+        raise InvalidJob(f"{said}; the file has: {_listed(names)}{_separator_hint(names)}")
     return prompt, None if row_id == prompt and columns.id is None else row_id
+
+
+def _other_separator(names: list[str]) -> str:
+    """What separates the columns of a table that has only one by its commas; "" if nothing does."""
+    return next((mark for mark in ";\t|" if len(names) == 1 and mark in names[0]), "")
+
+
+def _separator_hint(names: list[str]) -> str:
+    mark = _other_separator(names)
+    return f"; its columns seem to be separated by {mark!r}, and must be by commas" if mark else ""
 
 
 def _listed(names: list[str]) -> str:

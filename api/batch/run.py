@@ -28,7 +28,7 @@ from cellama.tasks.state.bulk_runs import Batches
 from .files import LineFile
 from .lines import Stored
 from .outcomes import LINES_PER_WRITE, Ended, Outcomes
-from .progress import Progress
+from .progress import TOKENS, Progress
 from .serving import Serving
 from .work import FAILED, FINISHED, WorkFile
 
@@ -76,8 +76,14 @@ class BatchRun:
         self._on_progress = on_progress
         self.id = work.get("run_id")
         self.progress = Progress(total=sum(work.count(state) for state in range(5)))
-        self.progress.finished, self.progress.failed = work.count(FINISHED), work.count(FAILED)
+        self.progress.finished = work.count(FINISHED)
+        unreadable = int(work.get("unreadable", "0"))
+        self.progress.failed = work.count(FAILED) + unreadable
+        self.progress.total += unreadable
         self.progress.already = self.progress.finished + self.progress.failed
+        for name in TOKENS:
+            setattr(self.progress, name, int(work.get(name, "0")))
+        self.progress.tokens_before = self.progress.completion_tokens
         self._outcomes = Outcomes(work, output, errors, self.progress, ordered=ordered)
         self._chunks: dict[str, _Chunk] = {}
         self._serving = Serving(redis)
@@ -180,7 +186,7 @@ class BatchRun:
 
     def _jobs_ahead(self) -> int:
         """Of the chunk that is the first in the queue, while no line has come back."""
-        if self.progress.finished + self.progress.failed > self.progress.already:
+        if self.progress.ended:
             return 0
         try:
             return min((position_of(self._redis, name).ahead for name in self._chunks), default=0)
@@ -266,8 +272,7 @@ class BatchRun:
     def _tell(self, state: str) -> None:
         """A run goes on without Redis knowing of it; only who asks there sees an older state."""
         progress: Mapping[str, Any] = {
-            name: getattr(self.progress, name)
-            for name in ("total", "finished", "failed", "prompt_tokens", "cached_tokens", "completion_tokens")
+            name: getattr(self.progress, name) for name in ("total", "finished", "failed", *TOKENS)
         }
         try:
             self._batches.write(self.id, state=state, output=str(self._output.path.absolute()), **progress)

@@ -25,11 +25,12 @@ from cellama.tasks.state.bulk_runs import Batches
 from cellama.tasks.traces.carrier import NAMES
 from cellama.tasks.traces.gate import spanning
 
+from .checks import check_files
 from .files import LineFile, id_of, rewrite_without
 from .lines import BadLine, Defaults, Line, format_of, read_lines
 from .options import ONCE, STANDARD, BatchOptions, Summary
-from .output_format import bad_line
-from .progress import Progress
+from .output_format import bad_line, usage_of_line
+from .progress import TOKENS, Progress
 from .rows import Columns
 from .run import BatchRun
 from .serving import check_model
@@ -70,23 +71,30 @@ def run_batch(
     Results for stdout are printed as they come, and errors on stderr unless they have a file; such a run can't go on.
     """
     check_model(redis, options.model)
+    check_files(options)
     to_stdout = options.output == STANDARD
     with _disk_errors(options), contextlib.ExitStack() as opened:
         output = options.output
         if to_stdout:
             output = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="cellama-batch-"))) / "output.jsonl"
         paths = paths_of(output, options.errors)
+        is_new = options.overwrite or not paths.work.exists()
         work = opened.enter_context(contextlib.closing(_open_work(paths, options)))
         opened.enter_context(_told(Batches(redis), work.get("run_id"), options, paths))
         error_echo = sys.stderr.fileno() if to_stdout and options.errors is None else None
-        errors = opened.enter_context(contextlib.closing(_read_input(work, options, paths, on_read, error_echo)))
+        try:
+            lines = _read_input(work, options, paths, on_read, error_echo)
+        except InvalidJob:
+            if is_new:  # nothing of it has begun
+                work.remove()
+            raise
+        opened.callback(_drop_if_empty, paths.errors)
+        errors = opened.enter_context(contextlib.closing(lines))
         echo = sys.stdout.fileno() if to_stdout else None
         results = opened.enter_context(contextlib.closing(_open_output(work, paths, echo)))
         run = BatchRun(
             redis, app, work, results, errors, options.deadline_s, ordered=options.ordered, on_progress=on_progress
         )
-        run.progress.failed += int(work.get("unreadable", "0"))
-        run.progress.total += int(work.get("unreadable", "0"))
         try:
             with _traced(work):
                 state = run.run()
@@ -142,6 +150,11 @@ def _told(batches: Batches, run_id: str, options: BatchOptions, paths: Paths) ->
         raise
 
 
+def _drop_if_empty(path: Path) -> None:
+    if path.is_file() and not path.stat().st_size:
+        path.unlink()
+
+
 def _open_work(paths: Paths, options: BatchOptions) -> WorkFile:
     """The work file of this output. Raises InvalidJob if the output is not that of such a run."""
     if options.overwrite:
@@ -180,10 +193,14 @@ def _read_input(work: WorkFile, options: BatchOptions, paths: Paths, on_read: On
         with work.reading():
             work.note(options=_stored(options))
             count = 0
+            without_model = 0
             for count, line in enumerate(_lines_of(options), start=1):
                 _note(work, line, options, unreadable)
+                without_model += isinstance(line, BadLine) and line.lacks_model
                 if count % LINES_PER_WORD == 0:
                     on_read(count)
+            if count and without_model == count:
+                raise InvalidJob("no line names a model; give the run one with --model")
             _check_reading(work, count, options, paths)
             work.note(unreadable=unreadable.count)
             if options.retry_failed:
@@ -205,8 +222,6 @@ def _read_input(work: WorkFile, options: BatchOptions, paths: Paths, on_read: On
 def _lines_of(options: BatchOptions) -> Iterator[Line | BadLine]:
     max_bytes = get_settings().max_payload_bytes
     path = None if options.input == STANDARD else options.input
-    if path is not None and not path.is_file():
-        raise InvalidJob(f"there is no file {str(path)!r}; check the path")
     stream: BinaryIO = sys.stdin.buffer if path is None else path.open("rb")
     with stream:
         defaults, columns = Defaults(options.model, options.params), Columns(options.column, options.id_column)
@@ -252,11 +267,22 @@ def _open_output(work: WorkFile, paths: Paths, echo: int | None) -> LineFile:
         raise InvalidJob(
             f"{str(paths.output)!r} is shorter than this run has left it; put it back, or say --overwrite to begin anew"
         )
-    work.finish_by_id(str(id_of(value)) for value in output.lines(known))
     with work.transaction():
+        _take_over(work, output, known)
         work.forget_outdated()
         work.note(output_size=output.size)
     return output
+
+
+def _take_over(work: WorkFile, output: LineFile, start: int) -> None:
+    """Note results that the output has from a byte on: a crash came before the work file had them."""
+    tokens = {name: int(work.get(name, "0")) for name in TOKENS}
+    for value in output.lines(start):
+        if work.finish_by_id(id_of(value)):
+            for name, count in usage_of_line(value).items():
+                tokens[name] += count
+    work.note(**tokens)
+    work.find_twins()
 
 
 def _stored(options: BatchOptions) -> str:

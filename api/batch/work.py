@@ -10,10 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .lines import Line, Stored
+from .lines import Line, LineId, Stored
 
 PENDING, IN_FLIGHT, FINISHED, FAILED, TWIN = range(5)  # a twin waits for what becomes of an identical line
 LINES_PER_TRANSACTION = 2000  # of a first reading
+IDS_ARE_JSON = 1  # the version of files whose ids are JSON, so that 7 and "7" are two; in older ones they are texts
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT);
 CREATE TABLE IF NOT EXISTS outdated (id TEXT PRIMARY KEY);
@@ -51,6 +52,12 @@ class WorkFile:
             self._db.executescript(_SCHEMA)
             if "columns" not in {row[1] for row in self._db.execute("PRAGMA table_info(lines)")}:  # an older file
                 self._db.execute("ALTER TABLE lines ADD COLUMN columns TEXT NOT NULL DEFAULT '{}'")
+            if self._db.execute("PRAGMA user_version").fetchone()[0] < IDS_ARE_JSON:
+                self._db.create_function("as_json", 1, _written)
+                with self.transaction():
+                    self._db.execute("UPDATE lines SET id = as_json(id)")
+                    self._db.execute("UPDATE outdated SET id = as_json(id)")
+                    self._db.execute(f"PRAGMA user_version = {IDS_ARE_JSON}")
         except BaseException:
             self._db.close()
             raise
@@ -99,17 +106,18 @@ class WorkFile:
         earlier line with the same content.
         """
         self._save_now_and_then()
-        known = self._db.execute("SELECT number, hash, state FROM lines WHERE id = ?", (line.id,)).fetchone()
+        line_id = _written(line.id)
+        known = self._db.execute("SELECT number, hash, state FROM lines WHERE id = ?", (line_id,)).fetchone()
         if known is not None and known[0] > 0:
             return int(known[0])
         if known is not None and known[1] == line.hash:
-            row = (line.number, merge, json.dumps(line.columns), line.id)
+            row = (line.number, merge, json.dumps(line.columns), line_id)
             self._db.execute("UPDATE lines SET number = ?, merges = ?, columns = ? WHERE id = ?", row)
             return None
         if known is not None and known[2] in (IN_FLIGHT, FINISHED):
-            self._db.execute("INSERT OR IGNORE INTO outdated VALUES (?)", (line.id,))
-        self._db.execute("DELETE FROM lines WHERE id = ?", (line.id,))
-        texts = (line.id, line.hash, line.form, line.kind, line.model, line.key, json.dumps(line.params))
+            self._db.execute("INSERT OR IGNORE INTO outdated VALUES (?)", (line_id,))
+        self._db.execute("DELETE FROM lines WHERE id = ?", (line_id,))
+        texts = (line_id, line.hash, line.form, line.kind, line.model, line.key, json.dumps(line.params))
         names = "number, id, hash, form, kind, model, key, params, merges, columns"
         values = (line.number, *texts, merge, json.dumps(line.columns))
         self._db.execute(f"INSERT INTO lines ({names}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
@@ -130,13 +138,17 @@ class WorkFile:
         gone = "SELECT id FROM lines WHERE number < 0 AND state IN (?, ?)"
         self._db.execute(f"INSERT OR IGNORE INTO outdated {gone}", (IN_FLIGHT, FINISHED))
         self._db.execute("DELETE FROM lines WHERE number < 0")
+        self.find_twins()
+
+    def find_twins(self) -> None:
+        """Let lines wait for identical ones that have not ended, and for no other ones."""
+        self._pending = None
         self._db.execute("UPDATE lines SET state = 0 WHERE state = ?", (TWIN,))
         self._db.execute(
             "UPDATE lines SET state = ? WHERE state = 0 AND merges AND EXISTS (SELECT 1 FROM lines AS first WHERE "
             "first.merges AND first.hash = lines.hash AND first.number < lines.number AND first.state IN (0, 1, 4))",
             (TWIN,),
         )
-        self._pending = None
 
     def retry_failed(self) -> None:
         """Lines that have failed wait again."""
@@ -145,7 +157,8 @@ class WorkFile:
     def is_outdated(self, line_id: Any = None) -> bool:
         """True for an id whose result is not wanted any more, without one if there are any; until `forget_outdated`."""
         query = "SELECT 1 FROM outdated WHERE id = coalesce(?, id) LIMIT 1"
-        return self._db.execute(query, (line_id,)).fetchone() is not None
+        key = None if line_id is None else _written(line_id)
+        return self._db.execute(query, (key,)).fetchone() is not None
 
     def forget_outdated(self) -> None:
         """The output has their results no more."""
@@ -153,8 +166,11 @@ class WorkFile:
 
     def has_failed(self, line_id: Any) -> bool:
         """True for a line that has failed for good."""
-        row = self._db.execute("SELECT state FROM lines WHERE id = ?", (line_id,)).fetchone()
-        return row is not None and row[0] == FAILED
+        return self._state_of(_written(line_id)) == FAILED
+
+    def _state_of(self, key: str) -> int | None:
+        row = self._db.execute("SELECT state FROM lines WHERE id = ?", (key,)).fetchone()
+        return None if row is None else int(row[0])
 
     # Planning
 
@@ -246,19 +262,25 @@ class WorkFile:
         query = f"SELECT {_LINE} FROM lines WHERE state = 0 AND tries >= ?"
         return [_stored(row) for row in self._db.execute(query, (max_tries,))]
 
-    def finish_by_id(self, ids: Iterable[str]) -> int:
-        """Lines that the output has, although this file does not know it; returns how many there were."""
+    def finish_by_id(self, line_id: Any) -> bool:
+        """Note that the output has the result of a line.
+
+        Return True if this file did not know of the result, and the result was computed for this very line.
+        """
+        key = _written(line_id)
+        state = self._state_of(key)
         query = (
             "UPDATE lines SET state = 2, chunk = NULL, place = NULL, outcome = NULL WHERE id = ? "
             "AND (state IN (0, 1, 4) OR outcome IS NOT NULL)"
         )
-        return sum(self._db.execute(query, (id_,)).rowcount for id_ in ids)
+        self._db.execute(query, (key,))
+        return state in (PENDING, IN_FLIGHT)
 
-    def open_lines(self) -> Iterator[tuple[int, str]]:
+    def open_lines(self) -> Iterator[tuple[int, LineId]]:
         """Number and id of each line that has not ended, in order."""
-        yield from self._db.execute(
-            "SELECT number, id FROM lines WHERE number > 0 AND state NOT IN (?, ?) ORDER BY number", (FINISHED, FAILED)
-        )
+        query = "SELECT number, id FROM lines WHERE number > 0 AND state NOT IN (?, ?) ORDER BY number"
+        for number, key in self._db.execute(query, (FINISHED, FAILED)):
+            yield number, json.loads(key)
 
     def first_open(self, start: int) -> int | None:
         """The number of the first line from `start` on that has not ended; None if all have."""
@@ -286,7 +308,20 @@ class WorkFile:
     def close(self) -> None:
         self._db.close()
 
+    def remove(self) -> None:
+        """Close the file and delete it."""
+        self.close()
+        for path in (self.path, *(self.path.with_name(self.path.name + end) for end in ("-wal", "-shm"))):
+            path.unlink(missing_ok=True)
+
+
+def _written(line_id: Any) -> str:
+    """An id as the file has it."""
+    return json.dumps(line_id, ensure_ascii=False)
+
 
 def _stored(row: tuple[Any, ...]) -> Stored:
     number, id_, form, kind, model, params, tries, place, state, columns = row
-    return Stored(number, id_, form, kind, model, json.loads(params), tries, place, state, json.loads(columns))
+    return Stored(
+        number, json.loads(id_), form, kind, model, json.loads(params), tries, place, state, json.loads(columns)
+    )

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
@@ -27,7 +28,8 @@ class _Show:
         self._bar = bar
         self._events = events
         self._task: TaskID | None = None
-        self._next_word = 0.0
+        self._next_word = 0.0 if events is not None else time.monotonic() + LOG_S
+        self._notice = ""
 
     def reading(self, count: int) -> None:
         if self._bar is not None:
@@ -37,8 +39,8 @@ class _Show:
         if self._bar is not None:
             done = progress.finished + progress.failed
             self._bar.update(self._task_of(_words(progress)), completed=done, total=progress.total)
-        elif time.monotonic() >= self._next_word:
-            self._next_word = time.monotonic() + LOG_S
+        elif time.monotonic() >= self._next_word or (progress.notice and not self._notice):
+            self._next_word, self._notice = time.monotonic() + LOG_S, progress.notice
             if self._events is not None:
                 _print_event(self._events, {"type": "progress", **_numbers(progress)})
             else:
@@ -64,14 +66,18 @@ def showing(json: bool, to_stdout: bool) -> Iterator[_Show]:
 
 
 def _words(progress: Progress) -> str:
-    done = progress.finished + progress.failed - progress.already
-    left = progress.left / done * progress.seconds if done else None
-    parts = [f"{progress.rate:.0f} tok/s"]
-    if left is not None:
-        parts.append(f"about {left:.0f} s left")
+    parts = _rates(progress) if progress.ended else []
+    if progress.ended:
+        parts.append(f"about {progress.left / progress.line_rate:.0f} s left")
     if progress.failed:
         parts.append(f"{progress.failed} failed")
     return progress.notice or ", ".join(parts)
+
+
+def _rates(progress: Progress) -> list[str]:
+    """Lines per second, and tokens where some are generated: embeddings have none."""
+    lines = f"{progress.line_rate:.{0 if progress.line_rate >= 10 else 1}f} lines/s"
+    return [lines, f"{progress.rate:.0f} tok/s"] if progress.generated else [lines]
 
 
 def _numbers(progress: Progress) -> dict[str, Any]:
@@ -87,7 +93,8 @@ def _numbers(progress: Progress) -> dict[str, Any]:
         "completion_tokens",
     )
     values = {name: getattr(progress, name) for name in names}
-    return {**values, "rate": round(progress.rate, 1), "seconds": round(progress.seconds, 1), "notice": progress.notice}
+    rates = {"rate": round(progress.rate, 1), "line_rate": round(progress.line_rate, 1)}
+    return {**values, **rates, "seconds": round(progress.seconds, 1), "notice": progress.notice}
 
 
 def _events(to_stdout: bool) -> Console:
@@ -99,17 +106,33 @@ def _print_event(target: Console, event: dict[str, Any]) -> None:
     target.print(json_module.dumps(event), markup=False, highlight=False, soft_wrap=True)
 
 
-def summarise(summary: Summary, seconds: float, json: bool, to_stdout: bool) -> None:
+def summarise(summary: Summary, json: bool, to_stdout: bool) -> None:
     progress = summary.progress
     errors = None if summary.errors is None else str(summary.errors)
     if json:
         facts = {"type": "end", "id": summary.id, "state": summary.state, "errors": errors, **_numbers(progress)}
         _print_event(_events(to_stdout), facts)
         return
-    cached = f" ({progress.cached_tokens} of them cached)" if progress.cached_tokens else ""
-    err.print(
-        f"{summary.state}: {progress.finished} lines done, {progress.failed} failed; {progress.prompt_tokens} prompt "
-        f"tokens{cached}, {progress.completion_tokens} generated in {seconds:.1f} s, {progress.rate:.0f} per second"
-    )
+    err.print(_lines_of(summary), soft_wrap=True)
+    if progress.prompt_tokens:
+        cached = f" ({progress.cached_tokens} of them cached)" if progress.cached_tokens else ""
+        generated = f", {progress.completion_tokens} generated" if progress.completion_tokens else ""
+        err.print(f"[dim]tokens: {progress.prompt_tokens} in prompts{cached}{generated}[/]", soft_wrap=True)
     if errors and progress.failed:
-        err.print(f"[yellow]why lines failed is in {errors}[/]")
+        err.print(f"[yellow]the reasons for failed lines are in[/] {escape(errors)}", soft_wrap=True)
+
+
+def _lines_of(summary: Summary) -> str:
+    progress = summary.progress
+    counts = f"{_counted(progress.finished)} done, {progress.failed} failed"
+    if progress.failed and not progress.finished:
+        counts = f"all {_counted(progress.failed)} failed"
+    if summary.state == "completed" and not progress.ended:
+        return f"was complete already: {counts}"
+    before = f"; {progress.already} of them before" if progress.already else ""
+    speed = f" in {progress.seconds:.1f} s ({', '.join(_rates(progress))})" if progress.ended else ""
+    return f"{summary.state}: {counts}{before}{speed}"
+
+
+def _counted(lines: int) -> str:
+    return f"{lines} line" if lines == 1 else f"{lines} lines"

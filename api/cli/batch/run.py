@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
-import time
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +15,7 @@ from cellama.api.batch.options import STANDARD, BatchOptions
 from cellama.api.batch.start import options_of, run_batch
 from cellama.api.cli.generation import JsonOption
 from cellama.api.cli.options import with_bulk_options
-from cellama.api.cli.output import err
+from cellama.api.cli.output import called, err
 from cellama.tasks import app as celery_app
 from cellama.tasks.contract.codes import Exit
 
@@ -29,23 +29,25 @@ MergeOption = Annotated[
     bool, typer.Option("--merge-identical", help="Run identical lines once, if they are greedy or embeddings.")
 ]
 IdColumnOption = Annotated[
-    str | None, typer.Option(help="Of CSV or Parquet: where the ids are; default: id, else row numbers.")
+    str | None, typer.Option(help="Column of a CSV or Parquet file that has the ids; default: id, else row numbers.")
 ]
-OutputOption = Annotated[Path, typer.Option("--output", "-o", help="Results, one JSON object per line; - is stdout.")]
+OutputOption = Annotated[
+    Path, typer.Option("--output", "-o", help="File for results, a JSON object per line; - is stdout.")
+]
 
 
 @with_bulk_options
 def batch_run_command(
     input: Annotated[Path, typer.Argument(help="JSON lines, text with a prompt per line, CSV or Parquet; - is stdin.")],
     output: OutputOption,
-    model: Annotated[str | None, typer.Option("--model", "-m", help="For lines that name none.")] = None,
-    format: Annotated[str, typer.Option(help="auto (by the file's name), jsonl, text, csv, parquet.")] = "auto",
-    column: Annotated[str | None, typer.Option(help="Of CSV or Parquet: where the prompts are.")] = None,
+    model: Annotated[str | None, typer.Option("--model", "-m", help="Model for lines that name none.")] = None,
+    format: Annotated[str, typer.Option(help="Input format: auto (by its name), jsonl, text, csv, parquet.")] = "auto",
+    column: Annotated[str | None, typer.Option(help="Column of a CSV or Parquet file that has the prompts.")] = None,
     id_column: IdColumnOption = None,
-    form: Annotated[str, typer.Option(help="Of the results: auto (as each line came), openai, short.")] = "auto",
-    order: Annotated[str, typer.Option(help="Of the results: completion or input.")] = "completion",
-    errors: Annotated[Path | None, typer.Option(help="Where failed lines go; default: beside the output.")] = None,
-    deadline: Annotated[str | None, typer.Option(help="End the run after so long, for instance 90m or 12h.")] = None,
+    form: Annotated[str, typer.Option(help="Form of the results: auto (as each line came), openai, short.")] = "auto",
+    order: Annotated[str, typer.Option(help="Order of the results: completion, or that of the input.")] = "completion",
+    errors: Annotated[Path | None, typer.Option(help="File for failed lines; default: OUT.errors.jsonl.")] = None,
+    deadline: Annotated[str | None, typer.Option(help="Time after which the run ends, such as 90m or 12h.")] = None,
     merge_identical: MergeOption = False,
     retry_failed: RetryOption = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Begin anew, whatever the output has.")] = False,
@@ -90,18 +92,17 @@ def batch_resume_command(
 
 
 def _run(options: BatchOptions, json: bool) -> None:
-    started = time.monotonic()
     to_stdout = options.output == STANDARD
     try:
         with redis_here() as redis, showing(json, to_stdout) as show:
             summary = run_batch(redis, celery_app, options, show.reading, show.progress)
     except KeyboardInterrupt:
-        remedy = f"go on with[/]  cellama batch resume {options.output}"
-        err.print(
-            "\n[yellow]interrupted and ended; with -o FILE a run can go on[/]"
-            if to_stdout
-            else f"\n[yellow]interrupted; what is in flight is kept: {remedy}"
-        )
+        if to_stdout:
+            err.print("\n[yellow]interrupted and ended; with -o FILE a run can go on[/]")
+        else:
+            command = f"{called()} batch resume {shlex.quote(str(options.output))}"
+            err.print("\n[yellow]interrupted; what is in flight is kept. Resume with:[/]")
+            err.print(f"  {command}", markup=False, soft_wrap=True)
         raise
     except BrokenPipeError:
         raise typer.Exit(Exit.FAILED) from None  # who reads the results has enough
@@ -114,7 +115,7 @@ def _run(options: BatchOptions, json: bool) -> None:
         raise OSError(
             f"{error.filename or options.output}: {error.strerror}; {hint}: what was finished is kept"
         ) from None
-    summarise(summary, time.monotonic() - started, json, to_stdout)
+    summarise(summary, json, to_stdout)
     if summary.state != "completed" or summary.progress.failed:
         raise typer.Exit(Exit.FAILED)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from ...conftest import PATIENCE_S
@@ -13,8 +15,15 @@ from .conftest import Commands, StartWorker, stories
     [
         (["run", "nowhere.jsonl", "-o", "x.jsonl"], "there is no file 'nowhere.jsonl'"),
         (["run", "in.jsonl", "-o", "mine.jsonl"], "no run of this command has made it"),
-        (["run", "in.jsonl", "-o", "no/such/folder/x.jsonl"], "can't be written: unable to open"),
+        (
+            ["run", "in.jsonl", "-o", "no/such/x.jsonl"],
+            "there is no directory 'no/such'; create it, or",
+        ),
         (["run", "in.jsonl", "-o", "/proc/x.jsonl"], "'/proc/x.jsonl.work' can't be written"),
+        (["run", "in.jsonl", "-o", "x.parquet", "--overwrite"], "as JSON lines, not as parquet, so 'x.parquet' is"),
+        (["run", "utf16.jsonl", "-o", "x.jsonl", "--overwrite"], "'utf16.jsonl' is UTF-16 text, and must be text in"),
+        (["run", "in.jsonl", "-o", "x.jsonl"], "no line names a model; give the run one with --model"),
+        (["run", "prompts.txt", "-o", "x.jsonl"], "no line names a model; give the run one with --model"),
         (["run", "empty.jsonl", "-o", "x.jsonl"], "'empty.jsonl' has no lines; is it the right one?"),
         (["run", "in.jsonl", "-o", "x.jsonl", "--order", "random"], "must be one of completion, input"),
         (["run", "in.jsonl", "-o", "x.jsonl", "--deadline", "soon"], "'soon' is no time"),
@@ -27,8 +36,12 @@ def test_mistakes_are_told_before_anything_runs(commands: Commands, argv: list[s
     commands.write(stories(1))
     commands.write(['{"id": 1}'], name="mine.jsonl")
     commands.write(["", " "], name="empty.jsonl")
-    assert commands.start(*argv).wait(PATIENCE_S) != 0
-    assert any(part in commands.words() for part in message.split("|")), commands.log()
+    (commands.folder / "prompts.txt").write_text("Once\nHi\n")
+    (commands.folder / "utf16.jsonl").write_text(json.dumps(stories(1)[0]) + "\n", encoding="utf-16")
+    before = set(commands.folder.iterdir())
+    assert commands.start(*argv).wait(PATIENCE_S) == (1 if argv[0] == "status" else 2)
+    assert message in commands.words(), commands.log()
+    assert {path.name for path in set(commands.folder.iterdir()) - before} == {"command.log"}  # nothing has begun
 
 
 def test_giant_line_is_refused_and_the_others_are_done(start_worker: StartWorker, commands: Commands) -> None:
@@ -86,4 +99,4 @@ def test_model_that_nobody_serves_fails_its_lines_only(
     assert commands.end()["failed"] == 1
     commands.write([*stories(3, max_tokens=2), {"id": "lost", "prompt": "Once", "max_tokens": 2}])
     assert commands.run() == 0  # … before it is corrected
-    assert commands.errors() == []
+    assert not (commands.folder / "out.errors.jsonl").exists()

@@ -25,7 +25,7 @@ def test_client_runs_a_file_and_tells_how_it_goes(start_worker: StartWorker, com
             on_progress=lambda progress: seen.append(progress.finished),
         )  # fmt: skip
     assert (summary.state, summary.progress.finished, summary.errors) == ("completed", 5, None)
-    assert [each["id"] for each in commands.results()] == ["0", "1", "2", "3", "4"]
+    assert [each["id"] for each in commands.results()] == [0, 1, 2, 3, 4]
     assert seen[-1] == 5
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import signal
 import subprocess
 from typing import Any
@@ -80,6 +81,57 @@ def test_killed_command_and_workers_lose_and_double_nothing(
     results = commands.results()
     assert len(results) == 120
     assert {each["id"]: each["text"] for each in results} == undisturbed
+
+
+def test_ids_keep_their_types_through_results_errors_and_a_resume(
+    start_worker: StartWorker, commands: Commands
+) -> None:
+    start_worker()
+    lines: list[Any] = [{"id": line_id, "prompt": "Hi", "max_tokens": 2} for line_id in (7, "7", 2**64)]
+    commands.write([*lines, {"id": 8, "prompt": "word " * 3000}, {"id": 9, "prompt": ""}, {"id": 7, "prompt": "twice"}])
+    assert commands.run("--order", "input") == 1
+    assert [each["id"] for each in commands.results()] == [7, "7", 2**64]
+    assert {(each["id"], each["line"]) for each in commands.errors()} == {(8, 4), (9, 5), (7, 6)}
+    before = commands.output.read_text()
+    assert commands.start("resume", "out.jsonl", "--json").wait(PATIENCE_S) == 1
+    assert commands.output.read_text() == before
+    assert {each["id"] for each in commands.errors()} == {7, 8, 9}
+
+
+def test_tokens_of_all_commands_count_and_are_kept(
+    start_worker: StartWorker, commands: Commands, redis_client: Redis
+) -> None:
+    worker = start_worker()
+    lines = [*stories(2, max_tokens=4), *stories(40, max_tokens=20)[2:]]
+    tokens = 2 * 4 + 38 * 20
+    commands.write(lines)
+    with worker.slowed(0.05):
+        command = commands.start_run()
+        wait_until(lambda: commands.num_results() >= 2, "results")
+        command.kill()
+        command.wait()
+        assert commands.num_results() < 40
+    assert commands.start("resume", "out.jsonl", "--json").wait(PATIENCE_S) == 0, commands.log()
+    assert commands.end()["completion_tokens"] == tokens
+    (run,) = _runs(commands, redis_client)
+    assert (run["finished"], run["completion_tokens"]) == (40, tokens)
+    used = [each["usage"] for each in commands.results()]
+    for name in ("prompt_tokens", "cached_tokens", "completion_tokens"):
+        assert run[name] == sum(usage[name] for usage in used)
+    assert commands.run() == 0  # nothing is left to do
+    assert (commands.end()["completion_tokens"], commands.end()["rate"]) == (tokens, 0.0)
+    assert _runs(commands, redis_client)[0]["completion_tokens"] == tokens
+    assert commands.start("resume", "out.jsonl").wait(PATIENCE_S) == 0
+    assert "was complete already: 40 lines done, 0 failed" in commands.words()
+
+
+def test_run_of_embeddings_tells_lines_per_second(start_worker: StartWorker, commands: Commands, model: str) -> None:
+    start_worker()
+    commands.write([{"id": i, "text": f"a little fox {i}"} for i in range(20)])
+    assert commands.start("run", "in.jsonl", "-o", "out.jsonl", "-m", model).wait(PATIENCE_S) == 0
+    assert re.search(r"completed: 20 lines done, 0 failed in [\d.]+ s \([\d.]+ lines/s\)", commands.words())
+    assert re.search(r"tokens: \d+ in prompts$", commands.words())
+    assert not (commands.folder / "out.errors.jsonl").exists()
 
 
 def test_changed_lines_are_done_again_and_others_are_kept(start_worker: StartWorker, commands: Commands) -> None:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sqlite3
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from cellama.api.batch.files import LineFile, id_of, rewrite_without
-from cellama.api.batch.lines import Line, Stored
+from cellama.api.batch.lines import Line, LineId, Stored
 from cellama.api.batch.options import BatchOptions
+from cellama.api.batch.progress import TOKENS, Progress
 from cellama.api.batch.run import MAX_CHUNK_BYTES
 from cellama.api.batch.run import _that_fit as that_fit
 from cellama.api.batch.start import LINES_PER_WORD, paths_of
+from cellama.api.batch.start import _open_output as open_output
 from cellama.api.batch.start import _read_input as read_input
 from cellama.api.batch.work import FAILED, FINISHED, IN_FLIGHT, PENDING, TWIN, WorkFile
 from cellama.tasks.contract.chunks import room_bytes
@@ -23,7 +27,7 @@ from cellama.tasks.job_task import _written as check_size
 from cellama.tasks.state.records import Call
 
 
-def line(number: int, prompt: str, line_id: str | None = None, model: str = "m") -> Line:
+def line(number: int, prompt: str, line_id: LineId | None = None, model: str = "m") -> Line:
     return Line(number, line_id or f"id{number}", "short", "generate", model, {"prompt": prompt})
 
 
@@ -195,6 +199,68 @@ def test_id_that_stands_twice_is_told_with_the_earlier_line(work: WorkFile) -> N
         assert work.add(line(2, "b", "x")) == 1
 
 
+def test_ids_of_two_types_are_two(work: WorkFile) -> None:
+    big = 2**64 + 1
+    lines = [line(1, "a", 7), line(2, "b", "7"), line(3, "c", big)]
+    read(work, *lines)
+    assert list(work.open_lines()) == [(1, 7), (2, "7"), (3, big)]
+    assert work.finish_by_id(7)
+    assert work.finish_by_id(big)
+    assert list(work.open_lines()) == [(2, "7")]
+    assert [each.id for each in work.next_lines("m", 9)] == ["7"]
+    work.finish(work.next_lines("m", 9)[0], failed=True)
+    assert (work.has_failed("7"), work.has_failed(7)) == (True, False)
+    with work.reading():
+        assert work.add(line(1, "A", 7)) is None
+        assert work.add(line(2, "B", 7)) == 1
+        assert work.add(line(3, "B", "7")) is None
+    assert (work.is_outdated(7), work.is_outdated("7"), work.is_outdated(big)) == (True, False, True)
+
+
+def test_work_file_of_an_older_version_still_knows_its_lines(tmp_path: Path) -> None:
+    path = tmp_path / "old"
+    with contextlib.closing(WorkFile(path)) as work:
+        read(work, line(1, "a"), line(2, "b"))
+        work.finish(work.next_lines("m", 1)[0])
+    with contextlib.closing(sqlite3.connect(path)) as old:  # its ids are texts, as they were
+        old.executescript("UPDATE lines SET id = json_extract(id, '$'); PRAGMA user_version = 0")
+        assert old.execute("SELECT id FROM lines").fetchall() == [("id1",), ("id2",)]
+    for _ in range(2):
+        with contextlib.closing(WorkFile(path)) as work:
+            assert read(work, line(1, "a"), line(2, "b")) == set()
+            assert [each.id for each in work.next_lines("m", 9)] == ["id2"]
+
+
+def test_twin_of_a_line_whose_result_was_found_in_the_output_waits_no_more(work: WorkFile) -> None:
+    read(work, line(1, "a"), line(2, "a"), merge=True)
+    assert work.count(TWIN) == 1
+    work.finish_by_id("id1")  # a crash came before the second one got this result
+    work.find_twins()
+    assert [each.id for each in work.next_lines("m", 9)] == ["id2"]
+
+
+def test_tokens_of_results_that_only_the_output_has_are_counted_once(tmp_path: Path) -> None:
+    usage = {"prompt_tokens": 5, "cached_tokens": 3, "completion_tokens": 2}
+    body = {"usage": {"prompt_tokens": 7, "prompt_tokens_details": {"cached_tokens": 1}, "completion_tokens": 4}}
+    found = [{"id": "id1", "usage": usage}, {"custom_id": "id2", "response": {"body": body}}]
+    paths = paths_of(tmp_path / "out.jsonl")
+    paths.output.write_text("".join(json.dumps(value) + "\n" for value in found))
+    with contextlib.closing(WorkFile(paths.work)) as work:
+        for _ in range(2):
+            read(work, line(1, "a"), line(2, "b"), line(3, "c"))
+            open_output(work, paths, None).close()
+            assert [int(work.get(name)) for name in TOKENS] == [12, 4, 6]
+            assert list(work.open_lines()) == [(3, "id3")]
+
+
+@pytest.mark.parametrize(("seconds", "lines"), [(0.1, 3), (0.4, 4), (20.0, 1000)])
+def test_rates_are_those_of_this_command_however_short_it_is(seconds: float, lines: int) -> None:
+    progress = Progress(total=5000, finished=100 + lines, already=100, tokens_before=990, completion_tokens=990 + 29)
+    progress.started_at = time.monotonic() - seconds
+    assert progress.line_rate == pytest.approx(lines / seconds, rel=0.2)
+    assert progress.rate == pytest.approx(29 / seconds, rel=0.2)
+
+
 def test_results_wait_for_those_before_them(work: WorkFile) -> None:
     read(work, line(1, "a"), line(2, "b"), line(3, "c"), line(4, "d"))
     first, second, third, fourth = work.next_lines("m", 4)
@@ -216,7 +282,7 @@ def test_held_result_that_the_output_has_is_not_written_again(work: WorkFile) ->
     read(work, line(1, "a"), line(2, "b"))
     for each, outcome in zip(work.next_lines("m", 2), ("one", "two"), strict=True):
         work.finish(each, outcome=outcome)
-    assert work.finish_by_id(["id1"]) == 1  # a crash came between the output and this file
+    assert not work.finish_by_id("id1")  # a crash came between the output and this file, which had counted its tokens
     assert work.held(9) == [(2, "two")]
 
 

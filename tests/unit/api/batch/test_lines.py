@@ -61,6 +61,7 @@ def test_openai_lines_become_the_same_jobs() -> None:
     ("line", "message"),
     [
         (b"{broken", "it is no JSON"),
+        ({"custom_id": 7, "url": "/v1/completions", "body": {"prompt": "a"}}, "custom_id is 7; it must be a text"),
         (b'"text"', "it is str, not an object"),
         ({"max_tokens": 3}, "a line has one of prompt, messages, text, texts; this one has none of them"),
         ({"prompt": "a", "text": "b"}, "this one has prompt and text"),
@@ -92,7 +93,25 @@ def test_line_without_a_model_is_refused_if_the_run_has_none() -> None:
     assert "it names no model" in bad.message
 
 
-@pytest.mark.parametrize("line_id", ["", 1.5, None, ["a"], "half a pair: \ud800"])
+def test_line_in_another_encoding_is_refused_by_itself() -> None:
+    texts = {"utf-16-le": '{"prompt": "e"}', "latin-1": '{"prompt": "é"}', "utf-8-sig": '{"prompt": "é"}'}
+    utf16, latin, marked = read(*(text.encode(encoding) for encoding, text in texts.items()))
+    assert isinstance(utf16, BadLine)
+    assert isinstance(latin, BadLine)
+    assert "it is no JSON" in utf16.message
+    assert latin.message == "it is not valid UTF-8 at byte 12; convert the file"
+    assert isinstance(marked, Line)
+    (text,) = read("\ufeffé".encode(), format_="text")
+    assert text.params["prompt"] == "é"
+
+
+@pytest.mark.parametrize("line_id", [7, 0, -1, 2**64 - 1, "7", "é"])
+def test_id_keeps_its_type(line_id: Any) -> None:
+    (line,) = read({"id": line_id, "prompt": "x"})
+    assert (type(line.id), line.id) == (type(line_id), line_id)
+
+
+@pytest.mark.parametrize("line_id", ["", 1.5, True, None, ["a"], "half a pair: \ud800"])
 def test_id_that_is_no_text_is_refused(line_id: Any) -> None:
     body = {"url": "/v1/completions", "body": {"prompt": "x"}}
     for found in read({"id": line_id, "prompt": "x"}, {"custom_id": line_id, **body}):
@@ -111,8 +130,8 @@ def test_parquet_has_a_prompt_per_row(tmp_path: Path) -> None:
             return list(read_lines(file, "parquet", DEFAULTS, 10_000, Columns(column)))
 
     found = rows("question")
-    assert [(row.id, row.params["prompt"]) for row in found if isinstance(row, Line)] == [("7", "a"), ("9", "c")]
-    assert [(row.number, row.id) for row in found if isinstance(row, BadLine)] == [(2, "8")]
+    assert [(row.id, row.params["prompt"]) for row in found if isinstance(row, Line)] == [(7, "a"), (9, "c")]
+    assert [(row.number, row.id) for row in found if isinstance(row, BadLine)] == [(2, 8)]
     assert [row.columns for row in found] == [{"at": "2026-01-02"}] * 3
     with pytest.raises(InvalidJob, match="no --column is given; the file has: id, question, at"):
         rows(None)
@@ -159,9 +178,18 @@ def test_columns_are_refused_where_there_are_none_of_that_name() -> None:
         read({"prompt": "a"}, columns=Columns("prompt"))
 
 
+@pytest.mark.parametrize("columns", [ALL_COLUMNS, Columns("question")])
+@pytest.mark.parametrize("mark", [";", "\t"])
+def test_table_with_other_separators_than_commas_is_refused(columns: Columns, mark: str) -> None:
+    with pytest.raises(InvalidJob, match=r"its columns seem to be separated by '.*', and must be by commas"):
+        read(f"id{mark}question".encode(), f"1{mark}a".encode(), format_="csv", columns=columns)
+    (row,) = read(f"id{mark}question".encode(), b"a", format_="csv", columns=Columns(f"id{mark}question"))
+    assert row.params["prompt"] == "a"
+
+
 def test_id_of_a_line_is_never_that_of_another_line_that_has_none() -> None:
     lines = read({"prompt": "a"}, {"prompt": "b", "id": 1}, {"prompt": "c", "id": "1"})
-    assert [line.id for line in lines] == ["line-1", "1", "1"]
+    assert [line.id for line in lines] == ["line-1", 1, "1"]
 
 
 def test_columns_of_a_row_stand_beside_its_result_and_its_error(tmp_path: Path) -> None:
