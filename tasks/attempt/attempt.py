@@ -44,7 +44,7 @@ from cellama.tasks.state.foundation import Choice, Foundation, changed, foundati
 from cellama.tasks.state.history import Past, read_past
 from cellama.tasks.state.ledger import new_run
 from cellama.tasks.state.records import DEAD, Attempt
-from cellama.tasks.state.registry import KEPT_S, live_workers
+from cellama.tasks.state.registry import recent_workers
 
 from .celery_words import celery_end_of, settle, started_for_celery
 from .took import note_took
@@ -251,7 +251,7 @@ class JobAttempt:
         if begun.is_in(model):
             self.runtime.publisher.describe(self.attempt.run_id, begun.details())
             return begun
-        workers = self.reaching_redis(lambda: live_workers(self.runtime.redis, within_s=KEPT_S))
+        workers = self.reaching_redis(lambda: recent_workers(self.runtime.redis))
         if not may_come(workers, asked, begun):
             raise changed(asked)
         log.info("job %s waits for a worker with the model and the adapters that it began with", self.job_id)

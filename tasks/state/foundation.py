@@ -82,7 +82,7 @@ def _ready(model: Model) -> list[AdapterInfo]:
 
 
 def may_come(workers: Iterable[WorkerEntry], model_id: str, wanted: Foundation) -> bool:
-    """True if one of these workers has what it takes, or is loading what may be that."""
+    """True if one of these workers has, or had when it ended, what it takes, or was loading what may be that."""
     entries = [entry for worker in workers for entry in worker.models]
     served = [e for e in entries if e["id"] == model_id or (model_id == DEFAULT_MODEL and e["default"])]
     return any(entry["status"] == "loading" or wanted.is_served_by(entry) for entry in served)

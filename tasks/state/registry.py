@@ -34,12 +34,12 @@ log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 2.0
 STALE_S = 10.0
-KEPT_S = 60.0  # entries of workers that are gone: their successors may bring back what they had
+KEPT_S = 60.0  # entries of workers that are gone, however they ended: their successors may bring back what they had
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerEntry:
-    """A live worker, as it was `age_s` seconds before it was read.
+    """A worker, as it was `age_s` seconds before it was read.
 
     Times are unix seconds: `seen_at` by Redis' clock, the others by the worker's own.
     """
@@ -59,10 +59,16 @@ class WorkerEntry:
     pool: str = "default"
     wanted: list[WantedThing] = field(default_factory=list)  # what it shall have, has and lacks
     evicted: dict[str, float] = field(default_factory=dict)  # by model: when its cache was emptied last, by command
+    has_ended: bool = False  # in order; its entry is kept as that of a worker that was killed
 
 
-def live_workers(redis: Redis, within_s: float = STALE_S) -> list[WorkerEntry]:
-    """The workers whose last heartbeat is so fresh, by name."""
+def live_workers(redis: Redis) -> list[WorkerEntry]:
+    """Return the workers that run, by name: those whose last heartbeat is at most `STALE_S` old."""
+    return [worker for worker in recent_workers(redis, STALE_S) if not worker.has_ended]
+
+
+def recent_workers(redis: Redis, within_s: float = KEPT_S) -> list[WorkerEntry]:
+    """Return the workers that ran within the last seconds, by name, with those that have ended since."""
     pipeline = redis.pipeline(transaction=False)
     pipeline.time()
     pipeline.hgetall(WORKERS_KEY)
@@ -107,13 +113,14 @@ class Registration:
         self._worker = worker
         self._manager = manager
         self._started_at = time.time()
+        self._last: WorkerEntry | None = None  # as others have read it
         self._closing = False
         self._due = threading.Event()  # the next beat, without waiting for its time
         self._thread = threading.Thread(target=self._run, name="cellama-registry", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Takes the entry out."""
+        """Marks the worker as ended; others remove its entry after `KEPT_S`."""
         self._closing = True
         self._due.set()
         self._thread.join(timeout=HEARTBEAT_S)
@@ -127,8 +134,11 @@ class Registration:
             self._do_what_is_due()
             self._due.wait(HEARTBEAT_S)
             self._due.clear()
+        if self._last is None:
+            return
         try:
-            self._redis.hdel(WORKERS_KEY, self._worker)
+            ended = replace(self._last, has_ended=True, seen_at=redis_time(self._redis))
+            self._redis.hset(WORKERS_KEY, self._worker, json.dumps(asdict(ended)))
         except RedisError:
             log.warning("the worker's entry stays until it is stale: Redis does not answer")
 
@@ -150,20 +160,24 @@ class Registration:
         memory = cast(WorkerMemory, self._manager.memory())
         cores = cast(WorkerCores, self._manager.cores.report())
         totals = cast(Totals, asdict(self._manager.snapshot()))
-        told = (
-            models,
-            self._failures(),
-            memory,
-            cores,
-            totals,
-            seen_at,
-            0.0,
-            self._pool,
-            self._wanted(),
-            self._evicted(),
+        entry = WorkerEntry(
+            name=self._worker,
+            host=host,
+            pid=pid,
+            started_at=self._started_at,
+            at=now,
+            models=models,
+            failures=self._failures(),
+            memory=memory,
+            cores=cores,
+            totals=totals,
+            seen_at=seen_at,
+            pool=self._pool,
+            wanted=self._wanted(),
+            evicted=self._evicted(),
         )
-        entry = WorkerEntry(self._worker, host, pid, self._started_at, now, *told)
         self._redis.hset(WORKERS_KEY, self._worker, json.dumps(asdict(entry)))
+        self._last = entry
         stored: Any = self._redis.hgetall(WORKERS_KEY)
         found = {name: _entry_of(data) for name, data in stored.items()}
         stale = [name for name, other in found.items() if other is None or seen_at - other.seen_at > KEPT_S]

@@ -84,14 +84,19 @@ def start_worker(redis_server: RedisServer, tmp_path: Path, model: str) -> Itera
     started: list[WorkerProcess] = []
 
     def start(
-        slots: int = 4, strategy: str = pace.STRATEGY, step_s: float = 0.0, ready: bool = True, **settings: Any
+        slots: int = 4,
+        strategy: str = pace.STRATEGY,
+        step_s: float = 0.0,
+        ready: bool = True,
+        source: str = "bundled://tiny",
+        **settings: Any,
     ) -> WorkerProcess:
         """`step_s`: each step takes so long from the first one on. Not `ready`: it may end before it can be seen."""
         folder = tmp_path / str(len(started))
         folder.mkdir()
         if step_s:
             (folder / "pace").write_text(str(step_s))
-        models = [{"id": model, "source": "bundled://tiny", "n_parallel": slots, "threads": 1, "default": True}]
+        models = [{"id": model, "source": source, "n_parallel": slots, "threads": 1, "default": True}]
         models[0]["batch_strategy"] = strategy
         own = {f"CELLAMA_{name.upper()}": str(value) for name, value in settings.items()}
         worker = WorkerProcess(

@@ -11,12 +11,14 @@ from redis import Redis
 from cellama.api import Client
 from cellama.bench.harness import service
 from cellama.bench.harness.service import COUNTER_DIR, POISON_TOKENS
+from cellama.bench.models.synthetic import Shape, write_model
 from cellama.tasks import generate
 from cellama.tasks.contract import events
 from cellama.tasks.contract.errors import JobFailed, UnknownJob
 from cellama.tasks.contract.keys import DEAD_KEY, LEASES_KEY, job_key
 from cellama.tasks.state.ledger import Ledger, new_run
 from cellama.tasks.state.records import Entry
+from cellama.tasks.state.registry import live_workers
 
 from ..conftest import PATIENCE_S, wait_until
 from .conftest import LONG, MEDIUM, STORY, StartWorker, check_whole, read, wait_for_token
@@ -157,3 +159,26 @@ def test_job_does_not_go_on_with_the_tokens_of_another_model(
     with pytest.raises(JobFailed, match=f"began with another model or adapter under the name '{model}'") as caught:
         job.get(timeout=PATIENCE_S)
     assert (caught.value.code, caught.value.retryable) == ("model_changed", True)
+
+
+def test_job_of_a_worker_that_ended_in_order_waits_for_a_successor_with_its_weights(
+    start_worker: StartWorker, model: str, redis_client: Redis, tmp_path: Path
+) -> None:
+    """A worker with other weights under the same name does not end the job meanwhile, as after a kill."""
+    write_model(
+        tmp_path / "other.gguf", Shape(n_layer=1, n_embd=64, n_head=2, n_head_kv=2, n_ff=64, n_vocab=320), seed=1
+    )
+    first = start_worker(drain_s=0)
+    undisturbed = generate.delay(model, STORY, **LONG).get(timeout=PATIENCE_S)["text"]
+    with first.slowed():
+        job = generate.delay(model, STORY, **LONG)
+        wait_for_token(redis_client, job.id)
+        other = start_worker(source=str(tmp_path / "other.gguf"))
+        assert redis_client.hget(job_key(job.id), "state") == b"running"
+        first.process.terminate()
+        assert first.process.wait(PATIENCE_S) == 0, first.log()
+    assert first.process.pid not in [worker.pid for worker in live_workers(redis_client)]
+    wait_until(lambda: f"job {job.id} waits for a worker with the model" in other.log(), "the other worker's turn")
+    start_worker()
+    assert job.get(timeout=PATIENCE_S)["text"] == undisturbed
+    check_whole(read(redis_client, job.id), undisturbed)

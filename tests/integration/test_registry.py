@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from cellama.engine import CoreSharing, ManagerSnapshot
 from cellama.engine.models.totals import totals_of
 from cellama.tasks.contract.keys import WORKERS_KEY
 from cellama.tasks.state.bulk_runs import Batches
-from cellama.tasks.state.registry import Registration, live_workers
+from cellama.tasks.state.registry import KEPT_S, Registration, live_workers, recent_workers
 
 from ..conftest import wait_until
 
@@ -76,4 +78,18 @@ def test_worker_is_seen_until_it_ends_although_a_chore_fails(redis_client: Redis
             wait_until(lambda count=count: len(beats) >= count, f"{count} beats")
             registration.beat_now()
         assert seen()
-    wait_until(lambda: not seen(), "the end of its entry")
+    assert not seen()
+
+
+def test_worker_that_ended_is_kept_for_jobs_that_wait_for_a_successor_and_no_longer(redis_client: Redis) -> None:
+    name = f"w-{uuid.uuid4().hex[:8]}@host"
+    with registered(redis_client, name):
+        wait_until(lambda: redis_client.hexists(WORKERS_KEY, name), "the entry")
+    assert name not in [worker.name for worker in live_workers(redis_client)]
+    (kept,) = [worker for worker in recent_workers(redis_client) if worker.name == name]
+    assert kept.has_ended
+    old = replace(kept, seen_at=kept.seen_at - KEPT_S - 1)
+    redis_client.hset(WORKERS_KEY, name, json.dumps(asdict(old)))
+    assert name not in [worker.name for worker in recent_workers(redis_client)]
+    with registered(redis_client, f"{name}-2"):
+        wait_until(lambda: not redis_client.hexists(WORKERS_KEY, name), "the entry pruned")
