@@ -20,6 +20,8 @@ cellama:looked             string   when a worker last looked for ended leases
 cellama:batch:{run_id}     hash     a bulk run, as its command sees it; that command; TTL
 cellama:batches            zset     bulk runs by their last word; entries go with their TTL
 cellama:workers            hash     worker name → JSON entry; each worker its own, renewed every 2 s
+cellama:machine:{machine}  hash     worker name → JSON of its cores, for the workers of one machine; each worker its
+                                    own, renewed every 2 s; TTL of a minute
 cellama:wanted:pool:{pool} hash     what its workers shall have beside their settings; workers; TTL of 30 days
 cellama:wanted:worker:{worker} hash the same, of one worker alone
 cellama:trials:{worker}    hash     loads that it has begun and not ended; TTL of a day
@@ -75,6 +77,10 @@ UNACKED_INDEX_KEY = "cellama:kombu:unacked_index"
 UNACKED_MUTEX_KEY = "cellama:kombu:unacked_mutex"
 IGNORED_FIELD = "ignored"  # of a ledger entry: the job's result is not stored
 PRIORITY_WEIGHT = 1e11  # seconds; more than any time of submission
+
+
+def machine_key(machine: str) -> str:
+    return f"cellama:machine:{machine}"
 
 
 def wanted_key(whose: Literal["pool", "worker"], name: str) -> str:

@@ -16,7 +16,7 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from cellama.tasks.connection.redis_clock import redis_time, seconds_of
-from cellama.tasks.contract.keys import WORKERS_KEY
+from cellama.tasks.contract.keys import WORKERS_KEY, reaper_key
 from cellama.tasks.contract.shapes.workers import (
     CacheHit,
     LoadFailure,
@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 2.0
 STALE_S = 10.0
+PRUNE_S = 30.0  # one worker of all looks for entries that are too old; nobody waits for that
 KEPT_S = 60.0  # entries of workers that are gone, however they ended: their successors may bring back what they had
 
 
@@ -176,11 +177,19 @@ class Registration:
             wanted=self._wanted(),
             evicted=self._evicted(),
         )
-        self._redis.hset(WORKERS_KEY, self._worker, json.dumps(asdict(entry)))
+        with self._redis.pipeline(transaction=False) as pipeline:
+            pipeline.hset(WORKERS_KEY, self._worker, json.dumps(asdict(entry)))
+            pipeline.set(reaper_key("registry"), self._worker, nx=True, px=int(PRUNE_S * 1000))
+            _, prunes = pipeline.execute()
         self._last = entry
+        if prunes:
+            self._prune(seen_at)
+
+    def _prune(self, now: float) -> None:
+        """Remove the entries that are too old. It reads all of them, so the workers take turns."""
         stored: Any = self._redis.hgetall(WORKERS_KEY)
         found = {name: _entry_of(data) for name, data in stored.items()}
-        stale = [name for name, other in found.items() if other is None or seen_at - other.seen_at > KEPT_S]
+        stale = [name for name, other in found.items() if other is None or now - other.seen_at > KEPT_S]
         if stale:
             self._redis.hdel(WORKERS_KEY, *stale)
 

@@ -90,7 +90,8 @@ class Runtime:
         self._worker = worker
         self._reconciler: Reconciler | None = None
         self._reaper = Reaper(redis, self.ledger, store, settings.lease_s)
-        self._registration: Registration | None = None  # once it hears commands
+        self._registration: Registration | None = None  # once it hears commands, as the next one
+        self._neighbours: Neighbours | None = None
 
     def _start_watchers(self, worker: str) -> Watchers:
         try:
@@ -223,7 +224,7 @@ class Runtime:
         """Enters this worker into the registry; it takes jobs and commands now."""
         if self._registration is None and self._reconciler is not None:
             self._reaper.start()
-            neighbours = Neighbours(self.redis, self._worker, self.manager.cores)
+            self._neighbours = neighbours = Neighbours(self.redis, self._worker, self.manager.cores)
             chores = (
                 self._reconciler.look,
                 self._end_cancelled,
@@ -242,6 +243,8 @@ class Runtime:
         """
         if self._registration is not None:
             self._registration.close()
+        if self._neighbours is not None:
+            self._neighbours.close()
         self._reaper.close()
         self._record.end_trial(None)  # an orderly end is no fault of a load
         if save_until:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 import uuid
@@ -16,11 +17,15 @@ from redis import Redis
 
 from cellama.engine import CoreSharing, ManagerSnapshot
 from cellama.engine.models.totals import totals_of
-from cellama.tasks.contract.keys import WORKERS_KEY
+from cellama.engine.system.processors import machine_id
+from cellama.tasks.connection.redis_clock import redis_time
+from cellama.tasks.contract.keys import WORKERS_KEY, machine_key, reaper_key
+from cellama.tasks.state import registry
 from cellama.tasks.state.bulk_runs import Batches
-from cellama.tasks.state.registry import KEPT_S, Registration, live_workers, recent_workers
+from cellama.tasks.state.registry import KEPT_S, STALE_S, Registration, live_workers, recent_workers
+from cellama.tasks.worker.neighbours import Neighbour, Neighbours
 
-from ..conftest import wait_until
+from ..conftest import wait_until, worker_entry
 
 
 class Models:
@@ -91,5 +96,64 @@ def test_worker_that_ended_is_kept_for_jobs_that_wait_for_a_successor_and_no_lon
     old = replace(kept, seen_at=kept.seen_at - KEPT_S - 1)
     redis_client.hset(WORKERS_KEY, name, json.dumps(asdict(old)))
     assert name not in [worker.name for worker in recent_workers(redis_client)]
+    redis_client.delete(reaper_key("registry"))  # the workers of other tests take turns with this one
     with registered(redis_client, f"{name}-2"):
         wait_until(lambda: not redis_client.hexists(WORKERS_KEY, name), "the entry pruned")
+
+
+def test_work_of_a_beat_does_not_grow_with_the_workers_of_other_machines(
+    redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, read = f"w-{uuid.uuid4().hex[:8]}@host", []
+    entry_of = registry._entry_of
+    monkeypatch.setattr(registry, "_entry_of", lambda data: read.append(data) or entry_of(data))
+    far = {f"far-{number}@{name}": json.dumps(asdict(worker_entry(f"far-{number}@{name}"))) for number in range(200)}
+    redis_client.hset(WORKERS_KEY, mapping=far)
+    redis_client.set(reaper_key("registry"), "another worker", px=60_000)  # its turn
+    try:
+        neighbours, beats = Neighbours(redis_client, name, CoreSharing(list)), list[int]()
+        with registered(redis_client, name, neighbours.look, lambda: beats.append(1)) as registration:
+            for count in range(1, 11):
+                wait_until(lambda count=count: len(beats) >= count, f"{count} beats")
+                registration.beat_now()
+        assert read == []  # of 2000 entries and more
+    finally:
+        redis_client.hdel(WORKERS_KEY, *far)
+        redis_client.delete(reaper_key("registry"))
+
+
+def test_one_worker_of_many_prunes_in_each_period(redis_client: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    pruned: list[str] = []
+    prune = Registration._prune
+
+    def note(registration: Registration, now: float) -> None:
+        pruned.append(registration._worker)
+        prune(registration, now)
+
+    monkeypatch.setattr(Registration, "_prune", note)
+    redis_client.delete(reaper_key("registry"))
+    names = [f"w{number}-{uuid.uuid4().hex[:8]}@host" for number in range(5)]
+    with contextlib.ExitStack() as stack:
+        beats: list[str] = []
+        for name in names:
+            stack.enter_context(registered(redis_client, name, lambda name=name: beats.append(name)))
+        wait_until(lambda: set(beats) == set(names), "a beat of each")
+    assert len(pruned) <= 1  # none if a worker of another test was faster
+
+
+def test_neighbours_are_the_live_workers_of_the_same_machine(redis_client: Redis) -> None:
+    names = [f"{letter}-{uuid.uuid4().hex[:8]}@host" for letter in "abc"]
+    first, second = (Neighbours(redis_client, name, CoreSharing(list)) for name in names[:2])
+    key = machine_key(machine_id())
+    silent = Neighbour(names[2], "host", redis_time(redis_client) - STALE_S - 1, CoreSharing(list).report())
+    redis_client.hset(key, names[2], json.dumps(asdict(silent)))
+    redis_client.hset(key, "of another version", "{}")
+    for each in (first, second, first):
+        each.look()
+    assert len(first._cores._peers) >= 1
+    assert {names[0].encode(), names[1].encode()} <= set(redis_client.hkeys(key))
+    assert {names[2].encode(), b"of another version"}.isdisjoint(redis_client.hkeys(key))
+    assert 0 < redis_client.ttl(key) <= KEPT_S
+    second.close()
+    assert names[1].encode() not in redis_client.hkeys(key)
+    first.close()

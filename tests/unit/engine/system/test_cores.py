@@ -23,9 +23,7 @@ from cellama.engine.system.cores import (
     threads_beside,
 )
 from cellama.engine.system.processors import Reading, cpu_quota, machine_id, read
-from cellama.tasks.worker.neighbours import peers_of
-
-from ....conftest import worker_entry
+from cellama.tasks.worker.neighbours import Neighbour, peers_of
 
 
 @given(st.integers(0, 200), st.lists(st.integers(1, 64), min_size=1, max_size=12))
@@ -245,11 +243,14 @@ def test_quota_is_read_from_the_control_group(tmp_path: Path, files: dict[str, s
 
 def test_peers_are_workers_of_the_same_machine_that_share_a_processor() -> None:
     own_host = socket.gethostname()
-    entries = [
-        worker_entry("a", host=own_host, uses=1.5),
-        worker_entry("c", host="container"),
-        worker_entry("far", host=own_host, machine="another"),
-        worker_entry("pinned", host=own_host, processors=[2, 3]),
+
+    def neighbour(name: str, host: str, **cores: object) -> Neighbour:
+        return Neighbour(name, host, 0.0, {"processors": [0, 1], "wants": 2, "uses": 1.0, **cores})
+
+    others = [
+        neighbour("a", own_host, uses=1.5),
+        neighbour("c", "container"),
+        neighbour("pinned", own_host, processors=[2, 3]),
     ]
-    peers = peers_of("b", {"machine": "here", "processors": [0, 1]}, entries)
+    peers = peers_of("b", {"machine": "here", "processors": [0, 1]}, others)
     assert peers == [Peer(2, 1.5, same_quota=True, goes_first=True), Peer(2, 1.0)]
