@@ -20,7 +20,7 @@ import pytest
 from redis import Redis
 
 from cellama.api.client.registry_views import COUNTED
-from cellama.api.machine.redis_server import LOOPBACK, RedisServer, die_with_parent, free_port
+from cellama.api.machine.redis_server import LOOPBACK, RedisServer, die_with, free_port
 from cellama.api.machine.supervisor import worker_argv
 from cellama.bench.harness import pace
 from cellama.config import get_settings
@@ -117,7 +117,7 @@ class WorkerProcess:
                 env=environment,
                 stdout=log,
                 stderr=log,
-                preexec_fn=die_with_parent,  # however the test run ends
+                preexec_fn=die_with(os.getpid()),  # however the test run ends
             )
 
     def wait_ready(self) -> WorkerProcess:

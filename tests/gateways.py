@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from contextlib import AbstractContextManager
@@ -10,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from cellama.api.machine.redis_server import die_with_parent, free_port
+from cellama.api.machine.redis_server import die_with, free_port
 
 from .conftest import PATIENCE_S, clean_environment, end_process, wait_until
 
@@ -33,7 +34,7 @@ class GatewayProcess:
                 ),
                 stdout=log,
                 stderr=log,
-                preexec_fn=die_with_parent,
+                preexec_fn=die_with(os.getpid()),
             )
 
     def wait_ready(self, path: str = "/ready") -> GatewayProcess:

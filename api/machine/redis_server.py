@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -148,7 +149,7 @@ class RedisServer:
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                preexec_fn=die_with_parent,
+                preexec_fn=die_with(os.getpid()),
                 start_new_session=True,  # Ctrl-C in the terminal is for the owner, which stops Redis last
             )
         assert self.process.stdin is not None
@@ -238,12 +239,18 @@ def _write_private(path: Path, text: str) -> None:
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
-def die_with_parent() -> None:
-    """In a new child: asks Linux for SIGTERM when the parent goes, however it goes.
+def die_with(parent: int) -> Callable[[], None]:
+    """Return what a new child of the process `parent` runs before its program: Linux sends it SIGTERM when the parent
+    ends, however it ends.
 
-    Linux means the parent *thread*: start children from a thread that lives as long as they shall.
+    Linux means the parent *thread*: start children from a thread that lives as long as they should. The parent's id is
+    noted before the fork, because in a container it may be 1, which elsewhere means that the parent has ended.
     """
-    if _libc is not None:
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() == 1:  # it went before we asked
-            os._exit(1)
+
+    def ask() -> None:
+        if _libc is not None:
+            _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+            if os.getppid() != parent:  # it ended before we asked
+                os._exit(1)
+
+    return ask

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from cellama.tasks.contract.codes import Exit
 
-from .redis_server import die_with_parent
+from .redis_server import die_with
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class Child:
                 stdout=output,
                 stderr=subprocess.STDOUT if output else None,
                 start_new_session=True,
-                preexec_fn=die_with_parent,
+                preexec_fn=die_with(os.getpid()),
             )
         finally:
             if output is not None:
@@ -95,8 +95,19 @@ class Supervisor:
                 code = self._watch(child)
                 if code is not None:
                     return code
+            self._reap_orphans()
             self._wake.wait(POLL_S)
         return 0
+
+    def _reap_orphans(self) -> None:
+        """As PID 1, reads the exit codes of processes whose parent ended before them, or they would stay as zombies.
+
+        Children are left to their owner, which reads their codes: orphans behind one are next time's.
+        """
+        while os.getpid() == 1 and (ended := _next_ended()) is not None:
+            if any(child.process is not None and child.process.pid == ended for child in (*self._kept, *self.children)):
+                return
+            os.waitpid(ended, 0)
 
     def _watch(self, child: Child) -> int | None:
         """Replaces a dead child; returns an exit code when it must not come back."""
@@ -136,6 +147,7 @@ class Supervisor:
             while child.running and time.monotonic() < deadline:
                 for kept in self._kept:
                     self._watch(kept)
+                self._reap_orphans()
                 time.sleep(POLL_S)
             child.signal(signal.SIGKILL)
             if child.process is not None:
@@ -153,6 +165,15 @@ class Supervisor:
 
     def _on_signal(self, *_: object) -> None:
         self.ask_to_stop()
+
+
+def _next_ended() -> int | None:
+    """The id of a child of this process that has ended and whose exit code nobody has read; it stays unread."""
+    try:
+        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return None
+    return None if ended is None else ended.si_pid
 
 
 def worker_argv(name: str) -> list[str]:

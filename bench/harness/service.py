@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from cellama.api.machine.redis_server import RedisServer, die_with_parent, free_port
+from cellama.api.machine.redis_server import RedisServer, die_with, free_port
 from cellama.api.machine.supervisor import worker_argv
 from cellama.config import get_settings
 from cellama.engine.core.telemetry import Telemetry
@@ -201,7 +201,7 @@ class Service:
                     **self._own[name],
                     **(environment_of(ahead_s, self.folder / "clock") if ahead_s else {}),
                 },
-                preexec_fn=die_with_parent,
+                preexec_fn=die_with(os.getpid()),
             )
 
     def wait_ready(self) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from celery import Celery
 from celery.result import AsyncResult
 
-from cellama.api.machine.redis_server import RedisServer, die_with_parent
+from cellama.api.machine.redis_server import RedisServer, die_with
 from cellama.bench.harness.workloads import num_common
 
 URL, MODEL, THREADS, CONTEXT = "NAIVE_REDIS_URL", "NAIVE_MODEL", "NAIVE_THREADS", "NAIVE_CONTEXT"
@@ -56,7 +56,7 @@ def naive_worker(folder: Path, model: Path, *, processes: int, threads: int, con
     try:
         with (folder / "naive.log").open("wb") as log:
             process = subprocess.Popen(
-                argv, env={**os.environ, **own}, stdout=log, stderr=log, preexec_fn=die_with_parent, cwd=folder
+                argv, env={**os.environ, **own}, stdout=log, stderr=log, preexec_fn=die_with(os.getpid()), cwd=folder
             )
         try:
             yield lambda prompt, num_new: producer.send_task(TASK, (prompt, num_new))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from celery import Celery
 
-from cellama.api.machine.redis_server import die_with_parent
+from cellama.api.machine.redis_server import die_with
 
 URL, LIKE_OURS = "NOOP_REDIS_URL", "NOOP_LIKE_OURS"
 TASK = "noop.nothing"
@@ -54,7 +54,7 @@ def noop_worker(
             env={**os.environ, URL: url, LIKE_OURS: mark},
             stdout=log,
             stderr=log,
-            preexec_fn=die_with_parent,
+            preexec_fn=die_with(os.getpid()),
             cwd=folder,
         )
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import urllib.error
@@ -12,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cellama.api.machine.redis_server import die_with_parent, free_port
+from cellama.api.machine.redis_server import die_with, free_port
 
 ANSWER_S = 60.0
 Sample = dict[str, Any]
@@ -42,7 +43,7 @@ class Prometheus:
         argv = ["prometheus", f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
         argv.append(f"--web.listen-address={self._url.removeprefix('http://')}")
         with (folder / "prometheus.log").open("wb") as log:
-            self._process = subprocess.Popen(argv, stdout=log, stderr=log, preexec_fn=die_with_parent)
+            self._process = subprocess.Popen(argv, stdout=log, stderr=log, preexec_fn=die_with(os.getpid()))
 
     def query(self, expression: str, at: float | None = None) -> list[Sample]:
         """Its samples, now or at a Unix time. Raises RuntimeError with what is wrong with it."""

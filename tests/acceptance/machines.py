@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -10,10 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from cellama.api.machine.redis_server import die_with_parent, free_port
+from cellama.api.machine.redis_server import die_with, free_port
 from cellama.bench.harness import pace
 
 from ..conftest import MODELS, PATIENCE_S, clean_environment, paced, wait_until
+from .containers import in_namespace, program_of
 
 CELLAMA = [sys.executable, "-c", "from cellama.api.cli import main; main()"]
 
@@ -26,6 +28,12 @@ class Machine:
     environment: dict[str, str]
     flower_port: int
     process: subprocess.Popen[str]
+    in_container: bool = False
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to `cellama up` if it runs."""
+        if self.process.poll() is None:
+            (program_of(self.process) if self.in_container else self.process).send_signal(number)
 
     def run(self, *argv: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -47,7 +55,7 @@ class Machine:
 
 
 @contextlib.contextmanager
-def up(folder: Path, *more: str, redis_port: int | None = None) -> Iterator[Machine]:
+def up(folder: Path, *more: str, redis_port: int | None = None, in_container: bool = False) -> Iterator[Machine]:
     flower_port = free_port()
     environment = clean_environment(
         CELLAMA_REDIS_URL=f"redis://127.0.0.1:{redis_port or free_port()}/0",
@@ -57,14 +65,15 @@ def up(folder: Path, *more: str, redis_port: int | None = None) -> Iterator[Mach
     ) | {pace.PACE_FILE: str(folder / "pace")}
     with (folder / "up.log").open("w") as log:
         argv = [*CELLAMA, "up", "--flower-port", str(flower_port), *more]
+        argv = in_namespace(argv) if in_container else argv
         process = subprocess.Popen(
-            argv, cwd=folder, env=environment, stdout=log, stderr=log, text=True, preexec_fn=die_with_parent
+            argv, cwd=folder, env=environment, stdout=log, stderr=log, text=True, preexec_fn=die_with(os.getpid())
         )
-    machine = Machine(folder, environment, flower_port, process)
+    machine = Machine(folder, environment, flower_port, process, in_container)
     try:
         wait_until(lambda: "cellama is up" in machine.output() or process.poll() is not None, "cellama up")
         assert process.poll() is None, machine.output()
         yield machine
     finally:
-        process.send_signal(signal.SIGINT)
+        machine.signal(signal.SIGINT)
         process.wait(PATIENCE_S)

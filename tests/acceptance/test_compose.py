@@ -1,4 +1,7 @@
-"""The services of docker-compose.yml as processes of this machine: their commands, settings and checks of health."""
+"""The services of docker-compose.yml: their commands, settings and checks of health.
+
+They run as processes of this machine, and once more as PID 1 of a namespace, as in a container.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,7 @@ from redis.exceptions import RedisError
 from cellama.api.machine.redis_server import find_redis_binary, free_port
 
 from ..conftest import PATIENCE_S, wait_until
+from .containers import in_namespace, needs_namespace, program_of
 
 ROOT = Path(__file__).parents[2]
 SERVICES: Any = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
@@ -34,8 +38,9 @@ CREDENTIALS = "me:secret"
 class Composed:
     """Runs services where Compose would: their ports and their Redis are others."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, in_container: bool) -> None:
         self.folder = folder
+        self._in_container = in_container
         self.redis_port, self.flower_port, self.gateway_port = free_port(), free_port(), free_port()
         self.url = f"redis://127.0.0.1:{self.redis_port}/0"
         self.running: list[subprocess.Popen[bytes]] = []
@@ -56,15 +61,21 @@ class Composed:
         return {**paths, **own, **given}
 
     def start(self, name: str, argv: list[str], environment: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
+        argv = in_namespace(argv) if self._in_container else argv
         with (self.folder / f"{name}.log").open("wb") as log:
             process = subprocess.Popen(argv, cwd=self.folder, env=environment, stdout=log, stderr=log)
         self.running.append(process)
         return process
 
+    def terminate(self, process: subprocess.Popen[bytes]) -> None:
+        """Sends SIGTERM to the service, as `docker stop` does."""
+        if process.poll() is None:
+            (program_of(process) if self._in_container else process).terminate()
+
     def end(self) -> None:
         """Raises TimeoutExpired if a service does not end; nothing is left behind even then."""
         for process in reversed(self.running):
-            process.terminate()
+            self.terminate(process)
         try:
             for process in reversed(self.running):
                 process.wait(PATIENCE_S)
@@ -83,10 +94,10 @@ class Composed:
         return (self.folder / f"{name}.log").read_text(errors="replace")
 
 
-@pytest.fixture
-def composed(tmp_path: Path) -> Iterator[Composed]:
+@pytest.fixture(params=[False, pytest.param(True, marks=needs_namespace)], ids=["process", "container"])
+def composed(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Composed]:
     """With its Redis."""
-    composed = Composed(tmp_path)
+    composed = Composed(tmp_path, in_container=request.param)
     _, *options = composed.argv("redis")
     here = ["--port", str(composed.redis_port), "--bind", "127.0.0.1", "--dir", str(tmp_path)]
     composed.start("redis", [str(find_redis_binary()), *options, *here])
@@ -114,7 +125,7 @@ def test_worker_of_the_compose_file_gets_healthy_serves_and_ends_in_order(compos
         said, cwd=composed.folder, env=environment, capture_output=True, timeout=PATIENCE_S, text=True
     )
     assert done.stdout.strip() == ", there was a", done.stderr
-    worker.terminate()
+    composed.terminate(worker)
     assert worker.wait(PATIENCE_S) == 0, composed.log("worker")
     wait_until(lambda: not composed.is_healthy("worker", environment), "the end of its entry")
     for setting in ("appendonly", "maxmemory-policy"):
@@ -142,6 +153,8 @@ def test_flower_of_the_compose_file_asks_for_a_password_and_takes_no_other(compo
 
     assert wait_until(lambda: status(CREDENTIALS), "Flower") == 200
     assert status("me:guess") == 401
+    composed.terminate(flower)
+    assert flower.wait(PATIENCE_S) == 0, composed.log("flower")
 
 
 def test_gateway_of_the_compose_file_serves_whoever_has_a_key(composed: Composed) -> None:
@@ -161,5 +174,5 @@ def test_gateway_of_the_compose_file_serves_whoever_has_a_key(composed: Composed
     asked = urllib.request.Request(models, headers={"Authorization": f"Bearer {key.stdout.strip()}"})
     with urllib.request.urlopen(asked, timeout=PATIENCE_S) as answer:
         assert json.load(answer)["data"] == []
-    gateway.terminate()
+    composed.terminate(gateway)
     assert gateway.wait(PATIENCE_S) == 0, composed.log("gateway")

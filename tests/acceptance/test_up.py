@@ -18,7 +18,7 @@ import pytest
 from redis import Redis
 from redis.exceptions import RedisError
 
-from cellama.api.machine.redis_server import die_with_parent, find_redis_binary, free_port
+from cellama.api.machine.redis_server import die_with, find_redis_binary, free_port
 from cellama.config.local_redis import URL_FILE, redis_dir
 
 from ..conftest import MODELS, PATIENCE_S, clean_environment, descendants, wait_until
@@ -89,7 +89,7 @@ def test_up_uses_a_redis_without_a_password_where_its_own_once_was(tmp_path: Pat
     directory.mkdir(parents=True)
     (directory / URL_FILE).write_text(f"redis://:old@127.0.0.1:{port}/0")
     argv = [str(find_redis_binary()), "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
-    with subprocess.Popen(argv, cwd=tmp_path, stdout=subprocess.DEVNULL, preexec_fn=die_with_parent) as system:
+    with subprocess.Popen(argv, cwd=tmp_path, stdout=subprocess.DEVNULL, preexec_fn=die_with(os.getpid())) as system:
         try:
             wait_until(lambda: answers(port), "the Redis of the system")
             with up(tmp_path, "--no-flower", redis_port=port) as machine:

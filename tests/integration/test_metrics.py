@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import uuid
@@ -16,7 +17,7 @@ import httpx
 import pytest
 import yaml
 
-from cellama.api.machine.redis_server import RedisServer, die_with_parent, free_port
+from cellama.api.machine.redis_server import RedisServer, die_with, free_port
 from cellama.bench.peers.prometheus import Prometheus
 from cellama.tasks import generate
 from cellama.tasks.metrics.table import TABLE
@@ -49,7 +50,9 @@ def scraped(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory)
             started.callback(workers[-1].stop)
         gateway = GatewayProcess(folder, redis_server.url)
         started.callback(gateway.stop)
-        queues = subprocess.Popen([*METRICS, str(ports["queues"][0])], env=environment, preexec_fn=die_with_parent)
+        queues = subprocess.Popen(
+            [*METRICS, str(ports["queues"][0])], env=environment, preexec_fn=die_with(os.getpid())
+        )
         started.callback(end, queues)
         prometheus = Prometheus(folder, {**ports, "gateway": [gateway.port]}, SCRAPE_S)
         started.callback(prometheus.close)

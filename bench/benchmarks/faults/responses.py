@@ -7,6 +7,7 @@ once, and the text of an undisturbed run (near ties counted apart, reference_tex
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import subprocess
 import sys
@@ -20,7 +21,7 @@ import httpx
 from openai import APIError, OpenAI
 
 from cellama.api import Client
-from cellama.api.machine.redis_server import die_with_parent, free_port
+from cellama.api.machine.redis_server import die_with, free_port
 from cellama.bench.harness.reference_texts import LOGPROBS, ReferenceText, reference_texts
 from cellama.bench.harness.report import Report
 from cellama.bench.harness.service import PATIENCE_S, Service, wait_until
@@ -65,7 +66,7 @@ class _Gateway:
     def start(self) -> None:
         argv = [sys.executable, "-c", COMMAND, "gateway", "--port", str(self._port)]
         with self._log.open("ab") as log:
-            self._process = subprocess.Popen(argv, stdout=log, stderr=log, preexec_fn=die_with_parent)
+            self._process = subprocess.Popen(argv, stdout=log, stderr=log, preexec_fn=die_with(os.getpid()))
         wait_until(self._answers, "the gateway")
 
     def _answers(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import subprocess
 import time
@@ -12,7 +13,7 @@ from typing import Any
 from redis import Redis
 from redis.exceptions import RedisError
 
-from cellama.api.machine.redis_server import LOOPBACK, RedisServer, die_with_parent, find_redis_binary, free_port
+from cellama.api.machine.redis_server import LOOPBACK, RedisServer, die_with, find_redis_binary, free_port
 
 MASTER_NAME = "cellama-test"
 DOWN_AFTER_MS = 1000
@@ -122,7 +123,7 @@ class SentinelSetup:
         config.write_text("\n".join(lines) + "\n")
         with (folder / "sentinel.log").open("wb") as log:
             argv = [str(find_redis_binary()), str(config), "--sentinel"]
-            self._sentinels.append(subprocess.Popen(argv, stdout=log, stderr=log, preexec_fn=die_with_parent))
+            self._sentinels.append(subprocess.Popen(argv, stdout=log, stderr=log, preexec_fn=die_with(os.getpid())))
 
     def _state(self) -> dict[str, Any]:
         with self._sentinel() as sentinel:
