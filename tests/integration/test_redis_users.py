@@ -15,7 +15,7 @@ from redis import Redis
 
 from cellama.api.machine.redis_server import RedisServer
 
-from ..conftest import PATIENCE_S, WorkerProcess, clean_environment
+from ..conftest import PATIENCE_S, WorkerProcess, clean_environment, wait_until
 
 DOCS = Path(__file__).parents[2] / "docs" / "redis.md"
 PASSWORD = "open-sesame"
@@ -87,3 +87,19 @@ def test_users_with_the_documented_rules_may_do_all_that_cellama_does(server: Re
     named = [dict(zip(entry[::2], entry[1::2], strict=True)) if isinstance(entry, list) else entry for entry in refused]
     # redis-py tells its name where it may (CLIENT SETINFO), and does without.
     assert [entry for entry in named if not entry["object"].startswith("client")] == []
+
+
+def test_worker_warns_at_each_start_of_a_redis_that_evicts_also_as_a_user_without_config(
+    server: RedisServer, tmp_path: Path
+) -> None:
+    with Redis.from_url(server.url) as admin:
+        admin.config_set("maxmemory-policy", "allkeys-lru")
+    for start in ("first", "second"):
+        (tmp_path / start).mkdir()
+        worker = WorkerProcess(tmp_path / start, url_of(server, "cellama-worker"), name=start)
+        try:
+            wait_until(
+                lambda worker=worker: "(maxmemory-policy allkeys-lru); set it to noeviction" in worker.log(), start
+            )
+        finally:
+            worker.stop()
