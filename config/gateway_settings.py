@@ -61,6 +61,14 @@ class GatewaySettings(BaseSettings):
         "`gateway` in `data_dir`",
     )
     gateway_max_file_bytes: int = Field(default=200 << 20, ge=1024, description="size of a file for batches")
+    gateway_tenant_files: int = Field(
+        default=1000,  # each upload counts them: some 5 ms of Redis' time for as many
+        ge=1,
+        description="files that a tenant may have, those of its batches' answers included; more uploads get 429",
+    )
+    gateway_tenant_file_bytes: int = Field(
+        default=5 << 30, ge=1024, description="size of all files that a tenant may have; more uploads get 429"
+    )
     gateway_max_batch_lines: int = Field(default=50_000, ge=1, description="requests in a file for batches")
     gateway_batches_at_once: int = Field(
         default=4, ge=0, description="batches that one gateway drives at the same time; 0 = it leaves them to others"

@@ -19,6 +19,7 @@ from cellama.api.http.errors import ApiError
 from cellama.api.http.files.records import Record
 from cellama.api.http.files.shelf import Shelf
 from cellama.api.http.files.store import FOLDER_MODE, fetch
+from cellama.api.http.threads import FILES, in_thread
 from cellama.config import Settings, get_settings
 from cellama.tasks.contract.errors import InvalidJob, JobError, RedisRefused, RedisUnreachable
 
@@ -256,7 +257,7 @@ class Driver:
         """The batch has ended; nothing of its run is left, and no driver looks at it any more."""
         reached = await self._move(status, of=of, **fields)
         if reached == status:
-            await asyncio.to_thread(clear, self._shelf.store, self.id)
+            await in_thread(FILES, clear, self._shelf.store, self.id)
             await self._desk.close(self.id, self.tenant)  # last: what was not cleared is found by the next driver
             await self._leases.release(self._held)
             log.info("batch %s has ended: %s", self.id, status)

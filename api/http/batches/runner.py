@@ -17,6 +17,7 @@ from cellama.api.http.files.records import Record
 from cellama.api.http.files.shelf import Shelf
 from cellama.api.http.files.store import store_of
 from cellama.api.http.files.upload import sweep_uploads
+from cellama.api.http.threads import FILES, in_thread
 from cellama.config import Settings
 from cellama.tasks.connection.connections import connect_async
 from cellama.tasks.contract.errors import RedisRefused, RedisUnreachable
@@ -164,7 +165,7 @@ class Runner:
     async def _close(self, batch_id: str, tenant: str | None) -> None:
         """A batch that has ended, whose driver died before it was done with it; or one that has expired."""
         try:
-            await asyncio.to_thread(clear, self._store, batch_id)
+            await in_thread(FILES, clear, self._store, batch_id)
         except OSError as error:
             log.warning("what batch %s has left can't be deleted now: %s", batch_id, error)
         else:
@@ -183,8 +184,8 @@ class Runner:
             return  # nothing was ever there
         if await self._leases.take(f"sweep:{place}") is not None:  # never given back: others need not sweep so soon
             await self.shelf.sweep()
-        await asyncio.to_thread(sweep_uploads, self._store.work_dir, time.time())
-        for batch_id in await asyncio.to_thread(old_runs, self._store, time.time()):
+        await in_thread(FILES, sweep_uploads, self._store.work_dir, time.time())
+        for batch_id in await in_thread(FILES, old_runs, self._store, time.time()):
             record = await self.desk.records.read(batch_id)
             if record is None or record["status"] not in OPEN:
                 await self._close(batch_id, None if record is None else record["tenant"])

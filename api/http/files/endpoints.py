@@ -19,9 +19,10 @@ from cellama.api.http.gateway import gateway_of
 from cellama.tasks.contract.json_values import shorten
 
 from .expiry import DEFAULT_LIFE_S, life_of, life_of_object
+from .records import Quota
 from .shelf import Shelf, shown
 from .store import unavailable
-from .upload import Form, received
+from .upload import Form, least_bytes, received
 
 FILES = "/v1/files"
 PURPOSE = "batch"
@@ -33,10 +34,12 @@ _FIELDS = ("purpose", "expires_after", "expires_after[anchor]", "expires_after[s
 async def create(request: Request) -> Response:
     """POST /v1/files"""
     shelf, caller = _shelf(request), await charged(request)
-    limit = gateway_of(request).settings.gateway_max_file_bytes
-    async with received(request, shelf.store.work_dir, limit) as form:
+    settings = gateway_of(request).settings
+    quota = Quota(settings.gateway_tenant_files, settings.gateway_tenant_file_bytes)
+    limit, least = settings.gateway_max_file_bytes, least_bytes(request)
+    async with shelf.receiving(caller, least, quota), received(request, shelf.store.work_dir, limit) as form:
         life_s = _checked(form)
-        record = await shelf.add(form.path, form.name or "", PURPOSE, caller, life_s)
+        record = await shelf.add(form.path, form.name or "", PURPOSE, caller, life_s, quota=quota)
     return JSONResponse(shown(record), headers=dict(visit_of(request).admission.headers))
 
 

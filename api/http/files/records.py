@@ -39,6 +39,26 @@ class Lease:
     token: str
 
 
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """What the files of one tenant may be, those of its batches' answers included."""
+
+    max_files: int
+    max_bytes: int
+
+    def check(self, num_files: int, num_bytes: int) -> None:
+        """Raise ApiError (429) for so many files with so many bytes."""
+        if num_files <= self.max_files and num_bytes <= self.max_bytes:
+            return
+        raise ApiError(
+            429,
+            f"this would make {num_files} files of {num_bytes} bytes, and the limits are {self.max_files} "
+            f"(gateway_tenant_files) and {self.max_bytes} (gateway_tenant_file_bytes); delete some",
+            code="file_quota_exceeded",
+            headers={"x-should-retry": "false"},
+        )
+
+
 class Records:
     """Files, or batches, of all tenants. Methods raise RedisUnreachable, RedisRefused."""
 
@@ -46,25 +66,43 @@ class Records:
         self._redis = redis
         self._kind: Kind = kind
         self.owners = Owners(redis)
-        self._add, self._advance = (redis.register_script(lua_source(__package__, name)) for name in ("add", "advance"))
+        self._add, self._count = (
+            redis.register_script(lua_source(__package__, "used", name)) for name in ("add", "count")
+        )
+        self._advance = redis.register_script(lua_source(__package__, "advance"))
 
     async def now(self) -> float:
         """Unix seconds by Redis' clock, which is that of all gateways."""
         with reaching_redis():
             return seconds_of(await self._redis.time())
 
-    async def add(self, record: Mapping[str, Any], caller: Caller, life_s: int) -> bool:
+    async def used(self, caller: Caller) -> tuple[int, int]:
+        """How many files the caller's tenant has, and their bytes: of all records that have not expired, as they are
+        now, so the figures are exact whoever added or deleted some, or died at it."""
+        arguments = [http_record_key(self._kind, ""), ""]
+        with reaching_redis():
+            found: Any = await self._count(keys=[http_records_key(self._kind, caller.tenant)], args=arguments)
+        num_files, num_bytes = found
+        return int(num_files), int(num_bytes)
+
+    async def add(self, record: Mapping[str, Any], caller: Caller, life_s: int, quota: Quota | None = None) -> bool:
         """The record is there, the caller's, and in its list; False if there was one under its id, which stays.
 
         `record` has `id`, `tenant`, `created_at`, `status`, and perhaps `gone_at`: when it is as if it were not there.
-        Raises ApiError (404) for an id of another tenant.
+        Raises ApiError: 404 for an id of another tenant, 429 if the tenant's quota has no room for it.
         """
         thing_id, life_s = record["id"], life_s + KEPT_S
         await self.owners.claim(thing_id, caller, life_s)
         keys = [http_record_key(self._kind, thing_id), http_records_key(self._kind, caller.tenant)]
-        arguments: Any = [thing_id, record["created_at"], life_s, LONGEST_S, *_flat(_encoded(record))]
+        limits = ["", ""] if quota is None else [quota.max_files, quota.max_bytes]
+        size = [http_record_key(self._kind, ""), record.get("bytes", 0), ""]
+        arguments: Any = [thing_id, record["created_at"], life_s, LONGEST_S, *limits, *size, *_flat(_encoded(record))]
         with reaching_redis():
-            return bool(await self._add(keys=keys, args=arguments))
+            added, num_files, num_bytes = await self._add(keys=keys, args=arguments)
+        if added == -1 and quota is not None:
+            await self.owners.forget(thing_id)
+            quota.check(num_files + 1, num_bytes + record["bytes"])
+        return bool(added == 1)
 
     async def find(self, thing_id: str, caller: Caller) -> Record:
         """The caller's own. Raises ApiError (404)."""

@@ -17,6 +17,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import Request
 
 from cellama.api.http.errors import ApiError
+from cellama.api.http.threads import FILES, in_thread
 
 from .store import FOLDER_MODE, unavailable
 
@@ -37,6 +38,12 @@ class Form:
     num_bytes: int = 0
 
 
+def least_bytes(request: Request) -> int:
+    """How large the file of a form is at least, as far as its head says."""
+    told = request.headers.get("content-length", "")
+    return max(0, int(told) - FORM_BYTES) if told.isdecimal() and len(told) <= 15 else 0
+
+
 @contextlib.asynccontextmanager
 async def received(request: Request, work_dir: Path, limit: int) -> AsyncIterator[Form]:
     """The form of a request. Its file is deleted at the end: who wants it copies it. Raises ApiError, and
@@ -47,19 +54,19 @@ async def received(request: Request, work_dir: Path, limit: int) -> AsyncIterato
         raise _too_large(limit)
     folder = work_dir / UPLOADS / uuid.uuid4().hex
     try:
-        await asyncio.to_thread(folder.mkdir, FOLDER_MODE, True)
+        await in_thread(FILES, folder.mkdir, FOLDER_MODE, True)
         reader = _Reader(boundary, folder, limit)
         try:
             async for piece in request.stream():
-                await asyncio.to_thread(reader.write, piece)
-            form = await asyncio.to_thread(reader.end)
+                await in_thread(FILES, reader.write, piece)
+            form = await in_thread(FILES, reader.end)
         finally:
-            await asyncio.shield(asyncio.to_thread(reader.close))
+            await asyncio.shield(in_thread(FILES, reader.close))
         yield form
     except OSError as error:
         raise unavailable(error) from error
     finally:
-        await asyncio.shield(asyncio.to_thread(shutil.rmtree, folder, True))
+        await asyncio.shield(in_thread(FILES, shutil.rmtree, folder, True))
 
 
 def sweep_uploads(work_dir: Path, now: float) -> None:

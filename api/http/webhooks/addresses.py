@@ -3,12 +3,13 @@ name says."""
 
 from __future__ import annotations
 
-import asyncio
 import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
 from urllib.parse import urlsplit
+
+from cellama.api.http.threads import NAMES, in_thread
 
 Lookup = Callable[[str, int], Awaitable[list[str]]]
 _NAT64 = IPv6Network("64:ff9b::/96")  # the last 32 bits are an IPv4 address, which a router there goes on to
@@ -31,7 +32,7 @@ class Target:
 
 async def lookup(host: str, port: int) -> list[str]:
     """All addresses of a name. Raises OSError."""
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    found = await in_thread(NAMES, socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
     return [str(address[0]) for *_, address in found]
 
 

@@ -149,3 +149,31 @@ def test_files_are_unavailable_while_their_place_is(start: Start, tmp_path: Path
     answer = upload(start(gateway_files_dir=str(tmp_path / "taken")), b"{}")
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "files_unavailable")
     assert str(tmp_path) not in answer.text
+
+
+def refused(answer: Any) -> bool:
+    if answer.status_code != 429:
+        return False
+    assert answer.json()["error"]["code"] == "file_quota_exceeded"
+    assert answer.headers["x-should-retry"] == "false"
+    return True
+
+
+def test_upload_beyond_the_quota_of_its_tenant_is_refused(start: Start, tmp_path: Path) -> None:
+    client = start(gateway_tenant_file_bytes=2000, gateway_tenant_files=3)
+    first = upload(client, b"x" * 900).json()["id"]
+    upload(client, b"x" * 900)
+    assert refused(upload(client, b"x" * 300))
+    assert upload(client, b"x" * 900, OTHER).status_code == 200
+    assert upload(client, b"x" * 200).status_code == 200
+    assert refused(upload(client, b"")) or refused(upload(client, b"x"))
+    client.delete(f"/v1/files/{first}", headers=ACME)
+    assert upload(client, b"x" * 900).status_code == 200
+    assert len(list((tmp_path / "data" / "gateway" / "files").glob("file-*"))) == 4
+    assert not list((tmp_path / "data" / "gateway" / "work" / "incoming").iterdir())
+
+
+def test_upload_that_is_too_large_for_the_quota_is_refused_before_it_comes(start: Start) -> None:
+    client = start(gateway_tenant_file_bytes=2000)
+    headers = {**ACME, "content-type": "multipart/form-data; boundary=x", "content-length": "1000000"}
+    assert refused(client.post("/v1/files", content=iter([]), headers=headers))

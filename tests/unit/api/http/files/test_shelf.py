@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import os
 import threading
@@ -16,7 +17,7 @@ from redis.asyncio import Redis
 
 from cellama.api.http.callers import Caller
 from cellama.api.http.errors import ApiError
-from cellama.api.http.files.records import LONGEST_S, Records
+from cellama.api.http.files.records import LONGEST_S, Quota, Records
 from cellama.api.http.files.shelf import Shelf, shown
 from cellama.api.http.files.store import (
     DirectoryStore,
@@ -28,6 +29,7 @@ from cellama.api.http.files.store import (
     store_of,
 )
 from cellama.config import Settings, SettingsError
+from cellama.tasks.contract.keys import http_record_key, http_records_key
 
 from .....conftest import PATIENCE_S
 from ..conftest import Run
@@ -231,5 +233,60 @@ def test_list_of_a_tenant_does_not_keep_what_is_too_old_to_be_there(run: Run) ->
             made = {"id": f"file-{number}", "tenant": "acme", "status": "processed", "created_at": created_at}
             await records.add(made, ACME, 3600)
         assert await redis.zrange("cellama:http:of:file:acme", 0, -1) == [b"file-1", b"file-2"]
+
+    run(ask)
+
+
+def test_quota_is_exact_after_deletes_expiry_and_a_crash(run: Run, store: Store, local: Path) -> None:
+    async def ask(redis: Redis) -> None:
+        shelf, size = Shelf(store, redis), local.stat().st_size
+        quota = Quota(max_files=3, max_bytes=3 * size)
+        added = [await shelf.add(local, "a", "batch", ACME, 3600, quota=quota) for _ in range(3)]
+        with pytest.raises(ApiError) as refused:
+            await shelf.add(local, "a", "batch", ACME, 3600, quota=quota)
+        assert (refused.value.status, refused.value.code) == (429, "file_quota_exceeded")
+        await shelf.add(local, "answers", "batch_output", ACME, 3600)  # what is no upload is never refused
+        assert await shelf.records.used(ACME) == (4, 4 * size)
+        assert await shelf.records.used(OTHER) == (0, 0)
+        await shelf.delete(added[0])
+        await redis.hset(http_record_key("file", added[1]["id"]), "gone_at", "1")  # type: ignore[misc]
+        await redis.delete(http_record_key("file", added[2]["id"]))  # expired, or a gateway that died at a delete
+        assert await shelf.records.used(ACME) == (1, size)
+        assert await redis.zcard(http_records_key("file", "acme")) == 2
+        await shelf.add(local, "a", "batch", ACME, 3600, quota=quota)
+
+    run(ask)
+
+
+def test_uploads_under_way_count_against_the_quota(run: Run, store: Store) -> None:
+    async def ask(redis: Redis) -> None:
+        shelf, quota = Shelf(store, redis), Quota(max_files=9, max_bytes=100)
+        async with shelf.receiving(ACME, 60, quota):
+            with pytest.raises(ApiError, match="2 files of 120 bytes"):
+                async with shelf.receiving(ACME, 60, quota):
+                    pass
+            async with shelf.receiving(OTHER, 60, quota), shelf.receiving(ACME, 40, quota):
+                pass
+        async with shelf.receiving(ACME, 100, quota):
+            pass
+
+    run(ask)
+
+
+def test_disk_that_hangs_leaves_the_threads_that_queue_jobs_free(run: Run, tmp_path: Path, local: Path) -> None:
+    is_reached, may_go_on = threading.Event(), threading.Event()
+
+    class Hanging(DirectoryStore):
+        def put(self, local: Path, name: str) -> None:
+            is_reached.set()
+            assert may_go_on.wait(PATIENCE_S)
+
+    async def ask(redis: Redis) -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        adding = asyncio.create_task(Shelf(Hanging(tmp_path), redis).add(local, "a", "batch", ACME, 3600))
+        assert await asyncio.wait_for(asyncio.to_thread(is_reached.wait, PATIENCE_S), PATIENCE_S)
+        assert not adding.done()
+        may_go_on.set()
+        await adding
 
     run(ask)
