@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Mapping
@@ -9,10 +10,12 @@ from typing import Any
 
 from cellama.api.openai.bodies import in_openais_words
 from cellama.api.openai.parameters import Rule
-from cellama.tasks.contract.codes import meaning_of
+from cellama.tasks.contract.codes import meaning_of, message_for_clients
 from cellama.tasks.contract.errors import InvalidJob, JobError
 from cellama.tasks.contract.json_values import shorten
 from cellama.tasks.contract.valid_text import valid_text
+
+log = logging.getLogger(__name__)
 
 MAX_PARAM_CHARS = 128
 RETRY_AFTER_S = 1.0  # where the queue has no estimate
@@ -92,10 +95,13 @@ def of_job(error: JobError) -> ApiError:
 
 def of_code(code: str, message: str, *, retryable: bool = False) -> ApiError:
     """An error by the code that crosses processes (docs/reference/errors.md)."""
+    told = message_for_clients(code, message)
+    if told != message:
+        log.warning("a client gets %s instead of: %s", code, message)
     status = meaning_of(code).http_status
     status = _STATUSES.get(status, status)
     retry = RETRY_AFTER_S if retryable and status in (429, 503) else None
-    return ApiError(status, message, code=_CODES.get(code, code), retry_after_s=retry)
+    return ApiError(status, told, code=_CODES.get(code, code), retry_after_s=retry)
 
 
 def wrong(url: str, error: InvalidJob, rules: Mapping[str, Rule] | None = None) -> ApiError:

@@ -96,3 +96,12 @@ CODES: dict[str, Code] = {
 def meaning_of(code: str) -> Code:
     """The row of a code; one that is not in the table, as of a newer worker, is a failure of the service."""
     return CODES.get(code) or Code(code, "this version does not know it", 500)
+
+
+_OF_REDIS = ("redis_unreachable", "redis_refused", "redis_full")
+
+
+def message_for_clients(code: str, message: str) -> str:
+    """Return the message of an error as clients of a service may read it. Errors of Redis name its host, its port and
+    its user: clients get the meaning of the code instead."""
+    return meaning_of(code).meaning if code in _OF_REDIS else message

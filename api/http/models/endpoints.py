@@ -10,7 +10,7 @@ from starlette.routing import Route
 
 from cellama.api.http.directory import EVERY_MODEL
 from cellama.api.http.door import caller_of
-from cellama.api.http.errors import ApiError
+from cellama.api.http.errors import ApiError, of_job
 from cellama.api.http.gateway import gateway_of
 from cellama.tasks.contract.errors import JobError
 from cellama.tasks.contract.shapes.workers import ModelView
@@ -53,7 +53,7 @@ async def ready(request: Request) -> Response:
         is_ready = bool(await gateway_of(request).directory.models(EVERY_MODEL))
         why = "no worker has a model that takes jobs"
     except JobError as error:
-        is_ready, why = False, str(error)
+        is_ready, why = False, of_job(error).message
     if not is_ready:
         raise ApiError(503, why, code="not_ready")
     return JSONResponse({"status": "ready"})

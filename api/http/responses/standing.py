@@ -19,6 +19,8 @@ from cellama.tasks.contract.errors import JobError
 from cellama.tasks.contract.events import EVENT_FIELD, TERMINAL_TYPES
 from cellama.tasks.contract.keys import job_key, journal_key
 
+EVENTS_PER_PAGE = 500  # some milliseconds of the event loop
+
 
 @dataclass(frozen=True, slots=True)
 class Standing:
@@ -45,9 +47,8 @@ async def look(gateway: Gateway, record: Record) -> Standing:
         if event["type"] not in TERMINAL_TYPES:
             fold.of({"type": "started"})
             return Standing(fold.response())
-        events = await _journal(gateway, record)
-        if events and events[0]["seq"] == 0 and events[-1]["type"] in TERMINAL_TYPES:
-            return _ended(fold, events)
+        if (whole := await _of_journal(gateway, record)) is not None:
+            return whole
     if end is not None:
         return _ended(fold, await _kept(gateway, record, json.loads(end)), is_whole=False)
     if state is not None:
@@ -70,10 +71,24 @@ def _ended(fold: Fold, events: list[Mapping[str, Any]], *, is_whole: bool = True
     return Standing(fold.response(), True, events[-1].get("finish_key"), is_whole)
 
 
-async def _journal(gateway: Gateway, record: Record) -> list[Mapping[str, Any]]:
-    with reaching_redis():
-        entries: Any = await gateway.redis.xrange(journal_key(record.job_id))
-    return list(map(_event_of, entries))
+async def _of_journal(gateway: Gateway, record: Record) -> Standing | None:
+    """By all events; None if some of them are gone. A page at a time, so that others are served in between: a
+    conversation has as many events as its model's context has tokens."""
+    fold, after, event = Fold(record), "-", None
+    while True:
+        with reaching_redis():
+            entries: Any = await gateway.redis.xrange(journal_key(record.job_id), min=after, count=EVENTS_PER_PAGE)
+        if not entries:
+            break
+        for entry in entries:
+            event_before, event = event, _event_of(entry)
+            if event_before is None and event["seq"] != 0:
+                return None
+            fold.of(event)
+        after = f"({entries[-1][0].decode()}"
+    if event is None or event["type"] not in TERMINAL_TYPES:
+        return None
+    return Standing(fold.response(), True, event.get("finish_key"))
 
 
 async def _kept(gateway: Gateway, record: Record, end: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from cellama.api.openai.answers import was_cut_in_thought
 from cellama.api.openai.chunks import reasoning_tokens_of
+from cellama.tasks.contract.codes import message_for_clients
 
 from .output import Output
 from .record import Record
@@ -95,7 +96,8 @@ class Fold:
         code = "server_error"
         if event["code"] in ("prompt_too_long", "invalid_request"):
             code = "invalid_prompt"
-        self._end = {"error": {"code": code, "message": f"{event['code']}: {event['message']}"}}
+        message = message_for_clients(event["code"], event["message"])
+        self._end = {"error": {"code": code, "message": f"{event['code']}: {message}"}}
         yield self._ended("failed")
 
     def _ended(self, status: str) -> dict[str, Any]:

@@ -6,7 +6,14 @@ import pytest
 
 from cellama.api.http.callers import Caller
 from cellama.api.http.errors import ApiError, of_code, of_job
-from cellama.tasks.contract.errors import JobFailed, RedisUnreachable, UnknownModel
+from cellama.tasks.contract.errors import (
+    JobError,
+    JobFailed,
+    RedisFull,
+    RedisRefused,
+    RedisUnreachable,
+    UnknownModel,
+)
 
 
 @pytest.mark.parametrize(
@@ -47,6 +54,13 @@ def test_error_of_a_model_that_is_not_served_is_openais() -> None:
             "code": "model_not_found",
         }
     }
+
+
+@pytest.mark.parametrize("error", [RedisUnreachable, RedisRefused, RedisFull])
+def test_error_of_redis_says_nothing_of_where_it_is(error: type[JobError], caplog: pytest.LogCaptureFixture) -> None:
+    reason = "Redis at redis://someone:***@10.0.0.1:6379/0 is away"
+    assert "10.0.0.1" not in str(of_job(error(reason)).envelope)
+    assert reason in caplog.text
 
 
 def test_error_that_passes_says_when_to_ask_again() -> None:

@@ -17,7 +17,7 @@ from cellama.api.http.errors import ApiError
 from cellama.api.http.gateway import Gateway
 from cellama.api.http.responses.orders import order_of
 from cellama.api.http.responses.records import Records, new_id
-from cellama.api.http.responses.standing import look
+from cellama.api.http.responses.standing import EVENTS_PER_PAGE, look
 from cellama.api.http.responses.streaming import frames
 from cellama.api.openai.responses.record import Record
 from cellama.tasks.contract.errors import StreamTrimmed
@@ -131,6 +131,28 @@ def test_status_is_that_of_the_journal(run: Any, redis: Redis, name: str) -> Non
     assert standing.has_ended
     assert standing.is_whole
     assert standing.finish_key == journal[-1].get("finish_key")
+
+
+def test_long_journal_is_read_in_pages(run: Any, redis: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = JOURNALS["text"]
+    tokens = [{"type": "token", "text": f"{number} ", "tokens": [1]} for number in range(1200)]
+    write(redis, [journal[0], *tokens, journal[-1]])
+    pages: list[int] = []
+
+    async def ask(gateway: Gateway) -> Any:
+        xrange = gateway.redis.xrange
+
+        async def noted(*args: Any, **options: Any) -> Any:
+            found = await xrange(*args, **options)
+            pages.append(len(found))
+            return found
+
+        monkeypatch.setattr(gateway.redis, "xrange", noted)
+        return await look(gateway, record())
+
+    standing = run(ask)
+    assert standing.response["output"][0]["content"][0]["text"] == "".join(token["text"] for token in tokens)
+    assert (sum(pages), max(pages)) == (1202, EVENTS_PER_PAGE)
 
 
 def test_end_that_outlives_its_events_is_told_by_the_entry_of_the_job(run: Any, redis: Redis) -> None:

@@ -30,6 +30,11 @@ def types(told: list[dict[str, Any]]) -> list[str]:
     return [event["type"].removeprefix("response.") for event in told]
 
 
+def test_failure_of_redis_says_nothing_of_where_it_is() -> None:
+    _, response = fold([{"type": "error", "code": "redis_refused", "message": "Redis at 10.0.0.1 refuses"}])
+    assert response["error"]["message"].startswith("redis_refused: Redis answers")
+
+
 @pytest.mark.parametrize("name", JOURNALS)
 @pytest.mark.parametrize("background", [False, True])
 def test_events_are_numbered_and_are_openais(name: str, background: bool) -> None:
