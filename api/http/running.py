@@ -96,6 +96,10 @@ class Running:
             )
 
     async def failed(self, error: ApiError) -> ApiError:
+        if error.code == "unknown_adapter" and self.asked.caller.adapters is not None:  # it names others' adapters
+            error = ApiError(
+                error.status, "the adapter is not loaded for this model", code=error.code, param="adapters"
+            )
         return await self.asked.gateway.directory.with_wait(error, self.model)
 
     async def events(self, ping_s: float = math.inf) -> AsyncGenerator[Placed, None]:

@@ -20,6 +20,7 @@ from .key_file import KeyFile
 log = logging.getLogger(__name__)
 
 USED_EVERY_S = 60.0  # how exact the last use is
+GONE_AFTER_S = 30 * 86_400.0  # since the last use of a key that is not known: no one asks for it any more
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +70,26 @@ class KeyStore:
     async def note_uses(self, uses: Sequence[Found]) -> list[None]:
         """Keeps that keys are in use now."""
         times: dict[Any, Any] = {found.entry.id: f"{found.now:.0f}" for found in uses if found.entry is not None}
-        await self._redis.hset(API_KEYS_USED_KEY, mapping=times)
+        async with self._redis.pipeline(transaction=False) as pipe:
+            pipe.hset(API_KEYS_USED_KEY, mapping=times)
+            pipe.hlen(API_KEYS_USED_KEY)
+            _, num_used = await pipe.execute()
+        if uses and num_used > uses[-1].num_keys:
+            await self._forget_gone(uses[-1].now)
         return [None] * len(uses)
+
+    async def _forget_gone(self, now: float) -> None:
+        """Forget the last use of keys that are gone. Another gateway may have a file with keys that are not known here,
+        so their last use must be long ago."""
+        async with self._redis.pipeline(transaction=False) as pipe:
+            pipe.hkeys(API_KEYS_KEY)
+            pipe.hgetall(API_KEYS_USED_KEY)
+            kept, used = await pipe.execute()
+        known = {key_id.decode() for key_id in kept} | set(() if self._file is None else self._file.entries())
+        last = {key_id.decode(): _time(at) or 0.0 for key_id, at in used.items()}
+        gone = [key_id for key_id, at in last.items() if key_id not in known and now - at > GONE_AFTER_S]
+        if gone:
+            await self._redis.hdel(API_KEYS_USED_KEY, *gone)
 
     async def all(self) -> list[Found]:
         """Every key, the oldest first."""

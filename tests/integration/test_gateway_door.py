@@ -241,3 +241,20 @@ def test_pages_of_everywhere_may_use_a_key(start: Start) -> None:
     [key] = keys_of(gateway)
     answer = gateway.post(CHAT, content=b"{}", headers={**JSON, **key, "origin": "https://evil.example"})
     assert answer.status_code == 400
+
+
+def test_key_names_no_adapters_of_others(start: Start) -> None:
+    gateway = start([{"adapters": ["mine"]}])
+    [key] = keys_of(gateway)
+    adapters: dict[str, Any] = {"adapters": ["theirs"]}
+    bodies: dict[str, dict[str, Any]] = {
+        CHAT: {"messages": [{"role": "user", "content": "Hi"}]},
+        "/v1/completions": {"prompt": "Hi"},
+        "/v1/responses": {"input": "Hi"},
+        "/v1/messages": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1},
+    }
+    for path, body in bodies.items():
+        answer = gateway.post(path, json={"model": "tiny", **body, **adapters}, headers=key)
+        assert answer.status_code == 403, (path, answer.text)
+        assert "may not use the adapter 'theirs'; it may use: mine" in answer.json()["error"]["message"]
+        assert gateway.post(path, json={"model": "tiny", **body, "adapters": "mine"}, headers=key).status_code == 503

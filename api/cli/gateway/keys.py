@@ -34,6 +34,11 @@ def keys_create_command(
     model: Annotated[
         list[str] | None, typer.Option("--model", "-m", help="It may ask for this one; again for more.")
     ] = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option("--adapter", help="Name of a LoRA adapter that requests may use; again for more. Default: all."),
+    ] = None,
+    no_adapters: Annotated[bool, typer.Option("--no-adapters", help="Refuse requests that name an adapter.")] = False,
     priority: Annotated[
         str | None, typer.Option(help="flex, default or priority: of requests that name none, and the most urgent one.")
     ] = None,
@@ -51,6 +56,8 @@ def keys_create_command(
 
     Example:  cellama keys create acme --model tiny --requests-per-minute 60
     """
+    if adapter and no_adapters:
+        raise typer.BadParameter("--adapter and --no-adapters exclude each other; leave one of them out")
     key = new_key()
     given: dict[str, Any] = {
         "id": key.id,
@@ -58,6 +65,7 @@ def keys_create_command(
         "tenant": tenant,
         "name": name,
         "models": model or None,
+        "adapters": [] if no_adapters else adapter or None,
         "priority": priority,
         "requests_per_minute": requests_per_minute,
         "tokens_per_minute": tokens_per_minute,

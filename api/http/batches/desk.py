@@ -53,6 +53,7 @@ class Desk:
             "asked": _digest(repr(order)),
             "trace": headers_here(),
             "models": None if caller.models is None else sorted(caller.models),
+            "adapters": None if caller.adapters is None else sorted(caller.adapters),
             **{name: getattr(order, name) for name in BatchOrder.__slots__},
         }
         if key is not None and (earlier := await self.records.read(record["id"])) is not None:

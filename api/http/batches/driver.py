@@ -18,7 +18,7 @@ from cellama.api.http.callers import Caller
 from cellama.api.http.errors import ApiError
 from cellama.api.http.files.records import Record
 from cellama.api.http.files.shelf import Shelf
-from cellama.api.http.files.store import FOLDER_MODE, fetch
+from cellama.api.http.files.store import fetch, make_folder
 from cellama.api.http.threads import FILES, in_thread
 from cellama.config import Settings, get_settings
 from cellama.tasks.contract.errors import InvalidJob, JobError, RedisRefused, RedisUnreachable
@@ -153,18 +153,23 @@ class Driver:
         except FileNotFoundError:
             message = f"the contents of {self._record['input_file_id']!r} are gone"
             return Checked(errors=[{"code": "file_not_found", "message": message, "param": None, "line": None}])
-        models = self._record["models"]
+        models, adapters = (self._record.get(name) for name in ("models", "adapters"))
+        caller = Caller(
+            self.tenant,
+            models=None if models is None else frozenset(models),
+            adapters=None if adapters is None else frozenset(adapters),
+        )
         rules = Rules(
             self._record["endpoint"],
             self._settings.gateway_max_batch_lines,
             get_settings().max_payload_bytes,  # which holds for all jobs that this process makes
-            None if models is None else frozenset(models),
+            caller,
         )
         with self._input.open("rb") as stream:
             return check_input(stream, rules, self._thread.check)
 
     def _fetch_input(self) -> None:
-        self._folder.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
+        make_folder(self._folder)
         if not self._input.exists():
             fetch(self._shelf.store, self._record["input_file_id"], self._input)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 from cellama.api.batch.lines import raw_lines
+from cellama.api.http.callers import Caller
 from cellama.api.openai.parameters import CHAT, COMPLETIONS, EMBEDDINGS
 from cellama.tasks.contract.json_values import shorten
 
@@ -20,12 +21,12 @@ _TAKEN = {"priority": "a batch is bulk work", "cache_scope": "a batch runs in it
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What holds for the lines of a batch. `models` are those that its key may ask for; None: all."""
+    """What holds for the lines of a batch, which has the rights of `caller`."""
 
     endpoint: str
     max_lines: int
     max_line_bytes: int
-    models: frozenset[str] | None = None
+    caller: Caller = field(default_factory=Caller)
 
 
 @dataclass(slots=True)
@@ -108,10 +109,13 @@ def _wrong_body(body: dict[str, Any], rules: Rules, found: Checked) -> Iterator[
             f"body.model is {shorten(model)}; each request names its model",
             "body.model",
         )
-    elif rules.models is not None and model not in rules.models:
+    elif not rules.caller.may_ask(model):
         yield "model_not_allowed", f"the API key of this batch may not ask for {shorten(model)}", "body.model"
     elif len(found.models) < 2:
         found.models.add(model)
+    if (adapter := rules.caller.adapter_not_allowed(body.get("adapters"))) is not None:
+        told = f"the API key of this batch may not use the adapter {shorten(adapter)}"
+        yield "adapter_not_allowed", told, "body.adapters"
     for name, why in _TAKEN.items():
         if body.get(name) is not None:
             yield "invalid_request", f"{name} can't be given in a batch: {why}; leave it out", f"body.{name}"

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from cellama.api.http.files.store import READ_BYTES, Store, blocks_of
+from cellama.api.http.files.store import READ_BYTES, Store, blocks_of, open_new
 
 from .scratch import parts_of
 
@@ -46,7 +46,7 @@ class Parts:
     def fetch(self, output: Path) -> None:
         """The output is what the parts have. Raises OSError."""
         fresh = output.with_name(f"{output.name}.part")
-        with fresh.open("wb") as file:
+        with open_new(fresh) as file:
             for name in self.names:
                 for block in blocks_of(self._store.open(name)):
                     file.write(block)
@@ -65,7 +65,7 @@ class Parts:
         if size <= self._size:
             return None
         local = output.with_name("part.upload")
-        with output.open("rb") as source, local.open("wb") as part:
+        with output.open("rb") as source, open_new(local) as part:
             source.seek(self._size)
             left = size - self._size
             while left and (block := source.read(min(left, READ_BYTES))):

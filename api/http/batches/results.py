@@ -13,6 +13,7 @@ from typing import Any
 
 from cellama.api.batch.start import Paths
 from cellama.api.batch.work import WorkFile
+from cellama.api.http.files.store import open_new
 from cellama.api.openai.batch_lines import failure_of
 
 EXPIRED = {"code": "batch_expired", "message": "the completion window was over before this request had its answer"}
@@ -58,7 +59,7 @@ def _write_errors(paths: Paths, ends_as: str) -> tuple[Path, int]:
     """The run's errors, and those of requests for which there was no time: if a run that had completed is done again,
     on another machine, that may be so, too. Written anew each time."""
     target = paths.errors.with_name("errors.final.jsonl")
-    with target.open("wb") as file:
+    with open_new(target) as file:
         if paths.errors.exists():
             with paths.errors.open("rb") as errors:
                 shutil.copyfileobj(errors, file)

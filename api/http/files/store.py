@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 READ_BYTES = 1 << 18
 IDENTITY = "identity"
-FOLDER_MODE = 0o700  # what tenants upload is for the gateways alone
+FOLDER_MODE, FILE_MODE = 0o700, 0o600  # what tenants upload is for the gateways alone
 RETRY_S = 60.0  # for clients, while files are out of reach
 
 
@@ -71,10 +71,11 @@ class DirectoryStore:
 
     def put(self, local: Path, name: str) -> None:
         target = self._files / name
-        target.parent.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+        make_folder(target.parent)
         part = target.with_name(f"{target.name}.{uuid.uuid4().hex}.part")
         try:
             _link_or_copy(local, part)
+            part.chmod(FILE_MODE)
             os.utime(part)  # when it was put, see `old`
             part.replace(target)
             _sync_folder(target.parent)
@@ -83,10 +84,11 @@ class DirectoryStore:
 
     def put_first(self, data: bytes, name: str) -> None:
         target = self._files / name
-        target.parent.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+        make_folder(target.parent)
         part = target.with_name(f"{target.name}.{uuid.uuid4().hex}.part")
         try:
-            part.write_bytes(data)
+            with open_new(part) as written:
+                written.write(data)
             _link_first(part, target)
             _sync_folder(target.parent)
         finally:
@@ -166,6 +168,18 @@ class UrlStore:
         return f"{self._root}/{name}"
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it that are not there, for this user alone."""
+    for missing in reversed([folder, *folder.parents]):
+        if not missing.exists():
+            missing.mkdir(FOLDER_MODE, exist_ok=True)
+
+
+def open_new(path: Path) -> BinaryIO:
+    """Open a file for writing that only this user can read, in place of what had this name."""
+    return open(path, "wb", opener=lambda name, flags: os.open(name, flags, FILE_MODE))
+
+
 def store_of(settings: Settings) -> Store:
     """That of the settings. Raises SettingsError."""
     place = settings.gateway_files_dir
@@ -218,7 +232,7 @@ def _as_os_errors() -> Iterator[None]:
 def fetch(store: Store, name: str, local: Path) -> None:
     """A copy on this machine. Raises FileNotFoundError, OSError."""
     part = local.with_name(f"{local.name}.part")
-    with part.open("wb") as copy:
+    with open_new(part) as copy:
         for block in blocks_of(store.open(name)):
             copy.write(block)
         copy.flush()
@@ -240,7 +254,7 @@ def _link_or_copy(source: Path, target: Path) -> None:
     try:
         os.link(source, target)
     except OSError:  # another file system, or one without links
-        with source.open("rb") as read, target.open("wb") as written:
+        with source.open("rb") as read, open_new(target) as written:
             shutil.copyfileobj(read, written, READ_BYTES)
             written.flush()
             os.fsync(written.fileno())

@@ -19,7 +19,7 @@ from starlette.requests import Request
 from cellama.api.http.errors import ApiError
 from cellama.api.http.threads import FILES, in_thread
 
-from .store import FOLDER_MODE, unavailable
+from .store import make_folder, open_new, unavailable
 
 FORM_BYTES = 64 << 10  # that all of the form may have beside its file
 MAX_PARTS = 8
@@ -54,7 +54,7 @@ async def received(request: Request, work_dir: Path, limit: int) -> AsyncIterato
         raise _too_large(limit)
     folder = work_dir / UPLOADS / uuid.uuid4().hex
     try:
-        await in_thread(FILES, folder.mkdir, FOLDER_MODE, True)
+        await in_thread(FILES, make_folder, folder)
         reader = _Reader(boundary, folder, limit)
         try:
             async for piece in request.stream():
@@ -87,7 +87,7 @@ class _Reader:
         self._header, self._headers = (bytearray(), bytearray()), dict[bytes, bytes]()
         self._field: tuple[str, bytearray] | None = None  # the part that is read, unless it is the file
         self._form = Form(folder / "file")
-        self._file = self._form.path.open("wb")
+        self._file = open_new(self._form.path)
         names = ("header_field", "header_value", "header_end", "headers_finished", "part_data", "part_end", "end")
         callbacks: Any = {f"on_{name}": getattr(self, f"_on_{name}") for name in names}
         self._parser = MultipartParser(boundary, callbacks)

@@ -51,6 +51,18 @@ def test_key_is_shown_once_and_listed_without_its_secret(database: Redis) -> Non
     assert secret not in cellama("list", "--json").stdout + cellama("list").stdout
 
 
+@pytest.mark.parametrize(
+    ("options", "adapters"),
+    [([], None), (["--adapter", "pirate", "--adapter", "poet"], ["pirate", "poet"]), (["--no-adapters"], [])],
+)
+def test_key_may_use_the_adapters_that_it_was_made_for(
+    database: Redis, options: list[str], adapters: list[str] | None
+) -> None:
+    cellama("create", "acme", *options)
+    assert json.loads(cellama("list", "--json").stdout)[0]["adapters"] == adapters
+    assert cellama("create", "acme", "--adapter", "pirate", "--no-adapters").exit_code == 2
+
+
 def test_name_of_a_key_is_shown_as_it_is(database: Redis) -> None:
     cellama("create", "acme", "--name", "[/bold] [red]shop")
     assert "[/bold] [red]shop" in cellama("list").stdout

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from cellama.api.http.callers import Caller
@@ -41,6 +43,24 @@ def test_caller_may_ask_for_the_models_of_its_key_only() -> None:
     with pytest.raises(ApiError) as raised:
         Caller(models=frozenset({"a"})).check_model("x" * 1_000_000)
     assert len(raised.value.message) < 300
+
+
+@pytest.mark.parametrize(
+    "choice", [None, "pirate", "pirate=0.5", ["pirate"], {"pirate": 2}, [["pirate", 1.0]], 7, ["x=y"]]
+)
+def test_caller_may_use_the_adapters_of_its_key(choice: Any) -> None:
+    Caller(adapters=frozenset({"pirate"})).check_adapters(choice)
+    Caller().check_adapters("any")
+
+
+@pytest.mark.parametrize(
+    "choice", ["poet", "poet=0", ["pirate", "poet=0.5"], {"pirate": 1, "poet": 2}, [["poet", 1.0]]]
+)
+def test_caller_may_not_use_other_adapters(choice: Any) -> None:
+    with pytest.raises(ApiError, match="may not use the adapter 'poet'; it may use: pirate"):
+        Caller(adapters=frozenset({"pirate"})).check_adapters(choice)
+    with pytest.raises(ApiError, match="it may use: none"):
+        Caller(adapters=frozenset()).check_adapters(choice)
 
 
 def test_error_of_a_model_that_is_not_served_is_openais() -> None:

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from cellama.api.http.batches.input_check import MAX_ERRORS, Rules, check_input
+from cellama.api.http.callers import Caller
 
 CHAT = "/v1/chat/completions"
-RULES = Rules(CHAT, max_lines=200, max_line_bytes=1000, models=frozenset({"tiny", "other"}))
+KEY = Caller("acme", models=frozenset({"tiny", "other"}), adapters=frozenset({"pirate"}))
+RULES = Rules(CHAT, max_lines=200, max_line_bytes=1000, caller=KEY)
 
 
 def line(custom_id: Any = "a", **changed: Any) -> bytes:
@@ -36,6 +38,7 @@ def errors_of(*lines: bytes, rules: Rules = RULES) -> list[tuple[Any, Any, Any]]
         (line(7), "invalid_custom_id", "custom_id"),
         (line("\ud800"), "invalid_custom_id", "custom_id"),
         (line("first"), "duplicate_custom_id", "custom_id"),
+        (line(body={"model": "tiny", "adapters": ["pirate=0.5", "poet"]}), "adapter_not_allowed", "body.adapters"),
         (line(method="GET"), "invalid_method", "method"),
         (line(url="/v1/embeddings"), "mismatched_endpoint", "url"),
         (line(body=None), "invalid_request", "body"),

@@ -24,6 +24,7 @@ from cellama.api.http.files.store import (
     Store,
     UrlStore,
     blocks_of,
+    fetch,
     give_identity,
     identity_of,
     store_of,
@@ -290,3 +291,15 @@ def test_disk_that_hangs_leaves_the_threads_that_queue_jobs_free(run: Run, tmp_p
         await adding
 
     run(ask)
+
+
+def test_files_and_all_new_folders_are_for_their_user_alone(tmp_path: Path, local: Path) -> None:
+    root = tmp_path / "data" / "gateway"
+    store = DirectoryStore(root)
+    local.chmod(0o644)
+    store.put(local, "parts/batch_1/a")
+    give_identity(store)
+    fetch(store, "parts/batch_1/a", tmp_path / "copy")
+    modes = {path: path.stat().st_mode & 0o777 for path in [root.parent, root, *root.rglob("*"), tmp_path / "copy"]}
+    assert len(modes) == 8
+    assert {path: mode for path, mode in modes.items() if mode != (0o700 if path.is_dir() else 0o600)} == {}

@@ -150,6 +150,23 @@ def test_last_use_of_a_key_is_kept(run: Run) -> None:
     run(ask)
 
 
+def test_last_use_of_keys_that_are_gone_is_forgotten(run: Run, tmp_path: Path) -> None:
+    path, (in_file, entry) = tmp_path / "keys.toml", key_and_entry()
+    path.write_text(as_toml(entry))
+
+    async def ask(redis: Redis) -> None:
+        in_redis, _ = await kept(redis)
+        long_ago, lately = (str(NOW.timestamp() - days * 86_400) for days in (31, 29))
+        used: Any = {"gone": long_ago, "elsewhere": lately, in_file.id: long_ago, in_redis.id: long_ago}
+        await redis.hset(API_KEYS_USED_KEY, mapping=used)  # type: ignore[misc]
+        await KeyAccess(redis, KeyFile(path)).authenticate(bearer(in_file))
+        left: Any = await redis.hgetall(API_KEYS_USED_KEY)  # type: ignore[misc]
+        assert {key_id.decode() for key_id in left} == {"elsewhere", in_file.id, in_redis.id}
+        assert float(left[in_file.id.encode()]) > float(lately)
+
+    run(ask)
+
+
 def test_model_and_adapter_that_the_key_may_not_ask_for_are_forbidden(run: Run) -> None:
     async def ask(redis: Redis) -> None:
         key, _ = await kept(redis, models=["tiny"], adapters=["pirate"])
