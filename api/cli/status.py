@@ -135,15 +135,17 @@ def _queues(status: dict[str, Any]) -> list[str]:
     unserved = status["unserved"]
     counts = {model: max(status["waiting"][model], status["queues"][model]) for model in status["waiting"]}
     served = [model for model, count in counts.items() if count and model not in unserved]
-    lines = [_queue(model, counts[model], status["eta_s"][model]) for model in served]
+    lines = [_queue(model, counts[model], status["classes"][model]) for model in served]
     return [
         "[dim]jobs without a slot: " + (", ".join(lines) or "none") + "[/]",
         *(f"[yellow]{counts[model]} job(s) wait for {escape(model)}, which no worker serves[/]" for model in unserved),
     ]
 
 
-def _queue(model: str, count: int, eta_s: float | None) -> str:
-    return f"{escape(model)} {count}" + ("" if eta_s is None else f" (a new one waits about {eta_s:.1f} s)")
+def _queue(model: str, count: int, classes: dict[str, Any]) -> str:
+    """How many jobs wait, and how long a new job of each class would: an urgent one does not wait for bulk work."""
+    waits = [f"{name} ~{told['eta_s']:.1f} s" for name, told in classes.items() if told["eta_s"] is not None]
+    return f"{escape(model)} {count}" + (f" (new job: {', '.join(waits)})" if waits else "")
 
 
 _ENDS = {"cancelled": "was cancelled", "timeout": "is done: its timeout was over", "error": "has failed"}

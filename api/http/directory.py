@@ -11,10 +11,10 @@ from typing import Generic, TypeVar
 from cellama.api.client.async_client import AsyncClient
 from cellama.api.client.registry_views import Stats
 from cellama.tasks.contract.json_values import shorten
-from cellama.tasks.contract.names import DEFAULT_MODEL
+from cellama.tasks.contract.names import DEFAULT_MODEL, class_of_priority
 from cellama.tasks.contract.shapes.workers import ModelView
 
-from .callers import Caller
+from .callers import TIERS, Caller
 from .errors import RETRY_AFTER_S, ApiError
 
 FRESH_S = 1.0
@@ -84,12 +84,13 @@ class Directory:
             404, f"no model {shorten(name)} is served; there are: {known}", code="model_not_found", param="model"
         )
 
-    async def wait_s(self, model: str) -> float:
-        """About how long a new job waits for a slot, if it is the last one."""
-        return (await self._stats.get(WAITS_FRESH_S))["eta_s"].get(model) or 0.0
+    async def wait_s(self, model: str, tier: str) -> float:
+        """Return about how many seconds a new job of a service tier waits for a slot."""
+        classes = (await self._stats.get(WAITS_FRESH_S))["classes"].get(model)
+        return 0.0 if classes is None else classes[class_of_priority(TIERS[tier])]["eta_s"] or 0.0
 
-    async def with_wait(self, error: ApiError, model: str) -> ApiError:
+    async def with_wait(self, error: ApiError, model: str, tier: str) -> ApiError:
         """The error, with the time after which it may pass."""
         if error.retry_after_s is not None:
-            error.retry_after_s = max(RETRY_AFTER_S, await self.wait_s(model))
+            error.retry_after_s = max(RETRY_AFTER_S, await self.wait_s(model, tier))
         return error

@@ -83,7 +83,7 @@ class Running:
         """Of a long queue each job is asked for its own place: bulk work does not hold up what is urgent."""
         gateway = self.asked.gateway
         limit = gateway.settings.gateway_max_wait_s
-        if not limit or self.tier == "flex" or await gateway.directory.wait_s(self.model) <= limit:
+        if not limit or self.tier == "flex" or await gateway.directory.wait_s(self.model, self.tier) <= limit:
             return
         eta_s = (await self.jobs[0].position()).eta_s or 0.0
         if eta_s > limit:
@@ -100,7 +100,7 @@ class Running:
             error = ApiError(
                 error.status, "the adapter is not loaded for this model", code=error.code, param="adapters"
             )
-        return await self.asked.gateway.directory.with_wait(error, self.model)
+        return await self.asked.gateway.directory.with_wait(error, self.model, self.tier)
 
     async def events(self, ping_s: float = math.inf) -> AsyncGenerator[Placed, None]:
         """The events of all jobs with their places, and pings. Raises ApiError when one of them fails."""

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 NUM_DRAWS = 24
-LEAST, MOST = 0.04, 0.96  # which parts of the draws end before the range begins, and before it ends
 SPEED_SIGMA = 0.1  # how much faster or slower it goes from now on (of the logarithm)
 HANDLING_S = 1.0  # what queue, worker and engine need beside it
 UNKNOWN_FACTOR = 2.0  # how much wider the range is while no job of that kind has ended
@@ -43,7 +42,7 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Seconds until a slot is free: the central value, and the range in which it lies in four of five cases."""
+    """Seconds until a slot is free: the middle one of the draws, and the range that all of them span."""
 
     eta_s: float
     least_s: float
@@ -74,7 +73,7 @@ def forecast(
     found = sorted(_play(servers, running, ahead, rest, chance) for _ in range(NUM_DRAWS))
     wider = 1.0 if is_learnt else UNKNOWN_FACTOR
     central = found[NUM_DRAWS // 2]
-    least, most = found[math.floor(LEAST * NUM_DRAWS)] / wider, found[math.ceil(MOST * NUM_DRAWS) - 1] * wider
+    least, most = found[0] / wider, found[-1] * wider
     return Forecast(central, max(0.0, least - HANDLING_S), most + HANDLING_S)
 
 

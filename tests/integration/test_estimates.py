@@ -75,6 +75,7 @@ class Played:
     asked: int
     tokens: float  # of work, with what reading its prompt takes
     asked_at: float = 0.0
+    priority: int = 3
     said: Position | None = None
     began_at: float = 0.0
     attempt: Attempt | None = None
@@ -117,13 +118,14 @@ class Cluster:
             self.took[name].flush()
         self.beat_at = self.now + HEARTBEAT_S
 
-    def submit(self, asked: int, part: float = 1.0, **params: Any) -> Played:
+    def submit(self, asked: int, part: float = 1.0, priority: int = 3, **params: Any) -> Played:
         """A job that makes this part of what it asks for; its prompt takes as long as up to a third of that."""
         made = max(1.0, asked * part)
         job = submission(QUEUE, str(uuid.UUID(int=self.ids.getrandbits(128))))
-        call = Call("cellama.generate", [MODEL, "Hi"], {"max_tokens": asked, **params}, QUEUE, 3, None, {})
-        self.ledger.submit([Submission(job.job_id, call, Message(queue_key(QUEUE, 3), job.message.payload))])
-        played = self.jobs[job.job_id] = Played(asked, made * self.chance.uniform(1.0, 1.3), self.now)
+        call = Call("cellama.generate", [MODEL, "Hi"], {"max_tokens": asked, **params}, QUEUE, priority, None, {})
+        self.ledger.submit([Submission(job.job_id, call, Message(queue_key(QUEUE, priority), job.message.payload))])
+        played = Played(asked, made * self.chance.uniform(1.0, 1.3), self.now, priority)
+        self.jobs[job.job_id] = played
         self.fill()
         if played.attempt is None:
             played.said = self.client.position(job.job_id)
@@ -171,7 +173,7 @@ class Cluster:
         job = self.jobs[job_id]
         self.write(job, 1, events.done("stop", usage_of(prompt_tokens=1, completion_tokens=1)))
         work = work_of("cellama.generate", [], {"max_tokens": job.asked})
-        self.took[worker].note(class_of(QUEUE, work, 3), job.asked, job.tokens, self.speeds[worker])
+        self.took[worker].note(class_of(QUEUE, work, job.priority), job.asked, job.tokens, self.speeds[worker])
 
 
 @pytest.fixture
@@ -269,3 +271,31 @@ def test_what_no_worker_wrote_into_the_history_is_left_out(cluster: Cluster, red
     said = cluster.submit(100).said
     assert said is not None
     assert said.learnt_from == 0
+
+
+def new_job_waits(cluster: Cluster) -> dict[str, float | None]:
+    """What `cellama status` says of a new job of each class."""
+    classes = cluster.client.stats()["classes"][MODEL]
+    return {name: told["eta_s"] for name, told in classes.items()}
+
+
+@pytest.mark.parametrize("num_urgent", [0, 30])
+def test_status_and_position_agree_for_each_class_before_a_deep_bulk_queue(cluster: Cluster, num_urgent: int) -> None:
+    for _ in range(40):
+        cluster.submit(100, priority=9)
+    cluster.run(1000)  # what bulk jobs take is learnt
+    for _ in range(300):
+        cluster.submit(100, priority=9)
+    for _ in range(num_urgent):
+        cluster.submit(100)
+    cluster.run(HEARTBEAT_S + 0.1)
+    waits = new_job_waits(cluster)
+    for name, priority in (("interactive", 3), ("bulk", 9)):
+        said, wait = cluster.submit(100, priority=priority).said, waits[name]
+        assert said is not None
+        assert said.eta_s is not None
+        assert wait is not None
+        assert said.eta_least_s <= wait <= (said.eta_most_s or 0)
+        assert wait == pytest.approx(said.eta_s, rel=0.25)
+    assert (waits["interactive"] == 0.0) == (num_urgent == 0)  # bulk work ahead of it does not count
+    assert (waits["bulk"] or 0) > 100

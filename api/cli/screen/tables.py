@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -10,13 +9,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from cellama.api.cli.output import table_of
+from cellama.tasks.contract.names import CLASSES
 
 LATE_S, VERY_LATE_S = 10.0, 60.0  # an estimate that is yellow, red
 FULL, VERY_FULL = 0.8, 0.95  # parts of what there is
 STALE_S = 4.0  # a worker that told nothing for so long is stuck, or has lost Redis
 FIXED_LINES = 21  # titles, heads, rules and captions of three tables, and the totals
 LEAST_ROWS = 1
-FOREIGN = "plain Celery"  # who sent them
+QUEUE_COLUMNS = ("queue", *CLASSES, "oldest", *(f"new {name}" for name in CLASSES))
 
 
 def screen(seen: dict[str, Any], problem: str | None, height: int) -> RenderableType:
@@ -41,24 +41,37 @@ def _head(seen: dict[str, Any]) -> str:
 
 
 def queues(seen: dict[str, Any], most: int) -> Table:
-    """Classes with jobs: those of models that no worker serves first, then by the estimate, then by the oldest job."""
+    """Models with jobs: those that no worker serves first, then by the longest estimate, then by the oldest job.
+
+    A row has the estimates of both classes, because a new urgent job does not wait for the bulk work before it.
+    """
     unserved = seen["unserved"]
-    rows = [
-        (model, name, told) for model in seen["classes"] for name, told in _classes(seen, model) if told["waiting"] > 0
-    ]
-    rows.sort(key=lambda row: (row[0] not in unserved, -(row[2]["eta_s"] or 0.0), -(row[2]["oldest_s"] or 0.0), row[0]))
-    table = table_of("queue", "class", "jobs", "oldest", "a new one waits", right="jobs, oldest, a new one waits")
-    for model, name, told in rows[:most]:
-        when = "[red]no worker serves it[/]" if model in unserved else _late(told["eta_s"])
-        table.add_row(escape(model), name, str(told["waiting"]), _late(told["oldest_s"]), when)
-    return _rest(table, rows, most)
+    names = [model for model in seen["classes"] if seen["waiting"][model] or _foreign(seen, model)]
+    names.sort(
+        key=lambda model: (model not in unserved, *(-value for value in _longest(seen["classes"][model])), model)
+    )
+    table = table_of(*QUEUE_COLUMNS, right=", ".join(QUEUE_COLUMNS[1:]))
+    for model in names[:most]:
+        classes, foreign = seen["classes"][model], _foreign(seen, model)
+        label = escape(model) + (f" [dim](+{foreign} from plain Celery)[/]" if foreign else "")
+        counts = [str(classes[name]["waiting"]) for name in CLASSES]
+        oldest = _late(_longest(classes)[1]) if seen["waiting"][model] else "?"
+        waits = ["[red]no worker[/]" if model in unserved else _late(classes[name]["eta_s"]) for name in CLASSES]
+        table.add_row(label, *counts, oldest, *waits)
+    return _rest(table, names, most)
 
 
-def _classes(seen: dict[str, Any], model: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """And messages that are no jobs yet, because no worker has seen them."""
-    yield from seen["classes"][model].items()
-    if model in seen["unserved"]:
-        yield FOREIGN, {"waiting": seen["queues"][model] - seen["waiting"][model], "oldest_s": None, "eta_s": None}
+def _longest(classes: dict[str, Any]) -> tuple[float, float]:
+    """Return the longest estimate and the longest wait so far, in seconds, of the classes that have jobs."""
+    having = [told for told in classes.values() if told["waiting"]]
+    return max((told["eta_s"] or 0.0 for told in having), default=0.0), max(
+        (t["oldest_s"] for t in having), default=0.0
+    )
+
+
+def _foreign(seen: dict[str, Any], model: str) -> int:
+    """Return how many messages of an unserved model are not jobs yet, because no worker has seen them."""
+    return max(0, seen["queues"][model] - seen["waiting"][model]) if model in seen["unserved"] else 0
 
 
 def _late(seconds: float | None) -> str:

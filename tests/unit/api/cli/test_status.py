@@ -24,12 +24,12 @@ READER = {"requests_waiting": 4321, "prompt_rate": 98765.4, "requests_finished":
 TOTALS = {"phase": "generating", **dict.fromkeys(COUNTED, 1234)}
 
 
-def shown(models: list[dict[str, Any]], width: int = 80) -> str:
+def shown(models: list[dict[str, Any]], width: int = 80, **queues: Any) -> str:
     worker = {"name": "cellama-0a1b@a-rather-long-name-of-a-machine", "pid": 4123456, "models": models}
     live = [{**worker, "pool": "default", "wanted": []}]
     console = Console(width=width, record=True)
-    told = {"live": live, "queues": {}, "waiting": {}, "eta_s": {}, "unserved": [], "totals": TOTALS, "age_s": 1.234}
-    console.print(_render(told))
+    told = {"live": live, "queues": {}, "waiting": {}, "classes": {}, "unserved": [], "totals": TOTALS, "age_s": 1.234}
+    console.print(_render({**told, **queues}))
     return console.export_text()
 
 
@@ -60,6 +60,17 @@ def test_status_shows_the_totals_and_how_old_they_are() -> None:
     text = " ".join(shown([]).split())
     for part in ("all models, 1.2 s ago: generating", "1234 requests run", "1234 from RAM", "1234 saved, 1234 evicted"):
         assert part in text
+
+
+def test_status_shows_what_a_new_job_of_each_class_waits() -> None:
+    queues = {"deep": 90_000, "new": 3}
+    waits = {"deep": (0.0, 28.71), "new": (None, None)}
+    classes = {
+        model: {"interactive": {"eta_s": interactive}, "bulk": {"eta_s": bulk}}
+        for model, (interactive, bulk) in waits.items()
+    }
+    text = " ".join(shown([], waiting=queues, queues=queues, classes=classes).split())
+    assert "jobs without a slot: deep 90000 (new job: interactive ~0.0 s, bulk ~28.7 s), new 3" in text
 
 
 class Clock:

@@ -32,8 +32,8 @@ def seen(*live: Any, **told: Any) -> dict[str, Any]:
     return {"workers": len(live), "live": list(live), **known, **told}
 
 
-def shown(told: dict[str, Any], problem: str | None = None, height: int = 50) -> str:
-    console = Console(width=100, record=True, height=height)
+def shown(told: dict[str, Any], problem: str | None = None, height: int = 50, width: int = 100) -> str:
+    console = Console(width=width, record=True, height=height)
     console.print(screen(told, problem, height))
     return console.export_text()
 
@@ -54,14 +54,11 @@ def test_top_shows_what_no_worker_serves_first_then_the_longest_wait() -> None:
     queues = {"quick": queue(interactive=9), "slow": queue(2, 1, eta_s=99.0), "lost": queue(1, eta_s=None)}
     text = shown(seen(**told_of({**queues, "empty": queue()}, unserved=["lost"])))
     rows = [line.split() for line in text.splitlines() if line.split()[:1] and line.split()[0] in (*queues, "empty")]
-    assert [row[:3] for row in rows] == [
-        ["lost", "interactive", "1"],
-        ["slow", "bulk", "1"],
-        ["slow", "interactive", "2"],
-        ["quick", "interactive", "9"],
+    assert rows == [  # jobs of each class, the oldest one's wait, a new job's wait in each class
+        ["lost", "1", "0", "0.5", "s", "no", "worker", "no", "worker"],
+        ["slow", "2", "1", "0.5", "s", "9.9", "s", "99.0", "s"],
+        ["quick", "9", "0", "0.5", "s", "0.1", "s", "1.0", "s"],
     ]
-    assert [row[-2:] for row in rows[1:]] == [["99.0", "s"], ["9.9", "s"], ["0.1", "s"]]
-    assert "no worker serves it" in text
     assert "no worker lives" in text
 
 
@@ -74,9 +71,19 @@ def test_totals_are_one_line_of_a_narrow_terminal() -> None:
     assert len(line) < 80
 
 
+def test_top_shows_that_an_urgent_job_does_not_wait_for_bulk_work_in_80_columns() -> None:
+    text = shown(
+        seen(**told_of({"m": {**queue(0, 90_000, eta_s=28.7), "interactive": queue(eta_s=0.0)["interactive"]}})),
+        width=80,
+    )
+    head, row = [line.split() for line in text.splitlines() if line.split()[:1] in (["queue"], ["m"])]
+    assert head == ["queue", "interactive", "bulk", "oldest", "new", "interactive", "new", "bulk"]
+    assert row == ["m", "0", "90000", "0.5", "s", "0.0", "s", "28.7", "s"]
+
+
 def test_top_shows_messages_that_no_worker_has_seen() -> None:
     told = told_of({"lost": queue(eta_s=None)}, in_redis=7, unserved=["lost"])
-    assert "lost plain Celery 7 ? no worker serves it" in " ".join(shown(seen(**told)).split())
+    assert "lost (+7 from plain Celery) 0 0 ? no worker no worker" in " ".join(shown(seen(**told)).split())
     assert "plain Celery" not in shown(seen(**{**told, "unserved": []}))  # on their way to a worker
 
 
