@@ -32,6 +32,7 @@ ROOMS = {
     },
     "service": {
         "enqueue": "jobs into Redis: one by one, from threads, in bulk, and by plain Celery",
+        "deep_queue": "100,000 waiting and a million delayed jobs: what a look of the reaper costs, and a purge",
         "queue_tax": "jobs through Celery and Redis against requests given to the engine",
         "small_jobs": "jobs that are next to nothing, beside no-ops of plain Celery",
         "urgent": "an urgent job while a worker is full of bulk jobs and more wait",

@@ -46,6 +46,7 @@ SHORT = {
     "reading": "--slots 16 --length 32 --rounds 3",
     "adapters": "--slots 4 --turns 0 0.1 --prompt 32 --new 8",
     "enqueue": "--jobs 500 --rounds 1",
+    "deep_queue": "--jobs 2000 --delayed 20000 --due 1000",
     "offline": "--lines 16 --new 16 --families 4 --slots 8 --server-slots 8 --try-lines 4 --naive-lines 4",
     "kept_states": "--samples 2 --prompt 600 --conversations 20 --in-ram 2 --opening 96 --turns 2 --rate 8 --states 4 "
     "--seconds 1 --requests 16 --rounds 1",

@@ -40,6 +40,7 @@ SMALL = {
     "mixed": "--requests 9 --chats 1 --turns 3 --scale 0.2 --slots 3 --server-slots 2 --arrivals 12 --rates 8 "
     "--threads 1",
     "enqueue": "--jobs 50 --threads 2 --rounds 1",
+    "deep_queue": "--jobs 300 --delayed 1000 --due 600",
     "queue_tax": "--slots 2 --requests 6 --prompt 16 --new 8 --samples 2 --rounds 1 --threads 1",
     "small_jobs": "--jobs 20 --rounds 1 --slots 2",
     "urgent": "--slots 2 --bulk 10 --prompt 32 --new 400 --samples 1 --pause 0.1 --threads 1",
