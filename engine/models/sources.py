@@ -10,7 +10,7 @@ from cellama.engine.errors import ModelLoadFailed, nearest
 from cellama.engine.options import EngineOptions
 
 from . import hub
-from .hub import HubOptions
+from .hub import HubFile, HubOptions
 
 BUNDLED = {"tiny": TINY_PATH, "pirate": PIRATE_PATH}  # pirate is an adapter for tiny
 _MAGIC = b"GGUF"
@@ -27,6 +27,14 @@ def resolve(source: str, hub_options: HubOptions = HubOptions()) -> Path:  # noq
             f"source {source!r} is of no known kind; give a path to a GGUF file, hf://ORG/REPO/FILE, or bundled://tiny"
         )
     return _check(Path(source).expanduser())
+
+
+def check_source(source: str) -> None:
+    """Raise ModelLoadFailed if no load of this source can succeed. Nothing is fetched from the hub."""
+    if source.startswith(hub.PREFIX):
+        HubFile.parse(source)
+    else:
+        resolve(source)
 
 
 def with_draft_file(options: EngineOptions, hub_options: HubOptions) -> EngineOptions:

@@ -15,7 +15,7 @@ from typing import Any
 from redis.exceptions import RedisError
 
 from cellama.config import ModelSettings, Settings
-from cellama.engine import STACK_BYTES, EngineOptions, HubOptions, InvalidRequest, ModelManager, Watchdog
+from cellama.engine import STACK_BYTES, HubOptions, InvalidRequest, ModelManager, Watchdog
 from cellama.tasks.app import num_jobs_of
 from cellama.tasks.broker.places import Places
 from cellama.tasks.broker.pool import Interruption, JobControl
@@ -34,6 +34,7 @@ from .commands import Changes
 from .heap import bound_free_heap, trim_heap
 from .lease import LeaseKeeper
 from .model_loading import Residency
+from .model_options import options_of
 from .neighbours import Neighbours
 from .quarantine import Quarantine
 from .reaper import Reaper, Store
@@ -48,7 +49,6 @@ log = logging.getLogger(__name__)
 SOCKET_TIMEOUT_S = 10
 LEAST_SAVE_S = 2.0  # for KV states at the end, if jobs took all of `drain_s`
 SWITCH_INTERVAL_S = 0.0005  # an engine that comes out of llama.cpp waits no longer for the GIL; Python's own is 5 ms
-NOT_OPTIONS = {name for name in ModelSettings.model_fields if name not in EngineOptions.__dataclass_fields__}
 
 
 class Runtime:
@@ -258,12 +258,3 @@ class Runtime:
         if self._lease is not None:
             self._lease.close()
         self.redis.close()
-
-
-def options_of(model: ModelSettings, settings: Settings) -> EngineOptions:
-    """The options of a model, with what the worker's own settings say of all. Raises InvalidRequest."""
-    given = model.model_dump(exclude=NOT_OPTIONS)
-    for name in ("cache_dir", "cache_disk_bytes"):
-        if given[name] is None:
-            given[name] = getattr(settings, name)
-    return EngineOptions(**given)

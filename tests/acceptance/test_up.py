@@ -148,3 +148,52 @@ def test_worker_with_a_bad_model_says_so_once_and_ends(
     assert done.returncode == 2
     assert (done.stdout + done.stderr).count(message) == 1
     assert "Traceback" not in done.stderr
+
+
+def model(**options: Any) -> str:
+    return json.dumps([{"id": "m", "source": "bundled://tiny", **options}])
+
+
+@pytest.mark.parametrize(
+    ("models", "message"),
+    [
+        ("m=/missing.gguf", "models.m.source: there is no model file at '/missing.gguf'; check the path"),
+        ("m=text.gguf", "models.m.source: 'text.gguf' is no GGUF file"),
+        ("m=bundled://tinny", "models.m.source: no bundled file is called 'tinny'; did you mean 'tiny'"),
+        ("m=hf://nowhere", "models.m.source: source 'hf://nowhere' names no file on the hub"),
+        (model(draft="/no.gguf", speculation="auto"), "models.m.draft: there is no model file at '/no.gguf'"),
+        (model(adapters={"a": "/no.gguf"}), "models.m.adapters.a: there is no model file at '/no.gguf'"),
+        (model(n_parallel=8, n_batch=4), "models.m: n_batch is 4; it must be at least n_parallel (8)"),
+    ],
+)
+def test_up_reports_an_impossible_model_in_one_line_before_it_starts_anything(
+    tmp_path: Path, models: str, message: str
+) -> None:
+    (tmp_path / "text.gguf").write_text("I am no model")
+    done = up_that_fails(tmp_path, models)
+    assert done.returncode == 2
+    [line] = done.stderr.splitlines()
+    assert line.startswith(f"error: {message}")
+    assert done.stdout == ""
+    assert not (tmp_path / "data").exists()  # no log, no Redis
+
+
+def test_up_reports_a_damaged_model_without_the_log_of_the_worker_around_it(tmp_path: Path) -> None:
+    (tmp_path / "damaged.gguf").write_bytes(b"GGUF" + bytes(100))
+    done = up_that_fails(tmp_path, "m=damaged.gguf")
+    assert done.returncode == 2
+    assert "damaged.gguf" in done.stderr
+    assert len(done.stderr.splitlines()) <= 3
+    assert "celery@" not in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def up_that_fails(folder: Path, models: str) -> subprocess.CompletedProcess[str]:
+    environment = clean_environment(
+        CELLAMA_REDIS_URL=f"redis://127.0.0.1:{free_port()}/0",
+        CELLAMA_DATA_DIR=str(folder / "data"),
+        CELLAMA_MODELS=models,
+        COLUMNS="300",
+    )
+    argv = [*CELLAMA, "up", "--no-flower"]
+    return subprocess.run(argv, cwd=folder, env=environment, capture_output=True, timeout=PATIENCE_S, text=True)

@@ -74,7 +74,7 @@ def _produce(redis: RedisServer, supervisor: Supervisor) -> int:
     wait_for_worker(redis.url, worker, supervisor)
     assert worker.process is not None
     out.print(f"[green]✓[/] a Celery worker with the bundled model (pid {worker.process.pid})")
-    argv = [sys.executable, "-m", "cellama.api.cli.local.demo"]
+    argv = [sys.executable, "-c", "from cellama.api.cli.local.demo import main; main()"]
     producer = subprocess.Popen(argv, start_new_session=True)  # Ctrl-C is for this process, which ends all others
     out.print(f"[green]✓[/] a producer process (pid {producer.pid})")
     try:
@@ -164,7 +164,3 @@ def _show_batching(client: Client, num_requests: int) -> None:
                 return
         time.sleep(0.1)
     sys.exit("the worker's heartbeat did not come")
-
-
-if __name__ == "__main__":
-    main()

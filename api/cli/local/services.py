@@ -26,7 +26,7 @@ from rich.table import Table
 from cellama.api.cli.output import called, err, out, url_of
 from cellama.api.machine.redis_server import LOOPBACK, RedisServer, RedisServerError, check_port_free
 from cellama.api.machine.supervisor import Child, Supervisor, flower_child, gateway_child, worker_child
-from cellama.config import ModelSettings, Settings, get_settings
+from cellama.config import ModelSettings, Settings, SettingsError, get_settings
 from cellama.config.local_redis import LOOPBACK_HOSTS, URL_FILE, redis_dir, with_kept_password
 from cellama.config.redis_url import parse_redis_url
 from cellama.tasks.connection.connections import connect
@@ -92,6 +92,9 @@ def up_command(
     settings = apply(model, redis)
     check_installed()
     _check_beside(flower_port if flower else None, gateway_port)
+    from cellama.tasks.worker.model_options import check_models  # imports the engine, which takes half a second
+
+    check_models(settings)
     logs = settings.data_dir / "logs"
     logs.mkdir(mode=0o700, parents=True, exist_ok=True)
     with _redis_for(settings) as embedded:
@@ -235,6 +238,8 @@ def _wait_for(child: Child, is_ready: Callable[[], bool], what: str, supervisor:
             if is_ready():
                 return
             if not child.running:
+                if child.process is not None and child.process.returncode == Exit.CONFIG:
+                    raise SettingsError(f"the {child.name} did not start: {child.log_tail(1)}")
                 raise RedisServerError(f"the {child.name} did not start; its log ends:\n{child.log_tail()}")
             time.sleep(0.05)
     raise RedisServerError(

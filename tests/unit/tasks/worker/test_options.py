@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cellama.config import ModelSettings, Settings
-from cellama.tasks.worker.runtime import options_of
+from cellama.tasks.worker.model_options import options_of
 
 
 @pytest.mark.parametrize(
