@@ -159,17 +159,18 @@ class Reaper:
             self._redis.zrem(MISSING_KEY, *found)
 
     def _busy_queues(self) -> list[str]:
-        """Queues in which a job waits; the others are noted no more."""
+        """Return the queues that have waiting jobs or messages, and remove the others from the set of queues."""
         names: Any = self._redis.smembers(QUEUES_KEY)
         queues = [raw.decode() for raw in names]
+        keys = {queue: [waiting_key(queue), *(queue_key(queue, p) for p in PRIORITIES)] for queue in queues}
         with self._redis.pipeline(transaction=False) as pipe:
-            for queue in queues:
-                pipe.zcard(waiting_key(queue))
-            lengths = pipe.execute()
-        for queue, length in zip(queues, lengths, strict=True):
-            if not length:
-                run_script(self._redis, "forget_queue", [waiting_key(queue)], [queue])
-        return [queue for queue, length in zip(queues, lengths, strict=True) if length]
+            for each in keys.values():
+                pipe.exists(*each)
+            are_busy = dict(zip(keys, pipe.execute(), strict=True))
+        for queue, is_busy in are_busy.items():
+            if not is_busy:
+                run_script(self._redis, "forget_queue", keys[queue], [queue])
+        return [queue for queue, is_busy in are_busy.items() if is_busy]
 
     def _not_in_queue(self, queue: str, priority: int) -> Iterator[str]:
         """The waiting jobs that no worker holds and that are not where the order of the queue wants them."""

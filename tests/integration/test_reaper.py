@@ -170,6 +170,18 @@ def test_the_cost_of_a_look_does_not_depend_on_how_many_jobs_wait(world: World) 
     assert world.redis.zcard(MISSING_KEY) == 0
 
 
+def test_messages_of_ended_jobs_leave_a_long_queue_although_no_worker_takes_them(world: World) -> None:
+    jobs = [submission(QUEUE) for _ in range(2100)]  # too many to search for each message
+    for start in range(0, len(jobs), 100):
+        world.ledger.submit(jobs[start : start + 100])
+    for job in jobs[:60]:
+        assert world.ledger.cancel(job.job_id, running=True)
+        world.ledger.settle(job.job_id)
+    assert len(world.waiting()) == len(jobs)
+    world.look(times=1)
+    assert world.waiting() == [job.job_id for job in jobs[60:]]
+
+
 def test_a_thousand_held_jobs_hide_no_lost_one(world: World) -> None:
     for _ in range(1001):
         take(world.ledger, world.job(age_s=2 * OLD_S, message=False))

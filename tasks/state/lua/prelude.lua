@@ -122,6 +122,8 @@ local function append_event(options, job, id, seq, data)
 end
 
 local SHORT_JOURNAL = 50 -- events; copying more would take longer than the memory is worth
+local SHORT_LIST = 2000 -- messages, searched in less than a millisecond
+local LARGE_MESSAGE = 65536 -- bytes; there is not room for many such messages
 
 -- The job has ended with this event, which an attempt (`run`) wrote, or none (''). Celery's part follows: `settle`.
 local function end_job(options, job, id, run, kind, event)
@@ -131,7 +133,8 @@ local function end_job(options, job, id, run, kind, event)
   redis.call('ZREM', RUNNING, id)
   local was_delayed = redis.call('ZREM', DELAYED, id) == 1
   if run == '' and message and message ~= '' and not holder and not was_delayed then
-    redis.call('LREM', list, -1, message) -- else it would take memory until a worker comes to it
+    -- The message would take memory until a worker or the reaper comes to it. In a long list the search takes too long.
+    if #message >= LARGE_MESSAGE or redis.call('LLEN', list) <= SHORT_LIST then redis.call('LREM', list, -1, message) end
   end
   local keep_s = options.event_ttl_s
   if kind == 'dead' then

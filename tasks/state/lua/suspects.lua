@@ -1,27 +1,36 @@
 -- The jobs of a queue and priority that may have lost their message: no worker holds it, and by the order of the queue it
 -- should stand before the first message that no worker has had, and does not. The cost does not depend on how many jobs wait.
+-- Messages at the head whose job has ended, or whose entry Redis has evicted, are removed.
 -- KEYS: list of messages, waiting jobs. ARGV: priority, seconds after which a job has settled in its queue, most messages at
 -- the head, most jobs, score of the job to continue with or ''.
 -- Returns the score of the last job that was looked at if there may be more, else '', then the ids.
 local list, waiting, priority, settled_s = KEYS[1], KEYS[2], tonumber(ARGV[1]), tonumber(ARGV[2])
+local MAX_REMOVED = 2000 -- messages, some milliseconds
+
+for _ = 1, MAX_REMOVED do
+  local message = redis.call('LINDEX', list, -1)
+  local id = message and id_of(message)
+  if not id or not string.find(message, '"' .. OURS .. '"', 1, true) then break end
+  local found = redis.call('HMGET', JOB .. id, 'state', 'settled')
+  if found[1] and not found[2] then break end
+  redis.call('RPOP', list)
+  redis.call('ZREM', waiting, id)
+end
+
 local low, high = priority * WEIGHT, priority * WEIGHT + clock() - settled_s
 if #redis.call('ZRANGEBYSCORE', waiting, stamp(low), stamp(high), 'LIMIT', 0, 1) == 0 then return {''} end
-local at_head, first, at, num_popped = {}, nil, 1, 0
+local at_head, first, at = {}, nil, 1
 while not first do
   local message = redis.call('LINDEX', list, -at)
   if not message then break end
-  if at + num_popped > tonumber(ARGV[3]) then return {''} end -- too many came back to the head to tell
+  if at > tonumber(ARGV[3]) then return {''} end -- too many came back to the head to tell
   local id = id_of(message)
-  local found = id and redis.call('HMGET', JOB .. id, 'submitted_at', 'returned', 'settled')
-  if found and (found[3] or not found[1]) and at == 1 and string.find(message, '"' .. OURS .. '"', 1, true) then
-    redis.call('RPOP', list) -- its job has ended, or Redis has evicted it
-    redis.call('ZREM', waiting, id)
-    num_popped = num_popped + 1
-  else
-    if id then at_head[id] = true end
-    if found and found[1] and not found[2] then first = tonumber(found[1]) end
-    at = at + 1
+  if id then
+    at_head[id] = true
+    local found = redis.call('HMGET', JOB .. id, 'submitted_at', 'returned')
+    if found[1] and not found[2] then first = tonumber(found[1]) end
   end
+  at = at + 1
 end
 if first then high = math.min(high, priority * WEIGHT + first - settled_s) end
 local from = ARGV[5] == '' and stamp(low) or ARGV[5]
