@@ -66,9 +66,12 @@ def test_password_of_redis_is_found_by_programs_of_its_user_and_shown_nowhere(ma
         stranger.ping()
     commands = [*descendants(machine.process.pid).values(), " ".join(psutil.Process(machine.process.pid).cmdline())]
     assert len(commands) >= 4  # Redis, the worker, Flower, all of them
+    asked = [sys.executable, "-m", "celery", "-A", "cellama.tasks.app", "inspect", "conf"]
+    conf = subprocess.run(asked, **options, capture_output=True, timeout=PATIENCE_S)
+    assert "broker_url" in conf.stdout, conf.stderr
     logs = [*machine.folder.rglob("*.log")]
     assert {"up.log", "redis.log", "worker.log", "flower.log"} <= {log.name for log in logs}
-    for text in (*commands, *(log.read_text(errors="replace") for log in logs)):
+    for text in (*commands, conf.stdout, conf.stderr, *(log.read_text(errors="replace") for log in logs)):
         assert url.password not in text
 
 

@@ -157,6 +157,22 @@ def test_flower_of_the_compose_file_asks_for_a_password_and_takes_no_other(compo
     assert flower.wait(PATIENCE_S) == 0, composed.log("flower")
 
 
+def test_metrics_of_the_compose_file_are_served_until_sigterm(composed: Composed) -> None:
+    port = free_port()
+    environment = composed.environment("metrics")
+    metrics = composed.start("metrics", [*composed.argv("metrics"), "--port", str(port)], environment)
+
+    def figures() -> str | None:
+        assert metrics.poll() is None, composed.log("metrics")
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+            return str(answer.read())
+        return None
+
+    assert "cellama_up 1" in wait_until(figures, "the figures")
+    composed.terminate(metrics)
+    assert metrics.wait(PATIENCE_S) == 0, composed.log("metrics")
+
+
 def test_gateway_of_the_compose_file_serves_whoever_has_a_key(composed: Composed) -> None:
     environment = composed.environment("gateway", CELLAMA_DATA_DIR=str(composed.folder))
     argv = [*composed.argv("gateway"), "--port", str(composed.gateway_port)]
