@@ -6,6 +6,7 @@ import sys
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from cellama.api.client.client import Client
@@ -75,7 +76,7 @@ def rerank_command(
 def _ranking(documents: list[str], results: list[Ranked]) -> Table:
     table = table_of("score", "index", "document", right="score, index")
     for entry in results:
-        table.add_row(f"{entry['score']:.4f}", str(entry["index"]), repr(documents[entry["index"]]))
+        table.add_row(f"{entry['score']:.4f}", str(entry["index"]), escape(repr(documents[entry["index"]])))
     return table
 
 

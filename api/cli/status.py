@@ -65,7 +65,7 @@ def _worker(worker: dict[str, Any]) -> RenderableType:
     """What a worker serves, in a terminal of 80 columns as well."""
     pool = "" if worker["pool"] == "default" else f" · pool {escape(worker['pool'])}"
     title = f"{escape(worker['name'])} [dim]pid {worker['pid']}{pool}[/]"
-    columns = ("model", "slots", "waiting", "tok/s", "KV", "hits", "done", "threads")
+    columns = ("model", "slots", "wait", "tok/s", "KV", "hits", "done", "threads")
     table = table_of(*columns, right=", ".join(columns[1:]), title=title)
     for model in worker["models"]:
         label = escape(model["id"]) + (" [dim](default)[/]" if model["default"] else "")

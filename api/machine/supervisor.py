@@ -122,7 +122,8 @@ class Supervisor:
         again = 0.0 if lived_s > HEALTHY_S else min(LAST_BACK_OFF_S, child.back_off_s * 2 or FIRST_BACK_OFF_S)
         child.back_off_s = again
         child.starts_again_at = time.monotonic() + again
-        log.warning("%s ended with code %s after %.0f s; it starts again in %.0f s", child.name, code, lived_s, again)
+        when = f"in {again:.0f} s" if again >= 1 else "now"
+        log.warning("%s ended with code %s after %.0f s; it starts again %s", child.name, code, lived_s, when)
         child.process = None
         return None
 

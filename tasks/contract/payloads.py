@@ -272,6 +272,8 @@ def parse_job(kind: type[Job], positional: Sequence[str], args: Sequence[Any], k
 
 
 def _tell(problems: Sequence[Any], known: Mapping[str, Any]) -> str:
+    # A list with a bad item counts as too short for pydantic; the item's own problem says what is wrong.
+    problems = [each for each in problems if each["type"] != "too_short" or not each["input"]] or problems
     told = dict.fromkeys(_explain(problem, known) for problem in problems[:MAX_PROBLEMS])
     more = [f"and {len(problems) - MAX_PROBLEMS} more"] if len(problems) > MAX_PROBLEMS else []
     return "; ".join([*told, *more])
@@ -287,7 +289,8 @@ def _explain(problem: Any, known: Mapping[str, Any]) -> str:
         )
     if problem["type"] == "missing":
         return f"{where} is missing"
-    message = problem["msg"].removeprefix("Value error, ")
+    is_empty = problem["type"] == "too_short" and not problem["input"]
+    message = "it is empty; give at least one" if is_empty else problem["msg"].removeprefix("Value error, ")
     return f"{where} is {shorten(problem['input'])}: {message}" if where else message
 
 

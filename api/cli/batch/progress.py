@@ -18,6 +18,7 @@ from cellama.api.batch.progress import Progress
 from cellama.api.cli.output import err, out
 
 LOG_S = 10.0  # between lines where there is no terminal
+WIDE = 80  # columns of a terminal that has room for both rates
 
 
 class _Show:
@@ -67,7 +68,9 @@ def showing(json: bool, to_stdout: bool) -> Iterator[_Show]:
 
 def _words(progress: Progress) -> str:
     parts = _rates(progress) if progress.ended else []
-    if progress.ended:
+    if err.is_terminal and err.width < WIDE:
+        del parts[1:]
+    if progress.ended and progress.left:
         parts.append(f"about {progress.left / progress.line_rate:.0f} s left")
     if progress.failed:
         parts.append(f"{progress.failed} failed")
@@ -114,8 +117,10 @@ def summarise(summary: Summary, json: bool, to_stdout: bool) -> None:
         _print_event(_events(to_stdout), facts)
         return
     err.print(_lines_of(summary), soft_wrap=True)
+    if progress.ended:
+        err.print(f"[dim]{' · '.join([f'{progress.seconds:.1f} s', *_rates(progress)])}[/]", soft_wrap=True)
     if progress.prompt_tokens:
-        cached = f" ({progress.cached_tokens} of them cached)" if progress.cached_tokens else ""
+        cached = f" ({progress.cached_tokens} cached)" if progress.cached_tokens else ""
         generated = f", {progress.completion_tokens} generated" if progress.completion_tokens else ""
         err.print(f"[dim]tokens: {progress.prompt_tokens} in prompts{cached}{generated}[/]", soft_wrap=True)
     if errors and progress.failed:
@@ -124,15 +129,14 @@ def summarise(summary: Summary, json: bool, to_stdout: bool) -> None:
 
 def _lines_of(summary: Summary) -> str:
     progress = summary.progress
-    counts = f"{_counted(progress.finished)} done, {progress.failed} failed"
-    if progress.failed and not progress.finished:
-        counts = f"all {_counted(progress.failed)} failed"
+    before = f" ({progress.already} of them earlier)" if progress.already and progress.ended else ""
+    counts = f"{progress.finished} {_lines(progress.finished)} done{before}, {progress.failed} failed"
     if summary.state == "completed" and not progress.ended:
         return f"was complete already: {counts}"
-    before = f"; {progress.already} of them before" if progress.already else ""
-    speed = f" in {progress.seconds:.1f} s ({', '.join(_rates(progress))})" if progress.ended else ""
-    return f"{summary.state}: {counts}{before}{speed}"
+    if summary.state == "completed" and not progress.finished:
+        return f"failed: no line was done, {progress.failed} failed"
+    return f"{summary.state}: {counts}"
 
 
-def _counted(lines: int) -> str:
-    return f"{lines} line" if lines == 1 else f"{lines} lines"
+def _lines(count: int) -> str:
+    return "line" if count == 1 else "lines"

@@ -48,7 +48,7 @@ def batch_list_command(json: JsonOption = False) -> None:
         columns = ("run", "begun", "state", "model", "lines", "tokens", "output")
         table = table_of(*columns, right=_NUMBERS, whole="run, begun, state, lines")
         for run in runs:
-            output = "at the gateway" if _is_of_gateway(run) else str(run.get("output", ""))
+            output = "at the gateway" if _is_of_gateway(run) else _from_here(str(run.get("output", "")))
             tokens = str(run.get("completion_tokens", 0))
             failed = f"\n{run['failed']} failed" if run.get("failed") else ""
             table.add_row(*_head(run), _lines(run) + failed, tokens, output)
@@ -91,6 +91,12 @@ def batch_cancel_command(run: RunArgument, json: JsonOption = False) -> None:
     who = "gateway" if _is_of_gateway(facts) else "command"
     how = f"its {who} ends it now" if facts["alive"] else f"no {who} worked on it"
     out.print(f"run {facts['id']} is cancelled: {how}; finished lines are in {_output(facts)}", soft_wrap=True)
+
+
+def _from_here(path: str) -> str:
+    """A path, relative to the current directory if the file is below it."""
+    here = Path.cwd()
+    return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
 
 
 def _short(run_id: Any) -> str:

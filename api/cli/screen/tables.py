@@ -25,7 +25,9 @@ def screen(seen: dict[str, Any], problem: str | None, height: int) -> Renderable
     parts: list[RenderableType] = [_head(seen)]
     if problem is not None:
         parts.append(f"[red]{escape(problem)}; looking again …[/]")
-    return Group(*parts, queues(seen, rows), models(seen, rows), workers(seen, rows), *_last_errors(seen, rows))
+    waiting = queues(seen, rows)
+    parts.append(waiting if waiting.row_count else "\n [dim]no job waits[/]\n")
+    return Group(*parts, models(seen, rows), workers(seen, rows), *_last_errors(seen, rows))
 
 
 def _head(seen: dict[str, Any]) -> str:
@@ -126,9 +128,9 @@ def _errors(count: int) -> str:
 
 
 def workers(seen: dict[str, Any], most: int) -> Table:
-    """Those that told nothing for the longest time first."""
+    """Those that were not seen for the longest time first."""
     live = sorted(seen["live"], key=lambda worker: (-int(worker["age_s"] / STALE_S), worker["name"]))
-    table = table_of("worker", "pool", "told", "cores", "lacks", right="told, cores")
+    table = table_of("worker", "pool", "seen", "cores", "missing models", right="seen, cores")
     for worker in live[:most]:
         lacks = ", ".join(thing["model"] for thing in worker["wanted"] if thing["state"] == "lacking")
         age_s, uses = worker["age_s"], worker["cores"]["uses"]

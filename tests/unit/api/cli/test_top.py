@@ -87,6 +87,12 @@ def test_top_shows_messages_that_no_worker_has_seen() -> None:
     assert "plain Celery" not in shown(seen(**{**told, "unserved": []}))  # on their way to a worker
 
 
+def test_top_has_no_table_of_queues_when_no_job_waits() -> None:
+    text = shown(seen(worker("w", model("m")), **told_of({"m": queue()})))
+    assert "no job waits" in text
+    assert "oldest" not in text
+
+
 def test_top_shows_the_last_dead_jobs() -> None:
     job = {"id": "j1", "queue": "cellama:queue:m", "attempts": 3, "last_worker": "w@host"}
     text = shown(seen(dead=[job]))

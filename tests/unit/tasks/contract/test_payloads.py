@@ -224,3 +224,21 @@ def test_payload_that_is_refused_leaves_nothing_behind(wrong: dict[str, Any]) ->
     seen = refuse()
     gc.collect()
     assert seen() is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "message"),
+    [
+        (ChatJob, {"messages": []}, "messages is []: it is empty; give at least one"),
+        (GenerateJob, {"prompt": []}, "prompt is []: it is empty; give at least one"),
+        (
+            ChatJob,
+            {"messages": [{"role": "usr", "content": "x"}]},
+            "messages.0.role is 'usr': Input should be 'system', 'user', 'assistant' or 'tool'",
+        ),
+    ],
+)
+def test_list_is_called_empty_only_when_it_is(kind: Any, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidJob) as refused:
+        parse_job(kind, (), (), {"model": "m", **given})
+    assert str(refused.value) == message

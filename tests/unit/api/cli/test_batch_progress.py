@@ -1,0 +1,63 @@
+"""What a bulk run shows of itself: rates that are right, and nothing that says a run went well when it did not."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cellama.api.batch.options import Summary
+from cellama.api.batch.progress import Progress
+from cellama.api.cli.batch.progress import showing, summarise
+
+
+def told(progress: Progress, capsys: pytest.CaptureFixture[str], state: str = "completed") -> list[str]:
+    progress.started_at = time.monotonic() - 0.2
+    summarise(Summary("r", state, progress, Path("[x].errors.jsonl")), json=False, to_stdout=False)
+    return capsys.readouterr().err.splitlines()
+
+
+def test_short_run_has_the_rates_that_it_had(capsys: pytest.CaptureFixture[str]) -> None:
+    done, rates, tokens = told(Progress(total=2, finished=2, prompt_tokens=9, completion_tokens=200), capsys)
+    assert done == "completed: 2 lines done, 0 failed"
+    seconds, lines, rate = rates.split(" · ")
+    assert (seconds, lines) == ("0.2 s", "10 lines/s") or float(lines.split()[0]) < 10
+    assert 500 < float(rate.split()[0]) <= 1000
+    assert tokens == "tokens: 9 in prompts, 200 generated"
+
+
+def test_run_without_generated_tokens_tells_none(capsys: pytest.CaptureFixture[str]) -> None:
+    done, rates, tokens = told(Progress(total=1, finished=1, prompt_tokens=9, cached_tokens=2), capsys)
+    assert done == "completed: 1 line done, 0 failed"
+    assert "tok/s" not in rates
+    assert tokens == "tokens: 9 in prompts (2 cached)"
+
+
+@pytest.mark.parametrize(
+    ("counts", "state", "line"),
+    [
+        ({"finished": 9, "already": 9}, "completed", "was complete already: 9 lines done, 0 failed"),
+        ({"finished": 9, "already": 4}, "completed", "completed: 9 lines done (4 of them earlier), 0 failed"),
+        ({"failed": 2}, "completed", "failed: no line was done, 2 failed"),
+        ({"failed": 2, "already": 2}, "completed", "was complete already: 0 lines done, 2 failed"),
+        ({"finished": 1}, "cancelled", "cancelled: 1 line done, 0 failed"),
+    ],
+)
+def test_first_line_says_what_has_become_of_the_lines(
+    counts: dict[str, Any], state: str, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = told(Progress(total=9, **counts), capsys, state)
+    assert lines[0] == line
+    failed = counts.get("failed")
+    assert (lines[-1] == "the reasons for failed lines are in [x].errors.jsonl") == bool(failed)
+
+
+def test_log_says_nothing_before_there_is_something_to_say(capsys: pytest.CaptureFixture[str]) -> None:
+    with showing(json=False, to_stdout=False) as show:
+        show.progress(Progress(total=2))
+        assert capsys.readouterr().err == ""
+        for _ in range(3):
+            show.progress(Progress(total=2, notice="Redis does not answer"))
+        assert capsys.readouterr().err == "0 of 2 lines, Redis does not answer\n"
