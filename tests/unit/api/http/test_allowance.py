@@ -37,7 +37,7 @@ def test_tokens_of_contents_are_estimated_together() -> None:
     assert tokens_of(None, 1.5, {}, []) == 2
 
 
-@pytest.mark.parametrize("content", [[1] * 200_000, [[1, 2]] * 10_000, "x" * 10_000_000])
+@pytest.mark.parametrize("content", [[1] * 1_000_000, "x" * 10_000_000])
 def test_contents_are_not_copied_to_estimate_their_tokens(content: Any) -> None:
     tracemalloc.start()
     try:
