@@ -139,17 +139,18 @@ async def read(request: Request) -> Asked:
     request. Raises ApiError, and ClientDisconnect if the client is gone by then."""
     gateway, visit = gateway_of(request), visit_of(request)
     caller = await charged(request)
-    raw = await _bytes(request, gateway.settings.gateway_max_body_bytes, caller, visit)
-    if len(raw) <= LARGE_BYTES:
-        body, num_values = _object(raw)
+    parts = await _parts(request, gateway.settings.gateway_max_body_bytes, caller, visit)
+    num_bytes = sum(map(len, parts))
+    if num_bytes <= LARGE_BYTES:
+        body, num_values = _object(parts)
     else:
-        body, num_values = await in_thread(BODIES, _object, raw)
+        body, num_values = await in_thread(BODIES, _object, parts)
     visit.hold(caller, num_values * VALUE_BYTES)
     caller.check_adapters(body.get("adapters"))
-    return Asked(request, gateway, caller, body, visit, len(raw))
+    return Asked(request, gateway, caller, body, visit, num_bytes)
 
 
-async def _bytes(request: Request, limit: int, caller: Caller, visit: Visit) -> bytes:
+async def _parts(request: Request, limit: int, caller: Caller, visit: Visit) -> list[bytes]:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != BODY_TYPE:
         raise ApiError(415, f"content-type is {shorten(kind)}; send application/json")
@@ -169,11 +170,12 @@ async def _bytes(request: Request, limit: int, caller: Caller, visit: Visit) -> 
         raise ApiError(
             413, f"the body has more than {limit} bytes, which is the limit: send less, or raise gateway_max_body_bytes"
         )
-    return b"".join(parts)
+    return parts
 
 
-def _object(raw: bytes) -> tuple[dict[str, Any], int]:
+def _object(parts: list[bytes]) -> tuple[dict[str, Any], int]:
     """The object of a body, and about how many values it has. Raises ApiError."""
+    raw = b"".join(parts)
     num_values = count_values(raw, MAX_VALUES)
     if num_values > MAX_VALUES:
         raise ApiError(
