@@ -10,7 +10,8 @@ from typing import Annotated, Any
 from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, NoDecode
 
-_ORIGIN = re.compile(r"https?://[a-z0-9.\-\[\]:]+", re.ASCII)  # browsers write them in small letters
+# Browsers write them in small letters; extensions and desktop apps have schemes of their own.
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.\-]*://[a-z0-9.\-\[\]:]+", re.ASCII)
 
 
 class GatewaySettings(BaseSettings):
@@ -81,8 +82,8 @@ class GatewaySettings(BaseSettings):
     )
     gateway_cors_origins: Annotated[list[str], NoDecode] = Field(
         default=[],
-        description="origins, such as https://chat.example.org, whose pages may ask from a browser: a JSON list, or "
-        "with commas between them; `*` is every one. Default: none",
+        description="origins, such as https://chat.example.org, whose pages may ask from a browser, and change things "
+        "without a key: a JSON list, or with commas between them; `*` is every one. Default: none",
     )
     gateway_webhook_timeout_s: float = Field(
         default=15.0, gt=0, le=60, description="time for an endpoint to answer a webhook"

@@ -212,14 +212,15 @@ PAGES: list[tuple[dict[str, str], int]] = [
     ({"origin": "null"}, 403),
     ({"origin": "http://127.0.0.1:1"}, 403),
     ({"sec-fetch-site": "cross-site"}, 403),
-    ({"origin": "https://chat.example"}, 200),
+    ({"origin": "https://chat.example", "sec-fetch-site": "cross-site"}, 200),
+    ({"origin": "app://notes.md"}, 200),
     ({"sec-fetch-site": "same-origin"}, 200),
     ({}, 200),
 ]
 
 
 def test_page_of_another_site_changes_nothing_without_keys(start: Start) -> None:
-    gateway = start(gateway_cors_origins="https://chat.example")
+    gateway = start(gateway_cors_origins="https://chat.example,app://notes.md")
     own = {"origin": gateway.url, "sec-fetch-site": "same-origin"}
     form: dict[str, Any] = {"data": {"purpose": "batch"}, "files": {"file": ("in.jsonl", b"{}")}}
     for headers, status in [*PAGES, (own, 200)]:

@@ -19,6 +19,7 @@ SetVariables = Callable[..., None]
         ("https://a.example", ["https://a.example"]),
         ("https://a.example, http://b.example:3000", ["https://a.example", "http://b.example:3000"]),
         ('["https://a.example"]', ["https://a.example"]),
+        ("app://notes.md, chrome-extension://abc", ["app://notes.md", "chrome-extension://abc"]),
         ("*", ["*"]),
         ("", []),
     ],
