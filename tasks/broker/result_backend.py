@@ -22,6 +22,7 @@ from cellama.tasks.state.records import Stored
 from cellama.tasks.state.scripts import run_script
 
 ID_MARK = "cellama-task-id"
+CHORD_CLAIM_S = 30  # in which only the worker that counted the last part of a chord may send its body
 IS_STORED = "cellama_is_stored"  # of a task's request: its result is in Redis
 
 
@@ -98,6 +99,20 @@ class ResultBackend(RedisBackend):  # type: ignore[misc]
             return encode(meta)
         except TypeError:  # what a user's own task gives: dates, decimals
             return self.encode(meta)  # type: ignore[no-any-return]
+
+    def _chord_publish_claim_expires(self, initial_expires: int, callback: Any) -> int:
+        """Celery's estimate includes all retries, which are thousands here, and a worker that dies keeps its claim."""
+        return max(initial_expires, CHORD_CLAIM_S)
+
+    def is_chord_claimed(self, request: Any) -> bool:
+        """Whether some worker has claimed the body of the chord that this job is a part of, and has not sent it yet."""
+        claim = self.client.get(self.get_key_for_group(request.group, ".c"))
+        return claim not in (None, b"done")
+
+    def has_body_run(self, request: Any) -> bool:
+        """Whether the body of the chord that this job is a part of has a final state."""
+        body_id = request.chord["options"].get("task_id")
+        return body_id is not None and self.get_state(body_id) in states.READY_STATES
 
     def remove_pending_result(self, result: Any) -> Any:
         """What a result does that is forgotten. One that lives until the interpreter ends has no connection to tell."""

@@ -62,14 +62,21 @@ def refuse_step(task: Task, queue: str, options: dict[str, Any], error: InvalidJ
     return task.AsyncResult(job_id)
 
 
+class ChordClaimed(RuntimeError):
+    """A worker that may be dead has claimed the body of this chord; the end is settled once the claim has expired."""
+
+
 def tell_end(app: Celery, job_id: str, ending: Ending) -> None:
     """Store for Celery how a job ended that no worker ran to its end, and send what follows the job in a canvas.
 
     A worker may have done a part of that before it died. Celery sends the next steps before it stores a success, so a
-    stored success means that they have been sent. Everything else is repeated.
+    stored success means that they have been sent. Everything else is repeated, except for the body of a chord that has
+    run. Raises ChordClaimed.
     """
     found: Any = app.backend.client.hmget(job_key(job_id), "message", "stored")
     request, is_stored, event = request_of(found[0]), found[1] == states.SUCCESS.encode(), ending.event
+    if request is not None and request.chord and app.backend.has_body_run(request):
+        request.chord = None
     if event["type"] == "error":
         failure = JobFailed(event["code"], event["message"], event["retryable"])
         app.backend.mark_as_failure(job_id, failure, request=request)
@@ -79,6 +86,10 @@ def tell_end(app: Celery, job_id: str, ending: Ending) -> None:
         if request is not None and not is_stored:
             _send_next(app, request, ending.result)
         app.backend.mark_as_done(job_id, ending.result, request=request)
+    if request is not None and request.chord and app.backend.is_chord_claimed(request):
+        raise ChordClaimed(
+            f"job {job_id}: the worker that was about to send the body of its chord has not reported back"
+        )
 
 
 def request_of(message: bytes | None) -> Context | None:

@@ -59,6 +59,7 @@ INHERITED: Mapping[str, Mapping[str, str]] = {
     "broker/pool.py": {"celery.concurrency.base:BasePool._get_info": "(self) -> Dict[str, Any]"},
     "broker/result_backend.py": {
         "celery.backends.redis:RedisBackend._MAX_STR_VALUE_SIZE": ATTRIBUTE,
+        "celery.backends.redis:RedisBackend._chord_publish_claim_expires": "(self, initial_expires, callback)",
         "celery.backends.redis:RedisBackend._create_client": "(self, **params)",
         "celery.backends.redis:RedisBackend._get_result_meta": (
             "(self, result, state, traceback, request, format_date=True, encode=False)"

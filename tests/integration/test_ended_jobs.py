@@ -14,7 +14,8 @@ from celery.result import AsyncResult
 from redis import Redis
 
 from cellama.tasks import app, generate
-from cellama.tasks.calls.canvas_steps import request_of, tell_end
+from cellama.tasks.broker.result_backend import CHORD_CLAIM_S
+from cellama.tasks.calls.canvas_steps import ChordClaimed, request_of, tell_end
 from cellama.tasks.contract import events
 from cellama.tasks.contract.errors import JobFailed
 from cellama.tasks.contract.keys import DUE_KEY, LEASES_KEY, job_key, result_key
@@ -53,8 +54,9 @@ def end(redis: Redis, unserved: str, job_id: str, event: events.TerminalEvent, r
 
 def recover(redis: Redis, job_id: str) -> None:
     """The worker died: its lease ends, and a reaper looks. A reaper of another worker may be quicker."""
-    redis.zadd(LEASES_KEY, {job_id: 1})
     ledger = Ledger(redis)
+    ledger.restore(LEASE_S)  # after a gap between two looks, leases get more time
+    redis.zadd(LEASES_KEY, {job_id: 1})
     reaper = Reaper(redis, ledger, partial(tell_end, app), LEASE_S)
     wait_until(lambda: ledger.restore(LEASE_S) or redis.zscore(LEASES_KEY, job_id) is None, "the lease to end")
     wait_until(lambda: reaper.settle_due() or redis.hexists(job_key(job_id), "settled"), "the end to be settled")
@@ -103,6 +105,36 @@ def test_a_chord_completes_when_the_worker_of_its_last_part_died(
         app.backend.store_result(last, RESULT, "SUCCESS")
     recover(redis_client, last)
     assert sent(redis_client, unserved) == ["users.collect"]
+
+
+@pytest.mark.parametrize("body_has_run", [False, True])
+def test_a_chord_completes_once_when_the_worker_died_as_it_sent_the_body(
+    unserved: str, redis_client: Redis, body_has_run: bool
+) -> None:
+    """The dead worker has claimed the body: nobody else may send it until the claim expires, which it does soon."""
+    body = step("collect", unserved).set(task_id=str(uuid.uuid4()))
+    last = generate.s(unserved, "Hi").set(task_id=str(uuid.uuid4()))
+    chord([last])(body)
+    job_id = last.options["task_id"]
+    end(redis_client, unserved, job_id, events.done("stop", {}), RESULT)
+    request = request_of(redis_client.hget(job_key(job_id), "message"))
+    assert request is not None
+    claim = app.backend.get_key_for_group(request.group, ".c")
+    if body_has_run:
+        app.backend.store_result(body.id, "collected", "SUCCESS")
+    redis_client.set(claim, "a worker that died", ex=app.backend._chord_publish_claim_expires(6, body))
+    assert redis_client.ttl(claim) <= CHORD_CLAIM_S
+    ending = Ledger(redis_client).ending(job_id)
+    assert ending is not None
+    if body_has_run:
+        tell_end(app, job_id, ending)
+    else:
+        with pytest.raises(ChordClaimed):  # the reaper looks again later
+            tell_end(app, job_id, ending)
+        assert sent(redis_client, unserved) == []
+        redis_client.delete(claim)  # it expires
+        tell_end(app, job_id, ending)
+    assert sent(redis_client, unserved) == ["users.collect"] * (not body_has_run)
 
 
 def test_celery_gets_an_end_that_a_living_worker_could_not_store(unserved: str, redis_client: Redis) -> None:
