@@ -45,6 +45,7 @@ class Worker(Protocol):
 class CellamaApp(Celery):  # type: ignore[misc]
     """A Celery app that, inside a worker, holds what the worker runs on."""
 
+    amqp_cls = "cellama.tasks.broker.amqp:PatientAMQP"
     control_cls = "cellama.tasks.broker.control:LastingControl"
     events_cls = "cellama.tasks.broker.task_events:SteadyEvents"
     redis_url: str | None = None  # None: that of the settings

@@ -32,7 +32,7 @@ from cellama.tasks.calls.enqueue import PAGE_JOBS, Alike, Checked, enqueue, rang
 from cellama.tasks.calls.step_routes import route_steps
 from cellama.tasks.connection.kombu_internals import PRODUCER_PARTS, require_parts, sends_what_follows_a_task
 from cellama.tasks.connection.redis_errors import reaching_redis
-from cellama.tasks.contract.errors import InvalidJob, JobFailed, RedisRefused, RedisUnreachable
+from cellama.tasks.contract.errors import InvalidJob, JobFailed, RedisFull, RedisRefused, RedisUnreachable
 from cellama.tasks.contract.keys import IGNORED_FIELD, job_key
 from cellama.tasks.contract.kinds import Kind
 from cellama.tasks.contract.names import (
@@ -125,7 +125,7 @@ class JobTask(Task):  # type: ignore[misc]
         """Queues in several tries, if need be, as Celery's `retry_policy` says; a second one queues nothing twice."""
         given = {**self.app.conf.task_publish_retry_policy, **(policy or {})}
         waits = {name: given[name] for name in ("max_retries", *_INTERVALS) if given.get(name) is not None}
-        return retry_over_time(queue, (RedisUnreachable,), **waits)
+        return retry_over_time(queue, (RedisUnreachable, RedisFull), **waits)
 
     def apply(self, *_: Any, **__: Any) -> Any:
         raise InvalidJob(IN_WORKERS_ONLY)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 
 from celery import Task
 from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import RedisError
 
 from cellama.engine import (
     EngineError,
@@ -32,6 +32,7 @@ from cellama.engine import (
 )
 from cellama.tasks.broker.pool import Interruption, current_job
 from cellama.tasks.connection.redis_errors import is_passing
+from cellama.tasks.connection.redis_waits import redis_waits
 from cellama.tasks.contract import events
 from cellama.tasks.contract.errors import InvalidJob, JobFailed
 from cellama.tasks.contract.names import DEFAULT_MODEL, SUBMITTED_AT_HEADER, TOKEN_HEADER
@@ -146,22 +147,26 @@ class JobAttempt:
             return result
 
     def reaching_redis(self, action: Callable[[], T]) -> T:
-        """Waits out an outage of Redis; the worker's end hands the job back, and limits end it.
+        """Wait while Redis does not answer, or refuses commands for now.
 
-        Raises JobFailed if Redis refuses what is asked, because asking again would not help.
+        The worker's end hands the job back meanwhile, and limits end it.
+
+        Raises JobFailed if Redis refuses what is asked for good, because asking again would not help.
         """
-        while True:
-            try:
-                return action()
-            except RedisError as error:
-                if isinstance(error, ResponseError) and not is_passing(error):
-                    raise JobFailed("redis_refused", f"Redis refuses what the worker asks of it: {error}") from None
-                log.warning("job %s waits for Redis: %s", self.job_id, error)
-            if self.control.interruption is Interruption.HANDED_BACK:
-                raise Reject("the worker ends", requeue=True)
-            if self.control.interruption in (Interruption.SOFT_LIMIT, Interruption.HARD_LIMIT):
-                self.raise_if_interrupted()
-            time.sleep(RETRY_S)
+        with redis_waits.of(f"job {self.job_id}") as waits:
+            while True:
+                try:
+                    return action()
+                except RedisError as error:
+                    if not is_passing(error):
+                        said = f"Redis refuses what the worker asks of it: {error}"
+                        raise JobFailed("redis_refused", said) from None
+                    waits(error)
+                if self.control.interruption is Interruption.HANDED_BACK:
+                    raise Reject("the worker ends", requeue=True)
+                if self.control.interruption in (Interruption.SOFT_LIMIT, Interruption.HARD_LIMIT):
+                    self.raise_if_interrupted()
+                time.sleep(RETRY_S)
 
     def _execute(self, body: Callable[[Self], Result]) -> Result:
         try:

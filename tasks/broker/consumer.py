@@ -19,10 +19,14 @@ from typing import Any
 from celery import bootsteps
 from celery.worker import state
 from celery.worker.consumer import Consumer
+from celery.worker.state import maybe_shutdown
 from kombu.common import ignore_errors
+from redis.exceptions import RedisError
 
 from cellama.config import get_settings
 from cellama.tasks.connection.kombu_internals import qos_of_lost, read_message, set_qos, waits_for_message
+from cellama.tasks.connection.redis_waits import redis_waits
+from cellama.tasks.connection.refusals import RefusedForNow, probe_writes
 from cellama.tasks.contract.names import BULK_PRIORITIES, URGENT_PRIORITIES
 
 from .channels import Asker, PlaceQoS, keep_client
@@ -32,6 +36,7 @@ from .task_events import TaskEvents
 log = logging.getLogger(__name__)
 
 ACK_RETRY_S = 1.0
+REFUSED_RETRY_S = (0.5, 1.0, 2.0)  # before Redis is asked again whether it accepts commands; the last one from then on
 EVENTS_EVERY_S = 0.1
 MAX_EVENTS = 1000  # gathered
 
@@ -60,6 +65,25 @@ class SteadyConsumer(Consumer):  # type: ignore[misc]
         if message.channel in channels:
             return message.channel
         return channels[(message.properties.get("priority") or 0) in BULK_PRIORITIES]
+
+    def connect(self) -> Any:
+        """As Celery's, once Redis accepts commands: each step of the consumer's start would be refused in turn."""
+        retries_s = iter(REFUSED_RETRY_S)
+        with redis_waits.of("the consumer") as waits:
+            while (refusal := self._refusal()) is not None:
+                waits(refusal)
+                maybe_shutdown()
+                time.sleep(next(retries_s, REFUSED_RETRY_S[-1]))
+        return super().connect()
+
+    def _refusal(self) -> RefusedForNow | None:
+        try:
+            probe_writes(self.app.runtime.redis)
+        except RefusedForNow as error:
+            return error
+        except RedisError:  # connecting waits for a Redis that is away, and shows what else is wrong
+            pass
+        return None
 
     def on_connection_error_after_connected(self, exc: Exception) -> Any:
         """The connection is gone; what was taken stays ours until its lease ends."""
@@ -180,6 +204,7 @@ class Intake(bootsteps.StartStopStep):  # type: ignore[misc]
         for task_consumer in (consumer.task_consumer, consumer.bulk_consumer):
             if task_consumer is None or consumer.connection is None:
                 continue
+            task_consumer.channel.qos.waits_for_redis = False
             ignore_errors(consumer, task_consumer.cancel)
             with contextlib.suppress(Empty, *consumer.connection_errors):
                 if waits_for_message(task_consumer.channel):

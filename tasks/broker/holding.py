@@ -14,16 +14,20 @@ from typing import Any
 
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 from celery.worker import state
+from celery.worker.state import maybe_shutdown
 from kombu.transport import virtual
 from kombu.transport.redis import QoS
 from redis.exceptions import RedisError
 
+from cellama.tasks.connection.redis_errors import is_passing
+from cellama.tasks.connection.redis_waits import redis_waits
 from cellama.tasks.contract.names import SUBMITTED_AT_HEADER, TOKEN_HEADER
-from cellama.tasks.state.ledger import Ledger
+from cellama.tasks.state.ledger import Ledger, new_run
 from cellama.tasks.state.records import Fetched, Room, Taken
 
 log = logging.getLogger(__name__)
 
+RETRY_S = 0.5  # until a message is taken again after Redis did not accept that
 SOON_S = 6.0  # so long before its ETA a job is in the hands of a worker, whose timer is exact
 
 
@@ -38,23 +42,41 @@ class HoldingQoS(QoS):  # type: ignore[misc]
         self._page: list[Fetched] = []
         self._coming: Taken | None = None  # the message of a page that is delivered just now
         self._num_appended = 0
+        self.waits_for_redis = True  # not while the worker ends
 
     def append(self, message: Any, delivery_tag: str) -> None:
-        """Takes a message, and a page of others for which there is room. Raises RedisError; the reaper finds the
-        message then."""
+        """Takes a message, and a page of others for which there is room.
+
+        Raises RedisError if Redis refuses that for good, or the worker ends; the reaper finds the message then.
+        """
         headers, taken = message.headers, self._coming
         self._coming = None
         job_id = headers.get("id")
         if job_id is not None and SUBMITTED_AT_HEADER in headers:  # else plain Celery's: plain_messages.py
             if taken is None:
                 room = self.room_beside(str(message.delivery_info.get("routing_key")))
-                taken, self._page = self._ledger.take(str(job_id), self._lease_s, room)
+                taken, self._page = self._take(str(job_id), room)
             headers[TOKEN_HEADER] = taken.token
             if taken.waited_s is not None and (headers.get("eta") or headers.get("expires")):
                 set_by_this_clock(headers, taken.waited_s)
         else:
             headers.pop(TOKEN_HEADER, None)
         self.adopt(message)
+
+    def _take(self, job_id: str, room: Room) -> tuple[Taken, list[Fetched]]:
+        """Takes a message that Redis has given away already, however long Redis is away or refuses the taking: a full
+        Redis gives messages away and refuses the script. The event loop stands still meanwhile."""
+        token = new_run()
+        with redis_waits.of("the consumer") as waits:
+            while True:
+                try:
+                    return self._ledger.take(job_id, self._lease_s, room, token)
+                except RedisError as error:
+                    if not (is_passing(error) and self.waits_for_redis):
+                        raise
+                    waits(error)
+                maybe_shutdown()
+                time.sleep(RETRY_S)
 
     def take_page(self) -> Iterator[Fetched]:
         """The messages that were taken together with the last one, for the channel to deliver one after another.
@@ -88,11 +110,20 @@ class HoldingQoS(QoS):  # type: ignore[misc]
         self._quick_ack(delivery_tag)
 
     def set_aside_until_soon(self, message: Any) -> bool:
-        """True if its ETA is far off: Redis has the message until shortly before it, and this worker no more."""
+        """True if its ETA is far off: Redis has the message until shortly before it, and this worker no more.
+
+        A message that Redis does not take back stays with this worker.
+        """
         taken, eta = taken_of(message), _unix_s(message.headers.get("eta"))
         if taken is None or not taken.token or eta is None or (wait_s := eta - time.time() - SOON_S) <= 0:
             return False
-        self._ledger.set_aside(taken, wait_s)
+        try:
+            self._ledger.set_aside(taken, wait_s)
+        except RedisError as error:
+            log.warning(
+                "job %s waits for its time in this worker: Redis does not take it back: %s", taken.job_id, error
+            )
+            return False
         self.forget(message)
         return True
 

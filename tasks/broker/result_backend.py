@@ -63,6 +63,11 @@ class ResultBackend(RedisBackend):  # type: ignore[misc]
         self.ensure(self._run, (keys, args))
         return result
 
+    def on_chord_part_return(self, request: Any, state: str, result: Any, *args: Any, **options: Any) -> Any:
+        """As Celery's, which gives up at once if Redis does not count the part. A part that counts already is not
+        counted again."""
+        return self._ensure_retryable(super().on_chord_part_return, request, state, result, *args, **options)
+
     def stored(self, task_id: str, result: Any, state: str, request: Any) -> Stored:
         """What stands in Redis in this state of a task, to be stored elsewhere. Raises as `encode`."""
         value = self._value(task_id, result, state, None, request)

@@ -15,6 +15,8 @@ from cellama.config import get_settings
 from cellama.config.local_redis import with_kept_password
 from cellama.config.redis_url import RedisUrl, parse_redis_url
 
+from .refusals import be_patient, be_patient_async
+
 SOCKET_OPTIONS: dict[str, Any] = {
     "socket_timeout": 30,
     "socket_connect_timeout": 5,
@@ -33,8 +35,9 @@ def connect(url: str | None = None, **options: Any) -> Redis:
         master: Redis = _sentinel(Sentinel, where, options).master_for(
             where.master_name, max_connections=MOST_CONNECTIONS
         )
-        return master
-    return Redis.from_url(_url_for_redis_py(where), max_connections=MOST_CONNECTIONS, **_fitting(where, options))
+        return be_patient(master)
+    options = {"max_connections": MOST_CONNECTIONS, **_fitting(where, options)}
+    return be_patient(Redis.from_url(_url_for_redis_py(where), **options))
 
 
 def connect_async(url: str | None = None, **options: Any) -> AsyncRedis:
@@ -44,8 +47,9 @@ def connect_async(url: str | None = None, **options: Any) -> AsyncRedis:
         master: AsyncRedis = _sentinel(AsyncSentinel, where, options).master_for(
             where.master_name, max_connections=MOST_CONNECTIONS
         )
-        return master
-    return AsyncRedis.from_url(_url_for_redis_py(where), max_connections=MOST_CONNECTIONS, **_fitting(where, options))
+        return be_patient_async(master)
+    options = {"max_connections": MOST_CONNECTIONS, **_fitting(where, options)}
+    return be_patient_async(AsyncRedis.from_url(_url_for_redis_py(where), **options))
 
 
 def _sentinel(kind: Any, where: RedisUrl, options: dict[str, Any]) -> Any:

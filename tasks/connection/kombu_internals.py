@@ -47,6 +47,7 @@ PARTS: Mapping[str, str] = {
 
 # A file with a subclass → what it overrides, or has from its parent.
 INHERITED: Mapping[str, Mapping[str, str]] = {
+    "connection/refusals.py": {"kombu.transport.redis:Channel._get_pool": "(self, asynchronous=False)"},
     "broker/consumer.py": {"celery.worker.consumer:Consumer._flush_events": "(self)"},
     "broker/control.py": {"kombu.transport.redis:Channel._purge": "(self, queue)"},
     "broker/holding.py": {
@@ -61,6 +62,9 @@ INHERITED: Mapping[str, Mapping[str, str]] = {
         "celery.backends.redis:RedisBackend._MAX_STR_VALUE_SIZE": ATTRIBUTE,
         "celery.backends.redis:RedisBackend._chord_publish_claim_expires": "(self, initial_expires, callback)",
         "celery.backends.redis:RedisBackend._create_client": "(self, **params)",
+        "celery.backends.redis:RedisBackend._ensure_retryable": (
+            "(self, func, *args, fallback_exc=None, fallback_msg=None, max_retries=None, **kwargs)"
+        ),
         "celery.backends.redis:RedisBackend._get_result_meta": (
             "(self, result, state, traceback, request, format_date=True, encode=False)"
         ),

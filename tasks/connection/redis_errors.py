@@ -6,17 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kombu.exceptions import OperationalError
-from redis.exceptions import (
-    AuthenticationError,
-    ClusterCrossSlotError,
-    ClusterDownError,
-    MovedError,
-    OutOfMemoryError,
-    ReadOnlyError,
-    RedisError,
-    ResponseError,
-    TryAgainError,
-)
+from redis.exceptions import AuthenticationError, ClusterCrossSlotError, MovedError, RedisError, ResponseError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
@@ -25,25 +15,25 @@ from cellama.config.local_redis import URL_FILE, redis_dir, with_kept_password
 from cellama.config.redis_url import parse_redis_url
 from cellama.tasks.contract.errors import RedisFull, RedisRefused, RedisUnreachable
 
+from .refusals import RefusedForNow
 from .server_check import CLUSTER
 
-_CLUSTERED = (ClusterCrossSlotError, ClusterDownError, MovedError)
+_CLUSTERED = (ClusterCrossSlotError, MovedError)
 _NO_ANSWER = (RedisConnectionError, RedisTimeoutError, OperationalError)
-_FOR_A_WHILE = (*_NO_ANSWER, ClusterDownError, OutOfMemoryError, ReadOnlyError, TryAgainError)
-# Redis 6 quotes them in an error of its own when a script meets them; the last three have no class in any case.
-_CODES_FOR_A_WHILE = ("-OOM ", "-READONLY ", "MISCONF ", "NOREPLICAS ", "MASTERDOWN ")
 
 
 def is_passing(error: RedisError) -> bool:
-    """True if Redis takes nothing for a while, whatever it is asked: the same may be asked again later."""
-    return isinstance(error, _FOR_A_WHILE) or any(code in str(error) for code in _CODES_FOR_A_WHILE)
+    """Return whether the same command may succeed later: Redis does not answer, or refuses commands for a while."""
+    return isinstance(error, _NO_ANSWER)
 
 
 @contextmanager
 def reaching_redis(url: str | None = None) -> Iterator[None]:
-    """Raises RedisUnreachable when Redis does not answer inside, RedisRefused when it refuses a command.
+    """Convert what Redis' clients raise inside.
 
-    Both name its URL, that of the settings unless it is given, without the password.
+    Raises RedisUnreachable if Redis does not answer or refuses commands for a while, RedisFull if it is full, and
+    RedisRefused if it refuses a command for good. Each names its URL, that of the settings unless it is given, without
+    the password.
     """
     try:
         yield
@@ -66,14 +56,7 @@ def reaching_redis(url: str | None = None) -> Iterator[None]:
 def _refused(error: ResponseError, url: str | None) -> RedisRefused:
     if isinstance(error, _CLUSTERED):
         return RedisRefused(CLUSTER)
-    shown, said = _shown(url), str(error)
-    # Redis 6 quotes it in an error of its own when a script meets it.
-    if isinstance(error, OutOfMemoryError) or "OOM command not allowed" in said:
-        return RedisFull(
-            f"Redis at {shown} is full: it has reached its maxmemory and takes nothing more; raise maxmemory, or wait "
-            "until results and events of earlier jobs have expired"
-        )
-    return RedisRefused(f"Redis at {shown} refuses: {said}")
+    return RedisRefused(f"Redis at {_shown(url)} refuses: {error}")
 
 
 def credentials_refused(error: AuthenticationError, url: str | None = None) -> RedisRefused:
@@ -95,9 +78,20 @@ def credentials_refused(error: AuthenticationError, url: str | None = None) -> R
     return RedisRefused(f"{refused}: it wants a password; {remedy}")
 
 
-def _unreachable(error: BaseException, url: str | None) -> RedisUnreachable:
-    remedy = "start it (`cellama up` does), or set CELLAMA_REDIS_URL" if url is None else "start it, or correct the url"
-    return RedisUnreachable(f"Redis at {_shown(url)} does not answer ({error}); {remedy}")
+def _unreachable(error: BaseException, url: str | None) -> RedisUnreachable | RedisFull:
+    shown = _shown(url)
+    refusal = error if isinstance(error, RefusedForNow) else error.__cause__  # kombu has errors of its own
+    if not isinstance(refusal, RefusedForNow):
+        remedy = "start it (`cellama up` does), or set CELLAMA_REDIS_URL"
+        return RedisUnreachable(
+            f"Redis at {shown} does not answer ({error}); {remedy if url is None else 'start it, or correct the url'}"
+        )
+    if refusal.code == "OOM":
+        return RedisFull(
+            f"Redis at {shown} is full: it has reached its maxmemory and takes nothing more; raise maxmemory, or wait "
+            "until results and events of earlier jobs have expired"
+        )
+    return RedisUnreachable(f"Redis at {shown} accepts no commands for now ({refusal}); try again later")
 
 
 def _shown(url: str | None) -> str:

@@ -17,6 +17,7 @@ cellama:queues             set      queues that had jobs
 cellama:dead               zset     jobs that ended workers again and again, by time of death
 cellama:reaper:{duty}      string   lock of the worker that does a duty of the reaper's; expires
 cellama:looked             string   when a worker last looked for ended leases
+cellama:accepts            none     a worker's write to it changes nothing; Redis refuses that while it refuses writes
 cellama:batch:{run_id}     hash     a bulk run, as its command sees it; that command; TTL
 cellama:batches            zset     bulk runs by their last word; entries go with their TTL
 cellama:workers            hash     worker name → JSON entry; each worker its own, renewed every 2 s
@@ -62,6 +63,7 @@ DELAYED_KEY = "cellama:delayed"
 DUE_KEY = "cellama:due"
 MISSING_KEY = "cellama:missing"
 LOOKED_KEY = "cellama:looked"
+WRITE_PROBE_KEY = "cellama:accepts"
 QUEUES_KEY = "cellama:queues"
 DEAD_KEY = "cellama:dead"
 BATCHES_KEY = "cellama:batches"

@@ -12,6 +12,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError, ResponseError
 
 from cellama.tasks.connection.kombu_internals import streams_of
+from cellama.tasks.connection.refusals import refusal_of
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +69,8 @@ class RedisWire:
             self._parser.feed(data)
             while (reply := self._parser.gets()) is not _NOTHING:
                 if isinstance(reply, hiredis.ReplyError):
-                    raise ResponseError(str(reply))
+                    error = ResponseError(str(reply))
+                    raise refusal_of(error) or error
                 replies.append(reply)
         return replies
 

@@ -19,6 +19,7 @@ from redis.exceptions import RedisError
 from cellama.engine import Pulse
 from cellama.tasks.broker.pool import Interruption
 from cellama.tasks.connection.redis_errors import is_passing
+from cellama.tasks.connection.redis_waits import redis_waits
 from cellama.tasks.contract import events
 from cellama.tasks.contract.errors import JobFailed
 from cellama.tasks.contract.events import Event, Foundation, LineEvent
@@ -225,21 +226,20 @@ class Publisher:
 
     def _write(self, entries: list[Numbered]) -> None:
         """Writes until Redis took it. Entries have fixed ids, so writing them twice changes nothing."""
-        failures = failures_while_closing = 0
-        while entries and failures_while_closing < CLOSING_ATTEMPTS:
-            try:
-                self.pulse.rest()  # how long Redis takes is no fault of this thread
-                unwritten = self._ledger.write([entry for _, entry in entries])
-                self.pulse.beat("events", self._runs.keys())
-                return self._settle(entries, unwritten)
-            except RedisError as error:
-                if not is_passing(error):
-                    return self._write_one_by_one(entries, error)
-                if not failures:
-                    log.warning("events of %d run(s) wait for Redis: %s", len({run for run, _ in entries}), error)
-            failures += 1
-            failures_while_closing += self._closing.is_set()
-            time.sleep(RETRY_S)
+        failures_while_closing = 0
+        with redis_waits.of("the publisher of events") as waits:
+            while entries and failures_while_closing < CLOSING_ATTEMPTS:
+                try:
+                    self.pulse.rest()  # how long Redis takes is no fault of this thread
+                    unwritten = self._ledger.write([entry for _, entry in entries])
+                    self.pulse.beat("events", self._runs.keys())
+                    return self._settle(entries, unwritten)
+                except RedisError as error:
+                    if not is_passing(error):
+                        return self._write_one_by_one(entries, error)
+                    waits(error)
+                failures_while_closing += self._closing.is_set()
+                time.sleep(RETRY_S)
         if entries:
             log.error("%d events were not written: Redis did not answer before the worker ended", len(entries))
             for run_id in {run_id for run_id, _ in entries}:

@@ -145,10 +145,16 @@ class Ledger:
         """Unix seconds by the clock of everything here: Redis' own."""
         return redis_time(self._redis)
 
-    def take(self, job_id: str, lease_s: float, room: Room = ()) -> tuple[Taken, list[Fetched]]:
+    def take(
+        self, job_id: str, lease_s: float, room: Room = (), token: str | None = None
+    ) -> tuple[Taken, list[Fetched]]:
         """This worker holds the job's message for `lease_s`; with an empty token if it does not, because the job has
-        ended, or another worker holds a copy. So it does with a page of those that wait in the lists of `room`."""
-        token = new_run()
+        ended, or another worker holds a copy. So it does with a page of those that wait in the lists of `room`.
+
+        With the `token` of an earlier call, which may or may not have reached Redis, the message is not taken for a
+        copy of itself.
+        """
+        token = token or new_run()
         keys, args = [job_key(job_id)], [job_id, token, lease_s, PAGE_PART, PAGE_MESSAGE_BYTES]
         for num_messages, lists in room:
             keys += lists

@@ -16,6 +16,8 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from cellama.tasks.connection.redis_clock import redis_time, seconds_of
+from cellama.tasks.connection.redis_errors import is_passing
+from cellama.tasks.connection.redis_waits import redis_waits
 from cellama.tasks.contract.keys import WORKERS_KEY, reaper_key
 from cellama.tasks.contract.shapes.workers import (
     CacheHit,
@@ -149,10 +151,14 @@ class Registration:
             try:
                 step()
             except RedisError as error:
-                log.warning("the worker's heartbeat waits for Redis: %s", error)
+                if is_passing(error):
+                    redis_waits.began("the heartbeat", error)
+                else:
+                    log.warning("heartbeat: Redis refuses a command: %s; it is sent again with the next one", error)
                 return
             except Exception:
                 log.exception("a chore of the worker's heartbeat failed; it is tried again with the next one")
+        redis_waits.ended("the heartbeat")
 
     def _beat(self) -> None:
         host, pid, now = socket.gethostname(), os.getpid(), time.time()  # before the look at what is there

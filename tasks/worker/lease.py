@@ -12,6 +12,8 @@ from redis.exceptions import RedisError
 
 from cellama.tasks.broker.holding import forget_lost, taken_of
 from cellama.tasks.broker.message import JobRequest
+from cellama.tasks.connection.redis_errors import is_passing
+from cellama.tasks.connection.redis_waits import redis_waits
 from cellama.tasks.state.ledger import Ledger
 
 log = logging.getLogger(__name__)
@@ -43,8 +45,12 @@ class LeaseKeeper:
             try:
                 self.renew()
                 wait_s = self._lease_s / 3
+                redis_waits.ended("the renewal of leases")
             except RedisError as error:
-                log.warning("leases wait for Redis: %s", error)
+                if is_passing(error):
+                    redis_waits.began("the renewal of leases", error)
+                else:
+                    log.warning("leases: Redis refuses a command: %s; they are renewed the next time", error)
             except Exception as error:  # the consumer changed while it was read
                 log.info("leases are renewed the next time: %s: %s", type(error).__name__, error)
 

@@ -21,6 +21,8 @@ from celery import states
 from redis import Redis
 from redis.exceptions import RedisError
 
+from cellama.tasks.connection.redis_errors import is_passing
+from cellama.tasks.connection.redis_waits import redis_waits
 from cellama.tasks.contract import events
 from cellama.tasks.contract.keys import (
     LEASES_KEY,
@@ -75,8 +77,12 @@ class Reaper:
         while not self._closing.wait(self._lease_s / LOOKS_PER_LEASE):
             try:
                 self.look()
+                redis_waits.ended("the reaper")
             except RedisError as error:
-                log.warning("the reaper waits for Redis: %s", error)
+                if is_passing(error):
+                    redis_waits.began("the reaper", error)
+                else:
+                    log.warning("reaper: Redis refuses a command: %s; it looks again", error)
             except Exception:
                 log.exception("the reaper failed; it looks again")
 

@@ -13,6 +13,7 @@ from redis.exceptions import RedisError
 
 from cellama.api.machine.redis_server import RedisServer
 from cellama.config import mask_url
+from cellama.tasks.connection.connections import connect
 from cellama.tasks.connection.redis_errors import is_passing
 from cellama.tasks.contract.keys import job_key
 from cellama.tasks.state.ledger import Ledger
@@ -66,7 +67,7 @@ def test_full_redis_is_told_as_such(server: RedisServer, run: Run) -> None:
 @pytest.mark.parametrize(("setting", "refusing"), [("maxmemory", 1), ("min-replicas-to-write", 1)])
 def test_what_redis_refuses_for_a_while_is_asked_again(server: RedisServer, setting: str, refusing: int) -> None:
     """Full, or a master whose replicas have left it in a failover: no job ends because of it."""
-    with Redis.from_url(server.url) as redis:
+    with connect(server.url) as redis:
         ledger = Ledger(redis)
         job_id = submit(ledger, "cellama:queue:refused")
         redis.config_set(setting, refusing)

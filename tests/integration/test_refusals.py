@@ -1,0 +1,148 @@
+"""A Redis that refuses commands for a while: the processes that use it wait, and resume what they did."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from redis import Redis
+
+from cellama.api import AsyncClient, Client
+from cellama.api.machine.redis_server import RedisServer
+from cellama.tasks.contract.errors import RedisFull, RedisUnreachable
+from cellama.tasks.contract.events import Event
+from cellama.tasks.contract.keys import job_key
+
+from ..conftest import PATIENCE_S, WorkerProcess, wait_until
+from ..refusing_redis import RefusingRedis, everything, needs_memory, writes
+from .conftest import MEDIUM, STORY, check_whole, read, wait_for_token
+
+WAITS, RESUMES = "Redis refuses commands for now", "Redis accepts commands again"
+# Replies as Redis 7, 6 and Valkey write them, and the commands that they are given to.
+REPLIES = {
+    "busy": ("BUSY Redis is busy running a script. You can only call SCRIPT KILL or SHUTDOWN NOSAVE.", everything),
+    "loading": ("LOADING Redis is loading the dataset in memory", everything),
+    "masterdown": ("MASTERDOWN Link with MASTER is down and replica-serve-stale-data is set to 'no'.", everything),
+    "readonly": ("READONLY You can't write against a read only replica.", writes),
+    "readonly in a script": ("READONLY You can't write against a read only replica. script: f_1, on @user:5.", writes),
+    "noreplicas": ("NOREPLICAS Not enough good replicas to write.", writes),
+    "misconf": ("MISCONF Redis is configured to save RDB snapshots, but it's currently unable to persist", writes),
+    "unblocked": ("UNBLOCKED force unblock from blocking operation, instance state changed", "BRPOP".__eq__),
+    "oom": ("OOM command not allowed when used memory > 'maxmemory'. script: f_1, on @user_script:30.", needs_memory),
+    "oom in a script of Redis 6": (
+        "ERR Error running script (call to f_1): @user_script:30: @user_script: 30: "
+        "-OOM command not allowed when used memory > 'maxmemory'. ",
+        needs_memory,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RefusingRedis]:
+    with RedisServer.start(tmp_path_factory.mktemp("redis")) as server:
+        proxy = RefusingRedis(server.port)
+        yield proxy
+        proxy.close()
+
+
+@pytest.fixture(scope="module")
+def worker(proxy: RefusingRedis, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
+    """The same process through all outages of this module, except that it reads how to end from the fixture."""
+    process = WorkerProcess(tmp_path_factory.mktemp("worker"), proxy.url)
+    yield process.wait_ready()
+    assert process.stop() == 0, process.log()
+    assert "Unrecoverable" not in process.log()
+
+
+@pytest.fixture(scope="module")
+def client(proxy: RefusingRedis) -> Iterator[Client]:
+    with Client(proxy.url) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def direct(proxy: RefusingRedis) -> Iterator[Client]:
+    """A client that is never refused."""
+    with Client(proxy.direct_url) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def undisturbed(client: Client, worker: WorkerProcess) -> str:
+    text: str = client.generate("tiny", STORY, **MEDIUM).result(PATIENCE_S)["text"]
+    return text
+
+
+def wait_until_it_waits(worker: WorkerProcess, refused: Counter[str], waited: int) -> None:
+    wait_until(lambda: refused["BRPOP"] or refused["EVALSHA"] or refused["HSET"], "refused commands")
+    if set(refused) != {"BRPOP"}:  # else it has only to ask again
+        wait_until(lambda: worker.log().count(WAITS) > waited, "the worker says that it waits")
+        wait_until(lambda: sum(refused.values()) > 12, "commands that were sent again and again")
+
+
+def check_log(worker: WorkerProcess, waited: int) -> None:
+    """One line for each outage, and one for its end; and nothing is found by the reaper that was never lost."""
+    wait_until(lambda: worker.log().count(RESUMES) == worker.log().count(WAITS), "the end of the outage")
+    assert worker.log().count(WAITS) <= waited + 1
+    assert worker.process.poll() is None
+    assert "Redis lost the message" not in worker.log()
+
+
+@pytest.mark.parametrize("case", REPLIES)
+def test_idle_worker_waits_and_then_runs_jobs(
+    case: str, proxy: RefusingRedis, worker: WorkerProcess, client: Client, undisturbed: str
+) -> None:
+    waited = worker.log().count(WAITS)
+    reply, refuses = REPLIES[case]
+    with proxy.refusing(reply, refuses) as refused:
+        wait_until_it_waits(worker, refused, waited)
+    assert client.generate("tiny", STORY, wait=True, **MEDIUM).result(PATIENCE_S)["text"] == undisturbed
+    check_log(worker, waited)
+
+
+@pytest.mark.parametrize("case", REPLIES)
+def test_busy_worker_waits_and_its_jobs_end_once_with_the_same_text(
+    case: str, proxy: RefusingRedis, worker: WorkerProcess, client: Client, direct: Client, undisturbed: str
+) -> None:
+    """One job runs and is read in two ways; another one is queued by a producer whom Redis does not refuse."""
+    waited = worker.log().count(WAITS)
+    reply, refuses = REPLIES[case]
+    with Redis.from_url(proxy.direct_url) as redis, ThreadPoolExecutor() as readers:
+        with worker.slowed():
+            running = client.generate("tiny", STORY, stream=True, wait=True, **MEDIUM)
+            reading = [readers.submit(lambda: list(client.stream(running.id)))]
+            reading.append(readers.submit(asyncio.run, read_async(proxy.url, running.id)))
+            wait_for_token(redis, running.id)
+            with proxy.refusing(reply, refuses) as refused:
+                waiting = direct.generate("tiny", STORY, wait=True, **MEDIUM)
+                wait_until_it_waits(worker, refused, waited)
+                assert redis.hget(job_key(running.id), "state") == b"running"
+        assert [job.result(PATIENCE_S)["text"] for job in (running, waiting)] == [undisturbed] * 2
+        events = read(redis, running.id)
+        check_whole(events, undisturbed)
+        assert [reader.result(PATIENCE_S) for reader in reading] == [events] * 2
+        assert {redis.hget(job_key(job.id), "attempt") for job in (running, waiting)} == {b"1"}
+    check_log(worker, waited)
+
+
+async def read_async(url: str, job_id: str) -> list[Event]:
+    async with AsyncClient(url) as client:
+        return [event async for event in client.job(job_id).stream()]
+
+
+@pytest.mark.parametrize("case", REPLIES)
+def test_producer_gets_a_retryable_error(
+    case: str, proxy: RefusingRedis, worker: WorkerProcess, client: Client
+) -> None:
+    waited = worker.log().count(WAITS)
+    reply, refuses = REPLIES[case]
+    if not refuses("EVALSHA"):
+        pytest.skip("a producer sends no such command")
+    with proxy.refusing(reply, refuses), pytest.raises(RedisFull if "oom" in case else RedisUnreachable) as raised:
+        client.generate("tiny", STORY, wait=True)
+    assert raised.value.retryable
+    assert raised.value.http_status == (507 if "oom" in case else 503)
+    check_log(worker, waited)

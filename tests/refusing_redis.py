@@ -1,0 +1,140 @@
+"""A proxy in front of a Redis that refuses any command with any reply, as the test chooses."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import hiredis
+
+LOOPBACK = "127.0.0.1"
+READ_BYTES = 1 << 16
+READS = frozenset(
+    "AUTH CLIENT ECHO EXISTS GET HELLO HEXISTS HGET HGETALL HMGET INFO LLEN LRANGE MGET PING PSUBSCRIBE PUBLISH "
+    "PUNSUBSCRIBE SELECT SMEMBERS SUBSCRIBE TIME TTL UNSUBSCRIBE XRANGE ZCARD ZMSCORE ZRANGE ZRANGEBYSCORE ZRANK "
+    "ZSCORE".split()
+)
+_NOTHING = object()
+
+Refuses = Callable[[str], bool]
+
+
+def everything(command: str) -> bool:
+    """What a Redis refuses that is busy, or loading."""
+    return command not in ("AUTH", "CLIENT", "HELLO")
+
+
+def writes(command: str) -> bool:
+    """What a replica, or a master that is short of replicas, refuses: scripts as well, which write."""
+    return command not in READS
+
+
+def needs_memory(command: str) -> bool:
+    """What a full Redis refuses: it gives messages away."""
+    return writes(command) and command != "BRPOP"
+
+
+class RefusingRedis:
+    """Forwards everything to the server at this port, except while it refuses commands."""
+
+    def __init__(self, port: int) -> None:
+        self.target = (LOOPBACK, port)
+        self.direct_url = f"redis://{LOOPBACK}:{port}/0"
+        self._reply = b""
+        self._refuses: Refuses = lambda command: False
+        self.refused: Counter[str] = Counter()  # by command, since the last `refusing`
+        self._listener = socket.create_server((LOOPBACK, 0))
+        self.url = f"redis://{LOOPBACK}:{self._listener.getsockname()[1]}/0"
+        self._links: list[_Link] = []
+        self._thread = threading.Thread(target=self._accept, daemon=True)
+        self._thread.start()
+
+    @contextlib.contextmanager
+    def refusing(self, reply: str, refuses: Refuses) -> Iterator[Counter[str]]:
+        """Answers these commands like that, for the length of a `with` block."""
+        self.refused.clear()
+        self._reply, self._refuses = f"-{reply}\r\n".encode(), refuses
+        try:
+            yield self.refused
+        finally:
+            self._refuses = lambda command: False
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._listener.close()
+        for link in self._links:
+            link.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                self._links.append(_Link(self, client))
+
+    def answer(self, command: str) -> bytes | None:
+        """The reply, if this command is refused now."""
+        if not self._refuses(command):
+            return None
+        self.refused[command] += 1
+        return self._reply
+
+
+class _Link:
+    """One client's connection, and that to the server."""
+
+    def __init__(self, proxy: RefusingRedis, client: socket.socket) -> None:
+        self._proxy = proxy
+        self._client = client
+        self._server = socket.create_connection(proxy.target)
+        self._num_due = 0  # replies of the server; as long as there are some, its replies come first
+        self._lock = threading.Lock()
+        self._threads = [threading.Thread(target=way, daemon=True) for way in (self._forth, self._back)]
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        self._end()
+        for thread in self._threads:
+            thread.join()
+        self._client.close()
+        self._server.close()
+
+    def _forth(self) -> None:
+        parser = hiredis.Reader(notEnoughData=_NOTHING)
+        with contextlib.suppress(OSError):
+            while data := self._client.recv(READ_BYTES):
+                parser.feed(data)
+                while (command := parser.gets()) is not _NOTHING:
+                    self._forward(command)
+        self._end()
+
+    def _forward(self, command: list[bytes]) -> None:
+        with self._lock:
+            reply = None if self._num_due else self._proxy.answer(command[0].decode().upper())
+            self._num_due += reply is None
+        if reply is None:
+            parts = [b"*%d\r\n" % len(command), *(b"$%d\r\n%b\r\n" % (len(part), part) for part in command)]
+            self._server.sendall(b"".join(parts))
+        else:
+            self._client.sendall(reply)
+
+    def _back(self) -> None:
+        parser: Any = hiredis.Reader(notEnoughData=_NOTHING)
+        with contextlib.suppress(OSError):
+            while data := self._server.recv(READ_BYTES):
+                self._client.sendall(data)
+                parser.feed(data)
+                while parser.gets() is not _NOTHING:
+                    with self._lock:
+                        self._num_due = max(0, self._num_due - 1)  # what is published was not asked for
+        self._end()
+
+    def _end(self) -> None:
+        for end in (self._client, self._server):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
