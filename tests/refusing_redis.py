@@ -11,7 +11,8 @@ from typing import Any
 
 import hiredis
 
-LOOPBACK = "127.0.0.1"
+from cellama.api.machine.redis_server import LOOPBACK, RedisServer
+
 READ_BYTES = 1 << 16
 READS = frozenset(
     "AUTH CLIENT ECHO EXISTS GET HELLO HEXISTS HGET HGETALL HMGET INFO LLEN LRANGE MGET PING PSUBSCRIBE PUBLISH "
@@ -39,16 +40,16 @@ def needs_memory(command: str) -> bool:
 
 
 class RefusingRedis:
-    """Forwards everything to the server at this port, except while it refuses commands."""
+    """Forwards everything to this server, except while it refuses commands."""
 
-    def __init__(self, port: int) -> None:
-        self.target = (LOOPBACK, port)
-        self.direct_url = f"redis://{LOOPBACK}:{port}/0"
+    def __init__(self, server: RedisServer) -> None:
+        self.target = (LOOPBACK, server.port)
+        self.direct_url = server.url
         self._reply = b""
         self._refuses: Refuses = lambda command: False
         self.refused: Counter[str] = Counter()  # by command, since the last `refusing`
         self._listener = socket.create_server((LOOPBACK, 0))
-        self.url = f"redis://{LOOPBACK}:{self._listener.getsockname()[1]}/0"
+        self.url = server.url.replace(f":{server.port}/", f":{self._listener.getsockname()[1]}/")
         self._links: list[_Link] = []
         self._thread = threading.Thread(target=self._accept, daemon=True)
         self._thread.start()

@@ -43,7 +43,7 @@ REPLIES = {
 @pytest.fixture(scope="module")
 def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RefusingRedis]:
     with RedisServer.start(tmp_path_factory.mktemp("redis")) as server:
-        proxy = RefusingRedis(server.port)
+        proxy = RefusingRedis(server)
         yield proxy
         proxy.close()
 
