@@ -86,8 +86,9 @@ class JobTask(Task):  # type: ignore[misc]
 
         With `idempotency_key`, a second call with the same key gives the job of the first, as long as its result is
         kept. Keys of different tasks and scopes (`idempotency_scope`, else `cache_scope`) have nothing to do with each
-        other; a key that was used with other parameters is refused. Raises InvalidJob, RedisUnreachable; but the next
-        step of a canvas that is wrong fails by itself.
+        other; a key that was used with other parameters is refused. Raises InvalidJob, RedisFull, RedisUnreachable; but
+        the next step of a canvas that is wrong fails by itself. After RedisUnreachable, a call with
+        `task_id=error.job_id` queues the job unless the first call did.
         """
         require_parts(*PRODUCER_PARTS)
         steps_on = sends_what_follows_a_task()
@@ -115,7 +116,7 @@ class JobTask(Task):  # type: ignore[misc]
                 Task.apply_async(self, call.args, call.kwargs, producer=producer, retry=False, **job.options)
             )
 
-        with reaching_redis(self.app.redis_url):
+        with reaching_redis(self.app.redis_url, job.job_id):
             list(enqueue(self.app, Ledger(self.backend.client), [job], publish, self._alike("one")))
             if job.options.get("ignore_result"):
                 self.backend.client.hset(job_key(job.job_id), IGNORED_FIELD, 1)

@@ -47,6 +47,7 @@ class RefusingRedis:
         self.direct_url = server.url
         self._reply = b""
         self._refuses: Refuses = lambda command: False
+        self.lost = ""
         self.refused: Counter[str] = Counter()  # by command, since the last `refusing`
         self._listener = socket.create_server((LOOPBACK, 0))
         self.url = server.url.replace(f":{server.port}/", f":{self._listener.getsockname()[1]}/")
@@ -63,6 +64,15 @@ class RefusingRedis:
             yield self.refused
         finally:
             self._refuses = lambda command: False
+
+    @contextlib.contextmanager
+    def losing_replies(self, command: str) -> Iterator[None]:
+        """Lets Redis do this command, and then cuts the connection instead of bringing its reply."""
+        self.lost = command
+        try:
+            yield
+        finally:
+            self.lost = ""
 
     def close(self) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)
@@ -92,6 +102,7 @@ class _Link:
         self._proxy = proxy
         self._client = client
         self._server = socket.create_connection(proxy.target)
+        self._loses = False
         self._num_due = 0  # replies of the server; as long as there are some, its replies come first
         self._lock = threading.Lock()
         self._threads = [threading.Thread(target=way, daemon=True) for way in (self._forth, self._back)]
@@ -115,8 +126,10 @@ class _Link:
         self._end()
 
     def _forward(self, command: list[bytes]) -> None:
+        name = command[0].decode().upper()
+        self._loses = name == self._proxy.lost
         with self._lock:
-            reply = None if self._num_due else self._proxy.answer(command[0].decode().upper())
+            reply = None if self._num_due else self._proxy.answer(name)
             self._num_due += reply is None
         if reply is None:
             parts = [b"*%d\r\n" % len(command), *(b"$%d\r\n%b\r\n" % (len(part), part) for part in command)]
@@ -127,7 +140,7 @@ class _Link:
     def _back(self) -> None:
         parser: Any = hiredis.Reader(notEnoughData=_NOTHING)
         with contextlib.suppress(OSError):
-            while data := self._server.recv(READ_BYTES):
+            while (data := self._server.recv(READ_BYTES)) and not self._loses:
                 self._client.sendall(data)
                 parser.feed(data)
                 while parser.gets() is not _NOTHING:

@@ -50,7 +50,7 @@ class ApiError(Exception):
         retry_after_s: float | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """`retry_after_s` is for clients that ask again by themselves (429, 503)."""
+        """`retry_after_s` is for clients that ask again by themselves (429, 503, 507)."""
         super().__init__(status, message)
         self.status = status
         self.message = valid_text(message)
@@ -100,7 +100,7 @@ def of_code(code: str, message: str, *, retryable: bool = False) -> ApiError:
         log.warning("a client gets %s instead of: %s", code, message)
     status = meaning_of(code).http_status
     status = _STATUSES.get(status, status)
-    retry = RETRY_AFTER_S if retryable and status in (429, 503) else None
+    retry = RETRY_AFTER_S if retryable and status in (429, 503, 507) else None
     return ApiError(status, told, code=_CODES.get(code, code), retry_after_s=retry)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -28,12 +29,12 @@ def is_passing(error: RedisError) -> bool:
 
 
 @contextmanager
-def reaching_redis(url: str | None = None) -> Iterator[None]:
+def reaching_redis(url: str | None = None, job_id: str | None = None) -> Iterator[None]:
     """Convert what Redis' clients raise inside.
 
     Raises RedisUnreachable if Redis does not answer or refuses commands for a while, RedisFull if it is full, and
     RedisRefused if it refuses a command for good. Each names its URL, that of the settings unless it is given, without
-    the password.
+    the password. `job_id` is the id of the job that is queued inside.
     """
     try:
         yield
@@ -42,7 +43,7 @@ def reaching_redis(url: str | None = None) -> Iterator[None]:
     except _NO_ANSWER as error:
         if isinstance(error.__cause__, AuthenticationError):  # kombu's
             raise credentials_refused(error.__cause__, url) from None
-        raise _unreachable(error, url) from None
+        raise _unreachable(error, url, job_id) from None
     except ResponseError as error:
         raise _refused(error, url) from None
     except RuntimeError as error:  # Celery's result backend, after its retries
@@ -50,7 +51,7 @@ def reaching_redis(url: str | None = None) -> Iterator[None]:
             raise credentials_refused(error.__cause__, url) from None
         if not isinstance(error.__cause__, _NO_ANSWER):
             raise
-        raise _unreachable(error.__cause__, url) from None
+        raise _unreachable(error.__cause__, url, job_id) from None
 
 
 def _refused(error: ResponseError, url: str | None) -> RedisRefused:
@@ -78,20 +79,34 @@ def credentials_refused(error: AuthenticationError, url: str | None = None) -> R
     return RedisRefused(f"{refused}: it wants a password; {remedy}")
 
 
-def _unreachable(error: BaseException, url: str | None) -> RedisUnreachable | RedisFull:
+def _unreachable(error: BaseException, url: str | None, job_id: str | None) -> RedisUnreachable | RedisFull:
     shown = _shown(url)
     refusal = error if isinstance(error, RefusedForNow) else error.__cause__  # kombu has errors of its own
     if not isinstance(refusal, RefusedForNow):
-        remedy = "start it (`cellama up` does), or set CELLAMA_REDIS_URL"
-        return RedisUnreachable(
-            f"Redis at {shown} does not answer ({error}); {remedy if url is None else 'start it, or correct the url'}"
+        remedy = (
+            "start it (`cellama up` does), or set CELLAMA_REDIS_URL" if url is None else "start it, or correct the url"
         )
-    if refusal.code == "OOM":
+        what = f"Redis at {shown} does not answer ({error}); {remedy}"
+        if job_id is not None and not _is_of_connecting(error):
+            what += (
+                f"; job {job_id} may be queued all the same: to queue it once, call apply_async with "
+                f"task_id={job_id!r}, or repeat the call with the same idempotency key"
+            )
+    elif refusal.code == "OOM":
         return RedisFull(
             f"Redis at {shown} is full: it has reached its maxmemory and takes nothing more; raise maxmemory, or wait "
             "until results and events of earlier jobs have expired"
         )
-    return RedisUnreachable(f"Redis at {shown} accepts no commands for now ({refusal}); try again later")
+    else:
+        what = f"Redis at {shown} accepts no commands for now ({refusal}); try again later"
+    unreachable = RedisUnreachable(what)
+    unreachable.job_id = job_id
+    return unreachable
+
+
+def _is_of_connecting(error: BaseException) -> bool:
+    """Whether there was no connection, so that Redis has got nothing."""
+    return isinstance(error.__context__, (ConnectionRefusedError, FileNotFoundError, socket.gaierror))
 
 
 def _shown(url: str | None) -> str:

@@ -74,12 +74,18 @@ CODES: dict[str, Code] = {
         Code("internal_error", "an error that no one foresaw; the worker's log has its trace", 500),
         Code(
             "redis_refused",
-            "Redis answers, and says no: a right is missing, or a key has another type",
+            "Redis refuses a command for good: a right is missing, or a key has another type",
             500,
             Exit.UNREACHABLE,
         ),
         Code("engine_stopped", "the engine closed, or its thread died", 503, retryable=True),
-        Code("redis_unreachable", "Redis does not answer", 503, Exit.UNREACHABLE, retryable=True),
+        Code(
+            "redis_unreachable",
+            "Redis does not answer, or accepts no commands for a while",
+            503,
+            Exit.UNREACHABLE,
+            retryable=True,
+        ),
         Code(
             "timeout",
             "nothing came within the time that the caller, or the job, had",

@@ -10,8 +10,8 @@ JobError
 ├── UnknownWorker       no live worker has that name
 ├── UnknownJob          there is no such job, or not any more
 ├── StreamTrimmed       events that the caller asked for are gone
-├── RedisUnreachable    Redis does not answer
-└── RedisRefused        Redis answers, and says no
+├── RedisUnreachable    Redis does not answer, or refuses commands for a while
+└── RedisRefused        Redis refuses a command for good
     └── RedisFull       because it is at its maxmemory
 """
 
@@ -117,13 +117,20 @@ class StreamTrimmed(JobError):
 
 
 class RedisUnreachable(JobError):
-    """Redis does not answer. The same call may succeed later; with an idempotency key it queues nothing twice."""
+    """Redis does not answer, or accepts no commands for a while because it is loading, busy, read-only or short of
+    replicas. The same call may succeed later.
+
+    `job_id` is the id of the job that a call of a task would have queued. If Redis stopped answering in the middle of
+    the call, the job may be queued all the same. `task.apply_async(…, task_id=error.job_id)` then queues it once, and
+    so does a call with the same idempotency key as the first one.
+    """
 
     code = "redis_unreachable"
+    job_id: str | None = None
 
 
 class RedisRefused(JobError):
-    """Redis answers, and says no: a missing right, a wrong password, a key of another type."""
+    """Redis refuses a command for good, because of a missing right, a wrong password or a key of another type."""
 
     code = "redis_refused"
 

@@ -12,6 +12,7 @@ from redis.commands.core import Script
 from redis.exceptions import NoScriptError, RedisError, ResponseError
 
 from cellama.tasks.connection.redis_clock import lua_source
+from cellama.tasks.connection.refusals import RefusedForNow
 from cellama.tasks.contract.keys import (
     DEAD_KEY,
     DELAYED_KEY,
@@ -88,8 +89,8 @@ class SentScript:
                 return connection.read_response()  # which disconnects if that fails for another reason than the script
             except NoScriptError:
                 pass
-            except ResponseError:  # it may have begun, and a second run would not say that it did not end
-                raise
+            except (ResponseError, RefusedForNow):
+                raise  # the script may have begun, and a second run would not say that it did not end
             except RedisError as error:
                 log.info("a script is run once more: %s", error)
             finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,12 +16,16 @@ from cellama.api.machine.redis_server import RedisServer
 from cellama.tasks.contract.errors import RedisFull, RedisUnreachable
 from cellama.tasks.contract.events import Event
 from cellama.tasks.contract.keys import job_key
+from cellama.tasks.contract.names import TASK_GENERATE
+from cellama.tasks.jobs import app_at
 
 from ..conftest import PATIENCE_S, WorkerProcess, wait_until
+from ..gateways import GatewayProcess
 from ..refusing_redis import RefusingRedis, everything, needs_memory, writes
 from .conftest import MEDIUM, STORY, check_whole, read, wait_for_token
 
-WAITS, RESUMES = "Redis refuses commands for now", "Redis accepts commands again"
+WAITS = re.compile(r"WARNING cellama.tasks.connection.redis_waits: Redis (refuses commands for now|does not answer)")
+RESUMES = "Redis accepts commands again"
 # Replies as Redis 7, 6 and Valkey write them, and the commands that they are given to.
 REPLIES = {
     "busy": ("BUSY Redis is busy running a script. You can only call SCRIPT KILL or SHUTDOWN NOSAVE.", everything),
@@ -71,22 +76,35 @@ def direct(proxy: RefusingRedis) -> Iterator[Client]:
 
 
 @pytest.fixture(scope="module")
+def gateway(
+    proxy: RefusingRedis, worker: WorkerProcess, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[GatewayProcess]:
+    process = GatewayProcess(tmp_path_factory.mktemp("gateway"), proxy.url)
+    yield process.wait_ready()
+    assert process.stop() == 0, process.log()
+
+
+@pytest.fixture(scope="module")
 def undisturbed(client: Client, worker: WorkerProcess) -> str:
     text: str = client.generate("tiny", STORY, **MEDIUM).result(PATIENCE_S)["text"]
     return text
 
 
+def outages(worker: WorkerProcess) -> int:
+    return len(WAITS.findall(worker.log()))
+
+
 def wait_until_it_waits(worker: WorkerProcess, refused: Counter[str], waited: int) -> None:
     wait_until(lambda: refused["BRPOP"] or refused["EVALSHA"] or refused["HSET"], "refused commands")
     if set(refused) != {"BRPOP"}:  # else it has only to ask again
-        wait_until(lambda: worker.log().count(WAITS) > waited, "the worker says that it waits")
+        wait_until(lambda: outages(worker) > waited, "the worker says that it waits")
         wait_until(lambda: sum(refused.values()) > 12, "commands that were sent again and again")
 
 
 def check_log(worker: WorkerProcess, waited: int) -> None:
     """One line for each outage, and one for its end; and nothing is found by the reaper that was never lost."""
-    wait_until(lambda: worker.log().count(RESUMES) == worker.log().count(WAITS), "the end of the outage")
-    assert worker.log().count(WAITS) <= waited + 1
+    wait_until(lambda: worker.log().count(RESUMES) == outages(worker), "the end of the outage")
+    assert outages(worker) <= waited + 1
     assert worker.process.poll() is None
     assert "Redis lost the message" not in worker.log()
 
@@ -95,7 +113,7 @@ def check_log(worker: WorkerProcess, waited: int) -> None:
 def test_idle_worker_waits_and_then_runs_jobs(
     case: str, proxy: RefusingRedis, worker: WorkerProcess, client: Client, undisturbed: str
 ) -> None:
-    waited = worker.log().count(WAITS)
+    waited = outages(worker)
     reply, refuses = REPLIES[case]
     with proxy.refusing(reply, refuses) as refused:
         wait_until_it_waits(worker, refused, waited)
@@ -108,7 +126,7 @@ def test_busy_worker_waits_and_its_jobs_end_once_with_the_same_text(
     case: str, proxy: RefusingRedis, worker: WorkerProcess, client: Client, direct: Client, undisturbed: str
 ) -> None:
     """One job runs and is read in two ways; another one is queued by a producer whom Redis does not refuse."""
-    waited = worker.log().count(WAITS)
+    waited = outages(worker)
     reply, refuses = REPLIES[case]
     with Redis.from_url(proxy.direct_url) as redis, ThreadPoolExecutor() as readers:
         with worker.slowed():
@@ -137,7 +155,7 @@ async def read_async(url: str, job_id: str) -> list[Event]:
 def test_producer_gets_a_retryable_error(
     case: str, proxy: RefusingRedis, worker: WorkerProcess, client: Client
 ) -> None:
-    waited = worker.log().count(WAITS)
+    waited = outages(worker)
     reply, refuses = REPLIES[case]
     if not refuses("EVALSHA"):
         pytest.skip("a producer sends no such command")
@@ -145,4 +163,39 @@ def test_producer_gets_a_retryable_error(
         client.generate("tiny", STORY, wait=True)
     assert raised.value.retryable
     assert raised.value.http_status == (507 if "oom" in case else 503)
+    check_log(worker, waited)
+
+
+def test_call_whose_reply_is_lost_is_repeated_under_the_same_id_and_runs_once(
+    proxy: RefusingRedis, worker: WorkerProcess, client: Client, undisturbed: str
+) -> None:
+    generate = app_at(proxy.url).tasks[TASK_GENERATE]
+    with worker.slowed(), Redis.from_url(proxy.direct_url) as redis:
+        with (
+            proxy.losing_replies("EVALSHA"),
+            pytest.raises(RedisUnreachable, match="may be queued all the same") as lost,
+        ):
+            generate.delay("tiny", STORY, **MEDIUM)
+        job_id = lost.value.job_id
+        assert f"task_id={job_id!r}" in str(lost.value)
+        assert redis.hget(job_key(str(job_id)), "state") in (b"queued", b"running")
+        assert generate.apply_async(("tiny", STORY), MEDIUM, task_id=job_id).id == job_id
+    assert client.job(str(job_id)).result(PATIENCE_S)["text"] == undisturbed
+    generate.apply_async(("tiny", STORY), MEDIUM, task_id=job_id)  # also after its end
+    with Redis.from_url(proxy.direct_url) as redis:
+        assert client.generate("tiny", STORY, **MEDIUM).result(PATIENCE_S)["text"] == undisturbed
+        assert redis.hget(job_key(str(job_id)), "attempt") == b"1"
+
+
+@pytest.mark.parametrize(("case", "status"), [("oom", 507), ("readonly", 503), ("busy", 503)])
+def test_gateway_answers_that_a_request_may_be_repeated(
+    case: str, status: int, proxy: RefusingRedis, worker: WorkerProcess, gateway: GatewayProcess
+) -> None:
+    waited = outages(worker)
+    body = {"model": "tiny", "prompt": STORY, "max_tokens": 4}
+    assert gateway.post("/v1/completions", json=body).status_code == 200
+    with proxy.refusing(*REPLIES[case]):
+        answer = gateway.post("/v1/completions", json=body)
+    assert (answer.status_code, answer.headers.get("retry-after")) == (status, "1"), answer.text
+    wait_until(lambda: gateway.post("/v1/completions", json=body).status_code == 200, "an answer")
     check_log(worker, waited)
