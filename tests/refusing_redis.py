@@ -21,22 +21,26 @@ READS = frozenset(
 )
 _NOTHING = object()
 
-Refuses = Callable[[str], bool]
+Refuses = Callable[[str, bytes], bool]  # name of a command, and its first argument
 
 
-def everything(command: str) -> bool:
+def everything(command: str, _: bytes) -> bool:
     """What a Redis refuses that is busy, or loading."""
     return command not in ("AUTH", "CLIENT", "HELLO")
 
 
-def writes(command: str) -> bool:
+def brpop(command: str, _: bytes) -> bool:
+    return command == "BRPOP"
+
+
+def writes(command: str, _: bytes) -> bool:
     """What a replica, or a master that is short of replicas, refuses: scripts as well, which write."""
     return command not in READS
 
 
-def needs_memory(command: str) -> bool:
+def needs_memory(command: str, first: bytes) -> bool:
     """What a full Redis refuses: it gives messages away."""
-    return writes(command) and command != "BRPOP"
+    return writes(command, first) and command != "BRPOP"
 
 
 class RefusingRedis:
@@ -46,7 +50,7 @@ class RefusingRedis:
         self.target = (LOOPBACK, server.port)
         self.direct_url = server.url
         self._reply = b""
-        self._refuses: Refuses = lambda command: False
+        self._refuses: Refuses = lambda command, first: False
         self.lost = ""
         self.refused: Counter[str] = Counter()  # by command, since the last `refusing`
         self._listener = socket.create_server((LOOPBACK, 0))
@@ -63,7 +67,7 @@ class RefusingRedis:
         try:
             yield self.refused
         finally:
-            self._refuses = lambda command: False
+            self._refuses = lambda command, first: False
 
     @contextlib.contextmanager
     def losing_replies(self, command: str) -> Iterator[None]:
@@ -87,9 +91,9 @@ class RefusingRedis:
                 client, _ = self._listener.accept()
                 self._links.append(_Link(self, client))
 
-    def answer(self, command: str) -> bytes | None:
+    def answer(self, command: str, first: bytes) -> bytes | None:
         """The reply, if this command is refused now."""
-        if not self._refuses(command):
+        if not self._refuses(command, first):
             return None
         self.refused[command] += 1
         return self._reply
@@ -129,7 +133,7 @@ class _Link:
         name = command[0].decode().upper()
         self._loses = name == self._proxy.lost
         with self._lock:
-            reply = None if self._num_due else self._proxy.answer(name)
+            reply = None if self._num_due else self._proxy.answer(name, b"".join(command[1:2]))
             self._num_due += reply is None
         if reply is None:
             parts = [b"*%d\r\n" % len(command), *(b"$%d\r\n%b\r\n" % (len(part), part) for part in command)]

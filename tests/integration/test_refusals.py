@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import re
+import uuid
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from celery import Signature, Task, chain, chord
+from celery.backends.redis import CHORD_PART_RETURN_LUA
 from redis import Redis
 
 from cellama.api import AsyncClient, Client
@@ -18,10 +22,11 @@ from cellama.tasks.contract.events import Event
 from cellama.tasks.contract.keys import job_key
 from cellama.tasks.contract.names import TASK_GENERATE
 from cellama.tasks.jobs import app_at
+from cellama.tasks.state.scripts import sha
 
 from ..conftest import PATIENCE_S, WorkerProcess, wait_until
 from ..gateways import GatewayProcess
-from ..refusing_redis import RefusingRedis, everything, needs_memory, writes
+from ..refusing_redis import Refuses, RefusingRedis, brpop, everything, needs_memory, writes
 from .conftest import MEDIUM, STORY, check_whole, read, wait_for_token
 
 WAITS = re.compile(r"WARNING cellama.tasks.connection.redis_waits: Redis (refuses commands for now|does not answer)")
@@ -35,7 +40,7 @@ REPLIES = {
     "readonly in a script": ("READONLY You can't write against a read only replica. script: f_1, on @user:5.", writes),
     "noreplicas": ("NOREPLICAS Not enough good replicas to write.", writes),
     "misconf": ("MISCONF Redis is configured to save RDB snapshots, but it's currently unable to persist", writes),
-    "unblocked": ("UNBLOCKED force unblock from blocking operation, instance state changed", "BRPOP".__eq__),
+    "unblocked": ("UNBLOCKED force unblock from blocking operation, instance state changed", brpop),
     "oom": ("OOM command not allowed when used memory > 'maxmemory'. script: f_1, on @user_script:30.", needs_memory),
     "oom in a script of Redis 6": (
         "ERR Error running script (call to f_1): @user_script:30: @user_script: 30: "
@@ -151,14 +156,12 @@ async def read_async(url: str, job_id: str) -> list[Event]:
         return [event async for event in client.job(job_id).stream()]
 
 
-@pytest.mark.parametrize("case", REPLIES)
+@pytest.mark.parametrize("case", [case for case in REPLIES if case != "unblocked"])
 def test_producer_gets_a_retryable_error(
     case: str, proxy: RefusingRedis, worker: WorkerProcess, client: Client
 ) -> None:
     waited = outages(worker)
     reply, refuses = REPLIES[case]
-    if not refuses("EVALSHA"):
-        pytest.skip("a producer sends no such command")
     with proxy.refusing(reply, refuses), pytest.raises(RedisFull if "oom" in case else RedisUnreachable) as raised:
         client.generate("tiny", STORY, wait=True)
     assert raised.value.retryable
@@ -199,3 +202,34 @@ def test_gateway_answers_that_a_request_may_be_repeated(
     assert (answer.status_code, answer.headers.get("retry-after")) == (status, "1"), answer.text
     wait_until(lambda: gateway.post("/v1/completions", json=body).status_code == 200, "an answer")
     check_log(worker, waited)
+
+
+COUNTS_CHORD = hashlib.sha1(CHORD_PART_RETURN_LUA.encode()).hexdigest().encode()
+STEPS: dict[str, tuple[Callable[[Task, Signature], Signature], Refuses]] = {
+    "of a user's app": (lambda generate, step: generate.s("tiny", STORY) | step, lambda name, _: name == "LPUSH"),
+    "of ours": (
+        lambda generate, step: chain(generate.s("tiny", STORY), generate.si("tiny", STORY), step),
+        lambda name, first: name == "EVALSHA" and first == sha("submit").encode(),
+    ),
+    "behind a chord": (
+        lambda generate, step: chord([generate.s("tiny", STORY), generate.s("tiny", STORY)], step),
+        lambda name, first: name == "EVALSHA" and first == COUNTS_CHORD,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("which", STEPS)
+def test_next_step_of_a_canvas_is_sent_once_redis_takes_it(
+    which: str, proxy: RefusingRedis, worker: WorkerProcess, undisturbed: str
+) -> None:
+    canvas, refuses = STEPS[which]
+    queue = f"users-{uuid.uuid4().hex}"
+    app = app_at(proxy.direct_url)
+    with Redis.from_url(proxy.direct_url) as redis:
+        with proxy.refusing(REPLIES["readonly"][0], refuses) as refused:
+            canvas(app.tasks[TASK_GENERATE], app.signature("users.step", queue=queue)).apply_async()
+            wait_until(lambda: sum(refused.values()) > 1, "a step that is refused again and again")
+            assert not redis.exists(queue)
+        wait_until(lambda: redis.llen(queue), "the last step")
+        assert redis.llen(queue) == 1
+    assert worker.process.poll() is None
