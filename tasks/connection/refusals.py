@@ -101,7 +101,7 @@ def be_patient_async(redis: AsyncRedis) -> AsyncRedis:
 def be_patient_in_channels(transport: Any) -> Any:
     """Let the channels of this transport of kombu's raise RefusedForNow."""
 
-    class PatientChannel(transport.Channel):  # type: ignore[misc,name-defined]
+    class PatientChannel(transport.Channel):  # type: ignore[misc]
         def _get_pool(self, asynchronous: bool = False) -> Any:
             return _replace_connections(super()._get_pool(asynchronous), _Patient)
 

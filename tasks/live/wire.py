@@ -69,8 +69,8 @@ class RedisWire:
             self._parser.feed(data)
             while (reply := self._parser.gets()) is not _NOTHING:
                 if isinstance(reply, hiredis.ReplyError):
-                    error = ResponseError(str(reply))
-                    raise refusal_of(error) or error
+                    refused = ResponseError(str(reply))
+                    raise refusal_of(refused) or refused
                 replies.append(reply)
         return replies
 
