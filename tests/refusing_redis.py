@@ -16,8 +16,8 @@ from cellama.api.machine.redis_server import LOOPBACK, RedisServer
 READ_BYTES = 1 << 16
 READS = frozenset(
     "AUTH CLIENT ECHO EXISTS GET HELLO HEXISTS HGET HGETALL HMGET INFO LLEN LRANGE MGET PING PSUBSCRIBE PUBLISH "
-    "PUNSUBSCRIBE SELECT SMEMBERS SUBSCRIBE TIME TTL UNSUBSCRIBE XRANGE ZCARD ZMSCORE ZRANGE ZRANGEBYSCORE ZRANK "
-    "ZSCORE".split()
+    "PUNSUBSCRIBE SELECT SMEMBERS SUBSCRIBE TIME TTL UNSUBSCRIBE XRANGE XREVRANGE ZCARD ZMSCORE ZRANGE "
+    "ZRANGEBYSCORE ZRANK ZSCORE".split()
 )
 _NOTHING = object()
 
@@ -145,11 +145,11 @@ class _Link:
         parser: Any = hiredis.Reader(notEnoughData=_NOTHING)
         with contextlib.suppress(OSError):
             while (data := self._server.recv(READ_BYTES)) and not self._loses:
-                self._client.sendall(data)
                 parser.feed(data)
                 while parser.gets() is not _NOTHING:
                     with self._lock:
                         self._num_due = max(0, self._num_due - 1)  # what is published was not asked for
+                self._client.sendall(data)  # now: it may send its next command at once
         self._end()
 
     def _end(self) -> None:
