@@ -86,8 +86,8 @@ def models(seen: dict[str, Any], most: int) -> Table:
     """Each model of each worker, the busiest first."""
     found = [(worker, model) for worker in seen["live"] for model in worker["models"]]
     found.sort(key=lambda pair: (-_busy(pair[1]), pair[1]["id"], pair[0]["name"]))
-    table = table_of("model", "worker", "slots", "waiting", "tok/s", "KV", "hits", "lost slots", "errors", right=(
-        "slots, waiting, tok/s, KV, hits, lost slots, errors"))  # fmt: skip
+    table = table_of("model", "worker", "slots", "wait", "tok/s", "KV", "hits", "lost slots", "errors", right=(
+        "slots, wait, tok/s, KV, hits, lost slots, errors"))  # fmt: skip
     for worker, model in found[:most]:
         table.add_row(escape(model["id"]), escape(worker["name"]), *_cells(model))
     return _rest(table, found, most)
