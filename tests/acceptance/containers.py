@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+Started = subprocess.Popen[bytes] | subprocess.Popen[str]
 UNSHARE = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
 
 
@@ -30,10 +32,19 @@ def in_namespace(argv: Sequence[str]) -> list[str]:
     return [*UNSHARE, *argv]
 
 
-def program_of(process: subprocess.Popen[bytes] | subprocess.Popen[str]) -> psutil.Process:
+def program_of(process: Started) -> psutil.Process:
     """Return the PID 1 of a namespace that `process` started: a signal for `process` itself does not reach it."""
     [program] = psutil.Process(process.pid).children()
     return program
+
+
+def send_signal(process: Started, number: int, *, in_container: bool) -> None:
+    """Send a signal to the program that `process` is, or that it started in a namespace, if that still runs."""
+    if process.poll() is None:
+        programs = psutil.Process(process.pid).children() if in_container else [psutil.Process(process.pid)]
+        for program in programs:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                program.send_signal(number)
 
 
 def states_inside(program: psutil.Process) -> dict[int, str]:

@@ -15,7 +15,7 @@ from cellama.api.machine.redis_server import die_with, free_port
 from cellama.bench.harness import pace
 
 from ..conftest import MODELS, PATIENCE_S, clean_environment, paced, wait_until
-from .containers import in_namespace, program_of
+from .containers import in_namespace, send_signal
 
 CELLAMA = [sys.executable, "-c", "from cellama.api.cli import main; main()"]
 
@@ -32,8 +32,7 @@ class Machine:
 
     def signal(self, number: int) -> None:
         """Sends a signal to `cellama up` if it runs."""
-        if self.process.poll() is None:
-            (program_of(self.process) if self.in_container else self.process).send_signal(number)
+        send_signal(self.process, number, in_container=self.in_container)
 
     def run(self, *argv: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
         return subprocess.run(

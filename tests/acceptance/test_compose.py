@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import urllib.error
@@ -26,7 +27,7 @@ from redis.exceptions import RedisError
 from cellama.api.machine.redis_server import find_redis_binary, free_port
 
 from ..conftest import PATIENCE_S, wait_until
-from .containers import in_namespace, needs_namespace, program_of
+from .containers import in_namespace, needs_namespace, send_signal
 
 ROOT = Path(__file__).parents[2]
 SERVICES: Any = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
@@ -69,8 +70,7 @@ class Composed:
 
     def terminate(self, process: subprocess.Popen[bytes]) -> None:
         """Sends SIGTERM to the service, as `docker stop` does."""
-        if process.poll() is None:
-            (program_of(process) if self._in_container else process).terminate()
+        send_signal(process, signal.SIGTERM, in_container=self._in_container)
 
     def end(self) -> None:
         """Raises TimeoutExpired if a service does not end; nothing is left behind even then."""

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from redis import Redis
@@ -40,7 +40,6 @@ HTTP_MODULES = ("starlette", "uvicorn", "prometheus_client")  # of the extra `ht
 START_TIMEOUT_S = 300.0  # a large model takes its time
 ANSWER_S = 5.0  # of the gateway
 FLOWER_PORT = 5555
-_ONE_TRY: dict[str, Any] = {"socket_connect_timeout": 2, "socket_timeout": 2, "retry": Retry(NoBackoff(), 0)}  # seconds
 ModelsOption = Annotated[
     list[str] | None,
     typer.Option("--model", "-m", help="A model to serve as ID=SOURCE; may be given more than once."),
@@ -168,7 +167,7 @@ def check_http_installed() -> None:
 def is_reachable(url: str) -> bool:
     """True when a Redis answers there. Raises RedisRefused when it answers but lets no client in."""
     try:
-        with connect(url, **_ONE_TRY) as client:
+        with connect(url, socket_connect_timeout=2, socket_timeout=2) as client:
             return bool(client.ping())
     except AuthenticationError as error:
         raise credentials_refused(error) from None
@@ -204,7 +203,8 @@ def _redis_for(settings: Settings) -> Iterator[RedisServer | None]:
 
 
 def _answers_without_password(host: str, port: int) -> bool:
-    with Redis(host=host, port=port, **_ONE_TRY) as redis, contextlib.suppress(RedisError):
+    one_try = Retry(NoBackoff(), 0)  # a server that wants a password says so each time
+    with contextlib.suppress(RedisError), Redis(host=host, port=port, socket_timeout=2, retry=one_try) as redis:
         return bool(redis.ping())
     return False
 
