@@ -51,7 +51,7 @@ ROOMS = {
         "online": "Poisson arrivals, alone and beside a bulk load, against llama-server",
     },
     "faults": {
-        "chaos": "workers killed or frozen, clocks apart, Redis restarted or rolled back, a job that kills",
+        "chaos": "workers killed or frozen, Redis restarted, rolled back or refusing, canvases: what is lost?",
         "chaos_sentinel": "the master of a Redis with sentinels killed, or its place handed over",
         "fuzz": "hostile and random payloads with good jobs beside them: who else feels them?",
         "responses": "background responses that are read while gateway, worker and Redis end: what readers got",

@@ -8,13 +8,15 @@ import itertools
 import json
 import mmap
 import os
+import secrets
 import signal
 import struct
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from cellama.engine.scheduling.strategies import SlotView, TokenAllocation
 from cellama.tasks.connection.connections import connect
 from cellama.tasks.state.registry import live_workers
 
+from . import fatal_points
 from .pace import PACE_FILE, Paced, slowed
 from .skewed_clock import environment_of
 
@@ -69,6 +72,9 @@ if COUNTER_DIR in os.environ:  # this is a worker
     _counts = _Counts(Path(os.environ[COUNTER_DIR]) / f"{os.getpid()}.{time.monotonic_ns()}")
     _count_sampled(_counts)
 
+if fatal_points.DIRECTORY in os.environ:  # this is a worker that may die at one of them
+    fatal_points.install()
+
 
 class Counting(Paced):
     """Paced, and what its steps compute is counted."""
@@ -98,6 +104,12 @@ def _redis_port() -> int:
     return free_port()
 
 
+@functools.cache
+def _redis_password() -> str:
+    """The same for all of them, for the same reason."""
+    return secrets.token_urlsafe(24)
+
+
 class Stored:
     """Job id → the final states that were stored for it."""
 
@@ -118,12 +130,24 @@ class Stored:
         return sum(len(states) for states in self.states.values() if len(states) > 1)
 
 
+@dataclass
+class SlowRedis(RedisServer):
+    """A server that can take its time to load its data."""
+
+    load_delay_us: int = 0  # for each command of the append-only file
+
+    def _config(self, data_dir: Path) -> str:
+        return super()._config(data_dir) + f"key-load-delay {self.load_delay_us}\n"
+
+
 class Service:
     """Redis and workers. Use as a context manager; this process is a producer for them inside."""
 
     def __init__(self, folder: Path, models: Sequence[dict[str, Any]], **settings: str) -> None:
         self.folder = folder
-        self.redis_server: Any = RedisServer(0, folder / "redis")
+        self.fatal_points = folder / "fatal_points"
+        self.dies_at_points = False  # whether workers kill themselves at the points that are marked there
+        self.redis_server: Any = SlowRedis(0, folder / "redis")
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._ahead_s: dict[str, float] = {}  # how far the clock of a worker is ahead, also when it starts again
         self._own: dict[str, dict[str, str]] = {}  # settings that a worker has for itself
@@ -137,29 +161,22 @@ class Service:
     def __enter__(self) -> Service:
         self.start_redis()
         (self.folder / "counters").mkdir(exist_ok=True)
+        self.fatal_points.mkdir(exist_ok=True)
         os.environ |= self._environment()
         get_settings.cache_clear()
         self.redis = connect(self.redis_server.url)
         return self
 
     def start_redis(self) -> None:
-        self.redis_server = RedisServer.start(
+        self.redis_server = SlowRedis.start(
             self.folder / "redis",
             port=_redis_port(),
-            admin_commands=True,  # for `roll_back_redis`
+            password=_redis_password(),
+            admin_commands=True,  # for `roll_back_redis`, and for refusals
         )
 
     def __exit__(self, *_: object) -> None:
-        for process in self.processes.values():
-            if process.poll() is None:
-                process.send_signal(signal.SIGCONT)
-                process.send_signal(signal.SIGTERM)
-        for process in self.processes.values():
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        self.end_workers()
         self._starter.shutdown()
         self.redis.close()
         self.redis_server.stop()
@@ -190,17 +207,25 @@ class Service:
 
     def _start(self, name: str) -> subprocess.Popen[bytes]:
         ahead_s = self._ahead_s[name]
+        environment = {
+            **self._own[name],
+            **(environment_of(ahead_s, self.folder / "clock") if ahead_s else {}),
+            **({fatal_points.DIRECTORY: str(self.fatal_points)} if self.dies_at_points else {}),
+        }
+        return self._open(name, worker_argv(f"{name}@bench"), environment)
+
+    def start_beside(self, name: str, argv: Sequence[str]) -> subprocess.Popen[bytes]:
+        """Start another program with the service's settings. The caller ends it."""
+        return self._starter.submit(self._open, name, argv, {}).result()
+
+    def _open(self, name: str, argv: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
         with (self.folder / f"{name}.log").open("ab") as log:
             return subprocess.Popen(
-                worker_argv(f"{name}@bench"),
+                argv,
                 stdout=log,
                 stderr=log,
                 cwd=self.folder,
-                env={
-                    **os.environ,
-                    **self._own[name],
-                    **(environment_of(ahead_s, self.folder / "clock") if ahead_s else {}),
-                },
+                env={**os.environ, **environment},
                 preexec_fn=die_with(os.getpid()),
             )
 
@@ -220,11 +245,27 @@ class Service:
         self.processes[name].kill()
         self.processes[name].wait()
 
-    def restart_redis(self, away_s: float = 0.5) -> None:
-        """Ends Redis, and starts it again on what it has written."""
+    def end_workers(self, signum: int = signal.SIGTERM) -> None:
+        """Ask all workers to end, wait until they have, and forget them."""
+        for process in self.processes.values():
+            if process.poll() is None:
+                process.send_signal(signal.SIGCONT)
+                process.send_signal(signum)
+        for process in self.processes.values():
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self.processes.clear()
+
+    def restart_redis(self, away_s: float = 0.5, load_delay_us: int = 0) -> None:
+        """Stop Redis and start it again on what it has written, with this delay for each command that it loads."""
         self.redis_server.stop()
         time.sleep(away_s)
+        self.redis_server.load_delay_us = load_delay_us
         self._starter.submit(self.redis_server.run).result()
+        self.redis_server.load_delay_us = 0
 
     def roll_back_redis(self, lost_s: float = 1.0) -> None:
         """Kills Redis, and starts it again without what it has written in the last second."""

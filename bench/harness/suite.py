@@ -32,7 +32,7 @@ SHORT = {
     "metrics_proof": "--minutes 0.4",
     "readers": "--streams 50 --rounds 1",
     "responses": "--responses 8 --new 60 --slots 8 --rounds 1",
-    "chaos": "--scenarios kills poison --jobs 40 --new 200 --kills 2 --period 2",
+    "chaos": "--scenarios kills poison ends --jobs 40 --new 100 --kills 2 --period 2 --ends 4 --chord 6",
     "chaos_sentinel": "--jobs 30 --new 200 --failovers 2 --period 2",
     "fuzz": "--payloads 200 --warm-up 0 --in-flight-corpus 4",
     "loads": "--rounds 1 --tokens 40",

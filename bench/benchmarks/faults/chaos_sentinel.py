@@ -17,7 +17,7 @@ from cellama.bench.harness.service import Service, Stored
 from cellama.tasks.connection.connections import connect
 
 from .chaos import MODEL as MODEL
-from .chaos import SLOTS, Scenario
+from .scenario import SLOTS, Scenario
 from .sentinels import SentinelSetup
 from .troubles import Troubles
 

@@ -1,0 +1,491 @@
+"""Jobs in canvases while workers die: does every job end once, does every next step run, does every chord complete?
+
+Next steps belong to another app with a worker of its own, which nobody kills, and count their runs. Celery sends a
+next step at least once: a worker that dies after it has sent the step, and before it has settled the job's message,
+leaves the job to a worker that sends the step again. Steps that run twice for this reason are counted and reported.
+A step that never runs is wrong, and so is a chord whose body does not run exactly once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import cycle, islice
+from typing import Any
+
+from celery import Signature, chain, chord, states, uuid
+
+from cellama.bench.harness import fatal_points
+from cellama.bench.harness.reference_texts import LOGPROBS, ReferenceText, reference_texts
+from cellama.bench.harness.service import Service
+from cellama.tasks.contract.keys import job_key, result_key
+
+from .scenario import ANIMALS, SOURCE, ends_once, is_clean, is_whole, journal_of, num_attempts, show_difference, shown
+
+QUIET_S = 60.0  # without a new end or a new run of a step, what is missing is lost: twice the reaper's period for ends
+AT_ONCE = 4  # canvases in which a worker dies, so that no job loses three workers in a row and counts as dead
+MOST_ROUNDS = 4  # to kill all workers that should die
+KINDS = ("link", "link_error", "chain", "broken chain", "chord", "broken chord")
+WRONG_GRAMMAR = "no grammar"  # the worker finds that out, so the job fails there
+
+# Where workers die, by kind of canvas; a point after which nothing can follow is left out.
+ENDS = (
+    ("plain", "ended"),
+    ("link", "ended"),
+    ("link_error", "ended"),
+    ("chain", "ended"),
+    ("chord", "ended"),
+    ("chain", "sending"),
+    ("link", "sent"),
+    ("link_error", "stored"),
+    ("chord", "claimed"),
+    ("chain", "stored"),
+    ("link", "acking"),
+    ("link_error", "failing"),
+    ("chord", "counted"),
+    ("chain", "sent"),
+    ("link_error", "failed"),
+    ("chord", "stored"),
+    ("broken chain", "stored"),
+    ("chord", "called"),
+    ("broken chord", "stored"),
+    ("link", "storing"),
+    ("link", "stored"),
+    ("chord", "acking"),
+    ("broken chord", "counted"),
+    ("broken chord", "failing"),
+    ("broken chain", "ended"),
+    ("link_error", "acking"),
+    ("chain", "acking"),
+    ("chord", "storing"),
+)
+
+
+@dataclass
+class Canvas:
+    """One canvas and what has to come of it."""
+
+    kind: str
+    name: str
+    sends: Signature
+    jobs: list[str] = field(default_factory=list)  # ids of those that give a text
+    failing: list[str] = field(default_factory=list)  # ids of those that fail
+    steps: dict[str, int] = field(default_factory=dict)  # name → how often it must run
+    results: list[str] = field(default_factory=list)  # ids of other tasks that must have a final state
+    chord_body: str = ""  # its id; its step has the name of the canvas
+    num_parts: int = 0
+    number: int = 0
+    point: str = ""  # where a worker dies
+
+    def marked_id(self) -> str:
+        """The id of what a worker brings to the point where it dies."""
+        if self.point in ("claimed", "called") or (self.kind, self.point) == ("broken chord", "failing"):
+            return self.chord_body
+        return (self.failing or self.jobs)[0]
+
+
+class Builder:
+    """Make canvases of one kind after the other. Those with the same number have the same prompts."""
+
+    def __init__(self, args: argparse.Namespace, logprobs: int | None = None) -> None:
+        self._args = args
+        self._logprobs = logprobs
+        self._number = 0
+
+    def build(self, number: int, kind: str, point: str, again: int = 0) -> Canvas:
+        """Return a canvas whose worker dies at the point, if there is one. `again` makes the names of steps unique."""
+        self._number = number
+        canvas: Canvas = getattr(self, f"_{kind.replace(' ', '_')}")(kind, f"{number} {kind} {point} {again}")
+        canvas.number, canvas.point = number, point
+        return canvas
+
+    def _job(self, canvas_jobs: list[str], *, model: str = "", **params: Any) -> Signature:
+        """Return a job with a prompt of its own, or with `model` one that continues the text of the job before it."""
+        from cellama.tasks import generate
+
+        place = len(canvas_jobs)
+        prompt = f"Once upon a time, {place} friends met {self._number} of a little {ANIMALS[place % 6]}."
+        call: dict[str, Any] = {"model": model} if model else {"model": "tiny", "prompt": prompt}
+        job_id = uuid()
+        canvas_jobs.append(job_id)
+        fixed = {"max_tokens": self._args.new, "temperature": 0, "ignore_eos": True, "logprobs": self._logprobs}
+        return generate.s(**call, stream=(place + self._number) % 2 == 0, **fixed, **params).set(task_id=job_id)
+
+    def _plain(self, kind: str, name: str) -> Canvas:
+        jobs: list[str] = []
+        return Canvas(kind, name, self._job(jobs), jobs)
+
+    def _link(self, kind: str, name: str) -> Canvas:
+        from .steps_app import after_job
+
+        jobs: list[str] = []
+        sends = self._job(jobs)
+        sends.link(after_job.s(name))
+        return Canvas(kind, name, sends, jobs, steps={name: 1})
+
+    def _link_error(self, kind: str, name: str) -> Canvas:
+        from .steps_app import after_failure
+
+        failing: list[str] = []
+        sends = self._job(failing, grammar=WRONG_GRAMMAR)
+        sends.link_error(after_failure.s(name))
+        return Canvas(kind, name, sends, failing=failing, steps={name: 1})
+
+    def _chain(self, kind: str, name: str) -> Canvas:
+        from .steps_app import after_job
+
+        jobs: list[str] = []
+        last = after_job.s(name).set(task_id=uuid())
+        sends = chain(self._job(jobs), self._job(jobs, model="tiny"), last)
+        return Canvas(kind, name, sends, jobs, steps={name: 1}, results=[last.id])
+
+    def _broken_chain(self, kind: str, name: str) -> Canvas:
+        """The first job fails: the others never run, and count as failed."""
+        from .steps_app import after_failure, after_job
+
+        failing: list[str] = []
+        never: list[str] = []
+        last = after_job.s(name).set(task_id=uuid())
+        first = self._job(failing, grammar=WRONG_GRAMMAR)
+        first.link_error(after_failure.s(f"{name} errback"))
+        sends = chain(first, self._job(never, model="tiny"), last)
+        return Canvas(
+            kind, name, sends, failing=failing, steps={name: 0, f"{name} errback": 1}, results=[*never, last.id]
+        )
+
+    def _chord(self, kind: str, name: str) -> Canvas:
+        from .steps_app import after_parts
+
+        jobs: list[str] = []
+        body = after_parts.s(name).set(task_id=uuid())
+        parts = [self._job(jobs) for _ in range(self._args.chord)]
+        return Canvas(
+            kind,
+            name,
+            chord(parts, body),
+            jobs,
+            steps={name: 1},
+            results=[body.id],
+            chord_body=body.id,
+            num_parts=len(parts),
+        )
+
+    def _broken_chord(self, kind: str, name: str) -> Canvas:
+        """One part fails: the body never runs, and its errback does."""
+        from .steps_app import after_failure, after_parts
+
+        jobs: list[str] = []
+        failing: list[str] = []
+        body = after_parts.s(name).set(task_id=uuid())
+        body.link_error(after_failure.s(f"{name} errback"))
+        parts = [self._job(jobs), self._job(failing, grammar=WRONG_GRAMMAR), self._job(jobs)]
+        steps = {name: 0, f"{name} errback": 1}
+        return Canvas(
+            kind,
+            name,
+            chord(parts, body),
+            jobs,
+            failing,
+            steps,
+            results=[body.id],
+            chord_body=body.id,
+        )
+
+
+class CanvasScenario:
+    """Canvases on one service, with a worker of another app for their next steps."""
+
+    def __init__(self, service: Service, args: argparse.Namespace) -> None:
+        self._service = service
+        self._args = args
+        self._deaths: Counter[int] = Counter()  # of workers, by exit code
+        self._closing = threading.Event()
+
+    def canvas(self) -> tuple[list[dict[str, Any]], list[str]]:
+        """Canvases of all kinds while workers are killed at any moment; rows, and what is wrong."""
+        planned = [(kind, "") for _ in range(self._args.canvases) for kind in KINDS]
+        return self._run("canvas", planned, self._all_at_once, self._kill_at_any_moment)
+
+    def ends(self) -> tuple[list[dict[str, Any]], list[str]]:
+        """A worker dies between each job's end and its next step; rows, and what is wrong."""
+        ends = [(kind, point) for kind, point in ENDS if point in self._args.points]
+        planned = list(islice(cycle(ends), self._args.ends))
+        random.Random(self._args.seed).shuffle(planned)
+        return self._run("ends", planned, self._until_all_kill, self._restart_dead)
+
+    def _run(
+        self,
+        scenario: str,
+        planned: Sequence[tuple[str, str]],
+        send: Callable[[Sequence[tuple[str, str]]], list[Canvas]],
+        trouble: Callable[[], None],
+    ) -> tuple[list[dict[str, Any]], list[str]]:
+        redis = self._service.redis
+        steps_worker = self._service.start_beside("steps", _steps_argv())
+        try:
+            undisturbed = self._undisturbed(planned)
+            started = time.monotonic()
+            with self._service.counting_results() as stored:
+                thread = threading.Thread(target=trouble)
+                thread.start()
+                try:
+                    canvases = send(planned)
+                finally:
+                    self._closing.set()
+                    thread.join()
+                seconds = time.monotonic() - started
+        finally:
+            steps_worker.terminate()
+            steps_worker.wait()
+        kills = fatal_points.used(self._service.fatal_points)
+        check = _Check(redis, canvases, undisturbed, stored.states)
+        row: dict[str, Any] = {
+            "scenario": scenario,
+            "kills": self._deaths[-signal.SIGKILL],
+            "canvases": len(canvases),
+            "seconds": round(seconds, 1),
+            **check.row(),
+        }
+        wrong = [f"{scenario}: {line}" for line in check.wrong()]
+        if scenario == "ends" and not len(kills) == len(planned) == row["kills"]:
+            wrong.append(f"ends: {len(planned)} kills were planned, {len(kills)} marks used, {row['kills']} made")
+        wrong += [f"{scenario}: a worker exited with {code}" for code in self._deaths if code != -signal.SIGKILL]
+        points = check.by_point(kills) if scenario == "ends" else []
+        return [shown(row), *map(shown, points)], wrong
+
+    def _undisturbed(self, planned: Sequence[tuple[str, str]]) -> dict[tuple[int, int], ReferenceText]:
+        """The text of each job, by the number of its canvas and its place there, of a run without trouble."""
+        builder = Builder(self._args, LOGPROBS)
+        canvases = [builder.build(number, kind, "undisturbed") for number, (kind, _) in enumerate(planned)]
+        self._send(canvases)
+        places = [(canvas.number, place) for canvas in canvases for place in range(len(canvas.jobs))]
+        metas = _metas(self._service.redis, [job_id for canvas in canvases for job_id in canvas.jobs])
+        missing = [place for place, meta in zip(places, metas, strict=True) if meta.get("status") != states.SUCCESS]
+        if missing or not all(_Check(self._service.redis, canvases, {}, {}).has_run()):
+            raise RuntimeError(f"canvases don't complete without any trouble: {missing or 'a step has not run'}")
+        return dict(zip(places, reference_texts([meta["result"] for meta in metas], SOURCE), strict=True))
+
+    def _all_at_once(self, planned: Sequence[tuple[str, str]]) -> list[Canvas]:
+        builder = Builder(self._args)
+        canvases = [builder.build(number, kind, point) for number, (kind, point) in enumerate(planned)]
+        random.Random(self._args.seed).shuffle(canvases)
+        self._send(canvases)
+        return canvases
+
+    def _until_all_kill(self, planned: Sequence[tuple[str, str]]) -> list[Canvas]:
+        """Send a few marked canvases at a time, and those again whose worker was killed by another one before."""
+        builder = Builder(self._args)
+        directory = self._service.fatal_points
+        sent: list[Canvas] = []
+        left = [(number, *plan) for number, plan in enumerate(planned)]
+        for again in range(MOST_ROUNDS):
+            canvases = [builder.build(*plan, again) for plan in left]
+            for first in range(0, len(canvases), AT_ONCE):
+                group = canvases[first : first + AT_ONCE]
+                for canvas in group:
+                    fatal_points.mark(directory, canvas.point, canvas.marked_id())
+                self._send(group)
+                for canvas in group:
+                    fatal_points.unmark(directory, canvas.point, canvas.marked_id())
+            used = fatal_points.used(directory)
+            left = [
+                plan
+                for plan, canvas in zip(left, canvases, strict=True)
+                if (canvas.point, canvas.marked_id()) not in used
+            ]
+            sent += canvases
+        return sent
+
+    def _send(self, canvases: Sequence[Canvas]) -> None:
+        """Send canvases, and wait until all have completed, or nothing comes any more."""
+        for canvas in canvases:
+            canvas.sends.apply_async()
+        self._wait(canvases)
+
+    def _wait(self, canvases: Sequence[Canvas]) -> None:
+        """Until everything has come, or nothing has come for a while."""
+        seen, since = -1, time.monotonic()
+        ids = [job_id for canvas in canvases for job_id in (*canvas.jobs, *canvas.failing)]
+        results = [result for canvas in canvases for result in canvas.results]
+        expected = len(ids) * 2 + len(results) + sum(len(canvas.steps) for canvas in canvases)
+        while time.monotonic() - since < QUIET_S:
+            ended = [state == b"done" for state in _states(self._service.redis, ids)]
+            stored = [meta.get("status") in states.READY_STATES for meta in _metas(self._service.redis, ids + results)]
+            run = _Check(self._service.redis, canvases, {}, {}).has_run()
+            num_seen = sum(ended) + sum(stored) + sum(run)
+            if num_seen == expected and is_clean(self._service.redis, ids):
+                return
+            if num_seen != seen:
+                seen, since = num_seen, time.monotonic()
+            time.sleep(0.2)
+
+    # Troubles
+
+    def _kill_at_any_moment(self) -> None:
+        chance = random.Random(self._args.seed)
+        while self._deaths.total() < self._args.kills and not self._closing.wait(self._args.period):
+            name = chance.choice(sorted(self._service.processes))
+            self._service.kill(name)
+            self._note_death(name)
+
+    def _restart_dead(self) -> None:
+        while not self._closing.wait(0.05):
+            for name, process in list(self._service.processes.items()):
+                if process.poll() is not None:
+                    self._note_death(name)
+
+    def _note_death(self, name: str) -> None:
+        self._deaths[self._service.processes[name].returncode] += 1
+        self._service.start_worker(name)
+
+
+class _Check:
+    """What has come of canvases, as Redis has it."""
+
+    def __init__(
+        self,
+        redis: Any,
+        canvases: Sequence[Canvas],
+        undisturbed: Mapping[tuple[int, int], ReferenceText],
+        stored: Mapping[str, Sequence[str]],
+    ) -> None:
+        from .steps_app import PARTS_KEY, RUNS_KEY
+
+        self._redis = redis
+        self._canvases = canvases
+        self._undisturbed = undisturbed
+        self._stored = stored
+        self._runs = {name.decode(): int(count) for name, count in redis.hgetall(RUNS_KEY).items()}
+        self._parts = {name.decode(): int(count) for name, count in redis.hgetall(PARTS_KEY).items()}
+
+    def has_run(self) -> Iterable[bool]:
+        """Of each step, whether it has run often enough."""
+        return [self._runs.get(name, 0) >= times for canvas in self._canvases for name, times in canvas.steps.items()]
+
+    def row(self) -> dict[str, Any]:
+        ids = [job_id for canvas in self._canvases for job_id in (*canvas.jobs, *canvas.failing)]
+        chords = [canvas for canvas in self._canvases if canvas.chord_body]
+        texts = self._texts()
+        bodies = [canvas for canvas in self._canvases if canvas.kind == "chord"]
+        return {
+            "jobs": len(ids),
+            "ended once": sum(ends_once(journal_of(self._redis, job_id)) for job_id in ids),
+            "stored": sum(meta.get("status") in states.READY_STATES for meta in _metas(self._redis, ids)),
+            "stored otherwise": sum(len(set(self._stored.get(job_id, []))) > 1 for job_id in ids),
+            "torn": self._num_torn(),
+            "texts off": texts["other"],
+            "texts tied": texts["tied"],
+            "steps": sum(sum(canvas.steps.values()) for canvas in self._canvases),
+            "steps lost": sum(map(self._num_lost, self._canvases)),
+            "steps twice": sum(map(self._num_twice, self._canvases)),
+            "chords": len(chords),
+            "bodies once": sum(
+                self._runs.get(canvas.name, 0) == 1 and self._parts.get(canvas.name) == canvas.num_parts
+                for canvas in bodies
+            )
+            + sum(self._runs.get(canvas.name, 0) == 0 for canvas in chords if canvas.kind != "chord"),
+            "attempts": sum(num_attempts(self._redis, ids)),
+            "unacked": 0 if is_clean(self._redis, ids) else "some",
+        }
+
+    def wrong(self) -> list[str]:
+        """A line for each promise that was not kept."""
+        row = self.row()
+        lines = [
+            f"{row['jobs'] - row[what]} of {row['jobs']} jobs are not {what}"
+            for what in ("ended once", "stored")
+            if row[what] != row["jobs"]
+        ]
+        lines += [
+            f"{row[what]} {what}" for what in ("stored otherwise", "torn", "texts off", "steps lost") if row[what]
+        ]
+        if row["bodies once"] != row["chords"]:
+            lines.append(f"{row['chords'] - row['bodies once']} of {row['chords']} chords did not complete once")
+        if row["unacked"]:
+            lines.append("messages are still held, or jobs still run")
+        lines += [f"lost: {canvas.name}" for canvas in self._canvases if self._num_lost(canvas)]
+        return lines
+
+    def by_point(self, kills: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
+        """A row for each point: how many workers died there, and what came of the canvases of these jobs."""
+        used = Counter(point for point, _ in kills)
+        rows = []
+        for point in fatal_points.POINTS:
+            canvases = [canvas for canvas in self._canvases if canvas.point == point]
+            if canvases:
+                lost, twice = (sum(map(count, canvases)) for count in (self._num_lost, self._num_twice))
+                rows.append({"point": point, "kills": used[point], "steps lost": lost, "steps twice": twice})
+        return rows
+
+    def _num_lost(self, canvas: Canvas) -> int:
+        """Steps and results that never came."""
+        steps = sum(self._runs.get(name, 0) < times for name, times in canvas.steps.items())
+        metas = _metas(self._redis, canvas.results)
+        return steps + sum(meta.get("status") not in states.READY_STATES for meta in metas)
+
+    def _num_twice(self, canvas: Canvas) -> int:
+        """Runs of steps that are more than were needed."""
+        return sum(max(0, self._runs.get(name, 0) - times) for name, times in canvas.steps.items())
+
+    def _texts(self) -> Counter[str]:
+        kinds: Counter[str] = Counter()
+        for canvas in self._canvases:
+            before = "same"
+            for place, meta in enumerate(_metas(self._redis, canvas.jobs)):
+                expected = self._undisturbed[canvas.number, place]
+                text = (meta.get("result") or {}).get("text", "")
+                kind = expected.compare(text)
+                if canvas.kind == "chain" and before == "tied":  # the prompt was another one
+                    kind = "tied"
+                if kind == "other" and text:
+                    show_difference(canvas.jobs[place], expected, text)
+                elif kind == "other":
+                    print(f"{canvas.jobs[place]} of {canvas.name} has no text: {meta}", file=sys.stderr, flush=True)
+                kinds[kind] += 1
+                before = kind
+        return kinds
+
+    def _num_torn(self) -> int:
+        """Jobs with a text whose journal has another one."""
+        return sum(
+            not is_whole(journal_of(self._redis, job_id), (meta.get("result") or {}).get("text", ""))
+            for canvas in self._canvases
+            for job_id, meta in zip(canvas.jobs, _metas(self._redis, canvas.jobs), strict=True)
+        )
+
+
+def _states(redis: Any, job_ids: Sequence[str]) -> list[Any]:
+    pipeline = redis.pipeline(transaction=False)
+    for job_id in job_ids:
+        pipeline.hget(job_key(job_id), "state")
+    return list(pipeline.execute())
+
+
+def _metas(redis: Any, task_ids: Sequence[str]) -> list[dict[str, Any]]:
+    """What Celery has stored of tasks, empty where it has nothing."""
+    found = redis.mget([result_key(task_id) for task_id in task_ids]) if task_ids else []
+    return [json.loads(meta) if meta else {} for meta in found]
+
+
+def _steps_argv() -> list[str]:
+    argv = [
+        sys.executable,
+        "-m",
+        "celery",
+        "-A",
+        f"{__package__}.steps_app",
+        "worker",
+        "-P",
+        "solo",
+        "-n",
+        "steps@bench",
+    ]
+    return [*argv, "--without-gossip", "--without-mingle", "--without-heartbeat"]

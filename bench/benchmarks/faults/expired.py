@@ -1,0 +1,195 @@
+"""Jobs that began and lost their worker, and Redis has lost half of their journals: does each end, and once?
+
+While no worker runs, the journals outlive `journal_ttl_s`. Then half of them are deleted, as if they had expired. A job
+without its journal ends with `stream_trimmed`, and the others resume. None may run again and again, and each end must
+be in the journal and in Celery's result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from celery import states
+
+from cellama.bench.harness.reference_texts import ReferenceText
+from cellama.bench.harness.service import Service, wait_until
+from cellama.tasks.contract.events import is_terminal
+from cellama.tasks.contract.keys import job_key, journal_key, result_key
+
+from .scenario import Scenario, ends_once, is_clean, is_whole, journal_of, num_attempts, show_difference, shown
+
+WAYS = ("killed", "handed back")  # how workers leave
+JOURNAL_TTL_S = 1
+SETTINGS = {"lease_s": "3", "drain_s": "0", "journal_ttl_s": str(JOURNAL_TTL_S)}
+MOST_JOBS = 24
+NUM_CANCELLED = 2  # jobs of the first attempt that are cancelled without a worker, and as many of the second attempt
+NUM_LATE = 2
+LATE_AFTER_S = 5  # timeout of the late jobs: the next workers need longer to start
+FEW_EVENTS = 3  # that a job has before its worker leaves
+SLOW_S = 0.1  # per step until then
+QUIET_S = 45.0  # without a new end, what has not ended does not end: longer than anything that a reaper waits for
+FAIR_ATTEMPTS = 3  # at a job whose worker left once; each more is a rerun
+
+
+class ExpiryScenario(Scenario):
+    """Journals expire while no worker runs."""
+
+    def __init__(self, service: Service, args: argparse.Namespace) -> None:
+        super().__init__(service, args)
+        self._redis: Any = service.redis
+
+    def expired(self, undisturbed: Sequence[ReferenceText]) -> tuple[list[dict[str, Any]], list[str]]:
+        """Let workers leave in each way; rows, and what is wrong."""
+        rows = [shown(self._run_one(way, undisturbed)) for way in self._args.ways]
+        return rows, [line for row in rows for line in _wrong(row)]
+
+    def _run_one(self, way: str, undisturbed: Sequence[ReferenceText]) -> dict[str, Any]:
+        num_workers = len(self._service.processes)
+        with self._service.counting_results() as stored:
+            with self._service.slowed(SLOW_S):
+                late = self._submit_late()
+                jobs = [*late, *(job.id for job in self.submit(count=MOST_JOBS))]
+                begun = wait_until(lambda: self._begun(jobs), "jobs that have begun in every worker")
+                self._service.end_workers(signal.SIGTERM if way == "handed back" else signal.SIGKILL)
+                lengths = {job_id: self._num_events(job_id) for job_id in jobs}  # more may have begun meanwhile
+                begun = sorted(filter(lengths.get, jobs), key=lambda job_id: -lengths[job_id])
+                cancelled = self._cancel(begun[-NUM_CANCELLED:])  # while their workers still seem to hold them
+                time.sleep(JOURNAL_TTL_S + 1.0)
+                kept = list(filter(self._num_events, begun))
+                expired = [job_id for job_id in begun if self._redis.hget(job_key(job_id), "state") != b"done"][::2]
+                self._redis.delete(*map(journal_key, expired))
+                for _ in range(num_workers):
+                    self._service.start_worker()
+                self._service.wait_ready()
+                resumed = [job_id for job_id in expired if job_id not in (*cancelled, *late)][:NUM_CANCELLED]
+                wait_until(lambda: all(map(self._is_tried_again, resumed)), "second attempts")
+                cancelled += self._cancel(resumed)  # before they have as many events as in the first attempt
+            self._wait(jobs)
+        return {
+            "scenario": "expired",
+            "way": way,
+            "jobs": len(jobs),
+            "begun": len(begun),
+            "kept": len(kept),
+            "expired": len(expired),
+            "cancelled": len(cancelled),
+            "late": len(set(late) & set(begun)),
+            **self._check(jobs[NUM_LATE:], late, undisturbed, stored.states),
+        }
+
+    def _submit_late(self) -> list[str]:
+        """Queue jobs that begin first, and whose time is over before the next worker is there."""
+        from cellama.tasks import generate
+
+        params: Any = {"max_tokens": self._args.new, "temperature": 0, "ignore_eos": True, "timeout": LATE_AFTER_S}
+        return [generate.delay("tiny", f"Late {number}", priority=0, **params).id for number in range(NUM_LATE)]
+
+    def _num_events(self, job_id: str) -> int:
+        return int(self._redis.xlen(journal_key(job_id)))
+
+    def _begun(self, jobs: Sequence[str]) -> list[str]:
+        """Jobs that have begun, once some have tokens in the journal; empty before."""
+        begun = [job_id for job_id in jobs if self._num_events(job_id)]
+        streaming = [job_id for job_id in begun if self._num_events(job_id) >= FEW_EVENTS]
+        return begun if len(streaming) >= NUM_CANCELLED else []
+
+    def _is_tried_again(self, job_id: str) -> bool:
+        """Whether the job runs in another attempt, or has ended."""
+        state, attempt = self._redis.hmget(job_key(job_id), "state", "attempt")
+        return bool(state == b"done" or (state == b"running" and int(attempt) > 1))
+
+    def _cancel(self, job_ids: Sequence[str]) -> list[str]:
+        from cellama.api import Client
+
+        with Client() as client:
+            for job_id in job_ids:
+                client.cancel(job_id)
+        return list(job_ids)
+
+    def _wait(self, jobs: Sequence[str]) -> None:
+        """Until all jobs have ended for everybody, or none has for a while."""
+        seen, since = -1, time.monotonic()
+        while time.monotonic() - since < QUIET_S:
+            num_ended = sum(map(self._has_end, jobs)) + sum(
+                meta["status"] in states.READY_STATES for meta in self._metas(jobs)
+            )
+            if num_ended == 2 * len(jobs) and is_clean(self._redis, jobs):
+                return
+            if num_ended != seen:
+                seen, since = num_ended, time.monotonic()
+            time.sleep(0.2)
+
+    def _has_end(self, job_id: str) -> bool:
+        return any(is_terminal(event) for event in journal_of(self._redis, job_id))
+
+    def _metas(self, jobs: Sequence[str]) -> list[dict[str, Any]]:
+        """What Celery has stored of the jobs."""
+        found = self._redis.mget([result_key(job_id) for job_id in jobs])
+        return [json.loads(meta) if meta else {"status": "", "result": None} for meta in found]
+
+    def _check(
+        self,
+        jobs: Sequence[str],
+        late: Sequence[str],
+        undisturbed: Sequence[ReferenceText],
+        stored: dict[str, list[str]],
+    ) -> dict[str, Any]:
+        everything = [*jobs, *late]
+        journals = {job_id: journal_of(self._redis, job_id) for job_id in everything}
+        attempts = num_attempts(self._redis, everything)
+        texts: Counter[str] = Counter()
+        num_torn = 0
+        for job_id, meta, expected in zip(jobs, self._metas(jobs), undisturbed, strict=False):
+            if meta["status"] == states.SUCCESS:
+                text = meta["result"]["text"]
+                kind = expected.compare(text)
+                texts[kind] += 1
+                num_torn += not is_whole(journals[job_id], text)
+                if kind == "other":
+                    show_difference(job_id, expected, text)
+        how = Counter(map(_how_it_ended, journals.values()))
+        return {
+            "ended once": sum(map(ends_once, journals.values())),
+            "stored": sum(meta["status"] in states.READY_STATES for meta in self._metas(everything)),
+            "stored otherwise": sum(len(set(stored.get(job_id, []))) > 1 for job_id in everything),
+            "trimmed": how["stream_trimmed"],
+            "how": ", ".join(f"{number} {name}" for name, number in sorted(how.items())),
+            "torn": num_torn,
+            "texts off": texts["other"],
+            "texts tied": texts["tied"],
+            "attempts": sum(attempts),
+            "reruns": sum(max(0, number - FAIR_ATTEMPTS) for number in attempts),
+            "unacked": "0" if is_clean(self._redis, everything) else "some",
+        }
+
+
+def _how_it_ended(events: Sequence[Any]) -> str:
+    """The finish reason or the code of the error in the last event."""
+    last = events[-1] if events else {"type": "nothing"}
+    if last["type"] not in ("done", "error"):
+        return "without an end"
+    return str(last["finish_reason"] if last["type"] == "done" else last["code"])
+
+
+def _wrong(row: dict[str, Any]) -> list[str]:
+    """A line for each promise that was not kept."""
+    where = f"expired: {row['way']}"
+    lines = [
+        f"{where}: {row['jobs'] - row[name]} of {row['jobs']} jobs are not {name} ({row['how']})"
+        for name in ("ended once", "stored")
+        if row[name] != row["jobs"]
+    ]
+    lines += [
+        f"{where}: {row[name]} {name}" for name in ("stored otherwise", "torn", "texts off", "reruns") if row[name]
+    ]
+    if not row["begun"] == row["kept"] > 0:
+        lines.append(f"{where}: {row['kept']} journals of {row['begun']} jobs that had begun are still there")
+    if row["trimmed"] > row["expired"]:
+        lines.append(f"{where}: {row['trimmed']} jobs are trimmed, and {row['expired']} journals have expired")
+    return lines + [f"{where}: messages are still held, or jobs still run"] * (row["unacked"] != "0")
