@@ -241,7 +241,7 @@ class Publisher:
                 failures_while_closing += self._closing.is_set()
                 time.sleep(RETRY_S)
         if entries:
-            log.error("%d events were not written: Redis did not answer before the worker ended", len(entries))
+            log.error("%d events were not written: Redis did not accept them before the worker ended", len(entries))
             for run_id in {run_id for run_id, _ in entries}:
                 self._give_up(run_id)
         return None

@@ -143,7 +143,7 @@ class Registration:
             ended = replace(self._last, has_ended=True, seen_at=redis_time(self._redis))
             self._redis.hset(WORKERS_KEY, self._worker, json.dumps(asdict(ended)))
         except RedisError:
-            log.warning("the worker's entry stays until it is stale: Redis does not answer")
+            log.warning("the worker's entry stays until it is stale: Redis does not delete it")
 
     def _do_what_is_due(self) -> None:
         """A chore that fails is no reason for the worker to look dead."""

@@ -118,7 +118,7 @@ class Runtime:
         try:
             wanted = wanted_by(self.settings, self._record.look()).models
         except RedisError as error:
-            log.warning("the worker begins with the models of its settings, as Redis does not answer: %s", error)
+            log.warning("the worker begins with the models of its settings, because it can't read Redis: %s", error)
             return list(self.settings.models)
         return [model for model in self.settings.models if wanted.get(model.id, (None, ""))[1] == "settings"]
 

@@ -1,0 +1,107 @@
+"""Which replies of Redis pass by themselves, in the words of each version, and what is logged meanwhile."""
+
+from __future__ import annotations
+
+import pytest
+from redis.exceptions import (
+    BusyLoadingError,
+    ClusterDownError,
+    MasterDownError,
+    NoPermissionError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+)
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+from cellama.api.machine.redis_server import free_port
+from cellama.tasks.connection.connections import connect
+from cellama.tasks.connection.redis_errors import reaching_redis
+from cellama.tasks.connection.redis_waits import RedisWaits
+from cellama.tasks.connection.refusals import RefusedForNow, refusal_of
+from cellama.tasks.contract.errors import RedisFull, RedisUnreachable
+
+OOM = "command not allowed when used memory > 'maxmemory'."
+IN_REDIS_6 = "Error running script (call to f_68c): @user_script:31: @user_script: 31: "
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (OutOfMemoryError(OOM), "OOM"),
+        (OutOfMemoryError(f"{OOM} script: f_68c, on @user_script:31."), "OOM"),
+        (ResponseError(f"{IN_REDIS_6}-OOM {OOM} "), "OOM"),
+        (ReadOnlyError("You can't write against a read only replica."), "READONLY"),
+        (ResponseError(f"{IN_REDIS_6}-READONLY You can't write against a read only replica. "), "READONLY"),
+        (ResponseError(f"{IN_REDIS_6}-MISCONF Redis is configured to save RDB snapshots, but"), "MISCONF"),
+        (BusyLoadingError("Redis is loading the dataset in memory"), "LOADING"),
+        (MasterDownError("Link with MASTER is down"), "MASTERDOWN"),
+        (ClusterDownError("The cluster is down"), "CLUSTERDOWN"),
+        (ResponseError("BUSY Redis is busy running a script."), "BUSY"),
+        (ResponseError("MISCONF Redis is configured to save RDB snapshots, but"), "MISCONF"),
+        (ResponseError("NOREPLICAS Not enough good replicas to write."), "NOREPLICAS"),
+        (ResponseError("UNBLOCKED force unblock from blocking operation"), "UNBLOCKED"),
+        (ResponseError("LOADING as hiredis gives it"), "LOADING"),
+    ],
+)
+def test_refusal_passes_in_the_words_of_each_version(error: RedisError, code: str) -> None:
+    refusal = refusal_of(error)
+    assert refusal is not None
+    assert refusal.code == code
+    assert str(refusal).startswith(f"{code} ")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        NoPermissionError("this user has no permissions to run the 'evalsha' command"),
+        ResponseError("WRONGTYPE Operation against a key holding the wrong kind of value"),
+        ResponseError(f"{IN_REDIS_6}WRONGTYPE Operation against a key holding the wrong kind of value"),
+        ResponseError("BUSYGROUP Consumer Group name already exists"),
+        ResponseError("a text about READONLY and OOM "),
+    ],
+)
+def test_refusal_for_good_is_none_that_passes(error: RedisError) -> None:
+    assert refusal_of(error) is None
+
+
+@pytest.mark.parametrize(
+    ("code", "told"), [("OOM", RedisFull), ("BUSY", RedisUnreachable), ("LOADING", RedisUnreachable)]
+)
+def test_producer_is_told_that_the_call_may_succeed_later(code: str, told: type[RedisFull | RedisUnreachable]) -> None:
+    with pytest.raises(told) as raised, reaching_redis():
+        raise RefusedForNow(code, "for some reason")
+    assert raised.value.retryable
+
+
+def test_unreachable_redis_names_the_job_that_may_be_queued() -> None:
+    with pytest.raises(RedisUnreachable, match="job a may be queued all the same") as lost, reaching_redis(job_id="a"):
+        raise RedisConnectionError("Connection closed by server.")
+    assert lost.value.job_id == "a"
+
+
+def test_unreachable_redis_says_nothing_of_a_job_that_was_not_sent() -> None:
+    redis = connect(f"redis://127.0.0.1:{free_port()}/0")
+    with redis, pytest.raises(RedisUnreachable) as refused, reaching_redis(job_id="a"):
+        redis.ping()
+    assert "may be queued" not in str(refused.value)
+    assert refused.value.job_id == "a"
+
+
+def test_outage_is_logged_once_with_its_end(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("WARNING")
+    waits = RedisWaits()
+    for who in ("the publisher", "the consumer", "the publisher"):
+        waits.began(who, RefusedForNow("BUSY", "running a script"))
+    waits.ended("the publisher")
+    waits.ended("a thread that did not wait")
+    assert [record.message for record in caplog.records] == [
+        "Redis refuses commands for now: BUSY running a script; the publisher waits, and whatever else needs Redis"
+    ]
+    waits.ended("the consumer")
+    assert caplog.records[-1].message.startswith("Redis accepts commands again after 0.")
+    with waits.of("a job") as wait:
+        wait(TimeoutError("no answer"))
+    assert caplog.records[2].message.startswith("Redis does not answer: no answer; a job waits")
+    assert len(caplog.records) == 4
