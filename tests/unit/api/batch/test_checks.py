@@ -65,6 +65,7 @@ def test_name_of_another_format_is_refused(tmp_path: Path, name: str, message: s
         (b"PK\x03\x04rest", "a ZIP archive or an Excel file, and must be text in UTF-8; extract it, or export"),
         (b"PAR1rest", "is a Parquet file, .* ends with .parquet, or add --format parquet"),
     ],
+    ids=["utf-16", "utf-16-le", "utf-16-be", "utf-16-be-bom", "utf-32", "gzip", "bzip2", "xz", "zip", "parquet"],
 )
 @pytest.mark.parametrize("name", ["in.jsonl", "in.txt", "in.csv"])
 def test_input_that_is_not_text_in_utf8_is_refused_at_once(
