@@ -20,7 +20,7 @@ from kombu import Connection
 from kombu.pidbox import Mailbox
 from redis import Redis
 
-from cellama.tasks.calls.canvas_steps import request_of, tell_end
+from cellama.tasks.calls.canvas_steps import ChordClaimed, request_of, tell_end
 from cellama.tasks.contract.keys import LEASES_KEY, QUEUES_KEY, cancel_key, waiting_key
 from cellama.tasks.contract.names import PRIORITIES, is_model_queue, queue_key
 from cellama.tasks.state.ledger import Ledger
@@ -77,7 +77,10 @@ def _cancel(app: Celery, ledger: Ledger, job_id: str, *, running: bool) -> bool:
     """Cancel a job; return whether that ended it, because no worker runs it."""
     if not ledger.cancel(job_id, running=running) or (ending := ledger.ending(job_id)) is None:
         return False
-    tell_end(app, job_id, ending)
+    try:
+        tell_end(app, job_id, ending)
+    except ChordClaimed:
+        return True  # the reaper settles the job once the claim has expired
     ledger.settle(job_id)
     return True
 

@@ -110,9 +110,14 @@ class ResultBackend(RedisBackend):  # type: ignore[misc]
         return max(initial_expires, CHORD_CLAIM_S)
 
     def is_chord_claimed(self, request: Any) -> bool:
-        """Whether some worker has claimed the body of the chord that this job is a part of, and has not sent it yet."""
-        claim = self.client.get(self.get_key_for_group(request.group, ".c"))
-        return claim not in (None, b"done")
+        """Return whether a worker has claimed the body of the chord that this job belongs to, and has not sent it yet.
+
+        Celery deletes the size of a chord once its body has been sent, or the chord has failed.
+        """
+        claim, size = self.client.mget(
+            self.get_key_for_group(request.group, ".c"), self.get_key_for_group(request.group, ".s")
+        )
+        return claim not in (None, b"done") and size is not None
 
     def has_body_run(self, request: Any) -> bool:
         """Whether the body of the chord that this job is a part of has a final state."""
