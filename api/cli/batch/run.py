@@ -98,7 +98,7 @@ def _run(options: BatchOptions, json: bool) -> None:
             summary = run_batch(redis, celery_app, options, show.reading, show.progress)
     except KeyboardInterrupt:
         if to_stdout:
-            err.print("\n[yellow]interrupted and ended; with -o FILE a run can go on[/]")
+            err.print("\n[yellow]interrupted; a run with -o FILE can be resumed[/]")
         else:
             command = f"{called()} batch resume {shlex.quote(str(options.output))}"
             err.print("\n[yellow]interrupted; what is in flight is kept. Resume with:[/]")
