@@ -184,6 +184,11 @@ def result_key(job_id: str) -> str:
     return f"celery-task-meta-{job_id}"
 
 
+def chord_key(group_id: str) -> str:
+    """The prefix of Celery's keys of a chord (celery.backends.base: group_keyprefix); `.s` is its size, `.c` a claim."""
+    return f"celery-taskset-meta-{group_id}"
+
+
 def events_channel(job_id: str, database: int) -> str:
     return f"cellama:events:{database}:{job_id}"
 

@@ -60,7 +60,7 @@ MAX_ATTEMPTS = 3  # in a row that end without a token and without an end
 DEAD_TTL_S = 7 * 86400  # of a dead job: so long it can be queued again
 CANCEL_TTL_S = 7 * 86400  # of the wish to cancel a job that no worker has told the ledger of
 REFUSED_S = 3  # after Celery has refused a message, its job gets an end
-SETTLE_S = 30  # after the end of a job Celery should have its result; else the reaper gives it
+SETTLE_S = 30  # not less than a claim on the body of a chord lasts (broker/result_backend.py); after the end of a job Celery should have its result; else the reaper gives it
 MAX_RESTORED = 500  # messages per script, of either sort
 PAGE_PART = 8  # of what waits in a list a page takes an eighth, so that other workers get their part
 PAGE_MESSAGE_BYTES = 1 << 16  # a larger message comes alone
@@ -176,7 +176,7 @@ class Ledger:
 
     def release(self, taken: Taken) -> None:
         """Give up a message that Celery needs no more, if this worker still holds it."""
-        run_script(self._redis, "release", [job_key(taken.job_id)], [taken.job_id, taken.token, REFUSED_S])
+        run_script(self._redis, "release", [job_key(taken.job_id)], [taken.job_id, taken.token, REFUSED_S, SETTLE_S])
 
     def give_back(self, taken: Taken) -> None:
         """Put a message back at the head of its queue, if this worker still holds it."""

@@ -18,7 +18,7 @@ from cellama.tasks.broker.result_backend import CHORD_CLAIM_S
 from cellama.tasks.calls.canvas_steps import ChordClaimed, request_of, tell_end
 from cellama.tasks.contract import events
 from cellama.tasks.contract.errors import JobFailed
-from cellama.tasks.contract.keys import DUE_KEY, LEASES_KEY, job_key, result_key
+from cellama.tasks.contract.keys import DUE_KEY, LEASES_KEY, chord_key, job_key, result_key
 from cellama.tasks.contract.names import PRIORITY_INTERACTIVE, queue_key, queue_name
 from cellama.tasks.state.ledger import Ledger
 from cellama.tasks.state.records import Ending, Entry, Taken
@@ -135,6 +135,23 @@ def test_a_chord_completes_once_when_the_worker_died_as_it_sent_the_body(
         redis_client.delete(claim)  # it expires
         tell_end(app, job_id, ending)
     assert sent(redis_client, unserved) == ["users.collect"] * (not body_has_run)
+
+
+def test_a_chord_completes_when_the_reply_to_its_last_part_was_lost(unserved: str, redis_client: Redis) -> None:
+    """Redis has counted the part and reserved the body for its worker, which does not know that, and acks."""
+    part = generate.s(unserved, "Hi").set(task_id=str(uuid.uuid4()))
+    chord([part])(step("collect", unserved))
+    job_id = part.options["task_id"]
+    taken = end(redis_client, unserved, job_id, events.done("stop", {}), RESULT)
+    app.backend.store_result(job_id, RESULT, "SUCCESS")
+    group = json.loads(redis_client.hget(job_key(job_id), "message") or b"")["headers"]["group"]
+    redis_client.set(f"{chord_key(group)}.c", "a token that no worker has")
+    Ledger(redis_client).release(taken)
+    assert not redis_client.hexists(job_key(job_id), "settled")
+    redis_client.delete(f"{chord_key(group)}.c")  # it has expired
+    redis_client.zadd(DUE_KEY, {job_id: 1})
+    recover(redis_client, job_id)
+    assert sent(redis_client, unserved) == ["users.collect"]
 
 
 def test_celery_gets_an_end_that_a_living_worker_could_not_store(unserved: str, redis_client: Redis) -> None:

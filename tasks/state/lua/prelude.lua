@@ -1,5 +1,5 @@
 -- Functions that all scripts of the ledger share. docs/delivery.md explains the states; contract/keys.py lists the keys.
--- Python puts these constants before this file: WAITING, JOB, CANCEL, RESULT, JOURNAL, CONTEXT and HEEDED (prefixes of keys),
+-- Python puts these constants before this file: WAITING, JOB, CANCEL, RESULT, JOURNAL, CONTEXT, HEEDED and CHORD (prefixes of keys),
 -- QUEUES, RUNNING, DELAYED, DUE, LEASES, MISSING, DEAD, ENDS, MOST_ENDS, WEIGHT, OURS and WEIGHS (names of message headers),
 -- and the functions `clock` and `stamp` (connection/redis_clock.py).
 

@@ -1,5 +1,6 @@
 -- Celery needs the message no more. A worker that does not hold it changes nothing.
--- KEYS: entry. ARGV: id, token of taking, seconds after which a job that Celery has refused gets its end.
+-- KEYS: entry. ARGV: id, token of taking, seconds after which a job that Celery has refused gets its end, and seconds after
+-- which the claim on the body of a chord has expired.
 local job, id = KEYS[1], ARGV[1]
 local found = redis.call('HMGET', job, 'holder', 'state', 'stored', 'settled', 'message')
 local holder, state, stored, settled, message = unpack(found, 1, 5)
@@ -10,7 +11,13 @@ if state == 'queued' or state == 'handed_back' then
   redis.call('HSET', job, 'refused', 1)
   redis.call('ZADD', DUE, stamp(clock() + ARGV[3]), id)
 elseif state == 'done' and not settled then
-  if stored or string.find(message or '', '"ignore_result": ?true') then
+  -- Celery reserves the body of a chord for the worker that counted the last part. If the reply to that was lost, or the
+  -- worker died, nobody sends the body: then the reaper counts this part again.
+  local group = string.match(message or '', '"group": ?"([^"]+)"')
+  local claim = group and redis.call('GET', CHORD .. group .. '.c')
+  if claim and claim ~= 'done' and redis.call('EXISTS', CHORD .. group .. '.s') == 1 then
+    redis.call('ZADD', DUE, stamp(clock() + ARGV[4]), id)
+  elseif stored or string.find(message or '', '"ignore_result": ?true') then
     settle(job, id)
   else
     redis.call('ZADD', DUE, stamp(clock()), id) -- Celery could not store the end: the reaper does
