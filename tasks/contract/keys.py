@@ -185,7 +185,7 @@ def result_key(job_id: str) -> str:
 
 
 def chord_key(group_id: str) -> str:
-    """The prefix of Celery's keys of a chord (celery.backends.base: group_keyprefix); `.s` is its size, `.c` a claim."""
+    """Return the prefix of Celery's keys of a chord (celery.backends.base: group_keyprefix); `.s` is its size."""
     return f"celery-taskset-meta-{group_id}"
 
 
