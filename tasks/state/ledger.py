@@ -60,7 +60,7 @@ MAX_ATTEMPTS = 3  # in a row that end without a token and without an end
 DEAD_TTL_S = 7 * 86400  # of a dead job: so long it can be queued again
 CANCEL_TTL_S = 7 * 86400  # of the wish to cancel a job that no worker has told the ledger of
 REFUSED_S = 3  # after Celery has refused a message, its job gets an end
-# Until the reaper gives Celery the end of a job. Not less than a claim on a chord's body lasts (broker/result_backend.py).
+# Until the reaper gives Celery the end of a job; at least CHORD_CLAIM_S, the life of a claim on the body of a chord.
 SETTLE_S = 30
 MAX_RESTORED = 500  # messages per script, of either sort
 PAGE_PART = 8  # of what waits in a list a page takes an eighth, so that other workers get their part
