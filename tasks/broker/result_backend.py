@@ -5,6 +5,7 @@ Keys, values and channels are Celery's own, so every Celery reads the results.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from functools import cached_property
 from typing import Any
@@ -13,6 +14,7 @@ from celery import states
 from celery.backends.redis import RedisBackend
 from celery.exceptions import BackendStoreError
 from redis import Redis
+from redis.exceptions import RedisError
 
 from cellama.config import get_settings, mask_url
 from cellama.tasks.connection.connections import SOCKET_OPTIONS, connect
@@ -125,8 +127,14 @@ class ResultBackend(RedisBackend):  # type: ignore[misc]
         return body_id is not None and self.get_state(body_id) in states.READY_STATES
 
     def remove_pending_result(self, result: Any) -> Any:
-        """What a result does that is forgotten. One that lives until the interpreter ends has no connection to tell."""
-        return result if sys.is_finalizing() else super().remove_pending_result(result)
+        """Unsubscribe from a result that nobody waits for any more, as Celery does when it is garbage collected.
+
+        While Redis is away, or the interpreter exits, there is no subscription to end.
+        """
+        if not sys.is_finalizing():
+            with contextlib.suppress(RedisError, RuntimeError):  # Celery raises RuntimeError after its last retry
+                super().remove_pending_result(result)
+        return result
 
     def _run(self, keys: list[Any], args: list[Any]) -> Any:
         return run_script(self.client, "store_result", keys, args)

@@ -29,6 +29,7 @@ NOT_RUN = {
     "takes minutes": 2,
     "needs a reranking model": 1,
     "closes the gateway to the other pages": 1,
+    "needs pandas and pyarrow": 1,
 }
 GATEWAY = "http://127.0.0.1:8000"  # where pages have it
 STARTED = "cellama up"  # such a line is what the fixtures have done

@@ -23,7 +23,8 @@ def test_short_run_has_the_rates_that_it_had(capsys: pytest.CaptureFixture[str])
     done, rates, tokens = told(Progress(total=2, finished=2, prompt_tokens=9, completion_tokens=200), capsys)
     assert done == "completed: 2 lines done, 0 failed"
     seconds, lines, rate = rates.split(" · ")
-    assert (seconds, lines) == ("0.2 s", "10 lines/s") or float(lines.split()[0]) < 10
+    assert seconds == "0.2 s" or float(lines.split()[0]) < 10
+    assert float(lines.split()[0]) <= 10
     assert 500 < float(rate.split()[0]) <= 1000
     assert tokens == "tokens: 9 in prompts, 200 generated"
 
