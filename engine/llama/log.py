@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -52,16 +53,38 @@ def install() -> None:
 def capture() -> Iterator[list[str]]:
     """Collects every line that llama.cpp logs on this thread; other threads may load other models meanwhile.
 
-    What is collected within another one is that one's, too.
+    What is collected within another one is that one's, too. Ctrl-C takes effect at the end of the block.
     """
     outer, lines = _heard.lines, list[str]()
     _heard.lines = lines
     try:
-        yield lines
+        with _interrupts_deferred():
+            yield lines
     finally:
         _heard.lines = outer
         if outer is not None:
             outer += lines
+
+
+@contextlib.contextmanager
+def _interrupts_deferred() -> Iterator[None]:
+    """Raise KeyboardInterrupt for a Ctrl-C only after the block.
+
+    While llama.cpp runs, the first Python code that sees the signal is `_on_log`. Python prints and drops exceptions of
+    such a callback, so the interrupt would be lost.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    interrupts: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if interrupts:
+            raise KeyboardInterrupt
 
 
 def call_abortable(is_aborting: Callable[[], bool], call: Callable[[], int], aborted: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from pathlib import Path
 
@@ -58,3 +59,22 @@ def test_weights_that_are_repacked_for_the_processor_count_once() -> None:
         "load_tensors:   CPU_REPACK model buffer size =    60.00 MiB",
     ]
     assert buffers.loaded_weights(load, [], 100 * MIB) == {"CPU": Usage(100 * MIB, mapped_bytes=40 * MIB)}
+
+
+def test_an_interrupt_during_a_load_is_raised_after_it() -> None:
+    """A signal that arrives in llama.cpp is seen first by the callback of its log, which would drop the exception."""
+    before, lines = signal.signal(signal.SIGINT, signal.default_int_handler), list[str]()
+
+    def load() -> None:
+        with llama_log.capture() as captured:
+            signal.raise_signal(signal.SIGINT)
+            llama_log._on_log(4, b"still loading", None)
+            lines.extend(captured)
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            load()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert lines == ["still loading"]

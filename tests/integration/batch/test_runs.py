@@ -249,7 +249,7 @@ def test_results_on_stdout_come_as_they_are_there_and_an_interrupt_ends_the_run(
     assert all(json.loads(line)["id"].startswith("s") for line in rest.splitlines())
     broken = next(json.loads(line) for line in words.splitlines() if '"line": 41' in line)
     assert broken["error"]["code"] == "invalid_request"
-    assert "with -o FILE a run can go on" in words
+    assert "a run with -o FILE can be resumed" in words
     wait_until(lambda: not any(run["alive"] for run in Batches(redis_client).all()), "the run to be over")
     with Client() as client:
         wait_until(lambda: client.stats()["slots_busy"] == 0, "nothing to be computed for nobody")
