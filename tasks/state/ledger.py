@@ -62,7 +62,7 @@ CANCEL_TTL_S = 7 * 86400  # of the wish to cancel a job that no worker has told 
 REFUSED_S = 3  # after Celery has refused a message, its job gets an end
 # Until the reaper gives Celery the end of a job; at least CHORD_CLAIM_S, the life of a claim on the body of a chord.
 SETTLE_S = 30
-MAX_RESTORED = 500  # messages per script, of either sort
+MAX_RESTORED = 200  # messages per script, of either sort; Redis serves no one meanwhile
 PAGE_PART = 8  # of what waits in a list a page takes an eighth, so that other workers get their part
 PAGE_MESSAGE_BYTES = 1 << 16  # a larger message comes alone
 
