@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from cellama.bench.benchmarks.faults.refusals import REFUSALS
 from cellama.bench.harness import pace
 
 from ..conftest import clean_environment
@@ -89,9 +90,8 @@ def test_jobs_whose_journals_are_lost_end_once_and_the_others_resume() -> None:
 
 
 @pytest.mark.timeout(TIMEOUT_S + 30)
-def test_workers_wait_while_redis_refuses_and_keep_their_processes() -> None:
-    """Two of the seven: tests/integration/test_refusing_servers.py has the others, but for LOADING."""
-    refusals = ("NOREPLICAS", "LOADING")
+@pytest.mark.parametrize("refusals", [REFUSALS[:4], REFUSALS[4:]])
+def test_workers_wait_while_redis_refuses_and_keep_their_processes(refusals: tuple[str, ...]) -> None:
     rows = chaos("refusals", "--new", "100", "--refused", "1.5", "--refusals", *refusals, jobs=24)
     assert [(row["refusal"], row["workers"]) for row in rows] == [
         (refusal, workers) for refusal in refusals for workers in ("idle", "busy")
