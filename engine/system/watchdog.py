@@ -181,7 +181,11 @@ class Watchdog:
             self.look(time.monotonic())
 
     def _arm_last_resort(self) -> None:
-        """Let the C thread of faulthandler end the process after `last_resort_s`, unless this is called again."""
+        """Let the C thread of faulthandler end the process after `last_resort_s`, unless this is called again.
+
+        It reads the stacks without the GIL. If another thread runs meanwhile, as after a suspension, reading can crash:
+        the process then ends with SIGSEGV instead of 1.
+        """
         if not _is_ending.is_set():
             faulthandler.dump_traceback_later(self._last_resort_s, exit=True, file=2)
 

@@ -231,7 +231,10 @@ def test_process_ends_when_it_was_suspended_for_longer_than_the_last_resort_and_
         wait_until(lambda: time.monotonic() > until, "the last resort")
         process.send_signal(signal.SIGCONT)
         errors = process.stderr.read() if process.stderr else b""
-        assert process.wait(60) == 1, errors
+        code = process.wait(60)
+    # faulthandler reads the stacks without the GIL. A thread that runs meanwhile can make it crash, which ends the
+    # process too.
+    assert code in (1, -signal.SIGSEGV), errors
     assert b"Timeout (0:00:02)!" in errors
 
 
