@@ -118,14 +118,20 @@ class Sampler(Protocol):
         """The grammar, if there is one, holds for the tokens from now on."""
         ...
 
-    def likely_text(self, before: int, most: int) -> tuple[bytes, int]:
-        """Up to `most` bytes that come next by a grammar that holds, and how many of them must. Its tokens are open.
-
-        `before` is the byte before them: of blanks that the grammar leaves open, it takes the usual ones.
-        """
+    def forced_tokens(self) -> list[int]:
+        """The tokens of a text that a grammar leaves no choice about; empty without one. Other tokens may spell it."""
         ...
 
     def close(self) -> None: ...
+
+
+class Plan(Protocol):
+    """What the samplers of one request are made from."""
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the request asks for and is not enforced."""
+        ...
 
 
 class KvMemory(Protocol):
@@ -224,7 +230,7 @@ class Backend(KvMemory, AdapterStore, Protocol):
     @property
     def vocabulary(self) -> Vocabulary: ...
 
-    def prepare(self, params: SamplingParams, visible: Mapping[int, bytes] | None = None) -> Any:
+    def prepare(self, params: SamplingParams, visible: Mapping[int, bytes] | None = None) -> Plan:
         """What `new_sampler` makes the samplers of a request from. All that takes long is done here.
 
         `visible` are control tokens whose text belongs to the output: only these does a grammar see. Raises

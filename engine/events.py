@@ -130,6 +130,7 @@ class Completion:
     context_tokens: tuple[int, ...] | None = None  # of the prompt and `tokens`, if asked for; not of alternatives
     alternatives: tuple[Completion, ...] = ()  # with n > 1: the others, by index; `usage` counts all then
     context: Context | None = field(default=None, repr=False, compare=False)  # None: cache_prompt is off
+    warnings: tuple[str, ...] = ()  # what the request asked for and was not enforced
 
     @property
     def finish_key(self) -> str | None:

@@ -234,12 +234,12 @@ class FakeBackend:
     def abort(self) -> None:
         self._aborted = True
 
-    def prepare(self, params: SamplingParams, visible: Mapping[int, bytes] | None = None) -> SamplingParams:
-        return params
+    def prepare(self, params: SamplingParams, visible: Mapping[int, bytes] | None = None) -> FakePlan:
+        return FakePlan(params)
 
     def new_sampler(
         self,
-        plan: SamplingParams,
+        plan: FakePlan,
         seed: int,
         history: Sequence[int],
         *,
@@ -248,8 +248,9 @@ class FakeBackend:
         num_unbound: int | None = 0,
         mirostat_mu: float | None = None,
     ) -> FakeSampler:
-        mu = (0.0 if mirostat_mu is None else mirostat_mu) if plan.mirostat else None
-        return FakeSampler(self, None if plan.is_greedy else seed, ban_end, num_sampled, mu)
+        params = plan.params
+        mu = (0.0 if mirostat_mu is None else mirostat_mu) if params.mirostat else None
+        return FakeSampler(self, None if params.is_greedy else seed, ban_end, num_sampled, mu)
 
     def next_token(self, slot: int, draw: int, ban_end: bool, row: int = 0) -> int:
         first, num_rows = self._logits.get(slot, (0, 0))
@@ -267,6 +268,14 @@ class FakeBackend:
 
 def _summary(cells: Sequence[Cell]) -> int:
     return zlib.crc32(repr([cell.token for cell in cells]).encode()) if cells else 0
+
+
+@dataclass(frozen=True)
+class FakePlan:
+    """A request's parameters. Every constraint is ignored."""
+
+    params: SamplingParams
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass
@@ -290,8 +299,8 @@ class FakeSampler:
     def bind(self) -> None:
         pass
 
-    def likely_text(self, before: int, most: int) -> tuple[bytes, int]:
-        return b"", 0
+    def forced_tokens(self) -> list[int]:
+        return []
 
     def close(self) -> None:
         pass

@@ -52,6 +52,7 @@ class Request:
     prediction: tuple[int, ...] = ()  # how the output may go, as its caller guesses: right parts come faster
     only_checks: bool = False  # it ends with the first token that is not as predicted
     resume: tuple[Resumed, ...] = ()  # of the first completions; the seed must be that of the first time
+    warnings: tuple[str, ...] = ()  # what its caller asked for and is not enforced
 
     def __post_init__(self) -> None:
         check(len(self.prompt) > 0, "prompt", self.prompt, "at least one token; give it some text")

@@ -14,6 +14,7 @@ from .checks import check, check_int, check_length, check_number, is_real, utf8
 from .errors import InvalidRequest, nearest
 
 MAX_SEED = limits.MAX_SEED
+CONSTRAINTS = ("json_schema", "regex", "lark", "grammar")  # at most one of these says what the text may be
 
 
 _RANGES: dict[str, tuple[float, float]] = {
@@ -74,9 +75,12 @@ class SamplingParams:
     mirostat: int = 0  # 1 and 2 replace top_k, top_p, min_p, typical_p and XTC
     mirostat_tau: float = 5.0  # wanted surprise, bits
     mirostat_eta: float = 0.1
+    json_schema: str | None = None  # JSON Schema as JSON text. At most one of json_schema, regex, lark and grammar
+    strict_schema: bool = True  # False: keywords of json_schema that can't be enforced are ignored, with a warning
+    regex: str | None = None  # a regular expression of the whole text, in the syntax of Rust's regex crate
+    lark: str | None = None  # a grammar in llguidance's variant of Lark
     grammar: str | None = None  # GBNF, see llama.cpp's grammars/README.md
     grammar_root: str = "root"
-    json_schema: str | None = None  # JSON Schema as JSON text, instead of a grammar
     logprobs: int | None = None  # top alternatives to report with each token's log-probability; None = no report
 
     def __post_init__(self) -> None:
@@ -97,11 +101,14 @@ class SamplingParams:
         self._check_lists()
 
     def _check_forms(self) -> None:
-        if self.grammar is not None and self.json_schema is not None:
-            raise InvalidRequest("grammar and json_schema are both given; choose one")
+        given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise InvalidRequest(f"{' and '.join(given)} are given together; choose one")
+        check_length("json_schema", self.json_schema or "", limits.MAX_SCHEMA_CHARS)
+        check_length("regex", self.regex or "", limits.MAX_REGEX_CHARS)
+        check_length("lark", self.lark or "", limits.MAX_LARK_CHARS)
         check_length("grammar", self.grammar or "", limits.MAX_GRAMMAR_CHARS)
         check_length("grammar_root", self.grammar_root, limits.MAX_NAME_CHARS)
-        check_length("json_schema", self.json_schema or "", limits.MAX_SCHEMA_CHARS)
 
     def _check_lists(self) -> None:
         check_number("logit_bias", len(self.logit_bias), limits.MAX_BIASES, "tokens")
@@ -139,8 +146,8 @@ class SamplingParams:
 
     @property
     def is_constrained(self) -> bool:
-        """A grammar says what may come."""
-        return self.grammar is not None or self.json_schema is not None
+        """A schema, a regular expression or a grammar says what may come."""
+        return any(getattr(self, name) is not None for name in CONSTRAINTS)
 
     @property
     def is_plainly_greedy(self) -> bool:
@@ -177,10 +184,10 @@ def _plain(name: str, value: Any) -> Any:
 def sampling_of(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> SamplingParams:
     """What a caller gave, and for the rest a model's defaults (`defaults_of`). Raises InvalidRequest.
 
-    A grammar or a schema that is given takes the place of either in the defaults.
+    A schema, regular expression or grammar that is given takes the place of the one in the defaults.
     """
-    if given.get("grammar") is not None or given.get("json_schema") is not None:
-        replaced = {"json_schema", "grammar", *(["grammar_root"] if "grammar" in defaults else [])}
+    if any(given.get(name) is not None for name in CONSTRAINTS):
+        replaced = {*CONSTRAINTS, "strict_schema", *(["grammar_root"] if "grammar" in defaults else [])}
         defaults = {name: value for name, value in defaults.items() if name not in replaced}
     left = {name: _in_form(name, value) for name, value in defaults.items() if name not in given}
     return SamplingParams(**left, **given)

@@ -10,7 +10,7 @@ from cellama.engine import EngineOptions, Pulse, Request, SamplingParams
 from cellama.engine.backend import AdapterSet, Chunk
 from cellama.engine.core.engine_core import Command, EngineCore
 from cellama.engine.core.handle import Handle
-from cellama.engine.fake import FakeBackend, FakeCheckpoint
+from cellama.engine.fake import FakeBackend, FakeCheckpoint, FakePlan
 
 LETTER = 97
 PROMPT_TOKENS, FAMILY_TOKENS, FAMILIES = 128, 64, 50
@@ -64,7 +64,7 @@ class Crowd:
             length = self._random.randrange(32, 224) if self._ends else 1 << 19
             greedy = SamplingParams(temperature=0)
             request = Request("r", prompt, greedy, max_tokens=length, ignore_eos=True, submitted_at=time.monotonic())
-            handle = Handle(request, lambda _handle, _reason: None, None, plan=greedy)
+            handle = Handle(request, lambda _handle, _reason: None, None, plan=FakePlan(greedy))
             self.core.inbox.submit(Command("submit", handle))
 
     def step(self) -> float:

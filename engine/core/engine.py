@@ -89,6 +89,7 @@ class Engine(Generating):
             request,
             submitted_at=time.monotonic() if request.submitted_at is None else request.submitted_at,
             cache_prompt=request.cache_prompt and self._cache_prompt,
+            warnings=(*request.warnings, *plan.warnings),
         )
         handle = Handle(request, self._ask_to_cancel, on_event, self.adapters.take(request.adapters), plan)
         if self._core.disk is not None and request.cache_prompt:

@@ -1,4 +1,4 @@
-"""Grammars: GBNF and JSON Schema become an automaton over bytes, which says what may come next.
+"""What the text of a request may be: JSON Schema, regular expressions and Lark by llguidance, GBNF by an automaton.
 
 May use: `errors`, and the table of limits. Pure; docs/adr/006-grammars.md.
 """

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from cellama.config import limits
 from cellama.engine.errors import GrammarFailed
 
 from .automaton import Automaton, Work
@@ -75,13 +74,9 @@ class Grammar:
             raise GrammarFailed(f"token {token} does not follow the grammar; what it goes on with was made otherwise")
         self._number, self._ways = following, self._automaton.states[following]
 
-    def likely_text(self, before: int, most: int) -> tuple[bytes, int]:
-        """As Automaton.likely_text, from here; nothing if that takes more work than a token has. The request's own
-        is not touched."""
-        try:
-            return self._automaton.likely_text(self._state(), before, most, Work(limits.GRAMMAR_WORK_PER_TOKEN))
-        except GrammarFailed:
-            return b"", 0
+    def forced_tokens(self) -> list[int]:
+        """Not looked for."""
+        return []
 
     def _state(self) -> int:
         automaton = self._automaton
@@ -131,15 +126,15 @@ class Grammar:
         return allowed
 
 
-class Grammars:
-    """The automata of one vocabulary that were used lately. Any thread; an automaton is the engine thread's."""
+class Automata:
+    """Those of one vocabulary that were used lately. Any thread; an automaton is the engine thread's."""
 
-    def __init__(self, pieces: Iterable[bytes], ends: frozenset[int]) -> None:
-        self.tokens = TokenBytes(pieces, ends)
+    def __init__(self, tokens: TokenBytes) -> None:
+        self.tokens = tokens
         self._automata: OrderedDict[tuple[str, str], Automaton] = OrderedDict()
         self._lock = threading.Lock()
 
-    def automaton(self, text: str, root: str) -> Automaton:
+    def get(self, text: str, root: str) -> Automaton:
         """Raises InvalidRequest for what is no grammar."""
         key = (text, root)
         with self._lock:

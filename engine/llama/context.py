@@ -22,7 +22,7 @@ from .abort import AbortFlag
 from .memory import CACHE_TYPES, KvShape, LlamaMemory, identity_of
 from .model import LlamaModel, adapter_pointer
 from .outputs import Outputs
-from .samplers import GreedySampler, LlamaSampler, Plan, grammar_of
+from .samplers import GreedySampler, LlamaSampler, Plan, form_of
 
 _PAUSE_SOFT = 1  # of OpenMP: it remembers its settings
 _FLASH_ATTENTION = {
@@ -225,13 +225,11 @@ class LlamaBackend(LlamaMemory):
         for token, _ in params.logit_bias:
             if token >= self.n_vocab:
                 raise InvalidRequest(f"logit_bias names token {token}; the model has tokens 0..{self.n_vocab - 1}")
-        grammar, grammars = grammar_of(params), self.vocabulary.grammars
+        form = form_of(params)
         return Plan(
             params,
-            None if grammar is None else grammars.automaton(*grammar),
-            None if grammar is None else grammars.tokens,
+            None if form is None else self.vocabulary.grammars.compile(form, visible),
             self.vocabulary.breakers(params.dry_sequence_breakers) if params.has_dry else None,
-            visible or {},
         )
 
     def new_sampler(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import logging
@@ -13,8 +14,9 @@ from typing import Any
 import llama_cpp.llama_cpp as lib
 
 from cellama.engine.backend import ModelInfo
-from cellama.engine.errors import AdapterLoadFailed, InvalidRequest, ModelLoadFailed
-from cellama.engine.grammar.token_grammar import Grammars
+from cellama.engine.errors import AdapterLoadFailed, EngineStopped, InvalidRequest, ModelLoadFailed
+from cellama.engine.grammar.grammars import Grammars
+from cellama.engine.grammar.spelling import spelled
 from cellama.engine.llama.files.adapter_file import check_adapter_file
 from cellama.engine.llama.files.gguf_file import fingerprint
 from cellama.engine.llama.files.pretokenizers import PreTokenizer
@@ -30,6 +32,7 @@ CLOSE_TIMEOUT_S = 30.0
 _CONTROL = lib.LLAMA_TOKEN_ATTR_CONTROL | lib.LLAMA_TOKEN_ATTR_UNKNOWN
 _USER_DEFINED = lib.LLAMA_TOKEN_ATTR_USER_DEFINED
 _MAX_BREAKERS = 256  # texts whose tokens are kept
+_MAX_SPELLINGS = 512
 
 
 def _encoded(text: str) -> bytes:
@@ -109,7 +112,15 @@ class LlamaModel:
     @functools.cached_property
     def grammars(self) -> Grammars:
         """The grammars that were used lately, over this vocabulary. Made with the first; any thread."""
-        return Grammars((self.token_bytes(token) for token in range(self.info.n_vocab)), self._ends)
+        pieces = [self.token_bytes(token) for token in range(self.info.n_vocab)]
+        controls = {special.id: special.text.encode() for special in self.special_tokens if special.is_control}
+        return Grammars(pieces, controls, self._ends, functools.lru_cache(_MAX_SPELLINGS)(self._spell))
+
+    def _spell(self, text: bytes) -> list[int]:
+        """The tokens of a text in the middle of another one; none if they can't be known."""
+        with contextlib.suppress(EngineStopped):
+            return spelled(text, lambda part: self.tokenize(part, add_special=False), self.token_bytes)
+        return []
 
     def breakers(self, texts: Sequence[str]) -> Breakers:
         """The tokens of DRY's sequence breakers. Any thread."""

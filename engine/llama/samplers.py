@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cellama.engine.errors import GrammarFailed
-from cellama.engine.grammar.automaton import Automaton, Work
-from cellama.engine.grammar.json_schema import schema_to_gbnf
-from cellama.engine.grammar.token_grammar import Grammar, TokenBytes
+from cellama.engine.grammar.grammars import Compiled, Form
 from cellama.engine.logprobs import TokenLogprob
 from cellama.engine.sampling.dry import Breakers, Dry
 from cellama.engine.sampling.sampler import NothingAllowed, TokenSampler
-from cellama.engine.sampling_params import SamplingParams
+from cellama.engine.sampling_params import CONSTRAINTS, SamplingParams
 
 
 class LogitsSource(Protocol):
@@ -38,24 +36,21 @@ class Plan:
     """A request's parameters, and what was made of them once for all of its sequences, on its caller's thread."""
 
     params: SamplingParams
-    automaton: Automaton | None = None
-    tokens: TokenBytes | None = None  # with an automaton
+    constraint: Compiled | None = None
     breakers: Breakers | None = None  # with DRY
-    visible: Mapping[int, bytes] = field(default_factory=dict)  # control tokens whose text belongs to the output
-    work: Work = field(default_factory=Work)
 
-    def grammar(self) -> Grammar | None:
-        """A grammar at its beginning. Raises GrammarFailed."""
-        if self.automaton is None or self.tokens is None:
-            return None
-        return Grammar(self.automaton, self.tokens, self.work, self.visible)
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the request asks for and is not enforced."""
+        return () if self.constraint is None else self.constraint.warnings
 
 
-def grammar_of(params: SamplingParams) -> tuple[str, str] | None:
-    """GBNF and the name of its root rule, None if the request is free. Raises InvalidRequest."""
-    if params.json_schema is not None:
-        return schema_to_gbnf(params.json_schema), "root"
-    return None if params.grammar is None else (params.grammar, params.grammar_root)
+def form_of(params: SamplingParams) -> Form | None:
+    """What a request says of its text; None if that is nothing."""
+    given = next((name for name in CONSTRAINTS if getattr(params, name) is not None), None)
+    if given is None:
+        return None
+    return Form(given, getattr(params, given), params.grammar_root, params.strict_schema)
 
 
 class GreedySampler:
@@ -80,8 +75,8 @@ class GreedySampler:
     def bind(self) -> None:
         pass
 
-    def likely_text(self, before: int, most: int) -> tuple[bytes, int]:
-        return b"", 0
+    def forced_tokens(self) -> list[int]:
+        return []
 
     def close(self) -> None:
         pass
@@ -104,7 +99,7 @@ class LlamaSampler:
         """Raises GrammarFailed."""
         self._source = source
         self._mirostat = bool(plan.params.mirostat)
-        self._grammar = plan.grammar()
+        self._grammar = None if plan.constraint is None else plan.constraint.begin()
         self._is_bound = False
         self._sampler = TokenSampler(
             plan.params,
@@ -136,15 +131,16 @@ class LlamaSampler:
             self._sampler.constrain(self._grammar)
             self._is_bound = True
 
-    def likely_text(self, before: int, most: int) -> tuple[bytes, int]:
-        return self._grammar.likely_text(before, most) if self._is_bound and self._grammar is not None else (b"", 0)
+    def forced_tokens(self) -> list[int]:
+        return self._grammar.forced_tokens() if self._is_bound and self._grammar is not None else []
 
     def sample(self, slot: int, forced: int | None = None, row: int = 0) -> tuple[int, TokenLogprob | None]:
         try:
             return self._sampler.sample(self._source.logits(slot, row), forced)
         except NothingAllowed:
             raise GrammarFailed(
-                "none of the model's tokens is allowed here by grammar, logit_bias and ignore_eos; loosen one of them"
+                "none of the model's tokens is allowed here by the schema or grammar, logit_bias and ignore_eos; "
+                "loosen one of them"
             ) from None
 
     def close(self) -> None:

@@ -49,6 +49,10 @@ class Constraint(Protocol):
         """An allowed token comes next."""
         ...
 
+    def forced_tokens(self) -> list[int]:
+        """The tokens of a text that there is no choice about."""
+        ...
+
 
 class Changer(Protocol):
     """Changes logits by the tokens that came before."""

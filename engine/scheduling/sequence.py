@@ -185,6 +185,7 @@ class Sequence:
             mode=self.request.called_mode,
             context_tokens=tuple(self.tokens) if self.request.return_tokens and self.index == 0 else None,
             context=self._context(tokens) if self.request.cache_prompt else None,
+            warnings=self.request.warnings,
         )
 
     @property

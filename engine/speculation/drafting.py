@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from cellama.engine.backend import Chunk, Vocabulary
+from cellama.engine.backend import Chunk
 from cellama.engine.kvcache.manager import KvCache
 from cellama.engine.options import EngineOptions
 from cellama.engine.scheduling.neighbours import runs_of
@@ -17,7 +17,7 @@ from cellama.engine.snapshots import DraftCount
 
 from .asking import Asking
 from .draft_model import DraftModel
-from .forced import ForcedText, Spelling
+from .forced import ForcedText
 from .gate import MOST_DRAFTS, Candidate, Gate
 from .lookup import Follower, Index, Pool, Pools
 from .odds import Odds
@@ -45,9 +45,7 @@ class Drafting:
     calls_of ─► decode ─► begin_verifying ─► (sample, accept)* ─► end_verifying
     """
 
-    def __init__(
-        self, cache: KvCache, vocabulary: Vocabulary, options: EngineOptions, model: DraftModel | None = None
-    ) -> None:
+    def __init__(self, cache: KvCache, options: EngineOptions, model: DraftModel | None = None) -> None:
         """The options say whether to guess, and of how many rows a decode call has logits. `model` guesses, too."""
         self.gate = Gate(options.logit_rows, unified=cache.memory.unified)
         self.counts: dict[str, DraftCount] = {}  # since the start, by source
@@ -58,8 +56,6 @@ class Drafting:
         self._is_accounted = False  # what is decoded now is single tokens and drafts of this step, as the gate chose
         self._odds = Odds()
         self._pools = Pools()
-        self._vocabulary = vocabulary
-        self._spelling = Spelling(vocabulary)
         self._guesses: dict[Sequence, Guesses] = {}
         self._num_tokens = 0  # that the last step with drafts brought, 0 if the last one had none …
         self._spent_s = 0.0  # … and what its decode calls took
@@ -152,7 +148,7 @@ class Drafting:
     def _begin(self, sequence: Sequence) -> Guesses:
         sources: list[Source] = []
         if sequence.request.sampling.is_constrained:
-            sources.append(ForcedText(sequence, self._vocabulary, self._spelling))
+            sources.append(ForcedText(sequence))
         if prediction := sequence.request.prediction[: self._cache.memory.ctx_per_slot]:  # it is indexed in memory
             expected = Follower("prediction", Index(list(prediction)), sequence.tokens)
             if sequence.tokens[sequence.num_prompt :] == list(prediction[: sequence.num_output]):

@@ -20,6 +20,7 @@ from cellama.bench.harness.weightless import Weightless
 from cellama.engine import EngineOptions, Pulse, Request
 from cellama.engine.core.engine_core import MOST_AT_ONCE, Command, EngineCore
 from cellama.engine.core.handle import Handle
+from cellama.engine.fake import FakePlan
 
 OURS = str(Path(engine.__file__).parent)
 SLOTS, STEPS = 4, 12
@@ -50,7 +51,7 @@ class World:
                 **self.params,
             }
             request = Request(str(next(IDS)), (*next(self.families), *self.own_tokens()), **params)
-            handle = Handle(request, lambda _handle, _reason: None, None, plan=request.sampling)
+            handle = Handle(request, lambda _handle, _reason: None, None, plan=FakePlan(request.sampling))
             assert self.core.inbox.submit(Command("submit", handle))
             self.handles.append(handle)
 

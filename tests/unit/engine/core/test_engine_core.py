@@ -6,7 +6,7 @@ import threading
 
 from cellama.engine import EngineOptions, EngineStopped, Handle, Pulse, Request
 from cellama.engine.core.engine_core import Command, EngineCore
-from cellama.engine.fake import FakeBackend
+from cellama.engine.fake import FakeBackend, FakePlan
 from cellama.engine.system.inbox import Inbox
 
 PATIENCE_S = 30
@@ -19,7 +19,7 @@ def new_core() -> tuple[EngineCore, FakeBackend]:
 
 def submitted(core: EngineCore, prompt: str, max_tokens: int = 3) -> Handle:
     request = Request(prompt, tuple(prompt.encode()), max_tokens=max_tokens, ignore_eos=True, submitted_at=0.0)
-    handle = Handle(request, lambda _handle, _reason: None, None, plan=request.sampling)
+    handle = Handle(request, lambda _handle, _reason: None, None, plan=FakePlan(request.sampling))
     assert core.inbox.submit(Command("submit", handle))
     return handle
 

@@ -52,7 +52,7 @@ def test_defaults_survive_the_way_through_json() -> None:
         ({"temperature": "warm"}, "temperature is 'warm'"),
         ({"grammar": 3}, "a value has the wrong type"),
         ({"logit_bias": [3]}, "a value has the wrong type"),
-        ({"grammar": "a", "json_schema": "{}"}, "grammar and json_schema are both given"),
+        ({"grammar": "a", "json_schema": "{}"}, "json_schema and grammar are given together"),
     ],
 )
 def test_defaults_that_can_not_be_meant_are_refused(sampling: dict[str, Any], message: str) -> None:

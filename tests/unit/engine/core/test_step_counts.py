@@ -9,7 +9,7 @@ import pytest
 
 from cellama.engine import Completion, EngineOptions, Handle, Pulse, StepCounts
 from cellama.engine.core.engine_core import Command, EngineCore
-from cellama.engine.fake import FakeBackend
+from cellama.engine.fake import FakeBackend, FakePlan
 from cellama.engine.scheduling.strategies import SlotView, Strategy, TokenAllocation
 
 from ....eager_gate import Eager
@@ -67,7 +67,7 @@ def test_tokens_of_one_step_are_one_gap() -> None:
 
     def run(prediction: tuple[int, ...]) -> Completion:
         asked = request("a" * 20, max_tokens=30, prediction=prediction, submitted_at=0.0)
-        handle = Handle(asked, lambda *_: None, None, plan=asked.sampling)
+        handle = Handle(asked, lambda *_: None, None, plan=FakePlan(asked.sampling))
         assert core.inbox.submit(Command("submit", handle))
         while not handle.done:
             core.step()

@@ -16,7 +16,7 @@ from cellama.engine.grammar import automaton as grammar_module
 from cellama.engine.grammar import token_grammar
 from cellama.engine.grammar.automaton import Automaton, Work
 from cellama.engine.grammar.program import compile_grammar, utf8_sequences
-from cellama.engine.grammar.token_grammar import Grammar, Grammars, TokenBytes
+from cellama.engine.grammar.token_grammar import Automata, Grammar, TokenBytes
 
 END, CONTROL = 0, 1
 PIECES = [b"", b"", b"a", b"aa", b"ab", b"b", b'"', b"\xc3", b"\xa9", "é".encode(), b"\0", b"1", b"aaaaaaaaaaaaaaaa"]
@@ -226,13 +226,13 @@ def test_text_that_does_not_follow_the_grammar_fails_the_request() -> None:
         grammar.accept(2)
 
 
-def test_grammars_used_lately_are_kept() -> None:
-    grammars = Grammars(PIECES, frozenset({END}))
-    first = grammars.automaton('root ::= "a"', "root")
-    assert grammars.automaton('root ::= "a"', "root") is first
+def test_automata_used_lately_are_kept() -> None:
+    automata = Automata(TokenBytes(PIECES, frozenset({END})))
+    first = automata.get('root ::= "a"', "root")
+    assert automata.get('root ::= "a"', "root") is first
     for number in range(20):
-        grammars.automaton(f'root ::= "{number}"', "root")
-    assert grammars.automaton('root ::= "a"', "root") is not first
+        automata.get(f'root ::= "{number}"', "root")
+    assert automata.get('root ::= "a"', "root") is not first
 
 
 def test_automaton_forgets_frames_too_when_they_take_much(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,15 +248,15 @@ def test_automaton_forgets_frames_too_when_they_take_much(monkeypatch: pytest.Mo
     assert most < 110_000
 
 
-def test_grammars_are_dropped_when_they_take_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    grammars = Grammars(PIECES, frozenset({END}))
-    first = grammars.automaton('root ::= "b" root "a" | "a"', "root")
-    second = grammars.automaton('root ::= "a"', "root")
-    monkeypatch.setattr(token_grammar, "_MAX_KEPT_BYTES", grammars.num_bytes)
-    assert grammars.automaton('root ::= "a"', "root") is second
+def test_automata_are_dropped_when_they_take_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    automata = Automata(TokenBytes(PIECES, frozenset({END})))
+    first = automata.get('root ::= "b" root "a" | "a"', "root")
+    second = automata.get('root ::= "a"', "root")
+    monkeypatch.setattr(token_grammar, "_MAX_KEPT_BYTES", automata.num_bytes)
+    assert automata.get('root ::= "a"', "root") is second
     used = Grammar(first, TOKENS, Work())
     for _ in range(200):
         used.accept(5)
-    assert grammars.automaton('root ::= "a"', "root") is second  # it grew since: this one stays, the first goes
-    assert grammars.num_bytes == second.num_bytes
-    assert grammars.automaton('root ::= "b" root "a" | "a"', "root") is not first
+    assert automata.get('root ::= "a"', "root") is second  # it grew since: this one stays, the first goes
+    assert automata.num_bytes == second.num_bytes
+    assert automata.get('root ::= "b" root "a" | "a"', "root") is not first

@@ -189,7 +189,7 @@ def test_noise_is_uniform_and_differs_by_everything() -> None:
         ({"xtc_probability": 1.5}, "xtc_probability is 1.5"),
         ({"logprobs": -1}, "logprobs is -1"),
         ({"logit_bias": ((1, float("nan")),)}, "logit_bias of 1 is nan"),
-        ({"grammar": "root ::= x", "json_schema": "{}"}, "both given; choose one"),
+        ({"grammar": "root ::= x", "json_schema": "{}"}, "given together; choose one"),
         ({"dry_base": 0}, "dry_base is 0; it must be above 0"),
     ],
 )

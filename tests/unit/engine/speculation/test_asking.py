@@ -12,7 +12,7 @@ from cellama.engine import EngineOptions, Handle, Pulse, Request, SamplingParams
 from cellama.engine.backend import AdapterSet, Chunk
 from cellama.engine.core import forward
 from cellama.engine.core.engine_core import Command, EngineCore
-from cellama.engine.fake import FakeBackend
+from cellama.engine.fake import FakeBackend, FakePlan
 from cellama.engine.speculation import draft_model
 
 from .test_gate import cpu
@@ -64,7 +64,7 @@ def seconds(
     for number in range(requests * streams):
         tokens = tuple((number * 7 + at * at) % 256 for at in range(prompt))
         request = Request(f"{number}", tokens, SamplingParams(temperature=0), max_tokens=new, submitted_at=0.0)
-        handle = Handle(replace(request, ignore_eos=True), lambda *_: None, None, plan=request.sampling)
+        handle = Handle(replace(request, ignore_eos=True), lambda *_: None, None, plan=FakePlan(request.sampling))
         assert core.inbox.submit(Command("submit", handle))
     clock.now = 100.0
     core.step()

@@ -11,7 +11,7 @@ import pytest
 from cellama.engine import EngineOptions, Handle, Pulse, Request, SamplingParams
 from cellama.engine.core import forward
 from cellama.engine.core.engine_core import Command, EngineCore
-from cellama.engine.fake import FakeBackend
+from cellama.engine.fake import FakeBackend, FakePlan
 from cellama.engine.scheduling.strategies import Adaptive, SlotView
 
 from ....eager_gate import Eager
@@ -29,7 +29,7 @@ def guessing_core(num_slots: int = 4, **backend: bool) -> tuple[EngineCore, Fake
 
 
 def submit(core: EngineCore, request: Request) -> Handle:
-    handle = Handle(replace(request, submitted_at=0.0), lambda *_: None, None, plan=request.sampling)
+    handle = Handle(replace(request, submitted_at=0.0), lambda *_: None, None, plan=FakePlan(request.sampling))
     assert core.inbox.submit(Command("submit", handle))
     return handle
 

@@ -20,7 +20,7 @@ from cellama.engine import (
 )
 from cellama.engine.backend import DecodeError
 from cellama.engine.core.engine_core import Command, EngineCore
-from cellama.engine.fake import FakeBackend
+from cellama.engine.fake import FakeBackend, FakePlan
 from cellama.engine.scheduling.sequence import Sequence as Running
 from cellama.engine.speculation.draft_model import NAME, DraftModel
 from cellama.engine.speculation.odds import Odds
@@ -49,7 +49,7 @@ def run(
         draft.batches.clear()
         draft.failures.extend(failures)
         core.drafting.gate = Eager(1)  # type: ignore[assignment]
-    handles = [Handle(replace(r, submitted_at=0.0), lambda *_: None, None, plan=r.sampling) for r in requests]
+    handles = [Handle(replace(r, submitted_at=0.0), lambda *_: None, None, plan=FakePlan(r.sampling)) for r in requests]
     for number, handle in enumerate(handles):
         assert core.inbox.submit(Command("submit", handle))
         for _ in range(6 if number == SLOTS - 1 else 0):  # the others take the slots of some of these

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cellama.engine import Completion, EngineOptions, Handle, Pulse, Request, Resumed, SamplingParams
 from cellama.engine.core.engine_core import Command, EngineCore
-from cellama.engine.fake import FakeBackend
+from cellama.engine.fake import FakeBackend, FakePlan
 
 from ....eager_gate import Eager
 
@@ -26,7 +26,7 @@ def run(requests: Sequence[Request], *, eager: int | None, unified: bool = False
     core = EngineCore(fake, options, Pulse("test"))
     if eager is not None:
         core.drafting.gate = Eager(eager)  # type: ignore[assignment]
-    handles = [Handle(replace(r, submitted_at=0.0), lambda *_: None, None, plan=r.sampling) for r in requests]
+    handles = [Handle(replace(r, submitted_at=0.0), lambda *_: None, None, plan=FakePlan(r.sampling)) for r in requests]
     for handle in handles:
         assert core.inbox.submit(Command("submit", handle))
     for _ in range(2000):

@@ -1,0 +1,166 @@
+"""Schemas, regular expressions and Lark over a small vocabulary: what may come next, and what fails alone."""
+
+from __future__ import annotations
+
+import json
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cellama.config import limits
+from cellama.engine.errors import GrammarFailed, InvalidRequest
+from cellama.engine.grammar.grammars import Compiled, Constraint, Form, Grammars
+
+WORDS = [b'{"', b'": ', b'"a"', b"tru", b"true", b", ", b"12", b"\0", b"\xe2\x82", "€uro".encode()]
+PIECES = [bytes([byte]) for byte in range(256)] + WORDS + [b"", b"", b""]
+TOOL, STOP, END = len(PIECES) - 3, len(PIECES) - 2, len(PIECES) - 1  # control tokens; the last two end a text
+ALL = np.arange(len(PIECES))
+CONTROLS = {TOOL: b"<tool>", STOP: b"<stop>", END: b"<end>"}
+
+
+def grammars_of(ends: frozenset[int] = frozenset({STOP, END})) -> Grammars:
+    return Grammars(PIECES, CONTROLS, ends, list)
+
+
+GRAMMARS = grammars_of()
+
+
+def compiled(kind: str, text: str | dict[str, Any]) -> Compiled:
+    return GRAMMARS.compile(Form(kind, text if isinstance(text, str) else json.dumps(text)))
+
+
+def after(text: bytes | list[int], constraint: Constraint) -> Constraint:
+    for token in text:
+        assert constraint.allows(np.array([token]))[0]
+        constraint.accept(token)
+    return constraint
+
+
+def allowed(constraint: Constraint) -> set[int]:
+    return set(np.flatnonzero(constraint.allows(ALL)).tolist())
+
+
+FORMS = {
+    "schema": compiled("json_schema", {"enum": [True, "a", 12, None]}),
+    "object": compiled("json_schema", {"type": "object", "properties": {"a": {"type": "integer", "maximum": 120}}}),
+    "regex": compiled("regex", "(true|[0-9]{1,3}€uro)x?"),
+    "lark": compiled("lark", 'start: "a" <tool> "b"*'),
+    "recursive lark": compiled("lark", 'start: "a" start "b" | "1"'),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("seed", range(8))
+def test_one_token_asked_for_alone_is_allowed_as_in_the_mask_of_all(name: str, seed: int) -> None:
+    """Of a text without a choice the mask has only the usual spelling, whether forced tokens were asked for or not."""
+    random = Random(seed)
+    constraint, twin, other = FORMS[name].begin(), FORMS[name].begin(), FORMS[name].begin()
+    for _ in range(40):
+        mask = twin.allows(ALL)
+        alone = np.array([constraint.allows(ALL[token : token + 1])[0] for token in ALL])
+        forced = other.forced_tokens()
+        assert (other.allows(ALL) == mask).all()
+        if forced:
+            assert np.flatnonzero(mask).tolist() == forced[:1]
+            assert alone[forced[0]]
+        else:
+            assert (alone == mask).all()
+        choices = [token for token in np.flatnonzero(alone).tolist() if token not in (STOP, END)]
+        if not choices:
+            break
+        token = random.choice(choices)
+        for each in (constraint, twin, other):
+            each.accept(token)
+
+
+def test_all_ends_are_allowed_where_the_text_may_end_and_only_there() -> None:
+    constraint = compiled("regex", "tru(e!)?").begin()
+    assert not allowed(constraint) & {STOP, END}
+    after(b"tru", constraint)
+    assert allowed(constraint) == {STOP, END, ord("e")}
+    after(b"e!", constraint)
+    assert allowed(constraint) == {STOP, END}
+    constraint.accept(END)
+
+
+def test_tokens_without_a_text_are_never_allowed() -> None:
+    constraint = compiled("regex", r"(?s:.)*").begin()
+    assert not allowed(constraint) & {TOOL, 0xFF, PIECES.index(b"\0")}
+    assert ord("x") in allowed(constraint)
+
+
+def test_half_a_character_is_allowed_and_what_is_no_utf8_is_not() -> None:
+    half = PIECES.index(b"\xe2\x82")
+    constraint = compiled("regex", "[€₪x]").begin()  # E2 82 AC, E2 82 AA
+    assert allowed(constraint) == {ord("x"), 0xE2, half}
+    assert allowed(after([half], constraint)) == {0xAC, 0xAA}
+
+
+def test_lark_names_control_tokens_by_number_and_by_name() -> None:
+    for name in (f"<[{TOOL}]>", "<tool>"):
+        constraint = after(b"a", compiled("lark", f'start: "a" {name} "b"').begin())
+        assert allowed(constraint) == {TOOL}
+        after([TOOL, ord("b")], constraint)
+        assert allowed(constraint) == {STOP, END}
+
+
+def test_a_vocabulary_without_an_end_can_be_constrained() -> None:
+    constraint = grammars_of(frozenset()).compile(Form("regex", "ab")).begin()
+    assert allowed(after(b"a", constraint)) == {ord("b")}
+    assert allowed(after(b"b", constraint)) == set()
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "told"),
+    [
+        ("regex", "(", "regex can't be compiled"),
+        ("regex", "(?=a)", "regex can't be compiled"),
+        ("lark", "start: nothing", "lark can't be compiled"),
+        ("lark", "", "lark can't be compiled"),
+        ("json_schema", "{", "json_schema"),
+    ],
+)
+def test_what_does_not_compile_is_refused_with_a_reason_of_one_line(kind: str, text: str, told: str) -> None:
+    with pytest.raises(InvalidRequest, match=told) as caught:
+        compiled(kind, text)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_text_that_does_not_follow_the_grammar_fails_and_goes_on_failing() -> None:
+    constraint = compiled("regex", "ab").begin()
+    with pytest.raises(GrammarFailed, match="can't be continued by its grammar or schema"):
+        constraint.accept(ord("x"))
+    with pytest.raises(GrammarFailed):
+        constraint.allows(ALL)
+    with pytest.raises(GrammarFailed):
+        constraint.allows(ALL[:1])
+
+
+def test_sequences_of_a_request_do_not_disturb_each_other() -> None:
+    both = compiled("regex", "ab|cd")
+    first, second = both.begin(), both.begin()
+    first.accept(ord("a"))
+    second.accept(ord("c"))
+    assert allowed(first) == {ord("b")}
+    assert allowed(second) == {ord("d")}
+    with pytest.raises(GrammarFailed):
+        first.accept(ord("x"))
+    assert allowed(second) == {ord("d")}
+    assert allowed(both.begin()) == {ord("a"), ord("c")}
+
+
+def test_compiled_grammars_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars = grammars_of()
+    made: list[Form] = []
+    make = grammars._make
+    monkeypatch.setattr(grammars, "_make", lambda form: made.append(form) or make(form))
+    first = Form("regex", "a")
+    grammars.compile(first)
+    grammars.compile(first)
+    assert made == [first]
+    for number in range(limits.MAX_COMPILED_GRAMMARS):
+        grammars.compile(Form("regex", str(number)))
+    grammars.compile(first)
+    assert made.count(first) == 2
