@@ -50,6 +50,7 @@ from .messages import Message, Payload, Tool, check_args, check_names
 from .names import PRIORITY_INTERACTIVE
 
 MAX_PROBLEMS = 8  # that an error tells of
+CONSTRAINTS = ("json_schema", "regex", "lark", "grammar")  # a job has at most one of them
 
 
 class _Job(Payload):
@@ -109,14 +110,23 @@ class _GenerationJob(_ReadingJob):
     mirostat_eta: Finite = Field(
         default=0.1, gt=0, le=limits.MAX_MIROSTAT_ETA, description="mirostat: how fast it follows"
     )
-    grammar: Annotated[FilledText, at_most(limits.MAX_GRAMMAR_CHARS)] | None = Field(
-        default=None, description="GBNF that the text must follow, or @FILE"
-    )
-    grammar_root: Name = Field(default="root", description="the rule that the grammar begins with")
     json_schema: Annotated[
         Annotated[FilledText, at_most(limits.MAX_SCHEMA_CHARS), AfterValidator(check_escapes)] | None,
         BeforeValidator(to_json),
     ] = Field(default=None, description="JSON Schema that the text must follow, or @FILE")
+    strict_schema: StrictBool = Field(
+        default=True, description="refuse a keyword that can't be enforced; false: ignore it, with a warning"
+    )
+    regex: Annotated[FilledText, at_most(limits.MAX_REGEX_CHARS)] | None = Field(
+        default=None, description="regular expression that the whole text must match, or @FILE"
+    )
+    lark: Annotated[FilledText, at_most(limits.MAX_LARK_CHARS)] | None = Field(
+        default=None, description="Lark grammar that the text must follow, or @FILE"
+    )
+    grammar: Annotated[FilledText, at_most(limits.MAX_GRAMMAR_CHARS)] | None = Field(
+        default=None, description="GBNF grammar that the text must follow, or @FILE"
+    )
+    grammar_root: Name = Field(default="root", description="the rule that the GBNF grammar begins with")
     logprobs: StrictInt | None = Field(
         default=None, ge=0, le=limits.MAX_LOGPROBS, description="report so many alternatives per token"
     )
@@ -131,6 +141,13 @@ class _GenerationJob(_ReadingJob):
     prediction: Annotated[TextOrTokens | None, BeforeValidator(to_prediction)] = Field(
         default=None, description="what the output may be, as far as is known, or @FILE: right parts come faster"
     )
+
+    @model_validator(mode="after")
+    def _check_forms(self) -> _GenerationJob:
+        given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} are given together; choose one")
+        return self
 
     @model_validator(mode="after")
     def _check_reported(self) -> _GenerationJob:

@@ -113,9 +113,12 @@ class GenerateParams(ReadingParams, total=False):
     mirostat: int
     mirostat_tau: float
     mirostat_eta: float
+    json_schema: str | JsonObject | bool | None
+    strict_schema: bool
+    regex: str | None
+    lark: str | None
     grammar: str | None
     grammar_root: str
-    json_schema: str | JsonObject | bool | None
     logprobs: int | None
     n: int
     stop: Texts

@@ -38,6 +38,7 @@ def test_payload_parameters_have_the_engines_names_and_defaults() -> None:
         "mode",
         "prediction",
         "only_checks",
+        "warnings",
     ):
         del engine[internal]
     own = ("model", "prompt", "parent_key", "prediction")

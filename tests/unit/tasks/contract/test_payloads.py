@@ -242,3 +242,10 @@ def test_list_is_called_empty_only_when_it_is(kind: Any, given: dict[str, Any], 
     with pytest.raises(InvalidJob) as refused:
         parse_job(kind, (), (), {"model": "m", **given})
     assert str(refused.value) == message
+
+
+@pytest.mark.parametrize("other", ["regex", "lark", "grammar"])
+def test_job_has_one_form_of_its_text_at_most(other: str) -> None:
+    with pytest.raises(InvalidJob, match=f"^json_schema and {other} are given together; choose one$"):
+        parse_job(GenerateJob, (), (), {"model": "m", "prompt": "p", "json_schema": {}, other: "x"})
+    parse_job(GenerateJob, (), (), {"model": "m", "prompt": "p", "json_schema": None, other: "x"})
