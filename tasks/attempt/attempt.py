@@ -17,8 +17,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import TYPE_CHECKING, Self, TypeVar
 
 from celery import Task
@@ -41,11 +42,18 @@ from cellama.tasks.contract.shapes.results import (
     Usage,
 )
 from cellama.tasks.publishing.results import error_event, failure_of
-from cellama.tasks.state.foundation import Choice, Foundation, changed, foundation_of, may_come
+from cellama.tasks.state.foundation import (
+    Choice,
+    Foundation,
+    changed,
+    foundation_of,
+    grammar_changed,
+    may_come,
+)
 from cellama.tasks.state.history import Past, read_past
 from cellama.tasks.state.ledger import new_run
 from cellama.tasks.state.records import DEAD, Attempt
-from cellama.tasks.state.registry import recent_workers
+from cellama.tasks.state.registry import llguidance_version, recent_workers
 
 from .celery_words import celery_end_of, settle, started_for_celery
 from .took import note_took
@@ -246,20 +254,31 @@ class JobAttempt:
         self.reaching_redis(lambda: self.runtime.ledger.end_unknown(self.job_id, error_event(failure)))
         return failure
 
-    def foundation(self, model: Model, asked: str, choice: Choice | None, also: Iterable[str] = ()) -> Foundation:
+    def sampling_defaults(self, model: Model) -> Mapping[str, object]:
+        """Those of the model, as the first attempt had them."""
+        return model.options.sampling_defaults if self.past.foundation is None else self.past.foundation.sampling
+
+    def foundation(
+        self, model: Model, asked: str, choice: Choice | None, also: Iterable[str] = (), *, is_constrained: bool
+    ) -> Foundation:
         """What this attempt rests on: the same as the first one, or nothing at all. Raises Ignore, JobFailed."""
-        begun = self.past.foundation
+        begun, here = self.past.foundation, llguidance_version()
         if begun is None:
             begun = foundation_of(model, choice, also)
-            self.runtime.publisher.describe(self.attempt.run_id, begun.details())
-            return begun
-        if begun.is_in(model):
+            begun = replace(begun, llguidance=here) if is_constrained else begun
+        elif is_constrained and begun.llguidance is None:  # it began in a version that had other code for that
+            begun = replace(begun, llguidance="")
+        if begun.is_in(model) and begun.llguidance in (None, here):
             self.runtime.publisher.describe(self.attempt.run_id, begun.details())
             return begun
         workers = self.reaching_redis(lambda: recent_workers(self.runtime.redis))
         if not may_come(workers, asked, begun):
-            raise changed(asked)
-        log.info("job %s waits for a worker with the model and the adapters that it began with", self.job_id)
+            has_model = may_come(workers, asked, replace(begun, llguidance=None))
+            raise grammar_changed(begun, here) if has_model else changed(asked)
+        log.info(
+            "job %s waits for a worker with the model, the adapters and the version of llguidance that it began with",
+            self.job_id,
+        )
         time.sleep(ELSEWHERE_S)
         self.control.interrupt(Interruption.HANDED_BACK)
         raise Ignore()

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ from cellama.tasks.publishing.results import error_of, failure_of, resume_of
 from cellama.tasks.state.foundation import Foundation
 from cellama.tasks.state.history import Past
 
-from .engine_request import Asked, has_seed, request_of, signer_of
+from .engine_request import Asked, has_seed, is_constrained, request_of, signer_of
 from .parent import context_of
 from .vectors import submit_texts, vectors_of, wait_for
 
@@ -44,6 +44,11 @@ def adapters_of_lines(job: ChunkJob) -> set[str]:
                 parsed = job_of_line(line, job.model, job.priority)
                 names |= {name for name, _ in getattr(parsed, "adapters", None) or ()}
     return names
+
+
+def has_constrained_lines(job: ChunkJob, defaults: Mapping[str, object]) -> bool:
+    """Whether the text of a line is constrained."""
+    return any(line.kind != "embed" and is_constrained(line.params, defaults) for line in job.lines)
 
 
 class ChunkRun:

@@ -17,7 +17,7 @@ from cellama.engine import (
     sampling_of,
 )
 from cellama.tasks.contract.errors import InvalidJob
-from cellama.tasks.contract.payloads import ApplyChatTemplateJob, ChatJob, GenerateJob, PrefillJob
+from cellama.tasks.contract.payloads import CONSTRAINTS, ApplyChatTemplateJob, ChatJob, GenerateJob, PrefillJob
 from cellama.tasks.contract.shapes.results import Mode
 from cellama.tasks.publishing.signing import Signer
 
@@ -83,8 +83,8 @@ def request_of(model: Model, job: GenerateJob | ChatJob, asked: Asked, signer: S
     prompt = _prompt_of(model, job, signer)
     sampling = {name: getattr(job, name) for name in SAMPLING if name in job.model_fields_set}
     if prompt.grammar is not None:
-        if job.grammar is not None or job.json_schema is not None:
-            raise InvalidJob("tool_choice forces a call, so there can be no grammar and no json_schema; choose one")
+        if given := [name for name in CONSTRAINTS if getattr(job, name) is not None]:
+            raise InvalidJob(f"tool_choice forces a call, so there can be no {given[0]}; leave one of them out")
         sampling |= {"grammar": prompt.grammar, "grammar_root": "root"}
     if asked.seed is not None:
         sampling["seed"] = asked.seed
@@ -108,6 +108,16 @@ def request_of(model: Model, job: GenerateJob | ChatJob, asked: Asked, signer: S
         prediction=_expected_tokens(model, job.prediction),
         resume=asked.resume,
     )
+
+
+def is_constrained(params: Mapping[str, object], defaults: Mapping[str, object]) -> bool:
+    """Whether a schema, a regular expression, a grammar or the form of tool calls says what may come.
+
+    `params` are those that a generation or a chat was given, `defaults` those of the model.
+    """
+    if params.get("tools") and params.get("tool_choice") != "none":
+        return True
+    return any(params.get(name, defaults.get(name)) is not None for name in CONSTRAINTS)
 
 
 def has_seed(job: GenerateJob | ChatJob, defaults: Mapping[str, object]) -> bool:

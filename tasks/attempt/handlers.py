@@ -49,8 +49,8 @@ from cellama.tasks.state.foundation import Choice, Foundation, have_adapters
 from cellama.tasks.state.registry import live_workers
 
 from .attempt import ELSEWHERE_S, GIVEN_UP, JobAttempt
-from .bulk_slice import ChunkRun, adapters_of_lines
-from .engine_request import Asked, conversation_of, has_seed, prefill_of, request_of, signer_of
+from .bulk_slice import ChunkRun, adapters_of_lines, has_constrained_lines
+from .engine_request import Asked, conversation_of, has_seed, is_constrained, prefill_of, request_of, signer_of
 from .parent import context_of
 from .vectors import embed, rerank, wait_for
 
@@ -89,7 +89,8 @@ class JobRun(JobAttempt):
 
     def chunk(self, job: ChunkJob) -> Result:
         model = self.model(job.model)
-        rests_on = self.foundation(model, job.model, None, adapters_of_lines(job))
+        constrained = has_constrained_lines(job, self.sampling_defaults(model))
+        rests_on = self.foundation(model, job.model, None, adapters_of_lines(job), is_constrained=constrained)
         lines = ChunkRun(model, job, self.attempt.run_id, self.past, self.runtime, rests_on, self.reaching_redis)
         self.runtime.watchers.lines_from(self.attempt.run_id, lines.began_at)
         self.control.when_interrupted(lambda reason: self._stop_lines(lines, reason))
@@ -129,7 +130,9 @@ class JobRun(JobAttempt):
         return result
 
     def _complete(self, model: Model, job: Reading) -> Completion:
-        rests_on = self.foundation(model, job.model, job.adapters)
+        given = {name: getattr(job, name) for name in job.model_fields_set}
+        constrained = not isinstance(job, PrefillJob) and is_constrained(given, self.sampling_defaults(model))
+        rests_on = self.foundation(model, job.model, job.adapters, is_constrained=constrained)
         chosen = self.past.foundation is None and job.adapters is not None
         try:
             asked = self._asked(model, job, rests_on, job.adapters or () if chosen else rests_on.choice)

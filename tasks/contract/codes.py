@@ -59,6 +59,12 @@ CODES: dict[str, Code] = {
         Code("adapter_busy", "the adapter is in use and can't be unloaded now", 409, retryable=True),
         Code("model_busy", "the model is in use and can't be unloaded now", 409, retryable=True),
         Code("model_changed", "no worker has the model and adapters that the job began with", 409, retryable=True),
+        Code(
+            "grammar_changed",
+            "no worker has the version of llguidance that the job's constrained text began with",
+            409,
+            retryable=True,
+        ),
         Code("id_taken", "another model has the id", 409),
         Code("result_ignored", "the job was queued with `ignore_result`, so that there is no result", 409),
         Code("stream_trimmed", "the events that were asked for are gone", 410),

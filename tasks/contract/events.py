@@ -25,11 +25,12 @@ class _Numbered(TypedDict, total=False):
 
 class Foundation(TypedDict, total=False):
     """What a job's tokens rest on: SHA-256 of its model; name, SHA-256 and scale of each adapter; `sampling` of the
-    model's settings, for what the job leaves open."""
+    model's settings, for what the job leaves open; the version of `llguidance`, if its text is constrained."""
 
     fingerprint: str
     adapters: list[tuple[str, str, float]]
     sampling: dict[str, object]
+    llguidance: str
 
 
 class StartedEvent(_Numbered, Foundation):
@@ -106,6 +107,7 @@ class DoneDetails(_Numbered, total=False):
     mode: Mode
     tool_calls: list[ToolCall]
     finish_key: str  # of what was read and generated; the `parent_key` of what follows
+    warnings: list[str]  # as in the result
 
 
 class DoneEvent(DoneDetails):

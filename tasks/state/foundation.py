@@ -1,6 +1,7 @@
-"""What the tokens of a job rest on beside its payload: the contents of its model and of its adapters.
+"""What the tokens of a job depend on besides its payload: the contents of its model and of its adapters and, for
+constrained text, the version of llguidance.
 
-The first attempt's `started` event tells it, and every later one goes on with the same, or not at all.
+The first attempt's `started` event has it. Every later attempt continues with the same, or not at all.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class Foundation:
     model: str
     adapters: tuple[tuple[str, str, float], ...] = ()
     sampling: Mapping[str, object] = field(default_factory=dict)  # the model's defaults
+    llguidance: str | None = None  # its version, of a constrained job; "" before there was one; None: any will do
 
     def details(self) -> FoundationDetails:
         """For the `started` event."""
@@ -38,6 +40,8 @@ class Foundation:
             details["adapters"] = list(self.adapters)
         if self.sampling:
             details["sampling"] = dict(self.sampling)
+        if self.llguidance:
+            details["llguidance"] = self.llguidance
         return details
 
     def is_in(self, model: Model) -> bool:
@@ -62,7 +66,9 @@ class Foundation:
 def foundation_of_event(event: StartedEvent) -> Foundation | None:
     """What a `started` event tells; None if it is from a version that told nothing of it."""
     adapters = tuple((name, fingerprint, scale) for name, fingerprint, scale in event.get("adapters", ()))
-    return Foundation(event["fingerprint"], adapters, event.get("sampling", {})) if "fingerprint" in event else None
+    if "fingerprint" not in event:
+        return None
+    return Foundation(event["fingerprint"], adapters, event.get("sampling", {}), event.get("llguidance"))
 
 
 def foundation_of(model: Model, choice: Choice | None, also: Iterable[str] = ()) -> Foundation:
@@ -83,7 +89,7 @@ def _ready(model: Model) -> list[AdapterInfo]:
 
 def may_come(workers: Iterable[WorkerEntry], model_id: str, wanted: Foundation) -> bool:
     """True if one of these workers has, or had when it ended, what it takes, or was loading what may be that."""
-    entries = [entry for worker in workers for entry in worker.models]
+    entries = [e for worker in workers if wanted.llguidance in (None, worker.llguidance) for e in worker.models]
     served = [e for e in entries if e["id"] == model_id or (model_id == DEFAULT_MODEL and e["default"])]
     return any(entry["status"] == "loading" or wanted.is_served_by(entry) for entry in served)
 
@@ -104,3 +110,13 @@ def changed(model_id: str) -> JobFailed:
         "submit it again, or load what was there"
     )
     return JobFailed("model_changed", message)
+
+
+def grammar_changed(begun: Foundation, here: str) -> JobFailed:
+    """Return the error of a constrained job that can't continue because no worker has its version of llguidance."""
+    version = f"llguidance {begun.llguidance}" if begun.llguidance else "a version of cellama without llguidance"
+    message = (
+        f"the job's constrained text began with {version}, and no worker has that any more (this one has {here}): "
+        "another version may choose other tokens; submit the job again"
+    )
+    return JobFailed("grammar_changed", message)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 import json
 import logging
 import os
@@ -62,7 +64,14 @@ class WorkerEntry:
     pool: str = "default"
     wanted: list[WantedThing] = field(default_factory=list)  # what it shall have, has and lacks
     evicted: dict[str, float] = field(default_factory=dict)  # by model: when its cache was emptied last, by command
+    llguidance: str = ""  # its version; "" of a worker before there was one
     has_ended: bool = False  # in order; its entry is kept as that of a worker that was killed
+
+
+@functools.cache
+def llguidance_version() -> str:
+    """Return the version of the library that holds texts to schemas and grammars. Only workers have it."""
+    return importlib.metadata.version("llguidance")
 
 
 def live_workers(redis: Redis) -> list[WorkerEntry]:
@@ -182,6 +191,7 @@ class Registration:
             pool=self._pool,
             wanted=self._wanted(),
             evicted=self._evicted(),
+            llguidance=llguidance_version(),
         )
         with self._redis.pipeline(transaction=False) as pipeline:
             pipeline.hset(WORKERS_KEY, self._worker, json.dumps(asdict(entry)))

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 from cellama.tasks.contract import events
-from cellama.tasks.state.foundation import Foundation, foundation_of, foundation_of_event, may_come
+from cellama.tasks.state.foundation import (
+    Foundation,
+    foundation_of,
+    foundation_of_event,
+    grammar_changed,
+    may_come,
+)
 from cellama.tasks.state.history import Past
 from cellama.tasks.state.registry import WorkerEntry
 
@@ -62,3 +69,31 @@ def test_job_may_go_on_where_a_worker_has_or_loads_what_it_began_with() -> None:
     for other in ({"fingerprint": "other"}, {"adapters": []}, {"id": "n"}):
         assert not may_come([worker({**full, **other})], "m", begun)
     assert not may_come([worker(full)], ":default", begun)
+
+
+def test_version_of_llguidance_survives_the_journal_when_the_text_is_constrained() -> None:
+    for version in ("1.9.1", None):
+        begun = replace(foundation_of(model(), None), llguidance=version)
+        assert ("llguidance" in begun.details()) == (version is not None)
+        past = Past()
+        past.add({"seq": 0, **events.started("m", 3, "w", 7), **begun.details()})
+        assert past.foundation == begun
+
+
+def test_constrained_job_continues_only_where_a_worker_has_its_version_of_llguidance() -> None:
+    entry = {"id": "m", "status": "ready", "default": False, "fingerprint": "sha"}
+    workers = {version: replace(worker(entry), llguidance=version) for version in ("", "1.9.1", "1.9.2")}
+    loading = replace(worker({"id": "m", "status": "loading", "default": False}), llguidance="1.9.2")
+    for begun in ("", "1.9.1"):
+        constrained = Foundation("sha", llguidance=begun)
+        assert [version for version, one in workers.items() if may_come([one], "m", constrained)] == [begun]
+        assert not may_come([loading], "m", constrained)
+    assert all(may_come([one], "m", Foundation("sha")) for one in workers.values())
+
+
+def test_error_of_a_constrained_job_names_both_versions() -> None:
+    error = grammar_changed(Foundation("sha", llguidance="1.9.1"), "2.0.0")
+    assert (error.code, error.retryable, error.http_status) == ("grammar_changed", True, 409)
+    assert "llguidance 1.9.1" in str(error)
+    assert "2.0.0" in str(error)
+    assert "without llguidance" in str(grammar_changed(Foundation("sha", llguidance=""), "2.0.0"))
