@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cellama.api.openai.answers import was_cut_in_thought
+from cellama.api.openai.answers import warnings_of, was_cut_in_thought
 
 CALL_PREFIX = "toolu_"
 NO_THREADS = "thread_unsupported_request"  # for this the client's tool runner sends the whole conversation instead
@@ -95,7 +95,7 @@ def message_of(
     content += calls_of(calls)
     usage = {**usage_of(result["usage"], thinking_tokens), "service_tier": TIERS[tier]}
     end = stop_of({**result, "tool_calls": calls}, max_tokens)
-    return {**begun(message_id, result.get("model", ""), usage), "content": content, **end}
+    return {**begun(message_id, result.get("model", ""), usage), "content": content, **end, **warnings_of([result])}
 
 
 def thought_of(text: str, signature: str, is_shown: bool) -> dict[str, Any]:

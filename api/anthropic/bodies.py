@@ -22,7 +22,7 @@ _OWN_NAMES = {  # of the job's parameter → as Anthropic calls it
     "enable_thinking": "thinking",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
 }
-_NAMED = re.compile(r"^(?:unknown parameter ')?([a-z_]+)(?= is |\.|')")  # as payloads say what is wrong
+_NAMED = re.compile(r"^(?:unknown parameter ')?([a-z_]+)(?= is | and | at #| can't |\.|')")  # as jobs name it
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,8 @@ def ordered(body: Mapping[str, Any]) -> Ordered:
         mapped["thinking_budget"] = _budget(thinking, max_tokens)
     if not thinking and "enable_thinking" in own:
         del mapped["enable_thinking"]  # only the default
+    if "json_schema" in mapped:
+        own.setdefault("strict_schema", False)
     _refuse_both(own, mapped)
     return Ordered(_messages(given), own | mapped, thinking.get("display") != "omitted")
 

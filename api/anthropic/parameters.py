@@ -36,7 +36,11 @@ PARAMETERS: Mapping[str, Rule] = {
         "enable_thinking",
     ),
     "output_config": Rule(
-        "mapped", "`effort` goes to the chat template, `format` is a grammar that always holds", "json_schema"
+        "mapped",
+        "`effort` goes to the chat template. `format` has a schema: keywords that can't be enforced are ignored and "
+        "listed in `warnings`, because Anthropic's clients move such keywords into descriptions before they send a "
+        "schema. `strict_schema: true` refuses them",
+        "json_schema",
     ),
     "output_format": Rule("refused", "it was renamed: use `output_config.format`"),
     "service_tier": Rule(

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from cellama.api.openai.answers import warnings_of
+
 from .answers import TIERS, begun, calls_of, stop_of, usage_of
 
 PING = {"type": "ping"}
@@ -76,7 +78,8 @@ class MessageStream:
             self._delta({"type": "input_json_delta", "partial_json": call["function"]["arguments"]})
         self._close()
         usage = usage_of(done["usage"], self.thinking_tokens)
-        self._told.append({"type": "message_delta", "delta": stop_of(done, self.max_tokens), "usage": usage})
+        end = {"type": "message_delta", "delta": stop_of(done, self.max_tokens), "usage": usage}
+        self._told.append({**end, **warnings_of([done])})
         self._told.append({"type": "message_stop"})
 
     def _within(self, kind: str, block: Mapping[str, Any]) -> None:

@@ -11,6 +11,8 @@ from cellama.tasks.contract.shapes.results import with_messages
 from .lines import BadLine, LineId, Stored
 from .progress import TOKENS
 
+_TOLD = tuple("finish_reason stop_sequence choices logprobs shapes usage model seed finish_key warnings".split())
+
 
 def result_line(line: Stored, result: dict[str, Any]) -> dict[str, Any]:
     """A line of the output."""
@@ -18,8 +20,7 @@ def result_line(line: Stored, result: dict[str, Any]) -> dict[str, Any]:
     if line.form == "openai":
         return {**response_of(line.id, _request_id(line), line.kind, shaped), **_beside(line.columns)}
     names = {"generate": ("text",), "chat": ("message",), "embed": ("embeddings",)}[line.kind]
-    told = ("finish_reason", "stop_sequence", "choices", "logprobs", "shapes", "usage", "model", "seed", "finish_key")
-    kept = {name: shaped[name] for name in (*names, *told) if shaped.get(name) is not None}
+    kept = {name: shaped[name] for name in (*names, *_TOLD) if shaped.get(name) is not None}
     return {"id": line.id, **kept, **_beside(line.columns)}
 
 

@@ -15,7 +15,7 @@ from cellama.tasks.contract.events import DoneEvent, Event
 from cellama.tasks.contract.shapes.results import Timings
 from cellama.tasks.estimates.position import Position
 
-from .output import err, print_json, printable, write_text
+from .output import err, print_json, print_warning, printable, write_text
 
 PING_S = 1.0
 
@@ -122,6 +122,8 @@ def _show_event(event: Event, job_id: str) -> None:
         for call in event.get("tool_calls", []):
             write_text(f"{call['function']['name']}({call['function']['arguments']})")
         _summarise(event, job_id)
+        for warning in event.get("warnings", []):
+            print_warning(warning)
 
 
 def _raise_if_failed(event: Event, job_id: str) -> None:

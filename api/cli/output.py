@@ -62,6 +62,12 @@ def print_error(message: str) -> None:
     err.print(printable(message) if err.is_terminal else message, markup=False, soft_wrap=True)
 
 
+def print_warning(message: str) -> None:
+    """Write a warning for people to stderr."""
+    err.print("[bold yellow]warning:[/] ", end="")
+    err.print(printable(message) if err.is_terminal else message, markup=False, soft_wrap=True)
+
+
 def table_of(*columns: str, right: str = "", whole: str = "", title: str | None = None) -> Table:
     """A table that is narrow and cuts nothing off: what does not fit goes on in the next line.
 

@@ -34,6 +34,12 @@ TYPES = {
     499: "request_cancelled",
 }
 _CODES = {"unknown_model": "model_not_found", "prompt_too_long": "context_length_exceeded"}  # as OpenAI calls them
+_SCHEMA_CODES = {  # as OpenAI calls what is wrong with the schema in such a parameter
+    "response_format": "invalid_json_schema",
+    "text": "invalid_json_schema",
+    "tools": "invalid_function_parameters",
+}
+_IN_A_SCHEMA = re.compile(r"^\S+ (at #|can't be compiled)")
 _STATUSES = {410: 404, 504: 408}  # statuses for which clients have an exception class of their own
 
 
@@ -102,6 +108,15 @@ def of_code(code: str, message: str, *, retryable: bool = False) -> ApiError:
     status = _STATUSES.get(status, status)
     retry = RETRY_AFTER_S if retryable and status in (429, 503, 507) else None
     return ApiError(status, told, code=_CODES.get(code, code), retry_after_s=retry)
+
+
+def of_worker(error: ApiError, url: str, rules: Mapping[str, Rule] | None = None) -> ApiError:
+    """Return what a worker found wrong with a body, under OpenAI's names. Other errors stay as they are."""
+    if error.code != "invalid_request":
+        return error
+    message, param = in_openais_words(error.message, url, rules)
+    code = _SCHEMA_CODES.get(param or "", error.code) if _IN_A_SCHEMA.search(message) else error.code
+    return ApiError(error.status, message, code=code, param=param)
 
 
 def wrong(url: str, error: InvalidJob, rules: Mapping[str, Rule] | None = None) -> ApiError:

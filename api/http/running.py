@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -22,6 +22,7 @@ from .callers import Admission, Unlimited
 from .errors import ApiError, of_code, of_job
 from .leaving import unless_gone
 from .sse import EventStream
+from .warning_header import warning_headers
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +37,17 @@ class Running:
     """One job, or one for each of several prompts. Those that have not ended when it is closed are cancelled, unless
     the request has an idempotency key: its client will ask again. To be used by `async with`."""
 
-    def __init__(self, asked: Asked, model: str, tier: str, *, has_usage: bool = True) -> None:
-        """`model` is as the job names it. Jobs without usage are charged for the tokens that were estimated."""
+    def __init__(
+        self,
+        asked: Asked,
+        model: str,
+        tier: str,
+        *,
+        has_usage: bool = True,
+        in_words: Callable[[ApiError], ApiError] = lambda error: error,
+    ) -> None:
+        """`model` is as the job names it. Jobs without usage are charged for the tokens that were estimated. `in_words`
+        gives what a worker found wrong the names that the body has."""
         self.asked = asked
         self.model = model
         self.tier = tier
@@ -48,11 +58,16 @@ class Running:
         self._seen: dict[int, int] = {}  # of each job, the number of its last event
         self._admission: Admission = asked.visit.hand_over()
         self._has_usage = has_usage
+        self._in_words = in_words
         self._is_streamed = self._is_closed = False
 
     @property
     def headers(self) -> dict[str, str]:
         return dict(self._admission.headers)
+
+    def headers_for(self, answer: Mapping[str, Any]) -> dict[str, str]:
+        """Return the headers of an answer that comes all at once."""
+        return {**self.headers, **warning_headers(answer)}
 
     async def admit(self, num_tokens: int, num_jobs: int = 1) -> None:
         """Raises ApiError: 403 for a model that is not the caller's, 429 if the caller's limits don't allow it."""
@@ -96,6 +111,8 @@ class Running:
             )
 
     async def failed(self, error: ApiError) -> ApiError:
+        """The error as the client gets it."""
+        error = self._in_words(error)
         if error.code == "unknown_adapter" and self.asked.caller.adapters is not None:  # it names others' adapters
             error = ApiError(
                 error.status, "the adapter is not loaded for this model", code=error.code, param="adapters"

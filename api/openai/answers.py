@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from .logprobs import of_chat, of_text
 
 OBJECTS = {"chat": "chat.completion", "generate": "text_completion"}
+
+
+def warnings_of(results: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """What the jobs behind an answer did not enforce, for the answer; nothing if they enforced everything."""
+    warnings = list(dict.fromkeys(warning for result in results for warning in result.get("warnings", ())))
+    return {"warnings": warnings} if warnings else {}
 
 
 def usage_of(usages: Sequence[Mapping[str, Any]], reasoning_tokens: int | None = None) -> dict[str, Any]:
@@ -45,6 +51,7 @@ def body_of(
         "model": results[0].get("model", ""),  # no worker came to it in time
         "choices": [_choice(kind, index, choice) for index, choice in enumerate(choices)],
         "usage": usage_of([result["usage"] for result in results], reasoning_tokens),
+        **warnings_of(results),
     }
 
 

@@ -13,7 +13,7 @@ from cellama.tasks.contract.json_values import shorten
 from .parameters import CHAT, CONTENT, PARAMETERS, Rule
 
 _ASSISTANTS_EMPTY = ("annotations", "audio", "function_call", "refusal")  # OpenAI's client sends them back
-_OF_THE_JOB = re.compile(r"^(unknown parameter ')?([a-z_]+)(?= is |\.|\[|')")  # as payloads name what is wrong
+_OF_THE_JOB = re.compile(r"^(unknown parameter ')?([a-z_]+)(?= is | and | at #| can't |\.|\[|')")  # as jobs name it
 
 
 def params_of_body(url: Any, body: Any) -> dict[str, Any]:
@@ -91,11 +91,25 @@ def _take_response_format(params: dict[str, Any], given: Mapping[str, Any], _: s
         return
     kind = wanted.get("type") if isinstance(wanted, dict) else None
     if kind == "json_object":
-        _put(params, "json_schema", {"type": "object"}, "response_format")
+        form = wanted
     elif kind == "json_schema" and isinstance(wanted.get("json_schema"), dict):
-        _put(params, "json_schema", wanted["json_schema"].get("schema", {"type": "object"}), "response_format")
+        form = wanted["json_schema"]
     else:
         raise InvalidJob(f"response_format is {_short(wanted)}; its type must be text, json_object or json_schema")
+    schema, strict = schema_of_form(form, "response_format")
+    _put(params, "json_schema", schema, "response_format")
+    params.setdefault("strict_schema", strict)
+
+
+def schema_of_form(form: Mapping[str, Any], told: str) -> tuple[dict[str, Any] | bool, bool]:
+    """The schema of a `response_format` or `text.format`, which is called `told`, and whether all of it must be
+    enforced. Raises InvalidJob."""
+    schema, strict = form.get("schema"), form.get("strict")
+    if schema is not None and not isinstance(schema, dict | bool):
+        raise InvalidJob(f"{told} is {_short(form)}: its schema must be a JSON Schema, which is an object")
+    if strict is not None and not isinstance(strict, bool):
+        raise InvalidJob(f"{told} is {_short(form)}: its strict must be true or false")
+    return {"type": "object"} if schema is None else schema, strict is True
 
 
 def _take_logprobs(params: dict[str, Any], given: Mapping[str, Any], url: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .answers import finish_reason_of, usage_of
+from .answers import finish_reason_of, usage_of, warnings_of
 from .logprobs import of_chat, of_text
 
 _THOUGHTS = ("reasoning", "reasoning_end")
@@ -76,6 +76,7 @@ class Chunks:
             if shown:
                 told.append(self._delta(index, {"tool_calls": shown}))
             told.append(self._delta(index, {}, finish_reason_of(reason, calls)))
+        told[-1] |= warnings_of([done])
         return told
 
     def usage(self) -> list[dict[str, Any]]:

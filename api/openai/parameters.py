@@ -45,7 +45,12 @@ _GENERATION = {
         "`flex` is bulk work (priority 9), `auto` and `default` are interactive (3), `priority` comes first (0), "
         "as far as the key allows; the answer says which it was. A bulk run ignores it",
     ),
-    "response_format": Rule("mapped", "a grammar; a JSON schema always holds, `strict` or not", "json_schema"),
+    "response_format": Rule(
+        "mapped",
+        "`json_schema`, or `json_object` with or without a `schema`. With `strict: true` a keyword that can't be "
+        "enforced is refused, otherwise it is ignored and listed in `warnings`",
+        "json_schema",
+    ),
     "prediction": Rule("as it is", "a hint: right parts come faster, and no text changes"),
     **_ignored("the tenant of the key is who asks", "user", "safety_identifier"),
     **_ignored("nothing is stored beyond the life of a result", "metadata", "store"),

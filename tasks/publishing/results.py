@@ -23,6 +23,8 @@ from .signing import Signer
 USAGE = tuple(field.name for field in fields(engine.Usage))
 TIMINGS = tuple(field.name for field in fields(engine.Timings))
 CALL_ID_CHARS = 9  # what Mistral's templates insist on
+MAX_WARNINGS = 32  # of a result: more than a person reads
+MAX_WARNING_CHARS = 300  # of each: names of properties may be long
 
 
 def event_of(event: EngineEvent, model_id: str, worker: str, signer: Signer) -> Event:
@@ -58,6 +60,8 @@ def _terminal_event(event: Finished) -> TerminalEvent:
         details["tool_calls"] = _tool_calls(completion)
     if completion.finish_key is not None:
         details["finish_key"] = completion.finish_key
+    if completion.warnings:
+        details["warnings"] = _warnings(completion)
     return events.done(completion.finish_reason, _usage(completion), **details)
 
 
@@ -79,6 +83,8 @@ def result_of(completion: Completion, model_id: str, signer: Signer) -> Generate
     }
     if completion.context_tokens is not None:
         told["context_tokens"] = list(completion.context_tokens)
+    if completion.warnings:
+        told["warnings"] = _warnings(completion)
     result = cast(GenerateResult, told)
     if completion.alternatives:
         result["choices"] = [
@@ -128,6 +134,13 @@ def _choice(completion: Completion, signer: Signer, with_tokens: bool) -> dict[s
     if completion.logprobs is not None:
         choice["logprobs"] = _logprobs(completion.logprobs)
     return choice
+
+
+def _warnings(completion: Completion) -> list[str]:
+    """A schema may have thousands of keywords that are not enforced."""
+    shown = [valid_text(warning[:MAX_WARNING_CHARS]) for warning in completion.warnings[:MAX_WARNINGS]]
+    more = len(completion.warnings) - len(shown)
+    return [*shown, f"and {more} more"] if more else shown
 
 
 def _tool_calls(completion: Completion) -> list[ToolCall]:

@@ -19,7 +19,7 @@ from cellama.tasks.contract import events
 from cellama.tasks.contract.kinds import ending_of_late
 from cellama.tasks.contract.names import TASK_CHAT, TASK_GENERATE
 from cellama.tasks.contract.shapes.results import CacheHitKind, FinishReason, with_messages
-from cellama.tasks.publishing.results import event_of, result_of
+from cellama.tasks.publishing.results import MAX_WARNING_CHARS, MAX_WARNINGS, event_of, result_of
 from cellama.tasks.publishing.signing import Signer
 
 SIGNER = Signer("a secret")
@@ -41,6 +41,7 @@ COMPLETIONS = [
     completion(),
     completion(slot=None, finish_reason="timeout"),
     completion(logprobs=LOGPROBS, alternatives=(completion(index=1),)),
+    completion(warnings=("a",)),
     completion(context_tokens=(5, 6, 7, 1, 2), alternatives=(completion(index=1),)),
 ]
 
@@ -61,6 +62,16 @@ def test_result_has_token_ids_where_they_were_asked_for() -> None:
     assert (asked["tokens"], asked["context_tokens"]) == ([1, 2], [5, 6, 7, 1, 2])
     assert [choice["tokens"] for choice in asked["choices"]] == [[1, 2], [1, 2]]
     assert not {"tokens", "context_tokens"} & result_of(COMPLETIONS[0], "tiny", SIGNER).keys()
+
+
+def test_result_and_last_event_list_warnings_in_bounded_length() -> None:
+    many = tuple(f"{number}: {'x' * 1000}" for number in range(2000))
+    warned = completion(warnings=many)
+    shown = result_of(warned, "tiny", SIGNER)["warnings"]
+    assert event_of(Finished("job", warned, None), "tiny", "worker", SIGNER)["warnings"] == shown  # type: ignore[typeddict-item]
+    assert shown[-1] == f"and {2000 - MAX_WARNINGS} more"
+    assert len(str(shown)) < MAX_WARNINGS * (MAX_WARNING_CHARS + 10)
+    assert "warnings" not in result_of(COMPLETIONS[0], "tiny", SIGNER)
 
 
 @pytest.mark.parametrize(("cached", "kind"), [(0, "cold"), (1, "partial"), (2, "exact"), (3, "exact")])
@@ -107,7 +118,8 @@ def test_result_of_a_job_that_no_worker_came_to_is_as_its_type_says() -> None:
 
 def test_events_of_an_engine_are_as_their_types_say() -> None:
     text = Text("job", "Hi", (1,), index=1, logprobs=LOGPROBS, mirostat_mu=2.0)
-    for event in (text, Finished("job", completion(tool_calls=(EngineToolCall("look", "{}"),)), None)):
+    calls = (EngineToolCall("look", "{}"),)
+    for event in (text, Finished("job", completion(tool_calls=calls, warnings=("a",)), None)):
         check(Event, events.numbered(event_of(event, "tiny", "worker", SIGNER), 3))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -12,7 +13,7 @@ from starlette.routing import Route
 
 from cellama.api.client.async_client import AsyncJob
 from cellama.api.http.asking import Asked, read
-from cellama.api.http.errors import ApiError, of_job, wrong
+from cellama.api.http.errors import ApiError, of_job, of_worker, wrong
 from cellama.api.http.leaving import unless_gone
 from cellama.api.http.running import Placed, Running
 from cellama.api.http.sse import DONE, KEEP_ALIVE, frame
@@ -39,12 +40,13 @@ async def complete(request: Request) -> Response:
 async def _answer(asked: Asked, url: str) -> Response:
     model = await asked.gateway.directory.find(asked.caller, asked.body.get("model"))
     order = await asked.read_by(order_of, asked, url, model)
-    async with Running(asked, order.model, order.tier) as running:
+    in_words = partial(of_worker, url=url)
+    async with Running(asked, order.model, order.tier, in_words=in_words) as running:
         await unless_gone(asked.request, _submit(running, order))
         if order.is_stream:
             return await _stream(running, order)
         answer = await unless_gone(asked.request, _whole(running, order))
-        return JSONResponse(answer, headers=running.headers)
+        return JSONResponse(answer, headers=running.headers_for(answer))
 
 
 async def _submit(running: Running, order: Order) -> None:

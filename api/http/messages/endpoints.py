@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 from starlette.requests import Request
@@ -22,7 +22,7 @@ from cellama.api.http.sse import frame
 from cellama.api.openai.chunks import reasoning_tokens_of
 from cellama.tasks.contract.errors import InvalidJob, JobError
 
-from .orders import Order, count_of, in_our_words, order_of, wrong
+from .orders import Order, count_of, in_our_words, of_worker, order_of, wrong
 
 REQUEST_ID = "request-id"  # Anthropic's clients read this one
 
@@ -60,12 +60,13 @@ async def create(request: Request) -> Response:
     asked = in_our_words(await read(request))
     model = await asked.gateway.directory.find(asked.caller, asked.body.get("model"))
     order = await asked.read_by(order_of, asked, model)
-    async with Running(asked, order.model, order.tier) as running:
+    in_words = partial(of_worker, body=asked.body)
+    async with Running(asked, order.model, order.tier, in_words=in_words) as running:
         await unless_gone(request, _submit(running, order))
         if order.is_stream:
             return await _stream(running, order)
         answer = await unless_gone(request, _whole(running, order))
-        return JSONResponse(answer, headers=running.headers)
+        return JSONResponse(answer, headers=running.headers_for(answer))
 
 
 @_in_anthropics_words

@@ -77,5 +77,12 @@ def wrong(error: InvalidJob, body: Mapping[str, Any]) -> ApiError:
     return ApiError(400, told, code=NO_THREADS if told.startswith("thread is ") else None)
 
 
+def of_worker(error: ApiError, body: Mapping[str, Any]) -> ApiError:
+    """Return what a worker found wrong with the body, under Anthropic's names. Other errors stay as they are."""
+    if error.code != "invalid_request":
+        return error
+    return ApiError(error.status, in_anthropics_words(error.message, body), code=error.code)
+
+
 def _own(asked: Asked) -> dict[str, Any]:
     return {name: value for name, value in asked.body.items() if name not in _OURS}

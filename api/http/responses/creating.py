@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
 from cellama.api.client.async_client import AsyncJob
 from cellama.api.http.asking import Asked
-from cellama.api.http.errors import ApiError, of_code
+from cellama.api.http.errors import ApiError, of_code, of_worker
 from cellama.api.http.leaving import unless_gone
 from cellama.api.http.running import Placed, Running
 from cellama.api.openai.responses.events import Fold
+from cellama.api.openai.responses.parameters import RESPONSES
 from cellama.api.openai.responses.record import Record
 from cellama.tasks.contract.errors import InvalidJob, StreamTrimmed, UnknownJob
 
 from .conversation import messages_for
-from .orders import Order, order_of, refused
+from .orders import Order, order_of, refused, rules_for
 from .records import Records
 from .standing import look
 from .streaming import Events, frames
@@ -28,12 +30,13 @@ async def answer(asked: Asked) -> Response:
     """What POST is answered with. Raises ApiError, JobError, ClientDisconnect."""
     records = Records(asked.gateway)
     order = await unless_gone(asked.request, _ordered(asked, records))
-    async with Running(asked, order.record.model, order.tier) as running:
+    in_words = partial(of_worker, url=RESPONSES, rules=rules_for(asked.body))
+    async with Running(asked, order.record.model, order.tier, in_words=in_words) as running:
         record = await unless_gone(asked.request, _submit(running, order, records))
         if order.is_stream:
             return await _stream(running, record)
         answer = await unless_gone(asked.request, _object(running, record))
-        return JSONResponse(answer, headers=running.headers)
+        return JSONResponse(answer, headers=running.headers_for(answer))
 
 
 async def _ordered(asked: Asked, records: Records) -> Order:

@@ -10,6 +10,7 @@ from cellama.api.http.asking import read
 from cellama.api.http.door import caller_of
 from cellama.api.http.errors import ApiError
 from cellama.api.http.gateway import Gateway, gateway_of
+from cellama.api.http.warning_header import warning_headers
 from cellama.api.openai.responses.parameters import RESPONSES
 from cellama.api.openai.responses.record import Record
 
@@ -35,7 +36,7 @@ async def retrieve(request: Request) -> Response:
     if not is_stream:
         if after is not None:
             raise ApiError(400, "starting_after is given, and stream is not true; set it", param="starting_after")
-        return JSONResponse(standing.response)
+        return JSONResponse(standing.response, headers=warning_headers(standing.response))
     if not standing.is_whole:
         raise ApiError(
             404,

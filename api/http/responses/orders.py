@@ -10,6 +10,7 @@ from typing import Any
 from cellama.api.http.allowance import count, rest_of_context, tokens_of, within_limit
 from cellama.api.http.asking import Asked, flag
 from cellama.api.http.errors import ApiError, wrong
+from cellama.api.openai.parameters import Rule
 from cellama.api.openai.responses.bodies import params_of, shown_of, wants_encrypted
 from cellama.api.openai.responses.items import items_of
 from cellama.api.openai.responses.parameters import RESPONSES, RULES
@@ -92,5 +93,9 @@ def _told(body: Mapping[str, Any], response_id: str) -> _Told:
 
 def refused(error: InvalidJob, body: Mapping[str, Any]) -> ApiError:
     """What the payload of the job says is wrong. It calls things by names that a body may not have itself, or has."""
-    rules = {name: rule for name, rule in RULES.items() if rule.fate != "refused" and rule.to not in body}
-    return wrong(RESPONSES, error, rules)
+    return wrong(RESPONSES, error, rules_for(body))
+
+
+def rules_for(body: Mapping[str, Any]) -> dict[str, Rule]:
+    """Return the rules by which this body calls things."""
+    return {name: rule for name, rule in RULES.items() if rule.fate != "refused" and rule.to not in body}

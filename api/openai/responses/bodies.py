@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cellama.api.openai.bodies import set_effort
+from cellama.api.openai.bodies import schema_of_form, set_effort
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.json_values import check_json, shorten
+from cellama.tasks.contract.payloads import CONSTRAINTS
 
 from .parameters import INCLUDABLE, RULES
 
@@ -116,12 +117,11 @@ def _take_text(params: dict[str, Any], given: Mapping[str, Any]) -> None:
     kind = wanted.get("type")
     if kind in (None, "text"):
         return
-    if "json_schema" in params or "grammar" in params:
-        raise InvalidJob(f"text is {shorten(given['text'])}: a grammar or json_schema is given, too; leave one out")
-    if kind == "json_object":
-        params["json_schema"] = {"type": "object"}
-    elif kind == "json_schema" and "schema" in wanted:
-        params["json_schema"] = wanted["schema"]
+    if other := [name for name in CONSTRAINTS if name in params]:
+        raise InvalidJob(f"text is {shorten(given['text'])}: {other[0]} is given, too; leave one out")
+    if kind == "json_object" or (kind == "json_schema" and "schema" in wanted):
+        params["json_schema"], strict = schema_of_form(wanted, "text")
+        params.setdefault("strict_schema", strict)
     else:
         raise InvalidJob(
             f"text is {shorten(given['text'])}; its format must be of type text, json_object or json_schema, the last "

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from cellama.api.openai.answers import was_cut_in_thought
+from cellama.api.openai.answers import warnings_of, was_cut_in_thought
 from cellama.api.openai.chunks import reasoning_tokens_of
 from cellama.tasks.contract.codes import message_for_clients
 
@@ -83,7 +83,7 @@ class Fold:
             yield from self._output.call(call)
         if status == "completed" and not self._output.has_answer:
             yield from self._output.empty_message()
-        self._end = {"usage": _usage(event["usage"], self._reasoning_tokens)}
+        self._end = {"usage": _usage(event["usage"], self._reasoning_tokens), **warnings_of([event])}
         if reason in _REASONS:
             self._end["incomplete_details"] = {"reason": _REASONS[reason]}
         if status == "completed":
@@ -125,7 +125,7 @@ def journal_of_result(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     done = {"type": "done", "finish_reason": result["finish_reason"], "usage": result["usage"]}
     calls = {"tool_calls": message["tool_calls"]} if message.get("tool_calls") else {}
     key = {"finish_key": result["finish_key"]} if "finish_key" in result else {}
-    return [*events, {**done, "timings": result.get("timings", {}), **calls, **key}]
+    return [*events, {**done, "timings": result.get("timings", {}), **calls, **key, **warnings_of([result])}]
 
 
 def _usage(usage: Mapping[str, Any], reasoning_tokens: int) -> dict[str, Any]:

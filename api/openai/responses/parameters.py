@@ -25,7 +25,7 @@ RULES: Mapping[str, Rule] = {
     "tools": Rule("mapped", "those of type `function`; others are skipped"),
     "tool_choice": Rule("mapped", "`auto`, `none`, `required`, or a function, whose call is then forced"),
     "parallel_tool_calls": Rule("as it is", "not said: as many as the model makes"),
-    "text": Rule("mapped", "`format`: a grammar, a schema always holds; `verbosity` is ignored", "json_schema"),
+    "text": Rule("mapped", "`format`: as `response_format` of chats; `verbosity` is ignored", "json_schema"),
     "reasoning": Rule("mapped", "`effort`, to the chat template (`none`: no thinking); else ignored", "template_args"),
     "top_logprobs": Rule("mapped", "how many", "logprobs"),
     "include": Rule("mapped", " and ".join(f"`{name}`" for name in INCLUDABLE) + "; others are ignored"),

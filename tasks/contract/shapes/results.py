@@ -115,6 +115,7 @@ class _Run(_Completion):
     seed: NotRequired[int]
     cache_hit_kind: NotRequired[CacheHitKind]  # all of the prompt but its last token was in the cache, a part, nothing
     context_tokens: NotRequired[list[int]]  # of the prompt, then `tokens`
+    warnings: NotRequired[list[str]]  # keywords of schemas that were not enforced, if there are any
 
 
 class GenerateResult(_Run):

@@ -52,8 +52,16 @@ def test_body_becomes_a_job() -> None:
         "max_tokens": 100, "stop": ["END"], "temperature": 0, "top_k": 3, "min_p": 0.1, "tool_choice": "required",
         "tools": [{"type": "function", "function": function}], "parallel_tool_calls": False, "enable_thinking": True,
         "thinking_budget": 50, "template_args": {"reasoning_effort": "low"}, "json_schema": {"type": "object"},
+        "strict_schema": False,
     }  # fmt: skip
     parse_job(ChatJob, (), (), {"model": "m", "messages": made.messages, **made.params})
+
+
+def test_format_is_lenient_unless_the_body_asks_for_strictness() -> None:
+    form = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
+    assert order(output_config=form).params["strict_schema"] is False
+    assert order(output_config=form, strict_schema=True).params["strict_schema"] is True
+    assert "strict_schema" not in order(json_schema={}).params
 
 
 def test_thoughts_come_only_when_they_are_asked_for() -> None:
@@ -131,4 +139,6 @@ def test_count_refuses_what_it_does_not_read() -> None:
 def test_payloads_words_are_anthropics() -> None:
     assert in_anthropics_words("stop is 3: …", {"stop_sequences": 3}) == "stop_sequences is 3: …"
     assert in_anthropics_words("stop is 3: …", {"stop": 3}) == "stop is 3: …"
+    of_schema = in_anthropics_words("json_schema at #/a: …", {"output_config": {}})
+    assert of_schema == "output_config.format.schema at #/a: …"
     assert in_anthropics_words("top_k is -1: …", {"top_k": -1}) == "top_k is -1: …"

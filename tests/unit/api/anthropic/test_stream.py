@@ -108,3 +108,12 @@ def test_thought_that_is_cut_off_is_closed() -> None:
 )
 def test_end_has_a_reason_of_anthropics(end: dict[str, Any], reason: str) -> None:
     assert stop_of(end, 100)["stop_reason"] == reason
+
+
+def test_warnings_come_with_the_end_of_a_stream_and_with_a_whole_message() -> None:
+    end = done(warnings=["a"])
+    (delta,) = [event for event in told(STARTED, *TEXT, end) if event["type"] == "message_delta"]
+    assert delta["warnings"] == ["a"]
+    read(told(STARTED, *TEXT, end))  # Anthropic's client leaves out what it doesn't know
+    whole = message_of("msg_1", {**end, "model": "m", "message": {"content": "Well"}}, max_tokens=9, tier="default")
+    assert whole["warnings"] == ["a"]

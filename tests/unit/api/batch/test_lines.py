@@ -50,7 +50,8 @@ def test_openai_lines_become_the_same_jobs() -> None:
     (line,) = read({"custom_id": "c", "method": "POST", "url": "/v1/chat/completions", "body": body})
     assert (line.id, line.form, line.kind, line.model) == ("c", "openai", "chat", "n")
     assert line.params.pop("prediction") == EXPECTED
-    assert line.params == {"messages": HELLO, "max_tokens": 5, "json_schema": {"type": "object"}, "logprobs": 2}
+    assert line.params == {"messages": HELLO, "max_tokens": 5, "json_schema": {"type": "object"},
+                           "strict_schema": False, "logprobs": 2}  # fmt: skip
     assert params_of_body("/v1/embeddings", {"input": "a", "encoding_format": "float"}) == {
         "texts": "a",
         "encoding": "list",

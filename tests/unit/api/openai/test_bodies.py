@@ -50,10 +50,41 @@ def test_body_becomes_a_job() -> None:
     )  # fmt: skip
     assert params == {
         "model": "m", "messages": HELLO, "max_tokens": 5, "json_schema": {"type": "object"}, "logprobs": 2,
-        "enable_thinking": False, "template_args": {"reasoning_effort": "none"}, "tool_choice": "auto", "top_k": 3,
-        "parallel_tool_calls": False,
+        "strict_schema": True, "enable_thinking": False, "template_args": {"reasoning_effort": "none"},
+        "tool_choice": "auto", "top_k": 3, "parallel_tool_calls": False,
     }  # fmt: skip
     parse_job(ChatJob, (), (), params)
+
+
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer", "minimum": 1}}}
+
+
+@pytest.mark.parametrize(
+    ("form", "schema", "strict"),
+    [
+        ({"type": "json_object"}, {"type": "object"}, False),
+        ({"type": "json_object", "schema": SCHEMA}, SCHEMA, False),
+        ({"type": "json_object", "schema": None}, {"type": "object"}, False),
+        ({"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}, SCHEMA, False),
+        ({"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": None}}, SCHEMA, False),
+        ({"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": False}}, SCHEMA, False),
+        ({"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}, SCHEMA, True),
+        ({"type": "json_schema", "json_schema": {"name": "n", "schema": True}}, True, False),
+        ({"type": "json_schema", "json_schema": {"name": "n"}}, {"type": "object"}, False),
+    ],
+)
+def test_response_format_has_a_schema_and_says_how_strictly_it_is_enforced(
+    form: dict[str, Any], schema: Any, strict: bool
+) -> None:
+    params = chat(response_format=form)
+    assert (params["json_schema"], params["strict_schema"]) == (schema, strict)
+    assert chat(response_format=form, strict_schema=not strict)["strict_schema"] is not strict
+
+
+def test_own_forms_of_a_text_are_parameters_of_a_request() -> None:
+    for own in ({"regex": "[a-z]+"}, {"lark": "start: /[a-z]+/"}, {"json_schema": SCHEMA, "strict_schema": False}):
+        assert chat(**own) == {"model": "m", "messages": HELLO, **own}
+        parse_job(ChatJob, (), (), chat(**own))
 
 
 def test_message_that_openais_client_sends_back_is_taken() -> None:
@@ -79,6 +110,10 @@ def test_message_that_openais_client_sends_back_is_taken() -> None:
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens is given, too"),
         ({"response_format": {"type": "xml"}}, "its type must be text, json_object or json_schema"),
         ({"response_format": "json"}, "its type must be"),
+        ({"response_format": {"type": "json_object", "schema": 123}}, "its schema must be a JSON Schema"),
+        ({"response_format": {"type": "json_object", "schema": "{}"}}, "its schema must be a JSON Schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": []}}}, "its schema must be"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"strict": 1}}}, "its strict must be true or"),
         ({"tool_choice": {"type": "allowed_tools"}}, "only one of type function is taken"),
         ({"reasoning_effort": 3}, "reasoning_effort is 3"),
         ({"messages": None}, "messages is missing"),
@@ -110,6 +145,10 @@ def test_wrong_types_are_left_to_the_payload_which_names_them(body: dict[str, An
     ("url", "told", "shown", "param"),
     [
         (CHAT, "json_schema is 3: no", "response_format is 3: no", "response_format"),
+        (CHAT, "json_schema at #/a: no", "response_format at #/a: no", "response_format"),
+        (CHAT, "json_schema and regex are given", "response_format and regex are given", "response_format"),
+        (CHAT, "regex can't be compiled: no", "regex can't be compiled: no", "regex"),
+        (CHAT, "tools.f at #/a: no", "tools.f at #/a: no", "tools"),
         (EMBEDDINGS, "texts.0 is '': it is empty", "input.0 is '': it is empty", "input"),
         (EMBEDDINGS, "encoding is 3: no", "encoding_format is 3: no", "encoding_format"),
         (CHAT, "unknown parameter 'foo'; known", "unknown parameter 'foo'; known", "foo"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletionChunk
 
@@ -90,3 +91,15 @@ def test_tokens_of_a_worker_that_does_not_tell_their_texts_are_numbers() -> None
 def test_body_of_a_result_that_no_worker_began_is_one_all_the_same() -> None:
     result = {"text": "", "finish_reason": "timeout", "usage": usage_of()}
     assert body_of("generate", "id", [result])["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("kind", ["chat", "generate"])
+def test_warnings_come_with_the_end_of_a_stream_and_with_a_whole_answer(kind: str) -> None:
+    chunks = Chunks(kind, "id", "m", include_usage=True)
+    told = [*chunks.of(0, STARTED), *chunks.of(0, token("Hi")), *chunks.ends(0, done(warnings=["a", "b"]), ())]
+    assert [chunk.get("warnings") for chunk in told] == [*[None] * (len(told) - 1), ["a", "b"]]
+    assert told[-1]["choices"][0]["finish_reason"] == "stop"
+    message = {"message": {"role": "assistant", "content": "Hi"}}
+    results = [{**done(), "text": "Hi", **message, "warnings": warnings} for warnings in (["a"], ["a", "b"])]
+    assert body_of(kind, "id", results)["warnings"] == ["a", "b"]
+    assert "warnings" not in body_of(kind, "id", [{**done(), "text": "Hi", **message}])

@@ -29,6 +29,7 @@ JOURNALS: dict[str, tuple[Any, ...]] = {
     "calls": (STARTED, *THOUGHTS, done(tool_calls=[CALL, {**CALL, "id": "c2"}])),
     "text and call": (STARTED, *TEXT, done(tool_calls=[CALL])),
     "nothing": (STARTED, done()),
+    "warned": (STARTED, *TEXT, done(warnings=["a"])),
     "cut off": (STARTED, *TEXT, done("length")),
     "out of time": (done("timeout"),),
     "cut off in thought": (STARTED, *THOUGHTS[:2], done("length")),

@@ -105,7 +105,22 @@ def test_usage_counts_thoughts() -> None:
     assert usage["output_tokens_details"] == {"reasoning_tokens": 4}
 
 
-KEPT = ["text", "thoughts", "calls", "text and call", "nothing", "cut off", "cut off in thought", "stopped in thought"]
+def test_response_has_the_warnings_of_its_job() -> None:
+    assert fold(JOURNALS["warned"])[1]["warnings"] == ["a"]
+    assert "warnings" not in fold(JOURNALS["text"])[1]
+
+
+KEPT = [
+    "text",
+    "warned",
+    "thoughts",
+    "calls",
+    "text and call",
+    "nothing",
+    "cut off",
+    "cut off in thought",
+    "stopped in thought",
+]
 
 
 @pytest.mark.parametrize("name", KEPT)
@@ -146,6 +161,6 @@ def result_of(journal: Any) -> dict[str, Any]:
         message |= {"reasoning": of["reasoning"], "signature": "sig"}
     calls = {"tool_calls": end["tool_calls"]} if "tool_calls" in end else {}
     probs = [entry for event in journal for entry in event.get("logprobs", ())]
-    rest = {name: end[name] for name in ("finish_reason", "usage", "timings", "finish_key")}
+    rest = {name: end[name] for name in ("finish_reason", "usage", "timings", "finish_key", "warnings") if name in end}
     rest["stop_sequence"] = end.get("stop_sequence")
     return {"message": {**message, **calls}, **rest, **({"logprobs": probs} if probs else {})}

@@ -113,6 +113,7 @@ def test_body_becomes_parameters_of_a_chat() -> None:
         "top_k": 3,
         "temperature": 0,
         "json_schema": {"type": "object"},
+        "strict_schema": False,
         "template_args": {"reasoning_effort": "none"},
         "enable_thinking": False,
         "tool_choice": {"type": "function", "function": {"name": "f"}},
@@ -120,6 +121,19 @@ def test_body_becomes_parameters_of_a_chat() -> None:
     }
     kind = next(kind for kind in KINDS.values() if kind.payload.__name__ == "ChatJob")
     assert set(params) <= set(kind.payload.model_fields)
+
+
+def test_format_of_a_text_says_how_strictly_its_schema_is_enforced() -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}}
+    for form, strict in (
+        ({"type": "json_schema", "name": "x", "schema": schema, "strict": True}, True),
+        ({"type": "json_schema", "name": "x", "schema": schema, "strict": None}, False),
+        ({"type": "json_object", "schema": schema}, False),
+    ):
+        assert params_of({"text": {"format": form}}) == {"json_schema": schema, "strict_schema": strict}
+    plain = {"json_schema": {"type": "object"}, "strict_schema": False}
+    assert params_of({"text": {"format": {"type": "json_object"}}}) == plain
+    assert params_of({"regex": "[a-z]+"}) == {"regex": "[a-z]+"}
 
 
 def test_schemas_may_be_as_deep_as_those_of_other_jobs() -> None:
@@ -148,6 +162,8 @@ def test_choice_of_tools_that_were_skipped_is_none() -> None:
         ({"priority": 0}, "use `service_tier`"),
         ({"text": 7}, "text is 7"),
         ({"text": {"format": {"type": "xml"}}}, "its format must be"),
+        ({"text": {"format": {"type": "json_schema", "schema": 123}}}, "text is"),
+        ({"text": {"format": {"type": "json_object", "schema": {}}}, "regex": "a"}, "regex is given, too"),
         ({"text": {"format": "json"}}, "text.format is 'json'"),
         ({"text": {"format": "json_schema"}}, "text.format is 'json_schema'"),
         ({"text": {"format": {"type": "text", "name": "\ud800"}}}, "text is"),

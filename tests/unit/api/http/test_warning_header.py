@@ -1,0 +1,28 @@
+"""The header that lists what an answer does not enforce: api/http/warning_header.py."""
+
+from __future__ import annotations
+
+import json
+
+from cellama.api.http.warning_header import MAX_HEADER_CHARS, WARNINGS, warning_headers
+
+
+def test_header_is_a_json_array_in_ascii() -> None:
+    warnings = ["json_schema at #/properties/größe: 'x' is ignored", "a\nb"]
+    value = warning_headers({"warnings": warnings})[WARNINGS]
+    assert value.isascii()
+    assert value.isprintable()
+    assert json.loads(value) == warnings
+
+
+def test_answer_without_warnings_has_no_header() -> None:
+    assert warning_headers({}) == warning_headers({"warnings": []}) == {}
+
+
+def test_header_that_is_too_long_counts_what_it_leaves_out() -> None:
+    warnings = [f"{number} {'ü' * 100}" for number in range(30)]
+    value = warning_headers({"warnings": warnings})[WARNINGS]
+    shown = json.loads(value)
+    assert len(value) <= MAX_HEADER_CHARS
+    assert shown == [*warnings[: len(shown) - 1], f"and {len(warnings) - len(shown) + 1} more"]
+    assert json.loads(warning_headers({"warnings": ["x" * MAX_HEADER_CHARS]})[WARNINGS]) == ["and 1 more"]
