@@ -89,9 +89,11 @@ def start_worker(redis_server: RedisServer, tmp_path: Path, model: str) -> Itera
         step_s: float = 0.0,
         ready: bool = True,
         source: str = "bundled://tiny",
+        python_path: str = "",
         **settings: Any,
     ) -> WorkerProcess:
-        """`step_s`: each step takes so long from the first one on. Not `ready`: it may end before it can be seen."""
+        """`step_s`: each step takes so long from the first one on. Not `ready`: it may end before it can be seen.
+        `python_path` comes before the packages that are installed."""
         folder = tmp_path / str(len(started))
         folder.mkdir()
         if step_s:
@@ -99,6 +101,8 @@ def start_worker(redis_server: RedisServer, tmp_path: Path, model: str) -> Itera
         models = [{"id": model, "source": source, "n_parallel": slots, "threads": 1, "default": True}]
         models[0]["batch_strategy"] = strategy
         own = {f"CELLAMA_{name.upper()}": str(value) for name, value in settings.items()}
+        if python_path:
+            own["PYTHONPATH"] = python_path
         worker = WorkerProcess(
             folder, redis_server.url, name=f"w{len(started)}{model}", **own, CELLAMA_MODELS=json.dumps(models)
         )
