@@ -1,0 +1,206 @@
+"""A JSON Schema as text → its schemas by path, checked, and where references lead. Pure."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+from urllib.parse import unquote, urljoin
+
+from cellama.config import limits
+from cellama.engine.errors import InvalidRequest
+
+from .keywords import KEYWORDS, show
+
+_MAX_SHOWN = 200  # characters of a path in a message
+_MAX_PATH_CHARS = 5_000_000  # of all paths: some MB of memory and some ms
+
+
+class Node(NamedTuple):
+    """A schema within the document."""
+
+    schema: Mapping[str, Any] | bool
+    path: str  # JSON pointer as a fragment: `#/properties/a`
+    base: str  # URI that references are relative to
+
+
+class Document:
+    """All schemas of a text. A schema is known by its index in `nodes`; `NOTHING` is one that allows no value."""
+
+    NOTHING = 0
+    ROOT = 1
+
+    def __init__(self, text: str, where: str) -> None:
+        """Raises InvalidRequest, which calls the text `where`."""
+        self._where = where
+        self.root = self._parse(text)
+        self.nodes = [Node(False, "#", "")]
+        self._by_path: dict[str, int] = {}
+        self._by_uri: dict[str, str] = {}  # URI of a resource or an anchor → path
+        self._path_chars = 0
+        self._several: set[str] = set()  # URIs that several $dynamicAnchor have
+        self._known(self.root, "#", "")
+
+    def refused(self, path: str, reason: str) -> InvalidRequest:
+        shown = path if len(path) <= _MAX_SHOWN else f"{path[:_MAX_SHOWN]}…"
+        return InvalidRequest(f"{self._where} at {shown}{reason}")
+
+    def child(self, node: int, *names: str | int) -> int:
+        """The schema at these keys of another one."""
+        return self._by_path["/".join([self.nodes[node].path, *(_escaped(str(name)) for name in names)])]
+
+    def add(self, schema: Mapping[str, Any], like: int) -> int:
+        """Make a schema that isn't in the document, with the path of another one for messages."""
+        self.nodes.append(self.nodes[like]._replace(schema=schema))
+        return len(self.nodes) - 1
+
+    def target(self, node: int, keyword: str) -> int:
+        """Where the reference of a schema leads. Raises InvalidRequest."""
+        schema, path, base = self.nodes[node]
+        assert isinstance(schema, Mapping)
+        reference = schema[keyword]
+        try:
+            full = f"{base}{reference}" if reference.startswith("#") else urljoin(base, reference)
+        except ValueError:
+            full = reference
+        uri, _, fragment = full.partition("#")
+        if uri not in self._by_uri:
+            raise self.refused(
+                path,
+                f"/{keyword} is {show(reference)}; only references within the schema are followed, so put its target "
+                "into $defs",
+            )
+        if full in self._several and keyword == "$dynamicRef":
+            raise self.refused(
+                path, f"/{keyword} is {show(reference)}, the $dynamicAnchor of several schemas; use $ref"
+            )
+        found = self._at(self._by_uri[uri], fragment) if fragment[:1] in ("", "/") else self._by_uri.get(full)
+        if found is None:
+            raise self.refused(path, f"/{keyword} is {show(reference)}, which the schema does not contain")
+        return self._by_path[found]
+
+    def _parse(self, text: str) -> Any:
+        if len(text) > limits.MAX_SCHEMA_CHARS:
+            raise InvalidRequest(
+                f"{self._where} has {len(text)} characters; shorten it to {limits.MAX_SCHEMA_CHARS} or fewer"
+            )
+        try:
+            parsed = json.loads(text, parse_constant=_finite, parse_float=_finite, object_pairs_hook=_unique)
+        except RecursionError:
+            raise InvalidRequest(f"{self._where} is nested too deeply; flatten it") from None
+        except ValueError as error:
+            raise InvalidRequest(f"{self._where} is not valid JSON: {error}") from None
+        self._check_texts(parsed)
+        if not isinstance(parsed, dict | bool):
+            raise self.refused("#", f" is {show(parsed)}; it must be a schema (an object or a boolean)")
+        return parsed
+
+    def _check_texts(self, parsed: Any) -> None:
+        """No text has half of a surrogate pair, and nothing is nested deeper than json and llguidance read."""
+        todo = [(parsed, 0)]
+        while todo:
+            value, depth = todo.pop()
+            if depth > 4 * limits.MAX_SCHEMA_DEPTH:
+                raise InvalidRequest(f"{self._where} is nested too deeply; flatten it")
+            if isinstance(value, dict):
+                todo += [(each, depth + 1) for pair in value.items() for each in pair]
+            elif isinstance(value, list):
+                todo += [(each, depth + 1) for each in value]
+            elif isinstance(value, str) and any("\ud800" <= char <= "\udfff" for char in value):
+                raise InvalidRequest(f"{self._where} is not valid JSON: {show(value)} has half of a surrogate pair")
+
+    def _known(self, schema: Any, path: str, base: str) -> None:
+        """Note a schema with all schemas within it. Raises InvalidRequest for values that its keywords can't have."""
+        todo = [(schema, path, base, 0)]
+        while todo:
+            schema, path, base, depth = todo.pop()
+            if path in self._by_path:
+                continue
+            if depth > limits.MAX_SCHEMA_DEPTH:
+                raise self.refused(path, f" is nested more than {limits.MAX_SCHEMA_DEPTH} schemas deep; flatten it")
+            if not isinstance(schema, Mapping | bool):
+                raise self.refused(path, f" is {show(schema)}; it must be a schema (an object or a boolean)")
+            if isinstance(schema, Mapping):
+                self._check(schema, path)
+                base = self._named(schema, path, base)
+                todo += [(inner, f"{path}/{at}", base, depth + 1) for at, inner in _inner(schema)]
+            self._path_chars += len(path)
+            if self._path_chars > _MAX_PATH_CHARS:
+                raise InvalidRequest(f"{self._where} has too many schemas below too long names; shorten the names")
+            self._by_path[path] = len(self.nodes)
+            self.nodes.append(Node(schema, path, base))
+        self._by_uri.setdefault("", "#")
+
+    def _check(self, schema: Mapping[str, Any], path: str) -> None:
+        for name, value in schema.items():
+            problem = KEYWORDS[name].check(value) if name in KEYWORDS else None
+            if problem:
+                raise self.refused(path, f"/{_escaped(name)} is {show(value)}; it {problem}")
+
+    def _named(self, schema: Mapping[str, Any], path: str, base: str) -> str:
+        """The URI that references of the schema are relative to."""
+        named = schema.get("$id", "")
+        if named and not named.startswith("#"):
+            try:
+                base = urljoin(base, named).partition("#")[0]
+            except ValueError:
+                raise self.refused(path, f"/$id is {show(named)}; it must be a URI") from None
+            self._by_uri.setdefault(base, path)
+        elif path == "#":
+            self._by_uri[base] = path
+        names = [named[1:]] if named.startswith("#") else []  # the spelling of $anchor until draft 7
+        for name in (*names, *(schema[key] for key in ("$anchor", "$dynamicAnchor") if key in schema)):
+            if f"{base}#{name}" in self._by_uri:
+                self._several.add(f"{base}#{name}")
+            self._by_uri.setdefault(f"{base}#{name}", path)
+        return base
+
+    def _at(self, path: str, pointer: str) -> str | None:
+        """The path of what a JSON pointer below another path leads to."""
+        found: Any = self.root
+        steps = [*path.split("/")[1:], *map(unquote, pointer.split("/")[1:])]
+        at = "#"
+        for step in steps:
+            key = step.replace("~1", "/").replace("~0", "~")
+            if isinstance(found, list) and key.isascii() and key.isdigit() and int(key[:9]) < len(found):
+                found = found[int(key[:9])]
+            elif isinstance(found, Mapping) and key in found:
+                found = found[key]
+            else:
+                return None
+            at = f"{at}/{_escaped(key)}"
+        if at not in self._by_path:
+            self._known(found, at, self.nodes[self._by_path[path]].base)
+        return at
+
+
+def _inner(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The schemas of a schema's keywords, with their paths from it."""
+    for name, value in schema.items():
+        where = KEYWORDS[name].inner if name in KEYWORDS else ""
+        if where.startswith("one") and not isinstance(value, list):
+            yield name, value
+        elif where in ("list", "one or list"):
+            yield from ((f"{name}/{at}", each) for at, each in enumerate(value))
+        elif where.startswith("map"):
+            yield from ((f"{name}/{_escaped(key)}", each) for key, each in value.items() if not isinstance(each, list))
+
+
+def _escaped(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(float(text)):
+        raise ValueError(f"{text[:20]} is too large, or not a number")
+    return float(text)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"the key {show(twice)} occurs twice")
+    return found

@@ -1,0 +1,43 @@
+"""Patterns of the values of `format`, in spellings that Python, JavaScript and the usual validators read. Pure."""
+
+from __future__ import annotations
+
+_DAY = (
+    "[1-9][0-9]{3}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])"
+    "|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))"
+)
+_CLOCK = "(?:[01][0-9]|2[0-3]):[0-5][0-9]"
+_TIME = rf"{_CLOCK}:[0-5][0-9](?:\.[0-9]{{1,6}})?(?:Z|[+-]{_CLOCK})"
+_SIZE = "(?:0|[1-9][0-9]{0,3})"
+_SECONDS = rf"{_SIZE}S"
+_MINUTES = rf"{_SIZE}M(?:{_SECONDS})?"
+_HOURS = rf"{_SIZE}H(?:{_MINUTES})?"
+_OF_A_DAY = rf"T(?:{_HOURS}|{_MINUTES}|{_SECONDS})"
+_DAYS = rf"{_SIZE}D"
+_MONTHS = rf"{_SIZE}M(?:{_DAYS})?"
+_YEARS = rf"{_SIZE}Y(?:{_MONTHS})?"
+_BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_GROUP = "[0-9a-fA-F]{1,4}"
+_HEX = "[0-9a-fA-F]"
+_LABEL = "[a-zA-Z0-9](?:[a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
+_HOST = rf"{_LABEL}(?:\.{_LABEL}){{0,2}}"  # shorter than the 253 characters that a name may have
+_URL_CHAR = "(?:[a-zA-Z0-9._~!$&'()*+,;=:@-]|%[0-9a-fA-F]{2})"
+_WORD = "[A-Za-z0-9_+-]"
+
+FORMATS: dict[str, str] = {
+    name: f"^(?:{pattern})$"
+    for name, pattern in {
+        "date": _DAY,
+        "time": _TIME,
+        "date-time": rf"{_DAY}T{_TIME}",
+        "duration": rf"P(?:(?:{_YEARS}|{_MONTHS}|{_DAYS})(?:{_OF_A_DAY})?|{_OF_A_DAY}|{_SIZE}W)",
+        "email": rf"{_WORD}+(?:\.{_WORD}+)*@(?:{_LABEL}\.){{1,3}}[A-Za-z]{{2,20}}",
+        "hostname": _HOST,
+        "ipv4": rf"{_BYTE}(?:\.{_BYTE}){{3}}",
+        "ipv6": rf"(?:{_GROUP}:){{7}}{_GROUP}|(?:{_GROUP}:){{1,3}}(?::{_GROUP}){{1,3}}"
+        rf"|::(?:{_GROUP}(?::{_GROUP}){{0,6}})?|(?:{_GROUP}:){{1,7}}:",
+        "uuid": rf"{_HEX}{{8}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{12}}",
+        "uri": rf"[a-zA-Z][a-zA-Z0-9+.-]{{1,20}}://{_HOST}(?::[1-9][0-9]{{0,3}})?(?:/{_URL_CHAR}*)*"
+        rf"(?:\?(?:{_URL_CHAR}|[/?])*)?(?:#(?:{_URL_CHAR}|[/?])*)?",
+    }.items()
+}

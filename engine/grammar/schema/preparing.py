@@ -1,0 +1,93 @@
+"""A JSON Schema as callers write it → one that llguidance compiles and that never allows more. Pure.
+
+text ─ Document ─→ schemas by path, checked
+     ─ Reader ───→ shapes: alternatives of one type each; schemas within them are goals
+     ─ Former ───→ forms: what a grammar has no place for became alternatives
+     ─ Writer ───→ JSON Schema in which no keyword looks at the same value as another one
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from cellama.engine.errors import InvalidRequest
+
+from .document import Document
+from .formats import FORMATS
+from .forms import Former
+from .patterns import LAYOUT, UNSATISFIABLE, Patterns, problem_of
+from .policy import Policy
+from .reader import Reader
+from .shapes import String
+from .writer import Writer, string_of
+
+_MAX_MENDED = 32  # strings whose patterns are compiled one by one, to find those that can't be
+
+
+class Prepared(NamedTuple):
+    """A schema for llguidance, and what of the caller's schema is not enforced."""
+
+    schema: dict[str, Any]
+    warnings: tuple[str, ...]
+
+
+def prepare_schema(text: str, *, strict: bool, where: str = "json_schema") -> Prepared:
+    """Return the schema for llguidance, with the layout of the JSON text in `x-guidance`.
+
+    Every text that it allows conforms to the schema, except for what the warnings list. `strict` refuses what can't be
+    enforced. Raises InvalidRequest, which calls the schema `where` and names the path within it.
+    """
+    try:
+        return _prepared(text, strict, where)
+    except RecursionError:
+        raise InvalidRequest(f"{where} is nested too deeply; flatten it") from None
+
+
+def _prepared(text: str, strict: bool, where: str) -> Prepared:
+    document = Document(text, where)
+    policy = Policy(document, where, strict)
+    patterns = Patterns(policy)
+    reader = Reader(document, policy, patterns.matches)
+    writer = Writer(Former(reader, policy, patterns), policy, where)
+    root = reader.goal(Document.ROOT)
+    schema = writer.write(root)
+    if problem_of(schema):
+        _mend(writer, policy)
+        schema = writer.write(root)
+        problem = problem_of(schema)
+        if problem:
+            raise InvalidRequest(f"{where} can't be compiled: {problem}; simplify it")
+    return Prepared({**schema, "x-guidance": LAYOUT}, policy.warnings)
+
+
+def _mend(writer: Writer, policy: Policy) -> None:
+    """Find the patterns that can't be compiled, and write the strings without them. Raises InvalidRequest if strict."""
+    for form in writer.strings_with_patterns()[:_MAX_MENDED]:
+        problem = problem_of(writer.string(form) or {})
+        if problem == UNSATISFIABLE:
+            writer.instead[form] = None
+        elif problem:
+            writer.instead[form] = _without_some(form, problem, policy)
+    for pattern, path in writer.patterns_of_names()[:_MAX_MENDED]:
+        problem = problem_of({"type": "object", "patternProperties": {pattern: True}})
+        if problem:
+            policy.cannot(path, "patternProperties", problem)
+            writer.without.add(pattern)
+
+
+def _without_some(form: String, problem: str, policy: Policy) -> dict[str, Any]:
+    """A string with as many of its patterns and formats as can be compiled together."""
+    patterns = [pattern for pattern, _ in form.patterns]
+    formats = tuple(name for name in form.formats if name in FORMATS)
+    if patterns and formats and not problem_of(written := string_of(form, patterns, ())):
+        return written
+    if formats and not problem_of(written := string_of(form, [], formats)):
+        return written
+    kept: list[str] = []
+    for pattern, path in form.patterns:
+        reason = problem_of(string_of(form, [*kept, pattern], ()))
+        if reason and reason != UNSATISFIABLE:
+            policy.cannot(path, "pattern", reason)
+        else:
+            kept.append(pattern)
+    return string_of(form, kept, ())

@@ -1,0 +1,402 @@
+"""Forms → the JSON Schema for llguidance, in which schemas never overlap, so that it merges none. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+from cellama.engine.errors import InvalidRequest
+
+from .formats import FORMATS
+from .forms import Form, Former, Items, Members, Same
+from .policy import Policy
+from .shapes import ANYTHING, NOTHING, Boolean, Goal, Null, Number, String, exact
+
+MAX_DEPTH = 128  # schemas that lead to each other: llguidance's stack holds some 500
+MAX_WHOLE = 2**53 - 1  # a JavaScript number holds whole numbers to there
+MAX_BOUND = 10**15  # of numbers with decimals
+MAX_DECIMALS = 10
+_MAX_NUMBER = 10**18  # llguidance's bounds are 64-bit integers
+_MAX_INLINE = 12  # schemas in schemas, before one gets a name
+_MAX_FREE_DEPTH = 16  # of values that no schema describes
+_MAX_CONSTANT_CHARS = 40  # of a number
+_MAX_STEP = 10**9  # a multipleOf without its point; llguidance has 32 bits
+_ESCAPED = frozenset("\n\r\t\b\f")
+_ANY = "any"
+
+Written = dict[str, Any]
+
+
+class Writer:
+    """Writes what a goal allows, with what its goals lead to."""
+
+    def __init__(self, former: Former, policy: Policy, where: str) -> None:
+        self._former = former
+        self._policy = policy
+        self._where = where
+        self.instead: dict[String, Written | None] = {}  # strings that are written in another way, or can't be
+        self.without: set[str] = set()  # patterns of names that are left out
+        self._forms: dict[Goal, list[Form]] = {}
+
+    def write(self, root: Goal) -> Written:
+        """Raises InvalidRequest if nothing matches."""
+        self._explore(root)
+        self._alive = self._productive()
+        if root not in self._alive:
+            raise InvalidRequest(
+                f"{self._where}: no value conforms to this schema; its conditions contradict each other"
+            )
+        self._check_depth(root)
+        self._uses: dict[Goal, int] = {root: 1}
+        for goal, forms in self._forms.items():
+            for form in forms if goal in self._alive else ():
+                for inner in self._children(form):
+                    self._uses[inner] = self._uses.get(inner, 0) + 1
+        self._names: dict[Goal, str] = {}
+        self._todo: deque[Goal] = deque()
+        self._has_any = False
+        written = self._goal(root, 0) if root != ANYTHING else self._any()
+        definitions = {}
+        while self._todo:
+            goal = self._todo.popleft()
+            definitions[self._names[goal]] = self._body(goal, 0)
+        if self._has_any:
+            definitions.update(_ANYTHING)
+        return {**written, "$defs": definitions} if definitions else written
+
+    def strings_with_patterns(self) -> list[String]:
+        """Those with a pattern or a format."""
+        found = (form for forms in self._forms.values() for form in forms if isinstance(form, String))
+        return list(dict.fromkeys(form for form in found if form.patterns or form.formats))
+
+    def patterns_of_names(self) -> list[tuple[str, str]]:
+        """The patterns that are keys of patternProperties, with their paths."""
+        found = (form for forms in self._forms.values() for form in forms if isinstance(form, Members))
+        return list(dict.fromkeys((pattern, path) for form in found for pattern, _, path in form.patterns))
+
+    def _explore(self, root: Goal) -> None:
+        todo = deque([root])
+        while todo:
+            goal = todo.popleft()
+            if goal in self._forms or goal in (ANYTHING, NOTHING):
+                continue
+            self._policy.spend()
+            self._forms[goal] = self._former.forms(goal)
+            todo += [inner for form in self._forms[goal] for inner in _inner(form)]
+
+    def _productive(self) -> dict[Goal, None]:
+        """The goals that a finite value can match."""
+        users: dict[Goal, set[Goal]] = {}
+        for goal, forms in self._forms.items():
+            for form in forms:
+                for inner in _inner(form):
+                    users.setdefault(inner, set()).add(goal)
+        alive: dict[Goal, None] = {ANYTHING: None}
+        todo = deque(self._forms)
+        while todo:
+            goal = todo.popleft()
+            if goal not in alive and any(self._can(form, alive) for form in self._forms[goal]):
+                alive[goal] = None
+                todo += users.get(goal, ())
+        return alive
+
+    def _can(self, form: Form, alive: Mapping[Goal, None]) -> bool:
+        match form:
+            case Same():
+                return form.goal in alive
+            case Items():
+                low = form.low or 0
+                return all(goal in alive for goal in form.prefix[:low]) and (
+                    low <= len(form.prefix) or form.rest in alive
+                )
+            case Members():
+                if not all(goal in alive for name, goal in form.properties if name in form.required):
+                    return False
+                more = form.additional in alive or any(goal in alive for _, goal, _ in form.patterns)
+                return form.low <= len(form.required) or more
+            case Number():
+                return _number(form) is not None
+            case String():
+                return self.string(form) is not None
+        return True
+
+    def _children(self, form: Form) -> list[Goal]:
+        return [goal for goal in _inner(form) if goal in self._alive]
+
+    def _check_depth(self, root: Goal) -> None:
+        """llguidance follows references one in another, in the order of the schema, each of them once."""
+        seen: set[Goal] = set()
+        todo = [(root, 0)]
+        while todo:
+            goal, depth = todo.pop()
+            if goal in seen or goal == ANYTHING:
+                continue
+            seen.add(goal)
+            if depth > MAX_DEPTH:
+                raise InvalidRequest(
+                    f"{self._where} has more than {MAX_DEPTH} schemas that lead from one to the next; flatten it"
+                )
+            inner = [each for form in self._forms[goal] for each in self._children(form)]
+            todo += [(each, depth + 1) for each in reversed(inner)]
+
+    # Writing
+
+    def _goal(self, goal: Goal, depth: int) -> Written:
+        if goal == ANYTHING:
+            return self._any()
+        if self._uses.get(goal, 0) > 1 and not self._is_small(goal):
+            return self._reference(goal)
+        return self._reference(goal) if depth > _MAX_INLINE else self._body(goal, depth)
+
+    def _is_small(self, goal: Goal) -> bool:
+        forms = self._forms[goal]
+        return len(forms) == 1 and isinstance(forms[0], Null | Boolean | Number | String)
+
+    def _reference(self, goal: Goal) -> Written:
+        if goal not in self._names:
+            self._names[goal] = f"s{len(self._names)}"
+            self._todo.append(goal)
+        return {"$ref": f"#/$defs/{self._names[goal]}"}
+
+    def _any(self) -> Written:
+        self._has_any = True
+        return {"$ref": f"#/$defs/{_ANY}"}
+
+    def _body(self, goal: Goal, depth: int) -> Written:
+        forms = [form for form in self._forms[goal] if self._can(form, self._alive)]
+        written = [self._form(form, depth + 1) for form in forms]
+        unique = [each for at, each in enumerate(written) if each not in written[:at]] if len(written) < 20 else written
+        return unique[0] if len(unique) == 1 else {"anyOf": unique}
+
+    def _form(self, form: Form, depth: int) -> Written:
+        match form:
+            case Same():
+                return self._goal(form.goal, depth)
+            case Null():
+                return {"type": "null"}
+            case Boolean():
+                return {"type": "boolean"} if len(form.values) == 2 else {"const": form.values[0]}
+            case Number():
+                return _number(form) or {}
+            case String():
+                return self.string(form) or {}
+            case Items():
+                return self._items(form, depth)
+            case Members():
+                return self._members(form, depth)
+
+    def _items(self, form: Items, depth: int) -> Written:
+        prefix = []
+        for goal in form.prefix:
+            if goal not in self._alive:
+                break
+            prefix.append(self._goal(goal, depth))
+        high = form.high if len(prefix) == len(form.prefix) else len(prefix)
+        low = form.low if form.low is not None else len(prefix)
+        written: Written = {"type": "array"}
+        if prefix:
+            written["prefixItems"] = prefix
+        has_rest = form.rest in self._alive and (high is None or high > len(prefix))
+        written["items"] = self._goal(form.rest, depth) if has_rest else False
+        if not has_rest:
+            high = len(prefix)
+        if low:
+            written["minItems"] = low if high is None else min(low, high)
+        if high is not None:
+            written["maxItems"] = high
+        return written
+
+    def _members(self, form: Members, depth: int) -> Written:
+        written: Written = {"type": "object"}
+        if form.properties:
+            # Those that can't be there stay: their names are none of the additional properties'.
+            written["properties"] = {
+                name: self._goal(goal, depth) if goal in self._alive else False for name, goal in form.properties
+            }
+        required = [name for name, _ in form.properties if name in form.required]
+        if required:
+            written["required"] = required
+        patterns = {
+            pattern: self._goal(goal, depth) if goal in self._alive else False
+            for pattern, goal, _ in form.patterns
+            if pattern not in self.without
+        }
+        if patterns:
+            written["patternProperties"] = patterns
+        is_open = form.additional in self._alive
+        written["additionalProperties"] = self._goal(form.additional, depth) if is_open else False
+        if form.low:
+            written["minProperties"] = form.low
+        if form.high is not None:
+            written["maxProperties"] = form.high
+        return written
+
+    def string(self, form: String) -> Written | None:
+        if form in self.instead:
+            return self.instead[form]
+        if form.values is not None:
+            values = [text for text in form.values if is_writable(text)]
+            if not values:
+                return None
+            written: Written = {"enum": values}
+            patterns = [*(pattern for pattern, _ in form.patterns), *(FORMATS[n] for n in form.formats if n in FORMATS)]
+            if patterns:
+                return {
+                    "allOf": [{"type": "string", "enum": values}, *({"type": "string", "pattern": p} for p in patterns)]
+                }
+            return written
+        return string_of(form, [pattern for pattern, _ in form.patterns], form.formats)
+
+
+def string_of(form: String, patterns: list[str], formats: tuple[str, ...]) -> Written:
+    """A string with these patterns and formats, and with the form's length."""
+    every = [*patterns, *(FORMATS[name] for name in formats if name in FORMATS)]
+    size = {
+        **({"minLength": form.low} if form.low else {}),
+        **({"maxLength": form.high} if form.high is not None else {}),
+    }
+    if len(every) > 1:
+        first = {"type": "string", "pattern": every[0], **size}
+        return {"allOf": [first, *({"type": "string", "pattern": pattern} for pattern in every[1:])]}
+    return {"type": "string", **({"pattern": every[0]} if every else {}), **size}
+
+
+def is_writable(text: str) -> bool:
+    """Strings have no `\\u` escapes: by them a key could be written in two ways."""
+    return all((char >= " " and char != "\x7f") or char in _ESCAPED for char in text)
+
+
+def _inner(form: Form) -> list[Goal]:
+    match form:
+        case Same():
+            return [form.goal]
+        case Items():
+            return [*form.prefix, form.rest]
+        case Members():
+            return [*(goal for _, goal in form.properties), *(goal for _, goal, _ in form.patterns), form.additional]
+    return []
+
+
+# Numbers
+
+
+def _number(form: Number) -> Written | None:
+    """A number that a double holds and that ends: llguidance knows no bounds for digits, but multiples."""
+    if form.values is not None:
+        values = [value for each in form.values if (value := _constant(each)) is not None]
+        return {"enum": values} if values else None
+    if form.integer or (form.step is not None and form.step.denominator == 1):
+        return _whole(form)
+    low, high, step = form.low, form.high, form.step
+    ends = [abs(each) for each in (low, high) if each is not None]
+    if low is None or low < -MAX_BOUND:
+        low, low_open = (-MAX_BOUND if high is None or high > -MAX_BOUND else -_MAX_NUMBER), False
+    else:
+        low_open = form.low_open
+    if high is None or high > MAX_BOUND:
+        high, high_open = (MAX_BOUND if low < MAX_BOUND else _MAX_NUMBER), False
+    else:
+        high_open = form.high_open
+    decimals = MAX_DECIMALS
+    if form.low_open or form.high_open:  # a bound that is not allowed must not be what a value is rounded to
+        decimals = max(0, min(decimals, 15 - len(str(int(max(ends, default=0))))))
+    if step is None:
+        step = Fraction(1, 10**decimals)
+        if not _has_multiple(low, low_open, high, high_open, step):
+            step = None
+    elif not _has_multiple(low, low_open, high, high_open, step) or _digits(step) > _MAX_STEP:
+        return None
+    if low > high or (step is None and (low_open or high_open) and low == high):
+        return None
+    if step is None and low == high:
+        return {"enum": [low]}
+    return {
+        "type": "number",
+        "exclusiveMinimum" if low_open else "minimum": low,
+        "exclusiveMaximum" if high_open else "maximum": high,
+        **({"multipleOf": float(step)} if step is not None else {}),
+    }
+
+
+def _whole(form: Number) -> Written | None:
+    step = 1 if form.step is None else form.step
+    step = step if isinstance(step, int) else Fraction(math.lcm(step.numerator, step.denominator), step.denominator)
+    low = -MAX_WHOLE if form.low is None else math.ceil(form.low)
+    high = MAX_WHOLE if form.high is None else math.floor(form.high)
+    low += form.low_open and low == form.low
+    high -= form.high_open and high == form.high
+    if form.low is None and high < low:
+        low = -_MAX_NUMBER
+    if form.high is None and high < low:
+        high = _MAX_NUMBER
+    low, high = _inward(max(low, -_MAX_NUMBER), math.inf), _inward(min(high, _MAX_NUMBER), -math.inf)
+    if low > high or step > _MAX_STEP or -(-low // step) > high // step:
+        return None
+    return {"type": "integer", "minimum": low, "maximum": high, **({"multipleOf": int(step)} if step != 1 else {})}
+
+
+def _inward(value: int, towards: float) -> int:
+    """The nearest whole number that a double holds."""
+    near = float(value)
+    if near != value and (near < value) == (towards > 0):
+        near = math.nextafter(near, towards)
+    return int(near)
+
+
+def _has_multiple(low: float, low_open: bool, high: float, high_open: bool, step: Fraction) -> bool:
+    first, last = math.ceil(exact(low) / step), math.floor(exact(high) / step)
+    first += low_open and first * step == exact(low)
+    last -= high_open and last * step == exact(high)
+    return first <= last
+
+
+def _digits(step: Fraction) -> int:
+    """A decimal number without its point."""
+    return int(Decimal(step.numerator) / Decimal(step.denominator) * 10 ** -_exponent(step))
+
+
+def _exponent(step: Fraction) -> int:
+    exponent = (Decimal(step.numerator) / Decimal(step.denominator)).normalize().as_tuple().exponent
+    return min(int(exponent), 0)
+
+
+def _constant(value: float) -> float | None:
+    """A number as it can be written without an exponent, or None."""
+    if isinstance(value, int) or value == int(value):
+        whole = int(value)
+        return whole if abs(whole) <= _MAX_NUMBER and int(float(whole)) == whole else None
+    return value if len(format(Decimal(repr(value)), "f")) <= _MAX_CONSTANT_CHARS else None
+
+
+_SCALAR: Written = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "number", "minimum": -MAX_BOUND, "maximum": MAX_BOUND, "multipleOf": 10.0**-MAX_DECIMALS},
+        {"type": "boolean"},
+        {"type": "null"},
+    ]
+}
+
+
+def _free(depth: int) -> Written:
+    if depth == 0:
+        return {"$ref": f"#/$defs/{_ANY}-scalar"}
+    inner = {"$ref": f"#/$defs/{_ANY}-{depth - 1}"}
+    return {
+        "anyOf": [
+            {"$ref": f"#/$defs/{_ANY}-scalar"},
+            {"type": "array", "items": inner},
+            {"type": "object", "additionalProperties": inner},
+        ]
+    }
+
+
+_ANYTHING: Written = {
+    f"{_ANY}-scalar": _SCALAR,
+    _ANY: {"$ref": f"#/$defs/{_ANY}-{_MAX_FREE_DEPTH}"},
+    **{f"{_ANY}-{depth}": _free(depth) for depth in range(_MAX_FREE_DEPTH + 1)},
+}
