@@ -35,6 +35,7 @@ TYPES = {
 }
 _CODES = {"unknown_model": "model_not_found", "prompt_too_long": "context_length_exceeded"}  # as OpenAI calls them
 _SCHEMA_CODES = {  # as OpenAI calls what is wrong with the schema in such a parameter
+    "json_schema": "invalid_json_schema",
     "response_format": "invalid_json_schema",
     "text": "invalid_json_schema",
     "tools": "invalid_function_parameters",

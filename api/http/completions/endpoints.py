@@ -22,7 +22,7 @@ from cellama.api.openai.chunks import Chunks, reasoning_tokens_of
 from cellama.api.openai.parameters import CHAT, COMPLETIONS
 from cellama.tasks.contract.errors import InvalidJob, JobError
 
-from .orders import Order, order_of
+from .orders import Order, order_of, rules_for
 
 PREFIXES = {"chat": "chatcmpl", "generate": "cmpl"}
 
@@ -40,7 +40,7 @@ async def complete(request: Request) -> Response:
 async def _answer(asked: Asked, url: str) -> Response:
     model = await asked.gateway.directory.find(asked.caller, asked.body.get("model"))
     order = await asked.read_by(order_of, asked, url, model)
-    in_words = partial(of_worker, url=url)
+    in_words = partial(of_worker, url=url, rules=rules_for(asked.body, url))
     async with Running(asked, order.model, order.tier, in_words=in_words) as running:
         await unless_gone(asked.request, _submit(running, order))
         if order.is_stream:
@@ -56,7 +56,7 @@ async def _submit(running: Running, order: Order) -> None:
         await running.admit(order.num_tokens, order.num_jobs)
         await running.submit(*(_call(submit, order, content) for content in order.contents))
     except InvalidJob as error:
-        raise wrong(order.url, error) from None
+        raise wrong(order.url, error, rules_for(running.asked.body, order.url)) from None
 
 
 def _call(submit: Any, order: Order, content: Any) -> Callable[[str | None], Awaitable[AsyncJob[Any]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ from cellama.api.http.allowance import count, rest_of_context, tokens_of, within
 from cellama.api.http.asking import Asked, flag
 from cellama.api.http.errors import ApiError, wrong
 from cellama.api.openai.bodies import params_of_body
-from cellama.api.openai.parameters import CHAT, COMPLETIONS
+from cellama.api.openai.parameters import CHAT, COMPLETIONS, PARAMETERS, Rule
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.json_values import shorten
 from cellama.tasks.contract.shapes.workers import ModelView
@@ -75,6 +76,11 @@ def order_of(asked: Asked, url: str, model: ModelView) -> Order:
         params["max_tokens"] = within_limit(asked.caller.max_tokens, most, num_answers)
     num_read = tokens_of(*contents)
     return Order(url, asked.name_of(model), contents, params, tier, is_stream, include_usage, num_read)
+
+
+def rules_for(body: Mapping[str, Any], url: str) -> dict[str, Rule]:
+    """Return the rules by which this body calls things: one that uses a job's own name calls it by that."""
+    return {name: rule for name, rule in PARAMETERS[url].items() if rule.to not in body}
 
 
 def _contents(content: Any, url: str) -> tuple[Any, ...]:
