@@ -1,0 +1,162 @@
+"""Forms of a text at every endpoint: how strictly they are enforced, and where answers say what was not."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import openai as errors
+import pytest
+from anthropic import Anthropic
+from openai import OpenAI
+
+from cellama.api.http.warning_header import WARNINGS
+
+from ...gateways import GatewayProcess
+from .conftest import CHAT
+from .test_batches import begin, ended, lines_of, request
+
+TAGS = {"type": "array", "items": {"type": "string", "maxLength": 4}, "maxItems": 2}
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"tags": {**TAGS, "uniqueItems": True}},  # which no grammar can express
+    "required": ["tags"],
+    "additionalProperties": False,
+}
+LENIENT: Any = {"type": "json_schema", "json_schema": {"name": "tags", "schema": SCHEMA}}
+STRICT: Any = {"type": "json_schema", "json_schema": {"name": "tags", "schema": SCHEMA, "strict": True}}
+JSON: Any = {**CHAT, "max_tokens": 60}
+ASKED: Any = {"model": "tiny", "input": "Hi", "temperature": 0, "max_output_tokens": 60}
+MESSAGE: Any = {
+    "model": "tiny",
+    "max_tokens": 60,
+    "messages": CHAT["messages"],
+    "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}},
+}
+
+
+@pytest.fixture
+def anthropic(gateway: GatewayProcess) -> Iterator[Anthropic]:
+    with Anthropic(base_url=gateway.url, api_key="none", max_retries=0) as made:
+        yield made
+
+
+def check(warnings: Any) -> None:
+    (warning,) = warnings
+    assert "uniqueItems" in warning
+    assert "#/properties/tags" in warning
+
+
+def check_text(text: str | None) -> None:
+    assert json.loads(text or "").keys() == {"tags"}
+
+
+def test_format_that_is_not_strict_is_answered_with_warnings(openai: OpenAI) -> None:
+    raw = openai.chat.completions.with_raw_response.create(**JSON, response_format=LENIENT)
+    answer = raw.parse()
+    check_text(answer.choices[0].message.content)
+    check((answer.model_extra or {})["warnings"])
+    check(json.loads(raw.headers[WARNINGS]))
+
+
+def test_strict_format_is_refused_by_name_where_it_can_not_be_enforced(openai: OpenAI) -> None:
+    for stream in (False, True):
+        with pytest.raises(errors.BadRequestError, match=r"response_format at #/properties/tags") as caught:
+            openai.chat.completions.create(**JSON, response_format=STRICT, stream=stream)
+        assert (caught.value.param, caught.value.code) == ("response_format", "invalid_json_schema")
+    with pytest.raises(errors.BadRequestError) as caught:
+        openai.responses.create(**ASKED, text={"format": {**STRICT["json_schema"], "type": "json_schema"}})
+    assert (caught.value.param, caught.value.code) == ("text", "invalid_json_schema")
+
+
+def test_everything_that_is_enforced_has_no_warnings(openai: OpenAI) -> None:
+    whole = {**SCHEMA, "properties": {"tags": TAGS}}
+    form: Any = {"type": "json_schema", "json_schema": {"name": "tags", "schema": whole, "strict": True}}
+    raw = openai.chat.completions.with_raw_response.create(**JSON, response_format=form)
+    check_text(raw.parse().choices[0].message.content)
+    assert WARNINGS not in raw.headers
+    assert "warnings" not in raw.http_response.json()
+
+
+def test_stream_has_warnings_in_the_chunk_with_its_end(openai: OpenAI) -> None:
+    chunks = list(openai.chat.completions.create(**JSON, response_format=LENIENT, stream=True))
+    check_text("".join(chunk.choices[0].delta.content or "" for chunk in chunks))
+    (end,) = [chunk for chunk in chunks if chunk.choices[0].finish_reason]
+    check((end.model_extra or {})["warnings"])
+    assert not any("warnings" in (chunk.model_extra or {}) for chunk in chunks if chunk is not end)
+
+
+def test_completions_of_several_prompts_warn_once(openai: OpenAI) -> None:
+    own = {"json_schema": SCHEMA, "strict_schema": False}
+    asked: Any = {"model": "tiny", "prompt": ["A", "B"], "max_tokens": 60, "temperature": 0}
+    answer = openai.completions.create(**asked, extra_body=own)
+    for choice in answer.choices:
+        check_text(choice.text)
+    check((answer.model_extra or {})["warnings"])
+    with pytest.raises(errors.BadRequestError, match=r"json_schema at #/properties/tags") as caught:
+        openai.completions.create(**asked, extra_body={"json_schema": SCHEMA})
+    assert (caught.value.param, caught.value.code) == ("json_schema", "invalid_json_schema")
+
+
+def test_response_has_warnings_whenever_it_is_read(openai: OpenAI, gateway: GatewayProcess) -> None:
+    form: Any = {"format": {"type": "json_schema", "name": "tags", "schema": SCHEMA}}
+    raw = openai.responses.with_raw_response.create(**ASKED, text=form)
+    answer = raw.parse()
+    check_text(answer.output_text)
+    check((answer.model_extra or {})["warnings"])
+    check(json.loads(raw.headers[WARNINGS]))
+    again = gateway.get(f"/v1/responses/{answer.id}")
+    check(again.json()["warnings"])
+    check(json.loads(again.headers[WARNINGS]))
+    last = list(openai.responses.create(**ASKED, text=form, stream=True))[-1]
+    check(last.to_dict()["response"]["warnings"])  # type: ignore[index]
+
+
+def test_message_is_lenient_and_has_warnings(anthropic: Anthropic) -> None:
+    raw = anthropic.messages.with_raw_response.create(**MESSAGE)
+    check_text(raw.parse().to_dict()["content"][0]["text"])  # type: ignore[typeddict-item]
+    check(raw.http_response.json()["warnings"])
+    check(json.loads(raw.headers[WARNINGS]))
+    (end,) = [e for e in anthropic.messages.create(**MESSAGE, stream=True) if e.type == "message_delta"]
+    check(end.to_dict()["warnings"])
+    with pytest.raises(Exception, match=r"output_config\.format\.schema at #/properties/tags"):
+        anthropic.messages.create(**MESSAGE, extra_body={"strict_schema": True})
+
+
+def test_line_of_a_batch_has_warnings_in_its_body(openai: OpenAI) -> None:
+    lines = [request(1, max_tokens=60, response_format=LENIENT), request(2, max_tokens=60, response_format=STRICT)]
+    batch = ended(openai, begin(openai, lines))
+    (done,) = lines_of(openai, batch.output_file_id)
+    check(done["response"]["body"]["warnings"])
+    (failed,) = lines_of(openai, batch.error_file_id)
+    assert failed["error"]["code"] == "invalid_request"
+
+
+def test_json_object_may_have_a_schema(openai: OpenAI) -> None:
+    form: Any = {"type": "json_object", "schema": SCHEMA}
+    answer = openai.chat.completions.create(**JSON, response_format=form)
+    check_text(answer.choices[0].message.content)
+    check((answer.model_extra or {})["warnings"])
+    with pytest.raises(errors.BadRequestError, match="its schema must be a JSON Schema") as caught:
+        openai.chat.completions.create(**JSON, response_format={**form, "schema": 123})
+    assert caught.value.param == "response_format"
+
+
+@pytest.mark.parametrize(
+    ("own", "whole"), [({"regex": "[a-c]{3}"}, "[a-c]{3}"), ({"lark": 'start: /[0-9]{2}/ "!"'}, "[0-9]{2}!")]
+)
+def test_own_forms_are_taken_by_name(openai: OpenAI, own: dict[str, str], whole: str) -> None:
+    for answer in (
+        openai.chat.completions.create(**JSON, extra_body=own).choices[0].message.content,
+        openai.responses.create(**ASKED, extra_body=own).output_text,
+    ):
+        assert re.fullmatch(whole, answer or "")
+    (name,) = own
+    with pytest.raises(errors.BadRequestError, match=f"response_format and {name} are given") as caught:
+        openai.chat.completions.create(**JSON, response_format=LENIENT, extra_body=own)
+    assert caught.value.param == "response_format"
+    with pytest.raises(errors.BadRequestError) as caught:
+        openai.chat.completions.create(**JSON, extra_body={name: "(" if name == "regex" else "start: ("})
+    assert caught.value.param == name
