@@ -93,7 +93,7 @@ def test_bad_call_is_refused_before_it_is_queued(
             ["tiny", "Hi"],
             {"json_schema": '{"minItems": 1000000000}'},
             "invalid_request",
-            "at #/minItems is",
+            "at #/minItems: ",
         ),
         ("generate", ["tiny", "Hi"], {"mirostat": 1, "mirostat_tau": 600}, "invalid_request", "mirostat_tau is 600"),
         ("generate", ["tiny", "Hi"], {"repeat_last_n": 10**18}, "invalid_request", "less than or equal to 1048576"),
