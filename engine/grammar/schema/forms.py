@@ -221,6 +221,18 @@ class Former:
         return False
 
     def _separate(self, shape: Object) -> Object:
+        """The object without overlapping names: llguidance would merge the schemas of what has them."""
+        shape = self._without_overlap(shape)
+        listed = [name for name, goal in shape.properties if goal != NOTHING]
+        for pattern, goal, path in shape.patterns:
+            if any(self._patterns.matches(pattern, name, path) for name in listed) and not self._is_scalar(goal):
+                return replace(shape, patterns=(), additional=NOTHING)
+        return shape
+
+    def _is_scalar(self, goal: Goal) -> bool:
+        return not any(isinstance(shape, Array | Object) for shape in self._reader.shapes(goal))
+
+    def _without_overlap(self, shape: Object) -> Object:
         """The object with one pattern instead of several of which one name may match two."""
         if len(shape.patterns) < 2 or self._patterns.disjoint([pattern for pattern, _, _ in shape.patterns]):
             return shape
@@ -233,10 +245,11 @@ class Former:
     def _counted(self, shape: Object) -> Iterator[Members]:
         """Alternatives that have as many properties as minProperties and maxProperties demand."""
         allowed = [name for name, goal in shape.properties if goal != NOTHING]
-        needed = [name for name in shape.required if name in allowed]
-        if len(needed) < len(shape.required):
+        there, must_be = set(allowed), set(shape.required)
+        needed = [name for name in shape.required if name in there]
+        if len(needed) < len(must_be):
             return
-        free = [name for name in allowed if name not in needed]
+        free = [name for name in allowed if name not in must_be]
         is_open = shape.additional != NOTHING or bool(shape.patterns)
         low = max(shape.low - len(needed), 0)
         high = None if shape.high is None else shape.high - len(needed)

@@ -42,7 +42,7 @@ class Patterns:
     def matches(self, pattern: str, text: str, path: str) -> bool:
         """Whether a pattern of property names at this path matches one."""
         if (pattern, text) not in self._known:
-            self._policy.spend(4)
+            self._policy.spend(16)
             problem = problem_of({"type": "string", "enum": [text], "pattern": pattern})
             if problem and problem != UNSATISFIABLE:
                 self._policy.cannot(path, "patternProperties", problem)
@@ -51,5 +51,5 @@ class Patterns:
 
     def disjoint(self, patterns: Sequence[str]) -> bool:
         """True if no text matches two of them."""
-        self._policy.spend(4 * len(patterns))
+        self._policy.spend(16 * len(patterns))
         return not problem_of({"type": "object", "patternProperties": dict.fromkeys(patterns, True)})

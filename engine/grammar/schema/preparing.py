@@ -48,7 +48,7 @@ def _prepared(text: str, strict: bool, where: str) -> Prepared:
     policy = Policy(document, where, strict)
     patterns = Patterns(policy)
     reader = Reader(document, policy, patterns.matches)
-    writer = Writer(Former(reader, policy, patterns), policy, where)
+    writer = Writer(Former(reader, policy, patterns), document, policy, where)
     root = reader.goal(Document.ROOT)
     schema = writer.write(root)
     if problem_of(schema):

@@ -21,6 +21,7 @@ from .policy import Inexpressible, Policy
 from .shapes import (
     ANY,
     ANYTHING,
+    MAX_NUMBER,
     NOTHING,
     Array,
     Boolean,
@@ -35,11 +36,13 @@ from .shapes import (
     both,
     exact,
     goal_of,
+    is_known_step,
     merged,
 )
 
 Shapes = tuple[Shape, ...]
 
+_MAX_TRIED = 16  # opposites within opposites that are looked at ahead
 _MAX_EXCLUDED_CHARS = 2_000  # of texts that a pattern says are not to come
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 _ALONE = ("anyOf", "oneOf", "allOf", *_REFERENCES)
@@ -67,6 +70,10 @@ class Reader:
         self._found: dict[tuple[int, bool], Shapes] = {}
         self._of_goal: dict[Goal, Shapes] = {}
         self._reading: list[tuple[int, bool]] = []
+        # Shapes may be narrower than their schema. Those say nothing about whether two schemas exclude each other.
+        self._num_narrowed = 0
+        self._narrower: set[tuple[int, bool] | Goal] = set()
+        self._tried: list[tuple[int, bool]] = []  # opposites that are looked at ahead
         self._constants: dict[str, int] = {}  # JSON → the schema that was made for it
 
     # Goals
@@ -104,23 +111,44 @@ class Reader:
             return [self.goal(each) for each in self._children(node, "anyOf")]
         if known == ["oneOf"]:
             children = self._children(node, "oneOf")
+            before = self._num_narrowed
             branches = [self._read(each, True) for each in children]
-            if self._all_apart(branches):
+            if self._num_narrowed == before and self._all_apart(branches):
                 return [self.goal(each) for each in children]
         return None
 
     def shapes(self, goal: Goal) -> Shapes:
         """The shapes of what matches all of a goal."""
         if goal not in self._of_goal:
+            before = self._num_narrowed
             found: Shapes = ANY
             for node, wanted in goal:
-                found = self._both(found, self._read(node, wanted))
+                try:
+                    found = self._both(found, self._read(node, wanted))
+                except Inexpressible as error:
+                    self._policy.cannot(self._document.nodes[node].path.removesuffix("/not"), "not", str(error))
             self._of_goal[goal] = found
+            if self._num_narrowed > before:
+                self._narrower.add(goal)
+        elif goal in self._narrower:
+            self._num_narrowed += 1
         return self._of_goal[goal]
 
     def opposites(self, goal: Goal) -> list[Goal]:
-        """Goals of which one at least holds where the goal does not."""
-        return [((0, True),)] if goal == ANYTHING else [self.goal(node, not wanted) for node, wanted in goal]
+        """Goals of which one at least holds where the goal does not. Raises Inexpressible."""
+        if goal == ANYTHING:
+            return [NOTHING]
+        found = [self.goal(node, not wanted) for node, wanted in goal]
+        for key in itertools.chain(*found):
+            if not key[1] and key not in self._tried and len(self._tried) < _MAX_TRIED:
+                reading, self._reading = self._reading, []  # within a property or an item a schema may come again
+                self._tried.append(key)
+                try:
+                    self._read(*key)
+                finally:
+                    self._reading = reading
+                    self._tried.pop()
+        return found
 
     def constant(self, value: Any, like: int) -> Goal:
         """The goal of this very value."""
@@ -171,6 +199,7 @@ class Reader:
     def _read(self, node: int, wanted: bool) -> Shapes:
         key = (node, wanted)
         if key in self._found:
+            self._num_narrowed += key in self._narrower
             return self._found[key]
         schema, path, _ = self._document.nodes[node]
         if key in self._reading:
@@ -179,6 +208,7 @@ class Reader:
             raise self._document.refused(path, " is reached by too many references; use fewer")
         self._policy.spend()
         self._reading.append(key)
+        before = self._num_narrowed
         try:
             if isinstance(schema, bool):
                 found = ANY if schema is wanted else ()
@@ -189,6 +219,8 @@ class Reader:
         finally:
             self._reading.pop()
         self._found[key] = found
+        if self._num_narrowed > before:
+            self._narrower.add(key)
         return found
 
     def _both(self, ones: Shapes, others: Shapes) -> Shapes:
@@ -201,6 +233,8 @@ class Reader:
                 shape = merged(one, other, self.matches)
                 if shape is not None:
                     found.append(shape)
+                if isinstance(shape, Object) and shape.patterns:
+                    self._num_narrowed += 1
         return tuple(found)
 
     def _matching(self, node: int, schema: Mapping[str, Any], path: str) -> Shapes:
@@ -229,6 +263,7 @@ class Reader:
             found = self._one_of(node, found, path)
         for name, kind in (("unevaluatedProperties", "object"), ("unevaluatedItems", "array")):
             if name in schema:
+                self._num_narrowed += 1
                 goal = self.goal(self._document.child(node, name))
                 found = tuple(self._closed(shape, goal) if shape.type == kind else shape for shape in found)
         return found
@@ -271,8 +306,13 @@ class Reader:
         yes = self._both(self._read(test, True), then)
         try:
             return self._either([yes, self._both(self._read(test, False), other)])
-        except Inexpressible:
-            return self._either([yes, self._both(then, other)])  # what matches both matches either way
+        except Inexpressible as error:
+            either_way = self._both(then, other)  # what matches both conforms, whatever the test says
+            if either_way:
+                self._num_narrowed += 1
+                return self._either([yes, either_way])
+            self._policy.cannot(path, "if", str(error))
+            return ANY
 
     def _dependent(self, name: str, node: int, schema: Mapping[str, Any], path: str) -> Shapes:
         found: Shapes = ANY
@@ -291,17 +331,21 @@ class Reader:
 
     def _one_of(self, node: int, base: Shapes, path: str) -> Shapes:
         children = self._children(node, "oneOf")
+        before = self._num_narrowed
         branches = [self._both(base, self._read(child, True)) for child in children]
-        if self._all_apart(branches):
+        is_exact = self._num_narrowed == before
+        if is_exact and self._all_apart(branches):
             return self._either(branches)
-        closed = [tuple(map(_without_others, shapes)) for shapes in branches]
-        if self._all_apart(closed):
+        closed = [tuple(self._without_others(shape) for shape in shapes) for shapes in branches]
+        if is_exact and all(
+            self._apart(closed[a], branches[b]) for a, b in itertools.permutations(range(len(branches)), 2)
+        ):
             return self._either(closed)
         exclusive = []
         try:
             for at, shapes in enumerate(branches):
                 for other, child in enumerate(children):
-                    if other != at and not self._apart(branches[at], branches[other]):
+                    if other != at and not (is_exact and self._apart(branches[at], branches[other])):
                         shapes = self._both(shapes, self._read(child, False))
                 exclusive.append(shapes)
         except Inexpressible as error:
@@ -319,18 +363,27 @@ class Reader:
             )
         return found
 
+    def _without_others(self, shape: Shape) -> Shape:
+        """The shape as it is written: an object with `properties` has no others unless a keyword allows them."""
+        if not isinstance(shape, Object) or not shape.named or shape.additional is not None:
+            return shape
+        known = shape.fixed()
+        more = tuple((name, goal_of(shape, name, self.matches)) for name in shape.required if name not in known)
+        return replace(shape, properties=(*shape.properties, *more), additional=NOTHING)
+
     def _all_apart(self, branches: list[Shapes]) -> bool:
         return all(self._apart(one, other) for one, other in itertools.combinations(branches, 2))
 
     def _apart(self, ones: Shapes, others: Shapes) -> bool:
         """True if it is certain that no value matches both."""
+        before = self._num_narrowed
         for one, other in itertools.product(ones, others):
             self._policy.spend()
             if one.type == other.type:
                 shape = merged(one, other, self.matches)
                 if shape is not None and not self._hollow(shape, 3):
                     return False
-        return True
+        return self._num_narrowed == before
 
     # Types and values
 
@@ -361,7 +414,16 @@ class Reader:
     def _number(self, node: int, schema: Mapping[str, Any], path: str, said: bool) -> Shape | None:
         low, low_open = _bound(schema, "minimum", "exclusiveMinimum", max)
         high, high_open = _bound(schema, "maximum", "exclusiveMaximum", min)
+        if low is not None and low > MAX_NUMBER:
+            self._policy.cannot(path, "minimum", "numbers are written up to ±10^18")
+            low, low_open = None, False
+        if high is not None and high < -MAX_NUMBER:
+            self._policy.cannot(path, "maximum", "numbers are written up to ±10^18")
+            high, high_open = None, False
         step = exact(schema["multipleOf"]) if "multipleOf" in schema else None
+        if step is not None and not is_known_step(step):
+            self._policy.cannot(path, "multipleOf", "it has too many digits")
+            step = None
         number = Number(said, low, low_open, high, high_open, False, step, path)
         return merged(number, Number(), self.matches)
 
@@ -468,7 +530,9 @@ class Reader:
         if "type" in schema:
             given = schema["type"]
             types = {given} if isinstance(given, str) else set(given)
-            types |= {"number"} if "integer" in types else set()  # other numbers than whole ones can't be asked for
+            if "integer" in types and "number" not in types:  # other numbers than whole ones can't be asked for
+                types.add("number")
+                self._num_narrowed += 1
             yield from (replace(shape, said=True) for shape in ANY if shape.type not in types)
         if any(name in _TYPED for name in schema if name not in ("type", "nullable")):
             for shape in self._typed(node, {**schema, "type": list(TYPES)}, path):
@@ -481,11 +545,17 @@ class Reader:
                 yield from self._read(self._document.target(node, name), False)
         for inner in self._children(node, "allOf") if "allOf" in schema else ():
             yield from self._read(inner, False)
-        if "anyOf" in schema:
-            found: Shapes = ANY
-            for inner in self._children(node, "anyOf"):
-                found = self._both(found, self._read(inner, False))
-            yield from found
+        for name in ("anyOf", "oneOf"):
+            if name in schema:
+                children = self._children(node, name)
+                before = self._num_narrowed
+                apart = name == "anyOf" or self._all_apart([self._read(inner, True) for inner in children])
+                if not apart or self._num_narrowed > before:
+                    raise Inexpressible("there is no opposite of 'oneOf' with schemas that overlap")
+                found: Shapes = ANY
+                for inner in children:
+                    found = self._both(found, self._read(inner, False))
+                yield from found
         if "not" in schema:
             yield from self._read(child(node, "not"), True)
         if "if" in schema:
@@ -499,7 +569,7 @@ class Reader:
                 else:
                     violating = self._read(child(node, name, key), False)
                     yield from self._both((Object(True, required=(key,)),), violating)
-        for name in ("oneOf", "unevaluatedProperties", "unevaluatedItems"):
+        for name in ("unevaluatedProperties", "unevaluatedItems"):
             if name in schema:
                 raise Inexpressible(f"there is no opposite of {name!r}")
 
@@ -532,7 +602,10 @@ class Reader:
         if shape.unique:
             raise Inexpressible("there is no opposite of 'uniqueItems'")
         if shape.rest not in (None, ANYTHING, NOTHING):
-            raise Inexpressible("there is no opposite of 'items'")
+            if shape.prefix:
+                raise Inexpressible("there is no opposite of 'items' after 'prefixItems'")
+            for other in self.opposites(shape.rest or ANYTHING):
+                yield Array(True, rest=ANYTHING, contains=(Contains(other, 1, shape.low_path),))
         if shape.low:
             yield Array(True, rest=ANYTHING, low=0, high=shape.low - 1)
         high = len(shape.prefix) if shape.rest == NOTHING and shape.high is None else shape.high
@@ -621,13 +694,6 @@ def _bound(
     if bound is None or other == choose(bound, other):
         return other, True
     return bound, False
-
-
-def _without_others(shape: Shape) -> Shape:
-    """The shape as it is written: an object with `properties` has no others unless a keyword allows them."""
-    if isinstance(shape, Object) and shape.named and shape.additional is None:
-        return replace(shape, additional=NOTHING)
-    return shape
 
 
 def _other_than(texts: list[str]) -> str:

@@ -25,6 +25,11 @@ def both(one: Goal, other: Goal) -> Goal:
     return NOTHING if impossible else merged
 
 
+MAX_NUMBER = 10**18  # llguidance's bounds are 64-bit integers
+_MAX_STEP = 10**9  # a multipleOf without its point; llguidance has 32 bits
+_MAX_STEP_DECIMALS = 10
+
+
 @dataclass(frozen=True, slots=True)
 class Null:
     said: bool = False  # a schema names the type, or says something of its values
@@ -131,6 +136,14 @@ Matches = Callable[[str, str, str], bool]  # pattern, text, path of the pattern
 def exact(value: float) -> Fraction:
     """The number that the JSON text says, 0.1 for instance."""
     return Fraction(repr(value)) if isinstance(value, float) else Fraction(value)
+
+
+def is_known_step(step: Fraction) -> bool:
+    """Whether llguidance finds the decimals of a multipleOf: it multiplies a double by ten until that is whole."""
+    value, decimals = float(step), 0
+    while value % 1 and value < _MAX_STEP:
+        value, decimals = value * 10, decimals + 1
+    return value <= _MAX_STEP and decimals <= _MAX_STEP_DECIMALS and Fraction(int(value), 10**decimals) == step
 
 
 def goal_of(shape: Object, name: str, matches: Matches) -> Goal:

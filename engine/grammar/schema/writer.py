@@ -11,20 +11,19 @@ from typing import Any
 
 from cellama.engine.errors import InvalidRequest
 
+from .document import Document
 from .formats import FORMATS
 from .forms import Form, Former, Items, Members, Same
 from .policy import Policy
-from .shapes import ANYTHING, NOTHING, Boolean, Goal, Null, Number, String, exact
+from .shapes import ANYTHING, MAX_NUMBER, NOTHING, Boolean, Goal, Null, Number, String, exact, is_known_step
 
 MAX_DEPTH = 128  # schemas that lead to each other: llguidance's stack holds some 500
 MAX_WHOLE = 2**53 - 1  # a JavaScript number holds whole numbers to there
 MAX_BOUND = 10**15  # of numbers with decimals
 MAX_DECIMALS = 10
-_MAX_NUMBER = 10**18  # llguidance's bounds are 64-bit integers
 _MAX_INLINE = 12  # schemas in schemas, before one gets a name
 _MAX_FREE_DEPTH = 16  # of values that no schema describes
 _MAX_CONSTANT_CHARS = 40  # of a number
-_MAX_STEP = 10**9  # a multipleOf without its point; llguidance has 32 bits
 _ESCAPED = frozenset("\n\r\t\b\f")
 _ANY = "any"
 
@@ -34,7 +33,8 @@ Written = dict[str, Any]
 class Writer:
     """Writes what a goal allows, with what its goals lead to."""
 
-    def __init__(self, former: Former, policy: Policy, where: str) -> None:
+    def __init__(self, former: Former, document: Document, policy: Policy, where: str) -> None:
+        self._document = document
         self._former = former
         self._policy = policy
         self._where = where
@@ -47,8 +47,8 @@ class Writer:
         self._explore(root)
         self._alive = self._productive()
         if root not in self._alive:
-            raise InvalidRequest(
-                f"{self._where}: no value conforms to this schema; its conditions contradict each other"
+            raise self._document.refused(
+                self._culprit(root), ": no value conforms to this schema; its conditions contradict each other"
             )
         self._check_depth(root)
         self._uses: dict[Goal, int] = {root: 1}
@@ -103,6 +103,19 @@ class Writer:
                 alive[goal] = None
                 todo += users.get(goal, ())
         return alive
+
+    def _culprit(self, goal: Goal) -> str:
+        """The path of the innermost schema that makes a goal impossible, if it is the only one."""
+        path, seen = "#", set()
+        while goal not in seen and goal not in (ANYTHING, NOTHING):
+            seen.add(goal)
+            path = self._document.nodes[goal[-1][0]].path
+            forms = self._forms[goal]
+            if len(forms) != 1:
+                break
+            needed = _needed(forms[0])
+            goal = next((inner for inner in needed if inner not in self._alive), NOTHING)
+        return path
 
     def _can(self, form: Form, alive: Mapping[Goal, None]) -> bool:
         match form:
@@ -270,6 +283,18 @@ def is_writable(text: str) -> bool:
     return all((char >= " " and char != "\x7f") or char in _ESCAPED for char in text)
 
 
+def _needed(form: Form) -> list[Goal]:
+    """The goals without which nothing has the form."""
+    match form:
+        case Same():
+            return [form.goal]
+        case Items():
+            return list(form.prefix[: form.low or 0])
+        case Members():
+            return [goal for name, goal in form.properties if name in form.required]
+    return []
+
+
 def _inner(form: Form) -> list[Goal]:
     match form:
         case Same():
@@ -294,13 +319,17 @@ def _number(form: Number) -> Written | None:
     low, high, step = form.low, form.high, form.step
     ends = [abs(each) for each in (low, high) if each is not None]
     if low is None or low < -MAX_BOUND:
-        low, low_open = (-MAX_BOUND if high is None or high > -MAX_BOUND else -_MAX_NUMBER), False
+        low, low_open = (-MAX_BOUND if high is None or high > -MAX_BOUND else -MAX_NUMBER), False
     else:
         low_open = form.low_open
     if high is None or high > MAX_BOUND:
-        high, high_open = (MAX_BOUND if low < MAX_BOUND else _MAX_NUMBER), False
+        high, high_open = (MAX_BOUND if low < MAX_BOUND else MAX_NUMBER), False
     else:
         high_open = form.high_open
+    if low == 0 and low_open:  # llguidance takes -0 for a number below 0
+        low, low_open = float(step or Fraction(1, 10**MAX_DECIMALS)), False
+    if high == 0 and high_open:
+        high, high_open = -float(step or Fraction(1, 10**MAX_DECIMALS)), False
     decimals = MAX_DECIMALS
     if form.low_open or form.high_open:  # a bound that is not allowed must not be what a value is rounded to
         decimals = max(0, min(decimals, 15 - len(str(int(max(ends, default=0))))))
@@ -308,7 +337,7 @@ def _number(form: Number) -> Written | None:
         step = Fraction(1, 10**decimals)
         if not _has_multiple(low, low_open, high, high_open, step):
             step = None
-    elif not _has_multiple(low, low_open, high, high_open, step) or _digits(step) > _MAX_STEP:
+    elif not _has_multiple(low, low_open, high, high_open, step) or not is_known_step(step):
         return None
     if low > high or (step is None and (low_open or high_open) and low == high):
         return None
@@ -330,11 +359,11 @@ def _whole(form: Number) -> Written | None:
     low += form.low_open and low == form.low
     high -= form.high_open and high == form.high
     if form.low is None and high < low:
-        low = -_MAX_NUMBER
+        low = -MAX_NUMBER
     if form.high is None and high < low:
-        high = _MAX_NUMBER
-    low, high = _inward(max(low, -_MAX_NUMBER), math.inf), _inward(min(high, _MAX_NUMBER), -math.inf)
-    if low > high or step > _MAX_STEP or -(-low // step) > high // step:
+        high = MAX_NUMBER
+    low, high = _inward(max(low, -MAX_NUMBER), math.inf), _inward(min(high, MAX_NUMBER), -math.inf)
+    if low > high or not is_known_step(Fraction(step)) or -(-low // step) > high // step:
         return None
     return {"type": "integer", "minimum": low, "maximum": high, **({"multipleOf": int(step)} if step != 1 else {})}
 
@@ -354,21 +383,11 @@ def _has_multiple(low: float, low_open: bool, high: float, high_open: bool, step
     return first <= last
 
 
-def _digits(step: Fraction) -> int:
-    """A decimal number without its point."""
-    return int(Decimal(step.numerator) / Decimal(step.denominator) * 10 ** -_exponent(step))
-
-
-def _exponent(step: Fraction) -> int:
-    exponent = (Decimal(step.numerator) / Decimal(step.denominator)).normalize().as_tuple().exponent
-    return min(int(exponent), 0)
-
-
 def _constant(value: float) -> float | None:
     """A number as it can be written without an exponent, or None."""
     if isinstance(value, int) or value == int(value):
         whole = int(value)
-        return whole if abs(whole) <= _MAX_NUMBER and int(float(whole)) == whole else None
+        return whole if abs(whole) <= MAX_NUMBER and int(float(whole)) == whole else None
     return value if len(format(Decimal(repr(value)), "f")) <= _MAX_CONSTANT_CHARS else None
 
 
