@@ -40,7 +40,7 @@ class Document:
         self._by_path: dict[str, int] = {}
         self._by_uri: dict[str, str] = {}  # URI of a resource or an anchor → path
         self._path_chars = 0
-        self._several: set[str] = set()  # URIs that several $dynamicAnchor have
+        self._dynamic: Counter[str] = Counter()  # names → how many $dynamicAnchor have them
         self._known(self.root, "#", "")
 
     def refused(self, path: str, reason: str) -> InvalidRequest:
@@ -72,14 +72,19 @@ class Document:
                 f"/{keyword} is {show(reference)}; only references within the schema are followed, so put its target "
                 "into $defs",
             )
-        if full in self._several and keyword == "$dynamicRef":
-            raise self.refused(
-                path, f"/{keyword} is {show(reference)}, the $dynamicAnchor of several schemas; use $ref"
-            )
         found = self._at(self._by_uri[uri], fragment) if fragment[:1] in ("", "/") else self._by_uri.get(full)
         if found is None:
             raise self.refused(path, f"/{keyword} is {show(reference)}, which the schema does not contain")
         return self._by_path[found]
+
+    def is_dynamic(self, node: int) -> bool:
+        """True if it depends on the way to a schema where its $dynamicRef leads. Raises InvalidRequest."""
+        schema = self.nodes[node].schema
+        if not isinstance(schema, Mapping) or "$dynamicRef" not in schema:
+            return False
+        name = schema["$dynamicRef"].partition("#")[2]
+        target = self.nodes[self.target(node, "$dynamicRef")].schema
+        return isinstance(target, Mapping) and target.get("$dynamicAnchor") == name and self._dynamic[name] > 1
 
     def _parse(self, text: str) -> Any:
         if len(text) > limits.MAX_SCHEMA_CHARS:
@@ -152,9 +157,8 @@ class Document:
             self._by_uri[base] = path
         names = [named[1:]] if named.startswith("#") else []  # the spelling of $anchor until draft 7
         for name in (*names, *(schema[key] for key in ("$anchor", "$dynamicAnchor") if key in schema)):
-            if f"{base}#{name}" in self._by_uri:
-                self._several.add(f"{base}#{name}")
             self._by_uri.setdefault(f"{base}#{name}", path)
+        self._dynamic.update([schema["$dynamicAnchor"]] if "$dynamicAnchor" in schema else [])
         return base
 
     def _at(self, path: str, pointer: str) -> str | None:

@@ -169,7 +169,8 @@ KEYWORDS: dict[str, Keyword] = {
         REWRITTEN,
         REWRITTEN,
         _text,
-        "Becomes `$ref`. A name that several `$dynamicAnchor` have is refused.",
+        "Becomes `$ref`. Refused where several `$dynamicAnchor` have its name; "
+        "ignored with a warning without `strict`.",
     ),
     "$recursiveRef": Keyword("references", REWRITTEN, REWRITTEN, _text, "Becomes `$ref`."),
     # combinations

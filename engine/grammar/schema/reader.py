@@ -90,6 +90,8 @@ class Reader:
                 return ANYTHING if wanted else NOTHING
             if len(known) > 1:
                 break
+            if known[0] == "$dynamicRef" and self._document.is_dynamic(node):
+                break
             if known[0] in _REFERENCES:
                 node = self._document.target(node, known[0])
             elif known[0] in _ALONE and len(schema[known[0]]) == 1:
@@ -215,7 +217,7 @@ class Reader:
             elif wanted:
                 found = self._matching(node, schema, path)
             else:
-                found = tuple(self._differing(node, schema, path))
+                found = tuple(map(_unseen, self._differing(node, schema, path)))
         finally:
             self._reading.pop()
         self._found[key] = found
@@ -269,6 +271,9 @@ class Reader:
         return found
 
     def _referred(self, name: str, node: int, schema: Mapping[str, Any], path: str) -> Shapes:
+        if name == "$dynamicRef" and self._document.is_dynamic(node):
+            self._policy.cannot(path, name, "several $dynamicAnchor have its name; use $ref")
+            return ANY
         return self._read(self._document.target(node, name), True)
 
     def _all_of(self, name: str, node: int, schema: Mapping[str, Any], path: str) -> Shapes:
@@ -542,6 +547,8 @@ class Reader:
                 yield from self._other_values(schema["enum"] if name == "enum" else [schema["const"]])
         for name in _REFERENCES:
             if name in schema:
+                if name == "$dynamicRef" and self._document.is_dynamic(node):
+                    raise Inexpressible("several $dynamicAnchor have the name of a $dynamicRef")
                 yield from self._read(self._document.target(node, name), False)
         for inner in self._children(node, "allOf") if "allOf" in schema else ():
             yield from self._read(inner, False)
@@ -694,6 +701,13 @@ def _bound(
     if bound is None or other == choose(bound, other):
         return other, True
     return bound, False
+
+
+def _unseen(shape: Shape) -> Shape:
+    """The shape as unevaluatedProperties and unevaluatedItems see it below a `not`."""
+    if isinstance(shape, Object):
+        return replace(shape, seen=frozenset(), seen_patterns=frozenset())
+    return replace(shape, seen=0) if isinstance(shape, Array) else shape
 
 
 def _other_than(texts: list[str]) -> str:
