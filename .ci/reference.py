@@ -210,6 +210,25 @@ def codes(_: str = "") -> str:
     return table(("code", "meaning", "may be tried again", "HTTP status", "exit code"), rows)
 
 
+def json_schema() -> str:
+    """Keywords of JSON Schema by group: what becomes of each, in strict and in lenient use."""
+    keywords = find("cellama.engine.grammar.schema.keywords.KEYWORDS")
+    return "\n".join(
+        f"### {group.capitalize()}\n\n"
+        + table(
+            ("keyword", "strict", "lenient", "notes"),
+            [(f"`{name}`", k.strict, k.lenient, k.note) for name, k in keywords.items() if k.group == group],
+        )
+        for group in dict.fromkeys(keyword.group for keyword in keywords.values())
+    )
+
+
+def json_schema_formats() -> str:
+    """The values of `format` that are enforced."""
+    formats = find("cellama.engine.grammar.schema.formats.FORMATS")
+    return "- " + "\n- ".join(f"`{name}`" for name in formats) + "\n"
+
+
 def measured(path: str) -> str:
     """Which kept results the figures of a page are from."""
     results = find("cellama.bench.harness.kept.Results")()
@@ -273,6 +292,8 @@ KINDS: dict[str, Callable[..., str]] = {
     "dataclass": dataclass_fields,
     "events": events,
     "codes": codes,
+    "json_schema": json_schema,
+    "json_schema_formats": json_schema_formats,
     "include": include,
     "measured": measured,
 }

@@ -16,6 +16,8 @@ from pydantic import BaseModel
 from cellama.api.cli import app
 from cellama.bench.__main__ import NAMES
 from cellama.config import ModelSettings, Settings
+from cellama.engine.grammar.schema.formats import FORMATS
+from cellama.engine.grammar.schema.keywords import KEYWORDS
 from cellama.tasks.contract.codes import CODES
 from cellama.tasks.contract.kinds import KINDS
 from cellama.tasks.contract.names import TASK_CHUNK
@@ -82,6 +84,13 @@ def test_pages_of_python_and_status_are_filled_in(reference: ModuleType) -> None
 def test_page_of_metrics_has_each_of_the_table(reference: ModuleType) -> None:
     text = page(reference, "metrics.md")
     assert [name for name in TABLE if f"| `{name}` |" not in text] == []
+
+
+def test_page_of_json_schema_has_each_keyword_and_format(reference: ModuleType) -> None:
+    text = page(reference, "json-schema.md")
+    for name, keyword in KEYWORDS.items():
+        assert f"| `{name}` | {keyword.strict} | {keyword.lenient} |" in text, name
+    assert all(f"- `{name}`" in text for name in FORMATS)
 
 
 def tracked() -> list[Path]:

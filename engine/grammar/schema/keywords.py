@@ -148,6 +148,13 @@ KEYWORDS: dict[str, Keyword] = {
         "Values with other control characters than line breaks, tabs, `\\b` and `\\f` can't be written.",
     ),
     "const": Keyword("any type", ENFORCED, ENFORCED, _anything, "As `enum`."),
+    "nullable": Keyword(
+        "any type",
+        REWRITTEN,
+        REWRITTEN,
+        _boolean,
+        "OpenAPI 3.0: null is allowed in addition to the `type`. JSON Schema itself ignores it.",
+    ),
     # references
     "$ref": Keyword(
         "references",
@@ -323,9 +330,6 @@ KEYWORDS: dict[str, Keyword] = {
     "unevaluatedProperties": Keyword(
         "objects", REWRITTEN, REWRITTEN, _schema, "Becomes `additionalProperties` of every alternative.", "one"
     ),
-    "nullable": Keyword(
-        "objects", REWRITTEN, REWRITTEN, _boolean, "Of OpenAPI 3.0: null is allowed as well as the `type`."
-    ),
     # annotations
     "$schema": _annotation("Every schema is read as draft 2020-12, with the older spellings of this table."),
     "$comment": _annotation(),
@@ -344,7 +348,6 @@ KEYWORDS: dict[str, Keyword] = {
     "discriminator": _annotation("Of OpenAPI."),
     "x-guidance": _annotation("Options of llguidance have no effect in a request."),
 }
-KEYWORDS["nullable"] = KEYWORDS["nullable"]._replace(group="any type")
 ANNOTATIONS = frozenset(name for name, keyword in KEYWORDS.items() if keyword.group == "annotations")
 # What says nothing of a value by itself.
 SILENT = ANNOTATIONS | {"$defs", "definitions", "$id", "$anchor", "$dynamicAnchor"}
