@@ -145,7 +145,8 @@ KEYWORDS: dict[str, Keyword] = {
         ENFORCED,
         ENFORCED,
         _list,
-        "Values with other control characters than line breaks, tabs, `\\b` and `\\f` can't be written.",
+        "Values with other control characters than line breaks, tabs, `\\b` and `\\f` can't be written, nor numbers "
+        "beyond ±10^18, with more than 22 decimals or more than 16 digits. They are left out.",
     ),
     "const": Keyword("any type", ENFORCED, ENFORCED, _anything, "As `enum`."),
     "nullable": Keyword(
@@ -226,7 +227,14 @@ KEYWORDS: dict[str, Keyword] = {
     "exclusiveMaximum": Keyword(
         "numbers", ENFORCED, ENFORCED, _bound, "A boolean, as in draft 4, makes `maximum` exclusive."
     ),
-    "multipleOf": Keyword("numbers", ENFORCED, ENFORCED, _above_zero, "Exact in decimals, with at most 9 digits."),
+    "multipleOf": Keyword(
+        "numbers",
+        ENFORCED,
+        ENFORCED,
+        _above_zero,
+        "Exact in decimals, with at most 9 digits. "
+        "Validators that calculate with doubles reject some multiples of 0.1.",
+    ),
     # strings
     "minLength": Keyword("strings", ENFORCED, ENFORCED, _count),
     "maxLength": Keyword("strings", ENFORCED, ENFORCED, _count),

@@ -16,8 +16,9 @@ from typing import Any
 from cellama.config import limits
 
 from .document import Document
-from .keywords import SILENT, TYPES, is_number
+from .keywords import SILENT, TYPES, is_number, show
 from .policy import Inexpressible, Policy
+from .scalars import constant_of, is_writable
 from .shapes import (
     ANY,
     ANYTHING,
@@ -511,13 +512,20 @@ class Reader:
         self._policy.spend(len(values) // 16)
         scalars: list[Shape] = []
         flags = tuple(value for value in (False, True) if any(value is each for each in values))
-        texts = tuple(dict.fromkeys(each for each in values if isinstance(each, str)))
-        numbers = tuple(dict.fromkeys(each for each in values if is_number(each)))
+        texts = tuple(dict.fromkeys(each for each in values if isinstance(each, str) and is_writable(each)))
+        numbers = tuple(dict.fromkeys(each for each in values if is_number(each) and constant_of(each) is not None))
         scalars += [String(True, values=texts)] if texts else []
         scalars += [Number(True, values=numbers)] if numbers else []
         scalars += [Boolean(True, flags)] if flags else []
         scalars += [Null(True)] if None in values else []
-        return (*scalars, *(self._composed(each, node) for each in values if isinstance(each, dict | list)))
+        found = (*scalars, *(self._composed(each, node) for each in values if isinstance(each, dict | list)))
+        if not found:
+            raise self._document.refused(
+                path,
+                f"/{name} is {show(schema[name])}, which can't be written: control characters other than "
+                "line breaks and tabs, numbers beyond ±10^18 or with too many digits; give other values",
+            )
+        return found
 
     def _composed(self, value: Any, node: int) -> Shape:
         self._policy.spend(len(value) + 1)

@@ -110,6 +110,8 @@ def test_keyword_that_cannot_be_enforced_is_a_warning_otherwise(schema: Any, key
         ({"const": "\ud800"}, r"is not valid JSON: '\\ud800' has half of a surrogate pair"),
         ({"const": float("inf")}, "is not valid JSON: Infinity is too large, or not a number"),
         (3, "at # is 3; it must be a schema"),
+        (in_property({"const": "\u0001"}), r"at #/properties/n/const is '\\x01', which can't be written: control"),
+        (in_property({"enum": [1e30, 0.30000000000000004]}), r"at #/properties/n/enum is .*, which can't be written"),
     ],
 )
 @pytest.mark.parametrize("strict", [True, False])
