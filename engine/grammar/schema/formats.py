@@ -41,3 +41,37 @@ FORMATS: dict[str, str] = {
         rf"(?:\?(?:{_URL_CHAR}|[/?])*)?(?:#(?:{_URL_CHAR}|[/?])*)?",
     }.items()
 }
+
+# Patterns that llguidance has no means for, and that every value of the format matches: Zod 4 writes them.
+IMPLIED = frozenset(
+    {
+        (
+            "email",
+            r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$",
+        ),
+        (
+            "duration",
+            r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$",
+        ),
+    }
+)
+
+
+def portable(pattern: str) -> str:
+    """The pattern as llguidance reads it the way ECMA-262 does: a class has neither classes nor operators in it."""
+    parts, at, in_class = [], 0, False
+    while at < len(pattern):
+        char = pattern[at]
+        if char == "\\":
+            parts.append(pattern[at : at + 2])
+            at += 2
+            continue
+        if in_class and char in "[&~":
+            parts.append("\\")
+        elif char == "[":
+            in_class = True
+        elif char == "]":
+            in_class = False
+        parts.append(char)
+        at += 1
+    return "".join(parts)

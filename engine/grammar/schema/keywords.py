@@ -244,7 +244,7 @@ KEYWORDS: dict[str, Keyword] = {
         ENFORCED,
         _text,
         "With ECMA-262's meaning of `\\d` and `\\w`. Look-around and back references are refused; without `strict` the "
-        "pattern is ignored with a warning. Next to a known `format`, such a pattern gives way to the format.",
+        "pattern is ignored with a warning. Zod's patterns of emails and durations are enforced by their `format`.",
     ),
     "format": Keyword(
         "strings",
@@ -252,7 +252,7 @@ KEYWORDS: dict[str, Keyword] = {
         ENFORCED,
         _text,
         "The formats below, in a common spelling. Other formats are annotations. Where `format` and `pattern` can't be "
-        "combined, `pattern` is enforced.",
+        "combined, only `pattern` is enforced.",
     ),
     # arrays
     "prefixItems": Keyword(

@@ -64,9 +64,7 @@ def _mend(writer: Writer, policy: Policy) -> None:
     """Find the patterns that can't be compiled, and write the strings without them. Raises InvalidRequest if strict."""
     for form in writer.strings_with_patterns()[:_MAX_MENDED]:
         problem = problem_of(writer.string(form) or {})
-        if problem == UNSATISFIABLE:
-            writer.instead[form] = None
-        elif problem:
+        if problem:
             writer.instead[form] = _without_some(form, problem, policy)
     for pattern, path in writer.patterns_of_names()[:_MAX_MENDED]:
         problem = problem_of({"type": "object", "patternProperties": {pattern: True}})
@@ -75,14 +73,15 @@ def _mend(writer: Writer, policy: Policy) -> None:
             writer.without.add(pattern)
 
 
-def _without_some(form: String, problem: str, policy: Policy) -> dict[str, Any]:
-    """A string with as many of its patterns and formats as can be compiled together."""
+def _without_some(form: String, problem: str, policy: Policy) -> dict[str, Any] | None:
+    """A string with as many of its patterns and formats as can be compiled together; None if no text has them all."""
     patterns = [pattern for pattern, _ in form.patterns]
-    formats = tuple(name for name in form.formats if name in FORMATS)
-    if patterns and formats and not problem_of(written := string_of(form, patterns, ())):
-        return written
-    if formats and not problem_of(written := string_of(form, [], formats)):
-        return written
+    if patterns and any(name in FORMATS for name in form.formats):
+        problem = problem_of(string_of(form, patterns, ()))  # a format is an annotation, says the specification
+        if not problem:
+            return string_of(form, patterns, ())
+    if problem == UNSATISFIABLE:
+        return None
     kept: list[str] = []
     for pattern, path in form.patterns:
         reason = problem_of(string_of(form, [*kept, pattern], ()))
@@ -90,4 +89,5 @@ def _without_some(form: String, problem: str, policy: Policy) -> dict[str, Any]:
             policy.cannot(path, "pattern", reason)
         else:
             kept.append(pattern)
-    return string_of(form, kept, ())
+    written = string_of(form, kept, form.formats)
+    return string_of(form, kept, ()) if problem_of(written) else written

@@ -16,6 +16,7 @@ from typing import Any
 from cellama.config import limits
 
 from .document import Document
+from .formats import IMPLIED, portable
 from .keywords import SILENT, TYPES, is_number, show
 from .policy import Inexpressible, Policy
 from .scalars import constant_of, is_writable
@@ -434,13 +435,14 @@ class Reader:
         return merged(number, Number(), self.matches)
 
     def _string(self, node: int, schema: Mapping[str, Any], path: str, said: bool) -> Shape | None:
+        pattern, form = schema.get("pattern"), schema.get("format")
         return merged(
             String(
                 said,
                 int(schema.get("minLength", 0)),
                 int(schema["maxLength"]) if "maxLength" in schema else None,
-                ((schema["pattern"], path),) if "pattern" in schema else (),
-                (schema["format"],) if "format" in schema else (),
+                ((portable(pattern), path),) if pattern is not None and (form, pattern) not in IMPLIED else (),
+                (form,) if form is not None else (),
             ),
             String(),
             self.matches,
@@ -476,7 +478,7 @@ class Reader:
 
     def _object(self, node: int, schema: Mapping[str, Any], path: str, said: bool) -> Shape | None:
         patterns = tuple(
-            (pattern, self.goal(self._document.child(node, "patternProperties", pattern)), path)
+            (portable(pattern), self.goal(self._document.child(node, "patternProperties", pattern)), path)
             for pattern in schema.get("patternProperties", ())
         )
         properties = {}

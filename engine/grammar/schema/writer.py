@@ -11,7 +11,7 @@ from .document import Document
 from .formats import FORMATS
 from .forms import Form, Former, Items, Members, Same
 from .policy import Policy
-from .scalars import MAX_BOUND, MAX_DECIMALS, Written, is_writable, number_of
+from .scalars import MAX_BOUND, MAX_DECIMALS, Written, number_of
 from .shapes import ANYTHING, NOTHING, Boolean, Goal, Null, Number, String
 
 MAX_DEPTH = 128  # schemas that lead to each other: llguidance's stack holds some 500
@@ -241,31 +241,23 @@ class Writer:
     def string(self, form: String) -> Written | None:
         if form in self.instead:
             return self.instead[form]
-        if form.values is not None:
-            values = [text for text in form.values if is_writable(text)]
-            if not values:
-                return None
-            written: Written = {"enum": values}
-            patterns = [*(pattern for pattern, _ in form.patterns), *(FORMATS[n] for n in form.formats if n in FORMATS)]
-            if patterns:
-                return {
-                    "allOf": [{"type": "string", "enum": values}, *({"type": "string", "pattern": p} for p in patterns)]
-                }
-            return written
         return string_of(form, [pattern for pattern, _ in form.patterns], form.formats)
 
 
 def string_of(form: String, patterns: list[str], formats: tuple[str, ...]) -> Written:
-    """A string with these patterns and formats, and with the form's length."""
+    """A string with these patterns and formats, and with the form's values or length."""
     every = [*patterns, *(FORMATS[name] for name in formats if name in FORMATS)]
-    size = {
-        **({"minLength": form.low} if form.low else {}),
-        **({"maxLength": form.high} if form.high is not None else {}),
-    }
-    if len(every) > 1:
-        first = {"type": "string", "pattern": every[0], **size}
-        return {"allOf": [first, *({"type": "string", "pattern": pattern} for pattern in every[1:])]}
-    return {"type": "string", **({"pattern": every[0]} if every else {}), **size}
+    if form.values is not None:
+        first: Written = {"enum": list(form.values)}
+    else:
+        first = {"type": "string"}
+        if every:
+            first["pattern"] = every.pop(0)
+        if form.low:
+            first["minLength"] = form.low
+        if form.high is not None:
+            first["maxLength"] = form.high
+    return {"allOf": [first, *({"type": "string", "pattern": each} for each in every)]} if every else first
 
 
 def _needed(form: Form) -> list[Goal]:

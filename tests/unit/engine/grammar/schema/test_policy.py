@@ -36,6 +36,7 @@ UNENFORCEABLE: list[tuple[Any, str, str]] = [
     ({"type": "array", "contains": {"const": 1}, "maxContains": 2}, "maxContains", "the items that don't match"),
     ({"type": "array", "minItems": 10**9}, "minItems", "at most 1000 items"),
     ({"type": "string", "pattern": "(?=a)"}, "pattern", "look-around"),
+    ({"type": "string", "pattern": "(?=a)", "format": "email"}, "pattern", "look-around"),
     ({"type": "string", "pattern": "("}, "pattern", "unclosed group"),
     ({"type": "string", "not": {"pattern": "a"}}, "not", "no opposite of 'pattern'"),
     ({"type": "number", "not": {"multipleOf": 3}}, "not", "no opposite of 'multipleOf'"),

@@ -302,6 +302,26 @@ def test_texts_have_one_layout_and_one_spelling(schema: Any, right: list[str], w
     assert [text for text in wrong if accepts(form, text)] == []
 
 
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        ({"pattern": "^[[a]&&b]$"}, ['"[&&b]"', '"a&&b]"'], ['"a"', '"b"']),  # ECMA-262: a class of [ and a, then text
+        ({"enum": ["ab", "cb", "b"], "pattern": "^.b", "minLength": 2}, ['"ab"', '"cb"'], ['"b"']),
+        ({"format": "date", "pattern": "^20"}, ['"2026-01-31"'], ['"1999-01-31"', '"2026-02-30"']),
+        ({"format": "time", "pattern": "^[0-9:]{5}$"}, ['"12:30"'], ['"12:30:00Z"']),  # no time has both
+        ({"format": "email", "maxLength": 9}, ['"a@b.com"'], ['"abcd@b.com"', '"a@b"']),
+        ({"format": "duration"}, ['"P1DT2H"', '"P3W"'], ['"P"', '"PT"', '"1D"']),
+        ({"format": "int64"}, ['"anything"'], ["1"]),
+        ({"pattern": "^a{2,3}$"}, ['"aa"', '"aaa"'], ['"a"', '"aaaa"']),
+        ({"pattern": "b"}, ['"abc"', '"b"'], ['"ac"', '"é"']),
+    ],
+)
+def test_patterns_and_formats_of_texts_are_enforced_together(schema: Any, right: list[str], wrong: list[str]) -> None:
+    form = compiled({"type": "string", **schema})
+    assert [text for text in right if not accepts(form, text)] == []
+    assert [text for text in wrong if accepts(form, text)] == []
+
+
 def test_maps_allow_keys_of_any_length_twice_only_with_values_that_conform() -> None:
     schema = {"type": "object", "additionalProperties": {"type": "integer"}, "maxProperties": 2}
     form = compiled(schema)
