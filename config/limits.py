@@ -58,12 +58,14 @@ GRAMMAR_WORK = 200_000  # ways looked at for a request in all (some 0.4 s) ...
 GRAMMAR_WORK_PER_TOKEN = 5_000  # ... and so many more with every token; what was seen before is free
 MAX_REGEX_CHARS = 20_000
 MAX_LARK_CHARS = 100_000
-MAX_COMPILED_GRAMMARS = 64  # kept of a vocabulary, those used last
-GRAMMAR_ROW_ITEMS = 2_000  # ways to go on that a text has at the same time
-GRAMMAR_COMPILE_FUEL = 1_000_000  # llguidance's work units, to build a lexer
-GRAMMAR_STEP_FUEL = 200_000  # ... and to compute one mask
-GRAMMAR_STEP_ITEMS = 50_000  # ways looked at for one mask
-GRAMMAR_LEXER_STATES = 20_000  # 1 to 2 kB each
-GRAMMAR_SIZE = 500_000  # symbols of a compiled grammar
+MAX_COMPILED_GRAMMARS = 16  # kept of a vocabulary, those used last; the largest take 3 MB
+# llguidance's own counts. Objects with 1,000 properties and enums of 5,000 values need half of the size or less. The
+# heaviest of 680 hostile schemas took 0.3 s to compile and 25 ms for one mask (150,000 tokens).
+GRAMMAR_SIZE = 15_000  # symbols of a compiled grammar
+GRAMMAR_COMPILE_FUEL = 500_000  # steps to build a lexer; enums of 5,000 values take less than a fifth
+GRAMMAR_STEP_FUEL = 100_000  # steps to compute one mask; usual schemas take less than a third
+GRAMMAR_STEP_ITEMS = 10_000  # ways looked at for one mask; usual schemas have less than a tenth
+GRAMMAR_ROW_ITEMS = 1_000  # ways to go on that a text has at the same time; usual schemas have less than a fifth
+GRAMMAR_LEXER_STATES = 120_000  # up to 1 kB each; a text with maxLength may need 10 for each character
 MAX_SCHEMA_CHARS = 100_000
 MAX_SCHEMA_DEPTH = 64  # schemas in schemas

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from cellama.config import limits
 
 from .automaton import Work
-from .matcher import Matcher, MatcherTokens
+from .matcher import Matcher, MatcherTokens, SharedGrammar
 from .schema import prepare_schema
 from .token_grammar import Automata, Grammar, TokenBytes
 
@@ -48,7 +48,7 @@ class Compiled(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    matcher: LLMatcher  # at its beginning
+    grammar: SharedGrammar
     warnings: tuple[str, ...]
 
 
@@ -92,7 +92,7 @@ class Grammars:
             automaton, work = self._automata.get(form.text, form.root), Work()
             return Compiled(lambda: Grammar(automaton, self.tokens, work, visible))
         kept = self._compiled(form)
-        return Compiled(lambda: Matcher(kept.matcher, self._matcher_tokens), kept.warnings)
+        return Compiled(lambda: Matcher(kept.grammar), kept.warnings)
 
     def _compiled(self, form: Form) -> _Kept:
         with self._lock:
@@ -114,4 +114,4 @@ class Grammars:
             grammar = LLMatcher.grammar_from_regex(form.text)
         else:
             grammar = LLMatcher.grammar_from_lark(form.text)
-        return _Kept(self._matcher_tokens.compile(grammar, form.kind), warnings)
+        return _Kept(SharedGrammar(self._matcher_tokens, grammar, form.kind), warnings)

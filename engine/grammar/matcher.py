@@ -5,7 +5,9 @@ Its methods never raise: a matcher that meets an error keeps it, and from then o
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
@@ -16,6 +18,9 @@ from cellama.engine.errors import GrammarFailed, InvalidRequest
 
 Ids = NDArray[np.int64]
 _SPECIAL = b"\xff"  # how llguidance marks the texts of control tokens; no UTF-8 has it
+T = TypeVar("T")
+_MASK_EVERY = 16  # tokens: llguidance counts the work on a lexer from one mask to the next
+_MOST_RESTARTS = 4  # of a sequence: each takes as long as compiling the grammar and accepting the text
 _SILENT = 0  # llguidance's level for stderr
 LIMITS = LLParserLimits(
     max_items_in_row=limits.GRAMMAR_ROW_ITEMS,
@@ -52,7 +57,7 @@ class MatcherTokens:
         self._tokenizer = LLTokenizer(_Vocabulary(texts, known_ends[0], spell), eos_token=known_ends)
 
     def compile(self, grammar: str, what: str) -> LLMatcher:
-        """A matcher at its beginning, for `Matcher` to copy. Releases the GIL.
+        """A matcher at its beginning. Releases the GIL.
 
         `grammar` is Lark, or what `LLMatcher.grammar_from_…` returns. Raises InvalidRequest, which calls it `what`.
         """
@@ -62,13 +67,50 @@ class MatcherTokens:
         return matcher
 
 
+class SharedGrammar:
+    """A compiled grammar at its beginning, for matchers to copy. Any thread.
+
+    All copies share a lexer, which keeps the states that it has built. It keeps an error as well: after one text that
+    needed too much work every copy would fail. Then the grammar is compiled again, once for all of its matchers.
+    """
+
+    def __init__(self, tokens: MatcherTokens, grammar: str, what: str) -> None:
+        """As `MatcherTokens.compile`."""
+        self.tokens = tokens
+        self._grammar = grammar
+        self._what = what
+        self._first, self._number = tokens.compile(grammar, what), 0
+        self._lock = threading.Lock()
+
+    def copy(self) -> tuple[LLMatcher, int]:
+        """A matcher at its beginning, and the number of its lexer."""
+        with self._lock:
+            return self._first.deep_copy(), self._number
+
+    def renew(self, number: int) -> bool:
+        """True if that lexer has an error, which its copies keep; then copies have another one from now on."""
+        probe, current = self.copy()
+        if current != number:
+            return True
+        probe.compute_bitmask()
+        if not probe.is_error():
+            return False
+        fresh = self.tokens.compile(self._grammar, self._what)
+        with self._lock:
+            self._first, self._number = fresh, number + 1
+        return True
+
+
 class Matcher:
     """The grammar of one sequence. The Constraint of `sampler.py`. Engine thread only."""
 
-    def __init__(self, compiled: LLMatcher, tokens: MatcherTokens) -> None:
-        self._matcher = compiled.deep_copy()
-        self._ends = tokens.ends
+    def __init__(self, shared: SharedGrammar) -> None:
+        self._shared = shared
+        self._matcher, self._lexer = shared.copy()
+        self._ends = shared.tokens.ends
         self._mask: NDArray[np.uint8] | None = None  # a bit per token, of this place
+        self._accepted: list[int] = []
+        self._num_restarts = 0
 
     def allows(self, tokens: Ids) -> NDArray[np.bool_]:
         """Which of these tokens may come next. Raises GrammarFailed when that takes too much work.
@@ -76,31 +118,53 @@ class Matcher:
         A text that there is no choice about can be spelled by several tokens. One that is asked for alone may be any of
         them; of many only the usual one is allowed.
         """
-        if len(tokens) == 1 and self._mask is None:
-            return np.array([self._allows_one(int(tokens[0]))], np.bool_)
+        if len(tokens) == 1 and self._mask is None and self._allows_one(int(tokens[0])):
+            return np.ones(1, np.bool_)
         if self._mask is None:
-            mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-            self._check()  # after an error it has the ends
-            self._mask = mask
+            self._mask = self._asked(lambda matcher: np.frombuffer(matcher.compute_bitmask(), np.uint8))
         bits: NDArray[np.uint8] = (self._mask[tokens >> 3] >> (tokens & 7)) & 1
         return bits.astype(np.bool_)
 
     def _allows_one(self, token: int) -> bool:
-        """As a mask has it, without one: most tokens that a model likes are allowed."""
-        allowed = self._matcher.is_accepting() if token in self._ends else self._matcher.validate_tokens([token]) == 1
-        self._check()
-        return allowed
+        """True if it is allowed; False also if that isn't known without a mask, which starts a new count of work."""
+        if token in self._ends:
+            return self._asked(LLMatcher.is_accepting)
+        return self._matcher.validate_tokens([token]) == 1
 
     def accept(self, token: int) -> None:
         """An allowed token comes next. Raises GrammarFailed."""
         self._mask = None
         if token not in self._ends:
-            self._matcher.consume_token(token)
-            self._check()
+            self._asked(lambda matcher: matcher.consume_token(token))
+            self._accepted.append(token)
+            if len(self._accepted) % _MASK_EVERY == 0:
+                self._matcher.compute_bitmask()
 
     def forced_tokens(self) -> list[int]:
         """The tokens that come next whatever the model wants, as the vocabulary spells them."""
         return self._matcher.compute_ff_tokens()
+
+    def _asked(self, ask: Callable[[LLMatcher], T]) -> T:
+        """What the matcher answers; after an error of the shared lexer another one is asked."""
+        answer = ask(self._matcher)
+        if self._matcher.is_error():
+            self._restart()
+            answer = ask(self._matcher)
+            self._check()
+        return answer
+
+    def _restart(self) -> None:
+        """Gets to the same place with a lexer without an error. Raises GrammarFailed if the error is of this text."""
+        if self._num_restarts == _MOST_RESTARTS or not self._shared.renew(self._lexer):
+            self._check()
+        self._num_restarts += 1
+        matcher, self._lexer = self._shared.copy()
+        for number, token in enumerate(self._accepted):
+            if number % _MASK_EVERY == 0:
+                matcher.compute_bitmask()
+            matcher.consume_token(token)
+        self._matcher = matcher
+        self._check()
 
     def _check(self) -> None:
         if self._matcher.is_error():

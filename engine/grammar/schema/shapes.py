@@ -225,6 +225,8 @@ def _strings(one: String, other: String, said: bool) -> String | None:
     values = other.values if one.values is None else one.values
     if values is not None:
         allowed = values if other.values is None else other.values
+        if len(allowed) < len(values):
+            values, allowed = allowed, values
         values = tuple(
             text for text in values if text in allowed and low <= len(text) and (high is None or len(text) <= high)
         )

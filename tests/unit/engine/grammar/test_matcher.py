@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from llguidance import LLMatcher
 
 from cellama.config import limits
 from cellama.engine.errors import GrammarFailed, InvalidRequest
 from cellama.engine.grammar.grammars import Compiled, Constraint, Form, Grammars
+from cellama.engine.grammar.matcher import Matcher, SharedGrammar
 
 WORDS = [b'{"', b'": ', b'"a"', b"tru", b"true", b", ", b"12", b"\0", b"\xe2\x82", "€uro".encode()]
 PIECES = [bytes([byte]) for byte in range(256)] + WORDS + [b"", b"", b""]
@@ -164,3 +166,25 @@ def test_compiled_grammars_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -
         grammars.compile(Form("regex", str(number)))
     grammars.compile(first)
     assert made.count(first) == 2
+
+
+HEAVY = {"type": "string", "pattern": "^(a|b)*a(a|b){8}$", "maxLength": 4000}
+LONG = [ord('"'), *Random(1).choices(b"ab", k=3900)]
+
+
+def test_long_text_is_accepted_as_when_its_job_continues_elsewhere_and_then_continues() -> None:
+    constraint = compiled("json_schema", HEAVY).begin()
+    for token in LONG:
+        constraint.accept(token)
+    assert {ord("a"), ord("b")} <= allowed(constraint)
+
+
+def test_other_texts_of_a_grammar_continue_when_its_lexer_has_failed() -> None:
+    shared = SharedGrammar(GRAMMARS._matcher_tokens, LLMatcher.grammar_from_json_schema(HEAVY), "json_schema")
+    begun, waiting = after(LONG[:50], Matcher(shared)), Matcher(shared)
+    greedy, lexer = shared.copy()
+    assert not greedy.consume_tokens(LONG)  # at once, so that the work is too much
+    assert {ord("a"), ord("b")} <= allowed(after(LONG[50:60], begun))
+    assert shared.copy()[1] == lexer + 1
+    assert allowed(waiting) >= {ord('"')}
+    assert {ord("a"), ord("b")} <= allowed(after(LONG[:60], Matcher(shared)))
