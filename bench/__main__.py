@@ -28,6 +28,7 @@ ROOMS = {
         "python_time": "time outside llama.cpp per step, by slots, context length and requests that wait",
         "interactive": "an interactive request into an engine full of bulk work",
         "layouts": "unified against partitioned KV cache by number of slots; types of keys and values",
+        "structured": "64 slots that write JSON by schemas against the same slots without; masks and compilation alone",
         "adapters": "requests with different LoRA adapters on one engine, by the length of a turn",
     },
     "service": {

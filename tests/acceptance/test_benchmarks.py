@@ -32,6 +32,8 @@ SMALL = {
     "layouts": "--slots 2 --prompt 300 --new 4",
     "holes": "--slots 8 --busy 4 --prompt 16 --steps 4 --rounds 1",
     "reading": "--slots 8 --prompts 2 --length 8 --rounds 1",
+    "structured": "--slots 2 --new 8 --rounds 1 --vocabulary 2000 --masks 200 --schemas 4 --threads 1 "
+    f"--baseline-python {sys.executable}",
     "adapters": "--slots 3 --turns 0 0.1 --prompt 16 --new 4 --threads 1",
     "footprint": "--cases 2 --shapes 0",
     "reuse": "--kinds hybrid --requests 6 --prompt 200 --shared 150 --new 4 --slots 2 --turns 2 --rounds 1",

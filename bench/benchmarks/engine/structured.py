@@ -1,0 +1,273 @@
+"""What a schema costs: 64 slots that write JSON by schemas against the same slots without; masks and compilation alone.
+
+Both sides generate the same number of tokens in the same batches, in turns: no text may end before max_tokens, so each
+schema is one of a long list. `--baseline-python` adds another version of cellama, which runs the same loads in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cellama.bench.harness.engines import CORES, loaded, padded_model, percentile
+from cellama.bench.harness.report import Report
+from cellama.bench.harness.schemas import PLAIN, Schema, large, list_of, realistic, varied
+from cellama.bench.models.vocabulary import greedily, vocabulary
+from cellama.engine.grammar.grammars import Constraint, Form, Grammars
+
+MODEL = "padded 160M Q8_0"
+SIDE = Path(__file__).with_name("structured_side.py")
+LISTED = 200  # items of each list: more than max_tokens
+FREE, BOUND, DRAFTED = "free", "constrained", "constrained, forced tokens as drafts"
+OLD_FREE, OLD_BOUND = "baseline, free", "baseline, constrained"
+SAMPLINGS: dict[str, dict[str, Any]] = {"greedy": {"temperature": 0}, "default": {}}
+END = b"<end>"
+CAVEATS = (
+    "t/s: tokens per second after the last first token of all slots; medians of the rounds, which run in turns. Ratios "
+    "are medians of the rounds' ratios. Schemas are compiled in a round that does not count.",
+    "mask: all of the vocabulary, after each token of texts drawn at random; the engine needs a mask only where the "
+    "token that it drew is not allowed. compile: first use of a schema. Both are processor time of the thread.",
+)
+
+
+class Run(NamedTuple):
+    """A way to run the load: which side, with which speculation, with schemas or without."""
+
+    side: str
+    speculation: str
+    is_bound: bool
+
+
+THIS, BASELINE = "this", "baseline"
+RUNS = {FREE: Run(THIS, "off", False), BOUND: Run(THIS, "off", True), DRAFTED: Run(THIS, "auto", True)}
+OLD_RUNS = {OLD_FREE: Run(BASELINE, "off", False), OLD_BOUND: Run(BASELINE, "off", True)}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--slots", type=int, default=64)
+    parser.add_argument("--new", type=int, default=64, help="tokens of each request")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--sampling", nargs="+", default=list(SAMPLINGS), choices=list(SAMPLINGS))
+    parser.add_argument("--threads", type=int, default=CORES)
+    parser.add_argument("--baseline-python", metavar="PATH", help="interpreter of an environment with another version")
+    parser.add_argument("--vocabulary", type=int, default=150_000, help="tokens of the synthetic vocabulary")
+    parser.add_argument("--masks", type=int, default=20_000, help="masks for each vocabulary")
+    parser.add_argument("--schemas", type=int, default=200, help="schemas by seed that are compiled, beside the others")
+    parser.add_argument("--parts", nargs="+", default=["load", "masks"], choices=["load", "masks"])
+
+
+def run(args: argparse.Namespace) -> Report:
+    path = args.model or padded_model()
+    rows: list[dict[str, Any]] = []
+    ratios: dict[str, float] = {}
+    if "load" in args.parts:
+        _run_load(path, args, rows, ratios)
+    if "masks" in args.parts:
+        for name, grammars, size in _vocabularies(path, args.vocabulary):
+            _time_masks(name, grammars, size, args, rows, ratios)
+    targets = {key: ">= 0.97" for key in ratios if key.endswith(": constrained over free")}
+    targets |= {key: "<= 2" for key in ratios if key.endswith("mask ms, p99.9")}
+    targets |= {key: "<= 5" for key in ratios if key.endswith("compile ms, p50")}
+    return Report(rows, ratios, targets, CAVEATS)
+
+
+# The load
+
+
+def _run_load(path: Path, args: argparse.Namespace, rows: list[dict[str, Any]], ratios: dict[str, float]) -> None:
+    with contextlib.ExitStack() as stack:
+        sides = {THIS: stack.enter_context(_side(sys.executable, path, "off auto", args))}
+        runs = dict(RUNS)
+        if args.baseline_python:
+            sides[BASELINE] = stack.enter_context(_side(args.baseline_python, path, "off", args))
+            runs |= OLD_RUNS
+        for sampling in args.sampling:
+            came = _in_turns(sides, runs, sampling, args)
+            rows += [_row(sampling, name, results) for name, results in came.items()]
+            for key, (one, other) in _COMPARED.items():
+                if one in came and other in came:
+                    pairs = zip(came[one], came[other], strict=True)
+                    ratios[f"{sampling}: {key}"] = median(a["rate"] / b["rate"] for a, b in pairs)
+
+
+_COMPARED = {
+    "constrained over free": (BOUND, FREE),
+    "constrained with forced tokens as drafts over free": (DRAFTED, FREE),
+    "baseline's constrained over its free": (OLD_BOUND, OLD_FREE),
+    "constrained over baseline's constrained": (BOUND, OLD_BOUND),
+    "free over baseline's free": (FREE, OLD_FREE),
+}
+Ask = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+@contextlib.contextmanager
+def _side(python: str, path: Path, modes: str, args: argparse.Namespace) -> Iterator[Ask]:
+    """A process with the model, in the environment of that interpreter; it runs one load after the other."""
+    command = [python, "-P", str(SIDE), str(path), str(args.slots), modes, str(args.threads)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    source, sink = process.stdout, process.stdin
+
+    def read() -> str:
+        line = source.readline()
+        if not line:
+            raise SystemExit(f"structured: the side of {python} ended with code {process.wait()}")
+        return line
+
+    def ask(load: dict[str, Any]) -> dict[str, Any]:
+        sink.write(json.dumps(load) + "\n")
+        sink.flush()
+        result: dict[str, Any] = json.loads(read())
+        return result
+
+    try:
+        read()
+        yield ask
+    finally:
+        sink.close()
+        process.terminate()
+        process.wait()
+
+
+def _in_turns(
+    sides: dict[str, Ask], runs: dict[str, Run], sampling: str, args: argparse.Namespace
+) -> dict[str, list[dict[str, Any]]]:
+    """The results of every run by round. The first round warms up; every second one goes backwards."""
+    came: dict[str, list[dict[str, Any]]] = {name: [] for name in runs}
+    for number in range(args.rounds + 1):
+        for name in list(runs)[:: -1 if number % 2 else 1]:
+            one = runs[name]
+            requests = _requests(args.slots, SAMPLINGS[sampling], is_bound=one.is_bound)
+            load = {"speculation": one.speculation, "scope": f"{sampling} {number} {name}", "requests": requests}
+            result = sides[one.side](load | {"max_tokens": args.new})
+            if result["ends"] != {"length": args.slots} or result["tokens"] != args.slots * args.new:
+                raise SystemExit(f"structured: {name}: {result['tokens']} tokens, ends {result['ends']}")
+            print(f"{sampling}, round {number}, {name}: {result['rate']:.1f} t/s", file=sys.stderr, flush=True)
+            if number:
+                came[name].append(result)
+    return came
+
+
+def _requests(slots: int, sampling: dict[str, Any], *, is_bound: bool) -> list[dict[str, Any]]:
+    names = list(PLAIN)
+    schemas = {name: json.dumps(list_of(PLAIN[name], minItems=LISTED, maxItems=2 * LISTED)) for name in names}
+    requests = []
+    for number in range(slots):
+        name = names[number % len(names)]
+        keys = ", ".join(PLAIN[name]["properties"])
+        prompt = f"<|im_start|>user\nMake a JSON list of {name}s: {keys}. {number}<|im_end|>\n<|im_start|>assistant\n"
+        own = {**sampling, "seed": number, **({"json_schema": schemas[name]} if is_bound else {})}
+        requests.append({"prompt": prompt, "sampling": own})
+    return requests
+
+
+def _row(sampling: str, name: str, results: list[dict[str, Any]]) -> dict[str, Any]:
+    rates = [result["rate"] for result in results]
+    drafted = sum(result["accepted"] + result["rejected"] for result in results)
+    return {
+        "sampling": sampling,
+        "run": name,
+        "t/s": median(rates),
+        "slowest": min(rates),
+        "fastest": max(rates),
+        "tokens": results[0]["tokens"],
+        "drafted/token": drafted / sum(result["tokens"] for result in results),
+        "accepted": sum(result["accepted"] for result in results) / max(1, drafted),
+    }
+
+
+# Masks and compilation
+
+
+def _vocabularies(path: Path, size: int) -> Iterator[tuple[str, Grammars, int]]:
+    tokens = vocabulary(size - 1)
+    yield (
+        f"{size:,} tokens",
+        Grammars([*tokens, END], {}, frozenset([size - 1]), lambda text: greedily(tokens, text)),
+        size,
+    )
+    with loaded(path, n_parallel=1, ctx_per_slot=512) as model:
+        yield "the model's", model.engine.vocabulary.grammars, model.info.n_vocab
+
+
+def _time_masks(
+    name: str,
+    grammars: Grammars,
+    size: int,
+    args: argparse.Namespace,
+    rows: list[dict[str, Any]],
+    ratios: dict[str, float],
+) -> None:
+    _compile(grammars, {"type": "null"})  # makes the tables of the vocabulary
+    walked, compiled, accepted, begun = _Times(), _Times(), _Times(), _Times()
+    schemas = [*realistic().values(), *varied(args.schemas)]
+    constraints: list[Callable[[], Constraint]] = []
+    for schema in schemas:
+        with compiled.measured():
+            begin = _compile(grammars, schema)
+        constraints.append(begin)
+    for number in range(sys.maxsize):
+        if len(walked.seconds) >= args.masks:
+            break
+        with begun.measured():
+            constraint = constraints[number % len(constraints)]()
+        _walk(constraint, size, Random(number), walked, accepted)
+    heavy = _Times()
+    for schema in large().values():
+        with heavy.measured():
+            _compile(grammars, schema)
+    times = {"mask": walked, "accept": accepted, "begin": begun, "compile": compiled, "compile, large": heavy}
+    for what, of in times.items():
+        rows.append({"vocabulary": name, "ms of": what, **of.percentiles()})
+    ratios[f"{name}: mask ms, p99.9"] = walked.percentiles()["p99.9"]
+    ratios[f"{name}: compile ms, p50"] = compiled.percentiles()["p50"]
+
+
+def _compile(grammars: Grammars, schema: Schema) -> Callable[[], Constraint]:
+    return grammars.compile(Form("json_schema", json.dumps(schema))).begin
+
+
+def _walk(constraint: Constraint, size: int, random: Random, masks: _Times, accepts: _Times) -> None:
+    """A text token by token: half of them short ones, so that it gets beyond its first word."""
+    everything = np.arange(size)
+    for _ in range(100):
+        with masks.measured():
+            allowed = constraint.allows(everything)
+        ids = np.flatnonzero(allowed[:-1])
+        if not len(ids):
+            return
+        few = ids[ids < 500]
+        token = int(random.choice(few if len(few) and random.random() < 0.5 else ids))
+        with accepts.measured():
+            constraint.accept(token)
+
+
+class _Times:
+    """Seconds of the thread, measured one by one."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    @contextlib.contextmanager
+    def measured(self) -> Iterator[None]:
+        started = time.thread_time()
+        yield
+        self.seconds.append(time.thread_time() - started)
+
+    def percentiles(self) -> dict[str, float]:
+        """In milliseconds."""
+        shares = {"p50": 0.5, "p99": 0.99, "p99.9": 0.999}
+        found = {name: percentile(self.seconds, share) * 1e3 for name, share in shares.items()}
+        return {"count": len(self.seconds), **found, "longest": max(self.seconds) * 1e3}
