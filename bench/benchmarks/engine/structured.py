@@ -25,6 +25,7 @@ from cellama.bench.harness.report import Report
 from cellama.bench.harness.schemas import PLAIN, Schema, large, list_of, realistic, varied
 from cellama.bench.models.vocabulary import greedily, vocabulary
 from cellama.engine.grammar.grammars import Constraint, Form, Grammars
+from cellama.engine.llama.model import LlamaModel
 
 MODEL = "padded 160M Q8_0"
 SIDE = Path(__file__).with_name("structured_side.py")
@@ -199,6 +200,7 @@ def _vocabularies(path: Path, size: int) -> Iterator[tuple[str, Grammars, int]]:
         size,
     )
     with loaded(path, n_parallel=1, ctx_per_slot=512) as model:
+        assert isinstance(model.engine.vocabulary, LlamaModel)
         yield "the model's", model.engine.vocabulary.grammars, model.info.n_vocab
 
 

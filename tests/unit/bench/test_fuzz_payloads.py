@@ -6,7 +6,9 @@ import json
 from collections import Counter
 
 from cellama.bench.benchmarks.faults.hostile import corpus
+from cellama.bench.benchmarks.faults.hostile_forms import hostile_form
 from cellama.bench.benchmarks.faults.payloads import TASKS, payload
+from cellama.config import limits
 from cellama.tasks import app
 from cellama.tasks.contract.errors import InvalidJob
 
@@ -35,3 +37,13 @@ def test_payloads_are_of_every_task_and_both_pass_and_fail_the_checks() -> None:
         except InvalidJob:
             refused[one.task] += 1
     assert passed.keys() == refused.keys() == set(TASKS)
+
+
+def test_hostile_forms_are_the_same_for_the_same_seed_and_mostly_within_the_limits_on_sizes() -> None:
+    def shown(seed: int) -> list[str]:
+        return [json.dumps([form.args, form.kwargs]) for form in (hostile_form(seed, n) for n in range(170))]
+
+    assert shown(0) == shown(0)
+    assert shown(0) != shown(1)
+    assert len({hostile_form(0, n).name.split()[1] for n in range(170)}) == 16  # kinds
+    assert sum(len(text) <= limits.MAX_SCHEMA_CHARS for text in shown(0)) > 150
