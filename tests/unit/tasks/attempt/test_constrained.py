@@ -1,0 +1,52 @@
+"""Which jobs depend on the version of llguidance: attempt/engine_request.py, bulk_slice.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cellama.engine.sampling_params import CONSTRAINTS as OF_THE_ENGINE
+from cellama.tasks.attempt.bulk_slice import has_constrained_lines
+from cellama.tasks.attempt.engine_request import is_constrained
+from cellama.tasks.contract.chunks import ChunkJob
+from cellama.tasks.contract.payloads import CONSTRAINTS
+
+SCHEMA = {"json_schema": "{}"}
+
+
+@pytest.mark.parametrize(
+    ("params", "defaults", "expected"),
+    [
+        ({}, {}, False),
+        *(({name: "x"}, {}, True) for name in CONSTRAINTS),
+        ({"json_schema": None, "temperature": 0}, {}, False),
+        ({}, SCHEMA, True),
+        ({"json_schema": None}, SCHEMA, False),
+        ({"tools": [{}]}, {}, True),
+        ({"tools": [{}], "tool_choice": "required"}, {}, True),
+        ({"tools": [{}], "tool_choice": "none"}, {}, False),
+        ({"tools": [{}], "tool_choice": "none", **SCHEMA}, {}, True),
+        ({"tools": []}, {}, False),
+    ],
+)
+def test_job_is_constrained_by_its_form_its_models_form_or_its_tools(
+    params: dict[str, Any], defaults: dict[str, Any], expected: bool
+) -> None:
+    assert is_constrained(params, defaults) is expected
+
+
+def test_slice_of_a_bulk_run_is_constrained_if_the_text_of_a_line_is() -> None:
+    def slice_of(*lines: tuple[str, dict[str, Any]]) -> ChunkJob:
+        made: Any = [{"kind": kind, "params": params} for kind, params in lines]
+        return ChunkJob(model="m", lines=made)
+
+    free: tuple[str, dict[str, Any]] = ("generate", {"prompt": "a"})
+    assert not has_constrained_lines(slice_of(free), {})
+    assert has_constrained_lines(slice_of(free, ("generate", {"prompt": "a", "regex": "a"})), {})
+    assert has_constrained_lines(slice_of(free), SCHEMA)
+    assert not has_constrained_lines(slice_of(("embed", {"texts": ["a"]})), SCHEMA)
+
+
+def test_forms_of_a_job_are_those_of_the_engine() -> None:
+    assert CONSTRAINTS == OF_THE_ENGINE
