@@ -40,7 +40,7 @@ _SCHEMA_CODES = {  # as OpenAI calls what is wrong with the schema in such a par
     "text": "invalid_json_schema",
     "tools": "invalid_function_parameters",
 }
-_IN_A_SCHEMA = re.compile(r"^\S+ (at #|can't be compiled)")
+_IN_A_SCHEMA = re.compile(r"^\S+ (at #|can't be compiled)|^tools\.\d+\.function\.parameters")
 _STATUSES = {410: 404, 504: 408}  # statuses for which clients have an exception class of their own
 
 
