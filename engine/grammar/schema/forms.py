@@ -214,8 +214,7 @@ class Former:
         for each in strings:
             fitting = merged(each, String(values=(name,)), self._patterns.matches)
             if isinstance(fitting, String):
-                formats = [FORMATS[known] for known in fitting.formats if known in FORMATS]
-                tests = [*fitting.patterns, *((pattern, "") for pattern in formats)]
+                tests = [*fitting.patterns, *((FORMATS[known], at) for known, at in fitting.formats)]
                 if all(self._patterns.matches(pattern, name, path) for pattern, path in tests):
                     return True
         return False
@@ -314,7 +313,7 @@ def _members(shape: Object, needed: list[str], free: list[str], low: int, high: 
 
 def _pattern_of(shape: String) -> str | None:
     """A pattern of the texts, if one condition describes them."""
-    formats = [FORMATS[name] for name in shape.formats if name in FORMATS]
+    formats = [FORMATS[name] for name, _ in shape.formats]
     patterns = [pattern for pattern, _ in shape.patterns]
     sized = shape.low > 0 or shape.high is not None
     if shape.values is not None:

@@ -8,12 +8,12 @@ text ─ Document ─→ schemas by path, checked
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from cellama.engine.errors import InvalidRequest
 
 from .document import Document
-from .formats import FORMATS
 from .forms import Former
 from .patterns import LAYOUT, UNSATISFIABLE, Patterns, problem_of
 from .policy import Policy
@@ -75,19 +75,21 @@ def _mend(writer: Writer, policy: Policy) -> None:
 
 def _without_some(form: String, problem: str, policy: Policy) -> dict[str, Any] | None:
     """A string with as many of its patterns and formats as can be compiled together; None if no text has them all."""
-    patterns = [pattern for pattern, _ in form.patterns]
-    if patterns and any(name in FORMATS for name in form.formats):
-        problem = problem_of(string_of(form, patterns, ()))  # a format is an annotation, says the specification
+    paths = {path for _, path in form.patterns}
+    own = tuple(each for each in form.formats if each[1] not in paths)  # in one schema, a format gives way to a pattern
+    if own != form.formats:
+        form = replace(form, formats=own)
+        problem = problem_of(string_of(form))
         if not problem:
-            return string_of(form, patterns, ())
+            return string_of(form)
     if problem == UNSATISFIABLE:
         return None
-    kept: list[str] = []
-    for pattern, path in form.patterns:
-        reason = problem_of(string_of(form, [*kept, pattern], ()))
+    kept = replace(form, patterns=())
+    for pattern in form.patterns:
+        more = replace(kept, patterns=(*kept.patterns, pattern))
+        reason = problem_of(string_of(more))
         if reason and reason != UNSATISFIABLE:
-            policy.cannot(path, "pattern", reason)
+            policy.cannot(pattern[1], "pattern", reason)
         else:
-            kept.append(pattern)
-    written = string_of(form, kept, form.formats)
-    return string_of(form, kept, ()) if problem_of(written) else written
+            kept = more
+    return None if problem_of(string_of(kept)) else string_of(kept)

@@ -16,7 +16,7 @@ from typing import Any
 from cellama.config import limits
 
 from .document import Document
-from .formats import IMPLIED, portable
+from .formats import FORMATS, IMPLIED, portable
 from .keywords import SILENT, TYPES, is_number, show
 from .policy import Inexpressible, Policy
 from .scalars import constant_of, is_writable
@@ -442,7 +442,7 @@ class Reader:
                 int(schema.get("minLength", 0)),
                 int(schema["maxLength"]) if "maxLength" in schema else None,
                 ((portable(pattern), path),) if pattern is not None and (form, pattern) not in IMPLIED else (),
-                (form,) if form is not None else (),
+                ((form, path),) if form in FORMATS else (),
             ),
             String(),
             self.matches,
@@ -533,9 +533,9 @@ class Reader:
         self._policy.spend(len(value) + 1)
         if isinstance(value, list):
             prefix = tuple(self.constant(each, node) for each in value)
-            return Array(True, prefix, NOTHING, len(value), "", len(value), seen=None)
+            return Array(True, prefix, NOTHING, len(value), "", len(value))
         properties = tuple((name, self.constant(each, node)) for name, each in value.items())
-        return Object(True, True, properties, (), NOTHING, tuple(value), seen=None)
+        return Object(True, True, properties, (), NOTHING, tuple(value))
 
     # What does not match
 

@@ -75,7 +75,7 @@ class String:
     low: int = 0
     high: int | None = None
     patterns: tuple[tuple[str, str], ...] = ()  # pattern, path
-    formats: tuple[str, ...] = ()
+    formats: tuple[tuple[str, str], ...] = ()  # name, path
     values: tuple[str, ...] | None = None
 
     type = "string"

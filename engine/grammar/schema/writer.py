@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from cellama.engine.errors import InvalidRequest
 
@@ -35,7 +36,8 @@ class Writer:
     def write(self, root: Goal) -> Written:
         """Raises InvalidRequest if nothing matches."""
         self._explore(root)
-        self._alive = self._productive()
+        self._alive = self._productive(self._can)
+        self._whole = self._productive(self._can_in_full)
         if root not in self._alive:
             raise self._document.refused(
                 self._culprit(root), ": no value conforms to this schema; its conditions contradict each other"
@@ -78,8 +80,8 @@ class Writer:
             self._forms[goal] = self._former.forms(goal)
             todo += [inner for form in self._forms[goal] for inner in _inner(form)]
 
-    def _productive(self) -> dict[Goal, None]:
-        """The goals that a finite value can match."""
+    def _productive(self, can: Callable[[Form, Mapping[Goal, None]], bool]) -> dict[Goal, None]:
+        """The goals that a finite value can match. `can` says whether a form has one if some goals have."""
         users: dict[Goal, set[Goal]] = {}
         for goal, forms in self._forms.items():
             for form in forms:
@@ -89,7 +91,7 @@ class Writer:
         todo = deque(self._forms)
         while todo:
             goal = todo.popleft()
-            if goal not in alive and any(self._can(form, alive) for form in self._forms[goal]):
+            if goal not in alive and any(can(form, alive) for form in self._forms[goal]):
                 alive[goal] = None
                 todo += users.get(goal, ())
         return alive
@@ -126,6 +128,16 @@ class Writer:
             case String():
                 return self.string(form) is not None
         return True
+
+    def _can_in_full(self, form: Form, alive: Mapping[Goal, None]) -> bool:
+        """As `_can`, where tuples have all of their items."""
+        if isinstance(form, Items) and form.low is None:
+            return all(goal in alive for goal in self._possible(form))
+        return self._can(form, alive)
+
+    def _possible(self, form: Items) -> list[Goal]:
+        """The first items, up to one that nothing matches."""
+        return list(itertools.takewhile(lambda goal: goal in self._alive, form.prefix))
 
     def _children(self, form: Form) -> list[Goal]:
         return [goal for goal in _inner(form) if goal in self._alive]
@@ -193,13 +205,12 @@ class Writer:
                 return self._members(form, depth)
 
     def _items(self, form: Items, depth: int) -> Written:
-        prefix = []
-        for goal in form.prefix:
-            if goal not in self._alive:
-                break
-            prefix.append(self._goal(goal, depth))
+        possible = self._possible(form)
+        prefix = [self._goal(goal, depth) for goal in possible]
         high = form.high if len(prefix) == len(form.prefix) else len(prefix)
-        low = form.low if form.low is not None else len(prefix)
+        low = form.low
+        if low is None:
+            low = len(prefix) if all(goal in self._whole for goal in possible) else 0
         written: Written = {"type": "array"}
         if prefix:
             written["prefixItems"] = prefix
@@ -241,12 +252,12 @@ class Writer:
     def string(self, form: String) -> Written | None:
         if form in self.instead:
             return self.instead[form]
-        return string_of(form, [pattern for pattern, _ in form.patterns], form.formats)
+        return string_of(form)
 
 
-def string_of(form: String, patterns: list[str], formats: tuple[str, ...]) -> Written:
+def string_of(form: String) -> Written:
     """A string with these patterns and formats, and with the form's values or length."""
-    every = [*patterns, *(FORMATS[name] for name in formats if name in FORMATS)]
+    every = [*(pattern for pattern, _ in form.patterns), *(FORMATS[name] for name, _ in form.formats)]
     if form.values is not None:
         first: Written = {"enum": list(form.values)}
     else:

@@ -105,6 +105,10 @@ def test_keyword_that_cannot_be_enforced_is_a_warning_otherwise(schema: Any, key
         (in_property({"type": "null", "enum": ["a"]}), "at #/properties/n: no value conforms to this schema"),
         (in_property({"allOf": [{"type": "string"}, {"type": "number"}]}), "at #/properties/n: no value conforms"),
         ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "no value conforms to this schema"),
+        (
+            in_property({"format": "date", "allOf": [{"type": "string", "pattern": "^x"}]}),
+            "at #/properties/n: no value",
+        ),
         (False, "no value conforms to this schema"),
         ({"not": {}}, "no value conforms to this schema"),
         ({"type": "string", "pattern": "^a", "const": "b"}, "no value conforms to this schema"),
@@ -168,6 +172,7 @@ def test_keywords_of_the_table_have_known_fates() -> None:
         ({"$ref": "#/unknown/0", "unknown": [{"type": "null"}]}, "null", "1"),
         ({"$dynamicRef": "#n", "$defs": {"x": {"$dynamicAnchor": "n", "type": "null"}}}, "null", "1"),
         ({"type": "object", "properties": {"a": {"$ref": "#"}}}, '{"a": {"a": {}}}', '{"a": 1}'),
+        ({"type": "array", "prefixItems": [{"$ref": "#"}, {"type": "null"}]}, "[[[], null], null]", "[null, null]"),
         ({"$ref": "#/$defs/x", "minimum": 2, "$defs": {"x": {"type": "integer"}}}, "2", "1"),
         (
             {

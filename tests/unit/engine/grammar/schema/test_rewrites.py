@@ -164,6 +164,10 @@ EQUIVALENT: dict[str, Any] = {
         "allOf": [{"type": "object", "properties": {"a": {}}}, {"properties": {"b": {}}}],
         "unevaluatedProperties": False,
     },
+    "unevaluatedProperties of constants": {
+        "anyOf": [{"const": {"a": 1}}, {"const": {"b": "a"}}, {"const": {}}],
+        "unevaluatedProperties": {"type": "string"},
+    },
     "unevaluatedItems": {
         "type": "array",
         "allOf": [{"prefixItems": [{"const": 1}], "minItems": 1}],
