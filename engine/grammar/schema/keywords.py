@@ -270,7 +270,13 @@ KEYWORDS: dict[str, Keyword] = {
         "arrays", ENFORCED, ENFORCED, _schema, "Until draft 2019-09: the items after a list in `items`.", "one"
     ),
     "minItems": Keyword("arrays", ENFORCED, ENFORCED, _count, "At most 1000."),
-    "maxItems": Keyword("arrays", ENFORCED, ENFORCED, _count, "More than 1000 is taken as 1000."),
+    "maxItems": Keyword(
+        "arrays",
+        ENFORCED,
+        ENFORCED,
+        _count,
+        "More than 1000 is taken as 1000, and more than 50 as 50 where the grammar gets too large otherwise.",
+    ),
     "uniqueItems": Keyword(
         "arrays",
         REWRITTEN,

@@ -51,17 +51,23 @@ def _prepared(text: str, strict: bool, where: str) -> Prepared:
     writer = Writer(Former(reader, policy, patterns), document, policy, where)
     root = reader.goal(Document.ROOT)
     schema = writer.write(root)
-    if problem_of(schema):
-        _mend(writer, policy)
+    problem = problem_of(schema)
+    if problem and _mend(writer, policy):
         schema = writer.write(root)
         problem = problem_of(schema)
-        if problem:
-            raise InvalidRequest(f"{where} can't be compiled: {problem}; simplify it")
+    if "too big" in problem and writer.shorten_arrays():
+        schema = writer.write(root)
+        problem = problem_of(schema)
+    if problem:
+        raise InvalidRequest(f"{where} can't be compiled: {problem}; simplify it")
     return Prepared({**schema, "x-guidance": LAYOUT}, policy.warnings)
 
 
-def _mend(writer: Writer, policy: Policy) -> None:
-    """Find the patterns that can't be compiled, and write the strings without them. Raises InvalidRequest if strict."""
+def _mend(writer: Writer, policy: Policy) -> bool:
+    """Find the patterns that can't be compiled, and leave them out. Returns whether there were some.
+
+    Raises InvalidRequest in strict use.
+    """
     for form in writer.strings_with_patterns()[:_MAX_MENDED]:
         problem = problem_of(writer.string(form) or {})
         if problem:
@@ -71,6 +77,7 @@ def _mend(writer: Writer, policy: Policy) -> None:
         if problem:
             policy.cannot(path, "patternProperties", problem)
             writer.without.add(pattern)
+    return bool(writer.instead or writer.without)
 
 
 def _without_some(form: String, problem: str, policy: Policy) -> dict[str, Any] | None:

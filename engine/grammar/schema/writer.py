@@ -10,12 +10,13 @@ from cellama.engine.errors import InvalidRequest
 
 from .document import Document
 from .formats import FORMATS
-from .forms import Form, Former, Items, Members, Same
+from .forms import MAX_ITEMS, Form, Former, Items, Members, Same
 from .policy import Policy
 from .scalars import MAX_BOUND, MAX_DECIMALS, Written, number_of
 from .shapes import ANYTHING, NOTHING, Boolean, Goal, Null, Number, String
 
 MAX_DEPTH = 128  # schemas that lead to each other: llguidance's stack holds some 500
+_FEWER_ITEMS = 50  # of each array, if the grammar is too large otherwise
 _MAX_INLINE = 12  # schemas in schemas, before one gets a name
 _MAX_FREE_DEPTH = 16  # of values that no schema describes
 _ANY = "any"
@@ -31,6 +32,7 @@ class Writer:
         self._where = where
         self.instead: dict[String, Written | None] = {}  # strings that are written in another way, or can't be
         self.without: set[str] = set()  # patterns of names that are left out
+        self._max_items = MAX_ITEMS
         self._forms: dict[Goal, list[Form]] = {}
 
     def write(self, root: Goal) -> Written:
@@ -59,6 +61,12 @@ class Writer:
         if self._has_any:
             definitions.update(_ANYTHING)
         return {**written, "$defs": definitions} if definitions else written
+
+    def shorten_arrays(self) -> bool:
+        """Write fewer items of arrays with a large maxItems from now on. Returns whether there are some."""
+        self._max_items = _FEWER_ITEMS
+        forms = (form for forms in self._forms.values() for form in forms if isinstance(form, Items))
+        return any(form.high is not None and form.high > _FEWER_ITEMS for form in forms)
 
     def strings_with_patterns(self) -> list[String]:
         """Those with a pattern or a format."""
@@ -208,6 +216,8 @@ class Writer:
         possible = self._possible(form)
         prefix = [self._goal(goal, depth) for goal in possible]
         high = form.high if len(prefix) == len(form.prefix) else len(prefix)
+        if high is not None:
+            high = min(high, max(self._max_items, len(prefix), form.low or 0))
         low = form.low
         if low is None:
             low = len(prefix) if all(goal in self._whole for goal in possible) else 0

@@ -256,6 +256,12 @@ def test_hostile_schema_is_refused(name: str, strict: bool) -> None:
         chain(lambda to: {"type": "array", "prefixItems": [{"$ref": to}, {"$ref": to}]}, 30),
         chain(lambda to: {"allOf": [{"$ref": to}, {"$ref": to}]}, 20),
         {"type": "array", "maxItems": 10**9, "items": {"type": "array", "maxItems": 10**9}},
+        {
+            "type": "object",
+            "properties": {
+                f"p{at}": {"type": "array", "items": {"type": "string"}, "maxItems": 999} for at in range(20)
+            },
+        },
         {"type": "string", "maxLength": 10**9},
         {"type": "string", "pattern": "(a|b)*a(a|b){25}", "maxLength": 1000},
         {"anyOf": [{"type": "object", "properties": {"k": {"const": at}}, "required": ["k"]} for at in range(300)]},
