@@ -29,6 +29,7 @@ ROOMS = {
         "interactive": "an interactive request into an engine full of bulk work",
         "layouts": "unified against partitioned KV cache by number of slots; types of keys and values",
         "structured": "64 slots that write JSON by schemas against the same slots without; masks and compilation alone",
+        "schemas": "texts sampled under the schemas of the JSON-Schema-Test-Suite: do they conform?",
         "adapters": "requests with different LoRA adapters on one engine, by the length of a turn",
     },
     "service": {
@@ -107,7 +108,7 @@ def main() -> None:
     own.add_argument("--save", action="store_true", help="keep the JSON line under bench/results/")
     benchmark.add_arguments(own)
     args = own.parse_args(chosen.rest)
-    workload = {name: value for name, value in vars(args).items() if name not in ("model", "save")}
+    workload = {name: value for name, value in vars(args).items() if name not in ("model", "save", "suite")}
     report = benchmark.run(args)
     show(
         chosen.name,

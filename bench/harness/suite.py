@@ -45,6 +45,7 @@ SHORT = {
     "holes": "--slots 16 --busy 4 8 --prompt 16 --steps 8 --rounds 1",
     "reading": "--slots 16 --length 32 --rounds 3",
     "structured": "--slots 8 --new 32 --rounds 1 --masks 2000 --schemas 20",
+    "schemas": "--outputs 2",
     "adapters": "--slots 4 --turns 0 0.1 --prompt 32 --new 8",
     "enqueue": "--jobs 500 --rounds 1",
     "deep_queue": "--jobs 2000 --delayed 20000 --due 1000",

@@ -22,7 +22,6 @@ _MAX_STATES = 4096  # of an automaton, and ...
 _MAX_BYTES = 32 << 20  # ... what all of them take, before it forgets them
 _WAY_BYTES, _FRAME_BYTES, _STEP_BYTES, _NODE_BYTES = 200, 270, 60, 250  # about what each of them takes
 _MANY = 64  # ways of a state
-BLANKS, SPACED, SPACE = b" \n\t", b":,", ord(" ")
 
 
 class Frame:
@@ -75,7 +74,6 @@ class Automaton:
         self._numbers: dict[frozenset[Way], int] = {}
         self._after: dict[frozenset[Way], int] = {}  # ways before their forks and calls → state
         self._sorted: dict[int, dict[int, list[Way]]] = {}  # states with many ways: class of byte → ways after it
-        self._followers: dict[int, list[int]] = {}  # state → bytes
         self._steps: dict[int, dict[int, int]] = {}  # node → class of byte → node
         self._num_ways = self._num_steps = 0
         self._table = np.full((64, self._num_classes), _UNKNOWN, np.int32)
@@ -154,36 +152,6 @@ class Automaton:
                 self.step(pair >> 8, pair & 255, work)
             following = self._table[states, classes]
         return following
-
-    def likely_text(self, state: int, before: int, most: int, work: Work) -> tuple[bytes, int]:
-        """Up to `most` bytes that come next, and how many of them must: where only blanks are left open it is a guess.
-
-        Then there is a space behind a colon or a comma, and none elsewhere. `before` is the byte before the text.
-        """
-        found, certain = bytearray(), 0
-        while len(found) < most and not self.accepting[state]:
-            bytes_after = self._bytes_after(state)
-            if len(bytes_after) == 1:
-                certain += certain == len(found)
-            elif len(words := [byte for byte in bytes_after if byte not in BLANKS]) != 1:
-                break
-            elif before not in SPACED or SPACE not in bytes_after:
-                bytes_after = words
-            else:
-                bytes_after = [SPACE]
-            before = bytes_after[0]
-            found.append(before)
-            state = self.step(state, self.byte_class[before], work)
-        return bytes(found), certain
-
-    def _bytes_after(self, state: int) -> list[int]:
-        """The bytes that may come next; none if they are more than a few."""
-        found = self._followers.get(state)
-        if found is None:
-            classes = {byte_class for node, _ in self.states[state] for byte_class in self._step_of(node)}
-            found = [byte for byte, byte_class in enumerate(self.byte_class) if byte_class in classes]
-            found = self._followers[state] = found if len(found) <= 1 + len(BLANKS) else []
-        return found
 
     def _step_of(self, node: int) -> dict[int, int]:
         """Which node each class of bytes leads to."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
 from collections.abc import Iterator
 from random import Random
 from typing import Any
@@ -13,14 +12,20 @@ import numpy as np
 import pytest
 
 from cellama.engine import EngineOptions, Model, ModelManager
-from cellama.engine.grammar.automaton import Work
-from cellama.engine.grammar.json_schema import schema_to_gbnf
-from cellama.engine.grammar.token_grammar import Grammar
+from cellama.engine.grammar.grammars import Form
 from cellama.engine.llama import LlamaModel
 
 CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])  # llama.h: llama_token_data
 NARROW = {0xE0, 0xED, 0xF0, 0xF4}  # after these UTF-8 has not all bytes, and llama.cpp allows them
-SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 9}, "n": {"type": "number"}}}
+JSON = r"""
+value ::= object | array | string | number | "true" | "false" | "null"
+object ::= "{" ( pair ("," ws pair)* )? "}"
+pair ::= string ":" ws value
+array ::= "[" ( value ("," ws value)* )? "]"
+string ::= "\"" ( [^"\\\x7F\x00-\x1F] | "\\" ( ["\\/bfnrt] | "u" [0-9a-fA-F]{4} ) ){0,20} "\""
+number ::= "-"? ( "0" | [1-9] [0-9]{0,15} ) ( "." [0-9]{1,5} )?
+ws ::= " "?
+"""
 GRAMMARS = [
     'root ::= "The " animal " said: " [0-9]{2} "." \n animal ::= "fox" | "bear" | "fo" [a-z]',
     "root ::= [^a-m]+ [é-ü]? .*",
@@ -28,8 +33,8 @@ GRAMMARS = [
     'root ::= line{2,} \n line ::= "- " [^\\n"]* "\\n"',
     "root ::= [\\x20-\\x7E]{3,40} | [\\u4e00-\\u9fff]+ | [\\U0001F600-\\U0001F64F]",
     'root ::= (("x" | "y")? "z"+){0,4} ".\\"\\\\"',
-    schema_to_gbnf(json.dumps(SCHEMA)),
-    schema_to_gbnf('{"type": "array", "items": {"type": ["string", "boolean", "null"]}}'),
+    JSON + "root ::= object",
+    JSON + "root ::= array",
 ]
 
 
@@ -74,7 +79,7 @@ def is_shown(weights: LlamaModel, token: int) -> bool:
 @pytest.mark.parametrize("seed", range(3))
 def test_grammar_allows_the_tokens_that_llama_cpp_allows(weights: LlamaModel, text: str, seed: int) -> None:
     random, grammars = Random(seed), weights.grammars
-    theirs, ours = Theirs(weights, text), Grammar(grammars.automaton(text, "root"), grammars.tokens, Work())
+    theirs, ours = Theirs(weights, text), grammars.compile(Form("grammar", text)).begin()
     every = np.arange(weights.info.n_vocab)
     shown = np.array([is_shown(weights, token) for token in every.tolist()])
     ends = np.array([weights.is_end(token) for token in every.tolist()])

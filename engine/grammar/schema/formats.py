@@ -31,7 +31,7 @@ FORMATS: dict[str, str] = {
         "time": _TIME,
         "date-time": rf"{_DAY}T{_TIME}",
         "duration": rf"P(?:(?:{_YEARS}|{_MONTHS}|{_DAYS})(?:{_OF_A_DAY})?|{_OF_A_DAY}|{_SIZE}W)",
-        "email": rf"{_WORD}+(?:\.{_WORD}+)*@(?:{_LABEL}\.){{1,3}}[A-Za-z]{{2,20}}",
+        "email": rf"{_WORD}{{1,20}}(?:\.{_WORD}{{1,20}}){{0,2}}@(?:{_LABEL}\.){{1,3}}[A-Za-z]{{2,20}}",
         "hostname": _HOST,
         "ipv4": rf"{_BYTE}(?:\.{_BYTE}){{3}}",
         "ipv6": rf"(?:{_GROUP}:){{7}}{_GROUP}|(?:{_GROUP}:){{1,3}}(?::{_GROUP}){{1,3}}"
