@@ -32,8 +32,10 @@ class Unjudgeable(Exception):
 
 class SchemaJudge:
     def __init__(self, schema: Mapping[str, Any] | bool) -> None:
-        read = exact(json.dumps(schema))
-        self._validator = jsonschema.Draft202012Validator(read, format_checker=FORMATS)
+        """Formats count unless the schema has patterns: a pattern is enforced where both can't be."""
+        text = json.dumps(schema)
+        formats = None if '"pattern"' in text else FORMATS
+        self._validator = jsonschema.Draft202012Validator(exact(text), format_checker=formats)
 
     def problem(self, text: str) -> str | None:
         """Return why a JSON text does not conform, None if it does.
