@@ -50,7 +50,7 @@ from .models.manager import ModelManager
 from .models.memory_admission import devices, vram_info
 from .models.model import Model
 from .models.model_entry import ModelEntry
-from .models.tokenizer import Tokenizer
+from .models.tokenizer import Tokenizer, wanted_text
 from .options import EngineOptions
 from .request import Request, Resumed
 from .sampling_params import SamplingParams, sampling_of
@@ -136,4 +136,5 @@ __all__ = [
     "sampling_of",
     "scores_of",
     "vram_info",
+    "wanted_text",
 ]

@@ -8,6 +8,8 @@ from typing import Any
 
 from cellama.api.openai.answers import warnings_of, was_cut_in_thought
 
+from .partial_json import completed
+
 CALL_PREFIX = "toolu_"
 NO_THREADS = "thread_unsupported_request"  # for this the client's tool runner sends the whole conversation instead
 TIERS = {"flex": "batch", "default": "standard", "priority": "priority"}  # as its usage calls them
@@ -110,14 +112,19 @@ def calls_of(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             "type": "tool_use",
             "id": CALL_PREFIX + call["id"],
             "name": call["function"]["name"],
-            "input": _input_of(call["function"]["arguments"]),
+            "input": _input_of(call["function"]["arguments"], is_partial=bool(call.get("partial"))),
         }
         for call in calls
     ]
 
 
-def _input_of(arguments: str) -> dict[str, Any]:
-    """An object. Arguments that could not be sent as one (1e999, half of a surrogate pair) are left as text."""
+def _input_of(arguments: str, *, is_partial: bool) -> dict[str, Any]:
+    """An object: of partial arguments, what is known of them, as Anthropic's SDK reads the deltas of a stream.
+
+    Arguments that could not be sent as one (1e999, half of a surrogate pair) are left as text.
+    """
+    if is_partial:
+        arguments = completed(arguments)
     try:
         value = json.loads(arguments or "{}")
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()

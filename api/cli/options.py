@@ -17,12 +17,16 @@ from cellama.tasks.contract.payloads import ChatJob, GenerateJob, PrefillJob
 _NOT_OPTIONS = {"model", "prompt", "messages", "stream", "n", "system"}
 _FROM_FILE = {"json_schema", "regex", "lark", "grammar", "tools", "template_args", "prediction"}
 _JSON = {"tools", "template_args"}
-_SINGULAR = {"adapters": "adapter"}  # options that are given once per entry
+_SINGULAR = {"adapters": "adapter", "allowed_tools": "allowed_tool"}  # options that are given once per entry
 SAMPLING = "Sampling"
 GROUPS: dict[str, tuple[str, ...]] = {  # of the help, the most used first; options that none has are about sampling
     "Answer": ("max_tokens", "temperature", "stop", "seed", "ignore_eos"),
     "Form of the answer": ("json_schema", "strict_schema", "regex", "lark", "grammar", "grammar_root"),
-    "Chat": ("enable_thinking", "thinking_budget", "tools", "tool_choice", "parallel_tool_calls", "template_args"),
+    "Chat": (
+        *("enable_thinking", "thinking_budget"),
+        *("tools", "tool_choice", "allowed_tools", "parallel_tool_calls"),
+        "template_args",
+    ),
     "Queue": ("priority", "timeout"),
     "Context": ("parent_key", "adapters", "cache_prompt", "cache_scope", "prediction"),
     "Result": ("logprobs", "return_tokens"),

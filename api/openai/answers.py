@@ -94,7 +94,12 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     shown: dict[str, Any] = {"role": "assistant", "content": message["content"] or (None if calls else "")}
     if thoughts is not None:
         shown["reasoning_content"] = thoughts
-    return {**shown, "tool_calls": calls} if calls else shown
+    return {**shown, "tool_calls": [call_of(call) for call in calls]} if calls else shown
+
+
+def call_of(call: Mapping[str, Any]) -> dict[str, Any]:
+    """A call as OpenAI shows it: only the finish reason says that its arguments were cut."""
+    return {name: value for name, value in call.items() if name != "partial"}
 
 
 def embeddings_of(result: Mapping[str, Any]) -> dict[str, Any]:

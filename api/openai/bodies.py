@@ -129,13 +129,34 @@ def _take_tools(params: dict[str, Any], given: Mapping[str, Any], url: str) -> N
     if url != CHAT:
         return
     choice = given.get("tool_choice")
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        allow(params, choice.get("allowed_tools"), choice, lambda tool: tool.get("function"))
+        return
     if isinstance(choice, dict) and choice.get("type", "function") != "function":
         raise InvalidJob(
-            f"tool_choice is {_short(choice)}: of objects only one of type function is taken; "
-            "to allow some tools, send only those"
+            f"tool_choice is {_short(choice)}: an object must be of type function or allowed_tools; use one of these"
         )
     if choice is not None:
         params["tool_choice"] = choice
+
+
+def allow(
+    params: dict[str, Any], allowed: Any, choice: Mapping[str, Any], function_of: Callable[[dict[str, Any]], Any]
+) -> None:
+    """`tool_choice` of type allowed_tools: a mode, and tools, of which `function_of` says the function."""
+    allowed = allowed if isinstance(allowed, dict) else {}
+    mode, tools = allowed.get("mode"), allowed.get("tools")
+    functions = [
+        function_of(tool) if isinstance(tool, dict) and tool.get("type") == "function" else None
+        for tool in (tools if isinstance(tools, list) else [])
+    ]
+    names = [function.get("name") if isinstance(function, dict) else None for function in functions]
+    if mode not in ("auto", "required") or not names or not all(isinstance(name, str) for name in names):
+        raise InvalidJob(
+            f"tool_choice is {_short(choice)}: allowed_tools needs a mode, auto or required, and a list of tools, each "
+            "of type function with a name"
+        )
+    params["tool_choice"], params["allowed_tools"] = mode, names
 
 
 def _take_reasoning_effort(params: dict[str, Any], given: Mapping[str, Any], url: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .answers import finish_reason_of, usage_of, warnings_of
+from .answers import call_of, finish_reason_of, usage_of, warnings_of
 from .logprobs import of_chat, of_text
 
 _THOUGHTS = ("reasoning", "reasoning_end")
@@ -72,7 +72,7 @@ class Chunks:
                 end = {"index": index, "text": "", "logprobs": None, "finish_reason": finish_reason_of(reason, None)}
                 told.append(self._chunk(end))
                 continue
-            shown = [{"index": at, **call} for at, call in enumerate(calls or [])]
+            shown = [{"index": at, **call_of(call)} for at, call in enumerate(calls or [])]
             if shown:
                 told.append(self._delta(index, {"tool_calls": shown}))
             told.append(self._delta(index, {}, finish_reason_of(reason, calls)))

@@ -67,7 +67,9 @@ PARAMETERS: Mapping[str, Mapping[str, Rule]] = {
         "max_tokens": Rule("as it is", "default: what the context has room for"),
         "max_completion_tokens": Rule("renamed", to="max_tokens"),
         **_as_it_is("tools"),
-        "tool_choice": Rule("mapped", "`auto`, `none`, `required`, or a function, whose call is then forced"),
+        "tool_choice": Rule(
+            "mapped", "`auto`, `none`, `required`, a function, whose call is then forced, or `allowed_tools`"
+        ),
         "parallel_tool_calls": Rule("as it is", "not said: as many as the model makes, one where a call is forced"),
         "logprobs": Rule("mapped", "a switch"),
         "top_logprobs": Rule("mapped", "how many; needs `logprobs`", "logprobs"),

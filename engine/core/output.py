@@ -47,12 +47,15 @@ class Output:
                 return released.stop
         return None
 
-    def finish(self, handle: Handle, sequence: Sequence, *, stopped: bool) -> None:
-        """Tells what was held back of a sequence that ends; `stopped` if a stop string cut that off."""
+    def finish(self, handle: Handle, sequence: Sequence, *, stopped: bool, cut: bool) -> None:
+        """Tells what was held back of a sequence that ends; `stopped` if a stop string cut that off.
+
+        `cut` if the model would have written more.
+        """
         if not stopped:
             self._release(handle, sequence, sequence.text_stream.flush())
         if sequence.reply is not None:
-            parts, sequence.tool_calls = sequence.reply.finish()
+            parts, sequence.tool_calls = sequence.reply.finish(cut=cut)
             self._release_parts(handle, sequence, parts)
 
     def emit(self, handle: Handle, event: Event) -> None:

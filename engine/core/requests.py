@@ -217,7 +217,7 @@ class Requests:
 
     def _end(self, group: Group, sequence: Sequence, reason: FinishReason, stop_sequence: str | None = None) -> None:
         """Ends one sequence; its request ends with the last of them."""
-        self._output.finish(group.handle, sequence, stopped=stop_sequence is not None)
+        self._output.finish(group.handle, sequence, stopped=stop_sequence is not None, cut=reason != "stop")
         completion = sequence.completion(reason, stop_sequence, time.monotonic())
         group.finished.append(completion)
         if completion.context is not None:

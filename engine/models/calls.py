@@ -14,11 +14,11 @@ from cellama.engine.capabilities import Capability
 from cellama.engine.core.embedder import Embedder
 from cellama.engine.core.engine import Engine
 from cellama.engine.core.generation import CHUNK_TIMEOUT_S, GENERATE_TIMEOUT_S, Prompt
-from cellama.engine.errors import InvalidRequest
 from cellama.engine.events import Completion
+from cellama.engine.sampling_params import SamplingParams
 from cellama.engine.text.chat_template import ChatOptions, Message
 
-from .tokenizer import Texts
+from .tokenizer import Texts, wanted_text
 
 TextOrTokens = str | Sequence[int]
 Vector = NDArray[np.float32]
@@ -64,12 +64,18 @@ class ModelCalls(Texts, ABC):
         """
         self.require("chat")
         given = {name: params.pop(name) for name in ChatOptions.__dataclass_fields__ if name in params}
-        prompt = self.prepare_chat(messages, ChatOptions(**given), follows_reply=params.get("parent_key") is not None)
-        if prompt.grammar is not None:
-            if params.get("grammar") is not None or params.get("json_schema") is not None:
-                raise InvalidRequest("tool_choice forces a call, so there can be no grammar and no json_schema")
-            params |= {"grammar": prompt.grammar, "grammar_root": "root"}
-        return self.engine.complete(prompt.tokens, timeout_s=timeout_s, reply=prompt.reply, **params)
+        options = ChatOptions(**given)
+        sampling = {name: params[name] for name in SamplingParams.__dataclass_fields__ if name in params}
+        prompt = self.prepare_chat(
+            messages,
+            options,
+            follows_reply=params.get("parent_key") is not None,
+            wanted=wanted_text(sampling, self.engine.sampling_defaults, options),
+        )
+        params |= prompt.sampling
+        return self.engine.complete(
+            prompt.tokens, timeout_s=timeout_s, reply=prompt.reply, warnings=prompt.warnings, **params
+        )
 
     def embed(
         self, texts: TextOrTokens | Sequence[TextOrTokens], *, timeout_s: float = GENERATE_TIMEOUT_S, **params: Any

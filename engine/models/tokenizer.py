@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from cellama.config import limits
 from cellama.engine.errors import InvalidRequest, TemplateFailed
-from cellama.engine.grammar.json_schema import schemas_to_gbnf
+from cellama.engine.grammar.schema import prepare_schema
+from cellama.engine.sampling_params import CONSTRAINTS, sampling_of
 from cellama.engine.text.chat_template import (
     ChatOptions,
     ChatPrompt,
@@ -15,15 +18,31 @@ from cellama.engine.text.chat_template import (
     Message,
     Rendered,
     after_reply,
-    grammar_of_choice,
+    grammar_of_calls,
     reply_format_of,
 )
+from cellama.engine.text.formats.call_grammar import WantedText
 
 from .hub import HubOptions
 from .sources import resolve
 
+_MAX_PREPARED = 256  # schemas of tools, those used last: an agent sends the same with every request
+
 if TYPE_CHECKING:
     from cellama.engine.llama import LlamaModel
+
+
+_prepared = functools.lru_cache(maxsize=_MAX_PREPARED)(prepare_schema)
+
+
+def wanted_text(given: Mapping[str, Any], defaults: Mapping[str, Any], options: ChatOptions) -> WantedText | None:
+    """What sampling parameters say of a chat's text: those given, and a model's defaults. Raises InvalidRequest.
+
+    A forced call takes the place of the defaults.
+    """
+    sampling = sampling_of(given, {} if options.forces_call else defaults)
+    kind = next((name for name in CONSTRAINTS if getattr(sampling, name) is not None), None)
+    return None if kind is None else WantedText(kind, getattr(sampling, kind), sampling.strict_schema)
 
 
 class Texts:
@@ -115,8 +134,11 @@ class Texts:
         *,
         follows_reply: bool = False,
         add_generation_prompt: bool = True,
+        wanted: WantedText | None = None,
     ) -> ChatPrompt:
         """A conversation's prompt, and how the reply to it is read. Raises TemplateFailed, InvalidRequest.
+
+        `wanted` is the form of the reply's text (`wanted_text`).
 
         With `follows_reply` the messages are those after a reply that is there already, token by token: the prompt is
         what comes after it. What the conversation began with, its system message and tools, stays as it was. Without
@@ -128,9 +150,18 @@ class Texts:
         else:
             prompt = self._render(options.all_of(messages), **variables)
         reply = reply_format_of(self._name, self.template, prompt, options, self._ids_of_markup)
-        grammar = grammar_of_choice(self._name, reply, options, schemas_to_gbnf)
+        grammar = grammar_of_calls(self._name, reply, options, _prepared, wanted)
         tokens = self._tokens_after(prompt) if follows_reply else self._tokens_of_prompt(prompt)
-        return ChatPrompt(prompt.text, tokens, reply, grammar)
+        if grammar is None:
+            return ChatPrompt(prompt.text, tokens, reply)
+        lark = grammar.write()
+        if len(lark) > limits.MAX_LARK_CHARS:
+            raise InvalidRequest(
+                f"tools: the grammar of their calls has {len(lark)} characters, and the limit is "
+                f"{limits.MAX_LARK_CHARS}; send fewer tools, or shorter schemas"
+            )
+        bound = replace(reply, bound_at_start=True, has_bound_calls=True, is_call=options.forces_call)
+        return ChatPrompt(prompt.text, tokens, bound, lark, tuple(grammar.warnings))
 
     def _render_after_reply(
         self, messages: Sequence[Message], options: ChatOptions, variables: dict[str, Any]

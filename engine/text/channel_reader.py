@@ -66,11 +66,17 @@ class ChannelReader:
             pass
         return parts
 
-    def finish(self) -> tuple[list[Part], tuple[ToolCall, ...]]:
-        """Ends the reply: what was held back, and the tool calls in it. Markup that means nothing becomes text."""
+    def finish(self, *, cut: bool = False) -> tuple[list[Part], tuple[ToolCall, ...]]:
+        """Ends the reply: what was held back, and the tool calls in it. Markup that means nothing becomes text.
+
+        `cut` if the model would have written more.
+        """
         parts: list[Part] = []
+        cut = cut and self._format.has_bound_calls
         if self._head is None:
-            self._tell(parts, "text", self._held)
+            self._tell(parts, "text", "" if cut else self._held)
+        elif cut and self._function is not None and self._call(self._held) is None:
+            self._calls.append(ToolCall(self._function, self._held.lstrip(), is_partial=True))
         else:
             self._end_message(parts, self._held)
         self._held = ""
@@ -95,6 +101,8 @@ class ChannelReader:
         self._head, self._raw, self._held, self._fresh = head, raw, rest, True
         if self._kind == "text":
             self._end_thoughts(parts)
+            if self._format.tools is not None and head.function is not None and self._function is None:
+                self._tell(parts, "text", raw)  # a call of a tool that was not offered is text
             if head.function is None and head.channel == "final" and self._num_unbound is None:
                 self._num_unbound = self._num_tokens
 
@@ -118,7 +126,9 @@ class ChannelReader:
 
     @property
     def _function(self) -> str | None:
-        return self._head.function if self._head is not None and self._format.tools is not None else None
+        """The offered tool that the present message calls."""
+        tools, name = self._format.tools, self._head.function if self._head is not None else None
+        return name if tools is not None and name is not None and tools.offers(name) else None
 
     def _end_message(self, parts: list[Part], body: str) -> None:
         call = self._call(body)

@@ -13,9 +13,9 @@ from cellama.engine.errors import InvalidRequest, TemplateFailed
 
 from .derivation.markup import ReplyMarkup, derive_markup
 from .derivation.probes import SWITCHES, probes
+from .formats.call_grammar import CallGrammar, Offered, Prepare, Thoughts, WantedText
 from .formats.call_reader import ToolReader
 from .formats.channels import END, MARKUP
-from .formats.forcing import ToRules, forced_calls
 from .markup import SpecialToken
 from .reply_format import ReplyFormat
 from .template_messages import for_template
@@ -137,6 +137,7 @@ class ChatOptions:
     template_args: Mapping[str, Any] = field(default_factory=dict)
     system: str | None = None  # a system message before all others
     parallel_tool_calls: bool | None = None  # False: one call at most. True: also several where a call is forced
+    allowed_tools: Sequence[str] | None = None  # names of the tools that may be called; None: all of them
 
     def all_of(self, messages: Sequence[Message]) -> Sequence[Message]:
         """The messages, behind that of the system. Raises InvalidRequest if they begin with one already."""
@@ -152,10 +153,29 @@ class ChatOptions:
         return () if self.tool_choice == "none" else self.tools
 
     @property
-    def schemas(self) -> dict[str, Mapping[str, Any]]:
-        """The JSON Schemas of the tools' arguments, by the tools' names."""
+    def callable(self) -> list[Offered]:
+        """The tools that may be called. Raises InvalidRequest for a name that is not one of them."""
         functions = [tool["function"] for tool in self.tools]
-        return {function["name"]: function.get("parameters") or {} for function in functions}
+        names = [function["name"] for function in functions]
+        known = f"the tools are: {', '.join(sorted(names)) or 'none'}"
+        allowed = names if self.allowed_tools is None else list(self.allowed_tools)
+        for name in allowed:
+            if name not in names:
+                raise InvalidRequest(f"allowed_tools: {name!r} is not a tool of this request; {known}")
+        if not allowed and self.allowed_tools is not None:
+            raise InvalidRequest("allowed_tools is empty; name at least one tool, or set tool_choice to none")
+        if self.tool_choice not in ("auto", "none", "required"):
+            if self.tool_choice not in names:
+                raise InvalidRequest(f"tool_choice: {self.tool_choice!r} is not a tool of this request; {known}")
+            if self.tool_choice not in allowed:
+                raise InvalidRequest(
+                    f"tool_choice: {self.tool_choice!r} is not one of allowed_tools; add it there, or choose another"
+                )
+        return [
+            Offered(name, of.get("parameters") or {}, of.get("strict") is True, f"tools.{i}.function.parameters")
+            for i, (name, of) in enumerate(zip(names, functions, strict=True))
+            if name in allowed
+        ]
 
     @property
     def forces_call(self) -> bool:
@@ -180,7 +200,13 @@ class ChatPrompt:
     text: str
     tokens: list[int]
     reply: ReplyFormat
-    grammar: str | None = None  # GBNF of a forced tool call
+    lark: str | None = None  # a grammar of the whole reply, which takes the place of a schema or a regular expression
+    warnings: tuple[str, ...] = ()  # what the tools ask for and is not enforced
+
+    @property
+    def sampling(self) -> dict[str, str | None]:
+        """Sampling parameters that the reply's grammar needs; they replace the caller's form of the text."""
+        return {} if self.lark is None else {"json_schema": None, "regex": None, "grammar": None, "lark": self.lark}
 
 
 def after_reply(messages: Sequence[Message], render: Callable[[list[Message]], Rendered]) -> Rendered:
@@ -234,7 +260,6 @@ def reply_format_of(
         close_tokens=tuple(ids_of(closing)) if closing else (),
         tools=tools,
         channels=markup.channels,
-        bound_at_start=options.forces_call,
         visible=template.thinking_tokens + (template.call_tokens if tools else ()),
     )
 
@@ -243,24 +268,43 @@ def _tools_of(markup: ReplyMarkup, options: ChatOptions) -> ToolReader | None:
     """What reads the calls of the tools that are offered; None if there are none, or it is not known how."""
     if not options.offered or markup.calls is None:
         return None
-    return ToolReader(markup.calls, options.schemas, only_one=options.parallel_tool_calls is False)
+    parameters = {tool.name: tool.parameters for tool in options.callable}
+    return ToolReader(markup.calls, parameters, only_one=options.parallel_tool_calls is False)
 
 
-def grammar_of_choice(name: str, format_: ReplyFormat, options: ChatOptions, to_rules: ToRules) -> str | None:
-    """GBNF of the calls that `tool_choice` forces; None if it forces none. Raises InvalidRequest.
+def grammar_of_calls(
+    name: str, format_: ReplyFormat, options: ChatOptions, prepare: Prepare, wanted: WantedText | None = None
+) -> CallGrammar | None:
+    """The grammar of a reply in which the model may call tools, or has to; None if nothing is to be bound.
 
-    `to_rules` is json_schema.schemas_to_gbnf, or works like it.
+    `wanted` is the form of the text that the request asks for. A grammar of the caller's binds the whole reply, so
+    that there are no calls. Raises InvalidRequest.
     """
-    if not options.forces_call:
+    tools, offered = format_.tools, options.callable
+    if options.forces_call:
+        if wanted is not None:
+            raise InvalidRequest(f"tool_choice forces a call, so there can be no {wanted.kind}; remove one of them")
+        if options.tool_choice != "required":
+            offered = [tool for tool in offered if tool.name == options.tool_choice]
+        if not offered:
+            raise InvalidRequest("tool_choice is 'required', but there are no tools; give some")
+        if tools is None or not tools.format.can_be_forced:
+            raise InvalidRequest(f"how model {name!r} writes tool calls is not known here; use tool_choice auto")
+    elif (
+        tools is None
+        or not tools.format.can_be_forced
+        or (wanted is not None and wanted.kind not in ("json_schema", "regex"))
+    ):
         return None
-    schemas = options.schemas
-    if options.tool_choice != "required":
-        if options.tool_choice not in schemas:
-            known = ", ".join(sorted(schemas)) or "none"
-            raise InvalidRequest(f"tool_choice names {options.tool_choice!r}, which is no tool of this job: {known}")
-        schemas = {options.tool_choice: schemas[options.tool_choice]}
-    if not schemas:
-        raise InvalidRequest("tool_choice is 'required', but there are no tools; give some")
-    if format_.tools is None or not format_.tools.format.can_be_forced:
-        raise InvalidRequest(f"how model {name!r} writes tool calls is not known here; use tool_choice auto")
-    return forced_calls(format_.tools.format, schemas, to_rules, several=options.parallel_tool_calls is True)
+    several = options.parallel_tool_calls is True if options.forces_call else options.parallel_tool_calls is not False
+    opens_thoughts = not (format_.starts_thinking or format_.channels)
+    return CallGrammar(
+        tools.format,
+        offered,
+        prepare,
+        {text.decode(): token for token, text in format_.visible},
+        several=several,
+        forced=options.forces_call,
+        thoughts=Thoughts(format_.think_open, format_.think_close) if opens_thoughts else Thoughts(),
+        wanted=wanted,
+    )

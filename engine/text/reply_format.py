@@ -30,6 +30,8 @@ class ReplyFormat:
     tools: ToolReader | None = None
     channels: bool = False  # everything stands in channels: thoughts, text and calls
     bound_at_start: bool = False  # in channels: a grammar is of the whole reply, else of its text
+    has_bound_calls: bool = False  # a grammar holds the calls: what begins like one is one
+    is_call: bool = False  # ... and the whole reply is calls
     visible: tuple[tuple[int, bytes], ...] = ()  # control tokens that are part of the markup, and their text
 
     def closing_token(self, num_thinking: int) -> int | None:

@@ -71,15 +71,21 @@ class ReplyReader:
             self._state = following
         return parts
 
-    def finish(self) -> tuple[list[Part], tuple[ToolCall, ...]]:
-        """Ends the reply: what was held back, and the tool calls in it. Markup that means nothing becomes text."""
+    def finish(self, *, cut: bool = False) -> tuple[list[Part], tuple[ToolCall, ...]]:
+        """Ends the reply: what was held back, and the tool calls in it. Markup that means nothing becomes text.
+
+        `cut` if the model would have written more.
+        """
+        cut = cut and self._format.has_bound_calls
         calls: tuple[ToolCall, ...] = ()
         parts: list[Part] = []
         if self._state is _State.THINKING:
             self._release(parts, "reasoning", self._held.rstrip())
         else:
             if self._state is _State.CALLS and self._format.tools is not None:
-                calls, self._held = self._format.tools.parse(self._held)
+                calls, self._held = self._format.tools.parse(self._held, cut=cut)
+            elif cut and self._format.is_call:  # what it holds is the beginning of a call
+                self._held = ""
             self._release(parts, "text", self._held)
         self._held = ""
         return parts, calls

@@ -32,7 +32,11 @@ def _call(call: Any, arguments_as_text: bool) -> dict[str, Any]:
         try:
             function["arguments"] = json.loads(function["arguments"] or "{}")
         except (ValueError, RecursionError):
-            raise InvalidRequest(f"the arguments of tool call {function.get('name')!r} are no JSON") from None
+            raise InvalidRequest(
+                f"the arguments of tool call {function.get('name')!r} are not valid JSON; a call that max_tokens cut "
+                "can't be sent back, so leave it out"
+            ) from None
     if arguments_as_text and "arguments" in function:
         function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
-    return {"type": "function", **call, "function": function}
+    kept = {name: value for name, value in call.items() if name != "partial"}
+    return {"type": "function", **kept, "function": function}

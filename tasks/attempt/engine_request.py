@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from cellama.engine import (
     ChatOptions,
@@ -15,6 +15,7 @@ from cellama.engine import (
     Resumed,
     SamplingParams,
     sampling_of,
+    wanted_text,
 )
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.payloads import CONSTRAINTS, ApplyChatTemplateJob, ChatJob, GenerateJob, PrefillJob
@@ -80,12 +81,9 @@ def _expected_tokens(model: Model, prediction: str | list[int] | None) -> tuple[
 
 def request_of(model: Model, job: GenerateJob | ChatJob, asked: Asked, signer: Signer) -> Request:
     """The request of a generation or a chat. Raises EngineError, InvalidJob."""
-    prompt = _prompt_of(model, job, signer)
     sampling = {name: getattr(job, name) for name in SAMPLING if name in job.model_fields_set}
-    if prompt.grammar is not None:
-        if given := [name for name in CONSTRAINTS if getattr(job, name) is not None]:
-            raise InvalidJob(f"tool_choice forces a call, so there can be no {given[0]}; leave one of them out")
-        sampling |= {"grammar": prompt.grammar, "grammar_root": "root"}
+    prompt = _prompt_of(model, job, signer, sampling, asked.sampling)
+    sampling |= prompt.sampling
     if asked.seed is not None:
         sampling["seed"] = asked.seed
     return Request(
@@ -105,6 +103,7 @@ def request_of(model: Model, job: GenerateJob | ChatJob, asked: Asked, signer: S
         submitted_at=asked.submitted_at,
         mode=asked.mode,
         reply=prompt.reply,
+        warnings=prompt.warnings,
         prediction=_expected_tokens(model, job.prediction),
         resume=asked.resume,
     )
@@ -130,17 +129,25 @@ def has_seed(job: GenerateJob | ChatJob, defaults: Mapping[str, object]) -> bool
 class _Prompt:
     tokens: list[int]
     reply: ReplyFormat | None = None
-    grammar: str | None = None
+    sampling: Mapping[str, object] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
 
-def _prompt_of(model: Model, job: GenerateJob | ChatJob, signer: Signer) -> _Prompt | ChatPrompt:
+def _prompt_of(
+    model: Model,
+    job: GenerateJob | ChatJob,
+    signer: Signer,
+    sampling: Mapping[str, object],
+    defaults: Mapping[str, object],
+) -> _Prompt | ChatPrompt:
     if isinstance(job, GenerateJob):
         model.require("generate")
         return _Prompt(_tokens_of(model, job.prompt, job.parent_key))
     model.require("chat")
-    messages, options = conversation_of(job, job.thinking_budget, job.parallel_tool_calls)
+    messages, options = conversation_of(job)
     _check_signatures(messages, options, signer, job.parent_key)
-    return model.prepare_chat(messages, options, follows_reply=job.parent_key is not None)
+    wanted = wanted_text(sampling, defaults, options)
+    return model.prepare_chat(messages, options, follows_reply=job.parent_key is not None, wanted=wanted)
 
 
 def signer_of(job: ChatJob, signer: Signer) -> Signer:
@@ -163,13 +170,22 @@ def _check_signatures(
         )
 
 
-def conversation_of(
-    job: ChatJob | ApplyChatTemplateJob | PrefillJob,
-    thinking_budget: int | None = None,
-    parallel_tool_calls: bool | None = None,
-) -> tuple[list[Message], ChatOptions]:
+def conversation_of(job: ChatJob | ApplyChatTemplateJob | PrefillJob) -> tuple[list[Message], ChatOptions]:
     """What a model's template gets."""
     messages: list[Message] = [message.model_dump(exclude_none=True) for message in job.messages]
     tools = [tool.model_dump(exclude_none=True) for tool in job.tools]
-    how = (job.tool_choice, job.enable_thinking, thinking_budget, job.template_args, job.system, parallel_tool_calls)
-    return messages, ChatOptions(tools, *how)
+    options = ChatOptions(
+        tools,
+        tool_choice=job.tool_choice,
+        enable_thinking=job.enable_thinking,
+        template_args=job.template_args,
+        system=job.system,
+    )
+    if not isinstance(job, ChatJob):
+        return messages, options
+    return messages, replace(
+        options,
+        thinking_budget=job.thinking_budget,
+        parallel_tool_calls=job.parallel_tool_calls,
+        allowed_tools=job.allowed_tools,
+    )

@@ -46,6 +46,7 @@ class ToolCall(Payload):
     id: Annotated[Text, at_most(limits.MAX_NAME_CHARS)] | None = None
     type: Literal["function"] = "function"
     function: ToolCallFunction
+    partial: StrictBool | None = None
 
 
 class Message(Payload):

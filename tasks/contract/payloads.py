@@ -205,6 +205,22 @@ class ChatJob(_Conversation, _GenerationJob):
     parallel_tool_calls: StrictBool | None = Field(
         default=None, description="false: one tool call at most; true: several also where one is forced"
     )
+    allowed_tools: Annotated[tuple[Name, ...], Field(min_length=1), no_more_than(limits.MAX_TOOLS, "names")] | None = (
+        Field(default=None, description="names of the tools that may be called; the model still reads about all")
+    )
+
+    @model_validator(mode="after")
+    def _check_allowed(self) -> ChatJob:
+        if self.allowed_tools is None:
+            return self
+        names = [tool.function.name for tool in self.tools]
+        for name in self.allowed_tools:
+            if name not in names:
+                known = ", ".join(sorted(names)) or "none"
+                raise ValueError(f"allowed_tools: {name!r} is not a tool of this job; the tools are: {known}")
+        if self.tool_choice not in ("auto", "none", "required", *self.allowed_tools):
+            raise ValueError(f"tool_choice: {self.tool_choice!r} is not one of allowed_tools; add it there")
+        return self
 
 
 class PrefillJob(_Conversation, _ReadingJob):

@@ -13,7 +13,7 @@ from cellama.engine import Event as EngineEvent
 from cellama.tasks.contract import events
 from cellama.tasks.contract.errors import InvalidJob, JobFailed
 from cellama.tasks.contract.events import DoneDetails, ErrorEvent, Event, Failure, OutputDetails, TerminalEvent
-from cellama.tasks.contract.shapes.results import Choice, GenerateResult, Logprob, Timings, ToolCall, Usage
+from cellama.tasks.contract.shapes.results import Choice, Function, GenerateResult, Logprob, Timings, ToolCall, Usage
 from cellama.tasks.contract.valid_text import valid_text
 from cellama.tasks.state.contexts import KeptContext, pack, pack_after
 from cellama.tasks.state.history import Output, Past, outputs_of_line
@@ -145,14 +145,14 @@ def _warnings(completion: Completion) -> list[str]:
 
 def _tool_calls(completion: Completion) -> list[ToolCall]:
     """In the OpenAI form. The ids depend on the output alone, so that an event and a result name a call alike."""
-    return [
-        {
-            "id": hashlib.sha256(f"{completion.seed} {place} {completion.tokens}".encode()).hexdigest()[:CALL_ID_CHARS],
-            "type": "function",
-            "function": {"name": valid_text(call.name), "arguments": valid_text(call.arguments)},
-        }
-        for place, call in enumerate(completion.tool_calls)
-    ]
+    calls: list[ToolCall] = []
+    for place, call in enumerate(completion.tool_calls):
+        name = hashlib.sha256(f"{completion.seed} {place} {completion.tokens}".encode()).hexdigest()[:CALL_ID_CHARS]
+        function: Function = {"name": valid_text(call.name), "arguments": valid_text(call.arguments)}
+        calls.append({"id": name, "type": "function", "function": function})
+        if call.is_partial:
+            calls[-1]["partial"] = True
+    return calls
 
 
 def _logprobs(logprobs: Sequence[TokenLogprob]) -> list[Logprob]:

@@ -21,11 +21,11 @@ from cellama.engine import (
     SamplingParams,
     Text,
 )
-from cellama.engine.grammar.json_schema import schemas_to_gbnf
+from cellama.engine.grammar.schema import prepare_schema
 from cellama.engine.llama import LlamaModel
 from cellama.engine.text.formats.call_format import IN_CHANNELS, ArgumentTags, CallFormat
+from cellama.engine.text.formats.call_grammar import CallGrammar, Offered, WantedText
 from cellama.engine.text.formats.call_reader import ToolReader
-from cellama.engine.text.formats.forcing import forced_calls
 from cellama.engine.text.markup import from_caller
 from cellama.engine.text.reply_format import ReplyFormat
 
@@ -46,15 +46,21 @@ def model(manager: ModelManager) -> Model:
 
 
 def ask(
-    model: Model, question: str, resume: tuple[Resumed, ...] = (), schema: str | None = None, **options: Any
+    model: Model,
+    question: str,
+    resume: tuple[Resumed, ...] = (),
+    schema: str | None = None,
+    max_tokens: int = 60,
+    **options: Any,
 ) -> tuple[Completion, list[Text]]:
     """The completion, and the texts that were told on the way."""
-    prompt = model.prepare_chat([{"role": "user", "content": question}], ChatOptions(**options))
+    wanted = WantedText("json_schema", schema, True) if schema else None
+    prompt = model.prepare_chat([{"role": "user", "content": question}], ChatOptions(**options), wanted=wanted)
     request = Request(
         id="r",
         prompt=tuple(prompt.tokens),
-        sampling=SamplingParams(temperature=0, grammar=prompt.grammar, json_schema=schema),
-        max_tokens=60,
+        sampling=SamplingParams(**{"temperature": 0, "json_schema": schema, **prompt.sampling}),
+        max_tokens=max_tokens,
         reply=prompt.reply,
         resume=resume,
     )
@@ -117,6 +123,64 @@ def test_tool_can_be_forced_after_thinking_or_at_once(model: Model, choice: str,
     assert bool(completion.reasoning) is bool(thinking)
 
 
+LOOKUP = {
+    "type": "function",
+    "function": {
+        "name": "weather_lookup",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {"place": {"enum": ["Rome", "Oslo"]}, "unit": {"enum": ["c", "f"]}},
+            "required": ["place", "unit"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("thinking", [None, True])
+def test_call_of_its_own_is_of_an_offered_tool_and_fits_its_strict_schema(model: Model, thinking: bool | None) -> None:
+    completion, told = ask(model, WEATHER, tools=[LOOKUP], enable_thinking=thinking)
+    (call,) = completion.tool_calls  # the model was trained to call get_weather with a city
+    arguments = json.loads(call.arguments)
+    assert (call.name, arguments["place"] in ("Rome", "Oslo"), arguments["unit"] in ("c", "f")) == (
+        "weather_lookup",
+        True,
+        True,
+    )
+    assert completion.text == "".join(event.text for event in told if event.kind == "text") == ""
+    whole = completion.tokens
+    again, _ = ask(model, WEATHER, (Resumed(whole[: len(whole) // 2]),), tools=[LOOKUP], enable_thinking=thinking)
+    assert (again.tokens, again.tool_calls) == (whole, completion.tool_calls)
+
+
+def test_reply_with_tools_is_a_call_or_a_text_of_the_schema(model: Model) -> None:
+    assert ask(model, WEATHER, tools=[WEATHER_TOOL], schema=SCHEMA)[0].tool_calls[0].name == "get_weather"
+    completion, _ = ask(model, CAT, tools=[WEATHER_TOOL], schema=SCHEMA)
+    assert completion.tool_calls or list(json.loads(completion.text)) == ["city"]
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_call_that_max_tokens_cuts_is_a_partial_call(model: Model, choice: str) -> None:
+    whole, _ = ask(model, WEATHER, tools=[LOOKUP], tool_choice=choice)
+    (call,) = whole.tool_calls
+    assert (whole.finish_reason, call.is_partial) == ("stop", False)
+    seen = []
+    for count in range(1, len(whole.tokens)):
+        cut, told = ask(model, WEATHER, tools=[LOOKUP], tool_choice=choice, max_tokens=count)
+        shown = "".join(event.text for event in told if event.kind == "text")
+        assert (cut.finish_reason, cut.text, shown) == ("length", "", "")
+        seen += [(each.arguments, each.is_partial) for each in cut.tool_calls]
+        assert all(each.name == call.name and call.arguments.startswith(each.arguments) for each in cut.tool_calls)
+    assert any(is_partial and arguments for arguments, is_partial in seen)
+    assert all(arguments == call.arguments for arguments, is_partial in seen if not is_partial)
+
+
+def test_only_allowed_tools_are_called(model: Model) -> None:
+    completion, _ = ask(model, WEATHER, tools=[WEATHER_TOOL, LOOKUP], allowed_tools=["weather_lookup"])
+    assert [call.name for call in completion.tool_calls] == ["weather_lookup"]
+
+
 GLM = CallFormat(
     "tagged",
     open="<tool_call>",
@@ -140,10 +204,12 @@ def test_calls_of_any_family_can_be_forced_on_a_model(model: Model, calls: CallF
     properties = {"city": {"type": "string", "maxLength": 6}, "days": {"enum": [1, 2]}}
     tools = {"look": {"type": "object", "properties": properties, "required": ["city", "days"]}}
     tools["stop"] = {"type": "object", "properties": {}, "additionalProperties": False}
+    offered = [Offered(name, of, True, "tools") for name, of in tools.items()]
+    lark = CallGrammar(calls, offered, prepare_schema, {}, several=False, forced=True).write()
     request = Request(
         id="r",
         prompt=tuple(model.prepare_chat([{"role": "user", "content": CAT}], ChatOptions()).tokens),
-        sampling=SamplingParams(temperature=temperature, seed=1, grammar=forced_calls(calls, tools, schemas_to_gbnf)),
+        sampling=SamplingParams(temperature=temperature, seed=1, lark=lark),
         max_tokens=250,
         reply=ReplyFormat(tools=ToolReader(calls, tools), channels=calls is IN_CHANNELS, bound_at_start=True),
     )

@@ -17,6 +17,13 @@ from .conftest import GREEDY
 HELLO = [{"role": "user", "content": "Hi"}]
 
 
+def strict_tool(properties: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "type": "function",
+        "function": {"name": "f", "strict": True, "parameters": {"type": "object", "properties": properties}},
+    }
+
+
 def tool(name: str = "f", **parameters: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
@@ -110,13 +117,13 @@ def test_bad_call_is_refused_before_it_is_queued(
             "a system message must be the first one",
         ),
         ("chat", ["tiny", HELLO], {"tool_choice": "required"}, "invalid_request", "there are no tools"),
-        ("chat", ["tiny", HELLO], {"tools": [tool()], "tool_choice": "g"}, "invalid_request", "which is no tool"),
+        ("chat", ["tiny", HELLO], {"tools": [tool()], "tool_choice": "g"}, "invalid_request", "is not a tool of"),
         (
             "chat",
             ["tiny", HELLO],
-            {"tools": [tool(type="object", minProperties=2)], "tool_choice": "f"},
+            {"tools": [strict_tool({"a": {"type": "string", "pattern": "(?=a)"}})]},
             "invalid_request",
-            "minProperties",
+            r"tools\.0\.function\.parameters at #/properties/a/pattern: 'pattern' can't be enforced",
         ),
         (
             "chat",

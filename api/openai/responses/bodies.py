@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cellama.api.openai.bodies import schema_of_form, set_effort
+from cellama.api.openai.bodies import allow, schema_of_form, set_effort
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.json_values import check_json, shorten
 from cellama.tasks.contract.payloads import CONSTRAINTS
@@ -148,12 +148,14 @@ def _take_tools(params: dict[str, Any], given: Mapping[str, Any]) -> None:
         ]
     if isinstance(choice, str):
         params["tool_choice"] = choice
+    elif isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        allow(params, choice, choice, lambda tool: tool)
     elif isinstance(choice, dict) and choice.get("type") == "function":
         params["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
     elif choice is not None:
         raise InvalidJob(
             f"tool_choice is {shorten(choice)}; it must be auto, none, required, or an object of type function with a "
-            "name; to allow some tools, send only those"
+            "name, or of type allowed_tools"
         )
     if not functions and params.get("tool_choice") in ("auto", "none"):
         del params["tool_choice"]  # the tools it is about were skipped

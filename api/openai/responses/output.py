@@ -78,11 +78,12 @@ class Output:
     def call(self, call: Mapping[str, Any]) -> Told:
         """A call of a tool, all at once: what comes before its end may yet turn out to be text."""
         place, function = len(self.items), call["function"]
+        status = "incomplete" if call.get("partial") else "completed"
         item_id = f"fc_{self.own_id}_{place}"
         item = {
             "id": item_id,
             "type": "function_call",
-            "status": "completed",
+            "status": status,
             "call_id": call["id"],
             "name": function["name"],
             "arguments": function["arguments"],

@@ -23,7 +23,9 @@ RULES: Mapping[str, Rule] = {
     "previous_response_id": Rule("mapped", "goes on after that response, with its context", "parent_key"),
     "max_output_tokens": Rule("renamed", "default: what the context has room for", "max_tokens"),
     "tools": Rule("mapped", "those of type `function`; others are skipped"),
-    "tool_choice": Rule("mapped", "`auto`, `none`, `required`, or a function, whose call is then forced"),
+    "tool_choice": Rule(
+        "mapped", "`auto`, `none`, `required`, a function, whose call is then forced, or `allowed_tools`"
+    ),
     "parallel_tool_calls": Rule("as it is", "not said: as many as the model makes"),
     "text": Rule("mapped", "`format`: as `response_format` of chats; `verbosity` is ignored", "json_schema"),
     "reasoning": Rule("mapped", "`effort`, to the chat template (`none`: no thinking); else ignored", "template_args"),

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from cellama.engine.text.detokenizer import possible_marker
 
 from .argument_values import Values
 from .call_format import ArgumentTags, CallFormat
@@ -31,40 +34,85 @@ class ToolReader:
         found = [(at + len(marker), at) for marker in self.format.markers if (at := text.find(marker)) >= 0]
         return min(found)[1] if found else None  # the one that ends first: a longer text has the same
 
-    def parse(self, text: str) -> tuple[tuple[ToolCall, ...], str]:
-        """The calls, and the text that is none; all of it if one of them is not well-formed."""
+    def parse(self, text: str, *, cut: bool = False) -> tuple[tuple[ToolCall, ...], str]:
+        """The calls, and the text that is none; all of it if one of them is not well-formed or of no offered tool.
+
+        `cut` if the generation ended within what a grammar holds: the last call may be partial, and the markup of one
+        whose name is not complete is left out.
+        """
         calls: list[ToolCall] = []
         rest = []
         try:
             at = 0
             while (start := self.find(text[at:], at_start=not calls)) is not None:
                 rest.append(text[at : at + start])
-                more, at = self._calls(text, at + start)
+                more, at = self._calls(text, at + start, cut)
                 calls += more
         except (NoCalls, RecursionError):
             return (), text
         return tuple(calls[:1] if self.only_one else calls), "".join([*rest, text[at:]]).rstrip()
 
-    def _calls(self, text: str, at: int) -> Found:
+    def offers(self, name: str) -> bool:
+        """Whether the tool may be called."""
+        return not self.parameters or name in self.parameters
+
+    def _calls(self, text: str, at: int, cut: bool) -> Found:
         """One call, and all that follow it. Raises NoCalls."""
         patterns = _patterns_of(self.format)
-        call, end = self._call(text, _after(patterns.before, text, at), patterns)
-        calls = [call]
+        calls: list[ToolCall] = []
+        end, begins = at, _after(patterns.before, text, at)
         while True:
             try:
-                call, end = self._call(text, _after(patterns.between, text, end), patterns)
+                call, end = self._call(text, begins, patterns)
             except NoCalls:
+                if cut and (partial := self._cut_call(text, begins, patterns)) is not None:
+                    return [*calls, partial], len(text)
+                if cut and (not calls or self._is_markup(text[_after(patterns.after, text, end) :])):
+                    return calls, len(text)
+                if not calls:
+                    raise
                 closed = _after(patterns.after, text, end)
                 return calls, end + len(text[end:closed].rstrip())
+            if cut and self.format.tags is not None and self.format.tail and not text[end:].strip():
+                call = ToolCall(call.name, call.arguments[:-1], is_partial=True)  # more arguments may have followed
             calls.append(call)
+            begins = _after(patterns.between, text, end)
+
+    def _cut_call(self, text: str, at: int, patterns: _Patterns) -> ToolCall | None:
+        """The call that is incomplete at the end of the text; None if it does not have its name yet."""
+        if self.format.style == "json":
+            found = _cut_object(text[at:], self.format)
+        else:
+            header = patterns.header.match(text, at)
+            found = None if header is None else (header.group(1), text[header.end() :])
+        if found is None or not self.offers(found[0]):
+            return None
+        name, written = found
+        if self.format.tags is not None:
+            values = Values(self.parameters.get(name, {}))
+            return ToolCall(name, _cut_tagged(written, self.format.tags, patterns, values), is_partial=True)
+        try:
+            return call_of(name, value_at(written, 0)[0])
+        except (NoCalls, RecursionError):
+            return ToolCall(name, written, is_partial=True)
+
+    def _is_markup(self, text: str) -> bool:
+        """Whether this is the beginning of what stands between calls or after them."""
+        seen, format_ = "".join(text.split()), self.format
+        middle = format_.middle or ""
+        wholes = ("".join(each.split()) for each in (middle, format_.close, format_.between, format_.tail))
+        return any(seen and any(whole.startswith(seen, at) for at in range(len(whole))) for whole in wholes)
 
     def _call(self, text: str, at: int, patterns: _Patterns) -> tuple[ToolCall, int]:
+        call, end = self._any_call(text, at, patterns)
+        if not self.offers(call.name):
+            raise NoCalls
+        return call, end
+
+    def _any_call(self, text: str, at: int, patterns: _Patterns) -> tuple[ToolCall, int]:
         if self.format.style == "json":
             value, end = value_at(text, at)
-            call = self._of_object(value)
-            if self.format.bare_json and self.parameters and call.name not in self.parameters:
-                raise NoCalls  # an answer in JSON that has a name
-            return call, end
+            return self._of_object(value), end
         header = patterns.header.match(text, at)
         if header is None:
             raise NoCalls
@@ -180,3 +228,46 @@ def _trimmed(value: str, tags: ArgumentTags) -> str:
     if tags.sep.endswith("\n"):
         value = value.removeprefix("\n")
     return value.removesuffix("\n") if tags.close.startswith("\n") else value
+
+
+def _cut_object(text: str, format_: CallFormat) -> tuple[str, str] | None:
+    """The name in an incomplete object of JSON, and its arguments as far as they are written."""
+    string = r'"((?:[^"\\]|\\.)*)"'
+    if format_.name_is_key:
+        named = re.match(rf"\s*\{{\s*{string}\s*:\s*", text)
+        start = named.end() if named else 0
+    else:
+        named = re.search(rf'"{re.escape(format_.name_key)}"\s*:\s*{string}', text)
+        keys = "|".join(re.escape(key) for key in (format_.arguments_key, "arguments", "parameters"))
+        follows = named and re.compile(rf'\s*,\s*"(?:{keys})"\s*:\s*').match(text, named.end())
+        start = follows.end() if follows else len(text)
+    if named is None:
+        return None
+    try:
+        return str(json.loads(f'"{named.group(1)}"')), text[start:]
+    except ValueError:
+        return None
+
+
+def _cut_tagged(text: str, tags: ArgumentTags, patterns: _Patterns, values: Values) -> str:
+    """The beginning of an object of JSON: arguments in tags, the last of which may be incomplete."""
+    arguments: dict[str, Any] = {}
+    at, last = 0, ""
+    while (opened := patterns.argument.match(text, at)) is not None:
+        separator = patterns.separator.search(text, opened.end())
+        if separator is None:
+            break
+        key = text[opened.end() : separator.start()].strip()
+        is_json = None if tags.sep == tags.sep_of_json else separator.group(1) is None
+        close = tags.close.replace(KEY, key).strip()
+        end = text.find(close, separator.end())
+        if end < 0:
+            written = text[separator.end() :]
+            written = _trimmed(written[: len(written) - possible_marker(written, (close,))], tags)
+            is_text = is_json is False or (is_json is None and "string" in (values.types_of(key) or {"string"}))
+            last = f"{json.dumps(key)}: {json.dumps(written, ensure_ascii=False)[:-1] if is_text else written}"
+            break
+        arguments[key] = values.read(key, _trimmed(text[separator.end() : end], tags), is_json)
+        at = end + len(close)
+    begun = json.dumps(arguments, ensure_ascii=False)[:-1]
+    return f"{begun}, {last}" if arguments and last else begun + last

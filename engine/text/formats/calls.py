@@ -11,10 +11,11 @@ _DECODER = json.JSONDecoder()
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A function that the model wants called; `arguments` is a JSON object as text."""
+    """A function that the model wants called; `arguments` is a JSON object as text, or the beginning of one."""
 
     name: str
     arguments: str
+    is_partial: bool = False  # the generation ended within the arguments
 
 
 class NoCalls(ValueError):

@@ -144,6 +144,7 @@ class ChatParams(TemplateParams, GenerateParams, total=False):
 
     thinking_budget: int | None
     parallel_tool_calls: bool | None
+    allowed_tools: Sequence[str] | None
 
 
 class PrefillParams(TemplateParams, ReadingParams, total=False):

@@ -73,6 +73,7 @@ class ToolCall(TypedDict):
     id: str
     type: Literal["function"]
     function: Function
+    partial: NotRequired[bool]  # true: the generation was cut within the arguments, which are not whole
 
 
 class AssistantMessage(TypedDict):

@@ -114,7 +114,11 @@ def test_message_that_openais_client_sends_back_is_taken() -> None:
         ({"response_format": {"type": "json_object", "schema": "{}"}}, "its schema must be a JSON Schema"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": []}}}, "its schema must be"),
         ({"response_format": {"type": "json_schema", "json_schema": {"strict": 1}}}, "its strict must be true or"),
-        ({"tool_choice": {"type": "allowed_tools"}}, "only one of type function is taken"),
+        ({"tool_choice": {"type": "custom"}}, "must be of type function or allowed_tools"),
+        (
+            {"tool_choice": {"type": "allowed_tools"}},
+            "allowed_tools needs a mode, auto or required, and a list of tools",
+        ),
         ({"reasoning_effort": 3}, "reasoning_effort is 3"),
         ({"messages": None}, "messages is missing"),
         (

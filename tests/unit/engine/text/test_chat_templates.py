@@ -13,8 +13,9 @@ import psutil
 import pytest
 
 from cellama.engine import ChatOptions, EngineStopped, InvalidRequest, TemplateFailed
+from cellama.engine.grammar.schema import prepare_schema
 from cellama.engine.text import template_renderer as templates
-from cellama.engine.text.chat_template import ChatTemplate, after_reply, grammar_of_choice, reply_format_of
+from cellama.engine.text.chat_template import ChatTemplate, after_reply, grammar_of_calls, reply_format_of
 from cellama.engine.text.markup import SpecialToken
 
 from .styles import CALLS, CHANNELS, THINK, template
@@ -132,7 +133,11 @@ def test_process_of_a_template_ends_with_it() -> None:
     ("message", "error", "match"),
     [
         ({"content": "\ud800"}, None, ""),
-        ({"tool_calls": [{"function": {"name": "f", "arguments": "{" * 100_000}}]}, InvalidRequest, "'f' are no JSON"),
+        (
+            {"tool_calls": [{"function": {"name": "f", "arguments": "{" * 100_000}}]},
+            InvalidRequest,
+            "'f' are not valid JSON",
+        ),
         ({"content": object()}, InvalidRequest, "are no JSON"),
     ],
 )
@@ -183,7 +188,7 @@ def test_control_tokens_of_the_markup_are_seen_in_replies_and_no_others() -> Non
         (
             "{{ tools }}",
             {"tools": [TOOL], "tool_choice": "g"},
-            "tool_choice names 'g', which is no tool of this job: f",
+            "tool_choice: 'g' is not a tool of this request; the tools are: f",
         ),
         ("{{ tools }}", {"tool_choice": "required"}, "there are no tools; give some"),
         ("{{ tools }}", {"tools": [TOOL], "tool_choice": "required"}, "how model 'm' writes tool calls is not known"),
@@ -192,7 +197,7 @@ def test_control_tokens_of_the_markup_are_seen_in_replies_and_no_others() -> Non
 )
 def test_what_the_template_has_no_form_for_is_refused(source: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
-        grammar_of_choice("m", format_for(source, **options), ChatOptions(**options), lambda wanted: "")
+        grammar_of_calls("m", format_for(source, **options), ChatOptions(**options), prepare_schema)
 
 
 def test_arguments_of_earlier_calls_have_the_form_that_the_template_takes() -> None:

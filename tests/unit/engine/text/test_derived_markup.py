@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cellama.engine import ChatOptions, InvalidRequest
+from cellama.engine.grammar.schema import prepare_schema
 from cellama.engine.text import template_renderer
-from cellama.engine.text.chat_template import ChatTemplate, grammar_of_choice
+from cellama.engine.text.chat_template import ChatTemplate, grammar_of_calls
 from cellama.engine.text.derivation.markup import ReplyMarkup
 from cellama.engine.text.formats.call_format import CallFormat
 from cellama.engine.text.formats.call_reader import ToolReader
@@ -183,7 +184,7 @@ def test_calls_are_read_but_not_forced_where_what_is_known_of_them_is_not_all(so
     assert markup.calls is not None
     options = ChatOptions(TOOLS, tool_choice="required")
     with pytest.raises(InvalidRequest, match="how model 'm' writes tool calls is not known"):
-        grammar_of_choice("m", format_of(markup), options, lambda wanted: "")
+        grammar_of_calls("m", format_of(markup), options, prepare_schema)
     calls = [("look", {"text": "Hi", "count": 3})]
     turn = {"content": "", "tool_calls": calls_for_template(calls)}
     assert read(format_of(markup), [reply_of(source, markup, turn, TOOLS)])[2] == calls

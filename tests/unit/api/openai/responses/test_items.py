@@ -175,7 +175,11 @@ def test_choice_of_tools_that_were_skipped_is_none() -> None:
         ({"text": {"format": {"type": "json_object"}}, "grammar": "root ::= x"}, "leave one out"),
         ({"reasoning": {"effort": 3}}, "its effort must be"),
         ({"tools": [7]}, "tools is [7]"),
-        ({"tool_choice": {"type": "allowed_tools"}}, "send only those"),
+        ({"tool_choice": {"type": "custom"}}, "or of type allowed_tools"),
+        (
+            {"tool_choice": {"type": "allowed_tools"}},
+            "allowed_tools needs a mode, auto or required, and a list of tools",
+        ),
         ({"include": "x"}, "include is 'x'"),
         ({"include": [7]}, "include is [7]"),
         ({"metadata": {"a": 1}}, "metadata is"),

@@ -1,0 +1,448 @@
+"""Grammars of replies with tool calls, in a model's own way of writing them. Pure.
+
+    forced:  call (further calls)
+    auto:    a thought of the model's own?  text  (call  text)*
+
+The text of `auto` is free up to a marker that begins a call. A JSON Schema or a regular expression may say what the
+text is: then a reply is either such a text or calls.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from cellama.engine.errors import InvalidRequest
+
+from .argument_values import Values
+from .call_format import IN_CHANNELS, ArgumentTags, CallFormat
+from .channels import CHANNEL, END, ENDS, MESSAGE, START
+from .lark import Chars, Control, Grammar, Part, Rule, escaped, shared_parts, text_without
+from .literals import KEY
+
+_MOST = 16  # calls that follow each other without text between them
+_SPACE = Chars(r"/\n{0,2}/", may_be_empty=True)  # before calls, as models have it after thoughts
+_BLANK = Chars(r"/\s*/", may_be_empty=True)
+_IN_KEYS = {"const", "enum", "default", "examples"}  # values, not schemas
+
+
+class Prepare(Protocol):
+    """Makes a schema ready for llguidance; grammar.schema.prepare_schema is one. Raises InvalidRequest."""
+
+    def __call__(self, text: str, /, *, strict: bool, where: str) -> tuple[dict[str, Any] | bool, tuple[str, ...]]: ...
+
+
+class Offered(NamedTuple):
+    """A tool that may be called."""
+
+    name: str
+    parameters: Mapping[str, Any]
+    strict: bool  # its schema holds whether a call is forced or not, and all of it
+    where: str  # its parameters stand in the request
+
+
+class WantedText(NamedTuple):
+    """What a text must be if the reply is no call."""
+
+    kind: str  # json_schema or regex
+    text: str
+    strict: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Thoughts:
+    """The tags of a thought that a model may open itself; empty if it does not."""
+
+    open: str = ""
+    close: str = ""
+
+
+@dataclass
+class CallGrammar:
+    """Writes the grammar of one reply."""
+
+    format: CallFormat
+    tools: Sequence[Offered]
+    prepare: Prepare
+    controls: Mapping[str, int]
+    several: bool
+    forced: bool
+    thoughts: Thoughts = Thoughts()
+    wanted: WantedText | None = None
+    warnings: list[str] = field(default_factory=list)  # what is not enforced, once it is written
+
+    def __post_init__(self) -> None:
+        self._behind = _space_behind_arguments(self.format)
+        # What a template writes behind the name if there are no arguments, moved to what follows the name.
+        has_behind = bool(self._behind) and self.format.inner.endswith(self._behind)
+        self._inner = self.format.inner.removesuffix(self._behind) if has_behind else self.format.inner
+        self._before_first = self._behind if has_behind else ""
+
+    def write(self) -> str:
+        """The grammar. Raises InvalidRequest."""
+        self._grammar, self.warnings = Grammar(self.controls), []
+        self._tools = [_Tool(self, f"t{i}", tool) for i, tool in enumerate(self.tools)]
+        if self.format is IN_CHANNELS:
+            return self._in_channels()
+        if self.forced:
+            return self._grammar.text(self._calls([_SPACE], self.format.open, with_middle=self.several))
+        if self.wanted is not None:
+            return self._grammar.text(self._wanted(self.wanted))
+        return self._grammar.text(self._auto())
+
+    # Forms of replies
+
+    def _auto(self) -> str:
+        """Text, and calls from a marker on."""
+        grammar, markers = self._grammar, self.format.markers
+        unlike = self._begins_otherwise()
+        text = text_without(markers, *unlike)
+        heads = []
+        for marker in markers:
+            at = self.format.open.find(marker)
+            rest = self.format.open[at + len(marker) :] if at >= 0 else self.format.open
+            head = grammar.expression([text, *grammar.parts(marker)])
+            heads.append(f"{head} {self._calls([], rest, with_middle=self.several)}")
+        free = grammar.expression([text])
+        if heads:
+            group = grammar.rule("group", *heads).expression
+            free = f"{group}* {free}" if self.several else f"{group}? {free}"
+        replies = [grammar.rule("free", free).expression]
+        if self.format.bare_json:
+            replies.append(grammar.rule("bare", *(self._bare(tool) for tool in self._tools)).expression)
+        return self._after_thoughts(grammar.rule("reply", *replies), may_stay_open=True)
+
+    def _wanted(self, wanted: WantedText) -> str:
+        """A text of this kind, or calls."""
+        grammar = self._grammar
+        if wanted.kind == "json_schema":
+            text = self._json("text", wanted.text, wanted.strict, "json_schema").expression
+        else:
+            opening = grammar.parts(self.format.open)
+            first = next((part.token for part in opening[:1] if isinstance(part, Control)), None)
+            begins = [] if first is not None else [f"/\\n{{0,2}}{escaped(self.format.open[:20])}(?s:.*)/"]
+            kept = " & ".join([f"(/{_in_slashes(wanted.text)}/)", *(f"~({each})" for each in begins)])
+            text = grammar.expression([Chars(f"({kept})", may_be_empty=True)])
+        if self.format.bare_json and wanted.kind == "json_schema" and not self.format.name_is_key:
+            calls = " | ".join(tool.as_object().expression for tool in self._tools)
+        else:
+            calls = self._calls([_SPACE], self.format.open, with_middle=self.several)
+        return self._after_thoughts(grammar.rule("reply", text, grammar.rule("calls", calls).expression))
+
+    def _after_thoughts(self, reply: Rule, *, may_stay_open: bool = False) -> str:
+        if not self.thoughts.open:
+            return reply.expression
+        grammar, thought = self._grammar, text_without([self.thoughts.close])
+        opening = [_BLANK, *grammar.parts(self.thoughts.open), thought]
+        closed = grammar.expression([*opening, *grammar.parts(self.thoughts.close)])
+        replies = [reply.expression, f"{closed} {reply.expression}"]
+        if may_stay_open:
+            replies.append(grammar.expression(opening))
+        return " | ".join(replies)
+
+    def _begins_otherwise(self) -> list[str]:
+        """What free text does not begin with, as expressions: a thought, and calls in JSON."""
+        unlike = []
+        if self.thoughts.open:
+            unlike.append(f"/\\s*{escaped(self.thoughts.open)}(?s:.*)/")
+        if self.format.bare_json:
+            names = [f"{_loose(self._bare_head(tool))}(?s:.*)" for tool in self._tools]
+            unlike.append("/" + "|".join(names) + "/")
+        return unlike
+
+    def _bare_head(self, tool: _Tool) -> str:
+        opening = self.format.open
+        for marker in self.format.markers:
+            opening = opening.removeprefix(marker)
+        return opening + tool.name + self.format.inner
+
+    def _bare(self, tool: _Tool) -> str:
+        head = self._grammar.expression([Chars(f"/{_loose(self._bare_head(tool))}/")])
+        return f"{head} {tool.arguments} {self._grammar.expression(self._grammar.parts(self.format.close.rstrip()))}"
+
+    def _in_channels(self) -> str:
+        """Messages of thoughts, then one of text, or a call."""
+        grammar, text = self._grammar, text_without([*ENDS, START, CHANNEL])
+        parts = grammar.parts
+        channels = ["analysis"] if self.forced else ["analysis", "commentary"]
+        head = [*parts(CHANNEL), Chars(f"/{'|'.join(channels)}/"), *parts(MESSAGE), text]
+        message = grammar.expression([*head, *parts(END + START + "assistant")])
+        before = f"({message})?" if self.forced else f"({message})*"
+        calls = [self._call_in_channel(tool) for tool in self._tools]
+        if self.forced:
+            return grammar.text(f"{before} {grammar.rule('call', *calls).expression}")
+        final = grammar.expression([*parts(f"{CHANNEL}final{MESSAGE}"), *([] if self.wanted else [text])])
+        calls += [self._call_in_channel(tool, recipient_first=True) for tool in self._tools]
+        if self.wanted is None:
+            plain = text_without([*ENDS, START, CHANNEL], r"/\s*(to=|assistant)(?s:.*)/")
+            ends = [final, grammar.expression(head), grammar.expression([plain])]
+        elif self.wanted.kind == "json_schema":
+            made = self._json("text", self.wanted.text, self.wanted.strict, "json_schema").expression
+            ends = [f"{final} {made}"]
+        else:
+            regex = Chars(f"(/{_in_slashes(self.wanted.text)}/)", may_be_empty=True)
+            ends = [grammar.expression([*parts(f"{CHANNEL}final{MESSAGE}"), regex])]
+        return grammar.text(f"{before} {grammar.rule('last', *(end for end in ends if end), *calls).expression}")
+
+    def _call_in_channel(self, tool: _Tool, *, recipient_first: bool = False) -> str:
+        parts = self._grammar.parts
+        if recipient_first:
+            head = parts(f" to=functions.{tool.name}{CHANNEL}commentary json{MESSAGE}")
+        else:
+            head = [*parts(self.format.open), tool.name, *parts(self.format.inner)]
+        return f"{self._grammar.expression(head)} {tool.arguments}"
+
+    # Calls
+
+    def _calls(self, before: Sequence[Part], opening: str, *, with_middle: bool) -> str:
+        """A call after these, and all that may follow it directly; `opening` is what is left of the format's."""
+        parts, format_ = self._grammar.parts, self.format
+        first = self._either([*before, *parts(opening)])
+        close = parts(self._behind + format_.close.removeprefix(self._behind).rstrip())
+        if not with_middle or format_.middle is None:
+            return f"{first} {self._grammar.expression(close)}".rstrip()
+        middle = parts(self._behind + format_.middle.removeprefix(self._behind))
+        shared = shared_parts(close, middle)
+        end = self._grammar.expression(close[:shared])
+        more = f"({self._either(middle[shared:])} {end}){{0,{_MOST - 1}}}"
+        return " ".join(part for part in (first, end, more, self._grammar.expression(close[shared:])) if part)
+
+    def _either(self, before: Sequence[Part]) -> str:
+        """A call of one of the tools: its name, and its arguments."""
+        made = []
+        for tool in self._tools:
+            head = [*before, tool.name, *self._grammar.parts(self._inner, tool.name)]
+            made.append(f"{self._grammar.expression(head)} {tool.arguments}".rstrip())
+        return f"({' | '.join(made)})"
+
+    def _any_object(self) -> str:
+        if not any(line.startswith("any: ") for line in self._grammar.lines):
+            self._json("any", '{"type": "object"}', False, "tools")
+        return "any"
+
+    def _json(self, rule: str, schema: str, strict: bool, where: str) -> Rule:
+        prepared, warnings = self.prepare(schema, strict=strict, where=where)
+        self.warnings += warnings
+        return self._grammar.json(rule, prepared)
+
+
+@dataclass
+class _Tool:
+    """The rules of one tool's arguments, made when they are asked for."""
+
+    owner: CallGrammar
+    rule: str
+    offered: Offered
+    _arguments: str | None = None
+
+    @property
+    def name(self) -> str:
+        """As it is written."""
+        name = self.offered.name
+        return json.dumps(name, ensure_ascii=False)[1:-1] if self.owner.format.style == "json" else name
+
+    @property
+    def follows_schema(self) -> bool:
+        return self.owner.forced or self.offered.strict
+
+    @property
+    def arguments(self) -> str:
+        """An expression of them. Raises InvalidRequest."""
+        if self._arguments is None:
+            tags = self.owner.format.tags
+            if tags is None:
+                self._arguments = self._object()
+            else:
+                self._arguments = self._tagged(tags) if self.follows_schema else self._any_tagged(tags)
+        return self._arguments
+
+    def as_object(self) -> Rule:
+        """The whole call as an object of JSON, as one schema. Raises InvalidRequest."""
+        format_, schema = self.owner.format, self._schema() if self.follows_schema else {"type": "object"}
+        call = {
+            "type": "object",
+            "properties": {
+                format_.name_key: {"const": self.offered.name},
+                format_.arguments_key: {"$ref": "#/$defs/arguments"},
+            },
+            "required": [format_.name_key, format_.arguments_key],
+            "additionalProperties": False,
+            "$defs": {"arguments": _moved(schema, "#/$defs/arguments")},
+        }
+        return self.owner._json(f"{self.rule}c", json.dumps(call), self.offered.strict, self.offered.where)
+
+    def _schema(self) -> dict[str, Any]:
+        """Of the arguments, which are an object."""
+        schema = dict(self.offered.parameters)
+        if not isinstance(schema.get("type"), str):
+            schema["type"] = "object"
+        return schema
+
+    def _object(self) -> str:
+        if not self.follows_schema:
+            return self.owner._any_object()
+        made = json.dumps(self._schema())
+        return self.owner._json(f"{self.rule}a", made, self.offered.strict, self.offered.where).expression
+
+    def _tagged(self, tags: ArgumentTags) -> str:
+        """Arguments in their order; m0, m1 … before the first of them is written, n0, n1 … after one."""
+        grammar, rule, schema = self.owner._grammar, self.rule, self._schema()
+        values, required = Values(schema), schema.get("required") or ()
+        if self.offered.strict:
+            self._check_strict(schema, values)
+        keys = list(values.properties)
+        for i, key in reversed(list(enumerate(keys))):
+            after, others = (f"{rule}n{i + 1}", f"{rule}m{i + 1}") if i + 1 < len(keys) else ("", '""')
+            first = self._argument(tags, values, i, key, self.owner._before_first)
+            later = self._argument(tags, values, i, key, tags.gap)
+            is_required = key in required
+            grammar.rule(f"{rule}m{i}", f"{first} {after}".rstrip(), *([] if is_required else [others]))
+            grammar.rule(f"{rule}n{i}", f"{later} {after}".rstrip(), *([] if is_required else [after or '""']))
+        return f"{rule}m0" if keys else ""
+
+    def _check_strict(self, schema: Mapping[str, Any], values: Values) -> None:
+        """The arguments' own schema holds by the rules of the format; the rest of it is left to `prepare`."""
+        self.owner.prepare(json.dumps(schema), strict=True, where=self.offered.where)
+
+    def _argument(self, tags: ArgumentTags, values: Values, i: int, key: str, before: str) -> str:
+        grammar, parts = self.owner._grammar, self.owner._grammar.parts
+        types = values.types_of(key)
+        is_text = not types or "string" in types
+        opening = parts(f"{before}{tags.open}{key}{tags.sep if is_text else tags.sep_of_json}", key=key)
+        close = parts(tags.close, key=key)
+        if is_text:
+            ends = [tags.close.replace(KEY, key).strip()]
+            text = [*_bare_text(values.resolved(key), ends, key, self._lenient)]
+            choices = [grammar.expression([*opening, part, *close]) for part in text]
+            return f"({' | '.join(choices)})" if len(choices) > 1 else choices[0]
+        rule = f"{self.rule}v{i}"
+        if not any(line.startswith(f"{rule}: ") for line in grammar.lines):
+            where = f"{self.offered.where}.properties.{key}"
+            self.owner._json(rule, json.dumps(_alone(self._schema(), key)), self.offered.strict, where)
+        return f"{grammar.expression(opening)} {rule} {grammar.expression(close)}"
+
+    def _lenient(self, key: str, keyword: str) -> None:
+        """Something of a bare text's schema can't be enforced. Raises InvalidRequest if it has to be."""
+        said = f"{self.offered.where}.properties.{key}.{keyword}"
+        why = "this model writes arguments as bare text, and this can't be enforced on it"
+        if self.offered.strict:
+            raise InvalidRequest(f"{said}: {why}; remove it, or send the tool without strict")
+        warning = f"{said} is not enforced: {why}"
+        if warning not in self.owner.warnings:
+            self.owner.warnings.append(warning)
+
+    def _any_tagged(self, tags: ArgumentTags) -> str:
+        """Arguments of any name, with any text."""
+        grammar, parts = self.owner._grammar, self.owner._grammar.parts
+        keys = list(Values(self._schema()).properties) if KEY in tags.close else [None]
+        made: dict[str, list[str]] = {"first": [], "later": []}
+        for place, before in (("first", self.owner._before_first), ("later", tags.gap)):
+            for key in keys:
+                unlike = escaped('<>"\n' + tags.sep[:1])
+                name: Part = Chars(f"/[^{unlike}\\s\\/][^{unlike}]{{0,63}}/")
+                named = name if key is None else key
+                close = parts(tags.close, key=key or "")
+                ends = [tags.close.replace(KEY, key or "").strip()]
+                opening = [*parts(before + tags.open), named]
+                text = grammar.expression([*opening, *parts(tags.sep), text_without(ends), *close])
+                made[place].append(text)
+                if tags.sep_of_json != tags.sep:
+                    value = f"{self.rule}v"
+                    if not any(line.startswith(f"{value}: ") for line in grammar.lines):
+                        self.owner._json(value, "{}", False, self.offered.where)
+                    head = grammar.expression([*opening, *parts(tags.sep_of_json)])
+                    made[place].append(f"{head} {value} {grammar.expression(close)}")
+        if not keys:
+            return ""
+        first, later = (" | ".join(choices) for choices in made.values())
+        return f"(({first}) ({later})*)?"
+
+
+def _space_behind_arguments(format_: CallFormat) -> str:
+    """The space after the last argument in a tag, which is not there if there are no arguments."""
+    ends = [format_.close, *([format_.middle] if format_.middle is not None else [])]
+    spaces = {end[: len(end) - len(end.lstrip())] for end in ends}
+    return spaces.pop() if format_.tags is not None and len(spaces) == 1 else ""
+
+
+def _bare_text(schema: Mapping[str, Any], ends: list[str], key: str, lenient: Any) -> list[Part]:
+    """Texts that a schema allows, none of which holds the closing tag."""
+    chosen = [schema["const"]] if "const" in schema else schema.get("enum")
+    if isinstance(chosen, list):
+        return [value if isinstance(value, str) else json.dumps(value) for value in chosen]
+    text = text_without(ends)
+    pattern = schema.get("pattern")
+    if isinstance(pattern, str):
+        regex = _rust_pattern(pattern)
+        if regex is None:
+            lenient(key, "pattern")
+        else:
+            text = Chars(f"({text.expression} & {regex})", may_be_empty=True)
+    if "format" in schema:
+        lenient(key, "format")
+    least, most = schema.get("minLength", 0), schema.get("maxLength")
+    if least or most is not None:
+        length = f"/(?s:.{{{int(least)},{'' if most is None else int(most)}}})/"
+        text = Chars(f"({text.expression} & {length})", may_be_empty=True)
+    return [text]
+
+
+def _rust_pattern(pattern: str) -> str | None:
+    """The expression of texts in which an ECMA pattern is found; None for what Rust's syntax has not."""
+    if re.search(r"\(\?(?!:)|\\[bBkpPcu1-9]|\[\^?\]|\[[^\]]*\[|&&|~~|--", pattern):
+        return None
+    starts, ends = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith(r"\$")
+    inner = pattern[starts : len(pattern) - ends]
+    if re.search(r"(?<!\\)\||(?<![\\\[])\^|(?<!\\)\$", inner) and (starts or ends):
+        return None  # an anchor of one of several alternatives
+    if re.search(r"(?<![\\\[])\^|(?<!\\)\$", inner):
+        return None
+    ascii_only = inner.replace(r"\d", "[0-9]") if "[" not in inner else inner
+    if re.search(r"\\[dwsDWS]", ascii_only):
+        ascii_only = f"(?-u:{ascii_only})" if ascii_only.isascii() and "." not in ascii_only else ascii_only
+    before, after = "" if starts else "(?s:.*)", "" if ends else "(?s:.*)"
+    return f"/{before}({_in_slashes(ascii_only)}){after}/"
+
+
+def _in_slashes(regex: str) -> str:
+    """A regular expression as it stands between slashes in Lark."""
+    return re.sub(
+        r"\\(.)|/|\n", lambda found: {"/": r"\/", "\n": r"\n"}.get(found.group(), found.group()), regex, flags=re.S
+    )
+
+
+def _loose(head: str) -> str:
+    """A regular expression of the beginning of an object of JSON, with any space."""
+    tokens = re.findall(r'"[^"]*"|[{}:,\[\]]', head)
+    return r"\s*" + r"\s*".join(escaped(token) for token in tokens) + r"\s*"
+
+
+def _alone(schema: Mapping[str, Any], key: str) -> Any:
+    """The schema of one property, with what it refers to."""
+    found = schema["properties"][key]
+    if not isinstance(found, Mapping) or '"$ref"' not in json.dumps(found):
+        return found
+    return {
+        "$ref": f"#/$defs/arguments/properties/{_pointer(key)}",
+        "$defs": {"arguments": _moved(dict(schema), "#/$defs/arguments")},
+    }
+
+
+def _moved(schema: Any, to: str) -> Any:
+    """The schema with its references as they are when it stands there."""
+    if isinstance(schema, list):
+        return [_moved(part, to) for part in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    moved = {key: part if key in _IN_KEYS else _moved(part, to) for key, part in schema.items()}
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        moved["$ref"] = to + reference[1:]
+    return moved
+
+
+def _pointer(key: str) -> str:
+    return key.replace("~", "~0").replace("/", "~1").replace("%", "%25")

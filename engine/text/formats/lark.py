@@ -1,0 +1,144 @@
+"""Grammars in llguidance's Lark, put together from literals, texts and schemas. Pure.
+
+The lexer takes the longest match and never goes back, so whatever follows each other without a control token between
+becomes one terminal: then no terminal that may come next is the beginning of another one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from .literals import ID, INDEX, KEY, NAME
+
+ANYTHING = r"/(?s:.*)/"
+_CLASSES = {ID: "/[a-zA-Z0-9]{9}/", INDEX: "/[0-9]{1,3}/"}
+
+
+class Control(NamedTuple):
+    """A control token."""
+
+    token: int
+
+
+class Chars(NamedTuple):
+    """Some text: an expression of terminals, and whether it may be empty."""
+
+    expression: str
+    may_be_empty: bool = False
+
+
+class Rule(NamedTuple):
+    """What another rule allows."""
+
+    expression: str
+
+
+Part = str | Control | Chars | Rule  # str: this text
+
+
+def quoted(text: str) -> str:
+    """A literal of Lark."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def escaped(text: str) -> str:
+    """A regular expression of this text, without slashes around it."""
+    return "".join(char if char.isalnum() and char.isascii() else f"\\x{{{ord(char):x}}}" for char in text)
+
+
+def containing(texts: Iterable[str]) -> str:
+    """An expression of every text that has one of these in it."""
+    return f"/(?s:.*)({'|'.join(escaped(text) for text in texts)})(?s:.*)/"
+
+
+def text_without(texts: Iterable[str], *others: str) -> Chars:
+    """Any text that has none of these in it, and that none of the other expressions matches."""
+    kept = [text for text in texts if text]
+    unwanted = [*([containing(kept)] if kept else []), *others]
+    return Chars("(" + " & ".join([ANYTHING, *(f"~({each})" for each in unwanted)]) + ")", may_be_empty=True)
+
+
+@dataclass
+class Grammar:
+    """Terminals and rules. `controls` are the control tokens of the markup, by their text."""
+
+    controls: Mapping[str, int]
+    lines: list[str] = field(default_factory=list)
+    _terminals: dict[str, str] = field(default_factory=dict)
+
+    def parts(self, literal: str, name: str = "", key: str = "") -> list[Part]:
+        """A literal with slots, cut at its control tokens."""
+        made: list[Part] = []
+        at = 0
+        by_length = sorted(self.controls, key=len, reverse=True)
+        while at < len(literal):
+            control = next((text for text in by_length if text and literal.startswith(text, at)), None)
+            if control is not None:
+                made.append(Control(self.controls[control]))
+                at += len(control)
+                continue
+            char = literal[at]
+            made.append(Chars(_CLASSES[char]) if char in _CLASSES else {NAME: name, KEY: key}.get(char, char))
+            at += 1
+        return made
+
+    def expression(self, parts: Sequence[Part]) -> str:
+        """What follows each other: one terminal for all that is between control tokens and rules."""
+        items: list[str] = []
+        run: list[str | Chars] = []
+        for part in [*parts, None]:
+            if isinstance(part, str | Chars):
+                run.append(part)
+                continue
+            if run:
+                items.append(self._terminal(run))
+                run = []
+            if isinstance(part, Control):
+                items.append(f"<[{part.token}]>")
+            elif part is not None and part.expression:
+                items.append(part.expression)
+        return " ".join(item for item in items if item)
+
+    def rule(self, name: str, *alternatives: str) -> Rule:
+        self.lines.append(f"{name}: {' | '.join(alternatives)}")
+        return Rule(name)
+
+    def json(self, name: str, schema: Mapping[str, Any] | bool) -> Rule:
+        """A rule of the JSON that a schema allows."""
+        return self.rule(name, "%json " + json.dumps(schema, ensure_ascii=False))
+
+    def text(self, start: str) -> str:
+        """All of it."""
+        terminals = [f"{name}: {expression}" for expression, name in self._terminals.items()]
+        return "\n".join([f"start: {start}", *self.lines, *terminals])
+
+    def _terminal(self, run: Sequence[str | Chars]) -> str:
+        pieces: list[str] = []
+        literal = ""
+        for part in run:
+            if isinstance(part, str):
+                literal += part
+                continue
+            if literal:
+                pieces.append(quoted(literal))
+                literal = ""
+            pieces.append(part.expression)
+        if literal:
+            pieces.append(quoted(literal))
+        if not pieces:
+            return ""
+        if all(isinstance(part, Chars) and part.may_be_empty for part in run):
+            return self._named(f"({' '.join(pieces)}) & /(?s:.+)/") + "?"
+        return self._named(" ".join(pieces))
+
+    def _named(self, expression: str) -> str:
+        return self._terminals.setdefault(expression, f"T{len(self._terminals)}")
+
+
+def shared_parts(first: Sequence[Part], second: Sequence[Part]) -> int:
+    """How many parts both begin with."""
+    pairs = zip(first, second, strict=False)
+    return next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second)))

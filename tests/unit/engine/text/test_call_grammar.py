@@ -1,0 +1,334 @@
+"""What a grammar of calls allows is read back as calls that fit, in every way of writing calls."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from cellama.engine import ChatOptions, InvalidRequest
+from cellama.engine.grammar.matcher import Matcher, MatcherTokens
+from cellama.engine.grammar.schema import prepare_schema
+from cellama.engine.text.channel_reader import ChannelReader
+from cellama.engine.text.chat_template import grammar_of_calls
+from cellama.engine.text.formats.call_format import CallFormat
+from cellama.engine.text.formats.call_grammar import CallGrammar, Offered, Thoughts, WantedText
+from cellama.engine.text.formats.call_reader import ToolReader
+from cellama.engine.text.formats.literals import KEY
+from cellama.engine.text.reply_format import ReplyFormat
+from cellama.engine.text.reply_parser import ReplyReader
+
+from .styles import CALLS, CHANNELS, STYLES, derived, reply_of, template
+
+LOOK: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string"},
+        "unit": {"enum": ["°C", "K"]},
+        "count": {"type": "integer"},
+        "deep": {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]},
+        "note": {"$ref": "#/$defs/note"},
+    },
+    "required": ["text", "deep"],
+    "additionalProperties": False,
+    "$defs": {"note": {"type": "string", "minLength": 1, "maxLength": 3}},
+}
+NO_MORE = {"type": "object", "properties": {}, "additionalProperties": False}
+TOOLS: dict[str, dict[str, Any]] = {"look": LOOK, "list-all": NO_MORE, "look-up": NO_MORE}
+ALL_STYLES = [*STYLES, "channels"]
+# A vocabulary of bytes, of control tokens and of an end.
+CONTROL_TEXTS = ["<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>", "[TOOL_CALLS]", "[ARGS]"]
+CONTROL_TEXTS += ["<｜calls▁begin｜>", "<｜call▁begin｜>", "<｜sep｜>", "<|calls_begin|>", "<|call_begin|>", "<think>"]
+CONTROLS = {text: 257 + i for i, text in enumerate(CONTROL_TEXTS)}
+END_TOKEN = 256
+PIECES = [bytes([byte]) for byte in range(256)] + [b""] * (1 + len(CONTROLS))
+
+
+@functools.cache
+def tokens_of_bytes() -> MatcherTokens:
+    names = {token: text.encode() for text, token in CONTROLS.items()}
+    return MatcherTokens(PIECES, names, frozenset([END_TOKEN]), list)
+
+
+@functools.cache
+def calls_of(style: str) -> CallFormat:
+    source = CHANNELS if style == "channels" else template(CALLS[style])
+    calls = derived(source).calls
+    assert calls is not None
+    return calls
+
+
+def offered(tools: dict[str, dict[str, Any]], *, strict: bool = False) -> list[Offered]:
+    places = enumerate(tools.items())
+    return [Offered(name, of, strict, f"tools.{i}.function.parameters") for i, (name, of) in places]
+
+
+def grammar_of(style: str, *, strict: bool = False, tools: dict[str, Any] = TOOLS, **how: Any) -> CallGrammar:
+    how = {"several": False, "forced": False, "controls": {}, **how}
+    return CallGrammar(calls_of(style), offered(tools, strict=strict), prepare_schema, **how)
+
+
+def matcher_of(lark: str) -> Matcher:
+    return Matcher(tokens_of_bytes().compile(lark, "lark"), tokens_of_bytes())
+
+
+def tokens_of(text: str, controls: dict[str, int]) -> list[int]:
+    tokens: list[int] = []
+    while text:
+        control = next((each for each in controls if text.startswith(each)), None)
+        tokens += [controls[control]] if control else list(text[0].encode())
+        text = text[len(control) if control else 1 :]
+    return tokens
+
+
+def allows(matcher: Matcher, token: int) -> bool:
+    return bool(matcher.allows(np.array([token]))[0])
+
+
+def accepts(lark: str, text: str, controls: dict[str, int] | None = None) -> bool:
+    matcher = matcher_of(lark)
+    for token in tokens_of(text, controls or {}):
+        if not allows(matcher, token):
+            return False
+        matcher.accept(token)
+    return allows(matcher, END_TOKEN)
+
+
+def written_by_chance(
+    lark: str, words: list[str], rng: random.Random, controls: dict[str, int], first: str = ""
+) -> str:
+    """A text of the grammar, in which these words are likely."""
+    matcher, made, shown = matcher_of(lark), b"", {token: text for text, token in controls.items()}
+    while first or not (allows(matcher, END_TOKEN) and rng.random() < 0.3):
+        word, first = first or rng.choice(words), ""
+        for token in tokens_of(word, controls):
+            if not allows(matcher, token):
+                break
+            matcher.accept(token)
+            made += shown[token].encode() if token in shown else bytes([token])
+        mask = matcher.allows(np.arange(len(PIECES)))
+        mask[END_TOKEN] = False
+        if not mask.any():
+            break
+        token = int(rng.choice(np.flatnonzero(mask)))
+        matcher.accept(token)
+        made += shown[token].encode() if token in shown else bytes([token])
+        if len(made) > 3000:
+            return ""
+    return made.decode(errors="ignore")
+
+
+def read(calls: CallFormat, text: str, tools: dict[str, Any] = TOOLS, **how: Any) -> tuple[str, str, list[Any]]:
+    """Thoughts, text and calls."""
+    channels = calls is calls_of("channels")
+    format_ = ReplyFormat(tools=ToolReader(calls, tools), channels=channels, **how)
+    reader = ChannelReader(format_) if channels else ReplyReader(format_)
+    parts = reader.push(text)
+    rest, found = reader.finish()
+    told = {kind: "".join(p.text for p in [*parts, *rest] if p.kind == kind) for kind in ("reasoning", "text")}
+    return told["reasoning"], told["text"], [(call.name, json.loads(call.arguments)) for call in found]
+
+
+def likely(style: str) -> list[str]:
+    calls = calls_of(style)
+    inside = [calls.tags.close.replace(KEY, key) for key in LOOK["properties"]] if calls.tags else []
+    opens = [calls.open, *calls.markers, calls.open + "look" + calls.inner, calls.open + "list-all" + calls.inner]
+    more = ["<|end|><|start|>assistant", '"', '"}', "}", "true", "x", "1", calls.close, calls.middle or "{}"]
+    return [*inside, *inside, *opens, *more, '"text": "a", "deep": {"a": true}}']
+
+
+@pytest.mark.parametrize("controls", [{}, CONTROLS], ids=["as text", "control tokens"])
+@pytest.mark.parametrize("style", ALL_STYLES)
+@pytest.mark.parametrize("several", [False, True])
+def test_forced_calls_are_read_as_calls_that_fit(style: str, several: bool, controls: dict[str, int]) -> None:
+    calls = calls_of(style)
+    lark = grammar_of(style, forced=True, several=several, controls=controls).write()
+    rng, most, num_read = random.Random(7), 0, 0
+    for _ in range(10):
+        text = written_by_chance(lark, likely(style), rng, controls)
+        if not text:
+            continue
+        _, said, found = read(calls, text)
+        assert (said, bool(found)) == ("", True), text
+        for name, arguments in found:
+            jsonschema.validate(arguments, TOOLS[name])
+        most, num_read = max(most, len(found)), num_read + 1
+    assert num_read > 3
+    assert most == 1 or (several and calls.middle is not None)
+
+
+@pytest.mark.parametrize("controls", [{}, CONTROLS], ids=["as text", "control tokens"])
+@pytest.mark.parametrize("style", ALL_STYLES)
+@pytest.mark.parametrize("strict", [False, True])
+def test_calls_of_free_replies_are_of_offered_tools(style: str, strict: bool, controls: dict[str, int]) -> None:
+    calls = calls_of(style)
+    lark = grammar_of(style, strict=strict, several=True, controls=controls).write()
+    rng, num_calls = random.Random(3), 0
+    for _ in range(16):
+        first = "" if rng.random() < 0.3 else calls.open + rng.choice([*TOOLS, "other"]) + calls.inner
+        text = written_by_chance(lark, likely(style), rng, controls, first)
+        _, said, found = read(calls, text)
+        for name, arguments in found:
+            assert name in TOOLS
+            if strict:
+                jsonschema.validate(arguments, TOOLS[name])
+        assert found or not any(marker in said for marker in calls.markers), text
+        num_calls += len(found)
+    assert num_calls
+
+
+@pytest.mark.parametrize("style", ALL_STYLES)
+def test_free_replies_may_be_any_text(style: str) -> None:
+    lark = grammar_of(style, several=True, thoughts=Thoughts("<think>", "</think>")).write()
+    texts = ["", "Hi, <b>you</b> {3}!\n\n", "[1, 2]", '{"city": "Paris"}', '{"name": "Bob", "age": 3}', "a <"]
+    assert all(accepts(lark, text) for text in texts)
+    if style != "channels":
+        assert all(accepts(lark, f"<think>\nWell, {text}\n</think>\n\n{text}") for text in texts)
+        assert accepts(lark, "<think>\nWell")
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("how", ["forced", "free", "strict", "with schema"])
+@pytest.mark.parametrize("several", [False, True])
+def test_grammar_of_calls_allows_what_the_template_writes(style: str, how: str, several: bool) -> None:
+    source = template(CALLS[style])
+    markup = derived(source)
+    assert markup.calls is not None
+    wanted = WantedText("json_schema", '{"type": "object"}', True) if how == "with schema" else None
+    lark = grammar_of(
+        style, forced=how == "forced", several=several, strict=how in ("strict", "with schema"), wanted=wanted
+    ).write()
+    look = {"text": 'é "{<tool\n</', "count": 3, "deep": {"a": True}}
+    calls = [
+        {
+            "id": f"functions.{name}:{i}" if style == "kimi" else f"abcdefgh{i}",
+            "function": {"name": name, "arguments": json.dumps(of)},
+        }
+        for i, (name, of) in enumerate([("look", look), ("list-all", {}), ("look", look)])
+    ]
+    for count in (1, 2, 3):
+        if style == "llama3" and count > 1:
+            continue
+        tools = [{"type": "function", "function": {"name": name}} for name in TOOLS]
+        reply = reply_of(source, markup, {"content": "", "tool_calls": calls[:count]}, tools)
+        assert accepts(lark, reply) == (count == 1 or (several and markup.calls.middle is not None)), reply
+        if how in ("free", "strict") and count == 1 and style != "llama3":
+            assert accepts(lark, f"I look.{reply}")
+    assert accepts(lark, "") == (how in ("free", "strict"))
+
+
+def test_thoughts_before_a_forced_call_end_where_they_are_read_to_end() -> None:
+    lark = grammar_of("channels", forced=True).write()
+    before, end = "<|channel|>analysis<|message|>1 <", "<|end|><|start|>assistant"
+    call = "<|channel|>commentary to=functions.list-all <|constrain|>json<|message|>{}"
+    assert accepts(lark, f"{before}{end}{call}")
+    assert not accepts(lark, f"{before}{end}more{end}{call}")
+
+
+def test_reply_is_a_text_of_the_schema_or_calls() -> None:
+    call = '<tool_call>\n{"name": "list-all", "arguments": {}}\n</tool_call>'
+    schema = json.dumps({"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]})
+    for wanted, text in (
+        (WantedText("json_schema", schema, True), '{"n": 3}'),
+        (WantedText("regex", "a/b+", True), "a/bb"),
+    ):
+        lark = grammar_of("hermes", wanted=wanted, thoughts=Thoughts("<think>", "</think>")).write()
+        assert accepts(lark, text)
+        assert accepts(lark, call)
+        assert accepts(lark, f"<think>\nWell\n</think>{text}")
+        assert not accepts(lark, "Hi")
+        assert not accepts(lark, text + call)
+    bare = grammar_of("llama3", wanted=WantedText("json_schema", schema, True), strict=True).write()
+    assert accepts(bare, '{"n": 3}')
+    assert accepts(bare, '{"name": "list-all", "parameters": {}}')
+    note = '{"name": "look", "parameters": {"text": "a", "deep": {"a": true}, "note": "%s"}}'
+    assert accepts(bare, note % "abc")
+    assert not accepts(bare, note % "abcd")
+    assert not accepts(bare, '{"name": "other", "parameters": {}}')
+    channels = grammar_of("channels", wanted=WantedText("json_schema", schema, True), several=True).write()
+    thought = "<|channel|>analysis<|message|>Well<|end|><|start|>assistant"
+    assert accepts(channels, thought + '<|channel|>final<|message|>{"n": 3}')
+    assert accepts(channels, thought + "<|channel|>commentary to=functions.list-all <|constrain|>json<|message|>{}")
+    assert not accepts(channels, thought + "<|channel|>final<|message|>Hi")
+
+
+def test_named_tool_is_the_only_one_and_other_choices_are_free() -> None:
+    tools = [{"type": "function", "function": {"name": name, "parameters": of}} for name, of in TOOLS.items()]
+    format_ = ReplyFormat(tools=ToolReader(calls_of("hermes")))
+    one = '<tool_call>\n{"name": "list-all", "arguments": {}}\n</tool_call>'
+    for choice, may in (("look", False), ("list-all", True), ("required", True)):
+        for several in (None, True):
+            options = ChatOptions(tools, tool_choice=choice, parallel_tool_calls=several)
+            grammar = grammar_of_calls("m", format_, options, prepare_schema)
+            assert grammar is not None
+            lark = grammar.write()
+            assert [accepts(lark, text) for text in (one, f"{one}\n{one}", "Hi")] == [may, may and bool(several), False]
+    for several in (None, True, False):
+        grammar = grammar_of_calls("m", format_, ChatOptions(tools, parallel_tool_calls=several), prepare_schema)
+        assert grammar is not None
+        assert [accepts(grammar.write(), text) for text in (one, f"{one}\n{one}", "Hi")] == [
+            True,
+            several is not False,
+            True,
+        ]
+    assert grammar_of_calls("m", ReplyFormat(), ChatOptions(tools), prepare_schema) is None
+
+
+def test_allowed_tools_are_the_only_ones_that_can_be_called() -> None:
+    tools = [{"type": "function", "function": {"name": name, "parameters": of}} for name, of in TOOLS.items()]
+    for choice in ("auto", "required"):
+        options = ChatOptions(tools, tool_choice=choice, allowed_tools=["list-all"])
+        reader = ToolReader(calls_of("hermes"), {tool.name: tool.parameters for tool in options.callable})
+        grammar = grammar_of_calls("m", ReplyFormat(tools=reader), options, prepare_schema)
+        assert grammar is not None
+        call = '<tool_call>\n{"name": "%s", "arguments": {}}\n</tool_call>'
+        assert [accepts(grammar.write(), call % name) for name in ("list-all", "look-up")] == [True, False]
+        assert reader.parse(call % "look-up") == ((), call % "look-up")
+    for allowed, choice, said in (
+        (["other"], "auto", "allowed_tools: 'other' is not a tool of this request; the tools are: list-all, look"),
+        ([], "auto", "allowed_tools is empty"),
+        (["look"], "list-all", "tool_choice: 'list-all' is not one of allowed_tools"),
+    ):
+        with pytest.raises(InvalidRequest, match=said):
+            assert ChatOptions(tools, tool_choice=choice, allowed_tools=allowed).callable
+
+
+def test_one_call_is_all_that_is_read_if_only_one_is_allowed() -> None:
+    one = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    reader = ToolReader(calls_of("hermes"), only_one=True)
+    assert [call.name for call in reader.parse(one + one)[0]] == ["f"]
+    assert len(ToolReader(calls_of("hermes")).parse(one + one)[0]) == 2
+
+
+@pytest.mark.parametrize(
+    ("pattern", "fitting", "others"),
+    [
+        ("^[A-Z]{2}/?$", ["AB", "AB/"], ["ab", "ABC"]),
+        ("b+", ["abc", "b"], ["a", ""]),
+        (r"^\d+$", ["12"], ["x", "1x", "٣"]),
+        (r"^a\.b", ["a.bc"], ["axb"]),
+    ],
+)
+def test_pattern_of_bare_text_is_enforced(pattern: str, fitting: list[str], others: list[str]) -> None:
+    text = {"type": "string", "pattern": pattern}
+    tools = {"f": {"type": "object", "properties": {"a": text}, "required": ["a"]}}
+    lark = grammar_of("glm", forced=True, tools=tools, strict=True).write()
+    call = "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>%s</arg_value>\n</tool_call>"
+    assert all(accepts(lark, call % text) for text in fitting)
+    assert not any(accepts(lark, call % text) for text in others)
+
+
+@pytest.mark.parametrize("shape", [{"pattern": "(?=a)"}, {"pattern": "^a|b$"}, {"format": "date"}])
+def test_what_bare_text_can_not_be_held_to_is_refused_if_strict_and_else_a_warning(shape: dict[str, str]) -> None:
+    tools = {"f": {"type": "object", "properties": {"when": {"type": "string", **shape}}}}
+    place = f"tools.0.function.parameters.properties.when.{next(iter(shape))}"
+    with pytest.raises(InvalidRequest, match=rf"tools.0.function.parameters.*properties.when.{next(iter(shape))}"):
+        grammar_of("glm", forced=True, tools=tools, strict=True).write()
+    grammar = grammar_of("glm", forced=True, tools=tools)
+    assert "start:" in grammar.write()
+    assert [warning.startswith(place) for warning in grammar.warnings] == [True]
