@@ -160,3 +160,18 @@ def test_own_forms_are_taken_by_name(openai: OpenAI, own: dict[str, str], whole:
     with pytest.raises(errors.BadRequestError) as caught:
         openai.chat.completions.create(**JSON, extra_body={name: "(" if name == "regex" else "start: ("})
     assert caught.value.param == name
+
+
+def test_parameters_of_a_strict_tool_are_refused_by_name_and_others_warn(openai: OpenAI) -> None:
+    def asked(strict: bool) -> Any:
+        function = {"name": "tag", "parameters": SCHEMA, "strict": strict}
+        return {**JSON, "tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+
+    with pytest.raises(errors.BadRequestError, match=r"tools.*uniqueItems") as caught:
+        openai.chat.completions.create(**asked(True))
+    assert (caught.value.param, caught.value.code) == ("tools", "invalid_function_parameters")
+    raw = openai.chat.completions.with_raw_response.create(**asked(False))
+    assert raw.parse().choices[0].message.tool_calls
+    (warning,) = json.loads(raw.headers[WARNINGS])
+    assert "uniqueItems" in warning
+    assert "tools.0" in warning
