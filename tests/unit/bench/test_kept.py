@@ -11,6 +11,7 @@ import pytest
 from cellama.bench.harness.kept import Results, figures, refreshed
 
 PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "performance.md"
+SCHEMAS = PAGE.parents[1] / "reference" / "json-schema.md"
 MEASURED = re.compile(r"\d ?(?:ms|s|%|×|MB|GB|jobs/s|tokens/s|lines/s)(?![\w/])")  # it must say where it is from
 SKIPPED = re.compile(r"^```.*?^```$|`[^`\n]*`|<!--.*?-->", re.MULTILINE | re.DOTALL)
 
@@ -21,6 +22,12 @@ def test_performance_guide_shows_what_was_measured() -> None:
     assert len(found) == len(re.findall(r"<!-- (?!generated: |not run: )", text)) >= 20
     wrong = [(figure.shown, figure.measured(results), figure) for figure in found]
     assert [told for told in wrong if told[0] != told[1]] == [], f"python -m cellama.bench.harness.kept {PAGE}"
+
+
+def test_page_of_json_schema_shows_what_was_measured() -> None:
+    text = SCHEMAS.read_text(encoding="utf-8")
+    assert len(list(figures(text))) == text.count("<!-- schemas: ") > 0
+    assert refreshed(text, Results()) == text, f"python -m cellama.bench.harness.kept {SCHEMAS}"
 
 
 def test_performance_guide_has_no_figure_without_a_source() -> None:
