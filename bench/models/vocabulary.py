@@ -5,6 +5,7 @@ Its words are made of syllables, so that prefixes are shared about as in real on
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from random import Random
 
 JSON_PARTS = ('{"', '",', '":', '": ', '": "', '"}', '"},', '", "', "},", "}]", "[{", "[]", "{}", '": [', '"]', '\\"')
@@ -42,14 +43,18 @@ def _letter(random: Random) -> str:
     return chr(random.randint(*random.choice(_SCRIPTS)))
 
 
-def greedily(tokens: list[bytes], text: bytes) -> list[int]:
-    """A text as tokens of a vocabulary that has every byte: the longest that fits, again and again."""
+def greedy_spelling(tokens: Sequence[bytes]) -> Callable[[bytes], list[int]]:
+    """Texts as tokens of a vocabulary that has every byte: the longest that fits, again and again."""
     ids = {token: number for number, token in enumerate(tokens)}
     longest = max(map(len, tokens))
-    found: list[int] = []
-    at = 0
-    while at < len(text):
-        end = next(end for end in range(min(len(text), at + longest), at, -1) if text[at:end] in ids)
-        found.append(ids[text[at:end]])
-        at = end
-    return found
+
+    def spell(text: bytes) -> list[int]:
+        found: list[int] = []
+        at = 0
+        while at < len(text):
+            end = next(end for end in range(min(len(text), at + longest), at, -1) if text[at:end] in ids)
+            found.append(ids[text[at:end]])
+            at = end
+        return found
+
+    return spell

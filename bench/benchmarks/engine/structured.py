@@ -23,7 +23,7 @@ import numpy as np
 from cellama.bench.harness.engines import CORES, loaded, padded_model, percentile
 from cellama.bench.harness.report import Report
 from cellama.bench.harness.schemas import PLAIN, Schema, large, list_of, realistic, varied
-from cellama.bench.models.vocabulary import greedily, vocabulary
+from cellama.bench.models.vocabulary import greedy_spelling, vocabulary
 from cellama.engine.grammar.grammars import Constraint, Form, Grammars
 from cellama.engine.llama.model import LlamaModel
 
@@ -194,11 +194,7 @@ def _row(sampling: str, name: str, results: list[dict[str, Any]]) -> dict[str, A
 
 def _vocabularies(path: Path, size: int) -> Iterator[tuple[str, Grammars, int]]:
     tokens = vocabulary(size - 1)
-    yield (
-        f"{size:,} tokens",
-        Grammars([*tokens, END], {}, frozenset([size - 1]), lambda text: greedily(tokens, text)),
-        size,
-    )
+    yield f"{size:,} tokens", Grammars([*tokens, END], {}, frozenset([size - 1]), greedy_spelling(tokens)), size
     with loaded(path, n_parallel=1, ctx_per_slot=512) as model:
         assert isinstance(model.engine.vocabulary, LlamaModel)
         yield "the model's", model.engine.vocabulary.grammars, model.info.n_vocab
