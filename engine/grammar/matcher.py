@@ -51,6 +51,7 @@ class MatcherTokens:
         for token in controls.keys() | ends:
             texts[token] = _SPECIAL + controls.get(token, texts[token])
         self.ends = ends
+        self.num_tokens = len(texts)
         if not ends:  # llguidance needs one: it is beyond the vocabulary then
             texts.append(_SPECIAL)
         known_ends = sorted(ends) or [len(texts) - 1]
@@ -108,7 +109,8 @@ class Matcher:
         self._shared = shared
         self._matcher, self._lexer = shared.copy()
         self._ends = shared.tokens.ends
-        self._mask: NDArray[np.uint8] | None = None  # a bit per token, of this place
+        self._num_tokens = shared.tokens.num_tokens
+        self._mask: NDArray[np.bool_] | None = None  # of this place
         self._accepted: list[int] = []
         self._num_restarts = 0
 
@@ -120,10 +122,14 @@ class Matcher:
         """
         if len(tokens) == 1 and self._mask is None and self._allows_one(int(tokens[0])):
             return np.ones(1, np.bool_)
+        return self.mask()[tokens]
+
+    def mask(self) -> NDArray[np.bool_]:
+        """Which of all tokens may come next. Raises GrammarFailed when that takes too much work."""
         if self._mask is None:
-            self._mask = self._asked(lambda matcher: np.frombuffer(matcher.compute_bitmask(), np.uint8))
-        bits: NDArray[np.uint8] = (self._mask[tokens >> 3] >> (tokens & 7)) & 1
-        return bits.astype(np.bool_)
+            bits = np.frombuffer(self._asked(LLMatcher.compute_bitmask), np.uint8)
+            self._mask = np.unpackbits(bits, count=self._num_tokens, bitorder="little").view(np.bool_)
+        return self._mask
 
     def _allows_one(self, token: int) -> bool:
         """True if it is allowed; False also if that isn't known without a mask, which starts a new count of work."""

@@ -64,6 +64,9 @@ class Grammar:
             allowed[tokens == token] = self._allows_one(state, token)
         return allowed
 
+    def mask(self) -> None:
+        """None: walking the whole vocabulary takes far longer than a few tokens."""
+
     def accept(self, token: int) -> None:
         """An allowed token comes next. Raises GrammarFailed."""
         self._work.earn()

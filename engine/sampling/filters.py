@@ -29,6 +29,7 @@ def softmax(values: Values) -> Values:
 def top_ids(logits: Logits, count: int) -> Ids:
     """At least the `count` likeliest tokens, the likeliest first; equal ones in the order of their ids.
 
+    If fewer tokens are possible, the others may be left out.
     The maxima of blocks tell a bound that the wanted ones reach, so that only few are sorted. A block is every
     `width`-th token, not neighbours: so the maxima of all are found in vector registers, nine times as fast.
     """
@@ -38,6 +39,8 @@ def top_ids(logits: Logits, count: int) -> Ids:
     blocks = logits[: width * _BLOCK].reshape(_BLOCK, width)
     maxima = blocks.max(axis=0)
     bound = np.partition(maxima, width - count)[width - count]
+    if bound == -np.inf:
+        return _sorted(np.flatnonzero(logits > -np.inf), logits)
     columns = np.flatnonzero(maxima >= bound)
     rows, places = np.nonzero(blocks[:, columns] >= bound)
     rest = np.flatnonzero(logits[width * _BLOCK :] >= bound) + width * _BLOCK

@@ -119,9 +119,35 @@ class Only:
     def allows(self, tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
         return np.isin(tokens, self.allowed)
 
+    def mask(self) -> NDArray[np.bool_] | None:
+        return None
+
+    def forced_tokens(self) -> list[int]:
+        return []
+
     def accept(self, token: int) -> None:
         assert token in self.allowed
         self.accepted.append(token)
+
+
+class Masked(Only):
+    """The same with a mask of all tokens."""
+
+    def mask(self) -> NDArray[np.bool_] | None:
+        return self.allows(np.arange(3000))
+
+
+@pytest.mark.parametrize("params", [{"top_k": 3}, {"top_k": 40}, {"min_p": 0.2}, {"top_p": 0.9, "top_k": 0}, {}])
+@pytest.mark.parametrize("num_allowed", [2, 300, 2900])
+def test_constraint_with_a_mask_gives_the_same_tokens(params: dict[str, Any], num_allowed: int) -> None:
+    rng = np.random.default_rng(4)
+    allowed = rng.choice(3000, num_allowed, replace=False).tolist()
+    one, other = (
+        TokenSampler(SamplingParams(**{**OFF, **params}), 1, constraint=of(*allowed)) for of in (Only, Masked)
+    )
+    for _ in range(20):
+        logits = rng.normal(size=3000).astype(np.float32) * 4
+        assert one.sample(logits.copy()) == other.sample(logits.copy())
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {"top_k": 3}, {"mirostat": 2}, {}])
