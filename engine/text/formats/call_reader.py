@@ -14,7 +14,7 @@ from cellama.engine.text.detokenizer import possible_marker
 from .argument_values import Values
 from .call_format import ArgumentTags, CallFormat
 from .calls import NoCalls, ToolCall, call_of, value_at
-from .literals import ID, KEY, TAG, any_of, pattern_of, pieces_of
+from .literals import ID, KEY, TAG, any_of, pattern_of, pieces_of, tags_of
 
 Found = tuple[list[ToolCall], int]  # calls, and where they end
 
@@ -73,8 +73,9 @@ class ToolReader:
                     raise
                 closed = _after(patterns.after, text, end)
                 return calls, end + len(text[end:closed].rstrip())
-            if cut and self.format.tags is not None and self.format.tail and not text[end:].strip():
-                call = ToolCall(call.name, call.arguments[:-1], is_partial=True)  # more arguments may have followed
+            if cut and self.format.tags is not None and not self._is_closed(text[end:]):
+                # More arguments may have followed.
+                return [*calls, ToolCall(call.name, call.arguments[:-1], is_partial=True)], len(text)
             calls.append(call)
             begins = _after(patterns.between, text, end)
 
@@ -95,6 +96,12 @@ class ToolReader:
             return call_of(name, value_at(written, 0)[0])
         except (NoCalls, RecursionError):
             return ToolCall(name, written, is_partial=True)
+
+    def _is_closed(self, text: str) -> bool:
+        """Whether what closes a call stands here."""
+        tail = self.format.tail
+        closing = next(iter(tags_of(tail)), "")
+        return re.match(rf"\s*{pattern_of(tail[: tail.find(closing) + len(closing)].strip())}", text) is not None
 
     def _is_markup(self, text: str) -> bool:
         """Whether this is the beginning of what stands between calls or after them."""

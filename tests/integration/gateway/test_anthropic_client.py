@@ -88,6 +88,24 @@ def test_tool_call_makes_a_round_trip(client: Anthropic) -> None:
     assert last.role == "assistant"
 
 
+def test_call_that_max_tokens_cuts_is_a_call(client: Anthropic) -> None:
+    num_partial = 0
+    for max_tokens in range(4, 40):
+        answer = client.messages.create(**{**CALL, "max_tokens": max_tokens})
+        if answer.stop_reason == "tool_use":
+            break
+        assert answer.stop_reason == "max_tokens"
+        assert all(block.type == "tool_use" for block in answer.content)
+        with client.messages.stream(**{**CALL, "max_tokens": max_tokens}) as stream:
+            deltas = [event.partial_json for event in stream if event.type == "input_json"]
+            streamed = stream.get_final_message()
+        for call, same in zip(answer.content, streamed.content, strict=True):
+            assert call.type == same.type == "tool_use"
+            assert (call.name, call.input) == ("get_weather", same.input)
+            num_partial += any(deltas)
+    assert num_partial > 1
+
+
 def test_tool_runner_of_the_client_runs_without_threads(client: Anthropic) -> None:
     cities: list[str] = []
 

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from openai import AsyncOpenAI, OpenAI
+from openai import AsyncOpenAI, BadRequestError, OpenAI
 from pydantic import BaseModel, Field
 
 from cellama.api.client.client import Client
@@ -119,6 +119,72 @@ def test_tool_is_called_and_its_answer_read(openai: OpenAI) -> None:
     assert after.usage is not None
     assert after.usage.prompt_tokens > len(json.dumps(TOOL)) // 10
     assert after.choices[0].message.role == "assistant"
+
+
+LOOKUP: Any = {
+    "type": "function",
+    "function": {
+        "name": "weather_lookup",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {"place": {"enum": ["Rome", "Oslo"]}, "unit": {"enum": ["c", "f"]}},
+            "required": ["place", "unit"],
+            "additionalProperties": False,
+        },
+    },
+}
+PARIS: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
+
+
+def test_call_of_the_models_own_fits_its_strict_tool(openai: OpenAI) -> None:
+    choice = openai.chat.completions.create(model="tiny", messages=PARIS, tools=[LOOKUP], temperature=0).choices[0]
+    (call,) = choice.message.tool_calls or ()  # the model was trained to call get_weather with a city
+    assert call.type == "function"
+    assert (choice.finish_reason, call.function.name) == ("tool_calls", "weather_lookup")
+    assert json.loads(call.function.arguments).keys() == {"place", "unit"}
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_only_allowed_tools_are_called(openai: OpenAI, mode: str) -> None:
+    named = [{"type": "function", "function": {"name": "weather_lookup"}}]
+    choice: Any = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}
+    asked: Any = {"model": "tiny", "messages": PARIS, "tools": [TOOL, LOOKUP], "temperature": 0}
+    answer = openai.chat.completions.create(**asked, tool_choice=choice)
+    (call,) = answer.choices[0].message.tool_calls or ()
+    assert call.type == "function"
+    assert call.function.name == "weather_lookup"
+    free = openai.chat.completions.create(**asked)
+    assert free.usage is not None
+    assert answer.usage is not None
+    assert free.usage.prompt_tokens == answer.usage.prompt_tokens
+    named[0]["function"] = {"name": "unheard_of"}
+    with pytest.raises(BadRequestError, match="'unheard_of' is not a tool of this job"):
+        openai.chat.completions.create(**asked, tool_choice=choice)
+
+
+def test_call_that_max_tokens_cuts_is_a_call(openai: OpenAI) -> None:
+    asked: Any = {"model": "tiny", "messages": PARIS, "tools": [TOOL], "tool_choice": "required", "temperature": 0}
+    (whole,) = openai.chat.completions.create(**asked).choices[0].message.tool_calls or ()
+    assert whole.type == "function"
+    cuts = {}
+    for max_tokens in range(1, 40):
+        choice = openai.chat.completions.create(**asked, max_tokens=max_tokens).choices[0]
+        if choice.finish_reason == "tool_calls":
+            break
+        assert choice.finish_reason == "length"
+        assert not choice.message.content
+        for call in choice.message.tool_calls or ():
+            assert call.type == "function"
+            assert whole.function.arguments.startswith(call.function.arguments)
+            cuts[max_tokens] = call.function.arguments
+    partial = [count for count, cut in cuts.items() if 0 < len(cut) < len(whole.function.arguments)]
+    assert partial
+    chunks = list(openai.chat.completions.create(**asked, max_tokens=partial[0], stream=True))
+    told = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == ""
+    assert [call.function and call.function.arguments for call in told] == [cuts[partial[0]]]
+    assert chunks[-1].choices[0].finish_reason == "length"
 
 
 def test_structured_output_parses(openai: OpenAI) -> None:

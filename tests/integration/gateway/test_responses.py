@@ -207,6 +207,30 @@ def test_tool_is_called_and_its_answer_read(openai: OpenAI) -> None:
     assert sent.status in ("completed", "incomplete")
 
 
+def test_call_that_max_output_tokens_cut_is_an_incomplete_call(openai: OpenAI) -> None:
+    named = [{"type": "function", "name": "get_weather"}]
+    choice: Any = {"type": "allowed_tools", "mode": "required", "tools": named}
+    asked: Any = {**ASKED, "input": "Weather in Paris?", "tools": [FUNCTION], "tool_choice": choice}
+    whole: Any = openai.responses.create(**{**asked, "max_output_tokens": 80}).output[-1]
+    partial = []
+    for max_tokens in range(1, 40):
+        cut = openai.responses.create(**{**asked, "max_output_tokens": max_tokens})
+        if cut.status == "completed":
+            break
+        assert cut.status == "incomplete"
+        assert cut.output_text == ""
+        for item in cut.output:
+            assert item.type == "function_call"
+            assert whole.arguments.startswith(item.arguments)
+            if item.status == "incomplete":
+                partial.append((max_tokens, item.arguments))
+    max_tokens, arguments = partial[-1]
+    told = events_of(openai.responses.create(**{**asked, "max_output_tokens": max_tokens}, stream=True))
+    assert "".join(e["delta"] for e in told if e["type"] == "response.function_call_arguments.delta") == arguments
+    assert told[-1]["type"] == "response.incomplete"
+    assert told[-1]["response"]["output"][-1]["status"] == "incomplete"
+
+
 def test_structured_output_is_parsed(openai: OpenAI) -> None:
     asked = {**ASKED, "max_output_tokens": 60}
     parsed = openai.responses.parse(**asked, text_format=City).output_parsed

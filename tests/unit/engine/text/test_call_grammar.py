@@ -11,15 +11,16 @@ import jsonschema
 import numpy as np
 import pytest
 
+from cellama.api.anthropic.partial_json import completed
 from cellama.engine import ChatOptions, InvalidRequest
-from cellama.engine.grammar.matcher import Matcher, MatcherTokens
+from cellama.engine.grammar.matcher import Matcher, MatcherTokens, SharedGrammar
 from cellama.engine.grammar.schema import prepare_schema
 from cellama.engine.text.channel_reader import ChannelReader
 from cellama.engine.text.chat_template import grammar_of_calls
 from cellama.engine.text.formats.call_format import CallFormat
 from cellama.engine.text.formats.call_grammar import CallGrammar, Offered, Thoughts, WantedText
 from cellama.engine.text.formats.call_reader import ToolReader
-from cellama.engine.text.formats.literals import KEY
+from cellama.engine.text.formats.literals import ID, INDEX, KEY
 from cellama.engine.text.reply_format import ReplyFormat
 from cellama.engine.text.reply_parser import ReplyReader
 
@@ -74,7 +75,7 @@ def grammar_of(style: str, *, strict: bool = False, tools: dict[str, Any] = TOOL
 
 
 def matcher_of(lark: str) -> Matcher:
-    return Matcher(tokens_of_bytes().compile(lark, "lark"), tokens_of_bytes())
+    return Matcher(SharedGrammar(tokens_of_bytes(), lark, "lark"))
 
 
 def tokens_of(text: str, controls: dict[str, int]) -> list[int]:
@@ -332,3 +333,56 @@ def test_what_bare_text_can_not_be_held_to_is_refused_if_strict_and_else_a_warni
     grammar = grammar_of("glm", forced=True, tools=tools)
     assert "start:" in grammar.write()
     assert [warning.startswith(place) for warning in grammar.warnings] == [True]
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("is_call", [False, True])
+def test_call_that_is_cut_anywhere_is_partial_and_shows_no_markup(style: str, is_call: bool) -> None:
+    source = template(CALLS[style])
+    markup = derived(source)
+    assert markup.calls is not None
+    values = {"text": 'é "Hi"', "count": 3, "deep": {"a": True}}
+    call = {"id": "functions.look:0" if style == "kimi" else "abcdefgh0"}
+    call = {**call, "function": {"name": "look", "arguments": json.dumps(values)}}  # type: ignore[dict-item]
+    tools = [{"type": "function", "function": {"name": name}} for name in TOOLS]
+    reply = reply_of(source, markup, {"content": "", "tool_calls": [call]}, tools)
+    marker = min((reply.index(each) + len(each) for each in markup.calls.markers if each in reply), default=1)
+    seen = []
+    for length in range(0 if is_call else marker, len(reply)):
+        format_ = ReplyFormat(tools=ToolReader(markup.calls, TOOLS), has_bound_calls=True, is_call=is_call)
+        reader = ReplyReader(format_)
+        parts = reader.push(reply[:length])
+        rest, calls = reader.finish(cut=True)
+        assert "".join(part.text for part in [*parts, *rest]).strip() == "", reply[:length]
+        for found in calls:
+            assert found.name == "look"
+            if found.is_partial:
+                known = json.loads(completed(found.arguments))
+                assert known.items() <= {**values, "deep": known.get("deep")}.items()
+            else:
+                assert json.loads(found.arguments) == values
+        seen += calls
+    assert any(found.is_partial and '"text": "é \\"H' in found.arguments for found in seen), seen
+    assert len(seen) > 20
+
+
+def test_message_to_a_tool_that_is_cut_is_a_partial_call() -> None:
+    tools = ToolReader(calls_of("channels"), TOOLS)
+    head = "<|channel|>commentary to=functions.look <|constrain|>json<|message|>"
+    for text, calls in ((head[:30], []), (head + '{"text": "a', [("look", '{"text": "a', True)])):
+        reader = ChannelReader(ReplyFormat(tools=tools, channels=True, bound_at_start=True, has_bound_calls=True))
+        parts = reader.push(text)
+        rest, found = reader.finish(cut=True)
+        assert [*parts, *rest] == []
+        assert [(call.name, call.arguments, call.is_partial) for call in found] == calls
+
+
+@pytest.mark.parametrize("style", ALL_STYLES)
+def test_call_of_a_tool_that_is_not_offered_is_text(style: str) -> None:
+    calls = calls_of(style)
+    arguments = "" if calls.tags else "{}"
+    text = f"{calls.open}other{calls.inner}{arguments}{calls.close}".replace(ID, "abcdefgh0").replace(INDEX, "0")
+    _, said, found = read(calls, text)
+    assert found == []
+    assert "other" in said
+    assert read(calls, text.replace("other", "list-all"))[2] == [("list-all", {})]
