@@ -43,6 +43,7 @@ ROOMS = {
         "gateway": "1,000 streams through a gateway, and what it adds to the first token; llama-server beside it",
         "telemetry": "throughput with metrics, and with traces of every job, over neither",
         "leaving": "clients of a gateway that all go away in mid-stream: when slots are free, what stays in Redis",
+        "clients": "clients of other projects ask for structured output by 43 pydantic models and 20 Zod schemas",
         "readers": "many streams in one process: over shared connections, and with a connection each",
     },
     "load": {

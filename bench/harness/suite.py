@@ -30,6 +30,7 @@ SHORT = {
     "gateway": "--streams 100 --beside 20 --new 16 --slots 32 --rounds 1",
     "telemetry": "--jobs 32 --rounds 2",
     "metrics_proof": "--minutes 0.4",
+    "clients": "--environments installed",
     "readers": "--streams 50 --rounds 1",
     "responses": "--responses 8 --new 60 --slots 8 --rounds 1",
     "chaos": "--scenarios kills poison ends --jobs 40 --new 100 --kills 2 --period 2 --ends 4 --chord 6",

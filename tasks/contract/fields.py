@@ -136,17 +136,29 @@ def to_choice(value: Any) -> Any:
 
 
 def check_schema(schema: dict[str, Any]) -> dict[str, Any]:
-    """A tool's parameters; whether every keyword of it is understood only matters to a forced call."""
+    """A tool's parameters; whether every keyword of it is understood only matters to a forced call.
+
+    They may be a reference to one of their definitions, as pydantic writes recursive models.
+    """
     json_text(schema, limits.MAX_JSON_CHARS)
-    if schema and schema.get("type") != "object":
-        raise ValueError(f'its type is {schema.get("type")!r}; parameters must be a JSON Schema of type "object"')
-    properties = schema.get("properties", {})
+    shape = schema if "type" in schema else _definition(schema) or schema
+    if shape and shape.get("type") != "object":
+        raise ValueError(f'its type is {shape.get("type")!r}; parameters must be a JSON Schema of type "object"')
+    properties = shape.get("properties", {})
     if not isinstance(properties, dict) or not all(isinstance(p, dict | bool) for p in properties.values()):
         raise ValueError("its properties must map names to schemas")
-    required = schema.get("required", [])
+    required = shape.get("required", [])
     if not isinstance(required, list) or not all(isinstance(name, str) and name in properties for name in required):
         raise ValueError("required must list names of its properties")
     return schema
+
+
+def _definition(schema: dict[str, Any]) -> dict[str, Any] | None:
+    """The definition that a schema refers to as a whole."""
+    place, _, name = str(schema.get("$ref")).rpartition("/")
+    definitions = schema.get(place.removeprefix("#/"))
+    definition = definitions.get(name) if isinstance(definitions, dict) else None
+    return definition if isinstance(definition, dict) else None
 
 
 def _to_pairs(value: Any) -> Any:

@@ -50,6 +50,7 @@ SMALL = {
     "cancel": "--slots 2 --prompt 1500 --chunk 32 --samples 1 --threads 1 --pace 0.05",
     "gateway": "--streams 20 --beside 4 --new 8 --slots 8 --rounds 1 --threads 1 --pace 0",
     "readers": "--streams 20 --events 10 --rounds 1",
+    "clients": "--environments installed",
     "embeddings": "--texts 12 --words 2 6 --rounds 1 --threads 1",
     "embed_beside": "--texts 12 --words 2 6 --context 512 --threads 1",
     "neighbours": "--slots 2 --new 1900 --settle 0.1 --seconds 0.2 --rounds 1 --tries 1",

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
+from cellama.bench.peers.everyday_schemas import MODELS, SCHEMAS, ZOD
 from cellama.engine.errors import InvalidRequest
 from cellama.engine.grammar.schema import prepare_schema
 
-from .....everyday_schemas import MODELS, SCHEMAS, ZOD
 from .samples import check_samples
 
 UNENFORCEABLE = {"SetOfText"}  # uniqueItems of any texts

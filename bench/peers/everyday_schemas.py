@@ -347,7 +347,7 @@ _ZOD: Mapping[str, Any] = {
     "z.any()": {},
     "z.tuple([z.string(), z.number()])": {"type": "array", "prefixItems": [{"type": "string"}, {"type": "number"}]},
     "z.string().nullable()": {"anyOf": [{"type": "string"}, {"type": "null"}]},
-    "z.discriminatedUnion('kind', [...])": {
+    "z.discriminatedUnion('kind', ['a', 'b'].map(k => z.object({kind: z.literal(k), [k]: z.boolean()})))": {
         "oneOf": [
             {
                 "type": "object",
