@@ -69,7 +69,7 @@ def requests_of(model: Model) -> list[Request]:
     asked = [{"role": "user", "content": "What is the weather in Oslo?"}]
     options = ChatOptions(tools=[WEATHER_TOOL], enable_thinking=True, thinking_budget=3)
     chat = model.prepare_chat(asked, options)
-    return [*requests, case_of(model, "chat", chat.tokens, reply=chat.reply, ignore_eos=False)]
+    return [*requests, case_of(model, "chat", chat.tokens, reply=chat.reply, ignore_eos=False, **chat.sampling)]
 
 
 def wrong_here_and_there(tokens: Sequence[int]) -> tuple[int, ...]:
