@@ -1,0 +1,32 @@
+"""The parameters of a tool: a JSON Schema of an object, or a reference to one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cellama.tasks.contract.fields import check_schema
+
+TREE: dict[str, Any] = {"type": "object", "properties": {"next": {"$ref": "#/$defs/Tree"}}, "required": ["next"]}
+
+
+def test_parameters_may_refer_to_an_object_as_pydantic_writes_recursive_models() -> None:
+    schema = {"$defs": {"Tree": TREE}, "$ref": "#/$defs/Tree"}
+    assert check_schema(schema) == schema
+
+
+@pytest.mark.parametrize(
+    ("schema", "problem"),
+    [
+        ({"type": "array"}, "its type is 'array'"),
+        ({"$ref": "#/$defs/Tree"}, "its type is None"),
+        ({"$defs": {"Tree": {"type": "string"}}, "$ref": "#/$defs/Tree"}, "its type is 'string'"),
+        ({"$defs": {"Tree": {**TREE, "required": ["other"]}}, "$ref": "#/$defs/Tree"}, "required must list"),
+        ({"$defs": {"Tree": {**TREE, "properties": []}}, "$ref": "#/$defs/Tree"}, "properties must map"),
+        ({"$defs": [], "$ref": ["#"]}, "its type is None"),
+    ],
+)
+def test_parameters_of_another_kind_are_refused(schema: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        check_schema(schema)
