@@ -20,11 +20,12 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 class Values:
-    """Reads the values of one tool's arguments."""
+    """Reads the values of one tool's arguments. `schema` is theirs, behind all references."""
 
     def __init__(self, parameters: Mapping[str, Any]) -> None:
         self._root = parameters
-        properties = parameters.get("properties")
+        self.schema = self._resolved(parameters)
+        properties = self.schema.get("properties")
         self.properties: Mapping[str, Any] = properties if isinstance(properties, Mapping) else {}
         self._types: dict[str, set[str]] = {}  # of arguments
         self._behind: dict[str, set[str]] = {}  # of what references name
@@ -45,7 +46,9 @@ class Values:
 
     def resolved(self, name: str) -> Mapping[str, Any]:
         """The schema of an argument, behind all references."""
-        schema = self.properties.get(name)
+        return self._resolved(self.properties.get(name))
+
+    def _resolved(self, schema: Any) -> Mapping[str, Any]:
         for _ in range(_MAX_REFERENCES):
             if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
                 break

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -27,6 +27,10 @@ _MOST = 16  # calls that follow each other without text between them
 _SPACE = Chars(r"/\n{0,2}/", may_be_empty=True)  # before calls, as models have it after thoughts
 _BLANK = Chars(r"/\s*/", may_be_empty=True)
 _IN_KEYS = {"const", "enum", "default", "examples"}  # values, not schemas
+_OF_SEVERAL_ARGUMENTS = frozenset(
+    "allOf anyOf oneOf not if dependencies dependentRequired dependentSchemas maxProperties minProperties "
+    "patternProperties propertyNames".split()
+)
 
 
 class Prepare(Protocol):
@@ -290,9 +294,12 @@ class _Tool:
     def _tagged(self, tags: ArgumentTags) -> str:
         """Arguments in their order; m0, m1 … before the first of them is written, n0, n1 … after one."""
         grammar, rule, schema = self.owner._grammar, self.rule, self._schema()
-        values, required = Values(schema), schema.get("required") or ()
+        values = Values(schema)
+        required = values.schema.get("required") or ()
+        for keyword in sorted(_OF_SEVERAL_ARGUMENTS & values.schema.keys()):
+            self._cannot_hold(keyword)
         if self.offered.strict:
-            self._check_strict(schema, values)
+            self.owner.prepare(json.dumps(schema), strict=True, where=self.offered.where)
         keys = list(values.properties)
         for i, key in reversed(list(enumerate(keys))):
             after, others = (f"{rule}n{i + 1}", f"{rule}m{i + 1}") if i + 1 < len(keys) else ("", '""')
@@ -303,10 +310,6 @@ class _Tool:
             grammar.rule(f"{rule}n{i}", f"{later} {after}".rstrip(), *([] if is_required else [after or '""']))
         return f"{rule}m0" if keys else ""
 
-    def _check_strict(self, schema: Mapping[str, Any], values: Values) -> None:
-        """The arguments' own schema holds by the rules of the format; the rest of it is left to `prepare`."""
-        self.owner.prepare(json.dumps(schema), strict=True, where=self.offered.where)
-
     def _argument(self, tags: ArgumentTags, values: Values, i: int, key: str, before: str) -> str:
         grammar, parts = self.owner._grammar, self.owner._grammar.parts
         types = values.types_of(key)
@@ -315,19 +318,20 @@ class _Tool:
         close = parts(tags.close, key=key)
         if is_text:
             ends = [tags.close.replace(KEY, key).strip()]
-            text = [*_bare_text(values.resolved(key), ends, key, self._lenient)]
+            text = [*_bare_text(values.resolved(key), ends, key, self._cannot_hold)]
             choices = [grammar.expression([*opening, part, *close]) for part in text]
             return f"({' | '.join(choices)})" if len(choices) > 1 else choices[0]
         rule = f"{self.rule}v{i}"
         if not any(line.startswith(f"{rule}: ") for line in grammar.lines):
             where = f"{self.offered.where}.properties.{key}"
-            self.owner._json(rule, json.dumps(_alone(self._schema(), key)), self.offered.strict, where)
+            made = json.dumps(_alone(self._schema(), values.properties[key]))
+            self.owner._json(rule, made, self.offered.strict, where)
         return f"{grammar.expression(opening)} {rule} {grammar.expression(close)}"
 
-    def _lenient(self, key: str, keyword: str) -> None:
-        """Something of a bare text's schema can't be enforced. Raises InvalidRequest if it has to be."""
-        said = f"{self.offered.where}.properties.{key}.{keyword}"
-        why = "this model writes arguments as bare text, and this can't be enforced on it"
+    def _cannot_hold(self, path: str) -> None:
+        """A keyword of the schema can't be enforced. Raises InvalidRequest if the tool is strict."""
+        said = f"{self.offered.where}.{path}"
+        why = "this model writes each argument in tags, as bare text, where the keyword can't be enforced"
         if self.offered.strict:
             raise InvalidRequest(f"{said}: {why}; remove it, or send the tool without strict")
         warning = f"{said} is not enforced: {why}"
@@ -368,7 +372,7 @@ def _space_behind_arguments(format_: CallFormat) -> str:
     return spaces.pop() if format_.tags is not None and len(spaces) == 1 else ""
 
 
-def _bare_text(schema: Mapping[str, Any], ends: list[str], key: str, lenient: Any) -> list[Part]:
+def _bare_text(schema: Mapping[str, Any], ends: list[str], key: str, cannot_hold: Callable[[str], None]) -> list[Part]:
     """Texts that a schema allows, none of which holds the closing tag."""
     chosen = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(chosen, list):
@@ -378,11 +382,11 @@ def _bare_text(schema: Mapping[str, Any], ends: list[str], key: str, lenient: An
     if isinstance(pattern, str):
         regex = _rust_pattern(pattern)
         if regex is None:
-            lenient(key, "pattern")
+            cannot_hold(f"properties.{key}.pattern")
         else:
             text = Chars(f"({text.expression} & {regex})", may_be_empty=True)
     if "format" in schema:
-        lenient(key, "format")
+        cannot_hold(f"properties.{key}.format")
     least, most = schema.get("minLength", 0), schema.get("maxLength")
     if least or most is not None:
         length = f"/(?s:.{{{int(least)},{'' if most is None else int(most)}}})/"
@@ -420,15 +424,12 @@ def _loose(head: str) -> str:
     return r"\s*" + r"\s*".join(escaped(token) for token in tokens) + r"\s*"
 
 
-def _alone(schema: Mapping[str, Any], key: str) -> Any:
-    """The schema of one property, with what it refers to."""
-    found = schema["properties"][key]
-    if not isinstance(found, Mapping) or '"$ref"' not in json.dumps(found):
-        return found
-    return {
-        "$ref": f"#/$defs/arguments/properties/{_pointer(key)}",
-        "$defs": {"arguments": _moved(dict(schema), "#/$defs/arguments")},
-    }
+def _alone(schema: Mapping[str, Any], part: Any) -> Any:
+    """A part of the schema, with what it refers to."""
+    if not isinstance(part, Mapping) or '"$ref"' not in json.dumps(part):
+        return part
+    to = "#/$defs/arguments"
+    return {"allOf": [_moved(part, to)], "$defs": {"arguments": _moved(dict(schema), to)}}
 
 
 def _moved(schema: Any, to: str) -> Any:
@@ -442,7 +443,3 @@ def _moved(schema: Any, to: str) -> Any:
     if isinstance(reference, str) and reference.startswith("#"):
         moved["$ref"] = to + reference[1:]
     return moved
-
-
-def _pointer(key: str) -> str:
-    return key.replace("~", "~0").replace("/", "~1").replace("%", "%25")

@@ -335,6 +335,35 @@ def test_what_bare_text_can_not_be_held_to_is_refused_if_strict_and_else_a_warni
     assert [warning.startswith(place) for warning in grammar.warnings] == [True]
 
 
+def test_keyword_of_several_arguments_in_tags_is_refused_if_strict_and_else_a_warning() -> None:
+    shape = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "minProperties": 1}
+    with pytest.raises(InvalidRequest, match=r"tools\.0\.function\.parameters\.minProperties"):
+        grammar_of("glm", forced=True, tools={"f": shape}, strict=True).write()
+    grammar = grammar_of("glm", forced=True, tools={"f": shape})
+    grammar.write()
+    assert [warning.partition(" is not")[0] for warning in grammar.warnings] == [
+        "tools.0.function.parameters.minProperties"
+    ]
+    assert grammar_of("hermes", forced=True, tools={"f": shape}, strict=True).write()
+
+
+def test_arguments_in_tags_may_be_a_reference_to_an_object() -> None:
+    node = {
+        "type": "object",
+        "properties": {"id": {"type": "integer"}, "next": {"anyOf": [{"$ref": "#/$defs/Node"}, {"type": "null"}]}},
+        "required": ["id"],
+    }
+    tools = {"f": {"$ref": "#/$defs/Node", "$defs": {"Node": node}}}
+    lark = grammar_of("glm", forced=True, tools=tools, strict=True).write()
+    call = "<tool_call>f\n<arg_key>id</arg_key>\n<arg_value>%s</arg_value>\n"
+    more = "<arg_key>next</arg_key>\n<arg_value>%s</arg_value>\n"
+    assert accepts(lark, call % 7 + "</tool_call>")
+    assert accepts(lark, call % 7 + more % '{"id": 8, "next": null}' + "</tool_call>")
+    assert not accepts(lark, call % "x" + "</tool_call>")
+    assert not accepts(lark, call % 7 + more % '{"next": null}' + "</tool_call>")
+    assert not accepts(lark, "<tool_call>f\n</tool_call>")
+
+
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("is_call", [False, True])
 def test_call_that_is_cut_anywhere_is_partial_and_shows_no_markup(style: str, is_call: bool) -> None:
