@@ -128,7 +128,8 @@ class Watchdog:
 
         `num_paged` counts the pages that the process has read from disk. After `start`, code that needs no GIL ends the
         process if the watchdog's thread can't look for `last_resort_s` (at least `LAST_RESORT_S`, and twice
-        `at_least_s`), because another thread keeps the GIL, or because the process was suspended for that long.
+        `at_least_s`) because another thread keeps the GIL. It may also end a process that was suspended for that long,
+        unless the watchdog's thread looks first.
         """
         self._last_resort_s = max(LAST_RESORT_S, 2 * at_least_s, last_resort_s)
         self._at_least_s = at_least_s
@@ -183,8 +184,8 @@ class Watchdog:
     def _arm_last_resort(self) -> None:
         """Let the C thread of faulthandler end the process after `last_resort_s`, unless this is called again.
 
-        It reads the stacks without the GIL. If another thread runs meanwhile, as after a suspension, reading can crash:
-        the process then ends with SIGSEGV instead of 1.
+        It reads the stacks without the GIL. If another thread runs meanwhile, as after a suspension, reading can crash,
+        and the exit is a SIGSEGV instead of 1.
         """
         if not _is_ending.is_set():
             faulthandler.dump_traceback_later(self._last_resort_s, exit=True, file=2)

@@ -15,7 +15,7 @@ from ..conftest import PATIENCE_S, clean_environment
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("api", "bench", "config", "engine", "tasks")
-CODE = (".py", ".gguf", ".jinja", ".lua", ".typed")
+CODE = (".py", ".gguf", ".jinja", ".lua", ".mjs", ".typed")
 
 
 @pytest.fixture(scope="module")
