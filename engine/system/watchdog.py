@@ -128,8 +128,7 @@ class Watchdog:
 
         `num_paged` counts the pages that the process has read from disk. After `start`, code that needs no GIL ends the
         process if the watchdog's thread can't look for `last_resort_s` (at least `LAST_RESORT_S`, and twice
-        `at_least_s`) because another thread keeps the GIL. It may also end a process that was suspended for that long,
-        unless the watchdog's thread looks first.
+        `at_least_s`), because another thread keeps the GIL, or because the process was suspended for that long.
         """
         self._last_resort_s = max(LAST_RESORT_S, 2 * at_least_s, last_resort_s)
         self._at_least_s = at_least_s
@@ -138,6 +137,7 @@ class Watchdog:
         self._paged = self._num_paged()
         self._watches: list[_Watch] = []
         self._looked_at: float | None = None
+        self._armed_at = 0.0  # time.monotonic() at which the last resort was put off
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -178,6 +178,8 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._closing.wait(LOOK_S):
+            if time.monotonic() - self._armed_at > self._last_resort_s:
+                continue  # the timer is due, and ends the process: a look must not put it off
             self._arm_last_resort()
             self.look(time.monotonic())
 
@@ -189,6 +191,7 @@ class Watchdog:
         """
         if not _is_ending.is_set():
             faulthandler.dump_traceback_later(self._last_resort_s, exit=True, file=2)
+            self._armed_at = time.monotonic()
 
     def close(self) -> None:
         """Looks no more; threads may end as they like from now on."""

@@ -2,6 +2,7 @@
 
 Both sides generate the same number of tokens in the same batches, in turns: no text may end before max_tokens, so each
 schema is one of a long list. `--baseline-python` adds another version of cellama, which runs the same loads in turns.
+Without `--model` this benchmark uses the padded model.
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--baseline-python", metavar="PATH", help="interpreter of an environment with another version")
     parser.add_argument("--vocabulary", type=int, default=150_000, help="tokens of the synthetic vocabulary")
     parser.add_argument("--masks", type=int, default=20_000, help="masks for each vocabulary")
-    parser.add_argument("--schemas", type=int, default=200, help="schemas by seed that are compiled, beside the others")
+    parser.add_argument(
+        "--schemas", type=int, default=200, help="schemas by seed that are compiled in addition to the others"
+    )
     parser.add_argument("--parts", nargs="+", default=["load", "masks"], choices=["load", "masks"])
 
 
