@@ -28,6 +28,7 @@ NOT_RUN = {
     "names files of yours": 5,
     "takes minutes": 2,
     "needs a reranking model": 1,
+    "downloads a test suite": 1,
     "closes the gateway to the other pages": 1,
     "needs pandas and pyarrow": 1,
 }
