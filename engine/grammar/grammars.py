@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -108,12 +107,22 @@ class Grammars:
         return kept
 
     def _make(self, form: Form) -> _Kept:
-        warnings: tuple[str, ...] = ()
         if form.kind == "json_schema":
-            schema, warnings = prepare_schema(form.text, strict=form.strict)
-            grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
-        elif form.kind == "regex":
+            return self._from_schema(form)
+        if form.kind == "regex":
             grammar = LLMatcher.grammar_from_regex(form.text)
         else:
             grammar = LLMatcher.grammar_from_lark(form.text)
-        return _Kept(SharedGrammar(self._matcher_tokens, grammar, form.kind), warnings)
+        return _Kept(SharedGrammar(self._matcher_tokens, grammar, form.kind), ())
+
+    def _from_schema(self, form: Form) -> _Kept:
+        """A schema is compiled while it is prepared: that shows whether it can be."""
+        tried: list[tuple[str, LLMatcher]] = []
+
+        def compiled(grammar: str) -> str:
+            tried.append((grammar, self._matcher_tokens.attempt(grammar)))
+            return tried[-1][1].get_error()
+
+        warnings = prepare_schema(form.text, strict=form.strict, compiled=compiled).warnings
+        grammar, first = tried[-1]
+        return _Kept(SharedGrammar(self._matcher_tokens, grammar, form.kind, first), warnings)

@@ -24,7 +24,6 @@ from .filters import (
     min_p,
     min_p_candidates,
     mirostat_top_k,
-    only,
     softmax,
     sorted_candidates,
     tempered,
@@ -132,29 +131,34 @@ class TokenSampler:
         """Chooses among what the constraint allows. Without a mask that is most often seen from the likeliest few."""
         mask = constraint.mask()
         if mask is not None:
-            masked = np.full_like(logits, -np.inf)
-            np.copyto(masked, logits, where=mask)
-            return self._pick(masked, "second draw")
+            return self._pick(logits, "second draw", np.flatnonzero(mask))
         needed = 1 if self._params.is_greedy else self._params.top_k
         if needed:
             ids = top_ids(logits, max(_FIRST_LOOK, 4 * needed))
             ids = ids[logits[ids] > -np.inf]
-            allowed = ids[constraint.allows(ids)]
+            allowed = np.sort(ids[constraint.allows(ids)])
             if len(allowed) >= needed:
-                return self._pick(only(logits, allowed), "second draw")
+                return self._pick(logits, "second draw", allowed)
         ids = np.flatnonzero(logits > -np.inf)
-        allowed = ids[constraint.allows(ids)]
-        if not len(allowed):
-            raise NothingAllowed
-        return self._pick(only(logits, allowed), "second draw")
+        return self._pick(logits, "second draw", ids[constraint.allows(ids)])
 
-    def _pick(self, logits: Logits, purpose: str) -> int:
+    def _pick(self, logits: Logits, purpose: str, among: Ids | None = None) -> int:
+        """A token of all, or of those in `among`, which are in order. Raises NothingAllowed."""
+        if among is not None:
+            logits = logits[among]
+        if not len(logits):
+            raise NothingAllowed
         likeliest = int(logits.argmax())
         if not logits[likeliest] > -np.inf:  # or there is no number at all
             raise NothingAllowed
         if self._params.is_greedy:
-            return likeliest
+            return likeliest if among is None else int(among[likeliest])
+        if among is not None and len(among) == 1:
+            self._surprise = 0.0
+            return int(among[0])
         ids, values = self.candidates(logits)
+        if among is not None:
+            ids = among[ids]
         at = self._draw(ids, values, purpose)
         if self._params.mirostat:
             self._surprise = -math.log2(max(softmax(values)[at], 1e-300))
@@ -184,6 +188,8 @@ class TokenSampler:
         The Gumbel-max trick, with noise that belongs to the token: when another batch shape changes logits in their
         last bits, the draw stays the same, unless two tokens come out equal.
         """
+        if len(ids) == 1:
+            return 0
         noise = -np.log(-np.log(uniforms(self._seed, self.num_sampled, purpose, ids)))
         return int((values + noise).argmax())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from llguidance import LLMatcher
@@ -21,16 +21,18 @@ LAYOUT = {
 }
 
 
-def problem_of(schema: Mapping[str, Any]) -> str:
-    """Why llguidance can't compile a schema; empty if it can."""
-    grammar = LLMatcher.grammar_from_json_schema(json.dumps({**schema, "x-guidance": LAYOUT}))
+def validated(grammar: str) -> str:
+    """llguidance's message about a grammar that can't be compiled; empty if it can. Needs no vocabulary."""
     failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=LIMITS)
-    if not failed:
-        return ""
-    text = messages[0]
+    return messages[0] if failed else ""
+
+
+def problem_of(schema: Mapping[str, Any], compiled: Callable[[str], str] = validated) -> str:
+    """Why llguidance can't compile a schema; empty if it can. `compiled` returns its message about a grammar."""
+    text = compiled(LLMatcher.grammar_from_json_schema(json.dumps({**schema, "x-guidance": LAYOUT})))
     if "Unsatisfiable schema" in text:
         return UNSATISFIABLE
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
     return next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
 
 

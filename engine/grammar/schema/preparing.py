@@ -8,6 +8,7 @@ text ─ Document ─→ schemas by path, checked
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from cellama.engine.errors import InvalidRequest
 
 from .document import Document
 from .forms import Former
-from .patterns import LAYOUT, UNSATISFIABLE, Patterns, problem_of
+from .patterns import LAYOUT, UNSATISFIABLE, Patterns, problem_of, validated
 from .policy import Policy
 from .reader import Reader
 from .shapes import String
@@ -31,19 +32,22 @@ class Prepared(NamedTuple):
     warnings: tuple[str, ...]
 
 
-def prepare_schema(text: str, *, strict: bool, where: str = "json_schema") -> Prepared:
+def prepare_schema(
+    text: str, *, strict: bool, where: str = "json_schema", compiled: Callable[[str], str] = validated
+) -> Prepared:
     """Return the schema for llguidance, with the layout of the JSON text in `x-guidance`.
 
     Every text that it allows conforms to the schema, except for what the warnings list. `strict` refuses what can't be
-    enforced. Raises InvalidRequest, which calls the schema `where` and names the path within it.
+    enforced. `compiled` compiles a grammar and returns llguidance's message, empty on success; the last call is for the
+    schema that is returned. Raises InvalidRequest, which calls the schema `where` and names the path within it.
     """
     try:
-        return _prepared(text, strict, where)
+        return _prepared(text, strict, where, compiled)
     except RecursionError:
         raise InvalidRequest(f"{where} is nested too deeply; flatten it") from None
 
 
-def _prepared(text: str, strict: bool, where: str) -> Prepared:
+def _prepared(text: str, strict: bool, where: str, compiled: Callable[[str], str]) -> Prepared:
     document = Document(text, where)
     policy = Policy(document, where, strict)
     patterns = Patterns(policy)
@@ -51,13 +55,13 @@ def _prepared(text: str, strict: bool, where: str) -> Prepared:
     writer = Writer(Former(reader, policy, patterns), document, policy, where)
     root = reader.goal(Document.ROOT)
     schema = writer.write(root)
-    problem = problem_of(schema)
+    problem = problem_of(schema, compiled)
     if problem and _mend(writer, policy):
         schema = writer.write(root)
-        problem = problem_of(schema)
+        problem = problem_of(schema, compiled)
     if "too big" in problem and writer.shorten_arrays():
         schema = writer.write(root)
-        problem = problem_of(schema)
+        problem = problem_of(schema, compiled)
     if problem:
         raise InvalidRequest(f"{where} can't be compiled: {problem}; simplify it")
     return Prepared({**schema, "x-guidance": LAYOUT}, policy.warnings)
