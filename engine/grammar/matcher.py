@@ -22,7 +22,7 @@ T = TypeVar("T")
 # Texts by length: where all of one length are allowed, their tokens need not be looked at one by one. The longest masks
 # come shortly before a maxLength: the 99.9th percentile is 3.2 ms with the default lengths, 10 and 30, and 1.8 ms with
 # these. Each length takes 8 MB for 150,000 tokens.
-_LENGTHS = (3, 5, 7, 9, 11, 13, 30)
+_LENGTHS = (2, 4, 6, 7, 8, 9, 10, 11, 12, 14, 30)
 _TEXT = r'[^"\\\x00-\x1F\x7F]'
 _SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{_TEXT}{{1,{most}}}" for most in _LENGTHS), f"{_TEXT}+"]
 _MASK_EVERY = 16  # tokens: llguidance counts the work on a lexer from one mask to the next
