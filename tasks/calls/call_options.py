@@ -9,7 +9,7 @@ from celery import Celery
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 from kombu import Connection, Exchange, Queue
 
-from cellama.config import get_settings
+from cellama.config import get_settings, limits
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.names import BULK_PRIORITIES, PRIORITIES, PRIORITY_INTERACTIVE, is_model_queue, queue_name
 
@@ -111,10 +111,13 @@ def delay_s(app: Celery, options: dict[str, Any]) -> float:
 
 
 def timeout_of(kwargs: Any, priority: int) -> float | None:
-    """Seconds after which a job ends: its own `timeout`, None too, or the settings' one unless it is bulk work."""
+    """Seconds after which a job ends: its own `timeout`, None too, or the settings' one unless it is bulk work.
+
+    None for an invalid timeout of plain Celery, which checks nothing: a worker refuses the job.
+    """
     if "timeout" in kwargs:
         own = kwargs["timeout"]
-        return float(own) if isinstance(own, int | float) else None
+        return float(own) if isinstance(own, int | float) and 0 < own <= limits.MAX_TIMEOUT_S else None
     return None if priority in BULK_PRIORITIES else get_settings().default_timeout_s or None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from redis import Redis
 from cellama.tasks import app, generate
 from cellama.tasks.broker.plain_messages import adopt
 from cellama.tasks.contract.errors import JobFailed
-from cellama.tasks.contract.keys import job_key
+from cellama.tasks.contract.keys import DUE_KEY, job_key
 from cellama.tasks.contract.names import SUBMITTED_AT_HEADER, queue_key, queue_name
 from cellama.tasks.state.ledger import Ledger
 
@@ -75,6 +76,20 @@ def test_plain_message_with_a_priority_keeps_it(
     assert lengths(redis_client, unserved) == {expected: 1}
     assert Ledger(redis_client).state(job.id) == "queued"
     assert int(redis_client.hget(job_key(job.id), "priority") or -1) == expected  # type: ignore[arg-type]
+    message.ack()
+    connection.release()
+
+
+@pytest.mark.parametrize("timeout", [math.nan, math.inf, 1e300, 10**400, -1, 0, "1"])
+def test_plain_message_with_an_invalid_timeout_waits_for_a_worker_that_refuses_it(
+    unserved: str, plain: Celery, redis_client: Redis, timeout: Any
+) -> None:
+    options = {"queue": queue_name(unserved)}
+    job = plain.send_task("cellama.generate", [unserved, "Hi"], {"timeout": timeout}, **options)
+    message, connection = take(unserved)
+    adopt(Ledger(redis_client), generate, message)
+    assert sum(lengths(redis_client, unserved).values()) == 1
+    assert redis_client.zscore(DUE_KEY, job.id) is None
     message.ack()
     connection.release()
 

@@ -201,6 +201,13 @@ def test_job_that_is_noted_but_has_no_entry_is_noted_no_more(world: World) -> No
     assert not world.redis.exists(QUEUES_KEY)
 
 
+def test_message_without_an_entry_stays_for_a_worker_which_tells_its_sender(world: World) -> None:
+    job_id = world.job(age_s=OLD_S)
+    world.redis.delete(job_key(job_id))  # a Redis that evicts, or a plain producer that sends headers of ours
+    world.look()
+    assert world.waiting() == [job_id]
+
+
 def test_timeouts_end_what_waits_and_leave_what_runs(world: World) -> None:
     tasks = ("generate", "chat", "embed", "rerank", "tokenize")
     late = {task: world.job(timeout_s=0.001, task=f"cellama.{task}") for task in tasks}

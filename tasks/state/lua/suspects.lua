@@ -1,6 +1,6 @@
 -- The jobs of a queue and priority that may have lost their message: no worker holds it, and by the order of the queue it
 -- should stand before the first message that no worker has had, and does not. The cost does not depend on how many jobs wait.
--- Messages at the head whose job has ended, or whose entry Redis has evicted, are removed.
+-- Messages at the head whose job has ended are removed. One without an entry stays: a worker tells its sender.
 -- KEYS: list of messages, waiting jobs. ARGV: priority, seconds after which a job has settled in its queue, most messages at
 -- the head, most jobs, score of the job to continue with or ''.
 -- Returns the score of the last job that was looked at if there may be more, else '', then the ids.
@@ -12,7 +12,7 @@ for _ = 1, MAX_REMOVED do
   local id = message and id_of(message)
   if not id or not string.find(message, '"' .. OURS .. '"', 1, true) then break end
   local found = redis.call('HMGET', JOB .. id, 'state', 'settled')
-  if found[1] and not found[2] then break end
+  if not found[1] or not found[2] then break end
   redis.call('RPOP', list)
   redis.call('ZREM', waiting, id)
 end
