@@ -24,6 +24,7 @@ def _refusal() -> str:
 
 
 _WHY_NOT = _refusal()
+HAS_NAMESPACES = not _WHY_NOT
 needs_namespace = pytest.mark.skipif(bool(_WHY_NOT), reason=f"no PID namespace here: {_WHY_NOT}")
 
 

@@ -1,6 +1,6 @@
 """The services of docker-compose.yml: their commands, settings and checks of health.
 
-They run as processes of this machine, and once more as PID 1 of a namespace, as in a container.
+Each runs as PID 1 of a namespace, as in a container, or as a plain process where this machine has no namespaces.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from redis.exceptions import RedisError
 from cellama.api.machine.redis_server import find_redis_binary, free_port
 
 from ..conftest import PATIENCE_S, wait_until
-from .containers import in_namespace, needs_namespace, send_signal
+from .containers import HAS_NAMESPACES, in_namespace, send_signal
 
 ROOT = Path(__file__).parents[2]
 SERVICES: Any = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
@@ -94,10 +94,10 @@ class Composed:
         return (self.folder / f"{name}.log").read_text(errors="replace")
 
 
-@pytest.fixture(params=[False, pytest.param(True, marks=needs_namespace)], ids=["process", "container"])
-def composed(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Composed]:
+@pytest.fixture
+def composed(tmp_path: Path) -> Iterator[Composed]:
     """With its Redis."""
-    composed = Composed(tmp_path, in_container=request.param)
+    composed = Composed(tmp_path, in_container=HAS_NAMESPACES)
     _, *options = composed.argv("redis")
     here = ["--port", str(composed.redis_port), "--bind", "127.0.0.1", "--dir", str(tmp_path)]
     composed.start("redis", [str(find_redis_binary()), *options, *here])

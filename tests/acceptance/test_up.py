@@ -36,7 +36,7 @@ def own_machine(tmp_path: Path) -> Iterator[Machine]:
 
 def test_gateway_is_among_what_up_runs_if_it_is_asked_for(tmp_path: Path) -> None:
     port = free_port()
-    with up(tmp_path, "--gateway-port", str(port)) as machine:
+    with up(tmp_path, "--no-flower", "--gateway-port", str(port)) as machine:
         url = f"http://127.0.0.1:{port}"
         assert f"{url}/v1" in machine.output()
         answer = httpx.post(f"{url}/v1/completions", json={"model": "tiny", "prompt": "Once"}, timeout=PATIENCE_S)
@@ -59,7 +59,7 @@ def test_up_is_not_up_with_a_gateway_that_does_not_start(tmp_path: Path) -> None
     assert "the file of keys '/nowhere.toml' can't be read" in done.stderr
 
 
-def test_worker_that_dies_is_replaced(own_machine: Machine) -> None:
+def test_worker_and_redis_that_die_are_replaced_and_ctrl_c_ends_everything(own_machine: Machine) -> None:
     def worker() -> int | None:
         status = json.loads(own_machine.run("status", "--json").stdout)
         alive = [entry["pid"] for entry in status["live"] if psutil.pid_exists(entry["pid"])]
@@ -68,19 +68,24 @@ def test_worker_that_dies_is_replaced(own_machine: Machine) -> None:
     before = wait_until(worker, "a worker")
     os.kill(before, signal.SIGKILL)
     wait_until(lambda: worker() not in (None, before), "another worker")
-    assert own_machine.run("generate", "tiny", "Once", "--max-tokens", "2").returncode == 0
+    check_that_a_job_continues_when_redis_dies(own_machine)
+    children = descendants(own_machine.process.pid)
+    assert len(children) >= 3  # Redis, the worker, Flower
+    own_machine.process.send_signal(signal.SIGINT)
+    assert own_machine.process.wait(PATIENCE_S) == 0
+    wait_until(lambda: not any(map(is_running, children)), "the end of all children")
 
 
-def test_redis_that_dies_is_replaced_and_jobs_go_on(own_machine: Machine) -> None:
+def check_that_a_job_continues_when_redis_dies(machine: Machine) -> None:
     argv = [*CELLAMA, "generate", "tiny", "Once upon a time", "--ignore-eos", "--max-tokens", "60", "--json"]
-    options: dict[str, Any] = {"cwd": own_machine.folder, "env": own_machine.environment, "text": True}
-    with own_machine.slowed(), subprocess.Popen(argv, stdout=subprocess.PIPE, **options) as job:
+    options: dict[str, Any] = {"cwd": machine.folder, "env": machine.environment, "text": True}
+    with machine.slowed(), subprocess.Popen(argv, stdout=subprocess.PIPE, **options) as job:
         assert job.stdout is not None
         assert [json.loads(job.stdout.readline())["type"] for _ in range(2)] == ["started", "token"]
-        os.kill(redis_of(own_machine), signal.SIGKILL)
+        os.kill(redis_of(machine), signal.SIGKILL)
         events = [json.loads(line) for line in job.stdout]
     assert (events[-1]["type"], events[-1]["finish_reason"]) == ("done", "length")
-    assert "redis ended with code -9" in own_machine.output()
+    assert "redis ended with code -9" in machine.output()
 
 
 def test_up_uses_a_redis_without_a_password_where_its_own_once_was(tmp_path: Path) -> None:
@@ -124,14 +129,6 @@ def is_running(pid: int) -> bool:
 
 def redis_of(machine: Machine) -> int:
     return next(pid for pid, command in descendants(machine.process.pid).items() if SERVER.search(command))
-
-
-def test_ctrl_c_ends_everything_that_up_started(own_machine: Machine) -> None:
-    children = descendants(own_machine.process.pid)
-    assert len(children) >= 3
-    own_machine.process.send_signal(signal.SIGINT)
-    assert own_machine.process.wait(PATIENCE_S) == 0
-    wait_until(lambda: not any(map(is_running, children)), "the end of all children")
 
 
 @pytest.mark.parametrize(
