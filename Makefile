@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 TEST_PROCESSES ?= 3
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check docs bench clean
+.PHONY: help demo test thorough check docs bench clean
 
 help: ## Show what there is
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -18,8 +18,13 @@ demo: $(VENV)/.run ## Run the main job: Redis, a worker with the bundled model, 
 
 # Else each of some hundred processes that tests start compiles our modules again.
 test: export PYTHONDONTWRITEBYTECODE =
+# Each file runs in one process, so what it starts for all of its tests starts once. Files with long tests come first.
 test: $(VENV)/.dev check ## Check the code and run all tests
-	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist worksteal --tb short
+	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --tb short
+
+thorough: export TEST_EXAMPLES = 10
+thorough: export PYTEST_ADDOPTS = --timeout 3000
+thorough: test ## As `make test`, with ten times as many examples of the property tests
 
 check: $(VENV)/.dev ## Lint, types, import contracts
 	.ci/check

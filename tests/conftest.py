@@ -30,6 +30,8 @@ from cellama.tasks.state.registry import WorkerEntry, live_workers
 PATIENCE_S = 60.0  # generous: the machines are shared
 SLOTS = 16
 MODELS = json.dumps([{"id": "tiny", "source": "bundled://tiny", "n_parallel": SLOTS, "threads": 1, "default": True}])
+# Property tests draw so many times their usual number of examples; `make thorough` has ten.
+EXAMPLES = int(os.environ.get("TEST_EXAMPLES", "1"))
 # The same examples in every run; HYPOTHESIS_PROFILE=default looks for new ones.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))

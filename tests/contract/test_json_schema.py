@@ -1,6 +1,7 @@
-"""2,000 generated schemas: each is refused with a clear error, or every text that its matcher lets finish conforms.
+"""Each generated schema is refused with a clear error, or every text that its matcher lets finish conforms.
 
-`jsonschema` judges the texts, which are drawn with random weights (bench/harness/sampled_texts.py).
+There are 500 schemas, 5,000 with `make thorough`. `jsonschema` judges the texts, which are drawn with random weights
+(bench/harness/sampled_texts.py).
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from cellama.bench.harness.schema_judge import FORMATS, SchemaJudge
 from cellama.engine.errors import GrammarFailed, InvalidRequest
 from cellama.engine.grammar.grammars import Form
 from cellama.engine.grammar.schema.formats import FORMATS as ENFORCED_FORMATS
-from tests.generated_schemas import generated_schema
 
-SCHEMAS, PART = 2000, 100
+from ..conftest import EXAMPLES
+from ..generated_schemas import generated_schema
+
+SCHEMAS, PART = 500 * EXAMPLES, 100
 TEXTS = 3  # of each schema
 
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from cellama.api.machine.redis_server import RedisServer
 from cellama.tasks.state import scripts
 
+from ..conftest import EXAMPLES
 from .delivery_steps import CLOCK, Delivery, MovedRedis, redis_of_test
 
 # What happens, as often as it stands here.
@@ -66,7 +67,7 @@ COPIED = "submit 1, lose 2, submit 1, pass_time 11, pass_time 11, take 0, take 1
 @example(scenario(FORGOTTEN))
 @example(scenario(COPIED))
 @example(scenario(EXPIRED))
-@settings(max_examples=200)
+@settings(max_examples=60 * EXAMPLES)
 @given(st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 11)), min_size=25, max_size=60))
 def test_whatever_happens_each_job_ends_once_with_a_whole_stream(steps: list[tuple[str, int]]) -> None:
     delivery = Delivery()

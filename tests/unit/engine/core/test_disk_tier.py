@@ -13,7 +13,7 @@ from cellama.engine import Engine, Handle, UnknownKey
 from cellama.engine.kvcache import disk_tier
 from cellama.engine.kvstore import keys
 
-from ....conftest import wait_until
+from ....conftest import EXAMPLES, wait_until
 from ...conftest import PATIENCE_S, request
 from .homes import STORY, Home, expected, say
 
@@ -59,7 +59,7 @@ def test_restarted_engine_goes_on_from_a_file(home: Home, memory: dict[str, Any]
     assert third.usage.cache_tier == "device"
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2 * EXAMPLES))
 @pytest.mark.parametrize("memory", MEMORIES, ids=str)
 def test_texts_from_any_tier_are_those_of_computing(
     home: Home, tmp_path: Path, memory: dict[str, Any], seed: int
