@@ -1,4 +1,4 @@
-"""`cellama batch` in a folder of its own, with workers of its own."""
+"""`cellama batch` in a folder of its own, on one worker for all tests, or on workers that a test may kill."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import resource
 import subprocess
 import sys
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,21 +22,54 @@ ANIMALS = ("fox", "cat", "bear", "frog", "mouse")
 StartWorker = Callable[[], WorkerProcess]
 
 
+def started(folder: Path, url: str, model: str, name: str) -> WorkerProcess:
+    """A worker with 8 slots for this model."""
+    folder.mkdir()
+    models = [{"id": model, "source": "bundled://tiny", "n_parallel": 8, "threads": 1}]
+    return WorkerProcess(folder, url, name=name, CELLAMA_MODELS=json.dumps(models)).wait_ready()
+
+
+@pytest.fixture(scope="package")
+def shared_model() -> str:
+    return f"m{uuid.uuid4().hex[:8]}"
+
+
+@pytest.fixture(scope="package")
+def shared_worker(
+    redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory, shared_model: str
+) -> Iterator[WorkerProcess]:
+    """For tests that leave it alive and idle."""
+    worker = started(tmp_path_factory.mktemp("batch") / "worker", redis_server.url, shared_model, shared_model)
+    yield worker
+    assert worker.stop() == 0, worker.log()
+
+
+@pytest.fixture
+def worker(shared_worker: WorkerProcess) -> WorkerProcess:
+    return shared_worker
+
+
+@pytest.fixture
+def model(request: pytest.FixtureRequest) -> str:
+    """The model of the workers that the test uses."""
+    if "start_worker" in request.fixturenames:
+        return f"m{uuid.uuid4().hex[:8]}"
+    name: str = request.getfixturevalue("shared_model")
+    return name
+
+
 @pytest.fixture
 def start_worker(redis_server: RedisServer, tmp_path: Path, model: str) -> Iterator[StartWorker]:
-    """Starts workers of this test with 8 slots."""
-    started: list[WorkerProcess] = []
-    models = [{"id": model, "source": "bundled://tiny", "n_parallel": 8, "threads": 1}]
+    """Starts workers of this test."""
+    workers: list[WorkerProcess] = []
 
     def start() -> WorkerProcess:
-        folder = tmp_path / f"worker{len(started)}"
-        folder.mkdir()
-        name = f"{model}-{len(started)}"
-        started.append(WorkerProcess(folder, redis_server.url, name=name, CELLAMA_MODELS=json.dumps(models)))
-        return started[-1].wait_ready()
+        number = len(workers)
+        workers.append(started(tmp_path / f"worker{number}", redis_server.url, model, f"{model}-{number}"))
+        return workers[-1]
 
     yield start
-    for worker in started:
+    for worker in workers:
         if worker.process.poll() is None:
             worker.stop()
 

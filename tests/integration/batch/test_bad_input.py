@@ -6,8 +6,11 @@ import json
 
 import pytest
 
-from ...conftest import PATIENCE_S
-from .conftest import Commands, StartWorker, stories
+from cellama.api import Client
+from cellama.api.batch import serving
+
+from ...conftest import PATIENCE_S, WorkerProcess
+from .conftest import Commands, stories
 
 
 @pytest.mark.parametrize(
@@ -44,8 +47,7 @@ def test_mistakes_are_told_before_anything_runs(commands: Commands, argv: list[s
     assert {path.name for path in set(commands.folder.iterdir()) - before} == {"command.log"}  # nothing has begun
 
 
-def test_giant_line_is_refused_and_the_others_are_done(start_worker: StartWorker, commands: Commands) -> None:
-    start_worker()
+def test_giant_line_is_refused_and_the_others_are_done(worker: WorkerProcess, commands: Commands) -> None:
     commands.write([*stories(2, max_tokens=2), {"id": "giant", "prompt": "x" * 10_000_000}, *stories(3)[2:]])
     assert commands.run() == 1
     assert {each["id"] for each in commands.results()} == {"s0", "s1", "s2"}
@@ -55,10 +57,7 @@ def test_giant_line_is_refused_and_the_others_are_done(start_worker: StartWorker
 
 
 @pytest.mark.parametrize("max_file_bytes", [50_000, 800_000], ids=["at the start", "in the middle"])
-def test_full_disk_ends_a_run_that_can_go_on(
-    start_worker: StartWorker, commands: Commands, max_file_bytes: int
-) -> None:
-    start_worker()
+def test_full_disk_ends_a_run_that_can_go_on(worker: WorkerProcess, commands: Commands, max_file_bytes: int) -> None:
     commands.write([{"id": f"v{i}", "text": f"a little fox {i}"} for i in range(400)])
     assert commands.run(max_file_bytes=max_file_bytes) == 1
     assert "what was finished is kept" in commands.words()
@@ -69,8 +68,7 @@ def test_full_disk_ends_a_run_that_can_go_on(
     assert sorted(each["id"] for each in results) == sorted(f"v{i}" for i in range(400))
 
 
-def test_output_of_another_run_is_refused_and_stays(start_worker: StartWorker, commands: Commands) -> None:
-    start_worker()
+def test_output_of_another_run_is_refused_and_stays(worker: WorkerProcess, commands: Commands) -> None:
     commands.write(stories(3, max_tokens=2))
     assert commands.run() == 0
     before = commands.output.read_text()
@@ -86,17 +84,19 @@ def test_output_of_another_run_is_refused_and_stays(start_worker: StartWorker, c
 
 
 def test_model_that_nobody_serves_fails_its_lines_only(
-    start_worker: StartWorker, commands: Commands, model: str
+    worker: WorkerProcess, commands: Commands, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start_worker()
+    monkeypatch.setattr(serving, "MODEL_PATIENCE_S", 1.0)
+    source, target = commands.folder / "in.jsonl", commands.output
     commands.write([*stories(3, max_tokens=2), {"id": "lost", "prompt": "Once", "model": "nowhere"}])
-    assert commands.run() == 1
-    assert len(commands.results()) == 3
-    (error,) = commands.errors()
-    assert (error["id"], error["line"], error["error"]["code"]) == ("lost", 4, "unknown_model")
-    assert f"they serve: {model}" in error["error"]["message"]
-    assert commands.run() == 1  # it is not tried again …
-    assert commands.end()["failed"] == 1
-    commands.write([*stories(3, max_tokens=2), {"id": "lost", "prompt": "Once", "max_tokens": 2}])
-    assert commands.run() == 0  # … before it is corrected
+    with Client() as client:
+        for _ in range(2):  # a failed line is not tried again …
+            progress = client.batch(source, target, model=model).progress
+            assert (progress.finished, progress.failed) == (3, 1)
+        (error,) = commands.errors()
+        assert (error["id"], error["line"], error["error"]["code"]) == ("lost", 4, "unknown_model")
+        assert f"they serve: {model}" in error["error"]["message"]
+        commands.write([*stories(3, max_tokens=2), {"id": "lost", "prompt": "Once", "max_tokens": 2}])
+        progress = client.batch(source, target, model=model).progress  # … before it is corrected
+    assert (progress.finished, progress.failed) == (4, 0)
     assert not (commands.folder / "out.errors.jsonl").exists()

@@ -11,12 +11,11 @@ from cellama.api.batch.options import Summary
 from cellama.api.batch.progress import Progress
 from cellama.tasks.contract.errors import InvalidJob
 
-from ...conftest import PATIENCE_S
-from .conftest import Commands, StartWorker, stories
+from ...conftest import PATIENCE_S, WorkerProcess
+from .conftest import Commands, stories
 
 
-def test_client_runs_a_file_and_tells_how_it_goes(start_worker: StartWorker, commands: Commands, model: str) -> None:
-    start_worker()
+def test_client_runs_a_file_and_tells_how_it_goes(worker: WorkerProcess, commands: Commands, model: str) -> None:
     commands.write([{"id": i, "prompt": f"Once upon a time {i}"} for i in range(5)])
     seen: list[int] = []
     with Client() as client:
@@ -30,9 +29,8 @@ def test_client_runs_a_file_and_tells_how_it_goes(start_worker: StartWorker, com
 
 
 def test_client_reads_a_column_and_says_which_options_there_are(
-    start_worker: StartWorker, commands: Commands, model: str
+    worker: WorkerProcess, commands: Commands, model: str
 ) -> None:
-    start_worker()
     (commands.folder / "in.csv").write_text("name,question\na,Hi\nb,Once\n")
     source, target = commands.folder / "in.csv", commands.output
     with Client() as client:
@@ -44,9 +42,8 @@ def test_client_reads_a_column_and_says_which_options_there_are(
 
 
 def test_cancelled_run_of_an_async_client_goes_on_with_the_same_call(
-    start_worker: StartWorker, commands: Commands, model: str
+    worker: WorkerProcess, commands: Commands, model: str
 ) -> None:
-    worker = start_worker()
     commands.write([*stories(1, max_tokens=4), *stories(40, max_tokens=200)[1:]])
     source, target = commands.folder / "in.jsonl", commands.output
 

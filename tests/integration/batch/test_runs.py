@@ -15,7 +15,7 @@ from redis import Redis
 from cellama.api import Client
 from cellama.tasks.state.bulk_runs import Batches
 
-from ...conftest import PATIENCE_S, wait_until
+from ...conftest import PATIENCE_S, WorkerProcess, wait_until
 from .conftest import ANIMALS, CELLAMA, Commands, StartWorker, stories
 
 
@@ -23,8 +23,15 @@ def _runs(commands: Commands, redis: Redis) -> list[dict[str, Any]]:
     return [run for run in Batches(redis).all() if run["output"] == str(commands.output)]
 
 
-def test_lines_of_all_kinds_are_done_and_bad_ones_are_told(start_worker: StartWorker, commands: Commands) -> None:
-    start_worker()
+def end(commands: Commands, command: subprocess.Popen[str], redis: Redis) -> None:
+    """Ends a command that runs, and what its worker has of it."""
+    assert command.poll() is None
+    (run,) = _runs(commands, redis)
+    Batches(redis).cancel(str(run["id"]))
+    assert command.wait(PATIENCE_S) == 1, commands.log()
+
+
+def test_lines_of_all_kinds_are_done_and_bad_ones_are_told(worker: WorkerProcess, commands: Commands) -> None:
     question = [{"role": "user", "content": "What is the capital of France?"}]
     body = {"messages": question, "temperature": 0}
     commands.write(
@@ -56,10 +63,9 @@ def test_killed_command_and_workers_lose_and_double_nothing(
 ) -> None:
     workers = [start_worker(), start_worker()]
     commands.write(stories(120))
-    assert commands.run() == 0
-    undisturbed = {each["id"]: each["text"] for each in commands.results()}
-    assert commands.run("--overwrite", "--order", "input") == 0
+    assert commands.run("--order", "input") == 0
     assert [each["id"] for each in commands.results()] == [f"s{i}" for i in range(120)]
+    undisturbed = {each["id"]: each["text"] for each in commands.results()}
     for path in (commands.output, commands.folder / "out.jsonl.work"):
         path.unlink()
     with contextlib.ExitStack() as slowed:  # so that the run still goes on when somebody dies
@@ -83,10 +89,7 @@ def test_killed_command_and_workers_lose_and_double_nothing(
     assert {each["id"]: each["text"] for each in results} == undisturbed
 
 
-def test_ids_keep_their_types_through_results_errors_and_a_resume(
-    start_worker: StartWorker, commands: Commands
-) -> None:
-    start_worker()
+def test_ids_keep_their_types_through_results_errors_and_a_resume(worker: WorkerProcess, commands: Commands) -> None:
     lines: list[Any] = [{"id": line_id, "prompt": "Hi", "max_tokens": 2} for line_id in (7, "7", 2**64)]
     commands.write([*lines, {"id": 8, "prompt": "word " * 3000}, {"id": 9, "prompt": ""}, {"id": 7, "prompt": "twice"}])
     assert commands.run("--order", "input") == 1
@@ -99,9 +102,8 @@ def test_ids_keep_their_types_through_results_errors_and_a_resume(
 
 
 def test_tokens_of_all_commands_count_and_are_kept(
-    start_worker: StartWorker, commands: Commands, redis_client: Redis
+    worker: WorkerProcess, commands: Commands, redis_client: Redis
 ) -> None:
-    worker = start_worker()
     lines = [*stories(2, max_tokens=4), *stories(40, max_tokens=20)[2:]]
     tokens = 2 * 4 + 38 * 20
     commands.write(lines)
@@ -125,8 +127,7 @@ def test_tokens_of_all_commands_count_and_are_kept(
     assert "was complete already: 40 lines done, 0 failed" in commands.words()
 
 
-def test_run_of_embeddings_tells_lines_per_second(start_worker: StartWorker, commands: Commands, model: str) -> None:
-    start_worker()
+def test_run_of_embeddings_tells_lines_per_second(worker: WorkerProcess, commands: Commands, model: str) -> None:
     commands.write([{"id": i, "text": f"a little fox {i}"} for i in range(20)])
     assert commands.start("run", "in.jsonl", "-o", "out.jsonl", "-m", model).wait(PATIENCE_S) == 0
     assert "completed: 20 lines done, 0 failed" in commands.words()
@@ -134,8 +135,7 @@ def test_run_of_embeddings_tells_lines_per_second(start_worker: StartWorker, com
     assert not (commands.folder / "out.errors.jsonl").exists()
 
 
-def test_changed_lines_are_done_again_and_others_are_kept(start_worker: StartWorker, commands: Commands) -> None:
-    start_worker()
+def test_changed_lines_are_done_again_and_others_are_kept(worker: WorkerProcess, commands: Commands) -> None:
     lines = stories(6, max_tokens=4)
     commands.write(lines)
     assert commands.run() == 0
@@ -151,9 +151,8 @@ def test_changed_lines_are_done_again_and_others_are_kept(start_worker: StartWor
 
 
 def test_run_is_cancelled_and_resumed_from_elsewhere(
-    start_worker: StartWorker, commands: Commands, redis_client: Redis
+    worker: WorkerProcess, commands: Commands, redis_client: Redis
 ) -> None:
-    worker = start_worker()
     commands.write([*stories(2, max_tokens=4), *stories(40, max_tokens=100)[2:]])
     with worker.slowed(0.2):
         command = commands.start_run()
@@ -167,8 +166,9 @@ def test_run_is_cancelled_and_resumed_from_elsewhere(
     assert len({each["id"] for each in commands.results()}) == len(commands.results()) == 40
 
 
-def test_output_of_a_command_that_runs_is_left_alone(start_worker: StartWorker, commands: Commands) -> None:
-    worker = start_worker()
+def test_output_of_a_command_that_runs_is_left_alone(
+    worker: WorkerProcess, commands: Commands, redis_client: Redis
+) -> None:
     commands.write([*stories(2, max_tokens=4), *stories(40, max_tokens=400)[2:]])
     with worker.slowed():
         command = commands.start_run()
@@ -176,13 +176,10 @@ def test_output_of_a_command_that_runs_is_left_alone(start_worker: StartWorker, 
         assert commands.run("--overwrite") == 2
         assert "is the output of a command that runs" in commands.words()
         assert commands.num_results() >= 2
-        assert command.poll() is None
-        command.kill()
-        command.wait()
+        end(commands, command, redis_client)
 
 
-def test_deadline_ends_a_run(start_worker: StartWorker, commands: Commands) -> None:
-    worker = start_worker()
+def test_deadline_ends_a_run(worker: WorkerProcess, commands: Commands) -> None:
     commands.write(stories(60, max_tokens=1500))
     with worker.slowed():
         assert commands.run("--deadline", "2s") == 1
@@ -191,9 +188,8 @@ def test_deadline_ends_a_run(start_worker: StartWorker, commands: Commands) -> N
 
 
 def test_interactive_job_is_answered_while_a_run_fills_the_worker(
-    start_worker: StartWorker, commands: Commands, model: str
+    worker: WorkerProcess, commands: Commands, model: str, redis_client: Redis
 ) -> None:
-    worker = start_worker()
     commands.write(stories(60, max_tokens=800))
     with worker.slowed():
         command = commands.start_run()
@@ -201,15 +197,10 @@ def test_interactive_job_is_answered_while_a_run_fills_the_worker(
         with Client() as client:
             job = client.generate(model, "Once upon a time", max_tokens=4, temperature=0)
             assert job.result(timeout=PATIENCE_S)["text"] == ", there was a"
-        assert command.poll() is None
-        command.kill()
-        command.wait()
+        end(commands, command, redis_client)
 
 
-def test_lines_come_from_stdin_and_results_go_to_stdout(
-    start_worker: StartWorker, commands: Commands, model: str
-) -> None:
-    start_worker()
+def test_lines_come_from_stdin_and_results_go_to_stdout(worker: WorkerProcess, commands: Commands, model: str) -> None:
     text = "".join(json.dumps(line) + "\n" for line in stories(3, max_tokens=2))
     argv = [*CELLAMA, "batch", "run", "-", "-o", "-", "-m", model]
     done = subprocess.run(
@@ -221,9 +212,8 @@ def test_lines_come_from_stdin_and_results_go_to_stdout(
 
 
 def test_results_on_stdout_come_as_they_are_there_and_an_interrupt_ends_the_run(
-    start_worker: StartWorker, commands: Commands, model: str, redis_client: Redis
+    worker: WorkerProcess, commands: Commands, model: str, redis_client: Redis
 ) -> None:
-    worker = start_worker()
     commands.write([*stories(1, max_tokens=4), *stories(40, max_tokens=400)[1:], "{broken"])
     pipe = subprocess.PIPE
     argv = [*CELLAMA, "batch", "run", "in.jsonl", "-o", "-", "-m", model, "--json"]
@@ -256,9 +246,8 @@ def test_results_on_stdout_come_as_they_are_there_and_an_interrupt_ends_the_run(
 
 
 def test_order_of_input_can_be_given_up_after_a_crash(
-    start_worker: StartWorker, commands: Commands, redis_client: Redis
+    worker: WorkerProcess, commands: Commands, redis_client: Redis
 ) -> None:
-    worker = start_worker()
     lines = stories(80, max_tokens=16)
     lines[0]["max_tokens"] = 600  # all others wait for it
     commands.write(lines)
@@ -272,8 +261,7 @@ def test_order_of_input_can_be_given_up_after_a_crash(
     assert sorted(each["id"] for each in commands.results()) == sorted(line["id"] for line in lines)
 
 
-def test_line_that_comes_before_written_ones_is_written_too(start_worker: StartWorker, commands: Commands) -> None:
-    start_worker()
+def test_line_that_comes_before_written_ones_is_written_too(worker: WorkerProcess, commands: Commands) -> None:
     lines = stories(5, max_tokens=2)
     commands.write(lines)
     assert commands.run("--order", "input") == 0
@@ -282,8 +270,7 @@ def test_line_that_comes_before_written_ones_is_written_too(start_worker: StartW
     assert [each["id"] for each in commands.results()] == ["s0", "s1", "s2", "s3", "s4", "new"]
 
 
-def test_failed_lines_are_run_again_if_asked(start_worker: StartWorker, commands: Commands) -> None:
-    start_worker()
+def test_failed_lines_are_run_again_if_asked(worker: WorkerProcess, commands: Commands) -> None:
     commands.write([*stories(2, max_tokens=2), {"id": "long", "prompt": "word " * 3000}])
     assert commands.run() == 1
     for _ in range(2):
@@ -294,10 +281,7 @@ def test_failed_lines_are_run_again_if_asked(start_worker: StartWorker, commands
 
 
 @pytest.mark.parametrize("order", ["completion", "input"])
-def test_identical_greedy_lines_are_run_once_if_asked(
-    start_worker: StartWorker, commands: Commands, order: str
-) -> None:
-    start_worker()
+def test_identical_greedy_lines_are_run_once_if_asked(worker: WorkerProcess, commands: Commands, order: str) -> None:
     greedy = {"temperature": 0, "ignore_eos": True, "max_tokens": 4}
     lines = [{"id": f"{i}", "prompt": f"A little {ANIMALS[i % 3]}", **greedy} for i in range(30)]
     drawn = [
