@@ -8,6 +8,7 @@ import json
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,29 @@ def start(redis_server: RedisServer, tmp_path: Path) -> Iterator[Start]:
             return gateway.wait_ready("/health")
 
         yield start
+
+
+@dataclass(frozen=True)
+class Door:
+    """A gateway with the usual settings, for all tests that have a key of their own."""
+
+    gateway: GatewayProcess
+    url: str
+
+    def key(self, **fields: Any) -> dict[str, str]:
+        """The header with a new key of these fields."""
+        return {"authorization": f"Bearer {asyncio.run(make_key(self.url, **fields)).text}"}
+
+
+@pytest.fixture(scope="module")
+def door(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
+    with empty_database(redis_server, 14) as url:
+        asyncio.run(make_key(url))  # once there is one, everybody needs one
+        gateway = GatewayProcess(tmp_path_factory.mktemp("door"), url)
+        try:
+            yield Door(gateway.wait_ready("/health"), url)
+        finally:
+            gateway.stop()
 
 
 def keys_of(gateway: GatewayProcess) -> list[dict[str, str]]:
@@ -100,9 +124,8 @@ def refusal(answer: httpx.Response) -> tuple[int, str | None]:
     return answer.status_code, answer.json()["error"]["code"]
 
 
-def test_body_that_is_refused_costs_a_request(start: Start) -> None:
-    gateway = start([{"requests_per_minute": 3}])
-    [key] = keys_of(gateway)
+def test_body_that_is_refused_costs_a_request(door: Door) -> None:
+    gateway, key = door.gateway, door.key(requests_per_minute=3)
     token_ids = b'{"model": "tiny", "prompt": [' + b"1," * MAX_VALUES + b"1]}"
     refused = [
         gateway.post("/v1/completions", content=token_ids, headers={**JSON, **key}),
@@ -118,9 +141,8 @@ def test_body_that_is_refused_costs_a_request(start: Start) -> None:
     assert gateway.get("/v1/models", headers=key).status_code == 200
 
 
-def test_request_counts_as_a_job_while_its_body_comes(start: Start, sender: Callable[[GatewayProcess], Sender]) -> None:
-    gateway = start([{"concurrent_jobs": 1}])
-    [key] = keys_of(gateway)
+def test_request_counts_as_a_job_while_its_body_comes(door: Door, sender: Callable[[GatewayProcess], Sender]) -> None:
+    gateway, key = door.gateway, door.key(concurrent_jobs=1)
     slow = sender(gateway).begin(key, 2)
 
     def post() -> httpx.Response:
@@ -171,32 +193,26 @@ def test_requests_at_once_are_bounded_and_health_is_answered(
     wait_until(lambda: post().status_code == 400, "the end of the other request")
 
 
-@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\nx-slow: "])
 def test_connection_is_closed_when_its_head_comes_too_slowly(
-    start: Start, sender: Callable[[GatewayProcess], Sender], sent: bytes
+    start: Start, sender: Callable[[GatewayProcess], Sender]
 ) -> None:
     gateway = start(gateway_head_timeout_s=1)
-    slow, quick = sender(gateway), sender(gateway)
-    slow.send(sent)
+    silent, slow, quick = (sender(gateway) for _ in range(3))
+    slow.send(b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\nx-slow: ")
     quick.begin({"connection": "close"}, 2)
-    wait_until(lambda: slow.is_closed(sent and b"x"), "the end of the slow connection")
+    wait_until(lambda: silent.is_closed(b""), "the end of the silent connection")
+    wait_until(lambda: slow.is_closed(b"x"), "the end of the slow connection")
     quick.send(b"}")  # its head was there in time
     assert quick.rest().startswith("HTTP/1.1 400")
 
 
-def test_rest_of_a_body_that_was_refused_is_not_waited_for(
+def test_body_that_comes_too_slowly_is_408_and_the_rest_of_a_refused_one_is_not_waited_for(
     start: Start, sender: Callable[[GatewayProcess], Sender]
 ) -> None:
-    gateway = start([{}], gateway_head_timeout_s=1)
-    slow = sender(gateway).begin({}, 1_000_000)
-    wait_until(lambda: slow.is_closed(b" "), "the end of the connection")
-
-
-def test_body_that_comes_too_slowly_is_408_and_its_connection_is_closed(
-    start: Start, sender: Callable[[GatewayProcess], Sender]
-) -> None:
-    gateway = start([{"concurrent_jobs": 1}], gateway_body_timeout_s=1)
+    gateway = start([{"concurrent_jobs": 1}], gateway_head_timeout_s=1, gateway_body_timeout_s=1)
     [key] = keys_of(gateway)
+    refused = sender(gateway).begin({}, 1_000_000)  # it has no key
+    wait_until(lambda: refused.is_closed(b" "), "the end of the connection")
     for path in (CHAT, "/v1/messages"):
         slow = sender(gateway).begin(key, 100, path)
         head, _, body = slow.rest().partition("\r\n\r\n")
@@ -237,16 +253,14 @@ def test_page_of_another_site_changes_nothing_without_keys(start: Start) -> None
         assert answer.status_code == 403, (method, url)
 
 
-def test_pages_of_everywhere_may_use_a_key(start: Start) -> None:
-    gateway = start([{}])
-    [key] = keys_of(gateway)
-    answer = gateway.post(CHAT, content=b"{}", headers={**JSON, **key, "origin": "https://evil.example"})
+def test_pages_of_everywhere_may_use_a_key(door: Door) -> None:
+    headers = {**JSON, **door.key(), "origin": "https://evil.example"}
+    answer = door.gateway.post(CHAT, content=b"{}", headers=headers)
     assert answer.status_code == 400
 
 
-def test_key_names_no_adapters_of_others(start: Start) -> None:
-    gateway = start([{"adapters": ["mine"]}])
-    [key] = keys_of(gateway)
+def test_key_names_no_adapters_of_others(door: Door) -> None:
+    gateway, key = door.gateway, door.key(adapters=["mine"])
     adapters: dict[str, Any] = {"adapters": ["theirs"]}
     bodies: dict[str, dict[str, Any]] = {
         CHAT: {"messages": [{"role": "user", "content": "Hi"}]},

@@ -25,14 +25,38 @@ SMALL["cache_ram_bytes"] = 0
 OPTIONS: dict[str, Any] = {"n_parallel": 2, "threads": 1, "capabilities": ["generate"]}
 
 
-@pytest.fixture
-def name() -> str:
-    """Of the worker, and the beginning of the ids of its models."""
+def new_name() -> str:
+    """Of a worker, and the beginning of the ids of its models."""
     return f"m{uuid.uuid4().hex[:8]}"
+
+
+@pytest.fixture(scope="module")
+def shared_name() -> str:
+    return new_name()
+
+
+@pytest.fixture
+def name(request: pytest.FixtureRequest) -> str:
+    """That of the worker of all tests, or of one of the test's own."""
+    if "shared_worker" in request.fixturenames:
+        name: str = request.getfixturevalue("shared_name")
+        return name
+    return new_name()
 
 
 def models_of(name: str) -> str:
     return json.dumps([{"id": f"{name}-first", "source": "bundled://tiny", "default": True, **OPTIONS}])
+
+
+@pytest.fixture(scope="module")
+def shared_worker(
+    redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory, shared_name: str
+) -> Iterator[WorkerProcess]:
+    """For tests that leave it with its first model, which is the default."""
+    folder = tmp_path_factory.mktemp("worker")
+    worker = WorkerProcess(folder, redis_server.url, name=shared_name, CELLAMA_MODELS=models_of(shared_name))
+    yield worker.wait_ready()
+    assert worker.stop() == 0, worker.log()
 
 
 @pytest.fixture
@@ -43,11 +67,12 @@ def own_worker(redis_server: RedisServer, tmp_path: Path, name: str) -> Iterator
 
 
 @pytest.fixture
-def client(own_worker: WorkerProcess) -> Iterator[Client]:
+def client(redis_server: RedisServer) -> Iterator[Client]:
     with Client() as client:
         yield client
 
 
+@pytest.mark.usefixtures("shared_worker")
 def test_models_are_loaded_and_unloaded_under_load_without_a_failed_job(client: Client, name: str) -> None:
     first, second = f"{name}-first", f"{name}-second"
     stop, failed, texts = threading.Event(), [], []
@@ -74,11 +99,13 @@ def test_models_are_loaded_and_unloaded_under_load_without_a_failed_job(client: 
     stop.set()
     for thread in threads:
         thread.join(PATIENCE_S)
+    client.unload_model(second, worker=name, timeout=PATIENCE_S)
     assert failed == []
     assert len(set(texts)) == 1
     assert len(texts) > 20
 
 
+@pytest.mark.usefixtures("shared_worker")
 def test_default_model_changes_at_run_time(client: Client, name: str) -> None:
     other = f"{name}-other"
     client.load_model(other, "bundled://tiny", worker=name, timeout=PATIENCE_S, **OPTIONS)
@@ -91,6 +118,7 @@ def test_default_model_changes_at_run_time(client: Client, name: str) -> None:
     assert len({job.result(timeout=PATIENCE_S)["text"] for job in jobs}) == 1
 
 
+@pytest.mark.usefixtures("shared_worker")
 def test_mistakes_are_told_and_leave_the_worker_as_it_was(client: Client, name: str, tmp_path: Path) -> None:
     first = f"{name}-first"
     (tmp_path / "text.gguf").write_text("I am no model")
@@ -111,10 +139,10 @@ def test_mistakes_are_told_and_leave_the_worker_as_it_was(client: Client, name: 
 
 
 def test_model_that_stays_in_use_is_not_unloaded_and_serves_on(
-    own_worker: WorkerProcess, client: Client, name: str
+    shared_worker: WorkerProcess, client: Client, name: str
 ) -> None:
     first = f"{name}-first"
-    with own_worker.slowed():
+    with shared_worker.slowed():
         job = client.generate(first, STORY, **LONG)
         next(event for event in job.stream() if event["type"] == "token")
         with pytest.raises(JobFailed, match="is still in use"):
