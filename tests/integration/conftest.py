@@ -24,6 +24,8 @@ from .ledgers import submit
 GREEDY: dict[str, Any] = {"temperature": 0}
 LONG: dict[str, Any] = {"max_tokens": 1900, "ignore_eos": True, **GREEDY}  # with a slowed worker: until it is ended
 MEDIUM = {**LONG, "max_tokens": 100}
+RESUMED = {**LONG, "max_tokens": 300}  # compared with its undisturbed text
+STEP_S = 0.25  # of a worker that is slowed: RESUMED then lasts for over a minute
 STORY = "Once upon a time"
 
 StartWorker = Callable[..., WorkerProcess]

@@ -19,7 +19,7 @@ from cellama.tasks.contract.names import queue_keys
 from cellama.tasks.state.ledger import Ledger
 
 from ..conftest import PATIENCE_S, WorkerProcess, wait_until
-from .conftest import GREEDY, LONG, STORY, StartWorker, read, wait_for_token
+from .conftest import GREEDY, LONG, RESUMED, STEP_S, STORY, StartWorker, read, wait_for_token
 from .ledgers import STARTED, TOKEN, begin, journal, take, write
 
 NOBODY = "nobody-serves-this"
@@ -58,8 +58,8 @@ def test_urgent_job_is_answered_while_bulk_jobs_fill_the_worker(
     start_worker: StartWorker, model: str, redis_client: Redis
 ) -> None:
     worker = start_worker(slots=2, look_ahead=1)
-    with worker.slowed():
-        longer = {**LONG, "max_tokens": 600}  # half a minute, as slow as this
+    with worker.slowed(STEP_S):
+        longer = {**LONG, "max_tokens": 150}  # over half a minute, as slow as this
         bulk = [generate.delay(model, STORY, stream=False, priority=9, **longer) for _ in range(20)]
         begun = [job_key(job.id) for job in bulk]  # those that the worker holds race for its slots
         wait_until(lambda: any(int(redis_client.hget(key, "next_seq") or 0) > 1 for key in begun), "a token")
@@ -177,8 +177,8 @@ def test_reader_that_leaves_cancels_only_if_it_says_so(worker: WorkerProcess, re
             await anext(stream)
             await stream.aclose()  # type: ignore[attr-defined]
 
-    with Client() as client, worker.slowed():
-        jobs = [client.generate("tiny", STORY, **LONG) for _ in range(3)]
+    with Client() as client, worker.slowed(STEP_S):
+        jobs = [client.generate("tiny", STORY, **RESUMED) for _ in range(3)]
         for job, cancels in zip(jobs[:2], (True, False), strict=True):
             stream = job.stream(cancel_on_exit=cancels)
             next(stream)

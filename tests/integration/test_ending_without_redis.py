@@ -15,7 +15,7 @@ from cellama.tasks.app import make_app
 from cellama.tasks.connection.connections import connect
 
 from ..conftest import PATIENCE_S, WorkerProcess, wait_until
-from .conftest import LONG, MEDIUM, STORY, check_whole, read, wait_for_token
+from .conftest import MEDIUM, RESUMED, STEP_S, STORY, check_whole, read, wait_for_token
 
 
 @pytest.fixture
@@ -45,10 +45,10 @@ def test_worker_ends_although_redis_is_away_and_its_job_goes_on_elsewhere(
     server: RedisServer, start_worker: Callable[[], WorkerProcess], computed: bool
 ) -> None:
     """`computed`: only the end of the job has to be written."""
-    params, first = MEDIUM if computed else LONG, start_worker()
+    params, first = MEDIUM if computed else RESUMED, start_worker()
     with Client(server.url) as client, connect(server.url) as redis:
         undisturbed = client.generate("tiny", STORY, **params).result(PATIENCE_S)["text"]
-        with first.slowed():
+        with first.slowed(STEP_S):
             job = client.generate("tiny", STORY, stream=True, **params)
             wait_for_token(redis, job.id)
             server.stop()

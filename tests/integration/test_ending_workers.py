@@ -21,7 +21,7 @@ from cellama.tasks.state.records import Entry
 from cellama.tasks.state.registry import live_workers
 
 from ..conftest import PATIENCE_S, wait_until
-from .conftest import LONG, MEDIUM, STORY, StartWorker, check_whole, read, wait_for_token
+from .conftest import MEDIUM, RESUMED, STEP_S, STORY, StartWorker, check_whole, read, wait_for_token
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -29,16 +29,16 @@ def test_job_of_a_killed_worker_goes_on_where_it_stopped(
     start_worker: StartWorker, model: str, redis_client: Redis, stream: bool
 ) -> None:
     first = start_worker(lease_s=3)
-    undisturbed = generate.delay(model, STORY, **LONG).get(timeout=PATIENCE_S)["text"]
-    with first.slowed():
-        job = generate.delay(model, STORY, stream=stream, **LONG)
+    undisturbed = generate.delay(model, STORY, **RESUMED).get(timeout=PATIENCE_S)["text"]
+    with first.slowed(STEP_S):
+        job = generate.delay(model, STORY, stream=stream, **RESUMED)
         wait_for_token(redis_client, job.id)
         first.process.kill()
     second = start_worker(lease_s=3)
     assert job.get(timeout=PATIENCE_S)["text"] == undisturbed
     check_whole(read(redis_client, job.id), undisturbed)
     assert redis_client.hget(job_key(job.id), "attempt") == b"2"
-    assert second.engine()["generated_tokens"] < LONG["max_tokens"]
+    assert second.engine()["generated_tokens"] < RESUMED["max_tokens"]
 
 
 def test_worker_that_is_told_by_a_redis_of_yesterday_that_its_job_is_not_its_own_does_not_end_it(
@@ -46,9 +46,9 @@ def test_worker_that_is_told_by_a_redis_of_yesterday_that_its_job_is_not_its_own
 ) -> None:
     """In a failover the old master takes writes for a while, so one may say "lost" and the other take the end."""
     worker = start_worker(lease_s=3)
-    undisturbed = generate.delay(model, STORY, **LONG).get(timeout=PATIENCE_S)["text"]
-    with worker.slowed():
-        job = generate.delay(model, STORY, **LONG)
+    undisturbed = generate.delay(model, STORY, **RESUMED).get(timeout=PATIENCE_S)["text"]
+    with worker.slowed(STEP_S):
+        job = generate.delay(model, STORY, **RESUMED)
         wait_for_token(redis_client, job.id)
         redis_client.hset(job_key(job.id), "holder", "another one")  # its run is the job's as before
         wait_until(lambda: f"{job.id} on {model}: cancelled" in worker.log(), "the run given up")
@@ -169,9 +169,9 @@ def test_job_of_a_worker_that_ended_in_order_waits_for_a_successor_with_its_weig
         tmp_path / "other.gguf", Shape(n_layer=1, n_embd=64, n_head=2, n_head_kv=2, n_ff=64, n_vocab=320), seed=1
     )
     first = start_worker(drain_s=0)
-    undisturbed = generate.delay(model, STORY, **LONG).get(timeout=PATIENCE_S)["text"]
-    with first.slowed():
-        job = generate.delay(model, STORY, **LONG)
+    undisturbed = generate.delay(model, STORY, **RESUMED).get(timeout=PATIENCE_S)["text"]
+    with first.slowed(STEP_S):
+        job = generate.delay(model, STORY, **RESUMED)
         wait_for_token(redis_client, job.id)
         other = start_worker(source=str(tmp_path / "other.gguf"))
         assert redis_client.hget(job_key(job.id), "state") == b"running"

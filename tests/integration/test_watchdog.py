@@ -11,7 +11,7 @@ from cellama.api.machine.redis_server import RedisServer
 from cellama.engine.system.watchdog import EXIT_STALLED
 
 from ..conftest import PATIENCE_S, WorkerProcess, wait_until
-from .conftest import GREEDY
+from .conftest import RESUMED, STEP_S, STORY
 
 STRATEGY = """
 import threading
@@ -49,8 +49,8 @@ def test_worker_whose_engine_hangs_ends_and_its_job_goes_on_elsewhere(
     try:
         hanging.wait_ready()
         with Client() as client:
-            with hanging.slowed():
-                job = client.generate(f"{name}-tiny", "Once upon a time", max_tokens=1500, ignore_eos=True, **GREEDY)
+            with hanging.slowed(STEP_S):
+                job = client.generate(f"{name}-tiny", STORY, **RESUMED)
                 next(event for event in job.stream() if event["type"] == "token")
                 (tmp_path / "hang").touch()
                 assert wait_until(hanging.process.poll, "the end of the worker") == EXIT_STALLED
@@ -58,7 +58,7 @@ def test_worker_whose_engine_hangs_ends_and_its_job_goes_on_elsewhere(
             assert "what_hangs.wait()" in hanging.log()
             (tmp_path / "elsewhere").mkdir()
             other = worker_with(tmp_path / "elsewhere", redis_server.url, name, "adaptive").wait_ready()
-            assert job.result(timeout=PATIENCE_S)["usage"]["completion_tokens"] == 1500
+            assert job.result(timeout=PATIENCE_S)["usage"]["completion_tokens"] == RESUMED["max_tokens"]
     finally:
         for worker in (hanging, other):
             if worker is not None:
