@@ -19,6 +19,8 @@ from cellama.engine.sampling.dry import Dry
 from cellama.engine.sampling.sampler import TokenSampler
 from cellama.engine.sampling_params import SamplingParams
 
+from ..conftest import EXAMPLES
+
 CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])  # llama.h: llama_token_data
 KEEP_ALL = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 BREAKERS = ("\n", ":", '"', "*", "said", "fox jumps")
@@ -137,7 +139,7 @@ def logits_of(seed: int, size: int) -> np.ndarray[Any, Any]:
 HISTORIES = st.lists(st.sampled_from([5, 6, 7, 8, 300]), max_size=80)
 
 
-@settings(max_examples=150)
+@settings(max_examples=50 * EXAMPLES)
 @given(PARAMS, HISTORIES, st.integers(0, 99), st.sampled_from([3, 20, 200]))
 def test_filters_leave_what_llama_cpps_leave(
     weights: LlamaModel, given_params: dict[str, Any], history: list[int], seed: int, window: int

@@ -28,7 +28,7 @@ from cellama.engine.fake import FakeBackend, FakeCheckpoint
 from cellama.engine.scheduling import strategies
 from cellama.engine.scheduling.strategies import SlotView, Strategy, TokenAllocation
 
-from ....conftest import wait_until
+from ....conftest import EXAMPLES, wait_until
 from ...conftest import PATIENCE_S, Gate, MakeEngine, request
 from .faulty import FaultyBackend, at
 
@@ -213,7 +213,7 @@ def test_watched_engine_whose_backend_is_gone_ends_the_process_instead_of_failin
     assert [getattr(error, "code", None) for error in errors].count("decode_failed") == 2
 
 
-@settings(max_examples=100)
+@settings(max_examples=40 * EXAMPLES)
 @given(
     seed=st.integers(0, 2**32),
     trim_fails=st.booleans(),

@@ -9,6 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from cellama.engine.kvcache.cells import Cells
 from cellama.engine.kvcache.prefix import PrefixIndex, common_length
 
+from ....conftest import EXAMPLES
+
 TOKENS = st.lists(st.integers(0, 2), max_size=12)  # few different tokens: many shared prefixes, many splits
 LONG = st.builds(lambda head, body, tail: head + [7] * body + tail, TOKENS, st.integers(0, 200), TOKENS)
 SCOPES = st.sampled_from(["", "tenant"])
@@ -78,7 +80,7 @@ class PrefixIndexMachine(RuleBasedStateMachine):
 
 
 TestPrefixIndex = PrefixIndexMachine.TestCase
-TestPrefixIndex.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
+TestPrefixIndex.settings = settings(max_examples=50 * EXAMPLES, stateful_step_count=30, deadline=None)
 
 
 def test_prefix_that_ends_inside_an_edge_is_found() -> None:
@@ -132,4 +134,4 @@ class CellsMachine(RuleBasedStateMachine):
 
 
 TestCells = CellsMachine.TestCase
-TestCells.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
+TestCells.settings = settings(max_examples=50 * EXAMPLES, stateful_step_count=30, deadline=None)

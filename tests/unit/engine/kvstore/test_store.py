@@ -22,7 +22,7 @@ from cellama.engine.kvstore.keys import key_of, seed_of
 from cellama.engine.kvstore.states import KeptState, Miss
 from cellama.engine.kvstore.store import StateStore
 
-from ....conftest import PATIENCE_S
+from ....conftest import EXAMPLES, PATIENCE_S
 from .states import IDENTITY, SEED, is_equal, load, save, state_of
 
 QUOTA = 10 << 20
@@ -74,7 +74,7 @@ def test_nothing_is_found_with_another_scope_adapter_or_model(start: Start) -> N
     assert start(identity=b"other").context(key_of(SEED, TOKENS)) is None
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=10 * EXAMPLES, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 200)), min_size=1, max_size=5), st.integers(0, 2))
 def test_a_match_is_a_true_prefix_and_what_is_loaded_is_what_was_saved(
     start: Start, contexts: list[tuple[int, int]], asked: int

@@ -21,6 +21,7 @@ from cellama.engine.scheduling.strategies import (
     make_strategy,
 )
 
+from ....conftest import EXAMPLES
 from .schedulers import new_scheduler, run_step, sequence
 
 
@@ -150,7 +151,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=400, stateful_step_count=30, deadline=None)
+TestSchedulerMachine.settings = settings(max_examples=100 * EXAMPLES, stateful_step_count=30, deadline=None)
 
 
 def test_scheduler_refuses_a_prompt_that_no_slot_can_hold() -> None:

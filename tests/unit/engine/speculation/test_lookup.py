@@ -21,13 +21,15 @@ from cellama.engine.speculation.lookup import (
 from cellama.engine.speculation.odds import Odds
 from cellama.engine.speculation.sources import Draft
 
+from ....conftest import EXAMPLES
+
 
 def found(text: list[int], most: int = 4) -> list[int] | None:
     draft = Follower("prompt", Index(text), text).draft(most)
     return None if draft is None else draft.tokens
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60 * EXAMPLES, deadline=None)
 @given(st.lists(st.integers(0, 2), max_size=60))
 def test_a_draft_is_what_followed_the_longest_run_last(text: list[int]) -> None:
     expected = None
@@ -40,7 +42,7 @@ def test_a_draft_is_what_followed_the_longest_run_last(text: list[int]) -> None:
     assert found(text) == expected
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40 * EXAMPLES, deadline=None)
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=80), st.integers(1, 79))
 def test_following_a_growing_text_finds_what_is_there(text: list[int], begin: int) -> None:
     growing = text[:begin]

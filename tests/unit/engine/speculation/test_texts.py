@@ -14,6 +14,7 @@ from cellama.engine import Completion, EngineOptions, Handle, Pulse, Request, Re
 from cellama.engine.core.engine_core import Command, EngineCore
 from cellama.engine.fake import FakeBackend, FakePlan
 
+from ....conftest import EXAMPLES
 from ....eager_gate import Eager
 
 SLOTS = 4
@@ -75,7 +76,7 @@ requests_st = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15 * EXAMPLES, deadline=None)
 @given(requests_st, st.booleans(), st.sampled_from([0, 2]), st.sampled_from([0, 40]), st.integers(0, 1 << 30))
 def test_texts_are_the_same_with_drafts(
     requests: list[Request], unified: bool, memory: int, end_every: int, seed: int

@@ -15,6 +15,8 @@ from cellama.engine import InvalidRequest
 from cellama.engine.text.chat_template import ChatTemplate, Rendered
 from cellama.engine.text.markup import SpecialToken, from_caller, tokenize_marked
 
+from ....conftest import EXAMPLES
+
 TEMPLATES = Path(__file__).parent / "templates"
 FAMILIES = sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
 LITERAL = re.compile(
@@ -109,7 +111,7 @@ PIECES = ["<|im_", "end|>", "<|im_end|>", "<", "|>", "</", "think>", "</think>",
 
 @pytest.mark.parametrize("family", ["qwen", "mistral", "gpt-oss"])
 @given(st.lists(st.sampled_from(PIECES), max_size=8), st.lists(st.sampled_from(PIECES), max_size=8))
-@settings(max_examples=40)
+@settings(max_examples=20 * EXAMPLES)
 def test_pieces_of_control_tokens_never_become_whole_ones(family: str, one: list[str], other: list[str]) -> None:
     specials = {special.id for special in specials_of(family) if special.is_control}
 

@@ -23,6 +23,7 @@ from cellama.engine.text.formats.literals import pieces_of
 from cellama.engine.text.reply_format import ReplyFormat
 from cellama.engine.text.reply_parser import ReplyReader
 
+from ....conftest import EXAMPLES
 from .styles import CALLS, CHANNELS, STYLES, THINK, derived, reply_of, template
 
 _PROPERTIES = {"text": {"type": "string"}, "count": {"type": "integer"}, "deep": {}, "sure": {"type": "boolean"}}
@@ -101,7 +102,7 @@ def test_style_of_calls_is_told_from_the_template(style: str) -> None:
 
 
 @pytest.mark.parametrize("style", STYLES)
-@settings(max_examples=20)
+@settings(max_examples=10 * EXAMPLES)
 @given(data=st.data())
 def test_what_a_template_writes_is_read_back_however_it_is_split(style: str, data: st.DataObject) -> None:
     source = template(CALLS[style], THINK)
@@ -132,7 +133,7 @@ def words_of(format_: CallFormat) -> list[str]:
 
 
 @pytest.mark.parametrize("style", STYLES)
-@settings(max_examples=20)
+@settings(max_examples=10 * EXAMPLES)
 @given(data=st.data())
 def test_no_text_is_lost_whatever_a_model_writes(style: str, data: st.DataObject) -> None:
     format_ = format_of(markup_of(template(CALLS[style])))

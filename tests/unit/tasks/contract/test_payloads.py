@@ -20,6 +20,8 @@ from cellama.tasks.contract.chunks import ChunkJob, job_of_line
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.payloads import ChatJob, GenerateJob, parse_job
 
+from ....conftest import EXAMPLES
+
 KINDS = [kind for kind in vars(payloads).values() if isinstance(kind, type) and kind.__name__.endswith("Job")]
 KINDS = [*(kind for kind in KINDS if issubclass(kind, payloads._Job) and kind.__name__[0] != "_"), ChunkJob]
 USER = {"role": "user", "content": "Hi"}
@@ -105,7 +107,7 @@ def nearly_valid(draw: st.DrawFn) -> tuple[type[payloads._Job], dict[str, Any]]:
     return kind, values
 
 
-@settings(max_examples=400)
+@settings(max_examples=150 * EXAMPLES)
 @given(nearly_valid(), st.dictionaries(TEXT, JSON, max_size=2))
 def test_any_payload_is_a_job_or_invalid(
     case: tuple[type[payloads._Job], dict[str, Any]], more: dict[str, Any]

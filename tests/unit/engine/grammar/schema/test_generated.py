@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from cellama.engine.errors import InvalidRequest
 
+from .....conftest import EXAMPLES
 from .samples import check_samples
 
 NAMES = st.sampled_from(["a", "b", "ab", "root", 'q"', "back\\slash", "", "é", "new\nline", "s0", "any"])
@@ -77,7 +78,7 @@ DEFINED = {
 }
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100 * EXAMPLES, deadline=None)
 @given(SCHEMAS)
 def test_outputs_of_a_generated_schema_conform_to_it(schema: dict[str, Any]) -> None:
     try:
