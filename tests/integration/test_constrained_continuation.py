@@ -96,14 +96,11 @@ def test_unconstrained_job_continues_with_any_version(
 
 
 @pytest.mark.parametrize("params", [{"tool_choice": "required"}, {"tool_choice": "auto"}])
-def test_chat_with_tools_is_constrained(
-    start_worker: StartWorker, model: str, redis_client: Redis, params: dict[str, Any]
-) -> None:
-    start_worker()
+def test_chat_with_tools_is_constrained(worker: WorkerProcess, redis_client: Redis, params: dict[str, Any]) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
     question = [{"role": "user", "content": "Hi"}]
     for given, recorded in (({"tools": [tool], **params}, [llguidance_version()]), ({}, [])):
-        job = chat.delay(model, question, max_tokens=20, **given)
+        job = chat.delay("tiny", question, max_tokens=20, **given)
         job.get(timeout=PATIENCE_S)
         begun = read(redis_client, job.id)[0]
         assert [begun[name] for name in ("llguidance",) if name in begun] == recorded

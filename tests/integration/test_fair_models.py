@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from redis import Redis
@@ -22,16 +21,19 @@ BACKLOG = 120
 SLOTS = 4
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def models() -> tuple[str, str]:
     name = uuid.uuid4().hex[:8]
     return f"a{name}", f"b{name}"
 
 
-@pytest.fixture
-def worker(tmp_path: Path, redis_server: RedisServer, models: tuple[str, str]) -> Iterator[WorkerProcess]:
+@pytest.fixture(scope="module")
+def worker(
+    tmp_path_factory: pytest.TempPathFactory, redis_server: RedisServer, models: tuple[str, str]
+) -> Iterator[WorkerProcess]:
     entries = [{"id": model, "source": "bundled://tiny", "n_parallel": SLOTS, "threads": 1} for model in models]
-    process = WorkerProcess(tmp_path, redis_server.url, name=models[0], CELLAMA_MODELS=json.dumps(entries))
+    folder = tmp_path_factory.mktemp("worker")
+    process = WorkerProcess(folder, redis_server.url, name=models[0], CELLAMA_MODELS=json.dumps(entries))
     yield process.wait_ready()
     process.stop()
 
