@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import resource
 import subprocess
@@ -13,9 +14,10 @@ from typing import Any
 
 import pytest
 
+from cellama.api.cli import main
 from cellama.api.machine.redis_server import RedisServer
 
-from ...conftest import PATIENCE_S, WorkerProcess, clean_environment
+from ...conftest import WorkerProcess, clean_environment
 
 CELLAMA = (sys.executable, "-c", "from cellama.api.cli import main; main()")
 ANIMALS = ("fox", "cat", "bear", "frog", "mouse")
@@ -109,8 +111,23 @@ class Commands:
         argv = ("run", "in.jsonl", "-o", "out.jsonl", "-m", self._model, "--json", *more)
         return self.start(*argv, max_file_bytes=max_file_bytes)
 
-    def run(self, *more: str, max_file_bytes: int | None = None) -> int:
-        return self.start_run(*more, max_file_bytes=max_file_bytes).wait(PATIENCE_S)
+    def run(self, *more: str) -> int:
+        """The exit code of a run of all lines, in this process."""
+        return self.call("run", "in.jsonl", "-o", "out.jsonl", "-m", self._model, "--json", *more)
+
+    def call(self, *argv: str) -> int:
+        """The exit code of `cellama batch` with these arguments, in this process: a process more shows nothing more."""
+        with (
+            (self.folder / "command.log").open("a") as log,
+            contextlib.chdir(self.folder),
+            contextlib.redirect_stdout(log),
+            contextlib.redirect_stderr(log),
+            pytest.MonkeyPatch.context() as patch,
+        ):
+            patch.setattr(sys, "argv", ["cellama", "batch", *argv])
+            with pytest.raises(SystemExit) as ended:
+                main()
+        return int(ended.value.code or 0)
 
     def results(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.output.read_text().splitlines()] if self.output.exists() else []

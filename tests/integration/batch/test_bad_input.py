@@ -42,7 +42,7 @@ def test_mistakes_are_told_before_anything_runs(commands: Commands, argv: list[s
     (commands.folder / "prompts.txt").write_text("Once\nHi\n")
     (commands.folder / "utf16.jsonl").write_text(json.dumps(stories(1)[0]) + "\n", encoding="utf-16")
     before = set(commands.folder.iterdir())
-    assert commands.start(*argv).wait(PATIENCE_S) == (1 if argv[0] == "status" else 2)
+    assert commands.call(*argv) == (1 if argv[0] == "status" else 2)
     assert message in commands.words(), commands.log()
     assert {path.name for path in set(commands.folder.iterdir()) - before} == {"command.log"}  # nothing has begun
 
@@ -59,7 +59,7 @@ def test_giant_line_is_refused_and_the_others_are_done(worker: WorkerProcess, co
 @pytest.mark.parametrize("max_file_bytes", [50_000, 800_000], ids=["at the start", "in the middle"])
 def test_full_disk_ends_a_run_that_can_go_on(worker: WorkerProcess, commands: Commands, max_file_bytes: int) -> None:
     commands.write([{"id": f"v{i}", "text": f"a little fox {i}"} for i in range(400)])
-    assert commands.run(max_file_bytes=max_file_bytes) == 1
+    assert commands.start_run(max_file_bytes=max_file_bytes).wait(PATIENCE_S) == 1
     assert "what was finished is kept" in commands.words()
     before = [each["id"] for each in commands.results()]
     assert commands.run() == 0, commands.log()
@@ -76,9 +76,9 @@ def test_output_of_another_run_is_refused_and_stays(worker: WorkerProcess, comma
     assert commands.run() == 2
     assert "has results of another run" in commands.words()
     assert commands.output.read_text() == before
-    assert commands.start("run", "other.jsonl", "-o", "out.jsonl").wait(PATIENCE_S) == 2
+    assert commands.call("run", "other.jsonl", "-o", "out.jsonl") == 2
     commands.write(stories(3, max_tokens=2))
-    assert commands.start("resume", "out.jsonl").wait(PATIENCE_S) == 0  # with the options that it had
+    assert commands.call("resume", "out.jsonl") == 0  # with the options that it had
     assert commands.run() == 0
     assert commands.output.read_text() == before
 

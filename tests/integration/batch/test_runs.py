@@ -96,7 +96,7 @@ def test_ids_keep_their_types_through_results_errors_and_a_resume(worker: Worker
     assert [each["id"] for each in commands.results()] == [7, "7", 2**64]
     assert {(each["id"], each["line"]) for each in commands.errors()} == {(8, 4), (9, 5), (7, 6)}
     before = commands.output.read_text()
-    assert commands.start("resume", "out.jsonl", "--json").wait(PATIENCE_S) == 1
+    assert commands.call("resume", "out.jsonl", "--json") == 1
     assert commands.output.read_text() == before
     assert {each["id"] for each in commands.errors()} == {7, 8, 9}
 
@@ -113,7 +113,7 @@ def test_tokens_of_all_commands_count_and_are_kept(
         command.kill()
         command.wait()
         assert commands.num_results() < 40
-    assert commands.start("resume", "out.jsonl", "--json").wait(PATIENCE_S) == 0, commands.log()
+    assert commands.call("resume", "out.jsonl", "--json") == 0, commands.log()
     assert commands.end()["completion_tokens"] == tokens
     (run,) = _runs(commands, redis_client)
     assert (run["finished"], run["completion_tokens"]) == (40, tokens)
@@ -123,13 +123,13 @@ def test_tokens_of_all_commands_count_and_are_kept(
     assert commands.run() == 0  # nothing is left to do
     assert (commands.end()["completion_tokens"], commands.end()["rate"]) == (tokens, 0.0)
     assert _runs(commands, redis_client)[0]["completion_tokens"] == tokens
-    assert commands.start("resume", "out.jsonl").wait(PATIENCE_S) == 0
+    assert commands.call("resume", "out.jsonl") == 0
     assert "was complete already: 40 lines done, 0 failed" in commands.words()
 
 
 def test_run_of_embeddings_tells_lines_per_second(worker: WorkerProcess, commands: Commands, model: str) -> None:
     commands.write([{"id": i, "text": f"a little fox {i}"} for i in range(20)])
-    assert commands.start("run", "in.jsonl", "-o", "out.jsonl", "-m", model).wait(PATIENCE_S) == 0
+    assert commands.call("run", "in.jsonl", "-o", "out.jsonl", "-m", model) == 0
     assert "completed: 20 lines done, 0 failed" in commands.words()
     assert re.search(r"[\d.]+ s · [\d.]+ lines/s tokens: \d+ in prompts$", commands.words())
     assert not (commands.folder / "out.errors.jsonl").exists()
@@ -157,12 +157,12 @@ def test_run_is_cancelled_and_resumed_from_elsewhere(
     with worker.slowed(0.2):
         command = commands.start_run()
         wait_until(lambda: commands.num_results() >= 2, "results")
-        assert commands.start("cancel", "out.jsonl").wait(PATIENCE_S) == 0
+        assert commands.call("cancel", "out.jsonl") == 0
         assert command.wait(PATIENCE_S) == 1
     assert [run["state"] for run in _runs(commands, redis_client)] == ["cancelled"]
     count = len(commands.results())
     assert 2 <= count < 40
-    assert commands.start("resume", "out.jsonl", "--json").wait(PATIENCE_S) == 0, commands.log()
+    assert commands.call("resume", "out.jsonl", "--json") == 0, commands.log()
     assert len({each["id"] for each in commands.results()}) == len(commands.results()) == 40
 
 
@@ -193,7 +193,8 @@ def test_interactive_job_is_answered_while_a_run_fills_the_worker(
     commands.write(stories(60, max_tokens=800))
     with worker.slowed():
         command = commands.start_run()
-        wait_until(lambda: worker.engine()["slots_decoding"] == 8, "the run to fill the worker")
+        wait_until(lambda: _runs(commands, redis_client), "the run")
+        wait_until(lambda: worker.engine_now()["slots_decoding"] == 8, "the run to fill the worker")
         with Client() as client:
             job = client.generate(model, "Once upon a time", max_tokens=4, temperature=0)
             assert job.result(timeout=PATIENCE_S)["text"] == ", there was a"
@@ -215,7 +216,7 @@ def test_results_on_stdout_come_as_they_are_there_and_an_interrupt_ends_the_run(
     worker: WorkerProcess, commands: Commands, model: str, redis_client: Redis
 ) -> None:
     commands.write([*stories(1, max_tokens=4), *stories(40, max_tokens=400)[1:], "{broken"])
-    pipe = subprocess.PIPE
+    pipe, before = subprocess.PIPE, {run["id"] for run in Batches(redis_client).all()}
     argv = [*CELLAMA, "batch", "run", "in.jsonl", "-o", "-", "-m", model, "--json"]
     with (
         worker.slowed(),
@@ -240,7 +241,8 @@ def test_results_on_stdout_come_as_they_are_there_and_an_interrupt_ends_the_run(
     broken = next(json.loads(line) for line in words.splitlines() if '"line": 41' in line)
     assert broken["error"]["code"] == "invalid_request"
     assert "a run with -o FILE can be resumed" in words
-    wait_until(lambda: not any(run["alive"] for run in Batches(redis_client).all()), "the run to be over")
+    (run,) = [run["id"] for run in Batches(redis_client).all() if run["id"] not in before]
+    wait_until(lambda: not (Batches(redis_client).read(run) or {}).get("alive"), "the run to be over")
     with Client() as client:
         wait_until(lambda: client.stats()["slots_busy"] == 0, "nothing to be computed for nobody")
 
@@ -274,7 +276,7 @@ def test_failed_lines_are_run_again_if_asked(worker: WorkerProcess, commands: Co
     commands.write([*stories(2, max_tokens=2), {"id": "long", "prompt": "word " * 3000}])
     assert commands.run() == 1
     for _ in range(2):
-        assert commands.start("resume", "out.jsonl", "--retry-failed", "--json").wait(PATIENCE_S) == 1
+        assert commands.call("resume", "out.jsonl", "--retry-failed", "--json") == 1
         assert [(each["id"], each["error"]["code"]) for each in commands.errors()] == [("long", "prompt_too_long")]
         assert commands.end()["failed"] == 1
     assert len(commands.results()) == 2
