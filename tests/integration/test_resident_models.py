@@ -20,7 +20,7 @@ from cellama.bench.models.synthetic import Shape, write_model
 from ..conftest import PATIENCE_S, WorkerProcess, wait_until
 from .conftest import GREEDY
 
-CYCLES = 3
+CYCLES = 2
 BIG = Shape(n_embd=512, n_layer=8, n_head=8, n_head_kv=8, n_ff=1536, n_vocab=4096, n_ctx=4096)  # 31M parameters
 ENCODER = BertShape(n_embd=128, n_layer=3, n_head=4, n_head_kv=4, n_ff=512, n_vocab=4096)
 HELLO = [{"role": "user", "content": "What is the capital of France?"}]
