@@ -14,7 +14,9 @@ from typing import Any
 import psutil
 import pytest
 from redis import Redis
+from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError
+from redis.retry import Retry
 
 from cellama.config.local_redis import kept_url, redis_dir
 
@@ -62,7 +64,10 @@ def test_password_of_redis_is_found_by_programs_of_its_user_and_shown_nowhere(ma
     url = kept_url(redis_dir(machine.folder / "data"))
     assert url is not None
     assert url.password is not None
-    with Redis(port=url.hosts[0][1]) as stranger, pytest.raises(AuthenticationError):
+    with (
+        Redis(port=url.hosts[0][1], retry=Retry(NoBackoff(), 0)) as stranger,
+        pytest.raises(AuthenticationError),
+    ):
         stranger.ping()
     commands = [*descendants(machine.process.pid).values(), " ".join(psutil.Process(machine.process.pid).cmdline())]
     assert len(commands) >= 4  # Redis, the worker, Flower, all of them

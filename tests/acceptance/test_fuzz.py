@@ -12,7 +12,7 @@ from ..conftest import clean_environment
 
 TIMEOUT_S = 400.0
 # The limit is generous: what hangs does so for ever, and a slow machine is no hang.
-OPTIONS = ("--payloads", "190", "--forms", "100", "--warm-up", "0", "--in-flight-corpus", "4", "--limit", "90")
+OPTIONS = ("--payloads", "95", "--forms", "95", "--warm-up", "0", "--in-flight-corpus", "4", "--limit", "90")
 
 
 @pytest.mark.timeout(TIMEOUT_S + 30)

@@ -98,13 +98,13 @@ def test_prefix_is_shared_with_a_request_that_still_runs(manager: ModelManager, 
     middle = prefix[:1234] + model.tokenize("Then a bear came")  # ends inside what the first one holds
     urgent = Meanwhile(model, lambda _: Request("m", tuple(middle), GREEDY, max_tokens=30, ignore_eos=True), times=1)
     first = model.engine.submit(
-        Request("first", (*prefix, *model.tokenize("The fox")), GREEDY, max_tokens=300, ignore_eos=True), urgent
+        Request("first", (*prefix, *model.tokenize("The fox")), GREEDY, max_tokens=100, ignore_eos=True), urgent
     )
     whole = first.result(PATIENCE_S).tokens
     (done,) = urgent.results()
     assert done.usage.cached_tokens == 1234
     assert done.tokens == run(cold, middle).tokens
-    assert whole == run(cold, [*prefix, *model.tokenize("The fox")], max_tokens=300).tokens
+    assert whole == run(cold, [*prefix, *model.tokenize("The fox")], max_tokens=100).tokens
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -116,10 +116,10 @@ def test_text_is_the_same_preempted_and_continued(manager: ModelManager, layout:
     texts = [tuple(model.tokenize(f"Once upon a time, a {index}")) for index in range(6)]
     urgent = Meanwhile(model, lambda number: Request("u", texts[number], GREEDY, max_tokens=5, priority=0), times=6)
     requests = [
-        Request(p, tuple(model.tokenize(p)), GREEDY, max_tokens=400, ignore_eos=True, priority=9) for p in prompts
+        Request(p, tuple(model.tokenize(p)), GREEDY, max_tokens=200, ignore_eos=True, priority=9) for p in prompts
     ]
     bulk = submit_together(model, requests, lambda: urgent)
-    expected = [run(cold, prompt, max_tokens=400).tokens for prompt in prompts]
+    expected = [run(cold, prompt, max_tokens=200).tokens for prompt in prompts]
     assert [handle.result(PATIENCE_S).tokens for handle in bulk] == expected
     assert model.engine.snapshot().preemptions >= 3
 
@@ -231,11 +231,11 @@ def test_every_kind_of_memory_survives_preemption(manager: ModelManager, tmp_pat
     prompt, short = model.tokenize(STORY), model.tokenize("urgent " + STORY[:50])
     urgent = Meanwhile(model, lambda _: Request("u", tuple(short), GREEDY, max_tokens=4, priority=0), times=3)
     bulk = model.engine.submit(
-        Request("bulk", tuple(prompt), GREEDY, max_tokens=300, ignore_eos=True, priority=9), urgent
+        Request("bulk", tuple(prompt), GREEDY, max_tokens=150, ignore_eos=True, priority=9), urgent
     )
     expected = run(cold, short, max_tokens=4).tokens
     assert [done.tokens for done in urgent.results()] == [expected] * 3
-    assert bulk.result(PATIENCE_S).tokens == run(cold, prompt, max_tokens=300).tokens
+    assert bulk.result(PATIENCE_S).tokens == run(cold, prompt, max_tokens=150).tokens
     assert model.engine.snapshot().preemptions >= 2
 
 
