@@ -16,6 +16,7 @@ from cellama.bench.models.synthetic import Shape, write_model
 from cellama.engine import EngineOptions, Model, ModelManager
 from cellama.engine.kvcache import disk_tier
 
+from ..conftest import EXAMPLES
 from .small_models import EXACT, SMALL
 
 STORY = "Once upon a time, there was a little fox. The fox liked to play in the park. One day, the fox found a ball. "
@@ -65,7 +66,7 @@ def test_text_goes_on_from_a_file_on_every_number_of_slots_and_either_layout(
         assert again.usage.cached_tokens >= first.usage.prompt_tokens + 19
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(EXAMPLES))
 def test_texts_of_random_conversations_are_those_of_computing(manager: ModelManager, tmp_path: Path, seed: int) -> None:
     """Cut anywhere, over restarts, evictions, layouts, adapters and scopes."""
     chance, tiers = random.Random(seed), set()

@@ -6,7 +6,6 @@ import asyncio
 import json
 import uuid
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,19 +25,34 @@ STORY = "Once upon a time"
 PLAIN, SEAS = ", there was a", " on the seven seas,"
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def name() -> str:
     """Of the worker and its model."""
     return f"a{uuid.uuid4().hex[:8]}"
 
 
-@pytest.fixture
-def worker(redis_server: RedisServer, tmp_path: Path, name: str) -> Iterator[WorkerProcess]:
+@pytest.fixture(scope="module")
+def shared_worker(
+    redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory, name: str
+) -> Iterator[WorkerProcess]:
     adapters = {"asked": {"source": PIRATE, "scale": 0}}
     model = {"id": name, "source": "bundled://tiny", "n_parallel": 4, "threads": 1, "adapters": adapters}
-    worker = WorkerProcess(tmp_path, redis_server.url, name=name, CELLAMA_MODELS=json.dumps([model]))
+    folder = tmp_path_factory.mktemp("adapters")
+    worker = WorkerProcess(folder, redis_server.url, name=name, CELLAMA_MODELS=json.dumps([model]))
     yield worker.wait_ready()
     worker.stop()
+
+
+@pytest.fixture
+def worker(shared_worker: WorkerProcess, name: str) -> Iterator[WorkerProcess]:
+    """With the adapter of its settings alone, before and after the test."""
+    yield shared_worker
+    with Client() as client:
+        names = {adapter["name"] for adapter in client.adapters(name)}
+        for other in names - {"asked"}:
+            client.unload_adapter(name, other)
+        if "asked" not in names:
+            client.load_adapter(name, "asked", PIRATE, scale=0)
 
 
 def text(model: str, **params: Any) -> str:

@@ -68,7 +68,7 @@ def test_texts_from_any_tier_are_those_of_computing(
     chance, talks = random.Random(seed), [STORY[:60], STORY, "Another one. " + STORY]
     (tmp_path / "a.gguf").write_text("adapter a")
     engine, tiers = None, set()
-    for _ in range(120):
+    for _ in range(60):
         if engine is None or chance.random() < 0.1:
             home.close(save=chance.random() < 0.8)
             engine = home.open(
