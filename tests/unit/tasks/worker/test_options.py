@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cellama.config import ModelSettings, Settings
-from cellama.tasks.worker.model_options import options_of
+from cellama.config import ModelSettings, Settings, SettingsError, get_settings
+from cellama.tasks.worker.model_options import check_models, options_of
 
 
 @pytest.mark.parametrize(
@@ -24,3 +27,29 @@ def test_model_has_the_folder_of_its_worker_or_its_own(own: dict[str, Any], fold
     options = options_of(model, Settings(cache_dir="/all", cache_disk_bytes=7, models=(model,)))
     assert (options.cache_dir, options.cache_disk_bytes) == (folder, quota)
     assert options_of(model, Settings(models=(model,))).cache_dir == own.get("cache_dir")
+
+
+def model(**options: Any) -> str:
+    return json.dumps([{"id": "m", "source": "bundled://tiny", **options}])
+
+
+@pytest.mark.parametrize(
+    ("models", "message"),
+    [
+        ("m=/missing.gguf", "models.m.source: there is no model file at '/missing.gguf'; check the path"),
+        ("m=text.gguf", "models.m.source: 'text.gguf' is no GGUF file"),
+        ("m=bundled://tinny", "models.m.source: no bundled file is called 'tinny'; did you mean 'tiny'"),
+        ("m=hf://nowhere", "models.m.source: source 'hf://nowhere' names no file on the hub"),
+        (model(draft="/no.gguf", speculation="auto"), "models.m.draft: there is no model file at '/no.gguf'"),
+        (model(adapters={"a": "/no.gguf"}), "models.m.adapters.a: there is no model file at '/no.gguf'"),
+        (model(n_parallel=8, n_batch=4), "models.m: n_batch is 4; it must be at least n_parallel (8)"),
+    ],
+)
+def test_impossible_model_is_named_before_anything_is_loaded(
+    settings_environment: Callable[..., None], tmp_path: Path, models: str, message: str
+) -> None:
+    (tmp_path / "text.gguf").write_text("I am no model")
+    settings_environment(models=models)
+    with pytest.raises(SettingsError) as refused:
+        check_models(get_settings())
+    assert str(refused.value).startswith(message)
