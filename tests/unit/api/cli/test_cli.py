@@ -94,33 +94,64 @@ def test_exit_code_tells_what_kind_of_error_it_was(error: Exception, code: Exit)
     assert exit_code_of(error) == code
 
 
+SEVERAL = """
+import contextlib, io, json, sys
+from cellama.api.cli import main
+
+def ended(argv):
+    sys.argv[1:], text = argv, io.StringIO()
+    with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
+        try:
+            main()
+        except SystemExit as end:
+            return end.code, text.getvalue()
+
+print(json.dumps([ended(argv) for argv in json.load(sys.stdin)]))
+"""
+NO_REDIS = {"CELLAMA_REDIS_URL": "redis://127.0.0.1:1/0"}
+Mistake = tuple[list[str], int, str]  # arguments, exit code, what the message has
+
+
 @pytest.mark.parametrize(
-    ("argv", "variables", "code", "message"),
+    ("variables", "mistakes"),
     [
-        (["generate", "tiny", "Hi"], {}, 3, "Redis at redis://127.0.0.1:1/0 does not answer"),
-        (["status"], {"CELLAMA_REDIS_URL": "redis://:secret@127.0.0.1:1/0"}, 3, "redis://:***@127.0.0.1:1/0"),
-        (["worker"], {}, 3, "does not answer; start it, or use `cellama up`"),
-        (["generate", "tiny", "Hi", "--max-tokens", "0"], {}, 2, "max_tokens is 0"),
-        (["generate", "tiny", "Hi", "--temperature", "-1"], {}, 2, "temperature is -1.0"),
-        (["generate", "tiny", "Hi", "--max-tokens", "many"], {}, 2, "valid integer"),
-        (["generate", "tiny", ""], {}, 2, "prompt is '': it is empty"),
-        (["generate", "tiny"], {}, 2, "Missing argument"),
-        (["generate", "tiny", "Hi", "--max-token", "3"], {}, 2, "--max-tokens"),
-        (["genrate"], {}, 2, "genrate"),
-        (["status"], {"CELLAMA_REDIS_ULR": "x"}, 2, "did you mean CELLAMA_REDIS_URL?"),
-        (["status"], {"CELLAMA_CONFIG": "nowhere.toml"}, 2, "there is no such file"),
-        (["up", "--redis", "redis://db.invalid:1/0"], {}, 3, "only a loopback one can be started here"),
+        (
+            NO_REDIS,
+            [
+                (["generate", "tiny", "Hi"], 3, "Redis at redis://127.0.0.1:1/0 does not answer"),
+                (["worker"], 3, "does not answer; start it, or use `cellama up`"),
+                (["generate", "tiny", "Hi", "--max-tokens", "0"], 2, "max_tokens is 0"),
+                (["generate", "tiny", "Hi", "--temperature", "-1"], 2, "temperature is -1.0"),
+                (["generate", "tiny", "Hi", "--max-tokens", "many"], 2, "valid integer"),
+                (["generate", "tiny", ""], 2, "prompt is '': it is empty"),
+                (["generate", "tiny"], 2, "Missing argument"),
+                (["generate", "tiny", "Hi", "--max-token", "3"], 2, "--max-tokens"),
+                (["genrate"], 2, "genrate"),
+                (["up", "--redis", "redis://db.invalid:1/0"], 3, "only a loopback one can be started here"),
+            ],
+        ),
+        ({"CELLAMA_REDIS_URL": "redis://:secret@127.0.0.1:1/0"}, [(["status"], 3, "redis://:***@127.0.0.1:1/0")]),
+        ({**NO_REDIS, "CELLAMA_REDIS_ULR": "x"}, [(["status"], 2, "did you mean CELLAMA_REDIS_URL?")]),
+        ({**NO_REDIS, "CELLAMA_CONFIG": "nowhere.toml"}, [(["status"], 2, "there is no such file")]),
     ],
 )
 def test_mistake_ends_in_a_message_and_an_exit_code(
-    tmp_path: Path, argv: list[str], variables: dict[str, str], code: int, message: str
+    tmp_path: Path, variables: dict[str, str], mistakes: list[Mistake]
 ) -> None:
-    done = run_cli(*argv, folder=tmp_path, **variables)
-    output = (done.stdout + done.stderr).decode()
-    assert done.returncode == code, output
-    assert message in output
-    assert "Traceback" not in output
-    assert "secret" not in output
+    done = subprocess.run(
+        [sys.executable, "-c", SEVERAL],
+        cwd=tmp_path,
+        env=clean_environment(**variables),
+        input=json.dumps([argv for argv, _, _ in mistakes]),
+        capture_output=True,
+        timeout=60,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    for (code, output), (argv, expected, message) in zip(json.loads(done.stdout), mistakes, strict=True):
+        assert (code, message in output) == (expected, True), f"{argv}: {output}"
+        assert "Traceback" not in output
+        assert "secret" not in output
 
 
 def test_ctrl_c_while_packages_are_imported_ends_in_silence(tmp_path: Path) -> None:
