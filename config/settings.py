@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import functools
+import json
 import os
+import re
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -23,13 +25,8 @@ from pydantic import (
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from . import limits
-from .gateway_settings import GatewaySettings
-from .metrics_settings import MetricsSettings
 from .model_ids import MODEL_ID, parse_models, with_ids
 from .redis_url import mask_url, parse_redis_url
-from .shown import shown
-from .sizes import parse_budget
-from .trace_settings import TraceSettings
 
 PREFIX = "CELLAMA_"
 CONFIG_VARIABLE = "CELLAMA_CONFIG"  # names the file; default: cellama.toml in the working folder
@@ -37,6 +34,11 @@ DEFAULT_FILE = "cellama.toml"
 Capability = Literal["generate", "chat", "embed", "rerank"]
 OnFull = Literal["refuse", "evict"]
 DEFAULT_SLOTS = 8  # of a model that leaves n_parallel to us, and was never tuned
+MIN_METRICS_TOKEN_CHARS = 16
+SECRETS = {"gateway_metrics_token", "reasoning_key", "hub_token"}
+# Browsers write origins in small letters; extensions and desktop apps have schemes of their own.
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.\-]*://[a-z0-9.\-\[\]:]+", re.ASCII)
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
 
 
@@ -134,7 +136,7 @@ class ModelSettings(BaseModel):
 TINY = ModelSettings(id="tiny", source="bundled://tiny", default=True, n_parallel=16, threads=1)
 
 
-class Settings(GatewaySettings, MetricsSettings, TraceSettings):
+class Settings(BaseSettings):
     """Everything that can be configured. Made by `get_settings()`."""
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True, validate_default=True)
@@ -196,6 +198,113 @@ class Settings(GatewaySettings, MetricsSettings, TraceSettings):
         description="of the embedded Redis, logs of `cellama up`, the gateway's files; default: ~/.local/share/cellama",
     )
 
+    # Logs and traces (docs/operations/monitoring.md)
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(default="INFO", description="of every process")
+    log_format: Literal["text", "json"] = Field(
+        default="text", description="json: each line is an object, with the job's id and its trace's where there are"
+    )
+    traces: bool = Field(
+        default=False,
+        description="spans of jobs for OpenTelemetry, in workers, gateways and who sends jobs; its own variables "
+        "(`OTEL_EXPORTER_OTLP_ENDPOINT`, …) say where they go",
+    )
+    trace_contents: bool = Field(default=False, description="spans have prompts and what was generated, too")
+
+    # Metrics (docs/operations/monitoring.md)
+    metrics_port: int | None = Field(
+        default=None,
+        ge=1,
+        le=65535,
+        description="of a worker's `/metrics`; each of a machine has its own; default: none",
+    )
+    metrics_host: str = Field(
+        default="127.0.0.1", min_length=1, description="address of that port; whoever reaches it reads it without a key"
+    )
+    gateway_metrics_token: SecretStr | None = Field(
+        default=None,
+        description="opens the gateway's `/metrics` (`Authorization: Bearer …`), 16 characters or more; default: it is "
+        "for this machine only",
+    )
+    board_url: str | None = Field(
+        default=None, pattern=r"^https?://\S+$", description="of the board in Grafana: Flower links to it"
+    )
+
+    # The gateway (docs/how-to/gateway.md)
+    gateway_max_body_bytes: int = Field(default=16 << 20, ge=1024, description="size of a request's body over HTTP")
+    gateway_bodies_bytes: int = Field(
+        default=512 << 20,
+        ge=1024,
+        description="memory for the bodies of all requests that are being handled; more get 503",
+    )
+    gateway_key_bodies_bytes: int = Field(
+        default=128 << 20, ge=1024, description="the same for the requests of one API key; more get 429"
+    )
+    gateway_max_requests: int = Field(
+        default=4096, ge=1, description="requests that are handled at the same time, streams included; more get 503"
+    )
+    gateway_head_timeout_s: int = Field(
+        default=10,
+        ge=1,
+        description="seconds that a connection may take to send the head of a request; then it is closed. Of "
+        "`cellama gateway` only: an app that is mounted leaves this to its server",
+    )
+    gateway_body_timeout_s: int = Field(
+        default=30,
+        ge=1,
+        description="seconds that a body may stay behind 8 KiB per second; then the request gets 408",
+    )
+    gateway_max_wait_s: int = Field(
+        default=600,
+        ge=0,
+        description="requests that would wait longer for a slot get 429, but for those of the tier `flex`; 0 = none do",
+    )
+    gateway_keepalive_s: int = Field(
+        default=10, ge=1, description="after so long without a token a stream gets a comment, the first time, too"
+    )
+    gateway_keys_file: Path | None = Field(
+        default=None, description="TOML or JSON with API keys; default: those that `cellama keys` keeps in Redis"
+    )
+    gateway_files_dir: str | None = Field(
+        default=None,
+        description="where files and batches lie: a directory that all gateways see, or a URL for fsspec (`s3://…`); "
+        "default: `gateway` in `data_dir`",
+    )
+    gateway_work_dir: Path | None = Field(
+        default=None,
+        description="where batches run if `gateway_files_dir` is a URL: a directory of this machine; default: "
+        "`gateway` in `data_dir`",
+    )
+    gateway_max_file_bytes: int = Field(default=200 << 20, ge=1024, description="size of a file for batches")
+    gateway_tenant_files: int = Field(
+        default=1000,  # each upload counts them: some 5 ms of Redis' time for as many
+        ge=1,
+        description="files that a tenant may have, those of its batches' answers included; more uploads get 429",
+    )
+    gateway_tenant_file_bytes: int = Field(
+        default=5 << 30, ge=1024, description="size of all files that a tenant may have; more uploads get 429"
+    )
+    gateway_max_batch_lines: int = Field(default=50_000, ge=1, description="requests in a file for batches")
+    gateway_batches_at_once: int = Field(
+        default=4, ge=0, description="batches that one gateway drives at the same time; 0 = it leaves them to others"
+    )
+    gateway_lease_s: int = Field(
+        default=30, ge=3, le=50, description="after so long without a sign of its gateway another one drives a batch"
+    )
+    gateway_open_batches: int = Field(
+        default=100, ge=1, description="batches of a tenant that have not ended; more are refused with 429"
+    )
+    gateway_cors_origins: Annotated[list[str], NoDecode] = Field(
+        default=[],
+        description="origins, such as https://chat.example.org, whose pages may ask from a browser, and change things "
+        "without a key: a JSON list, or with commas between them; `*` is every one. Default: none",
+    )
+    gateway_webhook_timeout_s: float = Field(
+        default=15.0, gt=0, le=60, description="time for an endpoint to answer a webhook"
+    )
+    gateway_webhook_private: bool = Field(
+        default=False, description="webhooks may go to loopback and private addresses, too, and over http"
+    )
+
     @classmethod
     def settings_customise_sources(
         cls,
@@ -222,7 +331,36 @@ class Settings(GatewaySettings, MetricsSettings, TraceSettings):
     @field_validator("memory_budget", mode="before")
     @classmethod
     def _parse_memory_budget(cls, value: Any) -> Any:
-        return parse_budget(value)
+        return _parse_budget(value)
+
+    @field_validator("gateway_metrics_token")
+    @classmethod
+    def _check_token(cls, token: SecretStr | None) -> SecretStr | None:
+        if token is not None and len(token) < MIN_METRICS_TOKEN_CHARS:
+            raise ValueError(f"it has {len(token)} characters; it must have {MIN_METRICS_TOKEN_CHARS} or more")
+        return token
+
+    @field_validator("gateway_cors_origins", mode="before")
+    @classmethod
+    def _parse_origins(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        if not value.startswith("["):
+            return [origin.strip() for origin in value.split(",") if origin.strip()]
+        try:
+            return json.loads(value)
+        except ValueError as error:
+            raise ValueError(f"it begins as a JSON list, and is none: {error}") from None
+
+    @field_validator("gateway_cors_origins")
+    @classmethod
+    def _check_origins(cls, origins: list[str]) -> list[str]:
+        for origin in origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ValueError(f"{origin!r} is no origin; write it as https://chat.example.org, without a path")
+        if "*" in origins and len(origins) > 1:
+            raise ValueError('"*" is every origin; leave the others out')
+        return origins
 
     @model_validator(mode="after")
     def _check_models(self) -> Settings:
@@ -262,8 +400,8 @@ def get_settings() -> Settings:
     try:
         return Settings(**values)
     except ValidationError as error:
-        told = "\n".join(explain(problem) for problem in error.errors())
-    raise SettingsError(told)  # not within the `except`: see parse_job
+        message = "\n".join(explain(problem) for problem in error.errors())
+    raise SettingsError(message)  # not within the `except`: see parse_job
 
 
 def _read_file() -> dict[str, Any]:
@@ -302,4 +440,30 @@ def explain(problem: Any) -> str:
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "missing" or not problem["loc"]:
         return f"{where}: {message}" if problem["loc"] else message
-    return f"{where} is {shown(where, problem['input'])}: {message}"
+    return f"{where} is {_masked(where, problem['input'])}: {message}"
+
+
+def _masked(where: str, value: Any) -> str:
+    """Return the repr of a setting's value, with secrets masked; `where` is the dotted name of the setting."""
+    if where == "redis_url":
+        return repr(mask_url(str(value)))
+    return "***" if where.rpartition(".")[2] in SECRETS else repr(value)
+
+
+def _parse_budget(value: Any) -> Any:
+    """Return `auto` and `unlimited` unchanged, and sizes in bytes. Raises ValueError for anything else."""
+    if value in ("auto", "unlimited"):
+        return value
+    size = _parse_size(str(value))
+    if not size:
+        raise ValueError("it must be auto, unlimited, or a size such as 8GB, 8GiB or 8000000000")
+    return size
+
+
+def _parse_size(text: str) -> int | None:
+    """Return the bytes of `8GB` (8·10⁹), `8GiB` (8·2³⁰), `8G` (as GB) or plain digits; None if it is not a size."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        return None
+    step = 1024 if match[3] else 1000
+    return int(float(match[1]) * step ** " kmgt".index(match[2].lower() or " "))

@@ -8,7 +8,7 @@ import pytest
 from pydantic import SecretStr
 
 from cellama.config import ModelSettings, Settings, SettingsError, get_settings
-from cellama.config.shown import SECRETS
+from cellama.config.settings import SECRETS
 
 SetVariables = Callable[..., None]
 
