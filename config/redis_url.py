@@ -89,7 +89,13 @@ def _server(kind: Kind, rest: str) -> RedisUrl:
     username, password = _credentials(parts)
     port = parts.port or 6379
     return RedisUrl(
-        kind, ((parts.hostname, port),), "", _db(parts.path), username, password, tls=tuple(sorted(tls.items()))
+        kind=kind,
+        hosts=((parts.hostname, port),),
+        path="",
+        db=_db(parts.path),
+        username=username,
+        password=password,
+        tls=tuple(sorted(tls.items())),
     )
 
 
@@ -100,7 +106,7 @@ def _socket(rest: str) -> RedisUrl:
         raise _Wrong("the path of the socket must be absolute: unix:///run/redis.sock, with three slashes")
     username, password = _credentials(parts)
     db = _db(options.get("db") or options.get("virtual_host") or "")
-    return RedisUrl("socket", (), unquote(parts.path), db, username, password)
+    return RedisUrl(kind="socket", hosts=(), path=unquote(parts.path), db=db, username=username, password=password)
 
 
 def _sentinel(rest: str) -> RedisUrl:

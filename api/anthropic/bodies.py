@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,11 +21,10 @@ _OWN_NAMES = {  # of the job's parameter → as Anthropic calls it
     "enable_thinking": "thinking",
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
 }
-_NAMED = re.compile(r"^(?:unknown parameter ')?([a-z_]+)(?= is | and | at #| can't |\.|')")  # as jobs name it
 
 
 @dataclass(frozen=True, slots=True)
-class Ordered:
+class ParsedBody:
     """What a body orders. `params` are those of a chat, without model and messages."""
 
     messages: list[dict[str, Any]]
@@ -34,7 +32,7 @@ class Ordered:
     shows_thoughts: bool  # with their text
 
 
-def ordered(body: Mapping[str, Any]) -> Ordered:
+def parse_body(body: Mapping[str, Any]) -> ParsedBody:
     """The order of a message."""
     given = _checked(body)
     max_tokens = given.get("max_tokens")
@@ -54,10 +52,10 @@ def ordered(body: Mapping[str, Any]) -> Ordered:
     if "json_schema" in mapped:
         own.setdefault("strict_schema", False)
     _refuse_both(own, mapped)
-    return Ordered(_messages(given), own | mapped, thinking.get("display") != "omitted")
+    return ParsedBody(_messages(given), own | mapped, thinking.get("display") != "omitted")
 
 
-def counted(body: Mapping[str, Any]) -> Ordered:
+def parse_counted_body(body: Mapping[str, Any]) -> ParsedBody:
     """What is read of a conversation: that which its template makes of it."""
     for name in body:
         if name not in COUNTED:
@@ -65,14 +63,12 @@ def counted(body: Mapping[str, Any]) -> Ordered:
     given = _checked(body)
     params = _of_conversation(given)
     params.pop("parallel_tool_calls", None)
-    return Ordered(_messages(given), params, True)
+    return ParsedBody(_messages(given), params, True)
 
 
-def in_anthropics_words(message: str, body: Mapping[str, Any]) -> str:
-    """What a payload says is wrong, under the name that the caller gave it."""
-    found = _NAMED.match(message)
-    own = _OWN_NAMES.get(found[1]) if found and found[1] not in body else None
-    return message.replace(found[1], own, 1) if found and own else message
+def callers_names(body: Mapping[str, Any]) -> dict[str, str]:
+    """Return Anthropic's names of a job's parameters, but for those that the body gives by the job's own name."""
+    return {name: own for name, own in _OWN_NAMES.items() if name not in body}
 
 
 def _refuse_both(own: Mapping[str, Any], mapped: Mapping[str, Any]) -> None:
@@ -86,9 +82,7 @@ def _checked(body: Mapping[str, Any]) -> dict[str, Any]:
     given = {str(name): value for name, value in body.items() if value is not None}
     for name, value in given.items():
         rule = PARAMETERS.get(name)
-        if rule is None or rule.fate != "refused":
-            continue
-        if not any(value == harmless and type(value) is type(harmless) for harmless in rule.harmless):
+        if rule is not None and rule.refuses(value):
             raise InvalidJob(f"{name} is {shorten(value)}: {rule.note}; leave it out")
     return {name: value for name, value in given.items() if name not in PARAMETERS or not _is_dropped(name)}
 

@@ -15,7 +15,7 @@ from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.names import PRIORITY_BULK
 from cellama.tasks.contract.payloads import parse_job
 
-from .rows import Columns, Row, rows_of_csv, rows_of_parquet
+from .rows import Columns, TableRow, rows_of_csv, rows_of_parquet
 
 Form = Literal["openai", "short"]
 LineId = str | int  # as it is in the input: 7 and "7" are two ids
@@ -143,7 +143,9 @@ def raw_lines(stream: BinaryIO, max_bytes: int) -> Iterator[tuple[int, bytes | s
             yield number, raw
 
 
-def _rows(stream: BinaryIO, format_: Format, columns: Columns, max_bytes: int) -> Iterator[tuple[int, Row | BadLine]]:
+def _rows(
+    stream: BinaryIO, format_: Format, columns: Columns, max_bytes: int
+) -> Iterator[tuple[int, TableRow | BadLine]]:
     if format_ != "text":
         read = rows_of_csv if format_ == "csv" else rows_of_parquet
         yield from enumerate(read(stream, columns), start=1)
@@ -153,7 +155,7 @@ def _rows(stream: BinaryIO, format_: Format, columns: Columns, max_bytes: int) -
             text = raw.decode("utf-8-sig").rstrip("\r\n") if isinstance(raw, bytes) else BadLine(number, None, raw)
         except UnicodeDecodeError as error:
             text = BadLine(number, None, _not_utf8(error))
-        yield number, text if isinstance(text, BadLine) else Row(str(number), text)
+        yield number, text if isinstance(text, BadLine) else TableRow(str(number), text)
 
 
 def _not_utf8(error: UnicodeDecodeError) -> str:
@@ -212,7 +214,7 @@ def _checked(number: int, custom_id: Any, form: Form, given: dict[str, Any], def
         parse_job(LINE_JOBS[kind], (), (), {**params, "model": model, "priority": PRIORITY_BULK})
     except InvalidJob as error:
         return BadLine(number, custom_id, str(error))
-    return Line(number, custom_id, form, kind, model, params)
+    return Line(number=number, id=custom_id, form=form, kind=kind, model=model, params=params)
 
 
 def _is_id(value: Any) -> bool:
@@ -236,7 +238,7 @@ def _key_of(kind: LineKind, params: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredLine:
     """A line as the work file has it."""
 
     number: int

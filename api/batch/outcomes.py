@@ -6,13 +6,13 @@ import json
 from typing import Any
 
 from .files import LineFile
-from .lines import Stored
+from .lines import StoredLine
 from .output_format import error_line, result_line
 from .progress import TOKENS, Progress
 from .work import TWIN, WorkFile
 
 LINES_PER_WRITE = 1000  # of those that end without a worker
-Ended = list[tuple[Stored, dict[str, Any]]]  # lines with their results, or with their errors
+Ended = list[tuple[StoredLine, dict[str, Any]]]  # lines with their results, or with their errors
 
 
 class Outcomes:

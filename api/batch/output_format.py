@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cellama.api.openai.batch_lines import failure_of, response_of
+from cellama.api.openai.answers import failure_of, response_of
 from cellama.tasks.contract.shapes.results import with_messages
 
-from .lines import BadLine, LineId, Stored
+from .lines import BadLine, LineId, StoredLine
 from .progress import TOKENS
 
 _TOLD = tuple("finish_reason stop_sequence choices logprobs shapes usage model seed finish_key warnings".split())
 
 
-def result_line(line: Stored, result: dict[str, Any]) -> dict[str, Any]:
+def result_line(line: StoredLine, result: dict[str, Any]) -> dict[str, Any]:
     """A line of the output."""
     shaped: Any = with_messages(result) if line.kind == "chat" else result
     if line.form == "openai":
@@ -35,7 +35,7 @@ def usage_of_line(value: Mapping[str, Any]) -> dict[str, int]:
     return dict(zip(TOKENS, told, strict=True))
 
 
-def error_line(line: Stored, error: Mapping[str, Any]) -> dict[str, Any]:
+def error_line(line: StoredLine, error: Mapping[str, Any]) -> dict[str, Any]:
     """A line of the error file for a line that was run."""
     return {**_numbered(line.form, line.number, line.id, _request_id(line), error), **_beside(line.columns)}
 
@@ -59,5 +59,5 @@ def _numbered(
     return {"id": line_id, "line": number, "error": {"code": error["code"], "message": error["message"]}}
 
 
-def _request_id(line: Stored) -> str:
+def _request_id(line: StoredLine) -> str:
     return f"line_{line.number}"

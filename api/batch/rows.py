@@ -15,7 +15,7 @@ ID_COLUMNS = ("custom_id", "id")  # that tell rows apart if nothing else is said
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TableRow:
     """A row of a table. `columns` are all but those of the id and the prompt."""
 
     id: str | int
@@ -35,7 +35,7 @@ class Columns:
         return self.prompt is not None or self.id is not None
 
 
-def rows_of_csv(stream: BinaryIO, columns: Columns) -> Iterator[Row]:
+def rows_of_csv(stream: BinaryIO, columns: Columns) -> Iterator[TableRow]:
     """The rows of a CSV file. Raises InvalidJob."""
     csv.field_size_limit(1 << 30)
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
@@ -52,7 +52,7 @@ def rows_of_csv(stream: BinaryIO, columns: Columns) -> Iterator[Row]:
         text.detach()  # who opened the stream closes it
 
 
-def rows_of_parquet(stream: BinaryIO, columns: Columns) -> Iterator[Row]:
+def rows_of_parquet(stream: BinaryIO, columns: Columns) -> Iterator[TableRow]:
     """The rows of a Parquet file. Raises InvalidJob."""
     try:
         from pyarrow import ArrowException
@@ -73,9 +73,9 @@ def rows_of_parquet(stream: BinaryIO, columns: Columns) -> Iterator[Row]:
         ) from None
 
 
-def _row(row: dict[str, Any], number: int, prompt: str, row_id: str | None) -> Row:
+def _row(row: dict[str, Any], number: int, prompt: str, row_id: str | None) -> TableRow:
     others = {name: _plain(value) for name, value in row.items() if name not in (prompt, row_id)}
-    return Row(str(number) if row_id is None else _id(row[row_id]), _text(row[prompt]), others)
+    return TableRow(str(number) if row_id is None else _id(row[row_id]), _text(row[prompt]), others)
 
 
 def _id(value: Any) -> str | int:

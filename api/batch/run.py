@@ -26,7 +26,7 @@ from cellama.tasks.estimates.position import position_of
 from cellama.tasks.state.bulk_runs import Batches
 
 from .files import LineFile
-from .lines import Stored
+from .lines import StoredLine
 from .outcomes import LINES_PER_WRITE, Ended, Outcomes
 from .progress import TOKENS, Progress
 from .serving import Serving
@@ -58,11 +58,11 @@ class BatchRun:
         self,
         redis: Redis,
         app: CellamaApp,
+        *,
         work: WorkFile,
         output: LineFile,
         errors: LineFile,
         deadline_s: float | None = None,
-        *,
         ordered: bool = False,
         on_progress: Callable[[Progress], None] = lambda progress: None,
     ) -> None:
@@ -75,15 +75,7 @@ class BatchRun:
         self._deadline = None if deadline_s is None else time.monotonic() + deadline_s
         self._on_progress = on_progress
         self.id = work.get("run_id")
-        self.progress = Progress(total=sum(work.count(state) for state in range(5)))
-        self.progress.finished = work.count(FINISHED)
-        unreadable = int(work.get("unreadable", "0"))
-        self.progress.failed = work.count(FAILED) + unreadable
-        self.progress.total += unreadable
-        self.progress.already = self.progress.finished + self.progress.failed
-        for name in TOKENS:
-            setattr(self.progress, name, int(work.get(name, "0")))
-        self.progress.tokens_before = self.progress.completion_tokens
+        self.progress = progress_of(work)
         self._outcomes = Outcomes(work, output, errors, self.progress, ordered=ordered)
         self._chunks: dict[str, _Chunk] = {}
         self._serving = Serving(redis)
@@ -280,10 +272,25 @@ class BatchRun:
             log.warning("Redis does not hear of run %s: %s", self.id, error)
 
 
-def _that_fit(lines: list[Stored], room: int) -> list[Stored]:
+def progress_of(work: WorkFile) -> Progress:
+    """Return where a run is by its work file, when a command starts."""
+    unreadable = int(work.get("unreadable", "0"))
+    progress = Progress(
+        total=sum(work.count(state) for state in range(5)) + unreadable,
+        finished=work.count(FINISHED),
+        failed=work.count(FAILED) + unreadable,
+    )
+    for name in TOKENS:
+        setattr(progress, name, int(work.get(name, "0")))
+    progress.already = progress.finished + progress.failed
+    progress.tokens_before = progress.completion_tokens
+    return progress
+
+
+def _that_fit(lines: list[StoredLine], room: int) -> list[StoredLine]:
     """As many as one message may hold. One alone does: that was seen when it was read."""
     size = 0
-    fitting: list[Stored] = []
+    fitting: list[StoredLine] = []
     for line in lines:
         size += line_bytes(line.kind, line.params)
         if fitting and size > room:

@@ -93,7 +93,14 @@ def run_batch(
         echo = sys.stdout.fileno() if to_stdout else None
         results = opened.enter_context(contextlib.closing(_open_output(work, paths, echo)))
         run = BatchRun(
-            redis, app, work, results, errors, options.deadline_s, ordered=options.ordered, on_progress=on_progress
+            redis,
+            app,
+            work=work,
+            output=results,
+            errors=errors,
+            deadline_s=options.deadline_s,
+            ordered=options.ordered,
+            on_progress=on_progress,
         )
         try:
             with _traced(work):

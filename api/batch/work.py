@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .lines import Line, LineId, Stored
+from .lines import Line, LineId, StoredLine
 
 PENDING, IN_FLIGHT, FINISHED, FAILED, TWIN = range(5)  # a twin waits for what becomes of an identical line
 LINES_PER_TRANSACTION = 2000  # of a first reading
@@ -195,7 +195,7 @@ class WorkFile:
         if self._pending is not None:
             self._pending.update(models)
 
-    def next_lines(self, model: str, count: int) -> list[Stored]:
+    def next_lines(self, model: str, count: int) -> list[StoredLine]:
         """Neighbours that wait, in the order of their keys. One that failed before comes last, and alone."""
         query = (
             f"SELECT {_LINE} FROM lines WHERE state = 0 AND model = ? ORDER BY model, tries > 0, key, number LIMIT ?"
@@ -204,7 +204,7 @@ class WorkFile:
         fresh = [line for line in found if not line.tries]
         return fresh or found[:1]
 
-    def take(self, chunk: str, lines: Sequence[Stored]) -> None:
+    def take(self, chunk: str, lines: Sequence[StoredLine]) -> None:
         """These are in flight now, in this chunk."""
         if self._pending is not None:
             self._pending.subtract(line.model for line in lines)
@@ -224,7 +224,7 @@ class WorkFile:
         """Chunks in flight."""
         return [row[0] for row in self._db.execute("SELECT DISTINCT chunk FROM lines WHERE state = 1")]
 
-    def line(self, chunk: str, place: int) -> Stored | None:
+    def line(self, chunk: str, place: int) -> StoredLine | None:
         """A line in flight by its place in its chunk; None if it has ended already."""
         query = f"SELECT {_LINE} FROM lines WHERE state = 1 AND chunk = ? AND place = ?"
         row = self._db.execute(query, (chunk, place)).fetchone()
@@ -232,7 +232,7 @@ class WorkFile:
 
     # Results
 
-    def twins(self, line: Stored, limit: int) -> list[Stored]:
+    def twins(self, line: StoredLine, limit: int) -> list[StoredLine]:
         """Lines that wait for what becomes of this one."""
         query = (
             f"SELECT {_LINE} FROM lines WHERE merges AND hash = (SELECT hash FROM lines WHERE number = ?) "
@@ -240,7 +240,7 @@ class WorkFile:
         )
         return [_stored(row) for row in self._db.execute(query, (line.number, TWIN, limit))]
 
-    def finish(self, line: Stored, *, failed: bool = False, outcome: str | None = None) -> None:
+    def finish(self, line: StoredLine, *, failed: bool = False, outcome: str | None = None) -> None:
         """A line has ended; `outcome` is kept until it is its turn to be written."""
         if line.state == PENDING and self._pending is not None:
             self._pending[line.model] -= 1
@@ -250,14 +250,14 @@ class WorkFile:
             (state, outcome, line.number),
         )
 
-    def try_again(self, line: Stored) -> None:
+    def try_again(self, line: StoredLine) -> None:
         """A line in flight waits again, after one more attempt."""
         self._now_pending([line.model])
         self._db.execute(
             "UPDATE lines SET state = 0, chunk = NULL, place = NULL, tries = tries + 1 WHERE number = ?", (line.number,)
         )
 
-    def tried_out(self, max_tries: int) -> list[Stored]:
+    def tried_out(self, max_tries: int) -> list[StoredLine]:
         """Lines that wait although they have been tried so often."""
         query = f"SELECT {_LINE} FROM lines WHERE state = 0 AND tries >= ?"
         return [_stored(row) for row in self._db.execute(query, (max_tries,))]
@@ -320,8 +320,17 @@ def _written(line_id: Any) -> str:
     return json.dumps(line_id, ensure_ascii=False)
 
 
-def _stored(row: tuple[Any, ...]) -> Stored:
+def _stored(row: tuple[Any, ...]) -> StoredLine:
     number, id_, form, kind, model, params, tries, place, state, columns = row
-    return Stored(
-        number, json.loads(id_), form, kind, model, json.loads(params), tries, place, state, json.loads(columns)
+    return StoredLine(
+        number=number,
+        id=json.loads(id_),
+        form=form,
+        kind=kind,
+        model=model,
+        params=json.loads(params),
+        tries=tries,
+        place=place,
+        state=state,
+        columns=json.loads(columns),
     )

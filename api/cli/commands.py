@@ -10,39 +10,40 @@ from typing import Annotated, Any
 
 import typer
 
-from cellama.api.cli.local.bench import bench_command
-from cellama.api.cli.local.cache import (
+from cellama.api.machine.redis_server import RedisServerError
+from cellama.config import SettingsError
+from cellama.tasks.contract.codes import EXITS, Exit
+from cellama.tasks.contract.errors import JobError
+
+from .batch import (
+    batch_cancel_command,
+    batch_list_command,
+    batch_resume_command,
+    batch_run_command,
+    batch_status_command,
+)
+from .bench import bench_command
+from .cache import (
     cache_clear_command,
     cache_info_command,
     cache_list_command,
     cache_pin_command,
     cache_unpin_command,
 )
-from cellama.api.cli.local.demo import demo_command
-from cellama.api.cli.local.gateway import gateway_command
-from cellama.api.cli.local.metrics import metrics_command
-from cellama.api.cli.local.services import NotInstalled, up_command, worker_command
-from cellama.api.cli.local.tune import tune_command
-from cellama.api.machine.redis_server import RedisServerError
-from cellama.config import SettingsError
-from cellama.tasks.contract.codes import EXITS, Exit
-from cellama.tasks.contract.errors import JobError
-
-from .batch.run import batch_resume_command, batch_run_command
-from .batch.runs import batch_cancel_command, batch_list_command, batch_status_command
-from .dead import dead_list_command, dead_requeue_command
+from .demo import demo_command
 from .embed import embed_command, rerank_command
-from .gateway.keys import keys_create_command, keys_list_command, keys_revoke_command
-from .gateway.webhooks import webhooks_create_command, webhooks_delete_command, webhooks_list_command
 from .generation import chat_command, generate_command, prefill_command
 from .help import HelpfulCommand, group_of_commands
 from .jobs import (
     cancel_command,
+    dead_list_command,
+    dead_requeue_command,
     jobs_cancel_command,
     jobs_follow_command,
     jobs_list_command,
     queue_purge_command,
 )
+from .keys import keys_create_command, keys_list_command, keys_revoke_command
 from .models import (
     adapter_load_command,
     adapter_scale_command,
@@ -57,8 +58,11 @@ from .models import (
     models_unload_command,
 )
 from .output import print_error
-from .screen.top import top_command
+from .services import NotInstalled, gateway_command, metrics_command, up_command, worker_command
 from .status import status_command
+from .top import top_command
+from .tune import tune_command
+from .webhooks import webhooks_create_command, webhooks_delete_command, webhooks_list_command
 
 EPILOGUE = """
 Settings come from CELLAMA_* variables or cellama.toml.

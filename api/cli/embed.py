@@ -13,7 +13,7 @@ from cellama.api.client.client import Client
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.shapes.results import Ranked
 
-from .following import Patience, result_of
+from .following import SilenceTimeout, result_of
 from .generation import JsonOption, PatienceOption, WaitOption
 from .output import out, print_json, table_of
 
@@ -37,7 +37,7 @@ def embed_command(
     texts = _lines(texts)
     with Client() as client:
         job = client.embed(model, texts, wait=wait, dimensions=dimensions, normalize=normalize, truncate=truncate)
-        result = result_of(job, Patience(job.id, patience, unserved=wait))
+        result = result_of(job, SilenceTimeout(job.id, patience, unserved=wait))
     if json:
         print_json(result)
         return
@@ -66,7 +66,7 @@ def rerank_command(
     documents = _lines(documents)
     with Client() as client:
         job = client.rerank(model, query, documents, wait=wait, top_n=top_n, truncate=truncate)
-        result = result_of(job, Patience(job.id, patience, unserved=wait))
+        result = result_of(job, SilenceTimeout(job.id, patience, unserved=wait))
     if json:
         print_json(result)
         return

@@ -20,7 +20,7 @@ from .output import err, print_json, print_warning, printable, write_text
 PING_S = 1.0
 
 
-class Patience:
+class SilenceTimeout:
     """How long a job may tell nothing. While it waits its turn it may be silent for ever, if a worker serves it."""
 
     def __init__(self, job_id: str, patience_s: float, *, unserved: bool = False) -> None:
@@ -74,7 +74,7 @@ def cancelled_with(job: Job[Any]) -> Iterator[None]:
         raise
 
 
-def result_of(job: Job[R], patience: Patience) -> R:
+def result_of(job: Job[R], patience: SilenceTimeout) -> R:
     """The result of a job of which nothing is shown before. Raises as `show`."""
     with cancelled_with(job):
         for _ in _events(job, patience):
@@ -82,7 +82,7 @@ def result_of(job: Job[R], patience: Patience) -> R:
     return job.result(RESULT_AFTER_END_S)
 
 
-def show(job: Job[Any], json: bool, patience: Patience) -> str:
+def show(job: Job[Any], json: bool, patience: SilenceTimeout) -> str:
     """Streams a job to stdout and returns its text. Raises JobTimeout, JobFailed, JobCancelled."""
     text = ""
     for event in _events(job, patience):
@@ -95,7 +95,7 @@ def show(job: Job[Any], json: bool, patience: Patience) -> str:
     return text
 
 
-def _events(job: Job[Any], patience: Patience) -> Iterator[Event]:
+def _events(job: Job[Any], patience: SilenceTimeout) -> Iterator[Event]:
     """A job's events to its end, without pings; while those come, stderr shows where it is."""
     with err.status("…") as spinner:
         spinner.stop()

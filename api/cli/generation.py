@@ -11,10 +11,11 @@ from rich.prompt import Prompt
 from cellama.api.client.client import Client
 from cellama.api.client.job import Job
 from cellama.tasks.contract.errors import InvalidJob, JobError
+from cellama.tasks.contract.payloads import ChatJob, GenerateJob, PrefillJob
 from cellama.tasks.contract.shapes.parameters import ChatMessage
 
-from .following import Patience, cancelled_with, result_of, show
-from .options import with_chat_options, with_generation_options, with_prefill_options
+from .following import SilenceTimeout, cancelled_with, result_of, show
+from .options import with_options
 from .output import out, print_error, print_json
 
 CHAT_HELP = """\
@@ -27,7 +28,7 @@ WaitOption = Annotated[bool, typer.Option("--wait", help="Queue the job even if 
 PatienceOption = Annotated[float, typer.Option("--patience", help="Seconds without a word from a job that has a slot.")]
 
 
-@with_generation_options
+@with_options(GenerateJob)
 def generate_command(
     model: Annotated[str, typer.Argument(help="Model id, or :default.")],
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from stdin.")],
@@ -44,7 +45,7 @@ def generate_command(
         _run(client.generate(model, _read(prompt), wait=wait, **params), json, patience, wait)
 
 
-@with_chat_options
+@with_options(ChatJob)
 def chat_command(
     model: Annotated[str, typer.Argument(help="Model id, or :default.")],
     message: Annotated[str | None, typer.Argument(help="What to say; without it, a conversation begins.")] = None,
@@ -73,7 +74,7 @@ def chat_command(
             _take_turn(client, messages, said, model, json, patience, wait, params)
 
 
-@with_prefill_options
+@with_options(PrefillJob)
 def prefill_command(
     model: Annotated[str, typer.Argument(help="Model id, or :default.")],
     prompt: Annotated[str | None, typer.Argument(help="The prompt; - reads it from stdin.")] = None,
@@ -92,7 +93,7 @@ def prefill_command(
     given: dict[str, Any] = {"system": system} if system is not None else {}
     with Client() as client:
         job = client.prefill(model, None if prompt is None else _read(prompt), wait=wait, **given, **params)
-        result = result_of(job, Patience(job.id, patience, unserved=wait))
+        result = result_of(job, SilenceTimeout(job.id, patience, unserved=wait))
     if json:
         print_json({"job_id": job.id, **result})
         return
@@ -112,7 +113,7 @@ def _read(text: str) -> str:
 
 def _run(job: Job[Any], json: bool, patience_s: float, wait: bool) -> str:
     with cancelled_with(job):
-        return show(job, json, Patience(job.id, patience_s, unserved=wait))
+        return show(job, json, SilenceTimeout(job.id, patience_s, unserved=wait))
 
 
 def _take_turn(

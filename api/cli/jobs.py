@@ -11,7 +11,7 @@ from rich.prompt import Confirm
 from cellama.api.client.client import Client
 from cellama.tasks.contract.codes import Exit
 
-from .following import Patience, show
+from .following import SilenceTimeout, show
 from .generation import JsonOption, PatienceOption
 from .output import err, out, print_error, print_json, readable_time, table_of
 
@@ -52,7 +52,7 @@ def jobs_follow_command(job_id: JobArgument, json: JsonOption = False, patience:
     """
     with Client() as client:
         try:
-            show(client.job(job_id), json, Patience(job_id, patience, unserved=True))
+            show(client.job(job_id), json, SilenceTimeout(job_id, patience, unserved=True))
         except KeyboardInterrupt:
             err.print(f"\n[yellow]job {job_id} goes on; `cellama cancel {job_id}` ends it[/]")
             raise
@@ -110,3 +110,43 @@ def queue_purge_command(
         print_json({"model": model, "ended": count})
     else:
         out.print(f"ended {count} job(s) that waited for {model}")
+
+
+def dead_list_command(json: JsonOption = False) -> None:
+    """List the jobs whose workers died again and again while they ran.
+
+    Example:  cellama dead list
+    """
+    with Client() as client:
+        dead = client.dead()
+    if json:
+        print_json(dead)
+        return
+    if not dead:
+        out.print("no job was put aside")
+        return
+    table = table_of("job", "task", "queue", "attempts", "died", "last worker", right="attempts", title="Dead jobs")
+    for entry in dead:
+        died = readable_time(entry["at"])
+        attempts = str(entry["attempts"])
+        table.add_row(entry["id"], entry["task"], entry["queue"], attempts, died, entry["last_worker"])
+    out.print(table)
+
+
+def dead_requeue_command(
+    job_ids: Annotated[list[str], typer.Argument(help="Ids of dead jobs, or `all`.")],
+    json: JsonOption = False,
+) -> None:
+    """Queue dead jobs again, as new jobs: the streams of the old ones have ended.
+
+    Example:  cellama dead requeue all
+    """
+    with Client() as client:
+        if job_ids == ["all"]:
+            job_ids = [entry["id"] for entry in client.dead()]
+        requeued = {job_id: client.requeue_dead(job_id).id for job_id in job_ids}
+    if json:
+        print_json(requeued)
+    else:
+        for old, new in requeued.items():
+            out.print(f"{old} is queued again as {new}")

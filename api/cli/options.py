@@ -36,28 +36,15 @@ _GROUP_OF = {name: group for group, names in GROUPS.items() for name in names}
 _RANK = {name: rank for rank, name in enumerate(_GROUP_OF)}
 
 
-def with_generation_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Adds one option per generation parameter; the command gets those that were given as `params`."""
-    return _with_options(GenerateJob, command)
-
-
-def with_chat_options(command: Callable[..., None]) -> Callable[..., None]:
-    """As `with_generation_options`, with what only chats have."""
-    return _with_options(ChatJob, command)
-
-
-def with_prefill_options(command: Callable[..., None]) -> Callable[..., None]:
-    """As `with_generation_options`, with what a prefill has."""
-    return _with_options(PrefillJob, command)
-
-
-def with_bulk_options(command: Callable[..., None]) -> Callable[..., None]:
-    """As `with_chat_options`, but for the priority, which a bulk run has from being one."""
-    return _with_options(ChatJob, command, without=frozenset({"priority"}))
+def with_options(
+    job: type[GenerateJob | ChatJob | PrefillJob], *, without: frozenset[str] = frozenset()
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Add one option to a command for each parameter of a job; the command gets those that were given as `params`."""
+    return lambda command: _with_options(job, command, without)
 
 
 def _with_options(
-    job: type[GenerateJob | ChatJob | PrefillJob], command: Callable[..., None], without: frozenset[str] = frozenset()
+    job: type[GenerateJob | ChatJob | PrefillJob], command: Callable[..., None], without: frozenset[str]
 ) -> Callable[..., None]:
     known = {name: field for name, field in job.model_fields.items() if name not in _NOT_OPTIONS | without}
     fields = dict(sorted(known.items(), key=lambda item: _RANK.get(item[0], len(_RANK))))

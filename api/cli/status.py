@@ -14,8 +14,8 @@ from cellama.api.client.client import Client
 from .generation import JsonOption
 from .memory import readable
 from .output import out, print_json, printable, table_of
-from .screen.top import watch_all
-from .screen.watching import watch as keep_looking
+from .top import watch as keep_looking
+from .top import watch_all
 
 WATCH_S = 1.0
 READS = ("requests_waiting", "prompt_rate", "requests_finished")

@@ -27,12 +27,12 @@ from .counting import Counting, traced
 from .door import Visits
 from .errors import ApiError, of_job
 from .gateway import Gateway
-from .keys.rate_headers import NAMES as RATE_HEADERS
+from .keys.access import RATE_HEADER_NAMES
 from .webhooks import webhooks_of
 
 ROOMS = (completions, responses, messages, vectors, tokens, models, metrics, files, batches)
 REQUEST_ID = "x-request-id"
-READ_BY_CLIENTS = (REQUEST_ID, "request-id", "retry-after", "retry-after-ms", "x-should-retry", *RATE_HEADERS)
+READ_BY_CLIENTS = (REQUEST_ID, "request-id", "retry-after", "retry-after-ms", "x-should-retry", *RATE_HEADER_NAMES)
 GONE = 499  # nginx's: the client did not wait for the answer
 
 

@@ -32,7 +32,7 @@ class Visits:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        visit = Visit(self._gateway.room)
+        visit = Visit(self._gateway.body_memory)
         scope.setdefault("state", {})["visit"] = visit
         try:
             await self._app(scope, in_time(receive, self._gateway.settings.gateway_body_timeout_s), send)

@@ -8,8 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from cellama.api.openai.bodies import in_openais_words
-from cellama.api.openai.parameters import Rule
+from cellama.api.openai.parameters import in_callers_words
 from cellama.tasks.contract.codes import meaning_of, message_for_clients
 from cellama.tasks.contract.errors import InvalidJob, JobError
 from cellama.tasks.contract.json_values import shorten
@@ -111,17 +110,18 @@ def of_code(code: str, message: str, *, retryable: bool = False) -> ApiError:
     return ApiError(status, told, code=_CODES.get(code, code), retry_after_s=retry)
 
 
-def of_worker(error: ApiError, url: str, rules: Mapping[str, Rule] | None = None) -> ApiError:
-    """Return what a worker found wrong with a body, under OpenAI's names. Other errors stay as they are."""
+def of_worker(error: ApiError, names: Mapping[str, str]) -> ApiError:
+    """Return what a worker found wrong with a body, under the caller's names (see `callers_names`). Other errors stay
+    as they are."""
     if error.code != "invalid_request":
         return error
-    message, param = in_openais_words(error.message, url, rules)
+    message, param = in_callers_words(error.message, names)
     code = _SCHEMA_CODES.get(param or "", error.code) if _IN_A_SCHEMA.search(message) else error.code
     return ApiError(error.status, message, code=code, param=param)
 
 
-def wrong(url: str, error: InvalidJob, rules: Mapping[str, Rule] | None = None) -> ApiError:
-    """What is wrong with the body that was sent to an endpoint, under OpenAI's names."""
-    message, param = in_openais_words(str(error), url, rules)
+def wrong(error: InvalidJob, names: Mapping[str, str]) -> ApiError:
+    """Return what is wrong with a body, under the caller's names."""
+    message, param = in_callers_words(str(error), names)
     found = re.match(r"body\.(\w+) is missing|(\w+) is ", message)
     return ApiError(400, message, param=param or (found and (found[1] or found[2])) or None)

@@ -20,7 +20,7 @@ from cellama.tasks.contract.errors import JobError
 from .callers import Access
 from .counting import Counts
 from .directory import Directory
-from .visit import Room
+from .visit import BodyMemory
 
 
 class Gateway:
@@ -30,7 +30,7 @@ class Gateway:
         self.settings = settings
         self.access = access
         self.counts = Counts()
-        self.room = Room(settings.gateway_bodies_bytes, settings.gateway_key_bodies_bytes)
+        self.body_memory = BodyMemory(settings.gateway_bodies_bytes, settings.gateway_key_bodies_bytes)
         self._afterwards: dict[asyncio.Task[None], bool] = {}  # and whether it is cut short by `close`
 
     @cached_property

@@ -1,64 +1,70 @@
-"""The jobs of one request: from their submission to their ends, and what becomes of them when the client goes away."""
+"""The jobs of one request, from their submission to their ends; a client that disconnects cancels them."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
 
 from cellama.api.client.async_client import AsyncJob
+from cellama.api.openai.chunks import reasoning_tokens_of
 from cellama.config.logging import logging_about
 from cellama.tasks.contract.errors import InvalidJob, JobError, StreamTrimmed, UnknownJob
 from cellama.tasks.contract.events import Event, is_terminal
 from cellama.tasks.contract.shapes.results import Result
 from cellama.tasks.traces.gate import trace_id_here
 
-from .asking import Asked
 from .callers import Admission, Unlimited
-from .errors import ApiError, of_code, of_job
-from .leaving import unless_gone
+from .errors import ApiError, of_code, of_job, of_worker
+from .parsing import ParsedRequest
 from .sse import EventStream
-from .warning_header import warning_headers
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
 RESULT_S = 30.0  # the result is stored with the last event
 CANCELLED_S = 10.0  # until a job that is cancelled has ended
 BUFFERED = 4  # events of several jobs that wait for a slow reader
+WARNINGS = "x-cellama-warnings"
+MAX_HEADER_CHARS = 2048  # proxies take 4 to 8 KiB for all headers of an answer together
 
 Placed = tuple[int, Event]
 
 
-class Running:
+class RunningJobs:
     """One job, or one for each of several prompts. Those that have not ended when it is closed are cancelled, unless
     the request has an idempotency key: its client will ask again. To be used by `async with`."""
 
     def __init__(
         self,
-        asked: Asked,
+        parsed: ParsedRequest,
         model: str,
         tier: str,
         *,
         has_usage: bool = True,
-        in_words: Callable[[ApiError], ApiError] = lambda error: error,
+        names: Mapping[str, str] | None = None,
     ) -> None:
-        """`model` is as the job names it. Jobs without usage are charged for the tokens that were estimated. `in_words`
-        gives what a worker found wrong the names that the body has."""
-        self.asked = asked
+        """`model` is as the job names it. Jobs without usage are charged for the tokens that were estimated. `names`
+        are the caller's names of the job's parameters, for what a worker finds wrong with the body."""
+        self.parsed = parsed
         self.model = model
         self.tier = tier
+        self.names = names or {}
         self.jobs: list[AsyncJob[Any]] = []
         self.usages: dict[int, Any] = {}  # of the jobs that have ended
-        self.is_kept = asked.idempotency_key is not None
+        self.is_kept = parsed.idempotency_key is not None
         self._ended: set[int] = set()
         self._seen: dict[int, int] = {}  # of each job, the number of its last event
-        self._admission: Admission = asked.visit.hand_over()
+        self._admission: Admission = parsed.visit.hand_over()
         self._has_usage = has_usage
-        self._in_words = in_words
         self._is_streamed = self._is_closed = False
 
     @property
@@ -71,12 +77,12 @@ class Running:
 
     async def admit(self, num_tokens: int, num_jobs: int = 1) -> None:
         """Raises ApiError: 403 for a model that is not the caller's, 429 if the caller's limits don't allow it."""
-        self.asked.caller.check_model(self.model)
+        self.parsed.caller.check_model(self.model)
         await self._admission.reserve(num_tokens, num_jobs)
 
     async def submit(self, *calls: Callable[[str | None], Awaitable[AsyncJob[Any]]]) -> None:
         """Queues a job by each of these, which get its idempotency key. Raises ApiError."""
-        key = self.asked.idempotency_key
+        key = self.parsed.idempotency_key
         for place, call in enumerate(calls):
             own = key if key is None or len(calls) == 1 else f"{key} {place}"
             submitting = asyncio.ensure_future(call(own))
@@ -84,19 +90,19 @@ class Running:
                 self.jobs.append(await asyncio.shield(submitting))
             except asyncio.CancelledError:
                 if not self.is_kept:
-                    self.asked.gateway.afterwards(_cancel_when_there(submitting))
+                    self.parsed.gateway.afterwards(_cancel_when_there(submitting))
                 raise
             except InvalidJob:
                 raise  # who has mapped the body knows how its fields are called
             except JobError as error:
                 raise await self.failed(of_job(error)) from None
         with logging_about("", trace_id_here()):
-            log.info("request %s: job %s", self.asked.request.state.request_id, ", ".join(job.id for job in self.jobs))
+            log.info("request %s: job %s", self.parsed.request.state.request_id, ", ".join(job.id for job in self.jobs))
         await self._check_wait()
 
     async def _check_wait(self) -> None:
         """Of a long queue each job is asked for its own place: bulk work does not hold up what is urgent."""
-        gateway = self.asked.gateway
+        gateway = self.parsed.gateway
         limit = gateway.settings.gateway_max_wait_s
         if not limit or self.tier == "flex" or await gateway.directory.wait_s(self.model, self.tier) <= limit:
             return
@@ -112,12 +118,12 @@ class Running:
 
     async def failed(self, error: ApiError) -> ApiError:
         """The error as the client gets it."""
-        error = self._in_words(error)
-        if error.code == "unknown_adapter" and self.asked.caller.adapters is not None:  # it names others' adapters
+        error = of_worker(error, self.names)
+        if error.code == "unknown_adapter" and self.parsed.caller.adapters is not None:  # it names others' adapters
             error = ApiError(
                 error.status, "the adapter is not loaded for this model", code=error.code, param="adapters"
             )
-        return await self.asked.gateway.directory.with_wait(error, self.model, self.tier)
+        return await self.parsed.gateway.directory.with_wait(error, self.model, self.tier)
 
     async def events(self, ping_s: float = math.inf) -> AsyncGenerator[Placed, None]:
         """The events of all jobs with their places, and pings. Raises ApiError when one of them fails."""
@@ -145,7 +151,36 @@ class Running:
     async def first_of(self, events: AsyncGenerator[Placed, None]) -> Placed:
         """The first event, for which a stream waits: what a worker finds wrong at once is a status. Raises ApiError,
         ClientDisconnect."""
-        return await unless_gone(self.asked.request, _next(events))
+        return await unless_gone(self.parsed.request, _next(events))
+
+    async def stream(
+        self,
+        frames_of: Callable[[AsyncGenerator[Placed, None]], AsyncGenerator[bytes, None]],
+        error_frame: Callable[[ApiError], bytes],
+    ) -> EventStream:
+        """Return an answer of the frames that `frames_of` makes of the events; an error ends it with a last frame.
+
+        It waits for the first event: what a worker finds wrong at once is a status. Raises ApiError, ClientDisconnect.
+        """
+        events = self.events(self.parsed.gateway.settings.gateway_keepalive_s)
+        first = await self.first_of(events)
+
+        async def all_events() -> AsyncGenerator[Placed, None]:
+            yield first
+            async for placed in events:
+                yield placed
+
+        async def frames() -> AsyncGenerator[bytes, None]:
+            try:
+                async with aclosing(frames_of(all_events())) as made:
+                    async for one in made:
+                        yield one
+            except ApiError as error:
+                yield error_frame(error)
+            except JobError as error:
+                yield error_frame(of_job(error))
+
+        return self.stream_of(frames(), events)
 
     def stream_of(self, frames: AsyncGenerator[bytes, None], events: AsyncGenerator[Placed, None]) -> EventStream:
         """An answer of frames, which are made of these events. From now on this is closed with it."""
@@ -157,15 +192,6 @@ class Running:
         self._is_streamed = True
         return EventStream(frames, close, self.headers)
 
-    @contextlib.contextmanager
-    def without_events(self) -> Iterator[None]:
-        """Events may be missing inside: a result outlives them, and an idempotency key may ask for it a day later."""
-        try:
-            yield
-        except (StreamTrimmed, UnknownJob):
-            if not self.is_kept:
-                raise
-
     async def result(self, place: int = 0) -> Result:
         """The result of a job that has ended. Raises ApiError."""
         try:
@@ -174,14 +200,22 @@ class Running:
             raise await self.failed(of_job(error)) from None
         return result
 
-    async def finished(self) -> Result:
-        """The result of the one job, once it is there. Raises ApiError."""
-        with self.without_events():
-            async for _ in self.events():
-                pass
-        return await self.result()
+    async def ended(self) -> int:
+        """Wait until all jobs have ended. Return how many tokens of reasoning their events have. Raises ApiError.
 
-    async def __aenter__(self) -> Running:
+        A result outlives the events, and an idempotency key may ask for it a day later: then there are no events.
+        """
+        num_tokens = 0
+        try:
+            async with aclosing(self.events()) as events:
+                async for _, event in events:
+                    num_tokens += reasoning_tokens_of(event)
+        except (StreamTrimmed, UnknownJob):
+            if not self.is_kept:
+                raise
+        return num_tokens
+
+    async def __aenter__(self) -> RunningJobs:
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -193,7 +227,7 @@ class Running:
         if self._is_closed:
             return
         self._is_closed = True
-        gateway = self.asked.gateway
+        gateway = self.parsed.gateway
         for place, job in enumerate(self.jobs):
             if place not in self._ended and not self.is_kept:
                 gateway.afterwards(job.cancel())
@@ -204,7 +238,7 @@ class Running:
 
     def _count_tokens(self) -> None:
         """Those of jobs whose ends were seen, for Prometheus."""
-        self.asked.gateway.counts.took(self.asked.caller.tenant, self.usages.values())
+        self.parsed.gateway.counts.took(self.parsed.caller.tenant, self.usages.values())
 
     async def _settle(self) -> None:
         """The request is charged for what its jobs took, once they have ended: soon, if they are cancelled now."""
@@ -227,7 +261,7 @@ class Running:
 
 
 async def run_one(
-    asked: Asked,
+    parsed: ParsedRequest,
     model: str,
     num_tokens: int,
     call: Callable[[str | None], Awaitable[AsyncJob[Any]]],
@@ -239,10 +273,11 @@ async def run_one(
     async def run() -> Any:
         await running.admit(num_tokens)
         await running.submit(call)
-        return await running.finished()
+        await running.ended()
+        return await running.result()
 
-    async with Running(asked, model, asked.tier(), has_usage=has_usage) as running:
-        return await unless_gone(asked.request, run()), running.headers
+    async with RunningJobs(parsed, model, parsed.tier(), has_usage=has_usage) as running:
+        return await unless_gone(parsed.request, run()), running.headers
 
 
 async def _next(events: AsyncGenerator[Placed, None]) -> Placed:
@@ -283,3 +318,39 @@ async def _merged(streams: list[AsyncIterator[Event]]) -> AsyncGenerator[Placed,
             task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """What the work gives. When the connection ends before that it is cancelled, and this raises ClientDisconnect.
+
+    The body must have been read.
+    """
+    working = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        for task in (working, gone):
+            task.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def warning_headers(answer: Mapping[str, Any]) -> dict[str, str]:
+    """Return the header for the `warnings` of an answer: a JSON array in ASCII. The last ones are left out if they are
+    too long together, and counted instead."""
+    warnings: list[str] = answer.get("warnings", [])
+    if not warnings:
+        return {}
+    num_shown, value = len(warnings), json.dumps(warnings)
+    while len(value) > MAX_HEADER_CHARS:
+        num_shown -= 1
+        value = json.dumps([*warnings[:num_shown], f"and {len(warnings) - num_shown} more"])
+    return {WARNINGS: value}

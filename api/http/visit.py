@@ -10,7 +10,7 @@ from .errors import ApiError
 RETRY_S = 1.0  # when another request ends can't be known
 
 
-class Room:
+class BodyMemory:
     """Memory for bodies: of all requests, and of those with the same key. Event loop only."""
 
     def __init__(self, max_bytes: int, max_key_bytes: int) -> None:
@@ -54,17 +54,17 @@ class Room:
 class Visit:
     """One request. Whatever it still holds when it ends is given back by the middleware that made this."""
 
-    def __init__(self, room: Room | None = None) -> None:
+    def __init__(self, memory: BodyMemory | None = None) -> None:
         self.admission: Admission = Unlimited()
-        self._room = room
+        self._memory = memory
         self._holder = ""
         self._num_bytes = 0
 
     def hold(self, caller: Caller, num_bytes: int) -> None:
-        """Take memory until the request ends. Raises ApiError as Room.take."""
-        if self._room is not None:
+        """Take memory until the request ends. Raises ApiError as BodyMemory.take."""
+        if self._memory is not None:
             self._holder = caller.key_id or caller.tenant or ""
-            self._room.take(self._holder, num_bytes, self._num_bytes)
+            self._memory.take(self._holder, num_bytes, self._num_bytes)
             self._num_bytes += num_bytes
 
     def hand_over(self) -> Admission:
@@ -74,6 +74,6 @@ class Visit:
 
     def leave(self) -> None:
         """Give the memory back."""
-        if self._room is not None and self._num_bytes:
-            self._room.give_back(self._holder, self._num_bytes)
+        if self._memory is not None and self._num_bytes:
+            self._memory.give_back(self._holder, self._num_bytes)
             self._num_bytes = 0

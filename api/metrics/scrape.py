@@ -1,26 +1,39 @@
-"""All figures that come from Redis, read at most once a second."""
+"""All figures that come from Redis, read at most once a second: ledger, bulk runs, tenants, and `queues`."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable
+from typing import Any
 
+from pydantic import ValidationError
 from redis import Redis
 from redis.exceptions import RedisError, ResponseError
 
+from cellama.api.keys.entry import KeyEntry
 from cellama.tasks.connection.redis_clock import redis_time
+from cellama.tasks.contract.keys import (
+    API_KEYS_KEY,
+    DEAD_KEY,
+    DUE_KEY,
+    LEASES_KEY,
+    MISSING_KEY,
+    key_charges_key,
+    key_jobs_key,
+)
 from cellama.tasks.metrics.families import Figures
+from cellama.tasks.state.bulk_runs import OPEN_STATES, Batches
 from cellama.tasks.state.registry import WorkerEntry, live_workers
 
-from .bulk import add_bulk_runs
-from .ledger import add_ledger
 from .queues import add_queues
-from .tenants import add_tenants
 
 log = logging.getLogger(__name__)
 
 KEPT_S = 1.0  # what was read is told again for so long: several who scrape cost as much as one
+MOST_RUNS = 100  # the last ones by their last word
+STATES = (*sorted(OPEN_STATES), "completed", "failed", "cancelled", "expired")
+MOST_KEYS = 100
 
 
 class Scrape:
@@ -76,3 +89,72 @@ def _add_workers(figures: Figures, workers: list[WorkerEntry]) -> None:
     figures.add("cellama_workers", len(workers))
     if workers:
         figures.add("cellama_worker_age_seconds", max(worker.age_s for worker in workers))
+
+
+def add_ledger(redis: Redis, figures: Figures, now: float) -> None:
+    """Adds how much of each there is, at this time of Redis' clock. Raises RedisError."""
+    pipeline = redis.pipeline(transaction=False)
+    pipeline.zcard(LEASES_KEY)
+    pipeline.zcount(LEASES_KEY, "-inf", now)
+    pipeline.zrange(LEASES_KEY, 0, 0, withscores=True)
+    pipeline.zcount(DUE_KEY, "-inf", now)
+    pipeline.zrange(DUE_KEY, 0, 0, withscores=True)
+    pipeline.zcard(MISSING_KEY)
+    pipeline.zcard(DEAD_KEY)
+    found: list[Any] = pipeline.execute()
+    leases, overdue, first_to_end, due, first_due, missing, dead = found
+    figures.add("cellama_ledger_leases", leases)
+    figures.add("cellama_ledger_leases_overdue", overdue)
+    figures.add("cellama_ledger_leases_overdue_seconds", _late(first_to_end, now))
+    figures.add("cellama_ledger_due", due)
+    figures.add("cellama_ledger_due_seconds", _late(first_due, now))
+    figures.add("cellama_ledger_missing", missing)
+    figures.add("cellama_dead_jobs", dead)
+
+
+def _late(first: list[tuple[bytes, float]], now: float) -> float:
+    """How long ago the first one's time was; 0 if it is to come, or there is none."""
+    return max(0.0, now - first[0][1]) if first else 0.0
+
+
+def add_bulk_runs(redis: Redis, figures: Figures) -> bool:
+    """A state that this version does not know is `other`. True if more than these are at work. Raises RedisError."""
+    for state in STATES:
+        figures.add("cellama_bulk_runs", 0, state)
+    runs = Batches(redis).all(MOST_RUNS + 1)
+    for run in runs[:MOST_RUNS]:
+        figures.add("cellama_bulk_runs", 1, run["state"] if run.get("state") in STATES else "other")
+        if run["alive"]:
+            total, done, failed = (_count(run.get(name)) for name in ("total", "finished", "failed"))
+            figures.add("cellama_bulk_lines", done, "done")
+            figures.add("cellama_bulk_lines", failed, "failed")
+            figures.add("cellama_bulk_lines", max(0, total - done - failed), "left")
+    return any(run["alive"] for run in runs[MOST_RUNS:])
+
+
+def _count(value: object) -> int:
+    return value if isinstance(value, int) else 0
+
+
+def add_tenants(redis: Redis, figures: Figures, now: float) -> bool:
+    """Adds those of the first keys by id that are active. True if there are more. Raises RedisError."""
+    told: Any = redis.hgetall(API_KEYS_KEY)
+    found = [entry for raw in told.values() if (entry := _parsed(raw)) is not None and entry.state(now) == "active"]
+    entries = sorted(found, key=lambda entry: entry.id)[:MOST_KEYS]
+    pipeline = redis.pipeline(transaction=False)
+    for entry in entries:
+        pipeline.zcount(key_jobs_key(entry.id), now, "+inf")
+        pipeline.hget(key_charges_key(entry.id), "tokens")
+    answers = iter(pipeline.execute())
+    for entry in entries:
+        jobs, tokens = next(answers), next(answers)
+        figures.add("cellama_tenant_jobs", jobs, entry.tenant)
+        figures.add("cellama_tenant_window_tokens", float(tokens or 0), entry.tenant)
+    return len(found) > MOST_KEYS
+
+
+def _parsed(raw: bytes) -> KeyEntry | None:
+    try:
+        return KeyEntry.model_validate_json(raw)
+    except ValidationError:  # the gateway says so in its log
+        return None

@@ -1,10 +1,12 @@
-"""Results of jobs → bodies of OpenAI's responses."""
+"""Results of jobs → bodies of OpenAI's responses, and lines of its batch files."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+from cellama.tasks.contract.codes import message_for_clients
 
 from .logprobs import of_chat, of_text
 
@@ -111,3 +113,16 @@ def embeddings_of(result: Mapping[str, Any]) -> dict[str, Any]:
     tokens = result["usage"]["prompt_tokens"]
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
     return {"object": "list", "model": result["model"], "data": data, "usage": usage}
+
+
+def response_of(custom_id: str | int, request_id: str, kind: str, result: Mapping[str, Any]) -> dict[str, Any]:
+    """A line of an output file."""
+    body = embeddings_of(result) if kind == "embed" else body_of(kind, request_id, [result])
+    response = {"status_code": 200, "request_id": request_id, "body": body}
+    return {"id": f"batch_req_{request_id}", "custom_id": custom_id, "response": response, "error": None}
+
+
+def failure_of(custom_id: str | int | None, request_id: str, error: Mapping[str, Any]) -> dict[str, Any]:
+    """A line of an error file."""
+    shown = {"code": error["code"], "message": message_for_clients(error["code"], error["message"])}
+    return {"id": f"batch_req_{request_id}", "custom_id": custom_id, "response": None, "error": shown}

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.json_values import shorten
 
-from .parameters import CHAT, CONTENT, PARAMETERS, Rule
+from .parameters import CHAT, CONTENT, PARAMETERS, ParameterRule
 
 _ASSISTANTS_EMPTY = ("annotations", "audio", "function_call", "refusal")  # OpenAI's client sends them back
-_OF_THE_JOB = re.compile(r"^(unknown parameter ')?([a-z_]+)(?= is | and | at #| can't |\.|\[|')")  # as jobs name it
 
 
 def params_of_body(url: Any, body: Any) -> dict[str, Any]:
@@ -29,18 +27,14 @@ def params_of_body(url: Any, body: Any) -> dict[str, Any]:
     given = {str(name): value for name, value in body.items() if value is not None}
     params: dict[str, Any] = {}
     for name, value in given.items():
-        rule = PARAMETERS[url].get(name, Rule("as it is"))
-        if rule.fate == "refused" and not _is_harmless(rule, value):
+        rule = PARAMETERS[url].get(name, ParameterRule("as it is"))
+        if rule.refuses(value):
             raise InvalidJob(f"{name} is {_short(value)}: {rule.note}; leave it out")
         if rule.fate in ("as it is", "renamed"):
             _put(params, rule.to or name, value, name)
     for read in _READERS:
         read(params, given, url)
     return params
-
-
-def _is_harmless(rule: Rule, value: Any) -> bool:
-    return any(value == harmless and type(value) is type(harmless) for harmless in rule.harmless)
 
 
 def _put(params: dict[str, Any], name: str, value: Any, told: str) -> None:
@@ -193,18 +187,3 @@ _READERS: tuple[Callable[[dict[str, Any], Mapping[str, Any], str], None], ...] =
     _take_reasoning_effort,
     _take_encoding,
 )
-
-
-def in_openais_words(message: str, url: str, rules: Mapping[str, Rule] | None = None) -> tuple[str, str | None]:
-    """What a payload says is wrong, under the name that the caller gave it; and that name. `rules` are those of an
-    endpoint that bulk runs don't know."""
-    found = _OF_THE_JOB.match(message)
-    if found is None:
-        return message, None
-    if rules is None:
-        rules = PARAMETERS.get(url, {})  # of an endpoint that is not OpenAI's the names are those of jobs
-    own = {rule.to: name for name, rule in rules.items() if rule.to and rule.fate in ("renamed", "mapped")}
-    if found[1] or found[2] in rules:
-        return message, found[2]
-    name = own.get(found[2], found[2])
-    return message.replace(found[2], name, 1), name

@@ -5,16 +5,19 @@ A parameter that stands in no table is one of jobs (docs/reference/parameters.md
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 Fate = Literal["as it is", "renamed", "mapped", "ignored", "refused"]
+# How errors of jobs name a parameter.
+_NAMED = re.compile(r"^(unknown parameter ')?([a-z_]+)(?= is | and | at #| can't |\.|\[|')")
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class ParameterRule:
     """What becomes of a parameter. `to` is the job's name for it; `harmless` are values that ask for nothing."""
 
     fate: Fate
@@ -22,59 +25,97 @@ class Rule:
     to: str = ""
     harmless: tuple[Any, ...] = ()
 
-
-def _as_it_is(*names: str) -> dict[str, Rule]:
-    return {name: Rule("as it is") for name in names}
-
-
-def _ignored(note: str, *names: str) -> dict[str, Rule]:
-    return {name: Rule("ignored", note) for name in names}
+    def refuses(self, value: Any) -> bool:
+        """Return whether a request with this value is refused."""
+        is_harmless = any(value == harmless and type(value) is type(harmless) for harmless in self.harmless)
+        return self.fate == "refused" and not is_harmless
 
 
-def _refused(note: str, *harmless: Any) -> Rule:
-    return Rule("refused", note, harmless=harmless)
+def callers_names(rules: Mapping[str, ParameterRule], body: Mapping[str, Any]) -> dict[str, str]:
+    """Return the caller's names of a job's parameters, by which errors of the job name them.
+
+    A parameter that the body gives by the job's own name keeps it.
+    """
+    return {
+        rule.to: name
+        for name, rule in rules.items()
+        if rule.to and rule.fate in ("renamed", "mapped") and rule.to not in body and not _is_taken(rules, rule.to)
+    }
+
+
+def _is_taken(rules: Mapping[str, ParameterRule], name: str) -> bool:
+    """Return whether the endpoint has a parameter of its own with this name."""
+    return name in rules and rules[name].fate != "refused"
+
+
+def in_callers_words(message: str, names: Mapping[str, str]) -> tuple[str, str | None]:
+    """Return the message of a job's error with the caller's name of the parameter, and that name if there is one.
+
+    Errors of workers reach the gateway as text, so the name is found in the message.
+    """
+    found = _NAMED.match(message)
+    if found is None:
+        return message, None
+    name = found[2] if found[1] else names.get(found[2], found[2])
+    return message.replace(found[2], name, 1), name
+
+
+def _as_it_is(*names: str) -> dict[str, ParameterRule]:
+    return {name: ParameterRule("as it is") for name in names}
+
+
+def _ignored(note: str, *names: str) -> dict[str, ParameterRule]:
+    return {name: ParameterRule("ignored", note) for name in names}
+
+
+def _refused(note: str, *harmless: Any) -> ParameterRule:
+    return ParameterRule("refused", note, harmless=harmless)
 
 
 _GENERATION = {
     **_as_it_is("model", "temperature", "top_p", "n", "seed", "stop", "frequency_penalty", "presence_penalty"),
     **_as_it_is("logit_bias"),
-    "stream": Rule("mapped", "server-sent events; a bulk run refuses it"),
-    "stream_options": Rule("mapped", "`include_usage`; its other members are ignored"),
-    "service_tier": Rule(
+    "stream": ParameterRule("mapped", "server-sent events; a bulk run refuses it"),
+    "stream_options": ParameterRule("mapped", "`include_usage`; its other members are ignored"),
+    "service_tier": ParameterRule(
         "mapped",
         "`flex` is bulk work (priority 9), `auto` and `default` are interactive (3), `priority` comes first (0), "
         "as far as the key allows; the answer says which it was. A bulk run ignores it",
     ),
-    "response_format": Rule(
+    "response_format": ParameterRule(
         "mapped",
         "`json_schema`, or `json_object` with or without a `schema`. With `strict: true` a keyword that can't be "
         "enforced is refused, otherwise it is ignored and listed in `warnings`",
         "json_schema",
     ),
-    "prediction": Rule("as it is", "a hint: right parts come faster, and no text changes"),
+    "prediction": ParameterRule("as it is", "a hint: right parts come faster, and no text changes"),
     **_ignored("the tenant of the key is who asks", "user", "safety_identifier"),
     **_ignored("nothing is stored beyond the life of a result", "metadata", "store"),
     **_ignored(
         "prefixes are shared without being told", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"
     ),
 }
-PARAMETERS: Mapping[str, Mapping[str, Rule]] = {
+PARAMETERS: Mapping[str, Mapping[str, ParameterRule]] = {
     CHAT: {
         **_GENERATION,
-        "messages": Rule(
+        "messages": ParameterRule(
             "mapped", "role `developer` is `system`; `reasoning_content` is `reasoning`; parts must be text", "messages"
         ),
-        "max_tokens": Rule("as it is", "default: what the context has room for"),
-        "max_completion_tokens": Rule("renamed", to="max_tokens"),
+        "max_tokens": ParameterRule("as it is", "default: what the context has room for"),
+        "max_completion_tokens": ParameterRule("renamed", to="max_tokens"),
         **_as_it_is("tools"),
-        "tool_choice": Rule(
+        "tool_choice": ParameterRule(
             "mapped", "`auto`, `none`, `required`, a function, whose call is then forced, or `allowed_tools`"
         ),
-        "parallel_tool_calls": Rule("as it is", "not said: as many as the model makes, one where a call is forced"),
-        "logprobs": Rule("mapped", "a switch"),
-        "top_logprobs": Rule("mapped", "how many; needs `logprobs`", "logprobs"),
-        "reasoning_effort": Rule("mapped", "`none` turns thinking off; all go to the chat template", "template_args"),
-        "verbosity": Rule("ignored", "say in the system message how long answers shall be"),
+        "parallel_tool_calls": ParameterRule(
+            "as it is", "not said: as many as the model makes, one where a call is forced"
+        ),
+        "logprobs": ParameterRule("mapped", "a switch"),
+        "top_logprobs": ParameterRule("mapped", "how many; needs `logprobs`", "logprobs"),
+        "reasoning_effort": ParameterRule(
+            "mapped", "`none` turns thinking off; all go to the chat template", "template_args"
+        ),
+        "verbosity": ParameterRule("ignored", "say in the system message how long answers shall be"),
         "functions": _refused("it is deprecated: use `tools`", []),
         "function_call": _refused("it is deprecated: use `tool_choice`"),
         "modalities": _refused("text is all that comes", ["text"]),
@@ -84,18 +125,18 @@ PARAMETERS: Mapping[str, Mapping[str, Rule]] = {
     },
     COMPLETIONS: {
         **_GENERATION,
-        "prompt": Rule("as it is", "a text, token ids, or a list of either: a job for each"),
-        "max_tokens": Rule("as it is", "default: 16, as OpenAI's"),
-        "logprobs": Rule("as it is"),
+        "prompt": ParameterRule("as it is", "a text, token ids, or a list of either: a job for each"),
+        "max_tokens": ParameterRule("as it is", "default: 16, as OpenAI's"),
+        "logprobs": ParameterRule("as it is"),
         "best_of": _refused("all completions are given: use `n`", 1),
         "echo": _refused("the prompt is not repeated", False),
         "suffix": _refused("text is only generated after a prompt", ""),
     },
     EMBEDDINGS: {
-        "model": Rule("as it is"),
-        "input": Rule("renamed", "a text, token ids, or a list of either", "texts"),
-        "encoding_format": Rule("mapped", "`float` or `base64`", "encoding"),
-        "dimensions": Rule("as it is"),
+        "model": ParameterRule("as it is"),
+        "input": ParameterRule("renamed", "a text, token ids, or a list of either", "texts"),
+        "encoding_format": ParameterRule("mapped", "`float` or `base64`", "encoding"),
+        "dimensions": ParameterRule("as it is"),
         **_ignored("the tenant of the key is who asks", "user"),
     },
 }

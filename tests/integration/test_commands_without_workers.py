@@ -14,7 +14,7 @@ from redis import Redis
 from typer.testing import CliRunner, Result
 
 from cellama.api.cli import app
-from cellama.api.cli.screen.top import look
+from cellama.api.cli.top import look
 from cellama.api.client.client import Client
 from cellama.api.machine.redis_server import PortTaken, RedisServer, free_port
 from cellama.tasks import generate

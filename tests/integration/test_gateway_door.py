@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cellama.api.http.asking import MAX_VALUES
+from cellama.api.http.parsing import MAX_VALUES
 from cellama.api.machine.redis_server import RedisServer
 
 from ..conftest import PATIENCE_S, empty_database, wait_until

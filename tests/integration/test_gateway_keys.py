@@ -15,9 +15,8 @@ from redis import Redis
 
 from cellama.api.http.callers import Caller
 from cellama.api.http.errors import ApiError
-from cellama.api.http.keys.access import KeyAccess
+from cellama.api.http.keys.access import KeyAccess, connect_keys
 from cellama.api.http.keys.limiter import LEASE_S
-from cellama.api.http.keys.wiring import connect_keys
 from cellama.api.keys.entry import KeyEntry
 from cellama.api.keys.key_text import KeyText, new_key
 from cellama.api.keys.store import KeyStore
@@ -30,7 +29,7 @@ GATEWAY = """
 import asyncio, json, sys
 from cellama.api.http.errors import ApiError
 from cellama.api.http.keys.access import KeyAccess
-from cellama.api.http.keys.wiring import connect_keys
+from cellama.api.http.keys.access import connect_keys
 
 async def ask(access, caller, place):
     try:

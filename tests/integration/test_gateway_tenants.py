@@ -12,7 +12,7 @@ import openai
 import pytest
 from redis import Redis
 
-from cellama.api.cli.gateway.keys import as_toml
+from cellama.api.cli.keys import as_toml
 from cellama.api.keys.entry import KeyEntry
 from cellama.api.keys.key_text import KeyText, new_key
 from cellama.api.machine.redis_server import RedisServer

@@ -12,8 +12,7 @@ import pytest
 import yaml
 
 from cellama.api.cli import app
-from cellama.api.cli.local.gateway import GATEWAY_PORT
-from cellama.api.cli.local.metrics import METRICS_PORT
+from cellama.api.cli.services import GATEWAY_PORT, METRICS_PORT
 from cellama.config import Settings
 
 ROOT = Path(__file__).parents[2]

@@ -1,80 +1,107 @@
-"""One batch, driven by this gateway as long as its lease holds: validated, run, and its files put out."""
+"""One batch, driven by this gateway while its lease holds: validated, run, and its results stored as files."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
+import os
+import shutil
 import sqlite3
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from redis.exceptions import RedisError
 
-from cellama.api.batch.start import Paths, paths_of
+from cellama.api.batch.options import BatchOptions
+from cellama.api.batch.progress import Progress
+from cellama.api.batch.run import progress_of
+from cellama.api.batch.start import paths_of, run_batch
+from cellama.api.batch.work import WorkFile
 from cellama.api.http.callers import Caller
 from cellama.api.http.errors import ApiError
 from cellama.api.http.files.records import Record
-from cellama.api.http.files.shelf import Shelf
-from cellama.api.http.files.store import fetch, make_folder
+from cellama.api.http.files.service import FileService
+from cellama.api.http.files.store import fetch, make_folder, open_new
 from cellama.api.http.threads import FILES, in_thread
+from cellama.api.openai.answers import failure_of
 from cellama.config import Settings, get_settings
+from cellama.tasks.connection.connections import connect
+from cellama.tasks.connection.redis_clock import redis_time
+from cellama.tasks.connection.redis_errors import reaching_redis
 from cellama.tasks.contract.errors import InvalidJob, JobError, RedisRefused, RedisUnreachable
+from cellama.tasks.contract.keys import batch_key
+from cellama.tasks.jobs import app_at
 
-from .desk import Desk
-from .input_check import Checked, Rules, check_input
+from .input_check import CheckedInput, Rules, check_input
 from .leases import HeldLease, Leases
-from .parts import Parts
-from .results import Results, results_of
-from .run_thread import Left, RunThread
-from .scratch import clear, folder_of
+from .run_files import Parts, Schedule, clear, folder_of
+from .service import BatchService
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 1.0  # between looks at the record: whether it shall be cancelled
-NOTE_S = 20.0  # that Redis may take to hear of a part
+POLL_S = 1.0  # between two reads of the record, which says whether the batch is to be cancelled
+NOTE_S = 20.0  # for Redis to note a part
+CONNECT_TIMEOUT_S = 3.0
 OUTPUT_PURPOSE = "batch_output"
+EXPIRED = {"code": "batch_expired", "message": "the completion window was over before this request had its answer"}
+
+
+class DriverStopped(Exception):
+    """This driver stops, because its gateway stops or it has lost the lease. The batch stays as it is."""
 
 
 class Driver:
-    """Drives one batch, in one task. What goes wrong with the world is left to the next driver."""
+    """Drives one batch, in one task. What blocks is done in a thread, which asks at each of its turns whether it may
+    continue. Errors of Redis, disks and workers are left to the next driver."""
 
     def __init__(
-        self, settings: Settings, shelf: Shelf, desk: Desk, leases: Leases, held: HeldLease, record: Record
+        self,
+        settings: Settings,
+        files: FileService,
+        batches: BatchService,
+        leases: Leases,
+        held: HeldLease,
+        record: Record,
     ) -> None:
         self._settings = settings
-        self._shelf = shelf
-        self._desk = desk
+        self._files = files
+        self._batches = batches
         self._leases = leases
         self._held = held
         self._record = record
         self.id: str = record["id"]
         self.tenant: str | None = record["tenant"]
-        self._folder = folder_of(shelf.store, self.id)
+        self._folder = folder_of(files.store, self.id)
         self._input = self._folder / "input.jsonl"
-        self._paths: Paths = paths_of(self._folder / "output.jsonl")
+        self._paths = paths_of(self._folder / "output.jsonl")
         self._has_work = False  # on this machine, where other gateways do not see it
-        self._thread = RunThread(settings, held, record, self._input, self._paths)
+        self._stop = threading.Event()
+        self._cancelled = threading.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None  # set before the thread has anything to do
         # A run takes as long as its batch: in one of the loop's own threads it would be in the way of uploads.
         self._threads = ThreadPoolExecutor(1, thread_name_prefix=self.id)
 
     @property
     def is_stopping(self) -> bool:
-        return self._thread.stop.is_set()
+        return self._stop.is_set()
 
     def stop(self) -> None:
-        """The batch is left where it is, soon; for another driver."""
-        self._thread.stop.set()
+        """Leave the batch as it is, soon, for another driver."""
+        self._stop.set()
 
     async def drive(self) -> None:
-        """Returns when the batch has ended, or is left. Raises nothing but CancelledError."""
+        """Return when the batch has ended, or is left to another driver. Raises nothing but CancelledError."""
         async with self._watched():
             try:
                 await self._steps()
-            except Left as left:
-                log.info("batch %s is left: %s", self.id, left)
+            except DriverStopped as stopped:
+                log.info("batch %s is left: %s", self.id, stopped)
                 await self._leases.release(self._held)
             except (OSError, sqlite3.Error, RedisError, JobError, ApiError) as error:
                 # The lease is not given back: the next try is when it ends.
@@ -95,49 +122,69 @@ class Driver:
             await asyncio.gather(watch, return_exceptions=True)
 
     async def _watch(self, over: asyncio.Event) -> None:
-        """Renews the lease, and hears of a cancel."""
+        """Renew the lease, and poll whether the batch is to be cancelled."""
         renewed_at = time.monotonic()
         while not over.is_set():
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(over.wait(), LOOK_S)
+                await asyncio.wait_for(over.wait(), POLL_S)
                 return
             try:
                 if time.monotonic() - renewed_at >= self._leases.renew_s:
                     await self._leases.renew(self._held)
                     renewed_at = time.monotonic()
-                await self._hear()
+                await self._poll()
             except (RedisError, RedisUnreachable, RedisRefused) as error:
                 log.warning("the lease of batch %s was not renewed: %s", self.id, error)
 
-    async def _hear(self) -> str:
-        """The status of the batch. If its end is asked for, by its tenant or by `cellama batch cancel`, the run hears
-        of it."""
-        if not self._thread.cancelled.is_set() and await self._desk.take_wish(self.id):
-            await self._desk.move(self._record, "cancelling", of=("validating", "in_progress"))
-        record = await self._desk.records.read(self.id)
+    async def _poll(self) -> str:
+        """Return the status of the batch. Its tenant or `cellama batch cancel` may have asked for its end."""
+        if not self._cancelled.is_set() and await self._batches.take_cancel(self.id):
+            await self._batches.move(self._record, "cancelling", of=("validating", "in_progress"))
+        record = await self._batches.records.read(self.id)
         status: str = "cancelling" if record is None else record["status"]
         if status == "cancelling":
-            self._thread.cancelled.set()
+            self._cancelled.set()
         return status
 
     async def _steps(self) -> None:
-        status = await self._hear()  # before the run forgets what was asked of an earlier one
+        status = await self._poll()  # before the run forgets what was asked of an earlier one
         if status == "validating":
             status = await self._validate()
         elif status in ("in_progress", "cancelling") and self._record.get("total") is None:
             status = await self._end("cancelled", of=("cancelling",))  # nothing of it has begun
         if status in ("in_progress", "cancelling"):
-            status = await self._run()
+            ends_as = await self._run()
+            if ends_as is None:
+                return
+            status = await self._move("finalizing", of=("in_progress", "cancelling"), ends_as=ends_as)
         if status == "finalizing":
-            await self._put_out()
+            await self._store_results()
+
+    async def _in_thread(self, work: Callable[[], Any]) -> Any:
+        """Do work that blocks. If this task is cancelled, the thread stops at its next turn, and is waited for."""
+        self._loop = asyncio.get_running_loop()
+        task = self._loop.run_in_executor(self._threads, work)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            self.stop()
+            await asyncio.gather(task, return_exceptions=True)
+            raise
+
+    def _check_lease(self) -> None:
+        """Raises DriverStopped. Any thread may call it."""
+        if self._stop.is_set():
+            raise DriverStopped("this gateway stops")
+        if not self._held.is_held:
+            raise DriverStopped("its lease was lost")
 
     # Validation
 
     async def _validate(self) -> str:
         try:
-            checked = await self._in_thread(self._check)
-        except Left:
-            if not self._thread.cancelled.is_set():
+            checked = await self._in_thread(self._check_input)
+        except DriverStopped:
+            if not self._cancelled.is_set():
                 raise
             return await self._end("cancelled", of=("validating", "cancelling"))
         if checked.errors:
@@ -147,12 +194,13 @@ class Driver:
             status = await self._move("in_progress", of=("validating",), **found)
         return status if status != "cancelling" else await self._end("cancelled", of=("cancelling",))
 
-    def _check(self) -> Checked:
+    def _check_input(self) -> CheckedInput:
+        """In the thread. Raises DriverStopped, also if the batch is cancelled: nothing of it has begun."""
         try:
             self._fetch_input()
         except FileNotFoundError:
             message = f"the contents of {self._record['input_file_id']!r} are gone"
-            return Checked(errors=[{"code": "file_not_found", "message": message, "param": None, "line": None}])
+            return CheckedInput(errors=[{"code": "file_not_found", "message": message, "param": None, "line": None}])
         models, adapters = (self._record.get(name) for name in ("models", "adapters"))
         caller = Caller(
             self.tenant,
@@ -160,129 +208,200 @@ class Driver:
             adapters=None if adapters is None else frozenset(adapters),
         )
         rules = Rules(
-            self._record["endpoint"],
-            self._settings.gateway_max_batch_lines,
-            get_settings().max_payload_bytes,  # which holds for all jobs that this process makes
-            caller,
+            endpoint=self._record["endpoint"],
+            max_lines=self._settings.gateway_max_batch_lines,
+            max_line_bytes=get_settings().max_payload_bytes,  # which holds for all jobs that this process makes
+            caller=caller,
         )
+
+        def check_turn() -> None:
+            self._check_lease()
+            if self._cancelled.is_set():
+                raise DriverStopped("it is cancelled")
+
         with self._input.open("rb") as stream:
-            return check_input(stream, rules, self._thread.check)
+            return check_input(stream, rules, check_turn)
 
     def _fetch_input(self) -> None:
         make_folder(self._folder)
         if not self._input.exists():
-            fetch(self._shelf.store, self._record["input_file_id"], self._input)
+            fetch(self._files.store, self._record["input_file_id"], self._input)
 
     # The run
 
-    async def _run(self) -> str:
-        ends_as = await self._run_to_end()
-        if ends_as is None:
-            return "failed"
-        return await self._move("finalizing", of=("in_progress", "cancelling"), ends_as=ends_as)
-
-    async def _run_to_end(self) -> str | None:
-        """The state in which the run ends; None if the batch has failed by it."""
-        parts = self._parts()
+    async def _run(self) -> str | None:
+        """Return the state in which the run ends, or None if the batch has failed by it."""
         try:
-            state: str = await self._in_thread(lambda: self._run_in_thread(parts))
+            state: str = await self._in_thread(self._run_in_thread)
             return state
         except (InvalidJob, FileNotFoundError) as error:
             log.warning("batch %s fails: %s", self.id, error)
-            code, told = "file_not_found", "the contents of its input file are gone"
+            code, message = "file_not_found", "the contents of its input file are gone"
             if isinstance(error, InvalidJob):  # which names paths of this machine
-                code, told = "internal_error", "its run can't go on at the gateway, whose log says why"
-            errors = [{"code": code, "message": told, "param": None, "line": None}]
+                code, message = "internal_error", "its run can't go on at the gateway, whose log says why"
+            errors = [{"code": code, "message": message, "param": None, "line": None}]
             await self._end("failed", of=("in_progress", "cancelling", "finalizing"), errors=errors)
             return None
 
-    def _parts(self) -> Parts:
-        return Parts(self._shelf.store, self.id, self._record.get("parts", ()), self._record.get("parts_bytes", 0))
+    def _run_in_thread(self) -> str:
+        """Run the batch as `cellama batch run` does, from where this gateway or another one left it.
 
-    def _run_in_thread(self, parts: Parts) -> str:
+        Raises DriverStopped, InvalidJob, OSError, RedisUnreachable, RedisRefused.
+        """
+        store = self._files.store
+        parts: Parts | None = None
         self._fetch_input()
-        if self._shelf.store.shares_work:
-            return self._thread.run()
-        if not self._has_work:  # what lies here is of an earlier driver; another machine may have gone on since
-            for path in self._folder.glob("output*"):  # the work file has files beside it
-                path.unlink()
-            parts.fetch(self._paths.output)
-            self._has_work = True
-        loop = self._thread.loop
+        if not store.shares_work:
+            parts = Parts(store, self.id, self._record.get("parts", ()), self._record.get("parts_bytes", 0))
+            if not self._has_work:  # what lies here is of an earlier driver; another machine may have gone on since
+                for path in self._folder.glob("output*"):  # the work file has files beside it
+                    path.unlink()
+                parts.fetch(self._paths.output)
+                self._has_work = True
+        self._open_work_file()
+        schedule, url = Schedule(), self._settings.redis_url
+        with contextlib.closing(connect(url, socket_connect_timeout=CONNECT_TIMEOUT_S)) as redis:
 
-        def save() -> None:
-            """In the run's thread, between two of its turns."""
-            if (new := parts.save(self._paths.output)) is not None:
-                noted = asyncio.run_coroutine_threadsafe(self._note_parts(*new), loop).result(NOTE_S)
-                if not noted:
-                    raise Left("another gateway drives it")
-                parts.saved(*new)
+            def turn(_: object) -> None:
+                self._check_lease()
+                if self._cancelled.is_set():  # the run stops at its next look
+                    with contextlib.suppress(RedisError):
+                        redis.hset(batch_key(self.id), "cancel", "1")
+                if parts is not None and schedule.is_due():
+                    self._save_part(parts)
 
-        return self._thread.run(save)
+            with reaching_redis(url):
+                left_s = self._record["expires_at"] - redis_time(redis)
+            options = BatchOptions(
+                self._input,
+                self._paths.output,
+                format="jsonl",
+                form="openai",
+                params={"cache_scope": self.tenant} if self.tenant else {},
+                deadline_s=max(0.0, left_s),
+            )
+            try:
+                summary = run_batch(redis, app_at(url), options, lambda _: self._check_lease(), turn)
+            except DriverStopped:
+                if parts is not None and self._held.is_held:
+                    self._save_part(parts)
+                raise
+            if parts is not None:
+                self._save_part(parts)
+            return summary.state
+
+    def _open_work_file(self) -> None:
+        """Give the run the id of its batch, so that Redis has it under the same name.
+
+        An output without a work file is one that a driver on another machine has saved: its lines have ended.
+        """
+        try:
+            with contextlib.closing(WorkFile(self._paths.work)) as work:
+                if not work.get("run_id"):
+                    work.note(run_id=self.id, **self._record.get("trace", {}))
+        except sqlite3.OperationalError as error:
+            if "locked" in str(error):  # by a process that has lost its lease, and does not know it yet
+                raise DriverStopped("another process still has its work file") from None
+            raise
+
+    def _save_part(self, parts: Parts) -> None:
+        """Store what the output has gained, so that a gateway on another machine can take over. In the thread, between
+        two turns of the run."""
+        if (new := parts.save(self._paths.output)) is None:
+            return
+        assert self._loop is not None
+        noted = asyncio.run_coroutine_threadsafe(self._note_parts(*new), self._loop).result(NOTE_S)
+        if not noted:
+            raise DriverStopped("another gateway drives it")
+        parts.saved(*new)
 
     async def _note_parts(self, names: list[str], size: int) -> bool:
-        record, lease = self._record, self._held.lease
-        life_s = max(1, int(record["gone_at"] - await self._desk.records.now()))
-        done, _ = await self._desk.records.advance(
-            self.id, {"parts": names, "parts_bytes": size}, of=("in_progress", "cancelling", "finalizing"),
-            life_s=life_s, lease=lease,
-        )  # fmt: skip
-        record["parts"], record["parts_bytes"] = names, size
+        fields = {"parts": names, "parts_bytes": size}
+        done, _ = await self._batches.records.advance(
+            self.id,
+            fields,
+            of=("in_progress", "cancelling", "finalizing"),
+            life_s=max(1, int(self._record["gone_at"] - await self._batches.records.now())),
+            lease=self._held.lease,
+        )
+        self._record |= fields
         return done
 
     # The end
 
-    async def _put_out(self) -> None:
-        record = await self._desk.records.read(self.id) or self._record
-        if record["ends_as"] == "cancelled":
-            self._thread.cancelled.set()
-        has_work = self._paths.work.exists() if self._shelf.store.shares_work else self._has_work
-        if not has_work and await self._run_to_end() is None:  # it was on another machine
+    async def _store_results(self) -> None:
+        record = await self._batches.records.read(self.id) or self._record
+        ends_as = record["ends_as"]
+        if ends_as == "cancelled":
+            self._cancelled.set()
+        has_work = self._paths.work.exists() if self._files.store.shares_work else self._has_work
+        if not has_work and await self._run() is None:  # it was on another machine
             return
-        results = await self._in_thread(lambda: results_of(self._paths, record["total"], record["ends_as"]))
-        ids = await self._add_files(results)
+        progress, errors, num_failed = await self._in_thread(lambda: self._write_errors(ends_as))
         await self._end(
-            record["ends_as"], of=("finalizing",), counts=results.counts, usage=results.usage, errors=[], **ids
+            ends_as,
+            of=("finalizing",),
+            counts={"total": record["total"], "completed": progress.finished, "failed": num_failed},
+            usage=_usage_of(progress),
+            errors=[],
+            output_file_id=await self._add_file("output", self._paths.output) if progress.finished else None,
+            error_file_id=await self._add_file("error", errors) if num_failed else None,
         )
 
-    async def _add_files(self, results: Results) -> dict[str, str | None]:
-        """Under ids that come of the batch's own, so that it may be done again."""
-        ids: dict[str, str | None] = {}
-        for name, path in (("output", results.output), ("error", results.errors)):
-            ids[f"{name}_file_id"] = None
-            if path is not None:
-                self._thread.check_lease()
-                file_id = f"file-{self.id.removeprefix('batch_')}-{name}"
-                life_s, shown = self._record["output_life_s"], f"{self.id}_{name}.jsonl"
-                await self._shelf.add(path, shown, OUTPUT_PURPOSE, Caller(self.tenant), life_s, file_id=file_id)
-                ids[f"{name}_file_id"] = file_id
-        return ids
+    def _write_errors(self, ends_as: str) -> tuple[Progress, Path, int]:
+        """Write the error file: the errors of the run, and the requests for which there was no time. Return where the
+        run has ended, the file, and how many errors it has. May be done again.
+
+        A run that had completed may have requests without answers if it is repeated on another machine.
+        """
+        target = self._folder / "errors.final.jsonl"
+        with contextlib.closing(WorkFile(self._paths.work)) as work, open_new(target) as file:
+            progress = progress_of(work)
+            num_failed = progress.failed
+            if self._paths.errors.exists():
+                with self._paths.errors.open("rb") as errors:
+                    shutil.copyfileobj(errors, file)
+            for number, line_id in work.open_lines() if ends_as != "cancelled" else ():
+                failure = {**failure_of(line_id, f"line_{number}", EXPIRED), "line": number}
+                file.write((json.dumps(failure, ensure_ascii=False) + "\n").encode())
+                num_failed += 1
+            file.flush()
+            os.fsync(file.fileno())
+        return progress, target, num_failed
+
+    async def _add_file(self, name: str, path: Path) -> str:
+        """Store a file under an id that is derived from the batch's own, so that it may be done again."""
+        self._check_lease()
+        file_id = f"file-{self.id.removeprefix('batch_')}-{name}"
+        life_s, filename = self._record["output_life_s"], f"{self.id}_{name}.jsonl"
+        await self._files.add(path, filename, OUTPUT_PURPOSE, Caller(self.tenant), life_s, file_id=file_id)
+        return file_id
 
     async def _end(self, status: str, *, of: tuple[str, ...], **fields: Any) -> str:
-        """The batch has ended; nothing of its run is left, and no driver looks at it any more."""
+        """End the batch: nothing of its run is left, and no driver looks at it any more."""
         reached = await self._move(status, of=of, **fields)
         if reached == status:
-            await in_thread(FILES, clear, self._shelf.store, self.id)
-            await self._desk.close(self.id, self.tenant)  # last: what was not cleared is found by the next driver
+            await in_thread(FILES, clear, self._files.store, self.id)
+            await self._batches.close(self.id, self.tenant)  # last: what was not cleared is found by the next driver
             await self._leases.release(self._held)
             log.info("batch %s has ended: %s", self.id, status)
         return reached
 
     async def _move(self, status: str, *, of: tuple[str, ...], **fields: Any) -> str:
-        """The status that the batch has then: this one, or "cancelling" if that came in between. Raises Left."""
-        done, now = await self._desk.move(self._record, status, of=of, lease=self._held.lease, **fields)
+        """Return the new status: this one, or "cancelling" if that came first. Raises DriverStopped."""
+        done, now = await self._batches.move(self._record, status, of=of, lease=self._held.lease, **fields)
         if not done and now != "cancelling":
-            raise Left(f"another gateway drives it; it is {now or 'gone'}")
+            raise DriverStopped(f"another gateway drives it; it is {now or 'gone'}")
         self._record |= {**(fields if done else {}), "status": now}
         return now
 
-    async def _in_thread(self, work: Callable[[], Any]) -> Any:
-        """Work that blocks. If this task is cancelled, the thread stops at its next look, and is waited for."""
-        self._thread.loop = asyncio.get_running_loop()
-        task = self._thread.loop.run_in_executor(self._threads, work)
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            self.stop()
-            await asyncio.gather(task, return_exceptions=True)
-            raise
+
+def _usage_of(progress: Progress) -> dict[str, Any]:
+    """Return the tokens of a run as OpenAI's batches show them."""
+    return {
+        "input_tokens": progress.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": progress.cached_tokens},
+        "output_tokens": progress.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},  # lines of a batch do not count them
+        "total_tokens": progress.prompt_tokens + progress.completion_tokens,
+    }

@@ -6,13 +6,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from cellama.api.http.asking import PageAsked, read
-from cellama.api.http.callers import Caller
 from cellama.api.http.door import caller_of
 from cellama.api.http.files.store import unavailable
+from cellama.api.http.parsing import PageQuery, read
 
-from .orders import order_of
 from .runner import Runner
+from .service import parse_batch
 
 BATCHES = "/v1/batches"
 PAGE, MAX_PAGE = 20, 100  # OpenAI's
@@ -20,41 +19,37 @@ PAGE, MAX_PAGE = 20, 100  # OpenAI's
 
 async def create(request: Request) -> Response:
     """POST /v1/batches"""
-    asked = await read(request)
-    runner, caller = _runner(request), asked.caller
-    order = order_of(asked.body)
-    await runner.shelf.records.find(order.input_file_id, caller)
+    parsed = await read(request)
+    runner, caller = _runner(request), parsed.caller
+    order = parse_batch(parsed.body)
+    await runner.files.records.find(order.input_file_id, caller)
     try:
-        place = await runner.shelf.place()
-        record = await runner.desk.create(order, caller, asked.idempotency_key, place)
+        place = await runner.files.place()
+        record = await runner.batches.create(order, caller, parsed.idempotency_key, place)
     except OSError as error:
         raise unavailable(error) from error
     runner.start()  # an app that mounts this one may never have said that it begins
-    return JSONResponse(await runner.desk.shown(record), headers=dict(asked.visit.admission.headers))
+    return JSONResponse(await runner.batches.shown(record), headers=dict(parsed.visit.admission.headers))
 
 
 async def retrieve(request: Request) -> Response:
     """GET /v1/batches/{id}"""
-    desk, caller = _runner(request).desk, await _caller(request)
-    return JSONResponse(await desk.shown(await desk.records.find(request.path_params["id"], caller)))
+    batches, caller = _runner(request).batches, await caller_of(request)
+    return JSONResponse(await batches.shown(await batches.records.find(request.path_params["id"], caller)))
 
 
 async def list_(request: Request) -> Response:
     """GET /v1/batches"""
-    desk, caller = _runner(request).desk, await _caller(request)
-    asked = PageAsked.of(request.query_params, PAGE, MAX_PAGE)
-    found = await desk.records.page(caller, asked)
-    return JSONResponse(asked.shown([await desk.shown(record) for record in found]))
+    batches, caller = _runner(request).batches, await caller_of(request)
+    query = PageQuery.of(request.query_params, PAGE, MAX_PAGE)
+    found = await batches.records.page(caller, query)
+    return JSONResponse(query.shown([await batches.shown(record) for record in found]))
 
 
 async def cancel(request: Request) -> Response:
     """POST /v1/batches/{id}/cancel"""
-    desk, caller = _runner(request).desk, await _caller(request)
-    return JSONResponse(await desk.shown(await desk.cancel(request.path_params["id"], caller)))
-
-
-async def _caller(request: Request) -> Caller:
-    return await caller_of(request)
+    batches, caller = _runner(request).batches, await caller_of(request)
+    return JSONResponse(await batches.shown(await batches.cancel(request.path_params["id"], caller)))
 
 
 def _runner(request: Request) -> Runner:

@@ -30,7 +30,7 @@ class Rules:
 
 
 @dataclass(slots=True)
-class Checked:
+class CheckedInput:
     """What was found. `errors` are OpenAI's: code, message, param, line."""
 
     num_lines: int = 0
@@ -43,9 +43,9 @@ class Checked:
         return next(iter(self.models)) if len(self.models) == 1 else None
 
 
-def check_input(stream: BinaryIO, rules: Rules, on_lines: Callable[[], None] = lambda: None) -> Checked:
+def check_input(stream: BinaryIO, rules: Rules, on_lines: Callable[[], None] = lambda: None) -> CheckedInput:
     """Reads to the end, or to the last error that is told. `on_lines` is called now and then, and may raise."""
-    found, ids = Checked(), dict[str, int]()
+    found, ids = CheckedInput(), dict[str, int]()
     for number, raw in raw_lines(stream, rules.max_line_bytes):
         if number % LINES_PER_WORD == 0:
             on_lines()
@@ -67,7 +67,7 @@ def check_input(stream: BinaryIO, rules: Rules, on_lines: Callable[[], None] = l
 Wrong = tuple[str, str, str | None]  # code, message, param
 
 
-def _wrong(number: int, raw: bytes | str, rules: Rules, ids: dict[str, int], found: Checked) -> Iterator[Wrong]:
+def _wrong(number: int, raw: bytes | str, rules: Rules, ids: dict[str, int], found: CheckedInput) -> Iterator[Wrong]:
     if isinstance(raw, str):
         yield "line_too_long", raw, None
         return
@@ -101,7 +101,7 @@ def _wrong_id(number: int, custom_id: Any, ids: dict[str, int]) -> Iterator[Wron
         yield "duplicate_custom_id", f"its custom_id {custom_id!r} is that of line {earlier}, too", "custom_id"
 
 
-def _wrong_body(body: dict[str, Any], rules: Rules, found: Checked) -> Iterator[Wrong]:
+def _wrong_body(body: dict[str, Any], rules: Rules, found: CheckedInput) -> Iterator[Wrong]:
     model = body.get("model")
     if not isinstance(model, str) or not model or not model.isprintable():
         yield (

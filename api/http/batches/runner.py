@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from cellama.api.http.files.records import Record
-from cellama.api.http.files.shelf import Shelf
+from cellama.api.http.files.service import FileService
 from cellama.api.http.files.store import store_of
 from cellama.api.http.files.upload import sweep_uploads
 from cellama.api.http.threads import FILES, in_thread
@@ -22,10 +22,10 @@ from cellama.config import Settings
 from cellama.tasks.connection.connections import connect_async
 from cellama.tasks.contract.errors import RedisRefused, RedisUnreachable
 
-from .desk import OPEN, Desk, OpenBatch
 from .driver import Driver
 from .leases import Leases
-from .scratch import clear, old_runs
+from .run_files import clear, old_runs
+from .service import OPEN, BatchService, OpenBatch
 
 log = logging.getLogger(__name__)
 
@@ -54,12 +54,12 @@ class Runner:
         return connect_async(self._settings.redis_url, socket_connect_timeout=ANSWER_S, socket_timeout=ANSWER_S)
 
     @cached_property
-    def shelf(self) -> Shelf:
-        return Shelf(self._store, self._redis)
+    def files(self) -> FileService:
+        return FileService(self._store, self._redis)
 
     @cached_property
-    def desk(self) -> Desk:
-        return Desk(self._settings, self._redis)
+    def batches(self) -> BatchService:
+        return BatchService(self._settings, self._redis)
 
     @cached_property
     def _leases(self) -> Leases:
@@ -113,7 +113,7 @@ class Runner:
             return
         mine = Counter(driver.tenant for driver, _ in self._driven.values())
         waiting = sorted(await self._waiting(), key=lambda entry: (mine[entry[1]], entry[2]))
-        over = set() if num < most else await self.desk.over([entry[0] for entry in waiting])
+        over = set() if num < most else await self.batches.over([entry[0] for entry in waiting])
         for entry in waiting:
             if (num < most or entry[0] in over) and await self._take(*entry):
                 return  # whose turn it is now depends on this one
@@ -124,15 +124,15 @@ class Runner:
 
     async def _waiting(self) -> list[OpenBatch]:
         """Those that no one drives."""
-        waiting = [entry for entry in await self.desk.open_batches() if entry[0] not in self._driven]
-        if waiting and self.shelf.known_place is None:  # what was put there first may have come after the last sweep
-            await self.shelf.look_at_place()
+        waiting = [entry for entry in await self.batches.open_batches() if entry[0] not in self._driven]
+        if waiting and self.files.known_place is None:  # what was put there first may have come after the last sweep
+            await self.files.look_at_place()
         free = await self._leases.free([entry[0] for entry in waiting])
         return [entry for entry in waiting if entry[0] in free]
 
     async def _make_room(self, batch_id: str, tenant: str | None) -> bool:
         """The last batch of this tenant is left, if that gives a place to one that can be driven here."""
-        record = await self.desk.records.read(batch_id)
+        record = await self.batches.records.read(batch_id)
         if record is None or not self._is_ours(record):
             return False
         drivers = [driver for driver, _ in self._driven.values()]
@@ -144,21 +144,21 @@ class Runner:
 
     def _is_ours(self, record: Record) -> bool:
         """Whether it is to be driven, and its files are within this gateway's reach."""
-        return bool(record["place"] == self.shelf.known_place and record["status"] in OPEN)
+        return bool(record["place"] == self.files.known_place and record["status"] in OPEN)
 
     async def _take(self, batch_id: str, tenant: str | None, made_at: float) -> bool:
-        record = await self.desk.records.read(batch_id)
-        if record is not None and record["place"] != self.shelf.known_place:
+        record = await self.batches.records.read(batch_id)
+        if record is not None and record["place"] != self.files.known_place:
             return False  # its files are out of this gateway's reach
         if record is None or record["status"] not in OPEN:
-            if record is not None or await self.desk.records.now() > made_at + ORPHANED_S:
+            if record is not None or await self.batches.records.now() > made_at + ORPHANED_S:
                 await self._close(batch_id, tenant)
             return False
         held = await self._leases.take(batch_id)
         if held is None:
             return False
-        record = await self.desk.records.read(batch_id) or record  # another one may just have let go of it
-        driver = Driver(self._settings, self.shelf, self.desk, self._leases, held, record)
+        record = await self.batches.records.read(batch_id) or record  # another one may just have let go of it
+        driver = Driver(self._settings, self.files, self.batches, self._leases, held, record)
         self._driven[batch_id] = (driver, asyncio.create_task(driver.drive(), name=batch_id))
         return True
 
@@ -169,7 +169,7 @@ class Runner:
         except OSError as error:
             log.warning("what batch %s has left can't be deleted now: %s", batch_id, error)
         else:
-            await self.desk.close(batch_id, tenant)
+            await self.batches.close(batch_id, tenant)
 
     async def _sweep_now_and_then(self) -> None:
         if time.monotonic() < self._next_sweep:
@@ -179,13 +179,13 @@ class Runner:
 
     async def sweep(self) -> None:
         """Files that have expired are gone, and on this machine what gateways that died have left."""
-        place = await self.shelf.look_at_place()
+        place = await self.files.look_at_place()
         if place is None:
             return  # nothing was ever there
         if await self._leases.take(f"sweep:{place}") is not None:  # never given back: others need not sweep so soon
-            await self.shelf.sweep()
+            await self.files.sweep()
         await in_thread(FILES, sweep_uploads, self._store.work_dir, time.time())
         for batch_id in await in_thread(FILES, old_runs, self._store, time.time()):
-            record = await self.desk.records.read(batch_id)
+            record = await self.batches.records.read(batch_id)
             if record is None or record["status"] not in OPEN:
                 await self._close(batch_id, None if record is None else record["tenant"])

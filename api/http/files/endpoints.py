@@ -11,18 +11,17 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from cellama.api.http.asking import PageAsked
 from cellama.api.http.callers import Caller
 from cellama.api.http.door import caller_of, charged, visit_of
 from cellama.api.http.errors import ApiError
 from cellama.api.http.gateway import gateway_of
+from cellama.api.http.parsing import PageQuery
 from cellama.tasks.contract.json_values import shorten
 
-from .expiry import DEFAULT_LIFE_S, life_of, life_of_object
 from .records import Quota
-from .shelf import Shelf, shown
+from .service import DEFAULT_LIFE_S, FileService, life_of, life_of_object, shown
 from .store import unavailable
-from .upload import Form, least_bytes, received
+from .upload import UploadForm, least_bytes, received
 
 FILES = "/v1/files"
 PURPOSE = "batch"
@@ -33,62 +32,62 @@ _FIELDS = ("purpose", "expires_after", "expires_after[anchor]", "expires_after[s
 
 async def create(request: Request) -> Response:
     """POST /v1/files"""
-    shelf, caller = _shelf(request), await charged(request)
+    files, caller = _files(request), await charged(request)
     settings = gateway_of(request).settings
     quota = Quota(settings.gateway_tenant_files, settings.gateway_tenant_file_bytes)
     limit, least = settings.gateway_max_file_bytes, least_bytes(request)
-    async with shelf.receiving(caller, least, quota), received(request, shelf.store.work_dir, limit) as form:
+    async with files.receiving(caller, least, quota), received(request, files.store.work_dir, limit) as form:
         life_s = _checked(form)
-        record = await shelf.add(form.path, form.name or "", PURPOSE, caller, life_s, quota=quota)
+        record = await files.add(form.path, form.name or "", PURPOSE, caller, life_s, quota=quota)
     return JSONResponse(shown(record), headers=dict(visit_of(request).admission.headers))
 
 
 async def retrieve(request: Request) -> Response:
     """GET /v1/files/{id}"""
-    shelf, caller = await shelf_and_caller(request)
-    return JSONResponse(shown(await shelf.records.find(request.path_params["id"], caller)))
+    files, caller = await files_and_caller(request)
+    return JSONResponse(shown(await files.records.find(request.path_params["id"], caller)))
 
 
 async def content(request: Request) -> Response:
     """GET /v1/files/{id}/content"""
-    shelf, caller = await shelf_and_caller(request)
-    record = await shelf.records.find(request.path_params["id"], caller)
-    blocks = await shelf.blocks(record["id"])
+    files, caller = await files_and_caller(request)
+    record = await files.records.find(request.path_params["id"], caller)
+    blocks = await files.blocks(record["id"])
     headers = {"content-length": str(record["bytes"])}
     return StreamingResponse(blocks, media_type="application/octet-stream", headers=headers)
 
 
 async def list_(request: Request) -> Response:
     """GET /v1/files"""
-    shelf, caller = await shelf_and_caller(request)
+    files, caller = await files_and_caller(request)
     purpose = request.query_params.get("purpose")
-    asked = PageAsked.of(request.query_params, PAGE, PAGE)
-    found = await shelf.records.page(caller, asked, lambda record: purpose in (None, record["purpose"]))
-    return JSONResponse(asked.shown(list(map(shown, found))))
+    query = PageQuery.of(request.query_params, PAGE, PAGE)
+    found = await files.records.page(caller, query, lambda record: purpose in (None, record["purpose"]))
+    return JSONResponse(query.shown(list(map(shown, found))))
 
 
 async def delete(request: Request) -> Response:
     """DELETE /v1/files/{id}"""
-    shelf, caller = await shelf_and_caller(request)
-    record = await shelf.records.find(request.path_params["id"], caller)
+    files, caller = await files_and_caller(request)
+    record = await files.records.find(request.path_params["id"], caller)
     try:
-        await asyncio.shield(shelf.delete(record))
+        await asyncio.shield(files.delete(record))
     except OSError as error:
         raise unavailable(error) from None
     return JSONResponse({"id": record["id"], "object": "file", "deleted": True})
 
 
-async def shelf_and_caller(request: Request) -> tuple[Shelf, Caller]:
+async def files_and_caller(request: Request) -> tuple[FileService, Caller]:
     """The caller first. Raises ApiError."""
-    return _shelf(request), await caller_of(request)
+    return _files(request), await caller_of(request)
 
 
-def _shelf(request: Request) -> Shelf:
-    shelf: Shelf = request.app.state.batches.shelf
-    return shelf
+def _files(request: Request) -> FileService:
+    files: FileService = request.app.state.batches.files
+    return files
 
 
-def _checked(form: Form) -> int:
+def _checked(form: UploadForm) -> int:
     """The life of the file in s. Raises ApiError."""
     fields = form.fields
     for name in fields:

@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 from redis.asyncio import Redis
 
-from cellama.api.http.asking import PageAsked
 from cellama.api.http.callers import Caller
 from cellama.api.http.errors import ApiError, not_there
 from cellama.api.http.keys.owners import Owners
+from cellama.api.http.parsing import PageQuery
 from cellama.tasks.connection.redis_clock import lua_source, seconds_of
 from cellama.tasks.connection.redis_errors import reaching_redis
 from cellama.tasks.contract.json_values import shorten
@@ -59,7 +59,7 @@ class Quota:
         )
 
 
-class Records:
+class RecordStore:
     """Files, or batches, of all tenants. Methods raise RedisUnreachable, RedisRefused."""
 
     def __init__(self, redis: Redis, kind: Kind) -> None:
@@ -153,31 +153,31 @@ class Records:
         return bool(deleted)
 
     async def page(
-        self, caller: Caller, asked: PageAsked, fits: Callable[[Record], bool] = lambda record: True
+        self, caller: Caller, query: PageQuery, fits: Callable[[Record], bool] = lambda record: True
     ) -> list[Record]:
-        """The records that fit, after the one that is named; one more than asked for if there are so many. Raises
+        """The records that fit, after the one that is named; one more than the limit if there are so many. Raises
         ApiError (404) if that one is not in the list."""
         index, found = http_records_key(self._kind, caller.tenant), list[Record]()
-        start = await self._rank_after(index, asked)
-        while len(found) <= asked.limit:
+        start = await self._rank_after(index, query)
+        while len(found) <= query.limit:
             with reaching_redis():
                 ids: Any = await self._redis.zrange(
-                    index, start, start + ENTRIES_PER_LOOK - 1, desc=asked.order == "desc"
+                    index, start, start + ENTRIES_PER_LOOK - 1, desc=query.order == "desc"
                 )
             if not ids:
                 break
             start += len(ids)
             found += [record for record in await self._read_all(ids) if fits(record)]
-        return found[: asked.limit + 1]
+        return found[: query.limit + 1]
 
-    async def _rank_after(self, index: str, asked: PageAsked) -> int:
-        if asked.after is None:
+    async def _rank_after(self, index: str, query: PageQuery) -> int:
+        if query.after is None:
             return 0
-        rank_of = self._redis.zrevrank if asked.order == "desc" else self._redis.zrank
+        rank_of = self._redis.zrevrank if query.order == "desc" else self._redis.zrank
         with reaching_redis():
-            rank: Any = await rank_of(index, asked.after)
+            rank: Any = await rank_of(index, query.after)
         if rank is None:
-            message = f"after is {shorten(asked.after)}: there is no such {self._kind}, or not any more"
+            message = f"after is {shorten(query.after)}: there is no such {self._kind}, or not any more"
             raise ApiError(404, message, param="after", code="not_found")
         return int(rank) + 1
 

@@ -23,7 +23,7 @@ FOLDER_MODE, FILE_MODE = 0o700, 0o600  # what tenants upload is for the gateways
 RETRY_S = 60.0  # for clients, while files are out of reach
 
 
-class Store(Protocol):
+class FileStore(Protocol):
     """Contents by their names, which are ids of ours: letters, digits, `_`, `-`, `.` and `/`. Raises OSError."""
 
     work_dir: Path  # on this machine; where uploads come in and batches run
@@ -180,7 +180,7 @@ def open_new(path: Path) -> BinaryIO:
     return open(path, "wb", opener=lambda name, flags: os.open(name, flags, FILE_MODE))
 
 
-def store_of(settings: Settings) -> Store:
+def store_of(settings: Settings) -> FileStore:
     """That of the settings. Raises SettingsError."""
     place = settings.gateway_files_dir
     own = settings.data_dir / "gateway"
@@ -191,7 +191,7 @@ def store_of(settings: Settings) -> Store:
     return DirectoryStore(Path(place).expanduser().absolute())
 
 
-def identity_of(store: Store) -> str | None:
+def identity_of(store: FileStore) -> str | None:
     """An id that lies in the store itself: gateways with the same one see the same contents, under whatever path or
     URL. None while nothing has been put there. Raises OSError."""
     try:
@@ -201,7 +201,7 @@ def identity_of(store: Store) -> str | None:
         return None
 
 
-def give_identity(store: Store) -> str:
+def give_identity(store: FileStore) -> str:
     """The store has one from now on, and keeps it, whoever else gives it one at the same time. Raises OSError."""
     if (there := identity_of(store)) is not None:
         return there
@@ -229,7 +229,7 @@ def _as_os_errors() -> Iterator[None]:
         raise OSError(errno.EIO, f"{type(error).__name__}: {error}") from error
 
 
-def fetch(store: Store, name: str, local: Path) -> None:
+def fetch(store: FileStore, name: str, local: Path) -> None:
     """A copy on this machine. Raises FileNotFoundError, OSError."""
     part = local.with_name(f"{local.name}.part")
     with open_new(part) as copy:

@@ -29,7 +29,7 @@ UPLOADS = "incoming"
 
 
 @dataclass(slots=True)
-class Form:
+class UploadForm:
     """What was sent: fields, and one file, which lies at `path`."""
 
     path: Path
@@ -45,7 +45,7 @@ def least_bytes(request: Request) -> int:
 
 
 @contextlib.asynccontextmanager
-async def received(request: Request, work_dir: Path, limit: int) -> AsyncIterator[Form]:
+async def received(request: Request, work_dir: Path, limit: int) -> AsyncIterator[UploadForm]:
     """The form of a request. Its file is deleted at the end: who wants it copies it. Raises ApiError, and
     ClientDisconnect."""
     boundary = _boundary(request)
@@ -55,7 +55,7 @@ async def received(request: Request, work_dir: Path, limit: int) -> AsyncIterato
     folder = work_dir / UPLOADS / uuid.uuid4().hex
     try:
         await in_thread(FILES, make_folder, folder)
-        reader = _Reader(boundary, folder, limit)
+        reader = _FormReader(boundary, folder, limit)
         try:
             async for piece in request.stream():
                 await in_thread(FILES, reader.write, piece)
@@ -77,7 +77,7 @@ def sweep_uploads(work_dir: Path, now: float) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-class _Reader:
+class _FormReader:
     """Parts of a form: one file, which goes to the disk, and small fields. One call at a time, from any thread."""
 
     def __init__(self, boundary: bytes, folder: Path, limit: int) -> None:
@@ -86,7 +86,7 @@ class _Reader:
         self._has_ended = False
         self._header, self._headers = (bytearray(), bytearray()), dict[bytes, bytes]()
         self._field: tuple[str, bytearray] | None = None  # the part that is read, unless it is the file
-        self._form = Form(folder / "file")
+        self._form = UploadForm(folder / "file")
         self._file = open_new(self._form.path)
         names = ("header_field", "header_value", "header_end", "headers_finished", "part_data", "part_end", "end")
         callbacks: Any = {f"on_{name}": getattr(self, f"_on_{name}") for name in names}
@@ -100,7 +100,7 @@ class _Reader:
         if self._num_other_bytes > FORM_BYTES:
             raise ApiError(413, f"the form has more than {FORM_BYTES} bytes beside its file")
 
-    def end(self) -> Form:
+    def end(self) -> UploadForm:
         """The form, whose file is on disk."""
         if not self._has_ended:
             raise ApiError(400, "the form ends in the midst of a part; send all of it")

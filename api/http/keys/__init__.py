@@ -3,6 +3,6 @@
 May use: `callers` and `errors` of the gateway, the `keys` that there are, the connections and the contract of `tasks`.
 """
 
-from .wiring import key_access
+from .access import key_access
 
 __all__ = ["key_access"]

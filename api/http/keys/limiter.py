@@ -35,7 +35,7 @@ Call = tuple[str, list[str], list[Any]]  # of a script: its name, keys and argum
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class LimitDecision:
     """What the limits of a key say to a request, and how much of them is used with it."""
 
     said: str  # "in", "requests", "tokens", "jobs"; "too large", "too many": so much is never let in
@@ -81,26 +81,32 @@ class Limiter:
         self._running: dict[str, Reservation] = {}  # those that hold leases
         self._renewing: asyncio.Task[None] | None = None
 
-    async def admit(self, entry: KeyEntry) -> tuple[Reservation, Verdict]:
-        """Let a request in that is one job and no tokens so far, unless the verdict refuses it. Raises RedisError."""
+    async def admit(self, entry: KeyEntry) -> tuple[Reservation, LimitDecision]:
+        """Let a request in that is one job and no tokens so far, unless the decision refuses it. Raises RedisError."""
         reserved = Reservation(uuid.uuid4().hex, entry.id)
         return reserved, await self._charge(entry, reserved, num_requests=1)
 
-    async def reserve(self, entry: KeyEntry, reserved: Reservation) -> Verdict:
-        """Charge the tokens and jobs of a request that was let in, unless the verdict refuses them: then nothing
+    async def reserve(self, entry: KeyEntry, reserved: Reservation) -> LimitDecision:
+        """Charge the tokens and jobs of a request that was let in, unless the decision refuses them: then nothing
         changes. Raises RedisError."""
         return await self._charge(entry, reserved, num_requests=0)
 
-    async def _charge(self, entry: KeyEntry, reserved: Reservation, num_requests: int) -> Verdict:
+    async def _charge(self, entry: KeyEntry, reserved: Reservation, num_requests: int) -> LimitDecision:
         limits = (entry.requests_per_minute, entry.tokens_per_minute, entry.concurrent_jobs)
         shown = ("" if limit is None else limit for limit in limits)
-        asked = (num_requests, reserved.num_tokens, reserved.num_jobs)
-        arguments = [reserved.id, *shown, *asked, WINDOW_S, LEASE_S]
+        charge = (num_requests, reserved.num_tokens, reserved.num_jobs)
+        arguments = [reserved.id, *shown, *charge, WINDOW_S, LEASE_S]
         said, wait_s, num_used, taken, empty_in_s = await self._run("admit", _keys_of(entry.id), arguments)
-        verdict = Verdict(said.decode(), float(wait_s), num_used, taken, float(empty_in_s))
-        if verdict.is_in and entry.concurrent_jobs is not None:
+        decision = LimitDecision(
+            said=said.decode(),
+            wait_s=float(wait_s),
+            num_requests=num_used,
+            num_tokens=taken,
+            empty_in_s=float(empty_in_s),
+        )
+        if decision.is_in and entry.concurrent_jobs is not None:
             self._hold(reserved)
-        return verdict
+        return decision
 
     async def settle(self, reserved: Reservation, num_tokens: int | None) -> None:
         """The request has ended and took so many tokens; None: all that it reserved. Raises RedisError; its lease ends

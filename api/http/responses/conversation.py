@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cellama.api.http.asking import Asked
 from cellama.api.http.errors import ApiError
+from cellama.api.http.parsing import ParsedRequest
 from cellama.api.openai.responses.items import messages_of
-from cellama.api.openai.responses.record import Record
+from cellama.api.openai.responses.record import ResponseRecord
 from cellama.tasks.contract.json_values import shorten
 
-from .records import Records
-from .standing import Standing, look
+from .reading import Standing, look
+from .store import ResponseStore
 
 MAX_TURNS = 200  # responses that one conversation is built from
 _OF_THE_CONTEXT = ("cache_scope", "adapters", "tools", "template_args", "enable_thinking")
@@ -23,7 +23,7 @@ _FIELD = "previous_response_id"
 class Previous:
     """A response that another one follows. `has_context` says whether Redis has the tokens of its context, still."""
 
-    record: Record
+    record: ResponseRecord
     standing: Standing
     has_context: bool = False
 
@@ -39,21 +39,21 @@ class Previous:
         return self.standing.finish_key if alike else None
 
 
-async def previous_of(asked: Asked, records: Records) -> Previous | None:
+async def previous_of(parsed: ParsedRequest, records: ResponseStore) -> Previous | None:
     """The response that the body names. Raises ApiError."""
-    wanted = asked.body.get(_FIELD)
+    wanted = parsed.body.get(_FIELD)
     if wanted is None:
         return None
     if not isinstance(wanted, str):
         raise ApiError(400, f"{_FIELD} is {shorten(wanted)}; it must be the id of a response", param=_FIELD)
-    found = await _ended(asked, records, wanted)
+    found = await _ended(parsed, records, wanted)
     return replace(found, has_context=await records.has_context(found.standing.finish_key))
 
 
-async def _ended(asked: Asked, records: Records, response_id: str) -> Previous:
+async def _ended(parsed: ParsedRequest, records: ResponseStore, response_id: str) -> Previous:
     try:
-        record = await records.read(response_id, asked.caller)
-        standing = await look(asked.gateway, record)
+        record = await records.read(response_id, parsed.caller)
+        standing = await look(parsed.gateway, record)
     except ApiError as error:
         if error.status != 404:
             raise
@@ -67,7 +67,7 @@ async def _ended(asked: Asked, records: Records, response_id: str) -> Previous:
     return Previous(record, standing)
 
 
-async def messages_for(asked: Asked, records: Records, record: Record) -> list[dict[str, Any]]:
+async def messages_for(parsed: ParsedRequest, records: ResponseStore, record: ResponseRecord) -> list[dict[str, Any]]:
     """The messages of the job. Raises ApiError."""
     items = list(record.items)
     if record.parent_key is not None:
@@ -82,7 +82,7 @@ async def messages_for(asked: Asked, records: Records, record: Record) -> list[d
                 "now: send the conversation as input",
                 param=_FIELD,
             )
-        previous = await _ended(asked, records, at)
+        previous = await _ended(parsed, records, at)
         items = [*previous.record.items, *previous.standing.response["output"], *items]
         at = previous.record.previous
     return _with_instructions(record.shown["instructions"], messages_of(items))

@@ -2,64 +2,142 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+import time
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
 from cellama.api.client.async_client import AsyncJob
-from cellama.api.http.asking import Asked
-from cellama.api.http.errors import ApiError, of_code, of_worker
-from cellama.api.http.leaving import unless_gone
-from cellama.api.http.running import Placed, Running
+from cellama.api.http.allowance import count, rest_of_context, tokens_of, within_limit
+from cellama.api.http.errors import ApiError, of_code, wrong
+from cellama.api.http.parsing import ParsedRequest, flag
+from cellama.api.http.running import Placed, RunningJobs, unless_gone
+from cellama.api.openai.parameters import callers_names
+from cellama.api.openai.responses.bodies import params_of, shown_of, wants_encrypted
 from cellama.api.openai.responses.events import Fold
-from cellama.api.openai.responses.parameters import RESPONSES
-from cellama.api.openai.responses.record import Record
+from cellama.api.openai.responses.items import items_of
+from cellama.api.openai.responses.parameters import RULES
+from cellama.api.openai.responses.record import ResponseRecord
 from cellama.tasks.contract.errors import InvalidJob, StreamTrimmed, UnknownJob
+from cellama.tasks.contract.names import TASK_CHAT, job_id_of_key
+from cellama.tasks.contract.shapes.workers import ModelView
 
-from .conversation import messages_for
-from .orders import Order, order_of, refused, rules_for
-from .records import Records
-from .standing import look
-from .streaming import Events, frames
+from .conversation import messages_for, previous_of
+from .reading import Events, frames, look
+from .store import ResponseStore, digest_of, new_id
 
 
-async def answer(asked: Asked) -> Response:
+@dataclass(frozen=True, slots=True)
+class NewResponse:
+    """A request for a response."""
+
+    record: ResponseRecord
+    tier: str
+    is_stream: bool
+    num_tokens: int  # that it may read and generate, about
+
+
+async def parse_response(parsed: ParsedRequest, model: ModelView, records: ResponseStore) -> NewResponse:
+    """Return the response that a body asks for. The payload of its job checks the rest. Raises ApiError."""
+    body = {name: value for name, value in parsed.body.items() if name != "cache_salt"}
+    is_stream, background = flag(body, "stream"), flag(body, "background")
+    store, tier = flag(body, "store", default=True), parsed.tier()
+    if background and not store:
+        raise ApiError(400, "background is true, and store false; what goes on must be stored", param="background")
+    if body.get("input") is None:
+        raise ApiError(400, "input is missing; send a text or a list of items", param="input")
+    response_id = new_id(parsed.idempotency_key)
+    own = await parsed.read_by(_parse_body, body, response_id)
+    params, shown, items = own.params, own.shown, own.items
+    previous, scope = await previous_of(parsed, records), parsed.scope()
+    params |= {"stream": is_stream or background, **parsed.params_of_caller()}
+    num_read = 0 if previous is None else previous.standing.response["usage"]["total_tokens"]
+    params.setdefault("max_tokens", within_limit(parsed.caller.max_tokens, rest_of_context(model, params)))
+    name = parsed.name_of(model)
+    goes_on = previous if model.get("follows_replies", True) else None
+    record = ResponseRecord(
+        id=response_id,
+        job_id=job_id_of_key(TASK_CHAT, scope, response_id),
+        digest=await parsed.read_by(digest_of, parsed.body),
+        created_at=int(time.time()),
+        model=name,
+        items=items,
+        params=params,
+        shown={**shown, "model": model["id"], "service_tier": tier},
+        previous=None if previous is None else previous.record.id,
+        parent_key=None if goes_on is None else goes_on.key_for(name, params, shown["instructions"], items),
+        background=background,
+        store=store,
+        shows_signatures=own.shows_signatures,
+    )
+    num_read += own.num_tokens
+    return NewResponse(record, tier, is_stream, num_read + count(params["max_tokens"], 1))
+
+
+@dataclass(frozen=True, slots=True)
+class _ParsedBody:
+    """What a body says by itself, and about how many tokens it has."""
+
+    params: dict[str, Any]
+    shown: dict[str, Any]
+    items: list[dict[str, Any]]
+    shows_signatures: bool
+    num_tokens: int
+
+
+def _parse_body(body: Mapping[str, Any], response_id: str) -> _ParsedBody:
+    """Raises ApiError."""
+    try:
+        params, shown = params_of(body), shown_of(body)
+        items, shows_signatures = items_of(body["input"], response_id), wants_encrypted(body)
+    except InvalidJob as error:
+        raise wrong(error, callers_names(RULES, body)) from None
+    return _ParsedBody(
+        params=params,
+        shown=shown,
+        items=items,
+        shows_signatures=shows_signatures,
+        num_tokens=tokens_of(items, shown["instructions"] or ""),
+    )
+
+
+async def answer(parsed: ParsedRequest) -> Response:
     """What POST is answered with. Raises ApiError, JobError, ClientDisconnect."""
-    records = Records(asked.gateway)
-    order = await unless_gone(asked.request, _ordered(asked, records))
-    in_words = partial(of_worker, url=RESPONSES, rules=rules_for(asked.body))
-    async with Running(asked, order.record.model, order.tier, in_words=in_words) as running:
-        record = await unless_gone(asked.request, _submit(running, order, records))
-        if order.is_stream:
+    records = ResponseStore(parsed.gateway)
+    new = await unless_gone(parsed.request, _parse_for_model(parsed, records))
+    names = callers_names(RULES, parsed.body)
+    async with RunningJobs(parsed, new.record.model, new.tier, names=names) as running:
+        record = await unless_gone(parsed.request, _submit(running, new, records))
+        if new.is_stream:
             return await _stream(running, record)
-        answer = await unless_gone(asked.request, _object(running, record))
+        answer = await unless_gone(parsed.request, _object(running, record))
         return JSONResponse(answer, headers=running.headers_for(answer))
 
 
-async def _ordered(asked: Asked, records: Records) -> Order:
-    model = await asked.gateway.directory.find(asked.caller, asked.body.get("model"))
-    return await order_of(asked, model, records)
+async def _parse_for_model(parsed: ParsedRequest, records: ResponseStore) -> NewResponse:
+    model = await parsed.gateway.directory.find(parsed.caller, parsed.body.get("model"))
+    return await parse_response(parsed, model, records)
 
 
-async def _submit(running: Running, order: Order, records: Records) -> Record:
+async def _submit(running: RunningJobs, new: NewResponse, records: ResponseStore) -> ResponseRecord:
     """The record, then the job; of an idempotency key that was used before they are those of then."""
-    asked, record = running.asked, order.record
-    await running.admit(order.num_tokens)
-    if record.store or asked.idempotency_key is not None:
-        record = await records.create(record, asked.caller)
-    is_new = record is order.record
+    parsed, record = running.parsed, new.record
+    await running.admit(new.num_tokens)
+    if record.store or parsed.idempotency_key is not None:
+        record = await records.create(record, parsed.caller)
+    is_new = record is new.record
     try:
-        messages = await messages_for(asked, records, record)
+        messages = await messages_for(parsed, records, record)
         if record.background:
-            await records.heed(record, asked.caller)
-        await running.submit(lambda _: _chat(asked, record, messages))
+            await records.heed(record, parsed.caller)
+        await running.submit(lambda _: _chat(parsed, record, messages))
     except InvalidJob as error:
         if is_new:
             await records.withdraw(record)
-        raise refused(error, asked.body) from None
+        raise wrong(error, running.names) from None
     except ApiError:  # a queue that is too long: the job is cancelled, and no client knows the id
         if is_new and not running.is_kept:
             await records.withdraw(record)
@@ -68,18 +146,18 @@ async def _submit(running: Running, order: Order, records: Records) -> Record:
     return record
 
 
-async def _chat(asked: Asked, record: Record, messages: list[dict[str, Any]]) -> AsyncJob[Any]:
+async def _chat(parsed: ParsedRequest, record: ResponseRecord, messages: list[dict[str, Any]]) -> AsyncJob[Any]:
     """The id of the response is the job's key: however often it is queued, there is one."""
     params: dict[str, Any] = dict(record.params)
     if record.parent_key is not None:
         params["parent_key"] = record.parent_key
-    chat: Any = asked.gateway.client.chat
+    chat: Any = parsed.gateway.client.chat
     job: AsyncJob[Any] = await chat(record.model, messages, wait=True, idempotency_key=record.id, **params)
     return job
 
 
-async def _object(running: Running, record: Record) -> dict[str, Any]:
-    gateway = running.asked.gateway
+async def _object(running: RunningJobs, record: ResponseRecord) -> dict[str, Any]:
+    gateway = running.parsed.gateway
     if record.background:
         return (await look(gateway, record)).response
     fold = Fold(record)
@@ -94,10 +172,10 @@ async def _object(running: Running, record: Record) -> dict[str, Any]:
     return fold.response()
 
 
-async def _stream(running: Running, record: Record) -> Response:
+async def _stream(running: RunningJobs, record: ResponseRecord) -> Response:
     """The status is that of the first event: what a worker finds wrong at once is no stream, unless it goes on in the
     background, where it can be read again."""
-    placed = running.told(running.asked.gateway.settings.gateway_keepalive_s)
+    placed = running.told(running.parsed.gateway.settings.gateway_keepalive_s)
     first = None
     if not record.background:
         first = await running.first_of(placed)

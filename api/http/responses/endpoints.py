@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from cellama.api.http.asking import read
 from cellama.api.http.door import caller_of
 from cellama.api.http.errors import ApiError
 from cellama.api.http.gateway import Gateway, gateway_of
-from cellama.api.http.warning_header import warning_headers
+from cellama.api.http.parsing import PageQuery, read
+from cellama.api.http.running import warning_headers
 from cellama.api.openai.responses.parameters import RESPONSES
-from cellama.api.openai.responses.record import Record
+from cellama.api.openai.responses.record import ResponseRecord
 
 from .creating import answer
-from .paging import page_of
-from .records import Records
-from .standing import end_of, look
-from .streaming import stream_of
+from .reading import end_of, look, stream_of
+from .store import ResponseStore
 
 ONE = RESPONSES + "/{response_id}"
+PAGE, MAX_PAGE = 20, 100  # input items
 
 
 async def create(request: Request) -> Response:
@@ -77,7 +79,7 @@ async def delete(request: Request) -> Response:
     except ApiError as error:
         if error.status != 404:  # else nothing is left but the record
             raise
-    await Records(gateway).forget(record)
+    await ResponseStore(gateway).forget(record)
     return JSONResponse({"id": record.id, "object": "response", "deleted": True})
 
 
@@ -88,11 +90,11 @@ async def input_items(request: Request) -> Response:
     return JSONResponse(page_of(record.items, request.query_params))
 
 
-async def _named(request: Request) -> tuple[Gateway, Record]:
+async def _named(request: Request) -> tuple[Gateway, ResponseRecord]:
     """The response that the path names. Raises ApiError (404) unless it is the caller's."""
     gateway = gateway_of(request)
     caller = await caller_of(request)
-    return gateway, await Records(gateway).read(request.path_params["response_id"], caller)
+    return gateway, await ResponseStore(gateway).read(request.path_params["response_id"], caller)
 
 
 def _is_stream(request: Request) -> bool:
@@ -113,6 +115,18 @@ def _starting_after(request: Request) -> int | None:
             param="starting_after",
         )
     return int(wanted)
+
+
+def page_of(items: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
+    """As `PageQuery` says. Raises ApiError (400)."""
+    page = PageQuery.of(query, PAGE, MAX_PAGE)
+    listed = list(items) if page.order == "asc" else list(items)[::-1]
+    if (after := page.after) is not None:
+        places = [place for place, item in enumerate(listed) if item["id"] == after]
+        if not places:
+            raise ApiError(400, f"after is {after[:64]!r}, and no item has this id", param="after")
+        listed = listed[places[0] + 1 :]
+    return page.shown(listed)
 
 
 ROUTES = (

@@ -17,7 +17,7 @@ _LOCAL_NAT64 = IPv6Network("64:ff9b:1::/48")  # of a network's own (RFC 8215), w
 _PORTS = {"https": 443, "http": 80}
 
 
-class Refused(Exception):
+class AddressRefused(Exception):
     """The URL leads where no webhook may go."""
 
 
@@ -37,17 +37,19 @@ async def lookup(host: str, port: int) -> list[str]:
 
 
 async def target_of(url: str, *, private: bool = False, look: Lookup = lookup) -> Target:
-    """Where the URL leads now. Raises Refused unless every address of its name is global (or `private` ones may be
-    called), and OSError if there is none."""
+    """Return where the URL leads now. Raises OSError if its name has no address, and AddressRefused unless every one
+    is global or `private` ones may be called."""
     parts = urlsplit(url)
     if parts.scheme != "https" and not private:
-        raise Refused(f"the URL begins with {parts.scheme}://; use https://, or set gateway_webhook_private")
+        raise AddressRefused(f"the URL begins with {parts.scheme}://; use https://, or set gateway_webhook_private")
     host = parts.hostname or ""
     port = parts.port or _PORTS[parts.scheme]
     addresses = await look(host, port)
     for address in addresses:
         if not private and not is_global(address):
-            raise Refused(f"{host} is {address}, which is not reached from everywhere; see gateway_webhook_private")
+            raise AddressRefused(
+                f"{host} is {address}, which is not reached from everywhere; see gateway_webhook_private"
+            )
     if not addresses:
         raise OSError(f"{host} has no address")
     return Target(addresses[0], host, port)

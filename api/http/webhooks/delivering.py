@@ -17,7 +17,7 @@ from cellama.config import Settings
 from cellama.tasks.connection.connections import connect_async
 
 from .ledger import Delivery, DeliveryLedger
-from .sending import Outcome, Sender
+from .sending import DeliveryOutcome, Sender
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ class Webhooks:
         await self._ledger.settle(delivery, again_in_s)
 
 
-def wait_after(num_attempts: int, outcome: Outcome) -> float | None:
+def wait_after(num_attempts: int, outcome: DeliveryOutcome) -> float | None:
     """Seconds until the next attempt; None: there is none."""
     if outcome.is_taken or num_attempts > len(AGAIN_S):
         return None

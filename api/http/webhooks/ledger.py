@@ -85,13 +85,13 @@ class DeliveryLedger:
 
 
 def _delivery(delivery_id: str, fields: list[bytes]) -> Delivery:
-    told = {name.decode(): value.decode() for name, value in zip(fields[::2], fields[1::2], strict=True)}
+    values = {name.decode(): value.decode() for name, value in zip(fields[::2], fields[1::2], strict=True)}
     return Delivery(
-        delivery_id,
-        told["event"],
-        told["type"],
-        told["object"],
-        told["endpoint"],
-        int(told["created_at"]),
-        int(told["attempts"]),
+        id=delivery_id,
+        event_id=values["event"],
+        type=values["type"],
+        object_id=values["object"],
+        endpoint_id=values["endpoint"],
+        created_at=int(values["created_at"]),
+        attempts=int(values["attempts"]),
     )

@@ -13,7 +13,7 @@ import httpx
 from cellama.api.webhooks.endpoint import Endpoint
 from cellama.api.webhooks.signing import signed_headers
 
-from .addresses import Lookup, Refused, lookup, target_of
+from .addresses import AddressRefused, Lookup, lookup, target_of
 from .ledger import Delivery
 
 MOST_RETRY_AFTER_S = 24 * 3600
@@ -21,7 +21,7 @@ GONE = 410
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class DeliveryOutcome:
     """What came of an attempt: the status, or why there is none."""
 
     status: int | None
@@ -68,19 +68,19 @@ class Sender:
             limits=httpx.Limits(max_keepalive_connections=0),  # one that is kept may lead to another name's address
         )
 
-    async def send(self, delivery: Delivery, endpoint: Endpoint) -> Outcome:
+    async def send(self, delivery: Delivery, endpoint: Endpoint) -> DeliveryOutcome:
         """Never takes longer than the timeout, whatever the other side does."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await self._post(delivery, endpoint)
-        except Refused as error:
-            return Outcome(None, str(error))
+        except AddressRefused as error:
+            return DeliveryOutcome(None, str(error))
         except TimeoutError:
-            return Outcome(None, f"no answer within {self._timeout_s:g} s")
+            return DeliveryOutcome(None, f"no answer within {self._timeout_s:g} s")
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
-            return Outcome(None, f"{type(error).__name__}: {error}")
+            return DeliveryOutcome(None, f"{type(error).__name__}: {error}")
 
-    async def _post(self, delivery: Delivery, endpoint: Endpoint) -> Outcome:
+    async def _post(self, delivery: Delivery, endpoint: Endpoint) -> DeliveryOutcome:
         target = await target_of(endpoint.url, private=self._private, look=self._look)
         url, body = httpx.URL(endpoint.url), body_of(delivery)
         headers = {
@@ -92,7 +92,7 @@ class Sender:
         there = url.copy_with(host=target.address)
         extensions = {"sni_hostname": target.host}  # the certificate must be that of the name, not of the address
         async with self._client.stream("POST", there, content=body, headers=headers, extensions=extensions) as answer:
-            return Outcome(answer.status_code, f"status {answer.status_code}", _retry_after(answer))
+            return DeliveryOutcome(answer.status_code, f"status {answer.status_code}", _retry_after(answer))
 
     async def close(self) -> None:
         """Gives connections up."""

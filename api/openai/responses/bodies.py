@@ -30,7 +30,7 @@ def params_of(body: Mapping[str, Any]) -> dict[str, Any]:
             params[name] = value
         elif rule.fate == "renamed":
             params[rule.to] = value
-        elif rule.fate == "refused" and not any(value == ok and type(value) is type(ok) for ok in rule.harmless):
+        elif rule.refuses(value):
             raise InvalidJob(f"{name} is {shorten(value)}: {rule.note}; leave it out")
     params.pop("model", None)
     _take_text(params, given)

@@ -13,8 +13,8 @@ from cellama.api.openai.answers import warnings_of, was_cut_in_thought
 from cellama.api.openai.chunks import reasoning_tokens_of
 from cellama.tasks.contract.codes import message_for_clients
 
-from .output import Output
-from .record import Record
+from .output import OutputItems
+from .record import ResponseRecord
 
 _REASONS = {"length": "max_output_tokens", "timeout": "max_output_tokens"}  # what ran out of time is cut off as well
 _STATUSES = {"stop": "completed", "cancelled": "cancelled"}
@@ -23,9 +23,9 @@ _STATUSES = {"stop": "completed", "cancelled": "cancelled"}
 class Fold:
     """The events of one response so far, added up."""
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: ResponseRecord) -> None:
         self._record = record
-        self._output = Output(
+        self._output = OutputItems(
             record.id.removeprefix("resp_"), record.params.get("logprobs") is not None, record.shows_signatures
         )
         self._next = 0

@@ -23,7 +23,7 @@ class _Open:
 
 
 @dataclass(slots=True)
-class Output:
+class OutputItems:
     """Items that are complete, and the one that is not. `own_id` is what ids of items are made of."""
 
     own_id: str

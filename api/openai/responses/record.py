@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class ResponseRecord:
     """`items` are those of the body's `input`, `params` those of the job but for messages and model.
 
     The job was asked what the items say after `parent_key`; without that, after the conversation before them, which the
@@ -33,7 +33,7 @@ class Record:
         return json.dumps(asdict(self), separators=(",", ":"))
 
     @classmethod
-    def of_json(cls, text: str | bytes) -> Record:
+    def of_json(cls, text: str | bytes) -> ResponseRecord:
         """Of what `to_json` gave. Fields that a newer gateway wrote are left out."""
         fields = json.loads(text)
         return cls(**{name: fields[name] for name in cls.__dataclass_fields__ if name in fields})

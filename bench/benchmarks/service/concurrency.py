@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from cellama.api.cli.local.services import wait_for_worker
+from cellama.api.cli.services import wait_for_worker
 from cellama.api.machine.redis_server import RedisServer
 from cellama.api.machine.supervisor import Supervisor, worker_child
 from cellama.bench.models.padded import write_padded

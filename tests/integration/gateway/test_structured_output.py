@@ -12,7 +12,7 @@ import pytest
 from anthropic import Anthropic
 from openai import OpenAI
 
-from cellama.api.http.warning_header import WARNINGS
+from cellama.api.http.running import WARNINGS
 
 from ...gateways import GatewayProcess
 from .conftest import CHAT

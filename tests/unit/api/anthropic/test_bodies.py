@@ -9,8 +9,9 @@ from typing import Any
 import anthropic.types as types
 import pytest
 
-from cellama.api.anthropic.bodies import Ordered, counted, in_anthropics_words, ordered
+from cellama.api.anthropic.bodies import ParsedBody, callers_names, parse_body, parse_counted_body
 from cellama.api.anthropic.parameters import COUNTED, PARAMETERS
+from cellama.api.openai.parameters import in_callers_words
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.payloads import ApplyChatTemplateJob, ChatJob, parse_job
 
@@ -18,8 +19,8 @@ TOOL: dict[str, Any] = {"name": "add", "description": "Adds", "input_schema": {"
 HELLO = [{"role": "user", "content": "Hi"}]
 
 
-def order(**body: Any) -> Ordered:
-    return ordered({"model": "m", "max_tokens": 100, "messages": HELLO, **body})
+def order(**body: Any) -> ParsedBody:
+    return parse_body({"model": "m", "max_tokens": 100, "messages": HELLO, **body})
 
 
 def names_of(kind: Any) -> set[str]:
@@ -84,7 +85,7 @@ def test_choice_names_a_tool() -> None:
 
 
 def test_counted_is_what_the_template_reads() -> None:
-    made = counted({"model": "m", "messages": HELLO, "tools": [TOOL], "tool_choice": {"type": "auto"}})
+    made = parse_counted_body({"model": "m", "messages": HELLO, "tools": [TOOL], "tool_choice": {"type": "auto"}})
     assert made.params.keys() == {"enable_thinking", "tools", "tool_choice"}
     parse_job(ApplyChatTemplateJob, (), (), {"model": "m", "messages": made.messages, **made.params})
 
@@ -133,12 +134,12 @@ def test_body_without_its_length_is_told_what_is_missing() -> None:
 
 def test_count_refuses_what_it_does_not_read() -> None:
     with pytest.raises(InvalidJob, match=r"^unknown parameter 'max_tokens'; known"):
-        counted({"model": "m", "messages": HELLO, "max_tokens": 5})
+        parse_counted_body({"model": "m", "messages": HELLO, "max_tokens": 5})
 
 
 def test_payloads_words_are_anthropics() -> None:
-    assert in_anthropics_words("stop is 3: …", {"stop_sequences": 3}) == "stop_sequences is 3: …"
-    assert in_anthropics_words("stop is 3: …", {"stop": 3}) == "stop is 3: …"
-    of_schema = in_anthropics_words("json_schema at #/a: …", {"output_config": {}})
+    assert in_callers_words("stop is 3: …", callers_names({"stop_sequences": 3}))[0] == "stop_sequences is 3: …"
+    assert in_callers_words("stop is 3: …", callers_names({"stop": 3}))[0] == "stop is 3: …"
+    of_schema = in_callers_words("json_schema at #/a: …", callers_names({"output_config": {}}))[0]
     assert of_schema == "output_config.format.schema at #/a: …"
-    assert in_anthropics_words("top_k is -1: …", {"top_k": -1}) == "top_k is -1: …"
+    assert in_callers_words("top_k is -1: …", callers_names({"top_k": -1}))[0] == "top_k is -1: …"

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from cellama.api.batch.files import LineFile, id_of, rewrite_without
-from cellama.api.batch.lines import Line, LineId, Stored
+from cellama.api.batch.lines import Line, LineId, StoredLine
 from cellama.api.batch.options import BatchOptions
 from cellama.api.batch.progress import TOKENS, Progress
 from cellama.api.batch.run import MAX_CHUNK_BYTES
@@ -314,7 +314,8 @@ def test_failed_line_of_a_finished_run_can_be_run_again(work: WorkFile) -> None:
 def test_chunk_is_never_larger_than_a_job_may_be(limit: int) -> None:
     room = min(MAX_CHUNK_BYTES, room_bytes("m", limit))
     lines = [
-        Stored(n, f"id{n}", "short", "generate", "m", {"prompt": "é" * (n * 7 % 300)}, 0, None, 0) for n in range(90)
+        StoredLine(n, f"id{n}", "short", "generate", "m", {"prompt": "é" * (n * 7 % 300)}, 0, None, 0)
+        for n in range(90)
     ]
     while lines:
         fitting = that_fit(lines, room)

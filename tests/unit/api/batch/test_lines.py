@@ -17,7 +17,7 @@ from cellama.api.batch.lines import ALL_COLUMNS, BadLine, Defaults, Format, Line
 from cellama.api.batch.output_format import bad_line, error_line, result_line
 from cellama.api.batch.rows import Columns
 from cellama.api.batch.work import WorkFile
-from cellama.api.openai.batch_lines import response_of
+from cellama.api.openai.answers import response_of
 from cellama.api.openai.bodies import params_of_body
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.shapes.results import usage_of

@@ -10,7 +10,7 @@ import pytest
 
 from cellama.api.batch.options import Summary
 from cellama.api.batch.progress import Progress
-from cellama.api.cli.batch.progress import showing, summarise
+from cellama.api.cli.batch_progress import showing, summarise
 
 
 def told(progress: Progress, capsys: pytest.CaptureFixture[str], state: str = "completed") -> list[str]:

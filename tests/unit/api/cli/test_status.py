@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from cellama.api.cli import following
-from cellama.api.cli.following import Patience
+from cellama.api.cli.following import SilenceTimeout
 from cellama.api.cli.status import _render
 from cellama.api.client.registry_views import COUNTED
 from cellama.tasks.contract.errors import JobTimeout
@@ -82,7 +82,7 @@ class Clock:
 
 
 def test_patience_counts_from_the_start_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, patience = Clock(monkeypatch), Patience("j", 60.0)
+    clock, patience = Clock(monkeypatch), SilenceTimeout("j", 60.0)
     for clock.now in (50.0, 500.0):  # it may wait its turn for long …
         patience.look(Position("j", "waiting", 8, 65.0))
     clock.now = 555.0
@@ -93,7 +93,7 @@ def test_patience_counts_from_the_start_of_a_job(monkeypatch: pytest.MonkeyPatch
 
 
 def test_patience_ends_for_a_job_that_nobody_serves_unless_that_was_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, patience, wanted = Clock(monkeypatch), Patience("j", 60.0), Patience("j", 60.0, unserved=True)
+    clock, patience, wanted = Clock(monkeypatch), SilenceTimeout("j", 60.0), SilenceTimeout("j", 60.0, unserved=True)
     clock.now = 61.0
     assert "no worker serves it now" in wanted.look(Position("j", "waiting", 0, None, served=False))
     with pytest.raises(JobTimeout, match="no worker serves its model"):
@@ -101,7 +101,7 @@ def test_patience_ends_for_a_job_that_nobody_serves_unless_that_was_wanted(monke
 
 
 def test_estimate_of_a_waiting_job_moves(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, patience = Clock(monkeypatch), Patience("j", 60.0)
+    clock, patience = Clock(monkeypatch), SilenceTimeout("j", 60.0)
     told = []
     for clock.now, ahead, eta_s in ((0.0, 8, 65.0), (10.0, 8, 65.0), (70.0, 8, 65.0), (71.0, 7, 58.0)):
         told.append(patience.look(Position("j", "waiting", ahead, eta_s)).partition("ahead, ")[2])

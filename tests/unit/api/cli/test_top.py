@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cellama.api.cli.screen.tables import screen
+from cellama.api.cli.top import screen
 from cellama.api.client.registry_views import COUNTED
 
 ENGINE = {

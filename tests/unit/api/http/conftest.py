@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis as AsyncRedis
 
-from cellama.api.http.files.store import DirectoryStore, Store, UrlStore
+from cellama.api.http.files.store import DirectoryStore, FileStore, UrlStore
 from cellama.api.machine.redis_server import RedisServer
 
 from ....conftest import empty_database
@@ -40,7 +40,7 @@ def run(url: str) -> Run:
 
 
 @pytest.fixture(params=["directory", "url"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> FileStore:
     if request.param == "directory":
         return DirectoryStore(tmp_path / "store")
     return UrlStore(f"file://{tmp_path}/store", tmp_path / "work")

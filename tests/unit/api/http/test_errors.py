@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from cellama.api.http.errors import ApiError, of_code, of_worker
-from cellama.api.openai.parameters import CHAT
-from cellama.api.openai.responses.parameters import RESPONSES, RULES
+from cellama.api.openai.parameters import CHAT, PARAMETERS, callers_names
+from cellama.api.openai.responses.parameters import RULES
 
 
 @pytest.mark.parametrize(
@@ -22,16 +22,16 @@ from cellama.api.openai.responses.parameters import RESPONSES, RULES
     ],
 )
 def test_what_a_worker_finds_wrong_names_the_parameter(message: str, param: str | None, code: str) -> None:
-    error = of_worker(of_code("invalid_request", message), CHAT)
+    error = of_worker(of_code("invalid_request", message), callers_names(PARAMETERS[CHAT], {}))
     assert (error.status, error.param, error.code) == (400, param, code)
     assert error.envelope["error"]["type"] == "invalid_request_error"
 
 
 def test_what_a_worker_finds_wrong_has_the_names_of_responses() -> None:
-    error = of_worker(of_code("invalid_request", "json_schema at #/a: no"), RESPONSES, RULES)
+    error = of_worker(of_code("invalid_request", "json_schema at #/a: no"), callers_names(RULES, {}))
     assert (error.message, error.param, error.code) == ("text at #/a: no", "text", "invalid_json_schema")
 
 
 def test_other_errors_of_workers_stay_as_they_are() -> None:
     error = ApiError(409, "json_schema at #/a: no", code="grammar_changed")
-    assert of_worker(error, CHAT) is error
+    assert of_worker(error, {}) is error

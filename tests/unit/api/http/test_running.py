@@ -12,10 +12,10 @@ import pytest
 from redis import Redis
 from starlette.requests import Request
 
-from cellama.api.http.asking import Asked
 from cellama.api.http.callers import Caller, NoKeys
 from cellama.api.http.gateway import Gateway
-from cellama.api.http.running import Running
+from cellama.api.http.parsing import ParsedRequest
+from cellama.api.http.running import RunningJobs
 from cellama.api.machine.redis_server import RedisServer
 from cellama.config import get_settings
 from cellama.tasks.contract.keys import events_channel, job_key, journal_key, result_key, stream_id
@@ -52,7 +52,7 @@ def left(redis_server: RedisServer, settings_environment: Callable[..., None]) -
 
         async def leave(body: Body) -> None:
             gateway, admission = Gateway(get_settings(), NoKeys()), Counted()
-            running = Running(Asked(AGAIN, gateway, Caller("acme"), {}), "tiny", "default")
+            running = RunningJobs(ParsedRequest(AGAIN, gateway, Caller("acme"), {}), "tiny", "default")
             running._admission = admission
             running.jobs.append(gateway.client.job(JOB))
             await running.close()
@@ -94,9 +94,10 @@ def test_who_comes_back_when_the_events_are_gone_gets_the_result(
     async def come_back() -> Any:
         gateway = Gateway(get_settings(), NoKeys())
         try:
-            async with Running(Asked(AGAIN, gateway, Caller("acme"), {}), "tiny", "default") as running:
+            async with RunningJobs(ParsedRequest(AGAIN, gateway, Caller("acme"), {}), "tiny", "default") as running:
                 running.jobs.append(gateway.client.job(JOB))
-                return await running.finished()
+                await running.ended()
+                return await running.result()
         finally:
             await gateway.close()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from cellama.api.http.warning_header import MAX_HEADER_CHARS, WARNINGS, warning_headers
+from cellama.api.http.running import MAX_HEADER_CHARS, WARNINGS, warning_headers
 
 
 def test_header_is_a_json_array_in_ascii() -> None:

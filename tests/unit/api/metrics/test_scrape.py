@@ -13,7 +13,8 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from cellama.api.keys.entry import KeyEntry
 from cellama.api.keys.key_text import new_key
-from cellama.api.metrics import bulk, queues, tenants
+from cellama.api.metrics import queues
+from cellama.api.metrics import scrape as module
 from cellama.api.metrics.scrape import Scrape
 from cellama.tasks.connection.redis_clock import redis_time
 from cellama.tasks.contract import keys
@@ -146,7 +147,7 @@ def test_tenants_are_sums_over_their_keys(redis: Any) -> None:
     assert value(scrape, "cellama_scrape_truncated") == 0
 
 
-@pytest.mark.parametrize(("room", "name"), [(bulk, "MOST_RUNS"), (tenants, "MOST_KEYS"), (queues, "MOST_RUNNING")])
+@pytest.mark.parametrize(("room", "name"), [(module, "MOST_RUNS"), (module, "MOST_KEYS"), (queues, "MOST_RUNNING")])
 def test_scrape_says_where_it_stopped(redis: Any, monkeypatch: pytest.MonkeyPatch, room: Any, name: str) -> None:
     monkeypatch.setattr(room, name, 2)
     for number in range(3):
@@ -159,7 +160,7 @@ def test_scrape_says_where_it_stopped(redis: Any, monkeypatch: pytest.MonkeyPatc
 
 
 def test_runs_that_ended_long_ago_are_no_reason_to_say_so(redis: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bulk, "MOST_RUNS", 2)
+    monkeypatch.setattr(module, "MOST_RUNS", 2)
     for number in range(3):
         Batches(redis).write(f"r{number}", state="completed")
     scrape = Scrape(redis)

@@ -9,8 +9,8 @@ from typing import Any
 import openai.types as types
 import pytest
 
-from cellama.api.openai.bodies import in_openais_words, params_of_body
-from cellama.api.openai.parameters import CHAT, COMPLETIONS, EMBEDDINGS, PARAMETERS
+from cellama.api.openai.bodies import params_of_body
+from cellama.api.openai.parameters import CHAT, COMPLETIONS, EMBEDDINGS, PARAMETERS, callers_names, in_callers_words
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.payloads import ChatJob, EmbedJob, GenerateJob, parse_job
 
@@ -161,7 +161,7 @@ def test_wrong_types_are_left_to_the_payload_which_names_them(body: dict[str, An
     ],
 )
 def test_problem_of_a_job_is_told_under_openais_name(url: str, told: str, shown: str, param: str | None) -> None:
-    assert in_openais_words(told, url) == (shown, param)
+    assert in_callers_words(told, callers_names(PARAMETERS.get(url, {}), {})) == (shown, param)
 
 
 def test_value_that_is_nested_too_deeply_to_be_shown_is_refused_all_the_same() -> None:

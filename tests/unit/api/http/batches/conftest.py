@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from cellama.api.http.files.store import Store
+from cellama.api.http.files.store import FileStore
 
 from .world import World, settings_for
 
@@ -18,7 +18,7 @@ RunWorld = Callable[[Callable[[World], Awaitable[Any]]], Any]
 
 
 @pytest.fixture
-def run_world(url: str, store: Store, tmp_path: Path) -> RunWorld:
+def run_world(url: str, store: FileStore, tmp_path: Path) -> RunWorld:
     """Runs a function of a world."""
 
     def run(ask: Callable[[World], Awaitable[Any]]) -> Any:

@@ -11,8 +11,7 @@ import pytest
 from redis import Redis as SyncRedis
 
 from cellama.api.batch.work import WorkFile
-from cellama.api.http.batches.parts import Parts, Schedule
-from cellama.api.http.batches.scratch import folder_of
+from cellama.api.http.batches.run_files import Parts, Schedule, folder_of
 from cellama.tasks.contract.keys import http_lease_key
 from cellama.tasks.state.bulk_runs import Batches
 from cellama.tasks.traces.gate import spanning
@@ -27,7 +26,7 @@ __all__ = ["spans"]
 
 async def nothing_is_left(world: World, batch_id: str) -> None:
     assert not folder_of(world.store, batch_id).exists()
-    assert await world.desk.open_batches() == []
+    assert await world.batches.open_batches() == []
     assert await world.leases.free([batch_id]) == {batch_id}
     for key in await world.redis.keys("cellama:http:*") + await world.redis.keys("cellama:owner:*"):
         assert await world.redis.ttl(key) > 0, key
@@ -67,7 +66,7 @@ def test_files_that_were_being_put_out_when_the_gateway_died_are_replaced_whole(
         half = world.folder / "half"
         half.write_bytes(b'{"custom_id": "a"}\n')
         file_id = f"file-{batch_id.removeprefix('batch_')}-output"
-        await world.shelf.add(half, "half", "batch_output", ACME, 3600, file_id=file_id)
+        await world.files.add(half, "half", "batch_output", ACME, 3600, file_id=file_id)
         await world.change(batch_id, status="finalizing", ends_as="completed", total=2)
         batch = await world.drive(batch_id)
         assert (batch["status"], batch["output_file_id"]) == ("completed", file_id)
@@ -89,7 +88,7 @@ def test_driver_without_its_lease_changes_nothing_and_the_next_one_goes_on(run_w
         assert await world.redis.get(http_lease_key(batch_id)) == b"another gateway's"
         assert (await world.read(batch_id))["status"] == "in_progress"
         await world.redis.delete(http_lease_key(batch_id))
-        assert (await world.desk.cancel(batch_id, ACME))["status"] == "cancelling"
+        assert (await world.batches.cancel(batch_id, ACME))["status"] == "cancelling"
         batch = await world.drive(batch_id)
         assert (batch["status"], batch["counts"]) == ("cancelled", {"total": 2, "completed": 0, "failed": 0})
         await nothing_is_left(world, batch_id)
@@ -107,7 +106,7 @@ def test_gateway_that_stops_leaves_the_batch_for_another(run_world: RunWorld) ->
         await driving
         assert await world.leases.free([batch_id]) == {batch_id}
         assert (await world.read(batch_id))["status"] == "in_progress"
-        assert len(await world.desk.open_batches()) == 1
+        assert len(await world.batches.open_batches()) == 1
 
     run_world(ask)
 
@@ -150,10 +149,10 @@ def test_batch_ends_when_the_command_cancels_it(run_world: RunWorld, url: str, i
 def test_batch_that_is_cancelled_before_anything_of_it_began_has_no_files(run_world: RunWorld) -> None:
     async def ask(world: World) -> Any:
         batch_id = (await world.begin("a"))["id"]
-        await world.desk.cancel(batch_id, ACME)
+        await world.batches.cancel(batch_id, ACME)
         batch = await world.drive(batch_id)
         await nothing_is_left(world, batch_id)
-        return await world.desk.shown(batch)
+        return await world.batches.shown(batch)
 
     shown = run_world(ask)
     assert (shown["status"], shown["output_file_id"], shown["error_file_id"]) == ("cancelled", None, None)
@@ -163,7 +162,7 @@ def test_batch_that_is_cancelled_before_anything_of_it_began_has_no_files(run_wo
 def test_batch_whose_file_is_gone_fails(run_world: RunWorld) -> None:
     async def ask(world: World) -> None:
         begun = await world.begin("a")
-        await world.shelf.delete(await world.shelf.records.find(begun["input_file_id"], ACME))
+        await world.files.delete(await world.files.records.find(begun["input_file_id"], ACME))
         batch = await world.drive(begun["id"])
         assert (batch["status"], batch["errors"][0]["code"]) == ("failed", "file_not_found")
         await nothing_is_left(world, begun["id"])

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from cellama.api.http.batches import runner as module
+from cellama.api.http.batches.run_files import folder_of
 from cellama.api.http.batches.runner import Runner
-from cellama.api.http.batches.scratch import folder_of
 from cellama.api.http.callers import Caller
 from cellama.config import Settings
 
@@ -112,7 +112,7 @@ def test_batches_that_only_have_to_end_wait_for_no_place(run_world: RunWorld) ->
         await runner.look()
         waiting, cancelled = [(await world.begin(name))["id"] for name in ("b", "c")]
         late = (await world.begin("d", window_s=-1))["id"]
-        await world.desk.cancel(cancelled, ACME)
+        await world.batches.cancel(cancelled, ACME)
 
         async def have_ended() -> bool:
             await runner.look()
@@ -153,7 +153,7 @@ def test_batch_whose_driver_died_after_its_end_is_tidied_up(run_world: RunWorld)
         await runner.sweep()
         await runner.look()
         assert not folder.exists()
-        assert await world.desk.open_batches() == []
+        assert await world.batches.open_batches() == []
         await runner.close()
 
     run_world(ask)

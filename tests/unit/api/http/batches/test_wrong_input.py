@@ -17,7 +17,7 @@ from starlette.testclient import TestClient
 
 from cellama.api.http import create_app
 from cellama.api.http.keys import key_access
-from cellama.api.http.keys.wiring import connect_keys
+from cellama.api.http.keys.access import connect_keys
 from cellama.api.keys.entry import KeyEntry
 from cellama.api.keys.key_text import new_key
 from cellama.api.keys.store import KeyStore

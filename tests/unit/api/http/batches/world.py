@@ -10,16 +10,14 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from cellama.api.http.batches.desk import Desk
 from cellama.api.http.batches.driver import Driver
 from cellama.api.http.batches.leases import HeldLease, Leases
-from cellama.api.http.batches.orders import BatchOrder
-from cellama.api.http.batches.parts import Parts
-from cellama.api.http.batches.scratch import folder_of
+from cellama.api.http.batches.run_files import Parts, folder_of
+from cellama.api.http.batches.service import BatchOrder, BatchService
 from cellama.api.http.callers import Caller
 from cellama.api.http.files.records import Record
-from cellama.api.http.files.shelf import Shelf
-from cellama.api.http.files.store import Store
+from cellama.api.http.files.service import FileService
+from cellama.api.http.files.store import FileStore
 from cellama.config import Settings
 from cellama.tasks.contract.keys import batch_key
 
@@ -46,19 +44,26 @@ def settings_for(url: str, folder: Path, **changed: Any) -> Settings:
 class World:
     """What drivers share, and the batches in it."""
 
-    def __init__(self, redis: Redis, settings: Settings, store: Store, folder: Path) -> None:
+    def __init__(self, redis: Redis, settings: Settings, store: FileStore, folder: Path) -> None:
         self.redis, self.settings, self.store, self.folder = redis, settings, store, folder
-        self.shelf, self.desk = Shelf(store, redis), Desk(settings, redis)
+        self.files, self.batches = FileService(store, redis), BatchService(settings, redis)
         self.leases = Leases(redis, settings.gateway_lease_s)
 
     async def begin(self, *ids: str, window_s: int = 86_400, caller: Caller = ACME) -> Record:
         """A batch of these requests that waits for a driver; with a negative window its time is over."""
         local = self.folder / "in.jsonl"
         local.write_bytes(lines_of([request(custom_id) for custom_id in ids]))
-        file = await self.shelf.add(local, "in.jsonl", "batch", caller, 3600)
+        file = await self.files.add(local, "in.jsonl", "batch", caller, 3600)
         local.unlink()
-        order = BatchOrder(file["id"], CHAT, "24h", window_s, None, 3600)
-        return await self.desk.create(order, caller, None, await self.shelf.place())
+        order = BatchOrder(
+            input_file_id=file["id"],
+            endpoint=CHAT,
+            completion_window="24h",
+            window_s=window_s,
+            metadata=None,
+            output_life_s=3600,
+        )
+        return await self.batches.create(order, caller, None, await self.files.place())
 
     async def answer(self, batch_id: str, *ids: str) -> None:
         """An earlier driver has left the answers to these requests."""
@@ -76,14 +81,14 @@ class World:
 
     async def change(self, batch_id: str, **fields: Any) -> None:
         of = ("validating", "in_progress", "finalizing")
-        assert (await self.desk.records.advance(batch_id, fields, of=of, life_s=86_400))[0]
+        assert (await self.batches.records.advance(batch_id, fields, of=of, life_s=86_400))[0]
 
     async def driver(self, batch_id: str) -> tuple[Driver, HeldLease]:
         held = await self.leases.take(batch_id)
-        record = await self.desk.records.read(batch_id)
+        record = await self.batches.records.read(batch_id)
         assert held is not None
         assert record is not None
-        return Driver(self.settings, self.shelf, self.desk, self.leases, held, record), held
+        return Driver(self.settings, self.files, self.batches, self.leases, held, record), held
 
     async def drive(self, batch_id: str) -> Record:
         """A driver has it until it ends or is left."""
@@ -92,7 +97,7 @@ class World:
         return await self.read(batch_id)
 
     async def read(self, batch_id: str) -> Record:
-        record = await self.desk.records.read(batch_id)
+        record = await self.batches.records.read(batch_id)
         assert record is not None
         return record
 
@@ -106,8 +111,8 @@ class World:
 
     async def lines(self, file_id: str) -> list[dict[str, Any]]:
         """What a client gets that asks for the file."""
-        record = await self.shelf.records.find(file_id, ACME)
-        data = b"".join(await self.shelf.blocks(file_id))
+        record = await self.files.records.find(file_id, ACME)
+        data = b"".join(await self.files.blocks(file_id))
         assert len(data) == record["bytes"]
         return [json.loads(line) for line in data.splitlines()]
 

@@ -13,13 +13,12 @@ import pytest
 from redis.asyncio import Redis
 from redis.asyncio.client import Pipeline
 
-from cellama.api.cli.gateway.keys import as_toml
+from cellama.api.cli.keys import as_toml
 from cellama.api.http.callers import Caller, LoopbackOnly, NoKeys, is_loopback
 from cellama.api.http.errors import ApiError
 from cellama.api.http.keys import key_access
-from cellama.api.http.keys.access import KeyAccess
+from cellama.api.http.keys.access import KeyAccess, duration
 from cellama.api.http.keys.gathering import MOST_AT_ONCE
-from cellama.api.http.keys.rate_headers import duration
 from cellama.api.keys.entry import KeyEntry
 from cellama.api.keys.key_file import KeyFile
 from cellama.api.keys.key_text import KeyText, new_key

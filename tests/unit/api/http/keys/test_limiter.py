@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
-from cellama.api.http.keys.limiter import LEASE_S, WINDOW_S, Limiter, Reservation, Verdict
+from cellama.api.http.keys.limiter import LEASE_S, WINDOW_S, LimitDecision, Limiter, Reservation
 
 from .conftest import Run, key_and_entry
 
@@ -33,7 +33,7 @@ class Asked:
         self.limiter = Limiter(redis, self.clock)
         self.entry = key_and_entry(**limits)[1]
 
-    async def admit(self, num_tokens: int = 1, num_jobs: int = 1) -> tuple[Reservation, Verdict]:
+    async def admit(self, num_tokens: int = 1, num_jobs: int = 1) -> tuple[Reservation, LimitDecision]:
         """What a gateway does: first the request, then what its body asks for; the end of one that is refused."""
         reserved, verdict = await self.limiter.admit(self.entry)
         if verdict.is_in:

@@ -8,14 +8,13 @@ import pytest
 from redis import Redis
 from starlette.requests import Request
 
-from cellama.api.http.asking import Asked
 from cellama.api.http.callers import Caller
 from cellama.api.http.errors import ApiError
 from cellama.api.http.gateway import Gateway
-from cellama.api.http.responses.creating import _submit
-from cellama.api.http.responses.orders import Order
-from cellama.api.http.responses.records import Records
-from cellama.api.http.running import Running
+from cellama.api.http.parsing import ParsedRequest
+from cellama.api.http.responses.creating import NewResponse, _submit
+from cellama.api.http.responses.store import ResponseStore
+from cellama.api.http.running import RunningJobs
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.keys import owner_key, response_key
 
@@ -28,15 +27,15 @@ SAID = {"type": "message", "role": "user", "content": [{"type": "input_text", "t
 def submit(error: Exception, headers: list[tuple[bytes, bytes]]) -> Ask:
     """A background response whose job meets this error."""
 
-    class Refused(Running):
+    class Refused(RunningJobs):
         async def submit(self, *_: Any) -> None:
             raise error
 
     async def ask(gateway: Gateway) -> None:
-        asked = Asked(Request({"type": "http", "headers": headers}), gateway, Caller("acme"), {"model": "tiny"})
-        order = Order(record(items=[SAID], background=True), "default", False, 10)
+        asked = ParsedRequest(Request({"type": "http", "headers": headers}), gateway, Caller("acme"), {"model": "tiny"})
+        order = NewResponse(record(items=[SAID], background=True), "default", False, 10)
         with pytest.raises(ApiError):
-            await _submit(Refused(asked, "tiny", "default"), order, Records(gateway))
+            await _submit(Refused(asked, "tiny", "default"), order, ResponseStore(gateway))
 
     return ask
 

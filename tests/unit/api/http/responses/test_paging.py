@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cellama.api.http.errors import ApiError
-from cellama.api.http.responses.paging import page_of
+from cellama.api.http.responses.endpoints import page_of
 
 ITEMS = [{"id": f"i{number}"} for number in range(5)]
 

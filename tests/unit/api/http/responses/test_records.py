@@ -11,15 +11,14 @@ import pytest
 from redis import Redis
 from starlette.requests import Request
 
-from cellama.api.http.asking import Asked
 from cellama.api.http.callers import Caller
 from cellama.api.http.errors import ApiError
 from cellama.api.http.gateway import Gateway
-from cellama.api.http.responses.orders import order_of
-from cellama.api.http.responses.records import Records, new_id
-from cellama.api.http.responses.standing import EVENTS_PER_PAGE, look
-from cellama.api.http.responses.streaming import frames
-from cellama.api.openai.responses.record import Record
+from cellama.api.http.parsing import ParsedRequest
+from cellama.api.http.responses.creating import parse_response
+from cellama.api.http.responses.reading import EVENTS_PER_PAGE, frames, look
+from cellama.api.http.responses.store import ResponseStore, new_id
+from cellama.api.openai.responses.record import ResponseRecord
 from cellama.tasks.contract.errors import StreamTrimmed
 from cellama.tasks.contract.keys import (
     context_key,
@@ -48,7 +47,7 @@ def status_of(raised: pytest.ExceptionInfo[ApiError]) -> int:
 
 def test_record_is_the_first_one_and_expires(run: Any, redis: Redis) -> None:
     async def ask(gateway: Gateway) -> None:
-        records = Records(gateway)
+        records = ResponseStore(gateway)
         first = await records.create(record(digest="a"), ACME)
         assert await records.create(record(digest="a", created_at=2000), ACME) == first
         assert await records.read(ID, ACME) == first
@@ -62,7 +61,7 @@ def test_record_is_the_first_one_and_expires(run: Any, redis: Redis) -> None:
 
 def test_record_of_others_or_not_stored_or_forgotten_is_not_there(run: Any, redis: Redis) -> None:
     async def ask(gateway: Gateway) -> None:
-        records = Records(gateway)
+        records = ResponseStore(gateway)
         await records.create(record(), ACME)
         told = []
         for caller, name in ((OTHER, ID), (Caller(), ID), (ACME, "resp_x"), (ACME, new_id(None))):
@@ -80,7 +79,7 @@ def test_record_of_others_or_not_stored_or_forgotten_is_not_there(run: Any, redi
 
 def test_record_of_a_model_that_is_not_for_the_caller_is_not_there(run: Any) -> None:
     async def ask(gateway: Gateway) -> None:
-        records = Records(gateway)
+        records = ResponseStore(gateway)
         await records.create(record(model=":default"), ACME)  # whatever model that was
         assert await records.read(ID, Caller("acme", models=frozenset({":default"})))
         with pytest.raises(ApiError) as raised:
@@ -92,7 +91,7 @@ def test_record_of_a_model_that_is_not_for_the_caller_is_not_there(run: Any) -> 
 
 def test_record_that_is_withdrawn_leaves_the_job_alone(run: Any, redis: Redis) -> None:
     async def ask(gateway: Gateway) -> None:
-        records = Records(gateway)
+        records = ResponseStore(gateway)
         await records.create(record(), ACME)
         await records.heed(record(), ACME)
         await records.withdraw(record())
@@ -109,7 +108,7 @@ def test_same_key_of_a_tenant_is_the_same_id() -> None:
 
 def test_record_of_a_newer_gateway_is_read() -> None:
     text = json.dumps({**json.loads(record().to_json()), "colour": "red"})
-    assert Record.of_json(text) == record()
+    assert ResponseRecord.of_json(text) == record()
 
 
 @pytest.mark.parametrize("name", JOURNALS)
@@ -171,10 +170,10 @@ def follow(can_follow: bool = True, **fields: Any) -> Ask:
     model: Any = {"id": "tiny", "ctx_per_slot": 100, "follows_replies": can_follow}
 
     async def ask(gateway: Gateway) -> Any:
-        records = Records(gateway)
+        records = ResponseStore(gateway)
         await records.create(record(params={"cache_scope": "acme"}), ACME)
-        asked = Asked(Request({"type": "http", "headers": []}), gateway, ACME, body)
-        return (await order_of(asked, model, records)).record
+        asked = ParsedRequest(Request({"type": "http", "headers": []}), gateway, ACME, body)
+        return (await parse_response(asked, model, records)).record
 
     return ask
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from cellama.api.http.webhooks.addresses import Refused, Target, is_global, target_of
+from cellama.api.http.webhooks.addresses import AddressRefused, Target, is_global, target_of
 
 
 def target(url: str, *addresses: str, private: bool = False) -> Target:
@@ -25,7 +25,7 @@ NOT_GLOBAL = (
 @pytest.mark.parametrize("address", NOT_GLOBAL.split())
 def test_address_that_is_not_global_is_refused(address: str) -> None:
     assert not is_global(address)
-    with pytest.raises(Refused, match="gateway_webhook_private"):
+    with pytest.raises(AddressRefused, match="gateway_webhook_private"):
         target("https://example.org/h", "8.8.8.8", address)
     assert target("http://example.org/h", address, private=True) == Target(address, "example.org", 80)
 
@@ -36,7 +36,7 @@ def test_address_that_is_global_is_taken(address: str) -> None:
 
 
 def test_plain_http_is_refused() -> None:
-    with pytest.raises(Refused, match="https://"):
+    with pytest.raises(AddressRefused, match="https://"):
         target("http://example.org", "8.8.8.8")
 
 

@@ -15,7 +15,7 @@ from redis.asyncio import Redis as AsyncRedis
 
 from cellama.api.http.webhooks.delivering import AGAIN_S, AT_ONCE_TO_ONE, LEASE_BEYOND_S, Webhooks, wait_after
 from cellama.api.http.webhooks.ledger import DeliveryLedger
-from cellama.api.http.webhooks.sending import Outcome, Sender
+from cellama.api.http.webhooks.sending import DeliveryOutcome, Sender
 from cellama.api.webhooks import announcement
 from cellama.api.webhooks.endpoint import Endpoint, new_id
 from cellama.api.webhooks.signing import new_secret
@@ -215,10 +215,10 @@ def test_delivery_of_a_deleted_endpoint_goes(redis_url: str, receiver: Receiver)
 
 
 def test_waits_grow_until_there_is_no_further_attempt() -> None:
-    failed = Outcome(500)
+    failed = DeliveryOutcome(500)
     waits = [wait_after(attempt, failed) for attempt in range(1, len(AGAIN_S) + 2)]
     assert waits[-1] is None
     for wait_s, least in zip(waits, AGAIN_S, strict=False):
         assert least <= (wait_s or 0) <= least * 1.1
-    assert wait_after(1, Outcome(429, retry_after_s=100)) == 100
-    assert wait_after(1, Outcome(204)) is None
+    assert wait_after(1, DeliveryOutcome(429, retry_after_s=100)) == 100
+    assert wait_after(1, DeliveryOutcome(204)) is None

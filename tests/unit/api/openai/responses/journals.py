@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cellama.api.openai.responses.bodies import shown_of
-from cellama.api.openai.responses.record import Record
+from cellama.api.openai.responses.record import ResponseRecord
 from cellama.tasks.contract import events
 from cellama.tasks.contract.shapes.results import usage_of
 
@@ -40,7 +40,7 @@ JOURNALS: dict[str, tuple[Any, ...]] = {
 }
 
 
-def record(**fields: Any) -> Record:
+def record(**fields: Any) -> ResponseRecord:
     body = {"model": "tiny", "input": "Hello", "metadata": {"a": "b"}, **fields.pop("body", {})}
     given: dict[str, Any] = {
         "job_id": "j",
@@ -50,6 +50,6 @@ def record(**fields: Any) -> Record:
         "items": [],
         "params": {},
     }
-    return Record(
+    return ResponseRecord(
         **{"id": ID, "shown": {**shown_of(body), "model": "tiny", "service_tier": "default"}, **given, **fields}
     )

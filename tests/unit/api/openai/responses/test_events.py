@@ -11,14 +11,14 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from cellama.api.openai.responses.events import Fold, journal_of_result
-from cellama.api.openai.responses.record import Record
+from cellama.api.openai.responses.record import ResponseRecord
 
 from .journals import CALL, ID, JOURNALS, PROBS, STARTED, TEXT, THOUGHTS, done, record
 
 OPENAIS: TypeAdapter[Any] = TypeAdapter(get_args(ResponseStreamEvent)[0])
 
 
-def fold(journal: Any, of: Record | None = None) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def fold(journal: Any, of: ResponseRecord | None = None) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     folding = Fold(of or record())
     told = folding.begin()
     for event in journal:
@@ -63,7 +63,7 @@ def test_deltas_and_items_spell_the_object(name: str) -> None:
 def test_stream_that_is_read_again_goes_on_where_it_was_left(name: str, after: int, cut: int) -> None:
     """A reader that has read up to `after` of what one gateway told of a part of the journal, asks another one."""
     part, _ = fold(JOURNALS[name][:cut])
-    whole, _ = fold(JOURNALS[name], Record.of_json(record().to_json()))
+    whole, _ = fold(JOURNALS[name], ResponseRecord.of_json(record().to_json()))
     read = [event for event in part if event["sequence_number"] <= after]
     last = read[-1]["sequence_number"] if read else -1
     assert read + [event for event in whole if event["sequence_number"] > last] == whole

@@ -1,0 +1,143 @@
+"""How a bulk run looks while it goes on, and at its end."""
+
+from __future__ import annotations
+
+import contextlib
+import json as json_module
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+
+from cellama.api.batch.options import Summary
+from cellama.api.batch.progress import Progress
+
+from .output import err, out
+
+LOG_S = 10.0  # between lines where there is no terminal
+WIDE = 80  # columns of a terminal that has room for both rates
+
+
+class _Show:
+    """Tells people or machines how a run goes."""
+
+    def __init__(self, bar: Bar | None, events: Console | None) -> None:
+        """`events` gets JSON; without it and without a bar, lines are written to stderr."""
+        self._bar = bar
+        self._events = events
+        self._task: TaskID | None = None
+        self._next_word = 0.0 if events is not None else time.monotonic() + LOG_S
+        self._notice = ""
+
+    def reading(self, count: int) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task_of(f"reading: {count} lines"), total=None)
+
+    def progress(self, progress: Progress) -> None:
+        if self._bar is not None:
+            done = progress.finished + progress.failed
+            self._bar.update(self._task_of(_words(progress)), completed=done, total=progress.total)
+        elif time.monotonic() >= self._next_word or (progress.notice and not self._notice):
+            self._next_word, self._notice = time.monotonic() + LOG_S, progress.notice
+            if self._events is not None:
+                _print_event(self._events, {"type": "progress", **_numbers(progress)})
+            else:
+                err.print(f"{progress.finished + progress.failed} of {progress.total} lines, {_words(progress)}")
+
+    def _task_of(self, text: str) -> TaskID:
+        assert self._bar is not None
+        if self._task is None:
+            self._task = self._bar.add_task(text, total=None)
+        self._bar.update(self._task, description=text)
+        return self._task
+
+
+@contextlib.contextmanager
+def showing(json: bool, to_stdout: bool) -> Iterator[_Show]:
+    """A bar needs stderr for itself: with results on stdout, errors of lines go there."""
+    if json or to_stdout or not err.is_terminal:
+        yield _Show(None, _events(to_stdout) if json else None)
+        return
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Bar(*columns, console=err) as bar:
+        yield _Show(bar, None)
+
+
+def _words(progress: Progress) -> str:
+    parts = _rates(progress) if progress.ended else []
+    if err.is_terminal and err.width < WIDE:
+        del parts[1:]
+    if progress.ended and progress.left:
+        parts.append(f"about {progress.left / progress.line_rate:.0f} s left")
+    if progress.failed:
+        parts.append(f"{progress.failed} failed")
+    return progress.notice or ", ".join(parts)
+
+
+def _rates(progress: Progress) -> list[str]:
+    """Lines per second, and tokens where some are generated: embeddings have none."""
+    lines = f"{progress.line_rate:.{0 if progress.line_rate >= 10 else 1}f} lines/s"
+    return [lines, f"{progress.rate:.0f} tok/s"] if progress.generated else [lines]
+
+
+def _numbers(progress: Progress) -> dict[str, Any]:
+    names = (
+        "total",
+        "finished",
+        "failed",
+        "in_flight",
+        "workers",
+        "ahead",
+        "prompt_tokens",
+        "cached_tokens",
+        "completion_tokens",
+    )
+    values = {name: getattr(progress, name) for name in names}
+    rates = {"rate": round(progress.rate, 1), "line_rate": round(progress.line_rate, 1)}
+    return {**values, **rates, "seconds": round(progress.seconds, 1), "notice": progress.notice}
+
+
+def _events(to_stdout: bool) -> Console:
+    """Where JSON about the run goes: not between results."""
+    return err if to_stdout else out
+
+
+def _print_event(target: Console, event: dict[str, Any]) -> None:
+    target.print(json_module.dumps(event), markup=False, highlight=False, soft_wrap=True)
+
+
+def summarise(summary: Summary, json: bool, to_stdout: bool) -> None:
+    progress = summary.progress
+    errors = None if summary.errors is None else str(summary.errors)
+    if json:
+        facts = {"type": "end", "id": summary.id, "state": summary.state, "errors": errors, **_numbers(progress)}
+        _print_event(_events(to_stdout), facts)
+        return
+    err.print(_lines_of(summary), soft_wrap=True)
+    if progress.ended:
+        err.print(f"[dim]{' · '.join([f'{progress.seconds:.1f} s', *_rates(progress)])}[/]", soft_wrap=True)
+    if progress.prompt_tokens:
+        cached = f" ({progress.cached_tokens} cached)" if progress.cached_tokens else ""
+        generated = f", {progress.completion_tokens} generated" if progress.completion_tokens else ""
+        err.print(f"[dim]tokens: {progress.prompt_tokens} in prompts{cached}{generated}[/]", soft_wrap=True)
+    if errors and progress.failed:
+        err.print(f"[yellow]the reasons for failed lines are in[/] {escape(errors)}", soft_wrap=True)
+
+
+def _lines_of(summary: Summary) -> str:
+    progress = summary.progress
+    before = f" ({progress.already} of them earlier)" if progress.already and progress.ended else ""
+    counts = f"{progress.finished} {_lines(progress.finished)} done{before}, {progress.failed} failed"
+    if summary.state == "completed" and not progress.ended:
+        return f"was complete already: {counts}"
+    if summary.state == "completed" and not progress.finished:
+        return f"failed: no line was done, {progress.failed} failed"
+    return f"{summary.state}: {counts}"
+
+
+def _lines(count: int) -> str:
+    return "line" if count == 1 else "lines"

@@ -1,0 +1,166 @@
+"""`cellama demo`: the main job on real parts: a Redis, a worker process with the bundled model, a producer process."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.rule import Rule
+
+from cellama.api.client.client import Client
+from cellama.api.client.job import Job
+from cellama.api.machine.redis_server import RedisServer
+from cellama.api.machine.supervisor import Supervisor, worker_child
+from cellama.tasks import generate
+from cellama.tasks.contract.codes import Exit
+from cellama.tasks.contract.names import PRIORITY_BULK
+
+from .output import called, err, out
+from .services import check_installed, wait_for_worker
+
+BULK_LINES = 48
+PATIENCE_S = 60.0
+POLL_S = 0.05
+MODEL = "tiny"
+ANIMALS = ("fox", "bear", "cat", "frog", "mouse", "dragon")
+NEXT_STEPS = """\
+[bold]Where to go next[/]
+  cellama up                           everything on this machine, with Flower
+  cellama chat tiny "Who are you?"     in another terminal
+  cellama up -m chat=/path/to/my.gguf  your own model
+  cellama --help                       all commands"""
+
+
+def demo_command() -> None:
+    """Show the main job: Redis, a worker with the bundled model, a stream, a chat, and a bulk run.
+
+    Example:  cellama demo
+    """
+    check_installed()
+    with tempfile.TemporaryDirectory(prefix="cellama-demo-") as folder:
+        _prepare_environment(Path(folder))
+        with RedisServer.start(Path(folder) / "redis") as redis:
+            os.environ["CELLAMA_REDIS_URL"] = redis.url
+            out.print(f"[green]✓[/] Redis on port {redis.port}, append-only file on (pid {redis.pid})")
+            supervisor = Supervisor([worker_child(log_path=Path(folder) / "worker.log")])
+            with supervisor.handling_signals():
+                supervisor.start()
+                try:
+                    code = _produce(redis, supervisor)
+                finally:
+                    supervisor.stop()
+    if code:
+        raise typer.Exit(Exit.FAILED)
+    out.print(NEXT_STEPS.format(called()))
+
+
+def _prepare_environment(folder: Path) -> None:
+    """The demo is the same whatever this shell is set up for."""
+    for name in [name for name in os.environ if name.startswith("CELLAMA_")]:
+        del os.environ[name]
+    (folder / "cellama.toml").write_text("")
+    os.environ["CELLAMA_CONFIG"] = str(folder / "cellama.toml")
+
+
+def _produce(redis: RedisServer, supervisor: Supervisor) -> int:
+    worker = supervisor.children[0]
+    wait_for_worker(redis.url, worker, supervisor)
+    assert worker.process is not None
+    out.print(f"[green]✓[/] a Celery worker with the bundled model (pid {worker.process.pid})")
+    argv = [sys.executable, "-c", "from .demo import main; main()"]
+    producer = subprocess.Popen(argv, start_new_session=True)  # Ctrl-C is for this process, which ends all others
+    out.print(f"[green]✓[/] a producer process (pid {producer.pid})")
+    try:
+        while (code := producer.poll()) is None:
+            supervisor.check()
+            time.sleep(POLL_S)
+    except KeyboardInterrupt:
+        producer.kill()
+        producer.wait()
+        raise
+    if code:
+        err.print(f"the producer ended with code {code}; the worker's log ends:\n{worker.log_tail()}", markup=False)
+    return code
+
+
+def main() -> None:
+    """The producer process: it knows Redis only."""
+    with Client() as client:
+        _stream(client)
+        _chat(client)
+        _bulk(client)
+
+
+def _stream(client: Client) -> None:
+    out.print(Rule("1. One job, streamed token by token", align="left"))
+    job = client.generate(MODEL, "Once upon a time", temperature=0, max_tokens=200)
+    out.print("[bold]Once upon a time[/]", end="")
+    _print_stream(job)
+
+
+def _print_stream(job: Job) -> None:
+    for event in job.stream(timeout=PATIENCE_S):
+        if event["type"] == "token":
+            sys.stdout.write(event["text"])
+            sys.stdout.flush()
+        elif event["type"] == "error":
+            sys.exit(f"\nthe job failed: {event['message']}")
+        elif event["type"] == "done":
+            rate = event["timings"]["generation_rate"] or 0
+            out.print(f"\n[dim]{event['usage']['completion_tokens']} tokens, {rate:.0f} tokens per second[/]")
+
+
+def _chat(client: Client) -> None:
+    out.print(Rule("2. A chat turn", align="left"))
+    question = "What is the capital of France?"
+    out.print(f"[bold]user[/]       {question}\n[bold]assistant[/]  ", end="")
+    _print_stream(client.chat(MODEL, [{"role": "user", "content": question}], temperature=0))
+
+
+def _bulk(client: Client) -> None:
+    out.print(Rule(f"3. {BULK_LINES} jobs at once", align="left"))
+    animals = itertools.islice(itertools.cycle(ANIMALS), BULK_LINES)
+    started = time.monotonic()
+    jobs = [
+        generate.delay(
+            MODEL, f"Once upon a time, there was a little {animal}", temperature=0, stream=False, priority=PRIORITY_BULK
+        )
+        for animal in animals
+    ]
+    tokens = 0
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=out) as progress:
+        task = progress.add_task("lines", total=len(jobs))
+        for job in jobs:
+            usage = job.get(timeout=PATIENCE_S)["usage"]
+            tokens += usage["completion_tokens"]
+            progress.advance(task)
+    seconds = time.monotonic() - started
+    out.print(
+        f"[green]✓[/] {len(jobs)} lines, {tokens} tokens in {seconds:.1f} s: {tokens / seconds:.0f} tokens per second"
+    )
+    _show_batching(client, BULK_LINES)
+
+
+def _show_batching(client: Client, num_requests: int) -> None:
+    """What the worker's heartbeat tells about its steps, once it tells of all requests."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        for worker in client.workers():
+            engine = worker.models[0]["engine"]
+            if engine and engine["requests_finished"] >= num_requests:
+                per_step = engine["generated_tokens"] / engine["steps"]
+                out.print(
+                    f"[green]✓[/] {engine['slots_total']} slots, {engine['steps']} steps, "
+                    f"{engine['mixed_steps']} of them with decode and prefill mixed, {per_step:.1f} tokens per step"
+                )
+                return
+        time.sleep(0.1)
+    sys.exit("the worker's heartbeat did not come")

@@ -1,0 +1,221 @@
+"""The commands for the API keys of the gateway: keys create, keys list, keys revoke."""
+
+from __future__ import annotations
+
+import asyncio
+import json as json_of
+import re
+from collections.abc import Awaitable, Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+from pydantic import ValidationError
+from redis.asyncio import Redis
+from rich.markup import escape
+
+from cellama.api.keys.entry import KeyEntry
+from cellama.api.keys.key_file import KeyFile
+from cellama.api.keys.key_text import KeyText, new_key, parse_key
+from cellama.api.keys.store import Found, KeyStore
+from cellama.config import get_settings
+from cellama.config.settings import explain
+from cellama.tasks.connection.connections import connect_async
+from cellama.tasks.connection.redis_errors import reaching_redis
+
+from .generation import JsonOption
+from .output import err, out, print_json, readable_time, table_of
+
+_T = TypeVar("_T")
+_UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
+CONNECT_TIMEOUT_S = 3.0
+
+
+def keys_create_command(
+    tenant: Annotated[str, typer.Argument(help="Whose key it is: keys of one tenant share prefixes and answers.")],
+    name: Annotated[str, typer.Option(help="What people call it.")] = "",
+    model: Annotated[
+        list[str] | None, typer.Option("--model", "-m", help="It may ask for this one; again for more.")
+    ] = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option("--adapter", help="Name of a LoRA adapter that requests may use; again for more. Default: all."),
+    ] = None,
+    no_adapters: Annotated[bool, typer.Option("--no-adapters", help="Refuse requests that name an adapter.")] = False,
+    priority: Annotated[
+        str | None, typer.Option(help="flex, default or priority: of requests that name none, and the most urgent one.")
+    ] = None,
+    requests_per_minute: Annotated[int | None, typer.Option(help="In any 60 s.")] = None,
+    tokens_per_minute: Annotated[int | None, typer.Option(help="Read and generated, in any 60 s.")] = None,
+    concurrent_jobs: Annotated[int | None, typer.Option(help="At the same time.")] = None,
+    expires_in: Annotated[str | None, typer.Option(help="30m, 12h, 90d or 4w from now; default: never.")] = None,
+    json: JsonOption = False,
+) -> None:
+    """Make an API key for the gateway. It is shown once: only a digest of it is kept.
+
+    Clients send it as `Authorization: Bearer KEY` or as `x-api-key: KEY`. What no option limits is not limited.
+
+    Where CELLAMA_GATEWAY_KEYS_FILE names a file, nothing is kept: the entry for that file is shown.
+
+    Example:  cellama keys create acme --model tiny --requests-per-minute 60
+    """
+    if adapter and no_adapters:
+        raise typer.BadParameter("--adapter and --no-adapters exclude each other; leave one of them out")
+    key = new_key()
+    given: dict[str, Any] = {
+        "id": key.id,
+        "digest": key.digest,
+        "tenant": tenant,
+        "name": name,
+        "models": model or None,
+        "adapters": [] if no_adapters else adapter or None,
+        "priority": priority,
+        "requests_per_minute": requests_per_minute,
+        "tokens_per_minute": tokens_per_minute,
+        "concurrent_jobs": concurrent_jobs,
+    }
+    entry = _with_store(lambda store: _create(store, given, _seconds_of(expires_in)))
+    if json:
+        print_json({"key": key.text, **entry.model_dump(mode="json")})
+    else:
+        _show(key, entry)
+
+
+def _show(key: KeyText, entry: KeyEntry) -> None:
+    file = get_settings().gateway_keys_file
+    out.print(key.text, soft_wrap=True)
+    if file is None:
+        err.print(f"this is the only time that the key is shown; `cellama keys revoke {entry.id}` ends it")
+    else:
+        err.print(f"this is the only time that the key is shown; it counts when these lines stand in {file}:")
+        out.print(as_toml(entry), markup=False, soft_wrap=True)
+
+
+async def _create(store: KeyStore, given: dict[str, Any], expires_in_s: float | None) -> KeyEntry:
+    now = await store.now()
+    expires_at = None if expires_in_s is None else now + timedelta(seconds=expires_in_s)
+    try:
+        entry = KeyEntry.model_validate({**given, "created_at": now, "expires_at": expires_at})
+    except ValidationError as error:
+        raise typer.BadParameter("; ".join(map(explain, error.errors()))) from None
+    if get_settings().gateway_keys_file is None:
+        await store.write(entry)
+    return entry
+
+
+def keys_list_command(json: JsonOption = False) -> None:
+    """List the API keys of the gateway: whose they are, what they may, when they were last used.
+
+    Example:  cellama keys list
+    """
+    found = _with_store(lambda store: store.all(), get_settings().gateway_keys_file)
+    if json:
+        print_json([_told(key) for key in found])
+        return
+    if not found:
+        out.print("there are no API keys; `cellama keys create TENANT` makes one")
+        return
+    columns = ("id", "tenant: name", "models", "tier", "limits", "state", "last used")
+    table = table_of(*columns, whole="id, limits, last used", title="API keys")
+    for key in found:
+        table.add_row(*map(escape, _cells(key)))
+    out.print(table)
+
+
+def _cells(key: Found) -> Iterator[str]:
+    """What the table has of a key, in a terminal of 80 columns as well: the longer ones have lines."""
+    entry = key.entry
+    assert entry is not None
+    yield entry.id
+    yield f"{entry.tenant}: {entry.name}" if entry.name else entry.tenant
+    yield ", ".join(sorted(entry.models or ())) or "all"
+    yield entry.priority or ""
+    yield "\n".join(_limits(entry)) or "none"
+    yield entry.state(key.now)
+    yield "never" if key.used_at is None else "\n".join(readable_time(key.used_at)[:16].split())
+
+
+def keys_revoke_command(
+    key_id: Annotated[str, typer.Argument(metavar="KEY_ID", help="Its id, as `cellama keys list` has it, or the key.")],
+    json: JsonOption = False,
+) -> None:
+    """Revoke an API key: from the next request on it is refused. Requests that run go on.
+
+    Example:  cellama keys revoke 4k2m9x0c7d1a
+    """
+    file = get_settings().gateway_keys_file
+    if file is not None:
+        raise typer.BadParameter(f"the keys are those of {file}: delete the entry there, or give it `revoked_at`")
+    key = parse_key(key_id)
+    revoked = _with_store(lambda store: _revoke(store, key_id if key is None else key.id))
+    if json:
+        print_json(_told(revoked))
+    else:
+        assert revoked.entry is not None
+        out.print(f"the key {revoked.entry.id} of {revoked.entry.tenant} is revoked")
+
+
+async def _revoke(store: KeyStore, key_id: str) -> Found:
+    found = await store.look(key_id)
+    if found.entry is None:
+        raise typer.BadParameter("there is no API key with that id; `cellama keys list` shows those that there are")
+    if found.entry.revoked_at is None:
+        await store.write(found.entry.model_copy(update={"revoked_at": await store.now()}))
+    return await store.look(key_id)
+
+
+def as_toml(entry: KeyEntry) -> str:
+    """The lines of a file of keys."""
+    lines = ["[[keys]]"]
+    for name, value in entry.model_dump(exclude_none=True).items():
+        if isinstance(value, datetime):
+            lines.append(f"{name} = {value.isoformat()}")
+        elif value != "":
+            lines.append(f"{name} = {json_of.dumps(value, ensure_ascii=False)}")
+    return "\n".join(lines)
+
+
+def _with_store(ask: Callable[[KeyStore], Awaitable[_T]], file: Path | None = None) -> _T:
+    """What the keys in Redis answer, or those of a file."""
+    return ask_redis(lambda redis: ask(KeyStore(redis, None if file is None else KeyFile(file))))
+
+
+def _told(found: Found) -> dict[str, Any]:
+    assert found.entry is not None
+    facts = found.entry.model_dump(mode="json", exclude={"digest"})
+    used_at = None if found.used_at is None else datetime.fromtimestamp(found.used_at, UTC).isoformat()
+    return {**facts, "state": found.entry.state(found.now), "used_at": used_at}
+
+
+def _limits(entry: KeyEntry) -> Iterator[str]:
+    limits = {
+        "req/min": entry.requests_per_minute,
+        "tok/min": entry.tokens_per_minute,
+        "jobs": entry.concurrent_jobs,
+    }
+    yield from (f"{limit} {unit}" for unit, limit in limits.items() if limit is not None)
+    if entry.expires_at is not None:
+        yield f"until {readable_time(entry.expires_at.timestamp())[:10]}"
+
+
+def _seconds_of(text: str | None) -> float | None:
+    if text is None:
+        return None
+    found = re.fullmatch(r"([1-9]\d{0,3})([mhdw])", text, re.ASCII)
+    if found is None:
+        raise typer.BadParameter(
+            f"{text!r} is no time: write for instance 30m, 12h, 90d or 4w", param_hint="--expires-in"
+        )
+    return timedelta(**{_UNITS[found[2]]: int(found[1])}).total_seconds()
+
+
+def ask_redis(ask: Callable[[Redis], Awaitable[_T]]) -> _T:
+    """What it answers to whom is given a connection. Raises QueueError if Redis can't be reached."""
+
+    async def asked() -> _T:
+        async with connect_async(socket_connect_timeout=CONNECT_TIMEOUT_S) as redis:
+            return await ask(redis)
+
+    with reaching_redis():
+        return asyncio.run(asked())

@@ -1,4 +1,0 @@
-"""One screen of what goes on, for people who watch.
-
-May use: the modules of `cli`.
-"""

@@ -1,0 +1,239 @@
+"""Records of batches: how requests for them are parsed, and how they are made, cancelled and shown."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from redis.asyncio import Redis
+
+from cellama.api.http.callers import Caller
+from cellama.api.http.errors import ApiError, key_reused
+from cellama.api.http.files.records import Lease, Record, RecordStore
+from cellama.api.http.files.service import life_of_object
+from cellama.api.webhooks import BATCH_ENDS, announcement
+from cellama.config import Settings
+from cellama.tasks.connection.redis_clock import seconds_of
+from cellama.tasks.connection.redis_errors import reaching_redis
+from cellama.tasks.contract.json_values import shorten
+from cellama.tasks.contract.keys import HTTP_OPEN_KEY, batch_key, http_record_key
+from cellama.tasks.contract.valid_text import valid_text
+from cellama.tasks.traces.gate import headers_here
+
+from .input_check import ENDPOINTS
+
+OPEN = ("validating", "in_progress", "finalizing", "cancelling")
+LIFE_S = 30 * 86_400  # of a record, after the last moment at which its batch may end
+BUSY_RETRY_S = 60.0
+OpenBatch = tuple[str, str | None, float]  # id, tenant, time of making
+_COUNTS = ("total", "finished", "failed")
+_TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
+MAX_PAIRS = 16  # of metadata
+MAX_NAME_CHARS = 64
+MAX_VALUE_CHARS = 512
+MIN_WINDOW_S = 60
+MAX_WINDOW_S = 30 * 86_400
+_SECONDS = {"m": 60, "h": 3600, "d": 86_400}
+_KNOWN = ("input_file_id", "endpoint", "completion_window", "metadata", "output_expires_after")
+
+
+@dataclass(frozen=True, slots=True)
+class BatchOrder:
+    """What is asked for."""
+
+    input_file_id: str
+    endpoint: str
+    completion_window: str
+    window_s: int
+    metadata: Mapping[str, str] | None
+    output_life_s: int
+
+
+class BatchService:
+    """All batches of all tenants, for one event loop. Methods raise RedisUnreachable, RedisRefused."""
+
+    def __init__(self, settings: Settings, redis: Redis) -> None:
+        self._settings = settings
+        self._redis = redis
+        self.records = RecordStore(redis, "batch")
+
+    async def create(self, order: BatchOrder, caller: Caller, key: str | None, place: str = "") -> Record:
+        """A batch that waits for a driver; the same one for the same idempotency key. Raises ApiError: 429 for a tenant
+        that has too many, 409 for a key that was another batch's. `place` is where its files lie."""
+        now = int(await self.records.now())
+        record: Record = {
+            "id": f"batch_{uuid.uuid4().hex if key is None else _digest(key)[:32]}",
+            "tenant": caller.tenant,
+            "place": place,
+            "status": "validating",
+            "created_at": now,
+            "expires_at": now + order.window_s,
+            "gone_at": now + order.window_s + LIFE_S,
+            "asked": _digest(repr(order)),
+            "trace": headers_here(),
+            "models": None if caller.models is None else sorted(caller.models),
+            "adapters": None if caller.adapters is None else sorted(caller.adapters),
+            **{name: getattr(order, name) for name in BatchOrder.__slots__},
+        }
+        if key is not None and (earlier := await self.records.read(record["id"])) is not None:
+            return _same(earlier, record)
+        entry = json.dumps([record["id"], caller.tenant])
+        with reaching_redis():
+            await self._redis.zadd(HTTP_OPEN_KEY, {entry: now})  # first: a record of which no driver hears never ends
+            await self._redis.expire(HTTP_OPEN_KEY, MAX_WINDOW_S + LIFE_S)  # no batch is there for longer
+        await self._check_room(entry, caller)
+        if not await self.records.add(record, caller, order.window_s + LIFE_S):
+            return _same(await self.records.find(record["id"], caller), record)
+        return record
+
+    async def _check_room(self, entry: str, caller: Caller) -> None:
+        most = self._settings.gateway_open_batches
+        if sum(tenant == caller.tenant for _, tenant, _ in await self.open_batches()) > most:
+            with reaching_redis():
+                await self._redis.zrem(HTTP_OPEN_KEY, entry)
+            told = (
+                f"{most} batches have not ended, which is the limit (gateway_open_batches); wait for one, or cancel it"
+            )
+            raise ApiError(429, told, code="too_many_batches", retry_after_s=BUSY_RETRY_S)
+
+    async def open_batches(self) -> list[OpenBatch]:
+        """All that have not ended, the oldest first."""
+        with reaching_redis():
+            found: Any = await self._redis.zrange(HTTP_OPEN_KEY, 0, -1, withscores=True)
+        return [(*json.loads(entry), made_at) for entry, made_at in found]
+
+    async def over(self, batch_ids: Sequence[str]) -> set[str]:
+        """Those that are cancelled, or whose time is over, though they have not ended."""
+        if not batch_ids:
+            return set()
+        with reaching_redis():
+            async with self._redis.pipeline(transaction=False) as pipe:
+                pipe.time()
+                for batch_id in batch_ids:
+                    pipe.hmget(http_record_key("batch", batch_id), "status", "expires_at")
+                time, *found = await pipe.execute()
+        now, over = seconds_of(time), set[str]()
+        for batch_id, values in zip(batch_ids, found, strict=True):
+            status, expires_at = (json.loads(value or "null") for value in values)
+            if status == "cancelling" or (expires_at or now) < now:
+                over.add(batch_id)
+        return over
+
+    async def close(self, batch_id: str, tenant: str | None) -> None:
+        """It has ended, or there is no such batch: no driver looks at it any more."""
+        with reaching_redis():
+            await self._redis.zrem(HTTP_OPEN_KEY, json.dumps([batch_id, tenant]))
+
+    async def cancel(self, batch_id: str, caller: Caller) -> Record:
+        """Its driver ends it. Raises ApiError: 409 for one that has ended otherwise, or is about to."""
+        record = await self.records.find(batch_id, caller)
+        done, status = await self.move(record, "cancelling", of=("validating", "in_progress"))
+        if not done and status not in ("cancelling", "cancelled"):
+            told = f"batch {batch_id!r} is {status}, and can't be cancelled any more"
+            raise ApiError(409, told, code="batch_has_ended", headers={"x-should-retry": "false"})
+        return await self.records.find(batch_id, caller)
+
+    async def take_cancel(self, batch_id: str) -> bool:
+        """True if `cellama batch cancel` has asked for its end since the last time."""
+        with reaching_redis():
+            return bool(await self._redis.hdel(batch_key(batch_id), "cancel"))  # as Batches.take_cancel does
+
+    async def move(
+        self, record: Mapping[str, Any], status: str, *, of: tuple[str, ...], lease: Lease | None = None, **fields: Any
+    ) -> tuple[bool, str]:
+        """A status after one of others, with the time of it and more fields (see RecordStore.advance). An end is
+        announced (docs/adr/021-webhooks.md)."""
+        now = int(await self.records.now())
+        fields |= {"status": status, f"{status}_at": now}
+        told = announcement(f"batch.{status}", record["id"], record["tenant"]) if status in BATCH_ENDS else None
+        life_s = max(1, int(record["gone_at"]) - now)
+        return await self.records.advance(record["id"], fields, of=of, life_s=life_s, lease=lease, told=told)
+
+    async def shown(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """A batch as OpenAI's clients read it; counts of one that runs are as of a moment ago."""
+        counts = record.get("counts")
+        if counts is None and record.get("total") is not None:
+            with reaching_redis():
+                found: Any = await self._redis.hmget(batch_key(record["id"]), _COUNTS)
+            counts = dict(zip(("total", "completed", "failed"), (int(value or 0) for value in found), strict=True))
+            counts["total"] = record["total"]
+        return shown(record, counts or {"total": 0, "completed": 0, "failed": 0})
+
+
+def shown(record: Mapping[str, Any], counts: Mapping[str, int]) -> dict[str, Any]:
+    """A batch as OpenAI's clients read it."""
+    names = ("id", "endpoint", "input_file_id", "completion_window", "status", "created_at", "expires_at", "metadata")
+    later = ("output_file_id", "error_file_id", "usage", "model", *(f"{name}_at" for name in _TIMES))
+    errors = {"object": "list", "data": record["errors"]} if record.get("errors") else None
+    return {
+        "object": "batch",
+        **{name: record[name] for name in names},
+        **{name: record.get(name) for name in later},
+        "errors": errors,
+        "request_counts": dict(counts),
+    }
+
+
+def _same(earlier: Record, record: Record) -> Record:
+    if earlier["asked"] != record["asked"] or earlier["tenant"] != record["tenant"]:
+        raise key_reused()
+    return earlier
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
+
+
+def parse_batch(body: Mapping[str, Any]) -> BatchOrder:
+    """Return what a body asks for. Raises ApiError."""
+    for name in body:
+        if name not in _KNOWN:
+            raise ApiError(400, f"unknown parameter {shorten(name)}; known: {', '.join(_KNOWN)}", param=name)
+    file_id, endpoint = body.get("input_file_id"), body.get("endpoint")
+    if not isinstance(file_id, str) or not file_id:
+        raise ApiError(400, f"input_file_id is {shorten(file_id)}; it must be the id of a file", param="input_file_id")
+    if endpoint not in ENDPOINTS:
+        known = ", ".join(ENDPOINTS)
+        raise ApiError(400, f"endpoint is {shorten(endpoint)}; it must be one of {known}", param="endpoint")
+    window = body.get("completion_window")
+    metadata = _metadata(body.get("metadata"))
+    life_s = life_of_object(body.get("output_expires_after"), "output_expires_after")
+    return BatchOrder(
+        input_file_id=file_id,
+        endpoint=str(endpoint),
+        completion_window=str(window),
+        window_s=_window_s(window),
+        metadata=metadata,
+        output_life_s=life_s,
+    )
+
+
+def _window_s(window: Any) -> int:
+    found = re.fullmatch(r"([0-9]{1,5})([mhd])", window) if isinstance(window, str) else None
+    seconds = int(found[1]) * _SECONDS[found[2]] if found else 0
+    if not MIN_WINDOW_S <= seconds <= MAX_WINDOW_S:
+        told = f"completion_window is {shorten(window)}; it must be like '24h', from '1m' to '30d'"
+        raise ApiError(400, told, param="completion_window")
+    return seconds
+
+
+def _metadata(value: Any) -> dict[str, str] | None:
+    if value is None:
+        return None
+    if not isinstance(value, dict) or len(value) > MAX_PAIRS:
+        raise ApiError(400, f"metadata must be an object of at most {MAX_PAIRS} members", param="metadata")
+    for name, text in value.items():
+        if not _is_text(name, MAX_NAME_CHARS) or not _is_text(text, MAX_VALUE_CHARS):
+            told = f"metadata.{name[:MAX_NAME_CHARS]} is wrong: names have at most {MAX_NAME_CHARS} characters, values "
+            raise ApiError(400, f"{told}are texts of at most {MAX_VALUE_CHARS}, in valid Unicode", param="metadata")
+    return dict(value)
+
+
+def _is_text(value: Any, most_chars: int) -> bool:
+    """False also for half a surrogate pair, which JSON can have and no answer can."""
+    return isinstance(value, str) and len(value) <= most_chars and valid_text(value) == value

@@ -1,0 +1,68 @@
+"""What is there: models, and the gateway itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from cellama.tasks.contract.errors import JobError
+from cellama.tasks.contract.shapes.workers import ModelView
+
+from .directory import EVERY_MODEL
+from .door import caller_of
+from .errors import ApiError, of_job
+from .gateway import gateway_of
+
+
+async def models(request: Request) -> Response:
+    """GET /v1/models"""
+    gateway = gateway_of(request)
+    caller = await caller_of(request)
+    return JSONResponse({"object": "list", "data": list(map(_shown, await gateway.directory.models(caller)))})
+
+
+async def model(request: Request) -> Response:
+    """GET /v1/models/{id}"""
+    gateway = gateway_of(request)
+    caller = await caller_of(request)
+    return JSONResponse(_shown(await gateway.directory.find(caller, request.path_params["model"])))
+
+
+def _shown(view: ModelView) -> dict[str, Any]:
+    known = {"ctx_per_slot": "context_length", "architecture": "architecture", "n_params": "n_params"}
+    return {
+        "id": view["id"],
+        "object": "model",
+        "created": int(view.get("ready_at") or 0),
+        "owned_by": "cellama",
+        "capabilities": view["capabilities"],
+        **{shown: view[name] for name, shown in known.items() if view.get(name)},  # type: ignore[literal-required]
+    }
+
+
+async def health(request: Request) -> Response:
+    """GET /health: the gateway lives."""
+    return JSONResponse({"status": "ok"})
+
+
+async def ready(request: Request) -> Response:
+    """GET /ready: Redis answers, and a worker has a model that takes jobs."""
+    try:
+        is_ready = bool(await gateway_of(request).directory.models(EVERY_MODEL))
+        why = "no worker has a model that takes jobs"
+    except JobError as error:
+        is_ready, why = False, of_job(error).message
+    if not is_ready:
+        raise ApiError(503, why, code="not_ready")
+    return JSONResponse({"status": "ready"})
+
+
+ROUTES = (
+    Route("/v1/models", models, methods=["GET"]),
+    Route("/v1/models/{model:path}", model, methods=["GET"]),
+    Route("/health", health, methods=["GET"]),
+    Route("/ready", ready, methods=["GET"]),
+)

@@ -1,0 +1,84 @@
+"""Texts to token ids, and back: jobs of the caller's highest priority, which take no slot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from cellama.tasks.contract.errors import InvalidJob
+from cellama.tasks.contract.json_values import shorten
+from cellama.tasks.contract.names import DEFAULT_MODEL
+from cellama.tasks.contract.shapes.workers import ModelView
+
+from .allowance import tokens_of
+from .errors import ApiError, of_job
+from .parsing import ParsedRequest, flag, read
+from .running import run_one
+
+_OF_TEXT = ("model", "content", "prompt", "add_special", "add_special_tokens", "parse_special")
+_OF_CHAT = ("model", "messages", "tools")
+_OF_TOKENS = ("model", "tokens")
+
+
+async def tokenize(request: Request) -> Response:
+    """POST /tokenize"""
+    parsed = await read(request)
+    body, client = parsed.body, parsed.gateway.client
+    if "messages" in body:
+        _check(body, _OF_CHAT)
+        params = {"tools": body["tools"]} if body.get("tools") else {}
+        model, result, headers = await _run(parsed, client.apply_chat_template, body["messages"], params)
+    else:
+        _check(body, _OF_TEXT)
+        content = body.get("content", body.get("prompt"))
+        params = {
+            "add_special": flag(body, "add_special", default=flag(body, "add_special_tokens", default=True)),
+            "parse_special": flag(body, "parse_special"),
+        }
+        model, result, headers = await _run(parsed, client.tokenize, content, params)
+    tokens = result["tokens"]
+    shown = {"tokens": tokens, "count": len(tokens), "model": result["model"]}
+    return JSONResponse({**shown, "max_model_len": model.get("ctx_per_slot")}, headers=headers)
+
+
+async def detokenize(request: Request) -> Response:
+    """POST /detokenize"""
+    parsed = await read(request)
+    _check(parsed.body, _OF_TOKENS)
+    _, result, headers = await _run(parsed, parsed.gateway.client.detokenize, parsed.body.get("tokens"), {})
+    text = result["text"]
+    return JSONResponse({"content": text, "prompt": text, "model": result["model"]}, headers=headers)
+
+
+def _check(body: dict[str, Any], known: tuple[str, ...]) -> None:
+    for name in body:
+        if name not in known:
+            raise ApiError(400, f"unknown parameter {shorten(name)}; known: {', '.join(known)}", param=name)
+
+
+async def _run(
+    parsed: ParsedRequest, submit: Any, content: Any, params: dict[str, Any]
+) -> tuple[ModelView, Any, dict[str, str]]:
+    """llama-server's form names no model: then it is the default."""
+    model = await parsed.gateway.directory.find(parsed.caller, parsed.body.get("model") or DEFAULT_MODEL)
+    own, first = parsed.name_of(model), {"wait": True, "priority": parsed.caller.light_priority}
+    try:
+        result, headers = await run_one(
+            parsed,
+            own,
+            await parsed.read_by(tokens_of, content),
+            lambda key: submit(own, content, idempotency_key=key, **first, **params),
+            has_usage=False,
+        )
+    except InvalidJob as error:
+        raise of_job(error) from None
+    return model, result, headers
+
+
+ROUTES = (
+    Route("/tokenize", tokenize, methods=["POST"]),
+    Route("/detokenize", detokenize, methods=["POST"]),
+)

@@ -1,0 +1,108 @@
+"""The endpoints of vectors and scores: one job, one body."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from cellama.api.openai.answers import embeddings_of
+from cellama.api.openai.bodies import params_of_body
+from cellama.api.openai.parameters import EMBEDDINGS, PARAMETERS, callers_names
+from cellama.tasks.contract.errors import InvalidJob
+from cellama.tasks.contract.json_values import shorten
+
+from .allowance import tokens_of
+from .callers import TIERS
+from .errors import ApiError, wrong
+from .parsing import ParsedRequest, flag, read
+from .running import run_one
+
+RERANK = "/v1/rerank"
+ALIASES = ("/v1/reranking", "/v2/rerank", "/rerank", "/reranking")
+_OF_RERANK = ("model", "query", "documents", "top_n", "truncate", "return_documents", "service_tier")
+_OURS = ("model", "service_tier", "priority")
+
+
+async def embed(request: Request) -> Response:
+    """POST /v1/embeddings"""
+    parsed = await read(request)
+    client = parsed.gateway.client
+    model = await _model(parsed)
+    try:
+        own = {name: value for name, value in parsed.body.items() if name not in _OURS}
+        params = await parsed.read_by(params_of_body, EMBEDDINGS, own)
+        texts = params.pop("texts")
+        result, headers = await _run(parsed, model, texts, client.embed, texts, params)
+    except InvalidJob as error:
+        raise wrong(error, callers_names(PARAMETERS[EMBEDDINGS], parsed.body)) from None
+    return JSONResponse(embeddings_of(result), headers=headers)
+
+
+async def rerank(request: Request) -> Response:
+    """POST /v1/rerank"""
+    parsed = await read(request)
+    body, client = parsed.body, parsed.gateway.client
+    model = await _model(parsed)
+    for name in body:
+        if name not in _OF_RERANK:
+            raise ApiError(400, f"unknown parameter {shorten(name)}; known: {', '.join(_OF_RERANK)}", param=name)
+    with_documents = flag(body, "return_documents")
+    documents = [_text(document) for document in _list(body.get("documents"))]
+    params = {name: body[name] for name in ("top_n", "truncate") if body.get(name) is not None}
+    try:
+        params |= {"documents": documents}
+        result, headers = await _run(parsed, model, documents, client.rerank, body.get("query"), params)
+    except InvalidJob as error:
+        raise wrong(error, {}) from None
+    return JSONResponse(_ranking(result, documents if with_documents else None), headers=headers)
+
+
+async def _model(parsed: ParsedRequest) -> str:
+    if "priority" in parsed.body:
+        raise ApiError(400, "priority can't be given here; use service_tier", param="priority")
+    return parsed.name_of(await parsed.gateway.directory.find(parsed.caller, parsed.body.get("model")))
+
+
+async def _run(
+    parsed: ParsedRequest, model: str, texts: Any, submit: Any, content: Any, params: dict[str, Any]
+) -> tuple[Any, dict[str, str]]:
+    priority = TIERS[parsed.tier()]
+    num_tokens = await parsed.read_by(tokens_of, texts)
+    return await run_one(
+        parsed,
+        model,
+        num_tokens,
+        lambda key: submit(model, content, wait=True, idempotency_key=key, priority=priority, **params),
+    )
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise ApiError(400, f"documents is {type(value).__name__}, not a list of texts", param="documents")
+    return value
+
+
+def _text(document: Any) -> Any:
+    """A document, or the text of one that is an object."""
+    return document.get("text") if isinstance(document, dict) else document
+
+
+def _ranking(result: Any, documents: list[Any] | None) -> dict[str, Any]:
+    """In the form of Jina and Cohere."""
+    results = [
+        {"index": ranked["index"], "relevance_score": ranked["score"]}
+        | ({} if documents is None else {"document": {"text": documents[ranked["index"]]}})
+        for ranked in result["results"]
+    ]
+    tokens = result["usage"]["prompt_tokens"]
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return {"object": "list", "model": result["model"], "results": results, "usage": usage}
+
+
+ROUTES = (
+    Route(EMBEDDINGS, embed, methods=["POST"]),
+    *(Route(path, rerank, methods=["POST"]) for path in (RERANK, *ALIASES)),
+)

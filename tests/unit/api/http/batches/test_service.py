@@ -1,0 +1,136 @@
+"""Records of batches: statuses change as they may, and under a lease."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from cellama.api.http.batches.leases import Leases
+from cellama.api.http.batches.service import BatchOrder, BatchService
+from cellama.api.http.callers import Caller
+from cellama.api.http.errors import ApiError
+from cellama.api.http.parsing import PageQuery
+from cellama.api.webhooks.announcing import announced, announcement
+from cellama.config import Settings
+from cellama.tasks.contract.keys import WEBHOOK_EVENTS_KEY
+
+from ..conftest import Run
+
+ACME, OTHER = Caller("acme"), Caller("other")
+ORDER = BatchOrder("file-1", "/v1/embeddings", "24h", 86_400, {"a": "b"}, 3600)
+
+
+def desk_of(redis: Redis, **settings: Any) -> BatchService:
+    return BatchService(Settings(**settings), redis)
+
+
+def test_batch_is_shown_as_the_client_reads_it(run: Run) -> None:
+    from openai.types import Batch
+
+    async def ask(redis: Redis) -> Any:
+        batches = desk_of(redis)
+        return await batches.shown(await batches.create(ORDER, ACME, None))
+
+    batch = Batch.model_validate(run(ask))
+    assert (batch.status, batch.endpoint, batch.metadata) == ("validating", "/v1/embeddings", {"a": "b"})
+    assert batch.expires_at == batch.created_at + 86_400
+    assert batch.request_counts is not None
+    assert batch.request_counts.total == 0
+
+
+def test_same_idempotency_key_is_the_same_batch_and_another_body_a_conflict(run: Run) -> None:
+    async def ask(redis: Redis) -> None:
+        batches = desk_of(redis)
+        first = await batches.create(ORDER, ACME, '["acme", "k"]')
+        assert (await batches.create(ORDER, ACME, '["acme", "k"]'))["id"] == first["id"]
+        changed = BatchOrder("file-2", "/v1/embeddings", "24h", 86_400, None, 3600)
+        with pytest.raises(ApiError) as raised:
+            await batches.create(changed, ACME, '["acme", "k"]')
+        assert raised.value.status == 409
+        assert len(await batches.open_batches()) == 1
+
+    run(ask)
+
+
+def test_tenant_with_too_many_open_batches_waits_and_others_do_not(run: Run) -> None:
+    async def ask(redis: Redis) -> None:
+        batches = desk_of(redis, gateway_open_batches=1)
+        first = await batches.create(ORDER, ACME, None)
+        with pytest.raises(ApiError) as raised:
+            await batches.create(ORDER, ACME, None)
+        assert (raised.value.status, raised.value.code) == (429, "too_many_batches")
+        await batches.create(ORDER, OTHER, None)
+        await batches.close(first["id"], "acme")
+        await batches.create(ORDER, ACME, None)
+
+    run(ask)
+
+
+def test_cancel_meets_the_end_and_one_of_them_counts(run: Run) -> None:
+    async def ask(redis: Redis) -> None:
+        batches = desk_of(redis)
+        record = await batches.create(ORDER, ACME, None)
+        with pytest.raises(ApiError, match="404"):
+            await batches.cancel(record["id"], OTHER)
+        assert (await batches.cancel(record["id"], ACME))["status"] == "cancelling"
+        assert (await batches.cancel(record["id"], ACME))["status"] == "cancelling"
+        assert await batches.move(record, "in_progress", of=("validating",)) == (False, "cancelling")
+        ended = await batches.create(ORDER, ACME, None)
+        assert await batches.move(ended, "failed", of=("validating",)) == (True, "failed")
+        with pytest.raises(ApiError) as raised:
+            await batches.cancel(ended["id"], ACME)
+        assert (raised.value.status, raised.value.headers["x-should-retry"]) == (409, "false")
+
+    run(ask)
+
+
+def test_end_is_announced_once_and_nothing_before_it(run: Run) -> None:
+    async def ask(redis: Redis) -> list[Any]:
+        batches = desk_of(redis)
+        record = await batches.create(ORDER, ACME, None)
+        await batches.cancel(record["id"], ACME)
+        for of in (("in_progress",), ("cancelling",), ("cancelling",)):
+            await batches.move(record, "cancelled", of=of)
+        return [announced(fields) for _, fields in await redis.xrange(WEBHOOK_EVENTS_KEY)] + [record["id"]]
+
+    told, batch_id = run(ask)
+    assert told == announcement("batch.cancelled", batch_id, "acme")
+
+
+def test_driver_whose_lease_another_has_changes_nothing(run: Run) -> None:
+    async def ask(redis: Redis) -> None:
+        batches, leases = desk_of(redis), Leases(redis, 30.0)
+        record = await batches.create(ORDER, ACME, None)
+        first = await leases.take(record["id"])
+        assert first is not None
+        await redis.delete(f"cellama:http:lease:{record['id']}")
+        second = await leases.take(record["id"])
+        assert second is not None
+        done = await batches.move(record, "in_progress", of=("validating",), lease=first.lease)
+        assert done == (False, "validating")
+        done = await batches.move(record, "in_progress", of=("validating",), lease=second.lease, total=3)
+        assert done == (True, "in_progress")
+
+    run(ask)
+
+
+def test_pages_follow_each_other_and_have_the_tenants_own_only(run: Run) -> None:
+    async def ask(redis: Redis) -> None:
+        batches = desk_of(redis)
+        made = {(await batches.create(ORDER, ACME, None))["id"] for _ in range(5)}
+        other = await batches.create(ORDER, OTHER, None)
+        seen, after = [], None
+        for _ in range(3):
+            asked = PageQuery(after, 2, "desc")
+            page = asked.shown(await batches.records.page(ACME, asked))
+            seen += [record["id"] for record in page["data"]]
+            after = page["last_id"]
+        assert (set(seen), len(seen), page["has_more"]) == (made, 5, False)
+        upwards = await batches.records.page(ACME, PageQuery(None, 9, "asc"))
+        assert [record["id"] for record in upwards] == seen[::-1]
+        with pytest.raises(ApiError, match="404"):
+            await batches.records.page(ACME, PageQuery(other["id"], 2, "desc"))
+
+    run(ask)

@@ -1,0 +1,305 @@
+"""Files: whose they are, how they expire, where they lie."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from redis.asyncio import Redis
+
+from cellama.api.http.callers import Caller
+from cellama.api.http.errors import ApiError
+from cellama.api.http.files.records import LONGEST_S, Quota, RecordStore
+from cellama.api.http.files.service import FileService, shown
+from cellama.api.http.files.store import (
+    DirectoryStore,
+    FileStore,
+    UrlStore,
+    blocks_of,
+    fetch,
+    give_identity,
+    identity_of,
+    store_of,
+)
+from cellama.config import Settings, SettingsError
+from cellama.tasks.contract.keys import http_record_key, http_records_key
+
+from .....conftest import PATIENCE_S
+from ..conftest import Run
+
+ACME, OTHER = Caller("acme"), Caller("other")
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Path:
+    path = tmp_path / "local"
+    path.write_bytes(b"{}\n" * 1000)
+    return path
+
+
+def test_contents_are_those_that_were_put_last(store: FileStore, local: Path) -> None:
+    store.put(local, "parts/batch_1/a")
+    local.unlink()
+    local.write_bytes(b"other")
+    store.put(local, "parts/batch_1/a")
+    assert b"".join(blocks_of(store.open("parts/batch_1/a"))) == b"other"
+    store.delete("parts/batch_1/a")
+    store.delete("parts/batch_1/a")
+    with pytest.raises(FileNotFoundError):
+        store.open("parts/batch_1/a")
+
+
+def test_folder_is_deleted_with_all_that_is_in_it(store: FileStore, local: Path) -> None:
+    for name in ("parts/batch_1/a", "parts/batch_1/b", "parts/batch_2/a"):
+        store.put(local, name)
+    store.delete_folder("parts/batch_1")
+    store.delete_folder("parts/batch_1")
+    with pytest.raises(FileNotFoundError):
+        store.open("parts/batch_1/b")
+    store.open("parts/batch_2/a").close()
+
+
+def test_store_has_one_identity_for_all_who_see_it_once_it_was_given_one(store: FileStore) -> None:
+    assert identity_of(store) is None
+    assert not store.work_dir.exists()
+    assert give_identity(store) == give_identity(store) == identity_of(store)
+
+
+def test_what_is_put_first_stays(store: FileStore) -> None:
+    store.put_first(b"one", "a/b")
+    store.put_first(b"two", "a/b")
+    assert b"".join(blocks_of(store.open("a/b"))) == b"one"
+
+
+def test_gateways_that_give_an_identity_at_the_same_moment_agree(tmp_path: Path) -> None:
+    """Else batches of one of them would have a place that no gateway sees."""
+    for number in range(20):
+        moment, place = threading.Barrier(4), tmp_path / str(number)
+
+        def give(moment: threading.Barrier = moment, place: Path = place) -> str:
+            moment.wait(PATIENCE_S)
+            return give_identity(DirectoryStore(place))
+
+        with ThreadPoolExecutor(4) as gateways:
+            given = {told.result() for told in [gateways.submit(give) for _ in range(4)]}
+        assert given == {identity_of(DirectoryStore(place))}
+
+
+def test_settings_say_where_files_lie_and_batches_run(tmp_path: Path) -> None:
+    def store(**changed: object) -> FileStore:
+        return store_of(Settings().model_copy(update={"data_dir": tmp_path, **changed}))
+
+    assert store().work_dir == tmp_path / "gateway" / "work"
+    named = store(gateway_files_dir=str(tmp_path / "shared"))
+    assert (named.work_dir, named.shares_work) == (tmp_path / "shared" / "work", True)
+    at_url = store(gateway_files_dir=f"file://{tmp_path}/bucket")
+    assert (at_url.work_dir, at_url.shares_work) == (tmp_path / "gateway", False)
+    at_url = store(gateway_files_dir=f"file://{tmp_path}/bucket", gateway_work_dir=tmp_path / "own")
+    assert at_url.work_dir == tmp_path / "own"
+
+
+def test_url_of_an_unknown_kind_names_what_to_install(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"cellama\[files\]"):
+        UrlStore("unknown-kind://a/b", tmp_path)
+
+
+def test_file_is_there_for_its_tenant_alone(run: Run, store: FileStore, local: Path) -> None:
+    from openai.types import FileObject
+
+    async def ask(redis: Redis) -> None:
+        files = FileService(store, redis)
+        record = await files.add(local, "a.jsonl", "batch", ACME, 3600)
+        file = FileObject.model_validate(shown(await files.records.find(record["id"], ACME)))
+        assert (file.bytes, file.filename, file.purpose) == (3000, "a.jsonl", "batch")
+        assert file.expires_at is not None
+        assert 3600 <= file.expires_at - file.created_at <= 3601
+        with pytest.raises(ApiError, match="404"):
+            await files.records.find(record["id"], OTHER)
+        assert b"".join(await files.blocks(record["id"])) == local.read_bytes()
+        await files.delete(record)
+        with pytest.raises(ApiError, match="404"):
+            await files.records.find(record["id"], ACME)
+        with pytest.raises(ApiError, match="404"):
+            await files.open(record["id"])
+        assert [key for key in await redis.keys("cellama:http:*") if b":of:" not in key] == []
+
+    run(ask)
+
+
+def test_expired_file_is_gone_for_clients_at_once_and_from_the_disk_with_the_sweep(
+    run: Run, store: FileStore, local: Path
+) -> None:
+    async def ask(redis: Redis) -> None:
+        files = FileService(store, redis)
+        gone = await files.add(local, "a", "batch", ACME, -10)
+        kept = await files.add(local, "a", "batch", ACME, 3600)
+        with pytest.raises(ApiError, match="404"):
+            await files.records.find(gone["id"], ACME)
+        (await files.open(gone["id"])).close()
+        assert await files.sweep() == 1
+        with pytest.raises(ApiError, match="404"):
+            await files.open(gone["id"])
+        (await files.open(kept["id"])).close()
+        assert await files.sweep() == 0
+
+    run(ask)
+
+
+def test_contents_of_which_redis_has_lost_all_go_when_no_file_can_be_so_old(
+    run: Run, tmp_path: Path, local: Path
+) -> None:
+    async def ask(redis: Redis) -> None:
+        store = DirectoryStore(tmp_path / "store")
+        files = FileService(store, redis)
+        place = await files.place()
+        lost = (await files.add(local, "a", "batch", ACME, 3600))["id"]
+        local.unlink()
+        local.write_bytes(b"{}")  # a file of its own
+        kept = (await files.add(local, "a", "batch", ACME, 3600))["id"]
+        await redis.flushdb()
+        for path in (tmp_path / "store" / "files").iterdir():
+            if path.name != kept:
+                os.utime(path, (0, 0))
+        await files.sweep()
+        (await files.open(kept)).close()
+        with pytest.raises(ApiError, match="404"):
+            await files.open(lost)
+        assert await files.look_at_place() == place
+
+    run(ask)
+
+
+def test_file_that_was_put_by_a_wrong_clock_stays_until_it_expires(run: Run, tmp_path: Path, local: Path) -> None:
+    async def ask(redis: Redis) -> None:
+        files = FileService(DirectoryStore(tmp_path / "store"), redis)
+        file_id = (await files.add(local, "a", "batch", ACME, 3600))["id"]
+        os.utime(tmp_path / "store" / "files" / file_id, (0, 0))
+        await files.sweep()
+        (await files.open(file_id)).close()
+
+    run(ask)
+
+
+class OutOfReach(fsspec.AbstractFileSystem):
+    """Some file systems have errors of their own."""
+
+    protocol = "out-of-reach"
+
+    def _fail(self, *_: Any, **__: Any) -> Any:
+        raise RuntimeError("the bucket does not answer")
+
+    put_file = pipe_file = rm_file = rm = makedirs = _fail
+
+    def open(self, path: str, mode: str = "rb", **_: Any) -> Any:
+        if path.endswith("broken"):
+            return Broken()
+        return self._fail()
+
+
+class Broken(io.BytesIO):
+    """It breaks off while it is read."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        raise RuntimeError("the bucket does not answer any more")
+
+
+def test_errors_of_a_file_system_of_whatever_kind_are_those_of_a_disk(tmp_path: Path, local: Path) -> None:
+    fsspec.register_implementation("out-of-reach", OutOfReach, clobber=True)
+    store = UrlStore("out-of-reach://bucket", tmp_path)
+    calls: list[Callable[[], Any]] = [
+        lambda: store.put(local, "a/b"),
+        lambda: store.put_first(b"one", "a/b"),
+        lambda: store.open("a"),
+        lambda: list(blocks_of(store.open("broken"))),
+        lambda: store.delete("a"),
+        lambda: store.delete_folder("a"),
+    ]
+    for call in calls:
+        with pytest.raises(OSError, match="the bucket does not answer"):
+            call()
+
+
+def test_list_of_a_tenant_does_not_keep_what_is_too_old_to_be_there(run: Run) -> None:
+    async def ask(redis: Redis) -> None:
+        records = RecordStore(redis, "file")
+        for number, created_at in enumerate((1000, 2000, 1500 + LONGEST_S)):
+            made = {"id": f"file-{number}", "tenant": "acme", "status": "processed", "created_at": created_at}
+            await records.add(made, ACME, 3600)
+        assert await redis.zrange("cellama:http:of:file:acme", 0, -1) == [b"file-1", b"file-2"]
+
+    run(ask)
+
+
+def test_quota_is_exact_after_deletes_expiry_and_a_crash(run: Run, store: FileStore, local: Path) -> None:
+    async def ask(redis: Redis) -> None:
+        files, size = FileService(store, redis), local.stat().st_size
+        quota = Quota(max_files=3, max_bytes=3 * size)
+        added = [await files.add(local, "a", "batch", ACME, 3600, quota=quota) for _ in range(3)]
+        with pytest.raises(ApiError) as refused:
+            await files.add(local, "a", "batch", ACME, 3600, quota=quota)
+        assert (refused.value.status, refused.value.code) == (429, "file_quota_exceeded")
+        await files.add(local, "answers", "batch_output", ACME, 3600)  # what is no upload is never refused
+        assert await files.records.used(ACME) == (4, 4 * size)
+        assert await files.records.used(OTHER) == (0, 0)
+        await files.delete(added[0])
+        await redis.hset(http_record_key("file", added[1]["id"]), "gone_at", "1")  # type: ignore[misc]
+        await redis.delete(http_record_key("file", added[2]["id"]))  # expired, or a gateway that died at a delete
+        assert await files.records.used(ACME) == (1, size)
+        assert await redis.zcard(http_records_key("file", "acme")) == 2
+        await files.add(local, "a", "batch", ACME, 3600, quota=quota)
+
+    run(ask)
+
+
+def test_uploads_under_way_count_against_the_quota(run: Run, store: FileStore) -> None:
+    async def ask(redis: Redis) -> None:
+        files, quota = FileService(store, redis), Quota(max_files=9, max_bytes=100)
+        async with files.receiving(ACME, 60, quota):
+            with pytest.raises(ApiError, match="2 files of 120 bytes"):
+                async with files.receiving(ACME, 60, quota):
+                    pass
+            async with files.receiving(OTHER, 60, quota), files.receiving(ACME, 40, quota):
+                pass
+        async with files.receiving(ACME, 100, quota):
+            pass
+
+    run(ask)
+
+
+def test_disk_that_hangs_leaves_the_threads_that_queue_jobs_free(run: Run, tmp_path: Path, local: Path) -> None:
+    is_reached, may_go_on = threading.Event(), threading.Event()
+
+    class Hanging(DirectoryStore):
+        def put(self, local: Path, name: str) -> None:
+            is_reached.set()
+            assert may_go_on.wait(PATIENCE_S)
+
+    async def ask(redis: Redis) -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        adding = asyncio.create_task(FileService(Hanging(tmp_path), redis).add(local, "a", "batch", ACME, 3600))
+        assert await asyncio.wait_for(asyncio.to_thread(is_reached.wait, PATIENCE_S), PATIENCE_S)
+        assert not adding.done()
+        may_go_on.set()
+        await adding
+
+    run(ask)
+
+
+def test_files_and_all_new_folders_are_for_their_user_alone(tmp_path: Path, local: Path) -> None:
+    root = tmp_path / "data" / "gateway"
+    store = DirectoryStore(root)
+    local.chmod(0o644)
+    store.put(local, "parts/batch_1/a")
+    give_identity(store)
+    fetch(store, "parts/batch_1/a", tmp_path / "copy")
+    modes = {path: path.stat().st_mode & 0o777 for path in [root.parent, root, *root.rglob("*"), tmp_path / "copy"]}
+    assert len(modes) == 8
+    assert {path: mode for path, mode in modes.items() if mode != (0o700 if path.is_dir() else 0o600)} == {}

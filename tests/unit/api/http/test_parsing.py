@@ -1,0 +1,107 @@
+"""How bodies are read: api/http/asking.py."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic_core import from_json
+from starlette.requests import Request
+from starlette.types import Message
+
+from cellama.api.http.callers import NoKeys
+from cellama.api.http.door import Visits
+from cellama.api.http.errors import ApiError
+from cellama.api.http.gateway import Gateway
+from cellama.api.http.parsing import LARGE_BYTES, MAX_VALUES, ParsedRequest, count_values, read
+from cellama.config import get_settings
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+
+
+def num_values(value: Any) -> int:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + sum(map(num_values, inner))
+
+
+@given(JSON, st.integers(1, 20), st.booleans())
+def test_values_of_a_body_are_counted_without_reading_it(value: Any, limit: int, is_ascii: bool) -> None:
+    raw = json.dumps(value, ensure_ascii=is_ascii).encode(errors="surrogatepass")
+    counted, exact = count_values(raw, limit), num_values(value)
+    assert (counted > limit) == (exact > limit) or 0 <= counted - exact <= raw.count(b"{") + raw.count(b"[")
+
+
+def test_text_with_many_commas_is_one_value() -> None:
+    text = 'a,[{"\\' * MAX_VALUES
+    assert count_values(json.dumps({"prompt": text}).encode(), MAX_VALUES) < 10
+    assert count_values(b"[" + b"1," * (2 * MAX_VALUES) + b"1]", MAX_VALUES) == MAX_VALUES + 1
+
+
+def asked_of(body: bytes) -> ParsedRequest:
+    """What the gateway makes of a request with this body."""
+    gateway, found = Gateway(get_settings(), NoKeys()), list[ParsedRequest]()
+
+    class App:
+        class state:  # noqa: N801
+            pass
+
+    App.state.gateway = gateway  # type: ignore[attr-defined]
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        found.append(await read(Request(scope, receive)))
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def ask() -> None:
+        scope = {"type": "http", "method": "POST", "headers": [(b"content-type", b"application/json")], "app": App}
+        await Visits(app, gateway)(scope, receive, receive)
+        assert gateway.body_memory.num_bytes == 0
+
+    asyncio.run(ask())
+    return found[0]
+
+
+def thread_of(parsed: ParsedRequest) -> str:
+    return asyncio.run(parsed.read_by(lambda: threading.current_thread().name))
+
+
+def test_large_body_is_read_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = list[str]()
+
+    def noted(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+        def parsed(text: str) -> Any:
+            threads.append(threading.current_thread().name)
+            return parse(text)
+
+        return parsed
+
+    monkeypatch.setattr("cellama.api.http.parsing.json.loads", noted(json.loads))
+    monkeypatch.setattr("cellama.api.http.parsing.from_json", noted(from_json))
+    small, large = (asked_of(b'{"prompt": "' + b"x" * size + b'"}') for size in (10, LARGE_BYTES))
+    assert [name.partition("_")[0] for name in threads] == ["MainThread", "cellama-bodies"]
+    assert thread_of(small) == "MainThread"
+    assert thread_of(large).startswith("cellama-bodies")
+
+
+@pytest.mark.parametrize("body", ['{"a": }', '{"a": "\\ud800"}', '{"a": ' + "[" * 1000 + "]" * 1000 + "}", "[1]"])
+def test_large_body_that_is_not_valid_is_refused(body: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        asked_of(body.ljust(LARGE_BYTES + 1).encode())
+    assert refused.value.status == 400
+    assert refused.value.message.startswith("the body is ")
+
+
+def test_body_with_too_many_values_is_refused_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cellama.api.http.parsing.from_json", lambda text: pytest.fail("it is read"))
+    with pytest.raises(ApiError, match="more than 262144 values"):
+        asked_of(b'{"prompt": [' + b"1," * MAX_VALUES + b"1]}")
