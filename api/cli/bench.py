@@ -20,7 +20,7 @@ def bench_command(
 ) -> None:
     """Run a benchmark of the engine on this machine: a table, and one JSON line.
 
-    Example:  cellama bench single_generate --model model.gguf
+    Example:  cellama bench server_concurrent --model model.gguf
     """
     if name in ("--help", "-h"):
         typer.echo(context.get_help())

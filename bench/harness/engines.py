@@ -7,6 +7,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ from cellama.engine import (
     Request,
     SamplingParams,
     StepStats,
+    Text,
 )
+from cellama.engine.memory.context_size import STREAM_PADDING
 
 GREEDY = SamplingParams(temperature=0)
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -53,6 +56,11 @@ def _cached(name: str, write: Callable[[Path], None]) -> Path:
         write(partial)
         partial.rename(path)
     return path
+
+
+def context(slots: int, prompt: int, new: int) -> int:
+    """Tokens of all KV streams for requests of these lengths, each stream padded as llama.cpp pads it."""
+    return -(-(prompt + new) // STREAM_PADDING) * STREAM_PADDING * slots
 
 
 @contextlib.contextmanager
@@ -109,6 +117,49 @@ def submit_together(
     """Submits requests so that the engine finds all of them at its next step, however slow this thread is."""
     with model.engine._inbox._changed:
         return [model.engine.submit(request, new_listener()) for request in requests]
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """Requests that ran at once: what came after the first tokens of all."""
+
+    seconds: float
+    num_tokens: int
+    completions: Sequence[Completion]
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return self.num_tokens / self.seconds
+
+    @property
+    def num_accepted(self) -> int:
+        """Draft tokens that were right."""
+        return sum(completion.usage.accepted_prediction_tokens for completion in self.completions)
+
+    @property
+    def num_rejected(self) -> int:
+        """Draft tokens that were wrong."""
+        return sum(completion.usage.rejected_prediction_tokens for completion in self.completions)
+
+
+def run_together(model: Model, requests: Sequence[Request]) -> Together:
+    """Runs requests at once, to their ends."""
+    came: list[list[tuple[float, int]]] = [[] for _ in requests]  # when how many tokens of a request came
+    listeners = iter([_listener(entries) for entries in came])
+    handles = submit_together(model, requests, listeners.__next__)
+    completions = [handle.result() for handle in handles]
+    began, ended = max(entries[0][0] for entries in came), max(entries[-1][0] for entries in came)
+    num_tokens = sum(count for entries in came for at, count in entries if at > began)
+    return Together(max(ended - began, 1e-6), num_tokens, completions)
+
+
+def _listener(entries: list[tuple[float, int]]) -> Callable[[Event], None]:
+    def note(event: Event) -> None:
+        if isinstance(event, Text) and event.tokens:
+            entries.append((time.monotonic(), len(event.tokens)))
+
+    return note
 
 
 def warm_up(model: Model) -> None:

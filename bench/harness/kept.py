@@ -39,11 +39,6 @@ class Results:
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         return [json.loads(line) for line in lines]
 
-    def last(self, name: str, *ratios: str) -> dict[str, Any] | None:
-        """The last line of a benchmark that has these ratios; None if there is none."""
-        found = [line for line in self.lines(name) if set(ratios) <= line.get("ratios", {}).keys()]
-        return found[-1] if found else None
-
 
 @dataclass(frozen=True, slots=True)
 class Figure:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from .engines import FIRST_WORD, LAST_WORD
-from .workloads import Line, trie_parts
+from .workloads import Line, trie_optimum
 
 NUM_FAMILIES, SHARED_TOKENS = 5, 400  # a third of all requests begins with one of five heads
 FAMILY_EVERY = 3
@@ -22,7 +22,7 @@ Conversation = tuple[Line, ...]  # its turns: each prompt begins with the one be
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class LoadShape:
     """How much of everything. Lengths shrink with `scale`, heads too, for models and machines that are small."""
 
     num_requests: int
@@ -46,7 +46,7 @@ class Shape:
             )
 
 
-def conversations(shape: Shape, *, seed: int = 0) -> list[Conversation]:
+def conversations(shape: LoadShape, *, seed: int = 0) -> list[Conversation]:
     """Shuffled conversations with `shape.num_requests` turns in all; other seeds share nothing, heads neither.
 
     A chat's prompt has the turns before, those of the assistant drawn like the others: what is generated is not the
@@ -68,7 +68,7 @@ def flat(found: Iterable[Conversation]) -> list[Line]:
 class _Draw:
     """What is drawn, in order."""
 
-    def __init__(self, shape: Shape, seed: int) -> None:
+    def __init__(self, shape: LoadShape, seed: int) -> None:
         self.rng = random.Random(f"mixed load {seed}")
         self._shape = shape
         self._heads = [self._words(self._shape.scaled(SHARED_TOKENS)) for _ in range(NUM_FAMILIES)]
@@ -115,27 +115,14 @@ class Sizes:
     trie_tokens: int  # the least that have to be computed: each different prefix once
     new_tokens: int
     longest: int  # prompt and answer of one request
-    mean_context: int  # tokens before a generated one
-    mean_position: int  # tokens before one of the trie's
-
-    @property
-    def decode_tokens(self) -> int:
-        """New tokens that come from decode passes: the first of a request comes from the pass that ends its prompt."""
-        return self.new_tokens - self.requests
 
 
 def sizes(lines: Sequence[Line]) -> Sizes:
     """Of these lines."""
-    new = sum(line.num_new for line in lines)
-    contexts = sum(line.num_new * (len(line.prompt) + line.num_new / 2) for line in lines)
-    parts = list(trie_parts(line.prompt for line in lines))
-    num_trie = sum(end - begin for begin, end in parts)
     return Sizes(
         requests=len(lines),
         prompt_tokens=sum(len(line.prompt) for line in lines),
-        trie_tokens=num_trie,
-        new_tokens=new,
+        trie_tokens=trie_optimum(line.prompt for line in lines),
+        new_tokens=sum(line.num_new for line in lines),
         longest=max(len(line.prompt) + line.num_new for line in lines),
-        mean_context=round(contexts / new),
-        mean_position=round(sum((end - begin) * (begin + end) / 2 for begin, end in parts) / num_trie),
     )

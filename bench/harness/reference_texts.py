@@ -7,7 +7,7 @@ Where the two likeliest tokens are about as likely, either is right, and what fo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 from cellama.engine import Tokenizer
@@ -46,24 +46,11 @@ def reference_texts(results: Iterable[Any], source: str) -> list[ReferenceText]:
 def _reference_text(result: Any, tokenizer: Tokenizer) -> ReferenceText:
     tokens = [entry["token"] for entry in result["logprobs"]]
     margins = [_margin(entry["logprob"], [logprob for _, logprob in entry["top"]]) for entry in result["logprobs"]]
-    return _with_ties(result["text"], margins, lambda count: len(tokenizer.detokenize(tokens[:count])))
-
-
-def of_chat_body(body: Any) -> ReferenceText:
-    """The same of a chat as OpenAI's clients get it, that asked for so many `top_logprobs`."""
-    choice = body["choices"][0]
-    told = choice["logprobs"]["content"]
-    margins = [_margin(token["logprob"], [entry["logprob"] for entry in token["top_logprobs"]]) for token in told]
-    return _with_ties(
-        choice["message"]["content"], margins, lambda count: sum(len(token["token"]) for token in told[:count])
-    )
-
-
-def _with_ties(text: str, margins: Sequence[float], length: Callable[[int], int]) -> ReferenceText:
-    """`length` is that of the text of so many tokens."""
     near = [index for index, margin in enumerate(margins) if margin < NEAR_TIE]
     # The other token may begin with the whole text of this one: then the next one's text is the first that differs.
-    return ReferenceText(text, [(length(index), length(index + 2)) for index in near])
+    ties = [(index, index + 2) for index in near]
+    lengths = [[len(tokenizer.detokenize(tokens[:count])) for count in tie] for tie in ties]
+    return ReferenceText(result["text"], [(start, end) for start, end in lengths])
 
 
 def _margin(chosen: float, logprobs: Sequence[float]) -> float:

@@ -12,6 +12,7 @@ import secrets
 import signal
 import struct
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,61 +35,34 @@ from .skewed_clock import environment_of
 
 PATIENCE_S = 300.0
 POISON_TOKENS = 666  # a prompt of so many tokens ends the worker that takes it
-COUNTER_DIR = "BENCH_COUNTERS"  # environment variable, for the strategies below
-COUNTING = f"{__name__}:Counting"
-_TWO_COUNTS = struct.Struct("<qq")  # of the tokens that a worker sampled, and computed
+COUNTER_DIR = "BENCH_COUNTERS"  # environment variable of the worker
+_COUNT = struct.Struct("<q")  # of the tokens that a worker sampled
 
 
-class _Counts:
-    """What the engines of a worker have sampled and computed, in a file that survives SIGKILL. Any thread."""
-
-    def __init__(self, path: Path) -> None:
-        path.write_bytes(bytes(_TWO_COUNTS.size))
-        with path.open("r+b") as file:
-            self._file = mmap.mmap(file.fileno(), _TWO_COUNTS.size)
-        self._num_sampled = self._num_computed = 0
-        self._lock = threading.Lock()
-
-    def add(self, *, sampled: int = 0, computed: int = 0) -> None:
-        """Counts so many tokens more."""
-        with self._lock:
-            self._num_sampled += sampled
-            self._num_computed += computed
-            self._file[:] = _TWO_COUNTS.pack(self._num_sampled, self._num_computed)
-
-
-def _count_sampled(counts: _Counts) -> None:
-    """Engines tell of each token: in holes between slots they compute more than a strategy has allocated."""
-    account = Telemetry.token
+def _count_sampled(path: Path) -> None:
+    """Count what the engines of this worker sample, in a file that survives SIGKILL."""
+    path.write_bytes(bytes(_COUNT.size))
+    with path.open("r+b") as file:
+        counter = mmap.mmap(file.fileno(), _COUNT.size)
+    account, numbers, lock = Telemetry.token, itertools.count(1), threading.Lock()
 
     def token(self: Telemetry, gap_s: float | None = None) -> None:
-        counts.add(sampled=1)
+        with lock:
+            counter[:] = _COUNT.pack(next(numbers))
         account(self, gap_s)
 
     Telemetry.token = token  # type: ignore[method-assign]
 
 
 if COUNTER_DIR in os.environ:  # this is a worker
-    _counts = _Counts(Path(os.environ[COUNTER_DIR]) / f"{os.getpid()}.{time.monotonic_ns()}")
-    _count_sampled(_counts)
+    _count_sampled(Path(os.environ[COUNTER_DIR]) / f"{os.getpid()}.{time.monotonic_ns()}")
 
 if fatal_points.DIRECTORY in os.environ:  # this is a worker that may die at one of them
     fatal_points.install()
 
 
-class Counting(Paced):
-    """Paced, and what its steps compute is counted."""
-
-    def build_batch(
-        self, slots: Sequence[SlotView], budget: int, chunk_size: int, queue_depth: int
-    ) -> list[TokenAllocation]:
-        shares = super().build_batch(slots, budget, chunk_size, queue_depth)
-        _counts.add(computed=sum(count for _, count in shares))
-        return shares
-
-
-class CountingStrategy(Counting):
-    """The same, and poison ends it."""
+class CountingStrategy(Paced):
+    """Paced, its tokens are counted, and poison ends its worker."""
 
     def build_batch(
         self, slots: Sequence[SlotView], budget: int, chunk_size: int, queue_depth: int
@@ -150,7 +124,6 @@ class Service:
         self.redis_server: Any = SlowRedis(0, folder / "redis")
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._ahead_s: dict[str, float] = {}  # how far the clock of a worker is ahead, also when it starts again
-        self._own: dict[str, dict[str, str]] = {}  # settings that a worker has for itself
         self.num_starts = 0
         self._models = [dict(model) for model in models]
         self._settings = settings
@@ -196,11 +169,10 @@ class Service:
         """Every step takes so long, for the length of a `with` block: work that lasts on a fast machine."""
         return slowed(self._pace_file, seconds) if seconds else contextlib.nullcontext()
 
-    def start_worker(self, name: str | None = None, ahead_s: float = 0.0, **settings: str) -> str:
+    def start_worker(self, name: str | None = None, ahead_s: float = 0.0) -> str:
         """Starts a worker, under a new name or that of one which ended; returns the name. Its clock may be ahead."""
         name = name or next(self._names)
         self._ahead_s.setdefault(name, ahead_s)
-        self._own.setdefault(name, {f"CELLAMA_{setting.upper()}": value for setting, value in settings.items()})
         self.processes[name] = self._starter.submit(self._start, name).result()
         self.num_starts += 1
         return name
@@ -208,20 +180,12 @@ class Service:
     def _start(self, name: str) -> subprocess.Popen[bytes]:
         ahead_s = self._ahead_s[name]
         environment = {
-            **self._own[name],
             **(environment_of(ahead_s, self.folder / "clock") if ahead_s else {}),
             **({fatal_points.DIRECTORY: str(self.fatal_points)} if self.dies_at_points else {}),
         }
-        return self._open(name, worker_argv(f"{name}@bench"), environment)
-
-    def start_beside(self, name: str, argv: Sequence[str]) -> subprocess.Popen[bytes]:
-        """Start another program with the service's settings. The caller ends it."""
-        return self._starter.submit(self._open, name, argv, {}).result()
-
-    def _open(self, name: str, argv: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
         with (self.folder / f"{name}.log").open("ab") as log:
             return subprocess.Popen(
-                argv,
+                worker_argv(f"{name}@bench"),
                 stdout=log,
                 stderr=log,
                 cwd=self.folder,
@@ -281,16 +245,7 @@ class Service:
 
     def num_sampled(self) -> int:
         """Tokens sampled by all workers that ever were, dead ones too."""
-        return sum(sampled for sampled, _ in self._counts())
-
-    def num_computed(self) -> int:
-        """Tokens computed by all of them, of prompts and of what was sampled."""
-        return sum(computed for _, computed in self._counts())
-
-    def _counts(self) -> Iterator[tuple[int, int]]:
-        for path in (self.folder / "counters").iterdir():
-            sampled, computed = _TWO_COUNTS.unpack(path.read_bytes())
-            yield sampled, computed
+        return sum(_COUNT.unpack(path.read_bytes())[0] for path in (self.folder / "counters").iterdir())
 
     def log(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text(errors="replace")
@@ -314,6 +269,22 @@ class Service:
             time.sleep(0.5)  # the last ones are on their way
             thread.stop()
             thread.join(5)
+
+
+@contextlib.contextmanager
+def serving(
+    model: Mapping[str, Any], *, workers: int = 1, settings: Mapping[str, str] | None = None
+) -> Iterator[Service]:
+    """A service in a temporary folder with one model, called "bench" unless it says otherwise, and ready workers."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Service(Path(folder), [{"id": "bench", "default": True, **model}], **(settings or {})) as service,
+    ):
+        for _ in range(workers):
+            service.start_worker()
+        service.wait_ready()
+        yield service
+    os.environ.pop("CELLAMA_MODELS", None)
 
 
 def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = PATIENCE_S) -> Any:

@@ -1,4 +1,4 @@
-"""`cellama bench all`: every benchmark in turn, each in a process of its own; with --short in a few minutes."""
+"""The list of all benchmarks, and `cellama bench all`: every one in turn, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -7,64 +7,134 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
-# Options of a short form: enough to see that it works and about where we stand, not for figures to keep.
-SHORT = {
-    "decode": "--slots 1 16 --new 32 --rounds 1",
-    "uniform": "--requests 16 --new 32 --slots 16 --best-slots 16 --server-slots 16",
-    "mixed": "--requests 16 --scale 0.5 --slots 8 --server-slots 8 --arrivals 8 --shares 0.5",
-    "shared_prefix": "--requests 16 --new 16 --slots 16 --best-slots 16",
-    "prefix_cache": "--conversations 4 --slots 2 --turns 2 --system 128 --message 32 --new 8 --think 0.2",
-    "strategies": "--requests 8 --slots 4 --scale 0.3",
-    "tokenize_overhead": "--repeats 20",
-    "single_generate": "--prompts 16 128 --new 32 --samples 1",
-    "server_concurrent": "--callers 1 4 8 --slots 8 --new 16",
-    "speculation": "--streams 1 4 --rounds 1 --new 48",
-    "python_time": "--slots 1 8 --contexts 1024 4096 --new 16 --waiting 0 1000 --crowd-slots 32",
-    "interactive": "--slots 8 --prompt 64 --samples 2",
-    "queue_tax": "--slots 8 --requests 16 --new 32 --samples 3 --rounds 1",
-    "small_jobs": "--jobs 100 --rounds 1 --slots 8",
-    "urgent": "--slots 8 --bulk 24 --prompt 64 --new 100 --samples 2 --pause 0.5",
-    "positions": "--jobs 60 --burst 20 --slots 2 --new 4 32 --prompt 16",
-    "cancel": "--prompt 600 --chunk 64 --samples 1",
-    "gateway": "--streams 100 --beside 20 --new 16 --slots 32 --rounds 1",
-    "telemetry": "--jobs 32 --rounds 2",
-    "metrics_proof": "--minutes 0.4",
-    "clients": "--environments installed",
-    "readers": "--streams 50 --rounds 1",
-    "responses": "--responses 8 --new 60 --slots 8 --rounds 1",
-    "chaos": "--scenarios kills poison ends --jobs 40 --new 100 --kills 2 --period 2 --ends 4 --chord 6",
-    "chaos_sentinel": "--jobs 30 --new 200 --failovers 2 --period 2",
-    "fuzz": "--payloads 200 --forms 85 --warm-up 0 --in-flight-corpus 4",
-    "loads": "--rounds 1 --tokens 40",
-    "embeddings": "--shape tiny --texts 100 --rounds 1",
-    "embed_beside": "--texts 100",
-    "neighbours": "--slots 4 --settle 3 --seconds 2 --rounds 1 --tries 2",
-    "footprint": "--cases 2 --shapes 0",
-    "reuse": "--requests 8 --new 4 --slots 4 --turns 2 --rounds 1",
-    "layouts": "--slots 1 4 --prompt 300 --new 8",
-    "holes": "--slots 16 --busy 4 8 --prompt 16 --steps 8 --rounds 1",
-    "reading": "--slots 16 --length 32 --rounds 3",
-    "structured": "--slots 8 --new 32 --rounds 1 --masks 2000 --schemas 20",
-    "schemas": "--outputs 2",
-    "adapters": "--slots 4 --turns 0 0.1 --prompt 32 --new 8",
-    "enqueue": "--jobs 500 --rounds 1",
-    "deep_queue": "--jobs 2000 --delayed 20000 --due 1000",
-    "offline": "--lines 16 --new 16 --families 4 --slots 8 --server-slots 8 --try-lines 4 --naive-lines 4",
-    "kept_states": "--samples 2 --prompt 600 --conversations 20 --in-ram 2 --opening 96 --turns 2 --rate 8 --states 4 "
-    "--seconds 1 --requests 16 --rounds 1",
-    "kept_jobs": "--jobs 4 --prompt 200 --new 60",
-    "kept_files": "--damaged 500 --kills 3",
-    "storm": "--lines 120 --command-kills 1 --worker-kills 1",
-    "batches": "--lines 300 --lease 5 --pace 0.05",
-    "leaving": "--clients 60 --slots 16 --rounds 1",
-    "bulk_lines": "--lines 200 2000",
-    "online": "--rates 1 --requests 8 --slots 8 --server-bulk 4 --new 32",
+
+class Benchmark(NamedTuple):
+    """A module of `bench/benchmarks/`."""
+
+    directory: str
+    question: str
+    short: str  # options of a small run: enough to see that it works and about where we stand, not for figures to keep
+
+
+BENCHMARKS = {
+    "server_concurrent": Benchmark(
+        "load",
+        "growing numbers of callers at once: rate and latency, against llama-server",
+        "--callers 1 4 8 --slots 8 --new 16",
+    ),
+    "mixed": Benchmark(
+        "load",
+        "requests of mixed lengths, families and chats, at once and as arrivals, against llama-server",
+        "--requests 16 --scale 0.5 --slots 8 --server-slots 8 --arrivals 8 --shares 0.5",
+    ),
+    "offline": Benchmark(
+        "load",
+        "bulk runs from file to file, against llama-server and the naive Celery task",
+        "--lines 16 --new 16 --families 4 --slots 8 --server-slots 8 --try-lines 4 --naive-lines 4",
+    ),
+    "gateway": Benchmark(
+        "load",
+        "1,000 streams through a gateway, and what it adds to the first token; llama-server beside it",
+        "--streams 100 --beside 20 --new 16 --slots 32 --rounds 1",
+    ),
+    "decode": Benchmark(
+        "engine",
+        "decode rate against llama-batched-bench, the limit",
+        "--slots 1 16 --new 32 --rounds 1",
+    ),
+    "prefix_cache": Benchmark(
+        "engine",
+        "four-turn chats, more of them than slots: cache on against off",
+        "--conversations 4 --slots 2 --turns 2 --system 128 --message 32 --new 8 --think 0.2",
+    ),
+    "strategies": Benchmark(
+        "engine",
+        "throughput and time to the first token under each batch strategy",
+        "--requests 8 --slots 4 --scale 0.3",
+    ),
+    "tokenize_overhead": Benchmark(
+        "engine",
+        "what tokenizing costs beside generating, for one caller and for many at once",
+        "--repeats 20",
+    ),
+    "single_generate": Benchmark(
+        "engine",
+        "one request at a time: time to the first token, time per token",
+        "--prompts 16 128 --new 32 --samples 1",
+    ),
+    "speculation": Benchmark(
+        "engine",
+        "guessed tokens on against off, by kind of work and number of streams, against llama-server",
+        "--streams 1 4 --rounds 1 --new 48",
+    ),
+    "kept_states": Benchmark(
+        "engine",
+        "KV states on disk: first tokens after a restart, of chats without room in RAM; what they cost",
+        "--samples 2 --prompt 600 --conversations 20 --in-ram 2 --opening 96 --turns 2 --rate 8 --states 4 "
+        "--seconds 1 --requests 16 --rounds 1",
+    ),
+    "footprint": Benchmark(
+        "engine",
+        "memory of a model: planned before the load, logged by llama.cpp, resident",
+        "--cases 2 --shapes 0",
+    ),
+    "enqueue": Benchmark(
+        "service",
+        "jobs into Redis: one by one, from threads, in bulk, and by plain Celery",
+        "--jobs 500 --rounds 1",
+    ),
+    "small_jobs": Benchmark(
+        "service",
+        "jobs that are next to nothing, beside no-ops of plain Celery",
+        "--jobs 100 --rounds 1 --slots 8",
+    ),
+    "urgent": Benchmark(
+        "service",
+        "an urgent job while a worker is full of bulk jobs and more wait",
+        "--slots 8 --bulk 24 --prompt 64 --new 100 --samples 2 --pause 0.5",
+    ),
+    "positions": Benchmark(
+        "service",
+        "what is told of jobs that wait, against how long they really do",
+        "--jobs 60 --burst 20 --slots 2 --new 4 32 --prompt 16",
+    ),
+    "chaos": Benchmark(
+        "faults",
+        "workers killed or frozen, Redis restarted, rolled back or refusing, canvases: what is lost?",
+        "--scenarios kills poison ends --jobs 40 --new 100 --kills 2 --period 2 --ends 4 --chord 6",
+    ),
+    "storm": Benchmark(
+        "faults",
+        "a bulk run whose command and workers are killed while Redis restarts",
+        "--lines 120 --command-kills 1 --worker-kills 1",
+    ),
+    "fuzz": Benchmark(
+        "faults",
+        "hostile and random payloads with good jobs beside them: who else feels them?",
+        "--payloads 200 --forms 85 --warm-up 0 --in-flight-corpus 4",
+    ),
+    "structured": Benchmark(
+        "structured",
+        "64 slots that write JSON by schemas against the same slots without; masks and compilation alone",
+        "--slots 8 --new 32 --rounds 1 --masks 2000 --schemas 20",
+    ),
+    "schemas": Benchmark(
+        "structured",
+        "texts sampled under the schemas of the JSON-Schema-Test-Suite: do they conform?",
+        "--outputs 2",
+    ),
+    "clients": Benchmark(
+        "structured",
+        "clients of other projects ask for structured output by 43 pydantic models and 20 Zod schemas",
+        "--environments installed",
+    ),
 }
 
 
 def run(names: Sequence[str], arguments: Sequence[str]) -> int:
-    """Runs the named benchmarks and prints how each went; the number of those that failed."""
+    """Run the named benchmarks and print how each went; return the number of those that failed."""
     parser = argparse.ArgumentParser(prog="cellama bench all", description=__doc__)
     parser.add_argument("--short", action="store_true", help="small forms, for a look at all of them")
     parser.add_argument("--only", nargs="+", choices=names, default=list(names), metavar="NAME")
@@ -76,7 +146,7 @@ def run(names: Sequence[str], arguments: Sequence[str]) -> int:
     ends: dict[str, tuple[str, float]] = {}
     for name in args.only:
         started = time.monotonic()
-        own = SHORT[name].split() if args.short else []
+        own = BENCHMARKS[name].short.split() if args.short else []
         how = _run_one(name, [*shared, *own], args.limit or (120 if args.short else None))
         ends[name] = how, time.monotonic() - started
     print(f"\n{'benchmark':20} {'end':30} seconds")

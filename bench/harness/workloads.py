@@ -60,15 +60,12 @@ def read_lines(path: Path) -> Iterator[Line]:
 
 def trie_optimum(prompts: Iterable[Sequence[int]]) -> int:
     """The least number of prompt tokens to compute: each different prefix once."""
-    return sum(end - begin for begin, end in trie_parts(prompts))
-
-
-def trie_parts(prompts: Iterable[Sequence[int]]) -> Iterator[tuple[int, int]]:
-    """For each prompt, in sorted order, where the part begins and ends that those before it do not have."""
+    num_tokens = 0
     last: Sequence[int] = ()
     for prompt in sorted(map(tuple, prompts)):
-        yield num_common(last, prompt), len(prompt)
+        num_tokens += len(prompt) - num_common(last, prompt)
         last = prompt
+    return num_tokens
 
 
 def num_common(one: Sequence[int], other: Sequence[int]) -> int:

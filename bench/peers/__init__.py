@@ -1,5 +1,4 @@
-"""What we are compared with: llama.cpp's own programs, llama-cpp-python's server, the task that one would write first.
-And the Prometheus that is asked what it has of us.
+"""What we are compared with: llama.cpp's own programs, the task that one would write first, plain Celery.
 
 May use: `harness`.
 """

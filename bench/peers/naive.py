@@ -6,8 +6,6 @@ import contextlib
 import functools
 import itertools
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,8 +13,10 @@ from typing import Any
 from celery import Celery
 from celery.result import AsyncResult
 
-from cellama.api.machine.redis_server import RedisServer, die_with
+from cellama.api.machine.redis_server import RedisServer
 from cellama.bench.harness.workloads import num_common
+
+from .celery_worker import celery_worker
 
 URL, MODEL, THREADS, CONTEXT = "NAIVE_REDIS_URL", "NAIVE_MODEL", "NAIVE_THREADS", "NAIVE_CONTEXT"
 
@@ -51,18 +51,10 @@ def naive_worker(folder: Path, model: Path, *, processes: int, threads: int, con
     redis = RedisServer.start(folder / "naive-redis")
     own = {URL: redis.url, MODEL: str(model), THREADS: str(threads), CONTEXT: str(context)}
     producer = Celery(broker=redis.url, backend=redis.url, set_as_current=False)
-    argv = [sys.executable, "-m", "celery", "-A", "cellama.bench.peers.naive", "worker", "-n", "naive@bench"]
-    argv += ["--concurrency", str(processes), "--pool", "prefork", "--without-gossip", "--without-mingle"]
+    options = ("--concurrency", str(processes), "--pool", "prefork", "--without-gossip", "--without-mingle")
     try:
-        with (folder / "naive.log").open("wb") as log:
-            process = subprocess.Popen(
-                argv, env={**os.environ, **own}, stdout=log, stderr=log, preexec_fn=die_with(os.getpid()), cwd=folder
-            )
-        try:
+        with celery_worker(__name__, "naive", folder, *options, environment=own):
             yield lambda prompt, num_new: producer.send_task(TASK, (prompt, num_new))
-        finally:
-            process.terminate()
-            process.wait(60)
     finally:
         producer.close()
         redis.stop()

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from celery import Celery
 
-from cellama.api.machine.redis_server import die_with
+from .celery_worker import celery_worker
 
 URL, LIKE_OURS = "NOOP_REDIS_URL", "NOOP_LIKE_OURS"
 TASK = "noop.nothing"
@@ -46,20 +45,10 @@ def noop_worker(
     are, else they are Celery's own."""
     mark = "like-ours-" if threads else ""
     producer = Celery(broker=url, backend=url, set_as_current=False)
-    argv = [sys.executable, "-m", "celery", "-A", "cellama.bench.peers.noop", "worker", "-n", f"{mark}noop@bench"]
-    argv += ["--pool", "threads", "--concurrency", str(threads), "--without-gossip"] if threads else []
-    with (folder / f"{mark}noop.log").open("wb") as log:
-        process = subprocess.Popen(
-            argv,
-            env={**os.environ, URL: url, LIKE_OURS: mark},
-            stdout=log,
-            stderr=log,
-            preexec_fn=die_with(os.getpid()),
-            cwd=folder,
-        )
+    options = ("--pool", "threads", "--concurrency", str(threads), "--without-gossip") if threads else ()
+    environment = {URL: url, LIKE_OURS: mark}
     try:
-        yield process, lambda text: str(producer.send_task(TASK, (text,), queue=f"{mark}noop"))
+        with celery_worker(__name__, f"{mark}noop", folder, *options, environment=environment) as process:
+            yield process, lambda text: str(producer.send_task(TASK, (text,), queue=f"{mark}noop"))
     finally:
-        process.terminate()
-        process.wait(60)
         producer.close()

@@ -16,9 +16,9 @@ from typing import IO
 
 from cellama.bench.harness.workloads import Line, read_lines
 
+from .http_client import complete
 from .naive import naive_worker
 from .programs import LlamaServer, batched_bench
-from .server_client import complete
 
 PATIENCE_S = 24 * 3600.0
 CONNECTIONS_PER_SLOT = 2  # so that the next line waits in the server when a slot falls free

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from cellama.api.machine.redis_server import free_port
 from cellama.engine.memory.context_size import STREAM_PADDING
@@ -135,12 +135,10 @@ class LlamaServer:
         with served(command, _environment(path), port, "/health"):
             yield cls(port)
 
-    def complete(
-        self, prompt: Sequence[int] | str, num_new: int, *, cache_prompt: bool = True, slot: int = -1
-    ) -> Reply:
-        """One greedy request, in a slot of its choice."""
+    def complete(self, prompt: Sequence[int] | str, num_new: int, *, cache_prompt: bool = True) -> Reply:
+        """One greedy request."""
         given = prompt if isinstance(prompt, str) else list(prompt)
-        body = {"prompt": given, "n_predict": num_new, "cache_prompt": cache_prompt, "stream": True, "id_slot": slot}
+        body = {"prompt": given, "n_predict": num_new, "cache_prompt": cache_prompt, "stream": True}
         asked = time.monotonic()
         with self._post("/completion", {**body, "temperature": 0, "ignore_eos": True}) as response:
             lines = [(time.monotonic() - asked, line[6:]) for line in response if line.startswith(b"data: ")]
@@ -154,11 +152,6 @@ class LlamaServer:
             int(last.get("tokens_predicted", 0)),
             int(last.get("timings", {}).get("prompt_n", -1)),
         )
-
-    def do_with_slot(self, action: Literal["save", "restore"], slot: int, file: str) -> None:
-        """Writes what a slot has to a file of its --slot-save-path, or reads it from there."""
-        with self._post(f"/slots/{slot}?action={action}", {"filename": file}) as response:
-            response.read()
 
     def tokenize(self, text: str) -> list[int]:
         """The tokens of a text."""

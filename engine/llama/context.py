@@ -62,7 +62,7 @@ def end_threads() -> None:
 
     While they exist, also idle, OpenMP takes the machine for oversubscribed as soon as another engine of this process
     computes: that one's threads then sleep at each barrier where they would spin, and its steps take up to twice as
-    long (`cellama bench neighbours`).
+    long (docs/adr/007-threads.md).
     """
     if _pause is not None:
         _pause(_PAUSE_SOFT)

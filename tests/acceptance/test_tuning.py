@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from cellama.api.machine.redis_server import RedisServer
-from cellama.bench.models.bert import BertShape
 from cellama.bench.models.synthetic import write_model
 from cellama.tasks.app import app
 from cellama.tasks.state.registry import live_workers
 
+from ..bert_model import BertShape
 from ..conftest import PATIENCE_S, WorkerProcess, clean_environment, wait_until
 
 CELLAMA = [sys.executable, "-c", "from cellama.api.cli import main; main()"]

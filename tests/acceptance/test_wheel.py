@@ -15,7 +15,11 @@ from ..conftest import PATIENCE_S, clean_environment
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("api", "bench", "config", "engine", "tasks")
-CODE = (".py", ".gguf", ".jinja", ".lua", ".mjs", ".typed")
+CODE = (".py", ".gguf", ".jinja", ".lua", ".typed")
+CHECKOUT_ONLY = [  # what is for developing cellama
+    *(f"bench/benchmarks/{name}" for name in ("engine", "faults", "service", "structured")),
+    "bench/tiny_model",
+]
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +42,7 @@ def test_wheel_has_every_module_and_every_file_that_they_read(wheel: Path) -> No
         for name in PACKAGES
         for path in (ROOT / name).rglob("*")
         if path.suffix in CODE and "__pycache__" not in path.parts
+        if not any(path.is_relative_to(ROOT / folder) for folder in CHECKOUT_ONLY)
     }
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert held == files
@@ -51,6 +56,25 @@ def test_metadata_tell_what_it_is(wheel: Path) -> None:
         assert field in text
     extras = set(re.findall(r"^Provides-Extra: (\w+)$", text, re.MULTILINE))
     assert {"worker", "embedded", "flower", "parquet"} <= extras
+
+
+def test_benchmarks_for_users_run_from_the_wheel_and_others_say_where_they_are(wheel: Path, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    zipfile.ZipFile(wheel).extractall(site)
+
+    def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+        argv = [sys.executable, "-c", "from cellama.api.cli import main; main()", "bench", *arguments]
+        environment = clean_environment(PYTHONPATH=str(site))
+        return subprocess.run(argv, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
+
+    listed = bench()
+    for name in ("server_concurrent", "mixed", "offline", "gateway"):
+        assert f"  {name}" in listed.stdout
+        assert f"usage: cellama bench {name}" in bench(name, "--help").stdout
+    assert "  chaos" not in listed.stdout
+    refused = bench("chaos")
+    assert refused.returncode == 2
+    assert "chaos is for developing cellama and is not installed; run it from a checkout" in refused.stderr
 
 
 def test_demo_runs_from_the_wheel_in_an_empty_folder(wheel: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ Array = NDArray[np.float64]
 
 
 class BertReference:
-    """Reads an F32 file as bench/models/bert.py writes it."""
+    """Reads an F32 file as tests/bert_model.py writes it."""
 
     def __init__(self, path: Path, n_head: int) -> None:
         self._weights = {t.name: np.array(t.data, dtype=np.float64) for t in gguf.GGUFReader(path).tensors}

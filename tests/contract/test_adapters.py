@@ -15,7 +15,6 @@ import pytest
 from numpy.typing import NDArray
 
 from cellama.bench.models.synthetic import Shape, write_model
-from cellama.bench.models.synthetic_adapter import shape_of, write_adapter
 from cellama.bench.tiny_model.facts import FACTS
 from cellama.engine import (
     AdapterBusy,
@@ -36,6 +35,7 @@ from cellama.engine.backend import Adapter, AdapterUse, Chunk
 from cellama.engine.bundled import PIRATE_PATH, TINY_PATH
 from cellama.engine.llama import LlamaBackend, LlamaModel
 
+from ..adapter_file import shape_of, write_adapter
 from ..conftest import wait_until
 from .holding import Hold
 from .small_models import EXACT

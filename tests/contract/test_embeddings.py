@@ -11,7 +11,6 @@ import gguf
 import numpy as np
 import pytest
 
-from cellama.bench.models.bert import BertShape
 from cellama.bench.models.synthetic import Shape, write_model
 from cellama.engine import (
     EngineOptions,
@@ -24,6 +23,7 @@ from cellama.engine import (
 )
 from cellama.engine.llama import LlamaModel, PairFormat
 
+from ..bert_model import BertShape
 from .bert_reference import BertReference
 
 PATIENCE_S = 60

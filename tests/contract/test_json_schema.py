@@ -1,7 +1,7 @@
 """Each generated schema is refused with a clear error, or every text that its matcher lets finish conforms.
 
 There are 500 schemas, 5,000 with `make thorough`. `jsonschema` judges the texts, which are drawn with random weights
-(bench/harness/sampled_texts.py).
+(bench/benchmarks/structured/sampled_texts.py).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from cellama.bench.harness.sampled_texts import SampledTexts
-from cellama.bench.harness.schema_judge import FORMATS, SchemaJudge
+from cellama.bench.benchmarks.structured.sampled_texts import SampledTexts
+from cellama.bench.benchmarks.structured.schema_judge import FORMATS, SchemaJudge
 from cellama.engine.errors import GrammarFailed, InvalidRequest
 from cellama.engine.grammar.grammars import Form
 from cellama.engine.grammar.schema.formats import FORMATS as ENFORCED_FORMATS

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from cellama.bench.benchmarks.models import footprint
+from cellama.bench.benchmarks.engine import footprint
 from cellama.bench.models.memory_shapes import HybridShape, RecurrentShape, WindowShape
 from cellama.bench.models.synthetic import Shape, write_model
 from cellama.engine import (

@@ -18,12 +18,12 @@ import pytest
 import yaml
 
 from cellama.api.machine.redis_server import RedisServer, die_with, free_port
-from cellama.bench.peers.prometheus import Prometheus
 from cellama.tasks import generate
 from cellama.tasks.metrics.table import TABLE
 
 from ..conftest import PATIENCE_S, WorkerProcess, clean_environment, wait_until
 from ..gateways import GatewayProcess
+from ..prometheus import Prometheus
 from ..unit.test_board import EXPRESSIONS, OVERVIEW
 
 DASHBOARDS = Path(__file__).parents[2] / "docs" / "dashboards"

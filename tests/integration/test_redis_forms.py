@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from cellama.api.machine.redis_server import find_redis_binary
-from cellama.bench.benchmarks.faults.sentinels import SentinelSetup
 
 from ..conftest import PATIENCE_S, WorkerProcess, clean_environment, wait_until
+from ..sentinels import SentinelSetup
 
 PASSWORD = "open-sesame"
 PRODUCER = """

@@ -14,9 +14,9 @@ import pytest
 
 from cellama.api import Client
 from cellama.api.machine.redis_server import RedisServer
-from cellama.bench.models.bert import BertShape
 from cellama.bench.models.synthetic import Shape, write_model
 
+from ..bert_model import BertShape
 from ..conftest import PATIENCE_S, WorkerProcess, wait_until
 from .conftest import GREEDY
 

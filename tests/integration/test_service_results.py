@@ -233,7 +233,7 @@ def test_plain_celery_producer_gets_result_and_events(
 
 
 def test_jobs_at_once_give_the_texts_they_give_alone_in_mixed_batches(worker: WorkerProcess) -> None:
-    """The 32 jobs of different lengths share 16 slots; `bench/` measures how much faster that is."""
+    """The 32 jobs of different lengths share 16 slots."""
     prompts = [_prompt(i) for i in range(32)]
     alone = [generate.delay("tiny", p, max_tokens=48, **GREEDY).get(timeout=PATIENCE_S)["text"] for p in prompts]
     before = worker.engine()["mixed_steps"]

@@ -17,12 +17,12 @@ from typer.testing import CliRunner
 from cellama.api import AsyncClient, Client
 from cellama.api.cli import app as commands
 from cellama.api.machine.redis_server import RedisServer
-from cellama.bench.models.bert import BertShape
 from cellama.bench.models.synthetic import write_model
 from cellama.engine.llama import LlamaModel
 from cellama.tasks import app, embed, generate, rerank
 from cellama.tasks.contract.errors import InvalidJob, JobFailed
 
+from ..bert_model import BertShape
 from ..conftest import PATIENCE_S, WorkerProcess
 from ..contract.bert_reference import BertReference
 

@@ -7,12 +7,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from cellama.bench.harness.engines import loaded, model_path, random_prompts, run_all, steps_of, warm_up
+from cellama.bench.harness.engines import CORES, context, loaded, model_path, random_prompts, run_all, steps_of, warm_up
 from cellama.bench.harness.report import Report
 from cellama.bench.peers.programs import BATCHED_BENCH, batched_bench, program
-from cellama.engine.memory.context_size import STREAM_PADDING
-
-NAME = "decode"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,11 +43,6 @@ def run(args: argparse.Namespace) -> Report:
     )
 
 
-def context(slots: int, prompt: int, new: int) -> int:
-    """Tokens of all KV streams, each padded as llama.cpp pads it."""
-    return -(-(prompt + new) // STREAM_PADDING) * STREAM_PADDING * slots
-
-
 def engine_rate(path: Path, slots: int, prompt: int, new: int, seed: int) -> float:
     with loaded(
         path, n_parallel=slots, n_ctx=context(slots, prompt, new), n_batch=2048, kv_layout="partitioned"
@@ -65,12 +57,6 @@ def engine_rate(path: Path, slots: int, prompt: int, new: int, seed: int) -> flo
 def peer_rate(peer: Path, path: Path, slots: int, prompt: int, new: int) -> float:
     size = str(context(slots, prompt, new))
     found = batched_bench(
-        peer, path, slots, prompt, new, "-c", size, "-b", "2048", "-ub", "512", "-no-kvu", "-t", _threads()
+        peer, path, slots, prompt, new, "-c", size, "-b", "2048", "-ub", "512", "-no-kvu", "-t", str(CORES)
     )
     return float(found["speed_tg"])
-
-
-def _threads() -> str:
-    from cellama.bench.harness.engines import CORES
-
-    return str(CORES)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cellama.bench.harness.engines import CORES, GREEDY, loaded, model_path, percentile, submit_together, warm_up
-from cellama.bench.harness.mixed_load import Shape, conversations, flat, sizes
+from cellama.bench.harness.mixed_load import LoadShape, conversations, flat, sizes
 from cellama.bench.harness.report import Report
 from cellama.bench.harness.simulation import CHEAP_ROWS, CPU, Costs, simulate
 from cellama.bench.harness.workloads import Line
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Report:
     path = model_path(args.model)
-    lines = flat(conversations(Shape(args.requests, scale=args.scale), seed=args.seed))
+    lines = flat(conversations(LoadShape(args.requests, scale=args.scale), seed=args.seed))
     rows: list[dict[str, Any]] = []
     ratios: dict[str, float] = {}
     targets: dict[str, str] = {}

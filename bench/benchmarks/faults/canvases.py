@@ -9,10 +9,8 @@ A step that never runs is wrong, and so is a chord whose body does not run exact
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import signal
-import sys
 import threading
 import time
 from collections import Counter
@@ -26,9 +24,21 @@ from celery import Signature, chain, chord, states, uuid
 from cellama.bench.harness import fatal_points
 from cellama.bench.harness.reference_texts import LOGPROBS, ReferenceText, reference_texts
 from cellama.bench.harness.service import Service
-from cellama.tasks.contract.keys import job_key, result_key
+from cellama.bench.peers.celery_worker import celery_worker
 
-from .scenario import ANIMALS, SOURCE, ends_once, is_clean, is_whole, journal_of, num_attempts, show_difference, shown
+from .outcomes import (
+    broken_promises,
+    compare_text,
+    ends_row,
+    has_final_state,
+    is_clean,
+    is_whole,
+    journal_of,
+    metas,
+    of_jobs,
+    wait_until_quiet,
+)
+from .scenario import ANIMALS, SOURCE, shown
 
 QUIET_S = 60.0  # without a new end or a new run of a step, what is missing is lost: twice the reaper's period for ends
 AT_ONCE = 4  # canvases in which a worker dies, so that no job loses three workers in a row and counts as dead
@@ -229,8 +239,9 @@ class CanvasScenario:
         trouble: Callable[[], None],
     ) -> tuple[list[dict[str, Any]], list[str]]:
         redis = self._service.redis
-        steps_worker = self._service.start_beside("steps", _steps_argv())
-        try:
+        options = ("-P", "solo", "--without-gossip", "--without-mingle", "--without-heartbeat")
+        app = f"{__package__}.steps_app"
+        with celery_worker(app, "steps", self._service.folder, *options, environment={}):
             undisturbed = self._undisturbed(planned)
             started = time.monotonic()
             with self._service.counting_results() as stored:
@@ -242,11 +253,8 @@ class CanvasScenario:
                     self._closing.set()
                     thread.join()
                 seconds = time.monotonic() - started
-        finally:
-            steps_worker.terminate()
-            steps_worker.wait()
         kills = fatal_points.used(self._service.fatal_points)
-        check = _Check(redis, canvases, undisturbed, stored.states)
+        check = _CanvasCheck(redis, canvases, undisturbed, stored.states, scenario)
         row: dict[str, Any] = {
             "scenario": scenario,
             "kills": self._deaths[-signal.SIGKILL],
@@ -254,7 +262,7 @@ class CanvasScenario:
             "seconds": round(seconds, 1),
             **check.row(),
         }
-        wrong = [f"{scenario}: {line}" for line in check.wrong()]
+        wrong = check.wrong(row)
         if scenario == "ends" and not len(kills) == len(planned) == row["kills"]:
             wrong.append(f"ends: {len(planned)} kills were planned, {len(kills)} marks used, {row['kills']} made")
         wrong += [f"{scenario}: a worker exited with {code}" for code in self._deaths if code != -signal.SIGKILL]
@@ -267,11 +275,11 @@ class CanvasScenario:
         canvases = [builder.build(number, kind, "undisturbed") for number, (kind, _) in enumerate(planned)]
         self._send(canvases)
         places = [(canvas.number, place) for canvas in canvases for place in range(len(canvas.jobs))]
-        metas = _metas(self._service.redis, [job_id for canvas in canvases for job_id in canvas.jobs])
-        missing = [place for place, meta in zip(places, metas, strict=True) if meta.get("status") != states.SUCCESS]
-        if missing or not all(_Check(self._service.redis, canvases, {}, {}).has_run()):
+        found = metas(self._service.redis, [job_id for canvas in canvases for job_id in canvas.jobs])
+        missing = [place for place, meta in zip(places, found, strict=True) if meta.get("status") != states.SUCCESS]
+        if missing or not all(_CanvasCheck(self._service.redis, canvases, {}, {}).has_run()):
             raise RuntimeError(f"canvases don't complete without any trouble: {missing or 'a step has not run'}")
-        return dict(zip(places, reference_texts([meta["result"] for meta in metas], SOURCE), strict=True))
+        return dict(zip(places, reference_texts([meta["result"] for meta in found], SOURCE), strict=True))
 
     def _all_at_once(self, planned: Sequence[tuple[str, str]]) -> list[Canvas]:
         builder = Builder(self._args)
@@ -312,20 +320,17 @@ class CanvasScenario:
 
     def _wait(self, canvases: Sequence[Canvas]) -> None:
         """Until everything has come, or nothing has come for a while."""
-        seen, since = -1, time.monotonic()
+        redis = self._service.redis
         ids = [job_id for canvas in canvases for job_id in (*canvas.jobs, *canvas.failing)]
         results = [result for canvas in canvases for result in canvas.results]
         expected = len(ids) * 2 + len(results) + sum(len(canvas.steps) for canvas in canvases)
-        while time.monotonic() - since < QUIET_S:
-            ended = [state == b"done" for state in _states(self._service.redis, ids)]
-            stored = [meta.get("status") in states.READY_STATES for meta in _metas(self._service.redis, ids + results)]
-            run = _Check(self._service.redis, canvases, {}, {}).has_run()
-            num_seen = sum(ended) + sum(stored) + sum(run)
-            if num_seen == expected and is_clean(self._service.redis, ids):
-                return
-            if num_seen != seen:
-                seen, since = num_seen, time.monotonic()
-            time.sleep(0.2)
+
+        def num_seen() -> int:
+            ended = of_jobs(redis, ids, "state").count(b"done")
+            stored = sum(map(has_final_state, metas(redis, ids + results)))
+            return ended + stored + sum(_CanvasCheck(redis, canvases, {}, {}).has_run())
+
+        wait_until_quiet(num_seen, lambda num: num == expected and is_clean(redis, ids), QUIET_S)
 
     # Troubles
 
@@ -347,7 +352,7 @@ class CanvasScenario:
         self._service.start_worker(name)
 
 
-class _Check:
+class _CanvasCheck:
     """What has come of canvases, as Redis has it."""
 
     def __init__(
@@ -356,6 +361,7 @@ class _Check:
         canvases: Sequence[Canvas],
         undisturbed: Mapping[tuple[int, int], ReferenceText],
         stored: Mapping[str, Sequence[str]],
+        scenario: str = "",
     ) -> None:
         from .steps_app import PARTS_KEY, RUNS_KEY
 
@@ -363,6 +369,7 @@ class _Check:
         self._canvases = canvases
         self._undisturbed = undisturbed
         self._stored = stored
+        self._scenario = scenario
         self._runs = {name.decode(): int(count) for name, count in redis.hgetall(RUNS_KEY).items()}
         self._parts = {name.decode(): int(count) for name, count in redis.hgetall(PARTS_KEY).items()}
 
@@ -376,10 +383,7 @@ class _Check:
         texts = self._texts()
         bodies = [canvas for canvas in self._canvases if canvas.kind == "chord"]
         return {
-            "jobs": len(ids),
-            "ended once": sum(ends_once(journal_of(self._redis, job_id)) for job_id in ids),
-            "stored": sum(meta.get("status") in states.READY_STATES for meta in _metas(self._redis, ids)),
-            "stored otherwise": sum(len(set(self._stored.get(job_id, []))) > 1 for job_id in ids),
+            **ends_row(self._redis, ids, self._stored),
             "torn": self._num_torn(),
             "texts off": texts["other"],
             "texts tied": texts["tied"],
@@ -392,26 +396,15 @@ class _Check:
                 for canvas in bodies
             )
             + sum(self._runs.get(canvas.name, 0) == 0 for canvas in chords if canvas.kind != "chord"),
-            "attempts": sum(num_attempts(self._redis, ids)),
-            "unacked": 0 if is_clean(self._redis, ids) else "some",
         }
 
-    def wrong(self) -> list[str]:
-        """A line for each promise that was not kept."""
-        row = self.row()
-        lines = [
-            f"{row['jobs'] - row[what]} of {row['jobs']} jobs are not {what}"
-            for what in ("ended once", "stored")
-            if row[what] != row["jobs"]
-        ]
-        lines += [
-            f"{row[what]} {what}" for what in ("stored otherwise", "torn", "texts off", "steps lost") if row[what]
-        ]
+    def wrong(self, row: Mapping[str, Any]) -> list[str]:
+        """A line for each promise that was not kept, by the figures of `row`."""
+        none = ("stored otherwise", "torn", "texts off", "steps lost")
+        lines = broken_promises(self._scenario, row, ("ended once", "stored"), none)
         if row["bodies once"] != row["chords"]:
-            lines.append(f"{row['chords'] - row['bodies once']} of {row['chords']} chords did not complete once")
-        if row["unacked"]:
-            lines.append("messages are still held, or jobs still run")
-        lines += [f"lost: {canvas.name}" for canvas in self._canvases if self._num_lost(canvas)]
+            lines.append(f"{self._scenario}: {row['bodies once']} of {row['chords']} chords completed once")
+        lines += [f"{self._scenario}: lost: {canvas.name}" for canvas in self._canvases if self._num_lost(canvas)]
         return lines
 
     def by_point(self, kills: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
@@ -428,8 +421,7 @@ class _Check:
     def _num_lost(self, canvas: Canvas) -> int:
         """Steps and results that never came."""
         steps = sum(self._runs.get(name, 0) < times for name, times in canvas.steps.items())
-        metas = _metas(self._redis, canvas.results)
-        return steps + sum(meta.get("status") not in states.READY_STATES for meta in metas)
+        return steps + sum(not has_final_state(meta) for meta in metas(self._redis, canvas.results))
 
     def _num_twice(self, canvas: Canvas) -> int:
         """Runs of steps that are more than were needed."""
@@ -439,16 +431,12 @@ class _Check:
         kinds: Counter[str] = Counter()
         for canvas in self._canvases:
             before = "same"
-            for place, meta in enumerate(_metas(self._redis, canvas.jobs)):
-                expected = self._undisturbed[canvas.number, place]
+            for place, meta in enumerate(metas(self._redis, canvas.jobs)):
                 text = (meta.get("result") or {}).get("text", "")
-                kind = expected.compare(text)
                 if canvas.kind == "chain" and before == "tied":  # the prompt was another one
                     kind = "tied"
-                if kind == "other" and text:
-                    show_difference(canvas.jobs[place], expected, text)
-                elif kind == "other":
-                    print(f"{canvas.jobs[place]} of {canvas.name} has no text: {meta}", file=sys.stderr, flush=True)
+                else:
+                    kind = compare_text(canvas.jobs[place], text, self._undisturbed[canvas.number, place])
                 kinds[kind] += 1
                 before = kind
         return kinds
@@ -458,34 +446,5 @@ class _Check:
         return sum(
             not is_whole(journal_of(self._redis, job_id), (meta.get("result") or {}).get("text", ""))
             for canvas in self._canvases
-            for job_id, meta in zip(canvas.jobs, _metas(self._redis, canvas.jobs), strict=True)
+            for job_id, meta in zip(canvas.jobs, metas(self._redis, canvas.jobs), strict=True)
         )
-
-
-def _states(redis: Any, job_ids: Sequence[str]) -> list[Any]:
-    pipeline = redis.pipeline(transaction=False)
-    for job_id in job_ids:
-        pipeline.hget(job_key(job_id), "state")
-    return list(pipeline.execute())
-
-
-def _metas(redis: Any, task_ids: Sequence[str]) -> list[dict[str, Any]]:
-    """What Celery has stored of tasks, empty where it has nothing."""
-    found = redis.mget([result_key(task_id) for task_id in task_ids]) if task_ids else []
-    return [json.loads(meta) if meta else {} for meta in found]
-
-
-def _steps_argv() -> list[str]:
-    argv = [
-        sys.executable,
-        "-m",
-        "celery",
-        "-A",
-        f"{__package__}.steps_app",
-        "worker",
-        "-P",
-        "solo",
-        "-n",
-        "steps@bench",
-    ]
-    return [*argv, "--without-gossip", "--without-mingle", "--without-heartbeat"]

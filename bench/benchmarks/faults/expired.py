@@ -8,7 +8,6 @@ be in the journal and in Celery's result.
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 import time
 from collections import Counter
@@ -20,9 +19,21 @@ from celery import states
 from cellama.bench.harness.reference_texts import ReferenceText
 from cellama.bench.harness.service import Service, wait_until
 from cellama.tasks.contract.events import is_terminal
-from cellama.tasks.contract.keys import job_key, journal_key, result_key
+from cellama.tasks.contract.keys import job_key, journal_key
 
-from .scenario import Scenario, ends_once, is_clean, is_whole, journal_of, num_attempts, show_difference, shown
+from .outcomes import (
+    broken_promises,
+    compare_text,
+    ends_row,
+    has_final_state,
+    is_clean,
+    is_whole,
+    journal_of,
+    metas,
+    num_attempts,
+    wait_until_quiet,
+)
+from .scenario import Scenario, shown
 
 WAYS = ("killed", "handed back")  # how workers leave
 JOURNAL_TTL_S = 1
@@ -114,24 +125,13 @@ class ExpiryScenario(Scenario):
 
     def _wait(self, jobs: Sequence[str]) -> None:
         """Until all jobs have ended for everybody, or none has for a while."""
-        seen, since = -1, time.monotonic()
-        while time.monotonic() - since < QUIET_S:
-            num_ended = sum(map(self._has_end, jobs)) + sum(
-                meta["status"] in states.READY_STATES for meta in self._metas(jobs)
-            )
-            if num_ended == 2 * len(jobs) and is_clean(self._redis, jobs):
-                return
-            if num_ended != seen:
-                seen, since = num_ended, time.monotonic()
-            time.sleep(0.2)
 
-    def _has_end(self, job_id: str) -> bool:
-        return any(is_terminal(event) for event in journal_of(self._redis, job_id))
+        def num_ended() -> int:
+            journals = [journal_of(self._redis, job_id) for job_id in jobs]
+            in_journals = sum(any(map(is_terminal, events)) for events in journals)
+            return in_journals + sum(map(has_final_state, metas(self._redis, jobs)))
 
-    def _metas(self, jobs: Sequence[str]) -> list[dict[str, Any]]:
-        """What Celery has stored of the jobs."""
-        found = self._redis.mget([result_key(job_id) for job_id in jobs])
-        return [json.loads(meta) if meta else {"status": "", "result": None} for meta in found]
+        wait_until_quiet(num_ended, lambda num: num == 2 * len(jobs) and is_clean(self._redis, jobs), QUIET_S)
 
     def _check(
         self,
@@ -142,30 +142,22 @@ class ExpiryScenario(Scenario):
     ) -> dict[str, Any]:
         everything = [*jobs, *late]
         journals = {job_id: journal_of(self._redis, job_id) for job_id in everything}
-        attempts = num_attempts(self._redis, everything)
         texts: Counter[str] = Counter()
         num_torn = 0
-        for job_id, meta, expected in zip(jobs, self._metas(jobs), undisturbed, strict=False):
-            if meta["status"] == states.SUCCESS:
+        for job_id, meta, expected in zip(jobs, metas(self._redis, jobs), undisturbed, strict=False):
+            if meta.get("status") == states.SUCCESS:
                 text = meta["result"]["text"]
-                kind = expected.compare(text)
-                texts[kind] += 1
+                texts[compare_text(job_id, text, expected)] += 1
                 num_torn += not is_whole(journals[job_id], text)
-                if kind == "other":
-                    show_difference(job_id, expected, text)
         how = Counter(map(_how_it_ended, journals.values()))
         return {
-            "ended once": sum(map(ends_once, journals.values())),
-            "stored": sum(meta["status"] in states.READY_STATES for meta in self._metas(everything)),
-            "stored otherwise": sum(len(set(stored.get(job_id, []))) > 1 for job_id in everything),
+            **ends_row(self._redis, everything, stored),
             "trimmed": how["stream_trimmed"],
             "how": ", ".join(f"{number} {name}" for name, number in sorted(how.items())),
             "torn": num_torn,
             "texts off": texts["other"],
             "texts tied": texts["tied"],
-            "attempts": sum(attempts),
-            "reruns": sum(max(0, number - FAIR_ATTEMPTS) for number in attempts),
-            "unacked": "0" if is_clean(self._redis, everything) else "some",
+            "reruns": sum(max(0, number - FAIR_ATTEMPTS) for number in num_attempts(self._redis, everything)),
         }
 
 
@@ -180,16 +172,10 @@ def _how_it_ended(events: Sequence[Any]) -> str:
 def _wrong(row: dict[str, Any]) -> list[str]:
     """A line for each promise that was not kept."""
     where = f"expired: {row['way']}"
-    lines = [
-        f"{where}: {row['jobs'] - row[name]} of {row['jobs']} jobs are not {name} ({row['how']})"
-        for name in ("ended once", "stored")
-        if row[name] != row["jobs"]
-    ]
-    lines += [
-        f"{where}: {row[name]} {name}" for name in ("stored otherwise", "torn", "texts off", "reruns") if row[name]
-    ]
+    none = ("stored otherwise", "torn", "texts off", "reruns")
+    lines = broken_promises(where, row, ("ended once", "stored"), none)
     if not row["begun"] == row["kept"] > 0:
         lines.append(f"{where}: {row['kept']} journals of {row['begun']} jobs that had begun are still there")
     if row["trimmed"] > row["expired"]:
         lines.append(f"{where}: {row['trimmed']} jobs are trimmed, and {row['expired']} journals have expired")
-    return lines + [f"{where}: messages are still held, or jobs still run"] * (row["unacked"] != "0")
+    return lines

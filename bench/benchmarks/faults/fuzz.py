@@ -12,29 +12,28 @@ import argparse
 import itertools
 import json
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import psutil
 from celery import Celery
+from redis import Redis
 
 from cellama.bench.harness.report import Report
-from cellama.bench.harness.service import Service
+from cellama.bench.harness.service import Service, serving
 from cellama.config import get_settings
 from cellama.engine.bundled import TINY_PATH
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.events import EVENT_FIELD, is_terminal
-from cellama.tasks.contract.keys import journal_key
+from cellama.tasks.contract.keys import LOOKED_KEY, journal_key
 from cellama.tasks.contract.names import DEFAULT_MODEL, queue_name
+from cellama.tasks.state.registry import live_workers
 
 from .hostile import MODEL, Payload, corpus, full_contexts
 from .hostile_forms import hostile_form
-from .levels import Level, lasting_keys, slots_busy
 
 SLOTS = 16
 SETTLED_S = 60.0
@@ -63,10 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Report:
     model = {"id": MODEL, "source": str(args.model or TINY_PATH), "n_parallel": SLOTS, "threads": 1}
     model |= {"batch_strategy": "adaptive"}  # not the one that counts: long prompts are poison to it
-    model |= {"default": True, "cache_ram_bytes": 16 << 20}  # soon full: what grows later is no cache
-    with tempfile.TemporaryDirectory() as folder, Service(Path(folder), [model], **TTLS) as service:
-        service.start_worker()
-        service.wait_ready()
+    model |= {"cache_ram_bytes": 16 << 20}  # soon full: what grows later is no cache
+    with serving(model, settings=TTLS) as service:
         fuzz = _Fuzz(service, args)
         from .payloads import payload
 
@@ -94,6 +91,31 @@ def run(args: argparse.Namespace) -> Report:
     targets |= {"MB more of memory at the worst moment": f"<= {MOST_AT_ONCE // 10**6}"}
     left = [f"left in Redis: {', '.join(sorted(after.keys - before.keys))}"] if after.keys - before.keys else []
     return Report(rows, ratios, targets, [*fuzz.told, *left])
+
+
+@dataclass(frozen=True)
+class _Level:
+    """What a worker and its Redis must be back at when all jobs have ended."""
+
+    slots_busy: int
+    rss: int  # bytes of the worker
+    keys: frozenset[str]  # that never expire
+
+
+def _slots_busy(redis: Redis) -> int:
+    """Of all workers, by their heartbeats."""
+    engines = [model["engine"] for entry in live_workers(redis) for model in entry.models]
+    return sum(engine["slots_prefilling"] + engine["slots_decoding"] for engine in engines if engine)
+
+
+def _lasting_keys(redis: Redis) -> frozenset[str]:
+    """Keys that never expire: what jobs leave for good."""
+    keys = list(redis.scan_iter(count=1000))
+    pipeline = redis.pipeline(transaction=False)
+    for key in keys:
+        pipeline.ttl(key)
+    lasting = {key.decode() for key, ttl in zip(keys, pipeline.execute(), strict=True) if ttl == -1}
+    return frozenset(lasting - {LOOKED_KEY})
 
 
 @dataclass
@@ -160,11 +182,11 @@ class _Fuzz:
         row |= {"slowest s": round(tally.slowest_s, 2), "peak MB": tally.peak / 1e6}
         return {**row, "seconds": round(time.monotonic() - started, 1)}
 
-    def level(self, before: Level | None = None) -> Level:
+    def level(self, before: _Level | None = None) -> _Level:
         """Once all is quiet, and as it was before, unless that takes longer than anything may."""
         redis, deadline = self._service.redis, time.monotonic() + SETTLED_S
         while True:
-            level = Level(slots_busy(redis), self._process.memory_info().rss, lasting_keys(redis))
+            level = _Level(_slots_busy(redis), self._process.memory_info().rss, _lasting_keys(redis))
             quiet = not level.slots_busy
             if before is not None:  # a worker gives memory back with one of its next signs of life
                 quiet &= level.keys <= before.keys and level.rss <= before.rss + MOST_MEMORY

@@ -25,7 +25,8 @@ from cellama.bench.harness.reference_texts import ReferenceText
 from cellama.bench.harness.service import Service, wait_until
 from cellama.tasks.contract.keys import RUNNING_KEY, job_key
 
-from .scenario import SLOTS, Scenario, is_clean, shown
+from .outcomes import broken_promises, is_clean
+from .scenario import SLOTS, Scenario, shown
 
 REFUSALS = ("NOREPLICAS", "MISCONF", "READONLY", "OOM", "BUSY", "LOADING", "UNBLOCKED")
 PROBE_S = 0.1  # between two questions of whether Redis still refuses
@@ -257,8 +258,6 @@ class RefusalScenario(Scenario):
 def _wrong(row: dict[str, Any]) -> list[str]:
     """A line for each promise that was not kept."""
     where = f"refusals: {row['refusal']} with {row['workers']} workers"
-    lines = [f"{where}: {row[name]} {name}" for name in ("torn", "texts off", "stored twice") if row[name]]
-    lines += [f"{where}: {row['results']} of {row['jobs']} results"] * (row["results"] != row["jobs"])
-    lines += [f"{where}: {row['attempts']} attempts at {row['jobs']} jobs"] * (row["attempts"] != row["jobs"])
+    lines = broken_promises(where, row, ("results", "attempts"), ("torn", "texts off", "stored twice"))
     same, all_ = row["alive"].split("/")
     return lines + [f"{where}: {row['alive']} of the worker processes are still there"] * (same != all_)

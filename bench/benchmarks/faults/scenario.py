@@ -15,13 +15,13 @@ from celery.exceptions import TaskRevokedError
 from celery.exceptions import TimeoutError as CeleryTimeoutError
 from redis.exceptions import RedisError
 
+from cellama.api import Client
 from cellama.bench.harness.reference_texts import LOGPROBS, ReferenceText, reference_texts
 from cellama.bench.harness.service import PATIENCE_S, POISON_TOKENS, Service, Stored, wait_until
-from cellama.tasks.contract.errors import JobFailed
-from cellama.tasks.contract.events import EVENT_FIELD, is_terminal
-from cellama.tasks.contract.keys import LEASES_KEY, RUNNING_KEY, job_key, journal_key
+from cellama.tasks.contract.errors import JobFailed, RedisUnreachable, StreamTrimmed
+from cellama.tasks.contract.keys import job_key
 
-from .live_readers import LiveReaders
+from .outcomes import compare_text, is_clean, is_whole, journal_of, num_attempts
 from .troubles import Troubles
 
 SOURCE = "bundled://tiny"
@@ -41,40 +41,35 @@ def prompts(count: int) -> list[str]:
     return [f"Once upon a time, there were {i} friends of a little {ANIMALS[i % 6]}." for i in range(count)]
 
 
-def journal_of(redis: Any, job_id: str) -> list[Any]:
-    """The events in the journal of a job."""
-    return [json.loads(fields[EVENT_FIELD.encode()]) for _, fields in redis.xrange(journal_key(job_id))]
+class LiveReaders:
+    """Clients that read streams while all goes wrong, a thread for each: what they see must be the text in the end."""
 
+    def __init__(self, job_ids: Sequence[str], timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self.texts: dict[str, str] = {}
+        self.num_told = 0  # gaps that a reader was told of; it began anew
+        self._client = Client()
+        self._threads = [threading.Thread(target=self._read, args=(job_id,), daemon=True) for job_id in job_ids]
+        for thread in self._threads:
+            thread.start()
 
-def ends_once(events: Sequence[Any]) -> bool:
-    """Whether the last event, and no other, is terminal, and no event is missing between the first and the last."""
-    seqs = [event["seq"] for event in events]
-    dense = seqs == list(range(seqs[0], seqs[0] + len(seqs))) if seqs else False
-    return dense and [is_terminal(event) for event in events] == [False] * (len(events) - 1) + [True]
+    def _read(self, job_id: str) -> None:
+        while job_id not in self.texts:
+            text = ""
+            try:
+                for event in self._client.stream(job_id, timeout=self._timeout_s):
+                    text += event["text"] if event["type"] == "token" else ""
+                self.texts[job_id] = text
+            except StreamTrimmed:
+                self.num_told += 1
+            except RedisUnreachable:
+                continue
 
-
-def is_whole(events: Sequence[Any], text: str) -> bool:
-    """Whether the events begin with the first one, end once, and have this text."""
-    return ends_once(events) and events[0]["seq"] == 0 and "".join(event.get("text", "") for event in events) == text
-
-
-def num_attempts(redis: Any, job_ids: Sequence[str]) -> list[int]:
-    """How often a worker has begun each job."""
-    pipeline = redis.pipeline()
-    for job_id in job_ids:
-        pipeline.hget(job_key(job_id), "attempt")
-    return [int(attempt or 0) for attempt in pipeline.execute()]
-
-
-def is_clean(redis: Any, job_ids: Sequence[str]) -> bool:
-    """Whether all these jobs have ended, no message is held and nothing runs."""
-    pipeline = redis.pipeline()
-    for job_id in job_ids:
-        pipeline.hget(job_key(job_id), "state")
-    pipeline.zcard(LEASES_KEY)
-    pipeline.zcard(RUNNING_KEY)
-    *states, num_leases, num_running = pipeline.execute()
-    return not num_leases and not num_running and set(states) <= {b"done"}
+    def close(self) -> None:
+        """Waits until all streams have ended."""
+        for thread in self._threads:
+            thread.join(self._timeout_s)
+        self._client.close()
 
 
 class Scenario:
@@ -181,10 +176,9 @@ class Scenario:
             for job, text in zip(jobs, texts, strict=True)
             if not is_whole(journal_of(self._service.redis, job.id), text)
         ]
-        compared = [expected.compare(text) for text, expected in zip(texts, undisturbed, strict=True)]
-        for job, kind, text, expected in zip(jobs, compared, texts, undisturbed, strict=True):
-            if kind == "other":
-                show_difference(job.id, expected, text)
+        compared = [
+            compare_text(job.id, text, expected) for job, text, expected in zip(jobs, texts, undisturbed, strict=True)
+        ]
         return {
             "results": sum(bool(text) for text in texts),
             "torn": len(torn),
@@ -202,10 +196,3 @@ class Scenario:
         """TokenAllocation of tokens, in percent."""
         total: int = num_jobs * self._args.new
         return round(100 * (num_sampled - total) / total, 2)
-
-
-def show_difference(job_id: str, expected: ReferenceText, text: str) -> None:
-    place = expected.place_of_difference(text)
-    around = slice(max(0, place - 40), place + 40)
-    said = f"{job_id} has another text from character {place} on: {text[around]!r} instead of {expected.text[around]!r}"
-    print(f"{said}; ties: {expected.ties}", file=sys.stderr, flush=True)

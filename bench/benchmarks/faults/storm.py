@@ -12,16 +12,15 @@ import json
 import random
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from cellama.bench.benchmarks.bulk.offline_ours import batch_command
+from cellama.bench.benchmarks.load.ours import batch_command
 from cellama.bench.harness.reference_texts import LOGPROBS, ReferenceText, reference_texts
 from cellama.bench.harness.report import Report
-from cellama.bench.harness.service import PATIENCE_S, Service, wait_until
+from cellama.bench.harness.service import PATIENCE_S, Service, serving, wait_until
 
 MODEL = "bundled tiny"
 SOURCE = "bundled://tiny"
@@ -41,12 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Report:
-    model = {"id": "bench", "source": SOURCE, "n_parallel": args.slots, "threads": 1, "default": True}
-    with tempfile.TemporaryDirectory() as folder, Service(Path(folder), [model]) as service:
-        for _ in range(args.workers):
-            service.start_worker()
-        service.wait_ready()
-        storm = _Storm(service, Path(folder), args)
+    model = {"source": SOURCE, "n_parallel": args.slots, "threads": 1}
+    with serving(model, workers=args.workers) as service:
+        storm = _Storm(service, args)
         rows = [storm.run_undisturbed(), storm.run("storm", storm.troubles())]
     ratios = {"% of tokens generated twice": rows[1]["twice %"], "lines lost, doubled or other": rows[1]["wrong"]}
     targets = {"% of tokens generated twice": "<= 1", "lines lost, doubled or other": "0"}
@@ -56,10 +52,10 @@ def run(args: argparse.Namespace) -> Report:
 class _Storm:
     """One service, one file of lines."""
 
-    def __init__(self, service: Service, folder: Path, args: argparse.Namespace) -> None:
-        self._service, self._folder, self._args = service, folder, args
+    def __init__(self, service: Service, args: argparse.Namespace) -> None:
+        self._service, self._folder, self._args = service, service.folder, args
         self._random = random.Random(args.seed)
-        self._source = folder / "in.jsonl"
+        self._source = service.folder / "in.jsonl"
         self._process: subprocess.Popen[bytes]
         self._undisturbed: dict[str, ReferenceText] = {}
         self._order = list(range(args.lines))

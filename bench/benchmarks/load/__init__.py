@@ -1,1 +1,4 @@
-"""Load as it comes: requests of mixed lengths, all at once or one by one, alone and beside bulk work."""
+"""What users can measure with their own model: callers at once, mixed lengths, arrivals, bulk runs, the gateway.
+
+This folder alone is in the wheel, beside the harness.
+"""

@@ -8,42 +8,136 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import random
-import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from cellama.api import AsyncClient
 from cellama.bench.harness.engines import percentile
-from cellama.bench.harness.mixed_load import Conversation
-from cellama.bench.harness.service import Service
+from cellama.bench.harness.mixed_load import Conversation, LoadShape, conversations, flat
+from cellama.bench.harness.service import serving
 from cellama.bench.harness.workloads import Line
-
-from .sides import Cellama, Reading, Side
+from cellama.bench.peers.http_client import complete
 
 ALONE, BESIDE = "alone", "beside bulk"
 LOADS = (ALONE, BESIDE)
+OURS, SERVER = "cellama", "llama-server"
 SHARES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 THINK_S = 1.0  # between an answer and the next turn of a chat
+PATIENCE_S = 600.0
+BULK_PRIORITY = 9
+BULK_SEED = 1_000_000  # no seed that arrivals have
 
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """What arrives. `conversations` gives those of a phase by its seed; `bulk` gives bulk lines without an end."""
+    """What arrives."""
 
     rates: Sequence[float]  # requests per second
-    conversations: Callable[[int], Sequence[Conversation]]
-    bulk: Callable[[int], Iterator[Line]]
+    shape: LoadShape  # of the requests of each rate
     loads: Sequence[str] = LOADS
     seed: int = 0
 
-    def of_phase(self, load: str, index: int) -> tuple[float, Sequence[Conversation]]:
-        """The rate, and what comes, which no side has seen before."""
+    def conversations(self, load: str, index: int) -> Sequence[Conversation]:
+        """Those of one rate under one load, which no side has seen before."""
         number = 1 + index + len(self.rates) * LOADS.index(load)
-        return self.rates[index], self.conversations(1000 * self.seed + number)
+        return conversations(self.shape, seed=1000 * self.seed + number)
+
+    def bulk(self) -> Iterator[Line]:
+        """Bulk lines of the same mix of lengths, without an end."""
+        for number in itertools.count(BULK_SEED * (self.seed + 1)):
+            yield from flat(conversations(LoadShape(100, scale=self.shape.scale), seed=number))
+
+
+@dataclass
+class Reading:
+    """One request as its reader sees it. Seconds, from when the reader began to send it."""
+
+    line: Line
+    began: float = field(default_factory=time.monotonic)
+    pieces_s: list[float] = field(default_factory=list)  # when each piece of text came
+
+    def note(self) -> None:
+        """A piece has come."""
+        self.pieces_s.append(time.monotonic() - self.began)
+
+    @property
+    def ttft_ms(self) -> float:
+        return self.pieces_s[0] * 1e3
+
+    @property
+    def gaps_ms(self) -> list[float]:
+        return [(after - before) * 1e3 for before, after in itertools.pairwise(self.pieces_s)]
+
+
+class Side(Protocol):
+    """Who is asked. `num_bulk` bulk requests are kept in flight."""
+
+    name: str
+    num_bulk: int
+
+    async def stream(self, reading: Reading) -> None:
+        """One interactive request, to its end."""
+
+    async def bulk(self, line: Line) -> None:
+        """One bulk request. Ends with the task that runs it."""
+
+    async def settle(self) -> None:
+        """Waits until nothing runs any more."""
+
+
+@dataclass
+class Cellama:
+    """Our worker, through Celery and Redis."""
+
+    client: AsyncClient
+    num_bulk: int
+    name: str = OURS
+
+    async def stream(self, reading: Reading) -> None:
+        line = reading.line
+        params: dict[str, Any] = {"max_tokens": line.num_new, "temperature": 0, "ignore_eos": True}
+        job = await self.client.generate("bench", list(line.prompt), **params)
+        async for event in job.stream(timeout=PATIENCE_S):
+            if event["type"] == "token":
+                reading.note()
+            elif event["type"] == "error":
+                raise RuntimeError(f"a job failed: {event}")
+
+    async def bulk(self, line: Line) -> None:
+        params: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "priority": BULK_PRIORITY, "stream": False}
+        job = await self.client.generate("bench", list(line.prompt), max_tokens=line.num_new, **params)
+        try:
+            await job.result(timeout=3600)
+        except asyncio.CancelledError:
+            await job.cancel()
+            raise
+
+    async def settle(self) -> None:
+        while (await self.client.stats())["slots_busy"]:
+            await asyncio.sleep(0.1)
+
+
+@dataclass
+class Server:
+    """llama-server over HTTP."""
+
+    port: int
+    num_bulk: int
+    name: str = SERVER
+
+    async def stream(self, reading: Reading) -> None:
+        await complete(self.port, reading.line.prompt, reading.line.num_new, reading.note)
+
+    async def bulk(self, line: Line) -> None:
+        await complete(self.port, line.prompt, line.num_new)
+
+    async def settle(self) -> None:
+        """The server ends what it does for closed connections; a request of its own waits for that."""
+        await complete(self.port, range(300, 316), 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +153,13 @@ class Phase:
     def row(self) -> dict[str, Any]:
         ttft = [reading.ttft_ms for reading in self.readings]
         gaps = [gap for reading in self.readings for gap in reading.gaps_ms]
-        row = {"who": self.who, "load": self.load, "rate/s": self.rate, "requests": len(self.readings)}
+        row = {"part": self.load, "who": self.who, "rate/s": self.rate, "requests": len(self.readings)}
         row |= {f"ttft {name} ms": percentile(ttft, share) for name, share in SHARES.items()}
         row |= {f"gap {name} ms": percentile(gaps, share) for name, share in SHARES.items()}
         return {**row, "bulk tok/s": self.bulk_rate}
 
 
-class _Bulk:
+class _BulkLoad:
     """Bulk requests, kept in flight within `running`."""
 
     def __init__(self, side: Side, lines: Iterator[Line]) -> None:
@@ -112,17 +206,17 @@ async def measure(side: Side, arrivals: Arrivals) -> list[Phase]:
             phases.append(await _phase(side, arrivals, ALONE, index, None))
             await side.settle()
     if BESIDE in arrivals.loads:
-        bulk = _Bulk(side, arrivals.bulk(arrivals.seed))
+        bulk = _BulkLoad(side, arrivals.bulk())
         async with bulk.running():
             for index in range(len(arrivals.rates)):
                 phases.append(await _phase(side, arrivals, BESIDE, index, bulk))
     return phases
 
 
-async def _phase(side: Side, arrivals: Arrivals, load: str, index: int, bulk: _Bulk | None) -> Phase:
-    rate, conversations = arrivals.of_phase(load, index)
+async def _phase(side: Side, arrivals: Arrivals, load: str, index: int, bulk: _BulkLoad | None) -> Phase:
+    rate = arrivals.rates[index]
     before, started = bulk.num_tokens if bulk else 0, time.monotonic()
-    readings = await _arrive(side, conversations, rate, arrivals.seed)
+    readings = await _arrive(side, arrivals.conversations(load, index), rate, arrivals.seed)
     bulk_rate = (bulk.num_tokens - before) / (time.monotonic() - started) if bulk else 0.0
     phase = Phase(side.name, load, rate, readings, bulk_rate)
     first, last = (percentile([reading.ttft_ms for reading in readings], share) for share in (0.5, 0.95))
@@ -163,8 +257,5 @@ def ask_ours(model: dict[str, Any], num_bulk: int, arrivals: Arrivals) -> list[P
         finally:
             await client.close()
 
-    own = {"id": "bench", "default": True, "capabilities": ["generate"], "batch_strategy": "adaptive", **model}
-    with tempfile.TemporaryDirectory() as folder, Service(Path(folder), [own]) as service:
-        service.start_worker()
-        service.wait_ready()
+    with serving({"capabilities": ["generate"], "batch_strategy": "adaptive", **model}):
         return asyncio.run(ask())

@@ -1,28 +1,27 @@
-"""A mixed load all at once, from file to file: our three ways, llama-server, and what full passes would take."""
+"""A mixed load all at once, from file to file: our three ways, and llama-server with several numbers of slots."""
 
 from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from cellama.bench.benchmarks.bulk import offline_ours as ours
-from cellama.bench.harness.mixed_load import Shape, Sizes, conversations, flat, sizes
-from cellama.bench.harness.workloads import Line, write_lines
+from cellama.bench.harness.engines import context
+from cellama.bench.harness.mixed_load import LoadShape, Sizes, conversations, flat, sizes
+from cellama.bench.harness.workloads import write_lines
 from cellama.bench.peers.offline_peers import Outcome, llama_server
-from cellama.engine.memory.context_size import STREAM_PADDING
 
-from . import full_passes
+from . import ours
 
 PART = "at once"
 OURS = {"engine": "engine alone", "jobs": "jobs through the queue", "batch": "cellama batch run"}
-FULL, SERVER = "full passes (computed)", "llama-server"
-OVER_SERVER, OVER_FULL = ">= 1.4", ">= 0.9"
+SERVER = "llama-server"
+HOPED = ">= 1.4"  # times the requests per second of the best llama-server
 
 
 @dataclass
@@ -57,21 +56,13 @@ class AtOnce:
         return {**row, "prefilled": self.computed[who], "over optimum": self.computed[who] / self.load.trie_tokens}
 
     def ratios(self) -> dict[str, float]:
-        """Rates of each of our ways over those of others."""
-        ways, others = [who for who in OURS.values() if who in self.seconds], [FULL]
-        if self.best_server:
-            others.append(self.best_server)
-        by = {who: "the best llama-server" if who == self.best_server else "full passes" for who in others}
-        return {
-            f"{PART}: {who} over {by[other]}": median(self.seconds[other]) / median(self.seconds[who])
-            for other in others
-            for who in ways
-        }
-
-
-def targets(ratios: Mapping[str, float]) -> dict[str, str]:
-    """What is hoped for of these."""
-    return {name: OVER_FULL if name.endswith("full passes") else OVER_SERVER for name in ratios}
+        """Rates of each of our ways over the best llama-server."""
+        best = self.best_server
+        if best is None:
+            return {}
+        ways = [who for who in OURS.values() if who in self.seconds]
+        theirs = self.requests_per_s(best)
+        return {f"{PART}: {who} over the best llama-server": self.requests_per_s(who) / theirs for who in ways}
 
 
 def options_of(args: argparse.Namespace, longest: int) -> dict[str, Any]:
@@ -82,41 +73,27 @@ def options_of(args: argparse.Namespace, longest: int) -> dict[str, Any]:
 
 def room(longest: int) -> int:
     """Tokens of a slot, for both sides."""
-    return -(-(longest + 1) // STREAM_PADDING) * STREAM_PADDING
+    return context(1, longest, 1)
 
 
 def measure(path: Path, server: Path | None, args: argparse.Namespace) -> AtOnce:
     """Runs every way `args.rounds` times, in turns."""
-    lines = flat(conversations(Shape(args.requests, args.chats, args.turns, args.scale), seed=args.seed))
+    lines = flat(conversations(LoadShape(args.requests, args.chats, args.turns, args.scale), seed=args.seed))
     found = AtOnce(sizes(lines))
+    longest = found.load.longest
     with tempfile.TemporaryDirectory() as folder:
-        ways = _ways(path, server, args, lines, Path(folder))
+        source, target = Path(folder, "lines.jsonl"), Path(folder, "out.jsonl")
+        write_lines(source, lines)
+        options = options_of(args, longest)
+        ways: dict[str, tuple[int, Callable[[], Outcome]]] = {
+            OURS[name]: (args.slots, partial(getattr(ours, name), path, source, target, options)) for name in args.ours
+        }
+        if server:
+            for slots in args.server_slots:
+                size = room(longest)
+                asked = partial(llama_server, server, path, source, target, slots, size, args.threads, len(lines))
+                ways[f"{SERVER} -np {slots}"] = slots, asked
         for _ in range(args.rounds):
             for who, (slots, run) in ways.items():
                 found.note(who, slots, run())
-            found.note(FULL, args.slots, _full(path, args, found.load))
     return found
-
-
-def _ways(
-    path: Path, server: Path | None, args: argparse.Namespace, lines: list[Line], folder: Path
-) -> dict[str, tuple[int, Callable[[], Outcome]]]:
-    """Name → slots and what runs it."""
-    source, target, load = folder / "lines.jsonl", folder / "out.jsonl", sizes(lines)
-    write_lines(source, lines)
-    options = options_of(args, load.longest)
-    ways: dict[str, tuple[int, Callable[[], Outcome]]] = {
-        OURS[name]: (args.slots, partial(getattr(ours, name), path, source, target, options)) for name in args.ours
-    }
-    if server is None:
-        return ways
-    for slots in args.server_slots:
-        asked = partial(llama_server, server, path, source, target, slots, room(load.longest), args.threads, len(lines))
-        ways[f"{SERVER} -np {slots}"] = slots, asked
-    return ways
-
-
-def _full(path: Path, args: argparse.Namespace, load: Sizes) -> Outcome:
-    rates = full_passes.measure(path, load, options_of(args, load.longest), args.seed)
-    print(f"full passes: {rates.decode:.0f} tokens/s decoding, {rates.prefill:.0f} reading", flush=True)
-    return Outcome(load.requests, rates.seconds(load), load.trie_tokens)

@@ -1,41 +1,34 @@
 """A load of mixed lengths, with families that share a head, and chats on request, against llama-server.
 
-All at once: the engine alone, jobs through the queue, `cellama batch run`, llama-server with each of --server-slots,
-and what it would take if every pass of llama.cpp were a full one. Then as Poisson arrivals at shares of what
-llama-server has served, alone and beside a bulk load, with the slowest first tokens explained step by step.
+All at once: the engine alone, jobs through the queue, `cellama batch run`, and llama-server with each of
+--server-slots. Then as Poisson arrivals at shares of what llama-server has served, alone and beside a bulk load.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from cellama.bench.harness.engines import CORES, model_path
-from cellama.bench.harness.mixed_load import Conversation, Shape, conversations, flat, sizes
+from cellama.bench.harness.mixed_load import LoadShape, flat, sizes
 from cellama.bench.harness.report import Report
-from cellama.bench.harness.workloads import Line
-from cellama.bench.peers.programs import LLAMA_SERVER, LlamaServer, program
+from cellama.bench.peers.programs import LLAMA_SERVER, llama_server, program
 
-from . import at_once, first_token
-from .arrivals import ALONE, BESIDE, LOADS, Arrivals, Phase, ask_ours, measure
-from .sides import OURS, Server
+from . import at_once
+from .arrivals import ALONE, BESIDE, LOADS, OURS, Arrivals, Phase, Server, ask_ours, measure
 
 PARTS = (at_once.PART, *LOADS)
 TTFT, GAPS = ("ttft p50 ms", "ttft p95 ms"), ("gap p50 ms", "gap p95 ms", "gap p99 ms")
-BULK_SEED = 1_000_000  # no seed that arrivals have
 CAVEATS = (
     "Clients run beside what they ask, on the same cores. Ratios of what came at once are of rates: above 1 we are "
     "faster; those of arrivals are of times: below 1 we are. The start of the command `cellama batch run` is in its "
     "time, those of servers and workers are not.",
-    "Full passes: each different prefix once at the rate of full prefill steps, and all generated tokens but the first "
-    "of each request at the rate of full decode steps, of the same engine (load/full_passes.py).",
     "First tokens and gaps are those that a reader in this process sees. Bulk tokens/s counts the bulk requests that "
-    "ended while others were on their way. Steps of the first token: load/first_token.py.",
+    "ended while others were on their way.",
 )
 
 
@@ -69,57 +62,36 @@ def run(args: argparse.Namespace) -> Report:
         found = at_once.measure(path, server, args)
         rows += found.rows()
         ratios |= found.ratios()
-        targets |= at_once.targets(ratios)
+        targets |= dict.fromkeys(ratios, at_once.HOPED)
         best = found.best_server or next(iter(found.seconds))
         best_slots = found.slots[best]
         rates = rates or [share * found.requests_per_s(best) for share in args.shares]
     loads = [load for load in LOADS if load in args.parts]
     if loads:
-        phases = _arrive(path, server, args, best_slots, _arrivals(args, rates, loads))
-        rows += map(_row, phases)
-        rows += first_token.slowest(phase for phase in phases if phase.who == OURS)
+        num_chats = args.chats * args.arrivals // args.requests
+        shape = LoadShape(args.arrivals, num_chats, args.turns, args.scale)
+        phases = _arrive(path, args, best_slots, Arrivals(rates, shape, loads, args.seed))
+        rows += [phase.row() for phase in phases]
         of_times, hoped = compare(phases)
         ratios, targets = ratios | of_times, targets | hoped
     return Report(rows, ratios, targets, CAVEATS)
 
 
-def _row(phase: Phase) -> dict[str, Any]:
-    row = phase.row()
-    return {"part": row.pop("load"), **row}
-
-
-def _arrivals(args: argparse.Namespace, rates: Sequence[float], loads: Sequence[str]) -> Arrivals:
-    num_chats = args.chats * args.arrivals // args.requests
-    phase = Shape(args.arrivals, num_chats, args.turns, args.scale)
-    bulk = Shape(100, scale=args.scale)
-
-    def of_bulk(seed: int) -> Iterator[Line]:
-        for number in itertools.count(BULK_SEED * (seed + 1)):
-            yield from flat(conversations(bulk, seed=number))
-
-    def of_phase(seed: int) -> Sequence[Conversation]:
-        return conversations(phase, seed=seed)
-
-    return Arrivals(rates, of_phase, of_bulk, loads, args.seed)
-
-
-def _arrive(
-    path: Path, server: Path | None, args: argparse.Namespace, server_slots: int, arrivals: Arrivals
-) -> list[Phase]:
-    longest = _longest(args, arrivals)
+def _arrive(path: Path, args: argparse.Namespace, server_slots: int, arrivals: Arrivals) -> list[Phase]:
+    longest = _longest(arrivals)
     phases = ask_ours({"source": str(path), **at_once.options_of(args, longest)}, 2 * args.slots, arrivals)
-    if server is None or not server_slots:
+    if not server_slots:
         return phases
-    options = ["-np", str(server_slots), "-c", str(server_slots * at_once.room(longest)), "-t", str(args.threads)]
-    with LlamaServer.start(server, path, *options) as running:
-        running.complete(range(300, 316), 4)
-        return phases + asyncio.run(measure(Server(running.port, max(1, server_slots // 2)), arrivals))
+    with llama_server(path, server_slots, longest + 1, args.threads) as server:
+        if server:
+            phases += asyncio.run(measure(Server(server.port, max(1, server_slots // 2)), arrivals))
+    return phases
 
 
-def _longest(args: argparse.Namespace, arrivals: Arrivals) -> int:
+def _longest(arrivals: Arrivals) -> int:
     """Tokens of the longest request of any phase; bulk requests are no chats."""
-    phases = [arrivals.of_phase(load, index)[1] for load in arrivals.loads for index in range(len(arrivals.rates))]
-    return max(Shape(1, scale=args.scale).longest, *(sizes(flat(phase)).longest for phase in phases))
+    phases = [arrivals.conversations(load, index) for load in arrivals.loads for index in range(len(arrivals.rates))]
+    return max(LoadShape(1, scale=arrivals.shape.scale).longest, *(sizes(flat(phase)).longest for phase in phases))
 
 
 def compare(phases: Sequence[Phase]) -> tuple[dict[str, float], dict[str, str]]:

@@ -7,17 +7,14 @@ Rounds take turns, so that whatever else the machine does meets all ways alike; 
 from __future__ import annotations
 
 import argparse
-import os
-import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from cellama.bench.harness.report import Report
-from cellama.bench.harness.service import Service
+from cellama.bench.harness.service import serving
 
 MODEL = "none"
 SEND_TASK, DELAY, BULK = "send_task of plain Celery", "generate.delay", "generate_many"
@@ -33,8 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Report:
     prompts = [f"{number} ".ljust(args.chars, "x") for number in range(args.jobs)]
-    model = {"id": "bench", "source": "bundled://tiny", "default": True}
-    with tempfile.TemporaryDirectory() as folder, Service(Path(folder), [model]) as service:
+    with serving({"source": "bundled://tiny"}, workers=0) as service:
         ways = _ways(args.threads)
         for way in ways.values():  # connections, scripts, declarations
             way(prompts[:10])
@@ -43,7 +39,6 @@ def run(args: argparse.Namespace) -> Report:
             for name, way in ways.items():
                 service.redis.flushdb()
                 rates[name].append(len(prompts) / _seconds(way, prompts))
-    os.environ.pop("CELLAMA_MODELS", None)
     middle = {name: median(found) for name, found in rates.items()}
     rows = [
         {"way": name, "jobs/s": middle[name], "least": min(found), "most": max(found)} for name, found in rates.items()

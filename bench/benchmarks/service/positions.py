@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import argparse
 import random
-import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
 from cellama.bench.harness.engines import model_path, percentile, random_prompts
 from cellama.bench.harness.pace import STRATEGY
 from cellama.bench.harness.report import Report
-from cellama.bench.harness.service import Service, wait_until
+from cellama.bench.harness.service import serving, wait_until
 
 FACTOR = 1.5
 LONG_S = 3.0  # waits below that are told apart: a second of handling is part of each range
@@ -56,12 +54,9 @@ class Told:
 
 
 def run(args: argparse.Namespace) -> Report:
-    model = {"id": "bench", "source": str(model_path(args.model)), "n_parallel": args.slots, "default": True}
-    model |= {"threads": args.threads, "capabilities": ["generate"], "ctx_per_slot": 1024, "batch_strategy": STRATEGY}
-    with tempfile.TemporaryDirectory() as folder, Service(Path(folder), [model]) as service:
-        for _ in range(args.workers):
-            service.start_worker()
-        service.wait_ready()
+    model = {"source": str(model_path(args.model)), "n_parallel": args.slots, "threads": args.threads}
+    model |= {"capabilities": ["generate"], "ctx_per_slot": 1024, "batch_strategy": STRATEGY}
+    with serving(model, workers=args.workers) as service:
         from cellama.api import Client
 
         with service.slowed(args.pace), Client() as client:

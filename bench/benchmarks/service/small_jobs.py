@@ -9,13 +9,11 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -23,7 +21,7 @@ import psutil
 
 from cellama.api import Client
 from cellama.bench.harness.report import Report
-from cellama.bench.harness.service import Service, wait_until
+from cellama.bench.harness.service import Service, serving, wait_until
 from cellama.bench.peers.noop import Submit, noop_worker
 from cellama.tasks.contract.shapes.parameters import GenerateParams
 
@@ -56,20 +54,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Report:
     source = str(args.model) if args.model else MODEL
-    model = {"id": "bench", "source": source, "n_parallel": args.slots, "default": True, "threads": args.threads}
+    model = {"source": source, "n_parallel": args.slots, "threads": args.threads}
     model |= {"batch_strategy": "adaptive", "ctx_per_slot": 256, "capabilities": ["generate", "embed"]}
     measured: dict[str, list[tuple[float, float, float]]] = {}
-    with tempfile.TemporaryDirectory() as folder, Service(Path(folder), [model]) as service, ExitStack() as peers:
-        pid = service.processes[service.start_worker()].pid
-        service.wait_ready()
-        ways = [*_peers(Path(folder), service, args.slots, peers), *_ours(pid, peers.enter_context(Client()))]
+    with serving(model) as service, ExitStack() as peers:
+        (worker,) = service.processes.values()
+        ways = [*_peers(service, args.slots, peers), *_ours(worker.pid, peers.enter_context(Client()))]
         ways = [way for way in ways if any(part in way.name for part in args.ways or [""])]
         for way in ways:  # connections, scripts, threads
             _measure(service.redis, way, 2 * args.slots)
         for _ in range(args.rounds):
             for way in ways:
                 measured.setdefault(way.name, []).append(_measure(service.redis, way, args.jobs))
-    os.environ.pop("CELLAMA_MODELS", None)
     rows: list[dict[str, Any]] = [{"way": name, **_row(found)} for name, found in measured.items()]
     rates = {name: _row(found)["jobs/s"] for name, found in measured.items()}
     ratios = {
@@ -83,10 +79,10 @@ def run(args: argparse.Namespace) -> Report:
     return Report(rows, ratios, {f"{name} over {LIKE_OURS}": ">= 0.8" for name in TARGETS}, caveats)
 
 
-def _peers(folder: Path, service: Service, threads: int, peers: ExitStack) -> Iterator[Way]:
+def _peers(service: Service, threads: int, peers: ExitStack) -> Iterator[Way]:
     """Starts the workers of plain Celery."""
     for name, number in ((LIKE_OURS, threads), (DEFAULTS, None)):
-        process, submit = peers.enter_context(noop_worker(folder, service.redis_server.url, threads=number))
+        process, submit = peers.enter_context(noop_worker(service.folder, service.redis_server.url, threads=number))
         way = Way(name, process.pid, partial(_each, submit))
         _wait_ready(service.redis, way)
         yield way

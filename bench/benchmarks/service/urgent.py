@@ -10,17 +10,16 @@ import argparse
 import contextlib
 import itertools
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
 
-from cellama.bench.benchmarks.bulk.offline_ours import batch_command
+from cellama.bench.benchmarks.load.ours import batch_command
 from cellama.bench.harness.engines import CORES, model_path, percentile, random_prompts
 from cellama.bench.harness.report import Report
-from cellama.bench.harness.service import PATIENCE_S, Service, wait_until
+from cellama.bench.harness.service import PATIENCE_S, serving, wait_until
 from cellama.bench.harness.workloads import Line, write_lines
 
 
@@ -37,21 +36,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Report:
-    model = {"id": "bench", "source": str(model_path(args.model)), "n_parallel": args.slots, "default": True}
-    model |= {"threads": args.threads, "capabilities": ["generate"], "ctx_per_slot": 512, "batch_strategy": "adaptive"}
-    with tempfile.TemporaryDirectory() as folder, Service(Path(folder), [model]) as service:
-        service.start_worker()
-        service.wait_ready()
+    model = {"source": str(model_path(args.model)), "n_parallel": args.slots, "threads": args.threads}
+    model |= {"capabilities": ["generate"], "ctx_per_slot": 512, "batch_strategy": "adaptive"}
+    with serving(model) as service:
         from cellama.api import Client
 
         with Client() as client:
-            return _measure(client, Path(folder), args)
+            return _measure(client, service.folder, args)
 
 
 def _measure(client: Any, folder: Path, args: argparse.Namespace) -> Report:
     urgent = _endless_prompts(args.prompt, args.seed)
     idle = [_ttft_ms(client, next(urgent)) for _ in range(args.samples)]
-    alone, busy = _Bulk(args, folder, 1), _Bulk(args, folder, 2)
+    alone, busy = _BulkWork(args, folder, 1), _BulkWork(args, folder, 2)
     alone.run(lambda work: None)
     times: list[float] = []
     while len(times) < args.samples:  # work that ends before the samples are taken is begun again, twice as long
@@ -67,14 +64,14 @@ def _measure(client: Any, folder: Path, args: argparse.Namespace) -> Report:
     return Report(rows, ratios, {**hoped, "bulk finished": "1"})
 
 
-def _row(worker: str, times: Sequence[float], bulk: _Bulk | None) -> dict[str, Any]:
+def _row(worker: str, times: Sequence[float], bulk: _BulkWork | None) -> dict[str, Any]:
     shown: dict[str, Any] = {"median ttft ms": "-", "p95 ms": "-", "worst ms": "-"}
     if times:
         shown = {"median ttft ms": median(times), "p95 ms": percentile(times, 0.95), "worst ms": max(times)}
     return {"worker": worker, "samples": len(times), **shown, "bulk tok/s": bulk.rate if bulk else "-"}
 
 
-class _Bulk:
+class _BulkWork:
     """Bulk work that is run, and how fast it went, from its beginning to its end."""
 
     def __init__(self, args: argparse.Namespace, folder: Path, seed: int) -> None:

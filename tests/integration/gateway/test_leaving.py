@@ -6,8 +6,9 @@ import asyncio
 import json
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai as errors
@@ -17,7 +18,6 @@ from redis import Redis
 
 from cellama.api.client.client import Client
 from cellama.api.machine.redis_server import RedisServer
-from cellama.bench.benchmarks.service.leaving import traces
 
 from ...conftest import PATIENCE_S, SLOTS, WorkerProcess, wait_until
 from ...gateways import GatewayProcess
@@ -30,6 +30,28 @@ BODY = {**{name: value for name, value in LONG.items() if name != "extra_body"},
 def none_is_open(jobs_of_test: Callable[[], list[str]], worker: WorkerProcess) -> bool:
     engine = worker.engine_now()
     return not jobs_of_test() and engine["requests_running"] == engine["requests_waiting"] == 0
+
+
+def traces(redis: Redis, job_ids: Collection[str]) -> Iterator[str]:
+    """The keys without a TTL that name one of these jobs, or have a field or member that does."""
+    names = [job_id.encode() for job_id in job_ids]
+    for key in redis.scan_iter(count=1000):
+        if redis.ttl(key) == -1 and any(name in part for part in (key, *contents(redis, key)) for name in names):
+            yield key.decode()
+
+
+def contents(redis: Any, key: bytes) -> list[bytes]:
+    """Fields, members and entries, of whatever type the key is."""
+    reads: dict[bytes, Any] = {
+        b"hash": lambda: [part for pair in redis.hgetall(key).items() for part in pair],
+        b"zset": lambda: redis.zrange(key, 0, -1),
+        b"set": lambda: redis.smembers(key),
+        b"list": lambda: redis.lrange(key, 0, -1),
+        b"stream": lambda: [part for _, fields in redis.xrange(key) for pair in fields.items() for part in pair],
+        b"string": lambda: [redis.get(key) or b""],
+        b"none": list,
+    }
+    return list(reads[redis.type(key)]())
 
 
 def test_clients_that_go_away_free_their_slots_and_leave_nothing_behind(

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from cellama.api.machine.redis_server import RedisServer
-from cellama.bench.models.brief import brief_sampling
-from cellama.bench.peers.everyday_schemas import MODELS
-from cellama.bench.peers.structured_clients import (
+from cellama.bench.benchmarks.structured.everyday_schemas import MODELS
+from cellama.bench.benchmarks.structured.structured_clients import (
     BY_CLIENT,
     CLIENTS,
     LOOSE,
@@ -25,6 +24,7 @@ from cellama.bench.peers.structured_clients import (
     installed,
     is_refused_rightly,
 )
+from cellama.bench.models.brief import brief_sampling
 
 from ...conftest import WorkerProcess, clean_environment, empty_database
 from ...gateways import GatewayProcess
@@ -50,7 +50,7 @@ def made(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def _calls(url: str, folder: Path) -> list[Call]:
-    argv = [sys.executable, "-m", "cellama.bench.peers.structured_clients", url]
+    argv = [sys.executable, "-m", "cellama.bench.benchmarks.structured.structured_clients", url]
     environment = clean_environment(LANGSMITH_TRACING="false")
     done = subprocess.run(argv, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -7,14 +7,13 @@ from collections import Counter
 
 import pytest
 
-from cellama.bench.benchmarks.load.at_once import FULL, AtOnce, targets
-from cellama.bench.benchmarks.load.full_passes import Rates
+from cellama.bench.benchmarks.load.at_once import AtOnce
 from cellama.bench.harness.mixed_load import (
     NEW_TOKENS,
     NUM_FAMILIES,
     PROMPT_TOKENS,
     SHARED_TOKENS,
-    Shape,
+    LoadShape,
     conversations,
     flat,
     sizes,
@@ -24,7 +23,7 @@ from cellama.bench.peers.offline_peers import Outcome
 
 
 def test_load_has_mixed_lengths_within_its_bounds() -> None:
-    lines = flat(conversations(Shape(160)))
+    lines = flat(conversations(LoadShape(160)))
     prompts, new = [len(line.prompt) for line in lines], [line.num_new for line in lines]
     assert len(lines) == 160 == len({line.custom_id for line in lines})
     assert PROMPT_TOKENS[0] <= min(prompts) < 40 < 400 < max(prompts) <= PROMPT_TOKENS[1]
@@ -32,7 +31,7 @@ def test_load_has_mixed_lengths_within_its_bounds() -> None:
 
 
 def test_a_third_of_the_load_shares_the_heads_of_five_families() -> None:
-    lines = flat(conversations(Shape(160)))
+    lines = flat(conversations(LoadShape(160)))
     heads = Counter(line.prompt[:SHARED_TOKENS] for line in lines if len(line.prompt) > SHARED_TOKENS)
     shared = {head: count for head, count in heads.items() if count > 1}
     assert len(shared) == NUM_FAMILIES
@@ -40,15 +39,15 @@ def test_a_third_of_the_load_shares_the_heads_of_five_families() -> None:
 
 
 def test_load_is_seeded_and_seeds_share_next_to_nothing() -> None:
-    one, other = (flat(conversations(Shape(60), seed=seed)) for seed in (1, 2))
-    assert one == flat(conversations(Shape(60), seed=1)) != other
+    one, other = (flat(conversations(LoadShape(60), seed=seed)) for seed in (1, 2))
+    assert one == flat(conversations(LoadShape(60), seed=1)) != other
     both = trie_optimum(line.prompt for line in one + other)
     apart = trie_optimum(line.prompt for line in one) + trie_optimum(line.prompt for line in other)
     assert apart - both < 60
 
 
 def test_each_turn_of_a_chat_begins_with_the_prompt_before() -> None:
-    found = conversations(Shape(40, num_chats=5, turns=3))
+    found = conversations(LoadShape(40, num_chats=5, turns=3))
     chats = [conversation for conversation in found if len(conversation) > 1]
     assert len(flat(found)) == 40
     assert [len(chat) for chat in chats] == [3] * 5
@@ -59,45 +58,32 @@ def test_each_turn_of_a_chat_begins_with_the_prompt_before() -> None:
 
 
 def test_load_shrinks_with_its_scale() -> None:
-    small, whole = (sizes(flat(conversations(Shape(90, scale=scale)))) for scale in (0.1, 1.0))
+    small, whole = (sizes(flat(conversations(LoadShape(90, scale=scale)))) for scale in (0.1, 1.0))
     assert 0.08 < small.prompt_tokens / whole.prompt_tokens < 0.13
     assert 0.08 < small.new_tokens / whole.new_tokens < 0.13
 
 
 def test_load_refuses_chats_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match="3 chats of 4 turns don't fit into 10 requests"):
-        Shape(10, num_chats=3)
+        LoadShape(10, num_chats=3)
 
 
-def test_sizes_count_what_full_passes_have_to_compute() -> None:
+def test_sizes_count_each_prefix_once() -> None:
     found = sizes([Line("a", (1, 2, 3, 4), 2), Line("b", (1, 2, 5), 6)])
     assert (found.requests, found.prompt_tokens, found.trie_tokens, found.new_tokens) == (2, 7, 5, 8)
-    assert found.decode_tokens == 6
     assert found.longest == 9
-    assert found.mean_context == round((2 * 5 + 6 * 6) / 8)
-    assert found.mean_position == round((4 * 2 + 1 * 2.5) / 5)
 
 
-def test_ratios_of_what_came_at_once_are_over_the_best_server_and_full_passes() -> None:
-    found = AtOnce(sizes(flat(conversations(Shape(20)))))
+def test_ratios_of_what_came_at_once_are_over_the_best_server() -> None:
+    found = AtOnce(sizes(flat(conversations(LoadShape(20)))))
     times = {
         "engine alone": [11.0, 9.0, 10.0],
         "llama-server -np 16": [30.0],
         "llama-server -np 32": [15.0],
-        FULL: [8.0],
     }
     for who, seconds in times.items():
         for each in seconds:
             found.note(who, 16, Outcome(20, each, found.load.trie_tokens))
     assert found.best_server == "llama-server -np 32"
-    ratios = found.ratios()
-    assert ratios == pytest.approx(
-        {"at once: engine alone over full passes": 0.8, "at once: engine alone over the best llama-server": 1.5}
-    )
-    assert list(targets(ratios).values()) == [">= 0.9", ">= 1.4"]
+    assert found.ratios() == pytest.approx({"at once: engine alone over the best llama-server": 1.5})
     assert found.requests_per_s("llama-server -np 32") == pytest.approx(20 / 15)
-
-
-def test_full_passes_take_what_has_to_be_computed_at_their_rates() -> None:
-    load = sizes([Line("a", (1, 2, 3, 4), 2), Line("b", (1, 2, 5), 6)])
-    assert Rates(decode=3.0, prefill=10.0).seconds(load) == pytest.approx(6 / 3 + 5 / 10)

@@ -1,4 +1,4 @@
-"""bench/benchmarks/engine/schemas.py on a suite of a few schemas."""
+"""bench/benchmarks/structured/schemas.py on a suite of a few schemas."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from cellama.bench.benchmarks.engine import schemas
+from cellama.bench.benchmarks.structured import schemas
+from cellama.bench.benchmarks.structured.schema_judge import SchemaJudge
 from cellama.bench.harness.report import Report
-from cellama.bench.harness.schema_judge import SchemaJudge
 
 CASES: list[dict[str, Any]] = [
     {

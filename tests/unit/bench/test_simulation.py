@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cellama.bench.harness.engines import percentile
-from cellama.bench.harness.mixed_load import Shape, conversations, flat
+from cellama.bench.harness.mixed_load import LoadShape, conversations, flat
 from cellama.bench.harness.simulation import CHEAP_ROWS, CPU, Costs, Simulated, simulate
 from cellama.bench.harness.workloads import Line
 from cellama.engine.scheduling.strategies import STRATEGIES, make_strategy
@@ -12,8 +12,13 @@ INTERACTIVE, BULK = 3, 9
 
 
 def simulated(priority: int, costs: Costs) -> dict[str, Simulated]:
-    lines = flat(conversations(Shape(32, scale=0.5), seed=1))
+    lines = flat(conversations(LoadShape(32, scale=0.5), seed=1))
     return {name: simulate(make_strategy(name), lines, 8, priority, costs) for name in STRATEGIES}
+
+
+def short_streams() -> list[Line]:
+    lines = flat(conversations(LoadShape(12), seed=2))
+    return [Line(f"stream-{number}", line.prompt, 40) for number, line in enumerate(lines)]
 
 
 def test_strategies_have_the_rates_that_they_are_for_where_passes_cost() -> None:
@@ -39,8 +44,8 @@ def test_adaptive_has_the_rate_and_the_first_tokens_of_the_best_for_interactive_
 
 
 def test_adaptive_keeps_streams_fluent_beside_bulk_work_and_bulk_work_going() -> None:
-    lines = flat(conversations(Shape(160, scale=0.5), seed=1))
-    streams = [Line(f"stream-{n}", line.prompt, 40) for n, line in enumerate(flat(conversations(Shape(12), seed=2)))]
+    lines = flat(conversations(LoadShape(160, scale=0.5), seed=1))
+    streams = short_streams()
     arriving = [(2.0 + n, line) for n, line in enumerate(streams)]
     alone = simulate(make_strategy("adaptive"), [*lines, *streams], 32, BULK, CPU)
     beside = simulate(make_strategy("adaptive"), lines, 32, BULK, CPU, arriving)
@@ -51,8 +56,8 @@ def test_adaptive_keeps_streams_fluent_beside_bulk_work_and_bulk_work_going() ->
 
 
 def test_adaptive_has_all_bulk_work_in_each_step_where_rows_cost_little() -> None:
-    lines = flat(conversations(Shape(160, scale=0.5), seed=1))
-    streams = [Line(f"stream-{n}", line.prompt, 40) for n, line in enumerate(flat(conversations(Shape(12), seed=2)))]
+    lines = flat(conversations(LoadShape(160, scale=0.5), seed=1))
+    streams = short_streams()
     alone = simulate(make_strategy("adaptive"), [*lines, *streams], 32, BULK, CHEAP_ROWS)
     arriving = [(0.5 + 0.2 * n, line) for n, line in enumerate(streams)]
     beside = simulate(make_strategy("adaptive"), lines, 32, BULK, CHEAP_ROWS, arriving)

@@ -223,11 +223,11 @@ def test_machine_without_the_workers_extra_is_told_so_once(command: list[str], t
 
 
 def test_bench_shows_the_help_of_a_benchmark_and_refuses_a_model_that_is_none(tmp_path: Path) -> None:
-    shown = run_cli("bench", "python_time", "--help", folder=tmp_path)
+    shown = run_cli("bench", "decode", "--help", folder=tmp_path)
     assert shown.returncode == 0
-    assert b"usage: cellama bench python_time" in shown.stdout
-    assert b"--contexts" in shown.stdout
-    refused = run_cli("bench", "python_time", "--model", "bundled://tinny", folder=tmp_path)
+    assert b"usage: cellama bench decode" in shown.stdout
+    assert b"--slots" in shown.stdout
+    refused = run_cli("bench", "decode", "--model", "bundled://tinny", folder=tmp_path)
     assert refused.returncode == 2
     assert b"no bundled file is called 'tinny'; did you mean 'tiny'" in refused.stderr
     assert b"Traceback" not in refused.stderr

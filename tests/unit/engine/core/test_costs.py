@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count, cycle
 from pathlib import Path
 from types import FrameType
@@ -16,18 +16,38 @@ from typing import Any
 import pytest
 
 from cellama import engine
-from cellama.bench.harness.weightless import Weightless
 from cellama.engine import EngineOptions, Pulse, Request
+from cellama.engine.backend import AdapterSet, Chunk
 from cellama.engine.core.engine_core import MOST_AT_ONCE, Command, EngineCore
 from cellama.engine.core.handle import Handle
-from cellama.engine.fake import FakePlan
+from cellama.engine.fake import FakeBackend, FakeCheckpoint, FakePlan
 
 OURS = str(Path(engine.__file__).parent)
 SLOTS, STEPS = 4, 12
+LETTER = 97
 FEW, MANY = 20, 600
 SAME = 1.25  # a search tree is a bit deeper with more in it
 FAMILIES = [[family] * 70 for family in range(5)]
 IDS = count()
+
+
+class Weightless(FakeBackend):
+    """Computes nothing, and every next token is the same: what is left is the time of Python."""
+
+    def decode(self, chunks: Sequence[Chunk], adapters: AdapterSet = ()) -> None:
+        pass
+
+    def next_token(self, slot: int, draw: int, ban_end: bool, row: int = 0) -> int:
+        return LETTER
+
+    def trim(self, slot: int, num_tokens: int, checkpoint: FakeCheckpoint | None = None) -> bool:
+        return True
+
+    def copy(self, source: int, target: int, num_tokens: int, checkpoint: FakeCheckpoint | None = None) -> bool:
+        return True
+
+    def state_bytes(self, slot: int) -> int:
+        return 0
 
 
 class World:

@@ -1,26 +1,212 @@
-"""A short run of `cellama bench kept_files`: damaged files, and writers that are killed."""
+"""Files with KV states damaged in every way, and processes killed while they write: what is read, and what stays?
+
+No model is run: states are random bytes that follow from their tokens, so that a wrong one would be noticed.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import os
+import queue
+import random
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
 import pytest
 
-from cellama.bench.benchmarks.kept.kept_damage import KINDS
-from cellama.bench.benchmarks.kept.kept_files import damage_files, kill_writers
 from cellama.engine.kvstore import catalog
+from cellama.engine.kvstore.files.folder import Folder
+from cellama.engine.kvstore.states import KeptState, Match
+from cellama.engine.kvstore.store import StateStore
 
 from ....conftest import PATIENCE_S
+from . import writer
+from .damage import KINDS, damage
+from .writer import IDENTITY, SEED, WRITER_QUOTA, state_of
+
+NUM_DAMAGED = 300
+PER_FOLDER = 50
+QUOTA = 1 << 30
+NUM_GOOD = 2  # beside them: they must still be read
+NUM_WRITERS, NUM_TORN = 2, 3
+MOST_IN_VAIN = 50  # kills for each that is to leave a half-written file
 
 
 def test_damaged_files_are_misses_and_counted_and_the_others_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the files are damaged after the store has looked at them, the others before."""
     monkeypatch.setattr(catalog, "SCAN_PATIENCE_S", PATIENCE_S)  # no look gives up while files are read
-    found = damage_files(300, seed=1)
+    drawn, found = random.Random(1), Damaged()
+    while (left := NUM_DAMAGED - found.files.total()) > 0:
+        with tempfile.TemporaryDirectory() as folder:
+            _damage_folder(drawn, Path(folder), min(left, PER_FOLDER), found)
     assert set(found.files) == set(KINDS)
     assert not found.wrong.total()
     assert (found.num_uncounted, found.num_good_lost) == (0, 0)
 
 
+@dataclass
+class Damaged:
+    """What became of damaged files."""
+
+    files: Counter[str] = field(default_factory=Counter)  # by kind of damage
+    wrong: Counter[str] = field(default_factory=Counter)  # the same: a state was given nevertheless
+    num_uncounted: int = 0
+    num_good_lost: int = 0
+
+
+def _damage_folder(drawn: random.Random, folder: Path, count: int, found: Damaged) -> None:
+    first, is_known = drawn.randrange(1 << 20), drawn.random() < 0.5
+    states = [state_of(first + number, drawn.choice((3_000, 30_000))) for number in range(count + NUM_GOOD)]
+    with closing(StateStore(folder, QUOTA, IDENTITY)) as store:
+        for state in states:
+            store.offer(state, 1.0)
+        store.flush(time.monotonic() + PATIENCE_S)
+        matches = [store.longest(SEED, state.tokens) for state in states]
+        paths = [next(iter(store.folder.find(state.key))) for state in states]
+        kinds = [damage(drawn, path, paths[count + drawn.randrange(NUM_GOOD)]) for path in paths[:count]]
+        found.files.update(kinds)
+        if is_known:
+            _look(store, states, matches, kinds, found)
+    if not is_known:
+        with closing(StateStore(folder, QUOTA, IDENTITY)) as store:
+            _look(store, states, [store.longest(SEED, state.tokens) for state in states], kinds, found)
+
+
+def _look(
+    store: StateStore, states: list[KeptState], matches: list[Match | None], kinds: list[str], found: Damaged
+) -> None:
+    for kind, match in zip(kinds, matches, strict=False):
+        found.wrong[kind] += match is not None and load(store, match) is not None
+    misses = store.counters.misses
+    unseen = sum(kind == "vanished" and match is None for kind, match in zip(kinds, matches, strict=False))
+    found.num_uncounted += max(0, len(kinds) - unseen - sum(misses.values()))
+    for state, match in list(zip(states, matches, strict=True))[len(kinds) :]:
+        found.num_good_lost += match is None or not is_equal(load(store, match), state)
+
+
+def load(store: StateStore, match: Match) -> KeptState | None:
+    """What the store reads for a match."""
+    loaded: queue.SimpleQueue[KeptState | None] = queue.SimpleQueue()
+    store.load(match, loaded.put)
+    return loaded.get(timeout=PATIENCE_S)
+
+
+def is_equal(one: KeptState | None, other: KeptState) -> bool:
+    """True if they are the same state."""
+    if one is None or (one.key, one.first_cut, bytes(one.data)) != (other.key, other.first_cut, bytes(other.data)):
+        return False
+    parts = [{length: bytes(data) for length, data in state.checkpoints.items()} for state in (one, other)]
+    return parts[0] == parts[1]
+
+
 def test_folder_survives_writers_that_are_killed() -> None:
-    found = kill_writers(3, seed=1)
-    assert found.num_torn == 3
+    """Writers share a folder; one is killed at a time, in the midst of a file, and another one takes its place."""
+    drawn, found = random.Random(1), Killed()
+    with tempfile.TemporaryDirectory() as path:
+        folder = Folder(Path(path), WRITER_QUOTA)
+        writers = [_start(folder, drawn) for _ in range(NUM_WRITERS)]
+        try:
+            while found.num_torn < NUM_TORN and found.num_kills < MOST_IN_VAIN * NUM_TORN:
+                victim = drawn.randrange(NUM_WRITERS)
+                _wait_for_writing(folder, drawn.randrange(1, 6), found)
+                _end(writers[victim])
+                found.num_kills += 1
+                found.num_torn += num_ownerless(folder) > 0
+                _look_at(folder, found)
+                Folder(folder.root, WRITER_QUOTA).prepare(folder.directory_of(IDENTITY))  # as its successor does
+                writers[victim] = _start(folder, drawn)
+        finally:
+            for process in writers:
+                _end(process)
+        _read_all(folder, found)
+    assert found.num_torn == NUM_TORN
     assert (found.num_over, found.num_left, found.num_wrong) == (0, 0, 0)
     assert found.num_states > 0
+
+
+@dataclass
+class Killed:
+    """What was seen of a folder whose writers are killed again and again."""
+
+    num_kills: int = 0
+    num_torn: int = 0  # kills that left a half-written file behind
+    num_over: int = 0  # looks that found more than the quota
+    num_states: int = 0
+    num_wrong: int = 0  # of those that were read at the end
+    num_left: int = 0  # half-written files after the next start
+
+
+def _start(folder: Folder, drawn: random.Random) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-P", writer.__file__, str(folder.root), str(drawn.randrange(1 << 20))])
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+
+
+def _wait_for_writing(folder: Folder, num_changes: int, found: Killed) -> None:
+    """Until files have come so many times, and one is being written; the quota is looked at meanwhile."""
+    deadline = time.monotonic() + PATIENCE_S
+    seen: set[str] = set()
+    while time.monotonic() < deadline:
+        now = drafts(folder)
+        seen |= now
+        if now and len(seen) >= num_changes:
+            return
+        if not now:
+            _look_at(folder, found)
+        time.sleep(0.001)
+    raise TimeoutError("the writers write nothing")
+
+
+def _look_at(folder: Folder, found: Killed) -> None:
+    """Under the folder's lock: files only get their names meanwhile, which does not change what there is."""
+    if not folder.root.joinpath(".lock").exists():
+        return
+    with folder.locked():
+        sizes = {entry.st_ino: entry.st_size for path in folder.root.rglob("*") if (entry := _stat(path))}
+    found.num_over += sum(sizes.values()) > WRITER_QUOTA
+
+
+def _stat(path: Path) -> os.stat_result | None:
+    try:
+        entry = path.lstat()
+    except FileNotFoundError:
+        return None
+    return entry if stat.S_ISREG(entry.st_mode) else None
+
+
+def drafts(folder: Folder) -> set[str]:
+    """Files that are being written, or were."""
+    return {path.name for path in folder.root.glob("*/.*.tmp")}
+
+
+def num_ownerless(folder: Folder) -> int:
+    """Files that were being written by a process that is gone."""
+    count = 0
+    for path in folder.root.glob("*/.*.tmp"):
+        with suppress(FileNotFoundError, BlockingIOError), path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            count += path.exists()
+    return count
+
+
+def _read_all(folder: Folder, found: Killed) -> None:
+    with closing(StateStore(folder.root, WRITER_QUOTA, IDENTITY)) as store:
+        store.offer(state_of(0, 1000), 1.0)
+        store.flush(time.monotonic() + PATIENCE_S)
+        found.num_left = len(drafts(folder))
+        for file in folder.states():
+            context = store.context(file.key)
+            match = store.longest(*context) if context else None
+            found.num_states += 1
+            saved = state_of(context[1][0], context[1][1]) if context else None
+            found.num_wrong += not (match and saved and is_equal(load(store, match), saved))

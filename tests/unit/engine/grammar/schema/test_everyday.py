@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from cellama.bench.peers.everyday_schemas import MODELS, SCHEMAS, ZOD
+from cellama.bench.benchmarks.structured.everyday_schemas import MODELS, SCHEMAS, ZOD
 from cellama.engine.errors import InvalidRequest
 from cellama.engine.grammar.schema import prepare_schema
 

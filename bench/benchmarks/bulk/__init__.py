@@ -1,1 +1,0 @@
-"""Bulk runs from file to file."""

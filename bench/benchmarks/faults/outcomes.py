@@ -1,0 +1,111 @@
+"""What has become of jobs, as journals, the ledger and Celery's results say it; and what of it breaks a promise."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from celery import states
+
+from cellama.bench.harness.reference_texts import ReferenceText
+from cellama.tasks.contract.events import EVENT_FIELD, is_terminal
+from cellama.tasks.contract.keys import LEASES_KEY, RUNNING_KEY, job_key, journal_key, result_key
+
+LOOK_S = 0.2  # between two looks at what has come
+
+
+def journal_of(redis: Any, job_id: str) -> list[Any]:
+    """The events in the journal of a job."""
+    return [json.loads(fields[EVENT_FIELD.encode()]) for _, fields in redis.xrange(journal_key(job_id))]
+
+
+def ends_once(events: Sequence[Any]) -> bool:
+    """Whether the last event, and no other, is terminal, and no event is missing between the first and the last."""
+    seqs = [event["seq"] for event in events]
+    dense = seqs == list(range(seqs[0], seqs[0] + len(seqs))) if seqs else False
+    return dense and [is_terminal(event) for event in events] == [False] * (len(events) - 1) + [True]
+
+
+def is_whole(events: Sequence[Any], text: str) -> bool:
+    """Whether the events begin with the first one, end once, and have this text."""
+    return ends_once(events) and events[0]["seq"] == 0 and "".join(event.get("text", "") for event in events) == text
+
+
+def of_jobs(redis: Any, job_ids: Sequence[str], field: str) -> list[Any]:
+    """A field of the ledger's entries of jobs."""
+    pipeline = redis.pipeline(transaction=False)
+    for job_id in job_ids:
+        pipeline.hget(job_key(job_id), field)
+    return list(pipeline.execute())
+
+
+def metas(redis: Any, task_ids: Sequence[str]) -> list[dict[str, Any]]:
+    """What Celery has stored of tasks, empty where it has nothing."""
+    found = redis.mget([result_key(task_id) for task_id in task_ids]) if task_ids else []
+    return [json.loads(meta) if meta else {} for meta in found]
+
+
+def has_final_state(meta: Mapping[str, Any]) -> bool:
+    return meta.get("status") in states.READY_STATES
+
+
+def num_attempts(redis: Any, job_ids: Sequence[str]) -> list[int]:
+    """How often a worker has begun each job."""
+    return [int(attempt or 0) for attempt in of_jobs(redis, job_ids, "attempt")]
+
+
+def is_clean(redis: Any, job_ids: Sequence[str]) -> bool:
+    """Whether all these jobs have ended, no message is held and nothing runs."""
+    if redis.zcard(LEASES_KEY) or redis.zcard(RUNNING_KEY):
+        return False
+    return set(of_jobs(redis, job_ids, "state")) <= {b"done"}
+
+
+def wait_until_quiet(num_seen: Callable[[], int], is_complete: Callable[[int], bool], quiet_s: float) -> None:
+    """Return when everything has come, or when nothing new has come for so long."""
+    seen, since = -1, time.monotonic()
+    while time.monotonic() - since < quiet_s:
+        now = num_seen()
+        if is_complete(now):
+            return
+        if now != seen:
+            seen, since = now, time.monotonic()
+        time.sleep(LOOK_S)
+
+
+def compare_text(job_id: str, text: str, expected: ReferenceText) -> str:
+    """Return whether a text is the "same" as the undisturbed one, "tied" or "other"; show where it is other."""
+    kind = expected.compare(text)
+    if kind == "other":
+        place = expected.place_of_difference(text)
+        around = slice(max(0, place - 40), place + 40)
+        print(
+            f"{job_id} has another text from character {place} on: {text[around]!r} instead of "
+            f"{expected.text[around]!r}; ties: {expected.ties}",
+            file=sys.stderr,
+            flush=True,
+        )
+    return kind
+
+
+def ends_row(redis: Any, job_ids: Sequence[str], stored: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """How jobs have ended; `stored` has the final states that Celery has announced of each."""
+    return {
+        "jobs": len(job_ids),
+        "ended once": sum(ends_once(journal_of(redis, job_id)) for job_id in job_ids),
+        "stored": sum(map(has_final_state, metas(redis, job_ids))),
+        "stored otherwise": sum(len(set(stored.get(job_id, []))) > 1 for job_id in job_ids),
+        "attempts": sum(num_attempts(redis, job_ids)),
+        "unacked": "0" if is_clean(redis, job_ids) else "some",
+    }
+
+
+def broken_promises(where: str, row: Mapping[str, Any], all_jobs: Sequence[str], none: Sequence[str]) -> list[str]:
+    """A line for each figure that is not that of all jobs, and each that is not 0, as it must be."""
+    lines = [f"{row[name]} of {row['jobs']} jobs: {name}" for name in all_jobs if row[name] != row["jobs"]]
+    lines += [f"{row[name]} {name}" for name in none if row[name]]
+    lines += ["messages are still held, or jobs still run"] * (row["unacked"] != "0")
+    return [f"{where}: {line}" for line in lines]

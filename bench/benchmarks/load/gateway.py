@@ -1,0 +1,186 @@
+"""A gateway with many streams at once, and what it adds to the first token; llama-server with the same clients beside.
+
+First all streams at once: each must be whole, and what the gateway told must be the result that the queue has. Then
+streams that come one after another, until so many run at once: through an AsyncClient, and through the gateway.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from statistics import median, quantiles
+from typing import Any
+
+from redis import Redis
+
+from cellama.api import AsyncClient
+from cellama.api.machine.redis_server import free_port
+from cellama.bench.harness.engines import CORES
+from cellama.bench.harness.pace import STRATEGY
+from cellama.bench.harness.report import Report
+from cellama.bench.harness.service import Service, serving
+from cellama.bench.peers.gateway_process import gateway
+from cellama.bench.peers.http_client import complete_openai
+from cellama.bench.peers.programs import llama_server
+from cellama.engine.bundled import TINY_PATH
+
+MODEL = "bench"
+OURS, GATEWAY, SERVER = "AsyncClient", "gateway", "llama-server"
+ADDED = "p95 that the gateway adds to the first token, ms"
+CONTEXT = 512  # tokens of a slot
+WARM_UP = 8  # streams
+PROMPT = "Story {} of a child who went into the wood:"
+
+Ask = Callable[[int, Callable[[], None]], Awaitable[tuple[str, str]]]
+
+
+@dataclass
+class StreamReading:
+    """What a client saw."""
+
+    asked: float = field(default_factory=time.monotonic)
+    pieces: list[float] = field(default_factory=list)
+    job_id: str = ""
+    text: str = ""
+
+    def note(self) -> None:
+        self.pieces.append(time.monotonic())
+
+    @property
+    def ttft_ms(self) -> float:
+        return (self.pieces[0] - self.asked) * 1e3
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--streams", type=int, default=1000, help="all at once")
+    parser.add_argument("--beside", type=int, default=100, help="streams of which the first tokens are compared")
+    parser.add_argument("--apart-ms", type=float, default=30.0, help="from one of these to the next")
+    parser.add_argument("--new", type=int, default=64, help="tokens, at most")
+    parser.add_argument("--slots", type=int, default=128, help="of the worker, and of llama-server")
+    parser.add_argument(
+        "--threads", type=int, default=max(1, CORES - 1), help="of a step; one core is left to clients and gateway"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=6, help="of the compared streams: the p95 of each is some 10 ms off"
+    )
+    parser.add_argument("--pace", type=float, default=0.05, help="seconds per step, so that processors are not full")
+
+
+def run(args: argparse.Namespace) -> Report:
+    path = args.model or TINY_PATH
+    model = {"source": str(path), "n_parallel": args.slots, "ctx_per_slot": CONTEXT}
+    model |= {"threads": args.threads, "batch_strategy": STRATEGY, "capabilities": ["generate"]}
+    port, rows = free_port(), []
+    with serving(model) as service, gateway(port), service.slowed(args.pace):
+        rows += asyncio.run(_ours(args, service, port))
+    with llama_server(path, args.slots, CONTEXT, args.threads) as server:
+        if server is not None:
+            rows += asyncio.run(_theirs(args, server.port))
+    added = _of(rows, GATEWAY, args.beside)["first p95 ms"] - _of(rows, OURS, args.beside)["first p95 ms"]
+    caveats = [
+        "clients, gateway, worker and Redis share the processors; a client reads its socket and JSON, nothing else",
+        "the worker is paced, llama-server is not: so its streams are no race with ours",
+        "with a thread for each core a step waits for one whose core another process has: measure on a quiet machine",
+        "wrong are streams whose text is not the result that the queue has of their job; llama-server has none",
+    ]
+    return Report(rows, {ADDED: added}, {ADDED: "<= 20"}, caveats)
+
+
+def _of(rows: Sequence[dict[str, Any]], who: str, streams: int) -> dict[str, Any]:
+    return next(row for row in rows if (row["who"], row["streams"]) == (who, streams))
+
+
+async def _ours(args: argparse.Namespace, service: Service, port: int) -> list[dict[str, Any]]:
+    async with AsyncClient() as client:
+
+        async def direct(number: int, note: Callable[[], None]) -> tuple[str, str]:
+            job = await client.generate(MODEL, PROMPT.format(number), max_tokens=args.new, temperature=0, wait=True)
+            texts = []
+            async for event in job.stream(timeout=600):
+                if event["type"] == "token" and event["text"]:
+                    texts.append(event["text"])
+                    note()
+                elif event["type"] == "error":
+                    raise RuntimeError(f"job {job.id} failed: {event}")
+            return job.id, "".join(texts)
+
+        through = _completions(port, args.new)
+        for ask in (direct, through):
+            await _all(ask, WARM_UP, 0.0)
+        counting = asyncio.create_task(_most_connections(service.redis))
+        crowd = [await _row(GATEWAY, client, *await _all(through, args.streams, 0.0))]
+        counting.cancel()
+        print(f"Redis had {await counting} connections at most, of all processes")
+        rounds: dict[str, list[dict[str, Any]]] = {}
+        for _ in range(args.rounds):
+            for who, ask in ((OURS, direct), (GATEWAY, through)):
+                found = await _all(ask, args.beside, args.apart_ms / 1e3)
+                rounds.setdefault(who, []).append(await _row(who, client, *found))
+        return crowd + [_middle(found) for found in rounds.values()]
+
+
+async def _theirs(args: argparse.Namespace, port: int) -> list[dict[str, Any]]:
+    through = _completions(port, args.new)
+    await _all(through, WARM_UP, 0.0)
+    rows = [await _row(SERVER, None, *await _all(through, args.streams, 0.0))]
+    beside = [await _all(through, args.beside, args.apart_ms / 1e3) for _ in range(args.rounds)]
+    return [*rows, _middle([await _row(SERVER, None, *found) for found in beside])]
+
+
+def _completions(port: int, num_new: int) -> Ask:
+    async def ask(number: int, note: Callable[[], None]) -> tuple[str, str]:
+        identity, text = await complete_openai(port, MODEL, PROMPT.format(number), num_new, note)
+        return identity.partition("-")[2], text
+
+    return ask
+
+
+async def _all(ask: Ask, count: int, apart_s: float) -> tuple[list[StreamReading], float]:
+    """So many streams, each so long after the one before; and the seconds until the last has ended."""
+
+    async def one(number: int) -> StreamReading:
+        await asyncio.sleep(number * apart_s)
+        stream = StreamReading()
+        stream.job_id, stream.text = await ask(number, stream.note)
+        return stream
+
+    begun = time.monotonic()
+    return list(await asyncio.gather(*(one(number) for number in range(count)))), time.monotonic() - begun
+
+
+async def _most_connections(redis: Redis) -> int:
+    """Until it is cancelled."""
+    most = 0
+    with suppress(asyncio.CancelledError):
+        while True:
+            most = max(most, int(redis.info("clients")["connected_clients"]))
+            await asyncio.sleep(0.2)
+    return most
+
+
+async def _row(who: str, client: AsyncClient | None, streams: list[StreamReading], seconds: float) -> dict[str, Any]:
+    """With a client the texts are compared with the results of their jobs."""
+    wrong = 0
+    if client is not None:
+        results: list[Any] = [await client.result(stream.job_id, 60) for stream in streams]
+        wrong = sum(result["text"] != stream.text for result, stream in zip(results, streams, strict=True))
+    firsts = quantiles([stream.ttft_ms for stream in streams], n=100)
+    return {
+        "who": who,
+        "streams": len(streams),
+        "wrong": wrong,
+        "first p50 ms": firsts[49],
+        "first p95 ms": firsts[94],
+        "seconds": seconds,
+        "pieces/s": sum(len(stream.pieces) for stream in streams) / seconds,
+    }
+
+
+def _middle(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """The median of each figure; of what is wrong, all."""
+    numbers = {name: median(row[name] for row in rounds) for name in rounds[0] if name not in ("who", "streams")}
+    return {**rounds[0], **numbers, "wrong": sum(row["wrong"] for row in rounds)}

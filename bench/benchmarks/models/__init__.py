@@ -1,1 +1,0 @@
-"""Several models or workers on one machine: memory, loads, embeddings, cores."""

@@ -1,0 +1,81 @@
+"""Asynchronous clients of llama-server and of OpenAI's API, with as little work per request as possible.
+
+Each request has a connection of its own, because llama-server closes kept ones under load.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+_LONGEST_LINE = 1 << 24  # bytes; an event of a long prompt's end repeats its settings
+
+
+@contextlib.asynccontextmanager
+async def _post(port: int, path: str, body: dict[str, Any]) -> AsyncIterator[asyncio.StreamReader]:
+    """The answer behind its headers. Raises RuntimeError when the server refuses."""
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(data)}\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=_LONGEST_LINE)
+    try:
+        writer.write(f"{head}Content-Type: application/json\r\n\r\n".encode() + data)
+        await writer.drain()
+        status = (await reader.readline()).split()[1:2]
+        while (await reader.readline()).strip():
+            pass
+        if status != [b"200"]:
+            raise RuntimeError(f"the server answered {status}: {(await reader.read())[:200]!r}")
+        yield reader
+    finally:
+        writer.close()
+
+
+async def complete(
+    port: int, prompt: Sequence[int], num_new: int, note: Callable[[], None] | None = None
+) -> dict[str, Any]:
+    """llama-server's last message for a greedy completion past any end mark; with `note` it streams, and `note` is
+    called with each event that has tokens. Raises RuntimeError when the server refuses, or ends early."""
+    body = {"prompt": list(prompt), "n_predict": num_new, "temperature": 0, "ignore_eos": True, "cache_prompt": True}
+    last: dict[str, Any] = {}
+    async with _post(port, "/completion", {**body, "stream": note is not None}) as reader:
+        if note is None:
+            last = json.loads(await reader.read())
+        else:
+            while raw := await reader.readline():
+                if raw.startswith(b"data: "):
+                    last = json.loads(raw[6:])
+                    if last.get("tokens"):
+                        note()
+    if last.get("tokens_predicted") != num_new:
+        raise RuntimeError(f"llama-server generated {last.get('tokens_predicted')} tokens, not {num_new}: {last}")
+    return last
+
+
+async def complete_openai(
+    port: int, model: str, prompt: str, num_new: int, note: Callable[[], None]
+) -> tuple[str, str]:
+    """The id and the text of a streamed greedy completion; `note` is called with each piece of text.
+
+    Raises RuntimeError when the server refuses, or ends early.
+    """
+    body = {"model": model, "prompt": prompt, "max_tokens": num_new, "temperature": 0, "stream": True}
+    identity, is_finished = "", False
+    texts: list[str] = []
+    async with _post(port, "/v1/completions", body) as reader:
+        while raw := await reader.readline():  # lines with the sizes of chunks do not begin with `data: `
+            if raw.startswith(b"data: [DONE]") and is_finished:
+                return identity, "".join(texts)
+            if raw.startswith(b"data: {"):
+                event = json.loads(raw[6:])
+                if "error" in event:
+                    raise RuntimeError(f"the stream failed: {event}")
+                identity = event["id"]
+                for choice in event["choices"]:
+                    is_finished |= bool(choice.get("finish_reason"))
+                    if choice["text"]:
+                        texts.append(choice["text"])
+                        note()
+    raise RuntimeError(f"a stream ended early, after {len(texts)} pieces of text")
