@@ -17,7 +17,7 @@ from cellama.engine.bundled import TINY_PATH
 
 from ..conftest import clean_environment
 
-SMALL = {
+SMALL = {  # without `clients`, whose calls tests/integration/gateway/test_structured_clients.py makes
     "prefix_cache": "--conversations 3 --slots 2 --turns 2 --system 64 --message 16 --new 4 --think 0.05",
     "strategies": "--requests 6 --slots 3 --scale 0.1",
     "tokenize_overhead": "--prompt 30 --repeats 3 --callers 1 3 --slots 2 --rounds 1",
@@ -34,7 +34,6 @@ SMALL = {
     "urgent": "--slots 2 --bulk 10 --prompt 32 --new 400 --samples 1 --pause 0.1 --threads 1",
     "positions": "--jobs 24 --burst 12 --left 2 --slots 2 --new 4 16 --prompt 16 --pace 0.1",
     "gateway": "--streams 20 --beside 4 --new 8 --slots 8 --rounds 1 --threads 1 --pace 0",
-    "clients": "--environments installed",
     "kept_states": "--samples 2 --prompt 400 --conversations 6 --in-ram 2 --opening 96 --turns 2 --rate 20 --states 2 "
     "--seconds 0.05 --requests 4 --rounds 1",
     "storm": "--lines 60 --new 24 --command-kills 1 --worker-kills 1",
@@ -89,11 +88,11 @@ def test_benchmark_prints_a_table_and_one_json_line(name: str) -> None:
 
 
 def test_all_runs_the_short_forms_and_tells_how_each_ended() -> None:
-    done = bench("all", "--short", "--only", "tokenize_overhead", "strategies", "--model", str(TINY_PATH))
+    done = bench("all", "--short", "--only", "tokenize_overhead", "single_generate", "--model", str(TINY_PATH))
     assert done.returncode == 0, done.stderr[-2000:]
     reports = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert [report["bench"] for report in reports] == ["tokenize_overhead", "strategies"]
-    assert len(re.findall(r"^(?:tokenize_overhead|strategies) +ok +\d", done.stdout, re.MULTILINE)) == 2
+    assert [report["bench"] for report in reports] == ["tokenize_overhead", "single_generate"]
+    assert len(re.findall(r"^(?:tokenize_overhead|single_generate) +ok +\d", done.stdout, re.MULTILINE)) == 2
 
 
 def test_all_fails_when_a_benchmark_does() -> None:
