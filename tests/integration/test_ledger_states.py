@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,6 @@ from cellama.tasks.contract.names import PRIORITY_INTERACTIVE, queue_key
 from cellama.tasks.estimates.position import position_of
 from cellama.tasks.state.ledger import Ledger
 from cellama.tasks.state.records import Entry
-from cellama.tasks.state.scripts import run_script
 
 from .ledgers import DONE, LEASE_S, STARTED, TOKEN, begin, ids_in, journal, submission, submit, take, write
 
@@ -159,15 +157,3 @@ def test_unsettled_ends_are_tried_less_and_less_often(ledger: Ledger, job_id: st
         assert (job_id, "done") in ledger.claim_due(1000, 60)
         waits.append(round(float(redis_client.zscore(DUE_KEY, job_id) or 0) - ledger.now(), -1))
     assert waits == [60, 120, 240, 480]
-
-
-def test_a_job_without_an_entry_leaves_the_queue(ledger: Ledger, redis_client: Redis) -> None:
-    """A Redis that evicts has removed the entry of a job, and left its message and its place."""
-    queue = f"cellama:queue:evicted-{uuid.uuid4().hex[:8]}"
-    ghost, job_id = submit(ledger, queue), submit(ledger, queue)
-    redis_client.delete(job_key(ghost))
-    redis_client.zincrby(waiting_key(queue), -60, ghost)
-    keys = [queue_key(queue, PRIORITY_INTERACTIVE), waiting_key(queue)]
-    run_script(redis_client, "suspects", keys, [PRIORITY_INTERACTIVE, 5, 500, 1000, ""])
-    assert ids_in(redis_client, queue) == [job_id]
-    assert redis_client.zrange(waiting_key(queue), 0, -1) == [job_id.encode()]

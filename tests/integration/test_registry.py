@@ -56,11 +56,12 @@ def registered(redis: Redis, name: str, *chores: Any) -> Iterator[Registration]:
 def test_worker_and_run_are_seen_whatever_the_clocks_of_machines_say(
     redis_client: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name, right = f"w-{uuid.uuid4().hex[:8]}@host", time.time
+    right = time.time
     for wrong_s in (-3600.0, 3600.0):
+        name = f"w-{uuid.uuid4().hex[:8]}@host"
         monkeypatch.setattr(time, "time", lambda wrong_s=wrong_s: right() + wrong_s)
         with registered(redis_client, name):
-            wait_until(lambda: redis_client.hexists(WORKERS_KEY, name), "the entry")
+            wait_until(lambda name=name: redis_client.hexists(WORKERS_KEY, name), "the entry")
             Batches(redis_client).write(name, state="in_progress")
             monkeypatch.setattr(time, "time", right)  # the reader is another machine
             assert name in [worker.name for worker in live_workers(redis_client)]
@@ -89,7 +90,7 @@ def test_worker_is_seen_until_it_ends_although_a_chore_fails(redis_client: Redis
 def test_worker_that_ended_is_kept_for_jobs_that_wait_for_a_successor_and_no_longer(redis_client: Redis) -> None:
     name = f"w-{uuid.uuid4().hex[:8]}@host"
     with registered(redis_client, name):
-        wait_until(lambda: redis_client.hexists(WORKERS_KEY, name), "the entry")
+        wait_until(lambda name=name: redis_client.hexists(WORKERS_KEY, name), "the entry")
     assert name not in [worker.name for worker in live_workers(redis_client)]
     (kept,) = [worker for worker in recent_workers(redis_client) if worker.name == name]
     assert kept.has_ended
