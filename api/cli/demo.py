@@ -74,7 +74,7 @@ def _produce(redis: RedisServer, supervisor: Supervisor) -> int:
     wait_for_worker(redis.url, worker, supervisor)
     assert worker.process is not None
     out.print(f"[green]✓[/] a Celery worker with the bundled model (pid {worker.process.pid})")
-    argv = [sys.executable, "-c", "from .demo import main; main()"]
+    argv = [sys.executable, "-c", "from cellama.api.cli.demo import main; main()"]
     producer = subprocess.Popen(argv, start_new_session=True)  # Ctrl-C is for this process, which ends all others
     out.print(f"[green]✓[/] a producer process (pid {producer.pid})")
     try:
