@@ -33,7 +33,6 @@ cellama:keys:used          hash     id of an API key → when it was last used, 
 cellama:key:admissions:{id} zset    what a key has taken lately, and …:charges:{id} hash, how many tokens each had;
                                     gateways (api/http/keys/lua); TTL
 cellama:key:jobs:{id}      zset     requests of a key that run, by the end of their leases; gateways; TTL
-cellama:owner:{id}         string   the tenant whose batch, file or response that is; gateways; TTL
 cellama:http:{kind}:{id}   hash     a file or batch of the gateway, each field as JSON (docs/adr/019-batches.md); TTL
 cellama:http:of:{kind}:{tenant} zset ids of a tenant's files or batches, by when they were made; gateways; TTL
 cellama:http:open          zset     JSON [id, tenant] of batches that have not ended, by when they were made; gateways;
@@ -135,10 +134,6 @@ def key_charges_key(key_id: str) -> str:
 
 def key_jobs_key(key_id: str) -> str:
     return f"cellama:key:jobs:{key_id}"
-
-
-def owner_key(thing_id: str) -> str:
-    return f"cellama:owner:{thing_id}"
 
 
 def http_record_key(kind: Literal["file", "batch"], thing_id: str) -> str:

@@ -87,7 +87,7 @@ class BatchService:
             await self._redis.zadd(HTTP_OPEN_KEY, {entry: now})  # first: a record of which no driver hears never ends
             await self._redis.expire(HTTP_OPEN_KEY, MAX_WINDOW_S + LIFE_S)  # no batch is there for longer
         await self._check_room(entry, caller)
-        if not await self.records.add(record, caller, order.window_s + LIFE_S):
+        if not await self.records.add(record, order.window_s + LIFE_S):
             return _same(await self.records.find(record["id"], caller), record)
         return record
 

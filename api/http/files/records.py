@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,7 +12,6 @@ from redis.asyncio import Redis
 
 from cellama.api.http.callers import Caller
 from cellama.api.http.errors import ApiError, not_there
-from cellama.api.http.keys.owners import Owners
 from cellama.api.http.parsing import PageQuery
 from cellama.tasks.connection.redis_clock import lua_source, seconds_of
 from cellama.tasks.connection.redis_errors import reaching_redis
@@ -29,6 +29,7 @@ Record = dict[str, Any]
 KEPT_S = 86_400  # that Redis keeps a record after its thing has expired: until the sweep has been there
 LONGEST_S = 90 * 86_400  # no record lives so long
 ENTRIES_PER_LOOK = 100
+_ID = re.compile(r"(file-|batch_)[0-9a-f]{32}(-[a-z]+)?")  # other ids could be parts of other keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,6 @@ class RecordStore:
     def __init__(self, redis: Redis, kind: Kind) -> None:
         self._redis = redis
         self._kind: Kind = kind
-        self.owners = Owners(redis)
         self._add, self._count = (
             redis.register_script(lua_source(__package__, "used", name)) for name in ("add", "count")
         )
@@ -85,29 +85,26 @@ class RecordStore:
         num_files, num_bytes = found
         return int(num_files), int(num_bytes)
 
-    async def add(self, record: Mapping[str, Any], caller: Caller, life_s: int, quota: Quota | None = None) -> bool:
-        """The record is there, the caller's, and in its list; False if there was one under its id, which stays.
+    async def add(self, record: Mapping[str, Any], life_s: int, quota: Quota | None = None) -> bool:
+        """Store a record and list it for its tenant. Return False, and change nothing, if its id is taken.
 
-        `record` has `id`, `tenant`, `created_at`, `status`, and perhaps `gone_at`: when it is as if it were not there.
-        Raises ApiError: 404 for an id of another tenant, 429 if the tenant's quota has no room for it.
+        `record` has `id`, `tenant`, `created_at`, `status`, and optionally `gone_at`, when it expires. Raises ApiError
+        (429) if the tenant's quota has no room for it.
         """
         thing_id, life_s = record["id"], life_s + KEPT_S
-        await self.owners.claim(thing_id, caller, life_s)
-        keys = [http_record_key(self._kind, thing_id), http_records_key(self._kind, caller.tenant)]
+        keys = [http_record_key(self._kind, thing_id), http_records_key(self._kind, record["tenant"])]
         limits = ["", ""] if quota is None else [quota.max_files, quota.max_bytes]
         size = [http_record_key(self._kind, ""), record.get("bytes", 0), ""]
         arguments: Any = [thing_id, record["created_at"], life_s, LONGEST_S, *limits, *size, *_flat(_encoded(record))]
         with reaching_redis():
             added, num_files, num_bytes = await self._add(keys=keys, args=arguments)
         if added == -1 and quota is not None:
-            await self.owners.forget(thing_id)
             quota.check(num_files + 1, num_bytes + record["bytes"])
         return bool(added == 1)
 
     async def find(self, thing_id: str, caller: Caller) -> Record:
-        """The caller's own. Raises ApiError (404)."""
-        await self.owners.check(thing_id, caller, self._kind)
-        record = await self.read(thing_id)
+        """Return the caller's record. Raises ApiError (404) if there is none, or if it belongs to another tenant."""
+        record = await self.read(thing_id) if _ID.fullmatch(thing_id) else None
         if record is None or record["tenant"] != caller.tenant:
             raise not_there(self._kind, thing_id)
         return record
@@ -149,7 +146,6 @@ class RecordStore:
                 pipe.delete(http_record_key(self._kind, thing_id))
                 pipe.zrem(http_records_key(self._kind, tenant), thing_id)
                 deleted, _ = await pipe.execute()
-        await self.owners.forget(thing_id)
         return bool(deleted)
 
     async def page(

@@ -119,7 +119,7 @@ class FileService:
             await self._redis.expire(expiring, MAX_LIFE_S + KEPT_S)  # no file is there for longer
         await in_thread(FILES, self.store.put, local, file_id)
         try:
-            is_new = await self.records.add(record, caller, life_s, quota)
+            is_new = await self.records.add(record, life_s, quota)
         except ApiError:
             if quota is not None:
                 await self._forget_contents(file_id, expiring)

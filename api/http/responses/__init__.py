@@ -1,6 +1,6 @@
 """/v1/responses: created, streamed, read again from anywhere, cancelled (docs/adr/020-responses.md).
 
-May use: the modules of `http`, `keys.owners`, `openai`. Nothing of a response is kept in here.
+May use: the modules of `http`, `openai`. Nothing of a response is kept in here.
 """
 
 from .endpoints import ROUTES

@@ -60,6 +60,7 @@ async def parse_response(parsed: ParsedRequest, model: ModelView, records: Respo
     goes_on = previous if model.get("follows_replies", True) else None
     record = ResponseRecord(
         id=response_id,
+        tenant=parsed.caller.tenant,
         job_id=job_id_of_key(TASK_CHAT, scope, response_id),
         digest=await parsed.read_by(digest_of, parsed.body),
         created_at=int(time.time()),
@@ -127,12 +128,12 @@ async def _submit(running: RunningJobs, new: NewResponse, records: ResponseStore
     parsed, record = running.parsed, new.record
     await running.admit(new.num_tokens)
     if record.store or parsed.idempotency_key is not None:
-        record = await records.create(record, parsed.caller)
+        record = await records.create(record)
     is_new = record is new.record
     try:
         messages = await messages_for(parsed, records, record)
         if record.background:
-            await records.heed(record, parsed.caller)
+            await records.heed(record)
         await running.submit(lambda _: _chat(parsed, record, messages))
     except InvalidJob as error:
         if is_new:

@@ -12,7 +12,6 @@ import uuid
 from cellama.api.http.callers import Caller
 from cellama.api.http.errors import key_reused, not_there
 from cellama.api.http.gateway import Gateway
-from cellama.api.http.keys.owners import Owners
 from cellama.api.openai.responses.record import ResponseRecord
 from cellama.api.webhooks import heed
 from cellama.tasks.connection.redis_errors import reaching_redis
@@ -27,7 +26,6 @@ from cellama.tasks.contract.keys import (
 )
 
 _ID = re.compile(r"resp_[0-9a-f]{32}")
-OWNED_S = 3600  # an owner outlives the record: without one it would be of all who have no tenant
 TOLD_S = 10.0  # between a job's end and Celery's word of it; only a worker that dies there takes longer
 TOLD_LOOK_S = 0.02
 
@@ -49,37 +47,35 @@ class ResponseStore:
 
     def __init__(self, gateway: Gateway) -> None:
         self._redis = gateway.redis
-        self._owners = Owners(gateway.redis)
         self._ttl_s = gateway.settings.journal_ttl_s + gateway.settings.result_ttl_s
 
-    async def create(self, record: ResponseRecord, caller: Caller) -> ResponseRecord:
-        """The record is there before its job is. Of an id that is there already, for the same body, the first one."""
-        await self._owners.claim(record.id, caller, self._ttl_s + OWNED_S)
+    async def create(self, record: ResponseRecord) -> ResponseRecord:
+        """Store the record before its job is queued. Return the stored one if its idempotency key was used before for
+        the same body."""
         with reaching_redis():
             if await self._redis.set(response_key(record.id), record.to_json(), nx=True, ex=self._ttl_s):
                 return record
             found = await self._redis.get(response_key(record.id))
         if found is None:  # it expired between the two
-            return await self.create(record, caller)
+            return await self.create(record)
         first = ResponseRecord.of_json(found)
         if first.digest != record.digest:
             raise key_reused()
         return first
 
-    async def heed(self, record: ResponseRecord, caller: Caller) -> None:
-        """The end of its job will be announced to the caller's webhooks. Before the job is queued."""
+    async def heed(self, record: ResponseRecord) -> None:
+        """Have the end of the job announced to the tenant's webhooks. Call it before the job is queued."""
         with reaching_redis():
-            await heed(self._redis, record.job_id, "response", record.id, caller.tenant, self._ttl_s)
+            await heed(self._redis, record.job_id, "response", record.id, record.tenant, self._ttl_s)
 
     async def read(self, response_id: str, caller: Caller) -> ResponseRecord:
-        """Raises ApiError (404) for what is not there, not stored, another tenant's, or of a model that is not for the
-        caller."""
+        """Return the record. Raises ApiError (404) if there is none, if it is not stored or belongs to another tenant,
+        and if the caller may not use its model."""
         if _ID.fullmatch(response_id):
-            await self._owners.check(response_id, caller, "response")
             with reaching_redis():
                 found = await self._redis.get(response_key(response_id))
             record = None if found is None else ResponseRecord.of_json(found)
-            if record is not None and record.store and caller.may_ask(record.model):
+            if record and record.tenant == caller.tenant and record.store and caller.may_ask(record.model):
                 return record
         raise not_there("response", response_id)
 
@@ -94,7 +90,6 @@ class ResponseStore:
         """There is no such response: its job was refused."""
         with reaching_redis():
             await self._redis.delete(response_key(record.id), heeded_key(record.job_id))
-        await self._owners.forget(record.id)
 
     async def forget(self, record: ResponseRecord) -> None:
         """Takes away all that is told of the response. Its job must have ended; what Celery is told of that comes a

@@ -9,13 +9,16 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class ResponseRecord:
-    """`items` are those of the body's `input`, `params` those of the job but for messages and model.
+    """A response belongs to `tenant`: other tenants get 404 for its id.
+
+    `items` are those of the body's `input`, `params` those of the job except for messages and model.
 
     The job was asked what the items say after `parent_key`; without that, after the conversation before them, which the
     records of `previous`, and of those before it, have.
     """
 
     id: str
+    tenant: str | None  # None: callers without a key
     job_id: str
     digest: str  # of the body: what an idempotency key stands for
     created_at: int  # unix s
@@ -34,6 +37,9 @@ class ResponseRecord:
 
     @classmethod
     def of_json(cls, text: str | bytes) -> ResponseRecord:
-        """Of what `to_json` gave. Fields that a newer gateway wrote are left out."""
-        fields = json.loads(text)
+        """Return what `to_json` wrote. Fields that a newer gateway wrote are left out.
+
+        Gateways of cellama 0.1.0 wrote no tenant. "" is a tenant of no caller, so nobody can read such a record.
+        """
+        fields = {"tenant": "", **json.loads(text)}
         return cls(**{name: fields[name] for name in cls.__dataclass_fields__ if name in fields})

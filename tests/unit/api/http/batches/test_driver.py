@@ -28,7 +28,7 @@ async def nothing_is_left(world: World, batch_id: str) -> None:
     assert not folder_of(world.store, batch_id).exists()
     assert await world.batches.open_batches() == []
     assert await world.leases.free([batch_id]) == {batch_id}
-    for key in await world.redis.keys("cellama:http:*") + await world.redis.keys("cellama:owner:*"):
+    for key in await world.redis.keys("cellama:http:*"):
         assert await world.redis.ttl(key) > 0, key
 
 

@@ -232,7 +232,7 @@ def test_list_of_a_tenant_does_not_keep_what_is_too_old_to_be_there(run: Run) ->
         records = RecordStore(redis, "file")
         for number, created_at in enumerate((1000, 2000, 1500 + LONGEST_S)):
             made = {"id": f"file-{number}", "tenant": "acme", "status": "processed", "created_at": created_at}
-            await records.add(made, ACME, 3600)
+            await records.add(made, 3600)
         assert await redis.zrange("cellama:http:of:file:acme", 0, -1) == [b"file-1", b"file-2"]
 
     run(ask)

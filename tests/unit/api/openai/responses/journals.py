@@ -43,6 +43,7 @@ JOURNALS: dict[str, tuple[Any, ...]] = {
 def record(**fields: Any) -> ResponseRecord:
     body = {"model": "tiny", "input": "Hello", "metadata": {"a": "b"}, **fields.pop("body", {})}
     given: dict[str, Any] = {
+        "tenant": "acme",
         "job_id": "j",
         "digest": "",
         "created_at": 1000,
