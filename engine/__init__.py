@@ -46,10 +46,9 @@ from .events import (
 from .logprobs import TokenLogprob
 from .memory.budget import Device, Footprint, Vram
 from .models.hub import HubOptions
-from .models.manager import ModelManager
+from .models.manager import ModelEntry, ModelManager
 from .models.memory_admission import devices, vram_info
 from .models.model import Model
-from .models.model_entry import ModelEntry
 from .models.tokenizer import Tokenizer, wanted_text
 from .options import EngineOptions
 from .request import Request, Resumed

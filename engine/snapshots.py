@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 Phase = Literal["idle", "prefilling", "generating", "stopped"]  # stopped: its thread died, it takes nothing
 
@@ -161,6 +161,14 @@ class ManagerSnapshot:
     cache_hits_ram: int
     cache_hits_disk: int
     cache_misses: int
+
+    @classmethod
+    def sum_of(cls, models: Sequence[ModelSnapshot]) -> ManagerSnapshot:
+        """Sum over all engines, embedders and rerankers of these models. A figure that one does not count is 0."""
+        parts = [part for model in models for part in model.parts]
+        names = [field.name for field in fields(cls) if field.name not in ("phase", "models")]
+        sums: dict[str, Any] = {name: sum(getattr(part, name, 0) for part in parts) for name in names}
+        return cls(phase=busiest([part.phase for part in parts]), models=len(models), **sums)
 
 
 def busiest(phases: Sequence[Phase]) -> Phase:

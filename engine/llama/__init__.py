@@ -1,7 +1,7 @@
 """llama.cpp behind the engine's protocols: the only importer of llama_cpp."""
 
 from .abilities import missing
-from .context import LlamaBackend
+from .backend import LlamaBackend
 from .embedding import LlamaEmbeddingBackend
 from .files.gguf_file import fingerprint
 from .model import LlamaModel

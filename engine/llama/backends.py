@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from cellama.engine.capabilities import Uses
 from cellama.engine.options import EngineOptions
 
-from .context import LlamaBackend
+from .backend import LlamaBackend
 from .embedding import LlamaEmbeddingBackend
 from .model import LlamaModel
 

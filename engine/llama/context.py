@@ -1,29 +1,32 @@
-"""A llama.cpp context for generation, filled through numpy views on the batch arrays."""
+"""What all contexts of llama.cpp need: their making, threads and batches, and a flag that aborts a decode call."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import llama_cpp.llama_cpp as lib
 import numpy as np
 from numpy.typing import NDArray
 
-from cellama.engine.backend import ABORTED, AdapterSet, Chunk, DecodeError, Sampler
-from cellama.engine.errors import InvalidRequest, ModelLoadFailed
+from cellama.engine.errors import ModelLoadFailed
 from cellama.engine.options import EngineOptions
-from cellama.engine.sampling_params import SamplingParams
 from cellama.engine.system.processors import available_cores
 
 from . import log as llama_log
-from .abort import AbortFlag
-from .memory import CACHE_TYPES, KvShape, LlamaMemory, identity_of
-from .model import LlamaModel, adapter_pointer
-from .outputs import Outputs
-from .samplers import GreedySampler, LlamaSampler, Plan, form_of
+from .model import LlamaModel
 
+CACHE_TYPES = {  # types of KV cells → their numbers in ggml.h
+    "f32": lib.GGML_TYPE_F32,
+    "f16": lib.GGML_TYPE_F16,
+    "bf16": 30,  # llama_cpp does not name it
+    "q8_0": lib.GGML_TYPE_Q8_0,
+    "q5_1": lib.GGML_TYPE_Q5_1,
+    "q5_0": lib.GGML_TYPE_Q5_0,
+    "q4_1": lib.GGML_TYPE_Q4_1,
+    "q4_0": lib.GGML_TYPE_Q4_0,
+}
 _PAUSE_SOFT = 1  # of OpenMP: it remembers its settings
 _FLASH_ATTENTION = {
     "auto": lib.LLAMA_FLASH_ATTN_TYPE_AUTO,
@@ -127,127 +130,26 @@ class TokenBatch:
         lib.llama_batch_free(self.batch)
 
 
-class LlamaBackend(LlamaMemory):
-    """The engine's Backend on llama.cpp."""
+class AbortFlag:
+    """A byte that llama.cpp looks at between the nodes of its graph (CPU backends only).
 
-    def __init__(self, model: LlamaModel, options: EngineOptions) -> None:
-        """Allocates context and KV cache. Raises ModelLoadFailed, InvalidRequest."""
-        shape = KvShape.choose(model, options)
-        self.vocabulary = model
-        self.n_vocab = model.info.n_vocab
-        with llama_log.capture() as lines:
-            self.context = new_context(
-                model,
-                options,
-                n_ctx=shape.n_ctx,
-                n_seq_max=options.num_slots,
-                n_batch=options.n_batch,
-                n_ubatch=options.pass_tokens,
-                n_outputs_max=options.logit_rows,  # of n_batch they would be reserved
-                kv_unified=shape.unified,
-            )
-        self.identity = identity_of(model, options, lines)
-        super().__init__(model, self.context, shape, options.num_slots)
-        self.threads: int = lib.llama_n_threads(self.context)
-        self._batch = TokenBatch(options.n_batch)
-        self._most_rows = options.logit_rows
-        self._outputs = Outputs(self.context, options.logit_rows, self.n_vocab)
-        self._abort = AbortFlag(self.context)
-        self._adapters: AdapterSet = ()  # those of the last decode call
+    A callback in Python would take the GIL at every node. The C library's `strlen` reads the byte instead: of the
+    empty string "" it makes 0, go on, of "\\1" it makes 1, abort.
+    """
 
-    def set_threads(self, count: int) -> None:
-        set_threads(self.context, count)
-        self.threads = count
+    def __init__(self, context: Any) -> None:
+        self._text = ctypes.create_string_buffer(2)
+        strlen = ctypes.cast(ctypes.CDLL(None).strlen, ctypes.c_void_p)
+        callback = ctypes.cast(strlen, lib.ggml_abort_callback)
+        self._keep = callback
+        lib.llama_set_abort_callback(context, callback, ctypes.cast(self._text, ctypes.c_void_p))
 
-    def rest(self) -> None:
-        end_threads()
+    def raise_(self) -> None:
+        """The decode call that runs now, or else the next one, is aborted. Any thread."""
+        self._text[0] = b"\1"
 
-    def load_adapter(self, path: Path) -> int:
-        return self.vocabulary.load_adapter(path)
+    def is_raised(self) -> bool:
+        return self._text[0] != b"\0"
 
-    def free_adapter(self, handle: int) -> None:
-        self.vocabulary.free_adapter(handle)
-
-    def decode(self, chunks: Sequence[Chunk], adapters: AdapterSet = ()) -> None:
-        batch = self._batch
-        batch.clear()
-        self._outputs.forget()
-        num_rows = sum([1 + chunk.num_drafts for chunk in chunks if chunk.samples])
-        if num_rows > self._most_rows:  # llama.cpp would end the process
-            raise ValueError(f"a batch with {num_rows} rows of logits, there are {self._most_rows}")
-        for chunk in chunks:
-            last = batch.add(chunk.slot, chunk.position, chunk.tokens)
-            if chunk.samples:
-                batch.want_outputs(last + 1 - len(chunk.tokens) if chunk.decode else last, 1 + chunk.num_drafts)
-        if adapters == self._adapters:
-            code = self._call_decode()
-        else:  # the first decode call with other adapters makes its graph anew
-            with self.vocabulary.adapters_lock:
-                self._set_adapters(adapters)
-                code = self._call_decode()
-        # A GPU computes on after llama_decode: what it takes is known, and worth learning from, when that is over.
-        lib.llama_synchronize(self.context)
-        self._abort.lower()
-        if code != -1:  # else it did not even begin
-            self._in_copy.clear()
-        if code:
-            raise DecodeError(code)
-        self._outputs.expect([(chunk.slot, 1 + chunk.num_drafts) for chunk in chunks if chunk.samples])
-
-    def _call_decode(self) -> int:
-        return llama_log.call_abortable(
-            self._abort.is_raised, lambda: lib.llama_decode(self.context, self._batch.batch), aborted=ABORTED
-        )
-
-    def _set_adapters(self, adapters: AdapterSet) -> None:
-        # Through none at all: llama.cpp compares addresses, and a new adapter may lie where a freed one was.
-        lib.llama_set_adapters_lora(self.context, None, 0, None)
-        if adapters:
-            pointers = (lib.llama_adapter_lora_p_ctypes * len(adapters))(
-                *(adapter_pointer(use.adapter.handle) for use in adapters)
-            )
-            scales = (ctypes.c_float * len(adapters))(*(use.scale for use in adapters))
-            lib.llama_set_adapters_lora(self.context, pointers, len(adapters), scales)
-        self._adapters = adapters
-
-    def abort(self) -> None:
-        self._abort.raise_()
-
-    def logits(self, slot: int, row: int = 0) -> NDArray[np.float32]:
-        """A view on a row of this slot's logits, float32 of n_vocab, valid until the next decode. Raises KeyError."""
-        return self._outputs.row(slot, row)
-
-    def likeliest(self, slot: int, row: int = 0) -> int:
-        """The token with the highest logit, before anything changed this row. Raises KeyError."""
-        return self._outputs.likeliest(slot, row)
-
-    def prepare(self, params: SamplingParams, visible: Mapping[int, bytes] | None = None) -> Plan:
-        for token, _ in params.logit_bias:
-            if token >= self.n_vocab:
-                raise InvalidRequest(f"logit_bias names token {token}; the model has tokens 0..{self.n_vocab - 1}")
-        form = form_of(params)
-        return Plan(
-            params,
-            None if form is None else self.vocabulary.grammars.compile(form, visible),
-            self.vocabulary.breakers(params.dry_sequence_breakers) if params.has_dry else None,
-        )
-
-    def new_sampler(
-        self,
-        plan: Plan,
-        seed: int,
-        history: Sequence[int],
-        *,
-        ban_end: bool,
-        num_sampled: int = 0,
-        num_unbound: int | None = 0,
-        mirostat_mu: float | None = None,
-    ) -> Sampler:
-        banned = np.array(sorted(self.vocabulary.end_tokens), dtype=np.int64) if ban_end else None
-        if plan.params.is_plainly_greedy:
-            return GreedySampler(self, banned)
-        return LlamaSampler(self, plan, seed, history, banned, num_sampled, num_unbound, mirostat_mu)
-
-    def close(self) -> None:
-        self._batch.close()
-        lib.llama_free(self.context)
+    def lower(self) -> None:
+        self._text[0] = b"\0"

@@ -18,7 +18,7 @@ from cellama.engine.sampling_params import CONSTRAINTS, SamplingParams
 
 
 class LogitsSource(Protocol):
-    """What samplers need of the context (context.py)."""
+    """What samplers need of the context (backend.py)."""
 
     ctx_per_slot: int
 

@@ -11,12 +11,17 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from pathlib import PurePosixPath
+from typing import Any, Literal
 
 from cellama.engine.capabilities import Capability
+from cellama.engine.core.engine import Prompt
 from cellama.engine.errors import IdTaken, ManagerExists, ModelBusy, UnknownModel, nearest
+from cellama.engine.events import Completion
 from cellama.engine.memory.budget import MemoryBudget, OnFull, readable
 from cellama.engine.memory.free_memory import give_memory_back
 from cellama.engine.options import EngineOptions
@@ -25,22 +30,35 @@ from cellama.engine.system.core_sharing import Claim, CoreSharing
 from cellama.engine.system.low_priority import at_low_priority
 from cellama.engine.system.processors import available_cores
 from cellama.engine.system.threads import in_background
+from cellama.engine.text.chat_template import Message
 
-from .calls import CallsById
 from .hub import HubOptions
 from .memory_admission import Admission
-from .model import DEFAULT_MODEL, SAVE_AT_CLOSE_S, Model
-from .model_entry import ModelEntry, new_id
+from .model import DEFAULT_MODEL, SAVE_AT_CLOSE_S, Model, TextOrTokens, Vector
 from .sources import resolve, with_draft_file
-from .totals import totals_of
 
 log = logging.getLogger(__name__)
 
-UNLOAD_TIMEOUT_S = 30.0
-EVICT_TIMEOUT_S = 10.0  # for an idle model that comes into use just then
+Status = Literal["loading", "ready", "unloading"]
+
+UNLOAD_TIMEOUT_S = 30.0  # seconds for requests in progress to finish; half of GENERATE_TIMEOUT_S
+EVICT_TIMEOUT_S = 10.0  # seconds; the model was idle, so it is in use only if a request came just then
 
 
-class ModelManager(CallsById):
+@dataclass(slots=True)
+class ModelEntry:
+    """A model by its id. While it is loading `model` is None, and `capabilities` are those that were asked for."""
+
+    id: str
+    source: str
+    capabilities: frozenset[Capability]
+    status: Status = "loading"
+    model: Model | None = None
+    since: float = 0.0  # unix seconds at which it became ready
+    num_holds: int = 0  # by those who may be about to use it
+
+
+class ModelManager:
     """Holds models by id and routes to them. Safe from any thread; one per process, because memory is one."""
 
     _open: ModelManager | None = None
@@ -52,7 +70,8 @@ class ModelManager(CallsById):
         A load that does not fit is refused, or with "evict" idle models are unloaded first, the least recently used
         before others, if that is enough. Raises ManagerExists if another one is open in this process, InvalidRequest.
         """
-        self._admission = Admission(memory_budget, on_full, self._idle, self._evict, self._num_saved)
+        unload = partial(self.unload, timeout_s=EVICT_TIMEOUT_S)
+        self._admission = Admission(memory_budget, on_full, self._idle, unload, self._num_saved)
         with ModelManager._class_lock:
             if ModelManager._open is not None:
                 raise ManagerExists("this process has a ModelManager already; use that one, or close it first")
@@ -174,41 +193,6 @@ class ModelManager(CallsById):
             self._entries.pop(entry.id, None)
         log.info("model %s is unloaded", entry.id)
 
-    def evict_through(self, evict: Callable[[str], None]) -> None:
-        """From now on idle models make room, and this function unloads one; it returns when the model is gone."""
-        self._admission.evict, self._admission.on_full = evict, "evict"
-
-    def _claims(self) -> list[Claim]:
-        """What computes here, for the sharing of the cores."""
-        return [
-            Claim(part, model.options.threads or available_cores(), model.threads_are_chosen)
-            for model in self.models().values()
-            for part in model.parts
-        ]
-
-    def snapshot(self) -> ManagerSnapshot:
-        """All models together, just now. Never waits for their threads."""
-        return totals_of([entry.model.snapshot() for entry in self.entries() if entry.model])
-
-    def memory(self) -> dict[str, Any]:
-        """The budget, what is done when it is full, and the devices with their total and free bytes."""
-        return self._admission.report()
-
-    def _idle(self) -> list[str]:
-        """The models that are not in use, the least recently used first. The default one is not among them."""
-        with self._lock:
-            others = [entry for entry in self._entries.values() if entry.id != self._default]
-            ready = [entry.model for entry in others if entry.status == "ready" and not entry.num_holds]
-        idle = [model for model in ready if model is not None and not model.is_busy]
-        return [model.id for model in sorted(idle, key=lambda model: model.last_used)]
-
-    def _num_saved(self, model_id: str) -> int:
-        model = self.models().get(model_id)
-        return 0 if model is None else model.num_saved_bytes
-
-    def _evict(self, model_id: str) -> None:
-        self.unload(model_id, EVICT_TIMEOUT_S)
-
     def get(self, model_id: str) -> Model:
         """The model of that id, or the default one for ":default". Raises UnknownModel.
 
@@ -248,6 +232,39 @@ class ModelManager(CallsById):
             return UnknownModel("no model is the default here; load one, or name one with set_default")
         return UnknownModel(f"no model {model_id!r} is loaded here; {nearest(model_id, self._entries)}")
 
+    # The calls of a model by its id, which hold the model until they return
+
+    def generate(self, model_id: str, prompt: Prompt, **params: Any) -> str:
+        """As Model.generate. Raises UnknownModel, too."""
+        with self.hold(model_id) as model:
+            return model.generate(prompt, **params)
+
+    def prefill(self, model_id: str, prompt: Prompt, **params: Any) -> Completion:
+        """As Model.prefill. Raises UnknownModel, too."""
+        with self.hold(model_id) as model:
+            return model.prefill(prompt, **params)
+
+    def stream(self, model_id: str, prompt: Prompt, **params: Any) -> Iterator[str]:
+        """As Model.stream. Raises UnknownModel, at once and not with the first chunk."""
+        chosen = self.get(model_id).id
+        return self._stream(chosen, prompt, params)
+
+    def _stream(self, model_id: str, prompt: Prompt, params: dict[str, Any]) -> Iterator[str]:
+        with self.hold(model_id) as model:
+            yield from model.stream(prompt, **params)
+
+    def chat(self, model_id: str, messages: Sequence[Message], **params: Any) -> Completion:
+        """As Model.chat. Raises UnknownModel, too."""
+        with self.hold(model_id) as model:
+            return model.chat(messages, **params)
+
+    def embed(self, model_id: str, texts: TextOrTokens | Sequence[TextOrTokens], **params: Any) -> list[Vector]:
+        """As Model.embed. Raises UnknownModel, too."""
+        with self.hold(model_id) as model:
+            return model.embed(texts, **params)
+
+    # What there is
+
     def is_loaded(self, model_id: str) -> bool:
         """True when the model takes requests."""
         with self._lock:
@@ -282,6 +299,38 @@ class ModelManager(CallsById):
         with self._lock:
             return list(self._entries.values())
 
+    def evict_through(self, evict: Callable[[str], None]) -> None:
+        """From now on idle models make room, and this function unloads one; it returns when the model is gone."""
+        self._admission.evict, self._admission.on_full = evict, "evict"
+
+    def _claims(self) -> list[Claim]:
+        """What computes here, for the sharing of the cores."""
+        return [
+            Claim(part, model.options.threads or available_cores(), model.threads_are_chosen)
+            for model in self.models().values()
+            for part in model.parts
+        ]
+
+    def snapshot(self) -> ManagerSnapshot:
+        """All models together, just now. Never waits for their threads."""
+        return ManagerSnapshot.sum_of([entry.model.snapshot() for entry in self.entries() if entry.model])
+
+    def memory(self) -> dict[str, Any]:
+        """The budget, what is done when it is full, and the devices with their total and free bytes."""
+        return self._admission.report()
+
+    def _idle(self) -> list[str]:
+        """The models that are not in use, the least recently used first. The default one is not among them."""
+        with self._lock:
+            others = [entry for entry in self._entries.values() if entry.id != self._default]
+            ready = [entry.model for entry in others if entry.status == "ready" and not entry.num_holds]
+        idle = [model for model in ready if model is not None and not model.is_busy]
+        return [model.id for model in sorted(idle, key=lambda model: model.last_used)]
+
+    def _num_saved(self, model_id: str) -> int:
+        model = self.models().get(model_id)
+        return 0 if model is None else model.num_saved_bytes
+
     def close(self, save_until: float | None = None) -> None:
         """Closes every model; what runs fails with EngineStopped. Idempotent.
 
@@ -296,3 +345,12 @@ class ModelManager(CallsById):
         with ModelManager._class_lock:
             if ModelManager._open is self:
                 ModelManager._open = None
+
+
+def new_id(source: str, taken: Mapping[str, ModelEntry]) -> str:
+    """The name of the source, with a number if another model has it."""
+    name = PurePosixPath(source.partition("://")[2] or source).name.removesuffix(".gguf") or "model"  # as id_of_source
+    number = 1
+    while (candidate := name if number == 1 else f"{name}-{number}") in taken:
+        number += 1
+    return candidate

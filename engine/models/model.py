@@ -4,29 +4,39 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from cellama.engine.backend import ModelInfo
 from cellama.engine.capabilities import Capability, Uses
 from cellama.engine.core.adapters import UNLOAD_TIMEOUT_S, AdapterInfo
 from cellama.engine.core.embedder import Embedder
-from cellama.engine.core.engine import SAVE_TIMEOUT_S, Engine
-from cellama.engine.core.generation import AdapterChoice, Prompt
+from cellama.engine.core.engine import (
+    CHUNK_TIMEOUT_S,
+    GENERATE_TIMEOUT_S,
+    SAVE_TIMEOUT_S,
+    AdapterChoice,
+    Engine,
+    Prompt,
+)
 from cellama.engine.core.reranker import Reranker
 from cellama.engine.errors import AdapterLoadFailed, ModelLoadFailed, WrongCapability
-from cellama.engine.events import CacheTier
+from cellama.engine.events import CacheTier, Completion
 from cellama.engine.memory.budget import Footprint
 from cellama.engine.options import EngineOptions
+from cellama.engine.sampling_params import SamplingParams
 from cellama.engine.snapshots import ModelSnapshot
 from cellama.engine.system.low_priority import at_low_priority
 from cellama.engine.system.watchdog import Pulse
-from cellama.engine.text.chat_template import Message
+from cellama.engine.text.chat_template import ChatOptions, Message
 
-from .calls import ModelCalls
 from .hub import HubOptions
 from .sources import resolve
+from .tokenizer import Texts, wanted_text
 
 if TYPE_CHECKING:
     from cellama.engine.llama import LlamaBackend, LlamaModel
@@ -35,10 +45,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DEFAULT_MODEL = ":default"
-SAVE_AT_CLOSE_S = 10.0
+SAVE_AT_CLOSE_S = 10.0  # seconds; a supervisor that sent SIGTERM often waits 30 before it kills
+
+TextOrTokens = str | Sequence[int]
+Vector = NDArray[np.float32]
 
 
-class Model(ModelCalls):
+class Model(Texts):
     """A loaded model: its weights, once, and an engine, an embedder, a reranker where its capabilities ask for them."""
 
     _draft_weights: LlamaModel | None = None
@@ -205,10 +218,69 @@ class Model(ModelCalls):
         why = missing(self._weights, capability)
         return WrongCapability(f"model {self.id!r} is loaded for {able}, not for {capability}; {why}")
 
+    # What it is asked
+
+    def generate(self, prompt: Prompt, *, timeout_s: float = GENERATE_TIMEOUT_S, **params: Any) -> str:
+        """The text that follows a prompt; see Engine.generate. Raises WrongCapability, too."""
+        self.require("generate")
+        return self.engine.generate(prompt, timeout_s=timeout_s, **params)
+
+    def prefill(self, prompt: Prompt, *, timeout_s: float = GENERATE_TIMEOUT_S, **params: Any) -> Completion:
+        """Reads a prompt into the cache; see Engine.prefill. Raises WrongCapability, too."""
+        self.require("generate")
+        return self.engine.prefill(prompt, timeout_s=timeout_s, **params)
+
+    def stream(self, prompt: Prompt, *, timeout_s: float = CHUNK_TIMEOUT_S, **params: Any) -> Iterator[str]:
+        """The same in chunks; see Engine.stream."""
+        self.require("generate")
+        return self.engine.stream(prompt, timeout_s=timeout_s, **params)
+
+    def chat(self, messages: Sequence[Message], *, timeout_s: float = GENERATE_TIMEOUT_S, **params: Any) -> Completion:
+        """The assistant's next turn: a Completion, since there is more to it than its text.
+
+        `params` as in ChatOptions, Request and SamplingParams. With `parent_key`, a completion's `finish_key`, the
+        messages are those that follow it. Raises TimeoutError, TemplateFailed, InvalidRequest, WrongCapability,
+        UnknownKey, and what Engine.submit does.
+        """
+        self.require("chat")
+        given = {name: params.pop(name) for name in ChatOptions.__dataclass_fields__ if name in params}
+        options = ChatOptions(**given)
+        sampling = {name: params[name] for name in SamplingParams.__dataclass_fields__ if name in params}
+        prompt = self.prepare_chat(
+            messages,
+            options,
+            follows_reply=params.get("parent_key") is not None,
+            wanted=wanted_text(sampling, self.engine.sampling_defaults, options),
+        )
+        params |= prompt.sampling
+        return self.engine.complete(
+            prompt.tokens, timeout_s=timeout_s, reply=prompt.reply, warnings=prompt.warnings, **params
+        )
+
+    def embed(
+        self, texts: TextOrTokens | Sequence[TextOrTokens], *, timeout_s: float = GENERATE_TIMEOUT_S, **params: Any
+    ) -> list[Vector]:
+        """A vector per text, one of which may be given alone; token ids are taken as they are.
+
+        `params` as in Embedder.submit. Raises TimeoutError, WrongCapability, and what Embedder.submit does.
+        """
+        self.require("embed")
+        alone = isinstance(texts, str) or (len(texts) > 0 and isinstance(texts[0], int))
+        handle = self.embedder.submit(self.tokens_of([texts] if alone else texts), **params)  # type: ignore[list-item,arg-type]
+        try:
+            return handle.result(timeout_s)
+        except TimeoutError:
+            handle.cancel()
+            raise TimeoutError(
+                f"the texts were not read within {timeout_s} s; raise timeout_s, or send fewer"
+            ) from None
+
     def render_chat(self, /, messages: Sequence[Message], **template_args: Any) -> str:
         """As Texts.render_chat. Raises WrongCapability, too."""
         self.require("chat")
         return super().render_chat(messages, **template_args)
+
+    # Its adapters and KV states
 
     def load_adapter(self, name: str, source: str, scale: float = 1.0, hub: HubOptions | None = None) -> AdapterInfo:
         """Loads a LoRA adapter, which requests that do not choose have from now on; with scale 0 only those that do.
@@ -247,6 +319,8 @@ class Model(ModelCalls):
     def evict(self, timeout_s: float = SAVE_TIMEOUT_S) -> int:
         """The same, and then neither idle slots nor RAM have any; the model stays. See Engine.evict."""
         return self.engine.evict(timeout_s)
+
+    # Its state and its end
 
     def snapshot(self) -> ModelSnapshot:
         """The state of its engine, embedder and reranker just now. Never waits for their threads."""

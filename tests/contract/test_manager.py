@@ -30,7 +30,7 @@ from cellama.engine import (
     SamplingParams,
     UnknownModel,
 )
-from cellama.engine.llama.context import LlamaBackend
+from cellama.engine.llama.backend import LlamaBackend
 from cellama.tasks.contract.shapes.workers import WorkerMemory, WorkerModel
 from cellama.tasks.state.registry import describe
 

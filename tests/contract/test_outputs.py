@@ -11,7 +11,7 @@ import pytest
 from cellama.engine import EngineOptions, SamplingParams
 from cellama.engine.backend import Chunk
 from cellama.engine.bundled import TINY_PATH
-from cellama.engine.llama.context import LlamaBackend
+from cellama.engine.llama.backend import LlamaBackend
 from cellama.engine.llama.model import LlamaModel
 
 SLOTS = 4

@@ -14,7 +14,7 @@ from cellama.bench.models.memory_shapes import HybridShape, RecurrentShape, Wind
 from cellama.bench.models.synthetic import Shape, write_model
 from cellama.engine import EngineOptions
 from cellama.engine.backend import Chunk
-from cellama.engine.llama.context import LlamaBackend
+from cellama.engine.llama.backend import LlamaBackend
 from cellama.engine.llama.files.state_format import to_portable
 from cellama.engine.llama.model import LlamaModel
 

@@ -16,7 +16,6 @@ from kombu.exceptions import OperationalError
 from redis import Redis
 
 from cellama.engine import CoreSharing, ManagerSnapshot
-from cellama.engine.models.totals import totals_of
 from cellama.engine.system.processors import machine_id
 from cellama.tasks.connection.redis_clock import redis_time
 from cellama.tasks.contract.keys import WORKERS_KEY, machine_key, reaper_key
@@ -38,7 +37,7 @@ class Models:
         return []
 
     def snapshot(self) -> ManagerSnapshot:
-        return totals_of([])
+        return ManagerSnapshot.sum_of([])
 
     def memory(self) -> dict[str, Any]:
         return {}

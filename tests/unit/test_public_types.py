@@ -18,7 +18,7 @@ import cellama.engine
 import cellama.tasks
 from cellama.engine import AdapterInfo, Device, EmbedderSnapshot, EngineSnapshot, ManagerSnapshot, ModelInfo
 from cellama.engine.memory.budget import Usage
-from cellama.engine.models.model_entry import ModelEntry
+from cellama.engine.models.manager import ModelEntry
 from cellama.engine.system.core_sharing import CoreSharing
 from cellama.engine.system.cores import Place
 from cellama.tasks.contract.shapes import workers as shapes

@@ -11,7 +11,7 @@ import llama_cpp.llama_cpp as lib
 
 from cellama.engine.capabilities import Uses
 from cellama.engine.errors import ModelLoadFailed
-from cellama.engine.llama.context import LlamaBackend
+from cellama.engine.llama.backend import LlamaBackend
 from cellama.engine.llama.model import LlamaModel
 from cellama.engine.memory.budget import Footprint
 from cellama.engine.options import EngineOptions

@@ -10,7 +10,7 @@ import pytest
 from cellama.config import Settings, SettingsError, get_settings, id_of_source, mask_url
 from cellama.config.settings import DEFAULT_SLOTS
 from cellama.engine import EngineOptions
-from cellama.engine.models.model_entry import new_id
+from cellama.engine.models.manager import new_id
 from cellama.tasks.app import EMBEDDING_JOBS, concurrency, num_jobs_of
 from cellama.tasks.worker.model_options import NOT_OPTIONS
 

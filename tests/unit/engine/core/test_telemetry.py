@@ -7,12 +7,20 @@ from collections.abc import Iterator
 
 import pytest
 
-from cellama.engine import Embedder, Engine, EngineOptions, ModelSnapshot, RequestStats, Resumed, StepStats
+from cellama.engine import (
+    Embedder,
+    Engine,
+    EngineOptions,
+    ManagerSnapshot,
+    ModelSnapshot,
+    RequestStats,
+    Resumed,
+    StepStats,
+)
 from cellama.engine.core import telemetry
 from cellama.engine.core.telemetry import Rates
 from cellama.engine.fake import FakeBackend
 from cellama.engine.fake_embedding import FakeEmbeddingBackend
-from cellama.engine.models.totals import totals_of
 
 from ....conftest import wait_until
 from ...conftest import PATIENCE_S, Gate, MakeEngine, request
@@ -207,7 +215,8 @@ def test_totals_are_over_all_engines_and_embedders(
     reader, open_reader = embedder
     open_reader.set()
     reader.submit([[1, 2]]).result(PATIENCE_S)
-    totals = totals_of([ModelSnapshot(engine.snapshot(), reader.snapshot(), None), ModelSnapshot(None, None, None)])
+    models = [ModelSnapshot(engine.snapshot(), reader.snapshot(), None), ModelSnapshot(None, None, None)]
+    totals = ManagerSnapshot.sum_of(models)
     gate.open.set()
     running.result(PATIENCE_S)
     assert (totals.phase, totals.models, totals.slots_busy, totals.slots_total) == ("prefilling", 2, 1, 4)

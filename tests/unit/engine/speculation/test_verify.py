@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from cellama.engine import Engine, EngineOptions, InvalidRequest, PromptTooLong, Request, SamplingParams
-from cellama.engine.core.generation import Verdict
+from cellama.engine.core.engine import Verdict
 from cellama.engine.fake import FakeBackend
 
 from ...conftest import MakeEngine

@@ -1,11 +1,12 @@
-"""The KV cache of a context: its shape, and moving cells between slots and RAM. Implements KvMemory."""
+"""The engine's Backend on llama.cpp: a context for generation, with the KV cells of its slots."""
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import llama_cpp
@@ -14,27 +15,21 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Buffer
 
+from cellama.engine.backend import ABORTED, AdapterSet, Chunk, DecodeError, Sampler
 from cellama.engine.errors import InvalidRequest
 from cellama.engine.memory.context_size import STREAM_PADDING
 from cellama.engine.options import EngineOptions
+from cellama.engine.sampling_params import SamplingParams
 
+from . import log as llama_log
+from .context import AbortFlag, TokenBatch, end_threads, new_context, set_threads
 from .files.state_format import from_portable, to_portable
-from .model import LlamaModel
+from .model import LlamaModel, adapter_pointer
+from .outputs import Outputs
+from .samplers import GreedySampler, LlamaSampler, Plan, form_of
 
 STATE_FORMAT = 2  # of portable states; another number makes those of before foreign
 UNIFIED_UP_TO = 1  # slots; docs/adr/003-kv-layout.md
-
-
-CACHE_TYPES = {  # types of KV cells → their numbers in ggml.h
-    "f32": lib.GGML_TYPE_F32,
-    "f16": lib.GGML_TYPE_F16,
-    "bf16": 30,  # llama_cpp does not name it
-    "q8_0": lib.GGML_TYPE_Q8_0,
-    "q5_1": lib.GGML_TYPE_Q5_1,
-    "q5_0": lib.GGML_TYPE_Q5_0,
-    "q4_1": lib.GGML_TYPE_Q4_1,
-    "q4_0": lib.GGML_TYPE_Q4_0,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,18 +82,34 @@ def identity_of(model: LlamaModel, options: EngineOptions, load_log: Iterable[st
     return hashlib.sha256(repr(parts).encode()).digest()
 
 
-class LlamaMemory:
-    """The cells of a context's slots. Engine thread only. What they allow: docs/adr/010-cutting-states-back.md."""
+class LlamaBackend:
+    """The engine's Backend on llama.cpp."""
 
-    def __init__(self, model: LlamaModel, context: Any, shape: KvShape, n_slots: int) -> None:
-        self.n_slots = n_slots
+    def __init__(self, model: LlamaModel, options: EngineOptions) -> None:
+        """Allocates context and KV cache. Raises ModelLoadFailed, InvalidRequest."""
+        shape = KvShape.choose(model, options)
+        self.vocabulary = model
+        self.n_vocab = model.info.n_vocab
+        with llama_log.capture() as lines:
+            self.context = new_context(
+                model,
+                options,
+                n_ctx=shape.n_ctx,
+                n_seq_max=options.num_slots,
+                n_batch=options.n_batch,
+                n_ubatch=options.pass_tokens,
+                n_outputs_max=options.logit_rows,  # of n_batch they would be reserved
+                kv_unified=shape.unified,
+            )
+        self.identity = identity_of(model, options, lines)
+        self.n_slots = options.num_slots
         self.ctx_per_slot = shape.ctx_per_slot
         self.n_cells = shape.n_cells
         self.unified = shape.unified
         recurrent = lib.llama_model_is_recurrent(model.pointer) or lib.llama_model_is_hybrid(model.pointer)
         self._window = 0 if recurrent else lib.llama_model_n_swa(model.pointer)
         self.partial_reuse = not recurrent
-        self._num_streams = 1 if shape.unified else n_slots
+        self._num_streams = 1 if shape.unified else options.num_slots
         windows = bool(lib.llama_model_n_swa(model.pointer))  # a block of cells more, for the layers that have one
         # Blocks of cells before that of a recurrent memory, in states and checkpoints; None: there is no such memory.
         self._cell_blocks: int | None = None
@@ -106,9 +117,109 @@ class LlamaMemory:
         if recurrent:
             self._cell_blocks = 1 + windows if lib.llama_model_is_hybrid(model.pointer) else 0
             self._checkpoint_blocks = int(windows) if self._cell_blocks else 0
-        self._context = context
-        self._memory = lib.llama_get_memory(context)
+        self._memory = lib.llama_get_memory(self.context)
         self._in_copy: set[int] = set()  # slots whose streams llama.cpp copies at the beginning of its next decode call
+        self.threads: int = lib.llama_n_threads(self.context)
+        self._batch = TokenBatch(options.n_batch)
+        self._most_rows = options.logit_rows
+        self._outputs = Outputs(self.context, options.logit_rows, self.n_vocab)
+        self._abort = AbortFlag(self.context)
+        self._adapters: AdapterSet = ()  # those of the last decode call
+
+    def set_threads(self, count: int) -> None:
+        set_threads(self.context, count)
+        self.threads = count
+
+    def rest(self) -> None:
+        end_threads()
+
+    def load_adapter(self, path: Path) -> int:
+        return self.vocabulary.load_adapter(path)
+
+    def free_adapter(self, handle: int) -> None:
+        self.vocabulary.free_adapter(handle)
+
+    def decode(self, chunks: Sequence[Chunk], adapters: AdapterSet = ()) -> None:
+        batch = self._batch
+        batch.clear()
+        self._outputs.forget()
+        num_rows = sum([1 + chunk.num_drafts for chunk in chunks if chunk.samples])
+        if num_rows > self._most_rows:  # llama.cpp would end the process
+            raise ValueError(f"a batch with {num_rows} rows of logits, there are {self._most_rows}")
+        for chunk in chunks:
+            last = batch.add(chunk.slot, chunk.position, chunk.tokens)
+            if chunk.samples:
+                batch.want_outputs(last + 1 - len(chunk.tokens) if chunk.decode else last, 1 + chunk.num_drafts)
+        if adapters == self._adapters:
+            code = self._call_decode()
+        else:  # the first decode call with other adapters makes its graph anew
+            with self.vocabulary.adapters_lock:
+                self._set_adapters(adapters)
+                code = self._call_decode()
+        # A GPU computes on after llama_decode: what it takes is known, and worth learning from, when that is over.
+        lib.llama_synchronize(self.context)
+        self._abort.lower()
+        if code != -1:  # else it did not even begin
+            self._in_copy.clear()
+        if code:
+            raise DecodeError(code)
+        self._outputs.expect([(chunk.slot, 1 + chunk.num_drafts) for chunk in chunks if chunk.samples])
+
+    def _call_decode(self) -> int:
+        return llama_log.call_abortable(
+            self._abort.is_raised, lambda: lib.llama_decode(self.context, self._batch.batch), aborted=ABORTED
+        )
+
+    def _set_adapters(self, adapters: AdapterSet) -> None:
+        # Through none at all: llama.cpp compares addresses, and a new adapter may lie where a freed one was.
+        lib.llama_set_adapters_lora(self.context, None, 0, None)
+        if adapters:
+            pointers = (lib.llama_adapter_lora_p_ctypes * len(adapters))(
+                *(adapter_pointer(use.adapter.handle) for use in adapters)
+            )
+            scales = (ctypes.c_float * len(adapters))(*(use.scale for use in adapters))
+            lib.llama_set_adapters_lora(self.context, pointers, len(adapters), scales)
+        self._adapters = adapters
+
+    def abort(self) -> None:
+        self._abort.raise_()
+
+    def logits(self, slot: int, row: int = 0) -> NDArray[np.float32]:
+        """A view on a row of this slot's logits, float32 of n_vocab, valid until the next decode. Raises KeyError."""
+        return self._outputs.row(slot, row)
+
+    def likeliest(self, slot: int, row: int = 0) -> int:
+        """The token with the highest logit, before anything changed this row. Raises KeyError."""
+        return self._outputs.likeliest(slot, row)
+
+    def prepare(self, params: SamplingParams, visible: Mapping[int, bytes] | None = None) -> Plan:
+        for token, _ in params.logit_bias:
+            if token >= self.n_vocab:
+                raise InvalidRequest(f"logit_bias names token {token}; the model has tokens 0..{self.n_vocab - 1}")
+        form = form_of(params)
+        return Plan(
+            params,
+            None if form is None else self.vocabulary.grammars.compile(form, visible),
+            self.vocabulary.breakers(params.dry_sequence_breakers) if params.has_dry else None,
+        )
+
+    def new_sampler(
+        self,
+        plan: Plan,
+        seed: int,
+        history: Sequence[int],
+        *,
+        ban_end: bool,
+        num_sampled: int = 0,
+        num_unbound: int | None = 0,
+        mirostat_mu: float | None = None,
+    ) -> Sampler:
+        banned = np.array(sorted(self.vocabulary.end_tokens), dtype=np.int64) if ban_end else None
+        if plan.params.is_plainly_greedy:
+            return GreedySampler(self, banned)
+        return LlamaSampler(self, plan, seed, history, banned, num_sampled, num_unbound, mirostat_mu)
+
+    # The cells of its slots (docs/adr/010-cutting-states-back.md)
 
     def first_cut(self, slot: int) -> int:
         if not self.partial_reuse:
@@ -152,7 +263,7 @@ class LlamaMemory:
         batch = lib.llama_batch_init(1, 0, 1)
         batch.n_tokens, batch.token[0], batch.pos[0], batch.logits[0] = 1, 0, position, 0
         batch.n_seq_id[0], batch.seq_id[0][0] = 1, slot
-        code = lib.llama_decode(self._context, batch)
+        code = lib.llama_decode(self.context, batch)
         lib.llama_batch_free(batch)
         lib.llama_memory_seq_rm(self._memory, slot, position, -1)
         if code < 0:
@@ -160,7 +271,7 @@ class LlamaMemory:
         self._in_copy.clear()
 
     def state_bytes(self, slot: int) -> int:
-        return int(lib.llama_state_seq_get_size(self._context, slot))
+        return int(lib.llama_state_seq_get_size(self.context, slot))
 
     def save(self, slot: int) -> NDArray[np.uint8]:
         return self._write(slot, self.state_bytes(slot), lib.LLAMA_STATE_SEQ_FLAGS_NONE)
@@ -171,7 +282,7 @@ class LlamaMemory:
         return self._read(slot, data, lib.LLAMA_STATE_SEQ_FLAGS_NONE) and self.trim(slot, num_tokens, checkpoint)
 
     def checkpoint_bytes(self, slot: int) -> int:
-        return int(lib.llama_state_seq_get_size_ext(self._context, slot, lib.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY))
+        return int(lib.llama_state_seq_get_size_ext(self.context, slot, lib.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY))
 
     def checkpoint(self, slot: int) -> NDArray[np.uint8]:
         return self._write(slot, self.checkpoint_bytes(slot), lib.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)
@@ -185,17 +296,21 @@ class LlamaMemory:
     def _write(self, slot: int, size: int, flags: int) -> NDArray[np.uint8]:
         self._finish_copy(slot)
         data = np.empty(size, np.uint8)
-        if not lib.llama_state_seq_get_data_ext(self._context, _pointer(data), len(data), slot, flags):
+        if not lib.llama_state_seq_get_data_ext(self.context, _pointer(data), len(data), slot, flags):
             raise RuntimeError(f"llama.cpp can't copy the state of slot {slot}, which has {len(data)} bytes")
         return data
 
     def _read(self, slot: int, data: NDArray[np.uint8], flags: int) -> bool:
         """The slot has the state, or the part of it that is written in `data`; False: it is empty."""
         self._finish_copy(slot)
-        if lib.llama_state_seq_set_data_ext(self._context, _pointer(data), len(data), slot, flags):
+        if lib.llama_state_seq_set_data_ext(self.context, _pointer(data), len(data), slot, flags):
             return True
         lib.llama_memory_seq_rm(self._memory, slot, -1, -1)
         return False
+
+    def close(self) -> None:
+        self._batch.close()
+        lib.llama_free(self.context)
 
 
 def _pointer(data: NDArray[np.uint8]) -> Any:
