@@ -18,7 +18,6 @@ from cellama.engine.backend import Backend
 from cellama.engine.errors import EngineError
 from cellama.engine.events import CacheTier
 from cellama.engine.kvcache.disk_tier import DiskTier, PrefillRate, Store
-from cellama.engine.kvcache.probe import probe
 from cellama.engine.kvcache.ram_tier import SavedState
 from cellama.engine.options import EngineOptions
 from cellama.engine.scheduling.scheduler import Limits, Scheduler
@@ -259,7 +258,7 @@ class EngineCore:
 
     def saved_states(self) -> list[SavedState]:
         """All that is in RAM; what is likeliest to be of use, and of that what was used last, comes last."""
-        return sorted(self.scheduler.cache.ram.states(), key=lambda state: state.note.use)
+        return sorted(self.scheduler.cache.ram.states(), key=lambda state: state.note.reuse_probability)
 
     def offer(self, state: SavedState) -> None:
         """The folder is offered one of these."""
@@ -268,9 +267,9 @@ class EngineCore:
 
     def probe(self, tokens: tuple[int, ...], scope: Hashable) -> dict[CacheTier, int]:
         """How many of these are on the device and in RAM. Any thread."""
-        cache, slots = self.scheduler.cache, enumerate(list(self.scheduler.slots))
-        held = [cache.held_by(slot) if s is None else (s.tokens[: s.num_computed], s.scope) for slot, s in slots]
-        return probe(cache, held, tokens, scope)
+        slots = list(self.scheduler.slots)
+        running = [None if s is None else (s.tokens[: s.num_computed], s.scope) for s in slots]
+        return self.scheduler.cache.probe(running, tokens, scope)
 
     def forget_idle(self) -> None:
         """Idle slots are empty, and RAM has no states."""

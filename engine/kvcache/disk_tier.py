@@ -22,7 +22,7 @@ from cellama.engine.kvstore.store import StateStore
 from cellama.engine.kvstore.worth import longest_wait_s, saved_s, worth_s
 from cellama.engine.options import EngineOptions
 
-from .ram_tier import Note, RamTier, SavedState
+from .ram_tier import RamTier, SavedState, StateNote
 
 log = logging.getLogger(__name__)
 
@@ -183,9 +183,15 @@ class DiskTier:
             checkpoints[length], told = self._memory.from_portable(part, checkpoint=True)
             if told != length:
                 raise ValueError(f"a checkpoint of {told} tokens is named one of {length}")
-        note = Note(num_tokens, *tokens[num_tokens:])
-        first_cut = min(kept.first_cut, num_tokens)
-        state = SavedState(tokens[:num_tokens], first_cut, scope, data, "disk", note, from_disk=True)
+        state = SavedState(
+            tokens=tokens[:num_tokens],
+            first_cut=min(kept.first_cut, num_tokens),
+            scope=scope,
+            data=data,
+            tier="disk",
+            note=StateNote(next_token=tokens[num_tokens] if num_tokens < len(tokens) else None),
+            from_disk=True,
+        )
         return state, checkpoints
 
     def receive(self, now: float) -> None:
@@ -218,7 +224,7 @@ class DiskTier:
         checkpoints = self._ram.checkpoints_of(state)
         num_bytes = state.num_bytes + sum(data.nbytes for data in checkpoints.values())
         rates = (self.rate.tokens_per_s, self.store.read_rate)
-        worth = worth_s(state.num_tokens, num_bytes, *rates, state.note.use)
+        worth = worth_s(state.num_tokens, num_bytes, *rates, state.note.reuse_probability)
         try:
             self.store.offer(partial(self._kept, state, checkpoints, seed), worth, num_bytes)
         except Exception:

@@ -1,8 +1,8 @@
 """Which tokens lie in which slot, what a new sequence can take over, and what is kept in RAM.
 
-A slot's cells outlive its sequence: they wait there for a sequence that begins alike, until they are
-needed. Then they move to RAM (ram_tier.py), if they are worth it. Every change of the device's cells goes through
-this class. Engine thread only.
+A slot keeps its cells when its sequence ends, for a later sequence with the same prefix. When the slot is needed, the
+cells move to RAM (ram_tier.py) if they are worth it. Every change of the device's cells goes through this class.
+Only the engine thread uses it, except for `probe`.
 """
 
 from __future__ import annotations
@@ -10,20 +10,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from cellama.engine.backend import KvMemory
 from cellama.engine.events import CacheTier
 
 from .cells import Cells
 from .checkpoints import Checkpoints
-from .prefix import PrefixIndex, Tokens
-from .ram_tier import Note, RamTier, SavedState, Source
-from .slot_swaps import SlotSwaps
+from .prefix import PrefixIndex, Tokens, common_length
+from .ram_tier import RamTier, SavedState, Source, StateNote
 from .sources import Sources
 
 log = logging.getLogger(__name__)
 
-WORTH_SAVING_TOKENS = 64  # fewer are faster computed again than kept
+WORTH_SAVING_TOKENS = 64  # computing fewer again is faster than copying them to RAM and back
+
+SlotContents = tuple[Sequence[int], Hashable]  # the tokens that are computed in a slot, and their scope
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,15 @@ class CacheCounters:
     misses: int = 0
 
 
+@dataclass(slots=True)
+class _SlotRecord:
+    """What is known of a slot beside its cells, its tokens and its checkpoints."""
+
+    last_used: int = 0  # on the cache's own clock
+    is_unsaved: bool = False  # it is idle, worth saving, and not saved yet
+    note: StateNote | None = None  # from the sequence that ended there
+
+
 class KvCache:
     """The states of all slots and of RAM, and how a sequence comes by its prefix."""
 
@@ -69,12 +80,7 @@ class KvCache:
         self.checkpoints = Checkpoints(memory, 0 if memory.partial_reuse else ram_bytes // 2)
         self.ram = RamTier(memory, ram_bytes - self.checkpoints.quota_bytes, self.checkpoints)
         self.sources = Sources(memory, self.cells, self._index, self.ram, self.checkpoints)
-        self._scopes: dict[int, Hashable] = {}  # of slots that have an entry in the index
-        self._unsaved: dict[int, None] = {}  # idle slots worth saving, longest idle first
-        self._last_used = [0] * memory.n_slots
-        self.swaps = SlotSwaps(
-            memory, self.cells, self._index, self.checkpoints, (self._scopes, self._unsaved, self._last_used)
-        )
+        self._records = [_SlotRecord() for _ in range(memory.n_slots)]
         self._clock = 0
 
     # Finding a slot
@@ -101,14 +107,18 @@ class KvCache:
 
         What a waiting sequence begins with goes last.
         """
-        order = sorted(idle, key=lambda slot: (slot != preferred, self.cells.of(slot) > 0, self._last_used[slot], slot))
+
+        def rank(slot: int) -> tuple[bool, bool, int, int]:
+            return slot != preferred, self.cells.of(slot) > 0, self._records[slot].last_used, slot
+
+        order = sorted(idle, key=rank)
         return next((slot for slot in order if not self._is_demanded(slot)), order[0])
 
     def _is_demanded(self, slot: int) -> bool:
         """True if a sequence waits for a prefix that only this slot has."""
         if slot not in self._index:
             return False
-        tokens, scope = self._index.tokens_of(slot), self._scopes[slot]
+        tokens, scope = self._index.entry_of(slot)
         length = self.sources.usable(slot, self._demanded_prefix(tokens, scope))
         if length < WORTH_SAVING_TOKENS or self.cells.of(slot) < len(tokens):  # a running one
             return False
@@ -142,7 +152,8 @@ class KvCache:
     def _continue_in(self, slot: int, count: int) -> int:
         if self.cells.of(slot) - count >= WORTH_SAVING_TOKENS:
             self.save_unsaved(slot)
-        self._unsaved.pop(slot, None)
+        record = self._records[slot]
+        record.is_unsaved, record.note = False, None
         kept = self.truncate(slot, count)
         self.counters.hits_slot += kept > 0
         return kept
@@ -191,12 +202,11 @@ class KvCache:
 
     def _index_slot(self, slot: int, tokens: Sequence[int], scope: Hashable) -> None:
         self._index.insert(slot, tokens, scope)
-        self._scopes[slot] = scope
         self._touch(slot)
 
     def _touch(self, slot: int) -> None:
         self._clock += 1
-        self._last_used[slot] = self._clock
+        self._records[slot].last_used = self._clock
 
     def extend(self, slot: int, count: int) -> None:
         """Accounts `count` positions that were computed."""
@@ -222,29 +232,29 @@ class KvCache:
         return self._index.branches(tokens, scope) + self.ram.branches(tokens, scope)
 
     def retire(
-        self, slot: int, tokens: Sequence[int], scope: Hashable, *, save: bool, note: Note | None = None
+        self, slot: int, tokens: Sequence[int], scope: Hashable, *, save: bool, note: StateNote | None = None
     ) -> None:
-        """The sequence of a slot has ended; its cells, which hold `tokens`, wait for another one."""
+        """Keep the cells of a slot whose sequence has ended, and which hold `tokens`, for a later sequence."""
         self._index_slot(slot, tokens, scope)
-        if note is not None:
-            self.ram.notes[slot] = note
-        if save and self.ram.quota_bytes and len(tokens) >= WORTH_SAVING_TOKENS:
-            self._unsaved[slot] = None
+        record = self._records[slot]
+        record.note = note
+        record.is_unsaved = save and self._is_worth_saving(len(tokens))
+
+    def _is_worth_saving(self, num_tokens: int) -> bool:
+        return self.ram.quota_bytes > 0 and num_tokens >= WORTH_SAVING_TOKENS
 
     def clear(self, slot: int) -> None:
         """Empties a slot, after saving what is worth it."""
         if self.ram.quota_bytes and self._is_demanded(slot):
-            self._unsaved[slot] = None
+            self._records[slot].is_unsaved = True
         self.save_unsaved(slot)
-        self._index.remove(slot)
-        self._scopes.pop(slot, None)
-        self.truncate(slot, 0)
+        self.wipe(slot)
 
     def wipe(self, slot: int) -> None:
-        """Empties a slot whose contents are unknown."""
-        self._unsaved.pop(slot, None)
+        """Empty a slot without saving anything, for instance because its contents are unknown."""
+        record = self._records[slot]
+        record.is_unsaved, record.note = False, None
         self._index.remove(slot)
-        self._scopes.pop(slot, None)
         self.truncate(slot, 0)
 
     def reclaim(self, idle: Iterable[int], missing: int) -> bool:
@@ -252,7 +262,9 @@ class KvCache:
 
         Those without a demanded prefix go first, and of them the longest unused.
         """
-        slots = sorted(idle, key=lambda slot: (self._is_demanded(slot), self._last_used[slot])) if missing > 0 else []
+        if missing <= 0:
+            return True
+        slots = sorted(idle, key=lambda slot: (self._is_demanded(slot), self._records[slot].last_used))
         if missing > self.cells.freed_by(slots):
             return False
         needed = self.cells.free + missing
@@ -262,38 +274,114 @@ class KvCache:
             self.clear(slot)
         return True
 
+    # Moving between slots
+
+    def swap(self, slot: int, other: int) -> bool:
+        """Exchange the contents of two slots that share no cells; a content that can't be moved is lost.
+
+        What `slot` had is copied with all that can be taken over from it, what `other` had is saved and restored.
+        Return False if nothing has changed. When it raises, the contents of both are unknown.
+        """
+        num_tokens = self.cells.of(slot)
+        try:
+            state = self.memory.save(other) if self.cells.of(other) else None
+        except Exception:  # no memory for the buffers, for instance
+            log.exception("can't exchange two slots; they stay as they are")
+            return False
+        self.memory.trim(other, 0)
+        if num_tokens and not self._fills(other, self.memory.copy, slot, other, num_tokens):
+            self._lose_contents(slot)
+        self.memory.trim(slot, 0)
+        if state is not None and not self._fills(slot, self.memory.restore, slot, state, self.cells.of(other)):
+            self._lose_contents(other)
+            self._records[other].is_unsaved = False
+        self.cells.swap(slot, other)
+        self.checkpoints.swap(slot, other)
+        self._swap_entries(slot, other)
+        self._records[slot], self._records[other] = self._records[other], self._records[slot]
+        return True
+
+    def _lose_contents(self, slot: int) -> None:
+        self.cells.trim(slot, 0)
+        self.checkpoints.cut(slot, 0)
+
+    def _fills(self, slot: int, action: Callable[..., bool], *args: Any) -> bool:
+        try:
+            return action(*args)
+        except Exception:
+            log.exception("can't move a state between slots; it is computed again when it is needed")
+            self.memory.trim(slot, 0)
+            return False
+
+    def _swap_entries(self, slot: int, other: int) -> None:
+        """Both entries leave the index before one comes back, so that no thread finds tokens with a wrong scope."""
+        entries = [
+            (target, self._index.entry_of(held))
+            for held, target in ((slot, other), (other, slot))
+            if held in self._index
+        ]
+        self._index.remove(slot)
+        self._index.remove(other)
+        for target, (tokens, scope) in entries:
+            self._index.insert(target, tokens, scope)
+
     # RAM
 
-    def save(self, slot: int, tokens: Sequence[int], scope: Hashable) -> None:
-        """Keeps a copy of a slot's cells, which hold `tokens`, as far as the quota goes."""
-        self._unsaved.pop(slot, None)
-        if self.ram.quota_bytes and len(tokens) >= WORTH_SAVING_TOKENS:
-            self.ram.save(slot, tokens, scope)
+    def save(self, slot: int, tokens: Sequence[int], scope: Hashable, note: StateNote | None = None) -> None:
+        """Copy a slot's cells, which hold `tokens`, to RAM, as far as the quota goes."""
+        self._records[slot].is_unsaved = False
+        if self._is_worth_saving(len(tokens)):
+            self.ram.save(slot, tokens, scope, note)
 
     def save_unsaved(self, slot: int) -> None:
-        """Saves an idle slot, if it is worth it and not saved yet."""
-        if slot in self._unsaved:
-            self.save(slot, self._index.tokens_of(slot), self._scopes[slot])
+        """Save an idle slot, if it is worth it and not saved yet."""
+        record = self._records[slot]
+        if record.is_unsaved:
+            self.save(slot, *self._index.entry_of(slot), record.note)
 
     def save_one_idle(self) -> bool:
-        """Saves the slot that has waited for it longest; False when none waits. For times without a step."""
-        slot = next(iter(self._unsaved), None)
+        """Save the slot that has been idle for longest; return False if there is none. For times without a step."""
+        slot = min(self.unsaved(), key=lambda slot: self._records[slot].last_used, default=None)
         if slot is None:
             return False
         self.save_unsaved(slot)
         return True
 
-    def held_by(self, slot: int) -> tuple[Tokens, Hashable] | None:
-        """What an idle slot holds, and its scope. Any thread: it may be a moment behind."""
+    def unsaved(self) -> list[int]:
+        """Return the idle slots that are worth saving, and are not saved yet."""
+        return [slot for slot, record in enumerate(self._records) if record.is_unsaved]
+
+    def forget_scope(self, scope: Hashable) -> None:
+        """Drop the saved states of a scope that will not be asked for again."""
+        self.ram.forget_scope(scope)
+
+    # Any thread
+
+    def probe(self, running: Sequence[SlotContents | None], tokens: Tokens, scope: Hashable) -> dict[CacheTier, int]:
+        """Return how many of the first tokens a slot has, and a state in RAM. Any thread: it may be a moment behind.
+
+        `running` has what the running sequence of each slot has computed, and None for an idle slot.
+        """
+        device = ram = 0
+        for slot, contents in enumerate(running):
+            held = self._contents_of(slot) if contents is None else contents
+            if held is not None and held[1] == scope:
+                first_cut = 0 if self.memory.partial_reuse else len(held[0])
+                device = max(device, self._usable(slot, common_length(tuple(held[0]), tokens), first_cut))
+        for state in self.ram.states():
+            if state.scope == scope:
+                ram = max(ram, self._usable(state, common_length(state.tokens, tokens), state.first_cut))
+        return {"device": device, "ram": ram}
+
+    def _contents_of(self, slot: int) -> SlotContents | None:
+        """Return what an idle slot holds."""
         try:
-            return self._index.tokens_of(slot), self._scopes[slot]
+            return self._index.entry_of(slot)
         except KeyError:
             return None
 
-    def unsaved(self) -> list[int]:
-        """Idle slots that are worth saving, and are not saved yet."""
-        return list(self._unsaved)
-
-    def forget_scope(self, scope: Hashable) -> None:
-        """Drops the saved states of a scope that will not be asked for again."""
-        self.ram.forget_scope(scope)
+    def _usable(self, holder: Source, shared: int, first_cut: int) -> int:
+        """As `Sources.usable`, without asking the device."""
+        if shared >= first_cut:
+            return shared
+        return max((length for length in self.checkpoints.lengths(holder) if length <= shared), default=0)

@@ -73,14 +73,14 @@ class PrefixIndex(Generic[Holder]):
                 _merge_with_only_child(node)
             node = parent
 
-    def tokens_of(self, holder: Holder) -> Tokens:
-        """The tokens that the holder was inserted with. Raises KeyError."""
+    def entry_of(self, holder: Holder) -> tuple[Tokens, Hashable]:
+        """Return the tokens and the scope that the holder was inserted with. Raises KeyError."""
         node = self._ends[holder]
         edges = [node.edge]
         while node.parent is not None:
             node = node.parent
             edges.append(node.edge)
-        return tuple(chain.from_iterable(reversed(edges)))
+        return tuple(chain.from_iterable(reversed(edges))), node.scope
 
     def matches(self, tokens: Sequence[int], scope: Hashable = "") -> Iterator[tuple[Holder, int]]:
         """Every holder of the scope that shares a prefix with `tokens`, and its length; the longest first.

@@ -22,12 +22,11 @@ MOST_MATCHES = 64  # states that a search looks at: those that share as much dif
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
-    """What is known of a slot's tokens when their sequence ends, for whoever keeps its state."""
+class StateNote:
+    """What the sequence that computed a state says of it."""
 
-    num_tokens: int  # that it is about
-    next_token: int | None = None  # that was sampled behind them: with it they are the context that has a key
-    use: float = 0.5  # how probable it is that a request goes on from there
+    next_token: int | None = None  # sampled after the state's tokens: with it they are the context that has a key
+    reuse_probability: float = 0.5  # that a later request continues from the state
 
 
 @dataclass(eq=False, slots=True)
@@ -39,7 +38,7 @@ class SavedState:
     scope: Hashable
     data: Any
     tier: CacheTier = "ram"  # "disk" until it is taken over for the first time, if it was read from there
-    note: Note = Note(0)
+    note: StateNote = StateNote()
     from_disk: bool = False
 
     @property
@@ -64,7 +63,6 @@ class RamTier:
         self.num_saves = 0  # since the start
         self.num_evictions = 0  # states dropped for the quota, since the start
         self.reserved_bytes = 0  # of these, for what is being read from disk
-        self.notes: dict[int, Note] = {}  # of slots
         self.on_saved: Callable[[SavedState], object] | None = None  # is told of each state that was copied to RAM
         self._memory = memory
         self._checkpoints = checkpoints
@@ -84,24 +82,21 @@ class RamTier:
             return some
         return merge(some, self._index.whole_matches(tokens, scope), key=lambda match: -match[1])
 
-    def save(self, slot: int, tokens: Sequence[int], scope: Hashable) -> None:
-        """Keeps a copy of a slot's cells, which hold `tokens`, unless there is one, or it is larger than the quota."""
+    def save(self, slot: int, tokens: Sequence[int], scope: Hashable, note: StateNote | None = None) -> None:
+        """Copy a slot's cells, which hold `tokens`, unless there is a copy, or it would be larger than the quota."""
         if self._has(tokens, scope):
             return
         try:
-            self._save(slot, tokens, scope)
+            self._save(slot, tokens, scope, note or StateNote())
         except Exception:  # no memory for it, for instance
             log.exception("the state of a slot could not be saved; it is computed again when it is needed")
 
-    def _save(self, slot: int, tokens: Sequence[int], scope: Hashable) -> None:
+    def _save(self, slot: int, tokens: Sequence[int], scope: Hashable, note: StateNote) -> None:
         size = self._memory.state_bytes(slot)
         if size > self.quota_bytes - self.reserved_bytes:
             return
         self._forget_shorter(tokens, scope)
         self._make_room(size)  # before the copy: both together are more than the quota
-        note = self.notes.pop(slot, None)
-        if note is None or note.num_tokens != len(tokens):
-            note = Note(len(tokens))
         first_cut = self._memory.first_saved_cut(len(tokens))
         state = SavedState(tuple(tokens), first_cut, scope, self._memory.save(slot), note=note)
         self._checkpoints.inherit(state, slot, len(tokens))

@@ -11,7 +11,7 @@ from cellama.engine.backend import AdapterSet, Chunk, key_of
 from cellama.engine.events import CacheTier, Completion, Context, FinishReason, Timings, Usage
 from cellama.engine.kvcache.disk_tier import Wait
 from cellama.engine.kvcache.manager import WORTH_SAVING_TOKENS
-from cellama.engine.kvcache.ram_tier import Note
+from cellama.engine.kvcache.ram_tier import StateNote
 from cellama.engine.kvstore.states import Match
 from cellama.engine.logprobs import TokenLogprob
 from cellama.engine.request import Request
@@ -140,7 +140,7 @@ class Sequence:
         return self.request.is_interactive or self.request.prefill_only
 
     @property
-    def note(self) -> Note:
+    def note(self) -> StateNote:
         """What is to be known of its state when it ends."""
         pending = self.tokens[self.num_computed :]
         if self.request.prefill_only:
@@ -149,7 +149,7 @@ class Sequence:
             use = USE_OF_SHARED
         else:
             use = USE_OF_CHAT if self.request.reply is not None else USE_OF_OTHER
-        return Note(self.num_computed, pending[0] if len(pending) == 1 else None, use)
+        return StateNote(next_token=pending[0] if len(pending) == 1 else None, reuse_probability=use)
 
     @property
     def is_due_to_be_copied(self) -> bool:

@@ -224,7 +224,7 @@ class SlotLayout:
             self._cache.clear(target)
         pair = [(sequence, target), *([] if other is None else [(other, slot)])]
         try:
-            if not self._cache.swaps.swap(slot, target):
+            if not self._cache.swap(slot, target):
                 return False
         except Exception:  # what the two hold is unknown
             log.exception("a slot could not be moved; its sequence is computed again")

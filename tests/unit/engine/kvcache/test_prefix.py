@@ -62,7 +62,7 @@ class PrefixIndexMachine(RuleBasedStateMachine):
 
     @invariant()
     def tokens_are_kept(self) -> None:
-        assert all(list(self.index.tokens_of(h)) == tokens for h, (tokens, _) in self.entries.items())
+        assert all(self.index.entry_of(h) == (tuple(tokens), scope) for h, (tokens, scope) in self.entries.items())
         assert all(holder in self.index for holder in self.entries)
 
     @invariant()
