@@ -51,7 +51,7 @@ class CellamaApp(Celery):  # type: ignore[misc]
     redis_url: str | None = None  # None: that of the settings
     templates: Templates  # of messages (enqueue.py)
     runtime: Worker | None = None  # set by the worker's lifecycle
-    attempt: Callable[[Task, bool, Callable[[Any], Result]], Result]  # too: makes one attempt at a job (attempt.py)
+    attempt: Callable[[Task, bool, Callable[[], Any]], Result]  # too: makes one attempt at a job (attempt.py)
     server_check: ServerCheck  # too
 
     def connection_for_write(self, url: str | None = None, **options: Any) -> Connection:

@@ -267,12 +267,12 @@ class JobTask(Task):  # type: ignore[misc]
         """The payload of a call. Raises InvalidJob."""
         return parse_job(self.kind.payload, self.kind.positional, args, kwargs)
 
-    def run_job(self, args: Any, kwargs: Any, body: Callable[[Any, Any], Result]) -> Result:
-        """Runs a call in a worker; `body(run, payload)` does the work. Raises JobFailed."""
+    def run_job(self, args: Any, kwargs: Any) -> Result:
+        """Run a call in a worker. Raises JobFailed."""
         if self.app.runtime is None or self.request.called_directly:
             raise JobFailed("no_worker", IN_WORKERS_ONLY)
         streams = self.kind.streams and kwargs.get("stream", True) is not False
-        result: Result = self.app.attempt(self, streams, lambda run: body(run, self._payload_here(args, kwargs)))
+        result: Result = self.app.attempt(self, streams, lambda: self._payload_here(args, kwargs))
         return result
 
 

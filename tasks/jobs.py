@@ -30,55 +30,55 @@ def _task(name: str) -> Callable[[Callable[..., Result]], JobTask]:
 @_task(names.TASK_GENERATE)
 def generate(self: JobTask, /, *args: Any, **kwargs: Any) -> Result:
     """`generate(model, prompt, **params)`: the text that follows a prompt."""
-    return self.run_job(args, kwargs, lambda run, job: run.generate(job))
+    return self.run_job(args, kwargs)
 
 
 @_task(names.TASK_CHAT)
 def chat(self: JobTask, /, *args: Any, **kwargs: Any) -> Result:
     """`chat(model, messages, **params)`: the assistant's next turn."""
-    return self.run_job(args, kwargs, lambda run, job: run.chat(job))
+    return self.run_job(args, kwargs)
 
 
 @_task(names.TASK_PREFILL)
 def prefill(self: JobTask, /, *args: Any, **kwargs: Any) -> Result:
     """`prefill(model, prompt)`, or `prefill(model, messages=…)`: it is read into the cache, for what begins with it."""
-    return self.run_job(args, kwargs, lambda run, job: run.prefill(job))
+    return self.run_job(args, kwargs)
 
 
 @_task(names.TASK_EMBED)
 def embed(self: JobTask, /, *args: Any, **kwargs: Any) -> Result:
     """`embed(model, texts)`: one vector of unit length per text."""
-    return self.run_job(args, kwargs, lambda run, job: run.embed(job))
+    return self.run_job(args, kwargs)
 
 
 @_task(names.TASK_RERANK)
 def rerank(self: JobTask, /, *args: Any, **kwargs: Any) -> Result:
     """`rerank(model, query, documents)`: the documents' indices and scores, the best first."""
-    return self.run_job(args, kwargs, lambda run, job: run.rerank(job))
+    return self.run_job(args, kwargs)
 
 
 @_task(names.TASK_CHUNK)
 def chunk(self: JobTask, /, *args: Any, **kwargs: Any) -> Result:
     """`chunk(model, lines)`: lines of a bulk run; their results are `line` events."""
-    return self.run_job(args, kwargs, lambda run, job: run.chunk(job))
+    return self.run_job(args, kwargs)
 
 
 @_task(names.TASK_TOKENIZE)
 def tokenize(self: JobTask, /, *args: Any, **kwargs: Any) -> Result:
     """`tokenize(model, text)`: its token ids."""
-    return self.run_job(args, kwargs, lambda run, job: run.tokenize(job))
+    return self.run_job(args, kwargs)
 
 
 @_task(names.TASK_DETOKENIZE)
 def detokenize(self: JobTask, /, *args: Any, **kwargs: Any) -> Result:
     """`detokenize(model, tokens)`: their text."""
-    return self.run_job(args, kwargs, lambda run, job: run.detokenize(job))
+    return self.run_job(args, kwargs)
 
 
 @_task(names.TASK_APPLY_CHAT_TEMPLATE)
 def apply_chat_template(self: JobTask, /, *args: Any, **kwargs: Any) -> Result:
     """`apply_chat_template(model, messages)`: the prompt that `chat` would give to the model."""
-    return self.run_job(args, kwargs, lambda run, job: run.apply_chat_template(job))
+    return self.run_job(args, kwargs)
 
 
 share(app, JobTask)

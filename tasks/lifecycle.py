@@ -14,8 +14,7 @@ from celery import bootsteps, signals
 from cellama.config import get_settings
 from cellama.engine import EngineError
 from cellama.tasks.attempt import probe  # noqa: F401  (being imported makes its command known to Celery)
-from cellama.tasks.attempt.attempt import end_revoked
-from cellama.tasks.attempt.handlers import attempt_job
+from cellama.tasks.attempt.attempt import attempt_job, end_revoked
 from cellama.tasks.broker import revokes  # noqa: F401  (being imported makes it known to Celery)
 from cellama.tasks.calls.canvas_steps import tell_end
 from cellama.tasks.connection.connections import SOCKET_OPTIONS, connect

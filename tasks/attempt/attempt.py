@@ -1,4 +1,4 @@
-"""One run of one job in a worker: whatever happens, its stream ends once and Celery hears the right thing.
+"""One attempt at one job in a worker: whatever happens, its stream ends once and Celery receives the right end.
 
 | what happens                     | stream ends with   | Celery state            |
 |----------------------------------|--------------------|-------------------------|
@@ -6,10 +6,13 @@
 | revoked, or cancelled in Redis   | done, `cancelled`  | REVOKED                 |
 | soft or hard time limit          | done, `timeout`    | FAILURE                 |
 | wrong payload, engine error, bug | error              | FAILURE with JobFailed  |
-| it ended workers again and again | error, `dead`      | FAILURE with JobFailed  |
-| the worker ends before it does   | (goes on elsewhere)| none, message is queued |
-| the ledger does not know it      | error              | FAILURE with JobFailed  |
+| crashed its workers repeatedly   | error, `dead`      | FAILURE with JobFailed  |
+| the worker stops before it ends  | (another continues)| none, message is queued |
+| the ledger has no entry of it    | error              | FAILURE with JobFailed  |
 | another attempt has begun        | (that one's end)   | none: the other sets it |
+
+`JobAttempt.execute` is the whole attempt: quarantine, begin, handler, end. `HANDLERS` has the method for each kind of
+job. Everything runs on the job's pool thread, except for the callbacks of interruptions.
 """
 
 from __future__ import annotations
@@ -17,46 +20,65 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import TYPE_CHECKING, Self, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from celery import Task
 from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
 from redis.exceptions import RedisError
 
 from cellama.engine import (
+    Completion,
+    EmbeddingCancelled,
+    EmbeddingHandle,
     EngineError,
+    Handle,
     Model,
+    UnknownAdapter,
     UnknownModel,
 )
 from cellama.tasks.broker.pool import Interruption, current_job
 from cellama.tasks.connection.redis_errors import is_passing
 from cellama.tasks.connection.redis_waits import redis_waits
-from cellama.tasks.contract import events
+from cellama.tasks.contract import events, names
+from cellama.tasks.contract.chunks import ChunkJob
 from cellama.tasks.contract.errors import InvalidJob, JobFailed
-from cellama.tasks.contract.names import DEFAULT_MODEL, SUBMITTED_AT_HEADER, TOKEN_HEADER
-from cellama.tasks.contract.shapes.results import (
-    Result,
-    Usage,
+from cellama.tasks.contract.payloads import (
+    ApplyChatTemplateJob,
+    ChatJob,
+    DetokenizeJob,
+    EmbedJob,
+    GenerateJob,
+    PrefillJob,
+    RerankJob,
+    TokenizeJob,
 )
-from cellama.tasks.publishing.results import error_event, failure_of
+from cellama.tasks.contract.shapes.results import Result, Usage, of_prefill, usage_of, with_messages
+from cellama.tasks.publishing.results import error_event, failure_of, result_of, resume_of
 from cellama.tasks.state.foundation import (
     Choice,
     Foundation,
     changed,
     foundation_of,
     grammar_changed,
+    have_adapters,
     may_come,
 )
 from cellama.tasks.state.history import Past, read_past
 from cellama.tasks.state.ledger import new_run
 from cellama.tasks.state.records import DEAD, Attempt
-from cellama.tasks.state.registry import llguidance_version, recent_workers
+from cellama.tasks.state.registry import live_workers, llguidance_version, recent_workers
 
+from .bulk_slice import ChunkRun, adapters_of_lines, has_constrained_lines
 from .celery_words import celery_end_of, settle, started_for_celery
+from .engine_request import Asked, conversation_of, has_seed, is_constrained, prefill_of, request_of, signer_of
+from .parent import context_of
 from .took import note_took
+from .vectors import embed, rerank, wait_for
 
 if TYPE_CHECKING:
     from cellama.tasks.worker.runtime import Runtime
@@ -64,8 +86,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-RETRY_S = 0.5
-ELSEWHERE_S = 1.0  # before a job is handed back that this worker can't go on with
+
+RETRY_S = 0.5  # between two questions of Redis while it does not answer: often enough to notice that the worker ends
+ELSEWHERE_S = 1.0  # before a job is handed back that this worker can't continue, so that it does not return at once
+MOST_URGENT = 0  # priority of a suspect: it must not be blamed for a crash that happened while it waited for a slot
 DEAD_MESSAGE = (
     "its worker died {} times in a row while it ran, before it had a token; see the workers' logs, and "
     "`cellama dead requeue` to try again"
@@ -78,88 +102,187 @@ UNKNOWN_MESSAGE = (
     "Redis knows nothing of job {}: it ended long ago, or its entry was deleted or evicted, or plain Celery sent it "
     "with the header {}, which is cellama's own; send it again as a new job, without that header"
 )
-GIVEN_UP = (Interruption.HANDED_BACK, Interruption.SUPERSEDED)  # the run's end is not the job's
+GIVEN_UP = (Interruption.HANDED_BACK, Interruption.SUPERSEDED)  # the attempt's end is not the job's
+
+Completing = GenerateJob | ChatJob | PrefillJob  # jobs that an engine with slots computes
+
+
+def attempt_job(runtime: Runtime, task: Task, streams: bool, read_payload: Callable[[], Any]) -> Result:
+    """Make one attempt at a task's job and return its result. Raises what Celery expects (see `execute`)."""
+    return JobAttempt(task, runtime, read_payload).execute(streams)
+
+
+def end_revoked(runtime: Runtime, job_id: str) -> None:
+    """End the stream of a job that was revoked before anything of it ran here."""
+    runtime.ledger.cancel(job_id, running=True)
 
 
 class JobAttempt:
-    """One attempt at a job, of whichever kind: what each kind does is in handlers.py. Pool thread only."""
+    """One attempt at a job, from its message to its one end."""
 
-    def __init__(self, task: Task, runtime: Runtime) -> None:
+    def __init__(self, task: Task, runtime: Runtime, read_payload: Callable[[], Any]) -> None:
+        """`read_payload` returns the payload, or raises InvalidJob."""
         self.job_id: str = task.request.id
         self._task = task
-        self.runtime = runtime
-        self.control = current_job()
-        self.attempt: Attempt
-        self.ended: Future[bool]  # whether the terminal event of this run counts
-        self.engine_ends_stream = False
-        self.celery_end = celery_end_of(task, self.control)
-        self.past = Past()
-        self._held = contextlib.ExitStack()  # the model, until the run ends
-        self.submitted_at = time.monotonic()  # once it has begun, as Redis' clock has it
+        self._read_payload = read_payload
+        self._runtime = runtime
+        self._control = current_job()
+        self._attempt: Attempt
+        self._ended: Future[bool]  # whether the terminal event of this attempt counts
+        self._engine_ends_stream = False
+        self._celery_end = celery_end_of(task, self._control)
+        self._past = Past()
+        self._held = contextlib.ExitStack()  # the model, until the attempt ends
+        self._submitted_at = time.monotonic()  # of the job, by Redis' clock once the attempt has begun
 
-    def execute(self, streams: bool, body: Callable[[Self], Result]) -> Result:
-        """The result of `body`. Raises what Celery expects: JobFailed, Ignore, Reject, SoftTimeLimitExceeded."""
+    # The beginning
+
+    def execute(self, streams: bool) -> Result:
+        """Return the job's result. Raises what Celery expects: JobFailed, Ignore, Reject, SoftTimeLimitExceeded."""
         run = new_run()
-        with self._passed_quarantine(alone=False) as prove:
+        with self._passed_quarantine(alone=False) as on_token:
             attempt = self._begin(run, alone=False)
             if attempt.verdict != "suspect":
-                return self._run(attempt, streams, body, prove)
-        with self._passed_quarantine(alone=True) as prove:
-            return self._run(self._begin(run, alone=True), streams, body, prove)
+                return self._run(attempt, streams, on_token)
+        with self._passed_quarantine(alone=True) as on_token:
+            return self._run(self._begin(run, alone=True), streams, on_token)
 
     def _passed_quarantine(self, *, alone: bool) -> contextlib.AbstractContextManager[Callable[[], None]]:
-        return self.runtime.quarantine.passed(lambda: self.control.interruption is not None, alone=alone)
+        return self._runtime.quarantine.passed(lambda: self._control.interruption is not None, alone=alone)
 
     def _begin(self, run: str, *, alone: bool) -> Attempt:
-        if self.control.interruption is Interruption.HANDED_BACK:
+        if self._control.interruption is Interruption.HANDED_BACK:
             raise Reject("the worker ends", requeue=True)
-        ledger, worker, request = self.runtime.ledger, self.runtime.incarnation, self._task.request
-        token = getattr(request, TOKEN_HEADER, "")  # Celery makes attributes of message headers
+        ledger, worker = self._runtime.ledger, self._runtime.incarnation
+        token = getattr(self._task.request, names.TOKEN_HEADER, "")  # Celery makes attributes of message headers
         started = started_for_celery(self._task)
-        attempt = self.reaching_redis(
+        attempt = self._reaching_redis(
             lambda: ledger.begin(self.job_id, run, worker, token=token, alone=alone, started=started)
         )
-        self.submitted_at = time.monotonic() - attempt.waited_s
+        self._submitted_at = time.monotonic() - attempt.waited_s
         return attempt
 
-    def _run(
-        self, attempt: Attempt, streams: bool, body: Callable[[Self], Result], on_token: Callable[[], None]
-    ) -> Result:
-        self.attempt = attempt
+    def _run(self, attempt: Attempt, streams: bool, on_token: Callable[[], None]) -> Result:
+        self._attempt = attempt
         if attempt.verdict == "superseded":  # so its message is not acked
-            self.control.interrupt(Interruption.SUPERSEDED)
+            self._control.interrupt(Interruption.SUPERSEDED)
             raise Ignore()
         if attempt.verdict == "gone":
             raise self._unknown()
         if attempt.verdict == "done":  # a copy; Celery gets the end from the worker that had it, or the reaper
             raise Ignore()
         if attempt.number > 1:
-            self.past = self.reaching_redis(lambda: read_past(self.runtime.redis, self.job_id))
-            self.past.trimmed |= self.past.next_seq < attempt.next_seq
-        watching = self.runtime.watchers.watching(self._task, attempt, self.control, self.submitted_at)
-        with self.runtime.running(attempt, self.control), self._held, watching as tell_result:
-            self.ended = self.runtime.publisher.open(
+            self._past = self._reaching_redis(lambda: read_past(self._runtime.redis, self.job_id))
+            self._past.trimmed |= self._past.next_seq < attempt.next_seq
+        watching = self._runtime.watchers.watching(self._task, attempt, self._control, self._submitted_at)
+        with self._runtime.running(attempt, self._control), self._held, watching as tell_result:
+            self._ended = self._runtime.publisher.open(
                 attempt,
                 attempt.next_seq,
                 streams=streams,
-                started=self.past.started,
+                started=self._past.started,
                 on_token=on_token,
-                celery_end=self.celery_end,
+                celery_end=self._celery_end,
             )
             began_at = time.monotonic()
-            result = self._execute(body)
+            result = self._result_or_end()
             tell_result(result)
             if attempt.number == 1:
-                note_took(self.runtime, self._task, result, time.monotonic() - began_at)
-            settle(self._task, self.celery_end, self.control)
+                note_took(self._runtime, self._task, result, time.monotonic() - began_at)
+            settle(self._task, self._celery_end, self._control)
             return result
 
-    def reaching_redis(self, action: Callable[[], T]) -> T:
+    def _result_or_end(self) -> Result:
+        """Let the handler of the job's kind compute the result. Whatever else happens ends the stream and raises."""
+        try:
+            if self._attempt.verdict == "dead":
+                raise JobFailed(DEAD, DEAD_MESSAGE.format(self._attempt.num_failures - 1))
+            if self._attempt.verdict == "cancelled":
+                self._control.interrupt(Interruption.CANCELLED)
+            self._raise_if_interrupted()
+            if self._past.trimmed:
+                raise JobFailed("stream_trimmed", TRIMMED_MESSAGE)
+            result = HANDLERS[self._task.name](self, self._read_payload())
+        except (Ignore, Reject, SoftTimeLimitExceeded):
+            self._end_interrupted()
+            raise
+        except EngineError as error:
+            raise self._end_failed(failure_of(error)) from None
+        except (InvalidJob, JobFailed) as error:
+            raise self._end_failed(JobFailed(error.code, str(error), error.retryable)) from None
+        except Exception as error:
+            log.exception("job %s failed in an unforeseen way", self.job_id)
+            raise self._end_failed(JobFailed("internal_error", f"{type(error).__name__}: {error}")) from None
+        self._ignore_unless_mine()
+        return result
+
+    # The end
+
+    def _end_interrupted(self) -> None:
+        """Cancelled, or over a time limit; or it is not this attempt that ends the job. Raises Ignore, Reject."""
+        if self._control.interruption is Interruption.HANDED_BACK:
+            self._hand_back()
+        if self._control.interruption is Interruption.SUPERSEDED:
+            # A Redis that has lost its last writes would still accept this attempt's end.
+            self._runtime.publisher.hand_back(self._attempt.run_id)
+            self._ended.result()
+            raise Ignore()
+        cancelled = self._control.interruption is Interruption.CANCELLED
+        self._end_stream(events.done("cancelled" if cancelled else "timeout", self._past.usage))
+        self._ignore_unless_mine()
+        if cancelled:
+            self._task.backend.mark_as_revoked(self.job_id, "cancelled", self._task.request)
+
+    def _end_failed(self, failure: JobFailed) -> JobFailed:
+        log.info("job %s failed: %s: %s", self.job_id, failure.code, failure)
+        self._end_stream(error_event(failure))
+        self._ignore_unless_mine()
+        return failure
+
+    def _end_stream(self, event: events.Event, result: Result | None = None) -> None:
+        """Publish the last event of the job's stream, unless the engine reports it."""
+        if not self._engine_ends_stream:
+            self._runtime.publisher.publish(self._attempt.run_id, event, result)
+
+    def _ignore_unless_mine(self) -> None:
+        """Wait until the terminal event is in Redis. Raises Ignore if another attempt has the job."""
+        if not self._ended.result():
+            if self._control.interruption is Interruption.HANDED_BACK:  # the end came too late to be written
+                self._hand_back()
+            raise Ignore()
+
+    def _hand_back(self) -> None:
+        """Raise Reject, so that the message is queued again, once everything that was generated is in the journal."""
+        self._runtime.publisher.hand_back(self._attempt.run_id)
+        self._ended.result()
+        try:
+            self._runtime.ledger.hand_back(self._attempt)
+        except RedisError as error:
+            log.warning("job %s is not handed back: %s; it is recovered when its lease ends", self.job_id, error)
+        raise Reject("the worker ends", requeue=True)
+
+    def _unknown(self) -> JobFailed:
+        """End a message that claims to be in the ledger and is not: the copy of a job that is forgotten, or a message
+        of plain Celery under a header of ours. Raises Ignore if Celery knows an end."""
+        if self._reaching_redis(self._task.AsyncResult(self.job_id).ready):
+            raise Ignore()
+        failure = JobFailed("unknown_job", UNKNOWN_MESSAGE.format(self.job_id, names.SUBMITTED_AT_HEADER))
+        self._reaching_redis(lambda: self._runtime.ledger.end_unknown(self.job_id, error_event(failure)))
+        return failure
+
+    def _raise_if_interrupted(self) -> None:
+        """Raise what Celery expects of a job that it ended itself; it has stored revokes and hard limits already."""
+        if self._control.interruption is Interruption.SOFT_LIMIT:
+            raise SoftTimeLimitExceeded()
+        if self._control.interruption is not None:
+            raise Ignore()
+
+    def _reaching_redis(self, action: Callable[[], T]) -> T:
         """Wait while Redis does not answer, or refuses commands for now.
 
-        The worker's end hands the job back meanwhile, and limits end it.
+        The end of the worker hands the job back meanwhile, and time limits end it.
 
-        Raises JobFailed if Redis refuses what is asked for good, because asking again would not help.
+        Raises JobFailed if Redis refuses the command for good, because asking again would not help.
         """
         with redis_waits.of(f"job {self.job_id}") as waits:
             while True:
@@ -170,108 +293,50 @@ class JobAttempt:
                         said = f"Redis refuses what the worker asks of it: {error}"
                         raise JobFailed("redis_refused", said) from None
                     waits(error)
-                if self.control.interruption is Interruption.HANDED_BACK:
+                if self._control.interruption is Interruption.HANDED_BACK:
                     raise Reject("the worker ends", requeue=True)
-                if self.control.interruption in (Interruption.SOFT_LIMIT, Interruption.HARD_LIMIT):
-                    self.raise_if_interrupted()
+                if self._control.interruption in (Interruption.SOFT_LIMIT, Interruption.HARD_LIMIT):
+                    self._raise_if_interrupted()
                 time.sleep(RETRY_S)
 
-    def _execute(self, body: Callable[[Self], Result]) -> Result:
+    # What a job continues with: the same model and adapters as its first attempt, or not here
+
+    def _model(self, model_id: str) -> Model:
+        """Hold the job's model until the attempt ends. Raises UnknownModel, or Ignore if it is being unloaded."""
+        begun = self._past.foundation
+        if begun is not None and model_id == names.DEFAULT_MODEL:  # it may be another one by now
+            models = self._runtime.manager.models()
+            model_id = next((name for name, model in models.items() if begun.is_in(model)), model_id)
         try:
-            if self.attempt.verdict == "dead":
-                raise JobFailed(DEAD, DEAD_MESSAGE.format(self.attempt.num_failures - 1))
-            if self.attempt.verdict == "cancelled":
-                self.control.interrupt(Interruption.CANCELLED)
-            self.raise_if_interrupted()
-            if self.past.trimmed:
-                raise JobFailed("stream_trimmed", TRIMMED_MESSAGE)
-            result = body(self)
-        except (Ignore, Reject, SoftTimeLimitExceeded):
-            if self.control.interruption is Interruption.HANDED_BACK:
-                self._hand_back()
-            if self.control.interruption is Interruption.SUPERSEDED:
-                self.runtime.publisher.hand_back(self.attempt.run_id)  # a Redis of yesterday would take its end
-                self.ended.result()
-                raise Ignore() from None
-            cancelled = self.control.interruption is Interruption.CANCELLED
-            self.end_stream(events.done("cancelled" if cancelled else "timeout", self._usage_so_far()))
-            self._ignore_unless_mine()
-            if cancelled:
-                self._task.backend.mark_as_revoked(self.job_id, "cancelled", self._task.request)
-            raise
-        except EngineError as error:
-            raise self._fail(failure_of(error)) from None
-        except (InvalidJob, JobFailed) as error:
-            raise self._fail(JobFailed(error.code, str(error), error.retryable)) from None
-        except Exception as error:
-            log.exception("job %s failed in an unforeseen way", self.job_id)
-            raise self._fail(JobFailed("internal_error", f"{type(error).__name__}: {error}")) from None
-        self._ignore_unless_mine()
-        return result
+            return self._held.enter_context(self._runtime.manager.hold(model_id))
+        except UnknownModel:
+            if not self._runtime.manager.is_leaving(model_id):
+                raise
+        raise self._left_to_others()
 
-    def _fail(self, failure: JobFailed) -> JobFailed:
-        log.info("job %s failed: %s: %s", self.job_id, failure.code, failure)
-        self.end_stream(error_event(failure))
-        self._ignore_unless_mine()
-        return failure
+    def _left_to_others(self) -> Ignore:
+        """Interrupt this attempt, so that another worker continues the job, or this one does later."""
+        self._control.interrupt(Interruption.HANDED_BACK)
+        return Ignore()
 
-    @property
-    def celery_has_result(self) -> bool:
-        """Whether Celery has heard of the job's end with its last event: no other end counts then."""
-        return self.celery_end is not None and self.celery_end.result is not None
-
-    def end_stream(self, event: events.Event, result: Result | None = None) -> None:
-        """The last event of the job's stream, unless the engine tells it."""
-        if not self.engine_ends_stream:
-            self.runtime.publisher.publish(self.attempt.run_id, event, result)
-
-    def _ignore_unless_mine(self) -> None:
-        """Waits until the terminal event is in Redis; raises Ignore if another attempt has the job."""
-        if not self.ended.result():
-            if self.control.interruption is Interruption.HANDED_BACK:  # it came to its end meanwhile, too late
-                self._hand_back()
-            raise Ignore()
-
-    def _hand_back(self) -> None:
-        """Raises Reject, so that the message is queued again, once everything that was generated is in the journal."""
-        self.runtime.publisher.hand_back(self.attempt.run_id)
-        self.ended.result()
-        try:
-            self.runtime.ledger.hand_back(self.attempt)
-        except RedisError as error:
-            log.warning("job %s is not handed back: %s; it is recovered when its lease ends", self.job_id, error)
-        raise Reject("the worker ends", requeue=True)
-
-    def _usage_so_far(self) -> Usage:
-        return self.past.usage
-
-    def _unknown(self) -> JobFailed:
-        """The end of what says that it is in the ledger, and is not: the copy of a job that is forgotten, or a message
-        of plain Celery under a header of ours. Raises Ignore if Celery knows an end."""
-        if self.reaching_redis(self._task.AsyncResult(self.job_id).ready):
-            raise Ignore()
-        failure = JobFailed("unknown_job", UNKNOWN_MESSAGE.format(self.job_id, SUBMITTED_AT_HEADER))
-        self.reaching_redis(lambda: self.runtime.ledger.end_unknown(self.job_id, error_event(failure)))
-        return failure
-
-    def sampling_defaults(self, model: Model) -> Mapping[str, object]:
+    def _sampling_defaults(self, model: Model) -> Mapping[str, object]:
         """Those of the model, as the first attempt had them."""
-        return model.options.sampling_defaults if self.past.foundation is None else self.past.foundation.sampling
+        return model.options.sampling_defaults if self._past.foundation is None else self._past.foundation.sampling
 
-    def foundation(
+    def _foundation(
         self, model: Model, asked: str, choice: Choice | None, also: Iterable[str] = (), *, is_constrained: bool
     ) -> Foundation:
         """What this attempt rests on: the same as the first one, or nothing at all. Raises Ignore, JobFailed."""
-        begun, here = self.past.foundation, llguidance_version()
+        begun, here = self._past.foundation, llguidance_version()
         if begun is None:
             begun = foundation_of(model, choice, also)
             begun = replace(begun, llguidance=here) if is_constrained else begun
         elif is_constrained and begun.llguidance is None:  # it began in a version that had other code for that
             begun = replace(begun, llguidance="")
         if begun.is_in(model) and begun.llguidance in (None, here):
-            self.runtime.publisher.describe(self.attempt.run_id, begun.details())
+            self._runtime.publisher.describe(self._attempt.run_id, begun.details())
             return begun
-        workers = self.reaching_redis(lambda: recent_workers(self.runtime.redis))
+        workers = self._reaching_redis(lambda: recent_workers(self._runtime.redis))
         if not may_come(workers, asked, begun):
             has_model = may_come(workers, asked, replace(begun, llguidance=None))
             raise grammar_changed(begun, here) if has_model else changed(asked)
@@ -280,31 +345,166 @@ class JobAttempt:
             self.job_id,
         )
         time.sleep(ELSEWHERE_S)
-        self.control.interrupt(Interruption.HANDED_BACK)
-        raise Ignore()
+        raise self._left_to_others()
 
-    def model(self, model_id: str) -> Model:
-        """The job's model, which stays until the attempt ends. Raises UnknownModel, or Ignore if it is leaving."""
-        begun = self.past.foundation
-        if begun is not None and model_id == DEFAULT_MODEL:  # it may be another one by now
-            models = self.runtime.manager.models()
-            model_id = next((name for name, model in models.items() if begun.is_in(model)), model_id)
+    def _have_others_adapters(self, asked: str, adapters: Iterable[str]) -> bool:
+        """Whether another worker has the adapters that this one lacks; waits first if so (docs/adr/012-pools.md)."""
+        own = self._runtime.incarnation.split()[0]
+        workers = self._reaching_redis(lambda: live_workers(self._runtime.redis))
+        found = have_adapters([worker for worker in workers if worker.name != own], asked, adapters)
+        time.sleep(ELSEWHERE_S if found else 0.0)
+        return found
+
+    # Jobs that generate, or read a prompt
+
+    def generate(self, job: GenerateJob) -> Result:
+        model = self._model(job.model)
+        return result_of(self._complete(model, job), model.id, self._runtime.signer)
+
+    def chat(self, job: ChatJob) -> Result:
+        model = self._model(job.model)
+        signer = signer_of(job, self._runtime.signer)
+        if signer.has_key:
+            self._runtime.publisher.sign_with(self._attempt.run_id, signer)
+        return with_messages(result_of(self._complete(model, job), model.id, signer))
+
+    def prefill(self, job: PrefillJob) -> Result:
+        model = self._model(job.model)
+        return of_prefill(result_of(self._complete(model, job), model.id, self._runtime.signer))
+
+    def _complete(self, model: Model, job: Completing) -> Completion:
+        handle = self._submit(model, job)
+        self._engine_ends_stream = True
+        self._control.when_interrupted(lambda reason: self._stop(handle, reason))
+        self._ended.exception()  # first: when its end is in Redis the engine has reported it, and no thread wakes twice
+        completion = handle.result()
+        log.info(
+            "job %s on %s: %s, %d + %d tokens in %.0f ms",
+            self.job_id,
+            model.id,
+            completion.finish_reason,
+            completion.usage.prompt_tokens,
+            completion.usage.completion_tokens,
+            completion.timings.duration_ms,
+        )
+        celery_has_result = self._celery_end is not None and self._celery_end.result is not None
+        if completion.finish_reason in ("cancelled", "timeout") and not celery_has_result:
+            self._raise_if_interrupted()
+        return completion
+
+    def _submit(self, model: Model, job: Completing) -> Handle:
+        given = {name: getattr(job, name) for name in job.model_fields_set}
+        constrained = not isinstance(job, PrefillJob) and is_constrained(given, self._sampling_defaults(model))
+        rests_on = self._foundation(model, job.model, job.adapters, is_constrained=constrained)
+        chosen = self._past.foundation is None and job.adapters is not None
         try:
-            return self._held.enter_context(self.runtime.manager.hold(model_id))
-        except UnknownModel:
-            if not self.runtime.manager.is_leaving(model_id):
+            asked = self._asked(model, job, rests_on, job.adapters or () if chosen else rests_on.choice)
+            if isinstance(job, PrefillJob):
+                return model.engine.submit(prefill_of(model, job, asked))
+            return model.engine.submit(request_of(model, job, asked, self._runtime.signer))
+        except UnknownAdapter:
+            if chosen and not self._have_others_adapters(job.model, [name for name, _ in job.adapters or ()]):
                 raise
-        self.control.interrupt(Interruption.HANDED_BACK)  # others serve it, or this worker does again
-        raise Ignore()
+            raise self._left_to_others() from None  # or one of the model's own adapters was removed just now
 
-    def raise_if_interrupted(self) -> None:
-        """Raises what Celery expects of a job that it ended itself; it has stored revokes and hard limits already."""
-        if self.control.interruption is Interruption.SOFT_LIMIT:
-            raise SoftTimeLimitExceeded()
-        if self.control.interruption is not None:
-            raise Ignore()
+    def _asked(self, model: Model, job: Completing, rests_on: Foundation, adapters: Choice) -> Asked:
+        """What the request has in addition to the job's own parameters."""
+        asked = Asked(
+            id=self._attempt.run_id,
+            submitted_at=self._submitted_at,
+            adapters=adapters,
+            sampling=rests_on.sampling,
+            mode="stream" if getattr(job, "stream", False) else "generate",
+            priority=MOST_URGENT if self._attempt.num_failures > 1 else job.priority,
+        )
+        if (key := job.parent_key) is not None:
+            of_key = partial(context_of, self._runtime, model, key, job.cache_scope, adapters)
+            asked = replace(asked, parent=self._reaching_redis(of_key))
+        if isinstance(job, PrefillJob):
+            return asked
+        return replace(asked, seed=self._seed_of(job, rests_on.sampling), resume=resume_of(self._past, job.n))
+
+    def _seed_of(self, job: GenerateJob | ChatJob, defaults: Mapping[str, object]) -> int | None:
+        """That of earlier attempts; None for the job's own, or the model's; else one that each attempt would choose,
+        even if Redis has forgotten the others in a failover."""
+        if self._past.seed is not None or has_seed(job, defaults):
+            return self._past.seed
+        return zlib.crc32(self.job_id.encode()) & 0x7FFFFFFF
+
+    def _stop(self, handle: Handle, reason: Interruption) -> None:
+        if reason in GIVEN_UP:  # the engine's end of this request is not published
+            self._runtime.publisher.hand_back(self._attempt.run_id)
+        handle.cancel("timeout" if reason in (Interruption.SOFT_LIMIT, Interruption.HARD_LIMIT) else "cancelled")
+
+    # Lines of a bulk run
+
+    def chunk(self, job: ChunkJob) -> Result:
+        model = self._model(job.model)
+        constrained = has_constrained_lines(job, self._sampling_defaults(model))
+        rests_on = self._foundation(model, job.model, None, adapters_of_lines(job), is_constrained=constrained)
+        run_id = self._attempt.run_id
+        lines = ChunkRun(model, job, run_id, self._past, self._runtime, rests_on, self._reaching_redis)
+        self._runtime.watchers.lines_from(run_id, lines.began_at)
+        self._control.when_interrupted(lambda reason: self._stop_lines(lines, reason))
+        self._ended.add_done_callback(lambda _: lines.stop())
+        lines.run()
+        self._raise_if_interrupted()
+        return self._done({"lines": len(job.lines), "usage": usage_of(), "model": model.id})
+
+    def _stop_lines(self, lines: ChunkRun, reason: Interruption) -> None:
+        if reason in GIVEN_UP:
+            self._runtime.publisher.hand_back(self._attempt.run_id)
+        lines.stop()
+
+    # Vectors and scores
+
+    def embed(self, job: EmbedJob) -> Result:
+        return self._done(embed(self._model(job.model), job, self._wait_for))
+
+    def rerank(self, job: RerankJob) -> Result:
+        return self._done(rerank(self._model(job.model), job, self._wait_for))
+
+    def _wait_for(self, handle: EmbeddingHandle, timeout_s: float | None) -> None:
+        """Until the vectors are there. Raises what the attempt ends with otherwise."""
+        self._control.when_interrupted(lambda _: handle.cancel())
+        try:
+            wait_for(handle, timeout_s, self._submitted_at)
+        except EmbeddingCancelled:
+            self._raise_if_interrupted()
+            raise
+
+    # Jobs that need the vocabulary only, and no engine: they wait for no slot
+
+    def tokenize(self, job: TokenizeJob) -> Result:
+        model = self._model(job.model)
+        tokens = model.tokenize(job.text, add_special=job.add_special, parse_special=job.parse_special)
+        return self._done({"tokens": tokens, "model": model.id})
+
+    def detokenize(self, job: DetokenizeJob) -> Result:
+        model = self._model(job.model)
+        return self._done({"text": model.detokenize(job.tokens), "model": model.id})
+
+    def apply_chat_template(self, job: ApplyChatTemplateJob) -> Result:
+        model = self._model(job.model)
+        prompt = model.prepare_chat(*conversation_of(job))
+        return self._done({"prompt": prompt.text, "tokens": prompt.tokens, "model": model.id})
+
+    def _done(self, result: Result) -> Result:
+        """End the stream of a job whose end no engine reports."""
+        usage = cast(Usage, result.get("usage") or usage_of())
+        self._end_stream(events.done("stop", usage), result)
+        log.info("job %s on %s: done, %d tokens", self.job_id, result["model"], usage["prompt_tokens"])
+        return result
 
 
-def end_revoked(runtime: Runtime, job_id: str) -> None:
-    """Ends the stream of a job that was revoked before anything of it ran here."""
-    runtime.ledger.cancel(job_id, running=True)
+HANDLERS: dict[str, Callable[[JobAttempt, Any], Result]] = {  # by task: what an attempt does with the payload
+    names.TASK_GENERATE: JobAttempt.generate,
+    names.TASK_CHAT: JobAttempt.chat,
+    names.TASK_PREFILL: JobAttempt.prefill,
+    names.TASK_EMBED: JobAttempt.embed,
+    names.TASK_RERANK: JobAttempt.rerank,
+    names.TASK_CHUNK: JobAttempt.chunk,
+    names.TASK_TOKENIZE: JobAttempt.tokenize,
+    names.TASK_DETOKENIZE: JobAttempt.detokenize,
+    names.TASK_APPLY_CHAT_TEMPLATE: JobAttempt.apply_chat_template,
+}
