@@ -76,8 +76,7 @@ from cellama.tasks.state.registry import WorkerEntry
 from .batch.options import BatchParams, Summary
 from .batch.progress import Progress
 from .client.async_client import AsyncClient, AsyncJob
-from .client.client import Client
-from .client.job import Job
+from .client.client import Client, Job
 from .client.registry_views import Stats
 
 __version__ = version("cellama")

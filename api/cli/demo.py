@@ -14,8 +14,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.rule import Rule
 
-from cellama.api.client.client import Client
-from cellama.api.client.job import Job
+from cellama.api.client.client import Client, Job
 from cellama.api.machine.redis_server import RedisServer
 from cellama.api.machine.supervisor import Supervisor, worker_child
 from cellama.tasks import generate

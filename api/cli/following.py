@@ -8,8 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from cellama.api.client.client import RESULT_AFTER_END_S
-from cellama.api.client.job import Job, R
+from cellama.api.client.client import RESULT_AFTER_END_S, Job, R
 from cellama.tasks.contract.errors import JobCancelled, JobFailed, JobTimeout
 from cellama.tasks.contract.events import DoneEvent, Event
 from cellama.tasks.contract.shapes.results import Timings

@@ -8,8 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.prompt import Prompt
 
-from cellama.api.client.client import Client
-from cellama.api.client.job import Job
+from cellama.api.client.client import Client, Job
 from cellama.tasks.contract.errors import InvalidJob, JobError
 from cellama.tasks.contract.payloads import ChatJob, GenerateJob, PrefillJob
 from cellama.tasks.contract.shapes.parameters import ChatMessage

@@ -10,9 +10,14 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from cellama.api.client.adapters import ADAPTER_LOAD_TIMEOUT_S, ADAPTER_UNLOAD_TIMEOUT_S
-from cellama.api.client.cache_control import EVICT_TIMEOUT_S
-from cellama.api.client.client import LOAD_TIMEOUT_S, UNLOAD_TIMEOUT_S, Client
+from cellama.api.client.client import (
+    ADAPTER_LOAD_TIMEOUT_S,
+    ADAPTER_UNLOAD_TIMEOUT_S,
+    EVICT_TIMEOUT_S,
+    LOAD_TIMEOUT_S,
+    UNLOAD_TIMEOUT_S,
+    Client,
+)
 from cellama.tasks.contract.errors import InvalidJob, UnknownModel
 from cellama.tasks.contract.shapes.workers import LoadFailure
 

@@ -1,4 +1,4 @@
 """The client in Python, blocking and for asyncio.
 
-May use: `batch`, and `tasks` but for what runs in workers.
+May import `batch`, and of `tasks` everything except the packages that run in workers.
 """

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Concatenate, Generic, ParamSpec, TypeVar, Unpack, cast
 
-from cellama.api.batch.options import BatchOptions, BatchParams, Summary
+from cellama.api.batch.options import BatchParams, Summary
 from cellama.api.batch.progress import Progress
 from cellama.tasks.connection.connections import connect_async
 from cellama.tasks.contract.events import Event
@@ -20,10 +20,8 @@ from cellama.tasks.estimates.position import Position
 from cellama.tasks.live.streams import Streams
 from cellama.tasks.state.reader import STREAM_TIMEOUT_S, EventCursor
 
-from .client import RESULT_AFTER_END_S, Client
-from .core import CONNECT_TIMEOUT_S
-from .job import Job, R
-from .outage import OUTAGE_RETRY_S
+from .client import CONNECT_TIMEOUT_S, RESULT_AFTER_END_S, Client, Job, R
+from .outage import OUTAGE_RETRY_S, Outage
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -109,7 +107,6 @@ class AsyncClient:
     def __init__(self, url: str | None = None) -> None:
         """As that of Client."""
         self._client = Client(url)
-        self._core = self._client._core
         self._url = url
         self._streams: dict[asyncio.AbstractEventLoop, Streams] = {}
 
@@ -168,7 +165,7 @@ class AsyncClient:
                 raise _Stopped
             on_progress(progress)
 
-        run = asyncio.to_thread(self._core.batch, BatchOptions.of(input, output, **options), watch)
+        run = asyncio.to_thread(self._client.batch, input, output, on_progress=watch, **options)
         running = asyncio.ensure_future(run)
         try:
             return await asyncio.shield(running)
@@ -193,7 +190,7 @@ class AsyncClient:
     async def _stream(
         self, cursor: EventCursor, timeout_s: float, ping_s: float, cancel_on_exit: bool
     ) -> AsyncIterator[Event]:
-        outage = self._core.outage()
+        outage = Outage(self._url)
         try:
             while not cursor.ended:
                 with outage.watching():
@@ -222,25 +219,25 @@ class AsyncClient:
 
         The thread has the work at once; a task would not begin any more when its loop ends.
         """
-        cancelling = asyncio.get_running_loop().run_in_executor(None, self._core.cancel, job_id)
+        cancelling = asyncio.get_running_loop().run_in_executor(None, self._client.cancel, job_id)
         await asyncio.shield(cancelling)
 
     async def result(self, job_id: str, timeout: float | None = None) -> Result:
         """The result. It follows the stream to its end first, so that no thread is held meanwhile."""
-        if not await asyncio.to_thread(self._core.is_ready, job_id):
+        if not await asyncio.to_thread(self._client._is_ready, job_id):
             try:
                 async with asyncio.timeout(timeout):
                     async for _ in self.stream(job_id, timeout=math.inf):
                         pass
             except TimeoutError:
-                raise self._core.too_late(job_id, timeout) from None
-        return await asyncio.to_thread(self._core.result, job_id, RESULT_AFTER_END_S)
+                raise self._client._too_late(job_id, timeout) from None
+        return await asyncio.to_thread(self._client.result, job_id, RESULT_AFTER_END_S)
 
     async def close(self) -> None:
         """As Client.close. Streams that are still read in this event loop end with a RuntimeError."""
         if (streams := self._streams.pop(asyncio.get_running_loop(), None)) is not None:
             await streams.close()
-        self._core.close()
+        self._client.close()
 
     async def __aenter__(self) -> AsyncClient:
         return self

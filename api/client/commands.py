@@ -10,7 +10,6 @@ from typing import Any
 
 from celery import Celery
 
-from cellama.config import id_of_source
 from cellama.tasks.contract.errors import JobFailed, JobTimeout, UnknownModel, UnknownWorker
 from cellama.tasks.state.registry import WorkerEntry
 
@@ -46,28 +45,11 @@ class Whom:
 
 
 class Commands:
-    """Asks workers, and waits until the registry says that they did. Threads may share one."""
+    """Sends commands to workers, and waits until the registry shows their effect. Threads may share one."""
 
     def __init__(self, app: Celery, workers: Callable[[], list[WorkerEntry]]) -> None:
         self._app = app
         self._workers = workers
-
-    def load_model(self, model: dict[str, Any], whom: Whom, timeout_s: float) -> str:
-        if model["id"] is None:
-            taken = {thing["model"] for entry in self._workers() for thing in entry.wanted}
-            taken |= {loaded["id"] for entry in self._workers() for loaded in entry.models}
-            model = {**model, "id": id_of_source(model["source"], taken)}
-        begun = self.send("cellama_load", {"model": model}, whom)
-        model_id: str = model["id"]
-        self._wait_for_model(begun, model_id, "ready", timeout_s)
-        return model_id
-
-    def unload_model(self, model_id: str, whom: Whom, timeout_s: float) -> None:
-        begun = self.send("cellama_unload", {"model_id": model_id, "timeout_s": timeout_s}, whom)
-        self._wait_for_model(begun, model_id, None, timeout_s + REPLY_S)
-
-    def set_default_model(self, model_id: str, whom: Whom) -> None:
-        self.send("cellama_default", {"model_id": model_id}, whom)
 
     def send(self, command: str, arguments: dict[str, Any], whom: Whom, model_id: str | None = None) -> Begun:
         """The workers that took a command, of those that are meant (and have the model).
@@ -90,12 +72,6 @@ class Commands:
             if "error" in answer:
                 raise JobFailed(answer.get("code", "internal_error"), f"worker {name}: {answer['error']}")
         return {name: answers[name] for name in chosen}
-
-    def _wait_for_model(self, begun: Begun, model_id: str, wanted: str | None, timeout_s: float) -> None:
-        def status(worker: WorkerEntry) -> str | None:
-            return next((str(m["status"]) for m in worker.models if m["id"] == model_id), None)
-
-        self.wait_for_status(begun, model_id, status, wanted, timeout_s)
 
     def wait_for_status(
         self,

@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 from starlette.requests import Request
 
 from cellama.api.client.async_client import AsyncClient
-from cellama.api.client.core import CONNECT_TIMEOUT_S
+from cellama.api.client.client import CONNECT_TIMEOUT_S
 from cellama.config import Settings
 from cellama.tasks.connection.connections import connect_async
 from cellama.tasks.contract.errors import JobError

@@ -103,7 +103,7 @@ class Cluster:
         self.ends: list[tuple[float, str, str]] = []  # when, worker, job
         self.beat_at = self.now
         self.client = Client()
-        self.client._core._redis = self.redis
+        self.client._redis = self.redis
         self.beat()
 
     def beat(self) -> None:
