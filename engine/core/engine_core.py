@@ -22,7 +22,7 @@ from cellama.engine.kvcache.ram_tier import SavedState
 from cellama.engine.options import EngineOptions
 from cellama.engine.scheduling.scheduler import Limits, Scheduler
 from cellama.engine.scheduling.sequence import Sequence
-from cellama.engine.scheduling.strategies import make_strategy
+from cellama.engine.scheduling.strategy_registry import make_strategy
 from cellama.engine.speculation.draft_model import DraftModel
 from cellama.engine.speculation.drafting import Drafting
 from cellama.engine.system.inbox import Inbox

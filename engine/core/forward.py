@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from cellama.engine.backend import ABORTED, NO_FREE_CELLS, Backend, Chunk, DecodeError
 from cellama.engine.errors import DecodeFailed
-from cellama.engine.scheduling.bulk_turns import Courtesy
+from cellama.engine.scheduling.bulk_policy import Interruptions
 from cellama.engine.scheduling.micro_batches import micro_batches_of
 from cellama.engine.scheduling.scheduler import Scheduler
 from cellama.engine.scheduling.sequence import Sequence, State, Work, work_of
@@ -22,13 +22,11 @@ from .requests import Requests
 log = logging.getLogger(__name__)
 
 ATTEMPTS_ALONE = 2  # of a request in a batch of its own, before it fails
-LOST_SHARE = 0.02  # of the time, for bulk decode calls that end for an interactive request
-LATE_SHARE = 0.05  # of the time, for those that are left to a later step for one
 BROKEN = 3  # requests that failed alone, one after another, and nothing was computed between
 
 
-class Left(DecodeError):
-    """Not begun, because an interactive request has come: a later step does it."""
+class Deferred(DecodeError):
+    """Not started, because an interactive request has arrived: a later step does it."""
 
 
 class BackendBroken(Exception):
@@ -55,8 +53,7 @@ class Forward:
         self._drafting = drafting
         self._requests = requests
         self._pulse = pulse
-        self._lost, self._late = Courtesy(LOST_SHARE), Courtesy(LATE_SHARE)
-        self._bulk_s = 0.0  # that a decode call for bulk requests alone took last
+        self._interruptions = Interruptions()
         self._num_failed_alone = 0  # since something was computed
         self.worth_aborting: Handle | None = None  # whose cancel ends the decode call that runs now
         self._yields = False  # that decode call ends when an interactive request comes
@@ -114,18 +111,15 @@ class Forward:
         finally:
             self._scheduler.layout.take_off(padding)
         if error is not None:
-            if isinstance(error, Left):
-                self._late.give(self._bulk_s)
+            if isinstance(error, Deferred):
+                self._interruptions.observe_deferred()
             elif may_yield and isinstance(error, DecodeError) and error.code == ABORTED:
-                self._lost.give(time.monotonic() - started)
+                self._interruptions.observe_aborted(time.monotonic() - started)
             yield from self._recover(works, error)
             return
         now = time.monotonic()
         self._num_failed_alone = 0
-        self._lost.observe(now - started)
-        self._late.observe(now - started)
-        if is_bulk:
-            self._bulk_s = now - started
+        self._interruptions.observe(now - started, is_bulk=is_bulk)
         self._scheduler.layout.observe_decode(chunks, now - started)
         self._drafting.observe(chunks, now - started)
         yield Computed(works, num_tokens, now, now - started)
@@ -137,7 +131,7 @@ class Forward:
         self._pulse.beat("decode", [sequence.request.id for sequence, _ in works], num_tokens, first_s=FIRST_S)
         try:
             if may_yield and self._has_come:  # asked after it yields: whoever comes from now on aborts it
-                raise Left(ABORTED)
+                raise Deferred(ABORTED)
             self._backend.decode(chunks, works[0].sequence.adapters)
         except DecodeError as error:
             return error
@@ -157,9 +151,9 @@ class Forward:
         return self._requests.handle_of(sequence) if 2 * len(chunk.tokens) > num_tokens else None
 
     def _may_yield(self, num_tokens: int) -> bool:
-        """True for a decode call of so many bulk tokens that is worth giving up for an interactive request."""
+        """Return whether a decode call of so many bulk tokens is given up for an interactive request."""
         is_long = self._scheduler.strategy.may_yield(num_tokens)
-        return self._backend.partial_reuse and (is_long or (self._lost.is_left and self._late.is_left))
+        return self._backend.partial_reuse and (is_long or self._interruptions.are_affordable)
 
     def _recover(self, works: list[Work], error: Exception) -> Iterator[Computed]:
         """Rolls the slots back, then tries each alone: only what fails alone is failed."""

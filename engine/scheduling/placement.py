@@ -11,13 +11,13 @@ from cellama.engine.kvcache.disk_tier import DiskTier
 from cellama.engine.kvcache.manager import KvCache, Placement
 
 from .adapter_rotation import Rotation, slot_beside
+from .bulk_policy import gives_way_though_older
 from .neighbours import beside, by_nearness
 from .sequence import Sequence, State
 from .waiting_queue import rank_if_preempted
 
 WORTH_WAITING_TOKENS = 64  # a prefix shorter than this is computed twice rather than waited for
 GROWTH_TOKENS = 16  # cells kept free for each running sequence when a new one is admitted
-HOLD_S = 1.0  # a bulk request that has waited long keeps its slot at least so long, and until it has a token more
 
 
 class SlotFinder:
@@ -106,7 +106,7 @@ class SlotFinder:
         less_urgent = [s for s in self._slots if s is not None and s.request.priority > sequence.request.priority]
         ranks = {s: rank_if_preempted(s, now) for s in less_urgent}
         younger = [s for s in less_urgent if ranks[s] > sequence.rank]
-        older = [s for s in less_urgent if ranks[s] <= sequence.rank and _may_lose_it(s, sequence, now)]
+        older = [s for s in less_urgent if ranks[s] <= sequence.rank and gives_way_though_older(s, sequence, now)]
         older.sort(key=lambda s: ranks[s], reverse=True)
         return self._cheapest_first(younger, sequence) + older
 
@@ -134,10 +134,3 @@ def _will_compute(sequence: Sequence, length: int) -> bool:
 def expendable(sequence: Sequence) -> tuple[int, float, int]:
     """Larger for what should rather give up its slot: the less urgent, then the younger."""
     return sequence.request.priority, sequence.admitted_at or 0.0, sequence.order
-
-
-def _may_lose_it(victim: Sequence, sequence: Sequence, now: float) -> bool:
-    """True if a reader waits for the slot of a bulk request that has made use of it."""
-    if victim.request.is_interactive or not sequence.request.is_interactive or victim.placed_at is None:
-        return False
-    return now - victim.placed_at >= HOLD_S and victim.num_output > victim.num_output_placed

@@ -10,16 +10,16 @@ from cellama.engine.errors import PromptTooLong
 from cellama.engine.kvcache.manager import KvCache, Placement
 
 from .adapter_rotation import Rotation
+from .bulk_policy import prefill_order
 from .cuts import CutPlanner
 from .placement import SlotFinder, expendable
 from .sequence import Sequence, State, Work, work_of
 from .slot_layout import SlotLayout
-from .strategies import Guarded, SlotView, Strategy
+from .strategies import SlotView, Strategy
+from .strategy_registry import Guarded
 from .waiting_queue import WaitingQueue
 
-MAX_PASSED_OVER = 64  # sequences that wait for a prefix, beyond which the queue is not searched for others
-BULK_PATIENCE_S = 20.0  # an interactive request that has its slot so much later still reads its prompt first
-
+MAX_PASSED_OVER = 64  # sequences that wait for a prefix, beyond which the queue is not searched: a step stays short
 
 OnFailure = Callable[[Sequence, Exception], None]
 
@@ -190,7 +190,7 @@ class Scheduler:
         if self._rotation.is_needed:
             turn = self._rotation.turn(now)
             busy = [s for s in busy if s.adapters == turn]
-        busy.sort(key=_prefill_order)
+        busy.sort(key=prefill_order)
         return [_view(s) for s in busy]
 
     def commit(self, work: Work) -> None:
@@ -274,11 +274,6 @@ class Scheduler:
     def kv_cached_tokens(self) -> int:
         """Positions that wait in idle slots for sequences that begin alike."""
         return sum(self.cache.cells.of(slot) for slot, holder in enumerate(self.slots) if holder is None)
-
-
-def _prefill_order(sequence: Sequence) -> float:
-    """By admission, but bulk requests let interactive ones that come in soon after them go first."""
-    return (sequence.admitted_at or 0.0) + (0.0 if sequence.request.is_interactive else BULK_PATIENCE_S)
 
 
 def _view(sequence: Sequence) -> SlotView:

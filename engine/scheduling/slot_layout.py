@@ -150,7 +150,7 @@ class SlotLayout:
     def _groups(self, busy: Seq[int]) -> Iterator[tuple[list[int], list[int]]]:
         """The busy slots that are decoded together, those with the same adapters, and where they can go: idle ones.
 
-        Of these the interactive ones again: few others decode beside them (bulk_turns.py), and change places with them.
+        Of these the interactive ones again: few others decode with them (bulk_policy.py), and change places with them.
         """
         taken = set(busy)
         idle = [slot for slot in range(len(self._slots)) if slot not in taken]

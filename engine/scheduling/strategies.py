@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-import logging
-import math
-import operator
-import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
-from cellama.engine.errors import InvalidRequest, nearest
 from cellama.engine.request import INTERACTIVE_PRIORITY
 
-from .bulk_turns import BulkTurns
-
-log = logging.getLogger(__name__)
-T = TypeVar("T")
+MIN_CHUNK = 128  # prompt tokens of a slot in a step, at least: below, llama.cpp prefills slower (docs/adr/002)
+TILE = 64  # rows that llama.cpp's attention on the CPU computes together: a chunk of whole tiles wastes none
 
 
 class SlotView(NamedTuple):
@@ -44,7 +33,7 @@ TokenAllocation = tuple[int, int]  # slot, number of its pending tokens in this 
 
 
 class Strategy(ABC):
-    """Allocates a step's tokens to slots. One that fails, or breaks the rules, is replaced for a while (Guarded)."""
+    """Allocates the tokens of a step to slots. A user's own strategy derives from this class (strategy_registry.py)."""
 
     @abstractmethod
     def build_batch(
@@ -56,13 +45,13 @@ class Strategy(ABC):
         """
 
     def observe(self, num_tokens: int, seconds: float) -> None:  # noqa: B027  (a hook)
-        """Is told what each step took: the tokens of its batch, and the seconds of its decode calls.
+        """Learn from a step: the tokens of its batch, and the seconds of its decode calls.
 
-        0 tokens: there were drafts beside the batch, and the seconds say nothing of its costs.
+        `num_tokens` is 0 if drafts were decoded in the step, because then its seconds don't measure the batch.
         """
 
     def may_yield(self, num_tokens: int) -> bool:
-        """True if a decode call for so many tokens, all of bulk requests, ends when an interactive request comes."""
+        """Return whether a decode call for so many tokens of bulk requests is aborted for an interactive request."""
         return False
 
 
@@ -98,81 +87,6 @@ class Balanced(Strategy):
         decoding = [view for view in slots if view.decoding][:num_decode]
         prefilling = [view for view in slots if not view.decoding]
         return decode_first([*decoding, *prefilling], budget, chunk_size, beside=max(1, budget // 2))
-
-
-BULK_STEP_S = 0.3
-BESIDE_STEP_S = 0.25
-QUIET_S = 30.0
-RATE_WEIGHT = 0.2  # of a new value in a running mean
-
-
-class Adaptive(Strategy):
-    """PrefillPriority while only bulk requests have slots, decode tokens first as soon as an interactive one does.
-
-    An interactive request shall not wait long for the step that runs when it comes, nor for prompts that come after it:
-    bulk prompts are read in steps of about `BULK_STEP_S`, and wait while an interactive one is read; where such come
-    seldom, bulk rows stand still meanwhile. Beside a stream prompts get about `BESIDE_STEP_S` of a step, for that is a
-    gap in it, bulk ones not of every step, and bulk requests that decode take turns (bulk_turns.py). When none has come
-    for `QUIET_S` steps are as large as they may be, which is faster; the next one that comes ends such a step.
-    """
-
-    def __init__(self) -> None:
-        self._bulk = PrefillPriority()
-        self._rate = math.inf  # tokens per second of late, when prompts were read
-        self._quiet_s = math.inf  # of steps since an interactive request had a slot
-        self._turns = BulkTurns()
-        self._tell: Callable[[float], None] | None = None  # who learns from the seconds of the step that was built last
-
-    def observe(self, num_tokens: int, seconds: float) -> None:
-        """Learns how fast prompts are read, and what bulk work costs beside streams."""
-        self._quiet_s += seconds
-        self._turns.observe(seconds)
-        if self._tell and num_tokens:
-            self._tell(seconds)
-        if num_tokens >= MIN_CHUNK and seconds > 0:
-            rate = num_tokens / seconds
-            self._rate = rate if math.isinf(self._rate) else self._rate + (rate - self._rate) * RATE_WEIGHT
-
-    def build_batch(
-        self, slots: Seq[SlotView], budget: int, chunk_size: int, queue_depth: int
-    ) -> list[TokenAllocation]:
-        if not any(view.is_interactive for view in slots):
-            self._tell = None
-            budget = budget if self._quiet_s >= QUIET_S else min(budget, self._num_read_in(BULK_STEP_S))
-            return self._bulk.build_batch(slots, budget, chunk_size, queue_depth)
-        self._quiet_s = 0.0
-        prompts = self._prompts_beside([view for view in slots if not view.decoding])
-        bulk = [view.slot for view in slots if view.decoding and not view.is_interactive]
-        reads_bulk = not all(view.is_interactive for view in prompts)
-        stand_still = bool(bulk and prompts) and not reads_bulk and self._turns.may_stand_still
-        rows = set() if stand_still else set(self._turns.rows(bulk, [v.slot for v in slots if v.is_interactive]))
-        decoding = [view for view in slots if view.decoding and (view.is_interactive or view.slot in rows)]
-        if any(view.is_interactive for view in decoding) and not all(view.is_interactive for view in slots):
-            budget = min(budget, len(decoding) + self._num_read_in(BESIDE_STEP_S))
-        self._tell = partial(self._turns.observe_read, bulk=reads_bulk) if prompts else self._turns.observe_decode
-        if stand_still:
-            self._tell = self._turns.observe_still
-        return decode_first([*decoding, *prompts], budget, chunk_size)
-
-    def _prompts_beside(self, prompts: list[SlotView]) -> list[SlotView]:
-        """Those that are read beside streams: the interactive ones with what goes before them, or bulk ones."""
-        last = max((index for index, view in enumerate(prompts) if view.is_interactive), default=None)
-        if last is None:
-            return prompts if self._turns.may_read() else []
-        bulk_too = self._turns.may_read(before_interactive=True)
-        return [view for view in prompts[: last + 1] if bulk_too or view.is_interactive]
-
-    def may_yield(self, num_tokens: int) -> bool:
-        """True for what takes longer than an interactive request should wait."""
-        return num_tokens > self._num_read_in(BULK_STEP_S)
-
-    def _num_read_in(self, seconds: float) -> int:
-        """Tokens of prompts: whole chunks of MIN_CHUNK, at least one."""
-        return sys.maxsize if math.isinf(self._rate) else max(1, round(self._rate * seconds / MIN_CHUNK)) * MIN_CHUNK
-
-
-MIN_CHUNK = 128  # tokens: docs/adr/002-prefill-chunks.md
-TILE = 64  # rows that llama.cpp's attention on the CPU computes together
 
 
 def decode_first(
@@ -215,124 +129,3 @@ def _largest_equal_size(needs: list[int], budget: int) -> int:
             return fair
         budget -= need
     return max(needs)
-
-
-RETRY_STEPS = 1000  # without a strategy that failed: a permanent failure costs 0.1 % of the steps an exception
-
-
-@dataclass(slots=True)
-class _Candidate:
-    """A strategy, and for how long it is left out."""
-
-    strategy: Strategy
-    pause_steps: int = 0
-    last_failure: str = ""
-
-    @property
-    def name(self) -> str:
-        return type(self.strategy).__name__
-
-
-class Guarded(Strategy):
-    """A strategy that is replaced for `RETRY_STEPS` steps when it fails, so that its failure stops no request.
-
-    Adaptive replaces other strategies, and DecodeMaximal replaces Adaptive.
-    """
-
-    def __init__(self, strategy: Strategy) -> None:
-        known = {Adaptive: [DecodeMaximal()], DecodeMaximal: []}
-        fallbacks = known.get(type(strategy), [Adaptive(), DecodeMaximal()])
-        self._candidates = [_Candidate(each) for each in (strategy, *fallbacks)]
-        self.num_failures = 0
-
-    @property
-    def current(self) -> Strategy:
-        """The strategy that builds the next batch, unless its pause ends with that batch."""
-        return self._current().strategy
-
-    def build_batch(
-        self, slots: Seq[SlotView], budget: int, chunk_size: int, queue_depth: int
-    ) -> list[TokenAllocation]:
-        """Return the batch of the current strategy, checked."""
-
-        def build(strategy: Strategy) -> list[TokenAllocation]:
-            allocations = strategy.build_batch(list(slots), budget, chunk_size, queue_depth)
-            return _checked(allocations, slots, budget, chunk_size)
-
-        for candidate in self._candidates:
-            candidate.pause_steps = max(0, candidate.pause_steps - 1)
-        return self._ask(build)
-
-    def observe(self, num_tokens: int, seconds: float) -> None:
-        """As Strategy.observe."""
-        self._ask(lambda strategy: strategy.observe(num_tokens, seconds))
-
-    def may_yield(self, num_tokens: int) -> bool:
-        """As Strategy.may_yield."""
-        return self._ask(lambda strategy: bool(strategy.may_yield(num_tokens)))
-
-    def _current(self) -> _Candidate:
-        return next(candidate for candidate in self._candidates if not candidate.pause_steps)
-
-    def _ask(self, question: Callable[[Strategy], T]) -> T:
-        candidate = self._current()
-        try:
-            return question(candidate.strategy)
-        except Exception as error:  # a user's code, on the thread that serves all
-            if candidate is self._candidates[-1]:
-                raise
-            self.num_failures += 1
-            candidate.pause_steps = RETRY_STEPS
-            if candidate.last_failure != repr(error):  # once, however often it fails in this way
-                candidate.last_failure = repr(error)
-                log.exception(
-                    "batch strategy %s failed; %s replaces it for %d steps, then it is tried again",
-                    *(candidate.name, self._current().name, RETRY_STEPS),
-                )
-        return self._ask(question)
-
-
-def _checked(
-    allocations: Seq[TokenAllocation], views: Seq[SlotView], budget: int, chunk_size: int
-) -> list[TokenAllocation]:
-    """The allocations as whole numbers. Raises ValueError or TypeError for what can't be a batch."""
-    pending = {view.slot: min(view.num_pending, chunk_size) for view in views}
-    whole = [(operator.index(slot), operator.index(count)) for slot, count in allocations]
-    for slot, count in whole:
-        allowed = pending.pop(slot, 0)  # a slot named twice has nothing left
-        if not 1 <= count <= allowed:
-            raise ValueError(f"it gave slot {slot} {count} tokens, which may have 1 to {allowed}")
-    total = sum(count for _, count in whole)
-    if not 1 <= total <= budget:
-        raise ValueError(f"it chose {total} tokens, the budget is {budget}")
-    return whole
-
-
-STRATEGIES: dict[str, type[Strategy]] = {
-    "adaptive": Adaptive,
-    "balanced": Balanced,
-    "decode_maximal": DecodeMaximal,
-    "prefill_priority": PrefillPriority,
-}
-
-
-def make_strategy(name: str) -> Strategy:
-    """The strategy of that name, or of an import path `package.module:Class`. Raises InvalidRequest."""
-    if ":" in name:
-        return _import_strategy(name)
-    if name not in STRATEGIES:
-        raise InvalidRequest(
-            f"batch_strategy is {name!r}; {nearest(name, STRATEGIES)}, or the import path of your own (module:Class)"
-        )
-    return STRATEGIES[name]()
-
-
-def _import_strategy(path: str) -> Strategy:
-    module, _, attribute = path.partition(":")
-    try:
-        strategy = getattr(importlib.import_module(module), attribute)()
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise InvalidRequest(f"batch_strategy {path!r} can't be made: {error}") from None
-    if not isinstance(strategy, Strategy):
-        raise InvalidRequest(f"batch_strategy {path!r} is no Strategy; derive it from {__name__}.Strategy")
-    return strategy

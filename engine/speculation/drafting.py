@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from cellama.engine.backend import Chunk
 from cellama.engine.kvcache.manager import KvCache
 from cellama.engine.options import EngineOptions
+from cellama.engine.scheduling.bulk_policy import BESIDE_STEP_S, BULK_STEP_S
 from cellama.engine.scheduling.neighbours import runs_of
 from cellama.engine.scheduling.sequence import Sequence, Work
-from cellama.engine.scheduling.strategies import BESIDE_STEP_S, BULK_STEP_S
 from cellama.engine.snapshots import DraftCount
 
 from .asking import Asking

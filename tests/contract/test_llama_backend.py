@@ -27,7 +27,7 @@ from cellama.engine import (
 )
 from cellama.engine.bundled import TINY_PATH
 from cellama.engine.llama import context
-from cellama.engine.scheduling.strategies import STRATEGIES
+from cellama.engine.scheduling.strategy_registry import STRATEGIES
 
 from ..conftest import wait_until
 

@@ -15,7 +15,7 @@ from cellama.engine.backend import Adapter, AdapterSet, AdapterUse
 from cellama.engine.fake import FakeBackend
 from cellama.engine.scheduling.scheduler import Limits, Scheduler
 from cellama.engine.scheduling.sequence import Sequence
-from cellama.engine.scheduling.strategies import STRATEGIES, make_strategy
+from cellama.engine.scheduling.strategy_registry import STRATEGIES, make_strategy
 
 from ....conftest import wait_until
 from ...conftest import PATIENCE_S, Gate, MakeEngine, request

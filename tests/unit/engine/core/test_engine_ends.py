@@ -9,10 +9,9 @@ import pytest
 
 from cellama.engine import StepStats
 from cellama.engine.backend import AdapterSet, Chunk
-from cellama.engine.core import forward
-from cellama.engine.core.forward import LATE_SHARE
 from cellama.engine.fake import FakeBackend
-from cellama.engine.scheduling.bulk_turns import Courtesy
+from cellama.engine.scheduling import bulk_policy
+from cellama.engine.scheduling.bulk_policy import DEFERRED_SHARE, Interruptions
 from cellama.engine.scheduling.strategies import DecodeMaximal
 
 from ....conftest import wait_until
@@ -44,11 +43,11 @@ def test_interactive_request_ends_a_pass_of_bulk_ones(make_engine: MakeEngine, p
     assert num_reads == (2 if priority == 3 else 1)
 
 
-@pytest.mark.parametrize("late_share", [LATE_SHARE, -1e9])
+@pytest.mark.parametrize("deferred_share", [DEFERRED_SHARE, -1e9])
 def test_no_bulk_pass_begins_after_one_that_ended_for_an_interactive_request(
-    make_engine: MakeEngine, late_share: float, monkeypatch: pytest.MonkeyPatch
+    make_engine: MakeEngine, deferred_share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forward, "LATE_SHARE", late_share)  # all of the time that goes by is owed: none is left
+    monkeypatch.setattr(bulk_policy, "DEFERRED_SHARE", deferred_share)  # below 0 none is left
     engine, backend = make_engine(FakeBackend(n_slots=3), batch_strategy="decode_maximal")
     decode, handles, begun = backend.decode, [], threading.Event()
     coming = {1: request("b" * 40, max_tokens=4, priority=9), 40: request("c" * 5, max_tokens=4, priority=3)}
@@ -65,7 +64,7 @@ def test_no_bulk_pass_begins_after_one_that_ended_for_an_interactive_request(
     wait_until(lambda: len(handles) == 3, "all three")
     assert [handle.result(PATIENCE_S).usage.completion_tokens for handle in handles] == [60, 4, 4]
     sizes = [[len(chunk.tokens) for chunk in batch] for batch in backend.batches]
-    assert sizes[sizes.index([40]) + 1] == ([5] if late_share > 0 else [1])
+    assert sizes[sizes.index([40]) + 1] == ([5] if deferred_share > 0 else [1])
 
 
 class Long(DecodeMaximal):
@@ -79,7 +78,7 @@ class Long(DecodeMaximal):
 def test_short_passes_end_early_in_a_small_share_of_the_time_only(
     make_engine: MakeEngine, num_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Courtesy, "is_left", False)
+    monkeypatch.setattr(Interruptions, "are_affordable", False)
     engine, backend = make_engine(FakeBackend(n_slots=2), batch_strategy=f"{__name__}:Long")
     gate = Gate(backend)
     bulk = engine.submit(request("x" * num_tokens, max_tokens=4, priority=9))

@@ -10,8 +10,8 @@ import pytest
 from cellama.engine import Request
 from cellama.engine.backend import Adapter, AdapterUse
 from cellama.engine.fake import FakeBackend
+from cellama.engine.scheduling.bulk_policy import HOLD_S
 from cellama.engine.scheduling.neighbours import runs_of
-from cellama.engine.scheduling.placement import HOLD_S
 from cellama.engine.scheduling.scheduler import Limits, Scheduler
 from cellama.engine.scheduling.sequence import Sequence
 from cellama.engine.scheduling.waiting_queue import AGEING_S

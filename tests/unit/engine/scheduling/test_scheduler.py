@@ -9,17 +9,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from cellama.engine import PromptTooLong, QueueFull, Request
 from cellama.engine.fake import FakeBackend
-from cellama.engine.scheduling.scheduler import BULK_PATIENCE_S, Limits
+from cellama.engine.scheduling.bulk_policy import BULK_PATIENCE_S
+from cellama.engine.scheduling.scheduler import Limits
 from cellama.engine.scheduling.sequence import Sequence, State
-from cellama.engine.scheduling.strategies import (
-    MIN_CHUNK,
-    STRATEGIES,
-    Adaptive,
-    DecodeMaximal,
-    Strategy,
-    TokenAllocation,
-    make_strategy,
-)
+from cellama.engine.scheduling.strategies import MIN_CHUNK, DecodeMaximal, Strategy, TokenAllocation
+from cellama.engine.scheduling.strategy_registry import STRATEGIES, make_strategy
 
 from ....conftest import EXAMPLES
 from .schedulers import new_scheduler, run_step, sequence
@@ -91,7 +85,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(len(chunk.tokens) <= self.LIMITS.chunk_size for chunk in chunks)
         assert [chunk.slot for chunk in chunks] == sorted({chunk.slot for chunk in chunks})
         assert bool(chunks) == bool(self.alive)
-        if isinstance(self.scheduler.strategy.current, DecodeMaximal):
+        if isinstance(self.scheduler.strategy.strategy, DecodeMaximal):
             decoding = {s.slot for s in self.alive if s.state is State.DECODING}
             assert decoding <= {chunk.slot for chunk in chunks if chunk.samples}
         self.alive = [s for s in self.alive if s.state is not State.FINISHED]
@@ -204,7 +198,7 @@ def test_scheduler_does_without_a_strategy_that_chooses_what_cannot_be(shares: l
     scheduler.enqueue(sequence(20), 0)
     scheduler.admit(0)
     assert [len(work.chunk.tokens) for work in scheduler.schedule(0)] == [4]
-    assert isinstance(scheduler.strategy.current, Adaptive)
+    assert scheduler.strategy.num_failures == 1
 
 
 def test_ended_sequences_are_forgotten_before_their_deadlines_and_wherever_they_waited() -> None:

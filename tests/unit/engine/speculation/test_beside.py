@@ -12,7 +12,8 @@ from cellama.engine import EngineOptions, Handle, Pulse, Request, SamplingParams
 from cellama.engine.core import forward
 from cellama.engine.core.engine_core import Command, EngineCore
 from cellama.engine.fake import FakeBackend, FakePlan
-from cellama.engine.scheduling.strategies import Adaptive, SlotView
+from cellama.engine.scheduling.bulk_policy import Adaptive
+from cellama.engine.scheduling.strategies import SlotView
 
 from ....eager_gate import Eager
 from .test_asking import Clock
@@ -79,7 +80,7 @@ def test_a_prompt_that_waits_for_its_turn_gets_it_before_drafts() -> None:
     core, fake = guessing_core()
     submit(core, predicted("reader", 3))
     core.step()
-    core.scheduler.strategy.current.build_batch = lambda views, *_: [  # type: ignore[method-assign]
+    core.scheduler.strategy.strategy.build_batch = lambda views, *_: [  # type: ignore[method-assign]
         (view.slot, 1) for view in views if view.decoding
     ]
     submit(core, replace(PREDICTED, id="late"))
@@ -115,7 +116,7 @@ def test_only_steps_with_drafts_are_accounted(unified: bool, monkeypatch: pytest
 def test_the_strategy_is_told_no_tokens_of_steps_with_drafts() -> None:
     core, fake = guessing_core()
     told: list[int] = []
-    core.scheduler.strategy.current.observe = lambda tokens, seconds: told.append(tokens)  # type: ignore[method-assign]
+    core.scheduler.strategy.strategy.observe = lambda tokens, seconds: told.append(tokens)  # type: ignore[method-assign]
     submit(core, predicted("one", 3))
     while core.telemetry.snapshot.requests_finished < 1:
         core.step()
@@ -129,5 +130,5 @@ def test_adaptive_learns_no_costs_from_steps_with_drafts() -> None:
     for tokens, seconds in [(1, 0.01), (0, 5.0), (0, 5.0)]:
         strategy.build_batch([view], 512, 512, 0)
         strategy.observe(tokens, seconds)
-    assert strategy._turns._alone_s == 0.01
+    assert strategy._rows.alone_s == 0.01
     assert not strategy.may_yield(10_000)  # nothing is known about reading prompts
