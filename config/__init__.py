@@ -2,9 +2,10 @@
 
 from .model_ids import MODEL_ID, MODEL_ID_RULE, id_of_source
 from .redis_url import mask_url
-from .settings import ModelSettings, Settings, SettingsError, get_settings
+from .settings import DEFAULT_KEY_PREFIX, ModelSettings, Settings, SettingsError, get_settings
 
 __all__ = [
+    "DEFAULT_KEY_PREFIX",
     "MODEL_ID",
     "MODEL_ID_RULE",
     "ModelSettings",

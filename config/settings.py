@@ -63,6 +63,7 @@ def _from_auto(value: Any) -> Any:
     return None if value == "auto" else value
 
 
+DEFAULT_KEY_PREFIX = "cellama"
 AutoInt = Annotated[int | None, BeforeValidator(_from_auto)]  # "auto" and None: choose for me
 
 
@@ -143,6 +144,12 @@ class Settings(BaseSettings):
 
     redis_url: str = Field(
         default="redis://127.0.0.1:6379/0", repr=False, description="broker, results, events; see docs/redis.md"
+    )
+    key_prefix: str = Field(
+        default=DEFAULT_KEY_PREFIX,
+        pattern=r"^[A-Za-z0-9_.-]{1,64}$",
+        description="first part of all Redis keys and queue names; installations that share a database need different "
+        "ones. The workers, producers and gateways of an installation need the same one",
     )
     models: Annotated[tuple[ModelSettings, ...], NoDecode] = Field(
         default=(TINY,),

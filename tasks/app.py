@@ -11,14 +11,14 @@ from celery import Celery, Task, signals
 from celery.exceptions import Reject
 from kombu import Connection, Exchange, Queue
 
-from cellama.config import ModelSettings, Settings, get_settings
+from cellama.config import DEFAULT_KEY_PREFIX, ModelSettings, Settings, get_settings
 from cellama.config.logging import configure_logging
 from cellama.config.settings import DEFAULT_SLOTS
 from cellama.tasks.calls.message_templates import Templates
 from cellama.tasks.connection.connections import SOCKET_OPTIONS, broker_options, transport_options
 from cellama.tasks.connection.kombu_internals import UnfitLibraries, require_parts
 from cellama.tasks.contract.codes import Exit
-from cellama.tasks.contract.keys import UNACKED_INDEX_KEY, UNACKED_KEY, UNACKED_MUTEX_KEY
+from cellama.tasks.contract.keys import unacked_index_key, unacked_key, unacked_mutex_key
 from cellama.tasks.contract.names import DEFAULT_MODEL, PRIORITIES, PRIORITY_SEPARATOR, queue_name
 
 if TYPE_CHECKING:
@@ -112,6 +112,7 @@ def celery_config(settings: Settings) -> dict[str, Any]:
     """Celery's configuration from our settings (docs/architecture.md says why where it is not plain)."""
     return {
         **broker_options(settings.redis_url),
+        **_exchanges(settings.key_prefix),
         "result_backend": "cellama.tasks.broker.result_backend:ResultBackend",  # no URL: this is shown to people
         "result_expires": settings.result_ttl_s,
         "result_backend_always_retry": True,
@@ -142,14 +143,22 @@ def celery_config(settings: Settings) -> dict[str, Any]:
     }
 
 
+def _exchanges(prefix: str) -> dict[str, str]:
+    """Return the names of Celery's exchanges for remote control and events.
+
+    With the default prefix they are Celery's own, so that Flower and plain producers need no configuration.
+    """
+    return {} if prefix == DEFAULT_KEY_PREFIX else {"control_exchange": prefix, "event_exchange": f"{prefix}.events"}
+
+
 def _transport_options(settings: Settings) -> dict[str, Any]:
     return {
         **SOCKET_OPTIONS,
         **transport_options(settings.redis_url),
         "health_check_interval": 10,
-        "unacked_key": UNACKED_KEY,
-        "unacked_index_key": UNACKED_INDEX_KEY,
-        "unacked_mutex_key": UNACKED_MUTEX_KEY,
+        "unacked_key": unacked_key(),
+        "unacked_index_key": unacked_index_key(),
+        "unacked_mutex_key": unacked_mutex_key(),
         "priority_steps": list(PRIORITIES),
         "sep": PRIORITY_SEPARATOR,
         "queue_order_strategy": "round_robin",  # within the limits of tasks/broker/channels.py

@@ -20,7 +20,7 @@ from cellama.tasks.estimates.position import Position
 from cellama.tasks.live.streams import Streams
 from cellama.tasks.state.reader import STREAM_TIMEOUT_S, EventCursor
 
-from .client import CONNECT_TIMEOUT_S, RESULT_AFTER_END_S, Client, Job, R
+from .client import CONNECT_TIMEOUT_S, RESULT_AFTER_END_S, Client, Job, R, has_result, result_timeout
 from .outage import OUTAGE_RETRY_S, Outage
 
 P = ParamSpec("P")
@@ -224,13 +224,13 @@ class AsyncClient:
 
     async def result(self, job_id: str, timeout: float | None = None) -> Result:
         """The result. It follows the stream to its end first, so that no thread is held meanwhile."""
-        if not await asyncio.to_thread(self._client._is_ready, job_id):
+        if not await asyncio.to_thread(has_result, self._client, job_id):
             try:
                 async with asyncio.timeout(timeout):
                     async for _ in self.stream(job_id, timeout=math.inf):
                         pass
             except TimeoutError:
-                raise self._client._too_late(job_id, timeout) from None
+                raise result_timeout(job_id, timeout) from None
         return await asyncio.to_thread(self._client.result, job_id, RESULT_AFTER_END_S)
 
     async def close(self) -> None:

@@ -405,7 +405,7 @@ class Client:
                     return result
                 except CeleryTimeoutError:
                     if remaining_s <= RESULT_POLL_S:
-                        raise self._too_late(job_id, timeout) from None
+                        raise result_timeout(job_id, timeout) from None
                 except TaskRevokedError:
                     raise JobCancelled(f"job {job_id} was cancelled") from None
 
@@ -414,15 +414,6 @@ class Client:
             raise ResultIgnored(
                 f"job {job_id} was queued with ignore_result, so its result is not stored; read its stream"
             )
-
-    @staticmethod
-    def _too_late(job_id: str, timeout_s: float | None) -> JobTimeout:
-        return JobTimeout(f"job {job_id} has no result after {timeout_s} s; it goes on: ask again, or cancel it")
-
-    def _is_ready(self, job_id: str) -> bool:
-        with reaching_redis(self._url):
-            self._check_kept(job_id)
-            return bool(AsyncResult(job_id, app=self._app).ready())
 
     def cancel(self, job_id: str) -> None:
         """Cancel any job wherever it is. Idempotent; an unknown or finished job is left alone."""
@@ -665,6 +656,17 @@ class Client:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def has_result(client: Client, job_id: str) -> bool:
+    """Return whether Celery has the result of a job. Raises ResultIgnored, as Client.result."""
+    with reaching_redis(client._url):
+        client._check_kept(job_id)
+        return bool(AsyncResult(job_id, app=client._app).ready())
+
+
+def result_timeout(job_id: str, timeout_s: float | None) -> JobTimeout:
+    return JobTimeout(f"job {job_id} has no result after {timeout_s} s; it continues: ask again, or cancel it")
 
 
 def _status_of_model(model_id: str) -> Callable[[WorkerEntry], str | None]:

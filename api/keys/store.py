@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from redis.asyncio import Redis
 
 from cellama.tasks.connection.redis_clock import seconds_of
-from cellama.tasks.contract.keys import API_KEYS_KEY, API_KEYS_USED_KEY
+from cellama.tasks.contract.keys import api_keys_key, api_keys_used_key
 
 from .entry import KeyEntry
 from .key_file import KeyFile
@@ -55,9 +55,9 @@ class KeyStore:
         """`look` for each of them, in one round trip."""
         async with self._redis.pipeline(transaction=False) as pipe:
             pipe.time()
-            pipe.hlen(API_KEYS_KEY)
-            pipe.hmget(API_KEYS_KEY, key_ids)
-            pipe.hmget(API_KEYS_USED_KEY, key_ids)
+            pipe.hlen(api_keys_key())
+            pipe.hmget(api_keys_key(), key_ids)
+            pipe.hmget(api_keys_used_key(), key_ids)
             time, num_keys, told, used = await pipe.execute()
         if self._file is None:
             entries = [_parsed(value) for value in told]
@@ -71,8 +71,8 @@ class KeyStore:
         """Keeps that keys are in use now."""
         times: dict[Any, Any] = {found.entry.id: f"{found.now:.0f}" for found in uses if found.entry is not None}
         async with self._redis.pipeline(transaction=False) as pipe:
-            pipe.hset(API_KEYS_USED_KEY, mapping=times)
-            pipe.hlen(API_KEYS_USED_KEY)
+            pipe.hset(api_keys_used_key(), mapping=times)
+            pipe.hlen(api_keys_used_key())
             _, num_used = await pipe.execute()
         if uses and num_used > uses[-1].num_keys:
             await self._forget_gone(uses[-1].now)
@@ -82,21 +82,21 @@ class KeyStore:
         """Forget the last use of keys that are gone. Another gateway may have a file with keys that are not known here,
         so their last use must be long ago."""
         async with self._redis.pipeline(transaction=False) as pipe:
-            pipe.hkeys(API_KEYS_KEY)
-            pipe.hgetall(API_KEYS_USED_KEY)
+            pipe.hkeys(api_keys_key())
+            pipe.hgetall(api_keys_used_key())
             kept, used = await pipe.execute()
         known = {key_id.decode() for key_id in kept} | set(() if self._file is None else self._file.entries())
         last = {key_id.decode(): _time(at) or 0.0 for key_id, at in used.items()}
         gone = [key_id for key_id, at in last.items() if key_id not in known and now - at > GONE_AFTER_S]
         if gone:
-            await self._redis.hdel(API_KEYS_USED_KEY, *gone)
+            await self._redis.hdel(api_keys_used_key(), *gone)
 
     async def all(self) -> list[Found]:
         """Every key, the oldest first."""
         async with self._redis.pipeline(transaction=False) as pipe:
             pipe.time()
-            pipe.hgetall(API_KEYS_KEY)
-            pipe.hgetall(API_KEYS_USED_KEY)
+            pipe.hgetall(api_keys_key())
+            pipe.hgetall(api_keys_used_key())
             time, told, used = await pipe.execute()
         told = [entry for value in told.values() if (entry := _parsed(value)) is not None]
         entries = told if self._file is None else list(self._file.entries().values())
@@ -111,7 +111,7 @@ class KeyStore:
 
     async def write(self, entry: KeyEntry) -> None:
         """Redis has the key from now on, as it is here."""
-        await self._redis.hset(API_KEYS_KEY, entry.id, entry.model_dump_json(exclude_none=True))
+        await self._redis.hset(api_keys_key(), entry.id, entry.model_dump_json(exclude_none=True))
 
 
 def _age(found: Found) -> tuple[float, str]:
@@ -135,5 +135,5 @@ def _parsed(told: bytes | None) -> KeyEntry | None:
     try:
         return KeyEntry.model_validate_json(told)
     except ValidationError as error:
-        log.error("an entry of %s can't be read, so its key is not accepted: %s", API_KEYS_KEY, error)
+        log.error("an entry of %s can't be read, so its key is not accepted: %s", api_keys_key(), error)
         return None

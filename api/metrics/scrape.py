@@ -14,13 +14,13 @@ from redis.exceptions import RedisError, ResponseError
 from cellama.api.keys.entry import KeyEntry
 from cellama.tasks.connection.redis_clock import redis_time
 from cellama.tasks.contract.keys import (
-    API_KEYS_KEY,
-    DEAD_KEY,
-    DUE_KEY,
-    LEASES_KEY,
-    MISSING_KEY,
+    api_keys_key,
+    dead_key,
+    due_key,
     key_charges_key,
     key_jobs_key,
+    leases_key,
+    missing_key,
 )
 from cellama.tasks.metrics.families import Figures
 from cellama.tasks.state.bulk_runs import OPEN_STATES, Batches
@@ -94,13 +94,13 @@ def _add_workers(figures: Figures, workers: list[WorkerEntry]) -> None:
 def add_ledger(redis: Redis, figures: Figures, now: float) -> None:
     """Adds how much of each there is, at this time of Redis' clock. Raises RedisError."""
     pipeline = redis.pipeline(transaction=False)
-    pipeline.zcard(LEASES_KEY)
-    pipeline.zcount(LEASES_KEY, "-inf", now)
-    pipeline.zrange(LEASES_KEY, 0, 0, withscores=True)
-    pipeline.zcount(DUE_KEY, "-inf", now)
-    pipeline.zrange(DUE_KEY, 0, 0, withscores=True)
-    pipeline.zcard(MISSING_KEY)
-    pipeline.zcard(DEAD_KEY)
+    pipeline.zcard(leases_key())
+    pipeline.zcount(leases_key(), "-inf", now)
+    pipeline.zrange(leases_key(), 0, 0, withscores=True)
+    pipeline.zcount(due_key(), "-inf", now)
+    pipeline.zrange(due_key(), 0, 0, withscores=True)
+    pipeline.zcard(missing_key())
+    pipeline.zcard(dead_key())
     found: list[Any] = pipeline.execute()
     leases, overdue, first_to_end, due, first_due, missing, dead = found
     figures.add("cellama_ledger_leases", leases)
@@ -138,7 +138,7 @@ def _count(value: object) -> int:
 
 def add_tenants(redis: Redis, figures: Figures, now: float) -> bool:
     """Adds those of the first keys by id that are active. True if there are more. Raises RedisError."""
-    told: Any = redis.hgetall(API_KEYS_KEY)
+    told: Any = redis.hgetall(api_keys_key())
     found = [entry for raw in told.values() if (entry := _parsed(raw)) is not None and entry.state(now) == "active"]
     entries = sorted(found, key=lambda entry: entry.id)[:MOST_KEYS]
     pipeline = redis.pipeline(transaction=False)

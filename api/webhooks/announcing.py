@@ -24,8 +24,11 @@ _ENDS = {  # of jobs, as the queue's scripts tell them → of responses
 
 
 def announcement(event_type: str, object_id: str, tenant: str | None) -> dict[str, str]:
-    """What whoever ends a thing puts into the stream WEBHOOK_EVENTS_KEY in the step that ends it: the endpoints of the
-    tenant will hear of it, at least once. Announcing the same twice has the same id. Raises ValueError."""
+    """Return the entry for the stream `webhook_events_key()` that the step which ends an object writes.
+
+    The endpoints of the tenant get the event at least once. Announcing an object twice gives the same id. Raises
+    ValueError.
+    """
     if event_type not in EVENT_TYPES:
         raise ValueError(f"event {event_type!r} is not known; there are: {', '.join(EVENT_TYPES)}")
     return {"type": event_type, "object": object_id, "tenant": tenant or ""}

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from redis.asyncio import Redis
 
 from cellama.tasks.connection.redis_clock import seconds_of
-from cellama.tasks.contract.keys import WEBHOOKS_KEY
+from cellama.tasks.contract.keys import webhooks_key
 
 from .endpoint import Endpoint
 
@@ -27,27 +27,27 @@ class EndpointStore:
 
     async def all(self) -> list[Endpoint]:
         """Every endpoint, the oldest first."""
-        told: Any = await self._redis.hgetall(WEBHOOKS_KEY)
+        told: Any = await self._redis.hgetall(webhooks_key())
         found = [endpoint for value in told.values() if (endpoint := _parsed(value)) is not None]
         return sorted(found, key=_age)
 
     async def find(self, endpoint_id: str) -> Endpoint | None:
         """The endpoint of that id."""
-        told: Any = await self._redis.hget(WEBHOOKS_KEY, endpoint_id)
+        told: Any = await self._redis.hget(webhooks_key(), endpoint_id)
         return _parsed(told)
 
     async def write(self, endpoint: Endpoint) -> None:
         """Redis has it from now on, as it is here."""
-        await self._redis.hset(WEBHOOKS_KEY, endpoint.id, endpoint.model_dump_json(exclude_none=True))
+        await self._redis.hset(webhooks_key(), endpoint.id, endpoint.model_dump_json(exclude_none=True))
 
     async def turn_off(self, endpoint: Endpoint) -> None:
         """It hears of nothing more, unless it was deleted meanwhile."""
         told = endpoint.model_copy(update={"state": "off"}).model_dump_json(exclude_none=True)
-        await self._redis.eval(_REPLACE, 1, WEBHOOKS_KEY, endpoint.id, told)
+        await self._redis.eval(_REPLACE, 1, webhooks_key(), endpoint.id, told)
 
     async def delete(self, endpoint_id: str) -> bool:
         """It hears of nothing more, also not of what waits for it. False if there was none."""
-        return bool(await self._redis.hdel(WEBHOOKS_KEY, endpoint_id))
+        return bool(await self._redis.hdel(webhooks_key(), endpoint_id))
 
     async def now(self) -> datetime:
         """By Redis' clock."""
@@ -66,5 +66,5 @@ def _parsed(told: bytes | None) -> Endpoint | None:
         return Endpoint.model_validate_json(told)
     except ValidationError as error:
         places = ", ".join(".".join(map(str, problem["loc"])) for problem in error.errors())
-        log.error("an entry of %s can't be read, so nothing is sent there: wrong are %s", WEBHOOKS_KEY, places)
+        log.error("an entry of %s can't be read, so nothing is sent there: wrong are %s", webhooks_key(), places)
         return None

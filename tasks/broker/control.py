@@ -21,7 +21,7 @@ from kombu.pidbox import Mailbox
 from redis import Redis
 
 from cellama.tasks.calls.canvas_steps import ChordClaimed, request_of, tell_end
-from cellama.tasks.contract.keys import LEASES_KEY, QUEUES_KEY, cancel_key, waiting_key
+from cellama.tasks.contract.keys import cancel_key, leases_key, queues_key, waiting_key
 from cellama.tasks.contract.names import PRIORITIES, is_model_queue, queue_key
 from cellama.tasks.state.ledger import Ledger
 
@@ -55,7 +55,7 @@ class LastingControl(Control):  # type: ignore[misc]
 
     def purge(self, connection: Connection | None = None) -> int:
         """End all jobs that wait in any model's queue; return how many jobs that were."""
-        found: Any = self.app.backend.client.smembers(QUEUES_KEY)
+        found: Any = self.app.backend.client.smembers(queues_key())
         known = [name for name in self.app.amqp.queues.consume_from if is_model_queue(name)]
         return sum(purge_queue(self.app, queue) for queue in {*known, *(raw.decode() for raw in found)})
 
@@ -100,7 +100,7 @@ def purge_queue(app: Celery, queue: str) -> int:
             num_ended += page.num_ended + sum(_end_purged(app, ledger, message) for message in page.others)
             num_left = num_left - page.num_messages if page.num_messages else 0
     held: Any = redis.zrange(waiting_key(queue), 0, -1)  # without a slot, but perhaps taken by a worker
-    leases: Any = redis.zmscore(LEASES_KEY, held) if held else []
+    leases: Any = redis.zmscore(leases_key(), held) if held else []
     in_hands = [raw.decode() for raw, lease in zip(held, leases, strict=True) if lease is not None]
     return num_ended + sum(_cancel(app, ledger, job_id, running=False) for job_id in in_hands)
 

@@ -24,7 +24,7 @@ from redis.exceptions import (
 )
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from cellama.tasks.contract.keys import WRITE_PROBE_KEY
+from cellama.tasks.contract.keys import write_probe_key
 
 # redis-py has a class for each of these, and takes the code out of the message.
 _CODES: dict[type[RedisError], str] = {
@@ -118,4 +118,4 @@ def _replace_connections(pool: Any, reads: type[Any]) -> Any:
 
 def probe_writes(redis: Redis) -> None:
     """Raise RefusedForNow if Redis accepts no writes now. The command itself changes nothing: it writes no bytes."""
-    redis.setrange(WRITE_PROBE_KEY, 0, "")
+    redis.setrange(write_probe_key(), 0, "")

@@ -1,4 +1,4 @@
-"""The Redis keys of cellama and who owns them.
+"""The Redis keys of cellama and their owners. `cellama` stands for the setting `key_prefix`.
 
 cellama:journal:{job_id}   stream   the events of a job, entry (seq+1)-0; publisher; TTL after the end
 cellama:events:{db}:{job_id} channel the same events, live; publisher. Channels know no databases, so it names its own
@@ -55,118 +55,180 @@ from __future__ import annotations
 
 from typing import Literal
 
-WORKERS_KEY = "cellama:workers"
-RUNNING_KEY = "cellama:running"
-LEASES_KEY = "cellama:leases"
-DELAYED_KEY = "cellama:delayed"
-DUE_KEY = "cellama:due"
-MISSING_KEY = "cellama:missing"
-LOOKED_KEY = "cellama:looked"
-WRITE_PROBE_KEY = "cellama:accepts"
-QUEUES_KEY = "cellama:queues"
-DEAD_KEY = "cellama:dead"
-BATCHES_KEY = "cellama:batches"
-API_KEYS_KEY = "cellama:keys"
-HTTP_OPEN_KEY = "cellama:http:open"
-API_KEYS_USED_KEY = "cellama:keys:used"
-WEBHOOKS_KEY = "cellama:webhooks"
-WEBHOOK_EVENTS_KEY = "cellama:webhook:events"
+from .names import key_prefix
+
 MOST_WEBHOOK_EVENTS = 100_000  # that wait while no gateway runs; beyond that the oldest go
-WEBHOOK_DUE_KEY = "cellama:webhook:due"
-UNACKED_KEY = "cellama:kombu:unacked"
-UNACKED_INDEX_KEY = "cellama:kombu:unacked_index"
-UNACKED_MUTEX_KEY = "cellama:kombu:unacked_mutex"
 IGNORED_FIELD = "ignored"  # of a ledger entry: the job's result is not stored
 PRIORITY_WEIGHT = 1e11  # seconds; more than any time of submission
 
 
+def workers_key() -> str:
+    return f"{key_prefix()}:workers"
+
+
+def running_key() -> str:
+    return f"{key_prefix()}:running"
+
+
+def leases_key() -> str:
+    return f"{key_prefix()}:leases"
+
+
+def delayed_key() -> str:
+    return f"{key_prefix()}:delayed"
+
+
+def due_key() -> str:
+    return f"{key_prefix()}:due"
+
+
+def missing_key() -> str:
+    return f"{key_prefix()}:missing"
+
+
+def looked_key() -> str:
+    return f"{key_prefix()}:looked"
+
+
+def write_probe_key() -> str:
+    return f"{key_prefix()}:accepts"
+
+
+def queues_key() -> str:
+    return f"{key_prefix()}:queues"
+
+
+def dead_key() -> str:
+    return f"{key_prefix()}:dead"
+
+
+def batches_key() -> str:
+    return f"{key_prefix()}:batches"
+
+
+def api_keys_key() -> str:
+    return f"{key_prefix()}:keys"
+
+
+def http_open_key() -> str:
+    return f"{key_prefix()}:http:open"
+
+
+def api_keys_used_key() -> str:
+    return f"{key_prefix()}:keys:used"
+
+
+def webhooks_key() -> str:
+    return f"{key_prefix()}:webhooks"
+
+
+def webhook_events_key() -> str:
+    return f"{key_prefix()}:webhook:events"
+
+
+def webhook_due_key() -> str:
+    return f"{key_prefix()}:webhook:due"
+
+
+def unacked_key() -> str:
+    return f"{key_prefix()}:kombu:unacked"
+
+
+def unacked_index_key() -> str:
+    return f"{key_prefix()}:kombu:unacked_index"
+
+
+def unacked_mutex_key() -> str:
+    return f"{key_prefix()}:kombu:unacked_mutex"
+
+
 def machine_key(machine: str) -> str:
-    return f"cellama:machine:{machine}"
+    return f"{key_prefix()}:machine:{machine}"
 
 
 def wanted_key(whose: Literal["pool", "worker"], name: str) -> str:
-    return f"cellama:wanted:{whose}:{name}"
+    return f"{key_prefix()}:wanted:{whose}:{name}"
 
 
 def took_key(queue: str, kind: str, of: Literal["interactive", "bulk"]) -> str:
-    return f"cellama:took:{of}:{kind}:{queue}"
+    return f"{key_prefix()}:took:{of}:{kind}:{queue}"
 
 
 def speed_key(queue: str, worker: str) -> str:
-    return f"cellama:speed:{worker}:{queue}"
+    return f"{key_prefix()}:speed:{worker}:{queue}"
 
 
 def trials_key(worker: str) -> str:
-    return f"cellama:trials:{worker}"
+    return f"{key_prefix()}:trials:{worker}"
 
 
 def journal_key(job_id: str) -> str:
-    return f"cellama:journal:{job_id}"
+    return f"{key_prefix()}:journal:{job_id}"
 
 
 def batch_key(run_id: str) -> str:
-    return f"cellama:batch:{run_id}"
+    return f"{key_prefix()}:batch:{run_id}"
 
 
 def job_key(job_id: str) -> str:
-    return f"cellama:job:{job_id}"
+    return f"{key_prefix()}:job:{job_id}"
 
 
 def context_key(key: str) -> str:
-    return f"cellama:context:{key}"
+    return f"{key_prefix()}:context:{key}"
 
 
 def cancel_key(job_id: str) -> str:
-    return f"cellama:cancel:{job_id}"
+    return f"{key_prefix()}:cancel:{job_id}"
 
 
 def reaper_key(duty: str) -> str:
-    return f"cellama:reaper:{duty}"
+    return f"{key_prefix()}:reaper:{duty}"
 
 
 def key_admissions_key(key_id: str) -> str:
-    return f"cellama:key:admissions:{key_id}"
+    return f"{key_prefix()}:key:admissions:{key_id}"
 
 
 def key_charges_key(key_id: str) -> str:
-    return f"cellama:key:charges:{key_id}"
+    return f"{key_prefix()}:key:charges:{key_id}"
 
 
 def key_jobs_key(key_id: str) -> str:
-    return f"cellama:key:jobs:{key_id}"
+    return f"{key_prefix()}:key:jobs:{key_id}"
 
 
 def http_record_key(kind: Literal["file", "batch"], thing_id: str) -> str:
-    return f"cellama:http:{kind}:{thing_id}"
+    return f"{key_prefix()}:http:{kind}:{thing_id}"
 
 
 def http_records_key(kind: Literal["file", "batch"], tenant: str | None) -> str:
     """Whoever has no tenant has the index with an empty name, which no tenant can have. No id is that of an index."""
-    return f"cellama:http:of:{kind}:{tenant or ''}"
+    return f"{key_prefix()}:http:of:{kind}:{tenant or ''}"
 
 
 def http_expiring_key(place: str) -> str:
-    return f"cellama:http:expiring:{place}"
+    return f"{key_prefix()}:http:expiring:{place}"
 
 
 def http_lease_key(name: str) -> str:
-    return f"cellama:http:lease:{name}"
+    return f"{key_prefix()}:http:lease:{name}"
 
 
 def heeded_key(job_id: str) -> str:
-    return f"cellama:heeded:{job_id}"
+    return f"{key_prefix()}:heeded:{job_id}"
 
 
 def webhook_delivery_key(delivery_id: str) -> str:
-    return f"cellama:webhook:delivery:{delivery_id}"
+    return f"{key_prefix()}:webhook:delivery:{delivery_id}"
 
 
 def response_key(response_id: str) -> str:
-    return f"cellama:response:{response_id}"
+    return f"{key_prefix()}:response:{response_id}"
 
 
 def waiting_key(queue: str) -> str:
-    return f"cellama:waiting:{queue}"
+    return f"{key_prefix()}:waiting:{queue}"
 
 
 def waiting_score(priority: int, submitted_at: float) -> float:
@@ -185,7 +247,7 @@ def chord_key(group_id: str) -> str:
 
 
 def events_channel(job_id: str, database: int) -> str:
-    return f"cellama:events:{database}:{job_id}"
+    return f"{key_prefix()}:events:{database}:{job_id}"
 
 
 def stream_id(seq: int) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from uuid import UUID, uuid5
 
+from cellama.config import DEFAULT_KEY_PREFIX, get_settings
+
 TASK_GENERATE = "cellama.generate"
 TASK_CHAT = "cellama.chat"
 TASK_PREFILL = "cellama.prefill"
@@ -27,23 +29,27 @@ PRIORITY_SEPARATOR = "\x06\x16"  # kombu's default, see docs/adr/001-priority-se
 WEIGHT_HEADER = "cellama_weight"  # so many jobs' worth of work is in a message; absent: one
 TOKEN_HEADER = "cellama_token"  # set by a worker: that it holds the message (tasks/broker/holding.py)
 SUBMITTED_AT_HEADER = "cellama_submitted_at"  # unix seconds, by the producer's clock; absent when that is plain Celery
-_QUEUE_PREFIX = "cellama:queue:"
 _OF_KEYS = UUID("6d1f5a0e-3a0c-4b57-9d5a-5f0a1c7e2b44")  # the namespace of job ids that are made from keys
 
 
+def key_prefix() -> str:
+    """Return the first part of every Redis key and queue name of this installation (keys.py), without the colon."""
+    return get_settings().key_prefix
+
+
 def queue_name(model_id: str) -> str:
-    """The Celery queue of a model. No other key of ours begins like that, whatever models are called (keys.py)."""
-    return f"{_QUEUE_PREFIX}{model_id}"
+    """Return the Celery queue of a model. No other key begins like that, whatever models are called (keys.py)."""
+    return f"{key_prefix()}:queue:{model_id}"
 
 
 def is_model_queue(queue: str) -> bool:
-    """Whether a Celery queue is that of a model."""
-    return queue.startswith(_QUEUE_PREFIX)
+    """Return whether a Celery queue is that of a model."""
+    return queue.startswith(queue_name(""))
 
 
 def model_of(queue: str) -> str:
-    """The model of a Celery queue; a queue of another app as it is."""
-    return queue.removeprefix(_QUEUE_PREFIX)
+    """Return the model of a Celery queue; the queue itself if it belongs to another app."""
+    return queue.removeprefix(queue_name(""))
 
 
 def queue_keys(model_id: str) -> list[str]:
@@ -72,5 +78,10 @@ def evicting_key(model_id: str) -> str:
 
 
 def job_id_of_key(task: str, scope: str, key: str) -> str:
-    """The id of the job that an idempotency key stands for: one for each task and scope."""
-    return str(uuid5(_OF_KEYS, json.dumps([task, scope, key])))
+    """Return the id of the job that an idempotency key stands for: one for each task and scope.
+
+    Celery's result keys have no prefix of ours, so installations with different prefixes have different ids.
+    """
+    prefix = key_prefix()
+    named = [task, scope, key] if prefix == DEFAULT_KEY_PREFIX else [task, scope, key, prefix]
+    return str(uuid5(_OF_KEYS, json.dumps(named)))

@@ -11,7 +11,7 @@ from redis import Redis
 
 from cellama.tasks.connection.redis_clock import seconds_of
 from cellama.tasks.contract.errors import UnknownJob
-from cellama.tasks.contract.keys import RUNNING_KEY, job_key, waiting_key
+from cellama.tasks.contract.keys import job_key, running_key, waiting_key
 from cellama.tasks.contract.names import DEFAULT_MODEL, PRIORITY_INTERACTIVE, queue_name
 from cellama.tasks.contract.shapes.workers import WorkerModel
 from cellama.tasks.state.ledger import Ledger
@@ -169,7 +169,7 @@ def running_jobs(redis: Redis) -> list[Job]:
     """The jobs that have a slot, MOST_RUNNING at most. Raises RedisError."""
     pipeline = redis.pipeline(transaction=False)
     pipeline.time()
-    pipeline.zrange(RUNNING_KEY, 0, MOST_RUNNING - 1, withscores=True)
+    pipeline.zrange(running_key(), 0, MOST_RUNNING - 1, withscores=True)
     time, entries = pipeline.execute()
     since = {raw.decode(): seconds_of(time) - score for raw, score in entries}
     return [replace(job, elapsed_s=max(0.0, since[job_id])) for job_id, job in _jobs(redis, list(since))]

@@ -8,7 +8,7 @@ from typing import Any
 from redis import Redis
 
 from cellama.tasks.connection.redis_clock import redis_time, seconds_of
-from cellama.tasks.contract.keys import BATCHES_KEY, batch_key
+from cellama.tasks.contract.keys import batch_key, batches_key
 
 KEPT_S = 30 * 86400  # after the last word of a run
 OPEN_STATES = frozenset({"validating", "in_progress", "finalizing", "cancelling"})
@@ -30,8 +30,8 @@ class Batches:
             pipe.hset(batch_key(run_id), mapping={**values, "at": now})
             pipe.hsetnx(batch_key(run_id), "created_at", str(now))
             pipe.expire(batch_key(run_id), KEPT_S)
-            pipe.zadd(BATCHES_KEY, {run_id: now})
-            pipe.zremrangebyscore(BATCHES_KEY, 0, now - KEPT_S)
+            pipe.zadd(batches_key(), {run_id: now})
+            pipe.zremrangebyscore(batches_key(), 0, now - KEPT_S)
             pipe.execute()
 
     def read(self, run_id: str) -> dict[str, Any] | None:
@@ -49,7 +49,7 @@ class Batches:
 
     def all(self, most: int = 0) -> list[dict[str, Any]]:
         """All runs, or so many, the last one first."""
-        ids: Any = self._redis.zrevrange(BATCHES_KEY, 0, most - 1)
+        ids: Any = self._redis.zrevrange(batches_key(), 0, most - 1)
         return self._read(run_id.decode() for run_id in ids)
 
     def cancel(self, run_id: str) -> None:
@@ -62,7 +62,7 @@ class Batches:
     def forget(self, run_id: str) -> None:
         """There has been no such run."""
         self._redis.delete(batch_key(run_id))
-        self._redis.zrem(BATCHES_KEY, run_id)
+        self._redis.zrem(batches_key(), run_id)
 
     def take_cancel(self, run_id: str) -> bool:
         """True if it was asked for since the last time."""

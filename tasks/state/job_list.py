@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from redis import Redis
 
-from cellama.tasks.contract.keys import QUEUES_KEY, RUNNING_KEY, job_key, waiting_key
+from cellama.tasks.contract.keys import job_key, queues_key, running_key, waiting_key
 from cellama.tasks.contract.names import is_model_queue, model_of, queue_name
 
 _FIELDS = ("state", "task", "queue", "priority", "submitted_at", "attempt", "worker")
@@ -31,7 +31,7 @@ def open_jobs(redis: Redis, model: str | None, limit: int) -> list[OpenJob]:
     """At most so many: those that run, the oldest first, then those that wait, queue by queue, the next one first."""
     models = queued_models(redis) if model is None else [model]
     with redis.pipeline() as at_once:  # a job that begins between two looks would be in neither
-        at_once.zrange(RUNNING_KEY, 0, -1 if model else limit - 1)
+        at_once.zrange(running_key(), 0, -1 if model else limit - 1)
         for name in models:
             at_once.zrange(waiting_key(queue_name(name)), 0, limit - 1)
         ids: list[bytes] = [raw for found in at_once.execute() for raw in found]
@@ -44,7 +44,7 @@ def open_jobs(redis: Redis, model: str | None, limit: int) -> list[OpenJob]:
 
 def queued_models(redis: Redis) -> list[str]:
     """The models for which jobs wait, or have waited lately, whether a worker serves them or not."""
-    queues: Any = redis.smembers(QUEUES_KEY)
+    queues: Any = redis.smembers(queues_key())
     return sorted(model_of(name) for raw in queues if is_model_queue(name := raw.decode()))
 
 

@@ -21,12 +21,12 @@ from cellama.tasks.connection.connections import database_of
 from cellama.tasks.connection.redis_clock import redis_time
 from cellama.tasks.contract.events import EVENT_FIELD, TerminalEvent, done, numbered
 from cellama.tasks.contract.keys import (
-    DEAD_KEY,
-    LOOKED_KEY,
     cancel_key,
+    dead_key,
     events_channel,
     job_key,
     journal_key,
+    looked_key,
     result_key,
     waiting_key,
 )
@@ -197,7 +197,7 @@ class Ledger:
         num_lost, num_delayed = MAX_RESTORED, MAX_RESTORED
         total = 0
         while MAX_RESTORED in (num_lost, num_delayed):  # each script is short, because Redis serves no one meanwhile
-            num_lost, num_delayed = run_script(self._redis, "restore", [LOOKED_KEY], [lease_s, MAX_RESTORED])
+            num_lost, num_delayed = run_script(self._redis, "restore", [looked_key()], [lease_s, MAX_RESTORED])
             total += num_lost
         return total
 
@@ -308,13 +308,13 @@ class Ledger:
 
     def dead(self) -> list[DeadJob]:
         """The jobs that ended their workers again and again, the last one first: id, at, task, queue, attempts."""
-        entries: Any = self._redis.zrevrange(DEAD_KEY, 0, -1, withscores=True)
+        entries: Any = self._redis.zrevrange(dead_key(), 0, -1, withscores=True)
         found: list[DeadJob] = []
         for raw, at in entries:
             job_id = raw.decode()
             stored: Any = self._redis.hmget(job_key(job_id), "task", "attempt", "worker", "queue")
             if stored[0] is None:  # its entry has expired
-                self._redis.zrem(DEAD_KEY, job_id)
+                self._redis.zrem(dead_key(), job_id)
                 continue
             task, attempts, worker, queue = (value.decode() for value in stored)
             about: DeadJob = {

@@ -20,7 +20,7 @@ from redis.exceptions import RedisError
 from cellama.tasks.connection.redis_clock import redis_time, seconds_of
 from cellama.tasks.connection.redis_errors import is_passing
 from cellama.tasks.connection.redis_waits import redis_waits
-from cellama.tasks.contract.keys import WORKERS_KEY, reaper_key
+from cellama.tasks.contract.keys import reaper_key, workers_key
 from cellama.tasks.contract.shapes.workers import (
     CacheHit,
     LoadFailure,
@@ -83,7 +83,7 @@ def recent_workers(redis: Redis, within_s: float = KEPT_S) -> list[WorkerEntry]:
     """Return the workers that ran within the last seconds, by name, with those that have ended since."""
     pipeline = redis.pipeline(transaction=False)
     pipeline.time()
-    pipeline.hgetall(WORKERS_KEY)
+    pipeline.hgetall(workers_key())
     now, entries = pipeline.execute()
     stored = [entry for entry in map(_entry_of, entries.values()) if entry is not None]
     workers = [replace(entry, age_s=round(max(0.0, seconds_of(now) - entry.seen_at), 3)) for entry in stored]
@@ -150,7 +150,7 @@ class Registration:
             return
         try:
             ended = replace(self._last, has_ended=True, seen_at=redis_time(self._redis))
-            self._redis.hset(WORKERS_KEY, self._worker, json.dumps(asdict(ended)))
+            self._redis.hset(workers_key(), self._worker, json.dumps(asdict(ended)))
         except RedisError:
             log.warning("the worker's entry stays until it is stale: Redis does not delete it")
 
@@ -194,7 +194,7 @@ class Registration:
             llguidance=llguidance_version(),
         )
         with self._redis.pipeline(transaction=False) as pipeline:
-            pipeline.hset(WORKERS_KEY, self._worker, json.dumps(asdict(entry)))
+            pipeline.hset(workers_key(), self._worker, json.dumps(asdict(entry)))
             pipeline.set(reaper_key("registry"), self._worker, nx=True, px=int(PRUNE_S * 1000))
             _, prunes = pipeline.execute()
         self._last = entry
@@ -203,11 +203,11 @@ class Registration:
 
     def _prune(self, now: float) -> None:
         """Remove the entries that are too old. It reads all of them, so the workers take turns."""
-        stored: Any = self._redis.hgetall(WORKERS_KEY)
+        stored: Any = self._redis.hgetall(workers_key())
         found = {name: _entry_of(data) for name, data in stored.items()}
         stale = [name for name, other in found.items() if other is None or now - other.seen_at > KEPT_S]
         if stale:
-            self._redis.hdel(WORKERS_KEY, *stale)
+            self._redis.hdel(workers_key(), *stale)
 
 
 def _last_cache_hit(model: Model) -> CacheHit | None:

@@ -14,51 +14,28 @@ from redis.exceptions import NoScriptError, RedisError, ResponseError
 from cellama.tasks.connection.redis_clock import lua_source
 from cellama.tasks.connection.refusals import RefusedForNow
 from cellama.tasks.contract.keys import (
-    DEAD_KEY,
-    DELAYED_KEY,
-    DUE_KEY,
-    LEASES_KEY,
-    MISSING_KEY,
     MOST_WEBHOOK_EVENTS,
     PRIORITY_WEIGHT,
-    QUEUES_KEY,
-    RUNNING_KEY,
-    WEBHOOK_EVENTS_KEY,
     cancel_key,
     chord_key,
     context_key,
+    dead_key,
+    delayed_key,
+    due_key,
     heeded_key,
     job_key,
     journal_key,
+    leases_key,
+    missing_key,
+    queues_key,
     result_key,
+    running_key,
     waiting_key,
+    webhook_events_key,
 )
-from cellama.tasks.contract.names import SUBMITTED_AT_HEADER, WEIGHT_HEADER
+from cellama.tasks.contract.names import SUBMITTED_AT_HEADER, WEIGHT_HEADER, key_prefix
 
 log = logging.getLogger(__name__)
-
-CONSTANTS: dict[str, str | float] = {
-    "WAITING": waiting_key(""),
-    "JOB": job_key(""),
-    "CANCEL": cancel_key(""),
-    "RESULT": result_key(""),
-    "JOURNAL": journal_key(""),
-    "CONTEXT": context_key(""),
-    "HEEDED": heeded_key(""),
-    "ENDS": WEBHOOK_EVENTS_KEY,
-    "MOST_ENDS": MOST_WEBHOOK_EVENTS,
-    "QUEUES": QUEUES_KEY,
-    "RUNNING": RUNNING_KEY,
-    "DELAYED": DELAYED_KEY,
-    "DUE": DUE_KEY,
-    "LEASES": LEASES_KEY,
-    "MISSING": MISSING_KEY,
-    "DEAD": DEAD_KEY,
-    "CHORD": chord_key(""),
-    "WEIGHT": PRIORITY_WEIGHT,
-    "OURS": SUBMITTED_AT_HEADER,
-    "WEIGHS": WEIGHT_HEADER,
-}
 
 
 def run_script(redis: Redis, name: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
@@ -112,12 +89,43 @@ def sha(name: str) -> str:
     return str(_script(name).sha)
 
 
-@functools.cache
 def _script(name: str) -> Script:
+    return _script_with(name, key_prefix())
+
+
+@functools.cache
+def _script_with(name: str, prefix: str) -> Script:
+    """`prefix` is only the key of the cache: the source has it in its constants."""
     return Script(None, source(name).encode())  # type: ignore[arg-type]  # each call names its client
+
+
+def _constants() -> dict[str, str | float]:
+    """Return what every script may use by name: prefixes of keys, keys, names of message headers, and limits."""
+    return {
+        "WAITING": waiting_key(""),
+        "JOB": job_key(""),
+        "CANCEL": cancel_key(""),
+        "RESULT": result_key(""),
+        "JOURNAL": journal_key(""),
+        "CONTEXT": context_key(""),
+        "HEEDED": heeded_key(""),
+        "ENDS": webhook_events_key(),
+        "MOST_ENDS": MOST_WEBHOOK_EVENTS,
+        "QUEUES": queues_key(),
+        "RUNNING": running_key(),
+        "DELAYED": delayed_key(),
+        "DUE": due_key(),
+        "LEASES": leases_key(),
+        "MISSING": missing_key(),
+        "DEAD": dead_key(),
+        "CHORD": chord_key(""),
+        "WEIGHT": PRIORITY_WEIGHT,
+        "OURS": SUBMITTED_AT_HEADER,
+        "WEIGHS": WEIGHT_HEADER,
+    }
 
 
 def source(name: str) -> str:
     """A script with its constants and what all share."""
-    constants = "".join(f"local {constant} = {value!r}\n" for constant, value in CONSTANTS.items())
+    constants = "".join(f"local {constant} = {value!r}\n" for constant, value in _constants().items())
     return constants + lua_source(__package__, "prelude", name)

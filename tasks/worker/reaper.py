@@ -25,13 +25,13 @@ from cellama.tasks.connection.redis_errors import is_passing
 from cellama.tasks.connection.redis_waits import redis_waits
 from cellama.tasks.contract import events
 from cellama.tasks.contract.keys import (
-    LEASES_KEY,
-    MISSING_KEY,
-    QUEUES_KEY,
-    RUNNING_KEY,
     cancel_key,
     job_key,
+    leases_key,
+    missing_key,
+    queues_key,
     reaper_key,
+    running_key,
     waiting_key,
 )
 from cellama.tasks.contract.kinds import ending_of_late
@@ -144,7 +144,7 @@ class Reaper:
 
     def find_missing(self) -> int:
         """Queue again what was missing at the last look as well; return how many jobs that were."""
-        suspects = dict.fromkeys(self._running_without_lease(), RUNNING_KEY)
+        suspects = dict.fromkeys(self._running_without_lease(), running_key())
         for queue in self._busy_queues():
             for priority in PRIORITIES:
                 suspects |= dict.fromkeys(self._not_in_queue(queue, priority), waiting_key(queue))
@@ -160,13 +160,13 @@ class Reaper:
 
     def _clear(self, suspects: dict[str, str]) -> None:
         """Forget what was missing and is there again."""
-        missing: Any = self._redis.zrange(MISSING_KEY, 0, -1)
+        missing: Any = self._redis.zrange(missing_key(), 0, -1)
         if found := [raw for raw in missing if raw.decode() not in suspects]:
-            self._redis.zrem(MISSING_KEY, *found)
+            self._redis.zrem(missing_key(), *found)
 
     def _busy_queues(self) -> list[str]:
         """Return the queues that have waiting jobs or messages, and remove the others from the set of queues."""
-        names: Any = self._redis.smembers(QUEUES_KEY)
+        names: Any = self._redis.smembers(queues_key())
         queues = [raw.decode() for raw in names]
         keys = {queue: [waiting_key(queue), *(queue_key(queue, p) for p in PRIORITIES)] for queue in queues}
         with self._redis.pipeline(transaction=False) as pipe:
@@ -190,10 +190,10 @@ class Reaper:
             after = last
 
     def _running_without_lease(self) -> Iterator[str]:
-        running: Any = self._redis.zrange(RUNNING_KEY, 0, -1)
+        running: Any = self._redis.zrange(running_key(), 0, -1)
         for start in range(0, len(running), PAGE):
             yield from self._without_lease(running[start : start + PAGE])
 
     def _without_lease(self, ids: list[Any]) -> list[str]:
-        leases: Any = self._redis.zmscore(LEASES_KEY, ids)
+        leases: Any = self._redis.zmscore(leases_key(), ids)
         return [raw.decode() for raw, lease in zip(ids, leases, strict=True) if lease is None]

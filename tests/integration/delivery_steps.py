@@ -9,7 +9,7 @@ from typing import Any
 from redis import Redis
 
 from cellama.tasks.contract import events
-from cellama.tasks.contract.keys import DUE_KEY, LEASES_KEY, job_key, journal_key, reaper_key, result_key
+from cellama.tasks.contract.keys import due_key, job_key, journal_key, leases_key, reaper_key, result_key
 from cellama.tasks.contract.names import queue_key
 from cellama.tasks.state.history import read_past
 from cellama.tasks.state.ledger import Ledger, new_run
@@ -277,7 +277,7 @@ class Delivery:
         for job_id in self.jobs:
             if self.ledger.state(job_id) != "done":
                 noted = self.ledger.place(job_id) is not None or self.redis.zscore("cellama:running", job_id)
-                assert noted or self.redis.zscore(LEASES_KEY, job_id) is not None
+                assert noted or self.redis.zscore(leases_key(), job_id) is not None
 
     def finish(self) -> None:
         """Every job ends once workers do what they do, and Celery hears of it."""
@@ -297,5 +297,5 @@ class Delivery:
             stored = json.loads(self.redis.get(result_key(job_id)))
             assert stored.get("finish_reason") or stored["code"] == "stream_trimmed"
             assert self.redis.hexists(job_key(job_id), "settled")
-            assert self.redis.zscore(DUE_KEY, job_id) is None
+            assert self.redis.zscore(due_key(), job_id) is None
         self.streams_are_whole()

@@ -20,7 +20,7 @@ from cellama.api.machine.redis_server import PortTaken, RedisServer, free_port
 from cellama.tasks import generate
 from cellama.tasks.contract.codes import Exit
 from cellama.tasks.contract.errors import InvalidJob, UnknownJob, UnknownModel
-from cellama.tasks.contract.keys import DEAD_KEY, WORKERS_KEY, batch_key, job_key
+from cellama.tasks.contract.keys import batch_key, dead_key, job_key, workers_key
 from cellama.tasks.state.bulk_runs import SILENT_S, Batches
 
 from ..conftest import worker_entry
@@ -56,11 +56,11 @@ def test_status_and_top_show_queues_by_class_and_dead_jobs(unserved: str, redis_
     died = f"dead-{uuid.uuid4().hex[:8]}"
     entry = {"task": "cellama.generate", "attempt": 4, "worker": "w@host", "queue": f"cellama:queue:{unserved}"}
     redis_client.hset(job_key(died), mapping=entry)
-    redis_client.zadd(DEAD_KEY, {died: time.time()})
+    redis_client.zadd(dead_key(), {died: time.time()})
     with Client() as client:
         seen = look(client)
     text = cellama("top", "--once").output
-    redis_client.zrem(DEAD_KEY, died)
+    redis_client.zrem(dead_key(), died)
     redis_client.delete(job_key(died))
     waiting = {name: told["waiting"] for name, told in seen["classes"][unserved].items()}
     assert (waiting, seen["waiting"][unserved]) == ({"interactive": 2, "bulk": 1}, 3)
@@ -144,9 +144,9 @@ def live_worker(redis_client: Redis) -> Iterator[str]:
         "capabilities": ["generate"],
     }
     entry = worker_entry(f"w-{model}@host", served, seen_at=now + 3600)
-    redis_client.hset(WORKERS_KEY, entry.name, json.dumps(asdict(entry)))
+    redis_client.hset(workers_key(), entry.name, json.dumps(asdict(entry)))
     yield model
-    redis_client.hdel(WORKERS_KEY, entry.name)
+    redis_client.hdel(workers_key(), entry.name)
 
 
 def test_runs_are_told_with_their_model_their_time_and_what_became_of_them(run_id: str) -> None:

@@ -12,7 +12,7 @@ from redis import Redis
 from cellama.tasks import chat, generate
 from cellama.tasks.contract import events
 from cellama.tasks.contract.errors import JobFailed
-from cellama.tasks.contract.keys import WORKERS_KEY, job_key
+from cellama.tasks.contract.keys import job_key, workers_key
 from cellama.tasks.state.ledger import Ledger, new_run
 from cellama.tasks.state.records import Entry
 from cellama.tasks.state.registry import live_workers, llguidance_version
@@ -127,6 +127,6 @@ def test_constrained_job_of_a_version_without_llguidance_fails(
 
 def forget(redis: Redis, worker: WorkerProcess) -> None:
     """What other workers do with the entry of a worker that ended a minute ago."""
-    entries: Any = redis.hgetall(WORKERS_KEY)
+    entries: Any = redis.hgetall(workers_key())
     (name,) = [name for name, entry in entries.items() if json.loads(entry)["pid"] == worker.process.pid]
-    redis.hdel(WORKERS_KEY, name)
+    redis.hdel(workers_key(), name)

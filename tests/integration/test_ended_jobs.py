@@ -18,7 +18,7 @@ from cellama.tasks.broker.result_backend import CHORD_CLAIM_S
 from cellama.tasks.calls.canvas_steps import ChordClaimed, request_of, tell_end
 from cellama.tasks.contract import events
 from cellama.tasks.contract.errors import JobFailed
-from cellama.tasks.contract.keys import DUE_KEY, LEASES_KEY, chord_key, job_key, result_key
+from cellama.tasks.contract.keys import chord_key, due_key, job_key, leases_key, result_key
 from cellama.tasks.contract.names import PRIORITY_INTERACTIVE, queue_key, queue_name
 from cellama.tasks.state.ledger import Ledger
 from cellama.tasks.state.records import Ending, Entry, Taken
@@ -56,11 +56,11 @@ def recover(redis: Redis, job_id: str) -> None:
     """The worker died: its lease ends, and a reaper looks. A reaper of another worker may be quicker."""
     ledger = Ledger(redis)
     ledger.restore(LEASE_S)  # after a gap between two looks, leases get more time
-    redis.zadd(LEASES_KEY, {job_id: 1})
+    redis.zadd(leases_key(), {job_id: 1})
     reaper = Reaper(redis, ledger, partial(tell_end, app), LEASE_S)
-    wait_until(lambda: ledger.restore(LEASE_S) or redis.zscore(LEASES_KEY, job_id) is None, "the lease to end")
+    wait_until(lambda: ledger.restore(LEASE_S) or redis.zscore(leases_key(), job_id) is None, "the lease to end")
     wait_until(lambda: reaper.settle_due() or redis.hexists(job_key(job_id), "settled"), "the end to be settled")
-    assert redis.zscore(DUE_KEY, job_id) is None
+    assert redis.zscore(due_key(), job_id) is None
 
 
 def test_what_follows_a_success_is_sent_once_whenever_the_worker_died(unserved: str, redis_client: Redis) -> None:
@@ -149,7 +149,7 @@ def test_a_chord_completes_when_the_reply_to_its_last_part_was_lost(unserved: st
     Ledger(redis_client).release(taken)
     assert not redis_client.hexists(job_key(job_id), "settled")
     redis_client.delete(f"{chord_key(group)}.c")  # it has expired
-    redis_client.zadd(DUE_KEY, {job_id: 1})
+    redis_client.zadd(due_key(), {job_id: 1})
     recover(redis_client, job_id)
     assert sent(redis_client, unserved) == ["users.collect"]
 
@@ -179,7 +179,7 @@ def test_one_end_that_cannot_be_settled_holds_up_no_other(unserved: str, redis_c
     assert not redis_client.hexists(job_key(wrong), "settled")
     assert AsyncResult(right, app=app).state == "FAILURE"
     assert redis_client.hexists(job_key(right), "settled")
-    redis_client.zrem(DUE_KEY, wrong)
+    redis_client.zrem(due_key(), wrong)
 
 
 def test_what_celery_stores_for_purged_jobs_is_its_own(unserved: str, redis_client: Redis) -> None:

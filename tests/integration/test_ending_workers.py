@@ -15,7 +15,7 @@ from cellama.bench.models.synthetic import Shape, write_model
 from cellama.tasks import generate
 from cellama.tasks.contract import events
 from cellama.tasks.contract.errors import JobFailed, UnknownJob
-from cellama.tasks.contract.keys import DEAD_KEY, LEASES_KEY, job_key
+from cellama.tasks.contract.keys import dead_key, job_key, leases_key
 from cellama.tasks.state.ledger import Ledger, new_run
 from cellama.tasks.state.records import Entry
 from cellama.tasks.state.registry import live_workers
@@ -93,7 +93,7 @@ def test_ending_worker_finishes_what_it_can(start_worker: StartWorker, model: st
     assert worker.process.wait(PATIENCE_S) == 0
     assert [job.state for job in jobs] == ["SUCCESS"] * len(jobs)
     assert all(job.get()["usage"]["completion_tokens"] == MEDIUM["max_tokens"] for job in jobs)
-    assert redis_client.zmscore(LEASES_KEY, [job.id for job in jobs]) == [None] * len(jobs)
+    assert redis_client.zmscore(leases_key(), [job.id for job in jobs]) == [None] * len(jobs)
 
 
 def test_dead_jobs_are_listed_and_queued_again(start_worker: StartWorker, model: str, redis_client: Redis) -> None:
@@ -111,7 +111,7 @@ def test_dead_jobs_are_listed_and_queued_again(start_worker: StartWorker, model:
         assert again.result(timeout=PATIENCE_S)["usage"]["completion_tokens"] == 4
         with pytest.raises(UnknownJob, match="no dead job"):
             client.requeue_dead(job_id)
-    assert redis_client.zscore(DEAD_KEY, job_id) is None
+    assert redis_client.zscore(dead_key(), job_id) is None
 
 
 def test_who_runs_beside_a_job_that_ends_workers_is_not_blamed_for_the_next_one(

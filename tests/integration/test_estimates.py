@@ -21,7 +21,7 @@ from redis.client import Pipeline
 from cellama.api import Client
 from cellama.api.machine.redis_server import RedisServer
 from cellama.tasks.contract import events
-from cellama.tasks.contract.keys import WORKERS_KEY, took_key
+from cellama.tasks.contract.keys import took_key, workers_key
 from cellama.tasks.contract.names import queue_key, queue_name
 from cellama.tasks.contract.shapes.results import usage_of
 from cellama.tasks.estimates.position import Position
@@ -114,7 +114,7 @@ class Cluster:
             engine = {"slots_total": self.slots, "slots_decoding": busy, "slots_prefilling": 0}
             rate = busy * speed * self.chance.uniform(0.8, 1.2)
             model = {"id": MODEL, "status": "ready", "default": False, "engine": {**engine, "generation_rate": rate}}
-            self.redis.hset(WORKERS_KEY, name, json.dumps(asdict(worker_entry(name, model, seen_at=self.now))))
+            self.redis.hset(workers_key(), name, json.dumps(asdict(worker_entry(name, model, seen_at=self.now))))
             self.took[name].flush()
         self.beat_at = self.now + HEARTBEAT_S
 

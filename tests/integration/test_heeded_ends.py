@@ -14,7 +14,7 @@ from cellama.api.machine.redis_server import RedisServer
 from cellama.api.webhooks.announcing import announced, announcement, heed
 from cellama.tasks.contract import events
 from cellama.tasks.contract.events import Event
-from cellama.tasks.contract.keys import WEBHOOK_EVENTS_KEY, heeded_key
+from cellama.tasks.contract.keys import heeded_key, webhook_events_key
 from cellama.tasks.state.ledger import Ledger
 
 from ..conftest import empty_database
@@ -53,7 +53,7 @@ def heed_now(url: str, job_id: str) -> None:
 
 
 def told(redis: Redis) -> list[dict[str, str]]:
-    return [announced(fields) for _, fields in redis.xrange(WEBHOOK_EVENTS_KEY)]
+    return [announced(fields) for _, fields in redis.xrange(webhook_events_key())]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from redis import Redis
 from cellama.api.machine.redis_server import RedisServer
 from cellama.tasks import generate
 from cellama.tasks.broker.holding import SOON_S
-from cellama.tasks.contract.keys import DELAYED_KEY, LEASES_KEY, LOOKED_KEY, waiting_key
+from cellama.tasks.contract.keys import delayed_key, leases_key, looked_key, waiting_key
 from cellama.tasks.contract.names import queue_name
 from cellama.tasks.estimates.position import position_of
 from cellama.tasks.state.ledger import Ledger
@@ -42,14 +42,14 @@ def test_message_that_is_set_aside_comes_back_when_its_time_has_come(redis_clien
     ledger.set_aside(taken, HOUR_S)
     assert not redis_client.exists(waiting)
     assert position_of(redis_client, job.id).state == "waiting"
-    assert redis_client.zscore(LEASES_KEY, job.id) is None
-    redis_client.delete(LOOKED_KEY)  # no reaper has looked for long: an outage, or another clock after a failover
+    assert redis_client.zscore(leases_key(), job.id) is None
+    redis_client.delete(looked_key())  # no reaper has looked for long: an outage, or another clock after a failover
     ledger.restore(5)
-    assert redis_client.zscore(DELAYED_KEY, job.id) > time.time() + HOUR_S / 2  # type: ignore[operator]
-    redis_client.zadd(DELAYED_KEY, {job.id: time.time() - 1})
+    assert redis_client.zscore(delayed_key(), job.id) > time.time() + HOUR_S / 2  # type: ignore[operator]
+    redis_client.zadd(delayed_key(), {job.id: time.time() - 1})
     ledger.restore(5)
     assert redis_client.zscore(waiting, job.id)
-    assert redis_client.zscore(DELAYED_KEY, job.id) is None
+    assert redis_client.zscore(delayed_key(), job.id) is None
     job.revoke()
 
 

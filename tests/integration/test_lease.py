@@ -14,7 +14,7 @@ from redis import Redis
 
 from cellama.tasks import app, generate
 from cellama.tasks.broker.message import JobRequest
-from cellama.tasks.contract.keys import LEASES_KEY
+from cellama.tasks.contract.keys import leases_key
 from cellama.tasks.contract.names import TOKEN_HEADER
 from cellama.tasks.state.ledger import Ledger
 from cellama.tasks.worker.lease import LeaseKeeper
@@ -39,7 +39,7 @@ def running(redis_client: Redis) -> Iterator[JobRequest]:
 
 
 def ends_in_s(redis: Redis, request: JobRequest) -> float:
-    return float(redis.zscore(LEASES_KEY, request.id) or 0) - Ledger(redis).now()  # type: ignore[arg-type]
+    return float(redis.zscore(leases_key(), request.id) or 0) - Ledger(redis).now()  # type: ignore[arg-type]
 
 
 def test_leases_of_running_jobs_go_on_while_celery_has_no_connection(running: JobRequest, redis_client: Redis) -> None:

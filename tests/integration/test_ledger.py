@@ -11,12 +11,12 @@ from redis import Redis
 
 from cellama.tasks.contract import events
 from cellama.tasks.contract.keys import (
-    DUE_KEY,
-    LEASES_KEY,
-    RUNNING_KEY,
+    due_key,
     events_channel,
     job_key,
     journal_key,
+    leases_key,
+    running_key,
     waiting_key,
 )
 from cellama.tasks.contract.names import PRIORITY_INTERACTIVE, queue_key
@@ -34,11 +34,11 @@ def test_a_job_goes_from_queued_over_running_to_done(ledger: Ledger, job_id: str
     assert ledger.place(job_id) is not None
     assert write(ledger, attempt, STARTED, TOKEN) == set()
     assert ledger.place(job_id) is None
-    assert redis_client.zscore(RUNNING_KEY, job_id)
+    assert redis_client.zscore(running_key(), job_id)
     assert write(ledger, attempt, DONE, seq=2) == set()
     ledger.release(taken)
     assert ledger.state(job_id) == "done"
-    assert redis_client.zscore(RUNNING_KEY, job_id) is redis_client.zscore(LEASES_KEY, job_id) is None
+    assert redis_client.zscore(running_key(), job_id) is redis_client.zscore(leases_key(), job_id) is None
     assert begin(ledger, job_id).verdict == "done"
     assert redis_client.ttl(job_key(job_id)) == -1  # Celery does not have the end
     ledger.settle(job_id)
@@ -114,7 +114,7 @@ def test_a_message_of_a_forgotten_job_is_no_new_job(ledger: Ledger, job_id: str,
 def test_what_celery_refuses_is_not_queued_again(ledger: Ledger, job_id: str, queue: str, redis_client: Redis) -> None:
     redis_client.rpop(queue_key(queue, PRIORITY_INTERACTIVE))
     ledger.release(take(ledger, job_id))
-    assert redis_client.zscore(DUE_KEY, job_id)  # the reaper ends it unless something else does
+    assert redis_client.zscore(due_key(), job_id)  # the reaper ends it unless something else does
     ledger.give_back(take(ledger, job_id))
     assert ids_in(redis_client, queue) == []
     assert ledger.cancel(job_id, running=True)
@@ -164,7 +164,7 @@ def test_message_is_pushed_with_the_entry_and_not_again(ledger: Ledger, queue: s
     assert ledger.submit(jobs[:2]) == [1, 1]
     assert ledger.submit(jobs) == [0, 0, 1]
     assert ids_in(redis_client, queue) == ids
-    assert all(redis_client.zscore(DUE_KEY, job_id) for job_id in ids)
+    assert all(redis_client.zscore(due_key(), job_id) for job_id in ids)
     assert sorted(ids, key=lambda job_id: ledger.place(job_id) or 0) == ids
 
 

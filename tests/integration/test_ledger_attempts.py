@@ -10,12 +10,12 @@ from redis import Redis
 from cellama.tasks import app
 from cellama.tasks.contract import events
 from cellama.tasks.contract.keys import (
-    DUE_KEY,
-    LEASES_KEY,
     cancel_key,
+    due_key,
     events_channel,
     job_key,
     journal_key,
+    leases_key,
     result_key,
 )
 from cellama.tasks.state.ledger import MAX_ATTEMPTS, Ledger, new_run
@@ -108,7 +108,7 @@ def test_cancel_ends_a_waiting_job_at_once_and_tells_who_comes_later(
 def test_cancel_ends_a_job_whose_worker_is_gone(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
     attempt = begin(ledger, job_id, token=take(ledger, job_id).token)
     write(ledger, attempt, STARTED, TOKEN)
-    redis_client.zadd(LEASES_KEY, {job_id: 0})
+    redis_client.zadd(leases_key(), {job_id: 0})
     assert ledger.cancel(job_id, running=True)
     assert [event["seq"] for event in journal(redis_client, job_id)] == [0, 1, 2]
     assert write(ledger, attempt, TOKEN, seq=2) == {0}
@@ -150,10 +150,10 @@ def test_results_are_kept_until_celery_has_them(ledger: Ledger, job_id: str, red
     app.backend.store_result(job_id, {"text": "x"}, "STARTED")
     assert kept_result(ledger, job_id) == {"text": "x"}
     app.backend.store_result(job_id, {"text": "x"}, "SUCCESS")
-    assert redis_client.zscore(DUE_KEY, job_id)  # a chord is counted next
+    assert redis_client.zscore(due_key(), job_id)  # a chord is counted next
     ledger.settle(job_id)
     assert kept_result(ledger, job_id) is None
-    assert redis_client.zscore(DUE_KEY, job_id) is None
+    assert redis_client.zscore(due_key(), job_id) is None
     app.backend.store_result(job_id, {"text": "y"}, "STARTED")  # a late copy replaces no success
     assert app.AsyncResult(job_id).get(timeout=PATIENCE_S) == {"text": "x"}
     assert redis_client.ttl(f"celery-task-meta-{job_id}") > 0
@@ -166,7 +166,7 @@ def test_an_end_that_celery_hears_of_leaves_nothing_to_do(ledger: Ledger, job_id
     assert ledger.write([end]) == ledger.write([end]) == (set(), set())  # the reply was lost
     assert redis_client.get(result_key(job_id)) == b'{"status": "SUCCESS"}'
     assert 0 < redis_client.ttl(result_key(job_id)) <= 100
-    assert redis_client.zscore(DUE_KEY, job_id) is redis_client.zscore(LEASES_KEY, job_id) is None
+    assert redis_client.zscore(due_key(), job_id) is redis_client.zscore(leases_key(), job_id) is None
     assert redis_client.hmget(job_key(job_id), "holder", "message", "result") == [None] * 3
     assert begin(ledger, job_id).verdict == "done"
 

@@ -10,7 +10,7 @@ import pytest
 from redis import Redis
 
 from cellama.tasks.contract import events
-from cellama.tasks.contract.keys import DUE_KEY, LEASES_KEY, LOOKED_KEY, RUNNING_KEY, job_key, journal_key, waiting_key
+from cellama.tasks.contract.keys import due_key, job_key, journal_key, leases_key, looked_key, running_key, waiting_key
 from cellama.tasks.contract.names import PRIORITY_INTERACTIVE, queue_key
 from cellama.tasks.estimates.position import position_of
 from cellama.tasks.state.ledger import Ledger
@@ -37,7 +37,7 @@ def test_a_resumed_job_runs_in_every_set_from_its_first_event_on(
     assert write(ledger, attempt, TOKEN, seq=2) == set()
     assert ledger.place(job_id) is None
     assert not redis_client.exists(waiting_key(queue))
-    assert redis_client.zscore(RUNNING_KEY, job_id)
+    assert redis_client.zscore(running_key(), job_id)
     assert position_of(redis_client, job_id).state == "running"
 
 
@@ -55,9 +55,9 @@ def test_an_event_of_an_unknown_type_leaves_the_time_of_the_start(
 ) -> None:
     attempt = begin(ledger, job_id)
     write(ledger, attempt, STARTED)
-    started_at = redis_client.zscore(RUNNING_KEY, job_id)
+    started_at = redis_client.zscore(running_key(), job_id)
     write(ledger, attempt, {"type": "progress"}, seq=1)
-    assert redis_client.zscore(RUNNING_KEY, job_id) == started_at
+    assert redis_client.zscore(running_key(), job_id) == started_at
     assert len(journal(redis_client, job_id)) == 2
 
 
@@ -134,11 +134,11 @@ def test_a_worker_that_dies_after_a_jobs_end_leaves_the_rest_to_the_reaper(
     redis_client.rpop(queue_key(queue, PRIORITY_INTERACTIVE))
     taken = take(ledger, job_id)
     write(ledger, begin(ledger, job_id, token=taken.token), events.error("x", "y", False))
-    redis_client.zadd(LEASES_KEY, {job_id: 1})
-    redis_client.set(LOOKED_KEY, redis_client.time()[0])  # type: ignore[index]
+    redis_client.zadd(leases_key(), {job_id: 1})
+    redis_client.set(looked_key(), redis_client.time()[0])  # type: ignore[index]
     ledger.restore(LEASE_S)
     assert ids_in(redis_client, queue) == []  # it has ended, and does not run again
-    assert float(redis_client.zscore(DUE_KEY, job_id) or 0) <= float(redis_client.time()[0] + 1)  # type: ignore[index]
+    assert float(redis_client.zscore(due_key(), job_id) or 0) <= float(redis_client.time()[0] + 1)  # type: ignore[index]
 
 
 def test_a_dead_job_keeps_its_message_for_a_requeue(ledger: Ledger, queue: str, redis_client: Redis) -> None:
@@ -153,7 +153,7 @@ def test_unsettled_ends_are_tried_less_and_less_often(ledger: Ledger, job_id: st
     write(ledger, begin(ledger, job_id), events.error("x", "y", False))
     waits = []
     for _ in range(4):
-        redis_client.zadd(DUE_KEY, {job_id: 1})
+        redis_client.zadd(due_key(), {job_id: 1})
         assert (job_id, "done") in ledger.claim_due(1000, 60)
-        waits.append(round(float(redis_client.zscore(DUE_KEY, job_id) or 0) - ledger.now(), -1))
+        waits.append(round(float(redis_client.zscore(due_key(), job_id) or 0) - ledger.now(), -1))
     assert waits == [60, 120, 240, 480]

@@ -14,7 +14,7 @@ from redis import Redis
 
 from cellama.api.machine.redis_server import RedisServer
 from cellama.tasks import generate
-from cellama.tasks.contract.keys import LEASES_KEY
+from cellama.tasks.contract.keys import leases_key
 from cellama.tasks.contract.names import queue_name
 
 from ..conftest import PATIENCE_S, WorkerProcess, clean_environment, wait_until
@@ -85,4 +85,4 @@ def test_tasks_of_a_neighbour_that_outlast_our_leases_run_once(
             task.get(timeout=PATIENCE_S)
         assert redis.mget(starts) == [b"1"] * NUM_TASKS
         assert all(job.successful() for job in jobs)
-        wait_until(lambda: not redis.exists("unacked", LEASES_KEY), "all messages acked")
+        wait_until(lambda: not redis.exists("unacked", leases_key()), "all messages acked")

@@ -15,7 +15,7 @@ from redis import Redis
 from cellama.tasks import app, generate
 from cellama.tasks.broker.plain_messages import adopt
 from cellama.tasks.contract.errors import JobFailed
-from cellama.tasks.contract.keys import DUE_KEY, job_key
+from cellama.tasks.contract.keys import due_key, job_key
 from cellama.tasks.contract.names import SUBMITTED_AT_HEADER, queue_key, queue_name
 from cellama.tasks.state.ledger import Ledger
 
@@ -89,7 +89,7 @@ def test_plain_message_with_an_invalid_timeout_waits_for_a_worker_that_refuses_i
     message, connection = take(unserved)
     adopt(Ledger(redis_client), generate, message)
     assert sum(lengths(redis_client, unserved).values()) == 1
-    assert redis_client.zscore(DUE_KEY, job.id) is None
+    assert redis_client.zscore(due_key(), job.id) is None
     message.ack()
     connection.release()
 

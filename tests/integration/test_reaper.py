@@ -12,15 +12,15 @@ from redis import Redis
 from cellama.api.machine.redis_server import RedisServer
 from cellama.tasks.contract import events
 from cellama.tasks.contract.keys import (
-    DUE_KEY,
-    LEASES_KEY,
-    LOOKED_KEY,
-    MISSING_KEY,
-    QUEUES_KEY,
-    RUNNING_KEY,
+    due_key,
     job_key,
     journal_key,
+    leases_key,
+    looked_key,
+    missing_key,
+    queues_key,
     reaper_key,
+    running_key,
     waiting_key,
 )
 from cellama.tasks.contract.names import queue_key
@@ -59,8 +59,8 @@ class World:
 
     def pass_time(self, seconds: float) -> None:
         """What was seen missing, was seen longer ago; and no worker waits for its turn to look."""
-        for job_id in self.redis.zrange(MISSING_KEY, 0, -1):
-            self.redis.zincrby(MISSING_KEY, -seconds, job_id)
+        for job_id in self.redis.zrange(missing_key(), 0, -1):
+            self.redis.zincrby(missing_key(), -seconds, job_id)
         self.redis.delete(reaper_key("missing"))
 
     def look(self, times: int = 2, reaper: Reaper | None = None) -> None:
@@ -112,7 +112,7 @@ def test_a_started_job_whose_worker_died_comes_back_once_however_long_it_waits(w
     job_id = world.job(age_s=OLD_S, message=False)
     taken = take(world.ledger, job_id, lease_s=0)
     write(world.ledger, begin(world.ledger, job_id, token=taken.token), events.started("m", 1, "w", 1))
-    world.redis.delete(LOOKED_KEY)
+    world.redis.delete(looked_key())
     world.look(times=6)  # the first finds that nobody has looked lately, and waits another half of a lease
     assert world.waiting() == []
     world.redis.zadd("cellama:leases", {job_id: 1})
@@ -145,7 +145,7 @@ def test_only_one_of_many_workers_does_a_duty_within_its_period(world: World) ->
     for reaper in [world.another_reaper() for _ in range(5)]:
         reaper.look()
     assert world.redis.exists(reaper_key("missing"))
-    assert world.redis.zcard(MISSING_KEY) == 1
+    assert world.redis.zcard(missing_key()) == 1
     assert world.waiting() == []
 
 
@@ -172,7 +172,7 @@ def check_cost_of_a_look(world: World) -> None:
         return num_calls() - before
 
     assert num_commands(10) == num_commands(3000)
-    assert world.redis.zcard(MISSING_KEY) == 0
+    assert world.redis.zcard(missing_key()) == 0
 
 
 def test_messages_of_ended_jobs_leave_a_long_queue_although_no_worker_takes_them(world: World) -> None:
@@ -197,13 +197,13 @@ def test_a_thousand_held_jobs_hide_no_lost_one(world: World) -> None:
 
 def test_job_that_is_noted_but_has_no_entry_is_noted_no_more(world: World) -> None:
     job_id = world.job(age_s=OLD_S, message=False, timeout_s=0.001)
-    world.redis.zadd(RUNNING_KEY, {"other": 1})
+    world.redis.zadd(running_key(), {"other": 1})
     world.redis.delete(job_key(job_id))  # a Redis that evicts
     world.look()
     assert world.waiting() == []
-    assert not world.redis.exists(RUNNING_KEY, waiting_key(QUEUE), DUE_KEY, MISSING_KEY)
+    assert not world.redis.exists(running_key(), waiting_key(QUEUE), due_key(), missing_key())
     world.look(times=1)
-    assert not world.redis.exists(QUEUES_KEY)
+    assert not world.redis.exists(queues_key())
 
 
 def test_message_without_an_entry_stays_for_a_worker_which_tells_its_sender(world: World) -> None:
@@ -230,7 +230,7 @@ def test_timeouts_end_what_waits_and_leave_what_runs(world: World) -> None:
 def test_what_celery_refused_ends(world: World) -> None:
     job_id = world.job()
     world.ledger.release(take(world.ledger, job_id))
-    world.redis.zadd(DUE_KEY, {job_id: 1})
+    world.redis.zadd(due_key(), {job_id: 1})
     world.look()
     assert [(name, ending.event["code"]) for name, ending in world.stored] == [(job_id, "refused")]
 
@@ -253,10 +253,10 @@ def test_celery_hears_of_an_end_that_no_worker_told_it(world: World) -> None:
     attempt = begin(world.ledger, job_id, token=take(world.ledger, job_id).token)
     write(world.ledger, attempt, events.error("x", "y", False))
     world.look(times=1)
-    world.redis.zadd(DUE_KEY, {job_id: 1})
+    world.redis.zadd(due_key(), {job_id: 1})
     world.look(times=1)
     assert world.stored == []  # its worker still holds the message
-    world.redis.zadd(LEASES_KEY, {job_id: 1})
+    world.redis.zadd(leases_key(), {job_id: 1})
     world.look()
     assert [(name, ending.event["code"]) for name, ending in world.stored] == [(job_id, "x")]
-    assert not world.redis.exists(DUE_KEY)
+    assert not world.redis.exists(due_key())

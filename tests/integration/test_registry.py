@@ -18,7 +18,7 @@ from redis import Redis
 from cellama.engine import CoreSharing, ManagerSnapshot
 from cellama.engine.system.processors import machine_id
 from cellama.tasks.connection.redis_clock import redis_time
-from cellama.tasks.contract.keys import WORKERS_KEY, machine_key, reaper_key
+from cellama.tasks.contract.keys import machine_key, reaper_key, workers_key
 from cellama.tasks.state import registry
 from cellama.tasks.state.bulk_runs import Batches
 from cellama.tasks.state.registry import KEPT_S, STALE_S, Registration, live_workers, recent_workers
@@ -60,7 +60,7 @@ def test_worker_and_run_are_seen_whatever_the_clocks_of_machines_say(
         name = f"w-{uuid.uuid4().hex[:8]}@host"
         monkeypatch.setattr(time, "time", lambda wrong_s=wrong_s: right() + wrong_s)
         with registered(redis_client, name):
-            wait_until(lambda name=name: redis_client.hexists(WORKERS_KEY, name), "the entry")
+            wait_until(lambda name=name: redis_client.hexists(workers_key(), name), "the entry")
             Batches(redis_client).write(name, state="in_progress")
             monkeypatch.setattr(time, "time", right)  # the reader is another machine
             assert name in [worker.name for worker in live_workers(redis_client)]
@@ -89,16 +89,16 @@ def test_worker_is_seen_until_it_ends_although_a_chore_fails(redis_client: Redis
 def test_worker_that_ended_is_kept_for_jobs_that_wait_for_a_successor_and_no_longer(redis_client: Redis) -> None:
     name = f"w-{uuid.uuid4().hex[:8]}@host"
     with registered(redis_client, name):
-        wait_until(lambda name=name: redis_client.hexists(WORKERS_KEY, name), "the entry")
+        wait_until(lambda name=name: redis_client.hexists(workers_key(), name), "the entry")
     assert name not in [worker.name for worker in live_workers(redis_client)]
     (kept,) = [worker for worker in recent_workers(redis_client) if worker.name == name]
     assert kept.has_ended
     old = replace(kept, seen_at=kept.seen_at - KEPT_S - 1)
-    redis_client.hset(WORKERS_KEY, name, json.dumps(asdict(old)))
+    redis_client.hset(workers_key(), name, json.dumps(asdict(old)))
     assert name not in [worker.name for worker in recent_workers(redis_client)]
     redis_client.delete(reaper_key("registry"))  # the workers of other tests take turns with this one
     with registered(redis_client, f"{name}-2"):
-        wait_until(lambda: not redis_client.hexists(WORKERS_KEY, name), "the entry pruned")
+        wait_until(lambda: not redis_client.hexists(workers_key(), name), "the entry pruned")
 
 
 def test_work_of_a_beat_does_not_grow_with_the_workers_of_other_machines(
@@ -108,7 +108,7 @@ def test_work_of_a_beat_does_not_grow_with_the_workers_of_other_machines(
     entry_of = registry._entry_of
     monkeypatch.setattr(registry, "_entry_of", lambda data: read.append(data) or entry_of(data))
     far = {f"far-{number}@{name}": json.dumps(asdict(worker_entry(f"far-{number}@{name}"))) for number in range(200)}
-    redis_client.hset(WORKERS_KEY, mapping=far)
+    redis_client.hset(workers_key(), mapping=far)
     redis_client.set(reaper_key("registry"), "another worker", px=60_000)  # its turn
     try:
         neighbours, beats = Neighbours(redis_client, name, CoreSharing(list)), list[int]()
@@ -118,7 +118,7 @@ def test_work_of_a_beat_does_not_grow_with_the_workers_of_other_machines(
                 registration.beat_now()
         assert read == []  # of 2000 entries and more
     finally:
-        redis_client.hdel(WORKERS_KEY, *far)
+        redis_client.hdel(workers_key(), *far)
         redis_client.delete(reaper_key("registry"))
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from cellama.api.machine.redis_server import RedisServer
 from cellama.tasks.contract.codes import Exit
-from cellama.tasks.contract.keys import WORKERS_KEY
+from cellama.tasks.contract.keys import workers_key
 
 from ..conftest import PATIENCE_S, WorkerProcess, clean_environment, wait_until
 
@@ -42,7 +42,7 @@ def test_worker_refuses_to_start_and_begins_nothing_when_a_part_is_missing(
         assert line.startswith("the worker can't start: celery ")
         assert f"missing or have changed: {missing}; install the versions" in line
         assert " INFO " not in worker.log()  # no model was loaded, nothing was connected
-        assert not [name for name in worker.redis.hkeys(WORKERS_KEY) if name.startswith(b"unfit@")]
+        assert not [name for name in worker.redis.hkeys(workers_key()) if name.startswith(b"unfit@")]
     finally:
         worker.stop()
 

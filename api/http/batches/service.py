@@ -21,7 +21,7 @@ from cellama.config import Settings
 from cellama.tasks.connection.redis_clock import seconds_of
 from cellama.tasks.connection.redis_errors import reaching_redis
 from cellama.tasks.contract.json_values import shorten
-from cellama.tasks.contract.keys import HTTP_OPEN_KEY, batch_key, http_record_key
+from cellama.tasks.contract.keys import batch_key, http_open_key, http_record_key
 from cellama.tasks.contract.valid_text import valid_text
 from cellama.tasks.traces.gate import headers_here
 
@@ -84,8 +84,8 @@ class BatchService:
             return _same(earlier, record)
         entry = json.dumps([record["id"], caller.tenant])
         with reaching_redis():
-            await self._redis.zadd(HTTP_OPEN_KEY, {entry: now})  # first: a record of which no driver hears never ends
-            await self._redis.expire(HTTP_OPEN_KEY, MAX_WINDOW_S + LIFE_S)  # no batch is there for longer
+            await self._redis.zadd(http_open_key(), {entry: now})  # first: a record of which no driver hears never ends
+            await self._redis.expire(http_open_key(), MAX_WINDOW_S + LIFE_S)  # no batch is there for longer
         await self._check_room(entry, caller)
         if not await self.records.add(record, order.window_s + LIFE_S):
             return _same(await self.records.find(record["id"], caller), record)
@@ -95,7 +95,7 @@ class BatchService:
         most = self._settings.gateway_open_batches
         if sum(tenant == caller.tenant for _, tenant, _ in await self.open_batches()) > most:
             with reaching_redis():
-                await self._redis.zrem(HTTP_OPEN_KEY, entry)
+                await self._redis.zrem(http_open_key(), entry)
             told = (
                 f"{most} batches have not ended, which is the limit (gateway_open_batches); wait for one, or cancel it"
             )
@@ -104,7 +104,7 @@ class BatchService:
     async def open_batches(self) -> list[OpenBatch]:
         """All that have not ended, the oldest first."""
         with reaching_redis():
-            found: Any = await self._redis.zrange(HTTP_OPEN_KEY, 0, -1, withscores=True)
+            found: Any = await self._redis.zrange(http_open_key(), 0, -1, withscores=True)
         return [(*json.loads(entry), made_at) for entry, made_at in found]
 
     async def over(self, batch_ids: Sequence[str]) -> set[str]:
@@ -127,7 +127,7 @@ class BatchService:
     async def close(self, batch_id: str, tenant: str | None) -> None:
         """It has ended, or there is no such batch: no driver looks at it any more."""
         with reaching_redis():
-            await self._redis.zrem(HTTP_OPEN_KEY, json.dumps([batch_id, tenant]))
+            await self._redis.zrem(http_open_key(), json.dumps([batch_id, tenant]))
 
     async def cancel(self, batch_id: str, caller: Caller) -> Record:
         """Its driver ends it. Raises ApiError: 409 for one that has ended otherwise, or is about to."""

@@ -18,10 +18,10 @@ from cellama.tasks.connection.redis_errors import reaching_redis
 from cellama.tasks.contract.json_values import shorten
 from cellama.tasks.contract.keys import (
     MOST_WEBHOOK_EVENTS,
-    WEBHOOK_EVENTS_KEY,
     http_lease_key,
     http_record_key,
     http_records_key,
+    webhook_events_key,
 )
 
 Kind = Literal["file", "batch"]
@@ -131,7 +131,7 @@ class RecordStore:
         """Changes fields if the record has one of these statuses, and the lease is held, and announces what is `told`
         with that. Returns whether it has, and the status then; "" if there is no such record."""
         lease_key = http_lease_key(lease.name) if lease else ""
-        keys = [http_record_key(self._kind, thing_id), lease_key, WEBHOOK_EVENTS_KEY]
+        keys = [http_record_key(self._kind, thing_id), lease_key, webhook_events_key()]
         conditions = [lease.token if lease else "", json.dumps(list(of)), life_s + KEPT_S]
         announced, changed = _flat(told or {}), _flat(_encoded(fields))
         arguments: Any = [*conditions, MOST_WEBHOOK_EVENTS, len(announced), *announced, *changed]

@@ -16,8 +16,8 @@ from cellama.api.openai.responses.record import ResponseRecord
 from cellama.api.webhooks import heed
 from cellama.tasks.connection.redis_errors import reaching_redis
 from cellama.tasks.contract.keys import (
-    DUE_KEY,
     context_key,
+    due_key,
     heeded_key,
     job_key,
     journal_key,
@@ -104,4 +104,4 @@ class ResponseStore:
     async def _is_told(self, job_id: str) -> bool:
         """Whether nothing is left to do for a job that has ended: Celery has its result."""
         with reaching_redis():
-            return await self._redis.zscore(DUE_KEY, job_id) is None
+            return await self._redis.zscore(due_key(), job_id) is None

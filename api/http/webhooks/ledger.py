@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 from cellama.api.webhooks.announcing import announced, event_id
 from cellama.api.webhooks.endpoint import Endpoint
 from cellama.tasks.connection.redis_clock import lua_source
-from cellama.tasks.contract.keys import WEBHOOK_DUE_KEY, WEBHOOK_EVENTS_KEY, webhook_delivery_key
+from cellama.tasks.contract.keys import webhook_delivery_key, webhook_due_key, webhook_events_key
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class DeliveryLedger:
 
     async def announced(self) -> list[tuple[bytes, dict[bytes, bytes]]]:
         """What was announced and not spread yet, the oldest first."""
-        found: Any = await self._redis.xrange(WEBHOOK_EVENTS_KEY, count=MOST_EVENTS)
+        found: Any = await self._redis.xrange(webhook_events_key(), count=MOST_EVENTS)
         return list(found)
 
     async def spread(self, entry_id: bytes, fields: dict[bytes, bytes], endpoints: Sequence[Endpoint]) -> None:
@@ -54,14 +54,14 @@ class DeliveryLedger:
         try:
             told = announced(fields)
         except (ValueError, KeyError, TypeError) as error:  # of another version
-            log.error("an entry of %s can't be read and is left out: %r", WEBHOOK_EVENTS_KEY, error)
-            await self._redis.xdel(WEBHOOK_EVENTS_KEY, entry_id)
+            log.error("an entry of %s can't be read and is left out: %r", webhook_events_key(), error)
+            await self._redis.xdel(webhook_events_key(), entry_id)
             return
         event = event_id(told["type"], told["object"])
         wanting = [endpoint.id for endpoint in endpoints if endpoint.wants(told["type"], told["tenant"])]
         pairs = [part for endpoint in wanting for part in (f"{event}:{endpoint}", endpoint)]
         await self._scripts["spread"](
-            keys=[WEBHOOK_EVENTS_KEY, WEBHOOK_DUE_KEY],
+            keys=[webhook_events_key(), webhook_due_key()],
             args=[entry_id, webhook_delivery_key(""), KEPT_S, event, told["type"], told["object"], *pairs],
         )
 
@@ -72,7 +72,7 @@ class DeliveryLedger:
         are under way to endpoints already, each of which gets at most `most_to_one` at once."""
         under_way = [part for pair in (num_to or {}).items() for part in pair]
         taken = await self._scripts["take"](
-            keys=[WEBHOOK_DUE_KEY],
+            keys=[webhook_due_key()],
             args=[webhook_delivery_key(""), most, lease_s, self._token, MOST_LOOKED_AT, most_to_one, *under_way],
         )
         return [_delivery(delivery_id.decode(), fields) for delivery_id, fields in taken]
@@ -80,7 +80,7 @@ class DeliveryLedger:
     async def settle(self, delivery: Delivery, again_in_s: float | None = None) -> bool:
         """It is over, or tried again later. False if its lease has ended and another gateway has it."""
         again = "" if again_in_s is None else f"{again_in_s:.3f}"
-        keys = [WEBHOOK_DUE_KEY, webhook_delivery_key(delivery.id)]
+        keys = [webhook_due_key(), webhook_delivery_key(delivery.id)]
         return bool(await self._scripts["settle"](keys=keys, args=[delivery.id, self._token, again]))
 
 

@@ -12,7 +12,7 @@ from celery import states
 
 from cellama.bench.harness.reference_texts import ReferenceText
 from cellama.tasks.contract.events import EVENT_FIELD, is_terminal
-from cellama.tasks.contract.keys import LEASES_KEY, RUNNING_KEY, job_key, journal_key, result_key
+from cellama.tasks.contract.keys import job_key, journal_key, leases_key, result_key, running_key
 
 LOOK_S = 0.2  # between two looks at what has come
 
@@ -59,7 +59,7 @@ def num_attempts(redis: Any, job_ids: Sequence[str]) -> list[int]:
 
 def is_clean(redis: Any, job_ids: Sequence[str]) -> bool:
     """Whether all these jobs have ended, no message is held and nothing runs."""
-    if redis.zcard(LEASES_KEY) or redis.zcard(RUNNING_KEY):
+    if redis.zcard(leases_key()) or redis.zcard(running_key()):
         return False
     return set(of_jobs(redis, job_ids, "state")) <= {b"done"}
 

@@ -23,7 +23,7 @@ from redis.retry import Retry
 from cellama.api.machine.redis_server import LOOPBACK, free_port
 from cellama.bench.harness.reference_texts import ReferenceText
 from cellama.bench.harness.service import Service, wait_until
-from cellama.tasks.contract.keys import RUNNING_KEY, job_key
+from cellama.tasks.contract.keys import job_key, running_key
 
 from .outcomes import broken_promises, is_clean
 from .scenario import SLOTS, Scenario, shown
@@ -220,7 +220,7 @@ class RefusalScenario(Scenario):
         """The number of jobs that have a token and no end, once every worker has its share of them; 0 before."""
         redis: Any = self._service.redis
         pipeline = redis.pipeline()
-        for raw in redis.zrange(RUNNING_KEY, 0, -1):
+        for raw in redis.zrange(running_key(), 0, -1):
             pipeline.hmget(job_key(raw.decode()), "worker", "next_seq")
         running = [int(worker.split()[-2]) for worker, seq in pipeline.execute() if worker and int(seq or 0) > 1]
         share = min(SLOTS, MOST_JOBS // len(pids), self._args.jobs // len(pids)) // 2  # the half of them that streams

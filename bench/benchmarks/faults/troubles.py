@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from cellama.bench.harness.service import PATIENCE_S, Service, Stored, wait_until
-from cellama.tasks.contract.keys import RUNNING_KEY, job_key
+from cellama.tasks.contract.keys import job_key, running_key
 
 if TYPE_CHECKING:  # tasks are made for the Redis of the settings, which the benchmark starts first
     from cellama.tasks import CallOptions, GenerateParams
@@ -114,6 +114,6 @@ class Troubles:
         """Jobs whose last attempt is this process', and goes on."""
         redis: Any = self._service.redis
         pipeline = redis.pipeline()
-        for raw in redis.zrange(RUNNING_KEY, 0, -1):
+        for raw in redis.zrange(running_key(), 0, -1):
             pipeline.hget(job_key(raw.decode()), "worker")
         return sum(bool(worker) and worker.decode().split()[-2] == str(pid) for worker in pipeline.execute())

@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field
 from redis import Redis
 
 from cellama.api.client.client import Client
-from cellama.tasks.contract.keys import DUE_KEY, job_key, journal_key, response_key, result_key
+from cellama.tasks.contract.keys import due_key, job_key, journal_key, response_key, result_key
 
 from ...conftest import PATIENCE_S, WorkerProcess, wait_until
 from ...gateways import GatewayProcess
@@ -143,12 +143,12 @@ def test_response_whose_end_celery_has_not_heard_yet_leaves_nothing_behind(opena
     answer = openai.responses.create(**ASKED)
     record: Any = redis_client.get(response_key(answer.id))
     job_id = json.loads(record)["job_id"]
-    redis_client.zadd(DUE_KEY, {job_id: time.time() + PATIENCE_S})
+    redis_client.zadd(due_key(), {job_id: time.time() + PATIENCE_S})
     with ThreadPoolExecutor(1) as pool:
         deleting = pool.submit(openai.responses.delete, answer.id)
         wait_until(lambda: "zscore" in [each["cmd"] for each in redis_client.client_list()], "the look at what is due")
         pipe = redis_client.pipeline()
-        pipe.set(result_key(job_id), "{}").zrem(DUE_KEY, job_id).execute()
+        pipe.set(result_key(job_id), "{}").zrem(due_key(), job_id).execute()
         deleting.result(PATIENCE_S)
     assert not redis_client.exists(journal_key(job_id), job_key(job_id), result_key(job_id), response_key(answer.id))
 

@@ -11,7 +11,7 @@ from redis import Redis
 
 from cellama.api.webhooks.endpoint import Endpoint, new_id
 from cellama.api.webhooks.signing import new_secret
-from cellama.tasks.contract.keys import WEBHOOKS_KEY
+from cellama.tasks.contract.keys import webhooks_key
 
 from ...conftest import WorkerProcess, wait_until
 from ...receivers import Receiver, receiving
@@ -26,9 +26,9 @@ def registered(redis_client: Redis) -> Iterator[Registered]:
     """An endpoint of whoever has no key; it hears of what other tests end, too."""
     with receiving() as receiver:
         endpoint = Endpoint(id=new_id(), url=receiver.url, secret=new_secret())
-        redis_client.hset(WEBHOOKS_KEY, endpoint.id, endpoint.model_dump_json(exclude_none=True))
+        redis_client.hset(webhooks_key(), endpoint.id, endpoint.model_dump_json(exclude_none=True))
         yield endpoint, receiver
-        redis_client.hdel(WEBHOOKS_KEY, endpoint.id)
+        redis_client.hdel(webhooks_key(), endpoint.id)
 
 
 def heard(client: OpenAI, registered: Registered, thing_id: str) -> list[Any]:

@@ -15,7 +15,7 @@ from cellama.api.cli import app
 from cellama.api.keys.key_file import read_keys
 from cellama.api.keys.key_text import parse_key
 from cellama.api.machine.redis_server import RedisServer
-from cellama.tasks.contract.keys import API_KEYS_USED_KEY
+from cellama.tasks.contract.keys import api_keys_used_key
 
 from ....conftest import empty_database
 
@@ -43,7 +43,7 @@ def test_key_is_shown_once_and_listed_without_its_secret(database: Redis) -> Non
     assert f"cellama keys revoke {key.id}" in made.stderr
     [told] = json.loads(cellama("list", "--json").stdout)
     assert (told["id"], told["tenant"], told["models"], told["state"]) == (key.id, "acme", ["big", "tiny"], "active")
-    database.hset(API_KEYS_USED_KEY, key.id, 1_899_979_200)
+    database.hset(api_keys_used_key(), key.id, 1_899_979_200)
     listed = cellama("list", columns=80).stdout
     assert all(part in listed for part in (key.id, "acme: web shop", "big, tiny", *LIMITS_SHOWN)), listed
     secret, stored = key.text[-40:], b"".join(database.hvals("cellama:keys"))  # type: ignore[arg-type]

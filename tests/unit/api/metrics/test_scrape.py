@@ -42,7 +42,7 @@ def wait(redis: Any, model: str, priority: int, age_s: float, name: str) -> None
     """A job that waits since so long."""
     queue, at = queue_name(model), redis_time(redis) - age_s
     redis.zadd(keys.waiting_key(queue), {name: keys.waiting_score(priority, at)})
-    redis.sadd(keys.QUEUES_KEY, queue)
+    redis.sadd(keys.queues_key(), queue)
     redis.lpush(queue_key(queue, priority), name)
     redis.hset(keys.job_key(name), mapping={"queue": queue, "priority": priority})
 
@@ -55,7 +55,7 @@ def test_queues_are_told_by_model_and_class(redis: Any) -> None:
     for name, priority, age_s in (("a", 0, 5.0), ("b", 5, 50.0), ("c", 6, 500.0), ("d", 9, 5000.0), ("e", 9, 1.0)):
         wait(redis, "m", priority, age_s, name)
     redis.hset(keys.job_key("r"), mapping={"queue": queue_name("m"), "priority": 9})
-    redis.zadd(keys.RUNNING_KEY, {"r": 1.0})
+    redis.zadd(keys.running_key(), {"r": 1.0})
     scrape = Scrape(redis)
     for name, waiting, oldest_s in (("interactive", 2, 50), ("bulk", 3, 5000)):
         labels = {"model": "m", "class": name}
@@ -78,7 +78,7 @@ def test_empty_redis_has_figures_and_no_worker(redis: Any) -> None:
 
 def test_workers_are_counted_where_the_model_is_ready(redis: Any) -> None:
     entry = worker_entry("w", READY, {**READY, "id": "other", "status": "loading"}, seen_at=redis_time(redis))
-    redis.hset(keys.WORKERS_KEY, "w", json.dumps(asdict(replace(entry, started_at=1.0))))
+    redis.hset(keys.workers_key(), "w", json.dumps(asdict(replace(entry, started_at=1.0))))
     scrape = Scrape(redis)
     assert value(scrape, "cellama_workers") == 1
     assert value(scrape, "cellama_queue_workers", model="m") == 1
@@ -86,7 +86,7 @@ def test_workers_are_counted_where_the_model_is_ready(redis: Any) -> None:
 
 def test_estimate_is_told_by_class(redis: Any) -> None:
     entry = worker_entry("w", READY, seen_at=redis_time(redis))
-    redis.hset(keys.WORKERS_KEY, "w", json.dumps(asdict(entry)))
+    redis.hset(keys.workers_key(), "w", json.dumps(asdict(entry)))
     for number in range(2 * TEXT_SLOTS):
         wait(redis, "m", 9, 5.0, f"job {number}")
     scrape = Scrape(redis)
@@ -104,16 +104,16 @@ def test_queues_beyond_the_limit_are_left_out_and_that_is_told(redis: Any, monke
     assert value(scrape, "cellama_jobs_waiting", model="m1") is not None
     assert value(scrape, "cellama_jobs_waiting", model="m4") is None
     entry = worker_entry("w", {**READY, "id": "m4"}, seen_at=redis_time(redis))
-    redis.hset(keys.WORKERS_KEY, "w", json.dumps(asdict(entry)))
+    redis.hset(keys.workers_key(), "w", json.dumps(asdict(entry)))
     assert value(Scrape(redis), "cellama_jobs_waiting", model="m4") is not None  # what is served comes first
 
 
 def test_ledger_is_told_by_redis_clock(redis: Any) -> None:
     now = redis_time(redis)
-    redis.zadd(keys.LEASES_KEY, {"a": now - 10, "b": now + 1000})
-    redis.zadd(keys.DUE_KEY, {"c": now - 100, "d": now + 1000})
-    redis.zadd(keys.DEAD_KEY, {"e": 1.0})
-    redis.zadd(keys.MISSING_KEY, {"f": 1.0, "g": 1.0})
+    redis.zadd(keys.leases_key(), {"a": now - 10, "b": now + 1000})
+    redis.zadd(keys.due_key(), {"c": now - 100, "d": now + 1000})
+    redis.zadd(keys.dead_key(), {"e": 1.0})
+    redis.zadd(keys.missing_key(), {"f": 1.0, "g": 1.0})
     scrape = Scrape(redis)
     figures = {"leases": 2, "leases_overdue": 1, "due": 1, "missing": 2}
     assert {name: value(scrape, f"cellama_ledger_{name}") for name in figures} == figures
@@ -137,10 +137,10 @@ def test_tenants_are_sums_over_their_keys(redis: Any) -> None:
     for tokens in (5, 7):
         key = new_key()
         entry = KeyEntry(id=key.id, digest=key.digest, tenant="acme")
-        redis.hset(keys.API_KEYS_KEY, entry.id, entry.model_dump_json(exclude_none=True))
+        redis.hset(keys.api_keys_key(), entry.id, entry.model_dump_json(exclude_none=True))
         redis.hset(keys.key_charges_key(entry.id), "tokens", tokens)
         redis.zadd(keys.key_jobs_key(entry.id), {"lease": redis_time(redis) + 1000, "old": 1.0})
-    redis.hset(keys.API_KEYS_KEY, "broken", b"\xff{")
+    redis.hset(keys.api_keys_key(), "broken", b"\xff{")
     scrape = Scrape(redis)
     assert value(scrape, "cellama_tenant_window_tokens", tenant="acme") == 12
     assert value(scrape, "cellama_tenant_jobs", tenant="acme") == 2
@@ -152,10 +152,10 @@ def test_scrape_says_where_it_stopped(redis: Any, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(room, name, 2)
     for number in range(3):
         Batches(redis).write(f"r{number}", state="in_progress")
-        redis.zadd(keys.RUNNING_KEY, {f"job{number}": 1.0})
+        redis.zadd(keys.running_key(), {f"job{number}": 1.0})
         key = new_key()
         entry = KeyEntry(id=key.id, digest=key.digest, tenant="acme")
-        redis.hset(keys.API_KEYS_KEY, entry.id, entry.model_dump_json(exclude_none=True))
+        redis.hset(keys.api_keys_key(), entry.id, entry.model_dump_json(exclude_none=True))
     assert value(Scrape(redis), "cellama_scrape_truncated") == 1
 
 

@@ -14,7 +14,7 @@ from cellama.api.http.errors import ApiError
 from cellama.api.http.parsing import PageQuery
 from cellama.api.webhooks.announcing import announced, announcement
 from cellama.config import Settings
-from cellama.tasks.contract.keys import WEBHOOK_EVENTS_KEY
+from cellama.tasks.contract.keys import webhook_events_key
 
 from ..conftest import Run
 
@@ -93,7 +93,7 @@ def test_end_is_announced_once_and_nothing_before_it(run: Run) -> None:
         await batches.cancel(record["id"], ACME)
         for of in (("in_progress",), ("cancelling",), ("cancelling",)):
             await batches.move(record, "cancelled", of=of)
-        return [announced(fields) for _, fields in await redis.xrange(WEBHOOK_EVENTS_KEY)] + [record["id"]]
+        return [announced(fields) for _, fields in await redis.xrange(webhook_events_key())] + [record["id"]]
 
     told, batch_id = run(ask)
     assert told == announcement("batch.cancelled", batch_id, "acme")

@@ -24,7 +24,7 @@ from cellama.api.keys.key_file import KeyFile
 from cellama.api.keys.key_text import KeyText, new_key
 from cellama.api.keys.store import KeyStore
 from cellama.config import SettingsError, get_settings
-from cellama.tasks.contract.keys import API_KEYS_KEY, API_KEYS_USED_KEY
+from cellama.tasks.contract.keys import api_keys_key, api_keys_used_key
 
 from .conftest import Run, key_and_entry
 
@@ -106,7 +106,7 @@ def test_what_is_no_key_is_refused_with_a_remedy_and_never_told(
         assert (error.status, error.code, error.headers["www-authenticate"]) == (401, "invalid_api_key", "Bearer")
         assert "cellama keys create" in error.message
         assert len(error.message) < 200
-        assert await redis.hlen(API_KEYS_USED_KEY) == 0
+        assert await redis.hlen(api_keys_used_key()) == 0
 
     run(ask)
 
@@ -130,7 +130,7 @@ def test_entry_that_is_damaged_or_says_more_than_is_known_lets_no_one_in(run: Ru
     async def ask(redis: Redis) -> None:
         key, entry = await kept(redis)
         told = entry.model_dump_json()[:-1] + ',"new_limit":1}' if damage == "more" else damage
-        await redis.hset(API_KEYS_KEY, entry.id, told)  # type: ignore[misc]
+        await redis.hset(api_keys_key(), entry.id, told)  # type: ignore[misc]
         assert (await refusal(KeyAccess(redis, keyless=NoKeys()).authenticate(bearer(key)))).status == 401
 
     run(ask)
@@ -140,7 +140,7 @@ def test_last_use_of_a_key_is_kept(run: Run) -> None:
     async def ask(redis: Redis) -> None:
         key, entry = await kept(redis)
         for at, expected in ((0.0, "new"), (NOW.timestamp() + 3600, "same"), (NOW.timestamp() - 70, "new")):
-            await redis.hset(API_KEYS_USED_KEY, entry.id, str(at))  # type: ignore[misc]
+            await redis.hset(api_keys_used_key(), entry.id, str(at))  # type: ignore[misc]
             await KeyAccess(redis).authenticate(bearer(key))
             [found] = await KeyStore(redis).all()
             assert found.used_at is not None
@@ -157,9 +157,9 @@ def test_last_use_of_keys_that_are_gone_is_forgotten(run: Run, tmp_path: Path) -
         in_redis, _ = await kept(redis)
         long_ago, lately = (str(NOW.timestamp() - days * 86_400) for days in (31, 29))
         used: Any = {"gone": long_ago, "elsewhere": lately, in_file.id: long_ago, in_redis.id: long_ago}
-        await redis.hset(API_KEYS_USED_KEY, mapping=used)  # type: ignore[misc]
+        await redis.hset(api_keys_used_key(), mapping=used)  # type: ignore[misc]
         await KeyAccess(redis, KeyFile(path)).authenticate(bearer(in_file))
-        left: Any = await redis.hgetall(API_KEYS_USED_KEY)  # type: ignore[misc]
+        left: Any = await redis.hgetall(api_keys_used_key())  # type: ignore[misc]
         assert {key_id.decode() for key_id in left} == {"elsewhere", in_file.id, in_redis.id}
         assert float(left[in_file.id.encode()]) > float(lately)
 

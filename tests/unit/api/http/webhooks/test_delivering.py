@@ -20,19 +20,19 @@ from cellama.api.webhooks import announcement
 from cellama.api.webhooks.endpoint import Endpoint, new_id
 from cellama.api.webhooks.signing import new_secret
 from cellama.api.webhooks.store import EndpointStore
-from cellama.tasks.contract.keys import WEBHOOK_DUE_KEY, WEBHOOK_EVENTS_KEY, WEBHOOKS_KEY, webhook_delivery_key
+from cellama.tasks.contract.keys import webhook_delivery_key, webhook_due_key, webhook_events_key, webhooks_key
 
 from .....receivers import Receiver
 
 
 def register(redis: Redis, url: str, **fields: Any) -> Endpoint:
     endpoint = Endpoint.model_validate({"id": new_id(), "url": url, "secret": new_secret(), **fields})
-    redis.hset(WEBHOOKS_KEY, endpoint.id, endpoint.model_dump_json(exclude_none=True))
+    redis.hset(webhooks_key(), endpoint.id, endpoint.model_dump_json(exclude_none=True))
     return endpoint
 
 
 def announce(redis: Any, event_type: str, object_id: str) -> Any:
-    return redis.xadd(WEBHOOK_EVENTS_KEY, announcement(event_type, object_id, None))
+    return redis.xadd(webhook_events_key(), announcement(event_type, object_id, None))
 
 
 def with_webhooks(url: str, do: Callable[[Webhooks], Awaitable[Any]], *, private: bool = True) -> Any:
@@ -52,8 +52,8 @@ async def once(webhooks: Webhooks) -> None:
 
 
 def make_due(redis: Redis) -> None:
-    for delivery in redis.zrange(WEBHOOK_DUE_KEY, 0, -1):
-        redis.zadd(WEBHOOK_DUE_KEY, {delivery: 0})
+    for delivery in redis.zrange(webhook_due_key(), 0, -1):
+        redis.zadd(webhook_due_key(), {delivery: 0})
 
 
 def left(redis: Redis) -> list[str]:
@@ -75,7 +75,7 @@ def test_event_reaches_its_endpoint_signed(redis_url: str, receiver: Receiver) -
         assert event.created_at == int(entry_id.split(b"-")[0]) // 1000
         assert headers["host"] == receiver.url.split("/")[2]
         assert not left(redis)
-        assert redis.xlen(WEBHOOK_EVENTS_KEY) == 0
+        assert redis.xlen(webhook_events_key()) == 0
 
 
 def test_event_that_is_not_known_is_not_announced() -> None:
@@ -93,9 +93,9 @@ def test_failed_delivery_is_made_again_with_the_same_id(
         announce(redis, "response.completed", "resp_1")
         before = time.time()
         with_webhooks(redis_url, once)
-        [(delivery, due_at)] = redis.zrange(WEBHOOK_DUE_KEY, 0, -1, withscores=True)
+        [(delivery, due_at)] = redis.zrange(webhook_due_key(), 0, -1, withscores=True)
         assert before + AGAIN_S[0] <= due_at <= time.time() + AGAIN_S[0] * 1.1
-        redis.zadd(WEBHOOK_DUE_KEY, {delivery: due_at + 1000})  # it is not due yet, however long this takes
+        redis.zadd(webhook_due_key(), {delivery: due_at + 1000})  # it is not due yet, however long this takes
         with_webhooks(redis_url, once)
         assert len(receiver.calls) == 1
         make_due(redis)
@@ -114,9 +114,9 @@ def test_gateway_that_dies_leaves_its_delivery_to_others(redis_url: str, receive
             await webhooks.look()  # close() cuts the attempt off
 
         with_webhooks(redis_url, take_and_die)
-        [(delivery, ends_at)] = redis.zrange(WEBHOOK_DUE_KEY, 0, -1, withscores=True)
+        [(delivery, ends_at)] = redis.zrange(webhook_due_key(), 0, -1, withscores=True)
         assert ends_at > time.time() + LEASE_BEYOND_S / 2
-        redis.zadd(WEBHOOK_DUE_KEY, {delivery: 0})
+        redis.zadd(webhook_due_key(), {delivery: 0})
         with_webhooks(redis_url, once)
         assert not left(redis)
         assert receiver.calls
@@ -175,7 +175,7 @@ def test_endpoint_that_is_gone_hears_of_nothing_more(redis_url: str, receiver: R
             announce(redis, "batch.completed", f"batch_{number}")
             with_webhooks(redis_url, once)
         assert len(receiver.calls) == 1
-        assert json.loads(redis.hget(WEBHOOKS_KEY, endpoint.id) or "")["state"] == "off"
+        assert json.loads(redis.hget(webhooks_key(), endpoint.id) or "")["state"] == "off"
         assert not left(redis)
 
 
@@ -183,11 +183,11 @@ def test_entry_of_another_version_holds_nothing_up(redis_url: str, receiver: Rec
     with Redis.from_url(redis_url) as redis:
         register(redis, receiver.url)
         for fields in ({"x": "y"}, {"heeded": "no JSON", "end": "stop"}, {"heeded": "{}", "end": "?"}):
-            redis.xadd(WEBHOOK_EVENTS_KEY, fields)
+            redis.xadd(webhook_events_key(), fields)
         announce(redis, "batch.completed", "batch_1")
         with_webhooks(redis_url, once)
         assert len(receiver.calls) == 1
-        assert redis.xlen(WEBHOOK_EVENTS_KEY) == 0
+        assert redis.xlen(webhook_events_key()) == 0
 
 
 def test_endpoint_that_was_deleted_is_not_there_again_after_its_410(redis_url: str) -> None:
@@ -207,7 +207,7 @@ def test_delivery_of_a_deleted_endpoint_goes(redis_url: str, receiver: Receiver)
         register(redis, receiver.url)
         announce(redis, "batch.completed", "batch_1")
         with_webhooks(redis_url, once)
-        redis.delete(WEBHOOKS_KEY)
+        redis.delete(webhooks_key())
         make_due(redis)
         assert redis.keys(webhook_delivery_key("*"))
         with_webhooks(redis_url, once)
