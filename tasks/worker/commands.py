@@ -1,257 +1,217 @@
-"""Celery remote control of a worker: models and their adapters come and go. Imported in workers only.
+"""Celery's remote control of a worker: load, unload and change models and adapters. Imported in workers only.
 
-Commands are heard on the worker's main thread; each returns at once, and what becomes of it is in the worker's registry
-entry. What a command asked for is written down once it is done (docs/adr/012-pools.md): for the worker's pool, whose
-workers follow, those that did not hear it as well; or with `whole_pool` false for this worker alone.
+Commands run on the worker's main thread. Each returns at once, and the worker's registry entry reports its result. When
+a command is done, the desired state is changed (docs/adr/012-pools.md): that of the worker's pool, so that its other
+workers follow, or with `whole_pool` false that of this worker alone.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from celery.worker.control import control_command
 from pydantic import ValidationError
+from redis.exceptions import RedisError
 
 from cellama.config import ModelSettings
 from cellama.config.settings import AdapterSettings, explain
 from cellama.engine import EngineError, IdTaken, ModelBusy, ModelManager
+from cellama.tasks.connection.redis_errors import is_passing
+from cellama.tasks.connection.redis_waits import redis_waits
 from cellama.tasks.contract.names import DEFAULT_MODEL, queue_name
 
-from .model_loading import STOP_INTAKE_S, Residency
-from .wanted import DEFAULT_KEY, Key, Said, adapter_key, is_same, model_key
-from .wanted_record import ANY, WantedRecord
+from .desired_state import (
+    DEFAULT_KEY,
+    DesiredStateRecord,
+    Key,
+    Override,
+    adapter_key,
+    key_text,
+    loads_the_same,
+    model_key,
+    override_in,
+)
+from .model_loading import STOP_INTAKE_S, ModelLoader
 
-Reply = dict[str, Any]  # what was begun, and when by this worker's clock; or an error
+Reply = dict[str, Any]  # what was started, and when by this worker's clock; or an error
+WRITE_RETRY_S = 1.0  # while Redis is away
 
 
-class Changes:
-    """What commands change, and that it is written down."""
+class ModelChanges:
+    """What commands change on this worker, and in the desired state of the worker or of its pool."""
 
     def __init__(
         self,
         manager: ModelManager,
         consumer: Any,
-        residency: Residency,
-        record: WantedRecord,
+        loader: ModelLoader,
+        record: DesiredStateRecord,
         num_waiting: Callable[[str], int],
     ) -> None:
         """`num_waiting` counts the jobs of a queue that have no slot."""
         self._manager = manager
         self._consumer = consumer
-        self._residency = residency
+        self._loader = loader
         self._record = record
         self._num_waiting = num_waiting
 
-    def load(self, model: ModelSettings, *, whole_pool: bool = True) -> None:
-        """Begins to load a model, unless it is there, as this very one; its queue is taken from once it is there.
+    def _start(self, key: Key, action: Callable[[], object], override: Override | None, *, whole_pool: bool) -> None:
+        """Run an action in the background, and change the desired state once it is done, unless that has changed."""
+        before = self._record.text_of(key, whole_pool=whole_pool)
 
-        Raises IdTaken if the pool, or this worker, shall have another one of that id.
-        """
-        key = model_key(model.id)
-        there, said = self._residency.loaded_as.get(model.id), self._record.spoken.of(key)[0]
-        told = said.model if said is not None else None
-        before = self._record.before(key, whole_pool=whole_pool)
-        if key in self._residency.busy and told is not None and is_same(told, model):
-            return
-        if self._manager.is_loaded(model.id) and there is not None and is_same(told or there, model):
-            self._note_loaded(model, key, whole_pool, before)
-            return
-        if told is not None and whole_pool and not is_same(told, model):
+        def act() -> None:
+            action()
+            if override is not None:
+                self._write(key, override, whole_pool=whole_pool, before=before)
+            self._record.end_load(key)
+
+        self._loader.start_anew(key_text(key), act)
+
+    def _write(self, key: Key, override: Override, *, whole_pool: bool, before: bytes | None = None) -> None:
+        """Write an entry of the desired state as soon as Redis accepts it, because what it says is already done."""
+        with redis_waits.of("the desired state") as waits:
+            while True:
+                try:
+                    return self._record.write(key, override, whole_pool=whole_pool, before=before)
+                except RedisError as error:
+                    if not is_passing(error):
+                        raise
+                    waits(error)
+                    time.sleep(WRITE_RETRY_S)
+
+    def load(self, model: dict[str, Any], *, whole_pool: bool = True) -> None:
+        """Start to load a model, given as a `[[models]]` table. Its jobs are taken once it is loaded."""
+        settings = ModelSettings(**model)
+        key = model_key(settings.id)
+        override, loaded = override_in(self._record.read(), key), self._loader.models().get(settings.id)
+        desired = override.model if override is not None else None
+        if desired is not None and loads_the_same(desired, settings):
+            if key_text(key) in self._loader.busy:
+                return
+        elif desired is not None and whole_pool:
             raise IdTaken(
-                f"model {model.id!r} was loaded by command from {told.source!r}; choose another id, or unload it first"
+                f"model {settings.id!r} was loaded by command from {desired.source!r}; choose another id, or unload it "
+                "first"
             )
-        self._residency.begin(key, lambda: self._load_as_told(model, key, whole_pool, before))
+        is_loaded = loaded is not None and loads_the_same(desired or loaded, settings)
+        is_of_settings = is_loaded and override is None  # it needs no entry
 
-    def _load_as_told(self, model: ModelSettings, key: Key, whole_pool: bool, before: str) -> None:
-        self._residency.load_model(model)
-        self._note_loaded(model, key, whole_pool, before)
-        self._record.end_trial(key)
+        def load() -> None:
+            if not is_loaded:
+                self._loader.load_model(settings)
+            if settings.default:
+                self._write(DEFAULT_KEY, Override(default=settings.id), whole_pool=whole_pool)
+                self._manager.set_default(settings.id)
 
-    def _note_loaded(self, model: ModelSettings, key: Key, whole_pool: bool, before: str) -> None:
-        said, by = self._record.spoken.of(key)
-        over = said is not None and (said.gone or said.over)
-        if self._residency.loaded_as.get(model.id) is model or by != "settings":
-            self._record.say(key, Said(model=model, over=over), whole_pool=whole_pool, before=before)
-        if model.default:
-            self._record.say(DEFAULT_KEY, Said(default=model.id), whole_pool=whole_pool)
-            self._manager.set_default(model.id)
+        self._start(key, load, None if is_of_settings else Override(model=settings), whole_pool=whole_pool)
 
     def unload(self, model_id: str, timeout_s: float, *, whole_pool: bool = True) -> None:
-        """Takes no more jobs of a model; when the last one has ended, it goes. Main thread only.
+        """Take no more jobs of a model, and start to unload it after its last job.
 
-        One that is lacking here is wanted no more, although its load may be tried just now: it goes once it is there.
-        One that was unloaded stays so. Raises UnknownModel.
+        A model that is desired and not loaded is not desired any more; if its load runs just now, it is unloaded
+        afterwards. Raises UnknownModel.
         """
-        key, spoken = model_key(model_id), self._record.spoken
-        said = spoken.of(key)[0]
-        if not self._manager.is_loaded(model_id):
-            if said is not None and said.gone:
+        key = model_key(model_id)
+        override = override_in(self._record.read(), key)
+        if override is not None and not self._manager.is_loaded(model_id):
+            if override.gone:
                 return
-            if key in spoken.unreadable or (said is not None and not self._manager.is_leaving(model_id)):
-                self._note_unloaded(key, whole_pool, ANY)
+            if not self._manager.is_leaving(model_id):
+                self._loader.failed.pop(key_text(key), None)
+                self._record.write(key, Override(gone=True), whole_pool=whole_pool)
                 return
-        self._manager.get(model_id)  # raises UnknownModel, at once
-        before = self._record.before(key, whole_pool=whole_pool)
-        queues = self._residency.queues_of(model_id)
-        for queue in queues:
-            self._consumer.cancel_task_queue(queue)
-        self._residency.begin(key, lambda: self._unload_as_told(key, queues, timeout_s, whole_pool, before))
-
-    def _unload_as_told(self, key: Key, queues: Sequence[str], timeout_s: float, whole_pool: bool, before: str) -> None:
-        self._residency.drain(key[1], queues, timeout_s)
-        self._note_unloaded(key, whole_pool, before)
-
-    def _note_unloaded(self, key: Key, whole_pool: bool, before: str) -> None:
-        self._residency.forget_failure(key)
-        self._record.say(key, Said(gone=True), whole_pool=whole_pool, before=before)
-        for other in self._record.spoken.keys("adapter"):
-            if other[1] == key[1]:
-                self._record.say(other, Said(), whole_pool=whole_pool)
+        self._manager.get(model_id)  # raises UnknownModel
+        queues = self._loader.stop_intake(model_id)
+        drain = partial(self._loader.drain, model_id, queues, timeout_s)
+        self._start(key, drain, Override(gone=True), whole_pool=whole_pool)
 
     def evict(self, model_id: str) -> None:
-        """Unloads an idle model to make room, on the thread of the load that needs it. Raises ModelBusy."""
+        """Unload an idle model to make room, on the thread of the load that needs it. Raises ModelBusy."""
         if self._num_waiting(queue_name(model_id)):
             raise ModelBusy(f"jobs wait for model {model_id!r}")
         key = model_key(model_id)
-        self._residency.busy.add(key)
+        self._loader.busy.add(key_text(key))
         try:
-            self._residency.unload_model(model_id, STOP_INTAKE_S)
-            self._record.say(key, Said(gone=True), whole_pool=False)
+            self._loader.unload_model(model_id, STOP_INTAKE_S)
+            self._write(key, Override(gone=True), whole_pool=False)
         finally:
-            self._residency.busy.discard(key)
-        self._residency.on_change()
+            self._loader.busy.discard(key_text(key))
+        self._loader.on_change()
 
-    def empty_cache(self, model_id: str) -> None:
-        """Begins to empty the cache of a model. Raises UnknownModel, WrongCapability."""
-        self._residency.evict(model_id)
+    def empty_cache(self, model_id: str, *, whole_pool: bool = True) -> None:
+        """Start to empty the cache of a model, on this worker alone. Raises UnknownModel, WrongCapability."""
+        self._loader.start_emptying_cache(model_id)
 
     def set_default(self, model_id: str, *, whole_pool: bool = True) -> None:
-        """Serves jobs for `:default` from this model. Raises UnknownModel."""
+        """Serve jobs for `:default` from this model. Raises UnknownModel."""
         self._manager.get(model_id)
-        self._record.say(DEFAULT_KEY, Said(default=model_id), whole_pool=whole_pool)  # or a look takes it back
+        self._record.write(DEFAULT_KEY, Override(default=model_id), whole_pool=whole_pool)  # before it is reconciled
         self._manager.set_default(model_id)
         self._consumer.add_task_queue(queue_name(DEFAULT_MODEL))
-        self._residency.on_change()
+        self._loader.on_change()
 
     def load_adapter(self, model_id: str, name: str, source: str, scale: float, *, whole_pool: bool = True) -> None:
-        """Begins to load a LoRA adapter. Raises UnknownModel, WrongCapability, IdTaken, InvalidRequest at once."""
+        """Start to load a LoRA adapter. Raises UnknownModel, WrongCapability, IdTaken, InvalidRequest."""
         model, key = self._manager.get(model_id), adapter_key(model_id, name)
-        said, adapter = self._record.spoken.of(key)[0], AdapterSettings(source=source, scale=scale)
-        is_coming = key in self._residency.busy or self._residency.adapters().get(key) == adapter
-        if said is not None and said.adapter == adapter and is_coming:
+        override, adapter = override_in(self._record.read(), key), AdapterSettings(source=source, scale=scale)
+        is_coming = key_text(key) in self._loader.busy or self._loader.adapters().get(key) == adapter
+        if override is not None and override.adapter == adapter and is_coming:
             return
         model.engine.adapters.check_new(name, scale)
-        before = self._record.before(key, whole_pool=whole_pool)
-
-        def load() -> None:
-            model.load_adapter(name, source, scale)
-            self._record.say(key, Said(adapter=adapter), whole_pool=whole_pool, before=before)
-            self._record.end_trial(key)
-
-        self._residency.begin(key, load)
+        load = partial(model.load_adapter, name, source, scale)
+        self._start(key, load, Override(adapter=adapter), whole_pool=whole_pool)
 
     def set_adapter_scale(self, model_id: str, name: str, scale: float, *, whole_pool: bool = True) -> None:
-        """Jobs that do not choose have the adapter with this scale. Raises UnknownModel, UnknownAdapter, …"""
+        """Set the scale of an adapter for jobs that do not choose one. Raises UnknownModel, UnknownAdapter, …"""
         model, key = self._manager.get(model_id), adapter_key(model_id, name)
         model.engine.adapters.check_scale(name, scale)
-        said = Said(adapter=AdapterSettings(source=self._residency.adapters()[key].source, scale=scale))
-        self._record.say(key, said, whole_pool=whole_pool)  # or a look takes it back
+        adapter = AdapterSettings(source=self._loader.adapters()[key].source, scale=scale)
+        self._record.write(key, Override(adapter=adapter), whole_pool=whole_pool)  # before it is reconciled
         model.set_adapter_scale(name, scale)
-        self._residency.on_change()
+        self._loader.on_change()
 
     def unload_adapter(self, model_id: str, name: str, timeout_s: float, *, whole_pool: bool = True) -> None:
-        """Begins to drain an adapter, which goes with the last job that has it.
+        """Give an adapter to no more jobs, and start to unload it after the last one that has it.
 
-        One that is lacking here is wanted no more; one that was unloaded stays so. Raises UnknownModel, UnknownAdapter.
+        An adapter that is desired and not loaded is not desired any more. Raises UnknownModel, UnknownAdapter.
         """
         model, key = self._manager.get(model_id), adapter_key(model_id, name)
-        said = self._record.spoken.of(key)[0]
-        if said is not None and key not in self._residency.adapters():
-            if said.adapter is not None:
-                self._record.say(key, Said(gone=True), whole_pool=whole_pool)
+        override = override_in(self._record.read(), key)
+        if override is not None and key not in self._loader.adapters():
+            if not override.gone:
+                self._record.write(key, Override(gone=True), whole_pool=whole_pool)
             return
         model.engine.adapters.check_unload(name)
-        before = self._record.before(key, whole_pool=whole_pool)
-
-        def unload() -> None:
-            model.unload_adapter(name, timeout_s)
-            self._record.say(key, Said(gone=True), whole_pool=whole_pool, before=before)
-
-        self._residency.begin(key, unload)
+        unload = partial(model.unload_adapter, name, timeout_s)
+        self._start(key, unload, Override(gone=True), whole_pool=whole_pool)
 
 
-def _answer(state: Any, done: str, action: Callable[[Changes], None]) -> Reply:
-    try:
-        action(state.app.runtime.changes)
-    except EngineError as error:
-        return {"error": str(error), "code": error.code}
-    except ValidationError as error:
-        problems = "; ".join(explain(problem) for problem in error.errors())
-        return {"error": problems, "code": "invalid_request"}
-    return {"ok": done, "at": time.time()}
+def _register(command: str, change: Callable[..., None], /, **arguments: type) -> None:
+    """Make a method of `ModelChanges` a command of Celery's remote control, with these arguments and `whole_pool`."""
+    summary = (change.__doc__ or "").partition("\n")[0]
+
+    @control_command(name=command, args=list(arguments.items()), help=summary)  # type: ignore[untyped-decorator]
+    def run(state: Any, whole_pool: bool = True, **given: Any) -> Reply:
+        try:
+            values = {argument: given[argument] for argument in arguments}
+            change(state.app.runtime.changes, **values, whole_pool=whole_pool)
+        except EngineError as error:
+            return {"error": str(error), "code": error.code}
+        except RedisError as error:
+            return {"error": str(error), "code": "redis_unreachable"}
+        except ValidationError as error:
+            problems = "; ".join(explain(problem) for problem in error.errors())
+            return {"error": problems, "code": "invalid_request"}
+        return {"ok": summary, "at": time.time()}
 
 
-@control_command(args=[("model", dict)])  # type: ignore[untyped-decorator]
-def cellama_load(state: Any, model: dict[str, Any], whole_pool: bool = True, **_: Any) -> Reply:
-    """Begins to load a model; `model` is what a `[[models]]` table has."""
-
-    def load(changes: Changes) -> None:
-        changes.load(ModelSettings(**model), whole_pool=whole_pool)
-
-    return _answer(state, f"loading {model.get('id')}", load)
-
-
-@control_command(args=[("model_id", str), ("timeout_s", float)])  # type: ignore[untyped-decorator]
-def cellama_unload(state: Any, model_id: str, timeout_s: float, whole_pool: bool = True, **_: Any) -> Reply:
-    """Takes no more jobs of a model, and begins to drain it."""
-    return _answer(state, f"unloading {model_id}", lambda c: c.unload(model_id, timeout_s, whole_pool=whole_pool))
-
-
-@control_command(args=[("model_id", str)])  # type: ignore[untyped-decorator]
-def cellama_evict(state: Any, model_id: str, **_: Any) -> Reply:
-    """Begins to empty the cache of a model."""
-    return _answer(state, f"emptying the cache of {model_id}", lambda changes: changes.empty_cache(model_id))
-
-
-@control_command(args=[("model_id", str)])  # type: ignore[untyped-decorator]
-def cellama_default(state: Any, model_id: str, whole_pool: bool = True, **_: Any) -> Reply:
-    """Serves `:default` from a model."""
-    return _answer(state, f"{model_id} is the default", lambda c: c.set_default(model_id, whole_pool=whole_pool))
-
-
-@control_command(args=[("model_id", str), ("name", str), ("source", str), ("scale", float)])  # type: ignore[untyped-decorator]
-def cellama_load_adapter(
-    state: Any, model_id: str, name: str, source: str, scale: float, whole_pool: bool = True, **_: Any
-) -> Reply:
-    """Begins to load a LoRA adapter for a model."""
-
-    def load(changes: Changes) -> None:
-        changes.load_adapter(model_id, name, source, scale, whole_pool=whole_pool)
-
-    return _answer(state, f"loading {name}", load)
-
-
-@control_command(args=[("model_id", str), ("name", str), ("scale", float)])  # type: ignore[untyped-decorator]
-def cellama_scale_adapter(
-    state: Any, model_id: str, name: str, scale: float, whole_pool: bool = True, **_: Any
-) -> Reply:
-    """Sets the scale of an adapter for jobs that do not choose."""
-
-    def set_scale(changes: Changes) -> None:
-        changes.set_adapter_scale(model_id, name, scale, whole_pool=whole_pool)
-
-    return _answer(state, f"{name} has scale {scale:g}", set_scale)
-
-
-@control_command(args=[("model_id", str), ("name", str), ("timeout_s", float)])  # type: ignore[untyped-decorator]
-def cellama_unload_adapter(
-    state: Any, model_id: str, name: str, timeout_s: float, whole_pool: bool = True, **_: Any
-) -> Reply:
-    """Gives an adapter to no more jobs, and begins to drain it."""
-
-    def unload(changes: Changes) -> None:
-        changes.unload_adapter(model_id, name, timeout_s, whole_pool=whole_pool)
-
-    return _answer(state, f"unloading {name}", unload)
+_register("cellama_load", ModelChanges.load, model=dict)
+_register("cellama_unload", ModelChanges.unload, model_id=str, timeout_s=float)
+_register("cellama_evict", ModelChanges.empty_cache, model_id=str)
+_register("cellama_default", ModelChanges.set_default, model_id=str)
+_register("cellama_load_adapter", ModelChanges.load_adapter, model_id=str, name=str, source=str, scale=float)
+_register("cellama_scale_adapter", ModelChanges.set_adapter_scale, model_id=str, name=str, scale=float)
+_register("cellama_unload_adapter", ModelChanges.unload_adapter, model_id=str, name=str, timeout_s=float)

@@ -1,4 +1,4 @@
-"""Brings a worker to what it shall have, and says what it has and lacks. A chore of the registry thread."""
+"""Bring a worker to its desired state, and report what it has and lacks. A chore of the registry thread."""
 
 from __future__ import annotations
 
@@ -7,142 +7,127 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from cellama.config import ModelSettings, Settings
-from cellama.config.settings import AdapterSettings
-from cellama.engine import ModelLoadFailed, ModelManager
-from cellama.tasks.contract.shapes.workers import LoadFailure, WantedState, WantedThing
+from cellama.config import Settings
+from cellama.engine import ModelManager
+from cellama.tasks.contract.shapes.workers import WantedState, WantedThing
 
-from .model_loading import Residency
-from .wanted import By, Key, Spoken, Step, adapter_key, model_key, steps, wanted_by
-from .wanted_record import WantedRecord
+from .desired_state import (
+    Correction,
+    DesiredState,
+    DesiredStateRecord,
+    Key,
+    Origin,
+    Overrides,
+    corrections,
+    desired_state,
+    key_text,
+    model_key,
+)
+from .model_loading import ModelLoader
 
 log = logging.getLogger(__name__)
 
-DRAIN_S = 60.0  # for jobs of what is wanted no more
-MAX_TRIALS = 3  # loads of one thing in a row in which the process ended
+DRAIN_S = 60.0  # for jobs of what is to be unloaded; if they take longer, it is retried later
 
 
 class Reconciler:
-    """`look` compares what is there with what is wanted, and begins what is missing to that."""
+    """Compares what is loaded with what is desired, and starts the actions that are missing."""
 
-    def __init__(self, settings: Settings, manager: ModelManager, residency: Residency, record: WantedRecord) -> None:
+    def __init__(
+        self, settings: Settings, manager: ModelManager, loader: ModelLoader, record: DesiredStateRecord
+    ) -> None:
         self._settings = settings
         self._manager = manager
-        self._residency = residency
+        self._loader = loader
         self._record = record
-        self._wanted = wanted_by(settings, Spoken())
-        self._unreadable: dict[Key, str] = {}
+        self._desired = desired_state(settings, {})
 
-    def restore(self) -> None:
-        """The first look, before a job comes: adapters of the models that are there are loaded at once."""
-        self._begin(at_once=True)
+    def reconcile(self) -> None:
+        """Read the desired state, and start what leads to it. Raises RedisError."""
+        self.start_corrections(self._record.read())
 
-    def look(self) -> None:
-        """Reads what was said, and begins what it asks for. Raises RedisError."""
-        self._record.look()
-        self._begin(at_once=False)
+    def start_corrections(self, overrides: Overrides, *, adapters_first: bool = False) -> None:
+        """Start what leads to the desired state.
 
-    def _begin(self, *, at_once: bool) -> None:
-        residency, spoken = self._residency, self._record.spoken
-        self._wanted, self._unreadable = wanted_by(self._settings, spoken), dict(spoken.unreadable)
-        for key in [key for key in residency.missed if key not in self._concerned()]:
-            residency.missed.pop(key, None)
-        there = {id_: model for id_, model in dict(residency.loaded_as).items() if self._manager.is_loaded(id_)}
-        for step in steps(self._wanted, there, residency.adapters()):
-            missed = residency.missed.get(step.key)
-            if step.key in residency.busy or model_key(step.key[1]) in residency.busy:
+        With `adapters_first`, the adapters of models that are loaded are there when it returns.
+        """
+        loader = self._loader
+        self._desired = desired = desired_state(self._settings, overrides)
+        models, adapters = loader.models(), loader.adapters()
+        keys = {*map(model_key, (*desired.models, *models)), *desired.adapters, *adapters}
+        loader.forget_failures(set(map(key_text, keys)))
+        for correction in corrections(desired, models, adapters):
+            name = key_text(correction.key)
+            failed = loader.failed.get(name)
+            if not loader.busy.isdisjoint({name, correction.key[1]}) or (failed and time.monotonic() < failed.retry_at):
                 continue
-            if missed is not None and time.monotonic() < missed.next_at:
-                continue
-            action = partial(self._do, step)
-            if at_once and step.key[0] == "adapter":
-                residency.attempt(step.key, action)
+            action = partial(self._correct, desired, correction)
+            if adapters_first and correction.key[0] == "adapter":
+                loader.run(name, action)
             else:
-                residency.in_background(step.key, action)
-        default = self._wanted.default
+                loader.start(name, action)
+        default = desired.default
         if default is not None and default != self._manager.default and self._manager.is_loaded(default):
             self._manager.set_default(default)
 
-    def _concerned(self) -> set[Key]:
-        """What is there or wanted: of all else nothing is remembered."""
-        known = {model_key(id_) for id_ in (*self._wanted.models, *self._residency.loaded_as)}
-        return known | set(self._wanted.adapters) | set(self._residency.adapters())
-
-    def _do(self, step: Step) -> None:
-        log.info("%s %s: it is what was said at run time, or in the settings", step.what, ", ".join(step.key[1:]))
-        if step.key[0] == "model":
-            self._do_model(step)
+    def _correct(self, desired: DesiredState, correction: Correction) -> None:
+        kind, model_id, *rest = key = correction.key
+        log.info("desired state: %s %s", correction.action, key_text(key))
+        if kind == "model":
+            if correction.action == "unload":
+                self._loader.unload_model(model_id, DRAIN_S)
+            else:
+                self._count_load(key, partial(self._loader.load_model, desired.models[model_id]))
             return
-        model, name = self._manager.get(step.key[1]), step.key[2]
-        if step.what == "unload":
+        model, name = self._manager.get(model_id), rest[0]
+        if correction.action == "unload":
             model.unload_adapter(name, DRAIN_S)
             return
-        adapter, _ = self._wanted.adapters[step.key]
-        if step.what == "scale":
+        adapter = desired.adapters[key]
+        if correction.action == "scale":
             model.set_adapter_scale(name, adapter.scale)
         else:
-            self._on_trial(step.key, partial(model.load_adapter, name, adapter.source, adapter.scale))
+            self._count_load(key, partial(model.load_adapter, name, adapter.source, adapter.scale))
 
-    def _do_model(self, step: Step) -> None:
-        if step.what == "unload":
-            self._residency.unload_model(step.key[1], DRAIN_S)
-        else:
-            model, _ = self._wanted.models[step.key[1]]
-            self._on_trial(step.key, partial(self._residency.load_model, model))
-
-    def _on_trial(self, key: Key, load: Callable[[], object]) -> None:
-        """A load that ends the process again and again is not begun once more. Raises ModelLoadFailed then."""
-        if not self._record.begin_trial(key, MAX_TRIALS):
-            raise ModelLoadFailed(
-                f"{MAX_TRIALS} times in a row its load did not end before the worker did: it is not tried again for a "
-                "day; see the workers' logs, and load it by command to try at once"
-            )
+    def _count_load(self, key: Key, load: Callable[[], object]) -> None:
+        self._record.begin_load(key)
         try:
             load()
         finally:
-            self._record.end_trial(key)
+            self._record.end_load(key)
 
-    def told(self) -> list[WantedThing]:
-        """What the worker shall have, has and lacks, and what it has and shall not, for its registry entry."""
-        return list(self._told())
+    # For the worker's registry entry
 
-    def _told(self) -> Iterator[WantedThing]:
-        wanted, adapters = self._wanted, self._residency.adapters()
-        for model_id, (model, by) in wanted.models.items():
-            thing = self._thing(model_key(model_id), model, by, is_there=self._manager.is_loaded(model_id))
-            yield thing
-            for key, (adapter, by_whom) in wanted.adapters.items():
-                if key[1] == model_id and thing["state"] == "ready":
-                    yield self._thing(key, adapter, by_whom, is_there=key in adapters)
-                elif key[1] == model_id:  # it comes with its model
-                    yield _thing(key, adapter.source, by_whom, thing["state"], None)
-        for model_id, (model, by) in wanted.clashes.items():
-            why = f"the settings of this worker have another model {model_id!r}; choose another id"
-            yield _thing(model_key(model_id), model.source, by, "lacking", {"code": "id_taken", "message": why})
-        for key, message in self._unreadable.items():
-            failure: LoadFailure = {
-                "code": "invalid_request",
-                "message": f"what was said of it can't be read: {message}",
-            }
-            if len(key) > 1:
-                yield _thing(key, "", "pool", "lacking", failure)
-        for model_id, model in dict(self._residency.loaded_as).items():
-            if model_id not in wanted.models:
-                yield self._thing(model_key(model_id), model, "settings", leaves=True)
+    def report(self) -> list[WantedThing]:
+        """Return what is desired, and what is loaded and not desired, with their states."""
+        return list(self._report())
+
+    def _report(self) -> Iterator[WantedThing]:
+        desired, models, adapters = self._desired, self._loader.models(), self._loader.adapters()
+        for model_id, model in desired.models.items():
+            key = model_key(model_id)
+            of_model = self._thing(key, model.source, desired.origins[key], is_loaded=model_id in models)
+            yield of_model
+            for key, adapter in desired.adapters.items():
+                if key[1] == model_id:
+                    thing = self._thing(key, adapter.source, desired.origins[key], is_loaded=key in adapters)
+                    # without its model an adapter is as its model is, and has no reason of its own
+                    yield thing if of_model["state"] == "ready" else {**thing, "state": of_model["state"], "why": None}
+        for model_id, model in models.items():
+            if model_id not in desired.models:
+                yield self._thing(model_key(model_id), model.source, "settings", state="leaving")
         for key, adapter in adapters.items():
-            if key not in wanted.adapters and key[1] in wanted.models:
-                yield self._thing(adapter_key(*key[1:]), adapter, "settings", leaves=True)
+            if key not in desired.adapters and key[1] in desired.models:
+                yield self._thing(key, adapter.source, "settings", state="leaving")
 
     def _thing(
-        self, key: Key, what: ModelSettings | AdapterSettings, by: By, *, is_there: bool = False, leaves: bool = False
+        self, key: Key, source: str, origin: Origin, *, is_loaded: bool = False, state: WantedState | None = None
     ) -> WantedThing:
-        missed = self._residency.missed.get(key)
-        state: WantedState = "leaving" if leaves else "ready" if is_there else "lacking"
-        if state == "lacking" and (missed is None or key in self._residency.busy):
-            state = "loading"
-        return _thing(key, what.source, by, state, None if missed is None or state == "ready" else missed.failure)
-
-
-def _thing(key: Key, source: str, by: By, state: WantedState, why: LoadFailure | None) -> WantedThing:
-    adapter = key[2] if key[0] == "adapter" else None
-    return {"model": key[1], "adapter": adapter, "source": source, "by": by, "state": state, "why": why}
+        name = key_text(key)
+        failed = self._loader.failed.get(name)
+        if state is None:
+            is_coming = failed is None or name in self._loader.busy
+            state = "ready" if is_loaded else "loading" if is_coming else "lacking"
+        why = failed.failure if failed is not None and state != "ready" else None
+        adapter = key[2] if key[0] == "adapter" else None
+        return {"model": key[1], "adapter": adapter, "source": source, "by": origin, "state": state, "why": why}

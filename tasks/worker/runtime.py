@@ -30,18 +30,17 @@ from cellama.tasks.state.ledger import Ledger
 from cellama.tasks.state.records import Attempt
 from cellama.tasks.state.registry import Registration
 
-from .commands import Changes
+from .commands import ModelChanges
+from .desired_state import DesiredStateRecord, desired_state, loads_the_same
 from .heap import bound_free_heap, trim_heap
 from .lease import LeaseKeeper
-from .model_loading import Residency
+from .model_loading import ModelLoader
 from .model_options import options_of
 from .neighbours import Neighbours
 from .quarantine import Quarantine
 from .reaper import Reaper, Store
 from .reconciling import Reconciler
 from .telemetry import Relay
-from .wanted import wanted_by
-from .wanted_record import WantedRecord
 from .watched.watchers import Watchers
 
 log = logging.getLogger(__name__)
@@ -81,12 +80,12 @@ class Runtime:
         self.watchdog.watch(self.publisher.pulse)
         if settings.hang_s:
             self.watchdog.start()
-        self._record = WantedRecord(redis, settings.pool, worker)
-        self._loaded = self._configured_and_wanted()
+        self._record = DesiredStateRecord(redis, settings.pool, worker)
+        self._loaded = self._models_to_start_with()
         self._load_or_close(self._loaded)
         self.took = Took(redis, worker)
-        self.residency: Residency | None = None  # once there is a consumer, as the next two
-        self.changes: Changes
+        self._loader: ModelLoader | None = None  # once there is a consumer, as the next two
+        self.changes: ModelChanges
         self._worker = worker
         self._reconciler: Reconciler | None = None
         self._reaper = Reaper(redis, self.ledger, store, settings.lease_s)
@@ -113,14 +112,18 @@ class Runtime:
             self.watchdog.close()
             raise
 
-    def _configured_and_wanted(self) -> list[ModelSettings]:
-        """The models of the settings, without those that were unloaded or replaced at run time."""
+    def _models_to_start_with(self) -> list[ModelSettings]:
+        """Return the models of the settings, without those that commands have unloaded or replaced."""
         try:
-            wanted = wanted_by(self.settings, self._record.look()).models
+            desired = desired_state(self.settings, self._record.read()).models
         except RedisError as error:
-            log.warning("the worker begins with the models of its settings, because it can't read Redis: %s", error)
+            log.warning("the worker starts with the models of its settings, because it can't read Redis: %s", error)
             return list(self.settings.models)
-        return [model for model in self.settings.models if wanted.get(model.id, (None, ""))[1] == "settings"]
+        return [
+            model
+            for model in self.settings.models
+            if model.id in desired and loads_the_same(desired[model.id], model, adapters=False)
+        ]
 
     def _load(self, model: ModelSettings) -> None:
         options = options_of(model, self.settings)
@@ -143,10 +146,10 @@ class Runtime:
             self.watchers.watch_model(model.id, loaded.engine)
 
     def _failures(self) -> dict[str, LoadFailure]:
-        return {} if self.residency is None else self.residency.failures()
+        return {} if self._loader is None else self._loader.recent_failures()
 
     def _evicted(self) -> dict[str, float]:
-        return {} if self.residency is None else dict(self.residency.evicted)
+        return {} if self._loader is None else dict(self._loader.evicted)
 
     def _tell_change(self) -> None:
         if self._registration is not None:
@@ -196,22 +199,27 @@ class Runtime:
     def attach(self, consumer: Any) -> None:
         """Renews, from now on, the leases of what this consumer of Celery's takes; lets models come and go."""
         if self._lease is None:
-            self._record.look()  # Celery connects again if this fails
+            overrides = self._record.read()  # Celery connects again if this fails
             models = self.manager.models()
             loaded = {id_: (model.options.num_slots, model.capabilities) for id_, model in models.items()}
-            jobs = {model.id: num_jobs_of(model, *loaded[model.id]) for model in self._loaded}
-            consumer.places = Places(jobs, self.settings.look_ahead, lambda: self.manager.default)
-            told = (self._tell_change, self._loaded)
-            self.residency = residency = Residency(self.manager, consumer, self._load, jobs, *told)
-            parts = (self.manager, consumer, residency, self._record)
-            self.changes = Changes(*parts, self.ledger.num_waiting)
+            num_jobs = {model.id: num_jobs_of(model, *loaded[model.id]) for model in self._loaded}
+            consumer.places = Places(num_jobs, self.settings.look_ahead, lambda: self.manager.default)
+            self._loader = loader = ModelLoader(
+                self.manager,
+                consumer,
+                load=self._load,
+                num_jobs=num_jobs,
+                loaded=self._loaded,
+                on_change=self._tell_change,
+            )
+            self.changes = ModelChanges(self.manager, consumer, loader, self._record, self.ledger.num_waiting)
             assumed = sum(num_jobs_of(model) for model in self.settings.models)
-            residency.resize(sum(jobs.values()) - assumed)  # tuned models have other slots than were assumed
-            self._leave_queues(consumer, [model.id for model in self.settings.models if model.id not in jobs])
+            loader.resize_pool(sum(num_jobs.values()) - assumed)  # tuned models have other slots than were assumed
+            self._leave_queues(consumer, [model.id for model in self.settings.models if model.id not in num_jobs])
             if self.settings.on_full == "evict":  # only now: the models of the settings don't push each other out
                 self.manager.evict_through(self.changes.evict)
-            self._reconciler = Reconciler(self.settings, self.manager, residency, self._record)
-            self._reconciler.restore()
+            self._reconciler = Reconciler(self.settings, self.manager, loader, self._record)
+            self._reconciler.start_corrections(overrides, adapters_first=True)
             own = connect(self.settings.redis_url, socket_timeout=SOCKET_TIMEOUT_S, health_check_interval=10)
             self._lease = LeaseKeeper(Ledger(own, settings=self.settings), consumer, self.settings.lease_s)
 
@@ -226,13 +234,13 @@ class Runtime:
             self._reaper.start()
             self._neighbours = neighbours = Neighbours(self.redis, self._worker, self.manager.cores)
             chores = (
-                self._reconciler.look,
+                self._reconciler.reconcile,
                 self._end_cancelled,
                 neighbours.look,
                 self._trim_when_idle,
                 self.took.flush,
             )
-            told = (self._failures, self.settings.pool, self._reconciler.told, self._evicted)
+            told = (self._failures, self.settings.pool, self._reconciler.report, self._evicted)
             self._registration = Registration(self.redis, self._worker, self.manager, chores, *told)
 
     def close(self, save_until: float = 0.0) -> None:
@@ -246,7 +254,7 @@ class Runtime:
         if self._neighbours is not None:
             self._neighbours.close()
         self._reaper.close()
-        self._record.end_trial(None)  # an orderly end is no fault of a load
+        self._record.end_load(None)  # the loads that run end with an orderly end, and did not crash it
         if save_until:
             save_until = max(save_until, time.monotonic() + LEAST_SAVE_S)
         self.manager.close(save_until)

@@ -19,8 +19,7 @@ from cellama.config import ModelSettings
 from cellama.tasks.contract.errors import JobFailed, UnknownModel, UnknownWorker
 from cellama.tasks.contract.keys import wanted_key
 from cellama.tasks.contract.shapes.workers import WantedThing
-from cellama.tasks.worker.wanted import Said, field_of, model_key
-from cellama.tasks.worker.wanted_record import WantedRecord
+from cellama.tasks.worker.desired_state import DesiredStateRecord, Override, field_of, model_key
 
 from ..conftest import PATIENCE_S, WorkerProcess, wait_until
 from .conftest import GREEDY
@@ -131,27 +130,25 @@ def test_worker_reaches_what_was_said_while_it_was_not_there(
     client.load_model(big, "bundled://tiny", pool=name, default=True, timeout=PATIENCE_S, **OPTIONS)
     client.unload_model(own, pool=name, timeout=PATIENCE_S)  # of the settings
     record = wanted_key("pool", name)
-    redis_client.hset(record, mapping={'["model","hostile"]': '{"at":1,"model":{"id":"hostile","source":1}}', "x": "y"})
+    redis_client.hset(record, "x", "y")  # not an entry: it disturbs no other one
     missing = {"id": f"{name}-missing", "source": "/nowhere.gguf"}
-    redis_client.hset(record, field_of(model_key(missing["id"])), json.dumps({"at": 1, "model": missing}))
+    redis_client.hset(record, field_of(model_key(missing["id"])).decode(), json.dumps({"at": 1, "model": missing}))
     worker.stop()
     start("one").wait_ready()
-    expected = {big: "ready", "hostile": "lacking", missing["id"]: "lacking"}
+    expected = {big: "ready", missing["id"]: "lacking"}
     wait_until(lambda: states(client, one) == expected, f"{expected}")
     wait_until(lambda: defaults(client, name) == [big], "the default")
     assert own not in [model["id"] for model in client.models()]
     why = {thing["model"]: thing["why"]["message"] for thing in things(client, one) if thing["why"]}
     assert "there is no model file at '/nowhere.gguf'" in why[missing["id"]]
-    assert "can't be read" in why["hostile"]
-    for text in ("hostile", missing["id"]):
-        client.unload_model(text, pool=name, timeout=PATIENCE_S)
+    client.unload_model(missing["id"], pool=name, timeout=PATIENCE_S)
     wait_until(lambda: states(client, one) == {big: "ready"}, "the model alone")
     assert client.generate(big, STORY, max_tokens=4, **GREEDY).result(PATIENCE_S)["text"] == ", there was a"
     assert client.load_model(big, "bundled://tiny", pool=name, timeout=PATIENCE_S, **OPTIONS) == big  # it is there
     with pytest.raises(JobFailed, match=f"model '{big}' was loaded by command from 'bundled://tiny'"):
         client.load_model(big, "bundled://tiny", pool=name, n_parallel=3)
-    redis_client.hdel(record, field_of(model_key(big)))  # lost, not unloaded
-    wait_until(lambda: redis_client.hexists(record, field_of(model_key(big))), "it is written again")
+    redis_client.delete(record)  # lost, not unloaded
+    wait_until(lambda: redis_client.hexists(record, field_of(model_key(big)).decode()), "it is written again")
     assert states(client, one) == {big: "ready"}
 
 
@@ -160,10 +157,10 @@ def test_worker_that_finds_no_redis_at_its_start_reaches_what_was_said_once_it_i
 ) -> None:
     own, big, folder = f"{name}-own", f"{name}-big", tmp_path / "redis"
     with RedisServer.start(folder) as server, Redis.from_url(server.url) as redis:
-        record = WantedRecord(redis, name, "another@machine")
+        record = DesiredStateRecord(redis, name, "another@machine")
         given = ModelSettings(id=big, source="bundled://tiny", **OPTIONS)
-        record.say(model_key(big), Said(model=given), whole_pool=True)
-        record.say(model_key(own), Said(gone=True), whole_pool=True)
+        record.write(model_key(big), Override(model=given), whole_pool=True)
+        record.write(model_key(own), Override(gone=True), whole_pool=True)
     models = json.dumps([{"id": own, "source": "bundled://tiny", **OPTIONS}])
     settings = {"CELLAMA_POOL": name, "CELLAMA_MODELS": models}
     worker = WorkerProcess(tmp_path, server.url, name=f"{name}-one", **settings)

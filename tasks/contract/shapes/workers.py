@@ -15,7 +15,7 @@ from .results import CacheHitKind, CacheTier
 
 # stopped: its process ends in a moment; lacking: no worker has it that shall
 ModelStatus = Literal["loading", "ready", "unloading", "stopped", "lacking"]
-WantedState = Literal["ready", "loading", "lacking", "leaving"]  # leaving: it is there, and shall not be
+WantedState = Literal["ready", "loading", "lacking", "leaving"]  # leaving: it is loaded, and must be unloaded
 Phase = Literal["idle", "prefilling", "generating", "stopped"]
 AdapterStatus = Literal["loading", "ready", "unloading"]
 
@@ -119,15 +119,17 @@ class LoadFailure(TypedDict):
 
 
 class WantedThing(TypedDict):
-    """A model, or an adapter of it, that a worker shall have, or has and shall not: by its settings, by what was said
-    at run time for its pool, or for it alone."""
+    """A model, or an adapter of a model, that a worker must have, or that it has and must unload.
+
+    `by` says whether it is desired by the worker's settings, by a command for its pool, or by one for it alone.
+    """
 
     model: str
     adapter: str | None
     source: str
     by: Literal["settings", "pool", "worker"]
     state: WantedState
-    why: LoadFailure | None  # of what it lacks, or can't let go of: it tries again
+    why: LoadFailure | None  # why it lacks it, or can't unload it; it retries
 
 
 class DeviceUse(TypedDict):

@@ -1,43 +1,48 @@
-"""Commands that meet what a worker is just doing by itself."""
+"""Commands that meet what a worker does by itself at the same time."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
+import fakeredis
 import pytest
 
 from cellama.config import ModelSettings
 from cellama.engine import UnknownModel
-from cellama.tasks.worker.commands import Changes
-from cellama.tasks.worker.wanted import Key, Said, Spoken, model_key
+from cellama.tasks.worker.commands import ModelChanges
+from cellama.tasks.worker.desired_state import DesiredStateRecord, Override, model_key
 
 BIG = model_key("big")
-SAID = Said(model=ModelSettings(id="big", source="big.gguf"))
+DESIRED = Override(model=ModelSettings(id="big", source="big.gguf"))
 
 
-def changes(said: dict[Key, Said], *, leaving: bool) -> tuple[Changes, list[tuple[Key, Said]]]:
-    """Of a worker that has no model `big`, but is about to load it or to let go of it."""
+def changes(desired: Override | None, *, leaving: bool) -> tuple[ModelChanges, DesiredStateRecord]:
+    """Those of a worker that has no model `big`, but is about to load or to unload it."""
 
     def get(model_id: str) -> None:
         raise UnknownModel(f"model {model_id!r} is on its way")
 
-    written: list[tuple[Key, Said]] = []
+    record = DesiredStateRecord(fakeredis.FakeRedis(), "p", "one")
+    if desired is not None:
+        record.write(BIG, desired, whole_pool=True)
     manager: Any = SimpleNamespace(is_loaded=lambda _: False, is_leaving=lambda _: leaving, get=get)
-    residency: Any = SimpleNamespace(busy={BIG}, forget_failure=lambda _: None)
-    record: Any = SimpleNamespace(spoken=Spoken(said), say=lambda key, what, **_: written.append((key, what)))
-    return Changes(manager, None, residency, record, lambda _: 0), written
+    loader: Any = SimpleNamespace(busy={"big"}, failed={})
+    return ModelChanges(manager, None, loader, record, lambda _: 0), record
 
 
-def test_model_whose_load_is_tried_again_just_now_is_wanted_no_more() -> None:
-    commands, written = changes({BIG: SAID}, leaving=False)
+def test_model_whose_load_is_retried_just_now_is_not_desired_any_more_when_it_is_unloaded() -> None:
+    commands, record = changes(DESIRED, leaving=False)
     commands.unload("big", 1.0)
-    assert written == [(BIG, Said(gone=True))]
+    assert record.read()[BIG][0].gone
 
 
-@pytest.mark.parametrize(("said", "leaving"), [({}, False), ({BIG: SAID}, True)])
-def test_model_that_was_never_there_or_leaves_already_can_not_be_unloaded(said: dict[Key, Said], leaving: bool) -> None:
-    commands, written = changes(said, leaving=leaving)
+@pytest.mark.parametrize(("desired", "leaving"), [(None, False), (DESIRED, True)])
+def test_model_that_was_never_there_or_leaves_already_can_not_be_unloaded(
+    desired: Override | None, leaving: bool
+) -> None:
+    commands, record = changes(desired, leaving=leaving)
+    before = record.read()
     with pytest.raises(UnknownModel):
         commands.unload("big", 1.0)
-    assert written == []
+    assert record.read() == before

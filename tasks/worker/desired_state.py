@@ -1,0 +1,294 @@
+"""The desired state of a worker: the models of its settings, changed by what commands asked for at run time.
+
+Redis has two records of these changes, one for the worker's pool and one for the worker alone. Each is a hash from a
+key (a model, an adapter of a model, or the default model) to the settings that the key must have, or to the note that
+it must be gone. An entry for the worker overrides the entry for its pool, which overrides the settings. The functions
+are pure, and `DesiredStateRecord` reads and writes Redis. docs/adr/012-pools.md has the reasons.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+from redis import Redis
+from redis.exceptions import RedisError
+
+from cellama.config import ModelSettings, Settings
+from cellama.config.settings import AdapterSettings
+from cellama.engine import ModelLoadFailed
+from cellama.tasks.connection.redis_clock import redis_time, seconds_of
+from cellama.tasks.contract.keys import trials_key, wanted_key
+from cellama.tasks.contract.names import failure_key
+from cellama.tasks.state.scripts import run_script
+
+log = logging.getLogger(__name__)
+
+Key = tuple[str, ...]  # ("model", id), ("adapter", id of its model, name) or ("default",)
+Origin = Literal["settings", "pool", "worker"]
+DEFAULT_KEY: Key = ("default",)
+NUM_PARTS = {"model": 2, "adapter": 3, "default": 1}  # of the keys of each kind
+KEPT_S = 30 * 86400  # a record without workers, or a note that something is gone: longer than a machine is away
+MAX_LOADS = 3  # that end the process, in a row: one crash may have another cause, such as a lack of memory
+LOADS_KEPT_S = 86400  # then the load is tried again, because the file or the machine may be another one by then
+
+
+def model_key(model_id: str) -> Key:
+    return ("model", model_id)
+
+
+def adapter_key(model_id: str, name: str) -> Key:
+    return ("adapter", model_id, name)
+
+
+def key_text(key: Key) -> str:
+    """Return the name of a key in a worker's failures."""
+    return failure_key(*key[1:]) if len(key) > 1 else key[0]
+
+
+def field_of(key: Key) -> bytes:
+    """Return the field of a key in Redis."""
+    return json.dumps(key, separators=(",", ":")).encode()
+
+
+def key_of(name: bytes) -> Key:
+    """Return the key of a field in Redis. Raises ValueError."""
+    parts = json.loads(name)
+    if not (isinstance(parts, list) and all(isinstance(part, str) for part in parts)):
+        raise ValueError("it is not a list of strings")
+    key = tuple(parts)
+    if NUM_PARTS.get(key[0] if key else "") != len(key) or field_of(key) != name:
+        raise ValueError("it is not a key of a model, of an adapter or of the default model")
+    return key
+
+
+class Override(BaseModel):
+    """The entry of a key: one of `model`, `adapter` and `default` is what the key must have, or it must be `gone`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    at: float = Field(default=0.0, allow_inf_nan=False)  # unix seconds by Redis' clock
+    gone: bool = False
+    model: ModelSettings | None = None
+    adapter: AdapterSettings | None = None
+    default: str | None = None
+
+    def text(self) -> str:
+        """Return its JSON without the model's token of the hub, because the file is in the hub's cache."""
+        fields = self.model_dump(mode="json", exclude={"model"}, exclude_defaults=True)
+        if self.model is not None:
+            fields["model"] = self.model.model_dump(mode="json", exclude={"hub_token", "default"}, exclude_unset=True)
+        return json.dumps(fields, sort_keys=True)
+
+
+def override_of(key: Key, text: bytes | str) -> Override:
+    """Return the entry of a key from its JSON. Raises ValueError."""
+    override = Override.model_validate_json(text)
+    given = [kind for kind in NUM_PARTS if getattr(override, kind) is not None]
+    if given != ([] if override.gone else [key[0]]):
+        raise ValueError(f"it must have `{key[0]}`, or `gone`, and nothing else")
+    if override.model is not None and override.model.id != key[1]:
+        raise ValueError(f"it is of another model, {override.model.id!r}")
+    return override
+
+
+Overrides = Mapping[Key, tuple[Override, Origin]]  # the entries that count for a worker
+
+
+def override_in(overrides: Overrides, key: Key) -> Override | None:
+    return overrides[key][0] if key in overrides else None
+
+
+@dataclass(frozen=True, slots=True)
+class DesiredState:
+    """What a worker must have. `origins` tells by whom each model and adapter is desired."""
+
+    models: Mapping[str, ModelSettings]  # with all their adapters
+    adapters: Mapping[Key, AdapterSettings]
+    origins: Mapping[Key, Origin]
+    default: str | None  # None: the manager chooses
+
+
+def desired_state(settings: Settings, overrides: Overrides) -> DesiredState:
+    """Return what a worker with these settings must have."""
+    models = {model.id: model for model in settings.models}
+    origins: dict[Key, Origin] = {model_key(model_id): "settings" for model_id in models}
+    for key, (override, origin) in overrides.items():
+        if override.model is not None:
+            models[key[1]], origins[key] = override.model, origin
+        elif key[0] == "model":
+            models.pop(key[1], None)
+    adapters: dict[Key, AdapterSettings] = {}
+    for model_id, model in models.items():
+        for name, adapter in model.adapters.items():
+            key = adapter_key(model_id, name)
+            adapters[key], origins[key] = adapter, origins[model_key(model_id)]
+    for key, (override, origin) in overrides.items():
+        if override.adapter is not None and key[1] in models:
+            adapters[key], origins[key] = override.adapter, origin
+        elif key[0] == "adapter":
+            adapters.pop(key, None)
+    for model_id, model in models.items():
+        complete = {key[2]: adapter for key, adapter in adapters.items() if key[1] == model_id}
+        models[model_id] = model.model_copy(update={"adapters": complete})
+    chosen = override_in(overrides, DEFAULT_KEY)
+    default = chosen.default if chosen is not None and chosen.default in models else None
+    return DesiredState(models=models, adapters=adapters, origins=origins, default=default)
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """One action that brings a worker nearer to its desired state."""
+
+    action: Literal["load", "unload", "scale"]
+    key: Key
+
+
+def corrections(
+    desired: DesiredState, models: Mapping[str, ModelSettings], adapters: Mapping[Key, AdapterSettings]
+) -> Iterator[Correction]:
+    """Yield what is to be done on a worker with these models and adapters: first what frees memory, then the loads.
+
+    The adapters in `models` don't count, because `adapters` has them as they are now.
+    """
+    for model_id, model in models.items():
+        if model_id not in desired.models or not loads_the_same(desired.models[model_id], model, adapters=False):
+            yield Correction("unload", model_key(model_id))
+    for key, adapter in adapters.items():
+        if key[1] not in desired.models:
+            continue  # it is unloaded with its model
+        if key not in desired.adapters or desired.adapters[key].source != adapter.source:
+            yield Correction("unload", key)
+        elif desired.adapters[key].scale != adapter.scale:
+            yield Correction("scale", key)
+    for model_id in desired.models:
+        if model_id not in models:
+            yield Correction("load", model_key(model_id))
+    for key in desired.adapters:
+        if key[1] in models and key not in adapters:
+            yield Correction("load", key)
+
+
+def loads_the_same(one: ModelSettings, other: ModelSettings, *, adapters: bool = True) -> bool:
+    """Return whether both settings load the same model, with the same adapters unless these don't count."""
+    ignored = {"id", "default", "hub_token", *(() if adapters else ("adapters",))}
+    return one.model_dump(exclude=ignored) == other.model_dump(exclude=ignored)
+
+
+class DesiredStateRecord:
+    """The records in Redis of a worker and of its pool. Safe from any thread. Each method may raise RedisError."""
+
+    def __init__(self, redis: Redis, pool: str, worker: str) -> None:
+        self._redis = redis
+        self._pool, self._own = wanted_key("pool", pool), wanted_key("worker", worker)
+        self._loads = trials_key(worker)
+        self._fields: dict[str, dict[bytes, bytes]] = {self._pool: {}, self._own: {}}  # as they were read last
+        self._logged: set[bytes] = set()  # fields that are not keys
+        self._lock = threading.Lock()
+
+    def read(self) -> Overrides:
+        """Read both records, and remove notes of what has been gone for long.
+
+        If Redis has lost a whole record, the one that was read last is written again.
+        """
+        with self._lock:
+            with self._redis.pipeline(transaction=False) as pipeline:
+                pipeline.time()
+                for record in (self._pool, self._own):
+                    pipeline.hgetall(record)
+                    pipeline.expire(record, KEPT_S)
+                time, pool, _, own, _ = pipeline.execute()
+            overrides: dict[Key, tuple[Override, Origin]] = {}
+            records: list[tuple[str, dict[bytes, bytes], Origin]]
+            records = [(self._pool, pool, "pool"), (self._own, own, "worker")]
+            for record, found, origin in records:
+                self._fields[record] = fields = self._restored(record, found)
+                for name, text in list(fields.items()):
+                    try:
+                        key = key_of(name)
+                        override = override_of(key, text)
+                    except (ValueError, RecursionError) as error:  # of another version, for example
+                        self._log_once(record, name, error)
+                        continue
+                    if override.gone and seconds_of(time) - override.at > KEPT_S:
+                        self._redis.hdel(record, name)
+                        del fields[name]
+                    else:
+                        overrides[key] = (override, origin)
+            return overrides
+
+    def _restored(self, record: str, found: dict[bytes, bytes]) -> dict[bytes, bytes]:
+        known = self._fields[record]
+        if found or not known:
+            return found
+        log.warning("desired state: Redis has lost %s (num_entries=%d); it is written again", record, len(known))
+        self._redis.hset(record, mapping=known)  # type: ignore[arg-type]
+        return dict(known)
+
+    def _log_once(self, record: str, name: bytes, error: Exception) -> None:
+        if name not in self._logged:
+            self._logged.add(name)
+            log.error("desired state: can't read the field %r of %s, which is ignored: %s", name[:80], record, error)
+
+    def text_of(self, key: Key, *, whole_pool: bool) -> bytes:
+        """Return the entry of the pool, or of the worker, as it was read last; b"" if there was none."""
+        return self._fields[self._pool if whole_pool else self._own].get(field_of(key), b"")
+
+    def write(self, key: Key, override: Override, *, whole_pool: bool, before: bytes | None = None) -> None:
+        """Write an entry, unless it has changed since it was `before`, from `text_of` (None is not compared).
+
+        An entry for the pool replaces the one of this worker. The adapters of a model that is gone are forgotten.
+        """
+        name = field_of(key)
+        text = override.model_copy(update={"at": redis_time(self._redis)}).text()
+        record = self._pool if whole_pool else self._own
+        if before is None:
+            self._redis.hset(record, mapping={name: text})
+        elif not run_script(self._redis, "replace_field", [record], [name, before, text]):
+            return
+        if whole_pool:
+            self._remove(self._own, [name])
+        if override.gone and key[0] == "model":
+            for each in {record, self._own}:
+                self._remove(each, [field for field in self._fields[each] if _is_adapter_of(key[1], field)])
+
+    def _remove(self, record: str, names: list[bytes]) -> None:
+        with self._lock:
+            if names := [name for name in names if name in self._fields[record]]:
+                self._redis.hdel(record, *names)
+                for name in names:
+                    del self._fields[record][name]
+
+    # Loads that end the process
+
+    def begin_load(self, key: Key) -> None:
+        """Count a load that begins. Raises ModelLoadFailed if the last ones ended the process."""
+        num_loads: Any = self._redis.hincrby(self._loads, field_of(key), 1)
+        if num_loads > MAX_LOADS:
+            raise ModelLoadFailed(
+                f"the last {MAX_LOADS} loads ended the worker's process, so it is not loaded for a day; see the "
+                "workers' logs, and load it by command to try again now"
+            )
+        self._redis.expire(self._loads, LOADS_KEPT_S)
+
+    def end_load(self, key: Key | None) -> None:
+        """Note that a load has ended, well or not; None stands for all loads of this worker. Never raises."""
+        try:
+            if key is None:
+                self._redis.delete(self._loads)
+            else:
+                self._redis.hdel(self._loads, field_of(key))
+        except RedisError as error:
+            log.warning("desired state: can't note the end of a load: %s; it counts as one that failed", error)
+
+
+def _is_adapter_of(model_id: str, name: bytes) -> bool:
+    try:
+        return key_of(name)[:2] == ("adapter", model_id)
+    except (ValueError, RecursionError):
+        return False
