@@ -11,7 +11,7 @@ from typing import Any, Generic, Literal, TypeVar
 from cellama.engine.backend import AdapterSet
 from cellama.engine.errors import EngineError
 from cellama.engine.events import Completion, Event, Finished
-from cellama.engine.kvstore.states import Match
+from cellama.engine.kvstore.states import StateMatch
 from cellama.engine.request import Request
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class Handle:
         self.taken_at = time.monotonic()
         self.adapters = adapters
         self.plan = plan
-        self.match: Match | None = None  # a file of states that has the beginning of its prompt
+        self.match: StateMatch | None = None  # a file of states that has the beginning of its prompt
         self.future: Future[Completion] = Future()
         self.future.set_running_or_notify_cancel()  # so only the engine ends it: see `cancel`
         self._cancel = cancel

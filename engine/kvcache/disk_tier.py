@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 from cellama.engine.backend import KvMemory
 from cellama.engine.kvstore.counters import StoreCounters
 from cellama.engine.kvstore.keys import seed_of
-from cellama.engine.kvstore.states import KeptState, Match
+from cellama.engine.kvstore.states import KeptState, StateMatch
 from cellama.engine.kvstore.store import StateStore
 from cellama.engine.kvstore.worth import longest_wait_s, saved_s, worth_s
 from cellama.engine.options import EngineOptions
@@ -37,9 +37,9 @@ MEMORY_TOKENS = 1 << 15  # what was measured longer ago than that hardly counts
 class Store(Protocol):
     """What this needs of a StateStore."""
 
-    def longest(self, seed: bytes, tokens: Sequence[int]) -> Match | None: ...
+    def longest(self, seed: bytes, tokens: Sequence[int]) -> StateMatch | None: ...
 
-    def load(self, match: Match, on_loaded: Callable[[KeptState | None], None]) -> None: ...
+    def load(self, match: StateMatch, on_loaded: Callable[[KeptState | None], None]) -> None: ...
 
     def offer(self, state: Callable[[], KeptState | None], worth_s: float, num_bytes: int = 0) -> bool: ...
 
@@ -86,7 +86,7 @@ class PrefillRate:
 class Load:
     """A state on its way from the folder to RAM."""
 
-    match: Match
+    match: StateMatch
     scope: Hashable
     until: float  # the last that a sequence waits for it
     saved_s: float  # over computing the tokens
@@ -128,7 +128,7 @@ class DiskTier:
 
     # Reading
 
-    def find(self, seed: bytes, tokens: Sequence[int]) -> Match | None:
+    def find(self, seed: bytes, tokens: Sequence[int]) -> StateMatch | None:
         """The file with the longest prefix of a prompt. Any thread but the engine's: it may look at the folder."""
         if len(tokens) <= WORTH_READING_TOKENS:
             return None
@@ -138,7 +138,7 @@ class DiskTier:
             log.exception("the folder of KV states could not be searched; the prompt is computed")
             return None
 
-    def begin(self, match: Match, scope: Hashable, up_to: int, ready: int, now: float) -> Wait | None:
+    def begin(self, match: StateMatch, scope: Hashable, up_to: int, ready: int, now: float) -> Wait | None:
         """Asks for a file of which up to so many tokens are of use, where `ready` are there; None if not worth it."""
         more = match.usable(up_to) - ready
         if more < WORTH_READING_TOKENS:

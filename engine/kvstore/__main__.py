@@ -1,31 +1,31 @@
-"""`python -m cellama.engine.kvstore`: a folder of states for `cellama cache`, which must not import the engine.
+"""`python -m cellama.engine.kvstore`: a directory of states for `cellama cache`, which must not import the engine.
 
-It reads one JSON object from stdin: `do` (list, info, clear, pin, unpin), `folder`, `keys` (or how they begin),
-`scope`, `pinned`. It writes one: `{"result": …}` or `{"error": …}`.
+It reads one JSON object from stdin: `do` (list, info, clear, pin, unpin), `folder`, `keys` (or their first digits),
+`scope`, `pinned`. It writes one to stdout: `{"result": …}` or `{"error": …}`.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from .files.folder import Folder
-from .files.listing import of_scope, view_of, view_of_folder
+from .folder import Folder
+from .state_file import read_head
+from .states import KeptFile, StateHead
 
-Asked = dict[str, Any]
-SHORTEST = 8  # digits that may stand for a key
+MIN_DIGITS = 8  # that may stand for a key: two of 10,000 states begin alike once in a hundred directories
 
 
 def main() -> int:
-    """The exit code: 0, or 1 for what went wrong."""
+    """Run one command; return the exit code."""
     asked = json.load(sys.stdin)
     try:
         # Nothing is written, so no quota is needed.
-        result = _DO[asked["do"]](Folder(Path(asked["folder"]), 0), asked)
+        result = _COMMANDS[asked["do"]](Folder(Path(asked["folder"]), 0), asked)
     except (OSError, ValueError) as error:
         print(json.dumps({"error": str(error)}))
         return 1
@@ -33,49 +33,81 @@ def main() -> int:
     return 0
 
 
-def _list(folder: Folder, asked: Asked) -> list[dict[str, Any]]:
-    return [asdict(view_of(file)) for file in reversed(folder.states())]
+def _list(folder: Folder, asked: dict[str, Any]) -> list[dict[str, Any]]:
+    return [_described(file) for file in reversed(folder.states())]
 
 
-def _info(folder: Folder, asked: Asked) -> dict[str, Any]:
-    return asdict(view_of_folder(folder))
+def _described(file: KeptFile) -> dict[str, Any]:
+    head = read_head(file.path)
+    is_state = isinstance(head, StateHead)
+    return {
+        "key": file.key,
+        "identity": file.identity,  # a digest of what cells depend on beside tokens, adapters and scope
+        "scope": head.scope if isinstance(head, StateHead) else "",
+        "num_tokens": len(head.tokens) if isinstance(head, StateHead) else 0,
+        "num_bytes": file.num_bytes,
+        "last_used": file.last_used,  # unix seconds
+        "is_pinned": file.is_pinned,
+        "problem": None if is_state else head,  # why the file gives no state: a reason of `Miss`
+    }
 
 
-def _clear(folder: Folder, asked: Asked) -> dict[str, int]:
-    """Those of the keys, or else of the scope, or else all; but for the pinned, if those are not meant."""
+def _info(folder: Folder, asked: dict[str, Any]) -> dict[str, Any]:
+    files = folder.states()
+    pinned = [file for file in files if file.is_pinned]
+    try:
+        free_bytes = shutil.disk_usage(folder.root).free
+    except OSError:
+        free_bytes = None
+    return {
+        "folder": str(folder.root),
+        "num_states": len(files),
+        "num_bytes": sum(file.num_bytes for file in files),
+        "num_pinned": len(pinned),
+        "pinned_bytes": sum(file.num_bytes for file in pinned),
+        "num_identities": len({file.identity for file in files}),
+        "free_bytes": free_bytes,  # of the file system; None if that is unknown
+    }
+
+
+def _clear(folder: Folder, asked: dict[str, Any]) -> dict[str, int]:
+    """Remove the states of the keys, else of the scope, else all; pinned ones only by key, or if `pinned` says so."""
     if asked["keys"]:
-        paths = [path for key in _whole(folder, asked["keys"]) for path in folder.find(key)]
+        paths = [path for key in _whole_keys(folder, asked["keys"]) for path in folder.find(key)]
     else:
-        files = folder.states()
-        if asked["scope"] is not None:
-            files = list(of_scope(files, asked["scope"]))
-        paths = [file.path for file in files if asked["pinned"] or not file.is_pinned]
+        files = [file for file in folder.states() if asked["pinned"] or not file.is_pinned]
+        paths = [file.path for file in files if asked["scope"] is None or _is_of_scope(file, asked["scope"])]
     num_bytes = sum(path.stat().st_size for path in paths if path.exists())
     return {"num_states": folder.remove(paths), "num_bytes": num_bytes}
 
 
-def _pin(folder: Folder, asked: Asked) -> dict[str, bool]:
-    return {key: folder.pin(key) for key in _whole(folder, asked["keys"])}
+def _is_of_scope(file: KeptFile, scope: str) -> bool:
+    head = read_head(file.path)
+    return isinstance(head, StateHead) and head.scope == scope
 
 
-def _unpin(folder: Folder, asked: Asked) -> dict[str, bool]:
-    return {key: folder.unpin(key) for key in _whole(folder, asked["keys"])}
+def _pin(folder: Folder, asked: dict[str, Any]) -> dict[str, bool]:
+    return {key: folder.pin(key) for key in _whole_keys(folder, asked["keys"])}
 
 
-def _whole(folder: Folder, beginnings: list[str]) -> list[str]:
-    """The keys that begin so. ValueError for what no state has, or more than one."""
+def _unpin(folder: Folder, asked: dict[str, Any]) -> dict[str, bool]:
+    return {key: folder.unpin(key) for key in _whole_keys(folder, asked["keys"])}
+
+
+def _whole_keys(folder: Folder, beginnings: list[str]) -> list[str]:
+    """Return the keys that begin so. Raises ValueError where no state has such a key, or more than one."""
     known = {file.key for file in folder.states()}
     found = []
     for beginning in beginnings:
-        keys = [key for key in known if key.startswith(beginning)] if len(beginning) >= SHORTEST else []
+        keys = [key for key in known if key.startswith(beginning)] if len(beginning) >= MIN_DIGITS else []
         if len(keys) != 1:
-            remedy = "give more digits" if keys else f"`cellama cache list` shows keys; {SHORTEST} digits are enough"
+            remedy = "give more digits" if keys else f"`cellama cache list` shows keys; {MIN_DIGITS} digits are enough"
             raise ValueError(f"{len(keys) or 'no'} states have a key that begins with {beginning!r}: {remedy}")
         found += keys
     return found
 
 
-_DO: dict[str, Callable[[Folder, Asked], Any]] = {
+_COMMANDS: dict[str, Callable[[Folder, dict[str, Any]], Any]] = {
     "list": _list,
     "info": _info,
     "clear": _clear,

@@ -1,105 +1,118 @@
-"""What one identity's directory has, as an index in memory that keeps up with other processes."""
+"""The states of one identity: an index in memory that follows what all processes do in the directory."""
 
 from __future__ import annotations
 
 import os
 import threading
 import time
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from .counters import Tally
-from .files.folder import STATE
-from .files.head import read_head
-from .index import StateIndex
-from .keys import as_array, block_keys, is_key
-from .states import Head, KeptState, Match, Miss, usable
+from .folder import STATE
+from .keys import BLOCK, as_array, block_keys, is_key
+from .state_file import read_head
+from .states import KeptState, Miss, StateHead, StateMatch, usable
 
-SETTLED_NS = 100_000_000  # a file may come at the same time of modification, as coarse as it is, as the last one did
-MOST_SLACK = 2.0  # times as much to read: a longer state that stands in for a shorter one
-SCAN_PATIENCE_S = 0.1  # another thread is reading heads: what is known by then has to do, a request waits
+SETTLED_NS = 100_000_000  # times of modification are coarse: the next file may have the same time as the last one
+MAX_SLACK = 2.0  # a longer state replaces a shorter one if it is at most so many times as much to read
+SCAN_PATIENCE_S = 0.1  # a request waits so long for another thread that reads heads, then uses what is known
 
 _Stamp = tuple[int, int, int]
 
 
-class Catalog:
-    """Any thread. The lock guards the index, and is never held while files are looked at."""
+class StateCatalog:
+    """Any thread. The lock guards the index, and is never held while files are read."""
 
     def __init__(self, directory: Path, tally: Tally) -> None:
         self.directory = directory
         self._tally = tally
         self._lock = threading.Lock()
-        self._index = StateIndex()
+        self._heads: dict[str, StateHead] = {}  # by key
+        self._groups: dict[bytes, dict[str, StateHead]] = {}  # by the key of the first block: only these can match
         self._scanning = threading.Lock()
         self._seen_ns: int | None = None  # the directory's time of modification when its names were read
-        self._bad: dict[str, _Stamp] = {}  # key → what was no state then
-
-    def __len__(self) -> int:
-        return len(self._index)
+        self._bad: dict[str, _Stamp] = {}  # keys of files that gave no state, and what they were like then
 
     @property
     def largest(self) -> int:
         """Bytes of the largest file that is known."""
         with self._lock:
-            return max((head.num_bytes for head in self._index.heads()), default=0)
+            return max((head.num_bytes for head in self._heads.values()), default=0)
 
-    def longest(self, seed: bytes, tokens: Sequence[int]) -> Match | None:
-        """The longest usable prefix of the tokens in any file."""
-        if not len(self._index) and self._is_settled():
+    def path_of(self, key: str) -> Path:
+        """Return the path of the state of a key, whether or not it exists."""
+        return self.directory / f"{key}{STATE}"
+
+    # Searching
+
+    def longest(self, seed: bytes, tokens: Sequence[int]) -> StateMatch | None:
+        """Return the file with the longest usable prefix of the tokens; of equally long ones the smallest."""
+        if not self._heads and self._is_settled():
             return None
         self.refresh()
         ids = as_array(tokens)
         blocks = block_keys(seed, ids)
-        with self._lock:
-            return self._index.longest(seed, ids, blocks)
+        return longest_match(self._group_of(blocks), ids, blocks)
 
-    def get(self, key: str) -> Head | None:
-        """The head of the file of that key."""
+    def get(self, key: str) -> StateHead | None:
+        """Return the head of the file of a key."""
         if not is_key(key):
             return None
         self.refresh()
         with self._lock:
-            return self._index.get(key)
+            return self._heads.get(key)
 
     def replaced_by(self, state: KeptState, num_bytes: int) -> list[str]:
-        """The keys of shorter states for which this one will do, as it can be cut to them and is not much larger."""
-        tokens = as_array(state.tokens)
-        blocks = block_keys(state.seed, tokens)
-        lengths = sorted(state.checkpoints)
-        with self._lock:
-            heads = self._index.prefixes(state.seed, tokens, blocks)
+        """Return the keys of shorter states that a file of this state makes superfluous.
+
+        The longer state must be one that can be cut to them, and not much more to read.
+        """
+        ids = as_array(state.tokens)
+        blocks, lengths = block_keys(state.seed, ids), sorted(state.checkpoints)
         return [
             head.key
-            for head in heads
-            if num_bytes <= MOST_SLACK * head.num_bytes
-            and usable(len(head.tokens), len(tokens), state.first_cut, lengths) == len(head.tokens)
+            for head in self._group_of(blocks)
+            if _is_beginning(head, ids, blocks)
+            and num_bytes <= MAX_SLACK * head.num_bytes
+            and usable(len(head.tokens), len(ids), state.first_cut, lengths) == len(head.tokens)
         ]
 
-    def path_of(self, key: str) -> Path:
-        """Where the state of a key lies, or would."""
-        return self.directory / f"{key}{STATE}"
-
-    def add(self, head: Head) -> None:
+    def _group_of(self, blocks: list[bytes]) -> list[StateHead]:
         with self._lock:
-            self._index.add(head)
+            return list(self._groups.get(blocks[0], {}).values()) if blocks else []
+
+    # The index
+
+    def add(self, head: StateHead) -> None:
+        """The state can be found from now on. A state of less than a block never is: it is computed faster."""
+        with self._lock:
+            self._heads[head.key] = head
+            if head.blocks:
+                self._groups.setdefault(head.blocks[0], {})[head.key] = head
 
     def remove(self, key: str) -> None:
+        """The state can't be found any more."""
         with self._lock:
-            self._index.remove(key)
+            head = self._heads.pop(key, None)
+            if head is not None and head.blocks:
+                group = self._groups[head.blocks[0]]
+                del group[key]
+                if not group:
+                    del self._groups[head.blocks[0]]
 
     def refuse(self, key: str) -> None:
-        """The file of that key gives no state: it is not looked at again unless it changes."""
+        """The file of that key gives no state: it is not read again unless it changes."""
         stamp = _stamp(self.path_of(key))
         if stamp is not None:
             self._bad[key] = stamp
         self.remove(key)
 
-    def touch(self, key: str) -> None:
-        with self._lock:
-            self._index.touch(key)
+    # Following the directory
 
     def refresh(self) -> None:
-        """Files that came or went since the last look are known, or another thread is at it for long already."""
+        """Read the heads of files that came since the last look, unless another thread does so for long already."""
         if self._is_settled() or not self._scanning.acquire(timeout=SCAN_PATIENCE_S):
             return
         try:
@@ -120,9 +133,9 @@ class Catalog:
         keys = {name.removesuffix(STATE) for name in names if name.endswith(STATE)}
         keys = {key for key in keys if is_key(key)}
         with self._lock:
-            known = set(self._index.keys())
-            for key in known - keys:
-                self._index.remove(key)
+            known = set(self._heads)
+        for key in known - keys:
+            self.remove(key)
         self._bad = {key: stamp for key, stamp in self._bad.items() if key in keys}
         for key in keys - known:
             self._look_at(key)
@@ -135,7 +148,7 @@ class Catalog:
         if stamp is None or self._bad.get(key) == stamp:
             return
         head = read_head(path)
-        if isinstance(head, Head):
+        if isinstance(head, StateHead):
             self._bad.pop(key, None)
             self.add(head)
         else:
@@ -144,16 +157,64 @@ class Catalog:
                 self._tally.miss(head)
 
 
+def longest_match(heads: Iterable[StateHead], tokens: array[int], blocks: list[bytes]) -> StateMatch | None:
+    """Return the longest usable prefix of `tokens`, whose block keys are `blocks`; of equally long ones the smallest.
+
+    A block key stands for all tokens up to its end, for the adapters and for the scope. So one comparison tells that a
+    state has no longer prefix than the best so far, and few states are compared token by token. Pure.
+    """
+    best: StateMatch | None = None
+    for head in heads:
+        needed = BLOCK if best is None else best.num_usable
+        depth = needed // BLOCK  # blocks that a better state shares
+        if not (depth <= len(blocks) and depth <= len(head.blocks) and head.blocks[depth - 1] == blocks[depth - 1]):
+            continue
+        start, least = depth * BLOCK, needed if best is None or head.num_bytes < best.num_bytes else needed + 1
+        if head.tokens[start:least] != tokens[start:least]:
+            continue
+        shared = _num_shared(head, tokens, blocks, depth)
+        count = usable(shared, len(head.tokens), head.first_cut, head.checkpoints)
+        if count > needed or (count == needed and (best is None or head.num_bytes < best.num_bytes)):
+            best = StateMatch(
+                key=head.key,
+                num_tokens=len(head.tokens),
+                num_shared=shared,
+                num_bytes=head.num_bytes,
+                first_cut=head.first_cut,
+                checkpoints=head.checkpoints,
+            )
+    return best
+
+
+def _num_shared(head: StateHead, tokens: array[int], blocks: list[bytes], known: int) -> int:
+    """Return how many first tokens are the same, of which `known` blocks are."""
+    most = min(len(blocks), len(head.blocks))
+    while known < most and head.blocks[known] == blocks[known]:
+        known += 1
+    count, end = known * BLOCK, min(len(head.tokens), len(tokens))
+    while count < end and head.tokens[count] == tokens[count]:
+        count += 1
+    return count
+
+
+def _is_beginning(head: StateHead, tokens: array[int], blocks: list[bytes]) -> bool:
+    """True if `tokens` are those of the head, and more."""
+    depth, count = len(head.blocks), len(head.tokens)
+    if count >= len(tokens) or head.blocks[depth - 1] != blocks[depth - 1]:
+        return False
+    return head.tokens[depth * BLOCK :] == tokens[depth * BLOCK : count]
+
+
 def _stamp(path: Path) -> _Stamp | None:
     try:
-        told = path.lstat()
+        file = path.lstat()
     except OSError:
         return None
-    return told.st_ino, told.st_mtime_ns, told.st_size
+    return file.st_ino, file.st_mtime_ns, file.st_size
 
 
 def _names_in(directory: Path) -> list[str]:
-    """Without noting the time of access: that waits for the file system's journal, and so for the fsync of a file."""
+    """List a directory without noting the time of access, which would wait for the fsync of a file."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | getattr(os, "O_NOATIME", 0))
     try:
         return os.listdir(descriptor)
@@ -162,7 +223,7 @@ def _names_in(directory: Path) -> list[str]:
 
 
 def _modified_ns(directory: Path) -> int:
-    """-1 while it is not there."""
+    """Return the time of modification, or -1 while there is no directory."""
     try:
         return directory.stat().st_mtime_ns
     except (OSError, ValueError):  # a zero byte in a path is a ValueError

@@ -11,12 +11,12 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Literal
 
-from .catalog import Catalog
+from .catalog import StateCatalog
 from .counters import Tally
-from .files.folder import Folder, touch
-from .files.state_file import read_state
+from .folder import Folder, touch
 from .spare import Spare
-from .states import KeptState, Match, Miss
+from .state_file import read_state
+from .states import KeptState, Miss, StateMatch
 
 log = logging.getLogger(__name__)
 
@@ -26,16 +26,16 @@ REST_S = 0.25  # without work, before memory is got in advance: then a request t
 OnLoaded = Callable[[KeptState | None], None]
 
 
-class Reader:
+class StateReader:
     """What is asked of it is answered once, with None for a miss, also while it closes."""
 
-    def __init__(self, folder: Folder, catalog: Catalog, tally: Tally, spare_bytes: int) -> None:
+    def __init__(self, folder: Folder, catalog: StateCatalog, tally: Tally, spare_bytes: int) -> None:
         """`spare_bytes`: of memory that waits for the next state."""
         self._folder, self._catalog, self._tally = folder, catalog, tally
         self.used_bytes = 0  # of all states in the folder, as it was COUNT_S ago at most
         self.spare = Spare(spare_bytes)
         self._is_busy = False
-        self._asked: SimpleQueue[tuple[Match, OnLoaded] | Literal["rest"] | None] = SimpleQueue()
+        self._asked: SimpleQueue[tuple[StateMatch, OnLoaded] | Literal["rest"] | None] = SimpleQueue()
         self._closing = threading.Lock()
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="cellama-kv-reader", daemon=True)
@@ -46,7 +46,7 @@ class Reader:
         self._thread.start()
         self._toucher.start()
 
-    def load(self, match: Match, on_loaded: OnLoaded) -> None:
+    def load(self, match: StateMatch, on_loaded: OnLoaded) -> None:
         """Reads it in its turn."""
         with self._closing:
             if not self._is_closed:
@@ -125,7 +125,7 @@ class Reader:
                 return
             touch(path)
 
-    def _read(self, match: Match) -> KeptState | None:
+    def _read(self, match: StateMatch) -> KeptState | None:
         path = self._catalog.path_of(match.key)
         started = time.perf_counter()
         state = read_state(path, self._folder.quota_bytes, self.spare.take)
@@ -137,5 +137,4 @@ class Reader:
                 path.unlink(missing_ok=True)
             return None
         self._tally.hit(match.num_bytes, time.perf_counter() - started)
-        self._catalog.touch(match.key)
         return state

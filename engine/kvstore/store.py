@@ -7,16 +7,13 @@ from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
-from .catalog import Catalog
+from .catalog import StateCatalog
 from .counters import StoreCounters, Tally
-from .files.folder import Folder
-from .files.listing import FolderView, StateView, of_scope, view_of, view_of_folder
-from .reader import OnLoaded, Reader
+from .folder import Folder
+from .reader import OnLoaded, StateReader
 from .save_queue import Maker, SaveQueue
-from .states import KeptState, Match
-from .writer import Writer
-
-__all__ = ["KeptState", "Match", "StateStore"]
+from .states import KeptState, StateMatch
+from .writer import StateWriter
 
 QUEUE_BYTES = 512 << 20
 SPARE_BYTES = 128 << 20
@@ -26,8 +23,7 @@ class StateStore:
     """States of one identity in a folder that others may share. Any thread.
 
     Nothing here waits for the disk but `flush`, `close`, and the look at a folder that changed (`longest`, `context`).
-    Whatever the folder is like, nothing is raised for it but by those who look after it (from `states` on): there are
-    misses and drops then, counted.
+    Whatever the folder is like, nothing is raised: there are misses and drops then, which are counted.
     """
 
     def __init__(
@@ -44,10 +40,10 @@ class StateStore:
         """
         self.folder = Folder(folder, quota_bytes)
         self._tally = Tally()
-        self._catalog = Catalog(self.folder.directory_of(identity), self._tally)
+        self._catalog = StateCatalog(self.folder.directory_of(identity), self._tally)
         self._queue = SaveQueue(queue_bytes, self._tally, time.monotonic)
-        self._writer = Writer(self.folder, self._catalog, self._queue, self._tally, time.monotonic)
-        self._reader = Reader(self.folder, self._catalog, self._tally, spare_bytes)
+        self._writer = StateWriter(self.folder, self._catalog, self._queue, self._tally, time.monotonic)
+        self._reader = StateReader(self.folder, self._catalog, self._tally, spare_bytes)
         self.is_on = quota_bytes > 0
         if self.is_on:
             self._writer.start()
@@ -55,7 +51,7 @@ class StateStore:
 
     # Reading
 
-    def longest(self, seed: bytes, tokens: Sequence[int]) -> Match | None:
+    def longest(self, seed: bytes, tokens: Sequence[int]) -> StateMatch | None:
         """The file with the longest usable prefix of the tokens, of equals the smallest; from an index in memory."""
         return self._catalog.longest(seed, tokens) if self.is_on else None
 
@@ -64,7 +60,7 @@ class StateStore:
         head = self._catalog.get(key) if self.is_on else None
         return (head.seed, head.tokens) if head else None
 
-    def load(self, match: Match, on_loaded: OnLoaded) -> None:
+    def load(self, match: StateMatch, on_loaded: OnLoaded) -> None:
         """Reads and verifies it; `on_loaded` is called once, whatever happens, by the thread that reads."""
         if self.is_on:
             self._reader.load(match, on_loaded)
@@ -131,29 +127,6 @@ class StateStore:
     def quota_bytes(self) -> int:
         """What these may take."""
         return self.folder.quota_bytes
-
-    # Looking after the folder: OSError where the system refuses
-
-    def states(self) -> list[StateView]:
-        """All states in the folder, of all models, the least recently used first; opens each."""
-        return [view_of(file) for file in self.folder.states()]
-
-    def pin(self, key: str) -> bool:
-        """The state is never evicted for the quota; False if there is none of that key."""
-        return self.folder.pin(key)
-
-    def unpin(self, key: str) -> bool:
-        """The state goes when its time has come; False if it was not pinned."""
-        return self.folder.unpin(key)
-
-    def info(self) -> FolderView:
-        """The folder as a whole."""
-        return view_of_folder(self.folder)
-
-    def clear(self, scope: str | None = None) -> int:
-        """Removes the states of all models, also pinned ones, or of them those of one scope; how many there were."""
-        files = self.folder.states()
-        return self.folder.remove(file.path for file in (files if scope is None else of_scope(files, scope)))
 
     def close(self) -> None:
         """What waits to be written is dropped, loads are answered with None, the threads end."""

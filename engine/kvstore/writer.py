@@ -10,12 +10,13 @@ from collections.abc import Callable
 
 from cellama.engine.system.low_priority import give_way
 
-from .catalog import MOST_SLACK, Catalog
+from .catalog import MAX_SLACK, StateCatalog
 from .counters import Drop, Tally
-from .files.folder import Folder, FolderFull, is_pinned, touch
-from .files.state_file import file_bytes, write_state
+from .eviction import FolderFull
+from .folder import Folder, is_pinned, touch
 from .save_queue import Dropped, Offer, SaveQueue
-from .states import Head, KeptState
+from .state_file import file_bytes, write_state
+from .states import KeptState, StateHead
 
 log = logging.getLogger(__name__)
 
@@ -25,11 +26,11 @@ CLOSE_S = 5.0
 _OF_THE_FILE = {errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EEXIST, errno.ENOTEMPTY}
 
 
-class Writer:
+class StateWriter:
     """Takes from the queue until that is closed."""
 
     def __init__(
-        self, folder: Folder, catalog: Catalog, queue: SaveQueue, tally: Tally, clock: Callable[[], float]
+        self, folder: Folder, catalog: StateCatalog, queue: SaveQueue, tally: Tally, clock: Callable[[], float]
     ) -> None:
         self._folder, self._catalog, self._queue, self._tally = folder, catalog, queue, tally
         self._clock = clock
@@ -108,18 +109,18 @@ class Writer:
         """Dropped if the folder has it, or a longer one that can be cut to it and is not much more to read."""
         match = self._catalog.longest(state.seed, state.tokens)
         count = len(state.tokens)
-        if match and match.usable(count) == count and match.num_bytes <= MOST_SLACK * file_bytes(state):
+        if match and match.usable(count) == count and match.num_bytes <= MAX_SLACK * file_bytes(state):
             touch(self._catalog.path_of(match.key))
             raise Dropped(Drop.KEPT)
 
-    def _write(self, state: KeptState) -> Head:
+    def _write(self, state: KeptState) -> StateHead:
         started = self._clock()
-        draft = self._folder.draft(self._catalog.directory, file_bytes(state))
+        file = self._folder.create(self._catalog.directory, file_bytes(state))
         try:
-            head = write_state(draft.descriptor, state, self._pause)
-            draft.publish(head.key)
+            head = write_state(file.descriptor, state, self._pause)
+            file.publish(head.key)
         finally:
-            draft.close()
+            file.close()
         self._tally.save(head.num_bytes, self._clock() - started)
         return head
 

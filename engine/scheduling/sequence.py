@@ -12,7 +12,7 @@ from cellama.engine.events import CacheTier, Completion, Context, FinishReason, 
 from cellama.engine.kvcache.disk_tier import Wait
 from cellama.engine.kvcache.manager import WORTH_SAVING_TOKENS
 from cellama.engine.kvcache.ram_tier import StateNote
-from cellama.engine.kvstore.states import Match
+from cellama.engine.kvstore.states import StateMatch
 from cellama.engine.logprobs import TokenLogprob
 from cellama.engine.request import Request
 from cellama.engine.text.channel_reader import ChannelReader
@@ -57,7 +57,7 @@ class Sequence:
     slot: int | None = None
     rank: float = 0.0  # in the waiting queue: smaller is sooner
     order: int = 0  # of arrival, among equal ranks
-    match: Match | None = None  # a file of states that has its beginning; None once it was looked at
+    match: StateMatch | None = None  # a file of states that has its beginning; None once it was looked at
     file_wait: Wait | None = None  # for that file
     num_kept: int = 0  # tokens that it had when its state was last copied for the folder
     waits_for: tuple[Sequence, int] | None = None  # another one's prefill of so many tokens, which they share

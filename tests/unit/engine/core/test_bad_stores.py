@@ -10,7 +10,7 @@ import pytest
 
 from cellama.engine.core import engine as engine_module
 from cellama.engine.kvstore.counters import StoreCounters
-from cellama.engine.kvstore.states import KeptState, Match
+from cellama.engine.kvstore.states import KeptState, StateMatch
 
 from ...conftest import PATIENCE_S, request
 from .homes import STORY, Home, expected, say
@@ -22,10 +22,10 @@ class BadStore:
     is_idle, read_rate, used_bytes, quota_bytes = True, 1e9, 0, 0
     counters = StoreCounters(0, {}, 0, 0, 0, {}, 0, 0, 0)
 
-    def longest(self, seed: bytes, tokens: Sequence[int]) -> Match | None:
-        return Match("0" * 64, len(tokens), len(tokens), 100, 0, ())
+    def longest(self, seed: bytes, tokens: Sequence[int]) -> StateMatch | None:
+        return StateMatch("0" * 64, len(tokens), len(tokens), 100, 0, ())
 
-    def load(self, match: Match, on_loaded: Callable[[KeptState | None], None]) -> None: ...
+    def load(self, match: StateMatch, on_loaded: Callable[[KeptState | None], None]) -> None: ...
 
     def offer(self, state: Any, worth_s: float, num_bytes: int = 0) -> bool:
         return False
@@ -43,7 +43,7 @@ class BadStore:
 
 
 class Raises(BadStore):
-    def longest(self, seed: bytes, tokens: Sequence[int]) -> Match | None:
+    def longest(self, seed: bytes, tokens: Sequence[int]) -> StateMatch | None:
         raise OSError("longest")
 
     def offer(self, state: Any, worth_s: float, num_bytes: int = 0) -> bool:
@@ -53,17 +53,17 @@ class Raises(BadStore):
 class RaisesLater(Raises):
     longest = BadStore.longest
 
-    def load(self, match: Match, on_loaded: Callable[[KeptState | None], None]) -> None:
+    def load(self, match: StateMatch, on_loaded: Callable[[KeptState | None], None]) -> None:
         raise OSError("load")
 
 
 class Loses(BadStore):
-    def load(self, match: Match, on_loaded: Callable[[KeptState | None], None]) -> None:
+    def load(self, match: StateMatch, on_loaded: Callable[[KeptState | None], None]) -> None:
         threading.Thread(target=on_loaded, args=(None,)).start()
 
 
 class GivesRubbish(BadStore):
-    def load(self, match: Match, on_loaded: Callable[[KeptState | None], None]) -> None:
+    def load(self, match: StateMatch, on_loaded: Callable[[KeptState | None], None]) -> None:
         state = KeptState(b"", tuple(STORY.encode()), 0, b"(7, ((1, 2), 0, 0))")
         threading.Thread(target=on_loaded, args=(state,)).start()
 
@@ -91,13 +91,13 @@ def test_request_waits_no_longer_for_a_file_than_computing_takes(home: Home, mon
 
 
 def test_files_on_their_way_count_as_ram(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Match] = []
+    asked: list[StateMatch] = []
 
     class Slow(BadStore):
-        def longest(self, seed: bytes, tokens: Sequence[int]) -> Match | None:
-            return Match(f"{tokens[0]:064}", len(tokens), len(tokens), 600, 0, ())
+        def longest(self, seed: bytes, tokens: Sequence[int]) -> StateMatch | None:
+            return StateMatch(f"{tokens[0]:064}", len(tokens), len(tokens), 600, 0, ())
 
-        def load(self, match: Match, on_loaded: Callable[[KeptState | None], None]) -> None:
+        def load(self, match: StateMatch, on_loaded: Callable[[KeptState | None], None]) -> None:
             asked.append(match)
 
     monkeypatch.setattr(engine_module, "open_store", lambda options, identity: Slow())

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from cellama.engine.kvstore.keys import seed_of
-from cellama.engine.kvstore.states import KeptState, Match
+from cellama.engine.kvstore.states import KeptState, StateMatch
 from cellama.engine.kvstore.store import StateStore
 
 IDENTITY = b"weights and types"
@@ -39,7 +39,7 @@ def save(store: StateStore, *states: KeptState) -> int:
     return store.flush(time.monotonic() + PATIENCE_S)
 
 
-def load(store: StateStore, match: Match | None) -> KeptState | None:
+def load(store: StateStore, match: StateMatch | None) -> KeptState | None:
     """What is read for a match."""
     assert match is not None
     loaded: queue.SimpleQueue[KeptState | None] = queue.SimpleQueue()

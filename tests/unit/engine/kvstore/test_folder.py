@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from cellama.engine.kvstore.files import folder as folder_module
-from cellama.engine.kvstore.files.folder import Folder, FolderFull
+from cellama.engine.kvstore import folder as folder_module
+from cellama.engine.kvstore.eviction import FolderFull
+from cellama.engine.kvstore.folder import Folder
 
 OLD = 1_000_000_000  # unix seconds
 
@@ -25,9 +26,9 @@ def put(folder: Folder, number: int, size: int = 100, *, used: int | None = None
     """A file of that key."""
     directory = folder.directory_of(identity)
     folder.prepare(directory)
-    draft = folder.draft(directory, size)
-    path = draft.publish(key(number))
-    draft.close()
+    file = folder.create(directory, size)
+    path = file.publish(key(number))
+    file.close()
     os.utime(path, (OLD + (number if used is None else used),) * 2)
     return path
 
@@ -63,13 +64,13 @@ def test_state_that_does_not_fit_beside_what_is_pinned_or_written_is_refused(tmp
     folder = Folder(tmp_path, 300)
     put(folder, 1)
     folder.pin(key(1))
-    draft = folder.draft(folder.directory_of(b"a"), 150)
+    file = folder.create(folder.directory_of(b"a"), 150)
     for size in (301, 51):
         with pytest.raises(FolderFull):
-            folder.draft(folder.directory_of(b"a"), size)
+            folder.create(folder.directory_of(b"a"), size)
     assert numbers(folder) == [1]
-    draft.close()
-    folder.draft(folder.directory_of(b"a"), 200).close()
+    file.close()
+    folder.create(folder.directory_of(b"a"), 200).close()
 
 
 def test_files_are_for_their_owner_alone(tmp_path: Path) -> None:
@@ -91,7 +92,7 @@ def test_drafts_of_dead_writers_and_pins_of_nothing_go_and_other_files_stay(tmp_
     kept = {path.with_name(name) for name in ("notes.txt", "x.tmp", "short.pin", ".0123456789abcdef.tmp.bak")}
     for other in kept:
         other.touch()
-    writing = folder.draft(path.parent, 10)
+    writing = folder.create(path.parent, 10)
     Folder(tmp_path, 1000).prepare(path.parent)
     assert set(path.parent.iterdir()) == {path, writing.path, *kept}
     writing.close()
@@ -116,7 +117,7 @@ def test_directory_in_which_others_can_change_files_is_refused(tmp_path: Path, h
 def test_what_is_no_key_never_becomes_a_path(tmp_path: Path, text: str) -> None:
     folder = Folder(tmp_path, 1000)
     for action in (folder.find, folder.pin, folder.unpin):
-        with pytest.raises(ValueError, match="is no key"):
+        with pytest.raises(ValueError, match="is not a key"):
             action(text)
 
 
@@ -147,7 +148,7 @@ def test_lock_that_is_held_for_too_long_is_an_error_and_one_that_was_removed_is_
     folder = Folder(tmp_path, 1000)
     put(folder, 1)
     with folder.locked(), pytest.raises(TimeoutError, match="another process has held"):
-        Folder(tmp_path, 1000).draft(folder.directory_of(b"a"), 1)
+        Folder(tmp_path, 1000).create(folder.directory_of(b"a"), 1)
     with folder.locked():
         (tmp_path / ".lock").unlink()
         put(folder, 2)
@@ -196,8 +197,8 @@ def test_quota_holds_while_threads_write_at_once(tmp_path: Path) -> None:
 def test_draft_is_locked_as_long_as_it_is_open(tmp_path: Path) -> None:
     folder = Folder(tmp_path, 1000)
     folder.prepare(folder.directory_of(b"a"))
-    draft = folder.draft(folder.directory_of(b"a"), 10)
-    with draft.path.open("rb") as other, pytest.raises(BlockingIOError):
+    file = folder.create(folder.directory_of(b"a"), 10)
+    with file.path.open("rb") as other, pytest.raises(BlockingIOError):
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    draft.close()
-    assert not draft.path.exists()
+    file.close()
+    assert not file.path.exists()

@@ -22,8 +22,8 @@ from pathlib import Path
 import pytest
 
 from cellama.engine.kvstore import catalog
-from cellama.engine.kvstore.files.folder import Folder
-from cellama.engine.kvstore.states import KeptState, Match
+from cellama.engine.kvstore.folder import Folder
+from cellama.engine.kvstore.states import KeptState, StateMatch
 from cellama.engine.kvstore.store import StateStore
 
 from ....conftest import PATIENCE_S
@@ -80,7 +80,7 @@ def _damage_folder(drawn: random.Random, folder: Path, count: int, found: Damage
 
 
 def _look(
-    store: StateStore, states: list[KeptState], matches: list[Match | None], kinds: list[str], found: Damaged
+    store: StateStore, states: list[KeptState], matches: list[StateMatch | None], kinds: list[str], found: Damaged
 ) -> None:
     for kind, match in zip(kinds, matches, strict=False):
         found.wrong[kind] += match is not None and load(store, match) is not None
@@ -91,7 +91,7 @@ def _look(
         found.num_good_lost += match is None or not is_equal(load(store, match), state)
 
 
-def load(store: StateStore, match: Match) -> KeptState | None:
+def load(store: StateStore, match: StateMatch) -> KeptState | None:
     """What the store reads for a match."""
     loaded: queue.SimpleQueue[KeptState | None] = queue.SimpleQueue()
     store.load(match, loaded.put)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cellama.engine.kvstore.catalog import Catalog
+from cellama.engine.kvstore.catalog import StateCatalog
 from cellama.engine.kvstore.counters import Tally
 from cellama.engine.kvstore.keys import seed_of
 from cellama.engine.kvstore.store import StateStore
@@ -47,7 +47,7 @@ def test_look_at_the_folder_notes_no_time_of_access(tmp_path: Path) -> None:
         save(store, state_of(TOKENS))
         folder = store.folder.find(state_of(TOKENS).key)[0].parent
     os.utime(folder, (1, folder.stat().st_mtime))  # now that no thread counts what is in it
-    assert Catalog(folder, Tally()).longest(SEED, TOKENS) is not None
+    assert StateCatalog(folder, Tally()).longest(SEED, TOKENS) is not None
     assert folder.stat().st_atime == 1
 
 
@@ -55,6 +55,6 @@ def test_bytes_in_the_folder_are_those_of_all_models(tmp_path: Path) -> None:
     with closing(StateStore(tmp_path, QUOTA, IDENTITY)) as one, closing(StateStore(tmp_path, QUOTA, b"other")) as other:
         save(one, state_of(TOKENS))
         save(other, state_of(range(9), seed=seed_of(b"other", (), "")))
-        num_bytes = one.info().num_bytes
+        num_bytes = sum(file.num_bytes for file in one.folder.states())
     with closing(StateStore(tmp_path, QUOTA, IDENTITY)) as store:
         wait_until(lambda: store.used_bytes == num_bytes > 10_000, "a count")

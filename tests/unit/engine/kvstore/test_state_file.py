@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cellama.engine.kvstore.files.head import VERSION, read_head
-from cellama.engine.kvstore.files.state_file import CHUNK_BYTES, file_bytes, read_state, write_state
-from cellama.engine.kvstore.states import Head, KeptState, Miss
+from cellama.engine.kvstore.state_file import CHUNK_BYTES, VERSION, file_bytes, read_head, read_state, write_state
+from cellama.engine.kvstore.states import KeptState, Miss, StateHead
 
 from .states import SEED, is_equal, state_of
 
@@ -44,33 +43,13 @@ def test_state_is_read_back_as_it_was_written(
     state = KeptState(SEED, tokens, min(first_cut, len(tokens)), bytes(size), checkpoints, scope)
     path = written(tmp_path_factory.getbasetemp(), state)
     head, found = read_head(path), read_state(path, MOST)
-    assert isinstance(head, Head)
+    assert isinstance(head, StateHead)
     assert isinstance(found, KeptState)
     assert is_equal(found, state)
     assert (head.tokens, head.seed, head.scope, head.checkpoints) == (
         array("I", tokens), SEED, scope, tuple(sorted(checkpoints)),
     )  # fmt: skip
     assert read_state(path, path.stat().st_size - 1) is Miss.UNREADABLE
-
-
-@pytest.mark.parametrize(
-    "state",
-    [
-        KeptState(SEED, [], 0, b"x"),
-        KeptState(SEED, [1], 0, b""),
-        KeptState(SEED, [1], 2, b"x"),
-        KeptState(SEED, [1], -1, b"x"),
-        KeptState(b"short", [1], 0, b"x"),
-        KeptState(SEED, [-1], 0, b"x"),
-        KeptState(SEED, [1, 2], 2, b"x", {3: b"y"}),
-        KeptState(SEED, [1, 2], 2, b"x", {0: b"y"}),
-        KeptState(SEED, [1, 2], 2, b"x", {1: b""}),
-    ],
-)
-def test_what_is_no_state_is_not_written(tmp_path: Path, state: KeptState) -> None:
-    with (tmp_path / "file").open("w+b") as file, pytest.raises(ValueError, match=r"state|checkpoints|token ids"):
-        write_state(file.fileno(), state, lambda: None)
-    assert not (tmp_path / "file").read_bytes()
 
 
 def test_file_that_was_not_written_to_its_end_is_damaged_at_every_moment(tmp_path: Path) -> None:

@@ -16,10 +16,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cellama.engine.kvstore import catalog
+from cellama.engine.kvstore import folder as folder_module
 from cellama.engine.kvstore.counters import Drop
-from cellama.engine.kvstore.files import folder as folder_module
 from cellama.engine.kvstore.keys import key_of, seed_of
-from cellama.engine.kvstore.states import KeptState, Miss
+from cellama.engine.kvstore.state_file import read_head
+from cellama.engine.kvstore.states import KeptState, Miss, StateHead
 from cellama.engine.kvstore.store import StateStore
 
 from ....conftest import EXAMPLES, PATIENCE_S
@@ -45,6 +46,16 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         store.close()
     names = {thread.name for thread in threading.enumerate()}
     assert not names & {"cellama-kv-reader", "cellama-kv-toucher", "cellama-kv-writer"}
+
+
+def clear(store: StateStore) -> None:
+    store.folder.remove(file.path for file in store.folder.states())
+
+
+def lengths(store: StateStore) -> list[int]:
+    """Tokens of each state in the directory."""
+    heads = [read_head(file.path) for file in store.folder.states()]
+    return sorted(len(head.tokens) for head in heads if isinstance(head, StateHead))
 
 
 def test_what_is_saved_is_found_by_another_store_at_once_and_after_a_restart(start: Start) -> None:
@@ -91,7 +102,7 @@ def test_a_match_is_a_true_prefix_and_what_is_loaded_is_what_was_saved(
     assert match.num_usable == max(100 + min(150, more) * (kind == asked) for kind, more in contexts)
     if match.key in saved:
         assert is_equal(found, saved[match.key])
-    store.clear()
+    clear(store)
 
 
 def test_state_that_the_folder_has_is_not_written_again_but_counts_as_used(start: Start) -> None:
@@ -101,17 +112,17 @@ def test_state_that_the_folder_has_is_not_written_again_but_counts_as_used(start
     os.utime(path, (1, 1))
     assert save(start(), state_of(TOKENS), state_of(TOKENS[:200])) == 0
     assert path.stat().st_mtime > 1
-    assert len(store.states()) == 1
+    assert lengths(store) == [300]
 
 
 def test_longer_state_takes_the_place_of_the_turns_before_it(start: Start) -> None:
     store = start()
     save(store, state_of(TOKENS[:100]), state_of(TOKENS[:200]))
     assert save(store, state_of(TOKENS)) == 1
-    assert [view.num_tokens for view in store.states()] == [300]
-    store.pin(key_of(SEED, TOKENS))
+    assert lengths(store) == [300]
+    store.folder.pin(key_of(SEED, TOKENS))
     save(store, state_of([*TOKENS, 1]), state_of([*TOKENS, 1, 2], first_cut=302))
-    assert sorted(view.num_tokens for view in store.states()) == [300, 301, 302]
+    assert lengths(store) == [300, 301, 302]
 
 
 def test_short_state_stays_beside_one_that_is_much_more_to_read(start: Start) -> None:
@@ -268,15 +279,15 @@ def test_write_that_is_begun_when_the_engine_starts_to_work_gives_way(
 ) -> None:
     store, big = start(), state_of(TOKENS, 8 << 20)
     begun = threading.Event()
-    draft = folder_module.Folder.draft
+    create = folder_module.Folder.create
 
     def begin(*args: object) -> object:
         store._queue._budget.spend(1000.0, time.monotonic())
         store.note_busy(True)
         begun.set()
-        return draft(*args)  # type: ignore[arg-type]
+        return create(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(folder_module.Folder, "draft", begin)
+    monkeypatch.setattr(folder_module.Folder, "create", begin)
     store.offer(big, 1.0)
     assert begun.wait(60)
     assert not store.is_idle
@@ -284,14 +295,3 @@ def test_write_that_is_begun_when_the_engine_starts_to_work_gives_way(
     store.note_busy(False)
     assert store.flush(float("inf")) <= 1
     assert store.counters.saves == 1
-
-
-def test_clear_removes_all_or_one_scope(start: Start) -> None:
-    store = start()
-    for scope in ("a", "b"):
-        save(store, KeptState(seed_of(IDENTITY, (), scope), TOKENS, 0, b"cells", {}, scope))
-    assert [view.scope for view in store.states()] == ["a", "b"]
-    assert store.clear("a") == 1
-    assert store.info().num_states == 1
-    assert store.clear() == 1
-    assert store.longest(seed_of(IDENTITY, (), "b"), TOKENS) is None
