@@ -9,7 +9,7 @@ from redis import Redis
 
 from cellama.tasks.contract.keys import running_key
 from cellama.tasks.contract.names import CLASSES, DEFAULT_MODEL, class_of_priority, model_of, queue_keys, queue_name
-from cellama.tasks.estimates.position import MOST_RUNNING, Job, running_jobs
+from cellama.tasks.estimates.position import MOST_RUNNING, ListedJob, running_jobs
 from cellama.tasks.estimates.waiting import Waiting, eta_by_class, waiting_by_class
 from cellama.tasks.metrics.bounded import OTHER
 from cellama.tasks.metrics.families import Figures
@@ -56,7 +56,7 @@ def _add_estimates(
     redis: Redis,
     figures: Figures,
     workers: Sequence[WorkerEntry],
-    running: Sequence[Job],
+    running: Sequence[ListedJob],
     waiting: dict[str, dict[str, Waiting]],
 ) -> None:
     """Of the models for which most jobs wait."""
@@ -67,11 +67,11 @@ def _add_estimates(
                 figures.add("cellama_queue_eta_seconds", eta_s, model, name)
 
 
-def _model(job: Job) -> str:
+def _model(job: ListedJob) -> str:
     return model_of(job.kind.queue)
 
 
-def _add_running(figures: Figures, models: Sequence[str], running: Sequence[Job]) -> None:
+def _add_running(figures: Figures, models: Sequence[str], running: Sequence[ListedJob]) -> None:
     for model in models:
         for name in CLASSES:
             figures.add("cellama_jobs_running", 0, model, name)

@@ -1,4 +1,4 @@
-"""What a job really took, noted for the estimates of those that wait (docs/adr/013-estimates.md)."""
+"""Note what a job really took, for the estimates of jobs that wait (docs/adr/013-estimates.md)."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ if TYPE_CHECKING:
 
 
 def note_took(runtime: Runtime, task: Task, result: Any, seconds: float) -> None:
-    """A job ended well after one whole attempt of so many seconds."""
+    """Note the work of a job that ended well after a single attempt that took so many seconds."""
     request, delivery = task.request, task.request.delivery_info or {}
     work = work_of(task.name, request.args or (), request.kwargs or {})
     kind = class_of(str(delivery.get("routing_key")), work, delivery.get("priority") or 0)
-    model = runtime.manager.models().get(str(result.get("model")))
-    engine = model.engine.snapshot() if model is not None and {"generate", "chat"} & model.capabilities else None
     if not work.counts_tokens:
-        side_by_side = min(work.pieces, engine.slots_total) if engine is not None else 1
-        runtime.took.note(kind, work.asked, seconds * side_by_side)
+        model = runtime.manager.models().get(str(result.get("model")))
+        engine = model.engine.snapshot() if model is not None and {"generate", "chat"} & model.capabilities else None
+        num_slots = min(work.pieces, engine.slots_total) if engine is not None else 1
+        runtime.samples.note(kind, asked=work.asked, amount=seconds * num_slots)
     elif result["finish_reason"] in ("stop", "length"):
-        made, timings = result["usage"]["completion_tokens"], result["timings"]
-        rate = timings.get("generation_rate") if work.pieces == 1 else None
-        if not rate:  # several completions, or one token: no speed can be told
-            runtime.took.note(kind, work.asked, max(1, made))
-            return
+        generated, timings = result["usage"]["completion_tokens"], result["timings"]
         slot_s = (timings["duration_ms"] - timings["queue_ms"]) / 1e3
-        crowd = engine.slots_busy / engine.slots_total if engine is not None else 1.0
-        runtime.took.note(kind, work.asked, slot_s * rate, rate, max(crowd, 0.01))
+        if work.pieces == 1 and (rate := timings.get("generation_rate")):
+            runtime.samples.note(kind, asked=work.asked, amount=slot_s * rate, speed=rate)
+        elif slot_s > 0:  # several completions, or one token: their speed is not known from their timings
+            amount = max(1, generated)
+            runtime.samples.note(kind, asked=work.asked, amount=amount, speed=amount / work.pieces / slot_s)

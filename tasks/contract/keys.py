@@ -26,8 +26,8 @@ cellama:machine:{machine}  hash     worker name → JSON of its cores, for the w
 cellama:wanted:pool:{pool} hash     what its workers shall have beside their settings; workers; TTL of 30 days
 cellama:wanted:worker:{worker} hash the same, of one worker alone
 cellama:trials:{worker}    hash     loads that it has begun and not ended; TTL of a day
-cellama:took:{class}:{kind}:{queue} list what jobs asked for, and how much work it was; workers; TTL of 30 days
-cellama:speed:{worker}:{queue} list how fast a worker was lately, and how busy; that worker; TTL of 30 days
+cellama:took:{class}:{kind}:{queue} list what jobs asked for, how much work it was and how fast it
+                                    went; workers; TTL of 30 days
 cellama:keys               hash     id of an API key → JSON entry without its secret; `cellama keys`
 cellama:keys:used          hash     id of an API key → when it was last used, to a minute; gateways
 cellama:key:admissions:{id} zset    what a key has taken lately, and …:charges:{id} hash, how many tokens each had;
@@ -152,10 +152,6 @@ def wanted_key(whose: Literal["pool", "worker"], name: str) -> str:
 
 def took_key(queue: str, kind: str, of: Literal["interactive", "bulk"]) -> str:
     return f"{key_prefix()}:took:{of}:{kind}:{queue}"
-
-
-def speed_key(queue: str, worker: str) -> str:
-    return f"{key_prefix()}:speed:{worker}:{queue}"
 
 
 def trials_key(worker: str) -> str:

@@ -1,5 +1,4 @@
-"""How long a job waits for its turn: what jobs took is learnt, and what is ahead of a job is played through.
+"""How long a job waits for a slot: workers note what jobs took, and clients add up the jobs before one.
 
-Used by clients, and by workers to write down what jobs took. May use: `state`, `connection`, `contract`. The why is in
-docs/adr/013-estimates.md.
+May use: `state`, `connection`, `contract`. docs/adr/013-estimates.md says why.
 """

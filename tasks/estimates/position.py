@@ -1,9 +1,8 @@
-"""Where a job is, and when its turn comes, as far as that can be known."""
+"""Where a job is in its queue, and when it gets a slot, as far as that can be known."""
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -18,26 +17,24 @@ from cellama.tasks.state.ledger import Ledger
 from cellama.tasks.state.records import Work, work_of_text
 from cellama.tasks.state.registry import WorkerEntry, live_workers
 
-from .forecast import Ahead, Forecast, Running, Server, forecast
-from .samples import Class, Learnt, class_of, read_learnt
+from .forecast import HANDLING_S, ServiceTime, WaitEstimate, forecast, service_time
+from .samples import JobClass, Samples, class_of, read_samples
 
 JobState = Literal["waiting", "running", "done"]
-MOST_AHEAD = 400  # jobs that are looked at one by one; of more, so many stand for all
-MOST_RUNNING = 2000
-LIVE_WEIGHT = 2  # how often a worker's speed of now counts, for each of those that it had
-GUESSED = (0.1, 0.3, 0.6, 0.9, 1.0)  # parts of the tokens asked for, as long as none of its kind has ended
-TEXT_SLOTS = 16  # jobs at once of a model that has no engine
+MAX_AHEAD = 200  # jobs that are read; an even sample of more. It errs by a few percent, and 200 take about 10 ms
+MOST_RUNNING = 2000  # jobs that are read: those of some hundred workers
+GUESSED = (0.1, 0.3, 0.6, 0.9, 1.0)  # parts of the tokens asked for, as long as no job of the class has ended
+TEXT_SLOTS = 16  # jobs at the same time of a model without an engine
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
     """`ahead` counts the jobs that get a slot before this one; `eta_s` is about how many seconds that takes.
 
-    `eta_least_s` and `eta_most_s` are the range of what is likely: 98 % of the waits of `cellama bench positions` were
-    within it. It was learnt from `learnt_from` jobs; with 0
-    it is a guess. `eta_s` and `eta_most_s` are None when no worker serves its model (`served` is false then), and while
-    nothing is known of how long such jobs take. Of a job that is done, `finish_reason` says how it ended, and `error`
-    why, if it failed: as in its last event.
+    `eta_least_s` and `eta_most_s` are a range that contains the real wait in 80 % of the cases or more. It was learnt
+    from `learnt_from` jobs; with 0 it is a guess. `eta_s` and `eta_most_s` are None when no worker serves the model
+    (`served` is false then), and while nothing is known about how long such jobs take. If the job is done,
+    `finish_reason` says how it ended, and `error` why it failed, as in its last event.
     """
 
     job_id: str
@@ -53,25 +50,18 @@ class Position:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class ListedJob:
     """A job that waits, or has run on `worker` for `elapsed_s`."""
 
-    kind: Class
+    kind: JobClass
     work: Work
     priority: int
     worker: str = ""
     elapsed_s: float = 0.0
 
-    def amounts(self, learnt: Learnt) -> list[float]:
-        if known := learnt.amounts(self.kind, self.work):
-            return known
-        if not self.work.counts_tokens:
-            return []
-        return [float(self.work.asked)] if self.work.is_exact else [self.work.asked * part for part in GUESSED]
-
 
 def position_of(redis: Redis, job_id: str) -> Position:
-    """The position of a job. Raises UnknownJob."""
+    """Return the position of a job. Raises UnknownJob."""
     ledger = Ledger(redis)
     state, ahead = ledger.state(job_id), ledger.place(job_id)
     if state is None:
@@ -86,59 +76,66 @@ def position_of(redis: Redis, job_id: str) -> Position:
         return Position(job_id, "done", finish_reason=None if event is None else event["finish_reason"])
     queue = ledger.queue(job_id) or ""
     workers = live_workers(redis)
+    served = bool(_serving(workers, queue))
     if ahead is None:
-        served = bool(_serving(workers, queue))
         eta = 0.0 if state == "running" else None
         return Position(job_id, "waiting" if eta is None else "running", 0, eta, eta_most_s=eta, served=served)
     raw: Any = redis.hget(job_key(job_id), "priority")
-    running, priority = running_jobs(redis), int(raw or PRIORITY_INTERACTIVE)
-    found = estimate(redis, workers, running, queue, ahead, priority, zlib.crc32(job_id.encode()))
-    if found is None:
-        return Position(job_id, "waiting", ahead, None, eta_most_s=None, served=False)
-    when, learnt_from = found
-    if when is None:
-        return Position(job_id, "waiting", ahead, None, eta_most_s=None)
-    eta_s, least_s, most_s = (round(seconds, 3) for seconds in (when.eta_s, when.least_s, when.most_s))
-    times = Position(job_id, "waiting", ahead, eta_s, eta_least_s=least_s, eta_most_s=most_s)
-    return replace(times, learnt_from=learnt_from)
+    found = estimate(redis, workers, running_jobs(redis), queue, ahead, int(raw or PRIORITY_INTERACTIVE))
+    return Position(
+        job_id,
+        "waiting",
+        ahead,
+        eta_s=None if found.eta_s is None else round(found.eta_s, 3),
+        eta_least_s=round(found.least_s, 3),
+        eta_most_s=None if found.most_s is None else round(found.most_s, 3),
+        learnt_from=found.learnt_from,
+        served=served,
+    )
 
 
 def estimate(
     redis: Redis,
     workers: Sequence[WorkerEntry],
-    running_now: Sequence[Job],
+    running_now: Sequence[ListedJob],
     queue: str,
     ahead: int,
     priority: int,
-    seed: int = 0,
-) -> tuple[Forecast | None, int] | None:
-    """When a job of that priority with so many before it gets a slot, and from how many jobs that was learnt.
-
-    None if no live worker serves it; (None, 0) if nothing is known of how long such jobs take. Raises RedisError.
-    """
+) -> WaitEstimate:
+    """Return when a job of that priority with so many jobs before it gets a slot. Raises RedisError."""
     serving = _serving(workers, queue)
     if not serving:
-        return None
-    names = [worker.name for worker, _ in serving]
-    queues = {queue, *_siblings(serving, queue)}
+        return WaitEstimate()
+    num_slots = sum(_num_slots(model) for _, model in serving)
+    names, queues = {worker.name for worker, _ in serving}, _queues_of(serving, queue)
     running = [job for job in running_now if job.kind.queue in queues and job.worker and job.priority <= priority]
-    waiting = [job for job in running if job.worker not in names]  # their worker is gone: they come first
+    waiting = [job for job in running if job.worker not in names]  # their worker has died: they start first
     running = [job for job in running if job.worker in names]
     waiting += _waiting(redis, queue, ahead)
-    learnt = read_learnt(redis, [job.kind for job in (*running, *waiting)], queue, names)
-    servers = [_server(worker.name, model, learnt, (*running, *waiting)) for worker, model in serving]
-    amounts = {job: job.amounts(learnt) for job in (*running, *waiting)}
-    most = max(server.num_slots for server in servers)
-    before = [Ahead(amounts[job], min(job.work.pieces, most)) for job in waiting]
-    sizes = [sum(each.amounts) / len(each.amounts) for each in before if each.amounts]
-    rest = max(0, ahead - MOST_AHEAD) * sum(sizes) / max(1, len(sizes))
-    now = [Running(names.index(job.worker), job.elapsed_s, amounts[job], min(job.work.pieces, most)) for job in running]
-    known = learnt.num_samples()
-    return forecast(servers, now, before, rest, is_learnt=known > 0, seed=seed), known
+    if sum(job.work.pieces for job in (*running, *waiting)) < num_slots:
+        return WaitEstimate(0.0, 0.0, HANDLING_S)
+    samples = read_samples(redis, {job.kind for job in (*running, *waiting)})
+    speed = _speed(serving, samples)
+    times = [_service_time(job, samples, speed, num_slots) for job in (*running, *waiting)]
+    known = [time for time in times if time is not None]
+    if len(known) < len(times):
+        return WaitEstimate()
+    count = len(running)
+    return forecast(num_slots, known[:count], known[count:], max(ahead, len(waiting)), samples.num_samples)
+
+
+def _service_time(job: ListedJob, samples: Samples, speed: float | None, num_slots: int) -> ServiceTime | None:
+    """Return how long a job takes from now on; None if that can't even be guessed."""
+    seconds = amounts = samples.amounts(job.kind, job.work.asked)
+    if job.work.counts_tokens:
+        amounts = amounts or [job.work.asked * part for part in ((1.0,) if job.work.is_exact else GUESSED)]
+        seconds = [amount / speed for amount in amounts] if speed else []
+    pieces = min(job.work.pieces, num_slots)
+    return service_time(seconds, job.elapsed_s * pieces, pieces) if seconds else None
 
 
 def _serving(workers: Sequence[WorkerEntry], queue: str) -> list[tuple[WorkerEntry, WorkerModel]]:
-    """Who serves a queue, and with what."""
+    """Return the workers that serve a queue, each with the model that does."""
     is_default = queue == queue_name(DEFAULT_MODEL)
     return [
         (worker, model)
@@ -148,25 +145,28 @@ def _serving(workers: Sequence[WorkerEntry], queue: str) -> list[tuple[WorkerEnt
     ]
 
 
-def _siblings(serving: Sequence[tuple[WorkerEntry, WorkerModel]], queue: str) -> set[str]:
-    """Other queues whose jobs run in the same slots."""
-    own = {queue_name(model["id"]) for _, model in serving}
+def _num_slots(model: WorkerModel) -> int:
+    return TEXT_SLOTS if model["engine"] is None else model["engine"]["slots_total"]
+
+
+def _queues_of(serving: Sequence[tuple[WorkerEntry, WorkerModel]], queue: str) -> set[str]:
+    """Return the queues whose jobs run in the same slots as those of `queue`."""
     default = {queue_name(DEFAULT_MODEL)} if any(model["default"] for _, model in serving) else set()
-    return (own | default) - {queue}
+    return {queue, *(queue_name(model["id"]) for _, model in serving), *default}
 
 
-def _server(worker: str, model: WorkerModel, learnt: Learnt, jobs: Iterable[Job]) -> Server:
-    engine = model["engine"]
-    if engine is None or not any(job.work.counts_tokens for job in jobs):
-        return Server(TEXT_SLOTS if engine is None else engine["slots_total"], (1.0,))
-    before = learnt.speeds_of(worker)
-    decoding, rate = engine["slots_decoding"], engine["generation_rate"]
-    now = [rate / decoding] * (LIVE_WEIGHT * max(1, len(before))) if decoding and rate > 0 else []
-    return Server(engine["slots_total"], (*now, *before))
+def _speed(serving: Sequence[tuple[WorkerEntry, WorkerModel]], samples: Samples) -> float | None:
+    """Return the tokens per second and slot that the engines report, or while none generates those of the last jobs."""
+    engines = [model["engine"] for _, model in serving if model["engine"] is not None]
+    num_decoding = sum(engine["slots_decoding"] for engine in engines)
+    rate = sum(engine["generation_rate"] for engine in engines)
+    if not engines:  # jobs of models without an engine are counted in seconds
+        return 1.0
+    return rate / num_decoding if num_decoding and rate > 0 else samples.speed
 
 
-def running_jobs(redis: Redis) -> list[Job]:
-    """The jobs that have a slot, MOST_RUNNING at most. Raises RedisError."""
+def running_jobs(redis: Redis) -> list[ListedJob]:
+    """Return the jobs that have a slot, MOST_RUNNING at most. Raises RedisError."""
     pipeline = redis.pipeline(transaction=False)
     pipeline.time()
     pipeline.zrange(running_key(), 0, MOST_RUNNING - 1, withscores=True)
@@ -175,23 +175,16 @@ def running_jobs(redis: Redis) -> list[Job]:
     return [replace(job, elapsed_s=max(0.0, since[job_id])) for job_id, job in _jobs(redis, list(since))]
 
 
-def _waiting(redis: Redis, queue: str, ahead: int) -> list[Job]:
-    """The jobs before a place in a queue; of many, some from all over."""
-    if not ahead:
-        return []
-    key = waiting_key(queue)
-    if ahead <= MOST_AHEAD:
-        ids: Any = redis.zrange(key, 0, ahead - 1)
-    else:
-        pipeline = redis.pipeline(transaction=False)
-        for number in range(MOST_AHEAD):
-            place = number * ahead // MOST_AHEAD
-            pipeline.zrange(key, place, place)
-        ids = [raw for found in pipeline.execute() for raw in found]
-    return [job for _, job in _jobs(redis, [raw.decode() for raw in ids])]
+def _waiting(redis: Redis, queue: str, ahead: int) -> list[ListedJob]:
+    """Return the jobs before a place in a queue, or an even sample of many."""
+    pipeline = redis.pipeline(transaction=False)
+    for place in range(0, ahead, max(1, -(-ahead // MAX_AHEAD))):
+        pipeline.zrange(waiting_key(queue), place, place)
+    ids = [raw.decode() for found in pipeline.execute() for raw in found]
+    return [replace(job, worker="") for _, job in _jobs(redis, ids)]
 
 
-def _jobs(redis: Redis, job_ids: Sequence[str]) -> Iterator[tuple[str, Job]]:
+def _jobs(redis: Redis, job_ids: Sequence[str]) -> Iterator[tuple[str, ListedJob]]:
     pipeline = redis.pipeline(transaction=False)
     for job_id in job_ids:
         pipeline.hmget(job_key(job_id), "queue", "work", "priority", "worker")
@@ -199,4 +192,4 @@ def _jobs(redis: Redis, job_ids: Sequence[str]) -> Iterator[tuple[str, Job]]:
         queue, work, priority, worker = ((value or b"").decode() for value in found)
         if queue:
             asked, urgency = work_of_text(work), int(priority or PRIORITY_INTERACTIVE)
-            yield job_id, Job(class_of(queue, asked, urgency), asked, urgency, worker.partition(" ")[0])
+            yield job_id, ListedJob(class_of(queue, asked, urgency), asked, urgency, worker.partition(" ")[0])

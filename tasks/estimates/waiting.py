@@ -1,64 +1,64 @@
-"""Jobs without a slot, by model and class: how many, since when the oldest waits, when a new one would get a slot."""
+"""Jobs without a slot by model and class: their number, the age of the oldest, and when a new job would get a slot."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from redis import Redis
 
 from cellama.tasks.connection.redis_clock import seconds_of
 from cellama.tasks.contract.keys import PRIORITY_WEIGHT, waiting_key
-from cellama.tasks.contract.names import CLASSES, PRIORITIES, queue_name
+from cellama.tasks.contract.names import CLASSES, queue_name
 from cellama.tasks.state.registry import WorkerEntry
 
-from .position import Job, estimate
+from .position import ListedJob, estimate
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Those of a class; with none the oldest has waited for 0 s."""
+    """The waiting jobs of one class. `oldest_s` is the age of the oldest in seconds; 0 if there are none."""
 
     num_jobs: int
     oldest_s: float
 
 
 def waiting_by_class(redis: Redis, models: Iterable[str]) -> dict[str, dict[str, Waiting]]:
-    """By model, and in it by class, all by one look at Redis' clock. Raises RedisError."""
-    named, pipeline = list(models), redis.pipeline(transaction=False)
+    """Return the waiting jobs by model and class, all at the same moment of Redis' clock. Raises RedisError."""
+    counted, pipeline = [], redis.pipeline(transaction=False)
     pipeline.time()
-    for model in named:
+    for model in models:
         key = waiting_key(queue_name(model))
-        for priority in PRIORITIES:
-            least, below = priority * PRIORITY_WEIGHT, f"({(priority + 1) * PRIORITY_WEIGHT:.0f}"
-            pipeline.zcount(key, least, below)
-            pipeline.zrangebyscore(key, least, below, start=0, num=1, withscores=True)
+        for name, priorities in CLASSES.items():
+            for priority in priorities:
+                least, below = priority * PRIORITY_WEIGHT, f"({(priority + 1) * PRIORITY_WEIGHT:.0f}"
+                pipeline.zcount(key, least, below)
+                pipeline.zrangebyscore(key, least, below, start=0, num=1, withscores=True)
+                counted.append((model, name, least))
     time, *found = pipeline.execute()
-    now, answers = seconds_of(time), iter(found)
-    told = {model: {priority: (next(answers), next(answers)) for priority in PRIORITIES} for model in named}
-    return {
-        model: {name: _class([(p, *by_priority[p]) for p in priorities], now) for name, priorities in CLASSES.items()}
-        for model, by_priority in told.items()
-    }
-
-
-def _class(told: Sequence[tuple[int, int, Any]], now: float) -> Waiting:
-    """Of priorities, their numbers of jobs and their first ones, which are their oldest."""
-    ages_s = [now - (first[0][1] - priority * PRIORITY_WEIGHT) for priority, _, first in told if first]
-    return Waiting(sum(count for _, count, _ in told), max([0.0, *ages_s]))
+    now = seconds_of(time)
+    waiting: dict[str, dict[str, Waiting]] = {}
+    for (model, name, least), count, first in zip(counted, found[::2], found[1::2], strict=True):
+        classes = waiting.setdefault(model, {})
+        before = classes.get(name, Waiting(0, 0.0))
+        age_s = now - (first[0][1] - least) if first else 0.0  # the first entry of a priority is its oldest
+        classes[name] = Waiting(before.num_jobs + count, max(before.oldest_s, age_s))
+    return waiting
 
 
 def eta_by_class(
-    redis: Redis, workers: Sequence[WorkerEntry], running: Sequence[Job], model: str, waiting: Mapping[str, Waiting]
+    redis: Redis,
+    workers: Sequence[WorkerEntry],
+    running: Sequence[ListedJob],
+    model: str,
+    waiting: Mapping[str, Waiting],
 ) -> dict[str, float | None]:
-    """Seconds until a new job of each class would get a slot; None where no worker serves it, or nothing is known yet.
+    """Return the seconds until a new job of each class would get a slot.
 
-    Raises RedisError.
+    None where no worker serves the model, or nothing is known yet about how long such jobs take. Raises RedisError.
     """
     ahead, etas = 0, {}
     for name, priorities in CLASSES.items():
         ahead += waiting[name].num_jobs
-        found = estimate(redis, workers, running, queue_name(model), ahead, priorities[-1])
-        etas[name] = None if found is None or found[0] is None else found[0].eta_s
+        etas[name] = estimate(redis, workers, running, queue_name(model), ahead, priorities[-1]).eta_s
     return etas

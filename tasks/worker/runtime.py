@@ -23,7 +23,7 @@ from cellama.tasks.connection.connections import connect
 from cellama.tasks.contract.keys import cancel_key
 from cellama.tasks.contract.names import DEFAULT_MODEL, queue_name
 from cellama.tasks.contract.shapes.workers import LoadFailure
-from cellama.tasks.estimates.samples import Took
+from cellama.tasks.estimates.samples import SampleWriter
 from cellama.tasks.publishing.publisher import Publisher
 from cellama.tasks.publishing.signing import Signer
 from cellama.tasks.state.ledger import Ledger
@@ -83,7 +83,7 @@ class Runtime:
         self._record = DesiredStateRecord(redis, settings.pool, worker)
         self._loaded = self._models_to_start_with()
         self._load_or_close(self._loaded)
-        self.took = Took(redis, worker)
+        self.samples = SampleWriter(redis)
         self._loader: ModelLoader | None = None  # once there is a consumer, as the next two
         self.changes: ModelChanges
         self._worker = worker
@@ -238,7 +238,7 @@ class Runtime:
                 self._end_cancelled,
                 neighbours.look,
                 self._trim_when_idle,
-                self.took.flush,
+                self.samples.flush,
             )
             told = (self._failures, self.settings.pool, self._reconciler.report, self._evicted)
             self._registration = Registration(self.redis, self._worker, self.manager, chores, *told)

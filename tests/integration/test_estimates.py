@@ -25,7 +25,7 @@ from cellama.tasks.contract.keys import took_key, workers_key
 from cellama.tasks.contract.names import queue_key, queue_name
 from cellama.tasks.contract.shapes.results import usage_of
 from cellama.tasks.estimates.position import Position
-from cellama.tasks.estimates.samples import KEPT_SAMPLES, Took, class_of
+from cellama.tasks.estimates.samples import KEPT_SAMPLES, SampleWriter, class_of
 from cellama.tasks.state import scripts
 from cellama.tasks.state.ledger import Ledger, new_run
 from cellama.tasks.state.records import Attempt, Call, Entry, Message, Submission, work_of
@@ -95,11 +95,10 @@ class Cluster:
     now: float = START
     jobs: dict[str, Played] = field(default_factory=dict)
     chance: random.Random = field(default_factory=lambda: random.Random(7))
-    ids: random.Random = field(default_factory=lambda: random.Random(5))  # of jobs: they decide what a guess draws
 
     def __post_init__(self) -> None:
         self.ledger = Ledger(self.redis)
-        self.took = {name: Took(self.redis, name) for name in self.speeds}
+        self.samples = SampleWriter(self.redis)
         self.ends: list[tuple[float, str, str]] = []  # when, worker, job
         self.beat_at = self.now
         self.client = Client()
@@ -115,13 +114,13 @@ class Cluster:
             rate = busy * speed * self.chance.uniform(0.8, 1.2)
             model = {"id": MODEL, "status": "ready", "default": False, "engine": {**engine, "generation_rate": rate}}
             self.redis.hset(workers_key(), name, json.dumps(asdict(worker_entry(name, model, seen_at=self.now))))
-            self.took[name].flush()
+        self.samples.flush()
         self.beat_at = self.now + HEARTBEAT_S
 
     def submit(self, asked: int, part: float = 1.0, priority: int = 3, **params: Any) -> Played:
         """A job that makes this part of what it asks for; its prompt takes as long as up to a third of that."""
         made = max(1.0, asked * part)
-        job = submission(QUEUE, str(uuid.UUID(int=self.ids.getrandbits(128))))
+        job = submission(QUEUE, str(uuid.uuid4()))
         call = Call("cellama.generate", [MODEL, "Hi"], {"max_tokens": asked, **params}, QUEUE, priority, None, {})
         self.ledger.submit([Submission(job.job_id, call, Message(queue_key(QUEUE, priority), job.message.payload))])
         played = Played(asked, made * self.chance.uniform(1.0, 1.3), self.now, priority)
@@ -173,7 +172,8 @@ class Cluster:
         job = self.jobs[job_id]
         self.write(job, 1, events.done("stop", usage_of(prompt_tokens=1, completion_tokens=1)))
         work = work_of("cellama.generate", [], {"max_tokens": job.asked})
-        self.took[worker].note(class_of(QUEUE, work, job.priority), job.asked, job.tokens, self.speeds[worker])
+        kind = class_of(QUEUE, work, job.priority)
+        self.samples.note(kind, asked=job.asked, amount=job.tokens, speed=self.speeds[worker])
 
 
 @pytest.fixture
@@ -259,7 +259,7 @@ def test_slower_machine_is_noticed_and_history_survives_in_redis(cluster: Cluste
 
 def test_what_no_worker_wrote_into_the_history_is_left_out(cluster: Cluster, redis: Redis) -> None:
     key = took_key(QUEUE, "generate", "interactive")
-    redis.lpush(key, "", "x y", "-1 5", "nan 3", "1e999 2", "1 2 3", b"\xff", "100 100")
+    redis.lpush(key, "", "x y", "-1 5 1", "nan 3 1", "1e999 2 1", "1 2", "1 2 3 4", b"\xff", "100 100 20")
     for _ in range(2 * cluster.slots):
         cluster.submit(100)
     cluster.run(HEARTBEAT_S + 0.1)

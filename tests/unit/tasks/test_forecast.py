@@ -1,52 +1,121 @@
-"""When a job gets a slot, played through."""
+"""When a job gets a slot: single cases, and a simulated queue that shows how often the range holds."""
 
 from __future__ import annotations
 
-from cellama.tasks.estimates.forecast import HANDLING_S, Ahead, Running, Server, forecast
+import heapq
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
 
-TWO_SLOTS = Server(2, [10.0])
+import pytest
 
+from cellama.tasks.estimates.forecast import HANDLING_S, ServiceTime, WaitEstimate, forecast, service_time
+from cellama.tasks.estimates.samples import JobClass, Sample, Samples
 
-def test_free_slot_is_had_at_once() -> None:
-    found = forecast([TWO_SLOTS], [Running(0, 0.0, [])], [])
-    assert found is not None
-    assert (found.eta_s, found.least_s, found.most_s) == (0.0, 0.0, HANDLING_S)
-
-
-def test_slots_take_those_ahead_in_turn() -> None:
-    running = [Running(0, 2.0, [100.0]), Running(0, 2.0, [40.0])]  # 8 s and 2 s are left
-    found = forecast([TWO_SLOTS], running, [Ahead([30.0])])  # in the second slot until 5 s
-    assert found is not None
-    assert 4.0 < found.eta_s < 6.0
-    assert found.least_s < 5.0 < found.most_s
+KIND = JobClass("q", "generate", is_bulk=False)
 
 
-def test_pieces_of_one_job_take_several_slots_and_the_rest_goes_over_all() -> None:
-    alone = forecast([TWO_SLOTS], [], [Ahead([200.0], pieces=2)])
-    more = forecast([TWO_SLOTS], [], [Ahead([200.0], pieces=2)], rest=200.0)
-    assert alone is not None
-    assert more is not None
-    assert 8.0 < alone.eta_s < 12.0
-    assert 1.9 < more.eta_s / alone.eta_s < 2.1
+def test_free_slot_means_no_wait() -> None:
+    assert forecast(2, [ServiceTime(9.0, 1.0)], [], 0, 5) == WaitEstimate(0.0, 0.0, HANDLING_S, 5)
 
 
-def test_what_has_taken_longer_than_any_before_is_about_to_end() -> None:
-    found = forecast([Server(1, [10.0])], [Running(0, 100.0, [10.0])], [])
-    assert found is not None
-    assert 0.0 <= found.eta_s <= 25.0
+def test_slots_take_the_jobs_ahead_in_turn() -> None:
+    found = forecast(2, [ServiceTime(8.0, 0.0), ServiceTime(2.0, 0.0)], [ServiceTime(3.0, 0.0)], 1)
+    assert found.eta_s == 5.0
+    assert found.least_s < 5.0 < (found.most_s or 0.0)
 
 
-def test_nothing_is_told_where_nothing_is_known() -> None:
-    busy = [Running(0, 1.0, [100.0])] * 2
-    assert forecast([Server(2, [])], busy, []) is None
-    assert forecast([TWO_SLOTS], busy, [Ahead([])]) is None
+def test_pieces_of_a_job_take_several_slots_and_a_sample_stands_for_all() -> None:
+    job = ServiceTime(20.0, 4.0, num_slots=2)
+    assert [forecast(2, [], [job] * 2, num_ahead).eta_s for num_ahead in (2, 8)] == [20.0, 80.0]
 
 
-def test_guess_has_a_wider_range_and_the_same_state_tells_the_same() -> None:
-    running = [Running(0, 0.0, [50.0, 100.0, 200.0])] * 2
-    known, again = (forecast([TWO_SLOTS], running, [], seed=3) for _ in range(2))
-    guess = forecast([TWO_SLOTS], running, [], is_learnt=False, seed=3)
-    assert known is not None
-    assert guess is not None
-    assert known == again
-    assert guess.least_s <= known.least_s <= known.most_s < guess.most_s
+def test_job_that_takes_longer_than_any_before_is_about_to_end() -> None:
+    assert service_time([1.0, 2.0, 6.0], elapsed_s=1.5) == ServiceTime(2.5, 4.0)
+    assert service_time([1.0], elapsed_s=100.0) == ServiceTime(10.0, 0.0)
+
+
+def test_range_is_wider_while_lengths_are_guessed() -> None:
+    guessed, learnt = (forecast(1, [ServiceTime(10.0, 0.0)], [], 0, learnt_from) for learnt_from in (0, 1))
+    assert guessed.least_s < learnt.least_s < (learnt.most_s or 0.0) < (guessed.most_s or 0.0)
+
+
+@dataclass
+class Queue:
+    """Slots that serve jobs in turn; each arriving job gets an estimate from the samples of those that have ended."""
+
+    num_slots: int
+    length: Callable[[random.Random], tuple[int, float]]  # asked, generated
+    load: float
+    chance: random.Random
+    speed: float = 20.0  # tokens per second and slot
+
+    def hits(self, num_jobs: int) -> list[bool]:
+        """Whether the wait of each job that had to wait was within its range."""
+        lengths = [self.length(self.chance) for _ in range(num_jobs)]
+        gap_s = sum(made for _, made in lengths) / num_jobs / self.speed / self.num_slots / self.load
+        now, samples, running, waiting = 0.0, list[Sample](), list[tuple[float, int]](), list[int]()
+        estimates, arrived, hits = dict[int, WaitEstimate](), dict[int, float](), list[bool]()
+        upcoming = list(range(num_jobs - 1, -1, -1))
+        next_at = 0.0
+        while upcoming or running:
+            ended = None
+            if running and (not upcoming or running[0][0] <= next_at):
+                now, ended = heapq.heappop(running)
+                samples.insert(0, Sample(*lengths[ended], self.speed))
+            else:
+                now, job = next_at, upcoming.pop()
+                next_at += self.chance.expovariate(1 / gap_s) if job % 50 else 30 * gap_s  # bursts of 50, then a pause
+                arrived[job] = now
+                if len(running) == self.num_slots and samples:
+                    estimates[job] = self._estimate(now, lengths, samples, running, waiting)
+                waiting.append(job)
+            while waiting and len(running) < self.num_slots:
+                job = waiting.pop(0)
+                heapq.heappush(running, (now + lengths[job][1] / self.speed, job))
+                if (told := estimates.get(job)) is not None:
+                    hits.append(told.least_s <= now - arrived[job] <= (told.most_s or 0.0))
+        return hits
+
+    def _estimate(
+        self,
+        now: float,
+        lengths: list[tuple[int, float]],
+        samples: list[Sample],
+        running: list[tuple[float, int]],
+        waiting: list[int],
+    ) -> WaitEstimate:
+        learnt = Samples({KIND: samples[:128]})
+        speed = self.speed * self.chance.uniform(0.85, 1.15)  # as an engine reports it
+
+        def time_of(job: int, elapsed_s: float = 0.0) -> ServiceTime:
+            return service_time([amount / speed for amount in learnt.amounts(KIND, lengths[job][0])], elapsed_s)
+
+        in_slots = [time_of(job, now - (end - lengths[job][1] / self.speed)) for end, job in running]
+        return forecast(self.num_slots, in_slots, [time_of(job) for job in waiting], len(waiting), learnt.num_samples)
+
+
+def mixed(chance: random.Random) -> tuple[int, float]:
+    """Requests for 8 to 512 tokens, of which some end early."""
+    asked = round(2 ** chance.uniform(3, 9))
+    return asked, max(1.0, asked * chance.choice([0.1, 0.4, 1.0, 1.0])) * chance.uniform(1.0, 1.3)
+
+
+def equal(chance: random.Random) -> tuple[int, float]:
+    return 100, 100 * chance.uniform(1.0, 1.3)
+
+
+def unlimited(chance: random.Random) -> tuple[int, float]:
+    """Requests with the default limit, of which most end far below it."""
+    return 256, min(256.0, 256 * chance.lognormvariate(-1.5, 0.8))
+
+
+@pytest.mark.parametrize("load", [0.9, 1.3])
+@pytest.mark.parametrize("num_slots", [1, 4, 16])
+@pytest.mark.parametrize("length", [mixed, equal, unlimited])
+def test_range_holds_for_80_percent_of_the_waits(
+    length: Callable[[random.Random], tuple[int, float]], num_slots: int, load: float
+) -> None:
+    hits = [hit for seed in range(3) for hit in Queue(num_slots, length, load, random.Random(seed)).hits(600)]
+    assert len(hits) > 100
+    assert sum(hits) / len(hits) >= 0.8, f"{sum(hits)} of {len(hits)}"
