@@ -40,4 +40,5 @@ class ModelOptions(TypedDict, total=False):
     pooling: Literal["auto", "mean", "cls", "last", "none", "rank"]
     control_tokens_in_text: bool
     sampling: Mapping[str, object] | None
+    logits_processors: Sequence[str]
     batch_strategy: str

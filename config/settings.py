@@ -126,6 +126,9 @@ class ModelSettings(BaseModel):
         default=None,
         description="of jobs that do not say otherwise: temperature, top_k, … grammar_root; all but logprobs, n, stop",
     )
+    logits_processors: tuple[Annotated[str, Field(pattern=r"^[\w.]+:\w+$")], ...] = Field(
+        default=(), description="own logits processors by import path, package.module:name, in the order of use"
+    )
     batch_strategy: str = Field(
         default="adaptive",
         pattern=r"^(adaptive|decode_maximal|prefill_priority|balanced|[\w.]+:\w+)$",

@@ -52,6 +52,7 @@ from .models.model import Model
 from .models.tokenizer import Tokenizer, wanted_text
 from .options import EngineOptions
 from .request import Request, Resumed
+from .sampling.processors import LogitsProcessor, SequenceStart
 from .sampling_params import SamplingParams, sampling_of
 from .snapshots import EmbedderSnapshot, EngineSnapshot, ManagerSnapshot, ModelSnapshot
 from .system.core_sharing import CoreSharing
@@ -94,6 +95,7 @@ __all__ = [
     "IdTaken",
     "InsufficientMemory",
     "InvalidRequest",
+    "LogitsProcessor",
     "ManagerExists",
     "ManagerSnapshot",
     "Message",
@@ -115,6 +117,7 @@ __all__ = [
     "Reranker",
     "Resumed",
     "SamplingParams",
+    "SequenceStart",
     "Started",
     "StepCounts",
     "StepStats",

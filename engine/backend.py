@@ -122,10 +122,8 @@ class Sampler(Protocol):
         """The tokens of a text that a grammar leaves no choice about; empty without one. Other tokens may spell it."""
         ...
 
-    def close(self) -> None: ...
 
-
-class Plan(Protocol):
+class SamplingPlan(Protocol):
     """What the samplers of one request are made from."""
 
     @property
@@ -230,7 +228,7 @@ class Backend(KvMemory, AdapterStore, Protocol):
     @property
     def vocabulary(self) -> Vocabulary: ...
 
-    def prepare(self, params: SamplingParams, visible: Mapping[int, bytes] | None = None) -> Plan:
+    def prepare(self, params: SamplingParams, visible: Mapping[int, bytes] | None = None) -> SamplingPlan:
         """What `new_sampler` makes the samplers of a request from. All that takes long is done here.
 
         `visible` are control tokens whose text belongs to the output: only these does a grammar see. Raises

@@ -301,6 +301,3 @@ class FakeSampler:
 
     def forced_tokens(self) -> list[int]:
         return []
-
-    def close(self) -> None:
-        pass

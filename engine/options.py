@@ -55,6 +55,8 @@ class EngineOptions:
     cache_type_k: str = "f16"
     cache_type_v: str = "f16"
     batch_strategy: str = "adaptive"  # see strategies.py; or the import path of your own, package.module:Class
+    # Import paths package.module:name of logits processors, in the order in which they apply (sampling/processors.py).
+    logits_processors: tuple[str, ...] = ()
     speculation: Speculation = "off"  # guess tokens where that is faster: docs/adr/015-speculation.md
     draft: str | None = None  # source of a small model with the same vocabulary, which guesses tokens, too
     # Of embeddings; auto = as the model says, by the mean if it says nothing; none = a vector per token; rank = scores
@@ -85,6 +87,7 @@ class EngineOptions:
         check(self.pass_tokens >= self.num_slots, "n_ubatch", self.pass_tokens, f"{least}; raise it, or lower that")
         most = f"at most n_ubatch and n_batch ({self.pass_tokens}), a step has no more tokens; lower it, or raise those"
         check((self.chunk_size or 1) <= self.pass_tokens, "chunk_size", self.chunk_size, most)
+        object.__setattr__(self, "logits_processors", tuple(self.logits_processors))  # a list after JSON
         if self.sampling is not None:
             object.__setattr__(self, "sampling", defaults_of(self.sampling))
         self._check_one_of("flash_attention", get_args(FlashAttention))
@@ -132,6 +135,7 @@ class EngineOptions:
             cache_ram_bytes=0,
             cache_dir=None,
             sampling=None,
+            logits_processors=(),
         )
 
     @property

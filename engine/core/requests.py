@@ -252,7 +252,7 @@ class Requests:
             self._fail(group, error)
 
     def _free(self, group: Group, sequence: Sequence, *, keep: bool = True) -> None:
-        """The only way out: slot and sampler are free before a caller hears of it."""
+        """Free the slot of a sequence, before its caller learns that it ended."""
         group.running.remove(sequence)
         try:
             self._drafting.end(sequence)
@@ -260,11 +260,6 @@ class Requests:
             log.exception("the drafts of request %s could not be taken back", sequence.request.id)
             keep = False
         self._scheduler.release(sequence, keep=keep)
-        if sequence.sampler is not None:
-            try:
-                sequence.sampler.close()
-            except Exception:  # some memory may be lost, the request is not
-                log.exception("the sampler of request %s could not be freed", sequence.request.id)
 
     def _close(self, group: Group, event: Finished) -> None:
         del self._groups[group.handle]

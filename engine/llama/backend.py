@@ -19,6 +19,7 @@ from cellama.engine.backend import ABORTED, AdapterSet, Chunk, DecodeError, Samp
 from cellama.engine.errors import InvalidRequest
 from cellama.engine.memory.context_size import STREAM_PADDING
 from cellama.engine.options import EngineOptions
+from cellama.engine.sampling.processors import BannedTokens, SequenceStart, load_processor
 from cellama.engine.sampling_params import SamplingParams
 
 from . import log as llama_log
@@ -26,7 +27,7 @@ from .context import AbortFlag, TokenBatch, end_threads, new_context, set_thread
 from .files.state_format import from_portable, to_portable
 from .model import LlamaModel, adapter_pointer
 from .outputs import Outputs
-from .samplers import GreedySampler, LlamaSampler, Plan, form_of
+from .samplers import LlamaSampler, LlamaSamplingPlan, form_of
 
 STATE_FORMAT = 2  # of portable states; another number makes those of before foreign
 UNIFIED_UP_TO = 1  # slots; docs/adr/003-kv-layout.md
@@ -124,6 +125,8 @@ class LlamaBackend:
         self._most_rows = options.logit_rows
         self._outputs = Outputs(self.context, options.logit_rows, self.n_vocab)
         self._abort = AbortFlag(self.context)
+        self._logits_processors = options.logits_processors
+        self._banned_ends = BannedTokens(model.end_tokens)  # of requests that never end
         self._adapters: AdapterSet = ()  # those of the last decode call
 
     def set_threads(self, count: int) -> None:
@@ -192,20 +195,21 @@ class LlamaBackend:
         """The token with the highest logit, before anything changed this row. Raises KeyError."""
         return self._outputs.likeliest(slot, row)
 
-    def prepare(self, params: SamplingParams, visible: Mapping[int, bytes] | None = None) -> Plan:
+    def prepare(self, params: SamplingParams, visible: Mapping[int, bytes] | None = None) -> LlamaSamplingPlan:
         for token, _ in params.logit_bias:
             if token >= self.n_vocab:
                 raise InvalidRequest(f"logit_bias names token {token}; the model has tokens 0..{self.n_vocab - 1}")
         form = form_of(params)
-        return Plan(
+        return LlamaSamplingPlan(
             params,
-            None if form is None else self.vocabulary.grammars.compile(form, visible),
-            self.vocabulary.breakers(params.dry_sequence_breakers) if params.has_dry else None,
+            constraint=None if form is None else self.vocabulary.grammars.compile(form, visible),
+            breakers=self.vocabulary.breakers(params.dry_sequence_breakers) if params.has_dry else None,
+            added_processors=tuple(load_processor(path) for path in self._logits_processors),
         )
 
     def new_sampler(
         self,
-        plan: Plan,
+        plan: LlamaSamplingPlan,
         seed: int,
         history: Sequence[int],
         *,
@@ -214,10 +218,11 @@ class LlamaBackend:
         num_unbound: int | None = 0,
         mirostat_mu: float | None = None,
     ) -> Sampler:
-        banned = np.array(sorted(self.vocabulary.end_tokens), dtype=np.int64) if ban_end else None
-        if plan.params.is_plainly_greedy:
-            return GreedySampler(self, banned)
-        return LlamaSampler(self, plan, seed, history, banned, num_sampled, num_unbound, mirostat_mu)
+        start = SequenceStart(
+            plan.params, history, num_sampled, n_vocab=self.n_vocab, end_tokens=self.vocabulary.end_tokens
+        )
+        banned = self._banned_ends if ban_end else None
+        return LlamaSampler(self, plan, seed, start, banned, num_unbound, mirostat_mu)
 
     # The cells of its slots (docs/adr/010-cutting-states-back.md)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,7 +11,8 @@ from numpy.typing import NDArray
 from cellama.engine.errors import GrammarFailed
 from cellama.engine.grammar.grammars import Compiled, Form
 from cellama.engine.logprobs import TokenLogprob
-from cellama.engine.sampling.dry import Breakers, Dry
+from cellama.engine.sampling.dry import Breakers
+from cellama.engine.sampling.processors import BannedTokens, ProcessorFactory, SequenceStart, make_processors
 from cellama.engine.sampling.sampler import NothingAllowed, TokenSampler
 from cellama.engine.sampling_params import CONSTRAINTS, SamplingParams
 
@@ -32,12 +32,13 @@ class LogitsSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LlamaSamplingPlan:
     """A request's parameters, and what was made of them once for all of its sequences, on its caller's thread."""
 
     params: SamplingParams
     constraint: Compiled | None = None
     breakers: Breakers | None = None  # with DRY
+    added_processors: tuple[ProcessorFactory, ...] = ()  # those of the model option `logits_processors`
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -53,78 +54,48 @@ def form_of(params: SamplingParams) -> Form | None:
     return Form(given, getattr(params, given), params.grammar_root, params.strict_schema)
 
 
-class GreedySampler:
-    """The most likely token, straight from the logits, for requests that want nothing else."""
-
-    mirostat_mu: float | None = None
-
-    def __init__(self, source: LogitsSource, banned: NDArray[np.int64] | None) -> None:
-        self._source = source
-        self._banned = frozenset() if banned is None else frozenset(banned.tolist())
-
-    def sample(self, slot: int, forced: int | None = None, row: int = 0) -> tuple[int, TokenLogprob | None]:
-        if forced is not None:
-            return forced, None
-        token = self._source.likeliest(slot, row)
-        if token in self._banned:
-            logits = self._source.logits(slot, row)
-            logits[list(self._banned)] = -np.inf
-            token = int(logits.argmax())
-        return token, None
-
-    def bind(self) -> None:
-        pass
-
-    def forced_tokens(self) -> list[int]:
-        return []
-
-    def close(self) -> None:
-        pass
-
-
 class LlamaSampler:
-    """Everything that SamplingParams can ask for."""
+    """Samples the tokens of one sequence from the logits that decode calls leave for its slot."""
 
     def __init__(
         self,
         source: LogitsSource,
-        plan: Plan,
+        plan: LlamaSamplingPlan,
         seed: int,
-        history: Sequence[int],
-        banned: NDArray[np.int64] | None,
-        num_sampled: int,
+        start: SequenceStart,
+        banned: BannedTokens | None,
         num_unbound: int | None,
         mirostat_mu: float | None,
     ) -> None:
         """Raises GrammarFailed."""
         self._source = source
-        self._mirostat = bool(plan.params.mirostat)
+        self._has_mirostat = bool(plan.params.mirostat)
+        last_n = plan.params.dry_penalty_last_n
+        processors = make_processors(
+            start,
+            breakers=plan.breakers,
+            dry_window=source.ctx_per_slot if last_n < 0 else last_n,
+            added=plan.added_processors,
+            banned=banned,
+        )
+        self._sampler = TokenSampler(
+            plan.params, seed, processors, num_sampled=start.num_sampled, mirostat_mu=mirostat_mu
+        )
+        # The fast path of a greedy request: the likeliest token is the choice, unless it is one of these.
+        self._banned: frozenset[int] | None = None
+        if plan.params.is_plainly_greedy and all(processor is banned for processor in processors):
+            self._banned = frozenset() if banned is None else banned.tokens
         self._grammar = None if plan.constraint is None else plan.constraint.begin()
         self._is_bound = False
-        self._sampler = TokenSampler(
-            plan.params,
-            seed,
-            history,
-            banned=banned,
-            dry=self._dry(plan, history),
-            num_sampled=num_sampled,
-            mirostat_mu=mirostat_mu,
-        )
         if self._grammar is not None and num_unbound is not None:
-            for token in history[len(history) - num_sampled + num_unbound :]:
+            for token in start.tokens[len(start.tokens) - start.num_sampled + num_unbound :]:
                 self._grammar.accept(token)
             self.bind()
-
-    def _dry(self, plan: Plan, history: Sequence[int]) -> Dry | None:
-        if plan.breakers is None:
-            return None
-        last_n = plan.params.dry_penalty_last_n
-        return Dry(plan.params, self._source.ctx_per_slot if last_n < 0 else last_n, plan.breakers, history)
 
     @property
     def mirostat_mu(self) -> float | None:
         """What mirostat has learned; None without it."""
-        return self._sampler.mirostat_mu if self._mirostat else None
+        return self._sampler.mirostat_mu if self._has_mirostat else None
 
     def bind(self) -> None:
         if self._grammar is not None:
@@ -135,6 +106,12 @@ class LlamaSampler:
         return self._grammar.forced_tokens() if self._is_bound and self._grammar is not None else []
 
     def sample(self, slot: int, forced: int | None = None, row: int = 0) -> tuple[int, TokenLogprob | None]:
+        if self._banned is not None:
+            if forced is not None:
+                return forced, None
+            token = self._source.likeliest(slot, row)
+            if token not in self._banned:
+                return token, None
         try:
             return self._sampler.sample(self._source.logits(slot, row), forced)
         except NothingAllowed:
@@ -142,6 +119,3 @@ class LlamaSampler:
                 "none of the model's tokens is allowed here by the schema or grammar, logit_bias and ignore_eos; "
                 "loosen one of them"
             ) from None
-
-    def close(self) -> None:
-        pass

@@ -7,7 +7,7 @@ a sequence goes on exactly anywhere: what is needed is its tokens, and one numbe
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -32,12 +32,12 @@ from .filters import (
     top_p_candidates,
     typical,
 )
-from .penalties import Penalties
+from .processors import LogitsProcessor
 
 _FIRST_LOOK = 256  # candidates that a grammar is asked about before the whole vocabulary
 
 
-class Constraint(Protocol):
+class TokenConstraint(Protocol):
     """Allows some tokens and forbids others, depending on what was accepted."""
 
     def allows(self, tokens: Ids) -> NDArray[np.bool_]:
@@ -57,14 +57,6 @@ class Constraint(Protocol):
         ...
 
 
-class Changer(Protocol):
-    """Changes logits by the tokens that came before."""
-
-    def apply(self, logits: Logits) -> None: ...
-
-    def accept(self, token: int) -> None: ...
-
-
 class TokenSampler:
     """Chooses the tokens of one sequence, one after another."""
 
@@ -72,30 +64,24 @@ class TokenSampler:
         self,
         params: SamplingParams,
         seed: int,
-        history: Iterable[int] = (),
+        processors: Sequence[LogitsProcessor] = (),
         *,
-        banned: Ids | None = None,
-        constraint: Constraint | None = None,
-        dry: Changer | None = None,
+        constraint: TokenConstraint | None = None,
         num_sampled: int = 0,
         mirostat_mu: float | None = None,
     ) -> None:
-        """`history` is what the penalties look back on; `num_sampled` of its last tokens were sampled before.
+        """`processors` have accepted the tokens so far, of which the last `num_sampled` were sampled before.
 
-        `dry` has seen the history. `mirostat_mu` is what mirostat had learned by then.
+        `mirostat_mu` is what mirostat had learned by then.
         """
         self._params = params
         self._seed = seed
-        self._banned = banned
+        self._processors = processors
         self._constraint = constraint
-        penalties = Penalties(params, history) if params.has_penalties else None
-        self._changers = [changer for changer in (penalties, dry) if changer is not None]
-        self._bias = _bias_arrays(params)
-        self._changes_logits = bool(self._changers or self._bias) or banned is not None
         self.num_sampled = num_sampled
         self.mirostat_mu = 2 * params.mirostat_tau if mirostat_mu is None else mirostat_mu
 
-    def constrain(self, constraint: Constraint) -> None:
+    def constrain(self, constraint: TokenConstraint) -> None:
         """From now on the constraint holds."""
         self._constraint = constraint
 
@@ -105,12 +91,13 @@ class TokenSampler:
         Changes `logits`. Raises NothingAllowed.
         """
         top = self._params.logprobs
-        raw = logits.copy() if top is not None and self._changes_logits else logits
+        raw = logits.copy() if top is not None and self._processors else logits
         report = _LogprobReport(raw, top) if top is not None else None
         if forced is not None and (self._constraint is None or self._constraint.allows(np.array([forced]))[0]):
             self._accept(forced)
             return forced, report.of(forced) if report else None
-        self._adjust(logits)
+        for processor in self._processors:
+            processor.apply(logits)
         token = self._pick(logits, "draw")
         if self._constraint is not None and not self._constraint.allows(np.array([token]))[0]:
             token = self._pick_allowed(logits, self._constraint)
@@ -118,16 +105,7 @@ class TokenSampler:
         self._accept(token)
         return token, report.of(token) if report else None
 
-    def _adjust(self, logits: Logits) -> None:
-        """In llama.cpp's order (common/sampling.cpp): biases, penalties, DRY, then what filters tokens."""
-        if self._bias is not None:
-            np.add.at(logits, *self._bias)
-        for changer in self._changers:
-            changer.apply(logits)
-        if self._banned is not None:
-            logits[self._banned] = -np.inf
-
-    def _pick_allowed(self, logits: Logits, constraint: Constraint) -> int:
+    def _pick_allowed(self, logits: Logits, constraint: TokenConstraint) -> int:
         """Chooses among what the constraint allows. Without a mask that is most often seen from the likeliest few."""
         mask = constraint.mask()
         if mask is not None:
@@ -221,8 +199,8 @@ class TokenSampler:
             self.mirostat_mu -= self._params.mirostat_eta * (self._surprise - self._params.mirostat_tau)
 
     def _accept(self, token: int) -> None:
-        for changer in self._changers:
-            changer.accept(token)
+        for processor in self._processors:
+            processor.accept(token)
         if self._constraint is not None:
             self._constraint.accept(token)
         self.num_sampled += 1
@@ -244,10 +222,3 @@ class _LogprobReport:
 
     def of(self, token: int) -> TokenLogprob:
         return TokenLogprob(token, float(self._logits[token]) - self._normaliser, self._top)
-
-
-def _bias_arrays(params: SamplingParams) -> tuple[Ids, NDArray[np.float32]] | None:
-    if not params.logit_bias:
-        return None
-    ids, biases = zip(*params.logit_bias, strict=True)
-    return np.array(ids, dtype=np.int64), np.array(biases, dtype=np.float32)

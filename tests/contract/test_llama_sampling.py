@@ -163,11 +163,9 @@ def test_sampler_state_is_restored_after_any_number_of_draws(model: Model) -> No
         for _ in range(2):
             sampler: Any = backend.new_sampler(backend.prepare(params), 9, history, ban_end=False, num_sampled=count)
             runs.append([sampler._sampler.sample(row.copy())[0] for row in steps])
-            sampler.close()
         half = runs[0][:8]
         resumed: Any = backend.new_sampler(
             backend.prepare(params), 9, [*history, *half], ban_end=False, num_sampled=count + 8
         )
         assert [resumed._sampler.sample(row.copy())[0] for row in steps[8:]] == runs[0][8:]
-        resumed.close()
         assert runs[0] == runs[1]

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from cellama.engine import EngineOptions, Model, ModelManager
 from cellama.engine.llama import LlamaModel
 from cellama.engine.sampling.dry import Dry
+from cellama.engine.sampling.processors import SequenceStart, make_processors
 from cellama.engine.sampling.sampler import TokenSampler
 from cellama.engine.sampling_params import SamplingParams
 
@@ -95,10 +96,11 @@ def compare(weights: LlamaModel, params: SamplingParams, history: list[int], log
     theirs = probabilities(chain.candidates(logits.copy()))
     chain.close()
     window, breakers = params.dry_penalty_last_n, weights.breakers(params.dry_sequence_breakers)
-    dry = Dry(params, window, breakers, history) if params.has_dry else None
-    sampler = TokenSampler(params, 0, history, dry=dry)
+    start = SequenceStart(params, history, 0, n_vocab=len(logits), end_tokens=frozenset())
     changed = logits.copy()
-    sampler._adjust(changed)
+    for processor in make_processors(start, breakers=breakers if params.has_dry else None, dry_window=window):
+        processor.apply(changed)
+    sampler = TokenSampler(params, 0)
     ids, values = sampler.candidates(changed)
     ours = probabilities(dict(zip(ids.tolist(), values.tolist(), strict=True)))
     for token in ours.keys() ^ theirs.keys():  # one more or less at the border of a filter

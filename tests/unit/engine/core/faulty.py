@@ -31,9 +31,6 @@ class FaultySampler(FakeSampler):
         self.fault("sample", self.poisoned)
         return super().sample(slot, forced, row)[0], None
 
-    def close(self) -> None:
-        self.fault("close", self.poisoned)
-
 
 @dataclass
 class FaultyBackend(FakeBackend):

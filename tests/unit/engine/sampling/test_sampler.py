@@ -14,17 +14,23 @@ from numpy.typing import NDArray
 from cellama.engine import InvalidRequest, SamplingParams
 from cellama.engine.sampling.draws import uniforms
 from cellama.engine.sampling.filters import softmax, sorted_candidates, top_ids, top_p, top_p_candidates
-from cellama.engine.sampling.penalties import Penalties
+from cellama.engine.sampling.processors import BannedTokens, Penalties, SequenceStart, make_processors
 from cellama.engine.sampling.sampler import NothingAllowed, TokenSampler
 
 OFF: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 LOGITS = np.log(np.array([0.4, 0.3, 0.15, 0.1, 0.05], dtype=np.float32))
 
 
+def sampler_of(params: SamplingParams, seed: int, tokens: Sequence[int] = (), **learned: Any) -> TokenSampler:
+    """A sampler with the built-in processors."""
+    start = SequenceStart(params, tokens, 0, n_vocab=len(LOGITS), end_tokens=frozenset())
+    return TokenSampler(params, seed, make_processors(start), **learned)
+
+
 def draws(logits: NDArray[np.float32], count: int = 4000, **params: Any) -> NDArray[np.float64]:
     """How often each token came, with one seed per draw."""
     sampling = SamplingParams(**{**OFF, **params})
-    chosen = [TokenSampler(sampling, seed).sample(logits.copy())[0] for seed in range(count)]
+    chosen = [sampler_of(sampling, seed).sample(logits.copy())[0] for seed in range(count)]
     return np.bincount(chosen, minlength=len(logits)) / count
 
 
@@ -66,22 +72,36 @@ def test_xtc_applies_as_often_as_it_says() -> None:
 
 def test_penalties_are_llama_cpps() -> None:
     params = SamplingParams(repeat_penalty=2.0, frequency_penalty=0.5, presence_penalty=0.25, repeat_last_n=4)
-    penalties = Penalties(params, history=[9, 1, 1, 2, 0])  # 9 is out of the window
+    penalties = Penalties(params, [9, 1, 1, 2, 0])  # 9 is out of the window
     logits = np.array([2.0, 4.0, -1.0, 3.0] + [0.0] * 6, dtype=np.float32)
     penalties.apply(logits)
     assert logits[:4].tolist() == [2 / 2 - 0.75, 4 / 2 - 1.25, -1 * 2 - 0.75, 3.0]
     assert not logits[4:].any()
 
 
+def test_bans_hold_whatever_other_processors_add() -> None:
+    class Wish:
+        def apply(self, logits: NDArray[np.float32]) -> None:
+            logits[:] += 100
+
+        def accept(self, token: int) -> None: ...
+
+    params = SamplingParams(logit_bias=((1, 50.0),))
+    start = SequenceStart(params, [0], 0, n_vocab=len(LOGITS), end_tokens=frozenset({1}))
+    processors = make_processors(start, added=[lambda _: None, lambda _: Wish()], banned=BannedTokens(start.end_tokens))
+    assert [type(processor).__name__ for processor in processors] == ["LogitBias", "Wish", "BannedTokens"]
+    assert 1 not in {TokenSampler(params, seed, processors).sample(LOGITS.copy())[0] for seed in range(50)}
+
+
 @given(st.integers(0, 2**32 - 2), st.integers(0, 40), st.sampled_from([{}, {"mirostat": 1}, {"mirostat": 2}]))
 def test_a_sampler_goes_on_exactly_after_any_number_of_draws(seed: int, count: int, extra: dict[str, Any]) -> None:
     params = SamplingParams(temperature=1.5, repeat_penalty=1.3, xtc_probability=0.3, **extra)
     steps = np.random.default_rng(3).normal(size=(60, 50)).astype(np.float32)
-    whole = TokenSampler(params, seed, history=[1, 2, 3])
+    whole = sampler_of(params, seed, [1, 2, 3])
     tokens = [whole.sample(step.copy())[0] for step in steps]
-    first = TokenSampler(params, seed, history=[1, 2, 3])
+    first = sampler_of(params, seed, [1, 2, 3])
     head = [first.sample(step.copy())[0] for step in steps[:count]]
-    second = TokenSampler(params, seed, [1, 2, 3, *head], num_sampled=count, mirostat_mu=first.mirostat_mu)
+    second = sampler_of(params, seed, [1, 2, 3, *head], num_sampled=count, mirostat_mu=first.mirostat_mu)
     assert head + [second.sample(step.copy())[0] for step in steps[count:]] == tokens
 
 
@@ -175,7 +195,7 @@ def test_constraint_that_allows_nothing_is_told() -> None:
 
 def test_logprobs_are_of_the_models_own_distribution() -> None:
     params = SamplingParams(temperature=0.0, logprobs=2, logit_bias=((4, 100.0),))
-    token, report = TokenSampler(params, 0).sample(LOGITS.copy())
+    token, report = sampler_of(params, 0).sample(LOGITS.copy())
     assert report is not None
     assert (token, report.token) == (4, 4)
     assert report.logprob == pytest.approx(np.log(0.05), abs=1e-5)

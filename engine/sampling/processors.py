@@ -1,0 +1,144 @@
+"""Logits processors: each changes the logits of one sequence before its next token is chosen.
+
+The built-in ones are here and in `dry.py`. The model option `logits_processors` adds others by import path
+(docs/how-to/library.md).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from cellama.engine.errors import InvalidRequest
+from cellama.engine.sampling_params import SamplingParams
+
+from .dry import Breakers, Dry
+from .filters import Logits
+
+
+class LogitsProcessor(Protocol):
+    """Changes the logits of one sequence by the tokens that came before. Engine thread only."""
+
+    def apply(self, logits: Logits) -> None:
+        """Change the logits of the next token in place: float32, one for each token of the vocabulary.
+
+        -inf forbids a token.
+        """
+        ...
+
+    def accept(self, token: int) -> None:
+        """Account the token that was chosen."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceStart:
+    """A sequence at the moment at which its processors are made: at its start, or where it resumes."""
+
+    params: SamplingParams
+    tokens: Sequence[int]  # the prompt, and the output if the sequence resumes
+    num_sampled: int  # of these tokens, the last ones, which are output
+    n_vocab: int
+    end_tokens: frozenset[int]  # tokens that end a text
+
+
+ProcessorFactory = Callable[[SequenceStart], LogitsProcessor | None]  # None: nothing to do for this sequence
+
+
+class LogitBias:
+    """Adds a number to the logits of some tokens."""
+
+    def __init__(self, biases: Sequence[tuple[int, float]]) -> None:
+        ids, values = zip(*biases, strict=True)
+        self._ids = np.array(ids, np.int64)
+        self._values = np.array(values, np.float32)
+
+    def apply(self, logits: Logits) -> None:
+        np.add.at(logits, self._ids, self._values)  # a token may be given twice
+
+    def accept(self, token: int) -> None: ...
+
+
+class Penalties:
+    """Makes tokens less likely that occurred recently. Source: llama.cpp, llama-sampler.cpp, penalties."""
+
+    def __init__(self, params: SamplingParams, tokens: Iterable[int]) -> None:
+        self._params = params
+        self._window: deque[int] = deque(tokens, maxlen=params.repeat_last_n)
+        self._counts = Counter(self._window)
+
+    def apply(self, logits: Logits) -> None:
+        ids = np.fromiter(self._counts.keys(), np.int64, len(self._counts))
+        counts = np.fromiter(self._counts.values(), np.float32, len(self._counts))
+        values, repeat = logits[ids], self._params.repeat_penalty
+        values = np.where(values <= 0, values * repeat, values / repeat)
+        logits[ids] = values - counts * self._params.frequency_penalty - self._params.presence_penalty
+
+    def accept(self, token: int) -> None:
+        if len(self._window) == self._window.maxlen:
+            oldest = self._window[0]
+            self._counts[oldest] -= 1
+            if not self._counts[oldest]:
+                del self._counts[oldest]
+        self._window.append(token)
+        self._counts[token] += 1
+
+
+class BannedTokens:
+    """Forbids some tokens at every position. It has no state, so sequences can share it."""
+
+    def __init__(self, tokens: Iterable[int]) -> None:
+        self.tokens = frozenset(tokens)
+        self._ids = np.array(sorted(self.tokens), np.int64)
+
+    def apply(self, logits: Logits) -> None:
+        logits[self._ids] = -np.inf
+
+    def accept(self, token: int) -> None: ...
+
+
+def make_processors(
+    start: SequenceStart,
+    *,
+    breakers: Breakers | None = None,
+    dry_window: int = 0,
+    added: Iterable[ProcessorFactory] = (),
+    banned: BannedTokens | None = None,
+) -> list[LogitsProcessor]:
+    """Return the processors of a sequence in the order in which they apply.
+
+    The built-in ones are in llama.cpp's order (common/sampling.cpp): biases, penalties, DRY. Those in `added` follow.
+    Bans come last, so that no other processor lifts them. `breakers` and `dry_window` are for DRY: the tokens that a
+    repetition doesn't cross, and how many tokens DRY looks back on.
+    """
+    params, made = start.params, list[LogitsProcessor]()
+    if params.logit_bias:
+        made.append(LogitBias(params.logit_bias))
+    if params.has_penalties:
+        made.append(Penalties(params, start.tokens))
+    if breakers is not None:
+        made.append(Dry(params, dry_window, breakers, start.tokens))
+    made += [processor for factory in added if (processor := factory(start)) is not None]
+    if banned is not None:
+        made.append(banned)
+    return made
+
+
+@functools.cache
+def load_processor(path: str) -> ProcessorFactory:
+    """Return the class or function of an import path `package.module:name`. Raises InvalidRequest."""
+    module, _, name = path.partition(":")
+    try:
+        factory = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InvalidRequest(f"logits_processors: {path!r} can't be imported: {error}; check the path") from None
+    if not callable(factory):
+        raise InvalidRequest(f"logits_processors: {path!r} is not callable; name a class or a function")
+    made: ProcessorFactory = factory
+    return made
