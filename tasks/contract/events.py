@@ -1,7 +1,7 @@
 """The events of a job, as JSON objects (docs/architecture.md: Events of a job).
 
-`type` tells them apart, for type checkers, too. The publisher numbers them: whatever a reader gets has a `seq`, but for
-a `ping`, which is in no journal.
+`type` tells them apart, also for type checkers. The publisher numbers them: whatever a reader gets has a `seq`, except
+for a `ping`, which is in no journal. A new type is a TypedDict, a function that makes it, and a row of EVENT_CLASSES.
 """
 
 from __future__ import annotations
@@ -14,9 +14,23 @@ from .codes import meaning_of
 from .shapes.results import FinishReason, Logprob, Mode, Result, Timings, ToolCall, Usage
 
 EVENT_FIELD = "event"  # the one field of a journal entry
-TERMINAL_TYPES = frozenset({"done", "error"})
 OUTPUT_TYPES = frozenset({"token", "reasoning", "reasoning_end"})  # they carry the ids of sampled tokens
-PROGRESS_TYPES = OUTPUT_TYPES | {"line"}
+
+# What an event changes in the ledger when it is written (state/lua/write.lua):
+# start: the job has a slot, so it runs and does not wait any more.
+# progress: the same, and its worker can compute it, so earlier crashes don't count any more.
+# terminal: the job has ended.
+# informative: nothing. It is journaled and published like any other.
+EventClass = Literal["start", "progress", "terminal", "informative"]
+EVENT_CLASSES: dict[str, EventClass] = {
+    "started": "start",
+    "token": "progress",
+    "reasoning": "progress",
+    "reasoning_end": "progress",
+    "line": "progress",
+    "done": "terminal",
+    "error": "terminal",
+}
 
 
 class _Numbered(TypedDict, total=False):
@@ -184,4 +198,4 @@ def is_output(event: Event) -> TypeIs[OutputEvent]:
 
 def is_terminal(event: Event) -> TypeIs[TerminalEvent]:
     """True for the one event that ends a stream."""
-    return event.get("type") in TERMINAL_TYPES
+    return EVENT_CLASSES.get(event["type"]) == "terminal"

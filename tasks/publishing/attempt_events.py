@@ -55,12 +55,18 @@ class RunEvents:
 
     def entry(self, event: Event, result: Result | None = None, contexts: Contexts = ()) -> Entry:
         """The event with the next number. Raises what it means that it can't be written; the number stays free then."""
-        fence, told = (self.attempt.job_id, self.attempt.run), numbered(event, self.next_seq)
-        if result is not None and self.celery_end and (stored := self.celery_end.stored(result)) is not None:
-            entry = Entry(*fence, told, None, stored, self.celery_end.token, contexts)
+        stored = self.celery_end.stored(result) if result is not None and self.celery_end is not None else None
+        entry = Entry(
+            job_id=self.attempt.job_id,
+            run=self.attempt.run,
+            event=numbered(event, self.next_seq),
+            result=result if stored is None else None,
+            stored=stored,
+            token="" if stored is None or self.celery_end is None else self.celery_end.token,
+            contexts=contexts,
+        )
+        if stored is not None:
             self._last_result = result
-        else:
-            entry = Entry(*fence, told, result, contexts=contexts)
         self.next_seq += 1
         return entry
 

@@ -269,7 +269,7 @@ class Publisher:
                 self._give_up(run_id, Interruption.HANDED_BACK)
             elif events.is_terminal(entry.event):
                 self._settle_end(run_id, run)
-            elif entry.event["type"] in events.PROGRESS_TYPES:
+            elif entry.event_class == "progress":
                 run.on_token()
                 if entry.event["type"] == "line":
                     run.on_line(entry.event["line"])

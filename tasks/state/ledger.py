@@ -131,7 +131,7 @@ class Ledger:
 
     def end_waiting(self, job_id: str, event: TerminalEvent, result: Result | None = None) -> bool:
         """Ends a job with this event, as long as no worker runs it."""
-        superseded, _ = self.write([Entry(job_id, None, numbered(event, 0), result)])
+        superseded, _ = self.write([Entry(job_id=job_id, event=numbered(event, 0), result=result)])
         return not superseded
 
     def state(self, job_id: str) -> State | None:

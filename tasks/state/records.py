@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from typing_extensions import TypedDict
 
-from cellama.tasks.contract.events import PROGRESS_TYPES, Event, TerminalEvent, is_terminal
+from cellama.tasks.contract.events import EVENT_CLASSES, Event, EventClass, TerminalEvent
 from cellama.tasks.contract.keys import job_key
 from cellama.tasks.contract.kinds import KINDS
 from cellama.tasks.contract.payloads import GenerateJob, free_of
@@ -255,7 +255,7 @@ class DeadJob(TypedDict):
 Contexts = tuple[tuple[str, bytes], ...]  # by key, as `contexts` packs them
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
     """An event to write. With `run` None, no attempt's: it counts only while no attempt runs, as the next one.
 
@@ -263,7 +263,7 @@ class Entry:
     """
 
     job_id: str
-    run: str | None
+    run: str | None = None
     event: Event  # with its seq
     result: Result | None = None  # with the end of a job that ends well, until Celery has it
     stored: Stored | None = None  # instead of a result: Celery has it with this event
@@ -287,16 +287,15 @@ class Entry:
     @property
     def values(self) -> list[Any]:
         """As the script that writes it reads them."""
-        values = [self.job_id, self.run or "", self.kind, self.event["seq"]]
+        values = [self.job_id, self.run or "", self.event_class, self.event["seq"]]
         values.append(self.event_json.partition(b",")[2])  # the script knows the seq
-        if is_terminal(self.event):
-            stored = (self.stored.value, self.stored.expires_s or "") if self.stored else (b"", "")
-            values += [self.result_json, *stored, self.token, len(self.contexts)]
+        if self.event_class == "terminal":
+            stored, expires_s = (self.stored.value, self.stored.expires_s or "") if self.stored else (b"", "")
+            is_dead = self.event.get("code") == DEAD
+            values += [int(is_dead), self.result_json, stored, expires_s, self.token, len(self.contexts)]
             values += [part for context in self.contexts for part in context]
         return values
 
     @property
-    def kind(self) -> str:
-        if not is_terminal(self.event):
-            return "token" if self.event["type"] in PROGRESS_TYPES else str(self.event["type"])
-        return "dead" if self.event.get("code") == DEAD else "end"
+    def event_class(self) -> EventClass:
+        return EVENT_CLASSES[self.event["type"]]

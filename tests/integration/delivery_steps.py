@@ -158,7 +158,13 @@ class Delivery:
 
     def tell(self, worker: Worker, job_id: str, held: Held, event: events.Event, stored: Stored | None = None) -> bool:
         assert held.attempt is not None
-        entry = Entry(job_id, held.attempt.run, {"seq": held.next_seq, **event}, None, stored, held.taken.token)
+        entry = Entry(
+            job_id=job_id,
+            run=held.attempt.run,
+            event={"seq": held.next_seq, **event},
+            stored=stored,
+            token=held.taken.token,
+        )
         superseded, gaps = self.ledger.write([entry])
         held.next_seq += 1
         if gaps:  # Redis has lost some: from the journal on

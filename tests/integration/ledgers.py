@@ -54,7 +54,9 @@ def begin(ledger: Ledger, job_id: str, **options: Any) -> Attempt:
 
 def write(ledger: Ledger, attempt: Attempt, *told: dict[str, Any], seq: int = 0) -> set[int]:
     """Writes events from `seq` on; the places of those that are superseded."""
-    entries = [Entry(attempt.job_id, attempt.run, {"seq": seq + i, **event}) for i, event in enumerate(told)]
+    entries = [
+        Entry(job_id=attempt.job_id, run=attempt.run, event={"seq": seq + i, **event}) for i, event in enumerate(told)
+    ]
     superseded, gaps = ledger.write(entries)
     assert not gaps
     return superseded

@@ -116,7 +116,10 @@ def test_constrained_job_of_a_version_without_llguidance_fails(
         attempt = ledger.begin(job.id, new_run(), "w", alone=True)
         begun = {"seq": 0, **events.started(model, 4, "w", 7), "fingerprint": weights}
         ledger.write(
-            [Entry(job.id, attempt.run, begun), Entry(job.id, attempt.run, {"seq": 1, **events.token("x", [5])})]
+            [
+                Entry(job_id=job.id, run=attempt.run, event=begun),
+                Entry(job_id=job.id, run=attempt.run, event={"seq": 1, **events.token("x", [5])}),
+            ]
         )
     start_worker()
     assert jobs[0].get(timeout=PATIENCE_S)["usage"]["completion_tokens"] == 4

@@ -57,9 +57,15 @@ def test_contexts_come_with_the_end_of_their_job(ledger: Ledger, job_id: str, re
     contexts = ((first, pack(kept)), (second, pack_after(other, first, 1500)))
     old, attempt = begin(ledger, job_id), begin(ledger, job_id, alone=True)
     write(ledger, attempt, STARTED)
-    assert ledger.write([Entry(job_id, old.run, {"seq": 1, **DONE}, contexts=contexts)]) == ({0}, set())
+    assert ledger.write([Entry(job_id=job_id, run=old.run, event={"seq": 1, **DONE}, contexts=contexts)]) == (
+        {0},
+        set(),
+    )
     assert read_context(redis_client, first, MODEL, 60) is None
-    assert ledger.write([Entry(job_id, attempt.run, {"seq": 1, **DONE}, contexts=contexts)]) == (set(), set())
+    assert ledger.write([Entry(job_id=job_id, run=attempt.run, event={"seq": 1, **DONE}, contexts=contexts)]) == (
+        set(),
+        set(),
+    )
     assert 3600 < int(str(redis_client.ttl(context_key(first)))) <= 86400
     found = [read_context(redis_client, key, MODEL, 86400) for key in (first, second)]
     assert [list(each.tokens) if each else None for each in found] == [kept.tokens, other.tokens]

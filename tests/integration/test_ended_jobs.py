@@ -48,7 +48,7 @@ def end(redis: Redis, unserved: str, job_id: str, event: events.TerminalEvent, r
     taken = ledger.take(job_id, LEASE_S)[0]
     attempt = begin(ledger, job_id, token=taken.token)
     assert attempt.verdict == "run"
-    ledger.write([Entry(job_id, attempt.run, {"seq": 0, **event}, result)])
+    ledger.write([Entry(job_id=job_id, run=attempt.run, event={"seq": 0, **event}, result=result)])
     return taken
 
 

@@ -102,7 +102,7 @@ def test_dead_jobs_are_listed_and_queued_again(start_worker: StartWorker, model:
     for _ in range(4):
         attempt = ledger.begin(job_id, new_run(), "w", alone=True)
     error = {"seq": 0, "type": "error", "code": "dead", "message": "…", "retryable": False}
-    ledger.write([Entry(job_id, attempt.run, error)])
+    ledger.write([Entry(job_id=job_id, run=attempt.run, event=error)])
     with Client() as client:
         assert job_id in [entry["id"] for entry in client.dead()]
         again = client.requeue_dead(job_id)
@@ -154,7 +154,7 @@ def test_job_does_not_go_on_with_the_tokens_of_another_model(
     attempt = ledger.begin(job.id, new_run(), "w", alone=True)
     begun = {"seq": 0, **events.started(model, 4, "w", 7), "fingerprint": "of a model that was there before"}
     token = {"seq": 1, **events.token("x", [5])}
-    ledger.write([Entry(job.id, attempt.run, event) for event in (begun, token)])
+    ledger.write([Entry(job_id=job.id, run=attempt.run, event=event) for event in (begun, token)])
     start_worker()
     with pytest.raises(JobFailed, match=f"began with another model or adapter under the name '{model}'") as caught:
         job.get(timeout=PATIENCE_S)

@@ -151,7 +151,7 @@ class Cluster:
 
     def write(self, job: Played, seq: int, event: events.Event) -> None:
         assert job.attempt is not None
-        self.ledger.write([Entry(job.attempt.job_id, job.attempt.run, {"seq": seq, **event})])  # type: ignore[arg-type]
+        self.ledger.write([Entry(job_id=job.attempt.job_id, run=job.attempt.run, event={"seq": seq, **event})])  # type: ignore[arg-type]
 
     def run(self, seconds: float) -> None:
         """Time goes by."""

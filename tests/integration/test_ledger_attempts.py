@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 
+import pytest
 from redis import Redis
 
 from cellama.tasks import app
@@ -17,6 +18,7 @@ from cellama.tasks.contract.keys import (
     journal_key,
     leases_key,
     result_key,
+    running_key,
 )
 from cellama.tasks.state.ledger import MAX_ATTEMPTS, Ledger, new_run
 from cellama.tasks.state.records import Entry, Stored
@@ -78,6 +80,19 @@ def test_a_token_clears_a_job_of_suspicion(ledger: Ledger, job_id: str) -> None:
     assert begin(ledger, job_id).verdict == "run"
 
 
+def test_informative_event_is_published_and_changes_nothing_else(
+    ledger: Ledger, job_id: str, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(events.EVENT_CLASSES, "note", "informative")
+    attempt = begin(ledger, job_id)
+    write(ledger, attempt, STARTED)
+    started_at = redis_client.zscore(running_key(), job_id)
+    assert write(ledger, attempt, {"type": "note", "text": "half"}, seq=1) == set()
+    assert [event["type"] for event in journal(redis_client, job_id)] == ["started", "note"]
+    assert redis_client.zscore(running_key(), job_id) == started_at
+    assert begin(ledger, job_id).verdict == "suspect"  # it shows no token
+
+
 def test_a_job_that_is_handed_back_is_no_suspect_and_waits_again(ledger: Ledger, job_id: str) -> None:
     attempt = begin(ledger, job_id)
     write(ledger, attempt, STARTED)
@@ -123,7 +138,7 @@ def test_nobody_ends_a_job_that_has_begun(ledger: Ledger, job_id: str) -> None:
 def test_a_stream_with_a_gap_is_not_written(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
     attempt = begin(ledger, job_id)
     write(ledger, attempt, STARTED, TOKEN)
-    assert ledger.write([Entry(job_id, attempt.run, {"seq": 4, **TOKEN})]) == (set(), {0})
+    assert ledger.write([Entry(job_id=job_id, run=attempt.run, event={"seq": 4, **TOKEN})]) == (set(), {0})
     assert [event["seq"] for event in journal(redis_client, job_id)] == [0, 1]
 
 
@@ -145,7 +160,7 @@ def test_an_attempt_that_redis_has_lost_does_not_write_into_its_successor_of_the
 
 def test_results_are_kept_until_celery_has_them(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
     attempt = begin(ledger, job_id)
-    ledger.write([Entry(job_id, attempt.run, {"seq": 0, **DONE}, {"text": "x"})])
+    ledger.write([Entry(job_id=job_id, run=attempt.run, event={"seq": 0, **DONE}, result={"text": "x"})])
     assert kept_result(ledger, job_id) == {"text": "x"}
     app.backend.store_result(job_id, {"text": "x"}, "STARTED")
     assert kept_result(ledger, job_id) == {"text": "x"}
@@ -162,7 +177,8 @@ def test_results_are_kept_until_celery_has_them(ledger: Ledger, job_id: str, red
 def test_an_end_that_celery_hears_of_leaves_nothing_to_do(ledger: Ledger, job_id: str, redis_client: Redis) -> None:
     taken = take(ledger, job_id)
     attempt = begin(ledger, job_id, token=taken.token)
-    end = Entry(job_id, attempt.run, {"seq": 0, **DONE}, None, Stored(b'{"status": "SUCCESS"}', 100), taken.token)
+    stored, event = Stored(b'{"status": "SUCCESS"}', 100), {"seq": 0, **DONE}
+    end = Entry(job_id=job_id, run=attempt.run, event=event, stored=stored, token=taken.token)
     assert ledger.write([end]) == ledger.write([end]) == (set(), set())  # the reply was lost
     assert redis_client.get(result_key(job_id)) == b'{"status": "SUCCESS"}'
     assert 0 < redis_client.ttl(result_key(job_id)) <= 100
@@ -175,7 +191,8 @@ def test_an_end_leaves_the_message_to_whoever_holds_it_by_now(ledger: Ledger, jo
     attempt = begin(ledger, job_id, token=take(ledger, job_id).token)
     redis_client.hdel(job_key(job_id), "holder")  # its worker was frozen
     other = take(ledger, job_id)
-    end = Entry(job_id, attempt.run, {"seq": 0, **DONE}, None, Stored(b"{}", None), "token of the frozen one")
+    stored, event = Stored(b"{}", None), {"seq": 0, **DONE}
+    end = Entry(job_id=job_id, run=attempt.run, event=event, stored=stored, token="token of the frozen one")
     assert ledger.write([end]) == (set(), set())
     assert redis_client.hget(job_key(job_id), "holder") == other.token.encode()
     assert begin(ledger, job_id, token=other.token).verdict == "done"

@@ -76,7 +76,7 @@ def test_an_attempt_without_its_journal_writes_the_next_event_and_none_is_droppe
     redis_client.delete(journal_key(job_id))
     attempt = begin(ledger, job_id, token=taken.token)
     assert attempt.next_seq == 2
-    early = Entry(job_id, attempt.run, {"seq": 0, **DONE})
+    early = Entry(job_id=job_id, run=attempt.run, event={"seq": 0, **DONE})
     assert ledger.write([early]) == (set(), {0})  # never silently: it is not the next event
     assert write(ledger, attempt, events.error("stream_trimmed", "…", False), seq=2) == set()
     assert ledger.state(job_id) == "done"

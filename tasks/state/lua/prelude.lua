@@ -126,7 +126,7 @@ local SHORT_LIST = 2000 -- messages, searched in less than a millisecond
 local LARGE_MESSAGE = 65536 -- bytes; there is not room for many such messages
 
 -- The job has ended with this event, which an attempt (`run`) wrote, or none (''). Celery's part follows: `settle`.
-local function end_job(options, job, id, run, kind, event)
+local function end_job(options, job, id, run, is_dead, event)
   local found = redis.call('HMGET', job, 'queue', 'digest', 'list', 'message', 'holder')
   local queue, digest, list, message, holder = unpack(found, 1, 5)
   redis.call('ZREM', WAITING .. queue, id)
@@ -137,7 +137,7 @@ local function end_job(options, job, id, run, kind, event)
     if #message >= LARGE_MESSAGE or redis.call('LLEN', list) <= SHORT_LIST then redis.call('LREM', list, -1, message) end
   end
   local keep_s = options.event_ttl_s
-  if kind == 'dead' then
+  if is_dead then
     keep_s = options.dead_ttl_s
     redis.call('ZREMRANGEBYSCORE', DEAD, '-inf', stamp(clock() - keep_s))
     redis.call('ZADD', DEAD, stamp(clock()), id)

@@ -15,7 +15,7 @@ for _, message in ipairs(messages) do
   local has_family = string.find(message, '"group": "', 1, true) or string.find(message, '"parent_id": "', 1, true)
   if found[1] == 'queued' and found[2] == '0' and is_ours and not has_family then
     local event = append_event(options, job, id, 0, data)
-    end_job(options, job, id, 'purge', 'end', event)
+    end_job(options, job, id, 'purge', false, event)
     local value = before_id .. id .. behind_id
     if expires == '' then redis.call('SET', RESULT .. id, value) else redis.call('SETEX', RESULT .. id, expires, value) end
     redis.call('PUBLISH', RESULT .. id, value)

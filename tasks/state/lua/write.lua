@@ -1,6 +1,7 @@
 -- Journals and publishes events, each only if its run is the job's current one.
--- ARGV: the options, then five values for each event, and for one that ends its job five more, and key and value of each of
--- its contexts, which are kept like a result. `data` is its JSON after the `seq`, which stands before it.
+-- ARGV: the options, then five values for each event, and for a terminal one six more, and key and value of each of its
+-- contexts, which are kept like a result. `class` says what the event changes (EVENT_CLASSES in contract/events.py). `data` is
+-- its JSON after the `seq`, which stands before it.
 -- With `stored`, what Celery keeps of a job that ends well, nothing is left to do for the job: Celery has its result, and the
 -- worker that holds the message by `token` needs it no more.
 -- Returns the indices of events whose run is superseded, and of those that do not follow what the ledger has of their run.
@@ -8,14 +9,13 @@
 local options = write_options()
 local superseded, gaps, at, i = {}, {}, NUM_OPTIONS + 1, -1
 while at <= #ARGV do
-  local id, run, kind, seq, data = unpack(ARGV, at, at + 4)
+  local id, run, class, seq, data = unpack(ARGV, at, at + 4)
   at, i = at + 5, i + 1
-  local ends = kind == 'end' or kind == 'dead'
-  local result, stored, expires, token, first_context
-  if ends then
+  local is_dead, result, stored, expires, token, first_context
+  if class == 'terminal' then
     local num_contexts
-    result, stored, expires, token, num_contexts = unpack(ARGV, at, at + 4)
-    first_context = at + 5
+    is_dead, result, stored, expires, token, num_contexts = unpack(ARGV, at, at + 5)
+    first_context = at + 6
     at = first_context + 2 * num_contexts
   end
   local job = JOB .. id
@@ -36,8 +36,8 @@ while at <= #ARGV do
     gaps[#gaps+1] = i -- Redis has lost events of this run that it had taken (a failover)
   elseif seq == next_seq then -- else it is written a second time
     local event = append_event(options, job, id, seq, data)
-    if ends then
-      end_job(options, job, id, run, kind, event)
+    if class == 'terminal' then
+      end_job(options, job, id, run, is_dead == '1', event)
       for context = first_context, at - 2, 2 do
         redis.call('SETEX', CONTEXT .. ARGV[context], options.result_ttl_s, ARGV[context+1])
       end
@@ -52,8 +52,8 @@ while at <= #ARGV do
         if result ~= '' then redis.call('HSET', job, 'result', result) end
         redis.call('ZADD', DUE, stamp(clock() + options.settle_s), id) -- the worker settles it before, or the reaper does then
       end
-    elseif kind == 'started' or (kind == 'token' and found[4] ~= '0') then -- the first event of its attempt
-      if kind == 'token' then redis.call('HSET', job, 'failures', 0) end
+    elseif class == 'start' or (class == 'progress' and found[4] ~= '0') then -- the first event of its attempt
+      if class == 'progress' then redis.call('HSET', job, 'failures', 0) end
       redis.call('ZREM', WAITING .. redis.call('HGET', job, 'queue'), id)
       redis.call('ZADD', RUNNING, stamp(clock()), id)
     end

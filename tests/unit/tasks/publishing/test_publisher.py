@@ -40,7 +40,7 @@ def test_publisher_numbers_each_run_by_itself_and_tells_the_attempt() -> None:
     assert ledger.journal("a")[0] == {"seq": 0, **events.started("tiny", 3, "w", 7)}
     assert ledger.journal("b")[-1] == {"seq": 7, **events.error("decode_failed", "no", True)}
     assert {entry.run for entry in ledger.entries if entry.job_id == "b"} == {"3"}
-    assert [entry.result is not None for entry in ledger.entries if entry.kind == "end"] == [True, False]
+    assert [entry.result is not None for entry in ledger.entries if entry.event_class == "terminal"] == [True, False]
     assert [end.result(1) for end in ends] == [True, True]
 
 

@@ -47,7 +47,7 @@ def test_encode_refuses_what_is_no_json(value: Any) -> None:
 
 def test_entry_that_redis_would_not_take_is_refused() -> None:
     with pytest.raises(ValueError, match=f"Redis takes {MAX_ENTRY_BYTES} at most"):
-        Entry("a", "1", {"seq": 0, "type": "line", "result": Encoded(bytes(MAX_ENTRY_BYTES))})
+        Entry(job_id="a", run="1", event={"seq": 0, "type": "line", "result": Encoded(bytes(MAX_ENTRY_BYTES))})
 
 
 @given(arrays(np.float32, st.integers(1, 40), elements=st.floats(-1, 1, width=32)))
