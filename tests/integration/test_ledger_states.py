@@ -16,7 +16,7 @@ from cellama.tasks.estimates.position import position_of
 from cellama.tasks.state.ledger import Ledger
 from cellama.tasks.state.records import Entry
 
-from .ledgers import DONE, LEASE_S, STARTED, TOKEN, begin, ids_in, journal, submission, submit, take, write
+from .ledgers import DONE, LEASE_S, STARTED, TOKEN, begin, ids_in, submission, submit, take, write
 
 
 def resumed(ledger: Ledger, job_id: str) -> Any:
@@ -48,17 +48,6 @@ def test_a_hand_back_after_a_token_is_not_counted_against_later_failures(
     write(ledger, attempt, TOKEN, seq=2)
     ledger.hand_back(attempt)
     assert redis_client.hget(job_key(job_id), "failures") == b"0"
-
-
-def test_an_event_of_an_unknown_type_leaves_the_time_of_the_start(
-    ledger: Ledger, job_id: str, redis_client: Redis
-) -> None:
-    attempt = begin(ledger, job_id)
-    write(ledger, attempt, STARTED)
-    started_at = redis_client.zscore(running_key(), job_id)
-    write(ledger, attempt, {"type": "progress"}, seq=1)
-    assert redis_client.zscore(running_key(), job_id) == started_at
-    assert len(journal(redis_client, job_id)) == 2
 
 
 def test_the_journal_of_a_job_that_has_not_ended_does_not_expire(
