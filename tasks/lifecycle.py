@@ -16,7 +16,7 @@ from cellama.engine import EngineError
 from cellama.tasks.attempt import probe  # noqa: F401  (being imported makes its command known to Celery)
 from cellama.tasks.attempt.attempt import attempt_job, end_revoked
 from cellama.tasks.broker import revokes  # noqa: F401  (being imported makes it known to Celery)
-from cellama.tasks.calls.canvas_steps import tell_end
+from cellama.tasks.broker.celery_ends import end_without_worker
 from cellama.tasks.connection.connections import SOCKET_OPTIONS, connect
 from cellama.tasks.connection.server_check import ServerCheck, UnfitRedis
 from cellama.tasks.contract.codes import Exit
@@ -46,7 +46,7 @@ class LoadModels(bootsteps.StartStopStep):  # type: ignore[misc]
         worker.app.server_check = ServerCheck()
         _check_server(worker.app)
         try:
-            runtime = Runtime(get_settings(), worker.hostname, store=lambda *job: tell_end(worker.app, *job))
+            runtime = Runtime(get_settings(), worker.hostname, store=partial(end_without_worker, worker.app))
         except EngineError as error:
             log.critical("the worker can't start: %s", error)
             raise SystemExit(Exit.CONFIG) from None

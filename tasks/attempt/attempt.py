@@ -41,6 +41,7 @@ from cellama.engine import (
     UnknownAdapter,
     UnknownModel,
 )
+from cellama.tasks.broker.celery_ends import end_with_last_event, leave_nothing_to_celery, started_state
 from cellama.tasks.broker.pool import Interruption, current_job
 from cellama.tasks.connection.redis_errors import is_passing
 from cellama.tasks.connection.redis_waits import redis_waits
@@ -74,7 +75,6 @@ from cellama.tasks.state.records import DEAD, Attempt
 from cellama.tasks.state.registry import live_workers, llguidance_version, recent_workers
 
 from .bulk_slice import ChunkRun, adapters_of_lines, has_constrained_lines
-from .celery_words import celery_end_of, settle, started_for_celery
 from .engine_request import Asked, conversation_of, has_seed, is_constrained, prefill_of, request_of, signer_of
 from .parent import context_of
 from .took import note_took
@@ -130,7 +130,7 @@ class JobAttempt:
         self._attempt: Attempt
         self._ended: Future[bool]  # whether the terminal event of this attempt counts
         self._engine_ends_stream = False
-        self._celery_end = celery_end_of(task, self._control)
+        self._celery_end = end_with_last_event(task, self._control)
         self._past = Past()
         self._held = contextlib.ExitStack()  # the model, until the attempt ends
         self._submitted_at = time.monotonic()  # of the job, by Redis' clock once the attempt has begun
@@ -155,7 +155,7 @@ class JobAttempt:
             raise Reject("the worker ends", requeue=True)
         ledger, worker = self._runtime.ledger, self._runtime.incarnation
         token = getattr(self._task.request, names.TOKEN_HEADER, "")  # Celery makes attributes of message headers
-        started = started_for_celery(self._task)
+        started = started_state(self._task)
         attempt = self._reaching_redis(
             lambda: ledger.begin(self.job_id, run, worker, token=token, alone=alone, started=started)
         )
@@ -189,7 +189,7 @@ class JobAttempt:
             tell_result(result)
             if attempt.number == 1:
                 note_took(self._runtime, self._task, result, time.monotonic() - began_at)
-            settle(self._task, self._celery_end, self._control)
+            leave_nothing_to_celery(self._task, self._celery_end, self._control)
             return result
 
     def _result_or_end(self) -> Result:

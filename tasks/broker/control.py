@@ -20,10 +20,11 @@ from kombu import Connection
 from kombu.pidbox import Mailbox
 from redis import Redis
 
-from cellama.tasks.calls.canvas_steps import ChordClaimed, request_of, tell_end
 from cellama.tasks.contract.keys import cancel_key, leases_key, queues_key, waiting_key
 from cellama.tasks.contract.names import PRIORITIES, is_model_queue, queue_key
 from cellama.tasks.state.ledger import Ledger
+
+from .celery_ends import ChordClaimed, end_without_worker, request_of
 
 REVOKED_S = 10800  # how long Celery's workers remember a revoke
 RETRY_POLICY = {"max_retries": 3, "interval_start": 0, "interval_step": 0.2, "interval_max": 0.2}  # Celery's for tasks
@@ -78,7 +79,7 @@ def _cancel(app: Celery, ledger: Ledger, job_id: str, *, running: bool) -> bool:
     if not ledger.cancel(job_id, running=running) or (ending := ledger.ending(job_id)) is None:
         return False
     try:
-        tell_end(app, job_id, ending)
+        end_without_worker(app, job_id, ending)
     except ChordClaimed:
         return True  # the reaper settles the job once the claim has expired
     ledger.settle(job_id)

@@ -23,9 +23,10 @@ from cellama.tasks.state.encoding import encode
 from cellama.tasks.state.records import Stored
 from cellama.tasks.state.scripts import run_script
 
+from .celery_ends import is_stored_already
+
 ID_MARK = "cellama-task-id"
 CHORD_CLAIM_S = 30  # in which only the worker that counted the last part of a chord may send its body
-IS_STORED = "cellama_is_stored"  # of a task's request: its result is in Redis
 
 
 class ResultBackend(RedisBackend):  # type: ignore[misc]
@@ -52,9 +53,9 @@ class ResultBackend(RedisBackend):  # type: ignore[misc]
     ) -> Any:
         """What Celery does here (KeyValueStoreBackend), retried as it does. Raises BackendStoreError.
 
-        A result that was stored with the last event of its job (`celery_end`) is there already.
+        A result that was stored with the last event of its job is there already (celery_ends.py).
         """
-        if getattr(request, IS_STORED, False) and state == states.SUCCESS:
+        if is_stored_already(request, state):
             return result
         value = self._value(task_id, result, state, traceback, request)
         if len(value) > self._MAX_STR_VALUE_SIZE:

@@ -31,6 +31,7 @@ EVENT_CLASSES: dict[str, EventClass] = {
     "done": "terminal",
     "error": "terminal",
 }
+TERMINAL_TYPES = frozenset(type for type, class_ in EVENT_CLASSES.items() if class_ == "terminal")
 
 
 class _Numbered(TypedDict, total=False):
@@ -198,4 +199,4 @@ def is_output(event: Event) -> TypeIs[OutputEvent]:
 
 def is_terminal(event: Event) -> TypeIs[TerminalEvent]:
     """True for the one event that ends a stream."""
-    return EVENT_CLASSES.get(event["type"]) == "terminal"
+    return event["type"] in TERMINAL_TYPES

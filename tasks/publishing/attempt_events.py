@@ -7,11 +7,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Literal, TypedDict
 
+from cellama.tasks.broker.celery_ends import CeleryEnd
 from cellama.tasks.contract.errors import JobFailed
 from cellama.tasks.contract.events import Event, Foundation, OutputEvent, numbered
 from cellama.tasks.contract.shapes.results import Result
 from cellama.tasks.state.history import outputs_of_line
-from cellama.tasks.state.records import Attempt, CeleryEnd, Contexts, Entry
+from cellama.tasks.state.records import Attempt, Contexts, Entry
 
 from .signing import Signer
 

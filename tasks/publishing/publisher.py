@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from redis.exceptions import RedisError
 
 from cellama.engine import Pulse
+from cellama.tasks.broker.celery_ends import CeleryEnd
 from cellama.tasks.broker.pool import Interruption
 from cellama.tasks.connection.redis_errors import is_passing
 from cellama.tasks.connection.redis_waits import redis_waits
@@ -25,7 +26,7 @@ from cellama.tasks.contract.errors import JobFailed
 from cellama.tasks.contract.events import Event, Foundation, LineEvent
 from cellama.tasks.contract.shapes.results import Result
 from cellama.tasks.state.ledger import Ledger
-from cellama.tasks.state.records import Attempt, CeleryEnd, Contexts, Entry
+from cellama.tasks.state.records import Attempt, Contexts, Entry
 
 from .attempt_events import Order, RunEvents
 from .pages import MAX_BATCH, Numbered, pages

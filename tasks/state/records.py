@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -193,18 +193,6 @@ class Stored:
 
     value: bytes
     expires_s: int | None
-
-
-@dataclass(slots=True)
-class CeleryEnd:
-    """How Celery hears of a job that ends well: with the job's last event, in one step.
-
-    `stored` gives what Celery keeps of a result, or None if Celery must hear of it otherwise. `token` is of the taking.
-    """
-
-    stored: Callable[[Result], Stored | None]
-    token: str
-    result: Result | None = None  # once Celery has it, and the message is gone: nothing is left to do
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,9 @@ from kombu.message import Message
 from redis import Redis
 
 from cellama.tasks import app, embed, generate
+from cellama.tasks.broker.celery_ends import end_without_worker
 from cellama.tasks.broker.control import REVOKED_S, purge_queue
 from cellama.tasks.broker.message import JobRequest
-from cellama.tasks.calls.canvas_steps import tell_end
 from cellama.tasks.contract.keys import cancel_key, job_key
 from cellama.tasks.contract.names import PRIORITY_INTERACTIVE, queue_key, queue_name
 from cellama.tasks.state.ledger import Ledger, new_run
@@ -181,7 +181,7 @@ def test_what_follows_a_job_that_was_too_late_is_sent(unserved: str, redis_clien
     first = generate.s(unserved, "Hi", **late).set(link=callback, compression="gzip")
     done = chain(first, next_step).apply_async().parent
     failed = embed.apply_async((unserved, "Hi"), late, link_error=errback)
-    reaper = Reaper(redis_client, Ledger(redis_client), partial(tell_end, app), lease_s=6.0)
+    reaper = Reaper(redis_client, Ledger(redis_client), partial(end_without_worker, app), lease_s=6.0)
     wait_until(lambda: reaper.settle_due() or (done.ready() and failed.ready()), "the end of both")
     assert done.result["finish_reason"] == "timeout"
 

@@ -14,8 +14,8 @@ from celery.result import AsyncResult
 from redis import Redis
 
 from cellama.tasks import app, generate
+from cellama.tasks.broker.celery_ends import ChordClaimed, end_without_worker, request_of
 from cellama.tasks.broker.result_backend import CHORD_CLAIM_S
-from cellama.tasks.calls.canvas_steps import ChordClaimed, request_of, tell_end
 from cellama.tasks.contract import events
 from cellama.tasks.contract.errors import JobFailed
 from cellama.tasks.contract.keys import chord_key, due_key, job_key, leases_key, result_key
@@ -57,7 +57,7 @@ def recover(redis: Redis, job_id: str) -> None:
     ledger = Ledger(redis)
     ledger.restore(LEASE_S)  # after a gap between two looks, leases get more time
     redis.zadd(leases_key(), {job_id: 1})
-    reaper = Reaper(redis, ledger, partial(tell_end, app), LEASE_S)
+    reaper = Reaper(redis, ledger, partial(end_without_worker, app), LEASE_S)
     wait_until(lambda: ledger.restore(LEASE_S) or redis.zscore(leases_key(), job_id) is None, "the lease to end")
     wait_until(lambda: reaper.settle_due() or redis.hexists(job_key(job_id), "settled"), "the end to be settled")
     assert redis.zscore(due_key(), job_id) is None
@@ -127,13 +127,13 @@ def test_a_chord_completes_once_when_the_worker_died_as_it_sent_the_body(
     ending = Ledger(redis_client).ending(job_id)
     assert ending is not None
     if body_has_run:
-        tell_end(app, job_id, ending)
+        end_without_worker(app, job_id, ending)
     else:
         with pytest.raises(ChordClaimed):  # the reaper looks again later
-            tell_end(app, job_id, ending)
+            end_without_worker(app, job_id, ending)
         assert sent(redis_client, unserved) == []
         redis_client.delete(claim)  # it expires
-        tell_end(app, job_id, ending)
+        end_without_worker(app, job_id, ending)
     assert sent(redis_client, unserved) == ["users.collect"] * (not body_has_run)
 
 
@@ -158,7 +158,7 @@ def test_celery_gets_an_end_that_a_living_worker_could_not_store(unserved: str, 
     job = generate.apply_async((unserved, "Hi"), link_error=step("failed", unserved))
     taken = end(redis_client, unserved, job.id, events.error("x", "y", False))
     Ledger(redis_client).release(taken)  # Celery acks even if Redis refused the result
-    reaper = Reaper(redis_client, Ledger(redis_client), partial(tell_end, app), LEASE_S)
+    reaper = Reaper(redis_client, Ledger(redis_client), partial(end_without_worker, app), LEASE_S)
     wait_until(lambda: reaper.settle_due() or job.state == "FAILURE", "the failure")
     wait_until(lambda: sent(redis_client, unserved) == ["users.failed"], "the errback")
 
@@ -171,7 +171,7 @@ def test_one_end_that_cannot_be_settled_holds_up_no_other(unserved: str, redis_c
     def store(job_id: str, ending: Ending) -> None:
         if job_id == wrong:
             raise ValueError("a broker of the user's that has no such queue")
-        tell_end(app, job_id, ending)
+        end_without_worker(app, job_id, ending)
 
     reaper = Reaper(redis_client, Ledger(redis_client), store, LEASE_S)
     for job_id in (wrong, right):

@@ -19,7 +19,7 @@ from cellama.api.openai.responses.events import Fold, journal_of_result
 from cellama.api.openai.responses.record import ResponseRecord
 from cellama.tasks.connection.redis_errors import reaching_redis
 from cellama.tasks.contract.errors import JobError
-from cellama.tasks.contract.events import EVENT_FIELD, is_terminal
+from cellama.tasks.contract.events import EVENT_FIELD, TERMINAL_TYPES
 from cellama.tasks.contract.keys import job_key, journal_key
 
 EVENTS_PER_PAGE = 500  # some milliseconds of the event loop
@@ -48,7 +48,7 @@ async def look(gateway: Gateway, record: ResponseRecord) -> Standing:
     fold = Fold(record)
     if last:
         event = _event_of(last[0])
-        if not is_terminal(event):
+        if event["type"] not in TERMINAL_TYPES:
             fold.of({"type": "started"})
             return Standing(fold.response())
         if (whole := await _of_journal(gateway, record)) is not None:
@@ -90,7 +90,7 @@ async def _of_journal(gateway: Gateway, record: ResponseRecord) -> Standing | No
                 return None
             fold.of(event)
         after = f"({entries[-1][0].decode()}"
-    if event is None or not is_terminal(event):
+    if event is None or event["type"] not in TERMINAL_TYPES:
         return None
     return Standing(fold.response(), True, event.get("finish_key"))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,9 +40,8 @@ def test_job_that_runs_has_the_timeout_that_it_was_queued_with(
 ) -> None:
     settings_environment(default_timeout_s="50")
     seen: list[Any] = []
-    run = SimpleNamespace(generate=seen.append)
     monkeypatch.setattr(app, "runtime", object())
-    monkeypatch.setattr(app, "attempt", lambda task, streams, body: body(run), raising=False)
+    monkeypatch.setattr(app, "attempt", lambda task, streams, payload: seen.append(payload()), raising=False)
     generate.push_request(delivery_info={"priority": priority}, called_directly=False)
     try:
         generate.run("tiny", "Hi", **kwargs)

@@ -13,13 +13,14 @@ import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from cellama.engine import Context, DecodeFailed, Finished, Started, Text, Watchdog
+from cellama.tasks.broker.celery_ends import CeleryEnd
 from cellama.tasks.connection.refusals import RefusedForNow
 from cellama.tasks.contract import events
 from cellama.tasks.publishing.attempt_events import STRIDE
 from cellama.tasks.publishing.publisher import LINE_MARK
 from cellama.tasks.publishing.results import resume_of
 from cellama.tasks.state.history import Past
-from cellama.tasks.state.records import CeleryEnd, Stored
+from cellama.tasks.state.records import Stored
 
 from ....conftest import PATIENCE_S, wait_until
 from .memory_ledger import COMPLETION, MemoryLedger, attempt, publisher_of
