@@ -62,10 +62,10 @@ def redis(tmp_path: Path) -> Iterator[MovedRedis]:
     own = "local time = {redis.call('GET', '" + CLOCK + "') or 0, 0}"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scripts, "source", lambda name: source(name).replace("local time = redis.call('TIME')", own))
-        scripts._script.cache_clear()
+        scripts._script_with.cache_clear()
         with RedisServer.start(tmp_path) as server, SteadyRedis.from_url(server.url) as client:
             yield client
-    scripts._script.cache_clear()
+    scripts._script_with.cache_clear()
 
 
 @dataclass

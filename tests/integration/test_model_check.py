@@ -37,13 +37,13 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     own = "local time = {redis.call('GET', '" + CLOCK + "') or 0, 0}"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scripts, "source", lambda name: source(name).replace("local time = redis.call('TIME')", own))
-        scripts._script.cache_clear()
+        scripts._script_with.cache_clear()
         folder: Path = tmp_path_factory.mktemp("redis")
         with RedisServer.start(folder) as server, MovedRedis.from_url(server.url) as client:
             redis_of_test.append(client)
             yield
             redis_of_test.clear()
-    scripts._script.cache_clear()
+    scripts._script_with.cache_clear()
 
 
 def scenario(text: str) -> list[tuple[str, int]]:
