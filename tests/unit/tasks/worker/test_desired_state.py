@@ -161,6 +161,8 @@ def test_entries_that_cannot_be_read_are_ignored_and_old_notes_of_what_is_gone_a
     now = time.time()
     fields: dict[Any, Any] = {
         b"x": "y",
+        b"[" * 9999: "x",
+        field_of(model_key("deep")): "[" * 9999,
         field_of(model_key("of_tomorrow")): '{"at":1,"model":{"id":"of_tomorrow","source":1}}',
         field_of(model_key("old")): Override(at=now - KEPT_S - 60, gone=True).text(),
         field_of(model_key("new")): Override(at=now, gone=True).text(),
