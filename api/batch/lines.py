@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -74,6 +74,7 @@ class BadLine:
     message: str
     columns: Mapping[str, Any] = field(default_factory=dict)
     lacks_model: bool = False  # neither the line nor the run names a model
+    code: str = "invalid_request"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +85,23 @@ class Defaults:
     params: Mapping[str, Any]
 
 
-def read_lines(
-    stream: BinaryIO, format_: Format, defaults: Defaults, max_bytes: int, columns: Columns = ALL_COLUMNS
-) -> Iterator[Line | BadLine]:
-    """Every line of a file that is not blank. One whose job is larger than `max_bytes` is a bad one.
+CheckLine = Callable[[int, dict[str, Any] | BadLine], None]
 
-    Raises InvalidJob for a file that can't be read in this form.
+
+def read_lines(
+    stream: BinaryIO,
+    format_: Format,
+    defaults: Defaults,
+    max_bytes: int,
+    columns: Columns = ALL_COLUMNS,
+    check: CheckLine = lambda number, value: None,
+) -> Iterator[Line | BadLine]:
+    """Yield each line of a file that is not blank. A line whose job is larger than `max_bytes` is a bad one.
+
+    `check` gets the number and the object of each line of JSON before it is read, and may raise. Raises InvalidJob for
+    a file that can't be read in this format.
     """
-    for line in _read(stream, format_, defaults, max_bytes, columns):
+    for line in _read(stream, format_, defaults, max_bytes, columns, check):
         if (
             isinstance(line, Line)
             and (over := line_bytes(line.kind, line.params) - room_bytes(line.model, max_bytes)) > 0
@@ -106,13 +116,15 @@ def _too_long(size: int, limit: int) -> str:
 
 
 def _read(
-    stream: BinaryIO, format_: Format, defaults: Defaults, max_bytes: int, columns: Columns
+    stream: BinaryIO, format_: Format, defaults: Defaults, max_bytes: int, columns: Columns, check: CheckLine
 ) -> Iterator[Line | BadLine]:
     if columns.are_named and format_ not in ("csv", "parquet"):
         raise InvalidJob(f"--column and --id-column are for CSV and Parquet; {format_} has no columns")
     if format_ == "jsonl":
         for number, raw in raw_lines(stream, max_bytes):
-            yield _from_json(number, raw, defaults) if isinstance(raw, bytes) else BadLine(number, None, raw)
+            value = _object(number, raw)
+            check(number, value)
+            yield value if isinstance(value, BadLine) else _from_object(number, value, defaults)
         return
     for number, row in _rows(stream, format_, columns, max_bytes):
         if isinstance(row, BadLine):
@@ -162,15 +174,21 @@ def _not_utf8(error: UnicodeDecodeError) -> str:
     return f"it is not valid UTF-8 at byte {error.start}; convert the file"
 
 
-def _from_json(number: int, raw: bytes, defaults: Defaults) -> Line | BadLine:
+def _object(number: int, raw: bytes | str) -> dict[str, Any] | BadLine:
+    if isinstance(raw, str):
+        return BadLine(number, None, raw, code="line_too_long")
     try:
         value = json.loads(raw.decode("utf-8-sig"))  # of bytes, `loads` would guess the encoding
     except UnicodeDecodeError as error:
-        return BadLine(number, None, _not_utf8(error))
+        return BadLine(number, None, _not_utf8(error), code="invalid_json_line")
     except (ValueError, RecursionError) as error:
-        return BadLine(number, None, f"it is no JSON: {error}")
+        return BadLine(number, None, f"it is not valid JSON: {error}", code="invalid_json_line")
     if not isinstance(value, dict):
-        return BadLine(number, None, f"it is {type(value).__name__}, not an object")
+        return BadLine(number, None, f"it is {type(value).__name__}, not an object", code="invalid_json_line")
+    return value
+
+
+def _from_object(number: int, value: dict[str, Any], defaults: Defaults) -> Line | BadLine:
     if "url" in value or "body" in value:
         return _from_openai(number, value, defaults)
     custom_id = value.pop("custom_id", value.pop("id", f"line-{number}"))  # no id that counts could give

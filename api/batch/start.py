@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 from redis import Redis
 from redis.exceptions import RedisError
@@ -37,6 +37,14 @@ from .serving import check_model
 from .work import WorkFile
 
 LINES_PER_WORD = 2000  # while the input is read
+
+
+class CheckInput(Protocol):
+    """Checks the lines of an input while it is read, and may refuse all of it by raising InvalidJob."""
+
+    def line(self, number: int, value: dict[str, Any] | BadLine) -> None: ...
+
+    def end(self) -> None: ...
 
 
 OnRead = Callable[[int], None]
@@ -65,6 +73,7 @@ def run_batch(
     options: BatchOptions,
     on_read: OnRead = lambda count: None,
     on_progress: OnProgress = lambda progress: None,
+    check: CheckInput | None = None,
 ) -> Summary:
     """Runs a file to its end, or goes on with it. Raises InvalidJob, OSError; what was finished stays finished.
 
@@ -83,7 +92,7 @@ def run_batch(
         opened.enter_context(_told(Batches(redis), work.get("run_id"), options, paths))
         error_echo = sys.stderr.fileno() if to_stdout and options.errors is None else None
         try:
-            lines = _read_input(work, options, paths, on_read, error_echo)
+            lines = _read_input(work, options, paths, on_read, error_echo, check)
         except InvalidJob:
             if is_new:  # nothing of it has begun
                 work.remove()
@@ -191,7 +200,14 @@ def _work_file(paths: Paths) -> WorkFile:
         raise
 
 
-def _read_input(work: WorkFile, options: BatchOptions, paths: Paths, on_read: OnRead, echo: int | None) -> LineFile:
+def _read_input(
+    work: WorkFile,
+    options: BatchOptions,
+    paths: Paths,
+    on_read: OnRead,
+    echo: int | None,
+    check: CheckInput | None = None,
+) -> LineFile:
     """Notes every line of the input, and opens the error file with those that can't be run."""
     fresh = paths.errors.with_name(paths.errors.name + ".part")
     fresh.unlink(missing_ok=True)
@@ -201,11 +217,13 @@ def _read_input(work: WorkFile, options: BatchOptions, paths: Paths, on_read: On
             work.note(options=_stored(options))
             count = 0
             without_model = 0
-            for count, line in enumerate(_lines_of(options), start=1):
+            for count, line in enumerate(_lines_of(options, check), start=1):
                 _note(work, line, options, unreadable)
                 without_model += isinstance(line, BadLine) and line.lacks_model
                 if count % LINES_PER_WORD == 0:
                     on_read(count)
+            if check is not None:
+                check.end()
             if count and without_model == count:
                 raise InvalidJob("no line names a model; give the run one with --model")
             _check_reading(work, count, options, paths)
@@ -226,14 +244,17 @@ def _read_input(work: WorkFile, options: BatchOptions, paths: Paths, on_read: On
     return LineFile(paths.errors, echo)
 
 
-def _lines_of(options: BatchOptions) -> Iterator[Line | BadLine]:
+def _lines_of(options: BatchOptions, check: CheckInput | None) -> Iterator[Line | BadLine]:
     max_bytes = get_settings().max_payload_bytes
     path = None if options.input == STANDARD else options.input
     stream: BinaryIO = sys.stdin.buffer if path is None else path.open("rb")
     with stream:
         defaults, columns = Defaults(options.model, options.params), Columns(options.column, options.id_column)
         form = format_of(path, options.format)
-        yield from read_lines(stream, form, defaults, max_bytes, columns)
+        if check is None:
+            yield from read_lines(stream, form, defaults, max_bytes, columns)
+        else:
+            yield from read_lines(stream, form, defaults, max_bytes, columns, check.line)
 
 
 def _check_reading(work: WorkFile, count: int, options: BatchOptions, paths: Paths) -> None:

@@ -17,11 +17,11 @@ from cellama.tasks.contract.names import DEFAULT_MODEL
 from cellama.tasks.contract.shapes.workers import ModelView
 from cellama.tasks.contract.valid_text import valid_text
 
+from .background import BODIES, in_thread
 from .callers import TIERS, Caller
 from .door import charged, visit_of
 from .errors import ApiError
 from .gateway import Gateway, gateway_of
-from .threads import BODIES, in_thread
 from .visit import Visit
 
 P = ParamSpec("P")

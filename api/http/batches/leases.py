@@ -1,4 +1,4 @@
-"""Leases: at most one gateway does a thing, and another one can once it is gone."""
+"""Leases: at most one gateway does a thing, and another one can when that gateway is gone."""
 
 from __future__ import annotations
 
@@ -10,84 +10,71 @@ from typing import Any
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from cellama.api.http.files.records import Lease
 from cellama.tasks.contract.keys import http_lease_key
 
-SHARE = 6  # of a lease is the time between renewals, and between the end of a lease and when it ends for its holder
+SHARE = 6  # a sixth of the lease passes between renewals, so five may fail; its holder stops a sixth before its end
 _RENEW = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('PEXPIRE', KEYS[1], ARGV[2]) end return 0"
 _RELEASE = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end return 0"
 
 
-class HeldLease:
-    """A lease of this process. `is_held` may be asked by any thread."""
+class GatewayLease:
+    """A gateway's right to do a thing, for example to drive a batch: Redis has its token under the name of the thing.
 
-    def __init__(self, name: str, lease_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self.lease = Lease(name, uuid.uuid4().hex)
+    Methods raise RedisError. Any thread may read `is_held`.
+    """
+
+    def __init__(self, redis: Redis, name: str, lease_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` is for tests."""
+        self.token = uuid.uuid4().hex
+        self._redis: Any = redis
+        self._key = http_lease_key(name)
         self._lease_s = lease_s
         self._clock = clock
-        self._until = float("-inf")
+        self._asked_at = float("-inf")
 
     @property
     def is_held(self) -> bool:
-        """False from some time before its end on."""
-        return self._clock() < self._until
-
-    def renewed_at(self, asked_at: float) -> None:
-        """Redis was asked at this time of the clock, at the earliest, and has renewed it."""
-        self._until = asked_at + self._lease_s * (1 - 1 / SHARE)
-
-    def lost(self) -> None:
-        self._until = float("-inf")
-
-
-class Leases:
-    """For one event loop. Methods raise RedisError."""
-
-    def __init__(self, redis: Redis, lease_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` is for tests."""
-        self._redis = redis
-        self._lease_s = lease_s
-        self._clock = clock
-        self._renew = redis.register_script(_RENEW)
-        self._release = redis.register_script(_RELEASE)
+        """Whether it holds for sure. It becomes false some time before the lease ends in Redis."""
+        return self._clock() < self._asked_at + self._lease_s * (1 - 1 / SHARE)
 
     @property
-    def renew_s(self) -> float:
-        """How often a lease is to be renewed."""
-        return self._lease_s / SHARE
+    def is_due(self) -> bool:
+        """Whether it is time to renew it."""
+        return self._clock() >= self._asked_at + self._lease_s / SHARE
 
-    async def free(self, names: Sequence[str]) -> set[str]:
-        """Those that no one has now."""
-        if not names:
-            return set()
-        tokens: Any = await self._redis.mget([http_lease_key(name) for name in names])
-        return {name for name, token in zip(names, tokens, strict=True) if token is None}
+    async def take(self) -> bool:
+        """Return False if another gateway has it."""
+        return await self._note(self._redis.set(self._key, self.token, nx=True, px=self._lease_ms))
 
-    async def take(self, name: str) -> HeldLease | None:
-        """None if another one has it."""
-        held, asked_at = HeldLease(name, self._lease_s, self._clock), self._clock()
-        if not await self._redis.set(http_lease_key(name), held.lease.token, nx=True, px=self._ms):
-            return None
-        held.renewed_at(asked_at)
-        return held
+    async def renew(self) -> bool:
+        """Return False if it is lost for good."""
+        return await self._note(self._redis.eval(_RENEW, 1, self._key, self.token, self._lease_ms))
 
-    async def renew(self, held: HeldLease) -> bool:
-        """False if it is lost for good."""
+    async def _note(self, asking: Any) -> bool:
         asked_at = self._clock()
-        if await self._renew(keys=[http_lease_key(held.lease.name)], args=[held.lease.token, self._ms]):
-            held.renewed_at(asked_at)
-            return True
-        held.lost()
-        return False
+        is_granted = bool(await asking)
+        self._asked_at = asked_at if is_granted else float("-inf")
+        return is_granted
 
-    async def release(self, held: HeldLease) -> None:
-        """Another one may have it at once. If Redis does not hear of it, it ends by itself."""
-        held.lost()
+    async def release(self) -> None:
+        """Let another gateway take it at once. If Redis can't be reached, the lease ends by itself."""
+        self.lose()
         try:
-            await self._release(keys=[http_lease_key(held.lease.name)], args=[held.lease.token])
+            await self._redis.eval(_RELEASE, 1, self._key, self.token)
         except RedisError:
             return
 
+    def lose(self) -> None:
+        self._asked_at = float("-inf")
+
     @property
-    def _ms(self) -> int:
+    def _lease_ms(self) -> int:
         return int(self._lease_s * 1000)
+
+
+async def names_without_lease(redis: Redis, names: Sequence[str]) -> set[str]:
+    """Return the names of which no gateway has a lease now. Raises RedisError."""
+    if not names:
+        return set()
+    tokens: Any = await redis.mget([http_lease_key(name) for name in names])
+    return {name for name, token in zip(names, tokens, strict=True) if token is None}

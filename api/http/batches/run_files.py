@@ -3,40 +3,33 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from cellama.api.http.files.store import READ_BYTES, FileStore, blocks_of, open_new
+from cellama.api.http.files.store import READ_BYTES, FileStore, blocks_of, write_new
 
 RUNS = "runs"
-OLD_S = 86_400  # since the last change: its batch has most likely ended
-LEAST_S, MOST_S = 1.0, 30.0  # between parts
-SHARE = 0.1  # of the time that the run has taken
+OLD_S = 86_400  # a day without a change: the batch has most likely ended
+LEAST_S, MOST_S = 1.0, 30.0  # between two parts: a gateway that dies loses at most half a minute of work
+SHARE = 0.1  # of the run's time between two parts: a gateway that dies early loses a tenth of its work
 
 
 def folder_of(store: FileStore, batch_id: str) -> Path:
-    """The folder of a run on this machine."""
+    """Return the directory of a run on this machine."""
     return store.work_dir / RUNS / batch_id
 
 
-def parts_of(batch_id: str) -> str:
-    """What the names of its parts in the store begin with."""
-    return f"parts/{batch_id}"
-
-
 def clear(store: FileStore, batch_id: str) -> None:
-    """Nothing of a run that has ended is there any more: neither its folder here, nor parts, whoever has put them
-    there. Raises OSError."""
+    """Delete what is left of a run that has ended: its directory here, and all parts in the store. Raises OSError."""
     shutil.rmtree(folder_of(store, batch_id), ignore_errors=True)
-    store.delete_folder(parts_of(batch_id))
+    store.delete_folder(f"parts/{batch_id}")
 
 
 def old_runs(store: FileStore, now: float) -> list[str]:
-    """Batches whose folders here have not been written to for a day; `now` is in unix s."""
+    """Return the batches whose directories here have not changed for a day; `now` is in unix s."""
     return [folder.name for folder in (store.work_dir / RUNS).glob("*") if _changed_at(folder) < now - OLD_S]
 
 
@@ -48,66 +41,61 @@ def _changed_at(folder: Path) -> float:
     return max(times, default=0.0)
 
 
-class Schedule:
-    """When the next part is due. A gateway that dies early loses a tenth of its work, a later one half a minute; and a
-    run of a day has no more parts than its record can name."""
+class Parts:
+    """Parts of the output of one batch, for a gateway on another machine. The record of the batch names them in their
+    order; a part that no record names counts for nothing. Methods raise OSError."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        store: FileStore,
+        batch_id: str,
+        names: Sequence[str] = (),
+        num_bytes: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """The parts of these names have `num_bytes` of the output. `clock` is for tests."""
+        self.names = list(names)
+        self.num_bytes = num_bytes
+        self._store = store
+        self._batch_id = batch_id
         self._clock = clock
-        self._began_at = self._saved_at = clock()
+        self._started_at = self._saved_at = clock()
+
+    def fetch(self, output: Path) -> None:
+        """Write the output that the parts have."""
+        fresh = output.with_name(f"{output.name}.part")
+        write_new(fresh, (block for name in self.names for block in blocks_of(self._store.open(name))))
+        self.num_bytes = fresh.stat().st_size
+        fresh.replace(output)
 
     def is_due(self) -> bool:
-        """Each time that it says so counts as a part."""
+        """Return whether it is time for the next part. True counts as a part."""
         now = self._clock()
-        if now - self._saved_at < min(MOST_S, max(LEAST_S, SHARE * (now - self._began_at))):
+        if now - self._saved_at < min(MOST_S, max(LEAST_S, SHARE * (now - self._started_at))):
             return False
         self._saved_at = now
         return True
 
-
-class Parts:
-    """The parts of one batch, whose names are in its record, in the order of the output."""
-
-    def __init__(self, store: FileStore, batch_id: str, names: Sequence[str], size: int = 0) -> None:
-        """`size` bytes of the output are in the parts that are named."""
-        self.names = list(names)
-        self._store = store
-        self._prefix = parts_of(batch_id)
-        self._size = size
-
-    def fetch(self, output: Path) -> None:
-        """The output is what the parts have. Raises OSError."""
-        fresh = output.with_name(f"{output.name}.part")
-        with open_new(fresh) as file:
-            for name in self.names:
-                for block in blocks_of(self._store.open(name)):
-                    file.write(block)
-            file.flush()
-            os.fsync(file.fileno())
-        self._size = fresh.stat().st_size
-        fresh.replace(output)
-
-    def save(self, output: Path) -> tuple[list[str], int] | None:
-        """The names with that of a new part, and the bytes that they have, for the record: the part counts once that
-        has them (`saved`). None if there is nothing new. Raises OSError.
+    def save(self, output: Path) -> bool:
+        """Store what the output has gained as a part; return False if that is nothing.
 
         Called between two turns of the run, when the output has whole lines only.
         """
         size = output.stat().st_size if output.exists() else 0
-        if size <= self._size:
-            return None
+        if size <= self.num_bytes:
+            return False
         local = output.with_name("part.upload")
-        with output.open("rb") as source, open_new(local) as part:
-            source.seek(self._size)
-            left = size - self._size
-            while left and (block := source.read(min(left, READ_BYTES))):
-                part.write(block)
-                left -= len(block)
-        name = f"{self._prefix}/{len(self.names):06}-{uuid.uuid4().hex}"
-        self._store.put(local, name)
+        write_new(local, _blocks_between(output, self.num_bytes, size))
+        self.names.append(f"parts/{self._batch_id}/{len(self.names):06}-{uuid.uuid4().hex}")
+        self._store.put(local, self.names[-1])
         local.unlink()
-        return [*self.names, name], size
+        self.num_bytes = size
+        return True
 
-    def saved(self, names: Sequence[str], size: int) -> None:
-        """The record has these names, with so many bytes of the output."""
-        self.names, self._size = list(names), size
+
+def _blocks_between(path: Path, start: int, end: int) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        file.seek(start)
+        while start < end and (block := file.read(min(end - start, READ_BYTES))):
+            start += len(block)
+            yield block

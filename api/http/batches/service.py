@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,14 +14,13 @@ from redis.asyncio import Redis
 
 from cellama.api.http.callers import Caller
 from cellama.api.http.errors import ApiError, key_reused
-from cellama.api.http.files.records import Lease, Record, RecordStore
+from cellama.api.http.files.records import Record, RecordStore
 from cellama.api.http.files.service import life_of_object
 from cellama.api.webhooks import BATCH_ENDS, announcement
 from cellama.config import Settings
-from cellama.tasks.connection.redis_clock import seconds_of
 from cellama.tasks.connection.redis_errors import reaching_redis
 from cellama.tasks.contract.json_values import shorten
-from cellama.tasks.contract.keys import batch_key, http_open_key, http_record_key
+from cellama.tasks.contract.keys import batch_key, http_open_key
 from cellama.tasks.contract.valid_text import valid_text
 from cellama.tasks.traces.gate import headers_here
 
@@ -107,23 +106,6 @@ class BatchService:
             found: Any = await self._redis.zrange(http_open_key(), 0, -1, withscores=True)
         return [(*json.loads(entry), made_at) for entry, made_at in found]
 
-    async def over(self, batch_ids: Sequence[str]) -> set[str]:
-        """Those that are cancelled, or whose time is over, though they have not ended."""
-        if not batch_ids:
-            return set()
-        with reaching_redis():
-            async with self._redis.pipeline(transaction=False) as pipe:
-                pipe.time()
-                for batch_id in batch_ids:
-                    pipe.hmget(http_record_key("batch", batch_id), "status", "expires_at")
-                time, *found = await pipe.execute()
-        now, over = seconds_of(time), set[str]()
-        for batch_id, values in zip(batch_ids, found, strict=True):
-            status, expires_at = (json.loads(value or "null") for value in values)
-            if status == "cancelling" or (expires_at or now) < now:
-                over.add(batch_id)
-        return over
-
     async def close(self, batch_id: str, tenant: str | None) -> None:
         """It has ended, or there is no such batch: no driver looks at it any more."""
         with reaching_redis():
@@ -144,15 +126,34 @@ class BatchService:
             return bool(await self._redis.hdel(batch_key(batch_id), "cancel"))  # as Batches.take_cancel does
 
     async def move(
-        self, record: Mapping[str, Any], status: str, *, of: tuple[str, ...], lease: Lease | None = None, **fields: Any
+        self,
+        record: Mapping[str, Any],
+        status: str,
+        *,
+        of: tuple[str, ...],
+        lease_token: str | None = None,
+        **fields: Any,
     ) -> tuple[bool, str]:
-        """A status after one of others, with the time of it and more fields (see RecordStore.advance). An end is
+        """Change a status that is one of `of`, with the time and more fields (see RecordStore.advance). An end is
         announced (docs/adr/021-webhooks.md)."""
-        now = int(await self.records.now())
-        fields |= {"status": status, f"{status}_at": now}
-        told = announcement(f"batch.{status}", record["id"], record["tenant"]) if status in BATCH_ENDS else None
-        life_s = max(1, int(record["gone_at"]) - now)
-        return await self.records.advance(record["id"], fields, of=of, life_s=life_s, lease=lease, told=told)
+        fields |= {"status": status, f"{status}_at": int(await self.records.now())}
+        event = announcement(f"batch.{status}", record["id"], record["tenant"]) if status in BATCH_ENDS else None
+        return await self.change(record, fields, of=of, lease_token=lease_token, announced=event)
+
+    async def change(
+        self,
+        record: Mapping[str, Any],
+        fields: Mapping[str, Any],
+        *,
+        of: tuple[str, ...],
+        lease_token: str | None = None,
+        announced: Mapping[str, str] | None = None,
+    ) -> tuple[bool, str]:
+        """Change fields of a batch whose status is one of `of` (see RecordStore.advance)."""
+        life_s = max(1, int(record["gone_at"] - await self.records.now()))
+        return await self.records.advance(
+            record["id"], fields, of=of, life_s=life_s, lease_token=lease_token, announced=announced
+        )
 
     async def shown(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """A batch as OpenAI's clients read it; counts of one that runs are as of a moment ago."""

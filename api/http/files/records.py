@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,14 +31,6 @@ KEPT_S = 86_400  # that Redis keeps a record after its thing has expired: until 
 LONGEST_S = 90 * 86_400  # no record lives so long
 ENTRIES_PER_LOOK = 100
 _ID = re.compile(r"(file-|batch_)[0-9a-f]{32}(-[a-z]+)?")  # other ids could be parts of other keys
-
-
-@dataclass(frozen=True, slots=True)
-class Lease:
-    """The right to change a record, as long as Redis has this token under its name."""
-
-    name: str
-    token: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,13 +103,8 @@ class RecordStore:
         return record
 
     async def read(self, thing_id: str) -> Record | None:
-        """Whoever's it is; None if there is none, or it has expired."""
-        with reaching_redis():
-            async with self._redis.pipeline(transaction=False) as pipe:
-                pipe.time()
-                pipe.hgetall(http_record_key(self._kind, thing_id))
-                now, found = await pipe.execute()
-        return _alive(_decoded(found), seconds_of(now))
+        """Return the record of any tenant; None if there is none, or it has expired."""
+        return next(iter(await self.read_all([thing_id])), None)
 
     async def advance(
         self,
@@ -125,16 +113,16 @@ class RecordStore:
         *,
         of: Sequence[str],
         life_s: int,
-        lease: Lease | None = None,
-        told: Mapping[str, str] | None = None,
+        lease_token: str | None = None,
+        announced: Mapping[str, str] | None = None,
     ) -> tuple[bool, str]:
-        """Changes fields if the record has one of these statuses, and the lease is held, and announces what is `told`
-        with that. Returns whether it has, and the status then; "" if there is no such record."""
-        lease_key = http_lease_key(lease.name) if lease else ""
+        """Change fields if the record has one of these statuses and the lease of this name has this token, and announce
+        an event in the same step. Return whether that was so, and the status then; "" if there is no such record."""
+        lease_key = "" if lease_token is None else http_lease_key(thing_id)
         keys = [http_record_key(self._kind, thing_id), lease_key, webhook_events_key()]
-        conditions = [lease.token if lease else "", json.dumps(list(of)), life_s + KEPT_S]
-        announced, changed = _flat(told or {}), _flat(_encoded(fields))
-        arguments: Any = [*conditions, MOST_WEBHOOK_EVENTS, len(announced), *announced, *changed]
+        conditions = [lease_token or "", json.dumps(list(of)), life_s + KEPT_S]
+        event, changed = _flat(announced or {}), _flat(_encoded(fields))
+        arguments: Any = [*conditions, MOST_WEBHOOK_EVENTS, len(event), *event, *changed]
         with reaching_redis():
             done, status = await self._advance(keys=keys, args=arguments)
         return bool(done), json.loads(status) if status else ""
@@ -163,7 +151,7 @@ class RecordStore:
             if not ids:
                 break
             start += len(ids)
-            found += [record for record in await self._read_all(ids) if fits(record)]
+            found += [record for record in await self.read_all([one.decode() for one in ids]) if fits(record)]
         return found[: query.limit + 1]
 
     async def _rank_after(self, index: str, query: PageQuery) -> int:
@@ -177,16 +165,16 @@ class RecordStore:
             raise ApiError(404, message, param="after", code="not_found")
         return int(rank) + 1
 
-    async def _read_all(self, ids: Sequence[bytes]) -> list[Record]:
-        """Those of the ids that are there; the index has those that have expired, too, for a while."""
+    async def read_all(self, ids: Sequence[str]) -> list[Record]:
+        """Return the records of those ids that exist and have not expired."""
         with reaching_redis():
             async with self._redis.pipeline(transaction=False) as pipe:
                 pipe.time()
                 for thing_id in ids:
-                    pipe.hgetall(http_record_key(self._kind, thing_id.decode()))
+                    pipe.hgetall(http_record_key(self._kind, thing_id))
                 now, *hashes = await pipe.execute()
-        found = (_alive(_decoded(values), seconds_of(now)) for values in hashes)
-        return [record for record in found if record is not None]
+        records = [{name.decode(): json.loads(value) for name, value in found.items()} for found in hashes]
+        return [record for record in records if record and record.get("gone_at", math.inf) > seconds_of(now)]
 
 
 def _encoded(values: Mapping[str, Any]) -> dict[str, str]:
@@ -195,12 +183,3 @@ def _encoded(values: Mapping[str, Any]) -> dict[str, str]:
 
 def _flat(values: Mapping[str, str]) -> list[str]:
     return [text for pair in values.items() for text in pair]
-
-
-def _decoded(found: Mapping[bytes, bytes]) -> Record:
-    return {name.decode(): json.loads(value) for name, value in found.items()}
-
-
-def _alive(record: Record, now: float) -> Record | None:
-    """None for one that is not there, or has come to its end."""
-    return None if not record or record.get("gone_at", now + 1) <= now else record

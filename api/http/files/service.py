@@ -11,9 +11,9 @@ from typing import Any, BinaryIO
 
 from redis.asyncio import Redis
 
+from cellama.api.http.background import FILES, in_thread
 from cellama.api.http.callers import Caller
 from cellama.api.http.errors import ApiError
-from cellama.api.http.threads import FILES, in_thread
 from cellama.tasks.connection.redis_errors import reaching_redis
 from cellama.tasks.contract.json_values import shorten
 from cellama.tasks.contract.keys import http_expiring_key

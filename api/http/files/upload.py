@@ -16,8 +16,8 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import Request
 
+from cellama.api.http.background import FILES, in_thread
 from cellama.api.http.errors import ApiError
-from cellama.api.http.threads import FILES, in_thread
 
 from .store import make_folder, open_new, unavailable
 

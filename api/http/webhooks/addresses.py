@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
 from urllib.parse import urlsplit
 
-from cellama.api.http.threads import NAMES, in_thread
+from cellama.api.http.background import NAMES, in_thread
 
 Lookup = Callable[[str, int], Awaitable[list[str]]]
 _NAT64 = IPv6Network("64:ff9b::/96")  # the last 32 bits are an IPv4 address, which a router there goes on to

@@ -12,6 +12,7 @@ from collections import Counter
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from cellama.api.http.background import LookLoop
 from cellama.api.webhooks.store import EndpointStore
 from cellama.config import Settings
 from cellama.tasks.connection.connections import connect_async
@@ -21,10 +22,9 @@ from .sending import DeliveryOutcome, Sender
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 1.0
 ANSWER_S = 5.0  # of Redis
-AT_ONCE = 16
-AT_ONCE_TO_ONE = 4
+AT_ONCE = 16  # attempts: each holds a connection, and most endpoints answer within a second
+AT_ONCE_TO_ONE = 4  # attempts to one endpoint: an endpoint that is slow delays no other one
 AGAIN_S = (5, 300, 1800, 7200, 18_000, 36_000, 50_400, 72_000, 86_400)  # after each attempt that failed
 SPREAD_OF_WAITS = 0.1
 LEASE_BEYOND_S = 30.0  # for what is done around an attempt
@@ -42,20 +42,15 @@ class Webhooks:
         self._endpoints = EndpointStore(redis)
         self._attempts: set[asyncio.Task[None]] = set()
         self._num_to: Counter[str] = Counter()
-        self._looking: asyncio.Task[None] | None = None
-        self._is_reachable = True
-        self._stopping = asyncio.Event()
+        self._loop = LookLoop("webhooks", self.look)
 
     def start(self) -> None:
-        """From now on it looks; within the event loop. The same call may come again."""
-        if self._looking is None:
-            self._looking = asyncio.create_task(self._look_on(), name="webhooks")
+        """Start to deliver; within the event loop. Further calls change nothing."""
+        self._loop.start()
 
     async def close(self) -> None:
         """Attempts are cut off: another gateway makes them again when their lease is over."""
-        self._stopping.set()  # a cancel could come in between a lease and its attempt, or be lost within a connection
-        if self._looking is not None:
-            await self._looking
+        await self._loop.close()
         for attempt in self._attempts:
             attempt.cancel()
         await self.ended()
@@ -84,27 +79,6 @@ class Webhooks:
         """Returns when no attempt is under way."""
         while self._attempts:
             await asyncio.wait(self._attempts)
-
-    async def _look_on(self) -> None:
-        while not self._stopping.is_set():
-            try:
-                is_busy = await self.look()
-                self._say_reachable(None)
-            except RedisError as error:
-                is_busy = False
-                self._say_reachable(error)
-            except Exception:
-                is_busy = False
-                log.exception("webhooks were not looked at this time")
-            if not is_busy:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._stopping.wait(), LOOK_S)
-
-    def _say_reachable(self, error: RedisError | None) -> None:
-        """Once for each outage."""
-        if (error is None) != self._is_reachable:
-            self._is_reachable = error is None
-            log.warning("webhooks %s", "go on" if error is None else f"wait for Redis: {error}")
 
     async def _attempt(self, delivery: Delivery) -> None:
         try:

@@ -61,7 +61,7 @@ def test_openai_lines_become_the_same_jobs() -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b"{broken", "it is no JSON"),
+        (b"{broken", "it is not valid JSON"),
         ({"custom_id": 7, "url": "/v1/completions", "body": {"prompt": "a"}}, "custom_id is 7; it must be a text"),
         (b'"text"', "it is str, not an object"),
         ({"max_tokens": 3}, "a line has one of prompt, messages, text, texts; this one has none of them"),
@@ -99,7 +99,7 @@ def test_line_in_another_encoding_is_refused_by_itself() -> None:
     utf16, latin, marked = read(*(text.encode(encoding) for encoding, text in texts.items()))
     assert isinstance(utf16, BadLine)
     assert isinstance(latin, BadLine)
-    assert "it is no JSON" in utf16.message
+    assert "it is not valid JSON" in utf16.message
     assert latin.message == "it is not valid UTF-8 at byte 12; convert the file"
     assert isinstance(marked, Line)
     (text,) = read("\ufeffé".encode(), format_="text")

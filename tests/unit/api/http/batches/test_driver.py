@@ -11,7 +11,8 @@ import pytest
 from redis import Redis as SyncRedis
 
 from cellama.api.batch.work import WorkFile
-from cellama.api.http.batches.run_files import Parts, Schedule, folder_of
+from cellama.api.http.batches.run_files import Parts, folder_of
+from cellama.api.http.files.store import FileStore
 from cellama.tasks.contract.keys import http_lease_key
 from cellama.tasks.state.bulk_runs import Batches
 from cellama.tasks.traces.gate import spanning
@@ -27,7 +28,7 @@ __all__ = ["spans"]
 async def nothing_is_left(world: World, batch_id: str) -> None:
     assert not folder_of(world.store, batch_id).exists()
     assert await world.batches.open_batches() == []
-    assert await world.leases.free([batch_id]) == {batch_id}
+    assert await world.free(batch_id) == {batch_id}
     for key in await world.redis.keys("cellama:http:*"):
         assert await world.redis.ttl(key) > 0, key
 
@@ -83,7 +84,7 @@ def test_driver_without_its_lease_changes_nothing_and_the_next_one_goes_on(run_w
         driving = asyncio.create_task(driver.drive())
         await world.runs(batch_id)
         await world.redis.set(http_lease_key(batch_id), "another gateway's")
-        held.lost()  # as it hears within some seconds
+        held.lose()  # as it hears within some seconds
         await driving
         assert await world.redis.get(http_lease_key(batch_id)) == b"another gateway's"
         assert (await world.read(batch_id))["status"] == "in_progress"
@@ -104,7 +105,7 @@ def test_gateway_that_stops_leaves_the_batch_for_another(run_world: RunWorld) ->
         await world.runs(batch_id)
         driver.stop()
         await driving
-        assert await world.leases.free([batch_id]) == {batch_id}
+        assert await world.free(batch_id) == {batch_id}
         assert (await world.read(batch_id))["status"] == "in_progress"
         assert len(await world.batches.open_batches()) == 1
 
@@ -118,7 +119,7 @@ def test_batch_whose_work_file_another_process_has_waits(run_world: RunWorld) ->
         folder = folder_of(world.store, batch_id)
         folder.mkdir(parents=True)
         with contextlib.closing(WorkFile(folder / "output.jsonl.work")):
-            assert (await world.drive(batch_id))["status"] == "in_progress"
+            assert (await world.drive(batch_id))["status"] == "validating"
         assert (await world.drive(batch_id))["status"] == "expired"
 
     run_world(ask)
@@ -174,25 +175,22 @@ def test_parts_are_what_the_output_has_gained_and_count_when_they_are_named(run_
     async def ask(world: World) -> None:
         output = world.folder / "output"
         output.write_bytes(b"first\n")
-        parts = Parts(world.store, "batch_1", ())
-        first = parts.save(output)
-        assert first is not None
-        parts.saved(*first)
-        assert parts.save(output) is None
+        parts = Parts(world.store, "batch_1")
+        assert parts.save(output)
+        assert not parts.save(output)
         output.write_bytes(b"first\nsecond\n")
-        second = parts.save(output)
-        assert second is not None
-        for (names, size), expected in ((first, b"first\n"), (second, b"first\nsecond\n")):
-            there = world.folder / "there"
-            Parts(world.store, "batch_1", names, size).fetch(there)
-            assert (there.read_bytes(), size) == (expected, len(expected))
+        assert parts.save(output)
+        for num_named, expected in ((1, b"first\n"), (2, b"first\nsecond\n")):
+            there, fetched = world.folder / "there", Parts(world.store, "batch_1", parts.names[:num_named])
+            fetched.fetch(there)
+            assert (there.read_bytes(), fetched.num_bytes) == (expected, len(expected))
 
     run_world(ask)
 
 
-def test_parts_are_saved_soon_at_first_and_seldom_later() -> None:
+def test_parts_are_saved_soon_at_first_and_seldom_later(store: FileStore) -> None:
     now, saved_at = 0.0, [0.0]
-    schedule = Schedule(lambda: now)
+    schedule = Parts(store, "batch_1", clock=lambda: now)
     while now < 3600:
         now += 0.2  # a turn of the run
         if schedule.is_due():

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from cellama.api.http.batches.input_check import MAX_ERRORS, Rules, check_input
+from cellama.api.batch.lines import Defaults, read_lines
+from cellama.api.http.batches.input_check import MAX_ERRORS, InputCheck, InputRefused
 from cellama.api.http.callers import Caller
 
 CHAT = "/v1/chat/completions"
 KEY = Caller("acme", models=frozenset({"tiny", "other"}), adapters=frozenset({"pirate"}))
-RULES = Rules(CHAT, max_lines=200, max_line_bytes=1000, caller=KEY)
 
 
 def line(custom_id: Any = "a", **changed: Any) -> bytes:
@@ -21,9 +21,20 @@ def line(custom_id: Any = "a", **changed: Any) -> bytes:
     return json.dumps(request).encode() + b"\n"
 
 
-def errors_of(*lines: bytes, rules: Rules = RULES) -> list[tuple[Any, Any, Any]]:
-    found = check_input(io.BytesIO(b"".join(lines)), rules)
-    return [(error["code"], error["param"], error["line"]) for error in found.errors]
+def checked(*lines: bytes, max_lines: int = 200) -> list[tuple[int, str | None]]:
+    """Number of requests and their one model, of a file without errors. Raises InputRefused."""
+    ends: list[tuple[int, str | None]] = []
+    check = InputCheck(CHAT, max_lines, KEY, lambda num_lines, model: ends.append((num_lines, model)))
+    for _ in read_lines(io.BytesIO(b"".join(lines)), "jsonl", Defaults(None, {}), 1000, check=check.line):
+        pass
+    check.end()
+    return ends
+
+
+def errors_of(*lines: bytes, max_lines: int = 200) -> list[tuple[Any, Any, Any]]:
+    with pytest.raises(InputRefused) as refused:
+        checked(*lines, max_lines=max_lines)
+    return [(error["code"], error["param"], error["line"]) for error in refused.value.errors]
 
 
 @pytest.mark.parametrize(
@@ -54,24 +65,14 @@ def test_line_that_is_wrong_is_told_with_its_number(bad: bytes, code: str, param
 
 
 def test_file_that_is_right_tells_how_many_requests_it_has_and_their_one_model() -> None:
-    found = check_input(io.BytesIO(line("a") + b"\n" + line("b").rstrip()), RULES)
-    assert (found.num_lines, found.errors, found.model) == (2, [], "tiny")
-    found = check_input(io.BytesIO(line("a") + line("b", body={"model": "other"})), RULES)
-    assert found.model is None
+    assert checked(line("a") + b"\n" + line("b").rstrip()) == [(2, "tiny")]
+    assert checked(line("a") + line("b", body={"model": "other"})) == [(2, None)]
 
 
 def test_file_without_requests_or_with_too_many_fails() -> None:
     assert errors_of(b"\n \n") == [("empty_file", None, None)]
-    assert errors_of(line("a"), line("b"), rules=Rules(CHAT, 1, 1000)) == [("too_many_requests", None, None)]
+    assert errors_of(line("a"), line("b"), max_lines=1) == [("too_many_requests", None, None)]
 
 
 def test_errors_of_a_file_are_bounded() -> None:
     assert len(errors_of(*[b"{\n"] * 199)) == MAX_ERRORS
-
-
-def test_check_can_be_ended_from_within() -> None:
-    def end() -> None:
-        raise InterruptedError
-
-    with pytest.raises(InterruptedError):
-        check_input(io.BytesIO(b"".join(line(str(n)) for n in range(1000))), Rules(CHAT, 5000, 1000), end)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from redis.asyncio import Redis
 
-from cellama.api.http.batches.leases import SHARE, Leases
+from cellama.api.http.batches.leases import SHARE, GatewayLease, names_without_lease
 from cellama.tasks.contract.keys import http_lease_key
 
 from ..conftest import Run
@@ -14,33 +14,30 @@ LEASE_S = 30.0
 
 def test_lease_is_of_one_until_it_is_released(run: Run) -> None:
     async def ask(redis: Redis) -> None:
-        here, there = Leases(redis, LEASE_S), Leases(redis, LEASE_S)
-        held = await here.take("batch_1")
-        assert held is not None
-        assert held.is_held
-        assert await there.take("batch_1") is None
-        assert await there.free(["batch_1", "batch_2"]) == {"batch_2"}
+        here, there = (GatewayLease(redis, "batch_1", LEASE_S) for _ in range(2))
+        assert await here.take()
+        assert here.is_held
+        assert not await there.take()
+        assert await names_without_lease(redis, ["batch_1", "batch_2"]) == {"batch_2"}
         assert 0 < await redis.pttl(http_lease_key("batch_1")) <= LEASE_S * 1000
-        assert await here.renew(held)
-        await here.release(held)
-        assert not held.is_held
-        assert await there.take("batch_1") is not None
+        assert await here.renew()
+        await here.release()
+        assert not here.is_held
+        assert await there.take()
 
     run(ask)
 
 
 def test_lease_that_another_one_has_taken_over_is_neither_renewed_nor_released_by_the_first(run: Run) -> None:
     async def ask(redis: Redis) -> None:
-        here, there = Leases(redis, LEASE_S), Leases(redis, LEASE_S)
-        first = await here.take("batch_1")
-        assert first is not None
+        first, second = (GatewayLease(redis, "batch_1", LEASE_S) for _ in range(2))
+        assert await first.take()
         await redis.delete(http_lease_key("batch_1"))  # it has ended: the gateway was stopped for so long
-        second = await there.take("batch_1")
-        assert second is not None
-        assert not await here.renew(first)
+        assert await second.take()
+        assert not await first.renew()
         assert not first.is_held
-        await here.release(first)
-        assert await there.renew(second)
+        await first.release()
+        assert await second.renew()
 
     run(ask)
 
@@ -48,11 +45,14 @@ def test_lease_that_another_one_has_taken_over_is_neither_renewed_nor_released_b
 def test_lease_does_not_count_for_its_holder_some_time_before_it_ends(run: Run) -> None:
     async def ask(redis: Redis) -> None:
         now = [100.0]
-        held = await Leases(redis, LEASE_S, lambda: now[0]).take("batch_1")
-        assert held is not None
-        now[0] += LEASE_S * (1 - 1 / SHARE) - 0.1
-        assert held.is_held
+        lease = GatewayLease(redis, "batch_1", LEASE_S, lambda: now[0])
+        assert await lease.take()
+        assert not lease.is_due
+        now[0] += LEASE_S / SHARE
+        assert lease.is_due
+        now[0] = 100.0 + LEASE_S * (1 - 1 / SHARE) - 0.1
+        assert lease.is_held
         now[0] += 0.2
-        assert not held.is_held
+        assert not lease.is_held
 
     run(ask)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cellama.api.http.batches import runner as module
+from cellama.api.http import background
 from cellama.api.http.batches.run_files import folder_of
 from cellama.api.http.batches.runner import Runner
 from cellama.api.http.callers import Caller
@@ -37,7 +37,7 @@ def test_batch_is_driven_by_a_gateway_that_sees_its_files(run_world: RunWorld) -
         for runner in (blind, idle):
             await runner.sweep()
             await runner.look()
-            assert await world.leases.free([batch_id]) == {batch_id}
+            assert await world.free(batch_id) == {batch_id}
         seeing.start()
         seeing.start()
 
@@ -60,7 +60,7 @@ def test_batch_is_driven_at_once_by_a_gateway_that_looked_before_anything_was_pu
         await runner.sweep()
         batch_id = (await world.begin("a"))["id"]
         await runner.look()
-        assert await world.leases.free([batch_id]) == set()
+        assert await world.free(batch_id) == set()
         await runner.close()
 
     run_world(ask)
@@ -72,10 +72,10 @@ def test_batch_that_is_left_at_shutdown_has_no_lease(run_world: RunWorld) -> Non
         runner = Runner(settings_of(world))
         await runner.sweep()
         await runner.look()
-        assert await world.leases.free([batch_id]) == set()
+        assert await world.free(batch_id) == set()
         await world.runs(batch_id)
         await runner.close()
-        assert await world.leases.free([batch_id]) == {batch_id}
+        assert await world.free(batch_id) == {batch_id}
 
     run_world(ask)
 
@@ -87,17 +87,17 @@ def test_batches_of_one_tenant_give_way_to_that_of_another(run_world: RunWorld) 
         await runner.sweep()
         for _ in range(3):
             await runner.look()
-        [waiting] = await world.leases.free(mine)
+        [waiting] = await world.free(*mine)
         other = (await world.begin("d", caller=Caller("other")))["id"]
 
         async def is_driven() -> bool:
             await runner.look()
-            return await world.leases.free([other]) == set()
+            return await world.free(other) == set()
 
         await until(is_driven)
         for _ in range(3):
             await runner.look()
-        assert len(await world.leases.free([*mine, other]) - {waiting}) == 1  # and so it stays
+        assert len(await world.free(*mine, other) - {waiting}) == 1  # and so it stays
         await runner.close()
 
     run_world(ask)
@@ -119,7 +119,7 @@ def test_batches_that_only_have_to_end_wait_for_no_place(run_world: RunWorld) ->
             return [(await world.read(name))["status"] for name in (cancelled, late)] == ["cancelled", "expired"]
 
         await until(have_ended)
-        assert await world.leases.free([first, waiting]) == {waiting}
+        assert await world.free(first, waiting) == {waiting}
         await runner.close()
 
     run_world(ask)
@@ -137,7 +137,7 @@ def test_batch_that_no_place_here_is_for_takes_none_from_others(run_world: RunWo
         for _ in range(3):
             await runner.look()
         assert not any(driver.is_stopping for driver, _ in runner._driven.values())
-        assert await world.leases.free(mine) == set()
+        assert await world.free(*mine) == set()
         await runner.close()
 
     run_world(ask)
@@ -187,7 +187,7 @@ def test_folders_that_nothing_writes_to_go_when_their_batches_have_ended(run_wor
 def test_outage_is_told_once(
     run_world: RunWorld, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(module, "OUTAGE_RETRY_S", 0.001)
+    monkeypatch.setattr(background, "LOOK_S", 0.001)
 
     async def ask(world: World) -> None:
         looks = 0

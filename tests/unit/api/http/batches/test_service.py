@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
-from cellama.api.http.batches.leases import Leases
+from cellama.api.http.batches.leases import GatewayLease
 from cellama.api.http.batches.service import BatchOrder, BatchService
 from cellama.api.http.callers import Caller
 from cellama.api.http.errors import ApiError
@@ -101,16 +101,15 @@ def test_end_is_announced_once_and_nothing_before_it(run: Run) -> None:
 
 def test_driver_whose_lease_another_has_changes_nothing(run: Run) -> None:
     async def ask(redis: Redis) -> None:
-        batches, leases = desk_of(redis), Leases(redis, 30.0)
+        batches = desk_of(redis)
         record = await batches.create(ORDER, ACME, None)
-        first = await leases.take(record["id"])
-        assert first is not None
+        first, second = (GatewayLease(redis, record["id"], 30.0) for _ in range(2))
+        assert await first.take()
         await redis.delete(f"cellama:http:lease:{record['id']}")
-        second = await leases.take(record["id"])
-        assert second is not None
-        done = await batches.move(record, "in_progress", of=("validating",), lease=first.lease)
+        assert await second.take()
+        done = await batches.move(record, "in_progress", of=("validating",), lease_token=first.token)
         assert done == (False, "validating")
-        done = await batches.move(record, "in_progress", of=("validating",), lease=second.lease, total=3)
+        done = await batches.move(record, "in_progress", of=("validating",), lease_token=second.token, total=3)
         assert done == (True, "in_progress")
 
     run(ask)

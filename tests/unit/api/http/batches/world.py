@@ -11,7 +11,7 @@ from typing import Any
 from redis.asyncio import Redis
 
 from cellama.api.http.batches.driver import Driver
-from cellama.api.http.batches.leases import HeldLease, Leases
+from cellama.api.http.batches.leases import GatewayLease, names_without_lease
 from cellama.api.http.batches.run_files import Parts, folder_of
 from cellama.api.http.batches.service import BatchOrder, BatchService
 from cellama.api.http.callers import Caller
@@ -47,7 +47,6 @@ class World:
     def __init__(self, redis: Redis, settings: Settings, store: FileStore, folder: Path) -> None:
         self.redis, self.settings, self.store, self.folder = redis, settings, store, folder
         self.files, self.batches = FileService(store, redis), BatchService(settings, redis)
-        self.leases = Leases(redis, settings.gateway_lease_s)
 
     async def begin(self, *ids: str, window_s: int = 86_400, caller: Caller = ACME) -> Record:
         """A batch of these requests that waits for a driver; with a negative window its time is over."""
@@ -75,20 +74,22 @@ class World:
         output = folder / "output.jsonl"
         output.write_bytes(lines_of(values))
         if not self.store.shares_work:
-            saved = Parts(self.store, batch_id, ()).save(output)
-            assert saved is not None
-            await self.change(batch_id, parts=saved[0], parts_bytes=saved[1])
+            parts = Parts(self.store, batch_id)
+            assert parts.save(output)
+            await self.change(batch_id, parts=parts.names, parts_bytes=parts.num_bytes)
 
     async def change(self, batch_id: str, **fields: Any) -> None:
         of = ("validating", "in_progress", "finalizing")
         assert (await self.batches.records.advance(batch_id, fields, of=of, life_s=86_400))[0]
 
-    async def driver(self, batch_id: str) -> tuple[Driver, HeldLease]:
-        held = await self.leases.take(batch_id)
-        record = await self.batches.records.read(batch_id)
-        assert held is not None
-        assert record is not None
-        return Driver(self.settings, self.files, self.batches, self.leases, held, record), held
+    async def driver(self, batch_id: str) -> tuple[Driver, GatewayLease]:
+        lease = GatewayLease(self.redis, batch_id, self.settings.gateway_lease_s)
+        assert await lease.take()
+        return Driver(self.settings, self.files, self.batches, lease, await self.read(batch_id)), lease
+
+    async def free(self, *batch_ids: str) -> set[str]:
+        """Those of the batches that no driver has."""
+        return await names_without_lease(self.redis, batch_ids)
 
     async def drive(self, batch_id: str) -> Record:
         """A driver has it until it ends or is left."""
