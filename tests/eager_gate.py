@@ -14,25 +14,23 @@ class Eager:
     Slots without drafts are padded.
     """
 
-    compares = False
-
     def __init__(self, seed: int) -> None:
         self._random = Random(seed)
 
-    def is_resting(self, num_slots: int) -> bool:
-        return False
+    def begin_step(self, num_slots: int) -> bool:
+        return True
 
-    def observe(self, passes: Sequence[int], seconds: float) -> None:
+    def observe(self, seconds: float) -> None:
         pass
 
     def account(self, num_tokens: int, seconds: float) -> None:
         pass
 
-    def choose(self, candidates: Sequence[Candidate], most_s: float, making: object = None) -> Mapping[int, int]:
+    def choose(self, candidates: Sequence[Candidate], max_s: float, making: object = None) -> Mapping[int, int]:
         length = self._random.randint(1, 4)
-        chosen = {c.slot: length for c in candidates if c.odds and self._random.random() < 0.8}
-        return chosen and {c.slot: length for c in candidates if c.slot in chosen or (c.can_pad and not c.odds)}
+        chosen = {c.slot: length for c in candidates if c.rates and self._random.random() < 0.8}
+        return chosen and {c.slot: length for c in candidates if c.slot in chosen or (c.can_pad and not c.rates)}
 
-    def fit(self, candidates: Sequence[Candidate], most_s: float) -> Mapping[int, int]:
-        length = max((len(c.odds) for c in candidates), default=0)
-        return {c.slot: length for c in candidates if c.odds}
+    def fit(self, candidates: Sequence[Candidate], max_s: float) -> Mapping[int, int]:
+        length = max((len(c.rates) for c in candidates), default=0)
+        return {c.slot: length for c in candidates if c.rates}

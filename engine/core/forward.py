@@ -75,6 +75,7 @@ class Forward:
         What fails is tried alone; what fails alone ends its request. Raises BackendBroken where another process can
         go on.
         """
+        self._drafting.begin_step()
         checks, works = self._drafting.take_checks(works)
         for check in checks:
             yield from self._compute([check])

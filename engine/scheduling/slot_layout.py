@@ -113,8 +113,11 @@ class SlotLayout:
         if sequence.num_output:
             self._output_tokens += (sequence.num_output - self._output_tokens) * LENGTH_WEIGHT
 
-    def _steps_left(self, sequence: Sequence) -> float:
-        """How long it will go on. Lengths are taken to be geometric: what it has already says nothing."""
+    def steps_left(self, sequence: Sequence) -> float:
+        """Return the tokens that it will probably still generate.
+
+        Lengths are taken to be geometric, so what it has generated says nothing.
+        """
         return min(max(0.0, sequence.request.max_tokens - sequence.num_output), self._output_tokens)
 
     # Moving
@@ -176,7 +179,7 @@ class SlotLayout:
         cost = self._decode_costs.expected()
         after = sorted({*own} - {move.slot for move in moves} | {move.target for move in moves})
         saved_s = cheapest_cover(own, self._can_pad, cost).seconds - cheapest_cover(after, self._can_pad, cost).seconds
-        steps = sum(self._steps_left(move.sequence) for move in moves) / len(moves)
+        steps = sum(self.steps_left(move.sequence) for move in moves) / len(moves)
         return moves if saved_s * steps > sum(self._seconds_of(move) for move in moves) else []
 
     def _move(self, slot: int, target: int) -> Move:

@@ -13,88 +13,100 @@ from cellama.engine.options import EngineOptions
 from cellama.engine.scheduling.bulk_policy import BESIDE_STEP_S, BULK_STEP_S
 from cellama.engine.scheduling.neighbours import runs_of
 from cellama.engine.scheduling.sequence import Sequence, Work
+from cellama.engine.scheduling.slot_layout import SlotLayout
 from cellama.engine.snapshots import DraftCount
 
-from .asking import Asking
-from .draft_model import DraftModel
-from .forced import ForcedText
-from .gate import MOST_DRAFTS, Candidate, Gate
-from .lookup import Follower, Index, Pool, Pools
-from .odds import Odds
-from .sources import Draft, Source
+from .acceptance import AcceptanceRates
+from .curve import Curve
+from .draft_model import ANY_BUCKET, NAME, SURE_RATE, DraftModel
+from .gate import MAX_DRAFTS, Candidate, Gate
+from .sources import DraftTokens, Follower, ForcedText, Index, Pool, Pools, Source
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Guesses:
-    """What is guessed of one sequence."""
+class DraftedSequence:
+    """What is known of one sequence."""
 
     sources: list[Source]
-    odds: Odds
+    rates: AcceptanceRates
     pool: Pool | None
-    at: int = -1  # the sequence had so many tokens when its draft was made
-    draft: Draft | None = None  # the last one, decoded or not
-    most: int = 0  # tokens that it may have
+    num_tokens: int = -1  # that the sequence had when its draft was made
+    draft: DraftTokens | None = None  # the last one, decoded or not
+    max_drafts: int = 0
     num_unverified: int = 0  # positions that the slot holds beyond those that are accounted
+
+
+@dataclass(slots=True)
+class StepAccount:
+    """What a step for which the gate was asked brought."""
+
+    num_tokens: int = 0  # 0 without drafts: there is nothing to account
+    seconds: float = 0.0
 
 
 class Drafting:
     """Owns the drafts of all sequences. Engine thread only.
 
-    calls_of ─► decode ─► begin_verifying ─► (sample, accept)* ─► end_verifying
+    begin_step ─► take_checks, calls_of ─► decode ─► begin_verifying ─► (sample, accept)* ─► end_verifying
     """
 
-    def __init__(self, cache: KvCache, options: EngineOptions, model: DraftModel | None = None) -> None:
-        """The options say whether to guess, and of how many rows a decode call has logits. `model` guesses, too."""
-        self.gate = Gate(options.logit_rows, unified=cache.memory.unified)
+    def __init__(
+        self, cache: KvCache, layout: SlotLayout, options: EngineOptions, model: DraftModel | None = None
+    ) -> None:
+        """The options say whether there are drafts, and of how many rows a decode call has logits."""
+        self._costs = Curve()
+        self.gate = Gate(self._costs, options.logit_rows, unified=cache.memory.unified)
         self.counts: dict[str, DraftCount] = {}  # since the start, by source
         self._cache = cache
-        self._most_rows = options.logit_rows
+        self._layout = layout
+        self._max_rows = options.logit_rows
         self._can_take_back = cache.memory.partial_reuse
-        self.is_active = self._can_take_back and options.speculation != "off"  # else no draft is ever asked for
-        self._is_accounted = False  # what is decoded now is single tokens and drafts of this step, as the gate chose
-        self._odds = Odds()
+        self.is_active = self._can_take_back and options.speculation != "off"  # else no source is ever asked
+        self._rates = AcceptanceRates()
         self._pools = Pools()
-        self._guesses: dict[Sequence, Guesses] = {}
-        self._num_tokens = 0  # that the last step with drafts brought, 0 if the last one had none …
-        self._spent_s = 0.0  # … and what its decode calls took
-        self._asking = None if model is None else Asking(model, self._odds)
+        self._drafted: dict[Sequence, DraftedSequence] = {}
+        self._step: StepAccount | None = None  # of single tokens and drafts as the gate chose; None for other steps
+        self._model = model
 
     # Before a decode call
 
-    def take_checks(self, works: list[Work]) -> tuple[list[Work], list[Work]]:
-        """Those that only check candidates, with as many of these as there are logits for, and those that do not.
+    def begin_step(self) -> None:
+        """Account the step before, if it had drafts."""
+        if self._step is not None and self._step.num_tokens and self._step.seconds:
+            self.gate.account(self._step.num_tokens, self._step.seconds)
+        self._step = None
 
-        Each of the first is a decode call, whatever it costs: it is what its caller asks for.
+    def take_checks(self, works: list[Work]) -> tuple[list[Work], list[Work]]:
+        """Split off the work of requests that only check candidates (Engine.verify), with as many as have logits.
+
+        Each of these is a decode call of its own, whatever it costs, because it is what its caller asks for.
         """
         checks = {
             work.sequence: check
             for work in works
             if work.sequence.request.only_checks and (check := self._with_candidates(work, len(works)))
         }
-        self._is_accounted = False
-        if checks:
-            works = [work for work in works if work.sequence not in checks]
-        return list(checks.values()), works
+        return list(checks.values()), [work for work in works if work.sequence not in checks]
 
     def _with_candidates(self, work: Work, num_works: int) -> Work | None:
         sequence, chunk = work
         request, memory = sequence.request, self._cache.memory
         if not (chunk.decode and self._can_take_back):
             return None
-        most = min(self._most_rows - 1, self._most_drafts(sequence))
+        most = min(self._max_rows - 1, self._max_drafts(sequence))
         if memory.unified:
             most = min(most, self._cache.cells.free - num_works)
         tokens = list(request.prediction[sequence.num_output : sequence.num_output + max(0, most)])
         if not tokens:
             return None
-        guesses = self._guesses.setdefault(sequence, Guesses([], Odds(self._odds), None))
-        guesses.at, guesses.draft = len(sequence.tokens), Draft("prediction", tokens, [])
+        drafted = self._drafted.setdefault(sequence, DraftedSequence([], AcceptanceRates(self._rates), None))
+        drafted.num_tokens, drafted.draft = len(sequence.tokens), DraftTokens("prediction", tokens, [])
         return Work(sequence, chunk._replace(tokens=[*chunk.tokens, *tokens], num_drafts=len(tokens)))
 
-    def _most_drafts(self, sequence: Sequence) -> int:
-        """That its slot has room for, can take back, and that are not beyond its end."""
+    def _max_drafts(self, sequence: Sequence) -> int:
+        """Return how many drafts its slot has room for and can take back, up to the end of its output."""
         memory, slot = self._cache.memory, sequence.slot
         assert slot is not None
         if memory.first_cut(slot) > sequence.num_computed:
@@ -102,50 +114,51 @@ class Drafting:
         return min(memory.ctx_per_slot - len(sequence.tokens), sequence.request.max_tokens - sequence.num_output - 1)
 
     def calls_of(self, works: list[Work]) -> list[list[Work]]:
-        """The decode calls for these single tokens, with drafts as far as they pay."""
-        if len(works) > self._most_rows:
+        """Return the decode calls for these single tokens, with drafts as far as they pay."""
+        if len(works) > self._max_rows:
             return [works]
         try:
             return self._calls_with_drafts(works)
-        except Exception:  # the boundary between guesses and the work of requests, which goes on without them
-            log.exception("guessing tokens failed; from now on none are guessed")
+        except Exception:  # the boundary between drafts and the work of requests, which continues without them
+            log.exception("drafting failed; there are no more drafts until the model is loaded again")
             self.is_active = False
             return [works]
 
     def _calls_with_drafts(self, works: list[Work]) -> list[list[Work]]:
-        if self._num_tokens and self._spent_s:
-            self.gate.account(self._num_tokens, self._spent_s)
-        self._num_tokens, self._spent_s, self._is_accounted = 0, 0.0, True
-        if self.gate.is_resting(len(works)):
+        self._step = StepAccount()
+        if not self.gate.begin_step(len(works)):
             return [works]
-        drafts = {work.chunk.slot: draft for work in works if (draft := self._draft(work.sequence)) is not None}
-        candidates = [self._candidate(work, drafts.get(work.chunk.slot)) for work in works]
-        is_read = any(work.sequence.request.is_interactive for work in works)
-        most_s = BESIDE_STEP_S if is_read else BULK_STEP_S
-        lengths = self._choose(works, candidates, drafts, most_s)
+        for work in works:
+            self._ask_sources(work.sequence)
+        is_interactive = any(work.sequence.request.is_interactive for work in works)
+        max_s = BESIDE_STEP_S if is_interactive else BULK_STEP_S
+        if self._model is None:
+            lengths = self.gate.choose([self._candidate(work) for work in works], max_s)
+        else:
+            lengths = self._choose_with_model(self._model, works, max_s)
         if not lengths or not self._fit(works, lengths):
             return [works]
-        self._num_tokens = len(works)
-        drafted = [self._with_draft(work, drafts, lengths) for work in works]
+        self._step.num_tokens = len(works)
+        with_drafts = [self._with_draft(work, lengths.get(work.chunk.slot, 0)) for work in works]
         if self._cache.memory.unified:
-            return [drafted]
-        parts = [[w for w in drafted if len(w.chunk.tokens) > 1], [w for w in drafted if len(w.chunk.tokens) == 1]]
+            return [with_drafts]
+        parts = [
+            [w for w in with_drafts if len(w.chunk.tokens) > 1],
+            [w for w in with_drafts if len(w.chunk.tokens) == 1],
+        ]
         return [part for part in parts if part]
 
-    def _draft(self, sequence: Sequence) -> Draft | None:
-        """The best guess of all sources, by the odds of its first token."""
-        guesses = self._guesses.get(sequence) or self._begin(sequence)
-        most = min(MOST_DRAFTS, self._most_drafts(sequence))
-        guesses.at, guesses.draft = len(sequence.tokens), None
-        guesses.most = most
-        if most < 1:
-            return None
-        drafts = [draft for source in guesses.sources if (draft := source.draft(most)) is not None]
-        if drafts:
-            guesses.draft = max(drafts, key=lambda draft: guesses.odds.of(draft.source, draft.marks[0]))
-        return guesses.draft
+    def _ask_sources(self, sequence: Sequence) -> None:
+        """Note the best draft of all sources, by the acceptance rate of its first token."""
+        drafted = self._drafted.get(sequence) or self._begin(sequence)
+        drafted.num_tokens, drafted.draft = len(sequence.tokens), None
+        drafted.max_drafts = max(0, min(MAX_DRAFTS, self._max_drafts(sequence)))
+        if drafted.max_drafts:
+            drafts = [draft for source in drafted.sources if (draft := source.draft(drafted.max_drafts)) is not None]
+            best = max(drafts, key=lambda draft: drafted.rates.of(draft.source, draft.buckets[0]), default=None)
+            drafted.draft = best
 
-    def _begin(self, sequence: Sequence) -> Guesses:
+    def _begin(self, sequence: Sequence) -> DraftedSequence:
         sources: list[Source] = []
         if sequence.request.sampling.is_constrained:
             sources.append(ForcedText(sequence))
@@ -159,136 +172,137 @@ class Drafting:
         if sequence.request.cache_prompt:
             pool = self._pools.of(sequence.scope)
             sources.append(Follower("pool", pool.index, sequence.tokens))
-        guesses = self._guesses[sequence] = Guesses(sources, Odds(self._odds), pool)
-        return guesses
+        drafted = self._drafted[sequence] = DraftedSequence(sources, AcceptanceRates(self._rates), pool)
+        return drafted
 
-    def _candidate(self, work: Work, draft: Draft | None) -> Candidate:
-        guesses, slot = self._guesses[work.sequence], work.chunk.slot
-        odds = [] if draft is None else guesses.odds.of_draft(draft)
-        if self._asking is None:
-            memory = self._cache.memory
-            can_pad = not memory.unified and memory.first_cut(slot) <= work.sequence.num_computed
-            return Candidate(slot, odds, can_pad=can_pad)
-        return self._asking.candidate(work.sequence, slot, odds, guesses.odds, guesses.most)
+    def _candidate(self, work: Work, *, can_pad: bool = True) -> Candidate:
+        """Return the candidate of a slot with the draft that it has."""
+        drafted, slot = self._drafted[work.sequence], work.chunk.slot
+        rates = [] if drafted.draft is None else drafted.rates.of_draft(drafted.draft)
+        memory = self._cache.memory
+        can_pad = can_pad and not memory.unified and memory.first_cut(slot) <= work.sequence.num_computed
+        return Candidate(slot, rates, can_pad=can_pad)
 
-    def _choose(
-        self, works: Seq[Work], candidates: Seq[Candidate], drafts: dict[int, Draft], most_s: float
-    ) -> Mapping[int, int]:
-        """How many drafts of each slot to decode, by slot. Those of the draft model are made, if they are to be."""
-        if self._asking is None:
-            return self.gate.choose(candidates, most_s)
-        self._asking.begin_step()
-        lengths = self.gate.choose(candidates, most_s, self._asking.seconds)
-        offered = {c.slot for c in candidates if c.is_made}
-        asked = {w.sequence: self._guesses[w.sequence].odds for w in works if w.chunk.slot in offered & lengths.keys()}
-        if not asked:
-            if offered and not self.gate.compares:
-                self._asking.refuse([self._guesses[w.sequence].odds for w in works if w.chunk.slot in offered])
+    def _choose_with_model(self, model: DraftModel, works: Seq[Work], max_s: float) -> Mapping[int, int]:
+        """Return how many drafts of each slot to decode, by slot; those of the draft model are made before."""
+        model.begin_step()
+        candidates = [self._candidate_of_model(model, work) for work in works]
+        lengths = self.gate.choose(candidates, max_s, model.seconds)
+        offered = {candidate.slot for candidate in candidates if candidate.is_made}
+        chosen = [work.sequence for work in works if work.chunk.slot in offered & lengths.keys()]
+        if not chosen:
+            if offered:
+                sequences = [work.sequence for work in works if work.chunk.slot in offered]
+                model.refuse([self._rates, *(self._drafted[sequence].rates for sequence in sequences)])
             return lengths
-        made, seconds = self._asking.make(asked, max(lengths.values()))
-        for sequence, draft in made.items():
-            guesses = self._guesses[sequence]
-            tokens, marks = draft.tokens[: guesses.most], draft.marks[: guesses.most]
-            guesses.draft = draft._replace(tokens=tokens, marks=marks)
-        self._num_tokens, self._spent_s = len(works), seconds  # that counts, whatever is decoded now
-        return self._fitting(works, drafts, most_s - seconds)
+        asked = {sequence: self._drafted[sequence].rates for sequence in chosen}
+        drafts, seconds = model.draft(asked, max(lengths.values()))
+        for sequence, draft in drafts.items():
+            drafted = self._drafted[sequence]
+            tokens, buckets = draft.tokens[: drafted.max_drafts], draft.buckets[: drafted.max_drafts]
+            drafted.draft = draft._replace(tokens=tokens, buckets=buckets)
+        self._step = StepAccount(len(works), seconds)  # the time is spent, whatever is decoded now
+        return self.gate.fit([self._candidate(work, can_pad=False) for work in works], max_s - seconds)
 
-    def _fitting(self, works: Seq[Work], drafts: dict[int, Draft], most_s: float) -> Mapping[int, int]:
-        """How many of the drafts that there are now, by slot."""
-        candidates = []
-        for sequence, chunk in works:
-            guesses, odds = self._guesses[sequence], []
-            if guesses.draft is not None:
-                drafts[chunk.slot] = guesses.draft
-                odds = guesses.odds.of_draft(guesses.draft)
-            candidates.append(Candidate(chunk.slot, odds))
-        return self.gate.fit(candidates, most_s)
-
-    def forget_idle(self) -> None:
-        """Nothing is held of requests that have ended, but what pools have of their outputs."""
-        if self._asking is not None:
-            self._asking.forget_idle()
+    def _candidate_of_model(self, model: DraftModel, work: Work) -> Candidate:
+        """Return what the draft model could propose for a slot, if that is likely to be more than what there is."""
+        candidate, drafted = self._candidate(work, can_pad=False), self._drafted[work.sequence]
+        likely = drafted.rates.of(NAME, ANY_BUCKET)
+        is_good = bool(candidate.rates) and candidate.rates[0] >= min(likely, SURE_RATE)
+        if is_good or not drafted.max_drafts or not model.is_considered:
+            return candidate
+        num_left = max(1.0, self._layout.steps_left(work.sequence))
+        return model.candidate(candidate.slot, work.sequence, drafted.rates, drafted.max_drafts, num_left)
 
     def _fit(self, works: Seq[Work], lengths: Mapping[int, int]) -> bool:
-        """True if there are cells for all of them. Drafts take none from a sequence."""
+        """Return whether there are cells for all of them. Drafts take none from a sequence."""
         memory = self._cache.memory
         if memory.unified:
             return self._cache.cells.free >= len(works) + sum(lengths.values())
         return all(self._cache.cells.of(slot) + 1 + length <= memory.ctx_per_slot for slot, length in lengths.items())
 
-    def _with_draft(self, work: Work, drafts: Mapping[int, Draft], lengths: Mapping[int, int]) -> Work:
-        """The work with its draft, padded to its length: rows of one pass are as many for each slot."""
+    def _with_draft(self, work: Work, length: int) -> Work:
+        """Return the work with its draft, padded to this length: slots of one pass have equally many rows."""
         sequence, chunk = work
-        length = lengths.get(chunk.slot, 0)
         if not length:
             return work
-        tokens = drafts[chunk.slot].tokens[:length] if chunk.slot in drafts else []
+        draft = self._drafted[sequence].draft
+        tokens = [] if draft is None else draft.tokens[:length]
         padding = [(tokens or chunk.tokens)[-1]] * (length - len(tokens))
         return Work(sequence, chunk._replace(tokens=[*chunk.tokens, *tokens, *padding], num_drafts=len(tokens)))
 
     # After it
 
     def observe(self, chunks: Seq[Chunk], seconds: float) -> None:
-        """Is told what a decode call of single tokens and drafts took."""
+        """Learn what a decode call of single tokens and drafts took."""
         if not self.is_active or not all(chunk.decode for chunk in chunks):
             return
-        if self._is_accounted:
-            self._spent_s += seconds
+        if self._step is not None:
+            self._step.seconds += seconds
+        self.gate.observe(seconds)
         if self._cache.memory.unified:
-            self.gate.observe([sum([len(chunk.tokens) for chunk in chunks])], seconds)
+            self._costs.observe(sum([len(chunk.tokens) for chunk in chunks]), seconds)
             return
         rows = {chunk.slot: len(chunk.tokens) for chunk in chunks}
-        passes = [run.size * rows[run.first] for run in runs_of([chunk.slot for chunk in chunks])]
-        self.gate.observe(passes, seconds)
+        pass_rows = [run.size * rows[run.first] for run in runs_of([chunk.slot for chunk in chunks])]
+        expected = sum([self._costs.expected(size) for size in pass_rows])
+        for size in pass_rows:
+            self._costs.observe(size, seconds * self._costs.expected(size) / expected)
 
     def begin_verifying(self, work: Work) -> None:
         """The chunk is decoded, its first token accounted; its drafts lie in the slot behind it."""
         sequence, chunk = work
-        if (guesses := self._guesses.get(sequence)) is None:
+        if (drafted := self._drafted.get(sequence)) is None:
             return
-        guesses.num_unverified = len(chunk.tokens) - 1
-        if chunk.num_drafts and guesses.draft is not None:
+        drafted.num_unverified = len(chunk.tokens) - 1
+        if chunk.num_drafts and drafted.draft is not None:
             sequence.num_drafted += chunk.num_drafts
-            self._count(guesses.draft.source, drafted=chunk.num_drafts, drafts=1)
+            self._count(drafted.draft.source, drafted=chunk.num_drafts, drafts=1)
 
     def _count(self, source: str, *, drafted: int = 0, accepted: int = 0, drafts: int = 0) -> None:
-        """A new dictionary: others read it meanwhile."""
+        """Count in a new dictionary, because other threads read the one that there is."""
         before = self.counts.get(source, DraftCount(0, 0, 0))
         now = DraftCount(before.drafted + drafted, before.accepted + accepted, before.drafts + drafts)
         self.counts = {**self.counts, source: now}
 
     def accept(self, sequence: Sequence) -> None:
-        """The next draft is what the model chose: it is accounted."""
-        guesses = self._guesses[sequence]
+        """Account the next draft, which is what the model sampled."""
+        drafted = self._drafted[sequence]
         assert sequence.slot is not None
-        assert guesses.draft is not None
-        self._num_tokens += self._is_accounted
-        guesses.num_unverified -= 1
+        assert drafted.draft is not None
+        if self._step is not None:
+            self._step.num_tokens += 1
+        drafted.num_unverified -= 1
         sequence.num_computed += 1
         sequence.num_accepted += 1
-        self._count(guesses.draft.source, accepted=1)
+        self._count(drafted.draft.source, accepted=1)
         self._cache.extend(sequence.slot, 1)
 
     def end_verifying(self, sequence: Sequence) -> None:
-        """The slot holds what is accounted and no more; and what was guessed is compared with what came."""
-        if (guesses := self._guesses.get(sequence)) is None:
+        """Cut the slot back to what is accounted, and learn from what was sampled."""
+        if (drafted := self._drafted.get(sequence)) is None:
             return
-        if guesses.num_unverified and sequence.slot is not None:
-            guesses.num_unverified = 0
+        if drafted.num_unverified and sequence.slot is not None:
+            drafted.num_unverified = 0
             sequence.cut_back(self._cache.truncate(sequence.slot, sequence.num_computed))
-        if (draft := guesses.draft) is not None:
-            tokens = sequence.tokens[guesses.at :]
-            guesses.odds.compare(draft, tokens)
-            if self._asking is not None:
-                self.gate.account(0, self._asking.learn(sequence, guesses.odds, draft, tokens))
-            guesses.draft = None
+        if (draft := drafted.draft) is not None:
+            tokens = sequence.tokens[drafted.num_tokens :]
+            drafted.rates.observe(draft, tokens)
+            if draft.source == NAME:
+                drafted.rates.observe(draft._replace(buckets=[ANY_BUCKET] * len(draft.tokens)), tokens)
+            drafted.draft = None
 
     def end(self, sequence: Sequence) -> None:
-        """The sequence ends, and has its slot still, if it had one."""
-        if sequence in self._guesses:
+        """The sequence ends, and still has its slot, if it had one."""
+        if sequence in self._drafted:
             self.end_verifying(sequence)
-            pool = self._guesses.pop(sequence).pool
+            pool = self._drafted.pop(sequence).pool
             if pool is not None and sequence.num_output:
                 pool.add(sequence.tokens[sequence.num_prompt :])
-            if self._asking is not None:
-                self.gate.account(0, self._asking.end(sequence))
+            if self._model is not None:
+                self._model.end(sequence)
+
+    def forget_idle(self) -> None:
+        """Hold nothing of requests that have ended, except for their outputs in pools."""
+        if self._model is not None:
+            self._model.forget_idle()

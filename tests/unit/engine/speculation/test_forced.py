@@ -8,7 +8,7 @@ from cellama.engine import Request, SamplingParams
 from cellama.engine.grammar.grammars import Form, Grammars
 from cellama.engine.llama.samplers import LlamaSampler
 from cellama.engine.scheduling.sequence import Sequence
-from cellama.engine.speculation.forced import ForcedText
+from cellama.engine.speculation.sources import ForcedText
 
 END = 256
 ADDRESS = {
@@ -55,7 +55,7 @@ def test_a_forced_text_is_a_draft_once_the_schema_holds() -> None:
     draft = source.draft(40)
     assert draft is not None
     assert bytes(draft.tokens) == b'{"customer_name": "'
-    assert len(set(draft.marks)) == 1
+    assert len(set(draft.buckets)) == 1
     assert bytes(source.draft(4).tokens) == b'{"cu'  # type: ignore[union-attr]
 
 

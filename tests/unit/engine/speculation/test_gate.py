@@ -7,9 +7,10 @@ from random import Random
 
 import pytest
 
-from cellama.engine.speculation.gate import MOST_DRAFTS, Candidate, Gate
+from cellama.engine.speculation.curve import Curve
+from cellama.engine.speculation.gate import MAX_DRAFTS, Candidate, Gate
 
-Curve = Callable[[int], float]
+Seconds = Callable[[int], float]
 ROWS = {1: 6.6, 2: 17.0, 4: 21.0, 8: 26.0, 16: 29.0, 32: 58.0, 64: 100.0, 256: 400.0}  # ms; the CPU of the notes
 
 
@@ -28,9 +29,12 @@ def gpu(rows: int) -> float:
 class Machine:
     """Streams whose drafts are right with a known probability, on a machine with this curve."""
 
-    def __init__(self, curve: Curve, streams: int, right: float, *, noise: float = 0.05, unified: bool = False) -> None:
+    def __init__(
+        self, curve: Seconds, streams: int, right: float, *, noise: float = 0.05, unified: bool = False
+    ) -> None:
         self.curve, self.streams, self.right, self.noise, self.unified = curve, streams, right, noise, unified
-        self.gate = Gate(3 * max(streams, 8), unified=unified)
+        self.costs = Curve()
+        self.gate = Gate(self.costs, 3 * max(streams, 8), unified=unified)
         self.random = Random(1)
         self.seconds = self.tokens = 0.0
         self.longest_s = 0.0
@@ -39,8 +43,8 @@ class Machine:
 
     def step(self) -> None:
         lengths: dict[int, int] = {}
-        if not self.gate.is_resting(self.streams):
-            candidates = [Candidate(slot, [self.right] * MOST_DRAFTS) for slot in range(self.streams)]
+        if self.gate.begin_step(self.streams):
+            candidates = [Candidate(slot, [self.right] * MAX_DRAFTS) for slot in range(self.streams)]
             lengths = dict(self.gate.choose(candidates, 0.15))
         self.switches += self.was_on != bool(lengths)
         self.was_on = bool(lengths)
@@ -49,7 +53,8 @@ class Machine:
         spent, before = 0.0, self.tokens
         for passes in [[sum(rows)]] if self.unified else [[count] for count in rows if count]:
             seconds = self.curve(passes[0]) * self.random.uniform(1 - self.noise, 1 + self.noise)
-            self.gate.observe(passes, seconds)
+            self.costs.observe(passes[0], seconds)
+            self.gate.observe(seconds)
             spent += seconds
             self.longest_s = max(self.longest_s, seconds)
         self.seconds += spent
@@ -71,14 +76,14 @@ class Machine:
 @pytest.mark.parametrize("curve", [cpu, gpu])
 @pytest.mark.parametrize("streams", [1, 4, 16, 64])
 @pytest.mark.parametrize("right", [0.0, 0.2, 0.5, 0.8, 0.97])
-def test_speculation_is_never_slower(curve: Curve, streams: int, right: float, unified: bool) -> None:
+def test_speculation_is_never_slower(curve: Seconds, streams: int, right: float, unified: bool) -> None:
     assert Machine(curve, streams, right, unified=unified).gain() >= 0.985
 
 
 @pytest.mark.parametrize(
     ("curve", "streams", "least"), [(cpu, 1, 2.4), (cpu, 4, 2.0), (cpu, 16, 1.0), (gpu, 1, 9.0), (gpu, 4, 5.0)]
 )
-def test_right_drafts_make_few_streams_faster(curve: Curve, streams: int, least: float) -> None:
+def test_right_drafts_make_few_streams_faster(curve: Seconds, streams: int, least: float) -> None:
     assert Machine(curve, streams, 0.97).gain() >= least
 
 
@@ -120,38 +125,44 @@ def test_drafts_lengthen_no_call_beyond_what_is_promised() -> None:
     assert machine.longest_s < 0.2
 
 
-def test_slots_without_a_draft_are_decoded_apart_and_weighed() -> None:
-    gate = Gate(64, unified=False)
-    for rows in (1, 2, 4, 8, 16, 32):
+def knowing_gate(seconds: Seconds) -> Gate:
+    """A gate on a machine that was measured, with room for 64 rows."""
+    costs = Curve()
+    for rows in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64):
         for _ in range(9):
-            gate.observe([rows], gpu(rows))
+            costs.observe(rows, seconds(rows))
+    return Gate(costs, 64, unified=False)
+
+
+def test_slots_without_a_draft_are_decoded_apart_and_weighed() -> None:
+    gate = knowing_gate(gpu)
     candidates = [Candidate(slot, [0.95] * 15 if slot < 4 else []) for slot in range(8)]
+    gate.begin_step(8)
     lengths = gate.choose(candidates, 1.0)
     assert set(lengths) == {0, 1, 2, 3}
     assert len(set(lengths.values())) == 1
+    gate.begin_step(4)
     assert gate.choose([Candidate(0, []), *candidates[5:]], 1.0) == {}
 
 
-def test_a_slot_without_a_draft_is_padded_where_it_would_part_the_others() -> None:
-    for can_pad in (True, False):
-        gate = Gate(20, unified=False)
-        for rows in (1, 2, 3, 4, 6, 8, 12, 16, 20):
-            for _ in range(9):
-                gate.observe([rows], cpu(rows))
-        candidates = [Candidate(slot, [0.95] * 15 if slot != 1 else [], can_pad=can_pad) for slot in range(4)]
-        assert (1 in gate.choose(candidates, 1.0)) == can_pad
-        candidates[2] = Candidate(2, [], can_pad=can_pad)  # while the choice holds
-        lengths = gate.choose(candidates, 1.0)
-        assert {1, 2} <= lengths.keys() if can_pad else not {1, 2} & lengths.keys()
+@pytest.mark.parametrize("can_pad", [True, False])
+def test_a_slot_without_a_draft_is_padded_where_it_would_part_the_others(can_pad: bool) -> None:
+    gate = knowing_gate(cpu)
+    gate.begin_step(4)
+    candidates = [Candidate(slot, [0.95] * 15 if slot != 1 else [], can_pad=can_pad) for slot in range(4)]
+    assert (1 in gate.choose(candidates, 1.0)) == can_pad
+    gate.begin_step(4)
+    candidates[2] = Candidate(2, [], can_pad=can_pad)  # while the choice holds
+    lengths = gate.choose(candidates, 1.0)
+    assert {1, 2} <= lengths.keys() if can_pad else not {1, 2} & lengths.keys()
 
 
 def test_a_choice_holds_only_as_long_as_it_is_as_many_passes() -> None:
-    gate = Gate(20, unified=False)
-    for rows in (1, 2, 3, 4, 6, 8, 12, 16, 20):
-        for _ in range(9):
-            gate.observe([rows], 0.01 + 0.0001 * rows)  # a pass is what costs
+    gate = knowing_gate(lambda rows: 0.01 + 0.0001 * rows)  # a pass is what costs
+    gate.begin_step(4)
     candidates = [Candidate(slot, [0.95]) for slot in range(4)]
     assert len(gate.choose(candidates, 1.0)) == 4
+    gate.begin_step(4)
     assert gate.choose([*candidates[:1], Candidate(1, []), *candidates[2:]], 1.0) == {}
 
 
@@ -162,14 +173,16 @@ def test_gate_crosses_a_step_of_the_curve_on_which_few_drafts_do_not_pay() -> No
 
 @pytest.mark.parametrize("unified", [False, True])
 def test_no_call_has_more_rows_than_there_are_logits_for(unified: bool) -> None:
-    random, gate = Random(2), Gate(20, unified=unified)
+    random, costs = Random(2), Curve()
+    gate = Gate(costs, 20, unified=unified)
     for _ in range(2000):
-        if gate.is_resting(4):
+        if not gate.begin_step(4):
             continue
         candidates = [Candidate(slot, [random.random()] * random.choice([0, 3, 15])) for slot in range(4)]
         lengths = gate.choose(candidates, 1.0)
         rows = 4 + sum(lengths.values())
         assert rows <= 20
-        gate.observe([rows], gpu(rows))
+        costs.observe(rows, gpu(rows))
+        gate.observe(gpu(rows))
         if lengths:
             gate.account(rows, gpu(rows))

@@ -39,7 +39,7 @@ def run(requests: Sequence[Request], *, eager: int | None, unified: bool = False
 def check_conserved(core: EngineCore, fake: FakeBackend) -> None:
     for slot in range(SLOTS):
         assert core.scheduler.cache.cells.of(slot) == len(fake.cells[slot])
-    assert not core.drafting._guesses
+    assert not core.drafting._drafted
 
 
 def wrongly(tokens: Sequence[int], random: Random) -> tuple[int, ...]:

@@ -7,19 +7,19 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cellama.engine.speculation.lookup import (
+from cellama.engine.speculation.acceptance import AcceptanceRates
+from cellama.engine.speculation.sources import (
+    ALL_POOLS_TOKENS,
     BREAK,
-    MOST_POOLS,
+    MAX_POOLS,
     POOL_TOKENS,
-    POOLED_TOKENS,
     RUNS,
+    DraftTokens,
     Follower,
     Index,
     Pool,
     Pools,
 )
-from cellama.engine.speculation.odds import Odds
-from cellama.engine.speculation.sources import Draft
 
 from ....conftest import EXAMPLES
 
@@ -50,12 +50,12 @@ def test_following_a_growing_text_finds_what_is_there(text: list[int], begin: in
     for token in text[begin:]:
         draft = follower.draft(3)
         if draft is not None:
-            assert len(draft.tokens) == len(draft.marks) == 3
+            assert len(draft.tokens) == len(draft.buckets) == 3
             assert any(growing[at] == draft.tokens[0] for at in range(len(growing)))
         growing.append(token)
 
 
-def test_a_followed_text_gains_marks_and_a_broken_one_loses_them() -> None:
+def test_a_followed_text_rises_in_confidence_and_a_broken_one_loses_them() -> None:
     random = Random(1)
     text = [random.randrange(1000) for _ in range(100)]
     growing = [*text, *text[:3]]
@@ -65,7 +65,7 @@ def test_a_followed_text_gains_marks_and_a_broken_one_loses_them() -> None:
         draft = follower.draft(1)
         assert draft is not None
         assert draft.tokens == [token]
-        marks += draft.marks
+        marks += draft.buckets
         growing.append(token)
     assert marks == sorted(marks)
     assert marks[0] < marks[-1]
@@ -108,25 +108,25 @@ def test_scopes_have_pools_of_their_own_which_are_bounded_together() -> None:
     pools = Pools()
     for scope in range(20):
         pools.of(scope).add([scope * 10000 + i for i in range(8000)])
-    assert pools.num_tokens <= POOLED_TOKENS + 8001
+    assert pools.num_tokens <= ALL_POOLS_TOKENS + 8001
     assert pools.of("new").index.find([190000, 190001, 190002]) is None
 
 
 def test_scopes_that_say_next_to_nothing_are_bounded_in_number() -> None:
     pools = Pools()
-    for scope in range(2 * MOST_POOLS):
+    for scope in range(2 * MAX_POOLS):
         pools.of(scope).add([1])
-    assert pools.num_tokens == 2 * MOST_POOLS  # of each one token, and a break
-    assert pools.of(2 * MOST_POOLS - 1).index.tokens
+    assert pools.num_tokens == 2 * MAX_POOLS  # of each one token, and a break
+    assert pools.of(2 * MAX_POOLS - 1).index.tokens
     assert not pools.of(0).index.tokens
 
 
-def test_odds_follow_what_was_right_and_one_sequence_may_differ() -> None:
-    odds = Odds()
-    lucky, unlucky = Odds(odds), Odds(odds)
+def test_acceptance_rates_follow_what_was_accepted_and_one_sequence_may_differ() -> None:
+    general = AcceptanceRates()
+    lucky, unlucky = AcceptanceRates(general), AcceptanceRates(general)
     for _ in range(100):
-        lucky.compare(Draft("pool", [1, 2], [0, 1]), [1, 2, 3])
-        unlucky.compare(Draft("pool", [1, 2], [0, 1]), [7])
-    assert lucky.of("pool", 0) > 0.9 > 0.5 > odds.of("pool", 0) * 0.9 > unlucky.of("pool", 0)
+        lucky.observe(DraftTokens("pool", [1, 2], [0, 1]), [1, 2, 3])
+        unlucky.observe(DraftTokens("pool", [1, 2], [0, 1]), [7])
+    assert lucky.of("pool", 0) > 0.9 > 0.5 > general.of("pool", 0) * 0.9 > unlucky.of("pool", 0)
     assert unlucky.of("pool", 1) > 0.9  # it never came so far
-    assert abs(lucky.of("prompt", 0) - Odds().of("prompt", 0)) < 1e-9
+    assert abs(lucky.of("prompt", 0) - AcceptanceRates().of("prompt", 0)) < 1e-9
