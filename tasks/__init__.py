@@ -4,20 +4,8 @@ from cellama.tasks import generate
 generate.delay("tiny", "Once upon a time", max_tokens=64).get(timeout=60)["text"]
 """
 
-from . import jobs
 from .app import app
-from .calls.task_types import (
-    CallOptions,
-    ChatTask,
-    DetokenizeTask,
-    EmbedTask,
-    GenerateTask,
-    PrefillTask,
-    QueuedJob,
-    RerankTask,
-    TemplateTask,
-    TokenizeTask,
-)
+from .calls.task_types import CallOptions, QueuedJob
 from .contract.errors import (
     InvalidJob,
     JobCancelled,
@@ -44,33 +32,8 @@ from .contract.events import (
     StartedEvent,
     TokenEvent,
 )
-from .contract.shapes.parameters import (
-    ChatMessage,
-    ChatParams,
-    DetokenizeParams,
-    EmbedParams,
-    GenerateParams,
-    PrefillParams,
-    RerankParams,
-    TemplateParams,
-    TokenizeParams,
-    Tool,
-)
-from .contract.shapes.results import (
-    AssistantMessage,
-    ChatResult,
-    DetokenizeResult,
-    EmbedResult,
-    GenerateResult,
-    PrefillResult,
-    RerankResult,
-    Result,
-    TemplateResult,
-    Timings,
-    TokenizeResult,
-    ToolCall,
-    Usage,
-)
+from .contract.shapes.parameters import ChatMessage, Tool
+from .contract.shapes.results import AssistantMessage, Result, Timings, ToolCall, Usage
 from .contract.shapes.workers import (
     AdapterView,
     CachedPrefix,
@@ -86,15 +49,32 @@ from .contract.shapes.workers import (
     WorkerMemory,
     WorkerModel,
 )
-
-generate: GenerateTask = jobs.generate
-chat: ChatTask = jobs.chat
-prefill: PrefillTask = jobs.prefill
-embed: EmbedTask = jobs.embed
-rerank: RerankTask = jobs.rerank
-tokenize: TokenizeTask = jobs.tokenize
-detokenize: DetokenizeTask = jobs.detokenize
-apply_chat_template: TemplateTask = jobs.apply_chat_template
+from .typed_tasks import (
+    ChatParams,
+    ChatResult,
+    DetokenizeParams,
+    DetokenizeResult,
+    EmbedParams,
+    EmbedResult,
+    GenerateParams,
+    GenerateResult,
+    PrefillParams,
+    PrefillResult,
+    RerankParams,
+    RerankResult,
+    TemplateParams,
+    TemplateResult,
+    TokenizeParams,
+    TokenizeResult,
+    apply_chat_template,
+    chat,
+    detokenize,
+    embed,
+    generate,
+    prefill,
+    rerank,
+    tokenize,
+)
 
 __all__ = [
     "AdapterView",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from cellama.tasks.contract.errors import InvalidJob
-from cellama.tasks.contract.shapes.parameters import ChatParams, EmbedParams
+from cellama.tasks.typed_tasks import ChatParams, EmbedParams
 
 from .lines import Format
 from .progress import Progress

@@ -37,20 +37,7 @@ from cellama.tasks.contract.keys import IGNORED_FIELD, job_key
 from cellama.tasks.contract.kinds import KINDS
 from cellama.tasks.contract.names import DEFAULT_MODEL, evicting_key, failure_key, queue_keys, queue_name
 from cellama.tasks.contract.payloads import parse_job
-from cellama.tasks.contract.shapes.parameters import (
-    ChatParams,
-    DetokenizeParams,
-    EmbedParams,
-    GenerateParams,
-    Messages,
-    PrefillParams,
-    Prompt,
-    RerankParams,
-    TemplateParams,
-    Texts,
-    TextsOrTokens,
-    TokenizeParams,
-)
+from cellama.tasks.contract.shapes.parameters import Messages, Prompt, Texts, TextsOrTokens
 from cellama.tasks.contract.shapes.results import (
     ChatResult,
     DetokenizeResult,
@@ -78,6 +65,16 @@ from cellama.tasks.state.ledger import Ledger
 from cellama.tasks.state.reader import STREAM_TIMEOUT_S, EventCursor, stream_events
 from cellama.tasks.state.records import DeadJob
 from cellama.tasks.state.registry import WorkerEntry, live_workers
+from cellama.tasks.typed_tasks import (
+    ChatParams,
+    DetokenizeParams,
+    EmbedParams,
+    GenerateParams,
+    PrefillParams,
+    RerankParams,
+    TemplateParams,
+    TokenizeParams,
+)
 
 from .commands import REPLY_S, Commands, Whom
 from .outage import OUTAGE_RETRY_S, Outage

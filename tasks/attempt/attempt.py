@@ -49,13 +49,13 @@ from cellama.tasks.contract import events, names
 from cellama.tasks.contract.chunks import ChunkJob
 from cellama.tasks.contract.errors import InvalidJob, JobFailed
 from cellama.tasks.contract.payloads import (
-    ApplyChatTemplateJob,
     ChatJob,
     DetokenizeJob,
     EmbedJob,
     GenerateJob,
     PrefillJob,
     RerankJob,
+    TemplateJob,
     TokenizeJob,
 )
 from cellama.tasks.contract.shapes.results import Result, Usage, of_prefill, usage_of, with_messages
@@ -484,7 +484,7 @@ class JobAttempt:
         model = self._model(job.model)
         return self._done({"text": model.detokenize(job.tokens), "model": model.id})
 
-    def apply_chat_template(self, job: ApplyChatTemplateJob) -> Result:
+    def apply_chat_template(self, job: TemplateJob) -> Result:
         model = self._model(job.model)
         prompt = model.prepare_chat(*conversation_of(job))
         return self._done({"prompt": prompt.text, "tokens": prompt.tokens, "model": model.id})

@@ -18,7 +18,7 @@ from cellama.engine import (
     wanted_text,
 )
 from cellama.tasks.contract.errors import InvalidJob
-from cellama.tasks.contract.payloads import CONSTRAINTS, ApplyChatTemplateJob, ChatJob, GenerateJob, PrefillJob
+from cellama.tasks.contract.payloads import CONSTRAINTS, ChatJob, GenerateJob, PrefillJob, TemplateJob
 from cellama.tasks.contract.shapes.results import Mode
 from cellama.tasks.publishing.signing import Signer
 
@@ -170,7 +170,7 @@ def _check_signatures(
         )
 
 
-def conversation_of(job: ChatJob | ApplyChatTemplateJob | PrefillJob) -> tuple[list[Message], ChatOptions]:
+def conversation_of(job: ChatJob | TemplateJob | PrefillJob) -> tuple[list[Message], ChatOptions]:
     """What a model's template gets."""
     messages: list[Message] = [message.model_dump(exclude_none=True) for message in job.messages]
     tools = [tool.model_dump(exclude_none=True) for tool in job.tools]

@@ -1,6 +1,6 @@
-"""The tasks as type checkers see them: what a call takes, and what its job gives. Celery has no types of its own.
+"""What all tasks have in common for type checkers, because Celery has no types of its own.
 
-`cellama.tasks` exports its tasks under these types; what a canvas is made of (signatures, groups) stays Celery's.
+The types of each task are in `tasks/typed_tasks.py`; signatures and groups stay Celery's.
 """
 
 from __future__ import annotations
@@ -11,31 +11,6 @@ from typing import Literal, Protocol, TypeVar, Unpack, overload
 
 from celery.canvas import Signature, group
 from typing_extensions import TypedDict
-
-from cellama.tasks.contract.shapes.parameters import (
-    ChatParams,
-    DetokenizeParams,
-    EmbedParams,
-    GenerateParams,
-    Messages,
-    PrefillParams,
-    Prompt,
-    RerankParams,
-    TemplateParams,
-    Texts,
-    TextsOrTokens,
-    TokenizeParams,
-)
-from cellama.tasks.contract.shapes.results import (
-    ChatResult,
-    DetokenizeResult,
-    EmbedResult,
-    GenerateResult,
-    PrefillResult,
-    RerankResult,
-    TemplateResult,
-    TokenizeResult,
-)
 
 R = TypeVar("R", covariant=True)
 C = TypeVar("C", contravariant=True)
@@ -103,7 +78,7 @@ class CallOptions(TypedDict, total=False):
     soft_time_limit: float | None
 
 
-class _Task(Protocol[C, R]):
+class TypedTask(Protocol[C, R]):
     """What all tasks have. `C` is what a call may be given by name, `R` the result."""
 
     name: str
@@ -124,114 +99,3 @@ class _Task(Protocol[C, R]):
 
     def starmap(self, it: Iterable[Sequence[object]]) -> group:
         """One job for each, with its arguments."""
-
-
-class GenerateCall(GenerateParams, total=False):
-    """A call of `generate`, by name."""
-
-    model: str
-    prompt: Prompt
-
-
-class ChatCall(ChatParams, total=False):
-    """A call of `chat`, by name."""
-
-    model: str
-    messages: Messages
-
-
-class PrefillCall(PrefillParams, total=False):
-    """A call of `prefill`, by name."""
-
-    model: str
-    prompt: Prompt | None
-
-
-class EmbedCall(EmbedParams, total=False):
-    """A call of `embed`, by name."""
-
-    model: str
-    texts: TextsOrTokens
-
-
-class RerankCall(RerankParams, total=False):
-    """A call of `rerank`, by name."""
-
-    model: str
-    query: str
-    documents: Texts
-
-
-class TokenizeCall(TokenizeParams, total=False):
-    """A call of `tokenize`, by name."""
-
-    model: str
-    text: str
-
-
-class DetokenizeCall(DetokenizeParams, total=False):
-    """A call of `detokenize`, by name."""
-
-    model: str
-    tokens: list[int]
-
-
-class TemplateCall(TemplateParams, total=False):
-    """A call of `apply_chat_template`, by name."""
-
-    model: str
-    messages: Messages
-
-
-class GenerateTask(_Task[GenerateCall | GenerateParams, GenerateResult], Protocol):
-    """The text that follows a prompt (a text, or token ids)."""
-
-    def delay(self, model: str, prompt: Prompt, **params: Unpack[GenerateParams]) -> QueuedJob[GenerateResult]: ...
-
-
-class ChatTask(_Task[ChatCall | ChatParams, ChatResult], Protocol):
-    """The assistant's next turn."""
-
-    def delay(self, model: str, messages: Messages, **params: Unpack[ChatParams]) -> QueuedJob[ChatResult]: ...
-
-
-class PrefillTask(_Task[PrefillCall | PrefillParams, PrefillResult], Protocol):
-    """What later jobs begin with, read into the cache: a prompt, or the messages of a chat."""
-
-    def delay(
-        self, model: str, prompt: Prompt | None = None, **params: Unpack[PrefillParams]
-    ) -> QueuedJob[PrefillResult]: ...
-
-
-class EmbedTask(_Task[EmbedCall | EmbedParams, EmbedResult], Protocol):
-    """One vector per text (a text, or token ids), of unit length unless `normalize=False`."""
-
-    def delay(self, model: str, texts: TextsOrTokens, **params: Unpack[EmbedParams]) -> QueuedJob[EmbedResult]: ...
-
-
-class RerankTask(_Task[RerankCall | RerankParams, RerankResult], Protocol):
-    """The documents' indices and scores, the best first."""
-
-    def delay(
-        self, model: str, query: str, documents: Texts, **params: Unpack[RerankParams]
-    ) -> QueuedJob[RerankResult]: ...
-
-
-class TokenizeTask(_Task[TokenizeCall | TokenizeParams, TokenizeResult], Protocol):
-    """The token ids of a text."""
-
-    def delay(self, model: str, text: str, **params: Unpack[TokenizeParams]) -> QueuedJob[TokenizeResult]: ...
-
-
-class DetokenizeTask(_Task[DetokenizeCall | DetokenizeParams, DetokenizeResult], Protocol):
-    """The text of token ids."""
-
-    def delay(
-        self, model: str, tokens: list[int], **params: Unpack[DetokenizeParams]
-    ) -> QueuedJob[DetokenizeResult]: ...
-
-
-class TemplateTask(_Task[TemplateCall | TemplateParams, TemplateResult], Protocol):
-    """The prompt that `chat` would give to the model."""
-
-    def delay(self, model: str, messages: Messages, **params: Unpack[TemplateParams]) -> QueuedJob[TemplateResult]: ...

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import (
@@ -21,6 +22,15 @@ from cellama.config import MODEL_ID, MODEL_ID_RULE, limits
 
 from .json_values import check_text, json_text, shorten
 from .names import DEFAULT_MODEL
+
+
+@dataclass(frozen=True, slots=True)
+class TypedAs:
+    """The type of a parameter for callers, as source text: `.ci/typed_tasks.py` writes it into `tasks/typed_tasks.py`.
+
+    Without it, callers give what the payload has. Payloads convert other forms, for instance one text for a list."""
+
+    text: str
 
 
 def _check_text(text: str) -> str:
@@ -224,25 +234,32 @@ FilledText = Annotated[Text, AfterValidator(_check_filled)]
 Name = Annotated[FilledText, at_most(limits.MAX_NAME_CHARS)]
 ContextKey = Annotated[StrictStr, AfterValidator(_check_key), BeforeValidator(_key_of_result)]
 Finite = Annotated[StrictFloat, Field(allow_inf_nan=False)]  # takes whole numbers, too
-LogitBias = Annotated[tuple[tuple[int, float], ...], BeforeValidator(_to_pairs)]
+LogitBias = Annotated[
+    tuple[tuple[int, float], ...],
+    BeforeValidator(_to_pairs),
+    TypedAs("Mapping[int, float] | Mapping[str, float] | Sequence[tuple[int, float]]"),
+]
 Scale = Annotated[Finite, Field(ge=-limits.MAX_ADAPTER_SCALE, le=limits.MAX_ADAPTER_SCALE)]
-Adapters = Annotated[tuple[tuple[Name, Scale], ...] | None, BeforeValidator(_to_adapters)]
-Texts = Annotated[tuple[FilledText, ...], Field(fail_fast=True), BeforeValidator(_to_texts)]
-
+Adapters = Annotated[
+    tuple[tuple[Name, Scale], ...] | None,
+    BeforeValidator(_to_adapters),
+    TypedAs("str | Mapping[str, float] | Sequence[str] | Sequence[tuple[str, float]] | None"),
+]
+Texts = Annotated[tuple[FilledText, ...], Field(fail_fast=True), BeforeValidator(_to_texts), TypedAs("Texts")]
 
 Stops = Annotated[
     tuple[Annotated[FilledText, at_most(limits.MAX_STOP_CHARS)], ...],
     no_more_than(limits.MAX_STOPS, "texts"),
     BeforeValidator(_to_tuple),
+    TypedAs("Texts"),
 ]
-
 
 Breakers = Annotated[
     tuple[Annotated[FilledText, AfterValidator(_check_breaker)], ...],
     no_more_than(limits.MAX_DRY_BREAKERS, "texts"),
     BeforeValidator(_to_tuple),
+    TypedAs("Texts"),
 ]
-
 
 Penalty = Annotated[Finite, Field(ge=-limits.MAX_PENALTY, le=limits.MAX_PENALTY)]
 Count = Annotated[StrictInt, Field(le=limits.MAX_COUNT)]

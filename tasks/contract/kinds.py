@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,27 +10,33 @@ from . import names
 from .chunks import ChunkJob
 from .events import TerminalEvent, done, error
 from .payloads import (
-    ApplyChatTemplateJob,
     ChatJob,
     DetokenizeJob,
     EmbedJob,
     GenerateJob,
     PrefillJob,
     RerankJob,
+    TemplateJob,
     TokenizeJob,
 )
-from .shapes.results import GenerateResult, Result, of_prefill, usage_of, with_messages
+from .shapes.results import (
+    ChatResult,
+    ChunkResult,
+    DetokenizeResult,
+    EmbedResult,
+    GenerateResult,
+    PrefillResult,
+    RerankResult,
+    Result,
+    TemplateResult,
+    TokenizeResult,
+    of_prefill,
+    usage_of,
+    with_messages,
+)
 
 Payload = (
-    GenerateJob
-    | ChatJob
-    | PrefillJob
-    | EmbedJob
-    | RerankJob
-    | TokenizeJob
-    | DetokenizeJob
-    | ApplyChatTemplateJob
-    | ChunkJob
+    GenerateJob | ChatJob | PrefillJob | EmbedJob | RerankJob | TokenizeJob | DetokenizeJob | TemplateJob | ChunkJob
 )
 
 TOO_LATE = "no worker came to the job within its timeout; raise it, or start more workers"
@@ -43,6 +49,8 @@ class Kind:
     task: str
     payload: type[Payload]
     positional: tuple[str, ...]  # the parameters that may be given by position
+    result: type[Mapping[str, object]]  # the shape of what callers get
+    is_public: bool = True  # False: only cellama itself queues it
     completes: bool = False  # its result is a completion, so that an early end leaves a shorter one
     streams: bool = True  # may publish its output token by token
     keeps_journal: bool = False  # its results are events: they stay as long as results do
@@ -52,15 +60,51 @@ class Kind:
 KINDS: dict[str, Kind] = {
     kind.task: kind
     for kind in (
-        Kind(names.TASK_GENERATE, GenerateJob, ("model", "prompt"), completes=True),
-        Kind(names.TASK_CHAT, ChatJob, ("model", "messages"), completes=True, shape=with_messages),
-        Kind(names.TASK_PREFILL, PrefillJob, ("model", "prompt"), shape=of_prefill),
-        Kind(names.TASK_EMBED, EmbedJob, ("model", "texts")),
-        Kind(names.TASK_RERANK, RerankJob, ("model", "query", "documents")),
-        Kind(names.TASK_CHUNK, ChunkJob, ("model", "lines"), streams=False, keeps_journal=True),
-        Kind(names.TASK_TOKENIZE, TokenizeJob, ("model", "text")),
-        Kind(names.TASK_DETOKENIZE, DetokenizeJob, ("model", "tokens")),
-        Kind(names.TASK_APPLY_CHAT_TEMPLATE, ApplyChatTemplateJob, ("model", "messages")),
+        Kind(
+            task=names.TASK_GENERATE,
+            payload=GenerateJob,
+            positional=("model", "prompt"),
+            result=GenerateResult,
+            completes=True,
+        ),
+        Kind(
+            task=names.TASK_CHAT,
+            payload=ChatJob,
+            positional=("model", "messages"),
+            result=ChatResult,
+            completes=True,
+            shape=with_messages,
+        ),
+        Kind(
+            task=names.TASK_PREFILL,
+            payload=PrefillJob,
+            positional=("model", "prompt"),
+            result=PrefillResult,
+            shape=of_prefill,
+        ),
+        Kind(task=names.TASK_EMBED, payload=EmbedJob, positional=("model", "texts"), result=EmbedResult),
+        Kind(
+            task=names.TASK_RERANK, payload=RerankJob, positional=("model", "query", "documents"), result=RerankResult
+        ),
+        Kind(
+            task=names.TASK_CHUNK,
+            payload=ChunkJob,
+            positional=("model", "lines"),
+            result=ChunkResult,
+            is_public=False,
+            streams=False,
+            keeps_journal=True,
+        ),
+        Kind(task=names.TASK_TOKENIZE, payload=TokenizeJob, positional=("model", "text"), result=TokenizeResult),
+        Kind(
+            task=names.TASK_DETOKENIZE, payload=DetokenizeJob, positional=("model", "tokens"), result=DetokenizeResult
+        ),
+        Kind(
+            task=names.TASK_APPLY_CHAT_TEMPLATE,
+            payload=TemplateJob,
+            positional=("model", "messages"),
+            result=TemplateResult,
+        ),
     )
 }
 

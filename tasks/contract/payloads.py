@@ -36,6 +36,7 @@ from .fields import (
     TextOrTokens,
     Texts,
     TokenList,
+    TypedAs,
     at_most,
     check_model_id,
     no_more_than,
@@ -54,12 +55,16 @@ CONSTRAINTS = ("json_schema", "regex", "lark", "grammar")  # a job has at most o
 
 
 class _Job(Payload):
+    """Every job."""
+
     model: Annotated[Name, AfterValidator(check_model_id), Field(description="id of the model, or :default")]
     priority: StrictInt = Field(default=PRIORITY_INTERACTIVE, ge=0, le=9, description="0 = most urgent, 9 = least")
     timeout: Finite | None = Field(default=None, gt=0, le=limits.MAX_TIMEOUT_S, description="seconds from submission")
 
 
 class _ReadingJob(_Job):
+    """A job that prefills a prompt."""
+
     parent_key: ContextKey | None = Field(
         default=None, description="go on after this context: the `finish_key` of a result; what is given here follows"
     )
@@ -72,6 +77,8 @@ class _ReadingJob(_Job):
 
 
 class _GenerationJob(_ReadingJob):
+    """A job that generates text."""
+
     max_tokens: Count = Field(default=256, ge=1, description="tokens to generate at most")
     temperature: Finite = Field(default=0.8, ge=0, le=limits.MAX_TEMPERATURE, description="0 = greedy")
     top_k: Count = Field(default=40, ge=0, description="candidates kept; 0 = all")
@@ -113,6 +120,7 @@ class _GenerationJob(_ReadingJob):
     json_schema: Annotated[
         Annotated[FilledText, at_most(limits.MAX_SCHEMA_CHARS), AfterValidator(check_escapes)] | None,
         BeforeValidator(to_json),
+        TypedAs("str | JsonObject | bool | None"),
     ] = Field(default=None, description="JSON Schema that the text must follow, or @FILE")
     strict_schema: StrictBool = Field(
         default=True, description="refuse a keyword that can't be enforced; false: ignore it, with a warning"
@@ -138,9 +146,9 @@ class _GenerationJob(_ReadingJob):
     )
     ignore_eos: StrictBool = Field(default=False, description="go on where the model would end")
     stream: StrictBool = Field(default=True, description="publish the text token by token")
-    prediction: Annotated[TextOrTokens | None, BeforeValidator(to_prediction)] = Field(
-        default=None, description="what the output may be, as far as is known, or @FILE: right parts come faster"
-    )
+    prediction: Annotated[
+        TextOrTokens | None, BeforeValidator(to_prediction), TypedAs("Prompt | Prediction | None")
+    ] = Field(default=None, description="what the output may be, as far as is known, or @FILE: right parts come faster")
 
     @model_validator(mode="after")
     def _check_forms(self) -> _GenerationJob:
@@ -160,8 +168,10 @@ class _GenerationJob(_ReadingJob):
         return self
 
 
-Prompt = Annotated[TextOrTokens, BeforeValidator(text_of_result)]
-Inputs = Annotated[tuple[TextOrTokens, ...], Field(fail_fast=True), BeforeValidator(to_inputs)]
+Prompt = Annotated[TextOrTokens, BeforeValidator(text_of_result), TypedAs("Prompt")]
+Inputs = Annotated[
+    tuple[TextOrTokens, ...], Field(fail_fast=True), BeforeValidator(to_inputs), TypedAs("TextsOrTokens")
+]
 
 
 class GenerateJob(_GenerationJob):
@@ -171,26 +181,35 @@ class GenerateJob(_GenerationJob):
 
 
 Messages = Annotated[
-    tuple[Message, ...], Field(fail_fast=True), Field(min_length=1), no_more_than(limits.MAX_MESSAGES, "messages")
+    tuple[Message, ...],
+    Field(fail_fast=True),
+    Field(min_length=1),
+    no_more_than(limits.MAX_MESSAGES, "messages"),
+    TypedAs("Messages"),
 ]
 
 
-class _Conversation(_Job):
+class _ConversationJob(_Job):
+    """A job with the messages of a chat."""
+
     messages: Messages
     system: Text | None = Field(default=None, description="a system message before all others")
-    tools: Annotated[tuple[Tool, ...], AfterValidator(check_names), no_more_than(limits.MAX_TOOLS, "tools")] = Field(
-        default=(), description="what the model may call: JSON list of tools in the OpenAI form"
-    )
-    tool_choice: Annotated[Name, BeforeValidator(to_choice)] = Field(
+    tools: Annotated[
+        tuple[Tool, ...],
+        AfterValidator(check_names),
+        no_more_than(limits.MAX_TOOLS, "tools"),
+        TypedAs("Sequence[Tool]"),
+    ] = Field(default=(), description="what the model may call: JSON list of tools in the OpenAI form")
+    tool_choice: Annotated[Name, BeforeValidator(to_choice), TypedAs("str | ToolChoice")] = Field(
         default="auto", description="auto, none, required, or the name of a tool that must be called"
     )
     enable_thinking: StrictBool | None = Field(default=None, description="let the model think first, or not")
-    template_args: Annotated[dict[StrictStr, Any], BeforeValidator(check_args)] = Field(
+    template_args: Annotated[dict[StrictStr, Any], BeforeValidator(check_args), TypedAs("JsonObject")] = Field(
         default_factory=dict, description="variables of the model's chat template, as JSON"
     )
 
     @model_validator(mode="after")
-    def _check_system(self) -> _Conversation:
+    def _check_system(self) -> _ConversationJob:
         if self.system is not None and self.messages and self.messages[0].role == "system":
             raise ValueError("system is given, and messages begin with a system's message, too; leave one out")
         if self.system is not None and getattr(self, "parent_key", None) is not None:
@@ -198,7 +217,7 @@ class _Conversation(_Job):
         return self
 
 
-class ChatJob(_Conversation, _GenerationJob):
+class ChatJob(_ConversationJob, _GenerationJob):
     """The assistant's next turn. `template_args` are variables of the model's chat template."""
 
     thinking_budget: Count | None = Field(default=None, ge=0, description="tokens for thinking, at most")
@@ -223,22 +242,22 @@ class ChatJob(_Conversation, _GenerationJob):
         return self
 
 
-class PrefillJob(_Conversation, _ReadingJob):
-    """What others will begin with, read into the cache: a prompt, or the messages (or the system) of a chat."""
+class PrefillJob(_ConversationJob, _ReadingJob):
+    """The prefix of later jobs, prefilled into the cache: a prompt, or the messages (or the system) of a chat."""
 
     prompt: Prompt | None = None
     messages: Messages = ()
 
     @model_validator(mode="after")
     def _check_one(self) -> PrefillJob:
-        chat = sorted(self.model_dump(include=set(_Conversation.__annotations__), exclude_defaults=True))
+        chat = sorted(self.model_dump(include=set(_ConversationJob.__annotations__), exclude_defaults=True))
         if bool(chat) if self.prompt is not None else not {"messages", "system"} & set(chat):
             raise ValueError(f"one of the two must be given: prompt, or messages (or a system) of a chat; got {chat}")
         return self
 
 
 class EmbedJob(_Job):
-    """One vector per text: text, or token ids."""
+    """One vector per text (text, or token ids), of unit length unless `normalize` is false."""
 
     texts: Inputs
     normalize: StrictBool = Field(default=True, description="vectors of unit length")
@@ -248,7 +267,7 @@ class EmbedJob(_Job):
 
 
 class RerankJob(_Job):
-    """Documents by how well they answer a query."""
+    """Indices and scores of documents, the best answer to a query first."""
 
     query: FilledText
     documents: Texts
@@ -270,7 +289,7 @@ class DetokenizeJob(_Job):
     tokens: TokenList
 
 
-class ApplyChatTemplateJob(_Conversation):
+class TemplateJob(_ConversationJob):
     """The prompt of a conversation, as text and as token ids."""
 
 

@@ -23,7 +23,7 @@ from cellama.api import Client
 from cellama.bench.harness.report import Report
 from cellama.bench.harness.service import Service, serving, wait_until
 from cellama.bench.peers.noop import Submit, noop_worker
-from cellama.tasks.contract.shapes.parameters import GenerateParams
+from cellama.tasks import GenerateParams
 
 MODEL = "bundled://tiny"
 POLL_S = 0.005

@@ -13,7 +13,7 @@ from cellama.api.anthropic.bodies import ParsedBody, callers_names, parse_body, 
 from cellama.api.anthropic.parameters import COUNTED, PARAMETERS
 from cellama.api.openai.parameters import in_callers_words
 from cellama.tasks.contract.errors import InvalidJob
-from cellama.tasks.contract.payloads import ApplyChatTemplateJob, ChatJob, parse_job
+from cellama.tasks.contract.payloads import ChatJob, TemplateJob, parse_job
 
 TOOL: dict[str, Any] = {"name": "add", "description": "Adds", "input_schema": {"type": "object", "properties": {}}}
 HELLO = [{"role": "user", "content": "Hi"}]
@@ -87,7 +87,7 @@ def test_choice_names_a_tool() -> None:
 def test_counted_is_what_the_template_reads() -> None:
     made = parse_counted_body({"model": "m", "messages": HELLO, "tools": [TOOL], "tool_choice": {"type": "auto"}})
     assert made.params.keys() == {"enable_thinking", "tools", "tool_choice"}
-    parse_job(ApplyChatTemplateJob, (), (), {"model": "m", "messages": made.messages, **made.params})
+    parse_job(TemplateJob, (), (), {"model": "m", "messages": made.messages, **made.params})
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,187 @@
+#!/usr/bin/env python3
+"""Write what type checkers see of the tasks, from the table of kinds and their payloads.
+
+That is `tasks/typed_tasks.py`, and the names of it that `cellama.tasks` and `cellama.api` export. With `--check` the
+script writes nothing, and fails if a file would change.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+import types
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+# `cellama.tasks` imports the file that this script writes, which need not exist yet.
+sys.modules["cellama.tasks.typed_tasks"] = types.ModuleType("typed_tasks")
+sys.modules["cellama.tasks.typed_tasks"].__getattr__ = lambda name: None  # type: ignore[method-assign]
+
+from cellama.tasks.contract.fields import TypedAs  # noqa: E402
+from cellama.tasks.contract.kinds import KINDS, Kind  # noqa: E402
+from cellama.tasks.contract.messages import Payload  # noqa: E402
+
+ROOT = Path(__file__).parents[1]
+HEADER = '''"""The tasks as type checkers see them: what a call takes, and what its job gives.
+
+.ci/typed_tasks.py writes this file from the payloads and kinds in tasks/contract. Do not edit it; run the script.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, Protocol, Unpack
+
+from typing_extensions import TypedDict
+
+from .calls.task_types import QueuedJob, TypedTask
+from .contract.shapes.parameters import (
+    JsonObject,
+    Messages,
+    Prediction,
+    Prompt,
+    Texts,
+    TextsOrTokens,
+    Tool,
+    ToolChoice,
+)
+'''
+
+
+def main() -> int:
+    kinds = [kind for kind in KINDS.values() if kind.is_public]
+    shapes = [f"{base_name(kind.payload)}{suffix}" for kind in kinds for suffix in ("Params", "Result")]
+    types_of_tasks, tasks = [f"{base_name(kind.payload)}Task" for kind in kinds], list(map(short, kinds))
+    texts = {
+        ROOT / "tasks/typed_tasks.py": "\n\n".join([HEADER, *parts(kinds), all_of([*shapes, *types_of_tasks, *tasks])]),
+        ROOT / "tasks/__init__.py": exporting(ROOT / "tasks/__init__.py", ".typed_tasks", [*shapes, *tasks]),
+        ROOT / "api/__init__.py": exporting(ROOT / "api/__init__.py", "cellama.tasks.typed_tasks", shapes),
+    }
+    status = 0
+    for file, text in texts.items():
+        text = formatted(file, text)
+        if "--check" not in sys.argv:
+            file.write_text(text)
+        elif not file.exists() or file.read_text() != text:
+            print(f"{file.relative_to(ROOT)} does not match the payloads of the tasks; run .ci/typed_tasks.py")
+            status = 1
+    return status
+
+
+def exporting(file: Path, module: str, names: Iterable[str]) -> str:
+    """A module that imports exactly these names of `module`, and has them in its `__all__`."""
+    text = file.read_text()
+    block = re.compile(rf"^from {re.escape(module)} import (?:\([^)]*\)|.*)$", re.MULTILINE)
+    found = block.search(text)
+    assert found is not None, f"{file} imports nothing from {module}"
+    before = set(re.findall(r"\w+", found[0].partition(" import ")[2]))
+    text = text.replace(found[0], f"from {module} import {', '.join(names)}")
+    head, assignment, listed = text.partition("__all__ = [")
+    kept = set(re.findall(r'"(\w+)"', listed)) - before
+    return f"{head}{assignment}{', '.join(f'{chr(34)}{name}{chr(34)}' for name in sorted({*kept, *names}))}]"
+
+
+def all_of(names: Iterable[str]) -> str:
+    return "__all__ = [" + ", ".join(f'"{name}"' for name in sorted(names)) + "]"
+
+
+def parts(kinds: list[Kind]) -> Iterator[str]:
+    results = sorted(kind.result.__name__ for kind in kinds)
+    yield f"from .contract.shapes.results import {', '.join(results)}\nfrom .jobs import TASKS"
+    written: set[type] = set()
+    for kind in kinds:
+        for payload in reversed(kind.payload.__mro__):
+            if payload not in written and issubclass(payload, Payload) and payload is not Payload:
+                written.add(payload)
+                yield parameters(payload, kind)
+        yield call(kind)
+    yield "\n".join(f'{short(kind)}: {base_name(kind.payload)}Task = TASKS["{kind.task}"]' for kind in kinds)
+
+
+def short(kind: Kind) -> str:
+    return kind.task.rpartition(".")[2]
+
+
+def base_name(payload: type) -> str:
+    """`Embed` of EmbedJob, `Reading` of _ReadingJob, and `Job` of _Job."""
+    return payload.__name__.strip("_").removesuffix("Job") or "Job"
+
+
+def parameters(payload: type[BaseModel], kind: Kind) -> str:
+    """The parameters that a payload adds to those of its bases, except those by position: a TypedDict."""
+    bases = [f"{base_name(base)}Params" for base in payload.__bases__ if base is not Payload] or ["TypedDict"]
+    own = [name for name in inspect.get_annotations(payload) if name not in kind.positional]
+    lines = [f"    {name}: {typed(payload.model_fields[name])}" for name in own]
+    shared_by = (payload.__doc__ or "").strip()
+    about = f"`{short(kind)}`." if payload is kind.payload else shared_by[0].lower() + shared_by[1:]
+    head = f"class {base_name(payload)}Params({', '.join(bases)}, total=False):"
+    return "\n".join([head, f'    """Parameters of {about}"""', "", *lines])
+
+
+def call(kind: Kind) -> str:
+    """A call of a task with all parameters by name, and the task."""
+    name, fields = base_name(kind.payload), kind.payload.model_fields
+    by_name = [f"    {each}: {typed(fields[each])}" for each in kind.positional]
+    signature = [
+        f"{each}: {typed(fields[each])}" + ("" if fields[each].is_required() else " = None") for each in kind.positional
+    ]
+    return "\n".join(
+        [
+            f"class {name}Call({name}Params, total=False):",
+            f'    """A call of `{short(kind)}` with all parameters by name."""',
+            "",
+            *by_name,
+            "",
+            "",
+            f"class {name}Task(TypedTask[{name}Call | {name}Params, {kind.result.__name__}], Protocol):",
+            f'    """{(kind.payload.__doc__ or "").strip()}"""',
+            "",
+            f"    def delay(self, {', '.join(signature)}, **params: Unpack[{name}Params])"
+            f" -> QueuedJob[{kind.result.__name__}]: ...",
+        ]
+    )
+
+
+def typed(field: FieldInfo) -> str:
+    """The type of a field for callers, as source text."""
+    own = [each.text for each in field.metadata if isinstance(each, TypedAs)]
+    return own[-1] if own else source(field.annotation)
+
+
+def source(annotation: Any) -> str:
+    """A type as source text. Raises TypeError for one that needs a TypedAs."""
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        own = [each.text for each in inner[1:] if isinstance(each, TypedAs)]
+        return own[-1] if own else source(inner[0])
+    if origin in (Union, types.UnionType):
+        return " | ".join(dict.fromkeys(source(one) for one in inner))
+    if origin is Literal:
+        return "Literal[" + ", ".join(f'"{value}"' for value in inner) + "]"
+    if origin is list:
+        return f"list[{source(inner[0])}]"
+    if origin is tuple and inner[1:] == (Ellipsis,):
+        return f"Sequence[{source(inner[0])}]"
+    if annotation is type(None):
+        return "None"
+    if annotation in (str, int, float, bool):
+        return str(annotation.__name__)
+    raise TypeError(f"no type for callers is known of {annotation!r}; annotate it with TypedAs")
+
+
+def formatted(file: Path, text: str) -> str:
+    ruff = Path(sys.executable).parent / "ruff"
+    for command in (["check", "--quiet", "--fix-only", "--select=F401,I,RUF022"], ["format"]):
+        argv = [ruff, *command, "--stdin-filename", str(file), "-"]
+        text = subprocess.run(argv, input=text, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    return text
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,305 @@
+"""The tasks as type checkers see them: what a call takes, and what its job gives.
+
+.ci/typed_tasks.py writes this file from the payloads and kinds in tasks/contract. Do not edit it; run the script.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, Protocol, Unpack
+
+from typing_extensions import TypedDict
+
+from .calls.task_types import QueuedJob, TypedTask
+from .contract.shapes.parameters import (
+    JsonObject,
+    Messages,
+    Prediction,
+    Prompt,
+    Texts,
+    TextsOrTokens,
+    Tool,
+    ToolChoice,
+)
+from .contract.shapes.results import (
+    ChatResult,
+    DetokenizeResult,
+    EmbedResult,
+    GenerateResult,
+    PrefillResult,
+    RerankResult,
+    TemplateResult,
+    TokenizeResult,
+)
+from .jobs import TASKS
+
+
+class JobParams(TypedDict, total=False):
+    """Parameters of every job."""
+
+    priority: int
+    timeout: float | None
+
+
+class ReadingParams(JobParams, total=False):
+    """Parameters of a job that prefills a prompt."""
+
+    parent_key: str | None
+    cache_scope: str
+    adapters: str | Mapping[str, float] | Sequence[str] | Sequence[tuple[str, float]] | None
+
+
+class GenerationParams(ReadingParams, total=False):
+    """Parameters of a job that generates text."""
+
+    max_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    typical_p: float
+    seed: int | None
+    repeat_penalty: float
+    frequency_penalty: float
+    presence_penalty: float
+    repeat_last_n: int
+    logit_bias: Mapping[int, float] | Mapping[str, float] | Sequence[tuple[int, float]]
+    dry_multiplier: float
+    dry_base: float
+    dry_allowed_length: int
+    dry_penalty_last_n: int
+    dry_sequence_breakers: Texts
+    xtc_probability: float
+    xtc_threshold: float
+    mirostat: int
+    mirostat_tau: float
+    mirostat_eta: float
+    json_schema: str | JsonObject | bool | None
+    strict_schema: bool
+    regex: str | None
+    lark: str | None
+    grammar: str | None
+    grammar_root: str
+    logprobs: int | None
+    n: int
+    stop: Texts
+    cache_prompt: bool
+    return_tokens: bool
+    ignore_eos: bool
+    stream: bool
+    prediction: Prompt | Prediction | None
+
+
+class GenerateParams(GenerationParams, total=False):
+    """Parameters of `generate`."""
+
+
+class GenerateCall(GenerateParams, total=False):
+    """A call of `generate` with all parameters by name."""
+
+    model: str
+    prompt: Prompt
+
+
+class GenerateTask(TypedTask[GenerateCall | GenerateParams, GenerateResult], Protocol):
+    """Text that follows a prompt: text, or token ids."""
+
+    def delay(self, model: str, prompt: Prompt, **params: Unpack[GenerateParams]) -> QueuedJob[GenerateResult]: ...
+
+
+class ConversationParams(JobParams, total=False):
+    """Parameters of a job with the messages of a chat."""
+
+    system: str | None
+    tools: Sequence[Tool]
+    tool_choice: str | ToolChoice
+    enable_thinking: bool | None
+    template_args: JsonObject
+
+
+class ChatParams(ConversationParams, GenerationParams, total=False):
+    """Parameters of `chat`."""
+
+    thinking_budget: int | None
+    parallel_tool_calls: bool | None
+    allowed_tools: Sequence[str] | None
+
+
+class ChatCall(ChatParams, total=False):
+    """A call of `chat` with all parameters by name."""
+
+    model: str
+    messages: Messages
+
+
+class ChatTask(TypedTask[ChatCall | ChatParams, ChatResult], Protocol):
+    """The assistant's next turn. `template_args` are variables of the model's chat template."""
+
+    def delay(self, model: str, messages: Messages, **params: Unpack[ChatParams]) -> QueuedJob[ChatResult]: ...
+
+
+class PrefillParams(ConversationParams, ReadingParams, total=False):
+    """Parameters of `prefill`."""
+
+    messages: Messages
+
+
+class PrefillCall(PrefillParams, total=False):
+    """A call of `prefill` with all parameters by name."""
+
+    model: str
+    prompt: Prompt | None
+
+
+class PrefillTask(TypedTask[PrefillCall | PrefillParams, PrefillResult], Protocol):
+    """The prefix of later jobs, prefilled into the cache: a prompt, or the messages (or the system) of a chat."""
+
+    def delay(
+        self, model: str, prompt: Prompt | None = None, **params: Unpack[PrefillParams]
+    ) -> QueuedJob[PrefillResult]: ...
+
+
+class EmbedParams(JobParams, total=False):
+    """Parameters of `embed`."""
+
+    normalize: bool
+    dimensions: int | None
+    truncate: bool
+    encoding: Literal["list", "base64"]
+
+
+class EmbedCall(EmbedParams, total=False):
+    """A call of `embed` with all parameters by name."""
+
+    model: str
+    texts: TextsOrTokens
+
+
+class EmbedTask(TypedTask[EmbedCall | EmbedParams, EmbedResult], Protocol):
+    """One vector per text (text, or token ids), of unit length unless `normalize` is false."""
+
+    def delay(self, model: str, texts: TextsOrTokens, **params: Unpack[EmbedParams]) -> QueuedJob[EmbedResult]: ...
+
+
+class RerankParams(JobParams, total=False):
+    """Parameters of `rerank`."""
+
+    top_n: int | None
+    truncate: bool
+
+
+class RerankCall(RerankParams, total=False):
+    """A call of `rerank` with all parameters by name."""
+
+    model: str
+    query: str
+    documents: Texts
+
+
+class RerankTask(TypedTask[RerankCall | RerankParams, RerankResult], Protocol):
+    """Indices and scores of documents, the best answer to a query first."""
+
+    def delay(
+        self, model: str, query: str, documents: Texts, **params: Unpack[RerankParams]
+    ) -> QueuedJob[RerankResult]: ...
+
+
+class TokenizeParams(JobParams, total=False):
+    """Parameters of `tokenize`."""
+
+    add_special: bool
+    parse_special: bool
+
+
+class TokenizeCall(TokenizeParams, total=False):
+    """A call of `tokenize` with all parameters by name."""
+
+    model: str
+    text: str
+
+
+class TokenizeTask(TypedTask[TokenizeCall | TokenizeParams, TokenizeResult], Protocol):
+    """The token ids of a text."""
+
+    def delay(self, model: str, text: str, **params: Unpack[TokenizeParams]) -> QueuedJob[TokenizeResult]: ...
+
+
+class DetokenizeParams(JobParams, total=False):
+    """Parameters of `detokenize`."""
+
+
+class DetokenizeCall(DetokenizeParams, total=False):
+    """A call of `detokenize` with all parameters by name."""
+
+    model: str
+    tokens: list[int]
+
+
+class DetokenizeTask(TypedTask[DetokenizeCall | DetokenizeParams, DetokenizeResult], Protocol):
+    """The text of token ids."""
+
+    def delay(
+        self, model: str, tokens: list[int], **params: Unpack[DetokenizeParams]
+    ) -> QueuedJob[DetokenizeResult]: ...
+
+
+class TemplateParams(ConversationParams, total=False):
+    """Parameters of `apply_chat_template`."""
+
+
+class TemplateCall(TemplateParams, total=False):
+    """A call of `apply_chat_template` with all parameters by name."""
+
+    model: str
+    messages: Messages
+
+
+class TemplateTask(TypedTask[TemplateCall | TemplateParams, TemplateResult], Protocol):
+    """The prompt of a conversation, as text and as token ids."""
+
+    def delay(self, model: str, messages: Messages, **params: Unpack[TemplateParams]) -> QueuedJob[TemplateResult]: ...
+
+
+generate: GenerateTask = TASKS["cellama.generate"]
+chat: ChatTask = TASKS["cellama.chat"]
+prefill: PrefillTask = TASKS["cellama.prefill"]
+embed: EmbedTask = TASKS["cellama.embed"]
+rerank: RerankTask = TASKS["cellama.rerank"]
+tokenize: TokenizeTask = TASKS["cellama.tokenize"]
+detokenize: DetokenizeTask = TASKS["cellama.detokenize"]
+apply_chat_template: TemplateTask = TASKS["cellama.apply_chat_template"]
+
+__all__ = [
+    "ChatParams",
+    "ChatResult",
+    "ChatTask",
+    "DetokenizeParams",
+    "DetokenizeResult",
+    "DetokenizeTask",
+    "EmbedParams",
+    "EmbedResult",
+    "EmbedTask",
+    "GenerateParams",
+    "GenerateResult",
+    "GenerateTask",
+    "PrefillParams",
+    "PrefillResult",
+    "PrefillTask",
+    "RerankParams",
+    "RerankResult",
+    "RerankTask",
+    "TemplateParams",
+    "TemplateResult",
+    "TemplateTask",
+    "TokenizeParams",
+    "TokenizeResult",
+    "TokenizeTask",
+    "apply_chat_template",
+    "chat",
+    "detokenize",
+    "embed",
+    "generate",
+    "prefill",
+    "rerank",
+    "tokenize",
+]
