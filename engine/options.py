@@ -159,14 +159,14 @@ class EngineOptions:
         return self.saved_bytes // 4 if self.keeps_states else 0
 
     @property
-    def spare_bytes(self) -> int:
-        """Of memory that waits for states that will be read from disk, at most."""
+    def warm_bytes(self) -> int:
+        """Bytes of memory that wait for states that will be read from disk, at most."""
         return self.saved_bytes // 8 if self.keeps_states else 0
 
     @property
     def held_bytes(self) -> int:
         """What saved states take of RAM at most, those on their way to disk and from it included."""
-        return self.saved_bytes + self.queue_bytes + self.spare_bytes
+        return self.saved_bytes + self.queue_bytes + self.warm_bytes
 
     @property
     def sampling_defaults(self) -> Mapping[str, Any]:

@@ -17,8 +17,10 @@ from typing import Any, Literal, NamedTuple
 from cellama.engine.backend import Backend
 from cellama.engine.errors import EngineError
 from cellama.engine.events import CacheTier
-from cellama.engine.kvcache.disk_tier import DiskTier, PrefillRate, Store
+from cellama.engine.kvcache.disk_tier import DiskTier
 from cellama.engine.kvcache.ram_tier import SavedState
+from cellama.engine.kvstore.benefit import RunningRate
+from cellama.engine.kvstore.store import StateStore
 from cellama.engine.options import EngineOptions
 from cellama.engine.scheduling.scheduler import Limits, Scheduler
 from cellama.engine.scheduling.sequence import Sequence
@@ -57,7 +59,7 @@ class EngineCore:
         options: EngineOptions,
         pulse: Pulse,
         model: str = "engine",
-        store: Store | None = None,
+        store: StateStore | None = None,
         draft: Backend | None = None,
     ) -> None:
         """`pulse` is told what is done just now; telemetry names the `model`; `store` is its folder of states.
@@ -175,7 +177,7 @@ class EngineCore:
         num_tokens = 0 if has_drafts else sum(micro_batch.num_tokens for micro_batch in computed)
         self.scheduler.strategy.observe(num_tokens, eval_s)
         if self.disk is not None:
-            self._measure_prefill(computed, self.disk.rate)
+            self._measure_prefill(computed, self.disk.prefill_rate)
         self.telemetry.step(chunks, active_slots, eval_s, step_s, step_s - (time.thread_time() - cpu_started))
         self._num_faults = 0
 
@@ -189,7 +191,7 @@ class EngineCore:
                 self.disk.save_running(slot, sequence.tokens[: sequence.num_computed], sequence.scope)
                 return
 
-    def _measure_prefill(self, computed: list[Computed], rate: PrefillRate) -> None:
+    def _measure_prefill(self, computed: list[Computed], rate: RunningRate) -> None:
         for micro_batch in computed:
             num_decoded = sum(len(chunk.tokens) for _, chunk in micro_batch.works if chunk.decode)
             if num_decoded * 8 < micro_batch.num_tokens:

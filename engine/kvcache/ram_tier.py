@@ -120,12 +120,16 @@ class RamTier:
         self._index.insert(state, state.tokens, state.scope)
 
     def reserve(self, num_bytes: int) -> bool:
-        """So many bytes of the quota are for what comes, until they are given back; False if there are not so many."""
+        """Reserve bytes of the quota for a file that is read; return False if the quota is too small."""
         if num_bytes > self.quota_bytes - self.reserved_bytes:
             return False
         self._make_room(num_bytes)
         self.reserved_bytes += num_bytes
         return True
+
+    def release(self, num_bytes: int) -> None:
+        """Give reserved bytes back."""
+        self.reserved_bytes -= num_bytes
 
     def _make_room(self, num_bytes: int) -> None:
         """The least recently used go until so many bytes are free of the quota."""

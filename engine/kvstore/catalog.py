@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from .counters import Tally
+from .counters import StoreCounters
 from .folder import STATE
 from .keys import BLOCK, as_array, block_keys, is_key
 from .state_file import read_head
@@ -25,9 +25,9 @@ _Stamp = tuple[int, int, int]
 class StateCatalog:
     """Any thread. The lock guards the index, and is never held while files are read."""
 
-    def __init__(self, directory: Path, tally: Tally) -> None:
+    def __init__(self, directory: Path, counters: StoreCounters) -> None:
         self.directory = directory
-        self._tally = tally
+        self._counters = counters
         self._lock = threading.Lock()
         self._heads: dict[str, StateHead] = {}  # by key
         self._groups: dict[bytes, dict[str, StateHead]] = {}  # by the key of the first block: only these can match
@@ -154,7 +154,7 @@ class StateCatalog:
         else:
             self._bad[key] = stamp
             if head is not Miss.VANISHED:
-                self._tally.miss(head)
+                self._counters.miss(head)
 
 
 def longest_match(heads: Iterable[StateHead], tokens: array[int], blocks: list[bytes]) -> StateMatch | None:

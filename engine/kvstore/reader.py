@@ -1,140 +1,116 @@
-"""The thread that reads states, one after another: a request may wait for each. It waits for no write."""
+"""The thread that reads states, one after another. A request may wait for each, so it waits for no write."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Literal
 
+from .benefit import RunningRate
 from .catalog import StateCatalog
-from .counters import Tally
-from .folder import Folder, touch
-from .spare import Spare
+from .counters import StoreCounters
+from .folder import Folder
 from .state_file import read_state
 from .states import KeptState, Miss, StateMatch
+from .warm_memory import WarmMemory
 
 log = logging.getLogger(__name__)
 
-CLOSE_S = 5.0
-COUNT_S = 10.0  # between two counts of what the folder holds
-REST_S = 0.25  # without work, before memory is got in advance: then a request that comes next hardly meets that
+CLOSE_S = 5.0  # then a disk that does not answer is left behind, with the thread
+REST_S = 0.25  # without work before memory is warmed: a request that comes next hardly meets that
+RATE_GUESS = 400e6  # bytes/s, with verifying: a common NVMe disk
+RATE_GUESS_BYTES = 32 << 20  # the weight of the guess: a state or two
+RATE_MEMORY_BYTES = 1 << 30  # what was read before these hardly counts
+
 OnLoaded = Callable[[KeptState | None], None]
 
 
 class StateReader:
-    """What is asked of it is answered once, with None for a miss, also while it closes."""
+    """Answers each request once, with None for a miss, also while it closes."""
 
-    def __init__(self, folder: Folder, catalog: StateCatalog, tally: Tally, spare_bytes: int) -> None:
-        """`spare_bytes`: of memory that waits for the next state."""
-        self._folder, self._catalog, self._tally = folder, catalog, tally
-        self.used_bytes = 0  # of all states in the folder, as it was COUNT_S ago at most
-        self.spare = Spare(spare_bytes)
-        self._is_busy = False
-        self._asked: SimpleQueue[tuple[StateMatch, OnLoaded] | Literal["rest"] | None] = SimpleQueue()
-        self._closing = threading.Lock()
+    def __init__(
+        self,
+        folder: Folder,
+        catalog: StateCatalog,
+        counters: StoreCounters,
+        warm_bytes: int,
+        on_used: Callable[[str], object],
+    ) -> None:
+        """`warm_bytes` of memory wait for the next states. `on_used` is called with the key of each file read."""
+        self._folder, self._catalog, self._counters, self._on_used = folder, catalog, counters, on_used
+        self.rate = RunningRate(RATE_GUESS, RATE_GUESS_BYTES, RATE_MEMORY_BYTES)  # bytes/s
+        self.memory = WarmMemory(warm_bytes)
+        self.is_busy = False  # the engine works: no memory is warmed meanwhile
+        self._asked: SimpleQueue[tuple[StateMatch, OnLoaded] | None] = SimpleQueue()
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="cellama-kv-reader", daemon=True)
-        self._used: SimpleQueue[Path | None] = SimpleQueue()
-        self._toucher = threading.Thread(target=self._touch, name="cellama-kv-toucher", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
-        self._toucher.start()
 
     def load(self, match: StateMatch, on_loaded: OnLoaded) -> None:
-        """Reads it in its turn."""
-        with self._closing:
-            if not self._is_closed:
-                self._asked.put((match, on_loaded))
-                return
-        on_loaded(None)
-
-    def note_busy(self, busy: bool) -> None:
-        """The engine works, or has nothing to do: then there is time to get memory for what will be asked for."""
-        if self._is_busy and not busy and self.spare.is_lacking:
-            self._asked.put("rest")
-        self._is_busy = busy
+        """Read a state in its turn."""
+        if self._is_closed:
+            on_loaded(None)
+        else:
+            self._asked.put((match, on_loaded))
 
     def close(self) -> None:
-        """What was asked is answered with None, but for what is being read; the thread ends."""
-        with self._closing:
-            self._is_closed = True
-            self._asked.put(None)
+        """Answer what was asked with None, except for what is being read, and end the thread."""
+        self._is_closed = True
+        self._asked.put(None)
         self._thread.join(CLOSE_S)
-        self._used.put(None)
-        self._toucher.join(CLOSE_S)
 
     def _run(self) -> None:
         try:
             self._catalog.refresh()  # so that the first request need not wait for it
-            self.spare.expect(self._catalog.largest)
+            self.memory.expect(self._catalog.largest)
         except Exception:  # the boundary of the thread
-            log.exception("the folder of KV states could not be looked at")
-        pause_s: float | None = 0.0
+            log.exception("kv store: can't look at the directory")
         while True:
             try:
-                asked = self._asked.get(timeout=pause_s)
+                asked = self._asked.get(timeout=REST_S if self.memory.is_lacking else None)
             except Empty:
-                self._prepare()
-                pause_s = None
+                self._warm_memory()
                 continue
             if asked is None:
                 return
-            pause_s = None if self._is_busy or not self.spare.is_lacking else REST_S
-            if asked == "rest":
-                continue
-            match, on_loaded = asked
-            try:
-                state = None if self._is_closed else self._read(match)
-            except Exception:  # the boundary of the thread
-                log.exception("a KV state could not be read; it is computed")
-                state = None
-            try:
-                on_loaded(state)
-            except Exception:
-                log.exception("a KV state that was read could not be handed over")
-            if state is not None:
-                self._used.put(self._catalog.path_of(match.key))
-            del state, asked, on_loaded  # its memory
+            self._answer(*asked)
+            del asked  # its memory
 
-    def _prepare(self) -> None:
+    def _answer(self, match: StateMatch, on_loaded: OnLoaded) -> None:
+        state = None
         try:
-            while not self._is_busy and self._asked.empty() and self.spare.touch_more():
-                pass
-        except Exception:  # no memory, for instance; the boundary of the thread
-            log.exception("no memory could be had for KV states in advance")
+            state = None if self._is_closed else self._read(match)
+        except Exception:  # the boundary of the thread
+            log.exception("kv store: can't read a state; it is computed")
+        try:
+            on_loaded(state)
+        except Exception:
+            log.exception("kv store: can't hand over a state that was read")
+        if state is not None:
+            self._on_used(match.key)
 
-    def _touch(self) -> None:
-        """A thread of its own: to note that a file was used waits for what is being written. It counts them, too."""
-        count_at = 0.0
-        while True:
-            if (now := time.monotonic()) >= count_at:
-                with contextlib.suppress(OSError, ValueError):
-                    self.used_bytes = sum(file.num_bytes for file in self._folder.states())
-                count_at = now + COUNT_S
-            try:
-                path = self._used.get(timeout=max(0.0, count_at - now))
-            except Empty:
-                continue
-            if path is None:
-                return
-            touch(path)
+    def _warm_memory(self) -> None:
+        try:
+            if not self.is_busy:
+                self.memory.add_piece(must_stop=lambda: self.is_busy or not self._asked.empty())
+        except Exception:  # no memory, for instance; the boundary of the thread
+            log.exception("kv store: can't provide memory in advance")
 
     def _read(self, match: StateMatch) -> KeptState | None:
         path = self._catalog.path_of(match.key)
         started = time.perf_counter()
-        state = read_state(path, self._folder.quota_bytes, self.spare.take)
+        state = read_state(path, self._folder.quota_bytes, self.memory.take)
         if isinstance(state, Miss):
-            self._tally.miss(state)
+            self._counters.miss(state)
             self._catalog.refuse(match.key)
             if state is Miss.DAMAGED:
-                log.warning("the KV state %s was damaged; it is computed again", path)
+                log.warning("kv store: %s is damaged; the state is computed again", path)
                 path.unlink(missing_ok=True)
             return None
-        self._tally.hit(match.num_bytes, time.perf_counter() - started)
+        self._counters.hit(match.num_bytes)
+        self.rate.add(match.num_bytes, time.perf_counter() - started)
         return state

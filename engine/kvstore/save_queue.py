@@ -1,118 +1,87 @@
-"""States that wait to be written: the worthiest first, bounded in bytes and, beside a working engine, in age."""
+"""Which state is written next, and when: the policy of the writing thread (ADR 014).
+
+- States wait in memory, and the one that may be expected to save most seconds is written first. When more bytes wait
+  than allowed, those that save least are dropped, and of equals the oldest.
+- While the engine has nothing to do, states are written at once. So are those that a caller of `flush` waits for.
+- While the engine works, a state is written if there is credit, in seconds of a core. Credit comes in with the time,
+  and with each load that saved computing. A write is charged when it is done, and may leave a debt.
+"""
 
 from __future__ import annotations
 
 import threading
-from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from .counters import Drop, Rate, Tally
+from .counters import Drop, StoreCounters
 from .states import KeptState
 
-PATIENCE_S = 10.0  # of a state that waits beside a working engine: by then it is likely to be of no use any more
-WRITING_S = 60.0  # how long writing one may take there, with its pauses: 1.2 s of a core or more, some hundred MB
-MOST_WAITING = 4096
-LOOK_S = 0.5  # between two looks for what has waited too long
-SHARE = 0.02  # of one core
-MOST_S = 0.5  # what it may have saved up, and has at first
-RETURN = 0.2  # of the time that loads save: what shares much may write more, and what shares nothing does not
-MOST_EARNED_S = 2.0
-Maker = Callable[[], KeptState | None]
+# With a share of 0.01 and nothing for loads, 200 conversations with RAM for 20 of them computed 115,000 tokens, with
+# these values 81,000. A load that shares nothing keeps 0.99 of its rate (ADR 014).
+CREDIT_SHARE = 0.02  # seconds of a core for each second
+RETURNED_SHARE = 0.2  # of the seconds that a load saved
+MAX_CREDIT_S = 0.5  # what can be saved up, and is there at first: about 200 MB at once after a quiet time
+
+MakeState = Callable[[], KeptState | None]
 
 
-class Dropped(Exception):
-    """The state is not written, or not to its end."""
+@dataclass(eq=False, slots=True)
+class SaveOffer:
+    """A state that waits to be written."""
 
-    def __init__(self, reason: Drop) -> None:
-        super().__init__(reason.value)
-        self.reason = reason
+    make: MakeState
+    expected_saved_s: float  # that writing it may be expected to save
+    num_bytes: int  # of memory that it holds meanwhile
+    is_urgent: bool = False  # a caller of `flush` waits for it
 
 
-class TimeBudget:
-    """A bucket of seconds that fills by SHARE of each second, and by RETURN of what loads save."""
+class WriteCredit:
+    """Seconds of a core that writing may take beside a working engine; negative for a debt."""
 
     def __init__(self, now: float) -> None:
-        self._seconds = MOST_S
+        self._seconds = MAX_CREDIT_S
         self._at = now
 
-    def spend(self, seconds: float, now: float) -> None:
-        """It worked for so long."""
-        self._fill(now)
-        self._seconds -= seconds
-
-    def earn(self, saved_s: float) -> None:
-        """A load saved the engine so much computing."""
-        self._seconds = min(MOST_EARNED_S, self._seconds + RETURN * saved_s)
+    def add(self, seconds: float, now: float) -> None:
+        """Add to the credit what was earned, or, with a negative number, what was spent."""
+        saved_up_s = min(MAX_CREDIT_S, self._seconds + CREDIT_SHARE * max(0.0, now - self._at))
+        self._seconds, self._at = min(MAX_CREDIT_S, saved_up_s + seconds), now
 
     def wait_s(self, now: float) -> float:
-        """Seconds until it may work again; 0 if it may now."""
-        self._fill(now)
-        return max(0.0, -self._seconds / SHARE)
-
-    def within(self, seconds: float, now: float) -> float:
-        """How much it may work from now on in so many seconds."""
-        self._fill(now)
-        return self._seconds + SHARE * seconds
-
-    def _fill(self, now: float) -> None:
-        self._seconds = max(self._seconds, min(MOST_S, self._seconds + SHARE * max(0.0, now - self._at)))
-        self._at = now
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Offer:
-    """A state, or what makes it."""
-
-    state: KeptState | Maker
-    worth_s: float
-    num_bytes: int
-    offered_at: float
-
-
-class Flush(NamedTuple):
-    """A caller waits until what was offered by `began` is written, at most until `deadline`."""
-
-    began: float
-    deadline: float
+        """Return the seconds until the debt is paid; 0 if there is none."""
+        self.add(0.0, now)
+        return max(0.0, -self._seconds / CREDIT_SHARE)
 
 
 class SaveQueue:
-    """Any thread offers, one takes. The lock is held for no I/O; the engine thread may offer, and say that it works."""
+    """Any thread offers, one takes. The lock is never held for I/O, so the engine thread may take it, too."""
 
-    def __init__(self, most_bytes: int, tally: Tally, clock: Callable[[], float]) -> None:
+    def __init__(self, max_bytes: int, counters: StoreCounters, clock: Callable[[], float]) -> None:
+        """At most `max_bytes` wait, or one state of any size."""
         self._changed = threading.Condition()
-        self._most_bytes = most_bytes
-        self._tally = tally
+        self._max_bytes = max_bytes
+        self._counters = counters
         self._clock = clock
-        self._budget = TimeBudget(clock())
-        self._cost = Rate()  # bytes per second of a core
-        self._waiting: list[Offer] = []  # the least worthy first
-        self._num_bytes = 0  # of all that waits, and of what is being written
-        self._current: Offer | None = None
-        self._begun_at = 0.0
-        self._num_done = 0
+        self._credit = WriteCredit(clock())
+        self._waiting: list[SaveOffer] = []
+        self._current: SaveOffer | None = None
         self._is_busy = False
-        self._flushes: list[Flush] = []
-        self._is_closed = False
+        self._num_written = 0
+        self.is_closed = False
 
     # Any thread
 
-    def offer(self, state: KeptState | Maker, worth_s: float, num_bytes: int) -> bool:
-        """False if it is not taken: it is worth nothing, or what waits is worth more and memory is bounded."""
-        offer = Offer(state, worth_s, num_bytes, self._clock())
+    def offer(self, make: MakeState, expected_saved_s: float, num_bytes: int) -> bool:
+        """Return False if the state is not taken, because it saves nothing, or the queue is full of better ones."""
+        offer = SaveOffer(make, expected_saved_s, num_bytes)
         with self._changed:
-            if self._is_closed or not worth_s > 0:
+            if self.is_closed or not expected_saved_s > 0:
                 return False
-            insort(self._waiting, offer, key=lambda waiting: waiting.worth_s)
-            self._num_bytes += num_bytes
-            while len(self._waiting) > 1 and self._is_too_much():
-                if self._drop(0, Drop.QUEUE_FULL) is offer:
-                    return False
-            if len(self._waiting) == 1 or self._pause_s(offer.offered_at) <= 0:
-                self._changed.notify_all()
-        return True
+            self._waiting.append(offer)
+            while len(self._waiting) > 1 and self._num_bytes() > self._max_bytes:
+                self._drop(min(self._waiting, key=_expected_saved_s), Drop.QUEUE_FULL)
+            self._changed.notify_all()
+            return offer in self._waiting
 
     def note_busy(self, busy: bool) -> None:
         """The engine works, or has nothing to do."""
@@ -122,122 +91,84 @@ class SaveQueue:
                 self._changed.notify_all()
 
     def note_saved(self, seconds: float) -> None:
-        """A state that was read saved the engine so much computing: so much more may be written beside it."""
+        """A load saved the engine so many seconds of computing."""
         with self._changed:
-            self._budget.earn(seconds)
+            self._credit.add(RETURNED_SHARE * seconds, self._clock())
             self._changed.notify_all()
 
     def flush(self, deadline: float) -> int:
-        """Waits until all that waits now is written, whatever the engine does, or until `deadline`; how many were.
+        """Wait until all that waits now is written, or until `deadline`; return how many states were written.
 
-        What the engine offers meanwhile comes after it: a stream of new states keeps no caller waiting.
+        What the engine offers meanwhile keeps no caller waiting.
         """
         with self._changed:
-            before, flush = self._num_done, Flush(self._clock(), deadline)
-            self._flushes.append(flush)
+            before = self._num_written
+            pending = [*self._waiting, *([] if self._current is None else [self._current])]
+            for offer in pending:
+                offer.is_urgent = True
             self._changed.notify_all()
-            while not self._is_closed and self._has_older(flush.began) and (left_s := deadline - self._clock()) > 0:
+            while any(offer is self._current or offer in self._waiting for offer in pending):
+                left_s = deadline - self._clock()
+                if left_s <= 0 or self.is_closed:
+                    break
                 self._changed.wait(min(left_s, threading.TIMEOUT_MAX))
-            self._flushes.remove(flush)
-            return self._num_done - before
+            return self._num_written - before
 
     def close(self) -> None:
-        """What waits is dropped, and what is being written given up."""
+        """Drop what waits. What is being written is given up at its next chunk."""
         with self._changed:
-            self._is_closed = True
+            self.is_closed = True
             while self._waiting:
-                self._drop(0, Drop.CLOSED)
+                self._drop(self._waiting[0], Drop.CLOSED)
             self._changed.notify_all()
 
     @property
     def is_idle(self) -> bool:
-        """True if nothing waits, nor is being written."""
+        """True if nothing waits, and nothing is being written."""
         return not self._waiting and self._current is None
 
-    # The writer
+    # The writing thread
 
-    def take(self) -> Offer | None:
-        """The worthiest one, as soon as there is one and time for it; None when the queue is closed."""
+    def take(self, timeout_s: float) -> SaveOffer | None:
+        """Return the next state to write; None if there is none after `timeout_s`, or the queue is closed."""
         with self._changed:
-            while not self._is_closed:
+            deadline = self._clock() + timeout_s
+            while (offer := self._next()) is None:
                 now = self._clock()
-                self._drop_old(now)
-                index = self._next(now)
-                if index is not None:
-                    self._current, self._begun_at = self._waiting.pop(index), now
-                    return self._current
-                self._changed.wait(min(LOOK_S, self._pause_s(now) or LOOK_S) if self._waiting else None)
-            return None
+                if self.is_closed or now >= deadline:
+                    return None
+                debt_s = self._credit.wait_s(now) if self._waiting else 0.0
+                self._changed.wait(min(deadline - now, debt_s or timeout_s))
+            self._waiting.remove(offer)
+            self._current = offer
+            return offer
 
-    def pause(self, spent_s: float) -> None:
-        """Between two chunks: waits while the engine has to have the machine; raises Dropped if that takes too long."""
+    def done(self, written: bool, core_s: float) -> None:
+        """The state that was taken is written, or dropped, which took `core_s` of a core."""
         with self._changed:
-            self._charge(spent_s)
-            while not self._is_closed:
-                now = self._clock()
-                pause_s = self._pause_s(now)
-                if pause_s <= 0:
-                    return
-                left_s = self._begun_at + WRITING_S - now
-                if left_s <= 0:
-                    raise Dropped(Drop.BUSY)
-                self._changed.wait(min(pause_s, left_s))
-            raise Dropped(Drop.CLOSED)
-
-    def done(self, written: bool, rest_s: float, all_s: float) -> None:
-        """The one that was taken is written, or dropped. That took `all_s` of a core, of which `rest_s` is new."""
-        with self._changed:
-            self._charge(rest_s)
-            if self._current is not None:
-                self._num_bytes -= self._current.num_bytes
-                if written:
-                    self._cost.add(self._current.num_bytes, all_s)
+            if self._is_busy and self._current is not None and not self._current.is_urgent:
+                self._credit.add(-core_s, self._clock())
             self._current = None
-            self._num_done += written
+            self._num_written += written
             self._changed.notify_all()
 
     # Under the lock
 
-    def _is_too_much(self) -> bool:
-        return self._num_bytes > self._most_bytes or len(self._waiting) > MOST_WAITING
+    def _next(self) -> SaveOffer | None:
+        allowed = [offer for offer in self._waiting if offer.is_urgent]
+        if not allowed and not (self._is_busy and self._credit.wait_s(self._clock()) > 0):
+            allowed = self._waiting
+        return max(allowed, key=_expected_saved_s, default=None)
 
-    def _has_leave(self, now: float) -> bool:
-        """It may work as much as it wants."""
-        return not self._is_busy or any(now < flush.deadline for flush in self._flushes)
+    def _num_bytes(self) -> int:
+        """Bytes that wait, and those that are being written."""
+        current = 0 if self._current is None else self._current.num_bytes
+        return current + sum(offer.num_bytes for offer in self._waiting)
 
-    def _has_older(self, moment: float) -> bool:
-        """Something that was offered by this moment waits, or is being written."""
-        current = () if self._current is None else (self._current,)
-        return any(offer.offered_at <= moment for offer in (*current, *self._waiting))
+    def _drop(self, offer: SaveOffer, reason: Drop) -> None:
+        self._waiting.remove(offer)
+        self._counters.drop(reason)
 
-    def _charge(self, seconds: float) -> None:
-        now = self._clock()
-        if not self._has_leave(now):
-            self._budget.spend(seconds, now)
 
-    def _pause_s(self, now: float) -> float:
-        return 0.0 if self._has_leave(now) else self._budget.wait_s(now)
-
-    def _next(self, now: float) -> int | None:
-        """Which one to write now. Beside a working engine not one that would be dropped before its end."""
-        if not self._waiting or self._pause_s(now) > 0:
-            return None
-        worthiest_first = reversed(range(len(self._waiting)))
-        if self._has_leave(now):
-            began = max((flush.began for flush in self._flushes), default=now)
-            return next((i for i in worthiest_first if self._waiting[i].offered_at <= began), len(self._waiting) - 1)
-        most_bytes = self._budget.within(WRITING_S, now) * self._cost.bytes_per_s
-        return next((i for i in worthiest_first if self._waiting[i].num_bytes < most_bytes), None)
-
-    def _drop_old(self, now: float) -> None:
-        if self._has_leave(now):
-            return
-        for index in reversed(range(len(self._waiting))):
-            if now - self._waiting[index].offered_at > PATIENCE_S:
-                self._drop(index, Drop.BUSY)
-
-    def _drop(self, index: int, reason: Drop) -> Offer:
-        offer = self._waiting.pop(index)
-        self._num_bytes -= offer.num_bytes
-        self._tally.drop(reason)
-        return offer
+def _expected_saved_s(offer: SaveOffer) -> float:
+    return offer.expected_saved_s

@@ -25,8 +25,8 @@ from typing_extensions import Buffer
 from xxhash import xxh3_128
 
 from .keys import DIGEST_BYTES, key_and_blocks, pack_tokens, unpack_tokens
-from .spare import new_memory
 from .states import KeptState, Miss, StateHead, StatePart
+from .warm_memory import new_memory
 
 MAGIC = b"cellamKV"
 VERSION = 2

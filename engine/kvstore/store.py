@@ -1,4 +1,4 @@
-"""The tier on disk of one model: what it has, what is read, what is written (ADR 014)."""
+"""The states of one model in a directory: what is there, what is read, what is written (ADR 014)."""
 
 from __future__ import annotations
 
@@ -8,42 +8,42 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .catalog import StateCatalog
-from .counters import StoreCounters, Tally
+from .counters import StoreCounters
 from .folder import Folder
 from .reader import OnLoaded, StateReader
-from .save_queue import Maker, SaveQueue
-from .states import KeptState, StateMatch
+from .save_queue import MakeState, SaveQueue
+from .states import StateMatch
 from .writer import StateWriter
 
 QUEUE_BYTES = 512 << 20
-SPARE_BYTES = 128 << 20
+WARM_BYTES = 128 << 20
 
 
 class StateStore:
-    """States of one identity in a folder that others may share. Any thread.
+    """States of one identity in a directory that other models and processes share. Any thread.
 
-    Nothing here waits for the disk but `flush`, `close`, and the look at a folder that changed (`longest`, `context`).
-    Whatever the folder is like, nothing is raised: there are misses and drops then, which are counted.
+    Nothing waits for the disk except `flush`, `close`, and a look at a directory that changed (`longest`, `context`).
+    Nothing is raised, whatever the directory is like: it causes misses and drops, which are counted.
     """
 
     def __init__(
         self,
-        folder: Path,
+        root: Path,
         quota_bytes: int,
         identity: bytes,
         queue_bytes: int = QUEUE_BYTES,
-        spare_bytes: int = SPARE_BYTES,
+        warm_bytes: int = WARM_BYTES,
     ) -> None:
-        """`queue_bytes`: what may be held in memory to be written, or one state if that is larger.
+        """`queue_bytes` of memory hold what waits to be written, or one state if that is larger.
 
-        `spare_bytes`: memory that waits for the next state to be read. A quota of 0 writes and reads nothing.
+        `warm_bytes` of memory wait for the next state to be read. A quota of 0 writes and reads nothing.
         """
-        self.folder = Folder(folder, quota_bytes)
-        self._tally = Tally()
-        self._catalog = StateCatalog(self.folder.directory_of(identity), self._tally)
-        self._queue = SaveQueue(queue_bytes, self._tally, time.monotonic)
-        self._writer = StateWriter(self.folder, self._catalog, self._queue, self._tally, time.monotonic)
-        self._reader = StateReader(self.folder, self._catalog, self._tally, spare_bytes)
+        self.folder = Folder(root, quota_bytes)
+        self.counters = StoreCounters()
+        self._catalog = StateCatalog(self.folder.directory_of(identity), self.counters)
+        self._queue = SaveQueue(queue_bytes, self.counters, time.monotonic)
+        self._writer = StateWriter(self.folder, self._catalog, self._queue, self.counters, time.monotonic)
+        self._reader = StateReader(self.folder, self._catalog, self.counters, warm_bytes, self._writer.note_used)
         self.is_on = quota_bytes > 0
         if self.is_on:
             self._writer.start()
@@ -52,76 +52,65 @@ class StateStore:
     # Reading
 
     def longest(self, seed: bytes, tokens: Sequence[int]) -> StateMatch | None:
-        """The file with the longest usable prefix of the tokens, of equals the smallest; from an index in memory."""
+        """Return the file with the longest usable prefix of the tokens, of equally long ones the smallest."""
         return self._catalog.longest(seed, tokens) if self.is_on else None
 
     def context(self, key: str) -> tuple[bytes, array[int]] | None:
-        """Seed and tokens of the file of that key; whoever asks compares the key, with a seed of their own."""
+        """Return seed and tokens of the file of a key. The caller compares the key, computed with a seed of its own."""
         head = self._catalog.get(key) if self.is_on else None
         return (head.seed, head.tokens) if head else None
 
     def load(self, match: StateMatch, on_loaded: OnLoaded) -> None:
-        """Reads and verifies it; `on_loaded` is called once, whatever happens, by the thread that reads."""
+        """Read and verify a state. The reading thread calls `on_loaded` once, with None for a miss."""
         if self.is_on:
             self._reader.load(match, on_loaded)
         else:
             on_loaded(None)
 
+    @property
+    def read_rate(self) -> float:
+        """Bytes/s, with verifying; a guess before the first file."""
+        return self._reader.rate.per_s
+
     # Writing
 
-    def offer(self, state: KeptState | Maker, worth_s: float, num_bytes: int = 0) -> bool:
-        """Queues a state to be written, or what makes it, which the writing thread calls; False if it is not taken.
+    def offer(self, make: MakeState, expected_saved_s: float, num_bytes: int) -> bool:
+        """Queue a state, which the writing thread makes; return False if it is not taken.
 
-        `num_bytes`: what a maker holds in memory until then. Not written is what the folder has already.
+        `expected_saved_s` are the seconds that it may be expected to save. `num_bytes` is the memory that it holds
+        until then. What the directory has already is not written.
         """
-        if not self.is_on or self._writer.is_off:
-            return False
-        return self._queue.offer(state, worth_s, state.num_bytes if isinstance(state, KeptState) else num_bytes)
+        return self.is_on and not self._writer.is_off and self._queue.offer(make, expected_saved_s, num_bytes)
 
     def note_busy(self, busy: bool) -> None:
-        """The engine works: writing has a small share of a core meanwhile; or it has nothing to do."""
+        """The engine works, or has nothing to do."""
         self._queue.note_busy(busy)
-        self._reader.note_busy(busy)
+        self._reader.is_busy = busy
 
     def note_saved(self, seconds: float) -> None:
-        """A state that was read saved the engine so much computing, by its own rates."""
+        """A load saved the engine so many seconds of computing, by its own rates."""
         self._queue.note_saved(seconds)
 
     @property
     def is_idle(self) -> bool:
-        """True if nothing waits to be written, nor is written."""
+        """True if nothing waits to be written, and nothing is being written."""
         return self._queue.is_idle
 
     def flush(self, deadline: float) -> int:
-        """Writes what is queued, whatever the engine does, until `deadline` (time.monotonic); how many states were."""
+        """Write what is queued, whatever the engine does, until `deadline` (monotonic); return how many states."""
         return self._queue.flush(deadline) if self.is_on else 0
 
-    @property
-    def spare_bytes(self) -> int:
-        """Of memory that waits for states that will be read."""
-        return self._reader.spare.num_bytes
-
-    # How it went
+    # Figures
 
     @property
-    def read_rate(self) -> float:
-        """Bytes/s, with verifying; a guess before the first file."""
-        return self._tally.read_rate
-
-    @property
-    def write_rate(self) -> float:
-        """Bytes/s, with hashing and fsync; a guess before the first file."""
-        return self._tally.write_rate
-
-    @property
-    def counters(self) -> StoreCounters:
-        """All since the start."""
-        return self._tally.snapshot(self.folder.num_evictions)
+    def warm_bytes(self) -> int:
+        """Bytes of memory that wait for the next states."""
+        return self._reader.memory.num_bytes
 
     @property
     def used_bytes(self) -> int:
-        """Of all states in the folder, those of other models and processes included, as of some seconds ago."""
-        return self._reader.used_bytes
+        """Bytes of all states in the directory, also of other models and processes, as of some seconds ago."""
+        return self._writer.used_bytes
 
     @property
     def quota_bytes(self) -> int:
@@ -129,9 +118,9 @@ class StateStore:
         return self.folder.quota_bytes
 
     def close(self) -> None:
-        """What waits to be written is dropped, loads are answered with None, the threads end."""
+        """Drop what waits to be written, answer loads with None, and end the threads."""
         self._queue.close()
         if self.is_on:
             self.is_on = False
-            self._writer.join()
             self._reader.close()
+            self._writer.join()

@@ -1,138 +1,164 @@
-"""The thread that writes states: one after another, in chunks, giving way to the engine."""
+"""The thread that writes states, one after another, and notes which files were used."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
 from cellama.engine.system.low_priority import give_way
 
 from .catalog import MAX_SLACK, StateCatalog
-from .counters import Drop, Tally
+from .counters import Drop, StoreCounters
 from .eviction import FolderFull
 from .folder import Folder, is_pinned, touch
-from .save_queue import Dropped, Offer, SaveQueue
+from .save_queue import SaveOffer, SaveQueue
 from .state_file import file_bytes, write_state
-from .states import KeptState, StateHead
+from .states import KeptState
 
 log = logging.getLogger(__name__)
 
-OFF_S = 30.0  # how long a folder that refused is left alone; twice as long each time that it refuses again
-MOST_OFF_S = 600.0
-CLOSE_S = 5.0
+OFF_S = 300.0  # a full or read-only disk is seldom repaired sooner, and each attempt logs a line
+CHORES_S = 10.0  # so old may the count of bytes be, and the time of last use of a file that was read
+CLOSE_S = 5.0  # then a disk that does not answer is left behind, with the thread
 _OF_THE_FILE = {errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EEXIST, errno.ENOTEMPTY}
 
 
+class StoreClosed(Exception):
+    """The store closes, so a file is given up."""
+
+
 class StateWriter:
-    """Takes from the queue until that is closed."""
+    """Writes what the queue gives, until that is closed."""
 
     def __init__(
-        self, folder: Folder, catalog: StateCatalog, queue: SaveQueue, tally: Tally, clock: Callable[[], float]
+        self,
+        folder: Folder,
+        catalog: StateCatalog,
+        queue: SaveQueue,
+        counters: StoreCounters,
+        clock: Callable[[], float],
     ) -> None:
-        self._folder, self._catalog, self._queue, self._tally = folder, catalog, queue, tally
+        self._folder, self._catalog, self._queue, self._counters = folder, catalog, queue, counters
         self._clock = clock
-        self._off_until, self._off_s = float("-inf"), OFF_S
+        self.used_bytes = 0  # of all states in the directory, at most CHORES_S ago
+        self._count_at = clock()
+        self._off_until = float("-inf")
         self._is_prepared = False
-        self._charged = 0.0  # seconds of this thread that the queue knows of
+        self._used: deque[str] = deque()  # keys of files that were read
         self._thread = threading.Thread(target=self._run, name="cellama-kv-writer", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def join(self) -> None:
-        """The thread has ended, or the disk does not answer: then it is left behind."""
+        """Wait until the thread has ended, or the disk does not answer."""
         self._thread.join(CLOSE_S)
 
     @property
     def is_off(self) -> bool:
-        """True while the folder is left alone."""
+        """True while the directory is left alone."""
         return self._clock() < self._off_until
 
-    def prepare(self) -> None:
-        """The folder is ready, or left alone for a while."""
+    def note_used(self, key: str) -> None:
+        """A file was read. This thread notes it, because that waits for the fsync of files that are written."""
+        self._used.append(key)
+
+    def _run(self) -> None:
+        give_way()
+        self._prepare()
+        while not self._queue.is_closed:
+            self._do_chores()
+            if (offer := self._queue.take(CHORES_S)) is not None:
+                self._write(offer)
+            del offer  # its memory
+        self._touch_used()
+
+    def _do_chores(self) -> None:
+        self._touch_used()
+        if self._clock() >= self._count_at:
+            with contextlib.suppress(OSError, ValueError):
+                self.used_bytes = sum(file.num_bytes for file in self._folder.states())
+            self._count_at = self._clock() + CHORES_S
+
+    def _touch_used(self) -> None:
+        while self._used:
+            touch(self._catalog.path_of(self._used.popleft()))
+
+    def _write(self, offer: SaveOffer) -> None:
+        started = time.thread_time()  # what the disk takes is not taken from the engine
+        dropped: Drop | None = Drop.ERROR
+        try:
+            state = offer.make()
+            dropped = Drop.INVALID if state is None else self._save(state)
+        except Exception:  # the boundary of the thread
+            log.exception("kv store: can't write a state; it is computed again when it is needed")
+        finally:
+            if dropped is not None:
+                self._counters.drop(dropped)
+            self._counters.evictions = self._folder.num_evictions
+            self._queue.done(dropped is None, time.thread_time() - started)
+
+    def _save(self, state: KeptState) -> Drop | None:
+        """Write a state; return why, if it is not written."""
+        if not self.is_off and not self._is_prepared:
+            self._prepare()
+        if self.is_off:
+            return Drop.OFF
+        if self._is_kept(state):
+            return Drop.KEPT
+        try:
+            self._write_file(state)
+        except StoreClosed:
+            return Drop.CLOSED
+        except FolderFull as full:
+            log.debug("kv store: a state is not written: %s", full)
+            return Drop.QUOTA
+        except OSError as error:
+            self._counters.count("write_errors")
+            if error.errno not in _OF_THE_FILE:
+                self._switch_off(error)
+            return Drop.ERROR
+        return None
+
+    def _is_kept(self, state: KeptState) -> bool:
+        """True if the directory has the state, or a longer one that can be cut to it and is not much more to read."""
+        match = self._catalog.longest(state.seed, state.tokens)
+        count = len(state.tokens)
+        if match is None or match.usable(count) < count or match.num_bytes > MAX_SLACK * file_bytes(state):
+            return False
+        touch(self._catalog.path_of(match.key))
+        return True
+
+    def _write_file(self, state: KeptState) -> None:
+        replaced = self._catalog.replaced_by(state, file_bytes(state))
+        file = self._folder.create(self._catalog.directory, file_bytes(state))
+        try:
+            head = write_state(file.descriptor, state, self._stop_if_closed)
+            file.publish(head.key)
+        finally:
+            file.close()
+        self._counters.save(head.num_bytes)
+        self._catalog.add(head)
+        self._folder.remove(path for path in map(self._catalog.path_of, replaced) if not is_pinned(path))
+
+    def _stop_if_closed(self) -> None:
+        if self._queue.is_closed:
+            raise StoreClosed
+
+    def _prepare(self) -> None:
         try:
             self._folder.prepare(self._catalog.directory)
             self._is_prepared = True
         except (OSError, ValueError) as error:  # a zero byte in a path is a ValueError
             self._switch_off(error)
 
-    def _run(self) -> None:
-        give_way()
-        self.prepare()
-        while (offer := self._queue.take()) is not None:
-            started = self._charged = time.thread_time()  # what the disk takes is not taken from the engine
-            written = False
-            try:
-                written = self._save(offer)
-            except Dropped as dropped:
-                self._tally.drop(dropped.reason)
-            except Exception:  # the boundary of the thread
-                log.exception("a KV state could not be written; it is computed again when it is needed")
-                self._tally.drop(Drop.ERROR)
-            finally:
-                now = time.thread_time()
-                self._queue.done(written, now - self._charged, now - started)
-                del offer  # its memory
-
-    def _save(self, offer: Offer) -> bool:
-        state = offer.state if isinstance(offer.state, KeptState) else offer.state()
-        if state is None:
-            raise Dropped(Drop.INVALID)
-        if not self.is_off and not self._is_prepared:
-            self.prepare()
-        if self.is_off:
-            raise Dropped(Drop.OFF)
-        try:
-            self._look_for_equal(state)
-            replaced = self._catalog.replaced_by(state, file_bytes(state))
-            head = self._write(state)
-            self._catalog.add(head)
-            self._folder.remove(path for path in map(self._catalog.path_of, replaced) if not is_pinned(path))
-        except FolderFull as full:
-            log.debug("a KV state is not written: %s", full)
-            raise Dropped(Drop.QUOTA) from full
-        except ValueError as error:
-            log.warning("what was offered is no KV state: %s", error)
-            raise Dropped(Drop.INVALID) from error
-        except OSError as error:
-            self._tally.count("write_errors")
-            if error.errno not in _OF_THE_FILE:
-                self._switch_off(error)
-            raise Dropped(Drop.ERROR) from error
-        self._off_s = OFF_S
-        return True
-
-    def _look_for_equal(self, state: KeptState) -> None:
-        """Dropped if the folder has it, or a longer one that can be cut to it and is not much more to read."""
-        match = self._catalog.longest(state.seed, state.tokens)
-        count = len(state.tokens)
-        if match and match.usable(count) == count and match.num_bytes <= MAX_SLACK * file_bytes(state):
-            touch(self._catalog.path_of(match.key))
-            raise Dropped(Drop.KEPT)
-
-    def _write(self, state: KeptState) -> StateHead:
-        started = self._clock()
-        file = self._folder.create(self._catalog.directory, file_bytes(state))
-        try:
-            head = write_state(file.descriptor, state, self._pause)
-            file.publish(head.key)
-        finally:
-            file.close()
-        self._tally.save(head.num_bytes, self._clock() - started)
-        return head
-
-    def _pause(self) -> None:
-        """After each chunk."""
-        now = time.thread_time()
-        spent_s, self._charged = now - self._charged, now
-        self._queue.pause(spent_s)
-
     def _switch_off(self, error: Exception) -> None:
         self._is_prepared = False
-        self._tally.count("outages")
-        log.warning("no KV states are written for %.0f s: %s", self._off_s, error)
-        self._off_until = self._clock() + self._off_s  # last: who sees it finds it counted and told
-        self._off_s = min(2 * self._off_s, MOST_OFF_S)
+        self._counters.count("outages")
+        log.warning("kv store: no states are written for %.0f s: %s", OFF_S, error)
+        self._off_until = self._clock() + OFF_S  # last: whoever sees it finds it counted and logged

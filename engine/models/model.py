@@ -177,8 +177,8 @@ class Model(Texts):
         """What the KV states that it keeps in RAM take now, and memory that waits for those on disk."""
         if self._engine is None:
             return 0
-        spare = 0 if self._engine.store is None else self._engine.store.spare_bytes
-        return self._engine.snapshot().ram_used_bytes + spare
+        warm = 0 if self._engine.store is None else self._engine.store.warm_bytes
+        return self._engine.snapshot().ram_used_bytes + warm
 
     @property
     def last_used(self) -> float:

@@ -55,7 +55,7 @@ class SlotFinder:
         if match is not None and self.disk is not None:
             ready = self._cache.sources.longest(sequence.tokens, sequence.scope)
             sequence.file_wait = self.disk.begin(match, sequence.scope, len(sequence.tokens) - 1, ready, now)
-        return sequence.file_wait is not None and sequence.file_wait.goes_on(now)
+        return sequence.file_wait is not None and sequence.file_wait.continues(now)
 
     def _num_coming(self, holder: Sequence, shared: int) -> int:
         """How many of the shared tokens can be taken over from a slot once they are computed."""

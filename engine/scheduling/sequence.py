@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cellama.engine.backend import AdapterSet, Chunk, key_of
 from cellama.engine.events import CacheTier, Completion, Context, FinishReason, Timings, Usage
-from cellama.engine.kvcache.disk_tier import Wait
+from cellama.engine.kvcache.disk_tier import LoadWait
 from cellama.engine.kvcache.manager import WORTH_SAVING_TOKENS
 from cellama.engine.kvcache.ram_tier import StateNote
 from cellama.engine.kvstore.states import StateMatch
@@ -58,7 +58,7 @@ class Sequence:
     rank: float = 0.0  # in the waiting queue: smaller is sooner
     order: int = 0  # of arrival, among equal ranks
     match: StateMatch | None = None  # a file of states that has its beginning; None once it was looked at
-    file_wait: Wait | None = None  # for that file
+    file_wait: LoadWait | None = None  # for that file
     num_kept: int = 0  # tokens that it had when its state was last copied for the folder
     waits_for: tuple[Sequence, int] | None = None  # another one's prefill of so many tokens, which they share
     cuts: tuple[int, ...] = ()  # lengths at which its prefill stops for a checkpoint, ascending

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ def folder(tmp_path: Path) -> Path:
     with closing(StateStore(tmp_path / "kv", 1 << 20, IDENTITY)) as store:
         for scope in ("a", "b"):
             state = KeptState(seed_of(IDENTITY, (), scope), range(100), 0, bytes(1000), {}, scope)
-            store.offer(state, 1.0)
+            store.offer(partial(replace, state), 1.0, state.num_bytes)
             store.flush(float("inf"))
     return tmp_path / "kv"
 

@@ -20,14 +20,14 @@ class BadStore:
     """Has whatever is asked for, and never gives it as it should."""
 
     is_idle, read_rate, used_bytes, quota_bytes = True, 1e9, 0, 0
-    counters = StoreCounters(0, {}, 0, 0, 0, {}, 0, 0, 0)
+    counters = StoreCounters()
 
     def longest(self, seed: bytes, tokens: Sequence[int]) -> StateMatch | None:
         return StateMatch("0" * 64, len(tokens), len(tokens), 100, 0, ())
 
     def load(self, match: StateMatch, on_loaded: Callable[[KeptState | None], None]) -> None: ...
 
-    def offer(self, state: Any, worth_s: float, num_bytes: int = 0) -> bool:
+    def offer(self, make: Any, expected_saved_s: float, num_bytes: int) -> bool:
         return False
 
     def note_busy(self, busy: bool) -> None: ...
@@ -46,16 +46,6 @@ class Raises(BadStore):
     def longest(self, seed: bytes, tokens: Sequence[int]) -> StateMatch | None:
         raise OSError("longest")
 
-    def offer(self, state: Any, worth_s: float, num_bytes: int = 0) -> bool:
-        raise OSError("offer")
-
-
-class RaisesLater(Raises):
-    longest = BadStore.longest
-
-    def load(self, match: StateMatch, on_loaded: Callable[[KeptState | None], None]) -> None:
-        raise OSError("load")
-
 
 class Loses(BadStore):
     def load(self, match: StateMatch, on_loaded: Callable[[KeptState | None], None]) -> None:
@@ -68,7 +58,7 @@ class GivesRubbish(BadStore):
         threading.Thread(target=on_loaded, args=(state,)).start()
 
 
-@pytest.mark.parametrize("store", [BadStore, Raises, RaisesLater, Loses, GivesRubbish])
+@pytest.mark.parametrize("store", [BadStore, Raises, Loses, GivesRubbish])
 def test_store_that_fails_costs_time_only(
     home: Home, store: type[BadStore], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

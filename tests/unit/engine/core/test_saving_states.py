@@ -19,7 +19,7 @@ def test_save_states_writes_more_than_may_wait_to_be_written(tmp_path: Path, mon
     engine = Engine(backend, EngineOptions(cache_dir=str(tmp_path), n_parallel=1, n_batch=512, cache_ram_bytes=1 << 16))
     try:
         assert engine.store is not None
-        monkeypatch.setattr(engine.store._queue, "_most_bytes", 1)  # so one waits at most
+        monkeypatch.setattr(engine.store._queue, "_max_bytes", 1)  # so one waits at most
         for number in range(NUM_STATES):
             engine.complete(f"{number} friends of a fox told a story. " * 8, max_tokens=1)
         engine.save_states(PATIENCE_S)

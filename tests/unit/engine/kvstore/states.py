@@ -35,8 +35,13 @@ def is_equal(one: KeptState, other: KeptState) -> bool:
 def save(store: StateStore, *states: KeptState) -> int:
     """How many were written."""
     for state in states:
-        store.offer(state, 1.0)
+        offer(store, state)
     return store.flush(time.monotonic() + PATIENCE_S)
+
+
+def offer(store: StateStore, state: KeptState) -> bool:
+    """Whether it is taken."""
+    return store.offer(lambda: state, 1.0, state.num_bytes)
 
 
 def load(store: StateStore, match: StateMatch | None) -> KeptState | None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cellama.engine.kvstore.catalog import StateCatalog, longest_match
-from cellama.engine.kvstore.counters import Tally
+from cellama.engine.kvstore.counters import StoreCounters
 from cellama.engine.kvstore.keys import BLOCK, key_and_blocks, pack_tokens, seed_of
 from cellama.engine.kvstore.states import StateHead, StateMatch, StatePart, usable
 
@@ -64,7 +64,7 @@ def test_longest_match_is_what_brute_force_finds(
 
 
 def test_catalog_without_its_states_holds_nothing(tmp_path: Path) -> None:
-    catalog = StateCatalog(tmp_path, Tally())
+    catalog = StateCatalog(tmp_path, StoreCounters())
     heads = [head_of(SEEDS[0], array("I", range(length)), length // 2, {70: 4}) for length in (30, 200, 300)]
     for head in heads:
         catalog.add(head)

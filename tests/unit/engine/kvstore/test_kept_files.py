@@ -29,6 +29,7 @@ from cellama.engine.kvstore.store import StateStore
 from ....conftest import PATIENCE_S
 from . import writer
 from .damage import KINDS, damage
+from .states import offer
 from .writer import IDENTITY, SEED, WRITER_QUOTA, state_of
 
 NUM_DAMAGED = 300
@@ -66,7 +67,7 @@ def _damage_folder(drawn: random.Random, folder: Path, count: int, found: Damage
     states = [state_of(first + number, drawn.choice((3_000, 30_000))) for number in range(count + NUM_GOOD)]
     with closing(StateStore(folder, QUOTA, IDENTITY)) as store:
         for state in states:
-            store.offer(state, 1.0)
+            offer(store, state)
         store.flush(time.monotonic() + PATIENCE_S)
         matches = [store.longest(SEED, state.tokens) for state in states]
         paths = [next(iter(store.folder.find(state.key))) for state in states]
@@ -201,7 +202,7 @@ def num_ownerless(folder: Folder) -> int:
 
 def _read_all(folder: Folder, found: Killed) -> None:
     with closing(StateStore(folder.root, WRITER_QUOTA, IDENTITY)) as store:
-        store.offer(state_of(0, 1000), 1.0)
+        offer(store, state_of(0, 1000))
         store.flush(time.monotonic() + PATIENCE_S)
         found.num_left = len(drafts(folder))
         for file in folder.states():

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cellama.engine.kvstore.catalog import StateCatalog
-from cellama.engine.kvstore.counters import Tally
+from cellama.engine.kvstore.counters import StoreCounters
 from cellama.engine.kvstore.keys import seed_of
 from cellama.engine.kvstore.store import StateStore
 from tests.conftest import wait_until
@@ -23,19 +23,19 @@ TOKENS = list(range(300))
 
 def has_two_pieces(store: StateStore) -> bool:
     """Whole ones: a piece that is nearly there would not be finished once the engine works."""
-    return store.spare_bytes > 2 << 20 and not store._reader.spare.is_lacking
+    return store.warm_bytes > 2 << 20 and not store._reader.memory.is_lacking
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="what is too much could not be given back")
 def test_memory_for_the_next_states_is_got_while_there_is_nothing_to_do(tmp_path: Path) -> None:
     with closing(StateStore(tmp_path, QUOTA, IDENTITY)) as store:
         save(store, state_of(TOKENS, 1 << 20))
-    with closing(StateStore(tmp_path, QUOTA, IDENTITY, spare_bytes=5 << 19)) as store:  # two of them
+    with closing(StateStore(tmp_path, QUOTA, IDENTITY, warm_bytes=5 << 19)) as store:  # two of them
         wait_until(lambda: has_two_pieces(store), "memory for two states")
         store.note_busy(True)
         for left in (1, 0, 0):
             assert load(store, store.longest(SEED, TOKENS)) is not None
-            assert store.spare_bytes // (1 << 20) == left
+            assert store.warm_bytes // (1 << 20) == left
         store.note_busy(False)
         wait_until(lambda: has_two_pieces(store), "memory for two states")
 
@@ -47,7 +47,7 @@ def test_look_at_the_folder_notes_no_time_of_access(tmp_path: Path) -> None:
         save(store, state_of(TOKENS))
         folder = store.folder.find(state_of(TOKENS).key)[0].parent
     os.utime(folder, (1, folder.stat().st_mtime))  # now that no thread counts what is in it
-    assert StateCatalog(folder, Tally()).longest(SEED, TOKENS) is not None
+    assert StateCatalog(folder, StoreCounters()).longest(SEED, TOKENS) is not None
     assert folder.stat().st_atime == 1
 
 

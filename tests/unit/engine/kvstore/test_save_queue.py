@@ -1,4 +1,4 @@
-"""States that wait to be written: the worthiest first, within bounds, and out of the engine's way."""
+"""States that wait to be written: what saves most comes first, within bounds, and out of the engine's way."""
 
 from __future__ import annotations
 
@@ -6,24 +6,10 @@ import threading
 
 import pytest
 
-from cellama.engine.kvstore.counters import FIRST_GUESS, Drop, Tally
-from cellama.engine.kvstore.save_queue import (
-    MOST_EARNED_S,
-    MOST_S,
-    PATIENCE_S,
-    RETURN,
-    SHARE,
-    WRITING_S,
-    Dropped,
-    SaveQueue,
-    TimeBudget,
-)
-from cellama.engine.kvstore.states import KeptState
+from cellama.engine.kvstore.counters import Drop, StoreCounters
+from cellama.engine.kvstore.save_queue import CREDIT_SHARE, MAX_CREDIT_S, RETURNED_SHARE, SaveQueue, WriteCredit
 
 from ....conftest import wait_until
-from .states import state_of
-
-STATE = state_of(range(100))
 
 
 class Clock:
@@ -36,132 +22,123 @@ class Clock:
 class Setup:
     """A queue with a clock that stands still."""
 
-    def __init__(self, most_bytes: int = 1000) -> None:
-        self.clock, self.tally = Clock(), Tally()
-        self.queue = SaveQueue(most_bytes, self.tally, self.clock)
+    def __init__(self, max_bytes: int = 1000) -> None:
+        self.clock, self.counters = Clock(), StoreCounters()
+        self.queue = SaveQueue(max_bytes, self.counters, self.clock)
 
-    def offer(self, worth_s: float, num_bytes: int = 10) -> bool:
-        return self.queue.offer(STATE, worth_s, num_bytes)
+    def offer(self, saved_s: float, num_bytes: int = 10) -> bool:
+        return self.queue.offer(lambda: None, saved_s, num_bytes)
 
-    def take(self) -> float:
-        """The worth of what is written next."""
-        offer = self.queue.take()
-        assert offer is not None
-        self.queue.done(True, 0.0, 0.0)
-        return offer.worth_s
+    def take(self, core_s: float = 0.0) -> float | None:
+        """What the next state saves, which is written at once; None if none may be written."""
+        offer = self.queue.take(0.0)
+        if offer is None:
+            return None
+        self.queue.done(True, core_s)
+        return offer.expected_saved_s
 
-    @property
-    def drops(self) -> dict[str, int]:
-        return dict(self.tally.snapshot(0).drops)
+    def write_all(self) -> threading.Thread:
+        """A thread that writes until the queue is closed."""
+
+        def write() -> None:
+            while not self.queue.is_closed:
+                if self.queue.take(60.0) is not None:
+                    self.queue.done(True, 0.0)
+
+        writer = threading.Thread(target=write, daemon=True)
+        writer.start()
+        return writer
 
 
-def test_queue_gives_the_worthiest_first_and_takes_nothing_that_is_worth_nothing() -> None:
+def in_debt(debt_s: float = 1.0) -> Setup:
+    """A queue beside a working engine, whose credit is used up."""
     setup = Setup()
-    assert [setup.offer(worth) for worth in (2.0, 0.0, 3.0, -1.0, 1.0, float("nan"))] == [True, False] * 3
-    assert [setup.take() for _ in range(3)] == [3.0, 2.0, 1.0]
+    setup.queue.note_busy(True)
+    setup.offer(1.0)
+    assert setup.take(MAX_CREDIT_S + debt_s) == 1.0
+    return setup
+
+
+def test_state_that_saves_most_comes_first_and_one_that_saves_nothing_is_not_taken() -> None:
+    setup = Setup()
+    assert [setup.offer(saved) for saved in (2.0, 0.0, 3.0, -1.0, 1.0, float("nan"))] == [True, False] * 3
+    assert [setup.take() for _ in range(4)] == [3.0, 2.0, 1.0, None]
     assert setup.queue.is_idle
 
 
-def test_queue_that_is_full_drops_the_least_worthy_and_holds_one_of_any_size() -> None:
-    setup = Setup(most_bytes=100)
+def test_full_queue_drops_what_saves_least_and_holds_one_of_any_size() -> None:
+    setup = Setup(max_bytes=100)
     assert setup.offer(2.0, 60)
     assert not setup.offer(1.0, 60)
+    assert setup.offer(2.0, 60)  # of equals the oldest goes
     assert setup.offer(3.0, 5000)
-    assert setup.drops == {Drop.QUEUE_FULL: 2}
+    assert +setup.counters.drops == {Drop.QUEUE_FULL: 3}
     assert setup.take() == 3.0
     assert setup.queue.is_idle
 
 
-def test_budget_beside_a_working_engine_is_a_small_share_of_the_time() -> None:
-    budget = TimeBudget(0.0)
-    budget.spend(MOST_S, 0.0)
-    assert budget.wait_s(0.0) == 0
-    budget.spend(0.002, 0.0)
-    assert budget.wait_s(0.0) == pytest.approx(0.002 / SHARE)
-    assert budget.wait_s(0.002 / SHARE + 1e-9) == 0
-    budget.spend(0.0, 1e6)
-    budget.spend(MOST_S + 1.0, 1e6)
-    assert budget.wait_s(1e6) == pytest.approx(1.0 / SHARE)
+def test_credit_comes_in_as_a_share_of_the_time_up_to_a_bound() -> None:
+    credit = WriteCredit(0.0)
+    credit.add(-MAX_CREDIT_S, 0.0)
+    assert credit.wait_s(0.0) == 0
+    credit.add(-0.002, 0.0)
+    assert credit.wait_s(0.0) == pytest.approx(0.002 / CREDIT_SHARE)
+    assert credit.wait_s(0.002 / CREDIT_SHARE + 1e-9) == 0
+    credit.add(-MAX_CREDIT_S - 1.0, 1e6)
+    assert credit.wait_s(1e6) == pytest.approx(1.0 / CREDIT_SHARE)
 
 
-def test_budget_earns_a_part_of_what_loads_save_up_to_a_bound() -> None:
-    budget = TimeBudget(0.0)
-    budget.spend(MOST_S + 1.0, 0.0)
-    budget.earn(0.5 / RETURN)
-    assert budget.wait_s(0.0) == pytest.approx(0.5 / SHARE)
-    budget.earn(1e6)
-    budget.earn(1e6)
-    budget.spend(MOST_EARNED_S, 1e6)
-    assert budget.wait_s(1e6) == 0
-    budget.spend(0.1, 1e6)
-    assert budget.wait_s(1e6) == pytest.approx(0.1 / SHARE)
-
-
-def test_queue_goes_on_when_a_load_has_saved_time() -> None:
-    setup = busy_setup()
+def test_state_is_written_beside_a_working_engine_as_soon_as_there_is_credit() -> None:
+    setup = in_debt(1.0)
     setup.offer(1.0)
-    taken = threading.Thread(target=setup.take, daemon=True)
-    taken.start()
-    setup.queue.note_saved(1.0 / RETURN)
-    taken.join(60)
-    assert not taken.is_alive()
+    assert setup.take() is None
+    setup.clock.now += 0.9 / CREDIT_SHARE
+    assert setup.take() is None
+    setup.clock.now += 0.2 / CREDIT_SHARE
+    assert setup.take() == 1.0
 
 
-def busy_setup() -> Setup:
-    """One that has used up its time."""
-    setup = Setup()
-    setup.queue.note_busy(True)
+def test_load_that_saved_time_is_credited() -> None:
+    setup = in_debt(1.0)
     setup.offer(1.0)
-    setup.queue.take()
-    setup.queue.done(True, MOST_S + 1.0, 1.0)
-    return setup
+    setup.queue.note_saved(0.9 / RETURNED_SHARE)
+    assert setup.take() is None
+    setup.queue.note_saved(0.2 / RETURNED_SHARE)
+    assert setup.take() == 1.0
 
 
-def taken_by_a_thread(setup: Setup) -> list[KeptState]:
-    taken: list[KeptState] = []
-
-    def take() -> None:
-        while (offer := setup.queue.take()) is not None:
-            assert isinstance(offer.state, KeptState)
-            taken.append(offer.state)
-            setup.queue.done(True, 0.0, 0.0)
-
-    threading.Thread(target=take, daemon=True).start()
-    return taken
-
-
-def test_state_that_waited_too_long_beside_a_working_engine_is_dropped() -> None:
-    setup = busy_setup()
+def test_state_is_written_at_once_when_the_engine_has_nothing_to_do() -> None:
+    setup = in_debt()
     setup.offer(1.0)
-    taken = taken_by_a_thread(setup)
-    setup.clock.now += PATIENCE_S + 1
-    wait_until(lambda: setup.drops == {Drop.BUSY: 1}, "the state is dropped")
+    writer = setup.write_all()
+    setup.queue.note_busy(False)
+    wait_until(lambda: setup.queue.is_idle, "the state is written")
     setup.queue.close()
-    assert not taken
+    writer.join(60)
+    assert not writer.is_alive()
 
 
-@pytest.mark.parametrize("how", ["idle", "flush"])
-def test_state_is_written_as_soon_as_the_engine_is_idle_or_all_shall_be_written(how: str) -> None:
-    setup = busy_setup()
-    setup.offer(1.0)
-    taken = taken_by_a_thread(setup)
-    if how == "idle":
-        setup.queue.note_busy(False)
-        wait_until(lambda: setup.queue.is_idle, "the state is written")
-    else:
-        assert setup.queue.flush(setup.clock.now + 60) == 1
+def test_flush_writes_what_waits_beside_a_working_engine_and_charges_nothing() -> None:
+    setup = in_debt()
+    for saved in (1.0, 2.0):
+        setup.offer(saved)
+    writer = setup.write_all()
+    assert setup.queue.flush(setup.clock.now + 60) == 2
+    setup.offer(3.0)
+    setup.clock.now += 1.1 / CREDIT_SHARE
+    setup.queue.note_saved(0.0)
+    wait_until(lambda: setup.queue.is_idle, "the debt is paid")
     setup.queue.close()
-    assert len(taken) == 1
+    writer.join(60)
 
 
 def test_flush_waits_only_for_what_was_offered_before_it() -> None:
-    setup = busy_setup()
+    setup = in_debt()
     setup.offer(2.0)
     setup.offer(1.0)
     flush = threading.Thread(target=setup.queue.flush, args=(setup.clock.now + 60,))
     flush.start()
-    assert setup.take() == 2.0  # beside a working engine: so somebody flushes
-    setup.clock.now += 1
+    wait_until(lambda: setup.take() == 2.0, "the flush")
     setup.offer(5.0)
     assert setup.take() == 1.0
     flush.join(60)
@@ -175,41 +152,10 @@ def test_flush_returns_at_its_deadline_with_a_writer_that_does_nothing() -> None
     assert setup.queue.flush(setup.clock.now) == 0
 
 
-def test_state_that_would_be_given_up_before_its_end_is_not_begun_beside_a_working_engine() -> None:
-    setup = Setup(most_bytes=1 << 40)
-    setup.queue.note_busy(True)
-    setup.offer(9.0, 1 << 34)
-    setup.offer(1.0, 1000)
-    assert setup.take() == 1.0
-    setup.queue.note_busy(False)
-    assert setup.take() == 9.0
-
-
-def test_state_is_begun_beside_a_working_engine_only_if_what_is_left_and_comes_in_is_enough() -> None:
-    for left_s, is_begun in ((MOST_S, True), (0.0, False)):
-        setup = Setup(most_bytes=1 << 40)
-        setup.queue.note_busy(True)
-        setup.offer(1.0, 0)
-        assert setup.take() == 1.0
-        setup.queue.done(False, MOST_S - left_s, 0.0)
-        setup.offer(9.0, int((SHARE * WRITING_S + MOST_S / 2) * FIRST_GUESS))
-        setup.offer(1.0, 1000)
-        assert setup.take() == (9.0 if is_begun else 1.0)
-
-
-def test_writing_is_given_up_when_the_engine_works_for_too_long_or_the_queue_closes() -> None:
+def test_closed_queue_drops_what_waits_and_takes_nothing() -> None:
     setup = Setup()
     setup.offer(1.0)
-    setup.clock.now += PATIENCE_S
-    assert setup.queue.take() is not None
-    setup.queue.pause(100.0)  # idle: as much as it wants
-    setup.queue.note_busy(True)
-    setup.queue.pause(MOST_S)
-    setup.clock.now += WRITING_S
-    with pytest.raises(Dropped, match="busy"):
-        setup.queue.pause(100.0)
     setup.queue.close()
-    with pytest.raises(Dropped, match="closed"):
-        setup.queue.pause(0.0)
-    assert setup.queue.take() is None
+    assert +setup.counters.drops == {Drop.CLOSED: 1}
+    assert setup.take() is None
     assert not setup.offer(1.0)

@@ -7,7 +7,6 @@ import logging
 import os
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from cellama.engine.kvstore.states import KeptState, Miss, StateHead
 from cellama.engine.kvstore.store import StateStore
 
 from ....conftest import EXAMPLES, PATIENCE_S
-from .states import IDENTITY, SEED, is_equal, load, save, state_of
+from .states import IDENTITY, SEED, is_equal, load, offer, save, state_of
 
 QUOTA = 10 << 20
 Start = Callable[..., StateStore]
@@ -45,7 +44,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     for store in stores:
         store.close()
     names = {thread.name for thread in threading.enumerate()}
-    assert not names & {"cellama-kv-reader", "cellama-kv-toucher", "cellama-kv-writer"}
+    assert not names & {"cellama-kv-reader", "cellama-kv-writer"}
 
 
 def clear(store: StateStore) -> None:
@@ -145,10 +144,10 @@ def test_maker_is_called_by_the_writing_thread_and_may_have_nothing(start: Start
         raise RuntimeError("the cells are gone")
 
     for maker in (make, fail, lambda: None):
-        assert store.offer(maker, 1.0)
+        assert store.offer(maker, 1.0, 5000)
     assert store.flush(float("inf")) == 1
     assert names == ["cellama-kv-writer"]
-    assert store.counters.drops == {Drop.ERROR: 1, Drop.INVALID: 1}
+    assert +store.counters.drops == {Drop.ERROR: 1, Drop.INVALID: 1}
 
 
 def test_damaged_file_is_a_miss_is_removed_and_written_anew(start: Start) -> None:
@@ -159,10 +158,10 @@ def test_damaged_file_is_a_miss_is_removed_and_written_anew(start: Start) -> Non
     path = store.folder.find(match.key)[0]
     os.truncate(path, 3000)
     assert load(store, match) is None
-    assert store.counters.misses == {Miss.DAMAGED: 1}
+    assert +store.counters.misses == {Miss.DAMAGED: 1}
     assert not path.exists()
     assert load(store, match) is None
-    assert store.counters.misses == {Miss.DAMAGED: 1, Miss.VANISHED: 1}
+    assert +store.counters.misses == {Miss.DAMAGED: 1, Miss.VANISHED: 1}
     assert save(store, state_of(TOKENS)) == 1
     assert load(store, store.longest(SEED, TOKENS)) is not None
 
@@ -178,7 +177,7 @@ def test_file_that_others_may_change_is_left_alone_and_not_looked_at_again(start
     for _ in range(3):
         path.with_name("notes").touch()
         assert store.longest(SEED, TOKENS) is None
-    assert store.counters.misses == {Miss.FOREIGN: 1}
+    assert +store.counters.misses == {Miss.FOREIGN: 1}
     assert path.exists()
 
 
@@ -196,8 +195,8 @@ def test_folder_that_refuses_is_left_alone_for_a_while_with_one_line(
     with caplog.at_level(logging.WARNING, logger="cellama"):
         assert save(store, *(state_of([kind] * 100) for kind in range(5))) == 0
     assert len(caplog.records) == 1
-    assert "no KV states are written for 30 s" in caplog.text
-    assert not store.offer(state_of([9] * 100), 1.0)
+    assert "no states are written for 300 s" in caplog.text
+    assert not offer(store, state_of([9] * 100))
     counters = store.counters
     assert (counters.outages, counters.write_errors) == (1, 1)
     assert load(store, store.longest(SEED, TOKENS)) is not None
@@ -233,15 +232,15 @@ def test_name_that_a_folder_has_is_a_drop_and_no_outage(start: Start) -> None:
     (directory / f"{key_of(SEED, [7] * 100)}.kv").mkdir()
     assert save(store, state_of([7] * 100), state_of([8] * 100)) == 1
     counters = store.counters
-    assert (counters.drops, counters.write_errors, counters.outages) == ({Drop.ERROR: 1}, 1, 0)
+    assert (+counters.drops, counters.write_errors, counters.outages) == ({Drop.ERROR: 1}, 1, 0)
 
 
 def test_state_larger_than_the_quota_is_dropped_and_a_quota_of_nothing_keeps_nothing(start: Start) -> None:
     store = start(quota=4000)
     assert save(store, state_of(TOKENS, 5000)) == 0
-    assert store.counters.drops == {Drop.QUOTA: 1}
+    assert +store.counters.drops == {Drop.QUOTA: 1}
     off = start(quota=0, folder="off")
-    assert not off.offer(state_of(TOKENS), 1.0)
+    assert not offer(off, state_of(TOKENS))
     assert off.flush(float("inf")) == 0
     assert not off.folder.root.exists()
 
@@ -271,27 +270,29 @@ def test_close_answers_what_was_asked_and_gives_up_what_is_written(
     closing.join()
     store.load(match, loaded.append)
     assert [state is not None for state in loaded] == [True, False, False, False]
-    assert not store.offer(state_of(TOKENS), 1.0)
+    assert not offer(store, state_of(TOKENS))
 
 
-def test_write_that_is_begun_when_the_engine_starts_to_work_gives_way(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store, big = start(), state_of(TOKENS, 8 << 20)
-    begun = threading.Event()
+def test_write_that_takes_long_is_given_up_when_the_store_closes(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = start()
     create = folder_module.Folder.create
 
-    def begin(*args: object) -> object:
-        store._queue._budget.spend(1000.0, time.monotonic())
-        store.note_busy(True)
-        begun.set()
+    def create_and_close(*args: object) -> object:
+        store._queue.close()
         return create(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(folder_module.Folder, "create", begin)
-    store.offer(big, 1.0)
-    assert begun.wait(60)
-    assert not store.is_idle
-    assert store.counters.saves == 0
-    store.note_busy(False)
-    assert store.flush(float("inf")) <= 1
-    assert store.counters.saves == 1
+    monkeypatch.setattr(folder_module.Folder, "create", create_and_close)
+    assert save(store, state_of(TOKENS, 8 << 20)) == 0
+    store.close()
+    assert +store.counters.drops == {Drop.CLOSED: 1}
+    assert not list(store.folder.root.glob("*/*.kv")) + list(store.folder.root.glob("*/.*.tmp"))
+
+
+def test_file_that_was_read_counts_as_used(start: Start) -> None:
+    store = start()
+    save(store, state_of(TOKENS))
+    (path,) = store.folder.find(key_of(SEED, TOKENS))
+    os.utime(path, (1, 1))
+    assert load(store, store.longest(SEED, TOKENS)) is not None
+    store.close()
+    assert path.stat().st_mtime > 1

@@ -8,6 +8,8 @@ from __future__ import annotations
 import random
 import sys
 import time
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from cellama.engine.kvstore.keys import seed_of
@@ -32,7 +34,8 @@ def state_of(number: int, size: int) -> KeptState:
 def write_for_ever(root: Path, seed: int) -> None:
     drawn, store = random.Random(seed), StateStore(root, WRITER_QUOTA, IDENTITY)
     while True:
-        store.offer(state_of(drawn.randrange(1 << 20), drawn.randrange(1000, MOST_BYTES)), 1.0)
+        state = state_of(drawn.randrange(1 << 20), drawn.randrange(1000, MOST_BYTES))
+        store.offer(partial(replace, state), 1.0, state.num_bytes)
         store.flush(time.monotonic() + FLUSH_S)
 
 
