@@ -5,7 +5,7 @@ knows nothing of the others.
 """
 
 from .app import create_app
-from .callers import Access, Admission, Caller
+from .auth import Access, Admission, Caller
 from .errors import ApiError
 
 __all__ = ["Access", "Admission", "ApiError", "Caller", "create_app"]

@@ -2,60 +2,33 @@
 
 from __future__ import annotations
 
-import re
-import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 from starlette.applications import Starlette
-from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cellama.config import Settings, get_settings
 from cellama.tasks.contract.errors import JobError
+from cellama.tasks.traces.gate import tracing
 
 from . import batches, completions, files, messages, metrics, models, responses, tokens, vectors
-from .callers import Access, NoKeys
-from .counting import Counting, traced
-from .door import Visits
+from .auth import Access, NoKeys
 from .errors import ApiError, of_job
 from .gateway import Gateway
 from .keys.access import RATE_HEADER_NAMES
+from .middleware import REQUEST_ID, RequestMiddleware
 from .webhooks import webhooks_of
 
 ROOMS = (completions, responses, messages, vectors, tokens, models, metrics, files, batches)
-REQUEST_ID = "x-request-id"
 READ_BY_CLIENTS = (REQUEST_ID, "request-id", "retry-after", "retry-after-ms", "x-should-retry", *RATE_HEADER_NAMES)
 GONE = 499  # nginx's: the client did not wait for the answer
-
-
-class RequestIds:
-    """Each answer has the id of its request: the client's own, or a new one."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        given = dict(scope["headers"]).get(REQUEST_ID.encode(), b"").decode("latin-1")
-        request_id = given if re.fullmatch(r"[\x21-\x7e]{1,128}", given) else f"req_{uuid.uuid4().hex}"
-        scope.setdefault("state", {})["request_id"] = request_id
-
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[REQUEST_ID] = request_id
-            await send(message)
-
-        await self._app(scope, receive, send_with_id)
 
 
 def create_app(settings: Settings | None = None, *, access: Access | None = None) -> Starlette:
@@ -100,9 +73,8 @@ def create_app(settings: Settings | None = None, *, access: Access | None = None
 
 
 def _middleware(settings: Settings, gateway: Gateway, routes: Sequence[BaseRoute]) -> list[Middleware]:
-    """The outermost first."""
-    counting = Middleware(Counting, gateway.counts, routes)
-    return [Middleware(RequestIds), *traced(routes), counting, *_cors(settings), Middleware(Visits, gateway)]
+    """The outermost first. Raises SettingsError for traces that can't be written."""
+    return [Middleware(RequestMiddleware, gateway, routes, tracing()), *_cors(settings)]
 
 
 def _cors(settings: Settings) -> list[Middleware]:

@@ -20,9 +20,8 @@ from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.json_values import shorten
 from cellama.tasks.contract.shapes.workers import ModelView
 
-from .allowance import count, rest_of_context, tokens_of, within_limit
 from .errors import ApiError, wrong
-from .parsing import ParsedRequest, flag, read
+from .parsing import ParsedRequest, count, flag, read, rest_of_context, tokens_of, within_limit
 from .running import Placed, RunningJobs, unless_gone
 from .sse import DONE, KEEP_ALIVE, frame
 
@@ -136,7 +135,7 @@ async def complete(request: Request) -> Response:
 
 
 async def _answer(parsed: ParsedRequest, url: str) -> Response:
-    model = await parsed.gateway.directory.find(parsed.caller, parsed.body.get("model"))
+    model = await parsed.gateway.find_model(parsed.caller, parsed.body.get("model"))
     completion = await parsed.read_by(parse_completion, parsed, url, model)
     names = callers_names(PARAMETERS[url], parsed.body)
     async with RunningJobs(parsed, completion.model, completion.tier, names=names) as running:

@@ -19,9 +19,8 @@ from cellama.api.openai.parameters import in_callers_words
 from cellama.tasks.contract.errors import InvalidJob, JobError
 from cellama.tasks.contract.shapes.workers import ModelView
 
-from .allowance import tokens_of
 from .errors import ApiError, of_job
-from .parsing import ParsedRequest, flag, read
+from .parsing import ParsedRequest, flag, read, tokens_of
 from .running import Placed, RunningJobs, run_one, unless_gone
 from .sse import frame
 
@@ -129,7 +128,7 @@ def _envelope(request: Request, error: ApiError) -> dict[str, Any]:
 async def create(request: Request) -> Response:
     """POST /v1/messages"""
     parsed = in_our_words(await read(request))
-    model = await parsed.gateway.directory.find(parsed.caller, parsed.body.get("model"))
+    model = await parsed.gateway.find_model(parsed.caller, parsed.body.get("model"))
     message = await parsed.read_by(parse_message, parsed, model)
     async with RunningJobs(parsed, message.model, message.tier, names=callers_names(parsed.body)) as running:
         await unless_gone(request, _submit(running, message))
@@ -144,7 +143,7 @@ async def create(request: Request) -> Response:
 async def count_tokens(request: Request) -> Response:
     """POST /v1/messages/count_tokens: a job of the caller's highest priority, which takes no slot."""
     parsed = in_our_words(await read(request))
-    model = await parsed.gateway.directory.find(parsed.caller, parsed.body.get("model"))
+    model = await parsed.gateway.find_model(parsed.caller, parsed.body.get("model"))
     name, client = parsed.name_of(model), parsed.gateway.client
     message, num_tokens = await parsed.read_by(count_of, parsed)
     submit: Any = client.apply_chat_template

@@ -11,7 +11,7 @@ from starlette.routing import Route
 
 from cellama.tasks.metrics.exposition import CONTENT_TYPE, text_of
 
-from .callers import LoopbackOnly, is_loopback
+from .auth import LoopbackOnly, is_loopback
 from .errors import ApiError
 from .gateway import gateway_of
 

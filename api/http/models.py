@@ -11,24 +11,23 @@ from starlette.routing import Route
 from cellama.tasks.contract.errors import JobError
 from cellama.tasks.contract.shapes.workers import ModelView
 
-from .directory import EVERY_MODEL
-from .door import caller_of
+from .context import caller_of
 from .errors import ApiError, of_job
-from .gateway import gateway_of
+from .gateway import EVERY_MODEL, gateway_of
 
 
 async def models(request: Request) -> Response:
     """GET /v1/models"""
     gateway = gateway_of(request)
     caller = await caller_of(request)
-    return JSONResponse({"object": "list", "data": list(map(_shown, await gateway.directory.models(caller)))})
+    return JSONResponse({"object": "list", "data": list(map(_shown, await gateway.models(caller)))})
 
 
 async def model(request: Request) -> Response:
     """GET /v1/models/{id}"""
     gateway = gateway_of(request)
     caller = await caller_of(request)
-    return JSONResponse(_shown(await gateway.directory.find(caller, request.path_params["model"])))
+    return JSONResponse(_shown(await gateway.find_model(caller, request.path_params["model"])))
 
 
 def _shown(view: ModelView) -> dict[str, Any]:
@@ -51,7 +50,7 @@ async def health(request: Request) -> Response:
 async def ready(request: Request) -> Response:
     """GET /ready: Redis answers, and a worker has a model that takes jobs."""
     try:
-        is_ready = bool(await gateway_of(request).directory.models(EVERY_MODEL))
+        is_ready = bool(await gateway_of(request).models(EVERY_MODEL))
         why = "no worker has a model that takes jobs"
     except JobError as error:
         is_ready, why = False, of_job(error).message

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 from pydantic_core import from_json
@@ -17,12 +17,11 @@ from cellama.tasks.contract.names import DEFAULT_MODEL
 from cellama.tasks.contract.shapes.workers import ModelView
 from cellama.tasks.contract.valid_text import valid_text
 
+from .auth import TIERS, Caller
 from .background import BODIES, in_thread
-from .callers import TIERS, Caller
-from .door import charged, visit_of
+from .context import RequestContext, charged, context_of
 from .errors import ApiError
-from .gateway import Gateway, gateway_of
-from .visit import Visit
+from .gateway import Gateway
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -32,6 +31,9 @@ MAX_KEY_CHARS = 256
 LARGE_BYTES = 64 << 10  # a body above this is read in a thread: smaller ones take a millisecond or two
 MAX_VALUES = 1 << 18  # of a body: parsing JSON holds up all other threads, and so many values take some 20 ms
 VALUE_BYTES = 64  # about: memory of a small value beyond its text
+CHARS_PER_TOKEN = 4  # about, in English
+LEAST_TOKENS = 16  # of an answer, where a model says nothing of its context
+PARTS_OF_LIMIT = 4  # a request that names no length may take a quarter of its caller's limit: four of them can run
 OF_CALLS = ("self", "wait", "idempotency_key")  # arguments of the client's methods, and no endpoint's parameters
 
 
@@ -40,11 +42,14 @@ class ParsedRequest:
     """A request whose caller is known, with the object that is its body."""
 
     request: Request
-    gateway: Gateway
+    context: RequestContext
     caller: Caller
     body: dict[str, Any]
-    visit: Visit = field(default_factory=Visit)
     num_bytes: int = 0
+
+    @property
+    def gateway(self) -> Gateway:
+        return self.context.gateway
 
     async def read_by(self, function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
         """Call a function that reads the body: in a thread if it is large, so that others are served meanwhile."""
@@ -137,20 +142,20 @@ def flag(values: Mapping[str, Any], name: str, *, default: bool = False) -> bool
 async def read(request: Request) -> ParsedRequest:
     """The caller first, then the body. The request is charged in between, so whatever is wrong with the body costs a
     request. Raises ApiError, and ClientDisconnect if the client is gone by then."""
-    gateway, visit = gateway_of(request), visit_of(request)
+    context = context_of(request)
     caller = await charged(request)
-    parts = await _parts(request, gateway.settings.gateway_max_body_bytes, caller, visit)
+    parts = await _parts(request, context.gateway.settings.gateway_max_body_bytes, caller, context)
     num_bytes = sum(map(len, parts))
     if num_bytes <= LARGE_BYTES:
         body, num_values = _object(parts)
     else:
         body, num_values = await in_thread(BODIES, _object, parts)
-    visit.hold(caller, num_values * VALUE_BYTES)
+    context.hold(caller, num_values * VALUE_BYTES)
     caller.check_adapters(body.get("adapters"))
-    return ParsedRequest(request=request, gateway=gateway, caller=caller, body=body, visit=visit, num_bytes=num_bytes)
+    return ParsedRequest(request=request, context=context, caller=caller, body=body, num_bytes=num_bytes)
 
 
-async def _parts(request: Request, limit: int, caller: Caller, visit: Visit) -> list[bytes]:
+async def _parts(request: Request, limit: int, caller: Caller, context: RequestContext) -> list[bytes]:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != BODY_TYPE:
         raise ApiError(415, f"content-type is {shorten(kind)}; send application/json")
@@ -161,7 +166,7 @@ async def _parts(request: Request, limit: int, caller: Caller, visit: Visit) -> 
     if size <= limit:
         size = 0
         async for part in request.stream():
-            visit.hold(caller, len(part))
+            context.hold(caller, len(part))
             size += len(part)
             parts.append(part)
             if size > limit:
@@ -218,3 +223,46 @@ def count_values(raw: bytes, limit: int) -> int:
             at = piece.end()
         at += 1  # its closing quote
     return num_values
+
+
+# How many tokens a request may take, as far as that is known before its jobs run
+
+
+def tokens_of(*contents: Any) -> int:
+    """About. Token ids count as themselves: the first entry of a list says whether the list has them."""
+    num_chars, left = 0, list(contents)
+    while left:
+        content = left.pop()
+        if isinstance(content, str):
+            num_chars += len(content)
+        elif isinstance(content, Mapping):
+            num_chars += CHARS_PER_TOKEN * len(content) + sum(map(len, map(str, content)))
+            left.extend(content.values())
+        elif not isinstance(content, list | tuple):
+            num_chars += CHARS_PER_TOKEN
+        elif content and isinstance(content[0], int):
+            num_chars += CHARS_PER_TOKEN * len(content)
+        else:
+            num_chars += CHARS_PER_TOKEN * len(content)
+            left.extend(content)
+    return num_chars // CHARS_PER_TOKEN
+
+
+def count(value: Any, default: int) -> int:
+    """A number of the body, which the job's payload may refuse later."""
+    return value if type(value) is int and value > 0 else default
+
+
+def rest_of_context(model: ModelView, params: Mapping[str, Any]) -> int:
+    """What an answer may have that does not say how much: the context, or as many tokens as logprobs allow."""
+    per_token = count(params.get("n"), 1) * (count(params.get("logprobs"), 0) + 1)
+    most = limits.MAX_REPORTED // per_token if "logprobs" in params else limits.MAX_COUNT
+    return max(1, min(model.get("ctx_per_slot") or LEAST_TOKENS, most))
+
+
+def within_limit(limit: int | None, most: int, num_answers: int = 1) -> int:
+    """Tokens of each answer where the request says nothing: all together at most a part of the caller's limit, so that
+    one request does not take it alone."""
+    if limit is None:
+        return most
+    return max(1, min(most, limit // PARTS_OF_LIMIT // num_answers))

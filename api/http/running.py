@@ -21,7 +21,7 @@ from cellama.tasks.contract.events import Event, is_terminal
 from cellama.tasks.contract.shapes.results import Result
 from cellama.tasks.traces.gate import trace_id_here
 
-from .callers import Admission, Unlimited
+from .auth import Admission, Unlimited
 from .errors import ApiError, of_code, of_job, of_worker
 from .parsing import ParsedRequest
 from .sse import EventStream
@@ -63,7 +63,7 @@ class RunningJobs:
         self.is_kept = parsed.idempotency_key is not None
         self._ended: set[int] = set()
         self._seen: dict[int, int] = {}  # of each job, the number of its last event
-        self._admission: Admission = parsed.visit.hand_over()
+        self._admission: Admission = parsed.context.hand_over()
         self._has_usage = has_usage
         self._is_streamed = self._is_closed = False
 
@@ -104,7 +104,7 @@ class RunningJobs:
         """Of a long queue each job is asked for its own place: bulk work does not hold up what is urgent."""
         gateway = self.parsed.gateway
         limit = gateway.settings.gateway_max_wait_s
-        if not limit or self.tier == "flex" or await gateway.directory.wait_s(self.model, self.tier) <= limit:
+        if not limit or self.tier == "flex" or await gateway.wait_s(self.model, self.tier) <= limit:
             return
         eta_s = (await self.jobs[0].position()).eta_s or 0.0
         if eta_s > limit:
@@ -123,7 +123,7 @@ class RunningJobs:
             error = ApiError(
                 error.status, "the adapter is not loaded for this model", code=error.code, param="adapters"
             )
-        return await self.parsed.gateway.directory.with_wait(error, self.model, self.tier)
+        return await self.parsed.gateway.with_wait(error, self.model, self.tier)
 
     async def events(self, ping_s: float = math.inf) -> AsyncGenerator[Placed, None]:
         """The events of all jobs with their places, and pings. Raises ApiError when one of them fails."""
@@ -238,7 +238,7 @@ class RunningJobs:
 
     def _count_tokens(self) -> None:
         """Those of jobs whose ends were seen, for Prometheus."""
-        self.parsed.gateway.counts.took(self.parsed.caller.tenant, self.usages.values())
+        self.parsed.gateway.counts.count_tokens(self.parsed.caller.tenant, self.usages.values())
 
     async def _settle(self) -> None:
         """The request is charged for what its jobs took, once they have ended: soon, if they are cancelled now."""

@@ -13,7 +13,7 @@ from cellama.config import Settings
 from cellama.config.logging import configure_logging
 
 from .app import create_app
-from .callers import Access
+from .auth import Access
 from .keys import key_access
 
 BACKLOG = 2048  # connections that wait to be accepted

@@ -13,9 +13,8 @@ from cellama.tasks.contract.json_values import shorten
 from cellama.tasks.contract.names import DEFAULT_MODEL
 from cellama.tasks.contract.shapes.workers import ModelView
 
-from .allowance import tokens_of
 from .errors import ApiError, of_job
-from .parsing import ParsedRequest, flag, read
+from .parsing import ParsedRequest, flag, read, tokens_of
 from .running import run_one
 
 _OF_TEXT = ("model", "content", "prompt", "add_special", "add_special_tokens", "parse_special")
@@ -63,7 +62,7 @@ async def _run(
     parsed: ParsedRequest, submit: Any, content: Any, params: dict[str, Any]
 ) -> tuple[ModelView, Any, dict[str, str]]:
     """llama-server's form names no model: then it is the default."""
-    model = await parsed.gateway.directory.find(parsed.caller, parsed.body.get("model") or DEFAULT_MODEL)
+    model = await parsed.gateway.find_model(parsed.caller, parsed.body.get("model") or DEFAULT_MODEL)
     own, first = parsed.name_of(model), {"wait": True, "priority": parsed.caller.light_priority}
     try:
         result, headers = await run_one(

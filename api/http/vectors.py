@@ -14,10 +14,9 @@ from cellama.api.openai.parameters import EMBEDDINGS, PARAMETERS, callers_names
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.json_values import shorten
 
-from .allowance import tokens_of
-from .callers import TIERS
+from .auth import TIERS
 from .errors import ApiError, wrong
-from .parsing import ParsedRequest, flag, read
+from .parsing import ParsedRequest, flag, read, tokens_of
 from .running import run_one
 
 RERANK = "/v1/rerank"
@@ -63,7 +62,7 @@ async def rerank(request: Request) -> Response:
 async def _model(parsed: ParsedRequest) -> str:
     if "priority" in parsed.body:
         raise ApiError(400, "priority can't be given here; use service_tier", param="priority")
-    return parsed.name_of(await parsed.gateway.directory.find(parsed.caller, parsed.body.get("model")))
+    return parsed.name_of(await parsed.gateway.find_model(parsed.caller, parsed.body.get("model")))
 
 
 async def _run(

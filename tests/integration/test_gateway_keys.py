@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from redis import Redis
 
-from cellama.api.http.callers import Caller
+from cellama.api.http.auth import Caller
 from cellama.api.http.errors import ApiError
 from cellama.api.http.keys.access import KeyAccess, connect_keys
 from cellama.api.http.keys.limiter import LEASE_S

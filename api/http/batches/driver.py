@@ -21,7 +21,7 @@ from cellama.api.batch.progress import Progress
 from cellama.api.batch.run import progress_of
 from cellama.api.batch.start import paths_of, run_batch
 from cellama.api.batch.work import WorkFile
-from cellama.api.http.callers import Caller
+from cellama.api.http.auth import Caller
 from cellama.api.http.errors import ApiError
 from cellama.api.http.files.records import Record
 from cellama.api.http.files.service import FileService

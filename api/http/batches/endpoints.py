@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from cellama.api.http.door import caller_of
+from cellama.api.http.context import caller_of
 from cellama.api.http.files.store import unavailable
 from cellama.api.http.parsing import PageQuery, read
 
@@ -29,7 +29,7 @@ async def create(request: Request) -> Response:
     except OSError as error:
         raise unavailable(error) from error
     runner.start()  # an app that mounts this one may never have said that it begins
-    return JSONResponse(await runner.batches.shown(record), headers=dict(parsed.visit.admission.headers))
+    return JSONResponse(await runner.batches.shown(record), headers=dict(parsed.context.admission.headers))
 
 
 async def retrieve(request: Request) -> Response:

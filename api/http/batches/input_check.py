@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from cellama.api.batch.lines import BadLine
-from cellama.api.http.callers import Caller
+from cellama.api.http.auth import Caller
 from cellama.api.openai.parameters import CHAT, COMPLETIONS, EMBEDDINGS
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.json_values import shorten

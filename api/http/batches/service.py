@@ -12,7 +12,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
-from cellama.api.http.callers import Caller
+from cellama.api.http.auth import Caller
 from cellama.api.http.errors import ApiError, key_reused
 from cellama.api.http.files.records import Record, RecordStore
 from cellama.api.http.files.service import life_of_object

@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from cellama.api.http.callers import Caller
-from cellama.api.http.door import caller_of, charged, visit_of
+from cellama.api.http.auth import Caller
+from cellama.api.http.context import caller_of, charged, context_of
 from cellama.api.http.errors import ApiError
 from cellama.api.http.gateway import gateway_of
 from cellama.api.http.parsing import PageQuery
@@ -39,7 +39,7 @@ async def create(request: Request) -> Response:
     async with files.receiving(caller, least, quota), received(request, files.store.work_dir, limit) as form:
         life_s = _checked(form)
         record = await files.add(form.path, form.name or "", PURPOSE, caller, life_s, quota=quota)
-    return JSONResponse(shown(record), headers=dict(visit_of(request).admission.headers))
+    return JSONResponse(shown(record), headers=dict(context_of(request).admission.headers))
 
 
 async def retrieve(request: Request) -> Response:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from redis.asyncio import Redis
 
-from cellama.api.http.callers import Caller
+from cellama.api.http.auth import Caller
 from cellama.api.http.errors import ApiError, not_there
 from cellama.api.http.parsing import PageQuery
 from cellama.tasks.connection.redis_clock import lua_source, seconds_of

@@ -11,8 +11,8 @@ from typing import Any, BinaryIO
 
 from redis.asyncio import Redis
 
+from cellama.api.http.auth import Caller
 from cellama.api.http.background import FILES, in_thread
-from cellama.api.http.callers import Caller
 from cellama.api.http.errors import ApiError
 from cellama.tasks.connection.redis_errors import reaching_redis
 from cellama.tasks.contract.json_values import shorten

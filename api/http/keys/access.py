@@ -14,7 +14,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
-from cellama.api.http.callers import Access, Admission, Caller, LoopbackOnly, Unlimited, is_loopback
+from cellama.api.http.auth import Access, Admission, Caller, LoopbackOnly, Unlimited, is_loopback
 from cellama.api.http.errors import ApiError
 from cellama.api.keys.entry import KeyEntry
 from cellama.api.keys.key_file import KeyFile

@@ -11,9 +11,8 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 
 from cellama.api.client.async_client import AsyncJob
-from cellama.api.http.allowance import count, rest_of_context, tokens_of, within_limit
 from cellama.api.http.errors import ApiError, of_code, wrong
-from cellama.api.http.parsing import ParsedRequest, flag
+from cellama.api.http.parsing import ParsedRequest, count, flag, rest_of_context, tokens_of, within_limit
 from cellama.api.http.running import Placed, RunningJobs, unless_gone
 from cellama.api.openai.parameters import callers_names
 from cellama.api.openai.responses.bodies import params_of, shown_of, wants_encrypted
@@ -119,7 +118,7 @@ async def answer(parsed: ParsedRequest) -> Response:
 
 
 async def _parse_for_model(parsed: ParsedRequest, records: ResponseStore) -> NewResponse:
-    model = await parsed.gateway.directory.find(parsed.caller, parsed.body.get("model"))
+    model = await parsed.gateway.find_model(parsed.caller, parsed.body.get("model"))
     return await parse_response(parsed, model, records)
 
 

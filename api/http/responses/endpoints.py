@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from cellama.api.http.door import caller_of
+from cellama.api.http.context import caller_of
 from cellama.api.http.errors import ApiError
 from cellama.api.http.gateway import Gateway, gateway_of
 from cellama.api.http.parsing import PageQuery, read

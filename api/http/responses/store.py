@@ -9,7 +9,7 @@ import re
 import time
 import uuid
 
-from cellama.api.http.callers import Caller
+from cellama.api.http.auth import Caller
 from cellama.api.http.errors import key_reused, not_there
 from cellama.api.http.gateway import Gateway
 from cellama.api.openai.responses.record import ResponseRecord

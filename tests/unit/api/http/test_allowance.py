@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cellama.api.http.allowance import LEAST_TOKENS, rest_of_context, tokens_of, within_limit
+from cellama.api.http.parsing import LEAST_TOKENS, rest_of_context, tokens_of, within_limit
 from cellama.config import limits
 
 MODEL: Any = {"id": "tiny", "ctx_per_slot": 1000}

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from cellama.api.http.directory import Kept
+from cellama.api.http.gateway import Kept
 
 
 class Asked:

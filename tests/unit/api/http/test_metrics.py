@@ -8,7 +8,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from cellama.api.http import create_app
-from cellama.api.http.counting import Counts
+from cellama.api.http.gateway import RequestCounts
 from cellama.config import Settings
 from cellama.tasks.metrics.exposition import text_of
 
@@ -75,9 +75,10 @@ def test_request_that_fails_in_an_unforeseen_way_is_a_500(monkeypatch: pytest.Mo
 
 
 def test_tokens_are_counted_by_tenant() -> None:
-    counts = Counts()
-    counts.took("acme", [{"prompt_tokens": 5, "completion_tokens": 7, "cached_tokens": 2}, {"prompt_tokens": 1}])
-    counts.took(None, [{"prompt_tokens": 3}])
+    counts = RequestCounts()
+    first = {"prompt_tokens": 5, "completion_tokens": 7, "cached_tokens": 2}
+    counts.count_tokens("acme", [first, {"prompt_tokens": 1}])
+    counts.count_tokens(None, [{"prompt_tokens": 3}])
     text = text_of(counts.figures()).decode()
     for kind, tokens in (("prompt", 6), ("generated", 7), ("cached", 2)):
         assert sample(text, "cellama_tenant_tokens_total", tenant="acme", kind=kind) == tokens

@@ -1,4 +1,4 @@
-"""How bodies are read: api/http/asking.py."""
+"""How bodies are read: api/http/parsing.py."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.types import Message
 
-from cellama.api.http.callers import NoKeys
-from cellama.api.http.door import Visits
+from cellama.api.http.auth import NoKeys
 from cellama.api.http.errors import ApiError
 from cellama.api.http.gateway import Gateway
+from cellama.api.http.middleware import RequestMiddleware
 from cellama.api.http.parsing import LARGE_BYTES, MAX_VALUES, ParsedRequest, count_values, read
 from cellama.config import get_settings
 
@@ -64,7 +64,7 @@ def asked_of(body: bytes) -> ParsedRequest:
 
     async def ask() -> None:
         scope = {"type": "http", "method": "POST", "headers": [(b"content-type", b"application/json")], "app": App}
-        await Visits(app, gateway)(scope, receive, receive)
+        await RequestMiddleware(app, gateway, ())(scope, receive, receive)
         assert gateway.body_memory.num_bytes == 0
 
     asyncio.run(ask())

@@ -12,7 +12,8 @@ import pytest
 from redis import Redis
 from starlette.requests import Request
 
-from cellama.api.http.callers import Caller, NoKeys
+from cellama.api.http.auth import Caller, NoKeys
+from cellama.api.http.context import RequestContext
 from cellama.api.http.gateway import Gateway
 from cellama.api.http.parsing import ParsedRequest
 from cellama.api.http.running import RunningJobs
@@ -52,7 +53,7 @@ def left(redis_server: RedisServer, settings_environment: Callable[..., None]) -
 
         async def leave(body: Body) -> None:
             gateway, admission = Gateway(get_settings(), NoKeys()), Counted()
-            running = RunningJobs(ParsedRequest(AGAIN, gateway, Caller("acme"), {}), "tiny", "default")
+            running = RunningJobs(ParsedRequest(AGAIN, RequestContext(gateway), Caller("acme"), {}), "tiny", "default")
             running._admission = admission
             running.jobs.append(gateway.client.job(JOB))
             await running.close()
@@ -94,7 +95,8 @@ def test_who_comes_back_when_the_events_are_gone_gets_the_result(
     async def come_back() -> Any:
         gateway = Gateway(get_settings(), NoKeys())
         try:
-            async with RunningJobs(ParsedRequest(AGAIN, gateway, Caller("acme"), {}), "tiny", "default") as running:
+            parsed = ParsedRequest(AGAIN, RequestContext(gateway), Caller("acme"), {})
+            async with RunningJobs(parsed, "tiny", "default") as running:
                 running.jobs.append(gateway.client.job(JOB))
                 await running.ended()
                 return await running.result()

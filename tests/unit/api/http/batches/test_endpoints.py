@@ -11,7 +11,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from cellama.api.http import create_app
-from cellama.api.http.callers import Caller, NoKeys
+from cellama.api.http.auth import Caller, NoKeys
 
 from .....conftest import wait_until
 from .world import CHAT, lines_of, request, settings_for

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from cellama.api.batch.lines import Defaults, read_lines
+from cellama.api.http.auth import Caller
 from cellama.api.http.batches.input_check import MAX_ERRORS, InputCheck, InputRefused
-from cellama.api.http.callers import Caller
 
 CHAT = "/v1/chat/completions"
 KEY = Caller("acme", models=frozenset({"tiny", "other"}), adapters=frozenset({"pirate"}))

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from cellama.api.http import background
+from cellama.api.http.auth import Caller
 from cellama.api.http.batches.run_files import folder_of
 from cellama.api.http.batches.runner import Runner
-from cellama.api.http.callers import Caller
 from cellama.config import Settings
 
 from .conftest import RunWorld

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
+from cellama.api.http.auth import Caller
 from cellama.api.http.batches.leases import GatewayLease
 from cellama.api.http.batches.service import BatchOrder, BatchService
-from cellama.api.http.callers import Caller
 from cellama.api.http.errors import ApiError
 from cellama.api.http.parsing import PageQuery
 from cellama.api.webhooks.announcing import announced, announcement

@@ -10,11 +10,11 @@ from typing import Any
 
 from redis.asyncio import Redis
 
+from cellama.api.http.auth import Caller
 from cellama.api.http.batches.driver import Driver
 from cellama.api.http.batches.leases import GatewayLease, names_without_lease
 from cellama.api.http.batches.run_files import Parts, folder_of
 from cellama.api.http.batches.service import BatchOrder, BatchService
-from cellama.api.http.callers import Caller
 from cellama.api.http.files.records import Record
 from cellama.api.http.files.service import FileService
 from cellama.api.http.files.store import FileStore

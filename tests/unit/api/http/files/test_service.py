@@ -15,7 +15,7 @@ import fsspec
 import pytest
 from redis.asyncio import Redis
 
-from cellama.api.http.callers import Caller
+from cellama.api.http.auth import Caller
 from cellama.api.http.errors import ApiError
 from cellama.api.http.files.records import LONGEST_S, Quota, RecordStore
 from cellama.api.http.files.service import FileService, shown

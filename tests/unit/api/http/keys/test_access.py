@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 from redis.asyncio.client import Pipeline
 
 from cellama.api.cli.keys import as_toml
-from cellama.api.http.callers import Caller, LoopbackOnly, NoKeys, is_loopback
+from cellama.api.http.auth import Caller, LoopbackOnly, NoKeys, is_loopback
 from cellama.api.http.errors import ApiError
 from cellama.api.http.keys import key_access
 from cellama.api.http.keys.access import KeyAccess, duration

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from redis import Redis
 
-from cellama.api.http.callers import NoKeys
+from cellama.api.http.auth import NoKeys
 from cellama.api.http.gateway import Gateway
 from cellama.api.machine.redis_server import RedisServer
 from cellama.config import get_settings

@@ -8,7 +8,8 @@ import pytest
 from redis import Redis
 from starlette.requests import Request
 
-from cellama.api.http.callers import Caller
+from cellama.api.http.auth import Caller
+from cellama.api.http.context import RequestContext
 from cellama.api.http.errors import ApiError
 from cellama.api.http.gateway import Gateway
 from cellama.api.http.parsing import ParsedRequest
@@ -32,7 +33,8 @@ def submit(error: Exception, headers: list[tuple[bytes, bytes]]) -> Ask:
             raise error
 
     async def ask(gateway: Gateway) -> None:
-        asked = ParsedRequest(Request({"type": "http", "headers": headers}), gateway, Caller("acme"), {"model": "tiny"})
+        request = Request({"type": "http", "headers": headers})
+        asked = ParsedRequest(request, RequestContext(gateway), Caller("acme"), {"model": "tiny"})
         order = NewResponse(record(items=[SAID], background=True), "default", False, 10)
         with pytest.raises(ApiError):
             await _submit(Refused(asked, "tiny", "default"), order, ResponseStore(gateway))

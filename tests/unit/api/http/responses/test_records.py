@@ -11,7 +11,8 @@ import pytest
 from redis import Redis
 from starlette.requests import Request
 
-from cellama.api.http.callers import Caller
+from cellama.api.http.auth import Caller
+from cellama.api.http.context import RequestContext
 from cellama.api.http.errors import ApiError
 from cellama.api.http.gateway import Gateway
 from cellama.api.http.parsing import ParsedRequest
@@ -177,7 +178,7 @@ def follow(can_follow: bool = True, **fields: Any) -> Ask:
     async def ask(gateway: Gateway) -> Any:
         records = ResponseStore(gateway)
         await records.create(record(params={"cache_scope": "acme"}))
-        asked = ParsedRequest(Request({"type": "http", "headers": []}), gateway, ACME, body)
+        asked = ParsedRequest(Request({"type": "http", "headers": []}), RequestContext(gateway), ACME, body)
         return (await parse_response(asked, model, records)).record
 
     return ask

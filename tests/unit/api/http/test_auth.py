@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cellama.api.http.callers import Caller
+from cellama.api.http.auth import Caller
 from cellama.api.http.errors import ApiError, of_code, of_job
 from cellama.tasks.contract.errors import (
     JobError,

@@ -1,4 +1,4 @@
-"""The way in of every request: who it comes from, what it is charged before its body is read, how slow it may be."""
+"""The context of a request: who sends it, what it is charged, the memory of its body, how slow the body may be."""
 
 from __future__ import annotations
 
@@ -8,43 +8,50 @@ from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from starlette.requests import Request
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive
 
 from cellama.tasks.contract.json_values import shorten
 
-from .callers import MAKE_ONE, Caller, Unlimited
+from .auth import MAKE_ONE, Admission, Caller, Unlimited
 from .errors import ApiError
-from .gateway import Gateway, gateway_of
-from .visit import RETRY_S, Visit
+from .gateway import BUSY_RETRY_S, Gateway, gateway_of
 
 READING = ("GET", "HEAD", "OPTIONS")  # methods that change nothing
 MIN_BYTES_PER_S = 8 << 10  # of a body: what comes more slowly uses up `gateway_body_timeout_s`
 
 
-class Visits:
-    """Gives each request a Visit, and ends it with the request; a body that comes too slowly ends in 408."""
+class RequestContext:
+    """What one request holds. The middleware that creates it gives back what is left when the request ends."""
 
-    def __init__(self, app: ASGIApp, gateway: Gateway) -> None:
-        self._app = app
-        self._gateway = gateway
+    def __init__(self, gateway: Gateway) -> None:
+        self.admission: Admission = Unlimited()
+        self.gateway = gateway
+        self._holder = ""
+        self._num_bytes = 0
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        visit = Visit(self._gateway.body_memory)
-        scope.setdefault("state", {})["visit"] = visit
-        try:
-            await self._app(scope, in_time(receive, self._gateway.settings.gateway_body_timeout_s), send)
-        finally:
-            visit.leave()
-            if not isinstance(visit.admission, Unlimited):  # else no job of it has begun
-                self._gateway.afterwards(visit.hand_over().end(0))
+    def hold(self, caller: Caller, num_bytes: int) -> None:
+        """Take memory until the request ends. Raises ApiError as BodyMemory.take."""
+        self._holder = caller.key_id or caller.tenant or ""
+        self.gateway.body_memory.take(self._holder, num_bytes, self._num_bytes)
+        self._num_bytes += num_bytes
+
+    def hand_over(self) -> Admission:
+        """Return the charge. The caller of this must settle it."""
+        admission, self.admission = self.admission, Unlimited()
+        return admission
+
+    def end(self) -> None:
+        """Give the memory back, and settle a charge that was not handed over."""
+        if self._num_bytes:
+            self.gateway.body_memory.give_back(self._holder, self._num_bytes)
+            self._num_bytes = 0
+        if not isinstance(self.admission, Unlimited):  # no job of it has begun
+            self.gateway.afterwards(self.hand_over().end(0))
 
 
 def in_time(receive: Receive, timeout_s: float) -> Receive:
-    """`receive` that raises ApiError (408) for a body that stays behind MIN_BYTES_PER_S for more than this time. Only
-    waiting for the client counts."""
+    """Return `receive` that raises ApiError (408) for a body that stays behind MIN_BYTES_PER_S for more than this time.
+    Only waiting for the client counts."""
     left_s, is_whole = timeout_s, False
 
     async def receive_in_time() -> Message:
@@ -71,14 +78,14 @@ def in_time(receive: Receive, timeout_s: float) -> Receive:
     return receive_in_time
 
 
-def visit_of(request: Request) -> Visit:
-    """That of the request."""
-    visit: Visit = request.state.visit
-    return visit
+def context_of(request: Request) -> RequestContext:
+    """Return the context of the request."""
+    context: RequestContext = request.state.context
+    return context
 
 
 async def caller_of(request: Request) -> Caller:
-    """Who the request comes from. Raises ApiError: 401, 403, or 503 while there are too many requests."""
+    """Return who sends the request. Raises ApiError: 401, 403, or 503 while there are too many requests."""
     gateway = gateway_of(request)
     limit = gateway.settings.gateway_max_requests
     if gateway.counts.num_in_flight > limit:
@@ -86,7 +93,7 @@ async def caller_of(request: Request) -> Caller:
             503,
             f"{limit} requests are being handled, which is the limit (gateway_max_requests); send this one again soon",
             code="overloaded",
-            retry_after_s=RETRY_S,
+            retry_after_s=BUSY_RETRY_S,
         )
     caller = await gateway.access.authenticate(request.headers)
     if caller.key_id is None and caller.tenant is None:
@@ -95,9 +102,9 @@ async def caller_of(request: Request) -> Caller:
 
 
 async def charged(request: Request) -> Caller:
-    """Who the request comes from, once it is charged as one request. Raises ApiError: 401, 403, 429, 503."""
+    """Return who sends the request, once it is charged as one request. Raises ApiError: 401, 403, 429, 503."""
     caller = await caller_of(request)
-    visit_of(request).admission = await gateway_of(request).access.admit(caller)
+    context_of(request).admission = await gateway_of(request).access.admit(caller)
     return caller
 
 
