@@ -45,18 +45,17 @@ from .events import (
 )
 from .logprobs import TokenLogprob
 from .memory.budget import Device, Footprint, Vram
-from .models.hub import HubOptions
 from .models.manager import ModelEntry, ModelManager
 from .models.memory_admission import devices, vram_info
 from .models.model import Model
+from .models.sources import HubOptions
 from .models.tokenizer import Tokenizer, wanted_text
 from .options import EngineOptions
 from .request import Request, Resumed
 from .sampling.processors import LogitsProcessor, SequenceStart
 from .sampling_params import SamplingParams, sampling_of
 from .snapshots import EmbedderSnapshot, EngineSnapshot, ManagerSnapshot, ModelSnapshot
-from .system.core_sharing import CoreSharing
-from .system.cores import Peer
+from .system.core_sharing import CoreSharing, Peer
 from .system.step_counts import StepCounts
 from .system.threads import STACK_BYTES
 from .system.watchdog import Pulse, Watchdog

@@ -25,7 +25,7 @@ from cellama.engine import (
     StepStats,
     Text,
 )
-from cellama.engine.memory.context_size import STREAM_PADDING
+from cellama.engine.memory.open_sizes import STREAM_PADDING
 
 GREEDY = SamplingParams(temperature=0)
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

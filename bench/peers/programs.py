@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from cellama.api.machine.redis_server import free_port
-from cellama.engine.memory.context_size import STREAM_PADDING
+from cellama.engine.memory.open_sizes import STREAM_PADDING
 
 BATCHED_BENCH, LLAMA_SERVER = "BENCH_LLAMA_BATCHED_BENCH", "BENCH_LLAMA_SERVER"
 START_S = 120.0

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from cellama.engine.system.low_priority import give_way
+from cellama.engine.system.threads import give_way
 
 from .catalog import MAX_SLACK, StateCatalog
 from .counters import Drop, StoreCounters

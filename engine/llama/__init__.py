@@ -8,15 +8,15 @@ from .model import LlamaModel
 from .pairs import PairFormat
 from .planning.devices import devices, machine
 from .planning.draft import DraftParts, check_draft, load_draft
-from .planning.load_plan import Plan, load_contexts, plan_load
+from .planning.load_plan import LoadPlan, load_contexts, plan_load
 
 __all__ = [
     "DraftParts",
     "LlamaBackend",
     "LlamaEmbeddingBackend",
     "LlamaModel",
+    "LoadPlan",
     "PairFormat",
-    "Plan",
     "check_draft",
     "devices",
     "fingerprint",

@@ -17,7 +17,7 @@ from typing_extensions import Buffer
 
 from cellama.engine.backend import ABORTED, AdapterSet, Chunk, DecodeError, Sampler
 from cellama.engine.errors import InvalidRequest
-from cellama.engine.memory.context_size import STREAM_PADDING
+from cellama.engine.memory.open_sizes import STREAM_PADDING
 from cellama.engine.options import EngineOptions
 from cellama.engine.sampling.processors import BannedTokens, SequenceStart, load_processor
 from cellama.engine.sampling_params import SamplingParams

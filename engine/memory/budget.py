@@ -7,6 +7,7 @@ model that lost its weights is no faster than the disk. So they count in full, f
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -151,7 +152,7 @@ def margin(device: Device) -> int:
 
 
 class Budget:
-    """Who has taken what, and what is left. Its owner has a lock around every call."""
+    """Who has taken what, and what is left. Safe from any thread; no call waits."""
 
     def __init__(
         self,
@@ -168,44 +169,46 @@ class Budget:
         # While loads are in flight, what the devices report falls, sooner or later, by what they take. It is known
         # what they will take: so it is subtracted from what was free before the first of them.
         self._before: dict[str, int] = {}
+        self._lock = threading.Lock()
 
     def reserve(self, model_id: str, footprint: Footprint) -> None:
         """Counts a model from now on; it is in flight until `settle`."""
-        if not self._in_flight:
-            self._before = self._measured()
-        for name, size in footprint.by_device().items():
-            self._before[name] = self._before.get(name, 0) - size
-        self._taken[model_id] = footprint
-        self._in_flight.add(model_id)
+        with self._lock:
+            if not self._in_flight:
+                self._before = self._measured()
+            for name, size in footprint.by_device().items():
+                self._before[name] = self._before.get(name, 0) - size
+            self._taken[model_id] = footprint
+            self._in_flight.add(model_id)
 
     def settle(self, model_id: str, footprint: Footprint) -> None:
         """A load is over; what it really took counts."""
-        self._taken[model_id] = footprint
-        self._in_flight.discard(model_id)
+        with self._lock:
+            self._taken[model_id] = footprint
+            self._in_flight.discard(model_id)
 
     def release(self, model_id: str) -> None:
         """A model is gone, or could not be loaded."""
-        footprint = self._taken.pop(model_id, Footprint())
-        self._in_flight.discard(model_id)
-        for name, size in footprint.by_device().items():
-            self._before[name] = self._before.get(name, 0) + size
+        with self._lock:
+            footprint = self._taken.pop(model_id, Footprint())
+            self._in_flight.discard(model_id)
+            for name, size in footprint.by_device().items():
+                self._before[name] = self._before.get(name, 0) + size
 
-    def items(self) -> list[tuple[str, Footprint]]:
+    def taken(self) -> dict[str, Footprint]:
         """All models and what they count for."""
-        return list(self._taken.items())
-
-    def taken(self, model_id: str) -> Footprint:
-        """What a model counts for; nothing if there is none of that id."""
-        return self._taken.get(model_id, Footprint())
+        with self._lock:
+            return dict(self._taken)
 
     def room(self) -> Room:
         """What the budget leaves. "unlimited" leaves what "auto" does: the sizes that were left open go by it."""
-        if isinstance(self.limit, int):
-            return Room({ALL_DEVICES: self.limit - sum(taken.total_bytes for taken in self._taken.values())})
-        free = self._measured()
-        if self._in_flight:
-            free = {name: min(size, self._before.get(name, size)) for name, size in free.items()}
-        return Room(free)
+        with self._lock:
+            if isinstance(self.limit, int):
+                return Room({ALL_DEVICES: self.limit - sum(taken.total_bytes for taken in self._taken.values())})
+            free = self._measured()
+            if self._in_flight:
+                free = {name: min(size, self._before.get(name, size)) for name, size in free.items()}
+            return Room(free)
 
     def _measured(self) -> dict[str, int]:
         free = {device.name: device.free_bytes - margin(device) for device in self._devices()}
@@ -219,22 +222,11 @@ class Budget:
 
 
 def choose_victims(room: Room, footprint: Footprint, idle: Sequence[tuple[str, Footprint]]) -> list[str]:
-    """The first of these, as few as will do, without which a footprint fits; none if all of them are too few."""
-    chosen: list[tuple[str, Footprint]] = []
-    for victim in idle:
-        chosen.append(victim)
-        if room.with_back(taken for _, taken in chosen).shortage(footprint) is None:
-            return _spare_needless(room, footprint, chosen)
+    """Return the first models of `idle`, as few as will do, without which a footprint fits; [] if all are too few."""
+    for count in range(1, len(idle) + 1):
+        if room.with_back(taken for _, taken in idle[:count]).shortage(footprint) is None:
+            return [model_id for model_id, _ in idle[:count]]
     return []
-
-
-def _spare_needless(room: Room, footprint: Footprint, chosen: list[tuple[str, Footprint]]) -> list[str]:
-    """Spares, the last used first, those that a later and larger one made needless."""
-    for victim in reversed(chosen[:-1]):
-        others = [other for other in chosen if other is not victim]
-        if room.with_back(taken for _, taken in others).shortage(footprint) is None:
-            chosen = others
-    return [model_id for model_id, _ in chosen]
 
 
 def readable(num_bytes: float) -> str:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import psutil
 
-from cellama.engine.system.control_groups import CGROUPS, OWN, folders, text_of
+from cellama.engine.system.processors import CGROUPS, OWN, control_groups, text_of
 
-_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))  # v2, v1
+_LIMIT_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))  # v2, v1
 _FILE_PAGES = (("total_inactive_file", "total_active_file"), ("inactive_file", "active_file"))  # memory.stat: v1, v2
 _NO_LIMIT = 1 << 60  # what v1 writes when there is none is near 2**63
 
@@ -27,15 +27,12 @@ def ram() -> tuple[int, int]:
 
 def group_limit(root: Path = CGROUPS, own: Path = OWN) -> tuple[int, int] | None:
     """The limit of this process's control groups, and what is free of it; None without one. cgroups v1 and v2."""
-    found = [limit for folder in folders("memory", root, own) if (limit := _limit(folder)) is not None]
+    found = [limit for folder in control_groups("memory", root, own) if (limit := _limit(folder)) is not None]
     return (min(limit for limit, _ in found), min(free for _, free in found)) if found else None
 
 
 def _limit(folder: Path) -> tuple[int, int] | None:
-    for limit_name, usage_name in (
-        ("memory.max", "memory.current"),
-        ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ):
+    for limit_name, usage_name in _LIMIT_FILES:
         limit, usage = _number(folder / limit_name), _number(folder / usage_name)
         if limit is not None and usage is not None and limit < _NO_LIMIT:
             return limit, max(0, limit - usage + _page_cache(folder / "memory.stat"))

@@ -27,15 +27,13 @@ from cellama.engine.memory.free_memory import give_memory_back
 from cellama.engine.options import EngineOptions
 from cellama.engine.snapshots import ManagerSnapshot
 from cellama.engine.system.core_sharing import Claim, CoreSharing
-from cellama.engine.system.low_priority import at_low_priority
 from cellama.engine.system.processors import available_cores
-from cellama.engine.system.threads import in_background
+from cellama.engine.system.threads import at_low_priority, in_background
 from cellama.engine.text.chat_template import Message
 
-from .hub import HubOptions
-from .memory_admission import Admission
+from .memory_admission import MemoryAdmission
 from .model import DEFAULT_MODEL, SAVE_AT_CLOSE_S, Model, TextOrTokens, Vector
-from .sources import resolve, with_draft_file
+from .sources import HubOptions, resolve, with_draft_file
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +69,7 @@ class ModelManager:
         before others, if that is enough. Raises ManagerExists if another one is open in this process, InvalidRequest.
         """
         unload = partial(self.unload, timeout_s=EVICT_TIMEOUT_S)
-        self._admission = Admission(memory_budget, on_full, self._idle, unload, self._num_saved)
+        self._admission = MemoryAdmission(memory_budget, on_full, self._idle, unload, self._num_saved)
         with ModelManager._class_lock:
             if ModelManager._open is not None:
                 raise ManagerExists("this process has a ModelManager already; use that one, or close it first")
@@ -104,12 +102,13 @@ class ModelManager:
         entry = self._reserve(model_id, source, wanted or frozenset())
         hub = hub or HubOptions()
         try:
-            path = at_low_priority(lambda: resolve(source, hub))
-            chosen = at_low_priority(lambda: with_draft_file(options or EngineOptions(), hub))
+            path, chosen = at_low_priority(
+                lambda: (resolve(source, hub), with_draft_file(options or EngineOptions(), hub))
+            )
             plan = self._admission.admit(entry.id, path, chosen, wanted)
             model = Model(entry.id, source, path, plan.options, plan.uses, hub, adapters, plan.tuned)
         except BaseException:
-            self._admission.release(entry.id)
+            self._admission.budget.release(entry.id)
             with self._lock:
                 del self._entries[entry.id]
             give_memory_back()
@@ -120,7 +119,7 @@ class ModelManager:
         return model
 
     def _begin_to_serve(self, entry: ModelEntry, model: Model, *, default: bool) -> None:
-        self._admission.settle(entry.id, model.memory)
+        self._admission.budget.settle(entry.id, model.memory)
         with self._lock:
             entry.model, entry.status, entry.since = model, "ready", time.time()
             entry.capabilities = model.capabilities
@@ -188,7 +187,7 @@ class ModelManager:
     def _remove(self, entry: ModelEntry) -> None:
         entry.model = None
         give_memory_back()
-        self._admission.release(entry.id)
+        self._admission.budget.release(entry.id)
         with self._lock:
             self._entries.pop(entry.id, None)
         log.info("model %s is unloaded", entry.id)

@@ -25,17 +25,17 @@ from cellama.engine.memory.budget import (
     vram_of,
 )
 from cellama.engine.options import EngineOptions
-from cellama.engine.system.low_priority import at_low_priority
+from cellama.engine.system.threads import at_low_priority
 
 from .planning import plan_apart
 
 if TYPE_CHECKING:
-    from cellama.engine.llama import Plan
+    from cellama.engine.llama import LoadPlan
 
 log = logging.getLogger(__name__)
 
 
-class Admission:
+class MemoryAdmission:
     """Keeps the memory of one process's models within its budget. Safe from any thread.
 
     One load is planned at a time, so that two can't take the same room; loading itself goes on side by side.
@@ -63,11 +63,12 @@ class Admission:
         self.on_full: OnFull = on_full
         self.evict = evict
         self._idle = idle
-        self._budget = Budget(limit, devices, num_saved)
+        self.budget = Budget(limit, devices, num_saved)
         self._turn = threading.Lock()  # of one load to be planned
-        self._lock = threading.Lock()  # around the budget; never held while anything waits
 
-    def admit(self, model_id: str, path: Path, options: EngineOptions, wanted: frozenset[Capability] | None) -> Plan:
+    def admit(
+        self, model_id: str, path: Path, options: EngineOptions, wanted: frozenset[Capability] | None
+    ) -> LoadPlan:
         """Reserves what a model will take; returns its options, tuned and with the context that fits, and its uses.
 
         Raises InsufficientMemory, ModelLoadFailed, WrongCapability, InvalidRequest.
@@ -75,34 +76,22 @@ class Admission:
         stubborn: set[str] = set()  # idle models that did not go
         with self._turn:
             while True:
-                with self._lock:
-                    room = self._budget.room()
+                room = self.budget.room()
                 plan = at_low_priority(functools.partial(plan_apart, model_id, path, options, wanted, room))
-                shortage = None if self._budget.limit == "unlimited" else room.shortage(plan.footprint)
+                shortage = None if self.budget.limit == "unlimited" else room.shortage(plan.footprint)
                 if shortage is None:
                     break
                 if not self._make_room(model_id, plan.footprint, stubborn):
                     raise self._refusal(model_id, plan, shortage)
-            with self._lock:
-                self._budget.reserve(model_id, plan.footprint)
+            self.budget.reserve(model_id, plan.footprint)
         return plan
-
-    def settle(self, model_id: str, footprint: Footprint) -> None:
-        """A load is over, and took this."""
-        with self._lock:
-            self._budget.settle(model_id, footprint)
-
-    def release(self, model_id: str) -> None:
-        """A model is gone, or could not be loaded."""
-        with self._lock:
-            self._budget.release(model_id)
 
     def report(self) -> dict[str, Any]:
         """The budget, what it does when it is full, and the devices: for people and registries."""
         found = devices()
         vram = vram_of(found)
         return {
-            "budget": self._budget.limit,
+            "budget": self.budget.limit,
             "on_full": self.on_full,
             "devices": [asdict(device) for device in found],
             "vram": None if vram is None else asdict(vram),
@@ -112,9 +101,9 @@ class Admission:
         """True if idle models went, so that it is worth another look."""
         if self.on_full != "evict":
             return False
-        with self._lock:
-            idle = [(other, self._budget.taken(other)) for other in self._idle() if other not in stubborn]
-            victims = choose_victims(self._budget.room(), footprint, idle)
+        taken = self.budget.taken()
+        idle = [(other, taken[other]) for other in self._idle() if other in taken and other not in stubborn]
+        victims = choose_victims(self.budget.room(), footprint, idle)
         for victim in victims:
             log.info("model %s is unloaded to make room for %s", victim, model_id)
             try:
@@ -124,10 +113,11 @@ class Admission:
                 stubborn.add(victim)
         return bool(victims)
 
-    def _refusal(self, model_id: str, plan: Plan, shortage: Shortage) -> InsufficientMemory:
-        device, limit = shortage.device, self._budget.limit
-        with self._lock:
-            others = [(other, size) for other, taken in self._budget.items() if (size := taken.on(device).total_bytes)]
+    def _refusal(self, model_id: str, plan: LoadPlan, shortage: Shortage) -> InsufficientMemory:
+        device, limit = shortage.device, self.budget.limit
+        others = [
+            (other, size) for other, taken in self.budget.taken().items() if (size := taken.on(device).total_bytes)
+        ]
         draft = ", leave out draft" if plan.options.draft else ""
         unload = _whom_to_unload(others, shortage.required_bytes - shortage.available_bytes)
         return InsufficientMemory(
@@ -150,7 +140,7 @@ def _whom_to_unload(others: list[tuple[str, int]], missing_bytes: int) -> str:
     return ", or unload " + " and ".join(f"{other!r} ({readable(size)})" for other, size in others)
 
 
-def _in_words(plan: Plan, device: str) -> str:
+def _in_words(plan: LoadPlan, device: str) -> str:
     usage, context = plan.footprint.on(device), ""
     if plan.options.ctx_per_slot:
         context = f" for {plan.options.num_slots} slots of {plan.options.ctx_per_slot} tokens"

@@ -30,17 +30,16 @@ from cellama.engine.memory.budget import Footprint
 from cellama.engine.options import EngineOptions
 from cellama.engine.sampling_params import SamplingParams
 from cellama.engine.snapshots import ModelSnapshot
-from cellama.engine.system.low_priority import at_low_priority
+from cellama.engine.system.threads import at_low_priority
 from cellama.engine.system.watchdog import Pulse
 from cellama.engine.text.chat_template import ChatOptions, Message
 
-from .hub import HubOptions
-from .sources import resolve
+from .sources import HubOptions, resolve
 from .tokenizer import Texts, wanted_text
 
 if TYPE_CHECKING:
     from cellama.engine.llama import LlamaBackend, LlamaModel
-    from cellama.engine.llama.backends import Backends
+    from cellama.engine.llama.planning.load_plan import Backends
 
 log = logging.getLogger(__name__)
 

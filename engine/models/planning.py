@@ -23,8 +23,10 @@ from cellama.engine.memory.free_memory import ram
 from cellama.engine.options import EngineOptions
 from cellama.engine.system.confined import confine, how_it_ended
 
+from . import tuned_options
+
 if TYPE_CHECKING:
-    from cellama.engine.llama import Plan
+    from cellama.engine.llama import LoadPlan
 
 TIMEOUT_S = 120.0  # a plan takes less than a second, beside a busy engine a few
 CPU_S = 60
@@ -37,7 +39,7 @@ _ERRORS: dict[str, type[EngineError]] = {
 
 def plan_apart(
     model_id: str, path: Path, options: EngineOptions, wanted: frozenset[Capability] | None, room: Room
-) -> Plan:
+) -> LoadPlan:
     """As `llama.plan_load`, with what `cellama tune` chose for what the options leave open (tuned_options.py).
 
     With what its draft model takes, if it has one. Raises ModelLoadFailed, for a file that ends llama.cpp, too;
@@ -70,7 +72,7 @@ def _plan_one(
     room: Room,
     *,
     guesses_for: Path | None = None,
-) -> Plan:
+) -> LoadPlan:
     asked = {
         "model_id": model_id,
         "path": str(path),
@@ -87,7 +89,7 @@ def _plan_one(
 
 def _answer_of_child(path: Path, asked: str) -> Mapping[str, Any]:
     child = subprocess.Popen(
-        [sys.executable, "-m", "cellama.engine.models.planning_process"],
+        [sys.executable, "-m", "cellama.engine.models.planning"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -117,7 +119,7 @@ def _answer_of_child(path: Path, asked: str) -> Mapping[str, Any]:
     )
 
 
-def plan_as_json(plan: Plan) -> dict[str, Any]:
+def _plan_as_json(plan: LoadPlan) -> dict[str, Any]:
     """What the child writes."""
     return {
         "options": asdict(plan.options),
@@ -128,9 +130,41 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _plan_of(answer: Mapping[str, Any]) -> Plan:
-    from cellama.engine.llama import Plan
+def _plan_of(answer: Mapping[str, Any]) -> LoadPlan:
+    from cellama.engine.llama import LoadPlan
 
     footprint = Footprint({name: Usage(**usage) for name, usage in answer["footprint"].items()})
     uses = Uses(frozenset(answer["capabilities"]), answer["pooling"])
-    return Plan(EngineOptions(**answer["options"]), footprint, uses, tuple(answer["tuned"]))
+    return LoadPlan(EngineOptions(**answer["options"]), footprint, uses, tuple(answer["tuned"]))
+
+
+# The child
+
+
+def main() -> None:
+    """Plan one load in the child: JSON in, JSON out."""
+    try:
+        answer = _plan(json.load(sys.stdin))
+    except EngineError as error:
+        answer = {"error": str(error), "code": error.code}
+    except MemoryError:
+        answer = {"error": "planning the load takes more memory than there is; the file may be damaged", "code": ""}
+    json.dump(answer, sys.stdout)
+
+
+def _plan(asked: dict[str, Any]) -> dict[str, Any]:
+    from cellama.engine.llama import check_draft, plan_load
+
+    path = Path(asked["path"])
+    options, names = EngineOptions(**asked["options"]), tuple[str, ...]()
+    if asked["guesses_for"] is None:
+        options, names = tuned_options.apply(options, path)
+    else:
+        check_draft(path, Path(asked["guesses_for"]))
+    wanted = None if asked["wanted"] is None else frozenset(asked["wanted"])
+    plan = plan_load(asked["model_id"], path, options, wanted, Room(asked["room"]))
+    return _plan_as_json(replace(plan, tuned=names))
+
+
+if __name__ == "__main__":
+    main()

@@ -23,8 +23,7 @@ from cellama.engine.text.chat_template import (
 )
 from cellama.engine.text.formats.call_grammar import WantedText
 
-from .hub import HubOptions
-from .sources import resolve
+from .sources import HubOptions, resolve
 
 _MAX_PREPARED = 256  # schemas of tools, those used last: an agent sends the same with every request
 
@@ -110,14 +109,11 @@ class Texts:
 
     def render_chat(self, /, messages: Sequence[Message], **template_args: Any) -> str:
         """The prompt of a conversation (see ChatTemplate.render). Raises TemplateFailed."""
-        return self._render(messages, **template_args).text
-
-    def _render(self, /, messages: Sequence[Message], **template_args: Any) -> Rendered:
-        return self.template.render(messages, **template_args)
+        return self.template.render(messages, **template_args).text
 
     def tokenize_chat(self, /, messages: Sequence[Message], **template_args: Any) -> list[int]:
         """Token ids of a conversation's prompt; the template writes the special tokens, none is added twice."""
-        return self._tokens_of_prompt(self._render(messages, **template_args))
+        return self._tokens_of_prompt(self.template.render(messages, **template_args))
 
     def _tokens_of_prompt(self, prompt: Rendered) -> list[int]:
         weights, tokens = self._weights, self._tokens_after(prompt)
@@ -148,7 +144,7 @@ class Texts:
         if follows_reply:
             prompt = self._render_after_reply(messages, options, variables)
         else:
-            prompt = self._render(options.all_of(messages), **variables)
+            prompt = self.template.render(options.all_of(messages), **variables)
         reply = reply_format_of(self._name, self.template, prompt, options, self._ids_of_markup)
         grammar = grammar_of_calls(self._name, reply, options, _prepared, wanted)
         tokens = self._tokens_after(prompt) if follows_reply else self._tokens_of_prompt(prompt)
@@ -168,7 +164,7 @@ class Texts:
     ) -> Rendered:
         if options.system is not None or any(message.get("role") == "system" for message in messages[:1]):
             raise InvalidRequest("a system message can't follow a reply: leave it out, the conversation keeps its own")
-        return after_reply(messages, lambda all_: self._render(all_, **variables))
+        return after_reply(messages, lambda all_: self.template.render(all_, **variables))
 
     def _tokens_after(self, prompt: Rendered) -> list[int]:
         return self._weights.tokenize_marked(prompt.text, prompt.marked, self.template.markup)

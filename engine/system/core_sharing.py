@@ -1,27 +1,112 @@
-"""Gives the engines of this process their threads: cores.py decides, processors.py knows how busy the machine is."""
+"""Shares the cores of a machine out: among workers, among the models of one worker, alongside other programs.
+
+llama.cpp's threads wait for each other many times per token. A thread that does not run holds up all others, so each
+must have a core to itself (docs/adr/007-threads.md has the figures). The functions are pure; `CoreSharing` owns the
+thread that looks at the machine.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from . import processors
-from .cores import Peer, Place, Steady, cores_beside, fair_shares, others_of, threads_beside
-from .processors import Reading
+from .processors import Processors, Reading
 
 log = logging.getLogger(__name__)
 
+ACTIVE = 0.2  # cores: a peer that uses less leaves its share to the others
+FALL_S = 1.0  # so long must fewer threads be called for …
+RAISE_S = 5.0  # … and so long more
+LEAST_TOLERATED, TOLERATED = 0.1, 0.7  # cores; the second one over the number of cores
 LOOK_S = 0.5
 IN_USE_S = 1.0  # after its last request a part counts as in use
 WARN_S = 10.0  # other programs that take cores for so long are worth a line in the log
 USE_WEIGHT = 0.5  # of the newest value in the running mean of what this process uses
 
 
-class Part(Protocol):
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Another worker on the same machine."""
+
+    wants: int  # threads, if it were alone
+    uses: float  # cores, lately
+    same_quota: bool = False  # it lives in the same container
+    goes_first: bool = False  # where a number of cores can't be divided
+
+
+def fair_shares(total: int, wants: Sequence[int]) -> list[int]:
+    """Cores for each, at least 1: none gets more than it wants, the others share what that leaves.
+
+    What can't be divided goes to those named first.
+    """
+    shares, left = [0] * len(wants), total
+    modest_first = sorted(range(len(wants)), key=lambda index: (wants[index], -index))
+    for num_served, index in enumerate(modest_first):
+        shares[index] = max(1, min(wants[index], left // (len(wants) - num_served)))
+        left -= shares[index]
+    return shares
+
+
+def cores_beside(cores: int, others: float) -> int:
+    """The cores that are left beside programs that use `others` of them, at least 1.
+
+    A little is tolerated: on few cores one less costs more than a program that runs now and then.
+    """
+    lost = math.ceil(others - max(LEAST_TOLERATED, TOLERATED / cores))
+    return max(1, cores - max(0, lost))
+
+
+def threads_beside(own: Processors, peers: Sequence[Peer], others: float) -> int:
+    """The threads that a process with `own` may have beside its peers and `others` cores of other programs."""
+    active = [peer for peer in peers if peer.uses >= ACTIVE]
+    share = _own_share(cores_beside(own.cores, others), own.available, active)
+    if own.available < own.cores:
+        own_container = [peer for peer in active if peer.same_quota]
+        share = min(share, _own_share(own.available, own.available, own_container))
+    return share
+
+
+def _own_share(total: int, wants: int, peers: Sequence[Peer]) -> int:
+    before = [peer.wants for peer in peers if peer.goes_first]
+    after = [peer.wants for peer in peers if not peer.goes_first]
+    return fair_shares(total, [*before, wants, *after])[len(before)]
+
+
+def others_of(busy: float, own: float, peers: Sequence[Peer]) -> float:
+    """The cores that are used by others than this process and its active peers."""
+    return max(0.0, busy - own - sum(peer.uses for peer in peers if peer.uses >= ACTIVE))
+
+
+class Steady:
+    """A number of threads that follows what is called for: down within a second, up when it lasts."""
+
+    def __init__(self, current: int) -> None:
+        self.current = current
+        self._calls: deque[tuple[float, int]] = deque()  # time, threads; of the last RAISE_S
+        self._since: float | None = None
+
+    def follow(self, now: float, called_for: int) -> int:
+        """The number from now on."""
+        self._since = now if self._since is None else self._since
+        self._calls.append((now, called_for))
+        while self._calls[0][0] < now - RAISE_S:
+            self._calls.popleft()
+        lower = max(count for at, count in self._calls if at >= now - FALL_S)
+        if now - self._since >= FALL_S:
+            self.current = min(self.current, lower)
+        if now - self._since >= RAISE_S:
+            self.current = max(self.current, min(count for _, count in self._calls))
+        return self.current
+
+
+class Threaded(Protocol):
     """An engine or an embedder."""
 
     @property
@@ -37,7 +122,7 @@ class Part(Protocol):
 class Claim:
     """What computes, and its threads if it were alone; `fixed` if they were set, so that they stay."""
 
-    part: Part
+    part: Threaded
     threads: int
     fixed: bool = False
 
@@ -49,15 +134,15 @@ class Claim:
 class CoreSharing:
     """Owns a thread that looks at the machine twice a second and tells the parts how many threads they have."""
 
-    def __init__(self, claims: Callable[[], Sequence[Claim]], place: Place | None = None) -> None:
-        """`claims` gives those of the moment; `place` is where this process runs, if it is not to be found out."""
+    def __init__(self, claims: Callable[[], Sequence[Claim]], own: Processors | None = None) -> None:
+        """`claims` returns the current claims. `own` is what this process may compute on; None: as the system says."""
         self._claims = claims
-        self._place = place or processors.place()
+        self._own = own or processors.own_limits()
         self._peers: Sequence[Peer] = ()
         self._last: tuple[float, Reading] | None = None
         self._uses = 0.0
         self._wants = 1
-        self._steady = Steady(self._place.available)
+        self._steady = Steady(self._own.available)
         self._quiet_at: float | None = None  # when other programs last left all cores to us and our peers
         self._warned = False
         self._closing = threading.Event()
@@ -93,8 +178,8 @@ class CoreSharing:
         others = self._others(now, reading)
         claims = self._claims()
         in_use = [claim for claim in claims if claim.in_use]
-        self._wants = min(self._place.available, max(1, sum(claim.threads for claim in in_use or claims)))
-        share = self._steady.follow(now, threads_beside(self._place, self._peers, others))
+        self._wants = min(self._own.available, max(1, sum(claim.threads for claim in in_use or claims)))
+        share = self._steady.follow(now, threads_beside(self._own, self._peers, others))
         for claim in claims:
             if not claim.fixed:
                 claim.part.use_threads(_threads_of(claim, claims, in_use, share))
@@ -112,7 +197,7 @@ class CoreSharing:
 
     def _warn_of(self, others: float, now: float, share: int) -> None:
         """Says once that other programs take cores from us: it may be what a slow worker suffers from."""
-        if self._quiet_at is None or cores_beside(self._place.cores, others) == self._place.cores:
+        if self._quiet_at is None or cores_beside(self._own.cores, others) == self._own.cores:
             self._quiet_at = now
         elif not self._warned and now - self._quiet_at >= WARN_S and share < self._wants:
             self._warned = True
@@ -120,7 +205,7 @@ class CoreSharing:
                 "other programs use %.1f of %d cores: models compute with %d threads instead of %d while that lasts; "
                 "end the others, or set a model's threads, which then stay as they are",
                 others,
-                self._place.cores,
+                self._own.cores,
                 share,
                 self._wants,
             )

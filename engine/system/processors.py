@@ -1,4 +1,4 @@
-"""The processors that this process may use, and how busy they are: the system's figures."""
+"""The processors that this process may use, the limits of its container, and how busy the machine is."""
 
 from __future__ import annotations
 
@@ -10,11 +10,22 @@ from pathlib import Path
 
 import psutil
 
-from .control_groups import CGROUPS, OWN, folders, text_of
-from .cores import Place
-
+CGROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")  # where Linux has control groups, of v1 and v2
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 LOW_PRIORITY_COST = 0.2  # what time of niced programs does to our steps, measured at nice 10 (docs/adr/007-threads.md)
+
+
+@dataclass(frozen=True, slots=True)
+class Processors:
+    """What a process may compute on."""
+
+    cores: int  # processors it may run on
+    quota: float | None = None  # processors' time per second that its container allows
+
+    @property
+    def available(self) -> int:
+        """Threads that can run at the same time."""
+        return self.cores if self.quota is None else max(1, min(self.cores, int(self.quota)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,19 +43,19 @@ def own_processors() -> list[int]:
     return list(range(os.cpu_count() or 1))
 
 
-def place() -> Place:
-    """Where this process computes."""
-    return Place(len(own_processors()), cpu_quota())
+def own_limits() -> Processors:
+    """Return what this process may compute on."""
+    return Processors(len(own_processors()), cpu_quota())
 
 
 def available_cores() -> int:
     """Threads of this process that can run at the same time."""
-    return place().available
+    return own_limits().available
 
 
 def cpu_quota(root: Path = CGROUPS, own: Path = OWN) -> float | None:
     """The processors' time that the limits of this process's control groups allow per second; None without one."""
-    found = [quota for folder in folders("cpu", root, own) if (quota := _quota(folder)) is not None]
+    found = [quota for folder in control_groups("cpu", root, own) if (quota := _quota(folder)) is not None]
     return min(found, default=None)
 
 
@@ -79,3 +90,27 @@ def _busy_s(times: object) -> float:
     """Of one processor. Time of guests is part of the user's."""
     kinds = ("user", "system", "irq", "softirq")
     return sum(getattr(times, kind, 0.0) for kind in kinds) + LOW_PRIORITY_COST * getattr(times, "nice", 0.0)
+
+
+def control_groups(controller: str, root: Path = CGROUPS, own: Path = OWN) -> list[Path]:
+    """The groups of a controller that this process is in, and those around them: a container's lies at the root."""
+    try:
+        lines = [line.split(":", 2) for line in own.read_text(encoding="utf-8").splitlines()]
+    except OSError:
+        return []
+    found: dict[Path, None] = {}
+    for _, controllers, path in lines:
+        if controllers == "" or controller in controllers.split(","):
+            base = root / controller if controllers else root
+            inner = base / path.lstrip("/")
+            around = [folder for folder in inner.parents if folder.is_relative_to(base)]
+            found |= dict.fromkeys([inner, *around])
+    return list(found)
+
+
+def text_of(path: Path) -> str | None:
+    """What a file of a group says; None if it is not there."""
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return None

@@ -14,7 +14,7 @@ from typing import Any
 
 from cellama.engine.errors import EngineError
 from cellama.engine.llama import machine
-from cellama.engine.models.hub import HubOptions
+from cellama.engine.models.sources import HubOptions
 from cellama.engine.options import EngineOptions
 
 from .measure import keep, tune

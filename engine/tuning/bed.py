@@ -20,7 +20,7 @@ from cellama.engine.sampling_params import SamplingParams
 from .workload import Work, num_requests, random_texts, requests
 
 if TYPE_CHECKING:
-    from cellama.engine.llama import LlamaModel, Plan
+    from cellama.engine.llama import LlamaModel, LoadPlan
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,9 @@ class Round(NamedTuple):
 class Bed:
     """The weights, and one context at a time on them."""
 
-    def __init__(self, weights: LlamaModel, options: EngineOptions, plan: Plan, started: float, seconds: float) -> None:
+    def __init__(
+        self, weights: LlamaModel, options: EngineOptions, plan: LoadPlan, started: float, seconds: float
+    ) -> None:
         self.work = WHOLE
         self._weights = weights
         self._options = options

@@ -14,8 +14,7 @@ from cellama.engine.capabilities import Capability
 from cellama.engine.errors import InsufficientMemory, InvalidRequest, ModelLoadFailed
 from cellama.engine.memory.budget import Budget, readable
 from cellama.engine.models import tuned_options
-from cellama.engine.models.hub import HubOptions
-from cellama.engine.models.sources import resolve
+from cellama.engine.models.sources import HubOptions, resolve
 from cellama.engine.models.tuned_options import Measured, Setup
 from cellama.engine.options import DEFAULT_SLOTS, EngineOptions
 from cellama.engine.system.processors import available_cores
@@ -25,7 +24,7 @@ from .search import MAX_SLOTS, Bounds, Search
 from .workload import Work
 
 if TYPE_CHECKING:
-    from cellama.engine.llama import Plan
+    from cellama.engine.llama import LoadPlan
 
 log = logging.getLogger(__name__)
 Measure = Callable[[Setup], Measured | None]
@@ -116,7 +115,7 @@ def _without_choices(options: EngineOptions) -> EngineOptions:
     return replace(options, **left, n_ctx=None, ctx_per_slot=CONTEXT, cache_dir=None)
 
 
-def _plan(path: Path, options: EngineOptions, wanted: frozenset[Capability] | None, slots: int) -> tuple[Plan, int]:
+def _plan(path: Path, options: EngineOptions, wanted: frozenset[Capability] | None, slots: int) -> tuple[LoadPlan, int]:
     """What the file is used for, and the most slots that fit into memory. Raises InsufficientMemory."""
     from cellama.engine.llama import devices, plan_load
 

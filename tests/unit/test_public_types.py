@@ -20,7 +20,7 @@ from cellama.engine import AdapterInfo, Device, EmbedderSnapshot, EngineSnapshot
 from cellama.engine.memory.budget import Usage
 from cellama.engine.models.manager import ModelEntry
 from cellama.engine.system.core_sharing import CoreSharing
-from cellama.engine.system.cores import Place
+from cellama.engine.system.processors import Processors
 from cellama.tasks.contract.shapes import workers as shapes
 from cellama.tasks.state.registry import describe
 
@@ -96,7 +96,7 @@ def test_model_that_is_loading_is_as_its_type_says() -> None:
 
 
 def test_cores_of_a_worker_are_as_their_type_says() -> None:
-    check(shapes.WorkerCores, CoreSharing(list, Place(2)).report())
+    check(shapes.WorkerCores, CoreSharing(list, Processors(2)).report())
 
 
 def check(kind: Any, value: Any) -> None:

@@ -8,8 +8,10 @@ contexts of more and more cells, until one does not fit.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,13 +20,12 @@ import llama_cpp.llama_cpp as lib
 from cellama.engine.capabilities import Capability, Uses
 from cellama.engine.llama import log as llama_log
 from cellama.engine.llama.abilities import choose_uses
-from cellama.engine.llama.backends import Backends
-from cellama.engine.llama.embedding import MAX_TEXTS
+from cellama.engine.llama.backend import LlamaBackend
+from cellama.engine.llama.embedding import MAX_TEXTS, LlamaEmbeddingBackend
 from cellama.engine.llama.files.gguf_file import parts, tensors
 from cellama.engine.llama.model import LlamaModel
 from cellama.engine.memory.budget import CPU, Footprint, Room, Usage
-from cellama.engine.memory.context_size import LEAST_TOKENS, choose_ctx
-from cellama.engine.memory.ram_quota import choose_quota, with_quota
+from cellama.engine.memory.open_sizes import LEAST_TOKENS, choose_ctx, choose_quota, with_quota
 from cellama.engine.options import EngineOptions
 
 from . import buffers
@@ -36,7 +37,41 @@ CHEAP_CELLS = 1 << 20  # that a dry context may have without a second thought
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Backends:
+    """What runs a model; None where no capability asks for it."""
+
+    generation: LlamaBackend | None
+    embedding: LlamaEmbeddingBackend | None
+    ranking: LlamaEmbeddingBackend | None
+
+    @staticmethod
+    def make(model: LlamaModel, options: EngineOptions, uses: Uses) -> Backends:
+        """Allocates the contexts; a failure leaves none. Raises ModelLoadFailed, InvalidRequest."""
+        with contextlib.ExitStack() as made:
+            generation = made.enter_context(closing(LlamaBackend(model, options))) if uses.generates else None
+            embedding = ranking = None
+            if uses.embeds:
+                embedding = made.enter_context(closing(LlamaEmbeddingBackend(model, options, uses.pooling)))
+            if uses.ranks:
+                ranking = made.enter_context(closing(LlamaEmbeddingBackend(model, options, "rank")))
+            made.pop_all()
+        return Backends(generation, embedding, ranking)
+
+    @property
+    def have_memory(self) -> bool:
+        """True if a context has cells or states; an encoder's has none."""
+        reading = [backend for backend in (self.embedding, self.ranking) if backend is not None]
+        return self.generation is not None or any(backend.has_memory for backend in reading)
+
+    def close(self) -> None:
+        """Frees the contexts. No thread may use them."""
+        for backend in (self.generation, self.embedding, self.ranking):
+            if backend is not None:
+                backend.close()
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
     """How a model will be loaded: its options with the context that was chosen, and what it will take."""
 
     options: EngineOptions
@@ -47,7 +82,7 @@ class Plan:
 
 def plan_load(
     model_id: str, path: Path, options: EngineOptions, wanted: frozenset[Capability] | None, room: Room
-) -> Plan:
+) -> LoadPlan:
     """A load that fits into the room if one does with these options; None wants the uses that suit the file.
 
     Raises ModelLoadFailed, WrongCapability, InvalidRequest.
@@ -121,7 +156,7 @@ class _DryLoad:
         sizes = {tensor.name: tensor.num_bytes for part in parts(self._model.path) for tensor in tensors(part)}
         return buffers.planned_weights(self._model.load_log, sizes)
 
-    def plan(self) -> Plan:
+    def plan(self) -> LoadPlan:
         plan = self._plan_context()
         if not saves_states(self._options, self._uses):
             return plan
@@ -129,10 +164,10 @@ class _DryLoad:
         options = replace(plan.options, cache_ram_bytes=quota)
         return replace(plan, options=options, footprint=with_quota(plan.footprint, options.held_bytes))
 
-    def _plan_context(self) -> Plan:
+    def _plan_context(self) -> LoadPlan:
         states = self._too_large_states()
         if states is not None:
-            return Plan(self._options, states, self._uses)
+            return LoadPlan(self._options, states, self._uses)
         options = self._options
         if options.n_ctx is None and options.ctx_per_slot is None and self._uses.generates:
             trained = self._model.info.n_ctx_train
@@ -140,8 +175,8 @@ class _DryLoad:
             ctx, footprint = choose_ctx(
                 lambda ctx: self._approach(replace(options, ctx_per_slot=ctx)), self._room, trained, first=first
             )
-            return Plan(replace(options, ctx_per_slot=ctx), footprint, self._uses)
-        return Plan(options, self._approach(options), self._uses)
+            return LoadPlan(replace(options, ctx_per_slot=ctx), footprint, self._uses)
+        return LoadPlan(options, self._approach(options), self._uses)
 
     def _approach(self, options: EngineOptions) -> Footprint:
         """What a context takes; for one that can't fit, about what it would, judged by a smaller one."""

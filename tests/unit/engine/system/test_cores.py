@@ -11,18 +11,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cellama.engine.system.core_sharing import LOOK_S, WARN_S, Claim, CoreSharing
-from cellama.engine.system.cores import (
+from cellama.engine.system.core_sharing import (
+    LOOK_S,
     RAISE_S,
+    WARN_S,
+    Claim,
+    CoreSharing,
     Peer,
-    Place,
     Steady,
     cores_beside,
     fair_shares,
     others_of,
     threads_beside,
 )
-from cellama.engine.system.processors import Reading, cpu_quota, machine_id, read
+from cellama.engine.system.processors import Processors, Reading, cpu_quota, machine_id, read
 from cellama.tasks.worker.neighbours import Neighbour, peers_of
 
 
@@ -50,7 +52,7 @@ def test_cores_beside_other_programs_tolerate_a_little(cores: int, others: float
 
 
 def test_peers_divide_the_cores_the_same_way_each_for_itself() -> None:
-    place, peers = Place(3), [Peer(3, 1.0, goes_first=True), Peer(3, 1.0)]
+    place, peers = Processors(3), [Peer(3, 1.0, goes_first=True), Peer(3, 1.0)]
     first = threads_beside(place, [Peer(3, 1.0)], 0.0)
     second = threads_beside(place, [Peer(3, 1.0, goes_first=True)], 0.0)
     assert (first, second) == (2, 1)
@@ -58,11 +60,11 @@ def test_peers_divide_the_cores_the_same_way_each_for_itself() -> None:
 
 
 def test_idle_peer_leaves_its_share() -> None:
-    assert threads_beside(Place(8), [Peer(8, 0.05)], 0.0) == 8
+    assert threads_beside(Processors(8), [Peer(8, 0.05)], 0.0) == 8
 
 
 def test_quota_of_a_container_is_shared_by_those_in_it_only() -> None:
-    place = Place(64, quota=4.5)
+    place = Processors(64, quota=4.5)
     assert place.available == 4
     assert threads_beside(place, [Peer(4, 4.0)], 0.0) == 4
     assert threads_beside(place, [Peer(4, 2.0, same_quota=True)], 0.0) == 2
@@ -105,7 +107,7 @@ class Machine:
     """Simulated: a process that computes, and others, on some cores."""
 
     def __init__(self, cores: int, *claims: Claim) -> None:
-        self.sharing = CoreSharing(lambda: claims, Place(cores))
+        self.sharing = CoreSharing(lambda: claims, Processors(cores))
         self.cores = cores
         self.now = self.busy_s = self.own_s = 0.0
         self.sharing.look(0.0, Reading(0.0, 0.0))
@@ -188,7 +190,7 @@ def test_lasting_other_programs_are_told_once(caplog: pytest.LogCaptureFixture) 
 
 def test_without_figures_of_the_system_only_peers_count() -> None:
     engine = StubPart()
-    sharing = CoreSharing(lambda: [Claim(engine, 4)], Place(4))
+    sharing = CoreSharing(lambda: [Claim(engine, 4)], Processors(4))
     sharing.meet([Peer(4, 2.0)])
     for tick in range(20):
         sharing.look(tick * LOOK_S, None)
@@ -205,7 +207,7 @@ def test_report_tells_peers_what_is_wanted_and_used() -> None:
 
 
 def test_thread_of_the_sharing_ends_with_it() -> None:
-    sharing = CoreSharing(list, Place(2))
+    sharing = CoreSharing(list, Processors(2))
     sharing.start()
     sharing.close()
     sharing.close()

@@ -1,15 +1,19 @@
-"""The context of a slot where it was left open: the training context, or as much as the memory holds. Pure."""
+"""The sizes that options leave open: the context of a slot, and the RAM for saved states. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
-from .budget import ALL_DEVICES, Footprint, Room
+from cellama.engine.options import DEFAULT_SAVED_BYTES
+
+from .budget import ALL_DEVICES, CPU, Footprint, Room, Usage
 
 KV_SHARE = 0.5  # of what is left, at most, for a KV cache whose size was left open
 LEAST_TOKENS = 512
 STREAM_PADDING = 256  # llama.cpp pads a KV stream to a multiple of so many cells
 MAX_TRIES = 8
+RAM_SHARE = 0.25  # of what is left, at most, for saved states whose quota was left open: other models need room as well
 
 
 def choose_ctx(
@@ -59,3 +63,17 @@ def _constraints(footprint: Footprint, room: Room) -> list[float]:
         total = room.needed(footprint).get(name, 0)
         filled += [total / max(1, free), cells.get(name, 0) / max(1.0, free * KV_SHARE)]
     return filled
+
+
+def choose_quota(wanted: int | None, footprint: Footprint, room: Room) -> int:
+    """Bytes for saved states beside a model that takes this."""
+    if wanted is not None:
+        return wanted
+    left = [room.free[name] - footprint.on(name).total_bytes for name in (CPU, ALL_DEVICES) if name in room.free]
+    return max(0, min([DEFAULT_SAVED_BYTES, *(int(free * RAM_SHARE) for free in left)]))
+
+
+def with_quota(footprint: Footprint, num_bytes: int) -> Footprint:
+    """The same model with so much RAM for saved states."""
+    cpu = footprint.devices.get(CPU, Usage())
+    return Footprint({**footprint.devices, CPU: replace(cpu, saved_bytes=num_bytes)})
