@@ -19,8 +19,6 @@ SETTLED_NS = 100_000_000  # times of modification are coarse: the next file may 
 MAX_SLACK = 2.0  # a longer state replaces a shorter one if it is at most so many times as much to read
 SCAN_PATIENCE_S = 0.1  # a request waits so long for another thread that reads heads, then uses what is known
 
-_Stamp = tuple[int, int, int]
-
 
 class StateCatalog:
     """Any thread. The lock guards the index, and is never held while files are read."""
@@ -33,7 +31,7 @@ class StateCatalog:
         self._groups: dict[bytes, dict[str, StateHead]] = {}  # by the key of the first block: only these can match
         self._scanning = threading.Lock()
         self._seen_ns: int | None = None  # the directory's time of modification when its names were read
-        self._bad: dict[str, _Stamp] = {}  # keys of files that gave no state, and what they were like then
+        self._bad: set[str] = set()  # keys of files that gave no state: none is read again while it is there
 
     @property
     def largest(self) -> int:
@@ -103,10 +101,8 @@ class StateCatalog:
                     del self._groups[head.blocks[0]]
 
     def refuse(self, key: str) -> None:
-        """The file of that key gives no state: it is not read again unless it changes."""
-        stamp = _stamp(self.path_of(key))
-        if stamp is not None:
-            self._bad[key] = stamp
+        """The file of that key gives no state: it is not read again while it is there."""
+        self._bad.add(key)
         self.remove(key)
 
     # Following the directory
@@ -136,25 +132,16 @@ class StateCatalog:
             known = set(self._heads)
         for key in known - keys:
             self.remove(key)
-        self._bad = {key: stamp for key, stamp in self._bad.items() if key in keys}
-        for key in keys - known:
-            self._look_at(key)
+        self._bad &= keys
+        for key in keys - known - self._bad:
+            head = read_head(self.path_of(key))
+            if isinstance(head, StateHead):
+                self.add(head)
+            elif head is not Miss.VANISHED:
+                self._bad.add(key)
+                self._counters.miss(head)
         is_old = abs(time.time_ns() - modified_ns) > SETTLED_NS
         self._seen_ns = modified_ns if is_old else None
-
-    def _look_at(self, key: str) -> None:
-        path = self.path_of(key)
-        stamp = _stamp(path)
-        if stamp is None or self._bad.get(key) == stamp:
-            return
-        head = read_head(path)
-        if isinstance(head, StateHead):
-            self._bad.pop(key, None)
-            self.add(head)
-        else:
-            self._bad[key] = stamp
-            if head is not Miss.VANISHED:
-                self._counters.miss(head)
 
 
 def longest_match(heads: Iterable[StateHead], tokens: array[int], blocks: list[bytes]) -> StateMatch | None:
@@ -203,14 +190,6 @@ def _is_beginning(head: StateHead, tokens: array[int], blocks: list[bytes]) -> b
     if count >= len(tokens) or head.blocks[depth - 1] != blocks[depth - 1]:
         return False
     return head.tokens[depth * BLOCK :] == tokens[depth * BLOCK : count]
-
-
-def _stamp(path: Path) -> _Stamp | None:
-    try:
-        file = path.lstat()
-    except OSError:
-        return None
-    return file.st_ino, file.st_mtime_ns, file.st_size
 
 
 def _names_in(directory: Path) -> list[str]:

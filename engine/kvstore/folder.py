@@ -28,7 +28,6 @@ from .states import KeptFile
 
 LOCK_PATIENCE_S = 10.0  # the lock is held for some ms; a process that was stopped with it must not stop the others
 LOCK_POLL_S = 0.01  # flock has no timeout; much shorter than the fsync that follows
-AHEAD_S = 60.0  # a file used later than this from now has the time of another clock
 STATE, PIN, TEMPORARY = ".kv", ".pin", ".tmp"
 _TEMPORARY = re.compile(r"\.[0-9a-f]{16}\.tmp\Z")
 
@@ -143,40 +142,27 @@ class Folder:
     def _evict(self, new_bytes: int) -> None:
         """Under the lock: make place for so many bytes."""
         taken_bytes = sum(_sweep(directory) for directory in self._directories())
-        files = self.states()
-        for file in files:
-            if file.last_used > time.time() + AHEAD_S:  # a file from the future would outlive all others
-                touch(file.path)
-        for file in files_to_evict(files, self.quota_bytes, taken_bytes, new_bytes):
+        for file in files_to_evict(self.states(), self.quota_bytes, taken_bytes, new_bytes):
             self.num_evictions += _remove(file.path)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the lock of the directory. Raises TimeoutError if another process or thread holds it for too long."""
-        descriptor = self._lock()
+        path = self.root / ".lock"
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
+            deadline = time.monotonic() + LOCK_PATIENCE_S
+            while True:
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise TimeoutError(f"another process has held {path} for {LOCK_PATIENCE_S:.0f} s") from None
+                time.sleep(LOCK_POLL_S)
             yield
         finally:
             os.close(descriptor)
-
-    def _lock(self) -> int:
-        path = self.root / ".lock"
-        deadline = time.monotonic() + LOCK_PATIENCE_S
-        while True:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.path.samestat(os.fstat(descriptor), os.stat(path)):  # else it was removed and made anew
-                    return descriptor
-            except (BlockingIOError, FileNotFoundError):
-                pass
-            except BaseException:
-                os.close(descriptor)
-                raise
-            os.close(descriptor)
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"another process has held {path} for {LOCK_PATIENCE_S:.0f} s")
-            time.sleep(LOCK_POLL_S)
 
     def _directories(self) -> list[Path]:
         with contextlib.suppress(FileNotFoundError), os.scandir(self.root) as entries:

@@ -36,7 +36,7 @@ class StateStore:
     ) -> None:
         """`queue_bytes` of memory hold what waits to be written, or one state if that is larger.
 
-        `warm_bytes` of memory wait for the next state to be read. A quota of 0 writes and reads nothing.
+        `warm_bytes` of memory wait for the next state to be read.
         """
         self.folder = Folder(root, quota_bytes)
         self.counters = StoreCounters()
@@ -44,28 +44,23 @@ class StateStore:
         self._queue = SaveQueue(queue_bytes, self.counters, time.monotonic)
         self._writer = StateWriter(self.folder, self._catalog, self._queue, self.counters, time.monotonic)
         self._reader = StateReader(self.folder, self._catalog, self.counters, warm_bytes, self._writer.note_used)
-        self.is_on = quota_bytes > 0
-        if self.is_on:
-            self._writer.start()
-            self._reader.start()
+        self._writer.start()
+        self._reader.start()
 
     # Reading
 
     def longest(self, seed: bytes, tokens: Sequence[int]) -> StateMatch | None:
         """Return the file with the longest usable prefix of the tokens, of equally long ones the smallest."""
-        return self._catalog.longest(seed, tokens) if self.is_on else None
+        return self._catalog.longest(seed, tokens)
 
     def context(self, key: str) -> tuple[bytes, array[int]] | None:
         """Return seed and tokens of the file of a key. The caller compares the key, computed with a seed of its own."""
-        head = self._catalog.get(key) if self.is_on else None
+        head = self._catalog.get(key)
         return (head.seed, head.tokens) if head else None
 
     def load(self, match: StateMatch, on_loaded: OnLoaded) -> None:
         """Read and verify a state. The reading thread calls `on_loaded` once, with None for a miss."""
-        if self.is_on:
-            self._reader.load(match, on_loaded)
-        else:
-            on_loaded(None)
+        self._reader.load(match, on_loaded)
 
     @property
     def read_rate(self) -> float:
@@ -80,7 +75,7 @@ class StateStore:
         `expected_saved_s` are the seconds that it may be expected to save. `num_bytes` is the memory that it holds
         until then. What the directory has already is not written.
         """
-        return self.is_on and not self._writer.is_off and self._queue.offer(make, expected_saved_s, num_bytes)
+        return not self._writer.is_off and self._queue.offer(make, expected_saved_s, num_bytes)
 
     def note_busy(self, busy: bool) -> None:
         """The engine works, or has nothing to do."""
@@ -98,7 +93,7 @@ class StateStore:
 
     def flush(self, deadline: float) -> int:
         """Write what is queued, whatever the engine does, until `deadline` (monotonic); return how many states."""
-        return self._queue.flush(deadline) if self.is_on else 0
+        return self._queue.flush(deadline)
 
     # Figures
 
@@ -120,7 +115,5 @@ class StateStore:
     def close(self) -> None:
         """Drop what waits to be written, answer loads with None, and end the threads."""
         self._queue.close()
-        if self.is_on:
-            self.is_on = False
-            self._reader.close()
-            self._writer.join()
+        self._reader.close()
+        self._writer.join()

@@ -235,14 +235,10 @@ def test_name_that_a_folder_has_is_a_drop_and_no_outage(start: Start) -> None:
     assert (+counters.drops, counters.write_errors, counters.outages) == ({Drop.ERROR: 1}, 1, 0)
 
 
-def test_state_larger_than_the_quota_is_dropped_and_a_quota_of_nothing_keeps_nothing(start: Start) -> None:
+def test_state_larger_than_the_quota_is_dropped(start: Start) -> None:
     store = start(quota=4000)
     assert save(store, state_of(TOKENS, 5000)) == 0
     assert +store.counters.drops == {Drop.QUOTA: 1}
-    off = start(quota=0, folder="off")
-    assert not offer(off, state_of(TOKENS))
-    assert off.flush(float("inf")) == 0
-    assert not off.folder.root.exists()
 
 
 def test_close_answers_what_was_asked_and_gives_up_what_is_written(
