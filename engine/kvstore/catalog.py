@@ -153,11 +153,14 @@ def longest_match(heads: Iterable[StateHead], tokens: array[int], blocks: list[b
     best: StateMatch | None = None
     for head in heads:
         needed = BLOCK if best is None else best.num_usable
-        depth = needed // BLOCK  # blocks that a better state shares
-        if not (depth <= len(blocks) and depth <= len(head.blocks) and head.blocks[depth - 1] == blocks[depth - 1]):
+        # The fewest tokens that the state must share to be the better one.
+        least = needed if best is None or head.num_bytes < best.num_bytes else needed + 1
+        if head.first_cut > least:
+            least = min(cut for cut in (head.first_cut, *head.checkpoints) if cut >= least)
+        depth = least // BLOCK
+        if depth > min(len(blocks), len(head.blocks)) or head.blocks[depth - 1] != blocks[depth - 1]:
             continue
-        start, least = depth * BLOCK, needed if best is None or head.num_bytes < best.num_bytes else needed + 1
-        if head.tokens[start:least] != tokens[start:least]:
+        if head.tokens[depth * BLOCK : least] != tokens[depth * BLOCK : least]:
             continue
         shared = _num_shared(head, tokens, blocks, depth)
         count = usable(shared, len(head.tokens), head.first_cut, head.checkpoints)

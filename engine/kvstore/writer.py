@@ -135,6 +135,7 @@ class StateWriter:
         return True
 
     def _write_file(self, state: KeptState) -> None:
+        self._touch_used()  # before older files are evicted
         replaced = self._catalog.replaced_by(state, file_bytes(state))
         file = self._folder.create(self._catalog.directory, file_bytes(state))
         try:
