@@ -1,7 +1,9 @@
-"""Writes what the site's reference pages take from the code: a line with `<!-- generated: KIND NAME -->`.
+"""Write the parts of the documentation that come from the code: tables of settings, parameters, options, metrics.
 
-MkDocs calls `on_page_markdown` (a hook of mkdocs.yml). Everything comes from what runs: pydantic's schemas of settings
-and payloads, the command line's own tree of commands, signatures and docstrings, the table of error codes.
+Such a part stands between `<!-- generated: KIND NAME -->` and `<!-- end of generated part -->`. Run this script after a
+change of a description, a command, a docstring or an error code. With `--check` it writes nothing and fails if a page
+differs from the code; `make check` does so. The site has one part more: a page with `<!-- include: PATH -->` shows the
+file of that path, which MkDocs asks for through `on_page_markdown`.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import enum
 import importlib
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -21,16 +24,41 @@ from pydantic import BaseModel
 from typing_extensions import get_original_bases, is_typeddict
 
 ROOT = Path(__file__).parents[1]
-MARKER = re.compile(r"^.*<!-- generated: (\w+)(?: ([\w./-]+))? -->$", re.MULTILINE)  # with what stands for it elsewhere
+DOCS = ROOT / "docs"
+PART = re.compile(
+    r"^(?P<head><!-- generated: (?P<kind>\w+)(?: (?P<name>[\w./-]+))? -->\n)"
+    r"(?P<text>.*?)(?P<end><!-- end of generated part -->)$",
+    re.MULTILINE | re.DOTALL,
+)
+INCLUDED = re.compile(r"^.*<!-- include: ([\w./-]+) -->$", re.MULTILINE)  # the whole line is replaced
 FIELD = re.compile(r"^    (\w+): ([^#\n=]*[^#\n= ])(?: = [^#\n]*)?(?: +#\s*(.*))?$", re.MULTILINE)  # with its comment
 FIGURE = re.compile(r"(?<=[\d.,])<!-- \w+.*? -->")  # where a number is from (bench/harness/kept.py)
 LINK_OUT = re.compile(r"\]\((?!\w+:|#)(?:\.\./)?(?:docs/)?([^)]+)\)")
 
 
+def filled(markdown: str) -> str:
+    """Return a page with its generated parts as the code has them now. Raises KeyError for an unknown kind."""
+    return PART.sub(
+        lambda part: f"{part['head']}\n{KINDS[part['kind']](*filter(None, [part['name']])).strip()}\n\n{part['end']}",
+        markdown,
+    )
+
+
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """MkDocs' hook: the page with its generated parts. Raises KeyError for a kind that there is not."""
-    markdown = MARKER.sub(lambda found: KINDS[found[1]](*filter(None, [found[2]])), markdown)
-    return FIGURE.sub("", markdown)
+    """Return a page for the site (MkDocs calls this for each): included files in place, notes on figures removed."""
+    return FIGURE.sub("", INCLUDED.sub(lambda found: include(found[1]), markdown))
+
+
+def update_pages(only_check: bool) -> list[str]:
+    """Write the generated parts of all pages; return the paths of the pages that differed, relative to the root."""
+    changed = []
+    for page in sorted(DOCS.rglob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        if (new := filled(text)) != text:
+            changed.append(str(page.relative_to(ROOT)))
+            if not only_check:
+                page.write_text(new, encoding="utf-8")
+    return changed
 
 
 def find(name: str) -> Any:
@@ -160,7 +188,7 @@ def members(name: str) -> str:
 def _signature(name: str, function: Callable[..., Any]) -> str:
     signature = inspect.signature(function)
     shown = [p for p in signature.parameters.values() if p.name != "self"]
-    text = str(signature.replace(parameters=shown)).replace("'", "")
+    text = re.sub(r"<function \S+ at 0x\w+>", "...", str(signature.replace(parameters=shown)).replace("'", ""))
     if len(name + text) > 90:
         inner, arrow, result = text[1:].rpartition(") -> ")
         text = "(\n    " + re.sub(r", (?=\*|\w+:|\w+ =)", ",\n    ", inner) + f"\n{arrow}{result}"
@@ -294,6 +322,17 @@ KINDS: dict[str, Callable[..., str]] = {
     "codes": codes,
     "json_schema": json_schema,
     "json_schema_formats": json_schema_formats,
-    "include": include,
     "measured": measured,
 }
+
+
+def main() -> None:
+    only_check = sys.argv[1:] == ["--check"]
+    changed = update_pages(only_check)
+    if only_check and changed:
+        sys.exit(f"reference: {', '.join(changed)} differ from the code; run: .venv/bin/python .ci/reference.py")
+    print(*(changed or ["reference: the pages agree with the code"]), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

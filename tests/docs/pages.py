@@ -10,6 +10,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 RUN_ELSEWHERE = {DOCS / "canvas.md"}  # beside a worker of the user's own: tests/integration/test_canvas.py
 RUNNABLE = {"sh", "python", "toml"}  # all others show something: text, json, yaml
+_GENERATED = re.compile(r"^<!-- generated: .*?^<!-- end of generated part -->$", re.MULTILINE | re.DOTALL)
 _FENCE = re.compile(
     r"(?:^<!-- not run: (?P<reason>[^\n]+) -->\n)?"
     r'^```(?P<language>\w+)(?: title="(?P<title>[^"]+)")?\n(?P<text>.*?)^```$',
@@ -35,8 +36,8 @@ def pages() -> list[Path]:
 
 
 def blocks_of(page: Path) -> list[Block]:
-    """The blocks of a page that claim to work."""
-    text = page.read_text(encoding="utf-8")
+    """Return the blocks of a page that claim to work. Signatures in its generated parts don't."""
+    text = _GENERATED.sub(lambda part: "\n" * part[0].count("\n"), page.read_text(encoding="utf-8"))
     blocks = [
         Block(m["language"], m["text"], text[: m.start("text")].count("\n") + 1, m["title"], m["reason"])
         for m in _FENCE.finditer(text)
