@@ -1,0 +1,256 @@
+"""Find sentences that readers of technical English stumble over, and fail if a file has more of them than before.
+
+Looked at are the prose of Markdown pages, docstrings, comments, texts of errors and logs, help of options, descriptions
+of settings, and names of tests. `.ci/language-baseline.json` holds how many findings each file still has, by rule: a
+file may have fewer, never more, and a new file none. The rules are those of docs/CONTRIBUTING.md, "How we write".
+
+    .venv/bin/python .ci/language.py            # fail on new findings
+    .venv/bin/python .ci/language.py FILE ...   # show all findings of these files
+    .venv/bin/python .ci/language.py --counts   # findings by rule and by package
+    .venv/bin/python .ci/language.py --lower    # write lower counts into the baseline after you have mended some
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import re
+import subprocess
+import sys
+import tokenize
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+BASELINE = ROOT / ".ci" / "language-baseline.json"
+# Texts of others, or texts that are data: what the bundled model has learned, and sentences that tests send to it.
+EXCEPT = ("bench/tiny_model/corpus.py", ".ci/language.py")
+MAX_WORDS = 35  # in a sentence: style guides of the field ask for 25 to 30
+GENERATED = re.compile(r"^<!-- generated: .*?^<!-- end of generated part -->$", re.MULTILINE | re.DOTALL)
+FENCED = re.compile(r"^( *)(```|~~~).*?^\1\2$", re.MULTILINE | re.DOTALL)
+SENTENCE_END = re.compile(r"(?<=[.!?])[)\"'”*_]*\s+(?=[A-Z`\"'“(*\[])|\n\s*\n")
+
+DIALECT = {
+    r"but for (?=an?\b|the\b|those\b|its\b|their\b|what\b|that\b)": "except",
+    r"(?:goes|go|going|gone|went) on": "resume, continue",
+    r"shall": "should, must",
+    r"beside": "alongside, while, next to",
+    r"(?:is|are|was|were|be) (?:no|none)(?! longer| more| matter)": "negate with a verb: is not a …",
+    r"some (?=\d)": "about",
+    r"told": "reported, documented, logged",
+    r"tells?(?! you| apart)": "reports, returns, logs",
+    r"h(?:ears?|eard) of": "receives, is notified of",
+    r"after so long": "name the duration",
+    r"so many(?! as| that)": "name the number",
+    r"tr(?:y|ies|ied) again": "retry",
+    r"beg(?:un|an|ins?) anew": "start over",
+    r"gives? up its": "releases its",
+    r"as good as none": "ignored",
+    r"in the midst of": "during",
+    r"guess(?:es|ed)? tokens?|guesses": "draft tokens",
+    r"thoughts?": "reasoning",
+    r"of late": "recently",
+    r"whoever|whosoever|whatever becomes of": "name who acts",
+    r"lets? go of": "releases",
+    r"at first sight|as ever": "plain words",
+    r"no well-formed": "malformed",
+    r", too(?=[.,;:)]|$)": "also",
+}
+PATTERNS = {
+    "dialect": re.compile(
+        "|".join(rf"(?P<d{i}>\b{p}\b)" if p[0] != "," else rf"(?P<d{i}>{p})" for i, p in enumerate(DIALECT)), re.I
+    ),
+    "headless": re.compile(
+        r"^(?:Who(?:se)?\s(?!is the\b|are the\b)[^?]*$|What (?!happens\b|is\b|are\b|to\b|you\b)[^?]*$)"
+        r"|(?:[.;:]|, and|, but) who(?:ever|se)?\s",
+    ),
+}
+HELP_START = re.compile(r"^(?:Of|For|In|At|Its|Their|Whose|As|of|for|in|at|its|their|whose|as)\b")
+FRAGMENT = re.compile(r"^(?:Of|At|Whose|Who|So many|That|Those|Its|Their|What|As|By|In|On|From|With)\b")
+TEST_WORDS = re.compile(r"(?:^|_)(?:told|tells?|beside|whoever|is_none|are_none|goes_on|go_on|shall)(?:_|$)")
+LOGGERS = {"debug", "info", "warning", "error", "exception", "critical"}
+HELPS = {"help", "description", "short_help", "epilog"}
+
+
+class Finding(NamedTuple):
+    """A place that breaks a rule."""
+
+    file: str
+    line: int
+    rule: str
+    text: str
+
+
+class Text(NamedTuple):
+    """Prose of a file; `kind` is prose, docstring, comment, message or help."""
+
+    line: int
+    kind: str
+    text: str
+
+
+def markdown_texts(text: str) -> Iterator[Text]:
+    """Yield the paragraphs, list items and table cells of a page, without code and generated parts."""
+    blank = lambda part: "\n" * part[0].count("\n")  # noqa: E731
+    text = FENCED.sub(blank, GENERATED.sub(blank, text))
+    text = re.sub(r"<!--.*?-->", blank, text, flags=re.DOTALL)
+    paragraph: list[str] = []
+    start = 1
+    for number, line in enumerate([*text.splitlines(), ""], start=1):
+        item = re.match(r"\s*(?:[-*+]|\d+\.|#+|!!!|\?\?\?|>)\s", line)
+        if not line.strip() or item or line.lstrip().startswith("|"):
+            if paragraph:
+                yield Text(start, "prose", " ".join(paragraph))
+            paragraph = []
+        if line.lstrip().startswith("|"):
+            for cell in re.split(r"(?<!\\)\|", line.strip().strip("|")):
+                if re.search(r"[a-z]{2}", cell):
+                    yield Text(number, "prose", cell.strip())
+        elif line.strip():
+            if not paragraph:
+                start = number
+            paragraph.append(re.sub(r"^\s*(?:[-*+]|\d+\.|#+|>)\s+", "", line).strip())
+
+
+def python_texts(source: str) -> Iterator[Text]:
+    """Yield docstrings, comments, messages of errors and logs, and help of options."""
+    tree = ast.parse(source)
+    docstrings: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.body:
+            first = node.body[0]
+            if (
+                isinstance(first, ast.Expr)
+                and isinstance(first.value, ast.Constant)
+                and isinstance(first.value.value, str)
+            ):
+                docstrings.add(id(first.value))
+                kind = "module" if isinstance(node, ast.Module) else "docstring"
+                yield Text(first.lineno, kind, first.value.value)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            yield from _strings(node.exc.args, "message")
+        elif isinstance(node, ast.Call):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+            if name in LOGGERS and node.args:
+                yield from _strings(node.args[:1], "message")
+            for keyword in node.keywords:
+                if keyword.arg in HELPS:
+                    yield from _strings([keyword.value], "help")
+    comments: list[tuple[int, str]] = []
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT and not re.match(r"#(?:!| noqa| type:| ruff:)", token.string):
+            text = token.string.lstrip("# ")
+            if comments and comments[-1][0] == token.start[0] - 1 and token.line.strip().startswith("#"):
+                comments[-1] = (token.start[0], f"{comments[-1][1]} {text}")
+            else:
+                comments.append((token.start[0], text))
+    yield from (Text(line, "comment", text) for line, text in comments)
+
+
+def _strings(nodes: Iterable[ast.AST], kind: str) -> Iterator[Text]:
+    for node in nodes:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield Text(node.lineno, kind, node.value)
+        elif isinstance(node, ast.JoinedStr):
+            parts = [p.value if isinstance(p, ast.Constant) else "X" for p in node.values]
+            yield Text(node.lineno, kind, "".join(map(str, parts)))
+
+
+def sentences(text: str) -> Iterator[str]:
+    """Yield the sentences of a text. Code in backticks counts as one word."""
+    text = re.sub(r"``?[^`]*``?", "CODE", text)
+    text = re.sub(r"\]\([^)]*\)", "]", text)
+    for sentence in SENTENCE_END.split(text):
+        if sentence and (sentence := " ".join(sentence.split())):
+            yield sentence
+
+
+def findings(name: str) -> Iterator[Finding]:
+    """Yield what breaks a rule in a file, by its path relative to the root."""
+    source = (ROOT / name).read_text(encoding="utf-8")
+    is_page = name.endswith(".md")
+    for line, kind, text in markdown_texts(source) if is_page else python_texts(source):
+        for sentence in sentences(text):
+            for found in PATTERNS["dialect"].finditer(sentence):
+                instead = list(DIALECT.values())[int(str(found.lastgroup)[1:])]
+                yield Finding(name, line, "dialect", f"{found[0]!r} ({instead}): {sentence[:90]}")
+            if PATTERNS["headless"].search(sentence):
+                yield Finding(name, line, "headless", sentence[:100])
+            if kind in ("prose", "docstring", "module") and len(re.findall(r"[;:](?= )", sentence)) > 1:
+                yield Finding(name, line, "joined", sentence[:100])
+            if len(sentence.split()) > MAX_WORDS:
+                yield Finding(name, line, "long", f"{len(sentence.split())} words: {sentence[:80]}")
+        if kind == "help" and HELP_START.match(text):
+            yield Finding(name, line, "help", text[:100])
+        if kind == "docstring" and FRAGMENT.match(text):
+            yield Finding(name, line, "fragment", text.splitlines()[0][:100])
+    if name.startswith("tests/"):
+        for found in re.finditer(r"^\s*(?:async )?def (test_\w+)", source, re.MULTILINE):
+            if TEST_WORDS.search(found[1]):
+                yield Finding(name, source[: found.start()].count("\n") + 1, "test name", found[1])
+
+
+def files() -> list[str]:
+    """Return the tracked texts of the repository, those of tests included."""
+    listed = subprocess.run(["git", "ls-files", "*.py", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return [name for name in listed.stdout.splitlines() if name not in EXCEPT and (ROOT / name).exists()]
+
+
+def counts(found: Iterable[Finding]) -> dict[str, dict[str, int]]:
+    """Return the number of findings by file and rule."""
+    by_file: dict[str, Counter[str]] = defaultdict(Counter)
+    for finding in found:
+        by_file[finding.file][finding.rule] += 1
+    return {file: dict(sorted(rules.items())) for file, rules in sorted(by_file.items())}
+
+
+def main(arguments: list[str]) -> int:
+    if arguments and not arguments[0].startswith("-"):
+        for name in arguments:
+            for finding in findings(name):
+                print(f"{finding.file}:{finding.line}: {finding.rule}: {finding.text}")
+        return 0
+    found = [finding for name in files() for finding in findings(name)]
+    now = counts(found)
+    if arguments == ["--counts"]:
+        table: dict[str, Counter[str]] = defaultdict(Counter)
+        for finding in found:
+            table[finding.file.partition("/")[0]][finding.rule] += 1
+        rules = sorted({finding.rule for finding in found})
+        print(f"{'':14}" + "".join(f"{rule:>11}" for rule in rules))
+        for package, row in sorted(table.items()):
+            print(f"{package:14}" + "".join(f"{row[rule]:>11}" for rule in rules))
+        return 0
+    known = json.loads(BASELINE.read_text()) if BASELINE.exists() else {}
+    if arguments == ["--lower"]:
+        lower = (
+            {
+                file: {rule: min(count, known[file][rule]) for rule, count in rules.items() if rule in known[file]}
+                for file, rules in now.items()
+                if file in known
+            }
+            if known
+            else now
+        )
+        BASELINE.write_text(json.dumps({f: r for f, r in lower.items() if r}, indent=1) + "\n")
+        return 0
+    worse = {
+        (file, rule)
+        for file, rules in now.items()
+        for rule, count in rules.items()
+        if count > known.get(file, {}).get(rule, 0)
+    }
+    for finding in found:
+        if (finding.file, finding.rule) in worse:
+            print(f"{finding.file}:{finding.line}: {finding.rule}: {finding.text}")
+    if worse:
+        print(f"language: {len(worse)} files have more findings than .ci/language-baseline.json allows")
+    return bool(worse)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
