@@ -21,7 +21,7 @@ from .pages import DOCS, ROOT, Block, blocks_of, pages
 
 NOT_RUN = {
     "installs packages": 5,
-    "needs a GPU's tools": 2,
+    "needs a GPU's tools": 1,
     "fetches a model from the hub": 1,
     "a second `cellama up` beside the first one": 1,
     "names a host of yours": 2,
