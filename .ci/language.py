@@ -38,7 +38,7 @@ DIALECT = {
     r"(?:goes|go|going|gone|went) on": "resume, continue",
     r"shall": "should, must",
     r"beside": "alongside, while, next to",
-    r"(?:is|are|was|were|be) (?:no|none)(?! longer| more| matter)": "negate with a verb: is not a …",
+    r"(?<!there )(?:is|are|was|were|be) (?:no|none)(?! longer| more| matter)": "negate with a verb: is not a …",
     r"some (?=\d)": "about",
     r"told": "reported, documented, logged",
     r"tells?(?! you| apart)": "reports, returns, logs",
@@ -164,6 +164,7 @@ def sentences(text: str) -> Iterator[str]:
     """Yield the sentences of a text. Code in backticks counts as one word."""
     text = re.sub(r"``?[^`]*``?", "CODE", text)
     text = re.sub(r"\]\([^)]*\)", "]", text)
+    text = re.sub(r"; default: ", ", default ", text)
     for sentence in SENTENCE_END.split(text):
         if sentence and (sentence := " ".join(sentence.split())):
             yield sentence
