@@ -24,12 +24,12 @@ from kombu.common import ignore_errors
 from redis.exceptions import RedisError
 
 from cellama.config import get_settings
-from cellama.tasks.connection.kombu_internals import qos_of_lost, read_message, set_qos, waits_for_message
+from cellama.tasks.connection.kombu_internals import qos_of_lost
 from cellama.tasks.connection.redis_waits import redis_waits
 from cellama.tasks.connection.refusals import RefusedForNow, probe_writes
 from cellama.tasks.contract.names import BULK_PRIORITIES, URGENT_PRIORITIES
 
-from .channels import Asker, PlaceQoS, keep_client
+from .channels import QueueReader, keep_client
 from .places import Places
 from .task_events import TaskEvents
 
@@ -47,7 +47,7 @@ class SteadyConsumer(Consumer):  # type: ignore[misc]
     places: Places  # set before the first job is taken (Runtime.attach)
     bulk_connection: Any = None
     bulk_consumer: Any = None
-    askers: Sequence[Asker] = ()
+    readers: Sequence[QueueReader] = ()  # of the urgent and of the bulk jobs, for the present connection
     _next_flush_at = 0.0  # monotonic s
 
     @property
@@ -116,8 +116,8 @@ class SteadyConsumer(Consumer):  # type: ignore[misc]
     def ask_again(self) -> None:
         """Asks Redis for jobs of models that have room by now; called at each turn of the event loop."""
         if self.channels:
-            for asker in self.askers:
-                asker.ask_again()
+            for reader in self.readers:
+                reader.ask_again()
 
     def _flush_events(self) -> None:
         """Sends what Flower is told together with what comes within EVENTS_EVERY_S; Celery sends it at each turn."""
@@ -142,24 +142,6 @@ class SteadyConsumer(Consumer):  # type: ignore[misc]
         return super().call_soon_ack(run, *args, **kwargs)
 
 
-def _share_places(consumer: SteadyConsumer, urgent: Any, bulk: Any) -> None:
-    """Lets the two channels ask for what the models of the worker have room for."""
-    ledger, lease_s = consumer.app.runtime.ledger, get_settings().lease_s
-
-    def room_for_urgent(queues: Sequence[str]) -> dict[str, int]:
-        return consumer.places.room_for_urgent(queues, urgent.qos.held())
-
-    def room_for_bulk(queues: Sequence[str]) -> dict[str, int]:
-        return consumer.places.room_for_bulk(queues, urgent.qos.held(), bulk.qos.held())
-
-    set_qos(urgent, PlaceQoS(urgent, ledger, lease_s, room_for_urgent))
-    set_qos(bulk, PlaceQoS(bulk, ledger, lease_s, room_for_bulk))
-    consumer.askers = [
-        Asker(channel, lambda: consumer.places, priorities)
-        for channel, priorities in ((urgent, URGENT_PRIORITIES), (bulk, BULK_PRIORITIES))
-    ]
-
-
 class Intake(bootsteps.StartStopStep):  # type: ignore[misc]
     """The second channel; and after a reconnect, the new channels answer for the messages of jobs that still run."""
 
@@ -169,7 +151,14 @@ class Intake(bootsteps.StartStopStep):  # type: ignore[misc]
         urgent = consumer.task_consumer.channel
         consumer.bulk_connection = consumer.connect()
         bulk = consumer.bulk_connection.default_channel
-        _share_places(consumer, urgent, bulk)
+        ledger, lease_s = consumer.app.runtime.ledger, get_settings().lease_s
+
+        def places() -> Places:
+            return consumer.places
+
+        of_urgent = QueueReader(urgent, ledger, lease_s, places=places, priorities=URGENT_PRIORITIES)
+        of_bulk = QueueReader(bulk, ledger, lease_s, places=places, priorities=BULK_PRIORITIES, before=[of_urgent])
+        consumer.readers = [of_urgent, of_bulk]
         keep_client(urgent)
         keep_client(bulk)
         if consumer.event_dispatcher is not None and consumer.event_dispatcher.enabled:
@@ -185,7 +174,7 @@ class Intake(bootsteps.StartStopStep):  # type: ignore[misc]
             message = request.message
             if not request.acknowledged and message.channel not in consumer.channels:
                 message.channel = consumer.channel_of(message)
-                message.channel.qos.adopt(message)
+                message.channel.qos.append(message, message.delivery_tag)
 
     def register_with_event_loop(self, consumer: SteadyConsumer, hub: Any) -> None:
         """Both take messages in the same way, from here on."""
@@ -201,14 +190,14 @@ class Intake(bootsteps.StartStopStep):  # type: ignore[misc]
 
     def stop(self, consumer: SteadyConsumer) -> None:
         """Takes no more jobs; a message that is on its way from Redis goes back at once."""
-        for task_consumer in (consumer.task_consumer, consumer.bulk_consumer):
-            if task_consumer is None or consumer.connection is None:
-                continue
-            task_consumer.channel.qos.waits_for_redis = False
+        if not consumer.channels:
+            return
+        for task_consumer, reader in zip(
+            (consumer.task_consumer, consumer.bulk_consumer), consumer.readers, strict=True
+        ):
             ignore_errors(consumer, task_consumer.cancel)
             with contextlib.suppress(Empty, *consumer.connection_errors):
-                if waits_for_message(task_consumer.channel):
-                    read_message(task_consumer.channel)
+                reader.finish_reading()
 
     def shutdown(self, consumer: SteadyConsumer) -> None:
         consumer.close_bulk()

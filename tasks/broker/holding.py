@@ -1,97 +1,68 @@
-"""What kombu does with messages that a worker holds, done in the ledger: under the job's id, with Redis' clock.
+"""The messages that a worker holds, kept in the ledger by the id of their job and Redis' clock, instead of by kombu.
 
-Kombu keeps taken messages in hashes of its own, by the clocks of workers, and gives them back by time alone. Here a
-message belongs to a job; taking it gives a token, and only who has the token may begin, go on holding, or give back.
+Kombu keeps taken messages in hashes of its own, by the clocks of workers, and returns them after a fixed time. Here a
+message belongs to a job. Taking it gives a token, and only the worker with this token may start the job, renew the
+lease, or return the message.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 from celery.worker import state
-from celery.worker.state import maybe_shutdown
 from kombu.transport import virtual
 from kombu.transport.redis import QoS
 from redis.exceptions import RedisError
 
-from cellama.tasks.connection.redis_errors import is_passing
-from cellama.tasks.connection.redis_waits import redis_waits
-from cellama.tasks.contract.names import SUBMITTED_AT_HEADER, TOKEN_HEADER
-from cellama.tasks.state.ledger import Ledger, new_run
-from cellama.tasks.state.records import Fetched, Room, Taken
+from cellama.tasks.contract.names import SUBMITTED_AT_HEADER, TOKEN_HEADER, WEIGHT_HEADER
+from cellama.tasks.state.ledger import Ledger
+from cellama.tasks.state.records import Taken
+
+from .places import HeldJobs
 
 log = logging.getLogger(__name__)
 
-RETRY_S = 0.5  # until a message is taken again after Redis did not accept that
 SOON_S = 6.0  # so long before its ETA a job is in the hands of a worker, whose timer is exact
 
 
 class HoldingQoS(QoS):  # type: ignore[misc]
-    """The messages that one channel of a worker holds. Main thread, but for what says otherwise."""
+    """The messages that one channel of a worker holds. Main thread, except for the methods that say otherwise."""
 
-    def __init__(self, channel: Any, ledger: Ledger, lease_s: float) -> None:
+    def __init__(self, channel: Any, ledger: Ledger, can_take: Callable[[], bool]) -> None:
+        """`can_take` tells kombu whether the channel may read the next message."""
         super().__init__(channel)
         self._ledger = ledger
-        self._lease_s = lease_s
-        self.room_beside: Callable[[str], Room] = lambda queue: ()  # for messages that come with one of this queue
-        self._page: list[Fetched] = []
-        self._coming: Taken | None = None  # the message of a page that is delivered just now
+        self._can_take = can_take
         self._num_appended = 0
-        self.waits_for_redis = True  # not while the worker ends
+        self._held: tuple[Any, HeldJobs] = (None, {})
+
+    def can_consume(self) -> bool:
+        return self._can_take()
 
     def append(self, message: Any, delivery_tag: str) -> None:
-        """Takes a message, and a page of others for which there is room.
-
-        Raises RedisError if Redis refuses that for good, or the worker ends; the reaper finds the message then.
-        """
-        headers, taken = message.headers, self._coming
-        self._coming = None
-        job_id = headers.get("id")
-        if job_id is not None and SUBMITTED_AT_HEADER in headers:  # else plain Celery's: plain_messages.py
-            if taken is None:
-                room = self.room_beside(str(message.delivery_info.get("routing_key")))
-                taken, self._page = self._take(str(job_id), room)
-            headers[TOKEN_HEADER] = taken.token
-            if taken.waited_s is not None and (headers.get("eta") or headers.get("expires")):
-                set_by_this_clock(headers, taken.waited_s)
-        else:
-            headers.pop(TOKEN_HEADER, None)
-        self.adopt(message)
-
-    def _take(self, job_id: str, room: Room) -> tuple[Taken, list[Fetched]]:
-        """Takes a message that Redis has given away already, however long Redis is away or refuses the taking: a full
-        Redis gives messages away and refuses the script. The event loop stands still meanwhile."""
-        token = new_run()
-        with redis_waits.of("the consumer") as waits:
-            while True:
-                try:
-                    return self._ledger.take(job_id, self._lease_s, room, token)
-                except RedisError as error:
-                    if not (is_passing(error) and self.waits_for_redis):
-                        raise
-                    waits(error)
-                maybe_shutdown()
-                time.sleep(RETRY_S)
-
-    def take_page(self) -> Iterator[Fetched]:
-        """The messages that were taken together with the last one, for the channel to deliver one after another.
-
-        If one can't be delivered, the leases of those after it end, and they come again.
-        """
-        page, self._page = self._page, []
-        for fetched in page:
-            self._coming = fetched.taken
-            yield fetched
-
-    def adopt(self, message: Any) -> None:
-        """Answers for a message that another channel of this worker took."""
+        """Hold a message that this worker has taken in the ledger (QueueReader), on this channel or an earlier one."""
         self._num_appended += 1
-        virtual.QoS.append(self, message, message.delivery_tag)
+        virtual.QoS.append(self, message, delivery_tag)
+
+    def held(self) -> HeldJobs:
+        """Return what this channel holds, except for jobs whose ETA has not come, which take no other job's place.
+
+        The event loop asks several times in each of its turns, so it is counted again only when something has changed.
+        """
+        changes = (self._num_appended, len(self._dirty), len(state.scheduled_requests))
+        if self._held[0] != changes:
+            early = {request.message.delivery_tag for request in list(state.scheduled_requests)}
+            held: dict[str, list[int]] = {}
+            for message in self.messages():
+                if message.delivery_tag not in early:
+                    held.setdefault(message.delivery_info["routing_key"], []).append(_weight_of(message))
+            self._held = changes, held
+        return self._held[1]
 
     def ack(self, delivery_tag: str) -> None:
         self._settle(delivery_tag, self._ledger.release)
@@ -145,10 +116,10 @@ class HoldingQoS(QoS):  # type: ignore[misc]
         """What this channel holds. Any thread."""
         return [message for tag, message in list(self._delivered.items()) if tag not in self._dirty]
 
-    @property
-    def num_changes(self) -> tuple[int, int]:
-        """Another value whenever `messages` may give others."""
-        return self._num_appended, len(self._dirty)
+
+def _weight_of(message: Any) -> int:
+    weight = message.headers.get(WEIGHT_HEADER, 1)
+    return weight if isinstance(weight, int) and weight > 0 else 1  # any producer may have sent it
 
 
 def set_by_this_clock(headers: dict[str, Any], waited_s: float) -> None:

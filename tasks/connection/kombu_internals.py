@@ -15,6 +15,7 @@ import time
 from asyncio import StreamReader, StreamWriter
 from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import version
+from queue import Empty
 from typing import Any
 
 from celery import Celery
@@ -32,7 +33,6 @@ PARTS: Mapping[str, str] = {
     "celery.events.dispatcher:EventDispatcher._group_buffer": ATTRIBUTE,
     "celery.worker.consumer:Consumer._update_prefetch_count": "(self, index=0)",
     "kombu.connection:Connection._default_channel": ATTRIBUTE,
-    "kombu.transport.redis:Channel._brpop_read": "(self, **options)",
     "kombu.transport.redis:Channel._brpop_sent_at": ATTRIBUTE,
     "kombu.transport.redis:Channel._brpop_start": "(self, timeout=None)",
     "kombu.transport.redis:Channel._create_client": "(self, asynchronous=False)",
@@ -232,9 +232,24 @@ def waits_for_message(channel: Any) -> bool:
     return bool(channel._in_poll)
 
 
-def read_message(channel: Any) -> None:
-    """Reads the answer to the channel's BRPOP. Raises queue.Empty if that brings no message."""
-    channel._brpop_read()
+def read_brpop(channel: Any) -> tuple[str, bytes]:
+    """Return the list and the message that the answer to the channel's BRPOP brings, and end the turn of its queue.
+
+    Channel._brpop_read without the delivery. Raises queue.Empty if it brings no message, and connection errors.
+    """
+    connection = channel.client.connection
+    try:
+        reply = channel.client.parse_response(connection, "BRPOP")
+    except channel.connection_errors:
+        connection.disconnect()
+        raise
+    finally:
+        channel._in_poll = None
+    if not reply:
+        raise Empty
+    key, payload = reply
+    channel._queue_cycle.rotate(key.decode().rsplit(channel.sep, 1)[0])
+    return key.decode(), payload
 
 
 def read_with(channel: Any, read: Callable[[], None]) -> None:

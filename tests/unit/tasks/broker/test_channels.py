@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from queue import Empty
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +14,16 @@ from kombu.utils.scheduling import round_robin_cycle
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoPermissionError
 
-from cellama.tasks.broker.channels import Asker
+from cellama.tasks.broker.channels import QueueReader
 from cellama.tasks.broker.places import Places
-from cellama.tasks.contract.names import PRIORITY_SEPARATOR, queue_key, queue_name
+from cellama.tasks.contract.names import (
+    PRIORITY_SEPARATOR,
+    SUBMITTED_AT_HEADER,
+    TOKEN_HEADER,
+    queue_key,
+    queue_name,
+)
+from cellama.tasks.state.records import Fetched, Room, Taken
 
 A, B = queue_name("a"), queue_name("b")
 
@@ -35,31 +43,32 @@ class Connection:
 
 
 class Channel:
-    """As much of kombu's as is asked; `held` is what the worker holds of each queue."""
+    """As much of kombu's as is used; `held` is what the worker holds of each queue."""
 
     brpop_timeout = 1
+    do_restore = False
+    connection_errors = (RedisConnectionError,)
 
     def __init__(self) -> None:
         self.active_queues = [A, B]
         self._queue_cycle = round_robin_cycle([A, B])
         self._in_poll: Any = None
         self.connection = Connection()
-        self.client = SimpleNamespace(connection=self.connection)
+        self.client = SimpleNamespace(connection=self.connection, parse_response=self._parse_response)
+        self.answer: Any = None
         self.held: dict[str, list[int]] = {}
         self.places = Places({"a": 2, "b": 2}, 0, lambda: "a")
         self.handlers: dict[str, Any] = {}
         self.sep = PRIORITY_SEPARATOR
-        self.qos = SimpleNamespace(open_queues=self._open_queues, room_of=self._room_of)
         self.unblocked: list[int] = []
         self.refuses = False
         self._brpop_start: Any = None
-        self._brpop_read: Any = None
+        self._qos: Any = None
 
-    def _room_of(self, queues: Sequence[str]) -> dict[str, int]:
-        return self.places.room_for_urgent(queues, self.held)
-
-    def _open_queues(self, queues: Sequence[str]) -> list[str]:
-        return [queue for queue, room in self._room_of(queues).items() if room]
+    def _parse_response(self, connection: Any, command: str) -> Any:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
 
     @contextlib.contextmanager
     def conn_or_acquire(self) -> Iterator[Any]:
@@ -82,12 +91,51 @@ def channel() -> Channel:
     return Channel()
 
 
+class TakingLedger:
+    """Takes every message, and notes what may come with it."""
+
+    def __init__(self) -> None:
+        self.page: list[Fetched] = []
+        self.rooms: list[Room] = []
+
+    def take(self, job_id: str, lease_s: float, room: Room, token: str) -> tuple[Taken, list[Fetched]]:
+        self.rooms.append(room)
+        return Taken(job_id, f"token of {job_id}"), self.page
+
+
 @pytest.fixture
-def asker(channel: Channel) -> Asker:
-    return Asker(channel, lambda: channel.places, (0, 3))
+def ledger() -> TakingLedger:
+    return TakingLedger()
 
 
-def test_channel_asks_model_by_model_and_the_most_urgent_first(channel: Channel, asker: Asker) -> None:
+@pytest.fixture
+def reader(channel: Channel, ledger: Any) -> QueueReader:
+    reader = QueueReader(channel, ledger, 10.0, places=lambda: channel.places, priorities=(0, 3))
+    channel._qos.held = lambda: channel.held
+    return reader
+
+
+def message_of(job_id: str) -> bytes:
+    return json.dumps({"headers": {"id": job_id, SUBMITTED_AT_HEADER: 1.0}}).encode()
+
+
+def page_of(*payloads: bytes) -> list[Fetched]:
+    return [Fetched(queue_key(B, 3), payload, Taken("", f"token {i}")) for i, payload in enumerate(payloads)]
+
+
+@pytest.fixture
+def delivered(channel: Channel) -> list[tuple[str, str, str]]:
+    """Id, token and queue of each message that is delivered."""
+    found: list[tuple[str, str, str]] = []
+
+    def deliver(message: dict[str, Any], queue: str) -> None:
+        found.append((message["headers"]["id"], message["headers"].get(TOKEN_HEADER), queue))
+
+    channel.connection._deliver = deliver
+    return found
+
+
+def test_channel_asks_model_by_model_and_the_most_urgent_first(channel: Channel, reader: QueueReader) -> None:
     channel._brpop_start()
     assert channel.asked() == [A, queue_key(A, 3), B, queue_key(B, 3)]
     channel._queue_cycle.rotate(A)  # as kombu does with the queue of each message
@@ -95,72 +143,93 @@ def test_channel_asks_model_by_model_and_the_most_urgent_first(channel: Channel,
     assert channel.asked() == [B, queue_key(B, 3), A, queue_key(A, 3)]
 
 
-def test_channel_asks_only_for_models_with_room_and_again_when_others_have_some(channel: Channel, asker: Asker) -> None:
+def test_channel_asks_only_for_models_with_room_and_again_when_others_have_some(
+    channel: Channel, reader: QueueReader
+) -> None:
     channel.held = {A: [1, 1]}
     channel._brpop_start()
     assert channel.asked() == [B, queue_key(B, 3)]
-    asker.ask_again()
+    reader.ask_again()
     assert channel.unblocked == []
     channel.held = {A: [1], B: [1, 1]}
-    asker.ask_again()
-    asker.ask_again()
+    reader.ask_again()
+    reader.ask_again()
     assert channel.unblocked == [7]  # once, until the next one is sent
     channel._brpop_start()
     assert channel.asked() == [A, queue_key(A, 3)]
 
 
-def test_channel_without_room_asks_for_nothing(channel: Channel, asker: Asker) -> None:
+def test_channel_without_room_asks_for_nothing(channel: Channel, reader: QueueReader) -> None:
     channel.held = {A: [1, 1], B: [1, 1]}
     channel._brpop_start()
     assert channel.connection.commands == []
 
 
 def test_channel_goes_on_without_permission_to_unblock(
-    channel: Channel, asker: Asker, caplog: pytest.LogCaptureFixture
+    channel: Channel, reader: QueueReader, caplog: pytest.LogCaptureFixture
 ) -> None:
     channel.held, channel.refuses = {A: [1, 1]}, True
     channel._brpop_start()
     channel.held = {}
-    asker.ask_again()
-    asker.ask_again()
+    reader.ask_again()
+    reader.ask_again()
     assert caplog.text.count("may wait up to 1 s") == 1
     channel._brpop_start()
     assert A in channel.asked()
 
 
-def test_page_has_room_for_what_is_left_beside_the_message_that_brings_it(channel: Channel, asker: Asker) -> None:
-    channel.held = {B: [1]}
-    assert channel.qos.room_beside(A) == [(1, [A, queue_key(A, 3)]), (1, [B, queue_key(B, 3)])]
-    assert channel.qos.room_beside(B) == [(2, [A, queue_key(A, 3)])]
-
-
-def test_messages_of_a_page_are_delivered_after_the_one_that_brought_them(channel: Channel, asker: Asker) -> None:
-    delivered: list[tuple[Any, str]] = []
-    channel._brpop_read = lambda: delivered.append(("first", A))
-    channel.connection._deliver = lambda message, queue: delivered.append((message, queue))
-    channel.qos.take_page = lambda: [SimpleNamespace(key=queue_key(B, 3), payload=b'"second"')]
-    channel.handlers["BRPOP"]()
-    assert delivered == [("first", A), ("second", B)]
-
-
-def test_what_is_no_message_is_dropped_and_the_others_are_delivered(
-    channel: Channel, asker: Asker, caplog: Any
+@pytest.mark.parametrize(
+    ("queue", "page"),
+    [(A, [(1, [A, queue_key(A, 3)]), (1, [B, queue_key(B, 3)])]), (B, [(2, [A, queue_key(A, 3)])])],
+)
+@pytest.mark.usefixtures("reader", "delivered")
+def test_page_is_for_the_capacity_that_is_left_beside_the_message_that_brings_it(
+    channel: Channel, ledger: TakingLedger, queue: str, page: Room
 ) -> None:
-    delivered: list[tuple[Any, str]] = []
-    channel._brpop_read = lambda: json.loads("nan")
-    channel.connection._deliver = lambda message, queue: delivered.append((message, queue))
-    payloads = [b'{"sent": nan}', b"\xff", b'"second"']
-    channel.qos.take_page = lambda: [SimpleNamespace(key=queue_key(B, 3), payload=payload) for payload in payloads]
+    channel.held = {B: [1]}
+    channel.answer = (queue_key(queue, 0).encode(), message_of("one"))
     channel.handlers["BRPOP"]()
-    assert delivered == [("second", B)]
-    assert caplog.text.count("is no message") == 3
+    assert ledger.rooms == [page]
 
 
-def test_a_message_that_can_not_be_taken_is_told_to_celery(channel: Channel, asker: Asker) -> None:
-    def lose_connection() -> None:
-        raise RedisConnectionError("gone")
+@pytest.mark.usefixtures("reader")
+def test_messages_of_a_page_are_delivered_after_the_one_that_brought_them(
+    channel: Channel, ledger: TakingLedger, delivered: list[tuple[str, str, str]]
+) -> None:
+    channel.answer = (queue_key(A, 0).encode(), message_of("one"))
+    ledger.page = page_of(message_of("two"))
+    channel.handlers["BRPOP"]()
+    assert delivered == [("one", "token of one", A), ("two", "token 0", B)]
 
-    channel._brpop_read = lose_connection
-    channel.qos.take_page = list
-    with pytest.raises(RedisConnectionError):
+
+@pytest.mark.usefixtures("reader")
+def test_message_of_plain_celery_is_delivered_without_being_taken_whatever_its_headers_are(
+    channel: Channel, ledger: TakingLedger, delivered: list[tuple[str, Any, str]]
+) -> None:
+    channel.answer = (queue_key(A, 0).encode(), json.dumps({"headers": {"id": "one", TOKEN_HEADER: "t"}}).encode())
+    channel.handlers["BRPOP"]()
+    assert delivered == [("one", None, A)]
+    assert ledger.rooms == []
+
+
+@pytest.mark.usefixtures("reader")
+def test_what_is_not_a_message_is_dropped_and_the_others_are_delivered(
+    channel: Channel, ledger: TakingLedger, delivered: list[tuple[str, str, str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    for payload in (b"nan?", b"[]", b'{"headers": 1}', b"\xff"):
+        channel.answer = (queue_key(A, 0).encode(), payload)
+        channel.handlers["BRPOP"]()
+    channel.answer = (queue_key(A, 0).encode(), message_of("one"))
+    ledger.page = page_of(b'{"sent": nan}', message_of("two"))
+    channel.handlers["BRPOP"]()
+    assert delivered == [("one", "token of one", A), ("two", "token 1", B)]
+    assert caplog.text.count("is not a message") == 5
+
+
+@pytest.mark.usefixtures("reader")
+@pytest.mark.parametrize(("answer", "expected"), [(RedisConnectionError("gone"), RedisConnectionError), (None, Empty)])
+def test_answer_without_a_message_is_raised_for_kombu(channel: Channel, answer: Any, expected: type[Exception]) -> None:
+    channel.connection.disconnect = lambda: None  # type: ignore[attr-defined]
+    channel.answer = answer
+    with pytest.raises(expected):
         channel.handlers["BRPOP"]()
