@@ -103,39 +103,49 @@ def _entry_of(data: bytes) -> WorkerEntry | None:
 
 
 class Registration:
-    """Keeps one worker's entry fresh, prunes what dead workers left, and does what else is due with every beat."""
+    """Keeps the entry of one worker fresh with a heartbeat, which also prunes old entries and does chores.
+
+    `start` starts its thread. A chore that fails is retried with the next heartbeat.
+    """
 
     def __init__(
         self,
         redis: Redis,
         worker: str,
         manager: ModelManager,
-        chores: Sequence[Callable[[], Any]],
-        failures: Callable[[], dict[str, LoadFailure]],
+        *,
+        chores: Sequence[Callable[[], Any]] = (),
         pool: str = "default",
+        failures: Callable[[], dict[str, LoadFailure]] = dict,
         wanted: Callable[[], list[WantedThing]] = list,
         evicted: Callable[[], dict[str, float]] = dict,
     ) -> None:
+        """`failures`, `wanted` and `evicted` return the fields of the entry that have these names."""
         self._redis = redis
-        self._chores = chores
-        self._failures = failures
-        self._pool = pool
-        self._wanted = wanted
-        self._evicted = evicted
         self._worker = worker
         self._manager = manager
+        self._chores = chores
+        self._pool = pool
+        self._failures = failures
+        self._wanted = wanted
+        self._evicted = evicted
         self._started_at = time.time()
         self._last: WorkerEntry | None = None  # as others have read it
         self._closing = False
         self._due = threading.Event()  # the next beat, without waiting for its time
         self._thread = threading.Thread(target=self._run, name="cellama-registry", daemon=True)
+        self.is_started = False
+
+    def start(self) -> None:
+        self.is_started = True
         self._thread.start()
 
     def close(self) -> None:
         """Marks the worker as ended; others remove its entry after `KEPT_S`."""
         self._closing = True
         self._due.set()
-        self._thread.join(timeout=HEARTBEAT_S)
+        if self.is_started:
+            self._thread.join(timeout=HEARTBEAT_S)
 
     def beat_now(self) -> None:
         """Tells of a change at once."""

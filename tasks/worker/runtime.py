@@ -1,4 +1,4 @@
-"""What a worker process runs on: models, publisher, registry entry. One per process, made by the lifecycle."""
+"""The runtime of a worker process: what it has besides Celery, which threads there are, and who ends them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from redis import Redis
 from redis.exceptions import RedisError
 
 from cellama.config import ModelSettings, Settings
-from cellama.engine import STACK_BYTES, HubOptions, InvalidRequest, ModelManager, Watchdog
+from cellama.engine import STACK_BYTES, HubOptions, ModelManager, Watchdog
 from cellama.tasks.app import num_jobs_of
 from cellama.tasks.broker.places import Places
 from cellama.tasks.broker.pool import Interruption, JobControl
 from cellama.tasks.connection.connections import connect
 from cellama.tasks.contract.keys import cancel_key
 from cellama.tasks.contract.names import DEFAULT_MODEL, queue_name
-from cellama.tasks.contract.shapes.workers import LoadFailure
 from cellama.tasks.estimates.samples import SampleWriter
 from cellama.tasks.publishing.publisher import Publisher
 from cellama.tasks.publishing.signing import Signer
@@ -45,72 +45,77 @@ from .watched.watchers import Watchers
 
 log = logging.getLogger(__name__)
 
-SOCKET_TIMEOUT_S = 10
+SOCKET_TIMEOUT_S = 10  # far more than any script takes: a Redis that is silent for longer counts as away
 LEAST_SAVE_S = 2.0  # for KV states at the end, if jobs took all of `drain_s`
 SWITCH_INTERVAL_S = 0.0005  # an engine that comes out of llama.cpp waits no longer for the GIL; Python's own is 5 ms
 
 
+def _prepare_process() -> None:
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    bound_free_heap()
+    threading.stack_size(STACK_BYTES)  # of the pool's threads, which tokenize and compile grammars
+    gc.freeze()  # what is there now stays: collecting after an unload need not look at it while engines wait
+
+
 class Runtime:
-    """Owns the models and the threads that serve them, from the start of a worker to its end."""
+    """What a worker process runs on: models, Redis, and these threads, which it starts and ends.
+
+    - From the start: those of `manager` (one per engine, embedder and reranker), `publisher` (writes the events of
+      jobs), `watchdog`, and those of `telemetry` and `watchers`, as far as the settings enable them.
+    - From `attach`, once Celery has a consumer: `lease` (renews the leases of messages), and one for each action of the
+      loader, which loads and unloads models.
+    - From `announce`, once the worker receives commands: `reaper`, and `registration`, whose heartbeat does the chores:
+      reconciling, cancelled jobs, neighbours, free memory, samples for estimates.
+
+    The threads of jobs are those of Celery's pool (broker/pool.py). There is one runtime per process, which the
+    lifecycle makes.
+    """
 
     def __init__(self, settings: Settings, worker: str, store: Store) -> None:
-        """Loads all models of the settings; `store` is how the reaper tells Celery of ends.
+        """Load the models of the settings. `store` is how the reaper gives Celery the ends of jobs.
 
         Raises ModelLoadFailed, InvalidRequest; nothing is left then.
         """
-        sys.setswitchinterval(SWITCH_INTERVAL_S)
-        bound_free_heap()
-        threading.stack_size(STACK_BYTES)  # of the pool's threads, which tokenize and compile grammars
-        gc.freeze()  # what is there now stays: collecting after an unload need not look at it while engines wait
+        _prepare_process()
         self.settings = settings
-        self.telemetry = Relay(worker, settings.telemetry_hook, settings.telemetry_log)
-        self.redis = redis = connect(settings.redis_url, socket_timeout=SOCKET_TIMEOUT_S, health_check_interval=10)
         self.incarnation = f"{worker} {os.getpid()} {time.time():.3f}"
-        self.ledger = Ledger(redis, settings=settings, gathers=True)
+        self._worker = worker
         self._running: dict[str, tuple[str, JobControl]] = {}  # run id → job id
         self._trimmed = True  # since the last job began
         self.quarantine = Quarantine()
-        self._lease: LeaseKeeper | None = None
         self.signer = Signer(settings.reasoning_key.get_secret_value() if settings.reasoning_key else None)
-        self.manager = ModelManager(settings.memory_budget)
-        self.watchers = self._start_watchers(worker)
-        self.publisher = Publisher(self.ledger, worker, self._interrupt, self.signer, self.watchers.event)
-        # Twice the lease: the jobs of a worker that is silent for so long run elsewhere already.
-        self.watchdog = Watchdog(settings.hang_s, last_resort_s=2 * settings.lease_s)
-        self.watchdog.watch(self.publisher.pulse)
-        if settings.hang_s:
-            self.watchdog.start()
-        self._record = DesiredStateRecord(redis, settings.pool, worker)
-        self._loaded = self._models_to_start_with()
-        self._load_or_close(self._loaded)
-        self.samples = SampleWriter(redis)
-        self._loader: ModelLoader | None = None  # once there is a consumer, as the next two
-        self.changes: ModelChanges
-        self._worker = worker
-        self._reconciler: Reconciler | None = None
-        self._reaper = Reaper(redis, self.ledger, store, settings.lease_s)
-        self._registration: Registration | None = None  # once it hears commands, as the next one
-        self._neighbours: Neighbours | None = None
-
-    def _start_watchers(self, worker: str) -> Watchers:
-        try:
-            return Watchers(self.settings, worker, self.manager, self.telemetry)
-        except InvalidRequest:
-            self.manager.close()
-            self.telemetry.close()
-            raise
-
-    def _load_or_close(self, models: list[ModelSettings]) -> None:
-        try:
-            for model in models:
+        self.redis = self._connect()
+        self.ledger = Ledger(self.redis, settings=settings, gathers=True)
+        self.samples = SampleWriter(self.redis)
+        self._record = DesiredStateRecord(self.redis, settings.pool, worker)
+        self._reaper = Reaper(self.redis, self.ledger, store, settings.lease_s)
+        self._models = self._models_to_start_with()
+        with contextlib.ExitStack() as on_failure:
+            self.telemetry = Relay(worker, settings.telemetry_hook, settings.telemetry_log)
+            on_failure.callback(self.telemetry.close)
+            self.manager = ModelManager(settings.memory_budget)
+            on_failure.callback(self.manager.close)
+            self.watchers = Watchers(settings, worker, self.manager, self.telemetry)
+            on_failure.callback(self.watchers.close)
+            self.publisher = Publisher(self.ledger, worker, self._interrupt, self.signer, self.watchers.event)
+            on_failure.callback(self.publisher.close)
+            # Twice the lease: the jobs of a worker that is silent for so long run elsewhere already.
+            self.watchdog = Watchdog(settings.hang_s, last_resort_s=2 * settings.lease_s)
+            on_failure.callback(self.watchdog.close)
+            self.watchdog.watch(self.publisher.pulse)
+            if settings.hang_s:
+                self.watchdog.start()
+            for model in self._models:
                 self._load(model)
-        except Exception:
-            self.manager.close()
-            self.telemetry.close()
-            self.watchers.close()
-            self.publisher.close()
-            self.watchdog.close()
-            raise
+            on_failure.pop_all()
+        # Set by `attach`
+        self.changes: ModelChanges
+        self._lease: LeaseKeeper | None = None
+        self._neighbours: Neighbours | None = None
+        self._registration: Registration | None = None
+
+    def _connect(self) -> Redis:
+        return connect(self.settings.redis_url, socket_timeout=SOCKET_TIMEOUT_S, health_check_interval=10)
 
     def _models_to_start_with(self) -> list[ModelSettings]:
         """Return the models of the settings, without those that commands have unloaded or replaced."""
@@ -144,16 +149,6 @@ class Runtime:
             loaded.engine.add_listener(self.publisher.listener(model.id))
             self.telemetry.watch(loaded.engine)
             self.watchers.watch_model(model.id, loaded.engine)
-
-    def _failures(self) -> dict[str, LoadFailure]:
-        return {} if self._loader is None else self._loader.recent_failures()
-
-    def _evicted(self) -> dict[str, float]:
-        return {} if self._loader is None else dict(self._loader.evicted)
-
-    def _tell_change(self) -> None:
-        if self._registration is not None:
-            self._registration.beat_now()
 
     def describe_slots(self) -> str:
         """The slots of each model, for people who look at the worker in Flower."""
@@ -197,57 +192,68 @@ class Runtime:
             trim_heap()
 
     def attach(self, consumer: Any) -> None:
-        """Renews, from now on, the leases of what this consumer of Celery's takes; lets models come and go."""
-        if self._lease is None:
-            overrides = self._record.read()  # Celery connects again if this fails
-            models = self.manager.models()
-            loaded = {id_: (model.options.num_slots, model.capabilities) for id_, model in models.items()}
-            num_jobs = {model.id: num_jobs_of(model, *loaded[model.id]) for model in self._loaded}
-            consumer.places = Places(num_jobs, self.settings.look_ahead, lambda: self.manager.default)
-            self._loader = loader = ModelLoader(
-                self.manager,
-                consumer,
-                load=self._load,
-                num_jobs=num_jobs,
-                loaded=self._loaded,
-                on_change=self._tell_change,
-            )
-            self.changes = ModelChanges(self.manager, consumer, loader, self._record, self.ledger.num_waiting)
-            assumed = sum(num_jobs_of(model) for model in self.settings.models)
-            loader.resize_pool(sum(num_jobs.values()) - assumed)  # tuned models have other slots than were assumed
-            self._leave_queues(consumer, [model.id for model in self.settings.models if model.id not in num_jobs])
-            if self.settings.on_full == "evict":  # only now: the models of the settings don't push each other out
-                self.manager.evict_through(self.changes.evict)
-            self._reconciler = Reconciler(self.settings, self.manager, loader, self._record)
-            self._reconciler.start_corrections(overrides, adapters_first=True)
-            own = connect(self.settings.redis_url, socket_timeout=SOCKET_TIMEOUT_S, health_check_interval=10)
-            self._lease = LeaseKeeper(Ledger(own, settings=self.settings), consumer, self.settings.lease_s)
-
-    def _leave_queues(self, consumer: Any, models: list[str]) -> None:
-        """Takes no jobs of models of the settings that are not there, and none for `:default` without a default."""
-        for name in [*models, *([] if self.manager.default else [DEFAULT_MODEL])]:
+        """Renew the leases of what this consumer of Celery's takes, and let models be loaded and unloaded."""
+        if self._lease is not None:
+            return
+        overrides = self._record.read()  # Celery connects again if this fails
+        loaded = self.manager.models()
+        num_jobs = {
+            model.id: num_jobs_of(model, loaded[model.id].options.num_slots, loaded[model.id].capabilities)
+            for model in self._models
+        }
+        consumer.places = Places(num_jobs, self.settings.look_ahead, lambda: self.manager.default)
+        loader = ModelLoader(
+            self.manager,
+            consumer,
+            load=self._load,
+            num_jobs=num_jobs,
+            loaded=self._models,
+            on_change=self._report_now,
+        )
+        assumed = sum(num_jobs_of(model) for model in self.settings.models)
+        loader.resize_pool(sum(num_jobs.values()) - assumed)  # tuned models have other slots than were assumed
+        missing = [model.id for model in self.settings.models if model.id not in num_jobs]
+        for name in [*missing, *([] if self.manager.default else [DEFAULT_MODEL])]:
             consumer.cancel_task_queue(queue_name(name))
-
-    def announce(self) -> None:
-        """Enters this worker into the registry; it takes jobs and commands now."""
-        if self._registration is None and self._reconciler is not None:
-            self._reaper.start()
-            self._neighbours = neighbours = Neighbours(self.redis, self._worker, self.manager.cores)
-            chores = (
-                self._reconciler.reconcile,
+        self.changes = ModelChanges(self.manager, consumer, loader, self._record, self.ledger.num_waiting)
+        if self.settings.on_full == "evict":  # only now: the models of the settings don't push each other out
+            self.manager.evict_through(self.changes.evict)
+        reconciler = Reconciler(self.settings, self.manager, loader, self._record)
+        reconciler.start_corrections(overrides, adapters_first=True)
+        self._neighbours = Neighbours(self.redis, self._worker, self.manager.cores)
+        self._registration = Registration(
+            self.redis,
+            self._worker,
+            self.manager,
+            chores=[
+                reconciler.reconcile,
                 self._end_cancelled,
-                neighbours.look,
+                self._neighbours.look,
                 self._trim_when_idle,
                 self.samples.flush,
-            )
-            told = (self._failures, self.settings.pool, self._reconciler.report, self._evicted)
-            self._registration = Registration(self.redis, self._worker, self.manager, chores, *told)
+            ],
+            pool=self.settings.pool,
+            failures=loader.recent_failures,
+            wanted=reconciler.report,
+            evicted=lambda: dict(loader.evicted),
+        )
+        self._lease = LeaseKeeper(Ledger(self._connect(), settings=self.settings), consumer, self.settings.lease_s)
+
+    def _report_now(self) -> None:
+        if self._registration is not None:
+            self._registration.beat_now()
+
+    def announce(self) -> None:
+        """Enter this worker into the registry, because it takes jobs and commands now. Later calls do nothing."""
+        if self._registration is not None and not self._registration.is_started:
+            self._reaper.start()
+            self._registration.start()
 
     def close(self, save_until: float = 0.0) -> None:
-        """Ends everything in order: no caller is told of a worker that is gone, no event is lost.
+        """End everything in order: the registry names no worker that is gone, and no event is lost.
 
-        KV states that are worth it are saved, until `save_until` (monotonic) and for `LEAST_SAVE_S` in any case: jobs
-        have gone to others by then. 0: none are.
+        KV states that are worth it are saved until `save_until` (monotonic s), and for `LEAST_SAVE_S` in any case,
+        because the jobs have gone to other workers by then. 0: none are saved.
         """
         if self._registration is not None:
             self._registration.close()

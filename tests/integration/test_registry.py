@@ -45,7 +45,8 @@ class Models:
 
 @contextmanager
 def registered(redis: Redis, name: str, *chores: Any) -> Iterator[Registration]:
-    registration = Registration(redis, name, Models(), chores, dict)  # type: ignore[arg-type]
+    registration = Registration(redis, name, Models(), chores=chores)  # type: ignore[arg-type]
+    registration.start()
     try:
         yield registration
     finally:
