@@ -68,7 +68,7 @@ class HoldingQoS(QoS):  # type: ignore[misc]
         self._settle(delivery_tag, self._ledger.release)
 
     def reject(self, delivery_tag: str, requeue: bool = False) -> None:
-        self._settle(delivery_tag, self._ledger.give_back if requeue else self._ledger.release)
+        self._settle(delivery_tag, self._ledger.requeue if requeue else self._ledger.release)
 
     def _settle(self, delivery_tag: str, how: Callable[[Taken], None]) -> None:
         """If Redis does not hear of it, the lease ends, and whoever takes the message next finds the job as it is."""

@@ -179,10 +179,10 @@ class Ledger:
         """Give up a message that Celery needs no more, if this worker still holds it."""
         run_script(self._redis, "release", [job_key(taken.job_id)], [taken.job_id, taken.token, REFUSED_S, SETTLE_S])
 
-    def give_back(self, taken: Taken) -> None:
+    def requeue(self, taken: Taken) -> None:
         """Put a message back at the head of its queue, if this worker still holds it."""
         keys = [job_key(taken.job_id), cancel_key(taken.job_id)]
-        run_script(self._redis, "give_back", keys, [taken.job_id, taken.token])
+        run_script(self._redis, "requeue", keys, [taken.job_id, taken.token])
 
     def set_aside(self, taken: Taken, seconds: float) -> None:
         """Keep a message out of all workers' hands for this time; then `restore` puts it at the head of its queue."""

@@ -205,7 +205,7 @@ class Delivery:
     def hand_back_one(self, worker: Worker, job_id: str, held: Held) -> None:
         if held.attempt is not None:
             self.ledger.hand_back(held.attempt)
-        self.ledger.give_back(held.taken)
+        self.ledger.requeue(held.taken)
         worker.held.pop(job_id, None)
 
     def die(self, number: int) -> None:

@@ -96,7 +96,7 @@ def test_purge_counts_the_jobs_that_it_ends_and_leaves_those_that_run(unserved: 
     first = begin(ledger, resumed, token=taken.token)
     write(ledger, first, STARTED, TOKEN)
     ledger.hand_back(first)
-    ledger.give_back(taken)
+    ledger.requeue(taken)
     redis_client.rpop(queue_key(queue, PRIORITY_INTERACTIVE))
     attempt = begin(ledger, resumed, token=take(ledger, resumed).token)
     write(ledger, attempt, TOKEN, seq=2)

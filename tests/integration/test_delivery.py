@@ -44,7 +44,7 @@ def test_job_whose_journal_is_gone_ends_visibly_and_once(
     attempt = begin(ledger, job.id, token=taken.token)
     write(ledger, attempt, STARTED, TOKEN)
     ledger.hand_back(attempt)
-    ledger.give_back(taken)
+    ledger.requeue(taken)
     redis_client.delete(journal_key(job.id))
     start_worker(lease_s=3)
     with pytest.raises(JobFailed) as caught:

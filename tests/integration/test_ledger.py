@@ -69,11 +69,11 @@ def test_a_job_that_has_not_ended_does_not_expire(ledger: Ledger, job_id: str, r
 
 def test_only_the_holder_of_the_message_begins(ledger: Ledger, job_id: str, queue: str, redis_client: Redis) -> None:
     frozen = take(ledger, job_id)
-    ledger.give_back(frozen)  # as the reaper does when the lease has ended
+    ledger.requeue(frozen)  # as the reaper does when the lease has ended
     assert begin(ledger, job_id, token=frozen.token).verdict == "superseded"
     other = take(ledger, job_id)
     assert ledger.renew([frozen, other], LEASE_S) == [frozen]
-    ledger.give_back(frozen)
+    ledger.requeue(frozen)
     ledger.release(frozen)
     assert begin(ledger, job_id, token=frozen.token).verdict == "superseded"
     assert begin(ledger, job_id, token=other.token).verdict == "run"
@@ -98,7 +98,7 @@ def test_a_job_that_is_given_back_is_the_next_of_its_queue(
     attempt = begin(ledger, job_id, token=taken.token)
     write(ledger, attempt, STARTED, TOKEN)
     ledger.hand_back(attempt)
-    ledger.give_back(taken)
+    ledger.requeue(taken)
     assert ids_in(redis_client, queue) == [job_id, second]
     assert (ledger.state(job_id), ledger.place(job_id)) == ("handed_back", 0)
 
@@ -115,7 +115,7 @@ def test_what_celery_refuses_is_not_queued_again(ledger: Ledger, job_id: str, qu
     redis_client.rpop(queue_key(queue, PRIORITY_INTERACTIVE))
     ledger.release(take(ledger, job_id))
     assert redis_client.zscore(due_key(), job_id)  # the reaper ends it unless something else does
-    ledger.give_back(take(ledger, job_id))
+    ledger.requeue(take(ledger, job_id))
     assert ids_in(redis_client, queue) == []
     assert ledger.cancel(job_id, running=True)
 

@@ -25,7 +25,7 @@ def resumed(ledger: Ledger, job_id: str) -> Any:
     first = begin(ledger, job_id, token=taken.token)
     write(ledger, first, STARTED, TOKEN)
     ledger.hand_back(first)
-    ledger.give_back(taken)
+    ledger.requeue(taken)
     return begin(ledger, job_id, token=take(ledger, job_id).token)
 
 

@@ -100,7 +100,7 @@ def test_jobs_in_the_queue_or_held_or_young_are_not_lost(world: World) -> None:
 def test_a_lost_job_is_found_behind_jobs_that_came_back(world: World) -> None:
     for age_s in (4 * OLD_S, 3 * OLD_S):
         back = world.job(age_s=age_s, message=False)
-        world.ledger.give_back(take(world.ledger, back))
+        world.ledger.requeue(take(world.ledger, back))
     lost = world.job(age_s=OLD_S, message=False)
     world.job()
     world.look()
@@ -240,7 +240,7 @@ def test_a_job_that_came_back_ends_at_its_timeout_with_what_it_has(world: World)
     taken = take(world.ledger, job_id)
     attempt = begin(world.ledger, job_id, token=taken.token)
     write(world.ledger, attempt, events.started("m", 1, "w", 1), events.token("Once", [1, 2]))
-    world.ledger.give_back(taken)
+    world.ledger.requeue(taken)
     wait_until(lambda: world.look(times=1) or world.stored, "the end")
     ((_, ending),) = world.stored
     assert ending.result is not None

@@ -1,15 +1,14 @@
--- The job shall end. KEYS: entry, cancel. ARGV: id, 1 if a running one shall, too, seconds to remember that.
--- Returns its state; a running one whose worker is gone waits again. One without a holder, whose message Celery has acked
--- because it ends it, has its last step: what the worker writes then is its end.
-local job, cancel, id = KEYS[1], KEYS[2], ARGV[1]
-local found = redis.call('HMGET', job, 'state', 'holder')
-local state, holder = found[1], found[2]
+-- Cancels a job as far as Redis can. The caller ends it if it waits, and a worker that runs it reads the key `cancel`.
+-- KEYS: entry, cancel. ARGV: id, 1 if a running job must end too, seconds to remember that.
+-- Returns the job's state or ''. A running job whose worker is gone waits again. A job without a holder, whose message Celery
+-- has acked because it ends the job, is in its last step: what the worker writes then is its end.
+local job, cancel = unpack(KEYS)
+local id, ends_running, kept_s = unpack(ARGV)
+local state, holder = unpack(redis.call('HMGET', job, 'state', 'holder'), 1, 2)
 if state == 'done' then return state end
-if ARGV[2] == '1' then
-  redis.call('SETEX', cancel, ARGV[3], '1') -- who begins it from now on sees this
-  local ends_at = redis.call('ZSCORE', LEASES, id)
-  if state == 'running' and holder and not (ends_at and tonumber(ends_at) > clock()) and give_back(job, cancel, id) then
-    state = 'handed_back'
-  end
+if ends_running == '1' then
+  redis.call('SETEX', cancel, kept_s, '1') -- each attempt that starts from now on reads this
+  local lease_ends_at = tonumber(redis.call('ZSCORE', LEASES, id) or 0)
+  if state == 'running' and holder and lease_ends_at <= clock() and requeue(job, cancel, id) then state = 'handed_back' end
 end
 return state or ''

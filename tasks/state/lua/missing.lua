@@ -1,9 +1,10 @@
--- A job whose message is neither in its queue nor held. Missing for a whole period it is lost, and queued again.
--- KEYS: entry, cancel. ARGV: id, period in seconds, the set that knows of it. Returns 1 if it was queued again.
-local job, id, now = KEYS[1], ARGV[1], clock()
-local state = redis.call('HGET', job, 'state')
+-- Queues a job again whose message has been neither in its queue nor held for a whole period: Redis has lost it.
+-- KEYS: entry, cancel. ARGV: id, period in seconds, the set that knows of the job. Returns 1 if it was queued again.
+local job, cancel = unpack(KEYS)
+local id, period_s, known_by = unpack(ARGV)
+local now, state = clock(), redis.call('HGET', job, 'state')
 if not state or state == 'done' then -- evicted by Redis, or deleted by hand: there is nothing to queue again
-  redis.call('ZREM', ARGV[3], id)
+  redis.call('ZREM', known_by, id)
   redis.call('ZREM', RUNNING, id)
   redis.call('ZREM', MISSING, id)
   return 0
@@ -14,6 +15,6 @@ if not since then
   redis.call('ZADD', MISSING, stamp(now), id)
   return 0
 end
-if now - tonumber(since) < tonumber(ARGV[2]) then return 0 end
+if now - tonumber(since) < tonumber(period_s) then return 0 end
 redis.call('ZREM', MISSING, id)
-return give_back(job, KEYS[2], id) and 1 or 0
+return requeue(job, cancel, id) and 1 or 0

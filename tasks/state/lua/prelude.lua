@@ -49,15 +49,15 @@ local function hold(job, id, token, lease)
 end
 
 -- No worker holds the job's message any more.
-local function let_go(job, id)
+local function drop_holder(job, id)
   redis.call('HDEL', job, 'holder')
   redis.call('ZREM', LEASES, id)
 end
 
 -- Puts the message of a job that has not ended at the head of its queue. Nobody holds it afterwards.
 -- If the job has ended, the reaper takes over what its worker has not done for Celery.
-local function give_back(job, cancel, id)
-  let_go(job, id)
+local function requeue(job, cancel, id)
+  drop_holder(job, id)
   redis.call('ZREM', DELAYED, id)
   local found = redis.call('HMGET', job, 'state', 'queue', 'list', 'priority', 'submitted_at', 'message', 'refused', 'settled')
   local state, message = found[1], found[6]
@@ -75,7 +75,7 @@ local function give_back(job, cancel, id)
 end
 
 -- Stores a state of Celery's under Celery's own key, and tells its channel. As in Celery, nothing replaces a success.
-local function tell_celery(key, value, expires)
+local function store_state(key, value, expires)
   if string.find(redis.call('GETRANGE', key, 0, 30), '^{"status": ?"SUCCESS"') then return false end
   if expires == '' then redis.call('SET', key, value) else redis.call('SETEX', key, expires, value) end
   redis.call('PUBLISH', key, value)
@@ -96,7 +96,7 @@ local function settle(job, id)
 end
 
 -- Adds to a stream of webhook events how the job ended, `error` or its finish_reason, if a gateway asked for that.
-local function tell_heeded(id, event)
+local function announce_end(id, event)
   local told = redis.call('GET', HEEDED .. id)
   if not told then return end
   local how = string.match(event, '^{"seq":%d+,"type":"(error)"')
@@ -152,5 +152,5 @@ local function end_job(options, job, id, run, is_dead, event)
     redis.call('RENAME', journal .. ':copy', journal)
   end
   redis.call('EXPIRE', journal, options.event_ttl_s)
-  tell_heeded(id, event)
+  announce_end(id, event)
 end

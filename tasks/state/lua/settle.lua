@@ -1,3 +1,4 @@
--- Celery has the end of a job, and what follows the job has been sent. KEYS: entry. ARGV: id.
-if redis.call('HGET', KEYS[1], 'state') == 'done' then settle(KEYS[1], ARGV[1]) end
+-- Notes that Celery has the end of a job, and that what follows the job has been sent. KEYS: entry. ARGV: id.
+local job, id = KEYS[1], ARGV[1]
+if redis.call('HGET', job, 'state') == 'done' then settle(job, id) end
 return 1

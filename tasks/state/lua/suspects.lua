@@ -1,10 +1,12 @@
--- The jobs of a queue and priority that may have lost their message: no worker holds it, and by the order of the queue it
+-- Finds the jobs of a queue and priority that may have lost their message: no worker holds it, and by the order of the queue it
 -- should stand before the first message that no worker has had, and does not. The cost does not depend on how many jobs wait.
 -- Messages at the head whose job has ended are removed. One without an entry stays: a worker tells its sender.
 -- KEYS: list of messages, waiting jobs. ARGV: priority, seconds after which a job has settled in its queue, most messages at
 -- the head, most jobs, score of the job to continue with or ''.
 -- Returns the score of the last job that was looked at if there may be more, else '', then the ids.
-local list, waiting, priority, settled_s = KEYS[1], KEYS[2], tonumber(ARGV[1]), tonumber(ARGV[2])
+local list, waiting = unpack(KEYS)
+local priority, settled_s, most_heads, most_jobs, after = unpack(ARGV)
+priority, settled_s, most_heads, most_jobs = tonumber(priority), tonumber(settled_s), tonumber(most_heads), tonumber(most_jobs)
 local MAX_REMOVED = 2000 -- messages, some milliseconds
 
 for _ = 1, MAX_REMOVED do
@@ -23,7 +25,7 @@ local at_head, first, at = {}, nil, 1
 while not first do
   local message = redis.call('LINDEX', list, -at)
   if not message then break end
-  if at > tonumber(ARGV[3]) then return {''} end -- too many came back to the head to tell
+  if at > most_heads then return {''} end -- too many came back to the head to tell
   local id = id_of(message)
   if id then
     at_head[id] = true
@@ -33,9 +35,9 @@ while not first do
   at = at + 1
 end
 if first then high = math.min(high, priority * WEIGHT + first - settled_s) end
-local from = ARGV[5] == '' and stamp(low) or ARGV[5]
-local old = redis.call('ZRANGEBYSCORE', waiting, from, stamp(high), 'WITHSCORES', 'LIMIT', 0, ARGV[4])
-local found = {#old == 2 * tonumber(ARGV[4]) and old[#old] or ''}
+local from = after == '' and stamp(low) or after
+local old = redis.call('ZRANGEBYSCORE', waiting, from, stamp(high), 'WITHSCORES', 'LIMIT', 0, most_jobs)
+local found = {#old == 2 * most_jobs and old[#old] or ''}
 for i = 1, #old, 2 do
   if not at_head[old[i]] and not redis.call('ZSCORE', LEASES, old[i]) then found[#found+1] = old[i] end
 end

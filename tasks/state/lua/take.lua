@@ -1,31 +1,32 @@
--- A worker has taken a message from its queue, and takes more of what waits there: a page for which it has room.
--- KEYS: entry, then message lists, the next one first. ARGV: id, token of this taking, lease in seconds, what part of a list
--- a page leaves to others, most bytes of a message, then for each model its room and its number of lists.
--- Returns verdict and seconds since it was submitted or '', and then for each message of the page its list, itself, its
+-- Gives a worker the message that it has popped from its list, and a page of others that wait, for which it has capacity.
+-- KEYS: entry, then the lists of each model, the first choice first.
+-- ARGV: id, token of this taking, lease in seconds, the part of a list that is left to other workers, most bytes of a message;
+-- then for each model: its capacity, its number of lists.
+-- Returns verdict and seconds since the job was submitted or ''; then for each message of the page its list, the message, its
 -- token (that of this taking and a number), verdict and seconds.
-local token, lease, part, most_bytes = ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
-local told = {hold(KEYS[1], ARGV[1], token, lease)}
+local id, token, lease_s, part, most_bytes = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
+local reply = {hold(KEYS[1], id, token, lease_s)}
 local first = 2 -- list of the next model
 for at = 6, #ARGV, 2 do
-  local room, lists = tonumber(ARGV[at]), tonumber(ARGV[at+1])
-  for i = first, first + lists - 1 do
+  local capacity, num_lists = tonumber(ARGV[at]), tonumber(ARGV[at+1])
+  for i = first, first + num_lists - 1 do
     local list = KEYS[i]
-    local left = room > 0 and math.ceil(redis.call('LLEN', list) / part) or 0
-    while room > 0 and left > 0 do
+    local num_left = capacity > 0 and math.ceil(redis.call('LLEN', list) / part) or 0
+    while capacity > 0 and num_left > 0 do
       local message = redis.call('LINDEX', list, -1)
-      local id = #message <= most_bytes and id_of(message)
-      -- what plain Celery sent, and what counts as many jobs, comes alone: a worker looks at it first
-      if not id or not string.find(message, '"' .. OURS .. '"', 1, true) or string.find(message, '"' .. WEIGHS .. '"', 1, true) then
-        room = 0
+      local of = #message <= most_bytes and id_of(message)
+      -- what plain Celery sent, and what weighs more than one job, comes alone: a worker looks at it first
+      if not of or not string.find(message, '"' .. OURS .. '"', 1, true) or string.find(message, '"' .. WEIGHS .. '"', 1, true) then
+        capacity = 0
       else
         redis.call('RPOP', list)
-        local own = token .. '.' .. (#told - 2)
-        local verdict, waited = hold(JOB .. id, id, own, lease)
-        for _, value in ipairs({list, message, own, verdict, waited}) do told[#told+1] = value end
-        room, left = room - 1, left - 1
+        local own = token .. '.' .. (#reply - 2)
+        local verdict, waited = hold(JOB .. of, of, own, lease_s)
+        for _, value in ipairs({list, message, own, verdict, waited}) do reply[#reply+1] = value end
+        capacity, num_left = capacity - 1, num_left - 1
       end
     end
   end
-  first = first + lists
+  first = first + num_lists
 end
-return told
+return reply

@@ -43,8 +43,8 @@ while at <= #ARGV do
       end
       local holder = redis.call('HGET', job, 'holder')
       if stored ~= '' then
-        tell_celery(RESULT .. id, stored, expires)
-        if holder == token then let_go(job, id) end
+        store_state(RESULT .. id, stored, expires)
+        if holder == token then drop_holder(job, id) end
         settle(job, id)
       elseif not holder and redis.call('HEXISTS', job, 'stored') == 1 then
         settle(job, id) -- a revoke or a time limit: Celery has stored the end before the job's thread came to it
