@@ -15,54 +15,25 @@ from cellama.config import SettingsError
 from cellama.tasks.contract.codes import EXITS, Exit
 from cellama.tasks.contract.errors import JobError
 
-from .batch import (
-    batch_cancel_command,
-    batch_list_command,
-    batch_resume_command,
-    batch_run_command,
-    batch_status_command,
+from . import (
+    batch,
+    bench,
+    cache,
+    demo,
+    embed,
+    generation,
+    jobs,
+    keys,
+    models,
+    services,
+    status,
+    top,
+    tune,
+    webhooks,
 )
-from .bench import bench_command
-from .cache import (
-    cache_clear_command,
-    cache_info_command,
-    cache_list_command,
-    cache_pin_command,
-    cache_unpin_command,
-)
-from .demo import demo_command
-from .embed import embed_command, rerank_command
-from .generation import chat_command, generate_command, prefill_command
 from .help import HelpfulCommand, group_of_commands
-from .jobs import (
-    cancel_command,
-    dead_list_command,
-    dead_requeue_command,
-    jobs_cancel_command,
-    jobs_follow_command,
-    jobs_list_command,
-    queue_purge_command,
-)
-from .keys import keys_create_command, keys_list_command, keys_revoke_command
-from .models import (
-    adapter_load_command,
-    adapter_scale_command,
-    adapter_unload_command,
-    models_adapters_command,
-    models_default_command,
-    models_evict_command,
-    models_info_command,
-    models_list_command,
-    models_load_command,
-    models_memory_command,
-    models_unload_command,
-)
 from .output import print_error
-from .services import NotInstalled, gateway_command, metrics_command, up_command, worker_command
-from .status import status_command
-from .top import top_command
-from .tune import tune_command
-from .webhooks import webhooks_create_command, webhooks_delete_command, webhooks_list_command
+from .services import NotInstalled
 
 EPILOGUE = """
 Settings come from CELLAMA_* variables or cellama.toml.
@@ -75,22 +46,6 @@ app = group_of_commands(
     epilog=EPILOGUE,
     pretty_exceptions_enable=False,
 )
-_COMMANDS: dict[str, Callable[..., None]] = {
-    "demo": demo_command,
-    "up": up_command,
-    "worker": worker_command,
-    "gateway": gateway_command,
-    "metrics": metrics_command,
-    "generate": generate_command,
-    "chat": chat_command,
-    "prefill": prefill_command,
-    "embed": embed_command,
-    "rerank": rerank_command,
-    "status": status_command,
-    "top": top_command,
-    "cancel": cancel_command,
-    "tune": tune_command,
-}
 
 
 def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
@@ -106,82 +61,88 @@ def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
     return wrapper
 
 
-def _add(group: typer.Typer, name: str, command: Callable[..., None], **settings: Any) -> None:
-    group.command(name, cls=HelpfulCommand, **settings)(_interruptible(command))
+# Groups of commands, and what their help says.
+_GROUPS = {
+    "models": "Models on running workers.",
+    "models adapter": "A LoRA adapter of a model.",
+    "batch": "Bulk runs: a file of lines in, a file of results out.",
+    "jobs": "Jobs that run or wait.",
+    "queue": "The queue of a model. `cellama status` shows them all.",
+    "dead": "Jobs that were put aside because their workers died.",
+    "keys": "API keys of the gateway.",
+    "webhooks": "Endpoints that are notified when batches and responses end.",
+    "cache": "KV states on disk: the folder cache_dir of this machine's workers.",
+}
+# All commands in the order of the help: a new one is a function in one of the modules, and a line here.
+_COMMANDS: dict[str, Callable[..., None]] = {
+    "demo": demo.demo_command,
+    "up": services.up_command,
+    "worker": services.worker_command,
+    "gateway": services.gateway_command,
+    "metrics": services.metrics_command,
+    "generate": generation.generate_command,
+    "chat": generation.chat_command,
+    "prefill": generation.prefill_command,
+    "embed": embed.embed_command,
+    "rerank": embed.rerank_command,
+    "status": status.status_command,
+    "top": top.top_command,
+    "cancel": jobs.cancel_command,
+    "tune": tune.tune_command,
+    "bench": bench.bench_command,
+    "models list": models.models_list_command,
+    "models info": models.models_info_command,
+    "models load": models.models_load_command,
+    "models unload": models.models_unload_command,
+    "models evict": models.models_evict_command,
+    "models default": models.models_default_command,
+    "models memory": models.models_memory_command,
+    "models adapters": models.models_adapters_command,
+    "models adapter load": models.adapter_load_command,
+    "models adapter scale": models.adapter_scale_command,
+    "models adapter unload": models.adapter_unload_command,
+    "batch run": batch.batch_run_command,
+    "batch resume": batch.batch_resume_command,
+    "batch list": batch.batch_list_command,
+    "batch status": batch.batch_status_command,
+    "batch cancel": batch.batch_cancel_command,
+    "jobs list": jobs.jobs_list_command,
+    "jobs follow": jobs.jobs_follow_command,
+    "jobs cancel": jobs.jobs_cancel_command,
+    "queue purge": jobs.queue_purge_command,
+    "dead list": jobs.dead_list_command,
+    "dead requeue": jobs.dead_requeue_command,
+    "keys create": keys.keys_create_command,
+    "keys list": keys.keys_list_command,
+    "keys revoke": keys.keys_revoke_command,
+    "webhooks create": webhooks.webhooks_create_command,
+    "webhooks list": webhooks.webhooks_list_command,
+    "webhooks delete": webhooks.webhooks_delete_command,
+    "cache list": cache.cache_list_command,
+    "cache info": cache.cache_info_command,
+    "cache clear": cache.cache_clear_command,
+    "cache pin": cache.cache_pin_command,
+    "cache unpin": cache.cache_unpin_command,
+}
+# The options of `bench` are those of the benchmark that it runs.
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "bench": {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+}
 
 
-for _name, _command in _COMMANDS.items():
-    _add(app, _name, _command)
-_models = group_of_commands(help="Models on running workers.")
-_MODEL_COMMANDS: dict[str, Callable[..., None]] = {
-    "list": models_list_command,
-    "info": models_info_command,
-    "load": models_load_command,
-    "unload": models_unload_command,
-    "evict": models_evict_command,
-    "default": models_default_command,
-    "memory": models_memory_command,
-    "adapters": models_adapters_command,
-}
-_ADAPTER_COMMANDS: dict[str, Callable[..., None]] = {
-    "load": adapter_load_command,
-    "scale": adapter_scale_command,
-    "unload": adapter_unload_command,
-}
-for _name, _command in _MODEL_COMMANDS.items():
-    _add(_models, _name, _command)
-_adapter = group_of_commands(help="A LoRA adapter of a model.")
-for _name, _command in _ADAPTER_COMMANDS.items():
-    _add(_adapter, _name, _command)
-_models.add_typer(_adapter, name="adapter")
-app.add_typer(_models, name="models")
-_batch = group_of_commands(help="Bulk runs: a file of lines in, a file of results out.")
-_BATCH_COMMANDS: dict[str, Callable[..., None]] = {
-    "run": batch_run_command,
-    "resume": batch_resume_command,
-    "list": batch_list_command,
-    "status": batch_status_command,
-    "cancel": batch_cancel_command,
-}
-for _name, _command in _BATCH_COMMANDS.items():
-    _add(_batch, _name, _command)
-app.add_typer(_batch, name="batch")
-_jobs = group_of_commands(help="Jobs that run or wait.")
-_add(_jobs, "list", jobs_list_command)
-_add(_jobs, "follow", jobs_follow_command)
-_add(_jobs, "cancel", jobs_cancel_command)
-app.add_typer(_jobs, name="jobs")
-_queue = group_of_commands(help="The queue of a model. `cellama status` shows them all.")
-_add(_queue, "purge", queue_purge_command)
-app.add_typer(_queue, name="queue")
-_dead = group_of_commands(help="Jobs that were put aside because their workers died.")
-_add(_dead, "list", dead_list_command)
-_add(_dead, "requeue", dead_requeue_command)
-app.add_typer(_dead, name="dead")
-_keys = group_of_commands(help="API keys of the gateway.")
-_add(_keys, "create", keys_create_command)
-_add(_keys, "list", keys_list_command)
-_add(_keys, "revoke", keys_revoke_command)
-app.add_typer(_keys, name="keys")
-_webhooks = group_of_commands(help="Endpoints that are notified when batches and responses end.")
-_add(_webhooks, "create", webhooks_create_command)
-_add(_webhooks, "list", webhooks_list_command)
-_add(_webhooks, "delete", webhooks_delete_command)
-app.add_typer(_webhooks, name="webhooks")
-_cache = group_of_commands(help="KV states on disk: the folder cache_dir of this machine's workers.")
-_CACHE_COMMANDS: dict[str, Callable[..., None]] = {
-    "list": cache_list_command,
-    "info": cache_info_command,
-    "clear": cache_clear_command,
-    "pin": cache_pin_command,
-    "unpin": cache_unpin_command,
-}
-for _name, _command in _CACHE_COMMANDS.items():
-    _add(_cache, _name, _command)
-app.add_typer(_cache, name="cache")
-# Its options are those of the benchmark that it runs.
-_PASSED_ON: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-_add(app, "bench", bench_command, context_settings=_PASSED_ON)
+def _add_commands() -> None:
+    groups = {"": app}
+    for path, help_text in _GROUPS.items():
+        parent, _, name = path.rpartition(" ")
+        groups[path] = group_of_commands(help=help_text)
+        groups[parent].add_typer(groups[path], name=name)
+    for path, command in _COMMANDS.items():
+        group, _, name = path.rpartition(" ")
+        register = groups[group].command(name, cls=HelpfulCommand, context_settings=_SETTINGS.get(path))
+        register(_interruptible(command))
+
+
+_add_commands()
 
 
 def _print_version(wanted: bool) -> None:
