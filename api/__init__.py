@@ -75,8 +75,7 @@ from cellama.tasks.typed_tasks import (
     TokenizeResult,
 )
 
-from .batch.options import BatchParams, Summary
-from .batch.progress import Progress
+from .batch.options import BatchParams, Progress, Summary
 from .client.async_client import AsyncClient, AsyncJob
 from .client.client import Client, Job
 from .client.registry_views import Stats

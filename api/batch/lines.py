@@ -1,8 +1,10 @@
-"""What a bulk run reads: files of lines in several forms → lines that are checked, one at a time."""
+"""What a bulk run reads: files of lines and tables in several formats → lines that are checked, one at a time."""
 
 from __future__ import annotations
 
+import csv
 import hashlib
+import io
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -15,8 +17,6 @@ from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.names import PRIORITY_BULK
 from cellama.tasks.contract.payloads import parse_job
 
-from .rows import Columns, TableRow, rows_of_csv, rows_of_parquet
-
 Form = Literal["openai", "short"]
 LineId = str | int  # as it is in the input: 7 and "7" are two ids
 Format = Literal["auto", "jsonl", "text", "csv", "parquet"]
@@ -28,12 +28,33 @@ _KINDS: dict[str, tuple[LineKind, str]] = {  # the field that tells the kind of 
     "texts": ("embed", "texts"),
 }
 KEY_CHARS = 4096  # of a prompt, by which lines are put in order
-READ_BYTES = 1 << 16
-ALL_COLUMNS = Columns()
+READ_BYTES = 1 << 16  # of a line that is too long, at once
+ID_COLUMNS = ("custom_id", "id")  # that tell rows apart if nothing else is said
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class TableRow:
+    """A row of a table. `columns` are all but those of the id and the prompt."""
+
+    id: str | int
+    prompt: str
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Which columns of a table have the prompt and the id. None: its only one; one that is called so, if there is."""
+
+    prompt: str | None = None
+    id: str | None = None
+
+    @property
+    def are_named(self) -> bool:
+        return self.prompt is not None or self.id is not None
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLine:
     """A line that can be run. `params` are those of its job; `number` counts from 1."""
 
     number: int
@@ -93,45 +114,41 @@ def read_lines(
     format_: Format,
     defaults: Defaults,
     max_bytes: int,
-    columns: Columns = ALL_COLUMNS,
+    columns: Columns = Columns(),
     check: CheckLine = lambda number, value: None,
-) -> Iterator[Line | BadLine]:
+) -> Iterator[BatchLine | BadLine]:
     """Yield each line of a file that is not blank. A line whose job is larger than `max_bytes` is a bad one.
 
     `check` gets the number and the object of each line of JSON before it is read, and may raise. Raises InvalidJob for
     a file that can't be read in this format.
     """
-    for line in _read(stream, format_, defaults, max_bytes, columns, check):
-        if (
-            isinstance(line, Line)
-            and (over := line_bytes(line.kind, line.params) - room_bytes(line.model, max_bytes)) > 0
-        ):
-            yield BadLine(line.number, line.id, _too_long(max_bytes + over, max_bytes), line.columns)
-        else:
-            yield line
-
-
-def _too_long(size: int, limit: int) -> str:
-    return f"it has {size} bytes, and the limit is {limit}; split it, or raise max_payload_bytes"
-
-
-def _read(
-    stream: BinaryIO, format_: Format, defaults: Defaults, max_bytes: int, columns: Columns, check: CheckLine
-) -> Iterator[Line | BadLine]:
     if columns.are_named and format_ not in ("csv", "parquet"):
         raise InvalidJob(f"--column and --id-column are for CSV and Parquet; {format_} has no columns")
     if format_ == "jsonl":
         for number, raw in raw_lines(stream, max_bytes):
             value = _object(number, raw)
             check(number, value)
-            yield value if isinstance(value, BadLine) else _from_object(number, value, defaults)
+            yield value if isinstance(value, BadLine) else _fitting(_from_object(number, value, defaults), max_bytes)
         return
     for number, row in _rows(stream, format_, columns, max_bytes):
         if isinstance(row, BadLine):
             yield row
         else:
             line = _checked(number, row.id, "short", {"prompt": row.prompt}, defaults)
-            yield replace(line, columns=row.columns)
+            yield _fitting(replace(line, columns=row.columns), max_bytes)
+
+
+def _fitting(line: BatchLine | BadLine, max_bytes: int) -> BatchLine | BadLine:
+    if isinstance(line, BadLine):
+        return line
+    num_over = line_bytes(line.kind, line.params) - room_bytes(line.model, max_bytes)
+    if num_over <= 0:
+        return line
+    return BadLine(line.number, line.id, _too_long(max_bytes + num_over, max_bytes), line.columns)
+
+
+def _too_long(size: int, limit: int) -> str:
+    return f"it has {size} bytes, and the limit is {limit}; split it, or raise max_payload_bytes"
 
 
 def format_of(path: Path | None, given: Format) -> Format:
@@ -188,14 +205,14 @@ def _object(number: int, raw: bytes | str) -> dict[str, Any] | BadLine:
     return value
 
 
-def _from_object(number: int, value: dict[str, Any], defaults: Defaults) -> Line | BadLine:
+def _from_object(number: int, value: dict[str, Any], defaults: Defaults) -> BatchLine | BadLine:
     if "url" in value or "body" in value:
         return _from_openai(number, value, defaults)
     custom_id = value.pop("custom_id", value.pop("id", f"line-{number}"))  # no id that counts could give
     return _checked(number, custom_id, "short", value, defaults)
 
 
-def _from_openai(number: int, value: dict[str, Any], defaults: Defaults) -> Line | BadLine:
+def _from_openai(number: int, value: dict[str, Any], defaults: Defaults) -> BatchLine | BadLine:
     custom_id = value.get("custom_id")
     if custom_id is None:
         return BadLine(number, None, "custom_id is missing; each line needs one of its own")
@@ -210,7 +227,7 @@ def _from_openai(number: int, value: dict[str, Any], defaults: Defaults) -> Line
     return _checked(number, custom_id, "openai", params, defaults)
 
 
-def _checked(number: int, custom_id: Any, form: Form, given: dict[str, Any], defaults: Defaults) -> Line | BadLine:
+def _checked(number: int, custom_id: Any, form: Form, given: dict[str, Any], defaults: Defaults) -> BatchLine | BadLine:
     """The line, if its job would be accepted."""
     if not _is_id(custom_id):
         return BadLine(number, None, f"its id is {custom_id!r}; it must be a text or a whole number")
@@ -232,7 +249,7 @@ def _checked(number: int, custom_id: Any, form: Form, given: dict[str, Any], def
         parse_job(LINE_JOBS[kind], (), (), {**params, "model": model, "priority": PRIORITY_BULK})
     except InvalidJob as error:
         return BadLine(number, custom_id, str(error))
-    return Line(number=number, id=custom_id, form=form, kind=kind, model=model, params=params)
+    return BatchLine(number=number, id=custom_id, form=form, kind=kind, model=model, params=params)
 
 
 def _is_id(value: Any) -> bool:
@@ -269,3 +286,91 @@ class StoredLine:
     place: int | None  # in its chunk
     state: int
     columns: dict[str, Any] = field(default_factory=dict)  # of a table's row, for its result
+
+
+def rows_of_csv(stream: BinaryIO, columns: Columns) -> Iterator[TableRow]:
+    """The rows of a CSV file. Raises InvalidJob."""
+    csv.field_size_limit(1 << 30)
+    text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
+    reader = csv.DictReader(text, restval="")
+    number = 0
+    try:
+        prompt, row_id = _chosen(columns, list(reader.fieldnames or []))
+        for number, row in enumerate(reader, start=1):
+            row.pop(None, None)  # values beyond the last column
+            yield _row(row, number, prompt, row_id)
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise InvalidJob(f"the CSV can't be read after row {number}: {error}; it must be CSV in UTF-8") from None
+    finally:
+        text.detach()  # who opened the stream closes it
+
+
+def rows_of_parquet(stream: BinaryIO, columns: Columns) -> Iterator[TableRow]:
+    """The rows of a Parquet file. Raises InvalidJob."""
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+    except ImportError:
+        raise InvalidJob("Parquet files need pyarrow; install cellama[parquet]") from None
+    number = 0
+    try:
+        file = ParquetFile(stream)
+        prompt, row_id = _chosen(columns, file.schema_arrow.names)
+        for batch in file.iter_batches(batch_size=1024):
+            for row in batch.to_pylist():
+                number += 1
+                yield _row(row, number, prompt, row_id)
+    except (ArrowException, OSError) as error:  # a pipe has no end to begin at
+        raise InvalidJob(
+            f"the Parquet file can't be read after row {number}: {error}; it can't come from stdin"
+        ) from None
+
+
+def _row(row: dict[str, Any], number: int, prompt: str, row_id: str | None) -> TableRow:
+    others = {name: _plain(value) for name, value in row.items() if name not in (prompt, row_id)}
+    return TableRow(str(number) if row_id is None else _id(row[row_id]), _text(row[prompt]), others)
+
+
+def _id(value: Any) -> str | int:
+    """The id of a row: a whole number stays one."""
+    return value if isinstance(value, int) and not isinstance(value, bool) else _text(value)
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else str(value)
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON can have it: a time, for instance, as text."""
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return str(value)
+    return value
+
+
+def _chosen(columns: Columns, names: list[str]) -> tuple[str, str | None]:
+    """The columns of the prompt and of the id. Raises InvalidJob."""
+    row_id = columns.id or next((name for name in names if name.lower() in ID_COLUMNS), None)
+    if row_id is not None and row_id not in names:
+        raise InvalidJob(f"there is no column {row_id!r} for --id-column; the file has: {_listed(names)}")
+    others = [name for name in names if name != row_id]
+    prompt = others[0] if columns.prompt is None and len(others) == 1 else columns.prompt
+    if prompt not in names or (columns.prompt is None and _other_separator(names)):
+        said = "no --column is given" if columns.prompt is None else f"there is no column {prompt!r}"
+        raise InvalidJob(f"{said}; the file has: {_listed(names)}{_separator_hint(names)}")
+    return prompt, None if row_id == prompt and columns.id is None else row_id
+
+
+def _other_separator(names: list[str]) -> str:
+    """What separates the columns of a table that has only one by its commas; "" if nothing does."""
+    return next((mark for mark in ";\t|" if len(names) == 1 and mark in names[0]), "")
+
+
+def _separator_hint(names: list[str]) -> str:
+    mark = _other_separator(names)
+    return f"; its columns seem to be separated by {mark!r}, and must be by commas" if mark else ""
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names) or "none"

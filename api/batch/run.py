@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import json
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,31 +19,94 @@ from cellama.config import get_settings
 from cellama.tasks.app import CellamaApp
 from cellama.tasks.connection.redis_errors import reaching_redis
 from cellama.tasks.contract.chunks import MAX_CHUNK_LINES, line_bytes, room_bytes
-from cellama.tasks.contract.errors import JobError, RedisRefused, RedisUnreachable, UnknownJob
+from cellama.tasks.contract.errors import JobError, RedisRefused, RedisUnreachable, UnknownJob, UnknownModel
 from cellama.tasks.contract.events import EVENT_FIELD, TerminalEvent, is_terminal
 from cellama.tasks.contract.keys import job_key, journal_key
-from cellama.tasks.contract.names import PRIORITY_BULK, TASK_CHUNK, WEIGHT_HEADER
+from cellama.tasks.contract.names import DEFAULT_MODEL, PRIORITY_BULK, TASK_CHUNK, WEIGHT_HEADER
 from cellama.tasks.estimates.position import position_of
 from cellama.tasks.state.bulk_runs import Batches
+from cellama.tasks.state.registry import live_workers
 
-from .files import LineFile
 from .lines import StoredLine
-from .outcomes import LINES_PER_WRITE, Ended, Outcomes
-from .progress import TOKENS, Progress
-from .serving import Serving
+from .options import TOKENS, Progress
+from .output import LINES_PER_WRITE, Ended, LineFile, Outcomes
 from .work import FAILED, FINISHED, WorkFile
 
 log = logging.getLogger(__name__)
 
-BLOCK_MS = 200  # that a look for events waits for them
-EVENTS_PER_LOOK = 2000
-RETRY_S = 1.0
-LOOK_S = 1.0  # between looks at workers, at the wish to cancel, and words to Redis
-LOST_S = 15.0  # a chunk of which nothing was heard for so long may be lost
-MAX_TRIES = 3  # of a line that fails with an error that may pass, or whose workers die
-SLOTS_PER_CHUNK = 2  # a chunk has lines for so many times a worker's slots …
-CHUNKS_PER_WORKER = 2  # … and a worker has so many chunks: there is always a line for a slot that becomes free
-MAX_CHUNK_BYTES = 2 << 20
+BLOCK_MS = 200  # wait for events: the longest time until a chunk is sent for slots that are free
+EVENTS_PER_LOOK = 2000  # some MB of results in memory at most
+RETRY_S = 1.0  # pause after an error of Redis: an outage costs one call per second
+LOOK_S = 1.0  # between looks at workers and at the wish to cancel: what a user notices of a cancel
+LOST_S = 15.0  # without an event of a chunk: longer than a worker's lease, so a dead worker's chunk has moved by then
+MAX_TRIES = 3  # attempts at a line whose error may pass, or whose workers die: as for other jobs
+SLOTS_PER_CHUNK = 2  # a chunk has twice as many lines as a worker has slots, and a worker has …
+CHUNKS_PER_WORKER = 2  # … two chunks, so there is always a line for a slot that becomes free
+MAX_CHUNK_BYTES = 2 << 20  # of a message: Redis and workers handle messages of 2 MiB without pauses
+TEXTS_AT_ONCE = 256  # lines for a worker of a model without slots, which embeds texts in batches of its own
+MODEL_PATIENCE_S = 30.0  # for a model that no live worker has served: loading one may have just begun
+
+
+def check_model(redis: Redis, model: str | None) -> None:
+    """Raises UnknownModel for a model that no worker has, while some live: a typo is told before anything is read."""
+    with reaching_redis():
+        workers = live_workers(redis)
+    known = sorted({entry["id"] for worker in workers for entry in worker.models})
+    if not known or model in (None, DEFAULT_MODEL, *known):
+        return
+    close = difflib.get_close_matches(str(model), known, n=1)
+    hint = f"did you mean {close[0]!r}" if close else f"they have: {', '.join(known)}"
+    raise UnknownModel(f"no live worker has a model {model!r}; {hint}, or load it with `cellama models load`")
+
+
+class Serving:
+    """What was seen at the last look."""
+
+    def __init__(self, redis: Redis) -> None:
+        self._redis = redis
+        self._models: dict[str, tuple[int, int]] = {}  # → live workers, slots of one
+        self._seen: set[str] = set()
+        self._missed_since: dict[str, float] = {}
+
+    def look(self, wanted: Iterable[str]) -> None:
+        """Reads the registry; `wanted` are the models that lines wait for."""
+        workers = live_workers(self._redis)
+        self._models = {}
+        for worker in workers:
+            for model in worker.models:
+                if model["status"] == "loading":
+                    self._seen.add(model["id"])
+                if model["status"] == "ready":
+                    slots = model["engine"]["slots_total"] if model["engine"] else TEXTS_AT_ONCE
+                    for name in {model["id"], DEFAULT_MODEL if model["default"] else model["id"]}:
+                        count, most = self._models.get(name, (0, 0))
+                        self._models[name] = (count + 1, max(most, slots))
+        self._seen |= self._models.keys()
+        now = time.monotonic()
+        missed = [model for model in wanted if model not in self._seen] if workers else []
+        self._missed_since = {model: self._missed_since.get(model, now) for model in missed}
+
+    @property
+    def num_workers(self) -> int:
+        """Those that serve the model which most of them serve."""
+        return max((count for count, _ in self._models.values()), default=0)
+
+    def of(self, model: str) -> tuple[int, int]:
+        """Live workers that serve a model, and how many lines one of them runs at once."""
+        return self._models.get(model, (0, 0))
+
+    def unknown(self) -> dict[str, UnknownModel]:
+        """Models that no worker will serve, it seems: workers live, and none has had them for a good while."""
+        until = time.monotonic() - MODEL_PATIENCE_S
+        there = ", ".join(sorted(name for name in self._models if name != DEFAULT_MODEL)) or "none"
+        return {
+            model: UnknownModel(
+                f"no worker serves model {model!r}; they serve: {there}. Load it (`cellama models load`), or correct "
+                "the line; then `cellama batch resume OUT --retry-failed`"
+            )
+            for model, since in self._missed_since.items()
+            if since <= until
+        }
 
 
 @dataclass(slots=True)

@@ -26,14 +26,10 @@ from cellama.tasks.traces.carrier import NAMES
 from cellama.tasks.traces.gate import spanning
 
 from .checks import check_files
-from .files import LineFile, id_of, rewrite_without
-from .lines import BadLine, Defaults, Line, format_of, read_lines
-from .options import ONCE, STANDARD, BatchOptions, Summary
-from .output_format import bad_line, usage_of_line
-from .progress import TOKENS, Progress
-from .rows import Columns
-from .run import BatchRun
-from .serving import check_model
+from .lines import BadLine, BatchLine, Columns, Defaults, format_of, read_lines
+from .options import ONCE, STANDARD, TOKENS, BatchOptions, Progress, Summary
+from .output import LineFile, bad_line, id_of, rewrite_without, usage_of_line
+from .run import BatchRun, check_model
 from .work import WorkFile
 
 LINES_PER_WORD = 2000  # while the input is read
@@ -244,7 +240,7 @@ def _read_input(
     return LineFile(paths.errors, echo)
 
 
-def _lines_of(options: BatchOptions, check: CheckInput | None) -> Iterator[Line | BadLine]:
+def _lines_of(options: BatchOptions, check: CheckInput | None) -> Iterator[BatchLine | BadLine]:
     max_bytes = get_settings().max_payload_bytes
     path = None if options.input == STANDARD else options.input
     stream: BinaryIO = sys.stdin.buffer if path is None else path.open("rb")
@@ -269,8 +265,8 @@ def _check_reading(work: WorkFile, count: int, options: BatchOptions, paths: Pat
         )
 
 
-def _note(work: WorkFile, line: Line | BadLine, options: BatchOptions, unreadable: LineFile) -> None:
-    if isinstance(line, Line):
+def _note(work: WorkFile, line: BatchLine | BadLine, options: BatchOptions, unreadable: LineFile) -> None:
+    if isinstance(line, BatchLine):
         if options.form != "auto":
             line = replace(line, form=options.form)
         earlier = work.add(line, merge=options.merge_identical and line.is_repeatable)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .lines import Line, LineId, StoredLine
+from .lines import BatchLine, LineId, StoredLine
 
 PENDING, IN_FLIGHT, FINISHED, FAILED, TWIN = range(5)  # a twin waits for what becomes of an identical line
 LINES_PER_TRANSACTION = 2000  # of a first reading
@@ -99,7 +99,7 @@ class WorkFile:
             yield
             self._end_reading()
 
-    def add(self, line: Line, *, merge: bool = False) -> int | None:
+    def add(self, line: BatchLine, *, merge: bool = False) -> int | None:
         """Notes a line of the input; returns the number of an earlier one with its id, if there is one.
 
         A line that was there with the same content keeps its state. With `merge` it takes over what becomes of an

@@ -13,8 +13,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
-from cellama.api.batch.options import Summary
-from cellama.api.batch.progress import Progress
+from cellama.api.batch.options import Progress, Summary
 
 from .output import err, out
 

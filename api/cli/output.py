@@ -14,7 +14,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from cellama.api.batch.files import json_for_terminal
+from cellama.api.batch.output import json_for_terminal
 
 _CONTROLS = dict.fromkeys([*range(0x20), 0x7F, *range(0x80, 0xA0)])  # C0, DEL and C1 …
 for _kept in "\n\t":

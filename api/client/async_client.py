@@ -11,8 +11,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Concatenate, Generic, ParamSpec, TypeVar, Unpack, cast
 
-from cellama.api.batch.options import BatchParams, Summary
-from cellama.api.batch.progress import Progress
+from cellama.api.batch.options import BatchParams, Progress, Summary
 from cellama.tasks.connection.connections import connect_async
 from cellama.tasks.contract.events import Event
 from cellama.tasks.contract.shapes.results import Result

@@ -15,8 +15,7 @@ from celery.exceptions import TimeoutError as CeleryTimeoutError
 from celery.result import AsyncResult
 from typing_extensions import TypeVar
 
-from cellama.api.batch.options import BatchOptions, BatchParams, Summary
-from cellama.api.batch.progress import Progress
+from cellama.api.batch.options import BatchOptions, BatchParams, Progress, Summary
 from cellama.api.batch.start import run_batch
 from cellama.config import id_of_source
 from cellama.config.model_options import ModelOptions

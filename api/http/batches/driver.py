@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 from redis import Redis
 from redis.exceptions import RedisError
 
-from cellama.api.batch.options import BatchOptions
-from cellama.api.batch.progress import Progress
+from cellama.api.batch.options import BatchOptions, Progress
 from cellama.api.batch.run import progress_of
 from cellama.api.batch.start import paths_of, run_batch
 from cellama.api.batch.work import WorkFile

@@ -7,8 +7,7 @@ import asyncio
 import pytest
 
 from cellama.api import AsyncClient, Client
-from cellama.api.batch.options import Summary
-from cellama.api.batch.progress import Progress
+from cellama.api.batch.options import Progress, Summary
 from cellama.tasks.contract.errors import InvalidJob
 
 from ...conftest import PATIENCE_S, WorkerProcess

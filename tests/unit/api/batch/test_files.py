@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from cellama.api.batch.files import LineFile, id_of, rewrite_without
-from cellama.api.batch.lines import Line, LineId, StoredLine
-from cellama.api.batch.options import BatchOptions
-from cellama.api.batch.progress import TOKENS, Progress
+from cellama.api.batch.lines import BatchLine, LineId, StoredLine
+from cellama.api.batch.options import TOKENS, BatchOptions, Progress
+from cellama.api.batch.output import LineFile, id_of, rewrite_without
 from cellama.api.batch.run import MAX_CHUNK_BYTES
 from cellama.api.batch.run import _that_fit as that_fit
 from cellama.api.batch.start import LINES_PER_WORD, paths_of
@@ -27,11 +26,11 @@ from cellama.tasks.job_task import _written as check_size
 from cellama.tasks.state.records import Call
 
 
-def line(number: int, prompt: str, line_id: LineId | None = None, model: str = "m") -> Line:
-    return Line(number, line_id or f"id{number}", "short", "generate", model, {"prompt": prompt})
+def line(number: int, prompt: str, line_id: LineId | None = None, model: str = "m") -> BatchLine:
+    return BatchLine(number, line_id or f"id{number}", "short", "generate", model, {"prompt": prompt})
 
 
-def read(work: WorkFile, *lines: Line, merge: bool = False) -> set[str]:
+def read(work: WorkFile, *lines: BatchLine, merge: bool = False) -> set[str]:
     """Reads an input of these lines; the ids whose results are outdated."""
     with work.reading():
         assert [work.add(each, merge=merge) for each in lines] == [None] * len(lines)

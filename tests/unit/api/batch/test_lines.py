@@ -13,21 +13,21 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from cellama.api.batch.lines import ALL_COLUMNS, BadLine, Defaults, Format, Line, format_of, read_lines
-from cellama.api.batch.output_format import bad_line, error_line, result_line
-from cellama.api.batch.rows import Columns
+from cellama.api.batch.lines import BadLine, BatchLine, Columns, Defaults, Format, format_of, read_lines
+from cellama.api.batch.output import bad_line, error_line, result_line
 from cellama.api.batch.work import WorkFile
 from cellama.api.openai.answers import response_of
 from cellama.api.openai.bodies import params_of_body
 from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.shapes.results import usage_of
 
+NO_COLUMNS = Columns()
 DEFAULTS = Defaults("m", {"max_tokens": 7})
 EXPECTED = {"type": "content", "content": "Hello"}
 HELLO = [{"role": "user", "content": "Hi"}]
 
 
-def read(*lines: Any, format_: Format = "jsonl", columns: Columns = ALL_COLUMNS, limit: int = 10_000) -> list[Any]:
+def read(*lines: Any, format_: Format = "jsonl", columns: Columns = NO_COLUMNS, limit: int = 10_000) -> list[Any]:
     texts = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
     return list(read_lines(io.BytesIO(b"\n".join(texts) + b"\n"), format_, DEFAULTS, limit, columns))
 
@@ -84,7 +84,7 @@ def test_bad_line_is_refused_with_its_number_and_the_next_one_is_read(line: Any,
     assert isinstance(bad, BadLine)
     assert bad.number == 1
     assert message in bad.message
-    assert isinstance(good, Line)
+    assert isinstance(good, BatchLine)
     assert good.number == 2
 
 
@@ -101,7 +101,7 @@ def test_line_in_another_encoding_is_refused_by_itself() -> None:
     assert isinstance(latin, BadLine)
     assert "it is not valid JSON" in utf16.message
     assert latin.message == "it is not valid UTF-8 at byte 12; convert the file"
-    assert isinstance(marked, Line)
+    assert isinstance(marked, BatchLine)
     (text,) = read("\ufeffé".encode(), format_="text")
     assert text.params["prompt"] == "é"
 
@@ -131,7 +131,7 @@ def test_parquet_has_a_prompt_per_row(tmp_path: Path) -> None:
             return list(read_lines(file, "parquet", DEFAULTS, 10_000, Columns(column)))
 
     found = rows("question")
-    assert [(row.id, row.params["prompt"]) for row in found if isinstance(row, Line)] == [(7, "a"), (9, "c")]
+    assert [(row.id, row.params["prompt"]) for row in found if isinstance(row, BatchLine)] == [(7, "a"), (9, "c")]
     assert [(row.number, row.id) for row in found if isinstance(row, BadLine)] == [(2, 8)]
     assert [row.columns for row in found] == [{"at": "2026-01-02"}] * 3
     with pytest.raises(InvalidJob, match="no --column is given; the file has: id, question, at"):
@@ -179,7 +179,7 @@ def test_columns_are_refused_where_there_are_none_of_that_name() -> None:
         read({"prompt": "a"}, columns=Columns("prompt"))
 
 
-@pytest.mark.parametrize("columns", [ALL_COLUMNS, Columns("question")])
+@pytest.mark.parametrize("columns", [NO_COLUMNS, Columns("question")])
 @pytest.mark.parametrize("mark", [";", "\t"])
 def test_table_with_other_separators_than_commas_is_refused(columns: Columns, mark: str) -> None:
     with pytest.raises(InvalidJob, match=r"its columns seem to be separated by '.*', and must be by commas"):
@@ -250,8 +250,8 @@ def test_line_whose_job_is_too_large_is_a_bad_one_in_every_format(format_: Forma
         stream = io.BytesIO(text[format_].encode())
         return [type(line) for line in read_lines(stream, format_, DEFAULTS, limit)]
 
-    assert kinds(4090) == [Line, BadLine, BadLine]
-    assert kinds(6000) == [Line, Line, Line]
+    assert kinds(4090) == [BatchLine, BadLine, BadLine]
+    assert kinds(6000) == [BatchLine, BatchLine, BatchLine]
 
 
 def test_parameters_of_the_run_count_to_the_size_of_a_line() -> None:

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from cellama.api.batch.options import Summary
-from cellama.api.batch.progress import Progress
+from cellama.api.batch.options import Progress, Summary
 from cellama.api.cli.batch_progress import showing, summarise
 
 

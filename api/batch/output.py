@@ -1,0 +1,222 @@
+"""What a bulk run writes: results and errors of lines, whole lines only, on disk before they count."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cellama.api.openai.answers import failure_of, response_of
+from cellama.tasks.contract.shapes.results import with_messages
+
+from .lines import BadLine, LineId, StoredLine
+from .options import TOKENS, Progress
+from .work import TWIN, WorkFile
+
+_BLOCK = 1 << 16
+_ESCAPED = {code: f"\\u{code:04x}" for code in (0x7F, *range(0x80, 0xA0))}  # `json` escapes those below 0x20 itself
+
+
+def json_for_terminal(text: str) -> str:
+    """Return the same JSON with every control character of its strings escaped: a terminal would act on them."""
+    return text.translate(_ESCAPED)
+
+
+class LineFile:
+    """Appends JSON lines to a file."""
+
+    def __init__(self, path: Path, echo: int | None = None) -> None:
+        """Opens or makes the file; half a line at its end, which a crash may have left, is cut off. Raises OSError.
+
+        The open file `echo` gets the lines that are appended, too.
+        """
+        self.path = path
+        self._echo = echo
+        self._is_on_terminal = echo is not None and os.isatty(echo)
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        os.ftruncate(self._fd, _end_of_whole_lines(self._fd))
+        self.size = os.lseek(self._fd, 0, os.SEEK_END)
+        self.count = 0  # lines appended by this object
+
+    def append(self, values: Sequence[Mapping[str, Any]]) -> None:
+        """Writes lines; they are on disk when this returns. Raises OSError; nothing of them stays then."""
+        if not values:
+            return
+        text = "".join(json.dumps(value, ensure_ascii=False) + "\n" for value in values)
+        data = text.encode()
+        try:
+            _write_all(self._fd, data)
+            os.fsync(self._fd)
+        except OSError:
+            os.ftruncate(self._fd, self.size)  # half a line must not stay
+            os.lseek(self._fd, self.size, os.SEEK_SET)
+            raise
+        self.size += len(data)
+        self.count += len(values)
+        if self._echo is not None:
+            _write_all(self._echo, json_for_terminal(text).encode() if self._is_on_terminal else data)
+
+    def lines(self, start: int = 0) -> Iterator[dict[str, Any]]:
+        """The lines from a byte on."""
+        with self.path.open("rb") as file:
+            file.seek(start)
+            for raw in file:
+                yield json.loads(raw)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[os.write(fd, left) :]
+
+
+def _end_of_whole_lines(fd: int) -> int:
+    end = os.lseek(fd, 0, os.SEEK_END)
+    while end:
+        start = max(0, end - _BLOCK)
+        block = os.pread(fd, end - start, start)
+        at = block.rfind(b"\n")
+        if at >= 0:
+            return start + at + 1
+        end = start
+    return 0
+
+
+def rewrite_without(path: Path, drops: Callable[[Any], bool]) -> None:
+    """Drops the lines whose ids are to go, all at once or not at all."""
+    partial = path.with_name(path.name + ".part")
+    with path.open("rb") as old, partial.open("wb") as new:
+        for raw in old:
+            if not drops(id_of(json.loads(raw))):
+                new.write(raw)
+        new.flush()
+        os.fsync(new.fileno())
+    partial.replace(path)
+
+
+def id_of(value: Mapping[str, Any]) -> Any:
+    """The id of a line of output, in either form."""
+    return value.get("custom_id", value.get("id"))
+
+
+_TOLD = tuple("finish_reason stop_sequence choices logprobs shapes usage model seed finish_key warnings".split())
+
+
+def result_line(line: StoredLine, result: dict[str, Any]) -> dict[str, Any]:
+    """A line of the output."""
+    shaped: Any = with_messages(result) if line.kind == "chat" else result
+    if line.form == "openai":
+        return {**response_of(line.id, _request_id(line), line.kind, shaped), **_beside(line.columns)}
+    names = {"generate": ("text",), "chat": ("message",), "embed": ("embeddings",)}[line.kind]
+    kept = {name: shaped[name] for name in (*names, *_TOLD) if shaped.get(name) is not None}
+    return {"id": line.id, **kept, **_beside(line.columns)}
+
+
+def usage_of_line(value: Mapping[str, Any]) -> dict[str, int]:
+    """Return the token counts in a line of the output, in either form."""
+    if "response" not in value:
+        usage = value.get("usage") or {}
+        return {name: usage.get(name, 0) for name in TOKENS}
+    usage = value["response"]["body"].get("usage") or {}
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+    told = (usage.get("prompt_tokens", 0), cached, usage.get("completion_tokens", 0))
+    return dict(zip(TOKENS, told, strict=True))
+
+
+def error_line(line: StoredLine, error: Mapping[str, Any]) -> dict[str, Any]:
+    """A line of the error file for a line that was run."""
+    return {**_numbered(line.form, line.number, line.id, _request_id(line), error), **_beside(line.columns)}
+
+
+def bad_line(form: str, bad: BadLine) -> dict[str, Any]:
+    """A line of the error file for one that could not be run at all."""
+    error = {"code": "invalid_request", "message": bad.message}
+    return {**_numbered(form, bad.number, bad.id, f"line_{bad.number}", error), **_beside(bad.columns)}
+
+
+def _beside(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """What else the row of a table has had."""
+    return {"columns": columns} if columns else {}
+
+
+def _numbered(
+    form: str, number: int, line_id: LineId | None, request_id: str, error: Mapping[str, Any]
+) -> dict[str, Any]:
+    if form == "openai":
+        return {**failure_of(line_id, request_id, error), "line": number}
+    return {"id": line_id, "line": number, "error": {"code": error["code"], "message": error["message"]}}
+
+
+def _request_id(line: StoredLine) -> str:
+    return f"line_{line.number}"
+
+
+LINES_PER_WRITE = 1000  # of those that end without a worker
+Ended = list[tuple[StoredLine, dict[str, Any]]]  # lines with their results, or with their errors
+
+
+class Outcomes:
+    """Writes each outcome once, and counts it. One thread."""
+
+    def __init__(
+        self, work: WorkFile, output: LineFile, errors: LineFile, progress: Progress, *, ordered: bool = False
+    ) -> None:
+        """`ordered` writes results in the order of the input."""
+        self._work = work
+        self._output = output
+        self._errors = errors
+        self._progress = progress
+        self._ordered = ordered
+        self._open_from: int | None = 0 if ordered else None  # lines before this one have ended; None: write any
+        self._merges = work.count(TWIN) > 0
+
+    def keep(self, results: Ended, failures: Ended) -> None:
+        """On disk first, then in the work file: a crash between the two is found by reading the output's end."""
+        self._write(results, failures, computed=results)
+        if self._merges:
+            for line, result in results:
+                while twins := self._work.twins(line, LINES_PER_WRITE):
+                    self._write([(twin, result) for twin in twins], [])
+            for line, error in failures:
+                while twins := self._work.twins(line, LINES_PER_WRITE):
+                    self._write([], [(twin, error) for twin in twins])
+
+    def _write(self, results: Ended, failures: Ended, computed: Ended | tuple[()] = ()) -> None:
+        """Tokens count of results that were `computed`: lines that take over another's result have cost none."""
+        tokens = {
+            name: getattr(self._progress, name) + sum(result["usage"][name] for _, result in computed)
+            for name in TOKENS
+        }
+        outcomes = [(line, result_line(line, result)) for line, result in results]
+        if not self._ordered:
+            self._output.append([outcome for _, outcome in outcomes])
+        self._errors.append([error_line(line, error) for line, error in failures])
+        with self._work.transaction():
+            for line, outcome in outcomes:
+                kept = json.dumps(outcome, ensure_ascii=False) if self._ordered else None
+                self._work.finish(line, outcome=kept)
+            for line, _ in failures:
+                self._work.finish(line, failed=True)
+            self._work.note(output_size=self._output.size, errors_size=self._errors.size, **tokens)
+        for name, count in tokens.items():
+            setattr(self._progress, name, count)
+        self._progress.finished += len(results)
+        self._progress.failed += len(failures)
+        self._progress.in_flight = self._work.in_flight()
+        if self._ordered:
+            self.write_held()
+
+    def write_held(self) -> None:
+        """Results whose turn it is; all that a command before has held, if the order does not matter any more."""
+        if self._open_from is not None:
+            self._open_from = self._work.first_open(self._open_from)
+        while held := self._work.held(LINES_PER_WRITE, self._open_from):
+            self._output.append([json.loads(outcome) for _, outcome in held])
+            with self._work.transaction():
+                self._work.drop_outcomes(number for number, _ in held)
+                self._work.note(output_size=self._output.size)
