@@ -102,14 +102,14 @@ class DiskTier:
         if num_more < WORTH_READING_TOKENS:
             return None
         until = now + num_more / self.prefill_rate.per_s
-        if (load := self._loads.get(match.key)) is not None:
+        if (load := self._loads.get(match.head.key)) is not None:
             load.until = max(load.until, until)
             return LoadWait(load, until)
-        num_bytes = match.num_bytes + sum(load.match.num_bytes for load in self._loads.values())
+        num_bytes = match.head.num_bytes + sum(load.match.head.num_bytes for load in self._loads.values())
         gain_s = saved_s(num_more, num_bytes, self.prefill_rate.per_s, self.store.read_rate)
-        if gain_s <= 0 or not self._ram.reserve(match.num_bytes):
+        if gain_s <= 0 or not self._ram.reserve(match.head.num_bytes):
             return None
-        load = self._loads[match.key] = StateLoad(match, scope, until, gain_s)
+        load = self._loads[match.head.key] = StateLoad(match, scope, until, gain_s)
         self.store.load(match, partial(self._on_loaded, load))
         return LoadWait(load, until)
 
@@ -150,8 +150,8 @@ class DiskTier:
         while self._done:
             load, loaded = self._done.popleft()
             load.is_done = True
-            del self._loads[load.match.key]
-            self._ram.release(load.match.num_bytes)
+            del self._loads[load.match.head.key]
+            self._ram.release(load.match.head.num_bytes)
             if loaded is None:
                 continue
             if now >= load.until:

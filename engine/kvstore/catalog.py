@@ -154,7 +154,7 @@ def longest_match(heads: Iterable[StateHead], tokens: array[int], blocks: list[b
     for head in heads:
         needed = BLOCK if best is None else best.num_usable
         # The fewest tokens that the state must share to be the better one.
-        least = needed if best is None or head.num_bytes < best.num_bytes else needed + 1
+        least = needed if best is None or head.num_bytes < best.head.num_bytes else needed + 1
         if head.first_cut > least:
             least = min(cut for cut in (head.first_cut, *head.checkpoints) if cut >= least)
         depth = least // BLOCK
@@ -163,16 +163,9 @@ def longest_match(heads: Iterable[StateHead], tokens: array[int], blocks: list[b
         if head.tokens[depth * BLOCK : least] != tokens[depth * BLOCK : least]:
             continue
         shared = _num_shared(head, tokens, blocks, depth)
-        count = usable(shared, len(head.tokens), head.first_cut, head.checkpoints)
-        if count > needed or (count == needed and (best is None or head.num_bytes < best.num_bytes)):
-            best = StateMatch(
-                key=head.key,
-                num_tokens=len(head.tokens),
-                num_shared=shared,
-                num_bytes=head.num_bytes,
-                first_cut=head.first_cut,
-                checkpoints=head.checkpoints,
-            )
+        count = head.usable(shared)
+        if count > needed or (count == needed and (best is None or head.num_bytes < best.head.num_bytes)):
+            best = StateMatch(head, shared)
     return best
 
 

@@ -7,25 +7,24 @@ from __future__ import annotations
 
 import re
 import struct
-import sys
 from array import array
 from collections.abc import Sequence
 from hashlib import sha256
 
-BLOCK = 64  # tokens
+BLOCK = 64  # tokens: fewer are computed sooner than a file is found and read
 DIGEST_BYTES = 32
 _KEY = re.compile(r"[0-9a-f]{64}\Z")
 
 
 def is_key(text: str) -> bool:
-    """True for 64 hex digits in lower case. Whatever is not a key never becomes part of a path."""
+    """True for 64 hex digits in lower case. Only a key becomes part of a path."""
     return _KEY.match(text) is not None
 
 
 def seed_of(identity: bytes, adapters: Sequence[tuple[str, float]], scope: str) -> bytes:
-    """32 bytes that stand for everything beside the tokens on which cells depend, and for who may see them.
+    """Return 32 bytes that stand for all that cells depend on except for tokens, and for who may see them.
 
-    `adapters`: a fingerprint (not a name that may mean other weights tomorrow) and a scale each, in any order.
+    `adapters` has a fingerprint (a name may mean other weights tomorrow) and a scale each, in any order.
     """
     parts = [b"cellama kv seed 1", identity, scope.encode("utf-8", "surrogatepass")]
     for fingerprint, scale in sorted((name, float(scale) + 0.0) for name, scale in adapters):
@@ -34,16 +33,8 @@ def seed_of(identity: bytes, adapters: Sequence[tuple[str, float]], scope: str) 
     return sha256(b"".join(struct.pack("<Q", len(part)) + part for part in parts)).digest()
 
 
-def unpack_tokens(packed: bytes) -> array[int]:
-    """The token ids that were packed."""
-    tokens = array("I", packed)
-    if sys.byteorder == "big":
-        tokens.byteswap()
-    return tokens
-
-
 def as_array(tokens: Sequence[int]) -> array[int]:
-    """Token ids as an array of type "I"; not copied if they are one. ValueError for what is none."""
+    """Return token ids as an array of type "I", which is not copied. Raises ValueError for other numbers."""
     if isinstance(tokens, array) and tokens.typecode == "I":
         return tokens
     try:
@@ -53,26 +44,22 @@ def as_array(tokens: Sequence[int]) -> array[int]:
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:
-    """Token ids as uint32, little endian. ValueError for what is none."""
-    ids = as_array(tokens)
-    if sys.byteorder == "big":
-        ids = array("I", ids)
-        ids.byteswap()
-    return ids.tobytes()
+    """Return token ids as uint32. Raises ValueError for other numbers."""
+    return as_array(tokens).tobytes()
 
 
 def block_keys(seed: bytes, tokens: Sequence[int]) -> list[bytes]:
-    """A digest for each full block, of the block and all before it; the tail has none."""
+    """Return a digest for each full block, of the block and all before it; the tail has none."""
     return _chain(seed, pack_tokens(tokens))
 
 
 def key_of(seed: bytes, tokens: Sequence[int]) -> str:
-    """The key of a context: 64 hex digits."""
+    """Return the key of a context: 64 hex digits."""
     return key_and_blocks(seed, pack_tokens(tokens))[0]
 
 
 def key_and_blocks(seed: bytes, packed: bytes) -> tuple[str, list[bytes]]:
-    """The key of a context and its block keys, of packed tokens."""
+    """Return the key of a context and its block keys, for packed tokens."""
     chain = _chain(seed, packed)
     last = sha256(b"end")  # a key is never the digest of a block
     last.update(chain[-1] if chain else seed)

@@ -91,7 +91,7 @@ class StateReader:
         except Exception:
             log.exception("kv store: can't hand over a state that was read")
         if state is not None:
-            self._on_used(match.key)
+            self._on_used(match.head.key)
 
     def _warm_memory(self) -> None:
         try:
@@ -101,16 +101,16 @@ class StateReader:
             log.exception("kv store: can't provide memory in advance")
 
     def _read(self, match: StateMatch) -> KeptState | None:
-        path = self._catalog.path_of(match.key)
+        path = self._catalog.path_of(match.head.key)
         started = time.perf_counter()
         state = read_state(path, self._folder.quota_bytes, self.memory.take)
         if isinstance(state, Miss):
             self._counters.miss(state)
-            self._catalog.refuse(match.key)
+            self._catalog.refuse(match.head.key)
             if state is Miss.DAMAGED:
                 log.warning("kv store: %s is damaged; the state is computed again", path)
                 path.unlink(missing_ok=True)
             return None
-        self._counters.hit(match.num_bytes)
-        self.rate.add(match.num_bytes, time.perf_counter() - started)
+        self._counters.hit(match.head.num_bytes)
+        self.rate.add(match.head.num_bytes, time.perf_counter() - started)
         return state

@@ -47,6 +47,14 @@ class StatePart:
     digest: bytes
 
 
+def usable(num_shared: int, num_tokens: int, first_cut: int, checkpoints: Sequence[int]) -> int:
+    """Return to how many of the first `num_shared` tokens a state can be cut; 0 if to none of these lengths."""
+    whole = min(num_shared, num_tokens)
+    if whole and whole >= first_cut:
+        return whole
+    return max((length for length in checkpoints if length <= whole), default=0)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StateHead:
     """What the head of a file says, and what follows from it. Its digest and its key were right."""
@@ -58,12 +66,16 @@ class StateHead:
     scope: str
     parts: tuple[StatePart, ...]  # the cells, then the checkpoints, the shortest first
     blocks: list[bytes]  # keys of the full blocks
-    num_bytes: int  # of the file
+    num_bytes: int  # of the file: all of it is read and verified, whatever length is used
     head_bytes: int
 
     @property
     def checkpoints(self) -> tuple[int, ...]:
         return tuple(part.num_tokens for part in self.parts[1:])
+
+    def usable(self, num_shared: int) -> int:
+        """Return to how many of its first `num_shared` tokens the state can be cut; 0 if to none of these lengths."""
+        return usable(num_shared, len(self.tokens), self.first_cut, self.checkpoints)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,32 +96,20 @@ class KeptFile:
         return self.path.parent.name
 
 
-def usable(num_shared: int, num_tokens: int, first_cut: int, checkpoints: Sequence[int]) -> int:
-    """Return to how many of the first `num_shared` tokens a state can be cut; 0 if to none of these lengths."""
-    whole = min(num_shared, num_tokens)
-    if whole and whole >= first_cut:
-        return whole
-    return max((length for length in checkpoints if length <= whole), default=0)
-
-
 @dataclass(frozen=True, slots=True)
 class StateMatch:
-    """A file whose state shares a prefix with the tokens of a request."""
+    """A file whose state shares its first `num_shared` tokens with a request."""
 
-    key: str
-    num_tokens: int  # in the file
-    num_shared: int  # of which so many are the same
-    num_bytes: int  # to read, whatever length is used: all of the file is verified
-    first_cut: int
-    checkpoints: tuple[int, ...]
+    head: StateHead
+    num_shared: int
 
     def usable(self, up_to: int) -> int:
         """Return the longest shared prefix of at most `up_to` tokens to which the state can be cut, or 0."""
-        return usable(min(up_to, self.num_shared), self.num_tokens, self.first_cut, self.checkpoints)
+        return self.head.usable(min(up_to, self.num_shared))
 
     @property
     def num_usable(self) -> int:
-        return self.usable(self.num_shared)
+        return self.head.usable(self.num_shared)
 
 
 class Miss(StrEnum):

@@ -129,9 +129,9 @@ class StateWriter:
         """True if the directory has the state, or a longer one that can be cut to it and is not much more to read."""
         match = self._catalog.longest(state.seed, state.tokens)
         count = len(state.tokens)
-        if match is None or match.usable(count) < count or match.num_bytes > MAX_SLACK * file_bytes(state):
+        if match is None or match.usable(count) < count or match.head.num_bytes > MAX_SLACK * file_bytes(state):
             return False
-        touch(self._catalog.path_of(match.key))
+        touch(self._catalog.path_of(match.head.key))
         return True
 
     def _write_file(self, state: KeptState) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,10 +11,26 @@ import pytest
 
 from cellama.engine.core import engine as engine_module
 from cellama.engine.kvstore.counters import StoreCounters
-from cellama.engine.kvstore.states import KeptState, StateMatch
+from cellama.engine.kvstore.states import KeptState, StateHead, StateMatch
 
 from ...conftest import PATIENCE_S, request
 from .homes import STORY, Home, expected, say
+
+
+def match_of(key: str, tokens: Sequence[int], num_bytes: int) -> StateMatch:
+    """A file with all of these tokens."""
+    head = StateHead(
+        key=key,
+        seed=b"",
+        tokens=array("I", tokens),
+        first_cut=0,
+        scope="",
+        parts=(),
+        blocks=[],
+        num_bytes=num_bytes,
+        head_bytes=0,
+    )
+    return StateMatch(head, len(tokens))
 
 
 class BadStore:
@@ -23,7 +40,7 @@ class BadStore:
     counters = StoreCounters()
 
     def longest(self, seed: bytes, tokens: Sequence[int]) -> StateMatch | None:
-        return StateMatch("0" * 64, len(tokens), len(tokens), 100, 0, ())
+        return match_of("0" * 64, tokens, 100)
 
     def load(self, match: StateMatch, on_loaded: Callable[[KeptState | None], None]) -> None: ...
 
@@ -85,7 +102,7 @@ def test_files_on_their_way_count_as_ram(home: Home, monkeypatch: pytest.MonkeyP
 
     class Slow(BadStore):
         def longest(self, seed: bytes, tokens: Sequence[int]) -> StateMatch | None:
-            return StateMatch(f"{tokens[0]:064}", len(tokens), len(tokens), 600, 0, ())
+            return match_of(f"{tokens[0]:064}", tokens, 600)
 
         def load(self, match: StateMatch, on_loaded: Callable[[KeptState | None], None]) -> None:
             asked.append(match)

@@ -60,7 +60,7 @@ def test_longest_match_is_what_brute_force_finds(
             checkpoints = {max(1, int(length * len(context))): 5 for length in lengths}
             heads.append(head_of(state_seed, context, int(cut * len(context)), checkpoints))
     found = find(heads, tokens, seed)
-    assert (found.num_usable if found else 0, found.num_bytes if found else 0) == brute_force(heads, seed, tokens)
+    assert (found.num_usable if found else 0, found.head.num_bytes if found else 0) == brute_force(heads, seed, tokens)
 
 
 def test_catalog_without_its_states_holds_nothing(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_catalog_without_its_states_holds_nothing(tmp_path: Path) -> None:
 def test_smallest_of_equally_long_matches_is_read() -> None:
     found = find([head_of(SEEDS[0], array("I", range(n))) for n in (300, 1000, 260)], array("I", range(4 * BLOCK)))
     assert found is not None
-    assert (found.num_usable, found.num_tokens) == (256, 260)
+    assert (found.num_usable, len(found.head.tokens)) == (256, 260)
 
 
 def test_state_that_cannot_be_cut_is_used_to_its_checkpoints() -> None:

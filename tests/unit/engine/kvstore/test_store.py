@@ -65,7 +65,12 @@ def test_what_is_saved_is_found_by_another_store_at_once_and_after_a_restart(sta
     for store in (one, other, start()):
         match = store.longest(SEED, [*TOKENS[:170], 9, 9])
         assert match is not None
-        assert (match.num_tokens, match.num_shared, match.num_usable, match.key) == (300, 170, 150, state.key)
+        assert (len(match.head.tokens), match.num_shared, match.num_usable, match.head.key) == (
+            300,
+            170,
+            150,
+            state.key,
+        )
         found = load(store, match)
         assert found is not None
         assert is_equal(found, state)
@@ -99,8 +104,8 @@ def test_a_match_is_a_true_prefix_and_what_is_loaded_is_what_was_saved(
     assert found is not None
     assert list(found.tokens[: match.num_usable]) == query[: match.num_usable]
     assert match.num_usable == max(100 + min(150, more) * (kind == asked) for kind, more in contexts)
-    if match.key in saved:
-        assert is_equal(found, saved[match.key])
+    if match.head.key in saved:
+        assert is_equal(found, saved[match.head.key])
     clear(store)
 
 
@@ -130,7 +135,7 @@ def test_short_state_stays_beside_one_that_is_much_more_to_read(start: Start) ->
     assert save(store, state_of(TOKENS, 100_000)) == 1
     match = store.longest(SEED, TOKENS[:100])
     assert match is not None
-    assert match.num_tokens == 100
+    assert len(match.head.tokens) == 100
 
 
 def test_maker_is_called_by_the_writing_thread_and_may_have_nothing(start: Start) -> None:
@@ -155,7 +160,7 @@ def test_damaged_file_is_a_miss_is_removed_and_written_anew(start: Start) -> Non
     save(store, state_of(TOKENS))
     match = store.longest(SEED, TOKENS)
     assert match is not None
-    path = store.folder.find(match.key)[0]
+    path = store.folder.find(match.head.key)[0]
     os.truncate(path, 3000)
     assert load(store, match) is None
     assert +store.counters.misses == {Miss.DAMAGED: 1}
@@ -171,7 +176,7 @@ def test_file_that_others_may_change_is_left_alone_and_not_looked_at_again(start
     save(store, state_of(TOKENS))
     match = store.longest(SEED, TOKENS)
     assert match is not None
-    path = store.folder.find(match.key)[0]
+    path = store.folder.find(match.head.key)[0]
     path.chmod(0o666)
     assert load(store, match) is None
     for _ in range(3):
