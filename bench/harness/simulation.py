@@ -138,7 +138,7 @@ def _decode(scheduler: Scheduler, works: list[Work], costs: Costs, found: Simula
     seconds = costs.of(chunks)
     found.seconds += seconds
     found.num_passes += len(passes_of(chunks))
-    layout.observe_decode(chunks, seconds)
+    scheduler.observe_decode(chunks, seconds)
     for work in works:
         _commit(scheduler, work, found)
     return sum(len(work.chunk.tokens) for work in works)

@@ -74,7 +74,7 @@ class EngineCore:
         self.scheduler = Scheduler(limits, make_strategy(options.batch_strategy), backend, ram_bytes)
         self._backends = [backend] if draft is None else [backend, draft]
         guessing = None if draft is None else DraftModel(draft, options.of_draft.pass_tokens)
-        self.drafting = Drafting(self.scheduler.cache, self.scheduler.layout, options, guessing)
+        self.drafting = Drafting(self.scheduler.cache, self.scheduler.layout, self.scheduler.costs, options, guessing)
         ram, nudge = self.scheduler.cache.ram, self.inbox.nudge
         self.disk = None if store is None else DiskTier(store, backend, ram, backend.identity, nudge)
         self.scheduler.finder.disk = self.disk

@@ -121,7 +121,7 @@ class Forward:
         now = time.monotonic()
         self._num_failed_alone = 0
         self._interruptions.observe(now - started, is_bulk=is_bulk)
-        self._scheduler.layout.observe_decode(chunks, now - started)
+        self._scheduler.observe_decode(chunks, now - started)
         self._drafting.observe(chunks, now - started)
         yield Computed(works, num_tokens, now, now - started)
 

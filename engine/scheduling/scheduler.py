@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from cellama.engine.backend import KvMemory
+from cellama.engine.backend import Chunk, KvMemory
 from cellama.engine.errors import PromptTooLong
 from cellama.engine.kvcache.manager import KvCache, Placement
 
 from .adapter_rotation import Rotation
 from .bulk_policy import prefill_order
 from .cuts import CutPlanner
+from .decode_costs import DecodeCosts, pass_rows_of
 from .placement import SlotFinder, expendable
 from .sequence import Sequence, State, Work, work_of
 from .slot_layout import SlotLayout
@@ -46,7 +48,8 @@ class Scheduler:
         self._rotation = Rotation()
         self.finder = SlotFinder(self.cache, self.slots, self._rotation)
         self._cuts = CutPlanner(self.cache, self.queue, self.slots)
-        self.layout = SlotLayout(self.cache, self.slots, limits.budget)
+        self.costs = DecodeCosts()
+        self.layout = SlotLayout(self.cache, self.slots, self.costs, limits.budget)
         self.num_preemptions = 0
 
     def check(self, num_prompt_tokens: int) -> None:
@@ -192,6 +195,11 @@ class Scheduler:
             busy = [s for s in busy if s.adapters == turn]
         busy.sort(key=prefill_order)
         return [_view(s) for s in busy]
+
+    def observe_decode(self, chunks: Seq[Chunk], seconds: float) -> None:
+        """Learn what a decode call of these chunks took, unless prompts were prefilled in it."""
+        if all(chunk.decode or len(chunk.tokens) == 1 for chunk in chunks):
+            self.costs.observe(pass_rows_of(chunks, unified=self.cache.memory.unified), seconds)
 
     def commit(self, work: Work) -> None:
         """Accounts a chunk that was decoded, but for drafts; its sequence decodes from now on if it samples."""

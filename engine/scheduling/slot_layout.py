@@ -36,14 +36,14 @@ class Move(NamedTuple):
 class SlotLayout:
     """Fills holes and moves sequences. Shares the scheduler's slots; engine thread only."""
 
-    def __init__(self, cache: KvCache, slots: list[Sequence | None], budget: int) -> None:
+    def __init__(self, cache: KvCache, slots: list[Sequence | None], costs: DecodeCosts, budget: int) -> None:
         """`slots` is the scheduler's own list; a decode call has at most `budget` rows."""
         self.is_active = not cache.memory.unified and len(slots) > 2  # one pool: any slots are decoded in one pass
         self.num_moves = 0  # since the start
         self._cache = cache
         self._slots = slots
         self._budget = budget
-        self._decode_costs = DecodeCosts(len(slots))
+        self._decode_costs = costs
         self._move_costs = MoveCosts()
         self._one_for_each_pass = [0.0] + [1.0] * len(slots)
         self._output_tokens = USUAL_OUTPUT_TOKENS
@@ -71,9 +71,10 @@ class SlotLayout:
     def _holes_to_fill(self, slots: list[int], can_fill: Callable[[int], bool]) -> list[int]:
         """Of none, all and what is cheapest by all that is known, what may well be the best."""
         costs = self._decode_costs
-        covers = [cheapest_cover(slots, can_fill, table) for table in (costs.expected(), self._one_for_each_pass)]
+        tables = costs.table(len(self._slots)), self._one_for_each_pass
+        covers = [cheapest_cover(slots, can_fill, table) for table in tables]
         choices = [[], *(cover.holes for cover in covers if len(slots) + len(cover.holes) <= self._budget)]
-        return min(choices, key=lambda holes: costs.hoped([run.size for run in runs_of(sorted(slots + holes))]))
+        return min(choices, key=lambda holes: sum([costs.hoped(run.size) for run in runs_of(sorted(slots + holes))]))
 
     def _can_fill(self, slot: int, adapters: Hashable) -> bool:
         holder = self._slots[slot]
@@ -102,11 +103,6 @@ class SlotLayout:
             self._cache.wipe(slot)
 
     # Learning
-
-    def observe_decode(self, chunks: Seq[Chunk], seconds: float) -> None:
-        """Is told what a decode call took, of what chunks."""
-        if self.is_active and all(len(chunk.tokens) == 1 for chunk in chunks):
-            self._decode_costs.observe([run.size for run in runs_of([chunk.slot for chunk in chunks])], seconds)
 
     def observe_end(self, sequence: Sequence) -> None:
         """Is told of each sequence that ends."""
@@ -176,7 +172,7 @@ class SlotLayout:
         moves = [self._move(*pair) for pair in moves_together(own, places, weight)]
         if not moves:
             return []
-        cost = self._decode_costs.expected()
+        cost = self._decode_costs.table(len(self._slots))
         after = sorted({*own} - {move.slot for move in moves} | {move.target for move in moves})
         saved_s = cheapest_cover(own, self._can_pad, cost).seconds - cheapest_cover(after, self._can_pad, cost).seconds
         steps = sum(self.steps_left(move.sequence) for move in moves) / len(moves)
@@ -207,7 +203,7 @@ class SlotLayout:
         """
         started = clock()
         running = [slot for slot, holder in enumerate(self._slots) if holder is not None]
-        allowed_s = cheapest_cover(running, self._can_pad, self._decode_costs.expected()).seconds
+        allowed_s = cheapest_cover(running, self._can_pad, self._decode_costs.table(len(self._slots))).seconds
         for index, move in enumerate(moves):
             now = clock()
             if index and now - started + self._seconds_of(move) > allowed_s:

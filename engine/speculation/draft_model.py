@@ -16,10 +16,10 @@ from typing import Any
 from cellama.engine.backend import Backend, Chunk, DecodeError, Sampler
 from cellama.engine.errors import ModelLoadFailed
 from cellama.engine.sampling_params import SamplingParams
+from cellama.engine.scheduling.decode_costs import DecodeCosts
 from cellama.engine.scheduling.sequence import Sequence
 
 from .acceptance import AcceptanceRates
-from .curve import Curve
 from .gate import Candidate
 from .sources import DraftTokens
 
@@ -63,7 +63,7 @@ class DraftModel:
         self._pass_tokens = pass_tokens
         self._slots = [DraftSlot(index) for index in range(backend.n_slots)]
         self._slot_of: dict[Sequence, DraftSlot] = {}
-        self._costs = Curve()  # of passes with a token of each slot
+        self._costs = DecodeCosts()  # of passes with a token of each slot
         self._token_s = 0.0  # that reading a token takes
         self._num_rest = 0  # steps for which it is not considered
         self._num_failures = 0  # one after another
@@ -85,7 +85,7 @@ class DraftModel:
             for number in range(min(NUM_MEASURED, self.backend.ctx_per_slot // 4)):
                 seconds = self._decode([Chunk(slot.index, len(slot.tokens), [0], True, True) for slot in slots])
                 if number:
-                    self._costs.observe(len(slots), seconds)
+                    self._costs.observe([len(slots)], seconds)
         self._forget()
         self.backend.rest()  # the thread that loads computes no more
 
@@ -169,7 +169,7 @@ class DraftModel:
         for sequence, draft in drafts.items():
             slot = self._slot_of[sequence]
             chunks.append(Chunk(slot.index, len(slot.tokens), draft.tokens[-1:], True, True))
-        self._costs.observe(len(chunks), self._decode(chunks))
+        self._costs.observe([len(chunks)], self._decode(chunks))
 
     def _grow(self, sequence: Sequence, sampler: Sampler, draft: DraftTokens) -> bool:
         """Add a token to a draft; False if none can follow it."""
@@ -205,7 +205,7 @@ class DraftModel:
             self._token_s += (seconds / num_tokens - self._token_s) * WEIGHT
         if num_tokens > 2 * len(chunks):
             return ready, seconds
-        self._costs.observe(len(chunks), seconds)  # one or two tokens each, that were generated since the last draft
+        self._costs.observe([len(chunks)], seconds)  # one or two tokens each, that were generated since the last draft
         return ready, 0.0
 
     def _decode(self, chunks: list[Chunk]) -> float:

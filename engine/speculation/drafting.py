@@ -11,13 +11,12 @@ from cellama.engine.backend import Chunk
 from cellama.engine.kvcache.manager import KvCache
 from cellama.engine.options import EngineOptions
 from cellama.engine.scheduling.bulk_policy import BESIDE_STEP_S, BULK_STEP_S
-from cellama.engine.scheduling.neighbours import runs_of
+from cellama.engine.scheduling.decode_costs import DecodeCosts
 from cellama.engine.scheduling.sequence import Sequence, Work
 from cellama.engine.scheduling.slot_layout import SlotLayout
 from cellama.engine.snapshots import DraftCount
 
 from .acceptance import AcceptanceRates
-from .curve import Curve
 from .draft_model import ANY_BUCKET, NAME, SURE_RATE, DraftModel
 from .gate import MAX_DRAFTS, Candidate, Gate
 from .sources import DraftTokens, Follower, ForcedText, Index, Pool, Pools, Source
@@ -53,11 +52,15 @@ class Drafting:
     """
 
     def __init__(
-        self, cache: KvCache, layout: SlotLayout, options: EngineOptions, model: DraftModel | None = None
+        self,
+        cache: KvCache,
+        layout: SlotLayout,
+        costs: DecodeCosts,
+        options: EngineOptions,
+        model: DraftModel | None = None,
     ) -> None:
         """The options say whether there are drafts, and of how many rows a decode call has logits."""
-        self._costs = Curve()
-        self.gate = Gate(self._costs, options.logit_rows, unified=cache.memory.unified)
+        self.gate = Gate(costs, options.logit_rows, unified=cache.memory.unified)
         self.counts: dict[str, DraftCount] = {}  # since the start, by source
         self._cache = cache
         self._layout = layout
@@ -234,20 +237,12 @@ class Drafting:
     # After it
 
     def observe(self, chunks: Seq[Chunk], seconds: float) -> None:
-        """Learn what a decode call of single tokens and drafts took."""
+        """Account the time of a decode call of single tokens and drafts."""
         if not self.is_active or not all(chunk.decode for chunk in chunks):
             return
         if self._step is not None:
             self._step.seconds += seconds
         self.gate.observe(seconds)
-        if self._cache.memory.unified:
-            self._costs.observe(sum([len(chunk.tokens) for chunk in chunks]), seconds)
-            return
-        rows = {chunk.slot: len(chunk.tokens) for chunk in chunks}
-        pass_rows = [run.size * rows[run.first] for run in runs_of([chunk.slot for chunk in chunks])]
-        expected = sum([self._costs.expected(size) for size in pass_rows])
-        for size in pass_rows:
-            self._costs.observe(size, seconds * self._costs.expected(size) / expected)
 
     def begin_verifying(self, work: Work) -> None:
         """The chunk is decoded, its first token accounted; its drafts lie in the slot behind it."""

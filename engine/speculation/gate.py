@@ -13,9 +13,8 @@ from itertools import accumulate
 from operator import mul
 from typing import NamedTuple
 
+from cellama.engine.scheduling.decode_costs import DecodeCosts
 from cellama.engine.scheduling.neighbours import runs_of
-
-from .curve import Curve
 
 LENGTHS = (1, 2, 3, 5, 7, 11, 15)  # drafts of a slot: with its last token 2, 3, 4, 6 … rows, which kernels compute well
 MAX_DRAFTS = LENGTHS[-1]
@@ -80,7 +79,7 @@ class _Offer:
 class Gate:
     """Weighs drafts against their rows. With `unified` cells any rows are one pass, else equal ones of neighbours."""
 
-    def __init__(self, costs: Curve, max_rows: int, *, unified: bool) -> None:
+    def __init__(self, costs: DecodeCosts, max_rows: int, *, unified: bool) -> None:
         """`costs` are those of the model's passes, which have at most `max_rows`."""
         self._costs = costs
         self._max_rows = max_rows

@@ -45,8 +45,8 @@ def manager() -> Iterator[ModelManager]:
 def dear_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes cost seconds and rows nearly nothing, whatever this machine takes."""
     monkeypatch.setattr(DecodeCosts, "is_measured", True, raising=False)
-    monkeypatch.setattr(DecodeCosts, "expected", lambda _: [0.0, *(1 + 0.01 * rows for rows in range(1, N_SLOTS + 1))])
-    monkeypatch.setattr(DecodeCosts, "hoped", lambda _, sizes: float(sum(1 + 0.01 * size for size in sizes)))
+    for estimate in ("expected", "hoped"):
+        monkeypatch.setattr(DecodeCosts, estimate, lambda _, rows: 1 + 0.01 * rows)
     monkeypatch.setattr(MoveCosts, "of", lambda _, num_tokens: 0.0)
 
 

@@ -60,7 +60,7 @@ def decode(scheduler: Scheduler, works: list[Work], pass_s: float, row_s: float)
     chunks = sorted([*(work.chunk for work in works), *padding])
     backend.decode(chunks)
     layout.take_off(padding)
-    layout.observe_decode(chunks, len(runs_of([chunk.slot for chunk in chunks])) * pass_s + len(chunks) * row_s)
+    scheduler.observe_decode(chunks, len(runs_of([chunk.slot for chunk in chunks])) * pass_s + len(chunks) * row_s)
     return works
 
 

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cellama.engine.scheduling.decode_costs import DecodeCosts, MoveCosts
+from cellama.engine.backend import Chunk
+from cellama.engine.scheduling.decode_costs import TRUSTED, DecodeCosts, MoveCosts, pass_rows_of
 from cellama.engine.scheduling.neighbours import runs_of
 
 CPU = {1: 6.9, 2: 17.2, 8: 25.8, 16: 28.7, 32: 57.8, 64: 99.9}  # ms, 174M on two cores
@@ -27,35 +28,60 @@ def gpu(size: int) -> float:
 
 @pytest.mark.parametrize("machine", [cpu, gpu])
 def test_costs_are_learnt_from_sums_of_passes_and_in_noise(machine: Callable[[int], float]) -> None:
-    rng, costs = random.Random(1), DecodeCosts(64)
+    rng, costs = random.Random(1), DecodeCosts()
     for step in range(400):
         sizes = [run.size for run in runs_of(sorted(rng.sample(range(64), rng.choice([1, 2, 8, 40, 60, 64]))))]
         sizes = sizes if step % 2 else [sum(sizes)]
         busy = 8.0 if step % 50 == 49 else 1.0  # another process had the machine
         costs.observe(sizes, busy * sum(map(machine, sizes)) * rng.uniform(0.9, 1.1))
-    table = costs.expected()
     for size in (1, 2, 8, 40, 64):
-        assert table[size] == pytest.approx(machine(size), rel=0.35)
+        assert costs.expected(size) == pytest.approx(machine(size), rel=0.35)
 
 
 def test_one_measurement_tells_the_scale_of_all() -> None:
-    costs = DecodeCosts(16)
-    before = costs.expected()
+    costs = DecodeCosts()
+    before = costs.expected(1) / costs.expected(16)
     costs.observe([8], 0.024)
-    assert costs.expected()[8] == pytest.approx(0.024)
-    assert costs.expected()[1] / costs.expected()[16] == pytest.approx(before[1] / before[16])
+    assert costs.expected(8) == pytest.approx(0.024)
+    assert costs.expected(1) / costs.expected(16) == pytest.approx(before)
+
+
+def test_passes_of_many_rows_change_nothing_that_is_known_of_one_row() -> None:
+    costs = DecodeCosts()
+    for _ in range(8):
+        costs.observe([1], 0.007)
+    for _ in range(500):
+        costs.observe([16], 0.029)
+    assert costs.expected(1) == pytest.approx(0.007)
+    assert costs.hoped(1) < 0.007  # but it was measured long ago
+    assert costs.hoped(16) == pytest.approx(0.029)
+
+
+def test_size_is_known_after_some_measurements_of_it() -> None:
+    costs = DecodeCosts()
+    for _ in range(TRUSTED):
+        assert not costs.is_known(5)
+        costs.observe([5], 0.02)
+    assert costs.is_known(5)
+    assert not any(costs.is_known(rows) for rows in (4, 8))
 
 
 @given(st.lists(st.tuples(st.lists(st.integers(1, 20), min_size=1), st.floats(0, 1e4)), max_size=30))
-def test_costs_never_fall_with_rows_and_are_above_nothing(measured: list[tuple[list[int], float]]) -> None:
-    costs = DecodeCosts(20)
+def test_table_never_falls_with_rows_and_is_above_nothing(measured: list[tuple[list[int], float]]) -> None:
+    costs = DecodeCosts()
     for sizes, seconds in measured:
         costs.observe(sizes, seconds)
-    table = costs.expected()
+    table = costs.table(20)
     assert len(table) == 21
-    assert all(costs.hoped([size]) <= table[size] for size in range(1, 21))
+    assert all(costs.hoped(size) <= costs.expected(size) for size in range(1, 21))
     assert table[0] == 0
     assert all(0 < before <= after < float("inf") for before, after in pairwise(table[1:]))
+
+
+@pytest.mark.parametrize(("unified", "expected"), [(False, [2, 1, 6]), (True, [9])])
+def test_pass_is_a_run_of_slots_with_equally_many_tokens(unified: bool, expected: list[int]) -> None:
+    chunks = [Chunk(slot, 0, [7] * count, True) for slot, count in [(0, 1), (1, 1), (2, 3), (3, 3), (5, 1)]]
+    assert pass_rows_of(chunks, unified=unified) == expected
 
 
 def test_moves_cost_what_they_cost_of_late() -> None:

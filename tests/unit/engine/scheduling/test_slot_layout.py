@@ -91,7 +91,7 @@ def test_slot_without_a_free_cell_and_memory_that_cannot_be_cut_are_not_padded()
 @pytest.mark.parametrize("partial_reuse", [False, True])
 def test_hole_is_filled_with_the_next_token_of_a_prompt_that_is_read(partial_reuse: bool) -> None:
     scheduler = running([0, 2], partial_reuse=partial_reuse)
-    scheduler.layout.observe_decode([work.chunk for work in scheduler.schedule(0)], 1.0)
+    scheduler.observe_decode([work.chunk for work in scheduler.schedule(0)], 1.0)
     reader = Request("reader", tuple(range(900, 1000)))
     scheduler.enqueue(Sequence(reader, 0, 0.0, list(reader.prompt)), 0)
     scheduler.cache.clear(1)

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from cellama.engine.speculation.curve import Curve
+from cellama.engine.scheduling.decode_costs import DecodeCosts
 from cellama.engine.speculation.gate import MAX_DRAFTS, Candidate, Gate
 
 Seconds = Callable[[int], float]
@@ -33,7 +33,7 @@ class Machine:
         self, curve: Seconds, streams: int, right: float, *, noise: float = 0.05, unified: bool = False
     ) -> None:
         self.curve, self.streams, self.right, self.noise, self.unified = curve, streams, right, noise, unified
-        self.costs = Curve()
+        self.costs = DecodeCosts()
         self.gate = Gate(self.costs, 3 * max(streams, 8), unified=unified)
         self.random = Random(1)
         self.seconds = self.tokens = 0.0
@@ -53,7 +53,7 @@ class Machine:
         spent, before = 0.0, self.tokens
         for passes in [[sum(rows)]] if self.unified else [[count] for count in rows if count]:
             seconds = self.curve(passes[0]) * self.random.uniform(1 - self.noise, 1 + self.noise)
-            self.costs.observe(passes[0], seconds)
+            self.costs.observe(passes, seconds)
             self.gate.observe(seconds)
             spent += seconds
             self.longest_s = max(self.longest_s, seconds)
@@ -87,14 +87,14 @@ def test_right_drafts_make_few_streams_faster(curve: Seconds, streams: int, leas
     assert Machine(curve, streams, 0.97).gain() >= least
 
 
-def test_no_row_goes_to_drafts_at_saturation() -> None:
+def test_hardly_a_row_goes_to_drafts_at_saturation() -> None:
     machine = Machine(lambda rows: 0.0016 * rows, 64, 0.9)
     for _ in range(100):
         machine.step()
     tokens = machine.tokens
     for _ in range(100):
         machine.step()
-    assert machine.tokens - tokens <= 64 * 101.0
+    assert machine.tokens - tokens <= 64 * 103.0  # old measurements are tried again, one slot or a few at a time
 
 
 def test_gate_does_not_flap_where_drafts_are_worth_about_nothing() -> None:
@@ -127,10 +127,10 @@ def test_drafts_lengthen_no_call_beyond_what_is_promised() -> None:
 
 def knowing_gate(seconds: Seconds) -> Gate:
     """A gate on a machine that was measured, with room for 64 rows."""
-    costs = Curve()
+    costs = DecodeCosts()
     for rows in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64):
         for _ in range(9):
-            costs.observe(rows, seconds(rows))
+            costs.observe([rows], seconds(rows))
     return Gate(costs, 64, unified=False)
 
 
@@ -173,7 +173,7 @@ def test_gate_crosses_a_step_of_the_curve_on_which_few_drafts_do_not_pay() -> No
 
 @pytest.mark.parametrize("unified", [False, True])
 def test_no_call_has_more_rows_than_there_are_logits_for(unified: bool) -> None:
-    random, costs = Random(2), Curve()
+    random, costs = Random(2), DecodeCosts()
     gate = Gate(costs, 20, unified=unified)
     for _ in range(2000):
         if not gate.begin_step(4):
@@ -182,7 +182,7 @@ def test_no_call_has_more_rows_than_there_are_logits_for(unified: bool) -> None:
         lengths = gate.choose(candidates, 1.0)
         rows = 4 + sum(lengths.values())
         assert rows <= 20
-        costs.observe(rows, gpu(rows))
+        costs.observe([rows], gpu(rows))
         gate.observe(gpu(rows))
         if lengths:
             gate.account(rows, gpu(rows))
