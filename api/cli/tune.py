@@ -6,13 +6,9 @@ import importlib.util
 import json as json_module
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
-from rich.console import Group
-from rich.live import Live
 from rich.table import Table
 
 from cellama.config import ModelSettings, get_settings
@@ -27,8 +23,9 @@ MEASURED_WITH = (
     *("n_gpu_layers", "flash_attention", "cache_type_k", "cache_type_v"),
     *("n_batch", "chunk_size", "batch_strategy", "pooling"),
 )
-END_TIMEOUT_S = 10.0
-BUSY = 0.25  # of the cores
+END_TIMEOUT_S = 10.0  # for the measuring process to free its model after an interrupt, before it is killed
+BUSY = 0.25  # of the cores: other programs that use more than this blur the differences that are measured
+UNNAMED_ID = "tuned-source"
 
 Row = dict[str, Any]  # as engine/tuning/__main__.py writes it
 
@@ -40,7 +37,7 @@ def tune_command(
     slots: Annotated[int, typer.Option(min=1, help="Slots to try at most.")] = 64,
     json: JsonOption = False,
 ) -> None:
-    """Measure slots, KV layout, passes and threads of a model on this machine; options left at "auto" have them then.
+    """Measure slots, KV layout, n_ubatch and threads of a model on this machine; options at "auto" use the result.
 
     Example:  cellama tune model.gguf
     """
@@ -48,33 +45,23 @@ def tune_command(
     if importlib.util.find_spec("llama_cpp") is None:
         print_error("tuning needs llama_cpp; install cellama[worker]")
         raise typer.Exit(Exit.USAGE)
-    settings = _find(model)
-    with _Process(_request(settings, seconds, threads, slots)) as process:
-        end = _watch(model, process, json)
+    known = get_settings().models
+    settings = next((each for each in known if each.id == model), None) or ModelSettings(id=UNNAMED_ID, source=model)
+    end, exit_code = _measure(_request(settings, seconds, threads, slots), shows_rows=not json)
     if "result" not in end:
-        print_error(end.get("error") or f"the measuring process ended with exit code {process.returncode}")
-        if end.get("code") == "model_load_failed" and settings.id == _UNNAMED:
-            known = ", ".join(known.id for known in get_settings().models)
-            err.print(f"models of the settings, whose ids can be given, too: {known}", markup=False)
+        print_error(end.get("error") or f"the measuring process ended with exit code {exit_code}")
+        if end.get("code") == "model_load_failed" and settings.id == UNNAMED_ID:
+            err.print(f"ids of models in the settings: {', '.join(each.id for each in known)}", markup=False)
         raise typer.Exit(Exit.FAILED)
     result: dict[str, Any] = end["result"]
     if json:
         print_json({"model": model, **result})
     else:
-        out.print(_table(result["rows"], result["generates"], result["chosen"]["setup"], result["work"]))
+        out.print(_table(result))
         _explain(result, settings)
     if result["problem"]:
-        print_error(f"the result can't be kept: {result['problem']}; set XDG_CACHE_HOME to a folder of yours")
+        print_error(f"can't keep the result: {result['problem']}; set XDG_CACHE_HOME to a directory of yours")
         raise typer.Exit(Exit.FAILED)
-
-
-_UNNAMED = "tuned-source"
-
-
-def _find(model: str) -> ModelSettings:
-    """The model of the settings with that id, else one with that source."""
-    named = next((known for known in get_settings().models if known.id == model), None)
-    return named or ModelSettings(id=_UNNAMED, source=model)
 
 
 def _request(model: ModelSettings, seconds: float, threads: int | None, slots: int) -> dict[str, Any]:
@@ -94,121 +81,81 @@ def _request(model: ModelSettings, seconds: float, threads: int | None, slots: i
     }
 
 
-@dataclass
-class _Process:
-    """The measuring process, which ends with the `with` block."""
-
-    request: dict[str, Any]
-    returncode: int | None = None
-
-    def __enter__(self) -> _Process:
-        argv = [sys.executable, "-m", "cellama.engine.tuning"]
-        self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self._process.stdin is not None
-        self._process.stdin.write(json_module.dumps(self.request))  # not an argument: it may hold a token of the hub
-        self._process.stdin.close()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            self._process.terminate()
-        try:
-            self.returncode = self._process.wait(END_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self.returncode = self._process.wait()
-
-    def messages(self) -> Iterator[dict[str, Any]]:
-        """What it says, until it ends."""
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            yield json_module.loads(line)
-
-
-def _watch(model: str, process: _Process, json: bool) -> dict[str, Any]:
-    """Shows each measurement as it comes; returns what came last. Ctrl-C tells what was found until then."""
+def _measure(request: dict[str, Any], *, shows_rows: bool) -> tuple[dict[str, Any], int]:
+    """Run the measuring process; return its last message and its exit code. Ctrl-C shows what it found until then."""
+    argv = [sys.executable, "-m", "cellama.engine.tuning"]
+    process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None
+    assert process.stdout is not None
     rows: list[Row] = []
-    live = out.is_terminal and not json
+    message: dict[str, Any] = {}
     try:
-        with Live(console=out, transient=True, auto_refresh=False) if live else _Plain() as view:
-            for message in process.messages():
-                if "row" not in message:
-                    return message
-                rows = [row for row in rows if row["setup"] != message["row"]["setup"]] + [message["row"]]
-                generates = rows[0]["setup"]["n_parallel"] is not None
-                if live:
-                    best = max(rows, key=lambda row: float(row["tokens_per_s"]))
-                    view.update(Group(_table(rows, generates, best["setup"]), f"measuring {model} …"), refresh=True)
-                elif not json:
-                    out.print(f"{_in_words(rows[-1]['setup'])}: {_rates(rows[-1])}", markup=False)
+        process.stdin.write(json_module.dumps(request))  # not an argument: it may hold a token of the hub
+        process.stdin.close()
+        for line in process.stdout:
+            message = json_module.loads(line)
+            if "row" in message:
+                rows.append(message["row"])
+                if shows_rows:
+                    out.print(_in_words(rows[-1]), markup=False)
     except KeyboardInterrupt:
+        process.terminate()
         err.print("interrupted: nothing was kept")
         if rows:
             best = max(rows, key=lambda row: float(row["tokens_per_s"]))
-            err.print(f"the fastest so far: {_in_words(best['setup'])}: {_rates(best)}", markup=False)
+            err.print(f"the fastest so far: {_in_words(best)}", markup=False)
         raise
-    return {}
+    finally:
+        try:
+            process.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+    return message, process.wait()
 
 
-class _Plain:
-    """In place of a live table, where there is no terminal."""
-
-    def __enter__(self) -> Any:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
-def _table(rows: list[Row], generates: bool, marked: Row, work: dict[str, int] | None = None) -> Table:
-    names = CHOICES if generates else ("threads",)
-    title = None
-    if work is not None and generates:
-        lengths = f"{work['prompt_tokens']} tokens and {work['new_tokens']} new ones"
+def _table(result: dict[str, Any]) -> Table:
+    title, names = None, ["threads", "tokens/s"]
+    if result["generates"]:
+        names = [*CHOICES, "tokens/s", "first token ms"]
+        lengths = "{prompt_tokens} tokens and {new_tokens} new ones".format(**result["work"])
         title = f"32 requests, or two per slot, half of them {lengths}, the others up to twice as long"
     table = Table(title=title, title_justify="left", header_style="bold")
-    for column in ("", *names, "tokens/s", *(["first token ms"] if generates else [])):
+    for column in ("", *names):
         table.add_column(column, justify="left" if column in ("", "kv_layout") else "right")
-    for row in rows:
-        setup, ttft = row["setup"], row["ttft_ms"]
-        values = [str(setup[name]) for name in names] + [f"{row['tokens_per_s']:.0f}"]
-        chosen = setup == marked
-        table.add_row(
-            "►" if chosen else "",
-            *values,
-            *([f"{ttft:.0f}" if ttft is not None else ""] if generates else []),
-            style="bold green" if chosen else None,
-        )
+    for row in result["rows"]:
+        is_chosen = row["setup"] == result["chosen"]["setup"]
+        values = {name: str(value) for name, value in row["setup"].items()}
+        values["tokens/s"] = f"{row['tokens_per_s']:.0f}"
+        values["first token ms"] = "" if row["ttft_ms"] is None else f"{row['ttft_ms']:.0f}"
+        style = "bold green" if is_chosen else None
+        table.add_row("►" if is_chosen else "", *(values[name] for name in names), style=style)
     return table
 
 
-def _in_words(setup: Row) -> str:
+def _setup_in_words(setup: dict[str, Any]) -> str:
     return ", ".join(f"{name} {setup[name]}" for name in CHOICES if setup[name] is not None)
 
 
-def _rates(row: Row) -> str:
+def _in_words(row: Row) -> str:
     first = "" if row["ttft_ms"] is None else f", first token after {row['ttft_ms']:.0f} ms"
-    return f"{row['tokens_per_s']:.0f} tokens/s{first}"
+    return f"{_setup_in_words(row['setup'])}: {row['tokens_per_s']:.0f} tokens/s{first}"
 
 
 def _explain(result: dict[str, Any], settings: ModelSettings) -> None:
-    """What was chosen, where it counts, and what may keep it from counting."""
-    machine = result["machine"]
+    """Print what was chosen, where it applies, and what may keep it from applying."""
+    machine, chosen = result["machine"], result["chosen"]["setup"]
     if not result["generates"]:
-        out.print("this model only reads texts, for vectors or scores: there is nothing to tune but threads")
+        out.print("an embedding model has nothing to tune but threads")
     if result["load"] > BUSY:
-        out.print(f"other programs kept {result['load']:.0%} of the cores busy before: these figures are less sure")
+        out.print(f"other programs kept {result['load']:.0%} of the cores busy before: these figures are less reliable")
     if result["num_skipped"]:
-        out.print(f"there was no time for {result['num_skipped']} more; --seconds allows more")
-    out.print(f"best: {_in_words(result['chosen']['setup'])}", style="bold", markup=False)
+        out.print(f"there was no time for {result['num_skipped']} more setups; --seconds allows more")
+    out.print(f"best: {_setup_in_words(chosen)}", style="bold", markup=False)
     if result["kept"]:
         where = " + ".join([f"{machine['cpu']}, {machine['cores']} cores", *machine["gpus"]])
         text = f"kept for {where}, llama.cpp of llama-cpp-python {machine['llama_cpp']}: {result['kept']}"
         out.print(text, markup=False, soft_wrap=True)
-    chosen = result["chosen"]["setup"]
     fixed = [name for name in CHOICES if chosen[name] is not None and getattr(settings, name) not in (None, "auto")]
     if fixed:
         said = ", ".join(f"{name} = {getattr(settings, name)}" for name in fixed)
-        out.print(
-            f'the settings of {settings.id} say {said}; write "auto" there to use what was measured', markup=False
-        )
+        out.print(f'the settings of {settings.id} say {said}; write "auto" there to use the result', markup=False)

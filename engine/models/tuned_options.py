@@ -1,11 +1,11 @@
-"""What `cellama tune` found, kept per model and machine: a JSON file per model, by its fingerprint.
+"""What `cellama tune` found, kept per model and machine: a JSON file per model, named by its fingerprint.
 
 `$XDG_CACHE_HOME/cellama/tuned/FINGERPRINT.json`, by default below `~/.cache`:
 
-    {"version": 1, "results": [{"conditions": {…}, "chosen": {…}, "rows": [{…}], "at": "2026-01-31T12:00:00+00:00"}]}
+    {"version": 1, "results": [{"conditions": {…}, "chosen": {…}, "at": "2026-01-31T12:00:00+00:00"}]}
 
-A result counts for a load whose conditions are the same: CPU, cores, GPUs, version of llama.cpp, and the options that
-change the work itself. What can't be read is ignored, with a line in the log.
+A load uses a result whose conditions are those of the load: CPU, cores, GPUs, version of llama.cpp, and the options
+that change the computation. Anything else in such a file is ignored, with a line in the log.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,51 +28,45 @@ VERSION = 1
 SAME_OPTIONS = ("n_gpu_layers", "flash_attention", "cache_type_k", "cache_type_v")
 
 Conditions = dict[str, Any]  # JSON
-Layout = Literal["unified", "partitioned"]
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """One way of running a model; None where it does not matter, as all but the threads for embeddings."""
+    """One way of running a model. An embedding model has only threads; the others are None."""
 
     threads: int
     n_parallel: int | None = None
-    kv_layout: Layout | None = None
+    kv_layout: Literal["unified", "partitioned"] | None = None
     n_ubatch: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """What a setup does: tokens read and generated per second of all requests together."""
+class Measurement:
+    """How fast a setup is: tokens per second of all requests together, of prompts and generated."""
 
     setup: Setup
     tokens_per_s: float
-    ttft_ms: float | None  # until the first token: median of the requests that have a slot at once
+    ttft_ms: float | None  # time to the first token: median of the requests that get a slot at once
     took_s: float  # the measurement
 
 
-def folder() -> Path:
-    """Where results lie; it need not exist."""
+def directory() -> Path:
+    """Return where results are kept; the directory need not exist."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cellama" / "tuned"
 
 
 def conditions(options: EngineOptions) -> Conditions:
-    """What a result depends on beside the model: this machine, and how the options set up the work."""
+    """Return what a result depends on besides the model: the machine, and the options that change the computation."""
     from cellama.engine.llama import machine
 
     return {**machine(), **{name: getattr(options, name) for name in SAME_OPTIONS}}
 
 
-def keep(fingerprint: str, given: Conditions, chosen: Measured, rows: Iterable[Measured]) -> Path:
-    """Writes a result in place of an earlier one for the same conditions; returns its file. Raises OSError."""
-    path = _path(fingerprint)
+def keep(fingerprint: str, given: Conditions, chosen: Setup) -> Path:
+    """Write a result in place of an earlier one for the same conditions, and return its file. Raises OSError."""
+    path = directory() / f"{fingerprint}.json"
     others = [result for result in _results(path) if result["conditions"] != given]
-    result = {
-        "conditions": given,
-        "chosen": asdict(chosen.setup),
-        "rows": [asdict(row) for row in rows],
-        "at": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
+    result = {"conditions": given, "chosen": asdict(chosen), "at": datetime.now(UTC).isoformat(timespec="seconds")}
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, suffix=".partial", delete=False) as file:
         json.dump({"version": VERSION, "results": [*others, result]}, file, indent=1)
@@ -82,8 +75,8 @@ def keep(fingerprint: str, given: Conditions, chosen: Measured, rows: Iterable[M
 
 
 def recall(fingerprint: str, given: Conditions) -> Setup | None:
-    """What was chosen for this model under these conditions; None if it was not measured."""
-    path = _path(fingerprint)
+    """Return what was chosen for this model under these conditions; None if it was not measured."""
+    path = directory() / f"{fingerprint}.json"
     for result in _results(path):
         if result["conditions"] == given:
             try:
@@ -94,13 +87,13 @@ def recall(fingerprint: str, given: Conditions) -> Setup | None:
 
 
 def apply(options: EngineOptions, path: Path) -> tuple[EngineOptions, tuple[str, ...]]:
-    """The options with what was measured where they leave the choice, and the names of these; else as they are.
+    """Return the options with what was measured where they leave the choice, and the names of these options.
 
-    `n_ctx` shares a fixed context among the slots, and a layout suits a number of slots: with `n_ctx` both stay what
+    `n_ctx` shares a fixed context among the slots, and a layout suits a number of slots. So with `n_ctx` both stay what
     they were, and the layout is taken only together with the slots. Raises ModelLoadFailed for a broken file.
     """
     left = _left_open(options)
-    if not left or not folder().is_dir():
+    if not left or not directory().is_dir():
         return options, ()
     from cellama.engine.llama import fingerprint
 
@@ -116,7 +109,7 @@ def apply(options: EngineOptions, path: Path) -> tuple[EngineOptions, tuple[str,
 
 
 def _is_too_narrow(options: EngineOptions, found: dict[str, Any]) -> bool:
-    """True if a pass would have fewer tokens than there are slots, or than a chunk."""
+    """Return whether a micro-batch would have fewer tokens than there are slots, or than a chunk of a prompt."""
     pass_tokens = min(found.get("n_ubatch") or options.pass_tokens, options.n_batch)
     return bool(max(found.get("n_parallel") or options.num_slots, options.chunk_size or 0) > pass_tokens)
 
@@ -130,12 +123,8 @@ def _left_open(options: EngineOptions) -> list[str]:
     return names
 
 
-def _path(fingerprint: str) -> Path:
-    return folder() / f"{fingerprint}.json"
-
-
 def _results(path: Path) -> list[dict[str, Any]]:
-    """The results of a file, each with its conditions; none if it can't be read."""
+    """Return the results of a file, each with its conditions; none if the file can't be read."""
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
         if stored["version"] != VERSION:
@@ -149,7 +138,7 @@ def _results(path: Path) -> list[dict[str, Any]]:
 
 
 def _to_setup(stored: dict[str, Any]) -> Setup:
-    """A setup that the engine would take. Raises KeyError, TypeError, InvalidRequest."""
+    """Return a setup that the engine accepts. Raises KeyError, TypeError, InvalidRequest."""
     setup = Setup(**{field.name: stored[field.name] for field in fields(Setup)})
     EngineOptions(
         threads=setup.threads,

@@ -1,4 +1,4 @@
-"""`cellama tune`: which setup of a model is the fastest on this machine. `python -m cellama.engine.tuning` runs it.
+"""Measure which setup of a model is the fastest on this machine: `python -m cellama.engine.tuning`, for `cellama tune`.
 
 May use: all of the engine.
 """

@@ -2,7 +2,7 @@
 
 It reads one JSON object from stdin: `source`, `options` (as EngineOptions), `capabilities`, `hub`, `seconds`,
 `max_threads`, `max_slots`. It writes a JSON object per line: `{"row": …}` as each setup is measured, then
-`{"result": …}` or `{"error": …, "code": …}`. The result is kept when it is written.
+`{"result": …}` or `{"error": …, "code": …}`. It keeps the result before it writes it.
 """
 
 from __future__ import annotations
@@ -14,44 +14,34 @@ from typing import Any
 
 from cellama.engine.errors import EngineError
 from cellama.engine.llama import machine
+from cellama.engine.models import tuned_options
 from cellama.engine.models.sources import HubOptions
 from cellama.engine.options import EngineOptions
 
-from .measure import keep, tune
+from .measure import tune
 
 
 def main() -> int:
-    """The exit code: 0, 1 for what went wrong, 130 when it was interrupted."""
+    """Return the exit code: 0, 1 after an error, 130 after an interrupt."""
+    asked = json.load(sys.stdin)
     try:
-        _run(json.load(sys.stdin))
+        options, hub = EngineOptions(**asked.pop("options")), HubOptions(**asked.pop("hub"))
+        result = tune(options=options, hub=hub, on_row=lambda row: _write({"row": asdict(row)}), **asked)
     except EngineError as error:
-        _say({"error": str(error), "code": error.code})
+        _write({"error": str(error), "code": error.code})
         return 1
     except KeyboardInterrupt:
         return 130
+    kept, problem = None, None
+    try:
+        kept = str(tuned_options.keep(result.fingerprint, tuned_options.conditions(options), result.chosen.setup))
+    except OSError as error:
+        problem = str(error)
+    _write({"result": asdict(result) | {"machine": machine(), "kept": kept, "problem": problem}})
     return 0
 
 
-def _run(asked: dict[str, Any]) -> None:
-    options = EngineOptions(**asked["options"])
-    result = tune(
-        asked["source"],
-        options=options,
-        capabilities=asked["capabilities"],
-        hub=HubOptions(**asked["hub"]),
-        seconds=asked["seconds"],
-        max_threads=asked["max_threads"],
-        max_slots=asked["max_slots"],
-        on_row=lambda row: _say({"row": asdict(row)}),
-    )
-    try:
-        kept, problem = str(keep(result, options)), None
-    except OSError as error:
-        kept, problem = None, str(error)
-    _say({"result": asdict(result) | {"machine": machine(), "kept": kept, "problem": problem}})
-
-
-def _say(value: dict[str, Any]) -> None:
+def _write(value: dict[str, Any]) -> None:
     print(json.dumps(value), flush=True)
 
 

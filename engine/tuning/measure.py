@@ -1,33 +1,50 @@
-"""What a model does on this machine with one setup after the other: one load of the weights, a context for each."""
+"""Measure setups of a model: its weights are loaded once, and each setup gets a context and the same requests."""
 
 from __future__ import annotations
 
 import logging
 import os
+import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 from cellama.engine.capabilities import Capability
-from cellama.engine.errors import InsufficientMemory, InvalidRequest, ModelLoadFailed
+from cellama.engine.core.embedder import Embedder
+from cellama.engine.core.engine import Engine
+from cellama.engine.errors import EngineError, InsufficientMemory, InvalidRequest, ModelLoadFailed
 from cellama.engine.memory.budget import Budget, readable
-from cellama.engine.models import tuned_options
 from cellama.engine.models.sources import HubOptions, resolve
-from cellama.engine.models.tuned_options import Measured, Setup
-from cellama.engine.options import DEFAULT_SLOTS, EngineOptions
+from cellama.engine.models.tuned_options import Measurement, Setup
+from cellama.engine.options import DEFAULT_SLOTS, DEFAULT_UBATCH, EngineOptions
+from cellama.engine.request import Request
+from cellama.engine.sampling_params import SamplingParams
 from cellama.engine.system.processors import available_cores
 
-from .bed import CONTEXT, Bed
-from .search import MAX_SLOTS, Bounds, Search
-from .workload import Work
+from .sweep import MAX_SLOTS, Sweep, SweepLimits
+from .workload import RequestLengths, num_requests, requests
 
 if TYPE_CHECKING:
-    from cellama.engine.llama import LoadPlan
+    from cellama.engine.llama import LlamaModel, LoadPlan
 
 log = logging.getLogger(__name__)
-Measure = Callable[[Setup], Measured | None]
+
+USUAL, SHORTEST = RequestLengths(), RequestLengths(16, 8)  # the latter for models that are too slow for more
+FIRST_SHARE = 0.1  # of all seconds, for the first measurement: about ten more have to follow
+ROUNDS_S = 1.0  # of a measurement; shorter ones are repeated, because a second evens out the noise of a machine …
+ROUNDS_SHARE = 0.03  # … as long as they take less than this of all seconds, too
+NUM_TEXTS, TEXT_TOKENS = 32, 128  # of a measurement of an embedding model: paragraphs
+BULK_PRIORITY = 9
+
+
+class MeasuredRound(NamedTuple):
+    """All requests, once."""
+
+    seconds: float
+    num_tokens: int  # of prompts, computed or taken from a cache, and generated
+    ttft_ms: float | None = None  # until the first token
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,70 +54,71 @@ class Tuning:
     fingerprint: str
     description: str
     generates: bool
-    work: Work
-    rows: tuple[Measured, ...]
-    chosen: Measured
-    num_skipped: int  # setups that there was no time for
+    work: RequestLengths
+    rows: tuple[Measurement, ...]
+    chosen: Measurement
+    num_skipped: int  # setups for which there was no time
     took_s: float
-    load: float  # what other programs used of the cores before, 0 to 1 and above; 0 where the system does not tell
+    load: float  # the part of the cores that was busy before; above 1 if programs waited; 0 where it is unknown
 
 
 def tune(
     source: str,
     *,
-    options: EngineOptions | None = None,
+    options: EngineOptions,
+    hub: HubOptions,
     capabilities: Iterable[Capability] | None = None,
-    hub: HubOptions | None = None,
     seconds: float = 150.0,
     max_threads: int | None = None,
     max_slots: int = MAX_SLOTS,
-    on_row: Callable[[Measured], None] = lambda row: None,
+    on_row: Callable[[Measurement], None] = lambda row: None,
 ) -> Tuning:
-    """Measures a model for about `seconds`, not counted what is fetched from the hub. Nothing is kept: see `keep`.
+    """Measure a model for about `seconds`, which do not include the download from the hub.
 
-    Of `options` all but n_parallel, n_ubatch, threads, kv_layout and the context holds for every measurement.
+    All `options` except n_parallel, n_ubatch, threads, kv_layout and the context hold for every measurement.
     Raises ModelLoadFailed, InsufficientMemory, WrongCapability, InvalidRequest.
     """
     from cellama.engine.llama import LlamaModel
 
     if seconds <= 0 or max_slots < 1 or (max_threads is not None and max_threads < 1):
         raise InvalidRequest("seconds, slots and threads must be above 0")
-    options = _without_choices(options or EngineOptions())
-    path = resolve(source, hub or HubOptions())
+    options = replace(options, n_parallel=None, n_ubatch=None, threads=None, kv_layout="auto")
+    options = replace(options, n_ctx=None, ctx_per_slot=USUAL.max_tokens, cache_dir=None)
+    path = resolve(source, hub)
     load, started = _load(), time.monotonic()
     wanted = None if capabilities is None else frozenset(capabilities)
     plan, slots = _plan(path, options, wanted, min(max_slots, MAX_SLOTS, options.n_batch))
     threads = min(max_threads or available_cores(), available_cores())
     weights = LlamaModel(path, n_gpu_layers=options.n_gpu_layers)
     try:
-        bed = Bed(weights, options, plan, started, seconds)
-        bounds = Bounds(threads, slots, options.n_batch, plan.uses.generates)
-        search = Search(_telling(bed.measure, on_row), bounds, started + seconds)
+        rig = TuningRig(weights, options, plan, started, seconds)
+
+        def measure(setup: Setup) -> Measurement | None:
+            row = rig.measure(setup)
+            if row is not None:
+                on_row(row)
+            return row
+
+        limits = SweepLimits(threads, slots, options.n_batch, plan.uses.generates)
+        sweep = Sweep(measure, limits, started + seconds)
         if plan.uses.generates:
-            bed.size_work(threads, min(DEFAULT_SLOTS, slots))
-        chosen = search.run()
+            rig.fit_lengths(threads, min(DEFAULT_SLOTS, slots))
+        chosen = sweep.run()
     finally:
         weights.close()
     if chosen is None:
         raise ModelLoadFailed(f"{source!r}: nothing could be measured within {seconds:g} s; allow more")
-    about = (weights.info.fingerprint, weights.info.description, plan.uses.generates, bed.work)
-    return Tuning(*about, tuple(search.rows), chosen, search.num_skipped, time.monotonic() - started, load)
-
-
-def _telling(measure: Measure, on_row: Callable[[Measured], None]) -> Measure:
-    def measured(setup: Setup) -> Measured | None:
-        row = measure(setup)
-        if row is not None:
-            on_row(row)
-        return row
-
-    return measured
-
-
-def keep(result: Tuning, options: EngineOptions | None = None) -> Path:
-    """Loads of this model on this machine read the result from now on. Raises OSError."""
-    given = tuned_options.conditions(options or EngineOptions())
-    return tuned_options.keep(result.fingerprint, given, result.chosen, result.rows)
+    return Tuning(
+        fingerprint=weights.info.fingerprint,
+        description=weights.info.description,
+        generates=plan.uses.generates,
+        work=rig.lengths,
+        rows=tuple(sweep.rows),
+        chosen=chosen,
+        num_skipped=len(sweep.skipped),
+        took_s=time.monotonic() - started,
+        load=load,
+    )
 
 
 def _load() -> float:
@@ -110,13 +128,8 @@ def _load() -> float:
         return 0.0
 
 
-def _without_choices(options: EngineOptions) -> EngineOptions:
-    left: dict[str, Any] = {"n_parallel": None, "n_ubatch": None, "threads": None, "kv_layout": "auto"}
-    return replace(options, **left, n_ctx=None, ctx_per_slot=CONTEXT, cache_dir=None)
-
-
 def _plan(path: Path, options: EngineOptions, wanted: frozenset[Capability] | None, slots: int) -> tuple[LoadPlan, int]:
-    """What the file is used for, and the most slots that fit into memory. Raises InsufficientMemory."""
+    """Return what the file is used for, and the most slots that fit into memory. Raises InsufficientMemory."""
     from cellama.engine.llama import devices, plan_load
 
     room = Budget("auto", devices).room()
@@ -129,7 +142,131 @@ def _plan(path: Path, options: EngineOptions, wanted: frozenset[Capability] | No
             needed, available = shortage.required_bytes, shortage.available_bytes
             raise InsufficientMemory(
                 f"{str(path)!r} does not fit: it needs {readable(needed)} of {shortage.device}, available are "
-                f"{readable(available)}; unload other models, or end other programs",
+                f"{readable(available)}; unload other models, or stop other programs",
                 *(shortage.device, needed, available),
             )
         slots //= 2
+
+
+class TuningRig:
+    """The weights, and one context at a time on them."""
+
+    def __init__(
+        self, weights: LlamaModel, options: EngineOptions, plan: LoadPlan, started: float, seconds: float
+    ) -> None:
+        self.lengths = USUAL
+        self._weights = weights
+        self._options = options
+        self._uses = plan.uses
+        self._seconds = seconds  # for everything
+        self._deadline = started + seconds  # time.monotonic
+        self._num_rounds = 0
+
+    def measure(self, setup: Setup) -> Measurement | None:
+        """Return the best of a few rounds; None if the setup does not work, or not in time.
+
+        The best counts because other programs only ever make a round slower.
+        """
+        started = time.monotonic()
+        try:
+            rounds = self._generate(setup, self.lengths) if self._uses.generates else self._embed(setup)
+        except EngineError as error:
+            log.warning("tune: can't measure %s: %s", setup, error)
+            return None
+        if not rounds:
+            return None
+        best = max(rounds, key=lambda each: each.num_tokens / each.seconds)
+        return Measurement(setup, best.num_tokens / best.seconds, best.ttft_ms, time.monotonic() - started)
+
+    def fit_lengths(self, threads: int, slots: int) -> None:
+        """Shorten all requests if the first measurement would take too long, judged by one short request."""
+        probe = self._generate(Setup(threads, 1, "unified", DEFAULT_UBATCH), SHORTEST, count=1)
+        if not probe:
+            return
+        prompt_s = (probe[-1].ttft_ms or 0.0) / 1000
+        new_s = max(0.0, probe[-1].seconds - prompt_s)
+        prompts_s = prompt_s * USUAL.prompt_tokens / SHORTEST.prompt_tokens
+        # Slots that generate together need a fraction of what they need one by one; a half is careful.
+        news_s = new_s * USUAL.new_tokens / SHORTEST.new_tokens / min(2, slots)
+        expected_s = num_requests(slots) * (prompts_s + news_s)
+        share = min(1.0, FIRST_SHARE * self._seconds / max(expected_s, 1e-9))
+        self.lengths = RequestLengths(
+            prompt_tokens=max(SHORTEST.prompt_tokens, int(share * USUAL.prompt_tokens)),
+            new_tokens=max(SHORTEST.new_tokens, int(share * USUAL.new_tokens)),
+        )
+
+    def _generate(self, setup: Setup, lengths: RequestLengths, count: int | None = None) -> list[MeasuredRound]:
+        from cellama.engine.llama import LlamaBackend
+
+        options = replace(
+            self._options,
+            threads=setup.threads,
+            n_parallel=setup.n_parallel,
+            kv_layout=setup.kv_layout or "auto",
+            n_ubatch=setup.n_ubatch,
+        )
+        count = count or num_requests(options.num_slots)
+        engine = Engine(LlamaBackend(self._weights, options), options, name="tune")
+        try:
+            self._round(engine, SHORTEST, 1, options.num_slots)  # what only the first request costs
+            return self._repeated(lambda: self._round(engine, lengths, count, options.num_slots))
+        finally:
+            engine.close()
+
+    def _round(self, engine: Engine, lengths: RequestLengths, count: int, slots: int) -> MeasuredRound | None:
+        """Run the requests; None if the deadline came first. `ttft_ms` is the median of those with a slot at once."""
+        self._num_rounds += 1
+        timeout_s = max(0.1, self._deadline - time.monotonic())
+        asked = [
+            Request(
+                str(index),
+                prompt,
+                SamplingParams(temperature=0),
+                priority=BULK_PRIORITY,
+                stream=False,
+                max_tokens=num_new,
+                ignore_eos=True,
+                timeout_s=timeout_s,
+            )
+            for index, (prompt, num_new) in enumerate(
+                requests(lengths, count, self._weights.info.n_vocab, self._num_rounds)
+            )
+        ]
+        started = time.monotonic()
+        done = [handle.result() for handle in [engine.submit(request) for request in asked]]
+        seconds = time.monotonic() - started
+        if any(completion.finish_reason != "length" for completion in done):
+            return None
+        num_tokens = sum(len(request.prompt) + (request.max_tokens or 0) for request in asked)
+        first = sorted(completion.timings.ttft_ms or 0.0 for completion in done)[:slots]
+        return MeasuredRound(seconds, num_tokens, statistics.median(first))
+
+    def _embed(self, setup: Setup) -> list[MeasuredRound]:
+        from cellama.engine.llama import LlamaEmbeddingBackend
+
+        options = replace(self._options, threads=setup.threads)
+        pooling = "rank" if self._uses.ranks else self._uses.pooling
+        embedder = Embedder(LlamaEmbeddingBackend(self._weights, options, pooling), name="tune")
+        lengths = RequestLengths(min(TEXT_TOKENS, embedder.max_tokens), 1)
+        texts = [prompt for prompt, _ in requests(lengths, 2 * NUM_TEXTS, self._weights.info.n_vocab)[::2]]
+
+        def run(texts: list[tuple[int, ...]]) -> MeasuredRound:
+            started = time.monotonic()
+            embedder.submit(texts, normalize=False).future.result()
+            return MeasuredRound(time.monotonic() - started, sum(map(len, texts)))
+
+        try:
+            run(texts[:4])
+            return self._repeated(lambda: run(texts))
+        finally:
+            embedder.close()
+
+    def _repeated(self, run: Callable[[], MeasuredRound | None]) -> list[MeasuredRound]:
+        """Return one round, and more of them as long as all together are short."""
+        rounds: list[MeasuredRound] = []
+        enough_s = min(ROUNDS_S, ROUNDS_SHARE * self._seconds)
+        while (round_ := run()) is not None:
+            rounds.append(round_)
+            if sum(each.seconds for each in rounds) >= enough_s or time.monotonic() >= self._deadline:
+                break
+        return rounds

@@ -1,11 +1,13 @@
-"""Tuning: the search over setups, and the results that are kept. Nothing here loads a model."""
+"""Tuning: the sweep over setups, and the results that are kept. Nothing here loads a model."""
 
 from __future__ import annotations
 
 import json
 import logging
+import random
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -14,14 +16,14 @@ from cellama.engine import EngineOptions
 from cellama.engine.bundled import TINY_PATH
 from cellama.engine.llama import fingerprint
 from cellama.engine.models import tuned_options as tuned
-from cellama.engine.models.tuned_options import Measured, Setup
-from cellama.engine.tuning.search import Bounds, Search, choose, thread_counts
+from cellama.engine.models.tuned_options import Measurement, Setup
+from cellama.engine.tuning.sweep import Sweep, SweepLimits, choose, thread_counts
 
 CONDITIONS = {"cpu": "a CPU", "cores": 4, "gpus": [], "llama_cpp": "1"}
 SETUP = Setup(threads=2, n_parallel=16, kv_layout="partitioned", n_ubatch=256)
 
 
-class Bench:
+class SimulatedMachine:
     """Measures setups by a formula; every measurement takes `seconds` of its own clock."""
 
     def __init__(self, rate: Callable[[Setup], float], seconds: float = 1.0) -> None:
@@ -29,55 +31,75 @@ class Bench:
         self._rate = rate
         self._seconds = seconds
 
-    def measure(self, setup: Setup) -> Measured | None:
+    def measure(self, setup: Setup) -> Measurement | None:
         self.now += self._seconds
         rate = self._rate(setup)
-        return Measured(setup, rate, 1.0, self._seconds) if rate else None
+        return Measurement(setup, rate, 1.0, self._seconds) if rate else None
 
-    def search(self, deadline: float = 1000.0, **bounds: int) -> Search:
-        return Search(self.measure, Bounds(**{"threads": 8, **bounds}), deadline, lambda: self.now)
-
-
-def hills(setup: Setup) -> float:
-    """Best with 4 threads, 32 slots, unified, 256 tokens per pass."""
-    slots = setup.n_parallel or 1
-    layout = 1.1 if setup.kv_layout == "unified" else 1.0
-    passes = 1.2 if setup.n_ubatch == 256 else 1.0
-    return 100 * layout * passes / (1 + abs(setup.threads - 4) / 4) / (1 + abs(slots - 32) / 32)
+    def sweep(self, deadline: float = 1000.0, **limits: int) -> Sweep:
+        return Sweep(self.measure, SweepLimits(**{"threads": 8, **limits}), deadline, lambda: self.now)
 
 
-def test_search_finds_the_best_of_every_choice() -> None:
-    chosen = Bench(hills).search().run()
+def hills(setup: Setup, threads: float = 4, slots: float = 32, unified: float = 1.1, ubatch: float = 256) -> float:
+    """The tokens per second of a machine that is best with these values."""
+    rate = 100 / (1 + abs(setup.threads - threads) / 4) / (1 + abs((setup.n_parallel or 1) - slots) / 32)
+    return rate * (unified if setup.kv_layout == "unified" else 1.0) / (1 + abs((setup.n_ubatch or 0) - ubatch) / 1000)
+
+
+def test_sweep_finds_the_best_of_every_option() -> None:
+    chosen = SimulatedMachine(hills).sweep().run()
     assert chosen is not None
     assert chosen.setup == Setup(threads=4, n_parallel=32, kv_layout="unified", n_ubatch=256)
 
 
-def test_search_goes_down_when_more_slots_gain_nothing() -> None:
-    chosen = Bench(lambda setup: 100.0 if (setup.n_parallel or 0) >= 2 else 50.0).search().run()
+@pytest.mark.parametrize("seed", range(20))
+def test_choice_is_within_3_percent_of_the_best_setup_on_noisy_machines(seed: int) -> None:
+    chance = random.Random(seed)
+    best = {
+        "threads": chance.uniform(1, 8),
+        "slots": 2 ** chance.uniform(0, 6),
+        "unified": chance.uniform(0.8, 1.2),
+        "ubatch": 2 ** chance.uniform(6, 10),
+    }
+    noisy = SimulatedMachine(lambda setup: hills(setup, **best) * chance.uniform(0.995, 1.005))
+    sweep = noisy.sweep()
+    chosen = sweep.run()
     assert chosen is not None
-    assert chosen.setup.n_parallel == 2
-    assert chosen.setup.threads == 1
+    every = (Setup(*values) for values in product(*sweep.limits.values.values()))
+    possible = (setup for setup in every if (setup.n_parallel or 0) <= (setup.n_ubatch or 0))
+    assert hills(chosen.setup, **best) >= 0.97 * max(hills(setup, **best) for setup in possible if _is_sound(setup))
+    assert len(sweep.rows) < 40
 
 
-def test_search_stays_within_its_bounds() -> None:
-    search = Bench(lambda setup: setup.threads * (setup.n_parallel or 1) * 1.0).search(threads=3, slots=12)
-    chosen = search.run()
+def _is_sound(setup: Setup) -> bool:
+    return setup.n_parallel != 1 or setup.kv_layout == "unified"
+
+
+def test_sweep_tries_fewer_slots_when_more_gain_nothing() -> None:
+    chosen = SimulatedMachine(lambda setup: 100.0 if (setup.n_parallel or 0) >= 2 else 50.0).sweep().run()
+    assert chosen is not None
+    assert (chosen.setup.n_parallel, chosen.setup.threads) == (2, 1)
+
+
+def test_sweep_stays_within_its_limits() -> None:
+    sweep = SimulatedMachine(lambda setup: setup.threads * (setup.n_parallel or 1) * 1.0).sweep(threads=3, slots=12)
+    chosen = sweep.run()
     assert chosen is not None
     assert (chosen.setup.threads, chosen.setup.n_parallel) == (3, 8)
-    assert max(row.setup.n_parallel or 0 for row in search.rows) <= 12
+    assert max(row.setup.n_parallel or 0 for row in sweep.rows) <= 12
 
 
-def test_search_begins_nothing_that_would_not_end_in_time() -> None:
-    bench = Bench(hills, seconds=10.0)
-    search = bench.search(deadline=45.0)
-    chosen = search.run()
-    assert bench.now <= 45.0
-    assert len(search.rows) >= 3
-    assert search.num_skipped > 0
-    assert chosen == choose(search.rows)
+def test_sweep_starts_nothing_that_would_not_end_in_time() -> None:
+    machine = SimulatedMachine(hills, seconds=10.0)
+    sweep = machine.sweep(deadline=45.0)
+    chosen = sweep.run()
+    assert machine.now <= 45.0
+    assert len(sweep.rows) >= 3
+    assert sweep.skipped
+    assert chosen == choose(sweep.rows)
 
 
-def test_search_measures_twice_what_was_disturbed() -> None:
+def test_sweep_repeats_a_measurement_that_was_disturbed() -> None:
     disturbed = {Setup(threads=8, n_parallel=16, kv_layout="partitioned", n_ubatch=512)}
 
     def rate(setup: Setup) -> float:
@@ -85,48 +107,40 @@ def test_search_measures_twice_what_was_disturbed() -> None:
         disturbed.discard(setup)
         return (1.0 if slow else 10.0) * (setup.n_parallel or 1) * setup.threads
 
-    search = Bench(rate).search(slots=16)
-    chosen = search.run()
+    sweep = SimulatedMachine(rate).sweep(slots=16)
+    chosen = sweep.run()
     assert chosen is not None
     assert (chosen.setup.n_parallel, chosen.setup.kv_layout) == (16, "partitioned")
-    assert len({row.setup for row in search.rows}) == len(search.rows)
+    assert len({row.setup for row in sweep.rows}) == len(sweep.rows)
 
 
-def test_search_does_not_doubt_that_fewer_threads_are_slower() -> None:
-    bench = Bench(lambda setup: 100.0 * setup.threads)
-    search = bench.search(threads=2, slots=8)
-    search.run()
-    assert bench.now == len(search.rows)  # each took a second, once
-
-
-def test_search_passes_over_what_can_not_be_measured() -> None:
+def test_sweep_passes_over_what_can_not_be_measured() -> None:
     """As with slots whose cells don't fit into memory."""
-    chosen = Bench(lambda setup: 0.0 if (setup.n_parallel or 0) > 8 else hills(setup)).search().run()
+    chosen = SimulatedMachine(lambda setup: 0.0 if (setup.n_parallel or 0) > 8 else hills(setup)).sweep().run()
     assert chosen is not None
     assert chosen.setup.n_parallel == 8
-    assert Bench(lambda setup: 0.0).search().run() is None
+    assert SimulatedMachine(lambda setup: 0.0).sweep().run() is None
 
 
-def test_search_of_an_embedding_model_tries_only_threads() -> None:
-    bench = Bench(lambda setup: 100.0 / setup.threads)
-    search = Search(bench.measure, Bounds(threads=4, generates=False), 1000.0, lambda: bench.now)
-    chosen = search.run()
+def test_sweep_of_an_embedding_model_tries_only_threads() -> None:
+    sweep = SimulatedMachine(lambda setup: 100.0 / setup.threads).sweep(threads=4, generates=False)
+    chosen = sweep.run()
     assert chosen is not None
     assert chosen.setup == Setup(threads=1)
-    assert {row.setup for row in search.rows} == {Setup(threads=count) for count in (4, 3, 2, 1)}
+    assert {row.setup for row in sweep.rows} == {Setup(threads=count) for count in (4, 3, 2, 1)}
 
 
 def test_choice_prefers_fewer_slots_then_fewer_threads_within_two_percent() -> None:
     rates = {(16, 4): 100.0, (8, 4): 98.5, (8, 2): 98.1, (4, 1): 97.9}
-    rows = [Measured(replace(SETUP, n_parallel=s, threads=t), rate, 1.0, 1.0) for (s, t), rate in rates.items()]
+    rows = [Measurement(replace(SETUP, n_parallel=s, threads=t), rate, 1.0, 1.0) for (s, t), rate in rates.items()]
     chosen = choose(rows)
     assert chosen is not None
     assert (chosen.setup.n_parallel, chosen.setup.threads) == (8, 2)
     assert choose([]) is None
 
 
-def test_thread_counts_go_from_all_to_one() -> None:
-    assert [thread_counts(most) for most in (1, 2, 6, 16)] == [[1], [2, 1], [6, 4, 3, 1], [16, 12, 8, 6, 4, 3, 2, 1]]
+def test_thread_counts_are_halves_of_all_and_the_middles_between_them() -> None:
+    assert [thread_counts(most) for most in (1, 2, 6, 16)] == [[1], [1, 2], [1, 3, 4, 6], [1, 2, 3, 4, 6, 8, 12, 16]]
 
 
 @pytest.fixture
@@ -137,8 +151,7 @@ def kept_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def keep(setup: Setup, name: str = "abc", **changed: object) -> Path:
-    row = Measured(setup, 100.0, 1.0, 1.0)
-    return tuned.keep(name, {**CONDITIONS, **changed}, row, [row])
+    return tuned.keep(name, {**CONDITIONS, **changed}, setup)
 
 
 def test_kept_result_is_recalled_for_its_model_and_machine_only(kept_in: Path) -> None:
@@ -187,8 +200,7 @@ def test_damaged_result_is_ignored_with_a_line_in_the_log(
 
 
 def keep_for_tiny(options: EngineOptions) -> None:
-    row = Measured(SETUP, 100.0, 1.0, 1.0)
-    tuned.keep(fingerprint(TINY_PATH), tuned.conditions(options), row, [row])
+    tuned.keep(fingerprint(TINY_PATH), tuned.conditions(options), SETUP)
 
 
 def test_options_left_open_are_the_tuned_ones(kept_in: Path) -> None:

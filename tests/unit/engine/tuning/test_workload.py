@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from statistics import mean
 
-from cellama.engine.tuning.workload import LEAST_REQUESTS, NUM_FAMILIES, Work, num_requests, random_texts, requests
+from cellama.engine.tuning.workload import MIN_REQUESTS, NUM_HEADS, RequestLengths, num_requests, requests
 
-WORK = Work(64, 32)
+LENGTHS = RequestLengths(64, 32)
 
 
 def test_half_of_the_requests_have_one_length_and_the_others_are_about_as_long_and_mixed() -> None:
-    asked = requests(WORK, 400, 30_000)
+    asked = requests(LENGTHS, 400, 30_000)
     uniform, mixed = asked[::2], asked[1::2]
     assert {(len(prompt), new) for prompt, new in uniform} == {(64, 32)}
     prompts, new = [len(prompt) for prompt, _ in mixed], [new for _, new in mixed]
@@ -19,27 +19,26 @@ def test_half_of_the_requests_have_one_length_and_the_others_are_about_as_long_a
     assert 0.7 * 32 < mean(new) < 1.3 * 32
     assert len(set(prompts)) > 20
     assert min(new) < 16
-    assert max(len(prompt) + new for prompt, new in asked) <= WORK.most_tokens
+    assert max(len(prompt) + new for prompt, new in asked) <= LENGTHS.max_tokens
 
 
 def test_a_third_of_the_mixed_requests_shares_a_few_heads() -> None:
-    heads = Counter(prompt[:64] for prompt, _ in requests(WORK, 180, 30_000) if len(prompt) >= 64)
+    heads = Counter(prompt[:64] for prompt, _ in requests(LENGTHS, 180, 30_000) if len(prompt) >= 64)
     shared = {head: count for head, count in heads.items() if count > 1}
-    assert list(shared.values()) == [10] * NUM_FAMILIES
+    assert list(shared.values()) == [10] * NUM_HEADS
 
 
 def test_work_is_the_same_each_time_and_rounds_share_nothing() -> None:
-    assert requests(WORK, 20, 1000) == requests(WORK, 20, 1000)
-    one, other = ({prompt[:8] for prompt, _ in requests(WORK, 20, 1000, round_)} for round_ in (1, 2))
+    assert requests(LENGTHS, 20, 1000) == requests(LENGTHS, 20, 1000)
+    one, other = ({prompt[:8] for prompt, _ in requests(LENGTHS, 20, 1000, round_)} for round_ in (1, 2))
     assert not one & other
 
 
 def test_every_slot_is_filled_a_second_time() -> None:
-    assert [num_requests(slots) for slots in (1, 16, 64)] == [LEAST_REQUESTS, 32, 128]
+    assert [num_requests(slots) for slots in (1, 16, 64)] == [MIN_REQUESTS, 32, 128]
 
 
 def test_the_smallest_work_has_a_token_at_least_and_a_small_vocabulary_is_enough() -> None:
-    asked = requests(Work(1, 1), 60, 8)
+    asked = requests(RequestLengths(1, 1), 60, 8)
     assert min(min(len(prompt), new) for prompt, new in asked) == 1
     assert all(4 <= token < 8 for prompt, _ in asked for token in prompt)
-    assert [len(text) for text in random_texts(3, 5, 8)] == [5, 5, 5]

@@ -1,0 +1,148 @@
+"""Which setup of a model is the fastest: what is measured, in which order, and what is chosen.
+
+Pure: measuring and the clock are passed in, so tests need no model.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from cellama.engine.models.tuned_options import Measurement, Setup
+from cellama.engine.options import DEFAULT_SLOTS, DEFAULT_UBATCH
+
+TIE = 0.98  # of the best rate: about what two measurements of one setup differ by
+FALLING = 0.9  # of the best rate: a loss that is no noise, so that still smaller values need no measurement
+DISTURBED = 0.6  # of the best rate: neighbouring values rarely differ as much, but another program may have interfered
+MAX_SLOTS = 64  # more slots than that gained nothing on any machine so far
+UBATCHES = (64, 128, 256, 512, 1024)  # tokens
+
+
+@dataclass(frozen=True, slots=True)
+class SweepLimits:
+    """The largest values to try."""
+
+    threads: int
+    slots: int = MAX_SLOTS
+    step_tokens: int = DEFAULT_UBATCH  # n_batch: a larger n_ubatch makes no difference
+    generates: bool = True  # False: an embedding model, for which only the threads matter
+
+    @property
+    def values(self) -> dict[str, Sequence[Any]]:
+        """The values of each option in ascending order, and the options in the order in which they are tried."""
+        threads: dict[str, Sequence[Any]] = {"threads": thread_counts(self.threads)}
+        if not self.generates:
+            return threads
+        slots = [1 << power for power in range(self.slots.bit_length())]
+        ubatches = sorted({self.start_ubatch, *(size for size in UBATCHES if size <= self.step_tokens)})
+        return threads | {"n_parallel": slots, "kv_layout": ("partitioned", "unified"), "n_ubatch": ubatches}
+
+    @property
+    def start(self) -> Setup:
+        if not self.generates:
+            return Setup(self.threads)
+        slots = min(DEFAULT_SLOTS, 1 << (self.slots.bit_length() - 1))
+        return Setup(self.threads, slots, "partitioned" if slots > 1 else "unified", self.start_ubatch)
+
+    @property
+    def start_ubatch(self) -> int:
+        return min(DEFAULT_UBATCH, self.step_tokens)
+
+
+def thread_counts(most: int) -> list[int]:
+    """Return the numbers of threads to try: all, halves of that, and what lies in the middle of two of them."""
+    counts, count = {most, 1}, most
+    while count > 1:
+        counts |= {count, (count + count // 2) // 2} if count >= 4 else {count}
+        count //= 2
+    return sorted(counts)
+
+
+def choose(rows: Iterable[Measurement]) -> Measurement | None:
+    """Return the fastest; of those within 2 % of it the one with fewer slots, then fewer threads, then defaults."""
+    rows = list(rows)
+    best = max((row.tokens_per_s for row in rows), default=0.0)
+
+    def cost(row: Measurement) -> tuple[int, int, bool, int]:
+        setup = row.setup
+        distance = abs(DEFAULT_UBATCH - (setup.n_ubatch or DEFAULT_UBATCH))
+        return setup.n_parallel or 0, setup.threads, setup.kv_layout == "unified", distance
+
+    return min((row for row in rows if row.tokens_per_s >= TIE * best), key=cost, default=None)
+
+
+@dataclass(slots=True)
+class Sweep:
+    """Varies one option of the best setup after the other, until no option gains any more.
+
+    `measure` returns None for a setup that does not fit or took too long. No measurement starts that would not end
+    before the deadline, judged by the earlier ones. `rows` has the results in order, each setup once.
+    """
+
+    measure: Callable[[Setup], Measurement | None]
+    limits: SweepLimits
+    deadline: float  # of `clock`
+    clock: Callable[[], float] = time.monotonic
+    rows: list[Measurement] = field(default_factory=list)
+    skipped: set[Setup] = field(default_factory=set)  # for which there was no time
+
+    def run(self) -> Measurement | None:
+        """Return the chosen one; None if nothing could be measured."""
+        self._rate(self.limits.start)
+        before = None
+        while (best := choose(self.rows)) is not None and best != before:
+            before = best
+            for name, values in self.limits.values.items():
+                self._vary((choose(self.rows) or best).setup, name, values)
+        return best
+
+    def _vary(self, setup: Setup, name: str, values: Sequence[Any]) -> None:
+        """Measure larger values as long as each gains; if none does, smaller ones until one loses 10 %."""
+        start = best = self._rate(setup)
+        place = values.index(getattr(setup, name))
+        for value in values[place + 1 :]:
+            if (rate := self._rate(_changed(setup, name, value), best)) * TIE <= best:
+                break
+            best = rate
+        if best > start:
+            return
+        for value in reversed(values[:place]):
+            if (rate := self._rate(_changed(setup, name, value), best)) < FALLING * best:
+                return
+            best = max(best, rate)
+
+    def _rate(self, setup: Setup, best: float = 0.0) -> float:
+        """Return its tokens per second; 0 if it can't be measured. Far below `best` it is measured a second time."""
+        known = next((row for row in self.rows if row.setup == setup), None)
+        if known is not None:
+            return known.tokens_per_s
+        if setup.n_parallel is not None and setup.n_parallel > (setup.n_ubatch or 0):
+            return 0.0
+        found: list[Measurement] = []
+        while self._has_time(setup):
+            row = self.measure(setup)
+            if row is None:
+                break
+            found.append(row)
+            if row.tokens_per_s >= DISTURBED * best or len(found) == 2:
+                break
+        if not found:
+            return 0.0
+        self.rows.append(max(found, key=lambda row: row.tokens_per_s))
+        return self.rows[-1].tokens_per_s
+
+    def _has_time(self, setup: Setup) -> bool:
+        """Whether it would end in time if it takes as long as others at best, and longer with more slots."""
+        slots = setup.n_parallel or 1
+        expected = [row.took_s * max(1.0, slots / (row.setup.n_parallel or 1)) for row in self.rows]
+        if self.clock() + min(expected, default=0.0) <= self.deadline:
+            return True
+        self.skipped.add(setup)
+        return False
+
+
+def _changed(setup: Setup, name: str, value: Any) -> Setup:
+    changed = replace(setup, **{name: value})
+    return replace(changed, kv_layout="unified") if changed.n_parallel == 1 else changed  # one slot has no layouts
