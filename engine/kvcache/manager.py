@@ -8,7 +8,7 @@ Only the engine thread uses it, except for `probe`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,18 +19,21 @@ from .cells import Cells
 from .checkpoints import Checkpoints
 from .prefix import PrefixIndex, Tokens, common_length
 from .ram_tier import RamTier, SavedState, Source, StateNote
-from .sources import Sources
 
 log = logging.getLogger(__name__)
 
 WORTH_SAVING_TOKENS = 64  # computing fewer again is faster than copying them to RAM and back
+# What moving a state costs, in tokens of prefill that could be computed meanwhile (ADR 003): a constant part, and one
+# token for each so many that are moved. By model and length that is between 20 and 80.
+MOVE_COST_TOKENS = 16
+MOVED_PER_TOKEN = 32
 
 SlotContents = tuple[Sequence[int], Hashable]  # the tokens that are computed in a slot, and their scope
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a sequence goes, and the first tokens that it takes over from `source`."""
+    """Where a sequence goes, and how many first tokens it takes over from `source`."""
 
     slot: int
     source: Source | None
@@ -38,7 +41,7 @@ class Placement:
 
     @property
     def tier(self) -> CacheTier:
-        """Where its prefix is, if it has one."""
+        """The tier of its prefix, if it has one."""
         return self.source.tier if isinstance(self.source, SavedState) else "device"
 
 
@@ -70,7 +73,7 @@ class KvCache:
     ) -> None:
         """`ram_bytes` is the quota of saved states and checkpoints; 0 saves nothing.
 
-        `demanded_prefix` says with how many of these tokens a waiting sequence begins.
+        `demanded_prefix` returns with how many of these tokens a waiting sequence begins.
         """
         self.memory = memory
         self.cells = Cells(memory.n_slots, memory.n_cells, shared=memory.unified)
@@ -79,17 +82,99 @@ class KvCache:
         self._index: PrefixIndex[int] = PrefixIndex()
         self.checkpoints = Checkpoints(memory, 0 if memory.partial_reuse else ram_bytes // 2)
         self.ram = RamTier(memory, ram_bytes - self.checkpoints.quota_bytes, self.checkpoints)
-        self.sources = Sources(memory, self.cells, self._index, self.ram, self.checkpoints)
         self._records = [_SlotRecord() for _ in range(memory.n_slots)]
         self._clock = 0
+
+    # Finding a prefix. The longest matches come first, and those that can't be better than the best are not looked at.
+
+    def longest_prefix(self, tokens: Sequence[int], scope: Hashable) -> int:
+        """Return the most tokens that can be taken over from anywhere; at least one is left to compute."""
+        best, limit = 0, len(tokens) - 1
+        for matches in self._matches(tokens, scope):
+            for source, shared in matches:
+                if min(shared, limit) <= best:
+                    break
+                best = max(best, self._usable(source, min(shared, limit)))
+        return best
+
+    def prefixes_in_progress(self, tokens: Sequence[int], scope: Hashable) -> Iterator[tuple[int, int]]:
+        """Yield slots whose planned tokens share a prefix with `tokens`, and its length, the longest first."""
+        limit = len(tokens) - 1
+        return ((slot, min(shared, limit)) for slot, shared in self._index.matches(tokens, scope))
+
+    def branches(self, tokens: Sequence[int], scope: Hashable) -> list[int]:
+        """Return the lengths at which what is or was here parts from these tokens, or ends."""
+        return self._index.branches(tokens, scope) + self.ram.branches(tokens, scope)
+
+    def _matches(self, tokens: Sequence[int], scope: Hashable) -> tuple[Iterator[tuple[Source, int]], ...]:
+        """Return the slots, and the states in RAM, that share a prefix with `tokens`, each the longest first."""
+        return self._index.matches(tokens, scope), self.ram.matches(tokens, scope)
+
+    def _best_source(self, tokens: Sequence[int], scope: Hashable, idle: Sequence[int]) -> tuple[Source, int] | None:
+        """Return the source that saves most, all in all, and how much can be taken over from it; None if nothing is.
+
+        Of those that have to be moved it may be one that costs MOVE_COST_TOKENS more than another.
+        """
+        limit = len(tokens) - 1
+        best: tuple[Source, int] | None = None
+        best_gain = 0
+        for slot, shared in self._index.shared_by(idle, tokens, scope):
+            count = self._usable(slot, min(shared, limit))
+            if count > best_gain:
+                best, best_gain = (slot, count), count
+        best_in_place, places = best, frozenset(idle)
+        for matches in self._matches(tokens, scope):
+            for source, shared in matches:
+                shared = min(shared, limit)
+                min_moved = 0 if self._shares_cells(source) else shared
+                tolerance = 0 if best is best_in_place else MOVE_COST_TOKENS
+                if shared - _move_cost(min_moved) - tolerance <= best_gain:
+                    break
+                if source in places:
+                    continue
+                count = self._usable(source, shared)
+                gain = count - _move_cost(0 if self._shares_cells(source) else self._num_held(source))
+                if count and gain > best_gain:
+                    best, best_gain = (source, count), gain
+        return best
+
+    def _has_another_source(self, slot: int, tokens: Tokens, scope: Hashable, length: int) -> bool:
+        """True if another source than `slot` has so many of these tokens, too."""
+        for matches in self._matches(tokens, scope):
+            for source, shared in matches:
+                if shared < length:
+                    break
+                if source != slot and self._usable(source, shared) >= length:
+                    return True
+        return False
+
+    def _num_held(self, source: Source) -> int:
+        """Return how many tokens are computed."""
+        return source.num_tokens if isinstance(source, SavedState) else self.cells.of(source)
+
+    def _usable(self, source: Source, shared: int) -> int:
+        """Return how many tokens can be taken over where `shared` are the same."""
+        count = min(shared, self._num_held(source))
+        return count if count >= self._first_cut(source) else self.checkpoints.longest(source, count)
+
+    def _first_cut(self, source: Source) -> int:
+        return source.first_cut if isinstance(source, SavedState) else self.memory.first_cut(source)
+
+    def _checkpoint_for(self, source: Source, count: int) -> Any | None:
+        """Return what it takes to cut the source back to so many tokens, or to copy them; None if nothing."""
+        return None if count >= self._first_cut(source) else self.checkpoints.at(source, count)
+
+    def _shares_cells(self, source: Source) -> bool:
+        """True if a copy takes no cells."""
+        return self.memory.unified and not isinstance(source, SavedState) and self.memory.partial_reuse
 
     # Finding a slot
 
     def find_slot(
         self, tokens: Sequence[int], scope: Hashable, idle: Sequence[int], preferred: int | None = None
     ) -> Placement:
-        """The cheapest of the `idle` slots for a sequence, the `preferred` one if no prefix decides."""
-        best = self.sources.best(tokens, scope, idle)
+        """Return the cheapest of the `idle` slots for a sequence; the `preferred` one if no prefix decides."""
+        best = self._best_source(tokens, scope, idle)
         if best is None:
             return Placement(self._cheapest(idle, preferred), None, 0)
         source, count = best
@@ -103,9 +188,9 @@ class KvCache:
         return len(idle) == 1 or self.cells.of(slot) - count <= count
 
     def _cheapest(self, idle: Sequence[int], preferred: int | None) -> int:
-        """The preferred slot; an empty one, lowest index first (llama.cpp likes dense ids); else the longest idle.
+        """Return the preferred slot, else the first empty one (llama.cpp likes dense ids), else the longest idle.
 
-        What a waiting sequence begins with goes last.
+        A slot with a prefix that a waiting sequence needs comes last.
         """
 
         def rank(slot: int) -> tuple[bool, bool, int, int]:
@@ -119,17 +204,17 @@ class KvCache:
         if slot not in self._index:
             return False
         tokens, scope = self._index.entry_of(slot)
-        length = self.sources.usable(slot, self._demanded_prefix(tokens, scope))
+        length = self._usable(slot, self._demanded_prefix(tokens, scope))
         if length < WORTH_SAVING_TOKENS or self.cells.of(slot) < len(tokens):  # a running one
             return False
-        return not self.sources.has_another(slot, tokens, scope, length)
+        return not self._has_another_source(slot, tokens, scope, length)
 
     def missing_cells(self, placement: Placement, num_tokens: int) -> int:
-        """Cells that `num_tokens` positions would need beyond those that are free once the placement is carried out."""
+        """Return how many cells are missing for `num_tokens` positions once the placement is carried out."""
         source = placement.source
         if isinstance(source, SavedState):
             num_tokens = max(num_tokens, source.num_tokens)  # it comes back whole before it is cut
-        stays = source is not None and (source == placement.slot or self.sources.shares_cells(source))
+        stays = source is not None and (source == placement.slot or self._shares_cells(source))
         saved_by_sharing = placement.num_tokens if stays else 0
         freed = 0 if source == placement.slot else self.cells.own(placement.slot)
         return num_tokens - saved_by_sharing - self.cells.free - freed
@@ -137,7 +222,7 @@ class KvCache:
     # Assigning a slot
 
     def assign_slot(self, placement: Placement, tokens: Sequence[int], scope: Hashable) -> int:
-        """Carries a placement out for a sequence of these tokens; returns how many of them its slot holds now."""
+        """Carry a placement out for a sequence of these tokens; return how many of them its slot holds now."""
         if placement.source is not None and placement.source == placement.slot:
             count = self._continue_in(placement.slot, placement.num_tokens)
         else:
@@ -159,11 +244,11 @@ class KvCache:
         return kept
 
     def _load_prefix(self, placement: Placement) -> int:
-        """Fills the empty slot of a placement; what can't be taken over is computed, so nothing is lost but time."""
+        """Fill the empty slot of a placement; return 0 where that fails, which costs only time."""
         try:
             return self._restore(placement) if isinstance(placement.source, SavedState) else self._copy(placement)
         except Exception:  # no memory for the buffers, for instance
-            log.exception("a state could not be taken over; it is computed again")
+            log.exception("can't take a state over; it is computed again")
             self.wipe(placement.slot)
             return 0
 
@@ -172,7 +257,7 @@ class KvCache:
         assert isinstance(source, SavedState)
         if self.memory.unified and source.num_tokens > self.cells.free:
             return 0  # it has no free cells just now
-        if not self.memory.restore(slot, source.data, count, self.sources.checkpoint_for(source, count)):
+        if not self.memory.restore(slot, source.data, count, self._checkpoint_for(source, count)):
             self.ram.forget(source)  # a damaged state is a miss, never a wrong text
             return 0
         self.cells.extend(slot, count)
@@ -186,7 +271,7 @@ class KvCache:
         source, slot, count = placement.source, placement.slot, placement.num_tokens
         if source is None or isinstance(source, SavedState):
             return 0
-        if not self.memory.copy(source, slot, count, self.sources.checkpoint_for(source, count)):
+        if not self.memory.copy(source, slot, count, self._checkpoint_for(source, count)):
             return 0
         self._copy_cells(source, slot, count)
         self.checkpoints.inherit(slot, source, count)
@@ -195,7 +280,7 @@ class KvCache:
         return count
 
     def _copy_cells(self, source: int, slot: int, count: int) -> None:
-        if self.sources.shares_cells(source):
+        if self._shares_cells(source):
             self.cells.copy(source, slot, count)
         else:
             self.cells.extend(slot, count)
@@ -209,15 +294,15 @@ class KvCache:
         self._records[slot].last_used = self._clock
 
     def extend(self, slot: int, count: int) -> None:
-        """Accounts `count` positions that were computed."""
+        """Account for `count` positions that were computed."""
         self.cells.extend(slot, count)
 
     def take_checkpoint(self, slot: int) -> None:
-        """What the slot holds now can be taken over by others later, as far as the quota goes."""
+        """Allow others to take over what the slot holds now, as far as the quota goes."""
         self.checkpoints.take(slot, self.cells.of(slot))
 
     def truncate(self, slot: int, count: int) -> int:
-        """Keeps the first positions of a slot, or as many of them as it can be cut back to; returns how many."""
+        """Keep the first positions of a slot, or as many of them as it can be cut back to; return how many."""
         first_cut = self.memory.first_cut(slot)
         kept = count if count >= first_cut else self.checkpoints.longest(slot, count)
         checkpoint = None if kept >= first_cut else self.checkpoints.at(slot, kept)
@@ -226,10 +311,6 @@ class KvCache:
         self.cells.trim(slot, kept)
         self.checkpoints.cut(slot, kept)
         return kept
-
-    def branches(self, tokens: Sequence[int], scope: Hashable) -> list[int]:
-        """The lengths at which what is or was here parts from these tokens, or ends."""
-        return self._index.branches(tokens, scope) + self.ram.branches(tokens, scope)
 
     def retire(
         self, slot: int, tokens: Sequence[int], scope: Hashable, *, save: bool, note: StateNote | None = None
@@ -244,7 +325,7 @@ class KvCache:
         return self.ram.quota_bytes > 0 and num_tokens >= WORTH_SAVING_TOKENS
 
     def clear(self, slot: int) -> None:
-        """Empties a slot, after saving what is worth it."""
+        """Empty a slot, after saving what is worth it."""
         if self.ram.quota_bytes and self._is_demanded(slot):
             self._records[slot].is_unsaved = True
         self.save_unsaved(slot)
@@ -258,9 +339,9 @@ class KvCache:
         self.truncate(slot, 0)
 
     def reclaim(self, idle: Iterable[int], missing: int) -> bool:
-        """Empties idle slots until `missing` cells are free; False, and nothing is emptied, if they don't have so many.
+        """Empty idle slots until `missing` cells are free; return False, and empty none, if they have too few.
 
-        Those without a demanded prefix go first, and of them the longest unused.
+        Slots without a demanded prefix go first, and of them the longest unused.
         """
         if missing <= 0:
             return True
@@ -367,10 +448,10 @@ class KvCache:
             held = self._contents_of(slot) if contents is None else contents
             if held is not None and held[1] == scope:
                 first_cut = 0 if self.memory.partial_reuse else len(held[0])
-                device = max(device, self._usable(slot, common_length(tuple(held[0]), tokens), first_cut))
+                device = max(device, self._probed(slot, common_length(tuple(held[0]), tokens), first_cut))
         for state in self.ram.states():
             if state.scope == scope:
-                ram = max(ram, self._usable(state, common_length(state.tokens, tokens), state.first_cut))
+                ram = max(ram, self._probed(state, common_length(state.tokens, tokens), state.first_cut))
         return {"device": device, "ram": ram}
 
     def _contents_of(self, slot: int) -> SlotContents | None:
@@ -380,8 +461,13 @@ class KvCache:
         except KeyError:
             return None
 
-    def _usable(self, holder: Source, shared: int, first_cut: int) -> int:
-        """As `Sources.usable`, without asking the device."""
+    def _probed(self, source: Source, shared: int, first_cut: int) -> int:
+        """As `_usable`, without asking the device."""
         if shared >= first_cut:
             return shared
-        return max((length for length in self.checkpoints.lengths(holder) if length <= shared), default=0)
+        return max((length for length in self.checkpoints.lengths(source) if length <= shared), default=0)
+
+
+def _move_cost(num_moved: int) -> int:
+    """Return the cost of moving a state as a whole, however little of it is taken over."""
+    return MOVE_COST_TOKENS + num_moved // MOVED_PER_TOKEN

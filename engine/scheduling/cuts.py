@@ -47,7 +47,7 @@ class CutPlanner:
         """A sequence begins to wait: whoever reads what it begins with is cut there, if it is not too late."""
         if self._is_idle:
             return
-        for slot, shared in self._cache.sources.in_progress(sequence.tokens, sequence.scope):
+        for slot, shared in self._cache.prefixes_in_progress(sequence.tokens, sequence.scope):
             holder = self._slots[slot]
             if shared < APART_TOKENS:
                 break  # the longest come first

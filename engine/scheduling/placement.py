@@ -39,8 +39,8 @@ class SlotFinder:
             return True
         if None not in self._slots:
             return False  # it can't have a slot now, or only that of a less urgent one: no reason to search
-        ready = self._cache.sources.longest(sequence.tokens, sequence.scope)
-        for slot, length in self._cache.sources.in_progress(sequence.tokens, sequence.scope):
+        ready = self._cache.longest_prefix(sequence.tokens, sequence.scope)
+        for slot, length in self._cache.prefixes_in_progress(sequence.tokens, sequence.scope):
             holder = self._slots[slot]
             if length < ready + WORTH_WAITING_TOKENS:
                 break  # the longest come first
@@ -53,7 +53,7 @@ class SlotFinder:
     def _is_read_from_disk(self, sequence: Sequence, now: float) -> bool:
         match, sequence.match = sequence.match, None
         if match is not None and self.disk is not None:
-            ready = self._cache.sources.longest(sequence.tokens, sequence.scope)
+            ready = self._cache.longest_prefix(sequence.tokens, sequence.scope)
             sequence.file_wait = self.disk.begin(match, sequence.scope, len(sequence.tokens) - 1, ready, now)
         return sequence.file_wait is not None and sequence.file_wait.continues(now)
 

@@ -110,8 +110,8 @@ def test_texts_are_the_same_scattered_and_alone_and_what_was_cached_stays(
     if memory.partial_reuse and not (
         moves and shape is WindowShape
     ):  # a window's state is taken over whole, once moved
-        sources, asked = model.engine._core.scheduler.cache.sources, [request(model, text) for text in TEXTS]
-        reusable = [sources.longest(each.prompt, each.cache_scope) for each in asked]
+        cache, asked = model.engine._core.scheduler.cache, [request(model, text) for text in TEXTS]
+        reusable = [cache.longest_prefix(each.prompt, each.cache_scope) for each in asked]
         worth = [len(each.prompt) >= WORTH_SAVING_TOKENS for each in asked]
         assert [n for n, is_worth in zip(reusable, worth, strict=True) if is_worth] == [
             len(each.prompt) - 1 for each, is_worth in zip(asked, worth, strict=True) if is_worth

@@ -10,8 +10,7 @@ import pytest
 from cellama.engine.backend import Chunk
 from cellama.engine.fake import FakeBackend, FakeState
 from cellama.engine.kvcache.cells import Cells
-from cellama.engine.kvcache.manager import KvCache, Placement
-from cellama.engine.kvcache.sources import MOVE_COST_TOKENS, MOVED_PER_TOKEN
+from cellama.engine.kvcache.manager import MOVE_COST_TOKENS, MOVED_PER_TOKEN, KvCache, Placement
 
 
 @dataclass
@@ -120,7 +119,7 @@ def test_window_is_taken_over_where_it_is_there_and_whole_from_ram() -> None:
     cache, backend = new_cache(window=50)
 
     def longest(shared: int) -> int:
-        return cache.sources.longest([*range(shared), -1], "")
+        return cache.longest_prefix([*range(shared), -1], "")
 
     fill(cache, 0, list(range(300)))
     assert [longest(shared) for shared in (20, 200, 300)] == [20, 200, 300]
@@ -156,7 +155,7 @@ def test_checkpoints_move_with_what_is_copied_saved_and_restored_and_count_once(
     cache, backend = new_cache(partial_reuse=False)
     tokens = list(range(400))
     checkpointed(cache, 0, tokens, 100, 200, 300)
-    assert cache.sources.longest([*tokens[:250], -1], "") == 200
+    assert cache.longest_prefix([*tokens[:250], -1], "") == 200
     placement = cache.find_slot([*tokens[:250], -1], "", idle=[1, 2])
     assert cache.assign_slot(placement, [*tokens[:250], -1], "") == 200
     assert [cache.checkpoints.longest(placement.slot, n) for n in (99, 150, 400)] == [0, 100, 200]
