@@ -1,13 +1,18 @@
 #!/usr/bin/env python3
-"""Write what type checkers see of the tasks, from the table of kinds and their payloads.
+"""Write what follows from the modules in tasks/contract/kinds.
 
-That is `tasks/typed_tasks.py`, and the names of it that `cellama.tasks` and `cellama.api` export. With `--check` the
-script writes nothing, and fails if a file would change.
+- `tasks/contract/all_kinds.py`: the table of kinds, and the union of their results;
+- `tasks/typed_tasks.py`: the tasks as type checkers see them;
+- the names of these that `cellama.tasks` and `cellama.api` export.
+
+With `--check` the script writes nothing, and fails if a file would change.
 """
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import pkgutil
 import re
 import subprocess
 import sys
@@ -19,18 +24,19 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-# `cellama.tasks` imports the file that this script writes, which need not exist yet.
-sys.modules["cellama.tasks.typed_tasks"] = types.ModuleType("typed_tasks")
-sys.modules["cellama.tasks.typed_tasks"].__getattr__ = lambda name: None  # type: ignore[method-assign]
+ROOT = Path(__file__).parents[1]
+# `cellama.tasks` imports files that this script writes. They may not match the kinds, so only the contract is imported.
+sys.modules["cellama.tasks"] = types.ModuleType("cellama.tasks")
+sys.modules["cellama.tasks"].__path__ = [str(ROOT / "tasks")]
 
+from cellama.tasks.contract import kinds as package  # noqa: E402
 from cellama.tasks.contract.fields import TypedAs  # noqa: E402
-from cellama.tasks.contract.kinds import KINDS, Kind  # noqa: E402
+from cellama.tasks.contract.kind import Kind  # noqa: E402
 from cellama.tasks.contract.messages import Payload  # noqa: E402
 
-ROOT = Path(__file__).parents[1]
 HEADER = '''"""The tasks as type checkers see them: what a call takes, and what its job gives.
 
-.ci/typed_tasks.py writes this file from the payloads and kinds in tasks/contract. Do not edit it; run the script.
+.ci/typed_tasks.py writes this file from the modules in tasks/contract/kinds. Do not edit it; run the script.
 """
 
 from __future__ import annotations
@@ -54,11 +60,24 @@ from .contract.shapes.parameters import (
 '''
 
 
+ALL_HEADER = '''"""All kinds of jobs, and the union of their results.
+
+.ci/typed_tasks.py writes this file from the modules in tasks/contract/kinds. Do not edit it; run the script.
+"""
+
+from __future__ import annotations
+
+from .kind import Kind
+'''
+
+
 def main() -> int:
-    kinds = [kind for kind in KINDS.values() if kind.is_public]
+    every = dict(found_kinds())
+    kinds = [kind for kind in every.values() if kind.is_public]
     shapes = [f"{base_name(kind.payload)}{suffix}" for kind in kinds for suffix in ("Params", "Result")]
     types_of_tasks, tasks = [f"{base_name(kind.payload)}Task" for kind in kinds], list(map(short, kinds))
     texts = {
+        ROOT / "tasks/contract/all_kinds.py": all_kinds(every),
         ROOT / "tasks/typed_tasks.py": "\n\n".join([HEADER, *parts(kinds), all_of([*shapes, *types_of_tasks, *tasks])]),
         ROOT / "tasks/__init__.py": exporting(ROOT / "tasks/__init__.py", ".typed_tasks", [*shapes, *tasks]),
         ROOT / "api/__init__.py": exporting(ROOT / "api/__init__.py", "cellama.tasks.typed_tasks", shapes),
@@ -69,9 +88,27 @@ def main() -> int:
         if "--check" not in sys.argv:
             file.write_text(text)
         elif not file.exists() or file.read_text() != text:
-            print(f"{file.relative_to(ROOT)} does not match the payloads of the tasks; run .ci/typed_tasks.py")
+            print(f"{file.relative_to(ROOT)} does not match tasks/contract/kinds; run .ci/typed_tasks.py")
             status = 1
     return status
+
+
+def found_kinds() -> Iterator[tuple[str, Kind]]:
+    """The names of all kinds in the modules of the package, and the kinds."""
+    for found in pkgutil.iter_modules(package.__path__):
+        module = importlib.import_module(f"{package.__name__}.{found.name}")
+        yield from ((name, thing) for name, thing in vars(module).items() if isinstance(thing, Kind))
+
+
+def all_kinds(kinds: dict[str, Kind]) -> str:
+    results = [kind.result.__name__ for kind in kinds.values()]
+    imports = [f"from .kinds.{module_of(kind)} import {name}, {kind.result.__name__}" for name, kind in kinds.items()]
+    table = f"KINDS: dict[str, Kind] = {{kind.task: kind for kind in ({', '.join(kinds)})}}"
+    return "\n".join([ALL_HEADER, *imports, "", table, f"Result = ({' | '.join(results)})"])
+
+
+def module_of(kind: Kind) -> str:
+    return kind.result.__module__.rpartition(".")[2]
 
 
 def exporting(file: Path, module: str, names: Iterable[str]) -> str:
@@ -92,8 +129,8 @@ def all_of(names: Iterable[str]) -> str:
 
 
 def parts(kinds: list[Kind]) -> Iterator[str]:
-    results = sorted(kind.result.__name__ for kind in kinds)
-    yield f"from .contract.shapes.results import {', '.join(results)}\nfrom .jobs import TASKS"
+    yield "\n".join(f"from .contract.kinds.{module_of(kind)} import {kind.result.__name__}" for kind in kinds)
+    yield "from .jobs import TASKS"
     written: set[type] = set()
     for kind in kinds:
         for payload in reversed(kind.payload.__mro__):
@@ -109,8 +146,8 @@ def short(kind: Kind) -> str:
 
 
 def base_name(payload: type) -> str:
-    """`Embed` of EmbedJob, `Reading` of _ReadingJob, and `Job` of _Job."""
-    return payload.__name__.strip("_").removesuffix("Job") or "Job"
+    """`Embed` of EmbedJob."""
+    return payload.__name__.removesuffix("Job")
 
 
 def parameters(payload: type[BaseModel], kind: Kind) -> str:

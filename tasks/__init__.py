@@ -6,6 +6,7 @@ generate.delay("tiny", "Once upon a time", max_tokens=64).get(timeout=60)["text"
 
 from .app import app
 from .calls.task_types import CallOptions, QueuedJob
+from .contract.all_kinds import Result
 from .contract.errors import (
     InvalidJob,
     JobCancelled,
@@ -33,7 +34,7 @@ from .contract.events import (
     TokenEvent,
 )
 from .contract.shapes.parameters import ChatMessage, Tool
-from .contract.shapes.results import AssistantMessage, Result, Timings, ToolCall, Usage
+from .contract.shapes.results import AssistantMessage, Timings, ToolCall, Usage
 from .contract.shapes.workers import (
     AdapterView,
     CachedPrefix,

@@ -23,7 +23,7 @@ from cellama.tasks.contract.names import DEFAULT_MODEL, PRIORITIES, PRIORITY_SEP
 
 if TYPE_CHECKING:
     from cellama.tasks.connection.server_check import ServerCheck
-    from cellama.tasks.contract.shapes.results import Result
+    from cellama.tasks.contract.all_kinds import Result
     from cellama.tasks.state.ledger import Ledger
 
 log = logging.getLogger(__name__)

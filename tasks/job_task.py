@@ -32,9 +32,10 @@ from cellama.tasks.calls.enqueue import PAGE_JOBS, Alike, Checked, enqueue, rang
 from cellama.tasks.calls.step_routes import route_steps
 from cellama.tasks.connection.kombu_internals import PRODUCER_PARTS, require_parts, sends_what_follows_a_task
 from cellama.tasks.connection.redis_errors import reaching_redis
+from cellama.tasks.contract.all_kinds import Result
 from cellama.tasks.contract.errors import InvalidJob, JobFailed, RedisFull, RedisRefused, RedisUnreachable
 from cellama.tasks.contract.keys import IGNORED_FIELD, job_key
-from cellama.tasks.contract.kinds import Kind
+from cellama.tasks.contract.kind import Kind
 from cellama.tasks.contract.names import (
     DEFAULT_MODEL,
     PRIORITY_INTERACTIVE,
@@ -43,7 +44,6 @@ from cellama.tasks.contract.names import (
     queue_name,
 )
 from cellama.tasks.contract.payloads import parse_job
-from cellama.tasks.contract.shapes.results import Result
 from cellama.tasks.state.ledger import Ledger
 from cellama.tasks.state.records import Call
 

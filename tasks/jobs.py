@@ -11,8 +11,8 @@ from cellama.config import mask_url
 from cellama.config.redis_url import parse_redis_url
 from cellama.tasks.calls.canvas_steps import share
 from cellama.tasks.connection.kombu_internals import PRODUCER_PARTS, require_parts, tasks_before_finalizing
-from cellama.tasks.contract.kinds import KINDS, Kind
-from cellama.tasks.contract.shapes.results import Result
+from cellama.tasks.contract.all_kinds import KINDS, Result
+from cellama.tasks.contract.kind import Kind
 
 from .app import CellamaApp, app, make_app
 from .job_task import JobTask

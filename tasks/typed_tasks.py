@@ -1,6 +1,6 @@
 """The tasks as type checkers see them: what a call takes, and what its job gives.
 
-.ci/typed_tasks.py writes this file from the payloads and kinds in tasks/contract. Do not edit it; run the script.
+.ci/typed_tasks.py writes this file from the modules in tasks/contract/kinds. Do not edit it; run the script.
 """
 
 from __future__ import annotations
@@ -11,6 +11,12 @@ from typing import Literal, Protocol, Unpack
 from typing_extensions import TypedDict
 
 from .calls.task_types import QueuedJob, TypedTask
+from .contract.kinds.chat import ChatResult
+from .contract.kinds.embed import EmbedResult
+from .contract.kinds.generate import GenerateResult
+from .contract.kinds.prefill import PrefillResult
+from .contract.kinds.rerank import RerankResult
+from .contract.kinds.tokens import DetokenizeResult, TemplateResult, TokenizeResult
 from .contract.shapes.parameters import (
     JsonObject,
     Messages,
@@ -21,27 +27,17 @@ from .contract.shapes.parameters import (
     Tool,
     ToolChoice,
 )
-from .contract.shapes.results import (
-    ChatResult,
-    DetokenizeResult,
-    EmbedResult,
-    GenerateResult,
-    PrefillResult,
-    RerankResult,
-    TemplateResult,
-    TokenizeResult,
-)
 from .jobs import TASKS
 
 
-class JobParams(TypedDict, total=False):
+class BaseParams(TypedDict, total=False):
     """Parameters of every job."""
 
     priority: int
     timeout: float | None
 
 
-class ReadingParams(JobParams, total=False):
+class ReadingParams(BaseParams, total=False):
     """Parameters of a job that prefills a prompt."""
 
     parent_key: str | None
@@ -90,24 +86,7 @@ class GenerationParams(ReadingParams, total=False):
     prediction: Prompt | Prediction | None
 
 
-class GenerateParams(GenerationParams, total=False):
-    """Parameters of `generate`."""
-
-
-class GenerateCall(GenerateParams, total=False):
-    """A call of `generate` with all parameters by name."""
-
-    model: str
-    prompt: Prompt
-
-
-class GenerateTask(TypedTask[GenerateCall | GenerateParams, GenerateResult], Protocol):
-    """Text that follows a prompt: text, or token ids."""
-
-    def delay(self, model: str, prompt: Prompt, **params: Unpack[GenerateParams]) -> QueuedJob[GenerateResult]: ...
-
-
-class ConversationParams(JobParams, total=False):
+class ConversationParams(BaseParams, total=False):
     """Parameters of a job with the messages of a chat."""
 
     system: str | None
@@ -138,28 +117,7 @@ class ChatTask(TypedTask[ChatCall | ChatParams, ChatResult], Protocol):
     def delay(self, model: str, messages: Messages, **params: Unpack[ChatParams]) -> QueuedJob[ChatResult]: ...
 
 
-class PrefillParams(ConversationParams, ReadingParams, total=False):
-    """Parameters of `prefill`."""
-
-    messages: Messages
-
-
-class PrefillCall(PrefillParams, total=False):
-    """A call of `prefill` with all parameters by name."""
-
-    model: str
-    prompt: Prompt | None
-
-
-class PrefillTask(TypedTask[PrefillCall | PrefillParams, PrefillResult], Protocol):
-    """The prefix of later jobs, prefilled into the cache: a prompt, or the messages (or the system) of a chat."""
-
-    def delay(
-        self, model: str, prompt: Prompt | None = None, **params: Unpack[PrefillParams]
-    ) -> QueuedJob[PrefillResult]: ...
-
-
-class EmbedParams(JobParams, total=False):
+class EmbedParams(BaseParams, total=False):
     """Parameters of `embed`."""
 
     normalize: bool
@@ -181,7 +139,45 @@ class EmbedTask(TypedTask[EmbedCall | EmbedParams, EmbedResult], Protocol):
     def delay(self, model: str, texts: TextsOrTokens, **params: Unpack[EmbedParams]) -> QueuedJob[EmbedResult]: ...
 
 
-class RerankParams(JobParams, total=False):
+class GenerateParams(GenerationParams, total=False):
+    """Parameters of `generate`."""
+
+
+class GenerateCall(GenerateParams, total=False):
+    """A call of `generate` with all parameters by name."""
+
+    model: str
+    prompt: Prompt
+
+
+class GenerateTask(TypedTask[GenerateCall | GenerateParams, GenerateResult], Protocol):
+    """Text that follows a prompt: text, or token ids."""
+
+    def delay(self, model: str, prompt: Prompt, **params: Unpack[GenerateParams]) -> QueuedJob[GenerateResult]: ...
+
+
+class PrefillParams(ConversationParams, ReadingParams, total=False):
+    """Parameters of `prefill`."""
+
+    messages: Messages
+
+
+class PrefillCall(PrefillParams, total=False):
+    """A call of `prefill` with all parameters by name."""
+
+    model: str
+    prompt: Prompt | None
+
+
+class PrefillTask(TypedTask[PrefillCall | PrefillParams, PrefillResult], Protocol):
+    """The prefix of later jobs, prefilled into the cache: a prompt, or the messages (or the system) of a chat."""
+
+    def delay(
+        self, model: str, prompt: Prompt | None = None, **params: Unpack[PrefillParams]
+    ) -> QueuedJob[PrefillResult]: ...
+
+
+class RerankParams(BaseParams, total=False):
     """Parameters of `rerank`."""
 
     top_n: int | None
@@ -204,7 +200,7 @@ class RerankTask(TypedTask[RerankCall | RerankParams, RerankResult], Protocol):
     ) -> QueuedJob[RerankResult]: ...
 
 
-class TokenizeParams(JobParams, total=False):
+class TokenizeParams(BaseParams, total=False):
     """Parameters of `tokenize`."""
 
     add_special: bool
@@ -224,7 +220,7 @@ class TokenizeTask(TypedTask[TokenizeCall | TokenizeParams, TokenizeResult], Pro
     def delay(self, model: str, text: str, **params: Unpack[TokenizeParams]) -> QueuedJob[TokenizeResult]: ...
 
 
-class DetokenizeParams(JobParams, total=False):
+class DetokenizeParams(BaseParams, total=False):
     """Parameters of `detokenize`."""
 
 
@@ -260,10 +256,10 @@ class TemplateTask(TypedTask[TemplateCall | TemplateParams, TemplateResult], Pro
     def delay(self, model: str, messages: Messages, **params: Unpack[TemplateParams]) -> QueuedJob[TemplateResult]: ...
 
 
-generate: GenerateTask = TASKS["cellama.generate"]
 chat: ChatTask = TASKS["cellama.chat"]
-prefill: PrefillTask = TASKS["cellama.prefill"]
 embed: EmbedTask = TASKS["cellama.embed"]
+generate: GenerateTask = TASKS["cellama.generate"]
+prefill: PrefillTask = TASKS["cellama.prefill"]
 rerank: RerankTask = TASKS["cellama.rerank"]
 tokenize: TokenizeTask = TASKS["cellama.tokenize"]
 detokenize: DetokenizeTask = TASKS["cellama.detokenize"]

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from cellama.api.openai.bodies import params_of_body
-from cellama.tasks.contract.chunks import LINE_JOBS, LineKind, line_bytes, room_bytes
 from cellama.tasks.contract.errors import InvalidJob
+from cellama.tasks.contract.kinds.chunk import LINE_JOBS, LineKind, line_bytes, room_bytes
 from cellama.tasks.contract.names import PRIORITY_BULK
 from cellama.tasks.contract.payloads import parse_job
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cellama.api.openai.answers import failure_of, response_of
-from cellama.tasks.contract.shapes.results import with_messages
+from cellama.tasks.contract.kinds.chat import with_messages
 
 from .lines import BadLine, LineId, StoredLine
 from .options import TOKENS, Progress

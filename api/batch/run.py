@@ -18,11 +18,11 @@ from redis.exceptions import RedisError
 from cellama.config import get_settings
 from cellama.tasks.app import CellamaApp
 from cellama.tasks.connection.redis_errors import reaching_redis
-from cellama.tasks.contract.chunks import MAX_CHUNK_LINES, line_bytes, room_bytes
 from cellama.tasks.contract.errors import JobError, RedisRefused, RedisUnreachable, UnknownJob, UnknownModel
 from cellama.tasks.contract.events import EVENT_FIELD, TerminalEvent, is_terminal
 from cellama.tasks.contract.keys import job_key, journal_key
-from cellama.tasks.contract.names import DEFAULT_MODEL, PRIORITY_BULK, TASK_CHUNK, WEIGHT_HEADER
+from cellama.tasks.contract.kinds.chunk import MAX_CHUNK_LINES, TASK_CHUNK, line_bytes, room_bytes
+from cellama.tasks.contract.names import DEFAULT_MODEL, PRIORITY_BULK, WEIGHT_HEADER
 from cellama.tasks.estimates.position import position_of
 from cellama.tasks.state.bulk_runs import Batches
 from cellama.tasks.state.registry import live_workers

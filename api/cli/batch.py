@@ -22,7 +22,7 @@ from cellama.tasks.connection.connections import connect
 from cellama.tasks.connection.redis_errors import reaching_redis
 from cellama.tasks.contract.codes import Exit
 from cellama.tasks.contract.errors import UnknownJob
-from cellama.tasks.contract.payloads import ChatJob
+from cellama.tasks.contract.kinds.chat import ChatJob
 from cellama.tasks.state.bulk_runs import OPEN_STATES, Batches
 
 from .batch_progress import showing, summarise

@@ -74,17 +74,15 @@ _GROUPS = {
     "cache": "KV states on disk: the folder cache_dir of this machine's workers.",
 }
 # All commands in the order of the help: a new one is a function in one of the modules, and a line here.
+# Modules with a command for each kind of job list these themselves.
 _COMMANDS: dict[str, Callable[..., None]] = {
     "demo": demo.demo_command,
     "up": services.up_command,
     "worker": services.worker_command,
     "gateway": services.gateway_command,
     "metrics": services.metrics_command,
-    "generate": generation.generate_command,
-    "chat": generation.chat_command,
-    "prefill": generation.prefill_command,
-    "embed": embed.embed_command,
-    "rerank": embed.rerank_command,
+    **generation.COMMANDS,
+    **embed.COMMANDS,
     "status": status.status_command,
     "top": top.top_command,
     "cancel": jobs.cancel_command,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -11,13 +12,13 @@ from rich.table import Table
 
 from cellama.api.client.client import Client
 from cellama.tasks.contract.errors import InvalidJob
-from cellama.tasks.contract.shapes.results import Ranked
+from cellama.tasks.contract.kinds.rerank import Ranked
 
 from .following import SilenceTimeout, result_of
 from .generation import JsonOption, PatienceOption, WaitOption
 from .output import out, print_json, table_of
 
-NUMBERS_SHOWN = 6
+NUMBERS_SHOWN = 6  # of a vector: enough to see that vectors differ
 
 
 def embed_command(
@@ -87,3 +88,6 @@ def _lines(texts: list[str]) -> list[str]:
         return sys.stdin.buffer.read().decode("utf-8").splitlines()
     except UnicodeDecodeError as error:
         raise InvalidJob(f"stdin is not valid UTF-8 at byte {error.start}; convert it first") from None
+
+
+COMMANDS: dict[str, Callable[..., None]] = {"embed": embed_command, "rerank": rerank_command}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -10,7 +11,9 @@ from rich.prompt import Prompt
 
 from cellama.api.client.client import Client, Job
 from cellama.tasks.contract.errors import InvalidJob, JobError
-from cellama.tasks.contract.payloads import ChatJob, GenerateJob, PrefillJob
+from cellama.tasks.contract.kinds.chat import ChatJob
+from cellama.tasks.contract.kinds.generate import GenerateJob
+from cellama.tasks.contract.kinds.prefill import PrefillJob
 from cellama.tasks.contract.shapes.parameters import ChatMessage
 
 from .following import SilenceTimeout, cancelled_with, result_of, show
@@ -150,3 +153,10 @@ def _ask() -> str | None:
             out.print(CHAT_HELP)
         elif said:
             return said
+
+
+COMMANDS: dict[str, Callable[..., None]] = {
+    "generate": generate_command,
+    "chat": chat_command,
+    "prefill": prefill_command,
+}

@@ -12,7 +12,9 @@ from typing import Annotated, Any
 import typer
 from pydantic.fields import FieldInfo
 
-from cellama.tasks.contract.payloads import ChatJob, GenerateJob, PrefillJob
+from cellama.tasks.contract.kinds.chat import ChatJob
+from cellama.tasks.contract.kinds.generate import GenerateJob
+from cellama.tasks.contract.kinds.prefill import PrefillJob
 
 _NOT_OPTIONS = {"model", "prompt", "messages", "stream", "n", "system"}
 _FROM_FILE = {"json_schema", "regex", "lark", "grammar", "tools", "template_args", "prediction"}

@@ -13,8 +13,8 @@ from typing import Concatenate, Generic, ParamSpec, TypeVar, Unpack, cast
 
 from cellama.api.batch.options import BatchParams, Progress, Summary
 from cellama.tasks.connection.connections import connect_async
+from cellama.tasks.contract.all_kinds import Result
 from cellama.tasks.contract.events import Event
-from cellama.tasks.contract.shapes.results import Result
 from cellama.tasks.estimates.position import Position
 from cellama.tasks.live.streams import Streams
 from cellama.tasks.state.reader import STREAM_TIMEOUT_S, EventCursor

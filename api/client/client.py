@@ -23,7 +23,7 @@ from cellama.tasks import app
 from cellama.tasks.broker.control import purge_queue
 from cellama.tasks.connection.connections import connect
 from cellama.tasks.connection.redis_errors import reaching_redis
-from cellama.tasks.contract import names
+from cellama.tasks.contract.all_kinds import KINDS, Result
 from cellama.tasks.contract.errors import (
     JobCancelled,
     JobTimeout,
@@ -33,21 +33,22 @@ from cellama.tasks.contract.errors import (
 )
 from cellama.tasks.contract.events import Event
 from cellama.tasks.contract.keys import IGNORED_FIELD, job_key
-from cellama.tasks.contract.kinds import KINDS
-from cellama.tasks.contract.names import DEFAULT_MODEL, evicting_key, failure_key, queue_keys, queue_name
-from cellama.tasks.contract.payloads import parse_job
-from cellama.tasks.contract.shapes.parameters import Messages, Prompt, Texts, TextsOrTokens
-from cellama.tasks.contract.shapes.results import (
-    ChatResult,
+from cellama.tasks.contract.kinds.chat import TASK_CHAT, ChatResult
+from cellama.tasks.contract.kinds.embed import TASK_EMBED, EmbedResult
+from cellama.tasks.contract.kinds.generate import TASK_GENERATE, GenerateResult
+from cellama.tasks.contract.kinds.prefill import TASK_PREFILL, PrefillResult
+from cellama.tasks.contract.kinds.rerank import TASK_RERANK, RerankResult
+from cellama.tasks.contract.kinds.tokens import (
+    TASK_APPLY_CHAT_TEMPLATE,
+    TASK_DETOKENIZE,
+    TASK_TOKENIZE,
     DetokenizeResult,
-    EmbedResult,
-    GenerateResult,
-    PrefillResult,
-    RerankResult,
-    Result,
     TemplateResult,
     TokenizeResult,
 )
+from cellama.tasks.contract.names import DEFAULT_MODEL, evicting_key, failure_key, queue_keys, queue_name
+from cellama.tasks.contract.payloads import parse_job
+from cellama.tasks.contract.shapes.parameters import Messages, Prompt, Texts, TextsOrTokens
 from cellama.tasks.contract.shapes.workers import (
     AdapterView,
     CachedPrefix,
@@ -157,7 +158,7 @@ class Client:
 
         With `idempotency_key=`, a second call with the same key returns the same job, as long as its result is kept.
         """
-        return self._submit(names.TASK_GENERATE, model, prompt, wait, idempotency_key, params)
+        return self._submit(TASK_GENERATE, model, prompt, wait, idempotency_key, params)
 
     def chat(
         self,
@@ -169,7 +170,7 @@ class Client:
         **params: Unpack[ChatParams],
     ) -> Job[ChatResult]:
         """Submit a chat turn; raises as `generate`."""
-        return self._submit(names.TASK_CHAT, model, messages, wait, idempotency_key, params)
+        return self._submit(TASK_CHAT, model, messages, wait, idempotency_key, params)
 
     def prefill(
         self,
@@ -184,7 +185,7 @@ class Client:
         `system`) of a chat. Later jobs continue it with the `finish_key` of its result as their `parent_key`. Raises
         as `generate`.
         """
-        return self._submit(names.TASK_PREFILL, model, prompt, wait, idempotency_key, params)
+        return self._submit(TASK_PREFILL, model, prompt, wait, idempotency_key, params)
 
     def embed(
         self,
@@ -196,7 +197,7 @@ class Client:
         **params: Unpack[EmbedParams],
     ) -> Job[EmbedResult]:
         """Submit texts, or token ids, to embed; raises as `generate`."""
-        return self._submit(names.TASK_EMBED, model, texts, wait, idempotency_key, params)
+        return self._submit(TASK_EMBED, model, texts, wait, idempotency_key, params)
 
     def rerank(
         self,
@@ -209,7 +210,7 @@ class Client:
         **params: Unpack[RerankParams],
     ) -> Job[RerankResult]:
         """Submit documents to rank for a query; raises as `generate`."""
-        return self._submit(names.TASK_RERANK, model, query, wait, idempotency_key, {"documents": documents, **params})
+        return self._submit(TASK_RERANK, model, query, wait, idempotency_key, {"documents": documents, **params})
 
     def generate_many(
         self,
@@ -225,7 +226,7 @@ class Client:
         All are checked before any is queued: InvalidJob names the indexes of all that are invalid. With
         `idempotency_keys=`, one for each, the call may be repeated, for instance after RedisUnreachable.
         """
-        return self._submit_many(names.TASK_GENERATE, model, prompts, wait, idempotency_keys, params)
+        return self._submit_many(TASK_GENERATE, model, prompts, wait, idempotency_keys, params)
 
     def chat_many(
         self,
@@ -237,7 +238,7 @@ class Client:
         **params: Unpack[ChatParams],
     ) -> list[Job[ChatResult]]:
         """Submit many chat turns, as `generate_many`."""
-        return self._submit_many(names.TASK_CHAT, model, conversations, wait, idempotency_keys, params)
+        return self._submit_many(TASK_CHAT, model, conversations, wait, idempotency_keys, params)
 
     def embed_many(
         self,
@@ -249,7 +250,7 @@ class Client:
         **params: Unpack[EmbedParams],
     ) -> list[Job[EmbedResult]]:
         """Submit a job for each of the texts, or lists of texts, as `generate_many`."""
-        return self._submit_many(names.TASK_EMBED, model, texts, wait, idempotency_keys, params)
+        return self._submit_many(TASK_EMBED, model, texts, wait, idempotency_keys, params)
 
     def tokenize(
         self,
@@ -261,7 +262,7 @@ class Client:
         **params: Unpack[TokenizeParams],
     ) -> Job[TokenizeResult]:
         """Submit a text to convert into token ids; raises as `generate`."""
-        return self._submit(names.TASK_TOKENIZE, model, text, wait, idempotency_key, params)
+        return self._submit(TASK_TOKENIZE, model, text, wait, idempotency_key, params)
 
     def detokenize(
         self,
@@ -273,7 +274,7 @@ class Client:
         **params: Unpack[DetokenizeParams],
     ) -> Job[DetokenizeResult]:
         """Submit token ids to convert into text; raises as `generate`."""
-        return self._submit(names.TASK_DETOKENIZE, model, tokens, wait, idempotency_key, params)
+        return self._submit(TASK_DETOKENIZE, model, tokens, wait, idempotency_key, params)
 
     def apply_chat_template(
         self,
@@ -285,7 +286,7 @@ class Client:
         **params: Unpack[TemplateParams],
     ) -> Job[TemplateResult]:
         """Submit a conversation to convert into its prompt; raises as `generate`."""
-        return self._submit(names.TASK_APPLY_CHAT_TEMPLATE, model, messages, wait, idempotency_key, params)
+        return self._submit(TASK_APPLY_CHAT_TEMPLATE, model, messages, wait, idempotency_key, params)
 
     def _submit(
         self, name: str, model: str, content: Any, wait: bool, key: str | None, params: Mapping[str, Any]
@@ -615,7 +616,7 @@ class Client:
         `params` are those of `prefill`, except `parent_key`. Texts have at most 100,000 characters here; pass longer
         ones as token ids. Raises InvalidJob, UnknownModel, UnknownWorker, JobFailed.
         """
-        parse_job(KINDS[names.TASK_PREFILL].payload, (), (), {"model": model, "prompt": prompt, **params})
+        parse_job(KINDS[TASK_PREFILL].payload, (), (), {"model": model, "prompt": prompt, **params})
         model_id = None if model == DEFAULT_MODEL else model
         answers = self._commands.ask(
             "cellama_cached_prefix", {"job": {"model": model, "prompt": prompt, **params}}, Whom(worker), model_id

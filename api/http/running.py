@@ -16,9 +16,9 @@ from starlette.requests import ClientDisconnect, Request
 from cellama.api.client.async_client import AsyncJob
 from cellama.api.openai.chunks import reasoning_tokens_of
 from cellama.config.logging import logging_about
+from cellama.tasks.contract.all_kinds import Result
 from cellama.tasks.contract.errors import InvalidJob, JobError, StreamTrimmed, UnknownJob
 from cellama.tasks.contract.events import Event, is_terminal
-from cellama.tasks.contract.shapes.results import Result
 from cellama.tasks.traces.gate import trace_id_here
 
 from .auth import Admission, Unlimited

@@ -46,19 +46,23 @@ from cellama.tasks.broker.pool import Interruption, current_job
 from cellama.tasks.connection.redis_errors import is_passing
 from cellama.tasks.connection.redis_waits import redis_waits
 from cellama.tasks.contract import events, names
-from cellama.tasks.contract.chunks import ChunkJob
+from cellama.tasks.contract.all_kinds import Result
 from cellama.tasks.contract.errors import InvalidJob, JobFailed
-from cellama.tasks.contract.payloads import (
-    ChatJob,
+from cellama.tasks.contract.kinds.chat import TASK_CHAT, ChatJob, with_messages
+from cellama.tasks.contract.kinds.chunk import TASK_CHUNK, ChunkJob
+from cellama.tasks.contract.kinds.embed import TASK_EMBED, EmbedJob
+from cellama.tasks.contract.kinds.generate import TASK_GENERATE, GenerateJob
+from cellama.tasks.contract.kinds.prefill import TASK_PREFILL, PrefillJob, of_prefill
+from cellama.tasks.contract.kinds.rerank import TASK_RERANK, RerankJob
+from cellama.tasks.contract.kinds.tokens import (
+    TASK_APPLY_CHAT_TEMPLATE,
+    TASK_DETOKENIZE,
+    TASK_TOKENIZE,
     DetokenizeJob,
-    EmbedJob,
-    GenerateJob,
-    PrefillJob,
-    RerankJob,
     TemplateJob,
     TokenizeJob,
 )
-from cellama.tasks.contract.shapes.results import Result, Usage, of_prefill, usage_of, with_messages
+from cellama.tasks.contract.shapes.results import Usage, usage_of
 from cellama.tasks.publishing.results import error_event, failure_of, result_of, resume_of
 from cellama.tasks.state.foundation import (
     Choice,
@@ -498,13 +502,13 @@ class JobAttempt:
 
 
 HANDLERS: dict[str, Callable[[JobAttempt, Any], Result]] = {  # by task: what an attempt does with the payload
-    names.TASK_GENERATE: JobAttempt.generate,
-    names.TASK_CHAT: JobAttempt.chat,
-    names.TASK_PREFILL: JobAttempt.prefill,
-    names.TASK_EMBED: JobAttempt.embed,
-    names.TASK_RERANK: JobAttempt.rerank,
-    names.TASK_CHUNK: JobAttempt.chunk,
-    names.TASK_TOKENIZE: JobAttempt.tokenize,
-    names.TASK_DETOKENIZE: JobAttempt.detokenize,
-    names.TASK_APPLY_CHAT_TEMPLATE: JobAttempt.apply_chat_template,
+    TASK_GENERATE: JobAttempt.generate,
+    TASK_CHAT: JobAttempt.chat,
+    TASK_PREFILL: JobAttempt.prefill,
+    TASK_EMBED: JobAttempt.embed,
+    TASK_RERANK: JobAttempt.rerank,
+    TASK_CHUNK: JobAttempt.chunk,
+    TASK_TOKENIZE: JobAttempt.tokenize,
+    TASK_DETOKENIZE: JobAttempt.detokenize,
+    TASK_APPLY_CHAT_TEMPLATE: JobAttempt.apply_chat_template,
 }

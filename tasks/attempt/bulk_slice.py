@@ -15,9 +15,10 @@ from celery.exceptions import SoftTimeLimitExceeded, TaskPredicate
 
 from cellama.engine import EmbeddingCancelled, EmbeddingHandle, EngineError, Handle, Model
 from cellama.tasks.contract import events
-from cellama.tasks.contract.chunks import ChunkJob, job_of_line
 from cellama.tasks.contract.errors import InvalidJob, JobFailed
-from cellama.tasks.contract.payloads import ChatJob, EmbedJob
+from cellama.tasks.contract.kinds.chat import ChatJob
+from cellama.tasks.contract.kinds.chunk import ChunkJob, job_of_line
+from cellama.tasks.contract.kinds.embed import EmbedJob
 from cellama.tasks.publishing.publisher import LINE_MARK
 from cellama.tasks.publishing.results import error_of, failure_of, resume_of
 from cellama.tasks.state.foundation import Foundation

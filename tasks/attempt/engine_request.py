@@ -18,7 +18,11 @@ from cellama.engine import (
     wanted_text,
 )
 from cellama.tasks.contract.errors import InvalidJob
-from cellama.tasks.contract.payloads import CONSTRAINTS, ChatJob, GenerateJob, PrefillJob, TemplateJob
+from cellama.tasks.contract.kinds.chat import ChatJob
+from cellama.tasks.contract.kinds.generate import GenerateJob
+from cellama.tasks.contract.kinds.prefill import PrefillJob
+from cellama.tasks.contract.kinds.tokens import TemplateJob
+from cellama.tasks.contract.payloads import CONSTRAINTS
 from cellama.tasks.contract.shapes.results import Mode
 from cellama.tasks.publishing.signing import Signer
 

@@ -9,7 +9,8 @@ from celery.worker.control import inspect_command
 from cellama.config.limits import MAX_PROBE_CHARS
 from cellama.engine import EngineError, ModelManager
 from cellama.tasks.contract.errors import InvalidJob
-from cellama.tasks.contract.payloads import PrefillJob, parse_job
+from cellama.tasks.contract.kinds.prefill import PrefillJob
+from cellama.tasks.contract.payloads import parse_job
 
 from .engine_request import tokens_to_read
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from cellama.config import limits
 from cellama.engine import EmbeddingHandle, InvalidRequest, Model, scores_of
 from cellama.tasks.contract.errors import JobFailed
-from cellama.tasks.contract.payloads import EmbedJob, RerankJob
-from cellama.tasks.contract.shapes.results import EmbedResult, Ranked, RerankResult, Usage, usage_of
+from cellama.tasks.contract.kinds.embed import EmbedJob, EmbedResult
+from cellama.tasks.contract.kinds.rerank import Ranked, RerankJob, RerankResult
+from cellama.tasks.contract.shapes.results import Usage, usage_of
 
 from .vector_json import as_base64, as_list
 

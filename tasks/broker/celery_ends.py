@@ -29,10 +29,10 @@ from celery.canvas import signature
 from kombu.compression import decompress
 
 from cellama.tasks.connection.kombu_internals import send_next_step
+from cellama.tasks.contract.all_kinds import Result
 from cellama.tasks.contract.errors import JobFailed
 from cellama.tasks.contract.keys import job_key
 from cellama.tasks.contract.names import TOKEN_HEADER
-from cellama.tasks.contract.shapes.results import Result
 from cellama.tasks.state.records import Ending, Stored
 
 from .pool import JobControl

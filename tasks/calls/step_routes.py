@@ -18,8 +18,8 @@ from kombu import Exchange, Queue
 from kombu.transport.redis import PRIORITY_STEPS
 
 from cellama.tasks.connection.kombu_internals import active_apps, tasks_before_finalizing
+from cellama.tasks.contract.all_kinds import KINDS
 from cellama.tasks.contract.errors import InvalidJob
-from cellama.tasks.contract.kinds import KINDS
 
 FOLLOWING = ("link", "link_error", "chain", "chord")  # options that hold steps
 PARTS = ("tasks", "header", "body")  # arguments of chains, groups and chords that hold steps

@@ -10,8 +10,9 @@ from typing import Any, Literal, Unpack, cast
 
 from typing_extensions import TypedDict, TypeIs
 
+from .all_kinds import Result
 from .codes import meaning_of
-from .shapes.results import FinishReason, Logprob, Mode, Result, Timings, ToolCall, Usage
+from .shapes.results import FinishReason, Logprob, Mode, Timings, ToolCall, Usage
 
 EVENT_FIELD = "event"  # the one field of a journal entry
 OUTPUT_TYPES = frozenset({"token", "reasoning", "reasoning_end"})  # they carry the ids of sampled tokens

@@ -7,16 +7,6 @@ from uuid import UUID, uuid5
 
 from cellama.config import DEFAULT_KEY_PREFIX, get_settings
 
-TASK_GENERATE = "cellama.generate"
-TASK_CHAT = "cellama.chat"
-TASK_PREFILL = "cellama.prefill"
-TASK_EMBED = "cellama.embed"
-TASK_RERANK = "cellama.rerank"
-TASK_TOKENIZE = "cellama.tokenize"
-TASK_DETOKENIZE = "cellama.detokenize"
-TASK_APPLY_CHAT_TEMPLATE = "cellama.apply_chat_template"
-TASK_CHUNK = "cellama.chunk"
-
 DEFAULT_MODEL = ":default"
 PRIORITY_INTERACTIVE = 3
 PRIORITY_BULK = 9

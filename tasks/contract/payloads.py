@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -34,8 +34,6 @@ from .fields import (
     Stops,
     Text,
     TextOrTokens,
-    Texts,
-    TokenList,
     TypedAs,
     at_most,
     check_model_id,
@@ -54,7 +52,7 @@ MAX_PROBLEMS = 8  # that an error tells of
 CONSTRAINTS = ("json_schema", "regex", "lark", "grammar")  # a job has at most one of them
 
 
-class _Job(Payload):
+class BaseJob(Payload):
     """Every job."""
 
     model: Annotated[Name, AfterValidator(check_model_id), Field(description="id of the model, or :default")]
@@ -62,7 +60,7 @@ class _Job(Payload):
     timeout: Finite | None = Field(default=None, gt=0, le=limits.MAX_TIMEOUT_S, description="seconds from submission")
 
 
-class _ReadingJob(_Job):
+class ReadingJob(BaseJob):
     """A job that prefills a prompt."""
 
     parent_key: ContextKey | None = Field(
@@ -76,7 +74,7 @@ class _ReadingJob(_Job):
     )
 
 
-class _GenerationJob(_ReadingJob):
+class GenerationJob(ReadingJob):
     """A job that generates text."""
 
     max_tokens: Count = Field(default=256, ge=1, description="tokens to generate at most")
@@ -151,14 +149,14 @@ class _GenerationJob(_ReadingJob):
     ] = Field(default=None, description="what the output may be, as far as is known, or @FILE: right parts come faster")
 
     @model_validator(mode="after")
-    def _check_forms(self) -> _GenerationJob:
+    def _check_forms(self) -> GenerationJob:
         given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} are given together; choose one")
         return self
 
     @model_validator(mode="after")
-    def _check_reported(self) -> _GenerationJob:
+    def _check_reported(self) -> GenerationJob:
         count = 0 if self.logprobs is None else self.n * self.max_tokens * (self.logprobs + 1)
         if count > limits.MAX_REPORTED:
             raise ValueError(
@@ -174,12 +172,6 @@ Inputs = Annotated[
 ]
 
 
-class GenerateJob(_GenerationJob):
-    """Text that follows a prompt: text, or token ids."""
-
-    prompt: Prompt
-
-
 Messages = Annotated[
     tuple[Message, ...],
     Field(fail_fast=True),
@@ -189,7 +181,7 @@ Messages = Annotated[
 ]
 
 
-class _ConversationJob(_Job):
+class ConversationJob(BaseJob):
     """A job with the messages of a chat."""
 
     messages: Messages
@@ -209,7 +201,7 @@ class _ConversationJob(_Job):
     )
 
     @model_validator(mode="after")
-    def _check_system(self) -> _ConversationJob:
+    def _check_system(self) -> ConversationJob:
         if self.system is not None and self.messages and self.messages[0].role == "system":
             raise ValueError("system is given, and messages begin with a system's message, too; leave one out")
         if self.system is not None and getattr(self, "parent_key", None) is not None:
@@ -217,86 +209,10 @@ class _ConversationJob(_Job):
         return self
 
 
-class ChatJob(_ConversationJob, _GenerationJob):
-    """The assistant's next turn. `template_args` are variables of the model's chat template."""
-
-    thinking_budget: Count | None = Field(default=None, ge=0, description="tokens for thinking, at most")
-    parallel_tool_calls: StrictBool | None = Field(
-        default=None, description="false: one tool call at most; true: several also where one is forced"
-    )
-    allowed_tools: Annotated[tuple[Name, ...], Field(min_length=1), no_more_than(limits.MAX_TOOLS, "names")] | None = (
-        Field(default=None, description="names of the tools that may be called; the model still reads about all")
-    )
-
-    @model_validator(mode="after")
-    def _check_allowed(self) -> ChatJob:
-        if self.allowed_tools is None:
-            return self
-        names = [tool.function.name for tool in self.tools]
-        for name in self.allowed_tools:
-            if name not in names:
-                known = ", ".join(sorted(names)) or "none"
-                raise ValueError(f"allowed_tools: {name!r} is not a tool of this job; the tools are: {known}")
-        if self.tool_choice not in ("auto", "none", "required", *self.allowed_tools):
-            raise ValueError(f"tool_choice: {self.tool_choice!r} is not one of allowed_tools; add it there")
-        return self
+Job = TypeVar("Job", bound=BaseJob)
 
 
-class PrefillJob(_ConversationJob, _ReadingJob):
-    """The prefix of later jobs, prefilled into the cache: a prompt, or the messages (or the system) of a chat."""
-
-    prompt: Prompt | None = None
-    messages: Messages = ()
-
-    @model_validator(mode="after")
-    def _check_one(self) -> PrefillJob:
-        chat = sorted(self.model_dump(include=set(_ConversationJob.__annotations__), exclude_defaults=True))
-        if bool(chat) if self.prompt is not None else not {"messages", "system"} & set(chat):
-            raise ValueError(f"one of the two must be given: prompt, or messages (or a system) of a chat; got {chat}")
-        return self
-
-
-class EmbedJob(_Job):
-    """One vector per text (text, or token ids), of unit length unless `normalize` is false."""
-
-    texts: Inputs
-    normalize: StrictBool = Field(default=True, description="vectors of unit length")
-    dimensions: Count | None = Field(default=None, ge=1, description="numbers kept of each vector; default: all")
-    truncate: StrictBool = Field(default=False, description="cut texts that are too long instead of refusing them")
-    encoding: Literal["list", "base64"] = Field(default="list", description="base64 is of little-endian float32")
-
-
-class RerankJob(_Job):
-    """Indices and scores of documents, the best answer to a query first."""
-
-    query: FilledText
-    documents: Texts
-    top_n: Count | None = Field(default=None, ge=1, description="results to return, the best; default: all")
-    truncate: StrictBool = Field(default=False, description="cut documents that are too long instead of refusing them")
-
-
-class TokenizeJob(_Job):
-    """The token ids of a text."""
-
-    text: Text
-    add_special: StrictBool = Field(default=True, description="with the tokens that begin and end a text")
-    parse_special: StrictBool = Field(default=False, description="take the text of special tokens for them")
-
-
-class DetokenizeJob(_Job):
-    """The text of token ids."""
-
-    tokens: TokenList
-
-
-class TemplateJob(_ConversationJob):
-    """The prompt of a conversation, as text and as token ids."""
-
-
-Job = TypeVar("Job", bound=_Job)
-
-
-def free_of(kind: type[_Job], positional: Sequence[str], kwargs: Mapping[str, Any]) -> list[str]:
+def free_of(kind: type[BaseJob], positional: Sequence[str], kwargs: Mapping[str, Any]) -> list[str]:
     """What positional arguments stand for: a parent's result in `chain(load.s(), generate.s(model="tiny"))` is the
     prompt; in `chain(generate.s("tiny", "Hi"), generate.s(model="tiny", prompt=" and"))` it is what to go on after."""
     free = [name for name in positional if name not in kwargs]

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Literal, TypedDict
 
 from cellama.tasks.broker.celery_ends import CeleryEnd
+from cellama.tasks.contract.all_kinds import Result
 from cellama.tasks.contract.errors import JobFailed
 from cellama.tasks.contract.events import Event, Foundation, OutputEvent, numbered
-from cellama.tasks.contract.shapes.results import Result
 from cellama.tasks.state.history import outputs_of_line
 from cellama.tasks.state.records import Attempt, Contexts, Entry
 

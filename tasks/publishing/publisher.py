@@ -22,9 +22,9 @@ from cellama.tasks.broker.pool import Interruption
 from cellama.tasks.connection.redis_errors import is_passing
 from cellama.tasks.connection.redis_waits import redis_waits
 from cellama.tasks.contract import events
+from cellama.tasks.contract.all_kinds import Result
 from cellama.tasks.contract.errors import JobFailed
 from cellama.tasks.contract.events import Event, Foundation, LineEvent
-from cellama.tasks.contract.shapes.results import Result
 from cellama.tasks.state.ledger import Ledger
 from cellama.tasks.state.records import Attempt, Contexts, Entry
 

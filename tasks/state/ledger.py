@@ -19,6 +19,7 @@ from redis import Redis
 from cellama.config import Settings, get_settings
 from cellama.tasks.connection.connections import database_of
 from cellama.tasks.connection.redis_clock import redis_time
+from cellama.tasks.contract.all_kinds import KINDS, Result
 from cellama.tasks.contract.events import EVENT_FIELD, TerminalEvent, done, numbered
 from cellama.tasks.contract.keys import (
     cancel_key,
@@ -30,9 +31,8 @@ from cellama.tasks.contract.keys import (
     result_key,
     waiting_key,
 )
-from cellama.tasks.contract.kinds import KINDS
 from cellama.tasks.contract.names import queue_key
-from cellama.tasks.contract.shapes.results import Result, usage_of
+from cellama.tasks.contract.shapes.results import usage_of
 
 from .encoding import encode
 from .gathering import Gathered

@@ -11,11 +11,11 @@ from typing import Any, Literal
 
 from typing_extensions import TypedDict
 
+from cellama.tasks.contract.all_kinds import KINDS, Result
 from cellama.tasks.contract.events import EVENT_CLASSES, Event, EventClass, TerminalEvent
 from cellama.tasks.contract.keys import job_key
-from cellama.tasks.contract.kinds import KINDS
-from cellama.tasks.contract.payloads import GenerateJob, free_of
-from cellama.tasks.contract.shapes.results import Result
+from cellama.tasks.contract.kinds.generate import GenerateJob
+from cellama.tasks.contract.payloads import free_of
 
 from .encoding import encode
 from .history import Earlier

@@ -8,18 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cellama.tasks.contract.names import TASK_CHAT, TASK_EMBED, TASK_GENERATE, TASK_PREFILL, TASK_RERANK
+from cellama.tasks.contract.all_kinds import KINDS
 
 SCHEMA = "https://opentelemetry.io/schemas/1.44.0"
 PROVIDER = "cellama"
-# Of tasks that a model computes for. The conventions know the first three; others may have names of their own.
-OPERATIONS = {
-    TASK_GENERATE: "text_completion",
-    TASK_CHAT: "chat",
-    TASK_EMBED: "embeddings",
-    TASK_RERANK: "rerank",
-    TASK_PREFILL: "prefill",
-}
+# By task, if a model computes for it. The conventions know only `text_completion`, `chat` and `embeddings`.
+OPERATIONS = {task: kind.operation for task, kind in KINDS.items() if kind.operation is not None}
 NUMBERS = {  # parameters of jobs
     "max_tokens": "gen_ai.request.max_tokens",
     "temperature": "gen_ai.request.temperature",

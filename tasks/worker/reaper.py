@@ -34,7 +34,7 @@ from cellama.tasks.contract.keys import (
     running_key,
     waiting_key,
 )
-from cellama.tasks.contract.kinds import ending_of_late
+from cellama.tasks.contract.late import ending_of_late
 from cellama.tasks.contract.names import PRIORITIES, queue_key
 from cellama.tasks.state.history import read_past
 from cellama.tasks.state.ledger import Ledger

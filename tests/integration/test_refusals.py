@@ -20,7 +20,7 @@ from cellama.api.machine.redis_server import RedisServer
 from cellama.tasks.contract.errors import RedisFull, RedisUnreachable
 from cellama.tasks.contract.events import Event
 from cellama.tasks.contract.keys import job_key
-from cellama.tasks.contract.names import TASK_GENERATE
+from cellama.tasks.contract.kinds.generate import TASK_GENERATE
 from cellama.tasks.jobs import app_at
 from cellama.tasks.state.scripts import sha
 

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from cellama.tasks import typed_tasks
-from cellama.tasks.contract.kinds import KINDS
+from cellama.tasks.contract.all_kinds import KINDS
 
 TYPED: dict[str, Any] = {
     kind.task: getattr(typed_tasks, kind.payload.__name__.removesuffix("Job") + "Params")

@@ -18,9 +18,9 @@ from cellama.bench.harness.suite import BENCHMARKS
 from cellama.config import ModelSettings, Settings
 from cellama.engine.grammar.schema.formats import FORMATS
 from cellama.engine.grammar.schema.keywords import KEYWORDS
+from cellama.tasks.contract.all_kinds import KINDS
 from cellama.tasks.contract.codes import CODES
-from cellama.tasks.contract.kinds import KINDS
-from cellama.tasks.contract.names import TASK_CHUNK
+from cellama.tasks.contract.kinds.chunk import TASK_CHUNK
 from cellama.tasks.metrics.table import TABLE
 
 from ..ci_scripts import ci_script

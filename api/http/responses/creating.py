@@ -21,7 +21,8 @@ from cellama.api.openai.responses.items import items_of
 from cellama.api.openai.responses.parameters import RULES
 from cellama.api.openai.responses.record import ResponseRecord
 from cellama.tasks.contract.errors import InvalidJob, StreamTrimmed, UnknownJob
-from cellama.tasks.contract.names import TASK_CHAT, job_id_of_key
+from cellama.tasks.contract.kinds.chat import TASK_CHAT
+from cellama.tasks.contract.names import job_id_of_key
 from cellama.tasks.contract.shapes.workers import ModelView
 
 from .conversation import messages_for, previous_of

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
-from cellama.tasks.contract.names import TASK_CHAT, TASK_GENERATE
+from cellama.tasks.contract.kinds.chat import TASK_CHAT
+from cellama.tasks.contract.kinds.generate import TASK_GENERATE
 
 from .hostile import HELLO, HUGE_INT, MODEL, Payload
 

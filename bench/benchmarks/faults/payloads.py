@@ -10,19 +10,14 @@ from random import Random
 from typing import Any
 
 from cellama.tasks.app import app
-from cellama.tasks.contract.chunks import LINE_JOBS
 from cellama.tasks.contract.errors import InvalidJob
-from cellama.tasks.contract.names import (
-    SUBMITTED_AT_HEADER,
-    TASK_APPLY_CHAT_TEMPLATE,
-    TASK_CHAT,
-    TASK_CHUNK,
-    TASK_DETOKENIZE,
-    TASK_EMBED,
-    TASK_GENERATE,
-    TASK_RERANK,
-    TASK_TOKENIZE,
-)
+from cellama.tasks.contract.kinds.chat import TASK_CHAT
+from cellama.tasks.contract.kinds.chunk import LINE_JOBS, TASK_CHUNK
+from cellama.tasks.contract.kinds.embed import TASK_EMBED
+from cellama.tasks.contract.kinds.generate import TASK_GENERATE
+from cellama.tasks.contract.kinds.rerank import TASK_RERANK
+from cellama.tasks.contract.kinds.tokens import TASK_APPLY_CHAT_TEMPLATE, TASK_DETOKENIZE, TASK_TOKENIZE
+from cellama.tasks.contract.names import SUBMITTED_AT_HEADER
 from cellama.tasks.contract.payloads import parse_job
 from cellama.tasks.job_task import JobTask
 

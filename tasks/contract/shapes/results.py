@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NotRequired, cast
+from typing import Literal, NotRequired
 
 from typing_extensions import TypedDict  # pydantic, and so FastAPI, takes no other one before Python 3.12
 
@@ -86,7 +86,7 @@ class AssistantMessage(TypedDict):
     tool_calls: NotRequired[list[ToolCall]]
 
 
-class _Completion(TypedDict):
+class CompletionShape(TypedDict):
     text: str
     finish_reason: FinishReason
     stop_sequence: str | None
@@ -95,19 +95,13 @@ class _Completion(TypedDict):
     finish_key: NotRequired[str]  # of all that was read and generated (not with `cache_prompt` off): a `parent_key`
 
 
-class Choice(_Completion):
+class Choice(CompletionShape):
     """One of several completions of a prompt."""
 
     index: int
 
 
-class ChatChoice(Choice):
-    """One of several turns."""
-
-    message: AssistantMessage
-
-
-class _Run(_Completion):
+class RunResult(CompletionShape):
     usage: Usage
     timings: Timings
     model: NotRequired[str]  # this and what follows are missing if no worker came to the job in time
@@ -119,99 +113,6 @@ class _Run(_Completion):
     warnings: NotRequired[list[str]]  # keywords of schemas that were not enforced, if there are any
 
 
-class GenerateResult(_Run):
-    """Of `generate`: the first completion, and all of them as `choices` if there are several."""
-
-    choices: NotRequired[list[Choice]]
-
-
-class ChatResult(_Run):
-    """Of `chat`."""
-
-    message: AssistantMessage
-    choices: NotRequired[list[ChatChoice]]
-
-
-class PrefillResult(TypedDict):
-    """Of `prefill`: what was read is in the cache."""
-
-    finish_reason: FinishReason  # "stop", or "timeout" if it could not be read in time
-    finish_key: NotRequired[str]  # the `parent_key` of what begins with it
-    usage: Usage
-    timings: Timings
-    model: str
-    seq_id: int | None  # the slot, if it had one
-    cache_hit_kind: CacheHitKind
-
-
-class EmbedResult(TypedDict):
-    """Of `embed`: one entry per text. In base64 each is little-endian float32; of a model that has a vector per token,
-    each is a list of those, or base64 of them all with its shape in `shapes`."""
-
-    embeddings: list[list[float]] | list[str] | list[list[list[float]]]
-    usage: Usage
-    model: str
-    shapes: NotRequired[list[list[int]]]
-
-
-class Ranked(TypedDict):
-    """A document, by its index in the call."""
-
-    index: int
-    score: float
-
-
-class RerankResult(TypedDict):
-    """Of `rerank`: the best document first."""
-
-    results: list[Ranked]
-    usage: Usage
-    model: str
-
-
-class TokenizeResult(TypedDict):
-    """Of `tokenize`."""
-
-    tokens: list[int]
-    model: str
-
-
-class DetokenizeResult(TypedDict):
-    """Of `detokenize`."""
-
-    text: str
-    model: str
-
-
-class TemplateResult(TypedDict):
-    """Of `apply_chat_template`: the prompt, and its tokens."""
-
-    prompt: str
-    tokens: list[int]
-    model: str
-
-
-class ChunkResult(TypedDict):
-    """Of a slice of a bulk run; the results of its lines are events."""
-
-    lines: int
-    usage: Usage
-    model: str
-
-
-Result = (
-    GenerateResult
-    | ChatResult
-    | PrefillResult
-    | EmbedResult
-    | RerankResult
-    | TokenizeResult
-    | DetokenizeResult
-    | TemplateResult
-    | ChunkResult
-)
-
-
 def usage_of(*, prompt_tokens: int = 0, completion_tokens: int = 0) -> Usage:
     """Token counts of what had no engine, or none to its end."""
     return {
@@ -221,20 +122,3 @@ def usage_of(*, prompt_tokens: int = 0, completion_tokens: int = 0) -> Usage:
         "accepted_prediction_tokens": 0,
         "rejected_prediction_tokens": 0,
     }
-
-
-def of_prefill(result: Any) -> PrefillResult:
-    """A prefill's result says nothing of a text."""
-    shown: Any = {name: result[name] for name in PrefillResult.__annotations__ if name in result}
-    return cast(PrefillResult, shown)
-
-
-def with_messages(result: Any) -> ChatResult:
-    """A chat's result has the assistant's message, too, in the form in which it can be sent back."""
-    for choice in [result, *result.get("choices", [])]:
-        if "message" in choice:
-            continue
-        own = {name: choice.pop(name) for name in ("reasoning", "signature", "tool_calls") if name in choice}
-        choice["message"] = {"role": "assistant", "content": choice["text"], **own}
-    chat: ChatResult = result
-    return chat

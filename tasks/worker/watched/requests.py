@@ -15,8 +15,8 @@ from opentelemetry.context import Context
 from opentelemetry.trace import Span, Status, StatusCode
 
 from cellama.engine import Completion, Event, Finished
-from cellama.tasks.contract.kinds import KINDS
-from cellama.tasks.contract.names import TASK_CHUNK
+from cellama.tasks.contract.all_kinds import KINDS
+from cellama.tasks.contract.kinds.chunk import TASK_CHUNK
 from cellama.tasks.publishing.publisher import LINE_MARK
 from cellama.tasks.traces.attributes import OPERATIONS, of_request, of_usage
 from cellama.tasks.traces.tracing import Tracing, below

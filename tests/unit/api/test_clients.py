@@ -13,7 +13,8 @@ from cellama.api import AsyncClient, AsyncJob, BatchParams, Client, Job, ModelOp
 from cellama.api.batch.options import BatchOptions
 from cellama.config import ModelSettings
 from cellama.tasks import app
-from cellama.tasks.contract.payloads import ChatJob, EmbedJob
+from cellama.tasks.contract.kinds.chat import ChatJob
+from cellama.tasks.contract.kinds.embed import EmbedJob
 from cellama.tasks.jobs import JobTask, app_at
 
 NOT_AWAITED = {"stream", "job"}

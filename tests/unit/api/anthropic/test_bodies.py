@@ -13,7 +13,9 @@ from cellama.api.anthropic.bodies import ParsedBody, callers_names, parse_body, 
 from cellama.api.anthropic.parameters import COUNTED, PARAMETERS
 from cellama.api.openai.parameters import in_callers_words
 from cellama.tasks.contract.errors import InvalidJob
-from cellama.tasks.contract.payloads import ChatJob, TemplateJob, parse_job
+from cellama.tasks.contract.kinds.chat import ChatJob
+from cellama.tasks.contract.kinds.tokens import TemplateJob
+from cellama.tasks.contract.payloads import parse_job
 
 TOOL: dict[str, Any] = {"name": "add", "description": "Adds", "input_schema": {"type": "object", "properties": {}}}
 HELLO = [{"role": "user", "content": "Hi"}]

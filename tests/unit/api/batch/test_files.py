@@ -21,7 +21,7 @@ from cellama.api.batch.start import LINES_PER_WORD, paths_of
 from cellama.api.batch.start import _open_output as open_output
 from cellama.api.batch.start import _read_input as read_input
 from cellama.api.batch.work import FAILED, FINISHED, IN_FLIGHT, PENDING, TWIN, WorkFile
-from cellama.tasks.contract.chunks import room_bytes
+from cellama.tasks.contract.kinds.chunk import room_bytes
 from cellama.tasks.job_task import _written as check_size
 from cellama.tasks.state.records import Call
 

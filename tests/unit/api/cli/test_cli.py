@@ -22,7 +22,7 @@ from cellama.tasks.contract.errors import (
     RedisUnreachable,
     UnknownModel,
 )
-from cellama.tasks.contract.payloads import GenerateJob
+from cellama.tasks.contract.kinds.generate import GenerateJob
 
 from ....conftest import clean_environment
 

@@ -12,7 +12,10 @@ import pytest
 from cellama.api.openai.bodies import params_of_body
 from cellama.api.openai.parameters import CHAT, COMPLETIONS, EMBEDDINGS, PARAMETERS, callers_names, in_callers_words
 from cellama.tasks.contract.errors import InvalidJob
-from cellama.tasks.contract.payloads import ChatJob, EmbedJob, GenerateJob, parse_job
+from cellama.tasks.contract.kinds.chat import ChatJob
+from cellama.tasks.contract.kinds.embed import EmbedJob
+from cellama.tasks.contract.kinds.generate import GenerateJob
+from cellama.tasks.contract.payloads import parse_job
 
 HELLO = [{"role": "user", "content": "Hi"}]
 OF_OPENAI = {

@@ -11,7 +11,7 @@ import numpy as np
 
 from cellama.engine import DecodeFailed, EmbeddingHandle
 from cellama.tasks.attempt.bulk_slice import ChunkRun
-from cellama.tasks.contract.chunks import ChunkJob
+from cellama.tasks.contract.kinds.chunk import ChunkJob
 from cellama.tasks.state.foundation import Foundation
 from cellama.tasks.state.history import Past
 

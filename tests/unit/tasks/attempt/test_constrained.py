@@ -9,7 +9,7 @@ import pytest
 from cellama.engine.sampling_params import CONSTRAINTS as OF_THE_ENGINE
 from cellama.tasks.attempt.bulk_slice import has_constrained_lines
 from cellama.tasks.attempt.engine_request import is_constrained
-from cellama.tasks.contract.chunks import ChunkJob
+from cellama.tasks.contract.kinds.chunk import ChunkJob
 from cellama.tasks.contract.payloads import CONSTRAINTS
 
 SCHEMA = {"json_schema": "{}"}

@@ -16,13 +16,7 @@ from redis.exceptions import NoPermissionError
 
 from cellama.tasks.broker.channels import QueueReader
 from cellama.tasks.broker.places import Places
-from cellama.tasks.contract.names import (
-    PRIORITY_SEPARATOR,
-    SUBMITTED_AT_HEADER,
-    TOKEN_HEADER,
-    queue_key,
-    queue_name,
-)
+from cellama.tasks.contract.names import PRIORITY_SEPARATOR, SUBMITTED_AT_HEADER, TOKEN_HEADER, queue_key, queue_name
 from cellama.tasks.state.records import Fetched, Room, Taken
 
 A, B = queue_name("a"), queue_name("b")

@@ -14,15 +14,13 @@ from cellama.engine import Request, SamplingParams
 from cellama.tasks.contract import keys
 from cellama.tasks.contract.errors import InvalidJob, JobFailed
 from cellama.tasks.contract.keys import stream_id
+from cellama.tasks.contract.kinds.chat import ChatJob
+from cellama.tasks.contract.kinds.embed import EmbedJob
+from cellama.tasks.contract.kinds.generate import GenerateJob
+from cellama.tasks.contract.kinds.prefill import PrefillJob
+from cellama.tasks.contract.kinds.rerank import RerankJob
 from cellama.tasks.contract.names import queue_keys, queue_name
-from cellama.tasks.contract.payloads import (
-    ChatJob,
-    EmbedJob,
-    GenerateJob,
-    PrefillJob,
-    RerankJob,
-    parse_job,
-)
+from cellama.tasks.contract.payloads import parse_job
 
 
 def test_payload_parameters_have_the_engines_names_and_defaults() -> None:

@@ -15,15 +15,16 @@ from hypothesis import strategies as st
 
 from cellama.config import limits
 from cellama.engine import InvalidRequest, Request, SamplingParams
-from cellama.tasks.contract import payloads
-from cellama.tasks.contract.chunks import ChunkJob, job_of_line
+from cellama.tasks.contract.all_kinds import KINDS
 from cellama.tasks.contract.errors import InvalidJob
-from cellama.tasks.contract.payloads import ChatJob, GenerateJob, parse_job
+from cellama.tasks.contract.kinds.chat import ChatJob
+from cellama.tasks.contract.kinds.chunk import ChunkJob, job_of_line
+from cellama.tasks.contract.kinds.generate import GenerateJob
+from cellama.tasks.contract.payloads import BaseJob, parse_job
 
 from ....conftest import EXAMPLES
 
-KINDS = [kind for kind in vars(payloads).values() if isinstance(kind, type) and kind.__name__.endswith("Job")]
-KINDS = [*(kind for kind in KINDS if issubclass(kind, payloads._Job) and kind.__name__[0] != "_"), ChunkJob]
+PAYLOADS = [kind.payload for kind in KINDS.values()]
 USER = {"role": "user", "content": "Hi"}
 VALID: dict[str, Any] = {
     "model": "m",
@@ -89,9 +90,9 @@ JSON = st.recursive(
 
 
 @st.composite
-def nearly_valid(draw: st.DrawFn) -> tuple[type[payloads._Job], dict[str, Any]]:
+def nearly_valid(draw: st.DrawFn) -> tuple[type[BaseJob], dict[str, Any]]:
     """A job's parameters, some of them wrong, some put inside others that are right."""
-    kind = draw(st.sampled_from(KINDS))
+    kind = draw(st.sampled_from(PAYLOADS))
     values = {name: VALID[name] for name in kind.model_fields if name in VALID}
     names = st.sampled_from(sorted(kind.model_fields))
     values.update(draw(st.dictionaries(names, JSON | st.sampled_from(list(VALID.values())), max_size=3)))
@@ -109,9 +110,7 @@ def nearly_valid(draw: st.DrawFn) -> tuple[type[payloads._Job], dict[str, Any]]:
 
 @settings(max_examples=150 * EXAMPLES)
 @given(nearly_valid(), st.dictionaries(TEXT, JSON, max_size=2))
-def test_any_payload_is_a_job_or_invalid(
-    case: tuple[type[payloads._Job], dict[str, Any]], more: dict[str, Any]
-) -> None:
+def test_any_payload_is_a_job_or_invalid(case: tuple[type[BaseJob], dict[str, Any]], more: dict[str, Any]) -> None:
     kind, values = case
     problem = ""
     try:

@@ -11,9 +11,10 @@ import pytest
 from cellama.api.openai.responses.bodies import params_of, shown_of, wants_encrypted
 from cellama.api.openai.responses.items import items_of, messages_of
 from cellama.config import limits
+from cellama.tasks.contract.all_kinds import KINDS
 from cellama.tasks.contract.errors import InvalidJob
-from cellama.tasks.contract.kinds import KINDS
-from cellama.tasks.contract.payloads import ChatJob, parse_job
+from cellama.tasks.contract.kinds.chat import ChatJob
+from cellama.tasks.contract.payloads import parse_job
 
 from .journals import ID
 

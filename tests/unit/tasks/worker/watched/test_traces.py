@@ -16,7 +16,9 @@ from cellama.config import get_settings
 from cellama.engine import Completion, DecodeFailed, Finished, InvalidRequest, Timings, Usage
 from cellama.tasks.broker.pool import Interruption
 from cellama.tasks.contract.errors import JobFailed
-from cellama.tasks.contract.names import TASK_CHUNK, TASK_EMBED, TASK_GENERATE
+from cellama.tasks.contract.kinds.chunk import TASK_CHUNK
+from cellama.tasks.contract.kinds.embed import TASK_EMBED
+from cellama.tasks.contract.kinds.generate import TASK_GENERATE
 from cellama.tasks.state.history import Earlier
 from cellama.tasks.state.ledger import new_run
 from cellama.tasks.state.records import Attempt

@@ -7,11 +7,18 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictStr
+from typing_extensions import TypedDict
 
-from .messages import Payload
-from .names import PRIORITY_BULK
-from .payloads import ChatJob, EmbedJob, GenerateJob, _Job, parse_job
+from ..kind import Kind
+from ..messages import Payload
+from ..names import PRIORITY_BULK
+from ..payloads import BaseJob, parse_job
+from ..shapes.results import Usage
+from .chat import ChatJob
+from .embed import EmbedJob
+from .generate import GenerateJob
 
+TASK_CHUNK = "cellama.chunk"
 MAX_CHUNK_LINES = 1024
 LineKind = Literal["generate", "chat", "embed"]
 LINE_JOBS: dict[LineKind, type[GenerateJob] | type[ChatJob] | type[EmbedJob]] = {
@@ -28,7 +35,7 @@ class ChunkLine(Payload):
     params: dict[StrictStr, Any]
 
 
-class ChunkJob(_Job):
+class ChunkJob(BaseJob):
     """Lines that one worker runs together, in this order as far as slots go."""
 
     lines: Annotated[tuple[ChunkLine, ...], Field(min_length=1, max_length=MAX_CHUNK_LINES)]
@@ -49,3 +56,22 @@ def job_of_line(line: ChunkLine, model: str, priority: int) -> GenerateJob | Cha
     """The job that a line would be by itself. Raises InvalidJob."""
     params = {**line.params, "model": model, "priority": priority}
     return parse_job(LINE_JOBS[line.kind], (), (), params)
+
+
+class ChunkResult(TypedDict):
+    """Result of a chunk of a bulk run; the results of its lines are events."""
+
+    lines: int
+    usage: Usage
+    model: str
+
+
+CHUNK = Kind(
+    task=TASK_CHUNK,
+    payload=ChunkJob,
+    positional=("model", "lines"),
+    result=ChunkResult,
+    is_public=False,
+    streams=False,
+    keeps_journal=True,
+)

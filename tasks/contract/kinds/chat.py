@@ -1,0 +1,76 @@
+"""`chat`: the assistant's next turn."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, NotRequired
+
+from pydantic import Field, StrictBool, model_validator
+
+from cellama.config import limits
+
+from ..fields import Count, Name, no_more_than
+from ..kind import Kind
+from ..payloads import ConversationJob, GenerationJob
+from ..shapes.results import AssistantMessage, Choice, RunResult
+
+TASK_CHAT = "cellama.chat"
+
+
+class ChatJob(ConversationJob, GenerationJob):
+    """The assistant's next turn. `template_args` are variables of the model's chat template."""
+
+    thinking_budget: Count | None = Field(default=None, ge=0, description="tokens for thinking, at most")
+    parallel_tool_calls: StrictBool | None = Field(
+        default=None, description="false: one tool call at most; true: several also where one is forced"
+    )
+    allowed_tools: Annotated[tuple[Name, ...], Field(min_length=1), no_more_than(limits.MAX_TOOLS, "names")] | None = (
+        Field(default=None, description="names of the tools that may be called; the model still reads about all")
+    )
+
+    @model_validator(mode="after")
+    def _check_allowed(self) -> ChatJob:
+        if self.allowed_tools is None:
+            return self
+        names = [tool.function.name for tool in self.tools]
+        for name in self.allowed_tools:
+            if name not in names:
+                known = ", ".join(sorted(names)) or "none"
+                raise ValueError(f"allowed_tools: {name!r} is not a tool of this job; the tools are: {known}")
+        if self.tool_choice not in ("auto", "none", "required", *self.allowed_tools):
+            raise ValueError(f"tool_choice: {self.tool_choice!r} is not one of allowed_tools; add it there")
+        return self
+
+
+class ChatChoice(Choice):
+    """One of several turns."""
+
+    message: AssistantMessage
+
+
+class ChatResult(RunResult):
+    """Result of `chat`."""
+
+    message: AssistantMessage
+    choices: NotRequired[list[ChatChoice]]
+
+
+def with_messages(result: Any) -> ChatResult:
+    """A chat's result has the assistant's message, too, in the form in which it can be sent back."""
+    for choice in [result, *result.get("choices", [])]:
+        if "message" in choice:
+            continue
+        own = {name: choice.pop(name) for name in ("reasoning", "signature", "tool_calls") if name in choice}
+        choice["message"] = {"role": "assistant", "content": choice["text"], **own}
+    chat: ChatResult = result
+    return chat
+
+
+CHAT = Kind(
+    task=TASK_CHAT,
+    payload=ChatJob,
+    positional=("model", "messages"),
+    result=ChatResult,
+    completes=True,
+    shape=with_messages,
+    operation="chat",
+)

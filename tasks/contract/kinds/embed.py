@@ -1,0 +1,47 @@
+"""`embed`: one vector per text."""
+
+from __future__ import annotations
+
+from typing import Literal, NotRequired
+
+from pydantic import Field, StrictBool
+from typing_extensions import TypedDict
+
+from ..fields import Count
+from ..kind import Kind
+from ..payloads import BaseJob, Inputs
+from ..shapes.results import Usage
+
+TASK_EMBED = "cellama.embed"
+
+
+class EmbedJob(BaseJob):
+    """One vector per text (text, or token ids), of unit length unless `normalize` is false."""
+
+    texts: Inputs
+    normalize: StrictBool = Field(default=True, description="vectors of unit length")
+    dimensions: Count | None = Field(default=None, ge=1, description="numbers kept of each vector; default: all")
+    truncate: StrictBool = Field(default=False, description="cut texts that are too long instead of refusing them")
+    encoding: Literal["list", "base64"] = Field(default="list", description="base64 is of little-endian float32")
+
+
+class EmbedResult(TypedDict):
+    """Result of `embed`: one entry per text.
+
+    In base64 an entry is little-endian float32. If the model has a vector per token, an entry is a list of vectors, or
+    base64 of them all with its shape in `shapes`.
+    """
+
+    embeddings: list[list[float]] | list[str] | list[list[list[float]]]
+    usage: Usage
+    model: str
+    shapes: NotRequired[list[list[int]]]
+
+
+EMBED = Kind(
+    task=TASK_EMBED,
+    payload=EmbedJob,
+    positional=("model", "texts"),
+    result=EmbedResult,
+    operation="embeddings",
+)

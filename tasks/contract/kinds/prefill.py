@@ -1,0 +1,56 @@
+"""`prefill`: what later jobs begin with, prefilled into the cache."""
+
+from __future__ import annotations
+
+from typing import Any, NotRequired, cast
+
+from pydantic import model_validator
+from typing_extensions import TypedDict
+
+from ..kind import Kind
+from ..payloads import ConversationJob, Messages, Prompt, ReadingJob
+from ..shapes.results import CacheHitKind, FinishReason, Timings, Usage
+
+TASK_PREFILL = "cellama.prefill"
+
+
+class PrefillJob(ConversationJob, ReadingJob):
+    """The prefix of later jobs, prefilled into the cache: a prompt, or the messages (or the system) of a chat."""
+
+    prompt: Prompt | None = None
+    messages: Messages = ()
+
+    @model_validator(mode="after")
+    def _check_one(self) -> PrefillJob:
+        chat = sorted(self.model_dump(include=set(ConversationJob.__annotations__), exclude_defaults=True))
+        if bool(chat) if self.prompt is not None else not {"messages", "system"} & set(chat):
+            raise ValueError(f"one of the two must be given: prompt, or messages (or a system) of a chat; got {chat}")
+        return self
+
+
+class PrefillResult(TypedDict):
+    """Result of `prefill`: the prefix is in the cache."""
+
+    finish_reason: FinishReason  # "stop", or "timeout" if it could not be read in time
+    finish_key: NotRequired[str]  # the `parent_key` of what begins with it
+    usage: Usage
+    timings: Timings
+    model: str
+    seq_id: int | None  # the slot, if it had one
+    cache_hit_kind: CacheHitKind
+
+
+def of_prefill(result: Any) -> PrefillResult:
+    """A prefill's result says nothing of a text."""
+    shown: Any = {name: result[name] for name in PrefillResult.__annotations__ if name in result}
+    return cast(PrefillResult, shown)
+
+
+PREFILL = Kind(
+    task=TASK_PREFILL,
+    payload=PrefillJob,
+    positional=("model", "prompt"),
+    result=PrefillResult,
+    shape=of_prefill,
+    operation="prefill",
+)

@@ -1,0 +1,46 @@
+"""`rerank`: documents by how well they answer a query."""
+
+from __future__ import annotations
+
+from pydantic import Field, StrictBool
+from typing_extensions import TypedDict
+
+from ..fields import Count, FilledText, Texts
+from ..kind import Kind
+from ..payloads import BaseJob
+from ..shapes.results import Usage
+
+TASK_RERANK = "cellama.rerank"
+
+
+class RerankJob(BaseJob):
+    """Indices and scores of documents, the best answer to a query first."""
+
+    query: FilledText
+    documents: Texts
+    top_n: Count | None = Field(default=None, ge=1, description="results to return, the best; default: all")
+    truncate: StrictBool = Field(default=False, description="cut documents that are too long instead of refusing them")
+
+
+class Ranked(TypedDict):
+    """A document, by its index in the call."""
+
+    index: int
+    score: float
+
+
+class RerankResult(TypedDict):
+    """Result of `rerank`: the best document first."""
+
+    results: list[Ranked]
+    usage: Usage
+    model: str
+
+
+RERANK = Kind(
+    task=TASK_RERANK,
+    payload=RerankJob,
+    positional=("model", "query", "documents"),
+    result=RerankResult,
+    operation="rerank",
+)

@@ -1,0 +1,61 @@
+"""`tokenize`, `detokenize` and `apply_chat_template`: they need the vocabulary of a model, and no slot."""
+
+from __future__ import annotations
+
+from pydantic import Field, StrictBool
+from typing_extensions import TypedDict
+
+from ..fields import Text, TokenList
+from ..kind import Kind
+from ..payloads import BaseJob, ConversationJob
+
+TASK_TOKENIZE = "cellama.tokenize"
+TASK_DETOKENIZE = "cellama.detokenize"
+TASK_APPLY_CHAT_TEMPLATE = "cellama.apply_chat_template"
+
+
+class TokenizeJob(BaseJob):
+    """The token ids of a text."""
+
+    text: Text
+    add_special: StrictBool = Field(default=True, description="with the tokens that begin and end a text")
+    parse_special: StrictBool = Field(default=False, description="take the text of special tokens for them")
+
+
+class TokenizeResult(TypedDict):
+    """Result of `tokenize`."""
+
+    tokens: list[int]
+    model: str
+
+
+class DetokenizeJob(BaseJob):
+    """The text of token ids."""
+
+    tokens: TokenList
+
+
+class DetokenizeResult(TypedDict):
+    """Result of `detokenize`."""
+
+    text: str
+    model: str
+
+
+class TemplateJob(ConversationJob):
+    """The prompt of a conversation, as text and as token ids."""
+
+
+class TemplateResult(TypedDict):
+    """Result of `apply_chat_template`: the prompt, and its tokens."""
+
+    prompt: str
+    tokens: list[int]
+    model: str
+
+
+TOKENIZE = Kind(task=TASK_TOKENIZE, payload=TokenizeJob, positional=("model", "text"), result=TokenizeResult)
+DETOKENIZE = Kind(task=TASK_DETOKENIZE, payload=DetokenizeJob, positional=("model", "tokens"), result=DetokenizeResult)
+APPLY_CHAT_TEMPLATE = Kind(
+    task=TASK_APPLY_CHAT_TEMPLATE, payload=TemplateJob, positional=("model", "messages"), result=TemplateResult
+)
