@@ -32,7 +32,7 @@ from cellama.tasks.connection.redis_errors import is_passing
 from cellama.tasks.connection.redis_waits import redis_waits
 from cellama.tasks.contract.names import SUBMITTED_AT_HEADER, TOKEN_HEADER, queue_key
 from cellama.tasks.state.ledger import Ledger, new_run
-from cellama.tasks.state.records import Fetched, Room, Taken
+from cellama.tasks.state.records import Fetched, PageLimits, Taken
 
 from .holding import HoldingQoS, set_by_this_clock
 from .places import Places
@@ -176,7 +176,7 @@ class QueueReader:
         with redis_waits.of("the consumer") as waits:
             while True:
                 try:
-                    return self._ledger.take(job_id, self._lease_s, self._page_beside(queue), token)
+                    return self._ledger.take(job_id, self._lease_s, self._page_limits(queue), token)
                 except RedisError as error:
                     if not (is_passing(error) and self.waits_for_redis):
                         raise
@@ -184,7 +184,7 @@ class QueueReader:
                 maybe_shutdown()
                 time.sleep(RETRY_S)
 
-    def _page_beside(self, queue: str) -> Room:
+    def _page_limits(self, queue: str) -> PageLimits:
         """Return how many messages may come in one page with a message of this queue, and from which lists."""
         places = self._places()
         capacity = self.capacity(self.channel.active_queues)

@@ -18,7 +18,7 @@ from .scripts import run_script, sha
 
 
 @dataclass(eq=False, slots=True)
-class _Call:
+class ScriptCall:
     """A script that a thread waits for, and what became of it."""
 
     name: str
@@ -41,12 +41,12 @@ class Gathered:
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
         self._lock = threading.Lock()
-        self._waiting: list[_Call] = []
+        self._waiting: list[ScriptCall] = []
         self._is_sending = False
 
     def run(self, name: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
         """What the script of this name returns. Raises RedisError."""
-        call = _Call(name, keys, args)
+        call = ScriptCall(name, keys, args)
         with self._lock:
             self._waiting.append(call)
             sends, self._is_sending = not self._is_sending, True
@@ -74,7 +74,7 @@ class Gathered:
         for call, reply in zip(page, replies, strict=True):
             call.end(reply)
 
-    def _replies(self, page: Sequence[_Call]) -> list[Any]:
+    def _replies(self, page: Sequence[ScriptCall]) -> list[Any]:
         if len(page) == 1:
             return [run_script(self._redis, page[0].name, page[0].keys, page[0].args)]
         with self._redis.pipeline(transaction=False) as pipe:
@@ -83,7 +83,7 @@ class Gathered:
             replies = pipe.execute(raise_on_error=False)
         return [self._again(call, reply) for call, reply in zip(page, replies, strict=True)]
 
-    def _again(self, call: _Call, reply: Any) -> Any:
+    def _again(self, call: ScriptCall, reply: Any) -> Any:
         """The reply; of a script that Redis has not seen before, that to a second question."""
         if not isinstance(reply, NoScriptError):
             return reply

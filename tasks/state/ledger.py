@@ -43,28 +43,28 @@ from .records import (
     Ending,
     Entry,
     Fetched,
+    PageLimits,
     Purged,
-    Room,
     State,
     Stored,
     Submission,
     Taken,
     renamed,
-    told_of,
+    submit_arguments,
 )
 from .scripts import SentScript, run_script
 
 RunScript = Callable[[str, Sequence[str], Sequence[Any]], Any]
-PLACE_STEP_S = 2e-4  # between jobs that are queued at once: as near as scores of `waiting_score` can be told apart
-MAX_ATTEMPTS = 3  # in a row that end without a token and without an end
-DEAD_TTL_S = 7 * 86400  # of a dead job: so long it can be queued again
-CANCEL_TTL_S = 7 * 86400  # of the wish to cancel a job that no worker has told the ledger of
-REFUSED_S = 3  # after Celery has refused a message, its job gets an end
+PLACE_STEP_S = 2e-4  # between jobs that are queued in one call: the least that scores of `waiting_score` resolve
+MAX_ATTEMPTS = 3  # in a row that neither show a token nor end their job: the job is dead after them
+DEAD_TTL_S = 7 * 86400  # a dead job can be queued again for a week
+CANCEL_TTL_S = 7 * 86400  # how long a cancellation waits for the worker that runs the job to come back
+REFUSED_S = 3  # from Celery's refusal of a message to the end of its job: Celery may end it first
 # Until the reaper gives Celery the end of a job; at least CHORD_CLAIM_S, the life of a claim on the body of a chord.
 SETTLE_S = 30
-MAX_RESTORED = 200  # messages per script, of either sort; Redis serves no one meanwhile
-PAGE_PART = 8  # of what waits in a list a page takes an eighth, so that other workers get their part
-PAGE_MESSAGE_BYTES = 1 << 16  # a larger message comes alone
+MAX_RESTORED = 200  # messages per script and kind: a few milliseconds, in which Redis serves no one else
+PAGE_PART = 8  # a page takes an eighth of a list, so that other workers get their share
+PAGE_MESSAGE_BYTES = 1 << 16  # a larger message comes alone, because a page is in memory at once
 
 
 class Ledger:
@@ -77,9 +77,9 @@ class Ledger:
         settings: Settings | None = None,
         gathers: bool = False,
     ) -> None:
-        """Take maximum lengths and times of life from these settings, or from those of the process (`get_settings`).
+        """Take maximum lengths and times to live from these settings, or from those of the process (`get_settings`).
 
-        With `gathers`, the attempts that threads begin at the same time take one round trip.
+        With `gathers`, attempts that several threads start at the same time share one round trip.
         """
         settings = settings or get_settings()
         self._redis = redis
@@ -100,28 +100,28 @@ class Ledger:
     # For producers
 
     def reach(self) -> None:
-        """Raises RedisError at once if Redis does not answer."""
+        """Raise RedisError at once if Redis does not answer."""
         self._redis.ping()
 
     def submit(self, jobs: Sequence[Submission], following: int = 0) -> list[int]:
-        """Notes jobs and queues their messages, all at once; tells of each: 1 new, 0 there already, -1 there already
-        with another digest.
+        """Note jobs and queue their messages, all in one step.
 
-        So many are `following` in later calls: their places are behind these, although Redis' clock hardly moves.
+        Returns for each job 1 if it is new, 0 if it was there already, and -1 if it was there with another digest.
+        `following` jobs come in later calls: their places are behind these, although Redis' clock hardly moves.
         """
         if not jobs:
             return []
-        told: list[int] = run_script(self._redis, "submit", *told_of(jobs, following, PLACE_STEP_S))[0]
-        return told
+        verdicts: list[int] = run_script(self._redis, "submit", *submit_arguments(jobs, following, PLACE_STEP_S))[0]
+        return verdicts
 
     def send(self, jobs: Sequence[Submission], following: int) -> SentScript:
-        """`submit`, on its way: its reply tells what that does, and how many heard the events (-1: there were none)."""
-        return SentScript(self._redis, "submit", *told_of(jobs, following, PLACE_STEP_S))
+        """Send `submit` without waiting. Its reply is the result of `submit`, and how many subscribers got an event."""
+        return SentScript(self._redis, "submit", *submit_arguments(jobs, following, PLACE_STEP_S))
 
     def cancel(self, job_id: str, *, running: bool) -> bool:
-        """Wants a job to end. True if that ended it, because no worker runs it.
+        """Cancel a job. Returns True if that ended it, because no worker runs it.
 
-        With `running`, a worker that runs it, or will, ends it too.
+        With `running`, the worker that runs the job, or the next one that starts it, ends it.
         """
         keys = [job_key(job_id), cancel_key(job_id)]
         state: Any = run_script(self._redis, "cancel", keys, [job_id, int(running), CANCEL_TTL_S])
@@ -130,12 +130,12 @@ class Ledger:
         return self.end_waiting(job_id, done("cancelled", read_past(self._redis, job_id).usage))
 
     def end_waiting(self, job_id: str, event: TerminalEvent, result: Result | None = None) -> bool:
-        """Ends a job with this event, as long as no worker runs it."""
+        """End a job with this event, unless a worker runs it. Returns whether it did."""
         superseded, _ = self.write([Entry(job_id=job_id, event=numbered(event, 0), result=result)])
         return not superseded
 
     def state(self, job_id: str) -> State | None:
-        """Where the job is; None if there is no such job, or not any more."""
+        """Return the state of a job; None if there is no entry of it."""
         found: Any = self._redis.hget(job_key(job_id), "state")
         state: State | None = found.decode() if found else None
         return state
@@ -143,32 +143,31 @@ class Ledger:
     # For workers: messages
 
     def now(self) -> float:
-        """Unix seconds by the clock of everything here: Redis' own."""
+        """Return the time by Redis' clock (unix s)."""
         return redis_time(self._redis)
 
     def take(
-        self, job_id: str, lease_s: float, room: Room = (), token: str | None = None
+        self, job_id: str, lease_s: float, limits: PageLimits = (), token: str | None = None
     ) -> tuple[Taken, list[Fetched]]:
-        """This worker holds the job's message for `lease_s`; with an empty token if it does not, because the job has
-        ended, or another worker holds a copy. So it does with a page of those that wait in the lists of `room`.
+        """Hold a job's message for `lease_s`, and take a page of others that wait, within the `limits`.
 
-        With the `token` of an earlier call, which may or may not have reached Redis, the message is not taken for a
-        copy of itself.
+        The token of a message is empty if this worker does not hold it, because its job has ended, or because another
+        worker holds a copy. A call that is repeated, because it may not have reached Redis, passes its `token` again.
         """
         token = token or new_run()
         keys, args = [job_key(job_id)], [job_id, token, lease_s, PAGE_PART, PAGE_MESSAGE_BYTES]
-        for num_messages, lists in room:
+        for num_messages, lists in limits:
             keys += lists
             args += [num_messages, len(lists)]
         verdict, waited, *page = run_script(self._redis, "take", keys, args)
-        fetched = [
-            Fetched(key.decode(), message, _taken("", of.decode(), how, since))
-            for key, message, of, how, since in zip(*(page[part::5] for part in range(5)), strict=True)
-        ]
+        fetched = []
+        for start in range(0, len(page), 5):
+            key, message, own_token, own_verdict, own_waited = page[start : start + 5]
+            fetched.append(Fetched(key.decode(), message, _taken("", own_token.decode(), own_verdict, own_waited)))
         return _taken(job_id, token, verdict, waited), fetched
 
     def renew(self, held: Sequence[Taken], lease_s: float) -> list[Taken]:
-        """Goes on holding messages; gives those back that this worker does not hold any more."""
+        """Renew the leases of messages. Returns those that this worker does not hold any more."""
         if not held:
             return []
         args: list[Any] = [lease_s, *(part for taken in held for part in (taken.job_id, taken.token))]
@@ -176,27 +175,27 @@ class Ledger:
         return [held[place] for place in lost]
 
     def release(self, taken: Taken) -> None:
-        """Give up a message that Celery needs no more, if this worker still holds it."""
+        """Drop a message that Celery does not need any more, if this worker still holds it."""
         run_script(self._redis, "release", [job_key(taken.job_id)], [taken.job_id, taken.token, REFUSED_S, SETTLE_S])
 
     def requeue(self, taken: Taken) -> None:
-        """Put a message back at the head of its queue, if this worker still holds it."""
+        """Return a message to the head of its queue, if this worker still holds it."""
         keys = [job_key(taken.job_id), cancel_key(taken.job_id)]
         run_script(self._redis, "requeue", keys, [taken.job_id, taken.token])
 
     def set_aside(self, taken: Taken, seconds: float) -> None:
-        """Keep a message out of all workers' hands for this time; then `restore` puts it at the head of its queue."""
+        """Let no worker take a message for this time. Then `restore` puts it at the head of its queue."""
         run_script(self._redis, "set_aside", [job_key(taken.job_id)], [taken.job_id, taken.token, seconds])
 
     def restore(self, lease_s: float) -> int:
-        """Put messages back into their queues whose lease has ended, or whose ETA has come.
+        """Return messages to their queues whose lease has ended, or whose ETA has come.
 
-        If this has not been called for a third of a lease, leases get half a lease more: perhaps no worker could renew.
-        Returns how many leases had ended.
+        If this has not been called for a third of a lease, leases get half a lease more, because perhaps no worker
+        could renew them. Returns how many leases had ended.
         """
         num_lost, num_delayed = MAX_RESTORED, MAX_RESTORED
         total = 0
-        while MAX_RESTORED in (num_lost, num_delayed):  # each script is short, because Redis serves no one meanwhile
+        while MAX_RESTORED in (num_lost, num_delayed):
             num_lost, num_delayed = run_script(self._redis, "restore", [looked_key()], [lease_s, MAX_RESTORED])
             total += num_lost
         return total
@@ -213,12 +212,12 @@ class Ledger:
         alone: bool = False,
         started: Stored | None = None,
     ) -> Attempt:
-        """This worker runs the job from now on, unless the verdict says otherwise.
+        """Start an attempt of this worker at a job, unless the verdict says otherwise.
 
-        `run` tells this attempt from all others, so that it may be asked for again. `token` is that of the message:
-        only its holder may begin (None is not checked). The verdict is "suspect", and nothing has begun, if the last
-        attempt ended without a token and without an end, because that may have ended its worker, and this one would
-        not be `alone`. `started` is what Celery is told if it has begun.
+        `run` identifies the attempt, so that the call can be repeated. `token` is that of the message, because only its
+        holder may start the job (None is not checked). The verdict is "suspect", and nothing has started, if the last
+        attempt neither showed a token nor ended the job, so that it perhaps crashed its worker, and this attempt would
+        not run `alone`. `started` is stored for Celery if the attempt has started.
         """
         args = [run, worker, MAX_ATTEMPTS, int(alone), "any" if token is None else token, *_parts(started)]
         keys = [job_key(job_id), cancel_key(job_id), result_key(job_id)]
@@ -231,10 +230,10 @@ class Ledger:
         return replace(attempt, before=earlier_of(before, now), next_seq=int(next_seq))
 
     def write(self, entries: Sequence[Entry]) -> tuple[set[int], set[int]]:
-        """Journals and publishes events, in order.
+        """Write events to the journals of their jobs and publish them, in order.
 
-        Returns the places of those that were not written: because their run is superseded, and because Redis has
-        lost events before them, so that the stream would have a gap.
+        Returns the indices of those that were not written: first because their attempt is superseded, second because
+        Redis has lost events before them, so that the stream would have a gap.
         """
         args: list[Any] = [*self._write_options]
         for entry in entries:
@@ -243,17 +242,17 @@ class Ledger:
         return set(superseded), set(gaps)
 
     def end_unknown(self, job_id: str, event: TerminalEvent) -> None:
-        """Ends the stream of a job that is not in the ledger with this event, unless it has an end."""
+        """End the stream of a job that is not in the ledger with this event, unless it has ended."""
         data = encode(numbered(event, 0)).partition(b",")[2]  # the script knows the seq
         args = [EVENT_FIELD, self._event_ttl_s, events_channel(job_id, self._database), data]
         run_script(self._redis, "end_unknown", [job_key(job_id), journal_key(job_id)], args)
 
     def hand_back(self, attempt: Attempt) -> None:
-        """Another worker may go on with the job; this attempt was no failure."""
+        """End an attempt so that another worker continues the job. It does not count as a failure."""
         run_script(self._redis, "hand_back", [job_key(attempt.job_id)], [attempt.job_id, attempt.run])
 
     def ending(self, job_id: str) -> Ending | None:
-        """How a job ended; None if it has not, or that is not known any more."""
+        """Return how a job ended; None if it has not ended, or its entry has expired."""
         found: Any = self._redis.hmget(job_key(job_id), "end", "result", "task")
         return _ending(*found) if found[0] else None
 
@@ -284,13 +283,13 @@ class Ledger:
         return Purged(num_messages, num_ended, others)
 
     def keep_journal(self, job_id: str) -> None:
-        """The events of an ended job stay as long as results do."""
+        """Keep the events of an ended job as long as results."""
         self._redis.expire(journal_key(job_id), self._result_ttl_s)
 
     # For people
 
     def place(self, job_id: str) -> int | None:
-        """How many jobs are before this one in its queue; None if it does not wait."""
+        """Return how many jobs are before this one in its queue; None if it does not wait."""
         queue = self.queue(job_id)
         if queue is None:
             return None
@@ -298,16 +297,16 @@ class Ledger:
         return None if rank is None else int(rank)
 
     def queue(self, job_id: str) -> str | None:
-        """The Celery queue that a job was put into."""
+        """Return the Celery queue of a job; None if there is no entry of it."""
         found: Any = self._redis.hget(job_key(job_id), "queue")
         return found.decode() if found else None
 
     def num_waiting(self, queue: str) -> int:
-        """Jobs of a queue that have no slot yet."""
+        """Return how many jobs of a queue have no slot yet."""
         return int(self._redis.zcard(waiting_key(queue)))
 
     def dead(self) -> list[DeadJob]:
-        """The jobs that ended their workers again and again, the last one first: id, at, task, queue, attempts."""
+        """Return the jobs whose attempts crashed their workers MAX_ATTEMPTS times, the last one first."""
         entries: Any = self._redis.zrevrange(dead_key(), 0, -1, withscores=True)
         found: list[DeadJob] = []
         for raw, at in entries:
@@ -330,7 +329,7 @@ class Ledger:
         return found
 
     def requeue_dead(self, job_id: str) -> str | None:
-        """Queues a dead job again as a new one, with all that its message held; its id, or None if it is not dead."""
+        """Queue a dead job again as a new one, with its whole message. Returns its id, or None if it is not dead."""
         stored: Any = self._redis.hmget(job_key(job_id), "message", "list")
         if stored[0] is None:
             return None
@@ -355,5 +354,5 @@ def _ending(event: bytes, result: bytes | None, task: bytes) -> Ending:
 
 
 def new_run() -> str:
-    """A token that tells one question of the ledger from all others."""
+    """Return a new token of an attempt, or of a taking of a message."""
     return os.urandom(16).hex()

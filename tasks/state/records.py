@@ -135,8 +135,8 @@ class Submission:
         return 2 * len(self.message.payload)
 
 
-def told_of(jobs: Sequence[Submission], following: int, step_s: float) -> tuple[list[str], list[Any]]:
-    """Keys and arguments of the script that notes jobs, `step_s` apart."""
+def submit_arguments(jobs: Sequence[Submission], following: int, step_s: float) -> tuple[list[str], list[Any]]:
+    """Return the keys and arguments of the script that notes jobs, `step_s` apart."""
     keys: list[str] = []
     args: list[Any] = [step_s, following]
     for job in jobs:
@@ -176,7 +176,8 @@ class Purged:
     others: Sequence[bytes]
 
 
-Room = Sequence[tuple[int, Sequence[str]]]  # so many messages of each model, from these lists, the first choice first
+# The messages that a page may have: for each model how many, and from which lists, the first choice first.
+PageLimits = Sequence[tuple[int, Sequence[str]]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from redis.exceptions import NoPermissionError
 from cellama.tasks.broker.channels import QueueReader
 from cellama.tasks.broker.places import Places
 from cellama.tasks.contract.names import PRIORITY_SEPARATOR, SUBMITTED_AT_HEADER, TOKEN_HEADER, queue_key, queue_name
-from cellama.tasks.state.records import Fetched, Room, Taken
+from cellama.tasks.state.records import Fetched, PageLimits, Taken
 
 A, B = queue_name("a"), queue_name("b")
 
@@ -90,10 +90,10 @@ class TakingLedger:
 
     def __init__(self) -> None:
         self.page: list[Fetched] = []
-        self.rooms: list[Room] = []
+        self.limits: list[PageLimits] = []
 
-    def take(self, job_id: str, lease_s: float, room: Room, token: str) -> tuple[Taken, list[Fetched]]:
-        self.rooms.append(room)
+    def take(self, job_id: str, lease_s: float, limits: PageLimits, token: str) -> tuple[Taken, list[Fetched]]:
+        self.limits.append(limits)
         return Taken(job_id, f"token of {job_id}"), self.page
 
 
@@ -178,12 +178,12 @@ def test_channel_goes_on_without_permission_to_unblock(
 )
 @pytest.mark.usefixtures("reader", "delivered")
 def test_page_is_for_the_capacity_that_is_left_beside_the_message_that_brings_it(
-    channel: Channel, ledger: TakingLedger, queue: str, page: Room
+    channel: Channel, ledger: TakingLedger, queue: str, page: PageLimits
 ) -> None:
     channel.held = {B: [1]}
     channel.answer = (queue_key(queue, 0).encode(), message_of("one"))
     channel.handlers["BRPOP"]()
-    assert ledger.rooms == [page]
+    assert ledger.limits == [page]
 
 
 @pytest.mark.usefixtures("reader")
@@ -203,7 +203,7 @@ def test_message_of_plain_celery_is_delivered_without_being_taken_whatever_its_h
     channel.answer = (queue_key(A, 0).encode(), json.dumps({"headers": {"id": "one", TOKEN_HEADER: "t"}}).encode())
     channel.handlers["BRPOP"]()
     assert delivered == [("one", None, A)]
-    assert ledger.rooms == []
+    assert ledger.limits == []
 
 
 @pytest.mark.usefixtures("reader")
