@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -18,8 +17,7 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from cellama.tasks.connection.redis_clock import redis_time, seconds_of
-from cellama.tasks.connection.redis_errors import is_passing
-from cellama.tasks.connection.redis_waits import redis_waits
+from cellama.tasks.connection.redis_loop import RedisLoop
 from cellama.tasks.contract.keys import reaper_key, workers_key
 from cellama.tasks.contract.shapes.workers import (
     CacheHit,
@@ -131,53 +129,44 @@ class Registration:
         self._evicted = evicted
         self._started_at = time.time()
         self._last: WorkerEntry | None = None  # as others have read it
-        self._closing = False
-        self._due = threading.Event()  # the next beat, without waiting for its time
-        self._thread = threading.Thread(target=self._run, name="cellama-registry", daemon=True)
-        self.is_started = False
+        self._loop = RedisLoop(
+            "registry", self._beat_and_do_chores, HEARTBEAT_S, acts_first=True, finish=self._note_end
+        )
+
+    @property
+    def is_started(self) -> bool:
+        return self._loop.is_started
 
     def start(self) -> None:
-        self.is_started = True
-        self._thread.start()
+        self._loop.start()
 
     def close(self) -> None:
-        """Marks the worker as ended; others remove its entry after `KEPT_S`."""
-        self._closing = True
-        self._due.set()
-        if self.is_started:
-            self._thread.join(timeout=HEARTBEAT_S)
+        """Mark the worker as ended. Others remove its entry after `KEPT_S`."""
+        self._loop.close(HEARTBEAT_S)
 
     def beat_now(self) -> None:
-        """Tells of a change at once."""
-        self._due.set()
+        """Report a change at once."""
+        self._loop.wake()
 
-    def _run(self) -> None:
-        while not self._closing:
-            self._do_what_is_due()
-            self._due.wait(HEARTBEAT_S)
-            self._due.clear()
+    def _note_end(self) -> None:
         if self._last is None:
             return
         try:
             ended = replace(self._last, has_ended=True, seen_at=redis_time(self._redis))
             self._redis.hset(workers_key(), self._worker, json.dumps(asdict(ended)))
-        except RedisError:
-            log.warning("the worker's entry stays until it is stale: Redis does not delete it")
+        except RedisError as error:
+            log.warning("registry: can't mark the worker as ended: %s; its entry stays until it is stale", error)
 
-    def _do_what_is_due(self) -> None:
-        """A chore that fails is no reason for the worker to look dead."""
-        for step in (self._beat, *self._chores):
+    def _beat_and_do_chores(self) -> None:
+        """A chore that fails for another reason than Redis stops neither the others nor the heartbeat."""
+        self._beat()
+        for chore in self._chores:
             try:
-                step()
-            except RedisError as error:
-                if is_passing(error):
-                    redis_waits.began("the heartbeat", error)
-                else:
-                    log.warning("heartbeat: Redis refuses a command: %s; it is sent again with the next one", error)
-                return
+                chore()
+            except RedisError:
+                raise
             except Exception:
-                log.exception("a chore of the worker's heartbeat failed; it is tried again with the next one")
-        redis_waits.ended("the heartbeat")
+                log.exception("registry: a chore failed; it is retried with the next heartbeat")
 
     def _beat(self) -> None:
         host, pid, now = socket.gethostname(), os.getpid(), time.time()  # before the look at what is there

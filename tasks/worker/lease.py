@@ -1,65 +1,49 @@
-"""Renews the leases of a worker: as long as it lives, Redis gives its messages to no other worker."""
+"""Renew the leases of a worker: while it lives, Redis gives its messages to no other worker."""
 
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 from celery.worker import state
-from redis.exceptions import RedisError
 
 from cellama.tasks.broker.holding import forget_lost, taken_of
 from cellama.tasks.broker.message import JobRequest
-from cellama.tasks.connection.redis_errors import is_passing
-from cellama.tasks.connection.redis_waits import redis_waits
+from cellama.tasks.connection.redis_loop import RedisLoop
 from cellama.tasks.state.ledger import Ledger
 
 log = logging.getLogger(__name__)
 
 
 class LeaseKeeper:
-    """A thread of its own, whose ledger has its own connection: Celery's event loop stops while a worker drains."""
+    """Renews the leases in a thread of its own, with a connection of its own.
+
+    Celery's event loop stops while a worker drains. It also reconnects only after 2, 4, 6 … s, and has no channels
+    until then, so they are looked up each time.
+    """
 
     def __init__(self, ledger: Ledger, consumer: Any, lease_s: float) -> None:
-        """`consumer` is Celery's; its channels are looked up each time, because reconnecting replaces them.
-
-        Until Celery has reconnected, which it tries again after 2, 4, 6 … s, there are none.
-        """
         self._ledger = ledger
         self._consumer = consumer
         self._lease_s = lease_s
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="cellama-lease", daemon=True)
-        self._thread.start()
+        # After a failure it is soon retried, because the reapers return messages as soon as Redis is back.
+        self._loop = RedisLoop("lease", self.renew, lease_s / 3, retry_s=lease_s / 12)
+        self._loop.start()
 
     def close(self) -> None:
-        self._closing.set()
-        self._thread.join(timeout=self._lease_s)
-
-    def _run(self) -> None:
-        wait_s = self._lease_s / 3
-        while not self._closing.wait(wait_s):
-            wait_s = self._lease_s / 12  # soon again, if this fails: the reapers look as soon as Redis is back
-            try:
-                self.renew()
-                wait_s = self._lease_s / 3
-                redis_waits.ended("the renewal of leases")
-            except RedisError as error:
-                if is_passing(error):
-                    redis_waits.began("the renewal of leases", error)
-                else:
-                    log.warning("leases: Redis refuses a command: %s; they are renewed the next time", error)
-            except Exception as error:  # the consumer changed while it was read
-                log.info("leases are renewed the next time: %s: %s", type(error).__name__, error)
+        self._loop.close(self._lease_s)
 
     def renew(self) -> int:
-        """Renews the lease of every message that this worker holds; returns how many there are.
+        """Renew the lease of every message that this worker holds. Returns how many there are.
 
-        What another worker holds by now, because this worker was frozen or cut off, is given up.
+        The worker gives up what another worker holds by now, because this one was frozen or cut off.
         """
-        held = {taken_of(message): message for message in self._held()}
+        try:
+            held = {taken_of(message): message for message in self._held()}
+        except (AttributeError, RuntimeError) as error:
+            log.info("leases: the consumer changed while it was read: %r; they are renewed in the next period", error)
+            return 0
         messages = {taken: message for taken, message in held.items() if taken is not None and taken.token}
         for lost in self._ledger.renew(list(messages), self._lease_s):
             log.warning("job %s was given to another worker: this one did not renew its lease in time", lost.job_id)
@@ -67,7 +51,7 @@ class LeaseKeeper:
         return len(messages)
 
     def _held(self) -> Iterator[Any]:
-        """The messages of jobs that run, also while Celery's own connections are gone, and those that wait."""
+        """Yield the messages of jobs that run, also while Celery has no connection, and of those that wait."""
         for request in list(state.requests.values()):
             if isinstance(request, JobRequest) and request.holds_message:
                 yield request.message

@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,8 +20,7 @@ from celery import states
 from redis import Redis
 from redis.exceptions import RedisError
 
-from cellama.tasks.connection.redis_errors import is_passing
-from cellama.tasks.connection.redis_waits import redis_waits
+from cellama.tasks.connection.redis_loop import RedisLoop
 from cellama.tasks.contract import events
 from cellama.tasks.contract.keys import (
     cancel_key,
@@ -62,29 +60,13 @@ class Reaper:
         self._ledger = ledger
         self._store = store
         self._lease_s = lease_s
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="cellama-reaper", daemon=True)
+        self._loop = RedisLoop("reaper", self.look, lease_s / LOOKS_PER_LEASE)
 
     def start(self) -> None:
-        self._thread.start()
+        self._loop.start()
 
     def close(self) -> None:
-        self._closing.set()
-        if self._thread.is_alive():
-            self._thread.join(timeout=self._lease_s)
-
-    def _run(self) -> None:
-        while not self._closing.wait(self._lease_s / LOOKS_PER_LEASE):
-            try:
-                self.look()
-                redis_waits.ended("the reaper")
-            except RedisError as error:
-                if is_passing(error):
-                    redis_waits.began("the reaper", error)
-                else:
-                    log.warning("reaper: Redis refuses a command: %s; it looks again", error)
-            except Exception:
-                log.exception("the reaper failed; it looks again")
+        self._loop.close(self._lease_s)
 
     def look(self) -> None:
         """Do what is due. Raises RedisError."""
