@@ -2,11 +2,11 @@
 
 from .backend import ModelInfo
 from .core.adapters import AdapterInfo
-from .core.embedder import Embedder
-from .core.embedding_handle import EmbeddingHandle
+from .core.embedder import Embedder, EmbeddingHandle
 from .core.engine import Engine
 from .core.handle import Handle
 from .core.reranker import Reranker, scores_of
+from .core.telemetry import StepCounts
 from .errors import (
     AdapterBusy,
     AdapterLoadFailed,
@@ -56,7 +56,6 @@ from .sampling.processors import LogitsProcessor, SequenceStart
 from .sampling_params import SamplingParams, sampling_of
 from .snapshots import EmbedderSnapshot, EngineSnapshot, ManagerSnapshot, ModelSnapshot
 from .system.core_sharing import CoreSharing, Peer
-from .system.step_counts import StepCounts
 from .system.threads import STACK_BYTES
 from .system.watchdog import Pulse, Watchdog
 from .text.chat_template import ChatOptions, ChatPrompt, Message

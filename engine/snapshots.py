@@ -10,7 +10,7 @@ Phase = Literal["idle", "prefilling", "generating", "stopped"]  # stopped: its t
 
 
 @dataclass(frozen=True, slots=True)
-class DraftCount:
+class SourceDrafts:
     """Tokens that one source guessed."""
 
     drafted: int  # decoded together with others, before they were chosen
@@ -61,7 +61,7 @@ class EngineSnapshot:
     prompt_tokens: int  # of requests that finished
     cached_tokens: int  # of these, that were not computed again
     generated_tokens: int
-    drafts: Mapping[str, DraftCount]  # by source: tokens that were guessed
+    drafts: Mapping[str, SourceDrafts]  # by source: tokens that were guessed
     requests_finished: int
     requests_failed: int
     prompt_rate: float  # prompt tokens computed per second, over the last second of work

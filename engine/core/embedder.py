@@ -6,16 +6,27 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
 
 from cellama.engine.backend import DecodeError, EmbeddingBackend
-from cellama.engine.errors import DecodeFailed, EngineStopped, InvalidRequest, PromptTooLong, RequestFailed
-from cellama.engine.snapshots import EmbedderSnapshot
+from cellama.engine.errors import (
+    DecodeFailed,
+    EmbeddingCancelled,
+    EngineStopped,
+    InvalidRequest,
+    PromptTooLong,
+    RequestFailed,
+)
+from cellama.engine.snapshots import EmbedderSnapshot, Phase
 from cellama.engine.system.inbox import Inbox
 from cellama.engine.system.threads import start_deep
 from cellama.engine.system.watchdog import FIRST_S, Pulse
 
-from .embedding_handle import EmbeddingHandle
-from .telemetry import TextTelemetry
+from .telemetry import Rates
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +34,45 @@ CLOSE_TIMEOUT_S = 30.0
 BATCH_S = 0.05  # a batch is to take no longer: what else computes here, and other callers, need not wait for more
 BROKEN = 3  # texts that failed alone, one after another, and none was embedded between
 MIN_BATCH_TOKENS = 64  # fewer together don't pay on any machine
+
+Vectors = list[NDArray[np.float32]]
+
+
+@dataclass(eq=False)
+class EmbeddingHandle:
+    """The texts of one caller and what became of them."""
+
+    texts: list[tuple[int, ...]]
+    normalize: bool = True
+    dimensions: int | None = None
+    future: Future[Vectors] = field(default_factory=Future)
+    vectors: Vectors = field(default_factory=list)
+    num_taken: int = 0  # texts that went into a batch
+
+    def result(self, timeout_s: float | None = None) -> Vectors:
+        """One float32 array per text, in order: [n], or [tokens, n] where the model gives a vector per token.
+
+        Raises the EngineError of the request, or TimeoutError.
+        """
+        try:
+            return self.future.result(timeout_s)
+        except CancelledError:
+            raise EmbeddingCancelled("the embedding request was cancelled") from None
+
+    def cancel(self) -> None:
+        """Ends the request; texts that are not in a running batch are not computed. Idempotent."""
+        self.future.cancel()
+
+    def finished(self) -> Vectors:
+        """The first `dimensions` numbers of each vector, at unit length if wanted; all vectors in one go."""
+        rows = np.vstack(self.vectors)[:, : self.dimensions]
+        if self.normalize:
+            lengths = np.linalg.norm(rows, axis=1, keepdims=True)
+            rows /= np.where(lengths > 0, lengths, 1).astype(np.float32)
+        if self.vectors[0].ndim == 1:
+            return list(rows)
+        return np.split(rows, np.cumsum([len(vector) for vector in self.vectors])[:-1])
+
 
 Batch = list[tuple[EmbeddingHandle, tuple[int, ...]]]
 
@@ -37,7 +87,10 @@ class Embedder:
         self._inbox: Inbox[EmbeddingHandle] = Inbox()
         self._waiting: deque[EmbeddingHandle] = deque()  # the next one's turn is first
         self._batch: Batch = []  # that is computed
-        self._telemetry = TextTelemetry()
+        self._rates = Rates(0)
+        self._num_batches = self._num_texts = self._num_tokens = 0  # that were computed
+        self._num_finished = self._num_failed = 0  # requests
+        self._is_dead = False
         self._token_s: float | None = None  # seconds per token, as the last batches took
         self._threads = backend.threads  # for the next batch
         self._num_failed_alone = 0  # texts, since one was embedded
@@ -116,7 +169,22 @@ class Embedder:
     def snapshot(self) -> EmbedderSnapshot:
         """The state just now. Never waits for the embedder thread."""
         computing = [handle for handle, _ in list(self._batch)]
-        return self._telemetry.snapshot(computing, list(self._waiting), self._inbox.waiting())
+        waiting = [handle for handle in [*list(self._waiting), *self._inbox.waiting()] if not handle.future.done()]
+        running = {id(handle) for handle in computing if not handle.future.done()}
+        running |= {id(handle) for handle in waiting if handle.num_taken}
+        phase: Phase = "stopped" if self._is_dead else "prefilling" if running else "idle"
+        return EmbedderSnapshot(
+            phase=phase,
+            requests_running=len(running),
+            requests_waiting=sum(not handle.num_taken for handle in waiting),
+            texts_waiting=sum(len(handle.texts) - handle.num_taken for handle in waiting),
+            steps=self._num_batches,
+            texts=self._num_texts,
+            prompt_tokens=self._num_tokens,
+            requests_finished=self._num_finished,
+            requests_failed=self._num_failed,
+            prompt_rate=self._rates.per_s[0] if running or waiting else 0.0,
+        )
 
     @property
     def threads(self) -> int:
@@ -155,7 +223,7 @@ class Embedder:
             log.exception("the embedder thread died")
             self.pulse.die(repr(error))
             reason = f"the embedder thread died of {error!r}; restart the worker"
-            self._telemetry.stopped()
+            self._is_dead = True
         self._inbox.close()
         for handle in [*(handle for handle, _ in self._batch), *self._waiting, *self._inbox.take()]:
             self._fail(handle, EngineStopped(reason))
@@ -218,7 +286,10 @@ class Embedder:
         self.pulse.beat("finish")
         self._num_failed_alone = 0
         self._note_speed(batch, time.perf_counter() - started)
-        self._telemetry.step([text for _, text in batch], idle=not (self._waiting or self._inbox))
+        self._num_batches += 1
+        self._num_texts += len(batch)
+        self._num_tokens += sum(len(text) for _, text in batch)
+        self._rates.measure(self._num_tokens, idle=not (self._waiting or self._inbox))
         for (handle, _), vector in zip(batch, vectors, strict=True):
             handle.vectors.append(vector)  # in order: batches are, and so are a caller's texts within one
             if len(handle.vectors) == len(handle.texts):
@@ -253,10 +324,10 @@ class Embedder:
         finally:
             handle.vectors = []
         if handle.future.set_running_or_notify_cancel():
-            self._telemetry.request(failed=False)
+            self._num_finished += 1
             handle.future.set_result(vectors)
 
     def _fail(self, handle: EmbeddingHandle, error: Exception) -> None:
         if not handle.future.done() and handle.future.set_running_or_notify_cancel():
-            self._telemetry.request(failed=True)
+            self._num_failed += 1
             handle.future.set_exception(error)

@@ -25,14 +25,14 @@ from cellama.engine.options import EngineOptions
 from cellama.engine.request import Request
 from cellama.engine.sampling_params import SamplingParams, sampling_of
 from cellama.engine.snapshots import EngineSnapshot
-from cellama.engine.system.step_counts import StepCounts
 from cellama.engine.system.threads import start_deep
 from cellama.engine.system.watchdog import Pulse
 
 from .adapters import Adapters
 from .engine_core import Command, EngineCore
-from .handle import Call, CancelReason, Handle
+from .handle import CancelReason, EngineCall, Handle
 from .output import Listener
+from .telemetry import StepCounts
 
 log = logging.getLogger(__name__)
 
@@ -394,7 +394,7 @@ class Engine:
 
     def _do(self, action: Callable[[], T], deadline: float) -> T:
         """What the engine thread returns of an action between two steps. Raises EngineStopped, TimeoutError."""
-        call = Call(action)
+        call = EngineCall(action)
         if not self._inbox.put(call):
             raise EngineStopped("the engine is closed")
         try:

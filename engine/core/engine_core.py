@@ -31,9 +31,9 @@ from cellama.engine.system.inbox import Inbox
 from cellama.engine.system.watchdog import Pulse
 
 from .forward import BackendBroken, Computed, Forward
-from .handle import Call, CancelReason, Handle
-from .output import Output
-from .requests import Requests
+from .handle import CancelReason, EngineCall, Handle
+from .output import EventOutput
+from .requests import EngineRequests
 from .telemetry import Telemetry
 
 log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class EngineCore:
 
         `draft` guesses its tokens. Raises InvalidRequest, and ModelLoadFailed for a `draft` that can't decode.
         """
-        self.inbox: Inbox[Command | Call[Any]] = Inbox()
+        self.inbox: Inbox[Command | EngineCall[Any]] = Inbox()
         self._backend = backend
         # One micro-batch of llama.cpp: it would cut a larger batch into pieces of all sequences, too small to be fast.
         limits = Limits(options.pass_tokens, options.chunk_tokens, options.max_queue)
@@ -79,9 +79,9 @@ class EngineCore:
         self.disk = None if store is None else DiskTier(store, backend, ram, backend.identity, nudge)
         self.scheduler.finder.disk = self.disk
         self.telemetry = Telemetry(self.scheduler, self.drafting, self.inbox, model, self.disk)
-        self.output = Output(backend.vocabulary)
+        self.output = EventOutput(backend.vocabulary)
         self._pulse = pulse
-        self.requests = Requests(backend, self.scheduler, self.drafting, self.output, self.telemetry, pulse)
+        self.requests = EngineRequests(backend, self.scheduler, self.drafting, self.output, self.telemetry, pulse)
         self.forward = Forward(backend, self.scheduler, self.requests, self.drafting, pulse)
         self.num_threads = backend.threads  # for the next step; any thread may set it
         self._num_faults = 0  # steps in a row that failed for no request in particular
@@ -130,8 +130,8 @@ class EngineCore:
         for command in self.inbox.take(MOST_AT_ONCE):
             self._serve(command)
 
-    def _serve(self, command: Command | Call[Any]) -> None:
-        if isinstance(command, Call):
+    def _serve(self, command: Command | EngineCall[Any]) -> None:
+        if isinstance(command, EngineCall):
             self._pulse.beat("call")
             return command.run()
         self._pulse.beat(command.what, (command.handle.request.id,))

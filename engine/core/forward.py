@@ -17,7 +17,7 @@ from cellama.engine.speculation.drafting import Drafting
 from cellama.engine.system.watchdog import FIRST_S, Pulse
 
 from .handle import Handle
-from .requests import Requests
+from .requests import EngineRequests
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Forward:
     """Computes the work of a step. Engine thread only, but for `make_way`, and `worth_aborting`, which others read."""
 
     def __init__(
-        self, backend: Backend, scheduler: Scheduler, requests: Requests, drafting: Drafting, pulse: Pulse
+        self, backend: Backend, scheduler: Scheduler, requests: EngineRequests, drafting: Drafting, pulse: Pulse
     ) -> None:
         self._backend = backend
         self._scheduler = scheduler

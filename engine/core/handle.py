@@ -77,7 +77,7 @@ class Handle:
             self.future.set_result(completion)
 
 
-class Call(Generic[T]):
+class EngineCall(Generic[T]):
     """Something that the engine thread does between two steps, for a thread that waits for it."""
 
     def __init__(self, action: Callable[[], T]) -> None:

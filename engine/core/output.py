@@ -20,7 +20,7 @@ HELD_BACK_TOKENS = 16  # after so many without final text they are told all the 
 Listener = Callable[[tuple[Event, ...]], None]
 
 
-class Output:
+class EventOutput:
     """Turns the tokens of sequences into events, and hands those out together. Engine thread only."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:

@@ -21,8 +21,8 @@ from cellama.engine.speculation.drafting import Drafting
 from cellama.engine.system.watchdog import Pulse
 
 from .handle import Handle
-from .output import Output
-from .telemetry import Telemetry
+from .output import EventOutput
+from .telemetry import Telemetry, timings_of
 
 log = logging.getLogger(__name__)
 Arguments = ParamSpec("Arguments")
@@ -52,7 +52,7 @@ class Group:
         return replace(first, usage=usage, alternatives=tuple(others))
 
 
-class Requests:
+class EngineRequests:
     """Owns the groups of sequences. Engine thread only. No method raises what one request is the cause of."""
 
     def __init__(
@@ -60,7 +60,7 @@ class Requests:
         backend: Backend,
         scheduler: Scheduler,
         drafting: Drafting,
-        output: Output,
+        output: EventOutput,
         telemetry: Telemetry,
         pulse: Pulse,
     ) -> None:
@@ -218,7 +218,7 @@ class Requests:
     def _end(self, group: Group, sequence: Sequence, reason: FinishReason, stop_sequence: str | None = None) -> None:
         """Ends one sequence; its request ends with the last of them."""
         self._output.finish(group.handle, sequence, stopped=stop_sequence is not None, cut=reason != "stop")
-        completion = sequence.completion(reason, stop_sequence, time.monotonic())
+        completion = sequence.completion(reason, stop_sequence, timings_of(sequence, time.monotonic()))
         group.finished.append(completion)
         if completion.context is not None:
             self.recent.add(completion.context)

@@ -1,36 +1,82 @@
-"""Counters of an engine or an embedder, their snapshots, and the callbacks that want numbers.
+"""What an engine counts and measures: times of a request, counters, rates, snapshots, callbacks.
 
-The thread that computes writes the counters. Any thread may ask for a snapshot, which is read off what is there just
-then: single numbers, and copies of lists, which need no lock. So it is right in the middle of a long step, too.
+The thread that computes writes the counters. A snapshot reads them from any thread, without a lock: single numbers, and
+copies of lists. So it is right in the middle of a long step as well.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 from typing import Any, TypeVar
 
 from cellama.engine.backend import Chunk
-from cellama.engine.events import CacheHit, Completion, RequestStats, StepStats, Usage
+from cellama.engine.events import CacheHit, Completion, RequestStats, StepStats, Timings, Usage
 from cellama.engine.kvcache.disk_tier import DiskTier
 from cellama.engine.request import Request
 from cellama.engine.scheduling.scheduler import Scheduler
 from cellama.engine.scheduling.sequence import Sequence, State
-from cellama.engine.snapshots import EmbedderSnapshot, EngineSnapshot, Phase
+from cellama.engine.snapshots import EngineSnapshot, Phase
 from cellama.engine.speculation.drafting import Drafting
 from cellama.engine.system.inbox import Inbox
-from cellama.engine.system.step_counts import StepCounts
-
-from .embedding_handle import EmbeddingHandle
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 DISK_COUNTS = tuple(field.name for field in fields(EngineSnapshot) if field.name.startswith("disk_"))
-RATE_WINDOW_S = 1.0
-MEAN_WEIGHT = 0.05  # of a new value in a running mean
+RATE_WINDOW_S = 1.0  # seconds that a rate is taken over: a shorter window would show single prefills
+MEAN_WEIGHT = 0.05  # of a new value in a running mean: about the last twenty count
+
+
+def timings_of(sequence: Sequence, now: float) -> Timings:
+    """Return the times of a request until `now`: in the queue, to its first token (TTFT), and its rates."""
+    admitted, first, last = sequence.admitted_at, sequence.first_token_at, sequence.last_token_at
+    prefix_wait_s = sequence.prefix_wait_s + (0.0 if sequence.held_since is None else now - sequence.held_since)
+    prefilled = now if sequence.request.prefill_only and not sequence.num_pending else first
+    prefill_s = None if prefilled is None or admitted is None else prefilled - admitted
+    decode_s = None if first is None or last is None else last - first
+    return Timings(
+        queue_ms=((now if admitted is None else admitted) - sequence.submitted_at) * 1e3,
+        ttft_ms=None if first is None else (first - sequence.submitted_at) * 1e3,
+        duration_ms=(now - sequence.submitted_at) * 1e3,
+        prompt_eval_rate=_rate(sequence.num_prompt - sequence.num_cached, prefill_s),
+        generation_rate=_rate(sequence.num_output - 1, decode_s),
+        delivery_ms=max(0.0, sequence.taken_at - sequence.submitted_at) * 1e3,
+        prefix_wait_ms=prefix_wait_s * 1e3,
+        prefix_cache_ratio=sequence.num_cached / sequence.num_prompt,
+    )
+
+
+def _rate(count: int, seconds: float | None) -> float | None:
+    return count / seconds if seconds and count > 0 else None
+
+
+class StepCounts:
+    """How long sequences waited between two tokens, and how large batches were, in buckets.
+
+    Written by the engine thread alone; any thread may copy the lists, and sees one gap or step half counted at worst.
+    """
+
+    def __init__(self, gap_bounds_s: Iterable[float], batch_bounds: Iterable[float]) -> None:
+        """Upper bounds of the buckets, rising; what is above the last one has a bucket more."""
+        self._gap_bounds_s, self._batch_bounds = tuple(gap_bounds_s), tuple(batch_bounds)
+        self.gaps = [0] * (len(self._gap_bounds_s) + 1)
+        self.gaps_s = 0.0  # their sum
+        self.batches = [0] * (len(self._batch_bounds) + 1)
+        self.tokens = 0  # of all batches
+
+    def gap(self, seconds: float) -> None:
+        """A sequence has a token so long after the one before."""
+        self.gaps[bisect_left(self._gap_bounds_s, seconds)] += 1
+        self.gaps_s += seconds
+
+    def step(self, num_tokens: int) -> None:
+        """A step ended, with so many tokens in its batch."""
+        self.batches[bisect_left(self._batch_bounds, num_tokens)] += 1
+        self.tokens += num_tokens
 
 
 class Rates:
@@ -38,21 +84,26 @@ class Rates:
 
     def __init__(self, *counts: int) -> None:
         self.per_s = tuple(0.0 for _ in counts)
-        self._window: tuple[float | None, tuple[int, ...]] = (None, counts)
+        self._started_at: float | None = None  # the beginning of the window; None: there was nothing to do
+        self._before = counts  # at that time
 
     def measure(self, *counts: int, idle: bool, took_s: float = 0.0) -> None:
-        """Notes the counters after a step; what is idle has no rate, and its next second of work begins anew: with the
-        step itself, if it is known how long that `took_s`, else after it."""
-        now, (start, before) = time.monotonic(), self._window
-        if start is None:
-            start, before = (now - took_s, before) if took_s else (now, counts)
+        """Account the counters after a step of `took_s` seconds.
+
+        What is idle has no rate. A window that follows begins with the next step if its seconds are known, else after
+        it.
+        """
+        now = time.monotonic()
+        if self._started_at is None:
+            self._started_at = now - took_s
+            self._before = self._before if took_s else counts
+        window_s = now - self._started_at
         if idle:
-            self.per_s, self._window = tuple(0.0 for _ in counts), (None, counts)
-        elif now - start < RATE_WINDOW_S:
-            self._window = (start, before)
-        else:
-            grown = zip(counts, before, strict=True)
-            self.per_s, self._window = tuple((new - old) / (now - start) for new, old in grown), (now, counts)
+            self.per_s, self._started_at, self._before = tuple(0.0 for _ in counts), None, counts
+        elif window_s >= RATE_WINDOW_S:
+            grown = zip(counts, self._before, strict=True)
+            self.per_s = tuple((count - before) / window_s for count, before in grown)
+            self._started_at, self._before = now, counts
 
 
 class Telemetry:
@@ -92,9 +143,19 @@ class Telemetry:
             for counter in self.step_counts:
                 counter.step(total)
         if self.on_step and chunks:
-            told = (total, decode, total - decode, active_slots, self._look()[1])
-            times = (eval_s * 1e3, step_s * 1e3, max(0.0, wait_s) * 1e3)
-            _call(self.on_step, StepStats(self._model, time.time(), *told, *times))
+            stats = StepStats(
+                model=self._model,
+                at=time.time(),
+                batch_size=total,
+                decode_tokens=decode,
+                prefill_tokens=total - decode,
+                active_slots=active_slots,
+                queue_depth=self._look()[1],
+                eval_ms=eval_s * 1e3,
+                step_ms=step_s * 1e3,
+                wait_ms=max(0.0, wait_s) * 1e3,
+            )
+            _call(self.on_step, stats)
         counts = (self._prefilled_tokens, self._generated_tokens)
         self._rates.measure(*counts, idle=not self._scheduler.has_work, took_s=step_s)
 
@@ -183,54 +244,6 @@ class Telemetry:
             "disk_used_bytes": self._disk.store.used_bytes,
             "disk_quota_bytes": self._disk.store.quota_bytes,
         }
-
-
-class TextTelemetry:
-    """Counts what happens in an embedder. Its thread only, but for `snapshot`."""
-
-    def __init__(self) -> None:
-        self._steps = self._texts = self._tokens = 0
-        self._finished = self._failed = 0
-        self._rates = Rates(0)
-        self._is_stopped = False
-
-    def stopped(self) -> None:
-        """Says from now on that nothing is served here."""
-        self._is_stopped = True
-
-    def step(self, texts: Iterable[tuple[int, ...]], *, idle: bool) -> None:
-        """Accounts a batch that was computed; `idle` if nothing waits behind it."""
-        sizes = [len(text) for text in texts]
-        self._steps += 1
-        self._texts += len(sizes)
-        self._tokens += sum(sizes)
-        self._rates.measure(self._tokens, idle=idle)
-
-    def request(self, *, failed: bool) -> None:
-        """Accounts the end of a request that was not cancelled."""
-        self._failed += failed
-        self._finished += not failed
-
-    def snapshot(
-        self, computing: list[EmbeddingHandle], waiting: list[EmbeddingHandle], new: list[EmbeddingHandle]
-    ) -> EmbedderSnapshot:
-        """The state with requests whose texts are computed, those with texts that wait, and those in the inbox."""
-        waiting = [handle for handle in waiting + new if not handle.future.done()]
-        running = {id(handle) for handle in computing if not handle.future.done()}
-        running |= {id(handle) for handle in waiting if handle.num_taken}
-        phase: Phase = "prefilling" if running else "idle"
-        return EmbedderSnapshot(
-            phase="stopped" if self._is_stopped else phase,
-            requests_running=len(running),
-            requests_waiting=sum(not handle.num_taken for handle in waiting),
-            texts_waiting=sum(len(handle.texts) - handle.num_taken for handle in waiting),
-            steps=self._steps,
-            texts=self._texts,
-            prompt_tokens=self._tokens,
-            requests_finished=self._finished,
-            requests_failed=self._failed,
-            prompt_rate=self._rates.per_s[0] if running or waiting else 0.0,
-        )
 
 
 def _call(callbacks: list[Callable[[T], None]], stats: T) -> None:

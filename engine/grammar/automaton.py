@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from cellama.config import limits
 from cellama.engine.errors import GrammarFailed
 
-from .program import END, Call, Edges, Fork, Loop, Program
+from .program import END, Edges, Fork, Loop, Program, RuleCall
 
 _UNKNOWN, _DEAD = -2, -1  # in the table: not looked at yet; no way goes on
 _MAX_STATES = 4096  # of an automaton, and ...
@@ -38,7 +38,7 @@ class Frame:
 Way = tuple[int, Frame | None]
 
 
-class Work:
+class WorkBudget:
     """What is left of a request's work, in ways looked at. Its sequences share it."""
 
     def __init__(self, left: int = limits.GRAMMAR_WORK) -> None:
@@ -94,7 +94,7 @@ class Automaton:
         """About what program and states take. Any thread."""
         return _NODE_BYTES * len(self._nodes) + self._state_bytes
 
-    def start(self, work: Work) -> int:
+    def start(self, work: WorkBudget) -> int:
         """The state before any text."""
         return self._state([(self._start, None)], work)
 
@@ -109,7 +109,7 @@ class Automaton:
                 self._table = np.concatenate([self._table, np.full_like(self._table, _UNKNOWN)])
         return number
 
-    def step(self, state: int, byte_class: int, work: Work) -> int:
+    def step(self, state: int, byte_class: int, work: WorkBudget) -> int:
         """The state after one byte, or a negative number."""
         following = int(self._table[state, byte_class])
         if following == _UNKNOWN:
@@ -118,7 +118,7 @@ class Automaton:
             self._table[state, byte_class] = following
         return following
 
-    def _ways_after(self, state: int, byte_class: int, work: Work) -> list[Way]:
+    def _ways_after(self, state: int, byte_class: int, work: WorkBudget) -> list[Way]:
         """Where a class of bytes leads the ways of a state; many ways are sorted by class, once."""
         ways = self.states[state]
         if len(ways) <= _MANY:
@@ -135,7 +135,7 @@ class Automaton:
             self._num_ways += sum(map(len, sorted_ways.values()))
         return list(sorted_ways.get(byte_class, ()))
 
-    def walk(self, state: int, data: bytes, work: Work) -> int:
+    def walk(self, state: int, data: bytes, work: WorkBudget) -> int:
         """The state after these bytes, or a negative number."""
         for byte in data:
             state = self.step(state, self.byte_class[byte], work)
@@ -143,7 +143,7 @@ class Automaton:
                 break
         return state
 
-    def step_all(self, states: NDArray[np.int32], classes: NDArray[np.uint8], work: Work) -> NDArray[np.int32]:
+    def step_all(self, states: NDArray[np.int32], classes: NDArray[np.uint8], work: WorkBudget) -> NDArray[np.int32]:
         """As `step`, of many at once."""
         following: NDArray[np.int32] = self._table[states, classes]
         unknown = following == _UNKNOWN
@@ -166,7 +166,7 @@ class Automaton:
             self._num_steps += len(steps)
         return steps
 
-    def _state(self, ways: list[Way], work: Work) -> int:
+    def _state(self, ways: list[Way], work: WorkBudget) -> int:
         """The state of these ways, walked on to where a byte is needed or the text may end."""
         key = frozenset(ways)
         number = self._after.get(key)
@@ -174,7 +174,7 @@ class Automaton:
             number = self._after[key] = self.number_of(self._closure(ways, work))
         return number
 
-    def _closure(self, waiting: list[Way], work: Work) -> frozenset[Way]:
+    def _closure(self, waiting: list[Way], work: WorkBudget) -> frozenset[Way]:
         seen: set[Way] = set()
         ways: set[Way] = set()
         while waiting:
@@ -189,7 +189,8 @@ class Automaton:
                     ways.add(way)
                 case Fork(nodes):
                     waiting += [(node, frame) for node in nodes]
-                case Call(start, after):  # a call at the end of a rule needs no frame: recursion to the right is a loop
+                case RuleCall(start, after):
+                    # A call at the end of a rule needs no frame: recursion to the right is a loop.
                     waiting.append((start, frame if after == END else self._frame(after, 0, frame)))
                 case Loop() as loop:
                     waiting += self._rounds(number, loop, 0, frame)

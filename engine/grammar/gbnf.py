@@ -1,10 +1,10 @@
 """GBNF, the grammars of llama.cpp, as a tree: what its grammars/README.md describes, but for tokens by their ids. Pure.
 
 Sequence      parts, one after another
-Choice        one of its parts
-Chars         one character of these ranges
-Repeat        a part, from `least` to `most` times (None: without an end)
-Reference     the rule of that name
+GbnfChoice        one of its parts
+GbnfChars         one character of these ranges
+GbnfRepeat        a part, from `least` to `most` times (None: without an end)
+GbnfReference     the rule of that name
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ _SUFFIXES: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), 
 
 
 @dataclass(frozen=True, slots=True)
-class Chars:
+class GbnfChars:
     ranges: tuple[tuple[int, int], ...]  # code points, in order, apart from each other
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
+class GbnfReference:
     name: str
 
 
 @dataclass(frozen=True, slots=True)
-class Sequence:
-    parts: tuple[Part, ...]
+class GbnfSequence:
+    parts: tuple[GbnfPart, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    parts: tuple[Part, ...]
+class GbnfChoice:
+    parts: tuple[GbnfPart, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Repeat:
-    part: Part
+class GbnfRepeat:
+    part: GbnfPart
     least: int
     most: int | None
 
 
-Part = Sequence | Choice | Chars | Repeat | Reference
+GbnfPart = GbnfSequence | GbnfChoice | GbnfChars | GbnfRepeat | GbnfReference
 
 
-def parse(text: str) -> dict[str, Part]:
+def parse(text: str) -> dict[str, GbnfPart]:
     """The rules of a grammar, by name; a later rule replaces an earlier one. Raises InvalidRequest."""
     if len(text) > limits.MAX_GRAMMAR_CHARS:
         raise bad_grammar(f"it has {len(text)} characters, and the limit is {limits.MAX_GRAMMAR_CHARS}")
@@ -75,8 +75,8 @@ class _Parser:
         self._at = 0
         self._depth = 0
 
-    def rules(self) -> dict[str, Part]:
-        found: dict[str, Part] = {}
+    def rules(self) -> dict[str, GbnfPart]:
+        found: dict[str, GbnfPart] = {}
         self._skip(_LINES)
         while self._at < len(self._text):
             name = self._match(_NAME, "the name of a rule")
@@ -91,33 +91,33 @@ class _Parser:
             raise bad_grammar("it has no rule")
         return found
 
-    def _choice(self) -> Part:
+    def _choice(self) -> GbnfPart:
         parts = [self._sequence()]
         while self._peek() == "|":
             self._at += 1
             self._skip(_LINES)
             parts.append(self._sequence())
-        return parts[0] if len(parts) == 1 else Choice(tuple(parts))
+        return parts[0] if len(parts) == 1 else GbnfChoice(tuple(parts))
 
-    def _sequence(self) -> Part:
-        parts: list[Part] = []
+    def _sequence(self) -> GbnfPart:
+        parts: list[GbnfPart] = []
         while (part := self._part()) is not None:
             parts.append(part)
-        return parts[0] if len(parts) == 1 else Sequence(tuple(parts))
+        return parts[0] if len(parts) == 1 else GbnfSequence(tuple(parts))
 
-    def _part(self) -> Part | None:
+    def _part(self) -> GbnfPart | None:
         start = self._peek()
         if start == '"':
-            part: Part = self._literal()
+            part: GbnfPart = self._literal()
         elif start == "[":
             part = self._class()
         elif start == ".":
             self._at += 1
-            part = Chars(((0, MAX_CODE_POINT),))
+            part = GbnfChars(((0, MAX_CODE_POINT),))
         elif start == "(":
             part = self._group()
         elif start and _NAME.match(start):
-            part = Reference(self._match(_NAME, "the name of a rule"))
+            part = GbnfReference(self._match(_NAME, "the name of a rule"))
         elif start and start in "<!":
             raise self._error("tokens by their ids are not supported, write their text")
         elif start and start in "*+?{":
@@ -127,14 +127,14 @@ class _Parser:
         self._skip_inside()
         return self._repeated(part)
 
-    def _repeated(self, part: Part) -> Part:
+    def _repeated(self, part: GbnfPart) -> GbnfPart:
         for _ in range(_MAX_SUFFIXES):
             suffix = self._peek()
             if suffix and suffix in _SUFFIXES:
                 self._at += 1
-                part = Repeat(part, *_SUFFIXES[suffix])
+                part = GbnfRepeat(part, *_SUFFIXES[suffix])
             elif suffix == "{":
-                part = Repeat(part, *self._times())
+                part = GbnfRepeat(part, *self._times())
             else:
                 return part
             self._skip_inside()
@@ -156,7 +156,7 @@ class _Parser:
         self._at = found.end()
         return least, most
 
-    def _group(self) -> Part:
+    def _group(self) -> GbnfPart:
         self._at += 1
         self._depth += 1
         if self._depth > limits.MAX_GRAMMAR_DEPTH:
@@ -167,16 +167,16 @@ class _Parser:
         self._depth -= 1
         return part
 
-    def _literal(self) -> Part:
+    def _literal(self) -> GbnfPart:
         self._at += 1
-        parts: list[Part] = []
+        parts: list[GbnfPart] = []
         while self._peek() != '"':
             code = self._char()
-            parts.append(Chars(((code, code),)))
+            parts.append(GbnfChars(((code, code),)))
         self._at += 1
-        return parts[0] if len(parts) == 1 else Sequence(tuple(parts))
+        return parts[0] if len(parts) == 1 else GbnfSequence(tuple(parts))
 
-    def _class(self) -> Chars:
+    def _class(self) -> GbnfChars:
         self._at += 1
         negated = self._peek() == "^"
         self._at += negated
@@ -192,7 +192,7 @@ class _Parser:
         if not ranges:
             raise self._error("a class without characters")
         self._at += 1
-        return Chars(complement(ranges) if negated else merged(ranges))
+        return GbnfChars(complement(ranges) if negated else merged(ranges))
 
     def _char(self) -> int:
         char = self._peek()

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from cellama.config import limits
 
-from .automaton import Work
+from .automaton import WorkBudget
 from .matcher import Matcher, MatcherTokens, SharedGrammar
 from .schema import prepare_schema
-from .token_grammar import Automata, Grammar, TokenBytes
+from .token_grammar import Automata, TokenBytes, TokenGrammar
 
 
 class Constraint(Protocol):
@@ -90,8 +90,8 @@ class Grammars:
         `visible` are control tokens whose text belongs to the output: GBNF matches them by it. Lark names them.
         """
         if form.kind == "grammar":
-            automaton, work = self._automata.get(form.text, form.root), Work()
-            return Compiled(lambda: Grammar(automaton, self.tokens, work, visible))
+            automaton, work = self._automata.get(form.text, form.root), WorkBudget()
+            return Compiled(lambda: TokenGrammar(automaton, self.tokens, work, visible))
         kept = self._compiled(form)
         return Compiled(lambda: Matcher(kept.grammar), kept.warnings)
 

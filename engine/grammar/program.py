@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from cellama.config import limits
 
 from . import gbnf
-from .gbnf import Chars, Choice, Part, Reference, Repeat, Sequence, bad_grammar
+from .gbnf import GbnfChars, GbnfChoice, GbnfPart, GbnfReference, GbnfRepeat, GbnfSequence, bad_grammar
 
 # Ranges of code points whose UTF-8 has the same number of bytes; surrogates have none.
 _LENGTHS = ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xD7FF), (0xE000, 0xFFFF), (0x10000, gbnf.MAX_CODE_POINT))
@@ -35,7 +35,7 @@ class Fork:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class RuleCall:
     """The rule that begins at `start`, then node `after`."""
 
     start: int
@@ -52,7 +52,7 @@ class Loop:
     after: int
 
 
-Node = Edges | Fork | Call | Loop | None  # None: END
+Node = Edges | Fork | RuleCall | Loop | None  # None: END
 
 
 @dataclass(slots=True)
@@ -73,21 +73,21 @@ def compile_grammar(text: str, root: str) -> Program:
     return _Compiler(rules, empty).program(root)
 
 
-def _references(part: Part) -> Iterator[str]:
+def _references(part: GbnfPart) -> Iterator[str]:
     match part:
-        case Reference(name):
+        case GbnfReference(name):
             yield name
-        case Sequence(parts) | Choice(parts):
+        case GbnfSequence(parts) | GbnfChoice(parts):
             for inner in parts:
                 yield from _references(inner)
-        case Repeat(inner):
+        case GbnfRepeat(inner):
             yield from _references(inner)
 
 
 class _Emptiness:
     """Which parts may match the empty text."""
 
-    def __init__(self, rules: dict[str, Part]) -> None:
+    def __init__(self, rules: dict[str, GbnfPart]) -> None:
         """Looks at a rule again whenever one that it refers to turns out so. Raises InvalidRequest."""
         self._rules: set[str] = set()
         self._known: dict[int, bool] = {}  # by id of the part, once the rules are known
@@ -109,45 +109,45 @@ class _Emptiness:
                 raise bad_grammar("its rules depend on each other in too many ways; make it simpler")
         self._known.clear()
 
-    def of(self, part: Part) -> bool:
+    def of(self, part: GbnfPart) -> bool:
         known = self._known.get(id(part))
         if known is None:
             self._looks += 1
             known = self._known[id(part)] = self._look(part)
         return known
 
-    def _look(self, part: Part) -> bool:
+    def _look(self, part: GbnfPart) -> bool:
         match part:
-            case Reference(name):
+            case GbnfReference(name):
                 return name in self._rules
-            case Sequence(parts):
+            case GbnfSequence(parts):
                 return all(self.of(inner) for inner in parts)
-            case Choice(parts):
+            case GbnfChoice(parts):
                 return any(self.of(inner) for inner in parts)
-            case Repeat(inner, least):
+            case GbnfRepeat(inner, least):
                 return least == 0 or self.of(inner)
-            case Chars():
+            case GbnfChars():
                 return False
 
 
-def _first(part: Part, empty: _Emptiness) -> Iterator[str]:
+def _first(part: GbnfPart, empty: _Emptiness) -> Iterator[str]:
     """The rules that a part may begin with."""
     match part:
-        case Reference(name):
+        case GbnfReference(name):
             yield name
-        case Sequence(parts):
+        case GbnfSequence(parts):
             for inner in parts:
                 yield from _first(inner, empty)
                 if not empty.of(inner):
                     return
-        case Choice(parts):
+        case GbnfChoice(parts):
             for inner in parts:
                 yield from _first(inner, empty)
-        case Repeat(inner):
+        case GbnfRepeat(inner):
             yield from _first(inner, empty)
 
 
-def _refuse_left_recursion(rules: dict[str, Part], empty: _Emptiness) -> None:
+def _refuse_left_recursion(rules: dict[str, GbnfPart], empty: _Emptiness) -> None:
     """Each rule is looked at once: depth first, with a stack of our own."""
     done: set[str] = set()
     for origin in rules:
@@ -166,7 +166,7 @@ def _refuse_left_recursion(rules: dict[str, Part], empty: _Emptiness) -> None:
 class _Compiler:
     """Parts become nodes from their ends to their beginnings: a node knows what comes after it."""
 
-    def __init__(self, rules: dict[str, Part], empty: _Emptiness) -> None:
+    def __init__(self, rules: dict[str, GbnfPart], empty: _Emptiness) -> None:
         self._rules = rules
         self._empty = empty
         self._program = Program()
@@ -190,22 +190,22 @@ class _Compiler:
         self._program.nodes.append(node)
         return len(self._program.nodes) - 1
 
-    def _node(self, part: Part, after: int) -> int:
+    def _node(self, part: GbnfPart, after: int) -> int:
         match part:
-            case Chars(ranges):
+            case GbnfChars(ranges):
                 return self._chars(ranges, after)
-            case Reference(name):
-                return self._new(Call(self._starts[name], after))
-            case Sequence(parts):
+            case GbnfReference(name):
+                return self._new(RuleCall(self._starts[name], after))
+            case GbnfSequence(parts):
                 for inner in reversed(parts):
                     after = self._node(inner, after)
                 return after
-            case Choice(parts):
+            case GbnfChoice(parts):
                 return self._new(Fork(tuple(self._node(inner, after) for inner in parts)))
-            case Repeat(inner, least, most):
+            case GbnfRepeat(inner, least, most):
                 return self._repeat(inner, least, most, after)
 
-    def _repeat(self, inner: Part, least: int, most: int | None, after: int) -> int:
+    def _repeat(self, inner: GbnfPart, least: int, most: int | None, after: int) -> int:
         if self._empty.of(inner):
             least = 0  # as often as it takes, with nothing
             if most is not None and most > _MAX_EMPTY_REPEATS:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from cellama.engine.errors import GrammarFailed
 
-from .automaton import Automaton, Work
+from .automaton import Automaton, WorkBudget
 from .program import compile_grammar
 
 Ids = NDArray[np.int64]
@@ -36,11 +36,11 @@ class TokenBytes:
         self.flat = np.frombuffer(b"".join(texts), np.uint8)
 
 
-class Grammar:
+class TokenGrammar:
     """The grammar of one sequence. The Constraint of `sampler.py`. Engine thread only."""
 
     def __init__(
-        self, automaton: Automaton, tokens: TokenBytes, work: Work, visible: Mapping[int, bytes] | None = None
+        self, automaton: Automaton, tokens: TokenBytes, work: WorkBudget, visible: Mapping[int, bytes] | None = None
     ) -> None:
         """`visible` are control tokens whose text belongs to the output all the same. Raises GrammarFailed."""
         self._automaton = automaton

@@ -52,7 +52,7 @@ def vram_of(devices: Iterable[Device]) -> Vram | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class MemoryUse:
     """Bytes that a model takes on one device. `mapped_bytes` of the weights lie in the page cache.
 
     `saved_bytes` are for KV states in RAM, those on their way to disk and from it included: they may be taken at any
@@ -75,17 +75,17 @@ class Usage:
 class Footprint:
     """Bytes that a model takes, by device."""
 
-    devices: Mapping[str, Usage] = field(default_factory=dict)
+    devices: Mapping[str, MemoryUse] = field(default_factory=dict)
 
     @property
     def total_bytes(self) -> int:
         """On all devices together."""
         return self.on(ALL_DEVICES).total_bytes
 
-    def on(self, device: str) -> Usage:
+    def on(self, device: str) -> MemoryUse:
         """What it takes of one device, or of ALL_DEVICES."""
         if device != ALL_DEVICES:
-            return self.devices.get(device, Usage())
+            return self.devices.get(device, MemoryUse())
         return _sum(self.devices.values())
 
     def plus(self, other: Footprint) -> Footprint:
@@ -98,8 +98,8 @@ class Footprint:
         return {name: usage.total_bytes for name, usage in self.devices.items()}
 
 
-def _sum(parts: Collection[Usage]) -> Usage:
-    return Usage(*(sum(getattr(usage, name) for usage in parts) for name in Usage.__slots__))
+def _sum(parts: Collection[MemoryUse]) -> MemoryUse:
+    return MemoryUse(*(sum(getattr(usage, name) for usage in parts) for name in MemoryUse.__slots__))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from cellama.engine.options import DEFAULT_SAVED_BYTES
 
-from .budget import ALL_DEVICES, CPU, Footprint, Room, Usage
+from .budget import ALL_DEVICES, CPU, Footprint, MemoryUse, Room
 
 KV_SHARE = 0.5  # of what is left, at most, for a KV cache whose size was left open
 LEAST_TOKENS = 512
@@ -75,5 +75,5 @@ def choose_quota(wanted: int | None, footprint: Footprint, room: Room) -> int:
 
 def with_quota(footprint: Footprint, num_bytes: int) -> Footprint:
     """The same model with so much RAM for saved states."""
-    cpu = footprint.devices.get(CPU, Usage())
+    cpu = footprint.devices.get(CPU, MemoryUse())
     return Footprint({**footprint.devices, CPU: replace(cpu, saved_bytes=num_bytes)})

@@ -327,7 +327,7 @@ class Model(Texts):
         return ModelSnapshot(
             engine=None if engine is None else engine.snapshot(),
             embedder=None if embedder is None else embedder.snapshot(),
-            reranker=None if reranker is None else reranker.snapshot(),
+            reranker=None if reranker is None else reranker.embedder.snapshot(),
         )
 
     @property
@@ -345,9 +345,10 @@ class Model(Texts):
         return all(part.wait_until_idle(max(0.0, deadline - time.monotonic())) for part in self.parts)
 
     @property
-    def parts(self) -> list[Engine | Embedder | Reranker]:
+    def parts(self) -> list[Engine | Embedder]:
         """What computes, each in a thread of its own."""
-        return [part for part in (self._engine, self._embedder, self._reranker) if part is not None]
+        ranking = None if self._reranker is None else self._reranker.embedder
+        return [part for part in (self._engine, self._embedder, ranking) if part is not None]
 
     def close(self, save_s: float = SAVE_AT_CLOSE_S) -> bool:
         """Ends its threads, then frees contexts, adapters and weights. What runs fails with EngineStopped.

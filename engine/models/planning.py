@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from cellama.engine.capabilities import Capability, Uses
 from cellama.engine.errors import EngineError, InvalidRequest, ModelLoadFailed, WrongCapability
-from cellama.engine.memory.budget import Footprint, Room, Usage
+from cellama.engine.memory.budget import Footprint, MemoryUse, Room
 from cellama.engine.memory.free_memory import ram
 from cellama.engine.options import EngineOptions
 from cellama.engine.system.confined import confine, how_it_ended
@@ -133,7 +133,7 @@ def _plan_as_json(plan: LoadPlan) -> dict[str, Any]:
 def _plan_of(answer: Mapping[str, Any]) -> LoadPlan:
     from cellama.engine.llama import LoadPlan
 
-    footprint = Footprint({name: Usage(**usage) for name, usage in answer["footprint"].items()})
+    footprint = Footprint({name: MemoryUse(**usage) for name, usage in answer["footprint"].items()})
     uses = Uses(frozenset(answer["capabilities"]), answer["pooling"])
     return LoadPlan(EngineOptions(**answer["options"]), footprint, uses, tuple(answer["tuned"]))
 

@@ -167,7 +167,7 @@ class Sequence:
         """What the model has thought so far, None if nothing."""
         return "".join(self.thoughts) or None
 
-    def completion(self, reason: FinishReason, stop_sequence: str | None, now: float) -> Completion:
+    def completion(self, reason: FinishReason, stop_sequence: str | None, timings: Timings) -> Completion:
         tokens = tuple(self.tokens[self.num_prompt :])
         return Completion(
             text="".join(self.texts),
@@ -175,7 +175,7 @@ class Sequence:
             finish_reason=reason,
             stop_sequence=stop_sequence,
             usage=self.usage,
-            timings=self.timings(now),
+            timings=timings,
             slot=self.slot,
             seed=self.seed,
             index=self.index,
@@ -191,8 +191,14 @@ class Sequence:
     @property
     def usage(self) -> Usage:
         """Its tokens so far, and what was taken over."""
-        guessed = self.num_accepted, self.num_drafted - self.num_accepted
-        return Usage(self.num_prompt, self.num_output, self.num_cached, self.cache_tier, *guessed)
+        return Usage(
+            prompt_tokens=self.num_prompt,
+            completion_tokens=self.num_output,
+            cached_tokens=self.num_cached,
+            cache_tier=self.cache_tier,
+            accepted_prediction_tokens=self.num_accepted,
+            rejected_prediction_tokens=self.num_drafted - self.num_accepted,
+        )
 
     def _context(self, generated: tuple[int, ...]) -> Context:
         request = self.request
@@ -204,23 +210,6 @@ class Sequence:
             self.held_since = now if self.held_since is None else self.held_since
         elif self.held_since is not None:
             self.prefix_wait_s, self.held_since = self.prefix_wait_s + now - self.held_since, None
-
-    def timings(self, now: float) -> Timings:
-        start, first, last = self.admitted_at, self.first_token_at, self.last_token_at
-        held_s = self.prefix_wait_s + (0.0 if self.held_since is None else now - self.held_since)
-        read = now if self.request.prefill_only and not self.num_pending else first
-        prefill_s = read - start if read is not None and start is not None else None
-        decode_s = last - first if first is not None and last is not None else None
-        return Timings(
-            queue_ms=((start if start is not None else now) - self.submitted_at) * 1e3,
-            ttft_ms=None if first is None else (first - self.submitted_at) * 1e3,
-            duration_ms=(now - self.submitted_at) * 1e3,
-            prompt_eval_rate=_rate(self.num_prompt - self.num_cached, prefill_s),
-            generation_rate=_rate(self.num_output - 1, decode_s),
-            delivery_ms=max(0.0, self.taken_at - self.submitted_at) * 1e3,
-            prefix_wait_ms=held_s * 1e3,
-            prefix_cache_ratio=self.num_cached / self.num_prompt,
-        )
 
 
 class Work(NamedTuple):
@@ -238,7 +227,3 @@ def work_of(sequence: Sequence, count: int) -> Work:
     decode = sequence.state is State.DECODING
     chunk = Chunk(sequence.slot, start, tokens, samples=count == sequence.num_pending, decode=decode)
     return Work(sequence, chunk)
-
-
-def _rate(count: int, seconds: float | None) -> float | None:
-    return count / seconds if seconds and count > 0 else None

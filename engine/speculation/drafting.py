@@ -14,7 +14,7 @@ from cellama.engine.scheduling.bulk_policy import BESIDE_STEP_S, BULK_STEP_S
 from cellama.engine.scheduling.decode_costs import DecodeCosts
 from cellama.engine.scheduling.sequence import Sequence, Work
 from cellama.engine.scheduling.slot_layout import SlotLayout
-from cellama.engine.snapshots import DraftCount
+from cellama.engine.snapshots import SourceDrafts
 
 from .acceptance import AcceptanceRates
 from .draft_model import ANY_BUCKET, NAME, SURE_RATE, DraftModel
@@ -61,7 +61,7 @@ class Drafting:
     ) -> None:
         """The options say whether there are drafts, and of how many rows a decode call has logits."""
         self.gate = Gate(costs, options.logit_rows, unified=cache.memory.unified)
-        self.counts: dict[str, DraftCount] = {}  # since the start, by source
+        self.counts: dict[str, SourceDrafts] = {}  # since the start, by source
         self._cache = cache
         self._layout = layout
         self._max_rows = options.logit_rows
@@ -256,8 +256,8 @@ class Drafting:
 
     def _count(self, source: str, *, drafted: int = 0, accepted: int = 0, drafts: int = 0) -> None:
         """Count in a new dictionary, because other threads read the one that there is."""
-        before = self.counts.get(source, DraftCount(0, 0, 0))
-        now = DraftCount(before.drafted + drafted, before.accepted + accepted, before.drafts + drafts)
+        before = self.counts.get(source, SourceDrafts(0, 0, 0))
+        now = SourceDrafts(before.drafted + drafted, before.accepted + accepted, before.drafts + drafts)
         self.counts = {**self.counts, source: now}
 
     def accept(self, sequence: Sequence) -> None:

@@ -37,7 +37,7 @@ _is_ending = threading.Event()  # end_process runs: its own, shorter limit holds
 Suspects = Iterable[str]
 
 
-class Step(NamedTuple):
+class WatchedStep(NamedTuple):
     """What a thread does just now; told apart from the next one by identity."""
 
     kind: str
@@ -52,7 +52,7 @@ class Pulse:
 
     def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.name = name
-        self.step: Step | None = None  # None: nothing to do
+        self.step: WatchedStep | None = None  # None: nothing to do
         self.suspect: str | None = None  # of the step's requests the one that it does it for just now
         self.on_death: Callable[[str], None] | None = None  # of the watchdog that looks after it
         self.closed = False
@@ -68,7 +68,7 @@ class Pulse:
         self._note(now)
         expected_s = self._expected_s(kind, size)
         self.suspect = None
-        self.step = Step(kind, size, suspects, now, first_s if expected_s is None else MANY * expected_s)
+        self.step = WatchedStep(kind, size, suspects, now, first_s if expected_s is None else MANY * expected_s)
 
     def rest(self) -> None:
         """There is nothing to do until the next beat."""
@@ -110,7 +110,7 @@ class Pulse:
 @dataclass(slots=True)
 class _Watch:
     pulse: Pulse
-    step: Step | None = None  # at the last look
+    step: WatchedStep | None = None  # at the last look
     stalled_s: float = 0.0  # since then without another
 
 
@@ -205,7 +205,7 @@ class Watchdog:
             faulthandler.cancel_dump_traceback_later()
 
 
-def _reason(pulse: Pulse, step: Step, stalled_s: float) -> str:
+def _reason(pulse: Pulse, step: WatchedStep, stalled_s: float) -> str:
     suspects = pulse.suspect or ", ".join(step.suspects) or "no request in particular"
     return f"thread {pulse.name!r} has been in one step ({step.kind}) for {stalled_s:.0f} s; it works for: {suspects}"
 

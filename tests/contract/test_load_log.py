@@ -14,7 +14,7 @@ from cellama.engine import (
 from cellama.engine.llama import LlamaModel
 from cellama.engine.llama import log as llama_log
 from cellama.engine.llama.planning import buffers
-from cellama.engine.memory.budget import Usage
+from cellama.engine.memory.budget import MemoryUse
 
 MIB = 1 << 20
 CONTEXT = [
@@ -27,8 +27,8 @@ CONTEXT = [
 
 @pytest.mark.parametrize("missing", range(len(CONTEXT)))
 def test_size_that_the_log_does_not_tell_is_an_error_and_not_zero(missing: int) -> None:
-    assert buffers.kv_and_compute(CONTEXT, []) == {"CPU": Usage(0, 8 * MIB, 31 * MIB)}
-    assert buffers.kv_and_compute(CONTEXT[:2], [], with_memory=False) == {"CPU": Usage(0, 0, 31 * MIB)}
+    assert buffers.kv_and_compute(CONTEXT, []) == {"CPU": MemoryUse(0, 8 * MIB, 31 * MIB)}
+    assert buffers.kv_and_compute(CONTEXT[:2], [], with_memory=False) == {"CPU": MemoryUse(0, 0, 31 * MIB)}
     with pytest.raises(ModelLoadFailed, match=r"did not say in its log .*; install a version of llama-cpp-python"):
         buffers.kv_and_compute(CONTEXT[:missing] + CONTEXT[missing + 1 :], [])
 
@@ -58,7 +58,7 @@ def test_weights_that_are_repacked_for_the_processor_count_once() -> None:
         "load_tensors:   CPU_Mapped model buffer size =   100.00 MiB",
         "load_tensors:   CPU_REPACK model buffer size =    60.00 MiB",
     ]
-    assert buffers.loaded_weights(load, [], 100 * MIB) == {"CPU": Usage(100 * MIB, mapped_bytes=40 * MIB)}
+    assert buffers.loaded_weights(load, [], 100 * MIB) == {"CPU": MemoryUse(100 * MIB, mapped_bytes=40 * MIB)}
 
 
 def test_an_interrupt_during_a_load_is_raised_after_it() -> None:

@@ -27,7 +27,7 @@ from cellama.engine import (
 from cellama.engine.llama import LlamaModel, plan_load
 from cellama.engine.llama.files import gguf_file
 from cellama.engine.llama.planning import buffers
-from cellama.engine.memory.budget import Footprint, Room, Usage
+from cellama.engine.memory.budget import Footprint, MemoryUse, Room
 from cellama.engine.models.sources import resolve
 
 from .holding import Hold
@@ -250,7 +250,10 @@ def test_devices_are_told_as_they_are() -> None:
 def test_layers_on_a_gpu_take_their_weights_cells_and_buffers_there() -> None:
     load = [f"load_tensors: layer {i:3} assigned to device {'CPU' if i < 2 else 'CUDA0'}, is_swa = 0" for i in range(5)]
     sizes = {"token_embd.weight": 100, "output_norm.weight": 1} | {f"blk.{i}.ffn_up.weight": 10 for i in range(4)}
-    assert buffers.planned_weights(load, sizes) == {"CPU": Usage(120, mapped_bytes=120), "CUDA0": Usage(121)}
+    assert buffers.planned_weights(load, sizes) == {
+        "CPU": MemoryUse(120, mapped_bytes=120),
+        "CUDA0": MemoryUse(121),
+    }
     contexts = [
         "llama_context:  CUDA_Host  output buffer size =     1.00 MiB",
         *(f"llama_kv_cache: layer {i:3}: dev = {'CPU' if i < 2 else 'CUDA0'}" for i in range(4)),
@@ -261,8 +264,8 @@ def test_layers_on_a_gpu_take_their_weights_cells_and_buffers_there() -> None:
         "sched_reserve:  CUDA_Host compute buffer size =     3.00 MiB",
     ]
     assert buffers.kv_and_compute(contexts, ["CUDA0"]) == {
-        "CPU": Usage(0, 4 * MIB, 4 * MIB),
-        "CUDA0": Usage(0, 6 * MIB, 30 * MIB),
+        "CPU": MemoryUse(0, 4 * MIB, 4 * MIB),
+        "CUDA0": MemoryUse(0, 6 * MIB, 30 * MIB),
     }
 
 

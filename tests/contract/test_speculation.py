@@ -26,7 +26,7 @@ from cellama.engine.backend import Chunk
 from cellama.engine.bundled import TINY_PATH
 from cellama.engine.llama import LlamaBackend, LlamaModel
 from cellama.engine.options import KvLayout
-from cellama.engine.snapshots import DraftCount
+from cellama.engine.snapshots import SourceDrafts
 
 from ..eager_gate import Eager
 from .holding import Hold
@@ -147,7 +147,7 @@ def test_texts_are_the_same_with_drafts_and_without(side: Side, way: Callable[[S
     accepted = {
         name
         for name, count in side.core.drafting.counts.items()
-        if count.accepted > before.get(name, DraftCount(0, 0, 0)).accepted
+        if count.accepted > before.get(name, SourceDrafts(0, 0, 0)).accepted
     }
     assert len(accepted) >= 2, "drafts of several sources were accepted"
 

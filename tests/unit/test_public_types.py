@@ -17,7 +17,7 @@ import cellama.config
 import cellama.engine
 import cellama.tasks
 from cellama.engine import AdapterInfo, Device, EmbedderSnapshot, EngineSnapshot, ManagerSnapshot, ModelInfo
-from cellama.engine.memory.budget import Usage
+from cellama.engine.memory.budget import MemoryUse
 from cellama.engine.models.manager import ModelEntry
 from cellama.engine.system.core_sharing import CoreSharing
 from cellama.engine.system.processors import Processors
@@ -29,7 +29,7 @@ TWINS = [
     (EngineSnapshot, shapes.EngineState),
     (EmbedderSnapshot, shapes.EmbedderState),
     (ManagerSnapshot, shapes.Totals),
-    (Usage, shapes.DeviceUse),
+    (MemoryUse, shapes.DeviceUse),
     (AdapterInfo, shapes.WorkerAdapter),
     (Device, shapes.WorkerDevice),
 ]

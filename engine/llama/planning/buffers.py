@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 import llama_cpp
 
 from cellama.engine.errors import ModelLoadFailed
-from cellama.engine.memory.budget import CPU, Usage
+from cellama.engine.memory.budget import CPU, MemoryUse
 
 _MIB = 1024 * 1024
 _WEIGHTS = re.compile(r"load_tensors:\s+(\S+) model buffer size =\s*([\d.]+) MiB")
@@ -24,7 +24,7 @@ _COMPUTE = re.compile(r"sched_reserve:\s+(\S+) compute buffer size =\s*([\d.]+) 
 _OUTPUT = re.compile(r"llama_context:\s+(\S+)\s+output buffer size =\s*([\d.]+) MiB")
 
 
-def kv_and_compute(lines: Iterable[str], gpus: Iterable[str], *, with_memory: bool = True) -> dict[str, Usage]:
+def kv_and_compute(lines: Iterable[str], gpus: Iterable[str], *, with_memory: bool = True) -> dict[str, MemoryUse]:
     """Bytes per device that contexts take, from the lines that llama.cpp logged while they were made.
 
     `with_memory` if one of them has cells or states. Raises ModelLoadFailed for sizes that are not there.
@@ -46,7 +46,7 @@ def kv_and_compute(lines: Iterable[str], gpus: Iterable[str], *, with_memory: bo
             layers.clear()
         elif match := _COMPUTE.search(line) or _OUTPUT.search(line):
             compute[device_of(match[1], gpus)] += int(float(match[2]) * _MIB)
-    return {device: Usage(0, kv[device], compute[device]) for device in {**kv, **compute}}
+    return {device: MemoryUse(0, kv[device], compute[device]) for device in {**kv, **compute}}
 
 
 def states(lines: Iterable[str], gpus: Iterable[str]) -> dict[str, int]:
@@ -57,7 +57,7 @@ def states(lines: Iterable[str], gpus: Iterable[str]) -> dict[str, int]:
     return dict(found)
 
 
-def loaded_weights(lines: Iterable[str], gpus: Iterable[str], size_bytes: int) -> dict[str, Usage]:
+def loaded_weights(lines: Iterable[str], gpus: Iterable[str], size_bytes: int) -> dict[str, MemoryUse]:
     """Bytes per device of weights that are loaded, from the lines of the load; `size_bytes` is that of all tensors.
 
     The CPU's may lie twice, in the mapped file and repacked for the processor. They count once: the pages of what was
@@ -74,7 +74,9 @@ def loaded_weights(lines: Iterable[str], gpus: Iterable[str], size_bytes: int) -
             buffers[device] += num_bytes
     mapped = max(0, min(mapped, size_bytes - buffers[CPU]))
     buffers[CPU] += mapped
-    return {device: Usage(num, mapped_bytes=mapped if device == CPU else 0) for device, num in buffers.items() if num}
+    return {
+        device: MemoryUse(num, mapped_bytes=mapped if device == CPU else 0) for device, num in buffers.items() if num
+    }
 
 
 def layers_per_device(lines: Iterable[str]) -> dict[str, int]:
@@ -84,7 +86,7 @@ def layers_per_device(lines: Iterable[str]) -> dict[str, int]:
     return dict(Counter(match[2] for match in filter(None, map(_LAYER.search, lines))))
 
 
-def planned_weights(lines: Iterable[str], tensors: Mapping[str, int]) -> dict[str, Usage]:
+def planned_weights(lines: Iterable[str], tensors: Mapping[str, int]) -> dict[str, MemoryUse]:
     """Bytes per device that weights will take, from the lines of a dry load, and name → bytes of all tensors.
 
     Layers lie on their devices, the output on that of the last one, everything else on the CPU. Raises ModelLoadFailed.
@@ -101,7 +103,7 @@ def planned_weights(lines: Iterable[str], tensors: Mapping[str, int]) -> dict[st
             sizes[output if name.startswith("output") else CPU] += num_bytes
     if output != CPU and "output.weight" not in tensors:  # it is the embedding's, copied to where it is needed
         sizes[output] += tensors.get("token_embd.weight", 0)
-    return {device: Usage(size, mapped_bytes=size if device == CPU else 0) for device, size in sizes.items()}
+    return {device: MemoryUse(size, mapped_bytes=size if device == CPU else 0) for device, size in sizes.items()}
 
 
 def _require(lines: Iterable[str], what: str, *patterns: re.Pattern[str]) -> None:

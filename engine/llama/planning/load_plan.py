@@ -24,7 +24,7 @@ from cellama.engine.llama.backend import LlamaBackend
 from cellama.engine.llama.embedding import MAX_TEXTS, LlamaEmbeddingBackend
 from cellama.engine.llama.files.gguf_file import parts, tensors
 from cellama.engine.llama.model import LlamaModel
-from cellama.engine.memory.budget import CPU, Footprint, Room, Usage
+from cellama.engine.memory.budget import CPU, Footprint, MemoryUse, Room
 from cellama.engine.memory.open_sizes import LEAST_TOKENS, choose_ctx, choose_quota, with_quota
 from cellama.engine.options import EngineOptions
 
@@ -114,7 +114,9 @@ def saves_states(options: EngineOptions, uses: Uses) -> bool:
     return uses.generates and options.cache_prompt
 
 
-def _measure(model: LlamaModel, load_log: Iterable[str], backends: Backends, weights: dict[str, Usage]) -> Footprint:
+def _measure(
+    model: LlamaModel, load_log: Iterable[str], backends: Backends, weights: dict[str, MemoryUse]
+) -> Footprint:
     """What a model takes with these contexts, which logged `load_log`; the largest output they can have counted."""
     usage = Counter[str](), Counter[str]()
     sizes = buffers.kv_and_compute(load_log, gpu_names(), with_memory=backends.have_memory)
@@ -127,7 +129,7 @@ def _measure(model: LlamaModel, load_log: Iterable[str], backends: Backends, wei
         usage[1][CPU] += rows * (model.info.n_vocab + model.info.n_embd) * _FLOAT
     return Footprint(
         {
-            device: replace(weights.get(device, Usage()), kv_bytes=usage[0][device], compute_bytes=usage[1][device])
+            device: replace(weights.get(device, MemoryUse()), kv_bytes=usage[0][device], compute_bytes=usage[1][device])
             for device in dict.fromkeys([CPU, *weights, *usage[0], *usage[1]])
         }
     )
@@ -149,10 +151,10 @@ class _DryLoad:
         self._whole_room = room
         self._weights = self._plan_weights()
 
-    def _plan_weights(self) -> dict[str, Usage]:
+    def _plan_weights(self) -> dict[str, MemoryUse]:
         size = self._model.info.size_bytes
         if set(buffers.layers_per_device(self._model.load_log)) <= {CPU}:
-            return {CPU: Usage(size, mapped_bytes=size)}
+            return {CPU: MemoryUse(size, mapped_bytes=size)}
         sizes = {tensor.name: tensor.num_bytes for part in parts(self._model.path) for tensor in tensors(part)}
         return buffers.planned_weights(self._model.load_log, sizes)
 
@@ -210,6 +212,8 @@ class _DryLoad:
         one = buffers.states(lines, gpu_names())
         slots = self._options.num_slots * self._uses.generates + MAX_TEXTS * (self._uses.embeds + self._uses.ranks)
         devices = dict.fromkeys([*self._weights, *one])
-        usage = {name: replace(self._weights.get(name, Usage()), kv_bytes=slots * one.get(name, 0)) for name in devices}
+        usage = {
+            name: replace(self._weights.get(name, MemoryUse()), kv_bytes=slots * one.get(name, 0)) for name in devices
+        }
         least = Footprint(usage)
         return least if self._room.shortage(least) else None

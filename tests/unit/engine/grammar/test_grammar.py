@@ -14,9 +14,9 @@ from cellama.config import limits
 from cellama.engine.errors import GrammarFailed, InvalidRequest
 from cellama.engine.grammar import automaton as grammar_module
 from cellama.engine.grammar import token_grammar
-from cellama.engine.grammar.automaton import Automaton, Work
+from cellama.engine.grammar.automaton import Automaton, WorkBudget
 from cellama.engine.grammar.program import compile_grammar, utf8_sequences
-from cellama.engine.grammar.token_grammar import Automata, Grammar, TokenBytes
+from cellama.engine.grammar.token_grammar import Automata, TokenBytes, TokenGrammar
 
 END, CONTROL = 0, 1
 PIECES = [b"", b"", b"a", b"aa", b"ab", b"b", b'"', b"\xc3", b"\xa9", "é".encode(), b"\0", b"1", b"aaaaaaaaaaaaaaaa"]
@@ -29,13 +29,13 @@ def automaton_of(text: str, root: str = "root") -> Automaton:
 
 
 def accepts(automaton: Automaton, text: str) -> bool:
-    work = Work()
+    work = WorkBudget()
     state = automaton.walk(automaton.start(work), text.encode(), work)
     return state >= 0 and automaton.accepting[state]
 
 
 def allowed_after(text: str, tokens: Sequence[int], visible: dict[int, bytes] | None = None) -> set[int]:
-    grammar = Grammar(automaton_of(text), TOKENS, Work(), visible)
+    grammar = TokenGrammar(automaton_of(text), TOKENS, WorkBudget(), visible)
     for token in tokens:
         assert grammar.allows(np.array([token]))[0]
         grammar.accept(token)
@@ -145,7 +145,7 @@ def test_left_recursion_is_looked_for_in_linear_time() -> None:
     rules = [f'r{n} ::= r{n + 1} "x" | r{n + 1} "y"' for n in range(1500)]
     compile_grammar("\n".join([*rules, 'r1500 ::= "z"']), "r0")
     with pytest.raises(GrammarFailed, match="too ambiguous"):  # 2^1500 ways to begin
-        automaton_of("\n".join([*rules, 'r1500 ::= "z"']), "r0").start(Work())
+        automaton_of("\n".join([*rules, 'r1500 ::= "z"']), "r0").start(WorkBudget())
     with pytest.raises(InvalidRequest, match="begins with itself"):
         compile_grammar("\n".join([*rules, 'r1500 ::= r0 | "z"']), "r0")
 
@@ -159,7 +159,7 @@ def test_left_recursion_is_looked_for_in_linear_time() -> None:
     ],
 )
 def test_ambiguous_grammar_ends_with_an_error_and_not_in_a_hang(text: str) -> None:
-    grammar = Grammar(automaton_of(text), TOKENS, Work())
+    grammar = TokenGrammar(automaton_of(text), TOKENS, WorkBudget())
 
     def generate() -> None:
         for _ in range(3000):
@@ -172,9 +172,9 @@ def test_ambiguous_grammar_ends_with_an_error_and_not_in_a_hang(text: str) -> No
 
 def test_work_is_that_of_a_request_and_known_states_are_free() -> None:
     automaton = automaton_of('root ::= ([a-z] [a-z0-9]* " "?)+')
-    first, second = Work(), Work()
+    first, second = WorkBudget(), WorkBudget()
     for work in (first, second):
-        grammar = Grammar(automaton, TOKENS, work)
+        grammar = TokenGrammar(automaton, TOKENS, work)
         for _ in range(5):
             grammar.allows(EVERY)
             grammar.accept(4)
@@ -184,7 +184,7 @@ def test_work_is_that_of_a_request_and_known_states_are_free() -> None:
 
 def test_list_of_thousands_of_texts_takes_little_work() -> None:
     words = [f"{number * 7919 % 10_000:04}" for number in range(5000)]
-    automaton, work = automaton_of("root ::= " + " | ".join(f'"{word}"' for word in words)), Work()
+    automaton, work = automaton_of("root ::= " + " | ".join(f'"{word}"' for word in words)), WorkBudget()
     for word in words[::50]:
         state = automaton.walk(automaton.start(work), word.encode(), work)
         assert automaton.accepting[state]
@@ -213,7 +213,7 @@ def test_forgotten_states_come_back_as_they_were(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(grammar_module, "_MAX_STATES", 0)
     assert [allowed_after(text, walk[:count]) for count in range(len(walk) + 1)] == expected
     automaton = automaton_of(text)
-    one, other = Grammar(automaton, TOKENS, Work()), Grammar(automaton, TOKENS, Work())
+    one, other = TokenGrammar(automaton, TOKENS, WorkBudget()), TokenGrammar(automaton, TOKENS, WorkBudget())
     for token in walk:
         one.accept(token)
     assert set(np.flatnonzero(one.allows(EVERY))) == expected[-1]
@@ -221,7 +221,7 @@ def test_forgotten_states_come_back_as_they_were(monkeypatch: pytest.MonkeyPatch
 
 
 def test_text_that_does_not_follow_the_grammar_fails_the_request() -> None:
-    grammar = Grammar(automaton_of('root ::= "b"'), TOKENS, Work())
+    grammar = TokenGrammar(automaton_of('root ::= "b"'), TOKENS, WorkBudget())
     with pytest.raises(GrammarFailed, match="token 2 does not follow the grammar"):
         grammar.accept(2)
 
@@ -238,7 +238,7 @@ def test_automata_used_lately_are_kept() -> None:
 def test_automaton_forgets_frames_too_when_they_take_much(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_module, "_MAX_BYTES", 100_000)
     automaton = automaton_of('root ::= "b" root "a" | "a"')  # each b is one more frame
-    grammar = Grammar(automaton, TOKENS, Work())
+    grammar = TokenGrammar(automaton, TOKENS, WorkBudget())
     generation, most = automaton.generation, 0
     for _ in range(2000):
         assert grammar.allows(np.array([5])).all()
@@ -254,7 +254,7 @@ def test_automata_are_dropped_when_they_take_much(monkeypatch: pytest.MonkeyPatc
     second = automata.get('root ::= "a"', "root")
     monkeypatch.setattr(token_grammar, "_MAX_KEPT_BYTES", automata.num_bytes)
     assert automata.get('root ::= "a"', "root") is second
-    used = Grammar(first, TOKENS, Work())
+    used = TokenGrammar(first, TOKENS, WorkBudget())
     for _ in range(200):
         used.accept(5)
     assert automata.get('root ::= "a"', "root") is second  # it grew since: this one stays, the first goes

@@ -14,9 +14,9 @@ from cellama.engine.memory.budget import (
     Device,
     Footprint,
     MemoryBudget,
+    MemoryUse,
     Room,
     Shortage,
-    Usage,
     Vram,
     choose_victims,
     margin,
@@ -32,7 +32,7 @@ SMALL = 100  # devices so small that their margin is easy: 5 %
 
 
 def on_cpu(weights: int = 0, kv: int = 0, compute: int = 0, mapped: int = 0) -> Footprint:
-    return Footprint({"CPU": Usage(weights, kv, compute, mapped)})
+    return Footprint({"CPU": MemoryUse(weights, kv, compute, mapped)})
 
 
 class Machine:
@@ -87,7 +87,7 @@ def test_quota_of_saved_states_that_was_left_open_is_a_part_of_what_is_left() ->
 
 def test_number_is_a_limit_for_all_devices_and_models_together() -> None:
     budget = Machine().budget(50)
-    budget.reserve("a", Footprint({"CPU": Usage(10, 5), "CUDA0": Usage(20)}))
+    budget.reserve("a", Footprint({"CPU": MemoryUse(10, 5), "CUDA0": MemoryUse(20)}))
     assert budget.room() == Room({ALL_DEVICES: 15})
     assert budget.room().shortage(on_cpu(16)) == Shortage(ALL_DEVICES, 16, 15)
     assert budget.room().shortage(on_cpu(15)) is None
@@ -136,9 +136,9 @@ def test_mapped_weights_count_although_the_system_calls_their_pages_free() -> No
 
 def test_shortage_names_the_device_where_most_is_missing() -> None:
     room = Room({"CPU": 10, "CUDA0": 10})
-    footprint = Footprint({"CPU": Usage(12), "CUDA0": Usage(5, 30), "unknown": Usage(99)})
+    footprint = Footprint({"CPU": MemoryUse(12), "CUDA0": MemoryUse(5, 30), "unknown": MemoryUse(99)})
     assert room.shortage(footprint) == Shortage("CUDA0", 35, 10)
-    assert room.shortage(Footprint({"CUDA0": Usage(10)})) is None
+    assert room.shortage(Footprint({"CUDA0": MemoryUse(10)})) is None
 
 
 def test_least_recently_used_models_go_and_no_more_than_needed() -> None:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from cellama.engine import PromptTooLong, QueueFull, Request
+from cellama.engine.core.telemetry import timings_of
 from cellama.engine.fake import FakeBackend
 from cellama.engine.scheduling.bulk_policy import BULK_PATIENCE_S
 from cellama.engine.scheduling.scheduler import Limits
@@ -237,7 +238,7 @@ def test_sequence_tells_how_long_it_waited_for_a_prefix_and_how_long_for_a_slot(
     assert scheduler.admit(7) == [second]
     scheduler.release(first)
     assert scheduler.admit(10) == [third]
-    timings = [each.timings(20) for each in (first, second, third)]
+    timings = [timings_of(each, 20) for each in (first, second, third)]
     assert [t.delivery_ms for t in timings] == [3000] * 3
     assert [t.prefix_wait_ms for t in timings] == [0, 2000, 2000]
     assert [t.queue_ms for t in timings] == [4000, 6000, 9000]
