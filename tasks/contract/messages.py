@@ -33,23 +33,23 @@ class Payload(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class ToolCallFunction(Payload):
+class ToolCallFunctionPayload(Payload):
     """What is called, and with what: a JSON object as text."""
 
     name: Name
     arguments: Annotated[Text, AfterValidator(check_escapes), BeforeValidator(to_json)] = "{}"
 
 
-class ToolCall(Payload):
+class ToolCallPayload(Payload):
     """A call of a tool in an assistant's message, as a result has it."""
 
     id: Annotated[Text, at_most(limits.MAX_NAME_CHARS)] | None = None
     type: Literal["function"] = "function"
-    function: ToolCallFunction
+    function: ToolCallFunctionPayload
     partial: StrictBool | None = None
 
 
-class Message(Payload):
+class MessagePayload(Payload):
     """One turn of a conversation. An assistant's may be the `message` of a result, a tool's is the answer to a call."""
 
     role: Literal["system", "user", "assistant", "tool"]
@@ -57,13 +57,14 @@ class Message(Payload):
     reasoning: Text | None = None
     signature: Text | None = None
     tool_calls: (
-        Annotated[tuple[ToolCall, ...], Field(min_length=1), no_more_than(limits.MAX_TOOL_CALLS, "tool calls")] | None
+        Annotated[tuple[ToolCallPayload, ...], Field(min_length=1), no_more_than(limits.MAX_TOOL_CALLS, "tool calls")]
+        | None
     ) = None
     tool_call_id: Annotated[Text, at_most(limits.MAX_NAME_CHARS)] | None = None
     name: Annotated[Text, at_most(limits.MAX_NAME_CHARS)] | None = None
 
     @model_validator(mode="after")
-    def _check_content(self) -> Message:
+    def _check_content(self) -> MessagePayload:
         if self.content is None and not (self.role == "assistant" and self.tool_calls):
             raise ValueError("content is missing; only an assistant's message with tool_calls may have none")
         if self.role != "assistant" and (self.tool_calls or self.reasoning or self.signature):
@@ -71,7 +72,7 @@ class Message(Payload):
         return self
 
 
-class ToolFunction(Payload):
+class ToolFunctionPayload(Payload):
     """What a model may call; `parameters` is a JSON Schema of type object."""
 
     name: Annotated[StrictStr, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
@@ -80,11 +81,11 @@ class ToolFunction(Payload):
     strict: StrictBool | None = None
 
 
-class Tool(Payload):
+class ToolPayload(Payload):
     """A tool in the OpenAI form."""
 
     type: Literal["function"]
-    function: ToolFunction
+    function: ToolFunctionPayload
 
 
 def check_args(value: Any) -> Any:
@@ -93,7 +94,7 @@ def check_args(value: Any) -> Any:
     return value
 
 
-def check_names(tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
+def check_names(tools: tuple[ToolPayload, ...]) -> tuple[ToolPayload, ...]:
     names = [tool.function.name for tool in tools]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:

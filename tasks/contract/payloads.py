@@ -45,7 +45,7 @@ from .fields import (
     to_prediction,
 )
 from .json_values import check_escapes, shorten
-from .messages import Message, Payload, Tool, check_args, check_names
+from .messages import MessagePayload, Payload, ToolPayload, check_args, check_names
 from .names import PRIORITY_INTERACTIVE
 
 MAX_PROBLEMS = 8  # that an error tells of
@@ -173,7 +173,7 @@ Inputs = Annotated[
 
 
 Messages = Annotated[
-    tuple[Message, ...],
+    tuple[MessagePayload, ...],
     Field(fail_fast=True),
     Field(min_length=1),
     no_more_than(limits.MAX_MESSAGES, "messages"),
@@ -187,7 +187,7 @@ class ConversationJob(BaseJob):
     messages: Messages
     system: Text | None = Field(default=None, description="a system message before all others")
     tools: Annotated[
-        tuple[Tool, ...],
+        tuple[ToolPayload, ...],
         AfterValidator(check_names),
         no_more_than(limits.MAX_TOOLS, "tools"),
         TypedAs("Sequence[Tool]"),

@@ -14,7 +14,7 @@ from cellama.tasks.contract import events
 from cellama.tasks.contract.errors import InvalidJob, JobFailed
 from cellama.tasks.contract.events import DoneDetails, ErrorEvent, Event, Failure, OutputDetails, TerminalEvent
 from cellama.tasks.contract.kinds.generate import GenerateResult
-from cellama.tasks.contract.shapes.results import Choice, Function, Logprob, Timings, ToolCall, Usage
+from cellama.tasks.contract.shapes.results import CompletionChoice, Function, Logprob, Timings, ToolCall, Usage
 from cellama.tasks.contract.valid_text import valid_text
 from cellama.tasks.state.contexts import KeptContext, pack, pack_after
 from cellama.tasks.state.history import Output, Past, outputs_of_line
@@ -89,7 +89,7 @@ def result_of(completion: Completion, model_id: str, signer: Signer) -> Generate
     result = cast(GenerateResult, told)
     if completion.alternatives:
         result["choices"] = [
-            cast(Choice, {"index": choice.index, **_choice(choice, signer, with_tokens)})
+            cast(CompletionChoice, {"index": choice.index, **_choice(choice, signer, with_tokens)})
             for choice in (completion, *completion.alternatives)
         ]
     return result

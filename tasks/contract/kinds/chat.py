@@ -11,7 +11,7 @@ from cellama.config import limits
 from ..fields import Count, Name, no_more_than
 from ..kind import Kind
 from ..payloads import ConversationJob, GenerationJob
-from ..shapes.results import AssistantMessage, Choice, RunResult
+from ..shapes.results import AssistantMessage, CompletionChoice, RunResult
 
 TASK_CHAT = "cellama.chat"
 
@@ -41,7 +41,7 @@ class ChatJob(ConversationJob, GenerationJob):
         return self
 
 
-class ChatChoice(Choice):
+class ChatChoice(CompletionChoice):
     """One of several turns."""
 
     message: AssistantMessage

@@ -6,7 +6,7 @@ from typing import NotRequired
 
 from ..kind import Kind
 from ..payloads import GenerationJob, Prompt
-from ..shapes.results import Choice, RunResult
+from ..shapes.results import CompletionChoice, RunResult
 
 TASK_GENERATE = "cellama.generate"
 
@@ -20,7 +20,7 @@ class GenerateJob(GenerationJob):
 class GenerateResult(RunResult):
     """Result of `generate`: the first completion, and all of them as `choices` if there are several."""
 
-    choices: NotRequired[list[Choice]]
+    choices: NotRequired[list[CompletionChoice]]
 
 
 GENERATE = Kind(

@@ -95,7 +95,7 @@ class CompletionShape(TypedDict):
     finish_key: NotRequired[str]  # of all that was read and generated (not with `cache_prompt` off): a `parent_key`
 
 
-class Choice(CompletionShape):
+class CompletionChoice(CompletionShape):
     """One of several completions of a prompt."""
 
     index: int

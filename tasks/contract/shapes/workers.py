@@ -20,7 +20,7 @@ Phase = Literal["idle", "prefilling", "generating", "stopped"]
 AdapterStatus = Literal["loading", "ready", "unloading"]
 
 
-class DraftCount(TypedDict):  # as cellama.engine.snapshots.DraftCount
+class DraftTotals(TypedDict):  # as cellama.engine.snapshots.DraftCount
     drafted: int  # tokens that a source guessed
     accepted: int  # those of them that were chosen
     drafts: int  # how often it guessed some
@@ -70,7 +70,7 @@ class EngineState(CacheState):
     prompt_tokens: int
     cached_tokens: int
     generated_tokens: int
-    drafts: dict[str, DraftCount]
+    drafts: dict[str, DraftTotals]
     requests_finished: int
     requests_failed: int
     prompt_rate: float
