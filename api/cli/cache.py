@@ -1,4 +1,4 @@
-"""`cellama cache`: the folder of KV states on disk. It works on the folder alone, whatever runs or not."""
+"""`cellama cache`: the directory of KV states on disk. The commands need neither a worker nor Redis."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from .memory import readable
 from .output import out, print_error, print_json, readable_time, table_of
 from .services import check_installed
 
-KEY_SHOWN = 16  # digits; --json has all
+SHOWN_DIGITS = 16  # of a key in a table: enough to be unique; --json has all
 FolderOption = Annotated[
     Path | None,
-    typer.Option("--dir", help="The folder of states; default: cache_dir of the settings.", show_default=False),
+    typer.Option("--dir", help="Directory of the states (default: cache_dir of the settings).", show_default=False),
 ]
-KeysArgument = Annotated[list[str], typer.Argument(help="Keys of states, or their first digits, 8 or more.")]
+KeysArgument = Annotated[list[str], typer.Argument(help="Keys of states, or their first 8 or more digits.")]
 
 
 def cache_list_command(folder: FolderOption = None, json: JsonOption = False) -> None:
@@ -43,7 +43,7 @@ def cache_list_command(folder: FolderOption = None, json: JsonOption = False) ->
     for state in states:
         remark = f"[red]{state['problem']}[/]" if state["problem"] else "pinned" * state["is_pinned"]
         table.add_row(
-            state["key"][:KEY_SHOWN],
+            state["key"][:SHOWN_DIGITS],
             state["identity"][:8],
             escape(state["scope"]),
             str(state["num_tokens"] or ""),
@@ -55,7 +55,7 @@ def cache_list_command(folder: FolderOption = None, json: JsonOption = False) ->
 
 
 def cache_info_command(folder: FolderOption = None, json: JsonOption = False) -> None:
-    """Show how much the folder of KV states holds.
+    """Show how many KV states are on disk, and how large they are.
 
     Example:  cellama cache info --json --dir /var/cache/cellama
     """
@@ -72,17 +72,19 @@ def cache_info_command(folder: FolderOption = None, json: JsonOption = False) ->
 
 def cache_clear_command(
     folder: FolderOption = None,
-    keys: Annotated[list[str] | None, typer.Argument(help="Keys of states; left out, all that are not pinned.")] = None,
-    scope: Annotated[str | None, typer.Option(help="Only states of this scope (cache_scope of jobs).")] = None,
-    pinned: Annotated[bool, typer.Option("--pinned", help="Pinned ones, too.")] = False,
+    keys: Annotated[list[str] | None, typer.Argument(help="Keys of states (default: all that are not pinned).")] = None,
+    scope: Annotated[str | None, typer.Option(help="Remove only states of this scope (cache_scope of jobs).")] = None,
+    pinned: Annotated[bool, typer.Option("--pinned", help="Remove pinned states, too.")] = False,
     json: JsonOption = False,
 ) -> None:
-    """Remove KV states from the disk. Workers that run go on: they compute what they miss.
+    """Remove KV states from the disk. Running workers continue, and compute what they miss.
 
     Example:  cellama cache clear --scope customer-7 --pinned --dir /var/cache/cellama
     """
     if keys and (scope is not None or pinned):
-        raise typer.BadParameter("give keys, or --scope and --pinned: keys name what goes, pinned or not")
+        raise typer.BadParameter(
+            "give either keys, or --scope and --pinned: a state that is named by its key is removed, pinned or not"
+        )
     cleared = _ask("clear", folder, keys=keys or [], scope=scope, pinned=pinned)
     if json:
         print_json(cleared)
@@ -91,7 +93,7 @@ def cache_clear_command(
 
 
 def cache_pin_command(keys: KeysArgument, folder: FolderOption = None, json: JsonOption = False) -> None:
-    """Keep KV states, whatever the quota says, until they are unpinned.
+    """Pin KV states: they are never evicted for the quota.
 
     Example:  cellama cache pin 3f2a90c1d4e5b687 --dir /var/cache/cellama
     """
@@ -99,7 +101,7 @@ def cache_pin_command(keys: KeysArgument, folder: FolderOption = None, json: Jso
 
 
 def cache_unpin_command(keys: KeysArgument, folder: FolderOption = None, json: JsonOption = False) -> None:
-    """Let pinned KV states go when their time has come.
+    """Unpin KV states: they may be evicted for the quota.
 
     Example:  cellama cache unpin 3f2a90c1d4e5b687 --dir /var/cache/cellama
     """
@@ -112,18 +114,18 @@ def _mark(what: str, keys: list[str], folder: Path | None, json: bool) -> None:
         print_json(done)
         return
     for key, was_done in done.items():
-        out.print(f"{key[:KEY_SHOWN]} {'is' if was_done else 'was not'} {what}ned")
+        out.print(f"{key[:SHOWN_DIGITS]} {'is' if was_done else 'was not'} {what}ned")
 
 
 def _folder_of_settings() -> Path:
     named = get_settings().cache_dir
     if named is None:
-        raise typer.BadParameter("the settings name no cache_dir; give the folder", param_hint="--dir")
+        raise typer.BadParameter("the settings name no cache_dir; name the directory", param_hint="--dir")
     return Path(named).expanduser()
 
 
 def _ask(what: str, folder: Path | None, **asked: Any) -> Any:
-    """What the engine's own look at the folder says: `api` never imports the engine."""
+    """Return the result of a command of `python -m cellama.engine.kvstore`: `api` never imports the engine."""
     check_installed()
     request = {
         "do": what,
@@ -137,6 +139,6 @@ def _ask(what: str, folder: Path | None, **asked: Any) -> Any:
     done = subprocess.run(argv, input=json_module.dumps(request), stdout=subprocess.PIPE, text=True, check=False)
     answer = json_module.loads(done.stdout or "{}")
     if "result" not in answer:
-        print_error(answer.get("error") or f"looking at the folder ended with exit code {done.returncode}")
+        print_error(answer.get("error") or f"the command on the directory ended with exit code {done.returncode}")
         raise typer.Exit(Exit.FAILED)
     return answer["result"]

@@ -1,4 +1,4 @@
-"""Which tokens lie in which cells, who can take them over, and what is kept in RAM.
+"""Which tokens lie in which cells, which sequence takes them over, and what is kept in RAM and on disk.
 
-May use: `errors`, `backend`. No llama.cpp: memory is moved through a protocol.
+May use: `errors`, `backend`, `events`, `options`, `kvstore`. No llama.cpp: memory is moved through a protocol.
 """

@@ -1,4 +1,4 @@
-"""How many KV cells are in use, exactly: cells that slots share count once. Pure."""
+"""The exact number of KV cells in use: cells that slots share count once. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class _Block:
 
 
 class Cells:
-    """The cells of every slot, in the order of positions. With `shared`, a prefix can belong to several slots."""
+    """The cells of every slot, in the order of positions. With `shared`, several slots can own a prefix."""
 
     def __init__(self, n_slots: int, total: int, *, shared: bool) -> None:
         self.total = total
@@ -29,20 +29,20 @@ class Cells:
         return self.total - self.used
 
     def of(self, slot: int) -> int:
-        """Positions that the slot holds."""
+        """Return how many positions the slot holds."""
         return sum(block.size for block in self._blocks[slot])
 
     def own(self, slot: int) -> int:
-        """Cells that would be free without this slot."""
+        """Return how many cells would be free without this slot."""
         return sum(block.size for block in self._blocks[slot] if block.owners == 1)
 
     def freed_by(self, slots: Collection[int]) -> int:
-        """Cells that would be free without all of these slots."""
+        """Return how many cells would be free without all of these slots."""
         owners: Counter[_Block] = Counter(block for slot in slots for block in self._blocks[slot])
         return sum(block.size for block, count in owners.items() if count == block.owners)
 
     def extend(self, slot: int, count: int) -> None:
-        """The slot takes `count` new cells."""
+        """Give the slot `count` new cells."""
         blocks = self._blocks[slot]
         if blocks and blocks[-1].owners == 1:
             blocks[-1].size += count
@@ -51,7 +51,7 @@ class Cells:
         self.used += count
 
     def trim(self, slot: int, count: int) -> None:
-        """The slot keeps its first `count` positions; cells behind them are free when no other slot has them."""
+        """Keep the first `count` positions of a slot; cells behind them are free when no other slot has them."""
         kept = self._cut(slot, count)
         for block in self._blocks[slot][kept:]:
             block.owners -= 1
@@ -60,7 +60,7 @@ class Cells:
         del self._blocks[slot][kept:]
 
     def copy(self, source: int, target: int, count: int) -> None:
-        """The empty slot `target` gets the first `count` positions of `source`: the same cells, or new ones."""
+        """Give the empty slot `target` the first `count` positions of `source`: the same cells, or new ones."""
         assert not self._blocks[target]
         if not self.shared:
             self.extend(target, count)
@@ -71,11 +71,11 @@ class Cells:
         self._blocks[target] = blocks
 
     def swap(self, one: int, other: int) -> None:
-        """Each of two slots has what the other one had."""
+        """Exchange the cells of two slots."""
         self._blocks[one], self._blocks[other] = self._blocks[other], self._blocks[one]
 
     def _cut(self, slot: int, count: int) -> int:
-        """Number of blocks that hold the first `count` positions; a block across that border is cut in two."""
+        """Return how many blocks hold the first `count` positions; cut a block across that border in two."""
         position = 0
         for index, block in enumerate(self._blocks[slot]):
             if position >= count:

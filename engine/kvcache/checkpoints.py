@@ -1,4 +1,4 @@
-"""The checkpoints of states that can't be cut back to any length: at most as many bytes as the quota allows."""
+"""The checkpoints of states that can't be cut back to any length, within a quota of bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False, slots=True)
 class _Checkpoint:
-    """What a state was like at a length. States that were copied from each other share it."""
+    """A state at an earlier length. States that were copied from each other share it."""
 
     num_tokens: int
     data: Any
@@ -23,9 +23,9 @@ class _Checkpoint:
 
 
 class Checkpoints:
-    """The lengths to which slots and saved states can be cut back, with what that takes. Engine thread only.
+    """The lengths to which slots and saved states can be cut back, and what that takes. Engine thread only.
 
-    Those of one holder have different lengths. When the quota is full the least recently used go.
+    The checkpoints of one holder have different lengths. A full quota evicts the least recently used.
     """
 
     def __init__(self, memory: KvMemory, quota_bytes: int) -> None:
@@ -35,15 +35,15 @@ class Checkpoints:
         self._memory = memory
         self._of: dict[Hashable, dict[int, _Checkpoint]] = {}  # by length
         self._all: OrderedDict[_Checkpoint, None] = OrderedDict()  # least recently used first
-        self._num_bytes = 0  # of one, as far as known
+        self._num_bytes = 0  # of the last one: they have one size at any length
 
     @property
     def are_kept(self) -> bool:
-        """True where a checkpoint that is taken can be used later."""
+        """True if the quota has room for a checkpoint."""
         return 0 < self.quota_bytes >= self._num_bytes
 
     def take(self, slot: int, num_tokens: int) -> None:
-        """The slot, which holds so many tokens, can be cut back to them from now on, as far as the quota goes."""
+        """Take a checkpoint of a slot that holds `num_tokens`, as far as the quota goes."""
         if not self.are_kept or num_tokens in self._of.get(slot, ()):
             return
         try:
@@ -52,7 +52,7 @@ class Checkpoints:
             if self.are_kept:
                 self._add(_Checkpoint(num_tokens, self._memory.checkpoint(slot)), slot)
         except Exception:  # no memory for it, for instance
-            log.exception("a checkpoint could not be taken; what it is for is computed again")
+            log.exception("can't take a checkpoint; what it is for is computed again")
 
     def _make_room(self, num_bytes: int) -> None:
         while self._all and self.used_bytes + num_bytes > self.quota_bytes:
@@ -72,7 +72,7 @@ class Checkpoints:
             self._release(holder, checkpoint)
 
     def _release(self, holder: Hashable, checkpoint: _Checkpoint) -> None:
-        """The holder has it no more; if it was the last one, it is gone."""
+        """Take a checkpoint from its holder; without holders it is dropped."""
         del self._of[holder][checkpoint.num_tokens]
         if not self._of[holder]:
             del self._of[holder]
@@ -82,11 +82,11 @@ class Checkpoints:
             self.used_bytes -= checkpoint.data.nbytes
 
     def longest(self, holder: Hashable, up_to: int) -> int:
-        """The largest length up to `up_to` at which the holder has a checkpoint; 0 if there is none."""
+        """Return the largest length up to `up_to` at which the holder has a checkpoint; 0 if there is none."""
         return max((length for length in self._of.get(holder, ()) if length <= up_to), default=0)
 
     def at(self, holder: Hashable, num_tokens: int) -> Any | None:
-        """What it takes to cut the holder back to this length; None if there is no checkpoint."""
+        """Return what it takes to cut the holder back to this length; None if there is no checkpoint."""
         checkpoint = self._of.get(holder, {}).get(num_tokens)
         if checkpoint is None:
             return None
@@ -94,28 +94,28 @@ class Checkpoints:
         return checkpoint.data
 
     def inherit(self, heir: Hashable, source: Hashable, num_tokens: int) -> None:
-        """The heir, which had none, has the same first tokens as the source, and its checkpoints in them."""
+        """Give the heir, which has the same first tokens and no checkpoints, those of the source in these."""
         for length, checkpoint in self._of.get(source, {}).items():
             if length <= num_tokens:
                 self._hold(heir, checkpoint)
 
     def of(self, holder: Hashable) -> dict[int, Any]:
-        """What the holder's checkpoints are, by length."""
+        """Return the holder's checkpoints by length."""
         return {length: checkpoint.data for length, checkpoint in self._of.get(holder, {}).items()}
 
     def lengths(self, holder: Hashable) -> list[int]:
-        """Where the holder has checkpoints. Any thread."""
+        """Return the lengths at which the holder has checkpoints. Any thread."""
         return list(self._of.get(holder, ()))
 
     def adopt(self, holder: Hashable, num_tokens: int, data: Any) -> None:
-        """The holder, which has none of this length, has this checkpoint, as far as the quota goes."""
+        """Give the holder a checkpoint that was read from disk, as far as the quota goes."""
         if data.nbytes > self.quota_bytes:
             return
         self._make_room(data.nbytes)
         self._add(_Checkpoint(num_tokens, data), holder)
 
     def swap(self, one: Hashable, other: Hashable) -> None:
-        """Each of two holders has the checkpoints of the other one."""
+        """Exchange the checkpoints of two holders."""
         held = {holder: self._of.pop(holder, {}) for holder in (one, other)}
         for holder, checkpoints in held.items():
             for checkpoint in checkpoints.values():
@@ -125,7 +125,7 @@ class Checkpoints:
                 self._hold(heir, checkpoint)
 
     def cut(self, holder: Hashable, num_tokens: int) -> None:
-        """The holder has only its first tokens left, and the checkpoints in them."""
+        """Drop the checkpoints behind the holder's first `num_tokens`, which are all that it has left."""
         for length, checkpoint in list(self._of.get(holder, {}).items()):
             if length > num_tokens:
                 self._release(holder, checkpoint)

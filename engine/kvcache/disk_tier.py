@@ -109,7 +109,7 @@ class DiskTier:
         gain_s = saved_s(num_more, num_bytes, self.prefill_rate.per_s, self.store.read_rate)
         if gain_s <= 0 or not self._ram.reserve(match.head.num_bytes):
             return None
-        load = self._loads[match.head.key] = StateLoad(match, scope, until, gain_s)
+        load = self._loads[match.head.key] = StateLoad(match=match, scope=scope, until=until, saved_s=gain_s)
         self.store.load(match, partial(self._on_loaded, load))
         return LoadWait(load, until)
 

@@ -1,4 +1,4 @@
-"""Which holders of KV states begin like a prompt: a radix tree over token ids. Pure."""
+"""Which holders of KV states share a prefix with a prompt: a radix tree over token ids. Pure."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class _Node(Generic[Holder]):
 
 
 class PrefixIndex(Generic[Holder]):
-    """The tokens of every holder. Holders of different scopes never meet.
+    """The tokens of every holder. Holders of different scopes never match.
 
-    To insert, to remove and to find a first match takes as long as the tokens are, however many holders there are.
+    The time to insert, to remove and to find a first match grows with the tokens, and not with the number of holders.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class PrefixIndex(Generic[Holder]):
         return holder in self._ends
 
     def insert(self, holder: Holder, tokens: Sequence[int], scope: Hashable = "") -> None:
-        """The holder has these tokens from now on, instead of what it had. A tuple is kept, not copied."""
+        """Set the tokens of a holder. A tuple is kept, not copied."""
         self.remove(holder)
         tokens, start = tuple(tokens), 0
         node = self._roots.get(scope)
@@ -57,7 +57,7 @@ class PrefixIndex(Generic[Holder]):
         self._ends[holder] = node
 
     def remove(self, holder: Holder) -> None:
-        """The holder has nothing any more. Idempotent."""
+        """Remove the tokens of a holder. Idempotent."""
         node = self._ends.pop(holder, None)
         if node is not None:
             del node.ends[holder]
@@ -83,9 +83,9 @@ class PrefixIndex(Generic[Holder]):
         return tuple(chain.from_iterable(reversed(edges))), node.scope
 
     def matches(self, tokens: Sequence[int], scope: Hashable = "") -> Iterator[tuple[Holder, int]]:
-        """Every holder of the scope that shares a prefix with `tokens`, and its length; the longest first.
+        """Yield every holder of the scope that shares a prefix with `tokens`, and its length; the longest first.
 
-        Lazy: what is not asked for costs nothing. Nothing may be inserted or removed meanwhile.
+        Nothing may be inserted or removed meanwhile.
         """
         below = None
         for node, length in reversed(self._walk(tuple(tokens), scope)):
@@ -94,7 +94,7 @@ class PrefixIndex(Generic[Holder]):
             below = node
 
     def whole_matches(self, tokens: Sequence[int], scope: Hashable = "") -> Iterator[tuple[Holder, int]]:
-        """Every holder of the scope all of whose tokens `tokens` begins with, and their number; the longest first."""
+        """Yield each holder of the scope whose tokens are a prefix of `tokens`, and their number, the longest first."""
         path = self._walk(tuple(tokens), scope)
         starts = [0, *(length for _, length in path)]
         for (node, length), start in zip(reversed(path), reversed(starts[:-1]), strict=True):
@@ -105,7 +105,7 @@ class PrefixIndex(Generic[Holder]):
     def shared_by(
         self, holders: Iterable[Holder], tokens: Sequence[int], scope: Hashable = ""
     ) -> Iterator[tuple[Holder, int]]:
-        """How much each of these holders shares with `tokens`, in their order, as far as it does."""
+        """Yield how many tokens each of these holders shares with `tokens`, in their order, except for 0."""
         lengths = {id(node): length for node, length in self._walk(tuple(tokens), scope)}
         for holder in holders:
             node = self._ends.get(holder)
@@ -115,22 +115,22 @@ class PrefixIndex(Generic[Holder]):
                 yield holder, lengths[id(node)]
 
     def of_scope(self, scope: Hashable) -> list[Holder]:
-        """Every holder of the scope."""
+        """Return every holder of the scope."""
         root = self._roots.get(scope)
         return [] if root is None else list(_holders(root))
 
     def longest(self, tokens: Sequence[int], scope: Hashable = "") -> int:
-        """How many tokens the best match shares with `tokens`; 0 if there is none."""
+        """Return how many tokens the best match shares with `tokens`; 0 if there is none."""
         path = self._walk(tuple(tokens), scope)
         return path[-1][1] if path else 0
 
     def branches(self, tokens: Sequence[int], scope: Hashable = "", at_least: int = 1) -> list[int]:
-        """The lengths at which holders part from `tokens`, or end, of what so many holders begin with."""
+        """Return the lengths at which holders part from `tokens`, or end, where at least so many holders share them."""
         path = self._walk(tuple(tokens), scope)
         return [length for node, length in path if node.num_holders >= at_least]
 
     def _walk(self, tokens: Tokens, scope: Hashable) -> list[tuple[_Node[Holder], int]]:
-        """The nodes that `tokens` run through or end in, each with the number of tokens shared with it."""
+        """Return the nodes that `tokens` run through or end in, each with the number of tokens shared with it."""
         path: list[tuple[_Node[Holder], int]] = []
         node, length = self._roots.get(scope), 0
         while node is not None and length < len(tokens):
@@ -146,7 +146,7 @@ class PrefixIndex(Generic[Holder]):
 
 
 def _holders(node: _Node[Holder], without: _Node[Holder] | None = None) -> Iterator[Holder]:
-    """All that end in this node or below it, but not in one of its children. No step takes longer than it is deep."""
+    """Yield all that end in this node or below it, except below the child `without`."""
     yield from node.ends
     levels = [iter(node.children.values())]
     while levels:
@@ -159,7 +159,7 @@ def _holders(node: _Node[Holder], without: _Node[Holder] | None = None) -> Itera
 
 
 def common_length(left: Sequence[int], right: Sequence[int], start: int = 0) -> int:
-    """How many tokens `left` shares with `right[start:]`. Compares slices first: those are compared in C."""
+    """Return how many tokens `left` shares with `right[start:]`. Slices are compared first, because C does that."""
     limit, done = min(len(left), len(right) - start), 0
     while done < limit:
         size = min(64, limit - done)
@@ -172,16 +172,21 @@ def common_length(left: Sequence[int], right: Sequence[int], start: int = 0) -> 
 
 
 def _split(node: _Node[Holder], length: int) -> _Node[Holder]:
-    """Puts a node for the first `length` tokens of an edge before it, and returns that."""
+    """Put a node for the first `length` tokens of an edge before it, and return that."""
     assert node.parent is not None
-    head = _Node(node.edge[:length], node.parent, None, node.num_holders, {}, {node.edge[length]: node})
+    head = _Node(
+        edge=node.edge[:length],
+        parent=node.parent,
+        num_holders=node.num_holders,
+        children={node.edge[length]: node},
+    )
     node.parent.children[node.edge[0]] = head
     node.edge, node.parent = node.edge[length:], head
     return head
 
 
 def _merge_with_only_child(node: _Node[Holder]) -> None:
-    """Takes a node out in which no holder ends, so that all run on into its only child, which keeps their ends."""
+    """Remove a node in which no holder ends, and extend the edge of its only child."""
     (child,) = node.children.values()
     assert node.parent is not None
     child.edge, child.parent = node.edge + child.edge, node.parent

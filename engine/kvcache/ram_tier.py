@@ -1,4 +1,4 @@
-"""The states that are kept in RAM: at most as many bytes as the quota allows, the least recently used go first."""
+"""The states that are kept in RAM, within a quota of bytes: the least recently used are evicted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .prefix import PrefixIndex, Tokens
 
 log = logging.getLogger(__name__)
 
-MOST_MATCHES = 64  # states that a search looks at: those that share as much differ by what a move costs
+MAX_MATCHES = 64  # states that a search looks at: the longest come first, and equally long ones differ by little
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +54,16 @@ Source = int | SavedState  # a slot, or a state in RAM
 
 
 class RamTier:
-    """Owns the saved states. Engine thread only. However many there are, none of its methods looks at all of them."""
+    """Owns the saved states. Engine thread only, except for `states`, the one method that looks at all of them."""
 
     def __init__(self, memory: KvMemory, quota_bytes: int, checkpoints: Checkpoints) -> None:
-        """A quota of 0 saves nothing. What is saved has the checkpoints of its slot."""
+        """A quota of 0 saves nothing. A saved state inherits the checkpoints of its slot."""
         self.quota_bytes = quota_bytes
         self.used_bytes = 0
         self.num_saves = 0  # since the start
         self.num_evictions = 0  # states dropped for the quota, since the start
-        self.reserved_bytes = 0  # of these, for what is being read from disk
-        self.on_saved: Callable[[SavedState], object] | None = None  # is told of each state that was copied to RAM
+        self.reserved_bytes = 0  # of the quota, for files that are being read
+        self.on_saved: Callable[[SavedState], object] | None = None  # called with each state that was copied to RAM
         self._memory = memory
         self._checkpoints = checkpoints
         self._index: PrefixIndex[SavedState] = PrefixIndex()
@@ -73,11 +73,11 @@ class RamTier:
         return len(self._states)
 
     def matches(self, tokens: Sequence[int], scope: Hashable) -> Iterator[tuple[SavedState, int]]:
-        """States that share a prefix with `tokens`, and its length, the longest first; of many some.
+        """Yield states that share a prefix with `tokens`, and its length, the longest first; at most MAX_MATCHES.
 
-        Where not every state can be cut back to any length, all that `tokens` begin with are among them.
+        Where a state can't be cut back to any length, those are added whose tokens are all a prefix of `tokens`.
         """
-        some = islice(self._index.matches(tokens, scope), MOST_MATCHES)
+        some = islice(self._index.matches(tokens, scope), MAX_MATCHES)
         if self._memory.first_saved_cut(self._memory.ctx_per_slot) == 0:
             return some
         return merge(some, self._index.whole_matches(tokens, scope), key=lambda match: -match[1])
@@ -89,7 +89,7 @@ class RamTier:
         try:
             self._save(slot, tokens, scope, note or StateNote())
         except Exception:  # no memory for it, for instance
-            log.exception("the state of a slot could not be saved; it is computed again when it is needed")
+            log.exception("can't save the state of a slot; it is computed again when it is needed")
 
     def _save(self, slot: int, tokens: Sequence[int], scope: Hashable, note: StateNote) -> None:
         size = self._memory.state_bytes(slot)
@@ -98,7 +98,9 @@ class RamTier:
         self._forget_shorter(tokens, scope)
         self._make_room(size)  # before the copy: both together are more than the quota
         first_cut = self._memory.first_saved_cut(len(tokens))
-        state = SavedState(tuple(tokens), first_cut, scope, self._memory.save(slot), note=note)
+        state = SavedState(
+            tokens=tuple(tokens), first_cut=first_cut, scope=scope, data=self._memory.save(slot), note=note
+        )
         self._checkpoints.inherit(state, slot, len(tokens))
         self._add(state)
         self.num_saves += 1
@@ -106,7 +108,7 @@ class RamTier:
             self.on_saved(state)
 
     def adopt(self, state: SavedState, checkpoints: Mapping[int, Any]) -> None:
-        """Keeps a state that comes from elsewhere, with its checkpoints, as `save` does."""
+        """Keep a state that was read from disk, with its checkpoints, as `save` does."""
         if self._has(state.tokens, state.scope) or state.num_bytes > self.quota_bytes - self.reserved_bytes:
             return
         self._make_room(state.num_bytes)
@@ -132,17 +134,17 @@ class RamTier:
         self.reserved_bytes -= num_bytes
 
     def _make_room(self, num_bytes: int) -> None:
-        """The least recently used go until so many bytes are free of the quota."""
+        """Evict the least recently used states until so many bytes of the quota are free."""
         while self._states and self.used_bytes + self.reserved_bytes + num_bytes > self.quota_bytes:
             self.forget(next(iter(self._states)))
             self.num_evictions += 1
 
     def checkpoints_of(self, state: SavedState) -> dict[int, Any]:
-        """The checkpoints of a state, by length."""
+        """Return the checkpoints of a state, by length."""
         return self._checkpoints.of(state)
 
     def states(self) -> list[SavedState]:
-        """All of them, the least recently used first. Any thread: it is a copy."""
+        """Return a copy of all of them, the least recently used first. Any thread."""
         return list(self._states)
 
     def _has(self, tokens: Sequence[int], scope: Hashable) -> bool:
@@ -150,19 +152,19 @@ class RamTier:
         return shared == len(tokens)
 
     def _forget_shorter(self, tokens: Sequence[int], scope: Hashable) -> None:
-        """Drops states that a longer one makes superfluous: the turns of a conversation before the last."""
+        """Drop states that a longer one makes superfluous: the turns of a conversation before the last."""
         first_cut = self._memory.first_saved_cut(len(tokens))
         for state, length in list(self._index.whole_matches(tokens, scope)):
             if length >= first_cut:
                 self.forget(state)
 
     def touch(self, state: SavedState) -> None:
-        """A state is used: others go before it."""
+        """Make a state the most recently used one."""
         if state in self._states:
             self._states.move_to_end(state)
 
     def forget(self, state: SavedState) -> None:
-        """Drops a state, if it is still there."""
+        """Drop a state, if it is still there."""
         if state in self._states:
             del self._states[state]
             self.used_bytes -= state.num_bytes
@@ -170,10 +172,10 @@ class RamTier:
             self._checkpoints.cut(state, 0)
 
     def branches(self, tokens: Sequence[int], scope: Hashable) -> list[int]:
-        """The lengths at which saved tokens part from these, or end."""
+        """Return the lengths at which saved tokens part from these, or end."""
         return self._index.branches(tokens, scope)
 
     def forget_scope(self, scope: Hashable) -> None:
-        """Drops the states of a scope that will not be asked for again."""
+        """Drop the states of a scope that will not be asked for again."""
         for state in self._index.of_scope(scope):
             self.forget(state)

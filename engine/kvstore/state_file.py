@@ -153,7 +153,14 @@ def read_state(path: Path, max_bytes: int, memory: Callable[[int], Buffer] = new
             place += part.num_bytes
         cells, *checkpoints = data
         by_length = dict(zip(head.checkpoints, checkpoints, strict=True))
-        return KeptState(head.seed, head.tokens, head.first_cut, cells, by_length, head.scope)
+        return KeptState(
+            seed=head.seed,
+            tokens=head.tokens,
+            first_cut=head.first_cut,
+            data=cells,
+            checkpoints=by_length,
+            scope=head.scope,
+        )
 
     return _guarded(path, read)
 
