@@ -5,6 +5,7 @@ Imported in workers only: Celery finds the steps by the names that app.py gives 
 
 from __future__ import annotations
 
+import itertools
 import logging
 from functools import partial
 from typing import Any
@@ -42,7 +43,14 @@ class LoadModels(bootsteps.StartStopStep):  # type: ignore[misc]
         worker.app.conf.task_publish_retry_policy = NEXT_STEP_RETRIES
         signals.task_revoked.connect(_tell_revoked, weak=False)
         signals.worker_shutdown.connect(_close, weak=False)
-        signals.worker_shutting_down.connect(_Hurry(worker.pool), weak=False)
+        num_signals = itertools.count(1)
+
+        def hurry_at_the_second_signal(**_: Any) -> None:
+            """The first signal lets running jobs finish, the second one hands them back."""
+            if next(num_signals) > 1:
+                worker.pool.hurry()
+
+        signals.worker_shutting_down.connect(hurry_at_the_second_signal, weak=False)
         worker.app.server_check = ServerCheck()
         _check_server(worker.app)
         try:
@@ -58,19 +66,6 @@ class LoadModels(bootsteps.StartStopStep):  # type: ignore[misc]
             return {}
         manager = runtime.manager
         return {"models": [describe(entry, entry.id == manager.default) for entry in manager.entries()]}
-
-
-class _Hurry:
-    """The first signal lets running jobs finish, the second one hands them back."""
-
-    def __init__(self, pool: Any) -> None:
-        self._pool = pool
-        self._num_signals = 0
-
-    def __call__(self, **_: Any) -> None:
-        self._num_signals += 1
-        if self._num_signals > 1:
-            self._pool.hurry()
 
 
 class Attach(bootsteps.StartStopStep):  # type: ignore[misc]

@@ -15,8 +15,7 @@ from cellama.config import get_settings
 from cellama.tasks.contract.codes import Exit
 
 from .generation import JsonOption
-from .memory import readable
-from .output import out, print_error, print_json, readable_time, table_of
+from .output import out, print_error, print_json, readable, readable_time, table_of
 from .services import check_installed
 
 SHOWN_DIGITS = 16  # of a key in a table: enough to be unique; --json has all

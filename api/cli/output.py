@@ -19,6 +19,7 @@ from cellama.api.batch.output import json_for_terminal
 _CONTROLS = dict.fromkeys([*range(0x20), 0x7F, *range(0x80, 0xA0)])  # C0, DEL and C1 …
 for _kept in "\n\t":
     del _CONTROLS[ord(_kept)]  # … except those that only move on
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 PIPE_COLUMNS = 200  # where no terminal says how wide it is: nothing is cut off, and most lines are whole
 
 
@@ -89,3 +90,11 @@ def url_of(host: str, port: int) -> str:
 def readable_time(unix_s: float) -> str:
     """A time by the clock of this machine: "2026-01-31 13:05:00"."""
     return datetime.fromtimestamp(unix_s).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def readable(num_bytes: float) -> str:
+    """A size: "1.5 GiB"."""
+    size, unit = float(num_bytes), 0
+    while abs(size) >= 1024 and unit < len(_UNITS) - 1:
+        size, unit = size / 1024, unit + 1
+    return f"{size:.0f} {_UNITS[unit]}" if unit == 0 or abs(size) >= 100 else f"{size:.1f} {_UNITS[unit]}"

@@ -12,8 +12,7 @@ from rich.markup import escape
 from cellama.api.client.client import Client
 
 from .generation import JsonOption
-from .memory import readable
-from .output import out, print_json, printable, table_of
+from .output import out, print_json, printable, readable, table_of
 from .top import watch as keep_looking
 from .top import watch_all
 

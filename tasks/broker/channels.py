@@ -89,6 +89,10 @@ class QueueReader:
         """Return whether kombu may read this channel: also while an answer is due, so that no message stays in it."""
         return waits_for_message(self.channel) or any(self.capacity(self.channel.active_queues).values())
 
+    def keep_messages(self) -> None:
+        """Return no messages when the channel is closed: its connection is lost, and the next channel has them."""
+        self._qos.restore_at_shutdown = False
+
     # Asking
 
     def _open_queues(self) -> list[str]:

@@ -24,7 +24,6 @@ from kombu.common import ignore_errors
 from redis.exceptions import RedisError
 
 from cellama.config import get_settings
-from cellama.tasks.connection.kombu_internals import qos_of_lost
 from cellama.tasks.connection.redis_waits import redis_waits
 from cellama.tasks.connection.refusals import RefusedForNow, probe_writes
 from cellama.tasks.contract.names import BULK_PRIORITIES, URGENT_PRIORITIES
@@ -86,10 +85,9 @@ class SteadyConsumer(Consumer):  # type: ignore[misc]
         return None
 
     def on_connection_error_after_connected(self, exc: Exception) -> Any:
-        """The connection is gone; what was taken stays ours until its lease ends."""
-        for connection in (self.connection, self.bulk_connection):
-            if (qos := qos_of_lost(connection)) is not None:
-                qos.restore_at_shutdown = False
+        """Connect again. What was taken stays with this worker until its lease ends."""
+        for reader in self.readers:
+            reader.keep_messages()
         self.close_bulk()
         return super().on_connection_error_after_connected(exc)
 

@@ -80,7 +80,7 @@ class JobRequest(Request):  # type: ignore[misc]
         self._message.channel.qos.forget(self._message)
         self.acknowledged = True
         if (hub := get_event_loop()) is not None:
-            hub.call_soon(_look_for_room)
+            hub.call_soon(lambda: None)  # the loop reads the queues in each turn, and this makes it turn
 
     def acknowledge(self) -> None:
         if self._claim_settlement():
@@ -126,7 +126,3 @@ class JobRequest(Request):  # type: ignore[misc]
         control = self._control
         if control is not None:
             control.interrupt(Interruption.HANDED_BACK)
-
-
-def _look_for_room() -> None:
-    """Nothing: the event loop looks at each of its turns for what there is room for, and this makes it turn."""

@@ -87,7 +87,7 @@ def current_job() -> JobControl:
 class TaskPool(BasePool):  # type: ignore[misc]
     """One thread per job that waits; the work itself is done by the engine threads."""
 
-    limit: int  # jobs at once
+    limit: int  # jobs of all models, as `inspect stats` shows it; what bounds them is Places
     signal_safe = False
     body_can_be_buffer = True
     task_join_will_block = False
@@ -97,7 +97,7 @@ class TaskPool(BasePool):  # type: ignore[misc]
         self.in_a_hurry = False
         self.drained_at = 0.0  # monotonic: until then running jobs may finish, once it stops
         self._jobs: dict[int, tuple[JobControl, Future[None]]] = {}
-        # Celery takes no more jobs than `limit`, which grows and shrinks; this is only a bound on threads.
+        # Places bounds the jobs; this only bounds threads.
         self._executor = ThreadPoolExecutor(max_workers=1024, thread_name_prefix="cellama-job")
 
     def on_apply(

@@ -31,8 +31,6 @@ PARTS: Mapping[str, str] = {
     "celery.app.base:Celery._tasks": ATTRIBUTE,
     "celery.concurrency.prefork:_run_ready_callbacks": "(hub)",
     "celery.events.dispatcher:EventDispatcher._group_buffer": ATTRIBUTE,
-    "celery.worker.consumer:Consumer._update_prefetch_count": "(self, index=0)",
-    "kombu.connection:Connection._default_channel": ATTRIBUTE,
     "kombu.transport.redis:Channel._brpop_sent_at": ATTRIBUTE,
     "kombu.transport.redis:Channel._brpop_start": "(self, timeout=None)",
     "kombu.transport.redis:Channel._create_client": "(self, asynchronous=False)",
@@ -210,16 +208,6 @@ def run_ready_callbacks(hub: Any) -> None:
     from celery.concurrency.prefork import _run_ready_callbacks  # workers only
 
     _run_ready_callbacks(hub)
-
-
-def prefetch_more(consumer: Any, num_messages: int) -> None:
-    """Lets a consumer take so many more messages at once, or fewer."""
-    consumer._update_prefetch_count(num_messages)
-
-
-def qos_of_lost(connection: Any) -> Any:
-    """What a connection's default channel holds; None if it had no channel, or the channel took nothing."""
-    return getattr(getattr(connection, "_default_channel", None), "_qos", None)
 
 
 def set_qos(channel: Any, qos: Any) -> None:

@@ -16,7 +16,6 @@ from cellama.config import ModelSettings
 from cellama.config.settings import AdapterSettings
 from cellama.engine import EngineError, ModelBusy, ModelManager
 from cellama.tasks.app import num_jobs_of
-from cellama.tasks.connection.kombu_internals import prefetch_more
 from cellama.tasks.contract.names import DEFAULT_MODEL, evicting_key, queue_name
 from cellama.tasks.contract.shapes.workers import LoadFailure
 
@@ -164,12 +163,9 @@ class ModelLoader:
         self.on_change()
 
     def resize_pool(self, num_jobs: int) -> None:
-        """Let that many more jobs (or fewer, if negative) into this worker. Main thread only."""
-        if num_jobs == 0:
-            return
+        """Add that many threads to the pool, or remove them if negative. Main thread only."""
         pool = self._consumer.pool
         (pool.grow if num_jobs >= 0 else pool.shrink)(abs(num_jobs))
-        prefetch_more(self._consumer, num_jobs)
 
     # Unloading
 
