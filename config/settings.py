@@ -18,6 +18,7 @@ from pydantic import (
     Field,
     JsonValue,
     SecretStr,
+    StringConstraints,
     ValidationError,
     field_validator,
     model_validator,
@@ -197,6 +198,10 @@ class Settings(BaseSettings):
     )
     journal_max_events: int = Field(default=100_000, ge=1, description="events kept per job, about")
     result_ttl_s: int = Field(default=86400, ge=1, description="life of a result")
+    middleware: list[Annotated[str, StringConstraints(pattern=r"^[\w.]+:\w+$")]] = Field(
+        default_factory=list,
+        description="package.module:Class of each middleware that workers run (docs/how-to/middleware.md)",
+    )
     telemetry_hook: str | None = Field(
         default=None, pattern=r"^[\w.]+:\w+$", description="package.module:name, called in workers with each event"
     )

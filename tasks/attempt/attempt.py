@@ -22,7 +22,6 @@ import logging
 import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -32,7 +31,6 @@ from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
 from redis.exceptions import RedisError
 
 from cellama.engine import (
-    Completion,
     EmbeddingCancelled,
     EmbeddingHandle,
     EngineError,
@@ -51,7 +49,7 @@ from cellama.tasks.contract.errors import InvalidJob, JobFailed
 from cellama.tasks.contract.kinds.chat import TASK_CHAT, ChatJob, with_messages
 from cellama.tasks.contract.kinds.chunk import TASK_CHUNK, ChunkJob
 from cellama.tasks.contract.kinds.embed import TASK_EMBED, EmbedJob
-from cellama.tasks.contract.kinds.generate import TASK_GENERATE, GenerateJob
+from cellama.tasks.contract.kinds.generate import TASK_GENERATE, GenerateJob, GenerateResult
 from cellama.tasks.contract.kinds.prefill import TASK_PREFILL, PrefillJob, of_prefill
 from cellama.tasks.contract.kinds.rerank import TASK_RERANK, RerankJob
 from cellama.tasks.contract.kinds.tokens import (
@@ -63,6 +61,8 @@ from cellama.tasks.contract.kinds.tokens import (
     TokenizeJob,
 )
 from cellama.tasks.contract.shapes.results import Usage, usage_of
+from cellama.tasks.middleware import AttemptContext, Middleware, context_of
+from cellama.tasks.publishing.attempt_stream import AttemptStream
 from cellama.tasks.publishing.results import error_event, failure_of, result_of, resume_of
 from cellama.tasks.state.foundation import (
     Choice,
@@ -77,11 +77,11 @@ from cellama.tasks.state.history import Past, read_past
 from cellama.tasks.state.ledger import new_run
 from cellama.tasks.state.records import DEAD, Attempt
 from cellama.tasks.state.registry import live_workers, llguidance_version, recent_workers
+from cellama.tasks.worker.conversation import conversation_of
 
 from .bulk_slice import ChunkRun, adapters_of_lines, has_constrained_lines
-from .engine_request import Asked, conversation_of, has_seed, is_constrained, prefill_of, request_of, signer_of
-from .parent import context_of
-from .took import note_took
+from .engine_request import Asked, has_seed, is_constrained, prefill_of, request_of
+from .parent import parent_tokens
 from .vectors import embed, rerank, wait_for
 
 if TYPE_CHECKING:
@@ -132,7 +132,8 @@ class JobAttempt:
         self._runtime = runtime
         self._control = current_job()
         self._attempt: Attempt
-        self._ended: Future[bool]  # whether the terminal event of this attempt counts
+        self._context: AttemptContext
+        self._stream: AttemptStream
         self._engine_ends_stream = False
         self._celery_end = end_with_last_event(task, self._control)
         self._past = Past()
@@ -178,23 +179,28 @@ class JobAttempt:
         if attempt.number > 1:
             self._past = self._reaching_redis(lambda: read_past(self._runtime.redis, self.job_id))
             self._past.trimmed |= self._past.next_seq < attempt.next_seq
-        watching = self._runtime.watchers.watching(self._task, attempt, self._control, self._submitted_at)
-        with self._runtime.running(attempt, self._control), self._held, watching as tell_result:
-            self._ended = self._runtime.publisher.open(
+        self._context = context = context_of(self._task, attempt, self._submitted_at)
+        middlewares = self._runtime.middlewares
+        with self._runtime.running(attempt, self._control), self._held, middlewares.around(context, self._control):
+            self._stream = self._runtime.publisher.open(
                 attempt,
-                attempt.next_seq,
+                self._control,
                 streams=streams,
                 started=self._past.started,
-                on_token=on_token,
+                on_token=lambda: self._note_token(on_token),
                 celery_end=self._celery_end,
+                sign=context.sign,
             )
-            began_at = time.monotonic()
-            result = self._result_or_end()
-            tell_result(result)
-            if attempt.number == 1:
-                note_took(self._runtime, self._task, result, time.monotonic() - began_at)
+            result = context.result = self._result_or_end()
             leave_nothing_to_celery(self._task, self._celery_end, self._control)
             return result
+
+    def _note_token(self, leave_quarantine: Callable[[], None]) -> None:
+        """On the publisher's thread: a token of this attempt is in Redis."""
+        leave_quarantine()
+        if not self._context.has_token:
+            self._context.has_token = True
+            self._runtime.middlewares.call(Middleware.after_first_token, self._context)
 
     def _result_or_end(self) -> Result:
         """Let the handler of the job's kind compute the result. Whatever else happens ends the stream and raises."""
@@ -228,8 +234,8 @@ class JobAttempt:
             self._hand_back()
         if self._control.interruption is Interruption.SUPERSEDED:
             # A Redis that has lost its last writes would still accept this attempt's end.
-            self._runtime.publisher.hand_back(self._attempt.run_id)
-            self._ended.result()
+            self._stream.hand_back()
+            self._stream.ended.result()
             raise Ignore()
         cancelled = self._control.interruption is Interruption.CANCELLED
         self._end_stream(events.done("cancelled" if cancelled else "timeout", self._past.usage))
@@ -246,19 +252,19 @@ class JobAttempt:
     def _end_stream(self, event: events.Event, result: Result | None = None) -> None:
         """Publish the last event of the job's stream, unless the engine reports it."""
         if not self._engine_ends_stream:
-            self._runtime.publisher.publish(self._attempt.run_id, event, result)
+            self._stream.publish(event, result)
 
     def _ignore_unless_mine(self) -> None:
         """Wait until the terminal event is in Redis. Raises Ignore if another attempt has the job."""
-        if not self._ended.result():
+        if not self._stream.ended.result():
             if self._control.interruption is Interruption.HANDED_BACK:  # the end came too late to be written
                 self._hand_back()
             raise Ignore()
 
     def _hand_back(self) -> None:
         """Raise Reject, so that the message is queued again, once everything that was generated is in the journal."""
-        self._runtime.publisher.hand_back(self._attempt.run_id)
-        self._ended.result()
+        self._stream.hand_back()
+        self._stream.ended.result()
         try:
             self._runtime.ledger.hand_back(self._attempt)
         except RedisError as error:
@@ -338,7 +344,7 @@ class JobAttempt:
         elif is_constrained and begun.llguidance is None:  # it began in a version that had other code for that
             begun = replace(begun, llguidance="")
         if begun.is_in(model) and begun.llguidance in (None, here):
-            self._runtime.publisher.describe(self._attempt.run_id, begun.details())
+            self._stream.details = begun.details()
             return begun
         workers = self._reaching_redis(lambda: recent_workers(self._runtime.redis))
         if not may_come(workers, asked, begun):
@@ -362,25 +368,20 @@ class JobAttempt:
     # Jobs that generate, or read a prompt
 
     def generate(self, job: GenerateJob) -> Result:
-        model = self._model(job.model)
-        return result_of(self._complete(model, job), model.id, self._runtime.signer)
+        return self._complete(self._model(job.model), job)
 
     def chat(self, job: ChatJob) -> Result:
-        model = self._model(job.model)
-        signer = signer_of(job, self._runtime.signer)
-        if signer.has_key:
-            self._runtime.publisher.sign_with(self._attempt.run_id, signer)
-        return with_messages(result_of(self._complete(model, job), model.id, signer))
+        return with_messages(self._complete(self._model(job.model), job))
 
     def prefill(self, job: PrefillJob) -> Result:
-        model = self._model(job.model)
-        return of_prefill(result_of(self._complete(model, job), model.id, self._runtime.signer))
+        return of_prefill(self._complete(self._model(job.model), job))
 
-    def _complete(self, model: Model, job: Completing) -> Completion:
+    def _complete(self, model: Model, job: Completing) -> GenerateResult:
         handle = self._submit(model, job)
         self._engine_ends_stream = True
         self._control.when_interrupted(lambda reason: self._stop(handle, reason))
-        self._ended.exception()  # first: when its end is in Redis the engine has reported it, and no thread wakes twice
+        # The end in Redis first: the engine has reported its own by then, so this thread wakes up once.
+        self._stream.ended.exception()
         completion = handle.result()
         log.info(
             "job %s on %s: %s, %d + %d tokens in %.0f ms",
@@ -394,7 +395,7 @@ class JobAttempt:
         celery_has_result = self._celery_end is not None and self._celery_end.result is not None
         if completion.finish_reason in ("cancelled", "timeout") and not celery_has_result:
             self._raise_if_interrupted()
-        return completion
+        return result_of(completion, model.id, self._stream.signer(""))
 
     def _submit(self, model: Model, job: Completing) -> Handle:
         given = {name: getattr(job, name) for name in job.model_fields_set}
@@ -403,6 +404,7 @@ class JobAttempt:
         chosen = self._past.foundation is None and job.adapters is not None
         try:
             asked = self._asked(model, job, rests_on, job.adapters or () if chosen else rests_on.choice)
+            self._runtime.middlewares.call(Middleware.before_request, self._context, "", job)
             if isinstance(job, PrefillJob):
                 return model.engine.submit(prefill_of(model, job, asked))
             return model.engine.submit(request_of(model, job, asked, self._runtime.signer))
@@ -422,7 +424,7 @@ class JobAttempt:
             priority=MOST_URGENT if self._attempt.num_failures > 1 else job.priority,
         )
         if (key := job.parent_key) is not None:
-            of_key = partial(context_of, self._runtime, model, key, job.cache_scope, adapters)
+            of_key = partial(parent_tokens, self._runtime, model, key, job.cache_scope, adapters)
             asked = replace(asked, parent=self._reaching_redis(of_key))
         if isinstance(job, PrefillJob):
             return asked
@@ -437,7 +439,7 @@ class JobAttempt:
 
     def _stop(self, handle: Handle, reason: Interruption) -> None:
         if reason in GIVEN_UP:  # the engine's end of this request is not published
-            self._runtime.publisher.hand_back(self._attempt.run_id)
+            self._stream.hand_back()
         handle.cancel("timeout" if reason in (Interruption.SOFT_LIMIT, Interruption.HARD_LIMIT) else "cancelled")
 
     # Lines of a bulk run
@@ -446,18 +448,25 @@ class JobAttempt:
         model = self._model(job.model)
         constrained = has_constrained_lines(job, self._sampling_defaults(model))
         rests_on = self._foundation(model, job.model, None, adapters_of_lines(job), is_constrained=constrained)
-        run_id = self._attempt.run_id
-        lines = ChunkRun(model, job, run_id, self._past, self._runtime, rests_on, self._reaching_redis)
-        self._runtime.watchers.lines_from(run_id, lines.began_at)
+        lines = ChunkRun(
+            model=model,
+            job=job,
+            context=self._context,
+            stream=self._stream,
+            past=self._past,
+            runtime=self._runtime,
+            rests_on=rests_on,
+            reaching_redis=self._reaching_redis,
+        )
         self._control.when_interrupted(lambda reason: self._stop_lines(lines, reason))
-        self._ended.add_done_callback(lambda _: lines.stop())
+        self._stream.ended.add_done_callback(lambda _: lines.stop())
         lines.run()
         self._raise_if_interrupted()
         return self._done({"lines": len(job.lines), "usage": usage_of(), "model": model.id})
 
     def _stop_lines(self, lines: ChunkRun, reason: Interruption) -> None:
         if reason in GIVEN_UP:
-            self._runtime.publisher.hand_back(self._attempt.run_id)
+            self._stream.hand_back()
         lines.stop()
 
     # Vectors and scores

@@ -16,16 +16,17 @@ from celery.exceptions import SoftTimeLimitExceeded, TaskPredicate
 from cellama.engine import EmbeddingCancelled, EmbeddingHandle, EngineError, Handle, Model
 from cellama.tasks.contract import events
 from cellama.tasks.contract.errors import InvalidJob, JobFailed
-from cellama.tasks.contract.kinds.chat import ChatJob
 from cellama.tasks.contract.kinds.chunk import ChunkJob, job_of_line
 from cellama.tasks.contract.kinds.embed import EmbedJob
+from cellama.tasks.middleware import AttemptContext, Middleware
+from cellama.tasks.publishing.attempt_stream import AttemptStream
 from cellama.tasks.publishing.publisher import LINE_MARK
 from cellama.tasks.publishing.results import error_of, failure_of, resume_of
 from cellama.tasks.state.foundation import Foundation
 from cellama.tasks.state.history import Past
 
-from .engine_request import Asked, has_seed, is_constrained, request_of, signer_of
-from .parent import context_of
+from .engine_request import Asked, has_seed, is_constrained, request_of
+from .parent import parent_tokens
 from .vectors import submit_texts, vectors_of, wait_for
 
 if TYPE_CHECKING:
@@ -59,7 +60,8 @@ class ChunkRun:
         self,
         model: Model,
         job: ChunkJob,
-        run_id: str,
+        context: AttemptContext,
+        stream: AttemptStream,
         past: Past,
         runtime: Runtime,
         rests_on: Foundation,
@@ -69,7 +71,9 @@ class ChunkRun:
         self._reaching_redis = reaching_redis
         self._model = model
         self._job = job
-        self._run_id = run_id
+        self._context = context
+        self._stream = stream
+        self._run_id = stream.attempt.run_id
         self._past = past
         self._rests_on = rests_on
         self._runtime = runtime
@@ -81,8 +85,9 @@ class ChunkRun:
 
     def run(self) -> None:
         """Returns when the end of every line is in Redis, or after `stop`."""
-        self._runtime.publisher.watch_lines(self._run_id, self._note_line)
-        self._tell(events.started(self._model.id, 0, self._runtime.incarnation.split()[0], 0))
+        self._context.requests_from = self.began_at  # a line that comes late has not waited for the engine
+        self._stream.on_line = self._note_line
+        self._stream.publish(events.started(self._model.id, 0, self._runtime.incarnation.split()[0], 0))
         texts: list[tuple[int, EmbedJob, EmbeddingHandle]] = []
         for place in sorted(self._left):
             if self._stopped:
@@ -132,7 +137,7 @@ class ChunkRun:
             self._keep(vectors)
             return
         adapters, key = self._rests_on.choice if job.adapters is None else job.adapters, job.parent_key
-        of_key = partial(context_of, self._runtime, self._model, str(key), job.cache_scope, adapters)
+        of_key = partial(parent_tokens, self._runtime, self._model, str(key), job.cache_scope, adapters)
         asked = Asked(
             id=f"{self._run_id}{LINE_MARK}{place}",
             submitted_at=self.began_at,
@@ -144,8 +149,7 @@ class ChunkRun:
             resume=resume_of(self._past, job.n, place),
             parent=() if key is None else self._reaching_redis(of_key),
         )
-        if isinstance(job, ChatJob) and self._runtime.signer.has_key:
-            self._runtime.publisher.sign_with(asked.id, signer_of(job, self._runtime.signer))
+        self._runtime.middlewares.call(Middleware.before_request, self._context, str(place), job)
         self._keep(self._model.engine.submit(request_of(self._model, job, asked, self._runtime.signer)))
 
     def _keep(self, handle: Handle | EmbeddingHandle) -> None:
@@ -161,10 +165,7 @@ class ChunkRun:
 
     def _finish_texts(self, place: int, job: EmbedJob, handle: EmbeddingHandle) -> None:
         wait_for(handle, job.timeout, self.began_at)
-        self._tell(events.line(place, {"result": vectors_of(self._model, job, handle)}))
+        self._stream.publish(events.line(place, {"result": vectors_of(self._model, job, handle)}))
 
     def _tell_failure(self, place: int, failure: InvalidJob | JobFailed) -> None:
-        self._tell(events.line(place, {"error": error_of(failure)}))
-
-    def _tell(self, event: events.Event) -> None:
-        self._runtime.publisher.publish(self._run_id, event)
+        self._stream.publish(events.line(place, {"error": error_of(failure)}))

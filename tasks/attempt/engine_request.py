@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from cellama.engine import (
     ChatOptions,
@@ -21,10 +21,10 @@ from cellama.tasks.contract.errors import InvalidJob
 from cellama.tasks.contract.kinds.chat import ChatJob
 from cellama.tasks.contract.kinds.generate import GenerateJob
 from cellama.tasks.contract.kinds.prefill import PrefillJob
-from cellama.tasks.contract.kinds.tokens import TemplateJob
 from cellama.tasks.contract.payloads import CONSTRAINTS
 from cellama.tasks.contract.shapes.results import Mode
 from cellama.tasks.publishing.signing import Signer
+from cellama.tasks.worker.conversation import conversation_of
 
 SAMPLING = tuple(SamplingParams.__dataclass_fields__)
 
@@ -154,14 +154,6 @@ def _prompt_of(
     return model.prepare_chat(messages, options, follows_reply=job.parent_key is not None, wanted=wanted)
 
 
-def signer_of(job: ChatJob, signer: Signer) -> Signer:
-    """Signs what a model thinks in a chat."""
-    if not signer.has_key:
-        return signer
-    messages, options = conversation_of(job)
-    return signer.after(options.all_of(messages), job.parent_key)
-
-
 def _check_signatures(
     messages: Sequence[Message], options: ChatOptions, signer: Signer, parent_key: str | None
 ) -> None:
@@ -172,24 +164,3 @@ def _check_signatures(
             f"messages.{wrong - len(told) + len(messages)}: the signature is not that of its reasoning after the "
             "messages before it and the parent_key; send all of them as they came, or leave the signature out"
         )
-
-
-def conversation_of(job: ChatJob | TemplateJob | PrefillJob) -> tuple[list[Message], ChatOptions]:
-    """What a model's template gets."""
-    messages: list[Message] = [message.model_dump(exclude_none=True) for message in job.messages]
-    tools = [tool.model_dump(exclude_none=True) for tool in job.tools]
-    options = ChatOptions(
-        tools,
-        tool_choice=job.tool_choice,
-        enable_thinking=job.enable_thinking,
-        template_args=job.template_args,
-        system=job.system,
-    )
-    if not isinstance(job, ChatJob):
-        return messages, options
-    return messages, replace(
-        options,
-        thinking_budget=job.thinking_budget,
-        parallel_tool_calls=job.parallel_tool_calls,
-        allowed_tools=job.allowed_tools,
-    )

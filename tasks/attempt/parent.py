@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Choice = tuple[tuple[str, float], ...]  # adapters by name, and their scales
 
 
-def context_of(runtime: Runtime, model: Model, key: str, scope: str, adapters: Choice) -> tuple[int, ...]:
+def parent_tokens(runtime: Runtime, model: Model, key: str, scope: str, adapters: Choice) -> tuple[int, ...]:
     """The tokens of a context: of one that ended in this worker, or lies in its folder of states, or in Redis.
 
     It is in Redis then for as long as the job's journal is, so that a later attempt goes on after the same. Raises

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any, cast
 
@@ -19,8 +19,7 @@ from cellama.tasks.contract.valid_text import valid_text
 from cellama.tasks.state.contexts import KeptContext, pack, pack_after
 from cellama.tasks.state.history import Output, Past, outputs_of_line
 
-from .signing import Signer
-
+Sign = Callable[[str], str]  # the signature of reasoning
 USAGE = tuple(field.name for field in fields(engine.Usage))
 TIMINGS = tuple(field.name for field in fields(engine.Timings))
 CALL_ID_CHARS = 9  # what Mistral's templates insist on
@@ -28,7 +27,7 @@ MAX_WARNINGS = 32  # of a result: more than a person reads
 MAX_WARNING_CHARS = 300  # of each: names of properties may be long
 
 
-def event_of(event: EngineEvent, model_id: str, worker: str, signer: Signer) -> Event:
+def event_of(event: EngineEvent, model_id: str, worker: str, sign: Sign) -> Event:
     """The contract's event for an engine's."""
     if isinstance(event, Started):
         return events.started(model_id, event.num_prompt_tokens, worker, event.seed)
@@ -39,7 +38,7 @@ def event_of(event: EngineEvent, model_id: str, worker: str, signer: Signer) -> 
         if event.mirostat_mu is not None:
             details["mirostat_mu"] = event.mirostat_mu
         if event.kind == "reasoning_end":
-            return events.reasoning_end(signer.sign(event.text), list(event.tokens), **details)
+            return events.reasoning_end(sign(event.text), list(event.tokens), **details)
         tell = events.token if event.kind == "text" else events.reasoning
         return tell(event.text, list(event.tokens), **details)
     return _terminal_event(event)
@@ -66,14 +65,14 @@ def _terminal_event(event: Finished) -> TerminalEvent:
     return events.done(completion.finish_reason, _usage(completion), **details)
 
 
-def result_of(completion: Completion, model_id: str, signer: Signer) -> GenerateResult:
+def result_of(completion: Completion, model_id: str, sign: Sign) -> GenerateResult:
     """The result of a generation job: its first completion, and all of them as `choices` if there are several.
 
     What only chats have stands beside the text until `with_messages` puts it into the message.
     """
     with_tokens = completion.context_tokens is not None
     told: Any = {
-        **_choice(completion, signer, with_tokens),
+        **_choice(completion, sign, with_tokens),
         "usage": _usage(completion),
         "timings": _timings(completion),
         "model": model_id,
@@ -89,18 +88,18 @@ def result_of(completion: Completion, model_id: str, signer: Signer) -> Generate
     result = cast(GenerateResult, told)
     if completion.alternatives:
         result["choices"] = [
-            cast(CompletionChoice, {"index": choice.index, **_choice(choice, signer, with_tokens)})
+            cast(CompletionChoice, {"index": choice.index, **_choice(choice, sign, with_tokens)})
             for choice in (completion, *completion.alternatives)
         ]
     return result
 
 
-def result_of_end(event: EngineEvent, model_id: str, signer: Signer) -> GenerateResult | None:
+def result_of_end(event: EngineEvent, model_id: str, sign: Sign) -> GenerateResult | None:
     """The result that comes with an engine's event: with the end of a request that did not fail."""
     completion = event.completion if isinstance(event, Finished) else None
     if completion is None or completion.finish_reason == "cancelled":
         return None
-    return result_of(completion, model_id, signer)
+    return result_of(completion, model_id, sign)
 
 
 def contexts_of(event: EngineEvent, fingerprint: str) -> tuple[tuple[str, bytes], ...]:
@@ -118,7 +117,7 @@ def contexts_of(event: EngineEvent, fingerprint: str) -> tuple[tuple[str, bytes]
     return tuple(kept.items())
 
 
-def _choice(completion: Completion, signer: Signer, with_tokens: bool) -> dict[str, Any]:
+def _choice(completion: Completion, sign: Sign, with_tokens: bool) -> dict[str, Any]:
     choice: dict[str, Any] = {
         "text": completion.text,
         "finish_reason": completion.finish_reason,
@@ -127,7 +126,7 @@ def _choice(completion: Completion, signer: Signer, with_tokens: bool) -> dict[s
     if with_tokens:
         choice["tokens"] = list(completion.tokens)
     if completion.reasoning is not None:
-        choice["reasoning"], choice["signature"] = completion.reasoning, signer.sign(completion.reasoning)
+        choice["reasoning"], choice["signature"] = completion.reasoning, sign(completion.reasoning)
     if completion.tool_calls:
         choice["tool_calls"] = _tool_calls(completion)
     if completion.finish_key is not None:
@@ -169,15 +168,15 @@ def _logprobs(logprobs: Sequence[TokenLogprob]) -> list[Logprob]:
     ]
 
 
-def line_event_of(event: EngineEvent, line: int, model_id: str, signer: Signer) -> Event | None:
+def line_event_of(event: EngineEvent, line: int, model_id: str, sign: Sign) -> Event | None:
     """The chunk's event for an engine's event of one of its lines; None if there is nothing to tell."""
     if isinstance(event, Started):
         return None
     if isinstance(event, Text):
-        return event_of(replace(event, index=outputs_of_line(line)[event.index]), model_id, "", signer)
+        return event_of(replace(event, index=outputs_of_line(line)[event.index]), model_id, "", sign)
     if event.error is not None:
         return events.line(line, {"error": error_of(failure_of(event.error))})
-    result = result_of_end(event, model_id, signer)
+    result = result_of_end(event, model_id, sign)
     return None if result is None else events.line(line, {"result": result})
 
 

@@ -24,6 +24,7 @@ from cellama.tasks.connection.connections import connect
 from cellama.tasks.contract.keys import cancel_key
 from cellama.tasks.contract.names import DEFAULT_MODEL, queue_name
 from cellama.tasks.estimates.samples import SampleWriter
+from cellama.tasks.middleware import Middleware
 from cellama.tasks.publishing.publisher import Publisher
 from cellama.tasks.publishing.signing import Signer
 from cellama.tasks.state.ledger import Ledger
@@ -34,14 +35,13 @@ from .commands import ModelChanges
 from .desired_state import DesiredStateRecord, desired_state, loads_the_same
 from .heap import bound_free_heap, trim_heap
 from .lease import LeaseKeeper
+from .middlewares import start_middlewares
 from .model_loading import ModelLoader
 from .model_options import options_of
 from .neighbours import Neighbours
 from .quarantine import Quarantine
 from .reaper import Reaper, Store
 from .reconciling import Reconciler
-from .telemetry import Relay
-from .watched.watchers import Watchers
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class Runtime:
     """What a worker process runs on: models, Redis, and these threads, which it starts and ends.
 
     - From the start: those of `manager` (one per engine, embedder and reranker), `publisher` (writes the events of
-      jobs), `watchdog`, and those of `telemetry` and `watchers`, as far as the settings enable them.
+      jobs), `watchdog`, and those of `middlewares`, as far as the settings enable them.
     - From `attach`, once Celery has a consumer: `lease` (renews the leases of messages), and one for each action of the
       loader, which loads and unloads models.
     - From `announce`, once the worker receives commands: `reaper`, and `registration`, whose heartbeat does the chores:
@@ -91,13 +91,13 @@ class Runtime:
         self._reaper = Reaper(self.redis, self.ledger, store, settings.lease_s)
         self._models = self._models_to_start_with()
         with contextlib.ExitStack() as on_failure:
-            self.telemetry = Relay(worker, settings.telemetry_hook, settings.telemetry_log)
-            on_failure.callback(self.telemetry.close)
             self.manager = ModelManager(settings.memory_budget)
             on_failure.callback(self.manager.close)
-            self.watchers = Watchers(settings, worker, self.manager, self.telemetry)
-            on_failure.callback(self.watchers.close)
-            self.publisher = Publisher(self.ledger, worker, self._interrupt, self.signer, self.watchers.event)
+            self.middlewares = start_middlewares(
+                settings, worker, manager=self.manager, signer=self.signer, samples=self.samples
+            )
+            on_failure.callback(self.middlewares.close)
+            self.publisher = Publisher(self.ledger, worker, self.middlewares)
             on_failure.callback(self.publisher.close)
             # Twice the lease: the jobs of a worker that is silent for so long run elsewhere already.
             self.watchdog = Watchdog(settings.hang_s, last_resort_s=2 * settings.lease_s)
@@ -147,8 +147,7 @@ class Runtime:
         self.watchdog.watch(*loaded.pulses)
         if loaded.capabilities & {"generate", "chat"}:
             loaded.engine.add_listener(self.publisher.listener(model.id))
-            self.telemetry.watch(loaded.engine)
-            self.watchers.watch_model(model.id, loaded.engine)
+        self.middlewares.call(Middleware.on_model_loaded, model.id, loaded)
 
     def describe_slots(self) -> str:
         """The slots of each model, for people who look at the worker in Flower."""
@@ -171,11 +170,6 @@ class Runtime:
             yield
         finally:
             del self._running[attempt.run_id]
-
-    def _interrupt(self, run_id: str, reason: Interruption) -> None:
-        _, control = self._running.get(run_id, ("", None))
-        if control is not None:
-            control.interrupt(reason)
 
     def _end_cancelled(self) -> None:
         """Ends what was cancelled while this worker did not hear of it."""
@@ -264,8 +258,7 @@ class Runtime:
         if save_until:
             save_until = max(save_until, time.monotonic() + LEAST_SAVE_S)
         self.manager.close(save_until)
-        self.telemetry.close()
-        self.watchers.close()
+        self.middlewares.close()
         self.watchdog.close()
         if not self.publisher.close():
             log.error("the publisher did not end: Redis does not answer")

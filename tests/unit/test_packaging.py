@@ -25,7 +25,7 @@ FOLDERS = {
     "files": ["api/http/files"],
     "flower": ["api/machine"],
     "metrics": ["tasks/metrics"],
-    "otel": ["tasks/traces", "tasks/worker/watched"],
+    "otel": ["tasks/traces", "tasks/worker/traces.py"],
     "parquet": ["api/batch"],
 }
 
@@ -78,7 +78,11 @@ def test_every_imported_package_is_declared_where_it_is_imported(imports: dict[s
     extras = PYPROJECT["project"]["optional-dependencies"]
     undeclared = []
     for file, packages in imports.items():
-        names = [name for name, folders in FOLDERS.items() if file.startswith(tuple(f"{each}/" for each in folders))]
+        names = [
+            name
+            for name, folders in FOLDERS.items()
+            if any(file == each or file.startswith(f"{each}/") for each in folders)
+        ]
         declared = base.union(*(distributions(extras[name]) for name in names))
         undeclared += [f"{file}: {' or '.join(package)}" for package in packages if not declared & set(package)]
     assert sorted(undeclared) == []

@@ -55,30 +55,30 @@ def test_counts_and_times_are_those_of_the_engine() -> None:
 
 @pytest.mark.parametrize("done", COMPLETIONS)
 def test_result_of_a_generation_is_as_its_type_says(done: Completion) -> None:
-    check(GenerateResult, result_of(done, "tiny", SIGNER))
+    check(GenerateResult, result_of(done, "tiny", SIGNER.sign))
 
 
 def test_result_has_token_ids_where_they_were_asked_for() -> None:
-    asked = result_of(COMPLETIONS[-1], "tiny", SIGNER)
+    asked = result_of(COMPLETIONS[-1], "tiny", SIGNER.sign)
     assert (asked["tokens"], asked["context_tokens"]) == ([1, 2], [5, 6, 7, 1, 2])
     assert [choice["tokens"] for choice in asked["choices"]] == [[1, 2], [1, 2]]
-    assert not {"tokens", "context_tokens"} & result_of(COMPLETIONS[0], "tiny", SIGNER).keys()
+    assert not {"tokens", "context_tokens"} & result_of(COMPLETIONS[0], "tiny", SIGNER.sign).keys()
 
 
 def test_result_and_last_event_list_warnings_in_bounded_length() -> None:
     many = tuple(f"{number}: {'x' * 1000}" for number in range(2000))
     warned = completion(warnings=many)
-    shown = result_of(warned, "tiny", SIGNER)["warnings"]
-    assert event_of(Finished("job", warned, None), "tiny", "worker", SIGNER)["warnings"] == shown  # type: ignore[typeddict-item]
+    shown = result_of(warned, "tiny", SIGNER.sign)["warnings"]
+    assert event_of(Finished("job", warned, None), "tiny", "worker", SIGNER.sign)["warnings"] == shown  # type: ignore[typeddict-item]
     assert shown[-1] == f"and {2000 - MAX_WARNINGS} more"
     assert len(str(shown)) < MAX_WARNINGS * (MAX_WARNING_CHARS + 10)
-    assert "warnings" not in result_of(COMPLETIONS[0], "tiny", SIGNER)
+    assert "warnings" not in result_of(COMPLETIONS[0], "tiny", SIGNER.sign)
 
 
 @pytest.mark.parametrize(("cached", "kind"), [(0, "cold"), (1, "partial"), (2, "exact"), (3, "exact")])
 def test_result_says_how_much_of_the_prompt_was_in_the_cache(cached: int, kind: str) -> None:
     done = completion(usage=EngineUsage(3, 2, cached))
-    assert result_of(done, "tiny", SIGNER)["cache_hit_kind"] == kind
+    assert result_of(done, "tiny", SIGNER.sign)["cache_hit_kind"] == kind
     assert get_args(CacheHitKind) == get_args(EngineCacheHitKind)
 
 
@@ -109,7 +109,7 @@ def test_message_that_is_not_as_it_was_signed_is_found() -> None:
 def test_result_of_a_chat_is_as_its_type_says() -> None:
     calls = (EngineToolCall("look", "{}"),)
     for done in (*COMPLETIONS, completion(reasoning="so", tool_calls=calls)):
-        check(ChatResult, with_messages(result_of(done, "tiny", SIGNER)))
+        check(ChatResult, with_messages(result_of(done, "tiny", SIGNER.sign)))
 
 
 def test_result_of_a_job_that_no_worker_came_to_is_as_its_type_says() -> None:
@@ -121,7 +121,7 @@ def test_events_of_an_engine_are_as_their_types_say() -> None:
     text = Text("job", "Hi", (1,), index=1, logprobs=LOGPROBS, mirostat_mu=2.0)
     calls = (EngineToolCall("look", "{}"),)
     for event in (text, Finished("job", completion(tool_calls=calls, warnings=("a",)), None)):
-        check(Event, events.numbered(event_of(event, "tiny", "worker", SIGNER), 3))
+        check(Event, events.numbered(event_of(event, "tiny", "worker", SIGNER.sign), 3))
 
 
 def test_event_has_its_number_first() -> None:

@@ -15,21 +15,21 @@ from cellama.tasks.contract.kinds.chunk import ChunkJob
 from cellama.tasks.state.foundation import Foundation
 from cellama.tasks.state.history import Past
 
+from ..attempt_contexts import context
 
-class Publisher:
+
+class LineStream:
     """Keeps the events, and notes lines as Redis would."""
 
     def __init__(self) -> None:
+        self.attempt = SimpleNamespace(run_id="job#1")
         self.events: list[dict[str, Any]] = []
-        self._note: Callable[[int], None] = lambda place: None
+        self.on_line: Callable[[int], None] = lambda place: None
 
-    def watch_lines(self, run_id: str, note: Callable[[int], None]) -> None:
-        self._note = note
-
-    def publish(self, run_id: str, event: dict[str, Any]) -> None:
+    def publish(self, event: dict[str, Any]) -> None:
         self.events.append(event)
         if event["type"] == "line":
-            self._note(event["line"])
+            self.on_line(event["line"])
 
     def codes(self) -> dict[int, str]:
         lines = [event for event in self.events if event["type"] == "line"]
@@ -54,17 +54,27 @@ class Embedder:
 
 
 def run_lines(*params: dict[str, Any]) -> dict[int, str]:
-    publisher = Publisher()
+    stream: Any = LineStream()
     model: Any = SimpleNamespace(
         id="m",
         require=lambda ability: None,
         embedder=Embedder(),
         tokens_of=lambda texts: [[int(text)] for text in texts],
     )
-    runtime: Any = SimpleNamespace(publisher=publisher, incarnation="worker 1", signer=None)
+    runtime: Any = SimpleNamespace(incarnation="worker 1", signer=None)
     job = ChunkJob.model_validate({"model": "m", "lines": [{"kind": "embed", "params": each} for each in params]})
-    ChunkRun(model, job, "job#1", Past(), runtime, Foundation("sha"), lambda ask: ask()).run()
-    return publisher.codes()
+    ChunkRun(
+        model=model,
+        job=job,
+        context=context("job"),
+        stream=stream,
+        past=Past(),
+        runtime=runtime,
+        rests_on=Foundation("sha"),
+        reaching_redis=lambda ask: ask(),
+    ).run()
+    codes: dict[int, str] = stream.codes()
+    return codes
 
 
 def test_line_that_fails_in_whatever_way_leaves_the_others_alone() -> None:

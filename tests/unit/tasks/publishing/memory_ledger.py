@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from redis.exceptions import ResponseError
 
 from cellama.engine import Completion, Timings, Usage
-from cellama.tasks.broker.pool import Interruption
+from cellama.tasks.broker.pool import JobControl
+from cellama.tasks.middleware import Middlewares
+from cellama.tasks.publishing.attempt_stream import AttemptStream
 from cellama.tasks.publishing.publisher import Publisher
-from cellama.tasks.publishing.signing import Signer
 from cellama.tasks.state.records import Attempt, Entry
 
 COMPLETION = Completion("ab", (1, 2), "stop", None, Usage(3, 2), Timings(1.0, 2.0, 3.0, None, None), 0, 7)
@@ -44,10 +46,14 @@ class MemoryLedger:
         return [entry.event for entry in self.entries if entry.job_id == job_id]
 
 
-def publisher_of(ledger: MemoryLedger, void: list[str] | None = None) -> Publisher:
-    void = void if void is not None else []
+class PublisherOfTest(Publisher):
+    """Opens attempts by the ids of their jobs."""
 
-    def interrupt(run_id: str, reason: Interruption) -> None:
-        void.append(f"{run_id} {reason.name}")
+    def open_job(self, job_id: str, number: int = 1, next_seq: int = 0, **options: Any) -> AttemptStream:
+        """The stream of an attempt that runs in this thread, as far as its control is concerned."""
+        made = replace(attempt(job_id, number), next_seq=next_seq)
+        return self.open(made, JobControl(number), **options)
 
-    return Publisher(ledger, "w", interrupt, Signer(None))  # type: ignore[arg-type]
+
+def publisher_of(ledger: MemoryLedger) -> PublisherOfTest:
+    return PublisherOfTest(ledger, "w", Middlewares())  # type: ignore[arg-type]

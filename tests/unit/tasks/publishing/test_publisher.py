@@ -14,22 +14,23 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from cellama.engine import Context, DecodeFailed, Finished, Started, Text, Watchdog
 from cellama.tasks.broker.celery_ends import CeleryEnd
+from cellama.tasks.broker.pool import Interruption
 from cellama.tasks.connection.refusals import RefusedForNow
 from cellama.tasks.contract import events
-from cellama.tasks.publishing.attempt_events import STRIDE
+from cellama.tasks.publishing.attempt_stream import STRIDE
 from cellama.tasks.publishing.publisher import LINE_MARK
 from cellama.tasks.publishing.results import resume_of
 from cellama.tasks.state.history import Past
 from cellama.tasks.state.records import Stored
 
 from ....conftest import PATIENCE_S, wait_until
-from .memory_ledger import COMPLETION, MemoryLedger, attempt, publisher_of
+from .memory_ledger import COMPLETION, MemoryLedger, publisher_of
 
 
 def test_publisher_numbers_each_run_by_itself_and_tells_the_attempt() -> None:
     ledger = MemoryLedger()
     publisher = publisher_of(ledger)
-    ends = [publisher.open(attempt("a")), publisher.open(attempt("b", 3), next_seq=5)]
+    ends = [publisher.open_job("a"), publisher.open_job("b", 3, next_seq=5)]
     tell = publisher.listener("tiny")
     tell((Started("a#1", 0, 3, 0, 7), Started("b#3", 1, 3, 0, 8)))
     tell((Text("a#1", "x", (1,)), Text("b#3", "y", (2,)), Text("a#1", "z", (3,))))
@@ -42,13 +43,13 @@ def test_publisher_numbers_each_run_by_itself_and_tells_the_attempt() -> None:
     assert ledger.journal("b")[-1] == {"seq": 7, **events.error("decode_failed", "no", True)}
     assert {entry.run for entry in ledger.entries if entry.job_id == "b"} == {"3"}
     assert [entry.result is not None for entry in ledger.entries if entry.event_class == "terminal"] == [True, False]
-    assert [end.result(1) for end in ends] == [True, True]
+    assert [end.ended.result(1) for end in ends] == [True, True]
 
 
 def test_publisher_goes_on_where_an_earlier_attempt_ended() -> None:
     ledger = MemoryLedger()
     publisher = publisher_of(ledger)
-    publisher.open(attempt("a", 2), next_seq=4, started=True)
+    publisher.open_job("a", 2, next_seq=4, started=True)
     publisher.listener("tiny")((Started("a#2", 0, 3, 0, 7), Text("a#2", "x", (1,))))
     assert publisher.close()
     assert ledger.journal("a") == [{"seq": 4, **events.token("x", [1])}]
@@ -57,7 +58,7 @@ def test_publisher_goes_on_where_an_earlier_attempt_ended() -> None:
 def test_publisher_gathers_the_tokens_of_a_job_that_does_not_stream() -> None:
     ledger = MemoryLedger()
     publisher = publisher_of(ledger)
-    publisher.open(attempt("a"), streams=False)
+    publisher.open_job("a", streams=False)
     tell = publisher.listener("tiny")
     for token in range(STRIDE + 1):
         tell((Text("a#1", str(token), (token,)),))
@@ -73,7 +74,7 @@ def test_publisher_gathers_the_tokens_of_a_job_that_does_not_stream() -> None:
 def test_publisher_writes_the_parts_of_one_token_together() -> None:
     ledger = MemoryLedger()
     publisher = publisher_of(ledger)
-    publisher.open(attempt("a"), streams=False)
+    publisher.open_job("a", streams=False)
     tell = publisher.listener("tiny")
     tell((Text("a#1", "I ", (1,), kind="reasoning"),))
     tell(
@@ -96,60 +97,60 @@ def test_publisher_writes_the_parts_of_one_token_together() -> None:
 def test_publisher_tells_of_the_first_token_once_it_is_written() -> None:
     ledger, told = MemoryLedger(), []
     publisher = publisher_of(ledger)
-    publisher.open(attempt("a"), on_token=lambda: told.append(len(ledger.entries)))
+    publisher.open_job("a", on_token=lambda: told.append(len(ledger.entries)))
     publisher.listener("tiny")((Started("a#1", 0, 3, 0, 7),))
     publisher.listener("tiny")((Text("a#1", "x", (1,)),))
     assert publisher.close()
     assert told == [2]
 
 
-@pytest.mark.parametrize(("problem", "reason"), [("void", "SUPERSEDED"), ("torn", "HANDED_BACK")])
-def test_publisher_ends_a_run_that_may_not_write(problem: str, reason: str) -> None:
-    ledger, void = MemoryLedger(**{problem: "a"}), []  # type: ignore[arg-type]
-    publisher = publisher_of(ledger, void)
-    ended, other = publisher.open(attempt("a")), publisher.open(attempt("b"))
-    publisher.publish("a#1", events.token("x", [1]))
-    assert ended.result(10) is False
-    assert void == [f"a#1 {reason}"]
-    publisher.publish("a#1", events.done("stop", {}))
-    publisher.publish("b#1", events.done("stop", {}))
+@pytest.mark.parametrize(("problem", "reason"), [("void", Interruption.SUPERSEDED), ("torn", Interruption.HANDED_BACK)])
+def test_publisher_ends_a_run_that_may_not_write(problem: str, reason: Interruption) -> None:
+    ledger = MemoryLedger(**{problem: "a"})  # type: ignore[arg-type]
+    publisher = publisher_of(ledger)
+    stream, other = publisher.open_job("a"), publisher.open_job("b")
+    stream.publish(events.token("x", [1]))
+    assert stream.ended.result(10) is False
+    assert stream.control.interruption is reason
+    stream.publish(events.done("stop", {}))
+    other.publish(events.done("stop", {}))
     assert publisher.close()
     assert len(ledger.journal("a")) == 1
-    assert other.result(1) is True
+    assert other.ended.result(1) is True
 
 
 def test_publisher_writes_what_is_gathered_and_nothing_more_of_a_run_that_is_handed_back() -> None:
-    ledger, void = MemoryLedger(), []
-    publisher = publisher_of(ledger, void)
-    ended = publisher.open(attempt("a"), streams=False)
+    ledger = MemoryLedger()
+    publisher = publisher_of(ledger)
+    stream = publisher.open_job("a", streams=False)
     tell = publisher.listener("tiny")
     tell((Text("a#1", "x", (1,)),))
-    publisher.hand_back("a#1")
+    stream.hand_back()
     tell((Text("a#1", "y", (2,)), Finished("a#1", COMPLETION)))
     assert publisher.close()
-    assert ended.result(1) is False
+    assert stream.ended.result(1) is False
     assert ledger.journal("a") == [{"seq": 0, **events.token("x", [1])}]
-    assert void == []
+    assert stream.control.interruption is None
 
 
 def test_publisher_goes_on_when_redis_refuses_the_events_of_one_job() -> None:
-    ledger, void = MemoryLedger(refused="broken"), []
-    publisher = publisher_of(ledger, void)
-    ended = publisher.open(attempt("broken"))
-    publisher.open(attempt("good"))
+    ledger = MemoryLedger(refused="broken")
+    publisher = publisher_of(ledger)
+    stream = publisher.open_job("broken")
+    publisher.open_job("good")
     publisher.listener("tiny")((Finished("broken#1", COMPLETION), Finished("good#1", COMPLETION)))
     assert publisher.close()
     assert [e["seq"] for e in ledger.journal("good")] == [0]
-    assert ended.result(1) is False
-    assert void == ["broken#1 SUPERSEDED"]
+    assert stream.ended.result(1) is False
+    assert stream.control.interruption is Interruption.SUPERSEDED
 
 
 def test_publisher_writes_again_what_redis_did_not_take() -> None:
     ledger = MemoryLedger(RedisConnectionError("gone"), RedisConnectionError("still gone"))
     publisher = publisher_of(ledger)
-    ended = publisher.open(attempt("a"))
-    publisher.publish("a#1", events.done("stop", {}))
-    assert ended.result(10) is True
+    stream = publisher.open_job("a")
+    stream.publish(events.done("stop", {}))
+    assert stream.ended.result(10) is True
     assert publisher.close()
     assert ledger.num_calls == 3
     assert [e["seq"] for e in ledger.journal("a")] == [0]
@@ -159,8 +160,7 @@ def test_publisher_that_can_not_go_on_ends_the_process() -> None:
     reasons: queue.SimpleQueue[str] = queue.SimpleQueue()
     publisher = publisher_of(MemoryLedger(ZeroDivisionError()))
     Watchdog(end=reasons.put).watch(publisher.pulse)
-    publisher.open(attempt("a"))
-    publisher.publish("a#1", events.done("stop", {}))
+    publisher.open_job("a").publish(events.done("stop", {}))
     assert reasons.get(timeout=10) == "thread 'cellama-publisher' died: ZeroDivisionError: "
 
 
@@ -170,8 +170,7 @@ def test_publisher_that_waits_for_redis_does_not_hang() -> None:
     publisher = publisher_of(ledger)
     write = ledger.write
     ledger.write = lambda entries: (asked.set(), answer.wait(30), write(entries))[-1]  # type: ignore[assignment]
-    publisher.open(attempt("a"))
-    publisher.publish("a#1", events.done("stop", {}))
+    publisher.open_job("a").publish(events.done("stop", {}))
     assert asked.wait(10)
     assert publisher.pulse.step is None
     answer.set()
@@ -182,19 +181,19 @@ def test_publisher_that_waits_for_redis_does_not_hang() -> None:
 def test_publisher_waits_while_redis_takes_no_writes() -> None:
     ledger = MemoryLedger(RefusedForNow("OOM", "no room"))
     publisher = publisher_of(ledger)
-    ended = publisher.open(attempt("a"))
-    publisher.publish("a#1", events.done("stop", {}))
-    assert ended.result(10) is True
+    stream = publisher.open_job("a")
+    stream.publish(events.done("stop", {}))
+    assert stream.ended.result(10) is True
     assert publisher.close()
 
 
 def test_events_are_written_in_pages_that_redis_takes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cellama.tasks.publishing.pages.MAX_BATCH_BYTES", 1500)
+    monkeypatch.setattr("cellama.tasks.publishing.publisher.MAX_BATCH_BYTES", 1500)
     ledger = MemoryLedger()
     publisher = publisher_of(ledger)
-    ended = publisher.open(attempt("a"))
+    stream = publisher.open_job("a")
     publisher.listener("tiny")((*(Text("a#1", "x" * 400, (1,)) for _ in range(5)), Finished("a#1", COMPLETION)))
-    assert ended.result(10) is True
+    assert stream.ended.result(10) is True
     assert publisher.close()
     assert ledger.num_calls == 3
     assert [event["seq"] for event in ledger.journal("a")] == list(range(6))
@@ -203,7 +202,7 @@ def test_events_are_written_in_pages_that_redis_takes_at_once(monkeypatch: pytes
 def test_events_carry_what_mirostat_has_learned_and_the_past_reads_the_last() -> None:
     ledger = MemoryLedger()
     publisher = publisher_of(ledger)
-    publisher.open(attempt("a"), streams=False)
+    publisher.open_job("a", streams=False)
     tell = publisher.listener("tiny")
     for token in range(STRIDE):
         tell((Text("a#1", str(token), (token,), mirostat_mu=token / 3),))
@@ -224,11 +223,11 @@ class Large(dict[str, Any]):
 def test_publisher_that_waits_keeps_nothing_of_the_last_result() -> None:
     ledger = MemoryLedger()
     publisher = publisher_of(ledger)
-    ended = publisher.open(attempt("a"))
+    stream = publisher.open_job("a")
     result = Large(text="ab")
     seen = weakref.ref(result)
-    publisher.publish("a#1", events.done("stop", {}), result)
-    assert ended.result(30)
+    stream.publish(events.done("stop", {}), result)
+    assert stream.ended.result(30)
     del result
     ledger.entries.clear()
     wait_until(lambda: seen() is None, "the result gone")
@@ -243,11 +242,11 @@ def test_celery_hears_of_an_end_with_the_last_event_unless_it_ends_otherwise() -
         "interrupted": CeleryEnd(lambda result: None, "token"),
         "failed": CeleryEnd(lambda result: Stored(b"told", 9), "token"),
     }
-    ends = [publisher.open(attempt(job_id), celery_end=way) for job_id, way in ways.items()]
+    ends = [publisher.open_job(job_id, celery_end=way) for job_id, way in ways.items()]
     tell = publisher.listener("tiny")
     tell((Finished("told#1", COMPLETION), Finished("interrupted#1", COMPLETION)))
     tell((Finished("failed#1", error=DecodeFailed("no")),))
-    assert [end.result(PATIENCE_S) for end in ends] == [True] * 3
+    assert [end.ended.result(PATIENCE_S) for end in ends] == [True] * 3
     assert publisher.close()
     written = {entry.job_id: entry for entry in ledger.entries}
     assert (written["told"].stored, written["told"].token, written["told"].result) == (
@@ -265,8 +264,8 @@ def test_end_of_a_job_brings_its_contexts_and_that_of_a_line_does_not() -> None:
     done = replace(COMPLETION, context=context, alternatives=(replace(COMPLETION, index=1, context=context),))
     ledger = MemoryLedger()
     publisher = publisher_of(ledger)
-    publisher.open(attempt("a"))
-    publisher.open(attempt("b"))
+    publisher.open_job("a")
+    publisher.open_job("b")
     publisher.listener("tiny")((Finished("a#1", done), Finished(f"b#1{LINE_MARK}0", done)))
     assert publisher.close()
     of_job, of_line = ledger.entries

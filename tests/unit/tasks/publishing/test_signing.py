@@ -1,29 +1,36 @@
-"""What is thought is signed with the conversation before it: of a job, and of each line of a bulk run."""
+"""Reasoning is signed with the conversation before it: of a job, and of each line of a bulk run."""
 
 from __future__ import annotations
 
-from cellama.engine import Finished, Text
-from cellama.tasks.publishing.publisher import LINE_MARK, Publisher
-from cellama.tasks.publishing.signing import Signer
+from typing import Any
 
-from .memory_ledger import COMPLETION, MemoryLedger, attempt
+from cellama.engine import Finished, Text
+from cellama.tasks.contract.kinds.chat import ChatJob
+from cellama.tasks.publishing.publisher import LINE_MARK
+from cellama.tasks.publishing.signing import Signer
+from cellama.tasks.worker.sign_reasoning import SignReasoning
+
+from ..attempt_contexts import context
+from .memory_ledger import COMPLETION, MemoryLedger, publisher_of
 
 SIGNER = Signer("a secret")
-TURNS = [[{"role": "user", "content": text}] for text in ("Hi", "Ho")]
+TURNS: list[list[Any]] = [[{"role": "user", "content": text}] for text in ("Hi", "Ho")]
 
 
-def test_thoughts_of_jobs_and_lines_are_signed_by_their_own_conversation() -> None:
-    ledger = MemoryLedger()
-    publisher = Publisher(ledger, "w", lambda *_: None, SIGNER)  # type: ignore[arg-type]
-    ids = ["a#1", f"b#1{LINE_MARK}0", f"b#1{LINE_MARK}1"]
-    for job_id in "ab":
-        publisher.open(attempt(job_id))
-    for request_id, turns in zip(ids, (TURNS[0], *TURNS), strict=True):
-        publisher.sign_with(request_id, SIGNER.after(turns))
+def test_reasoning_of_jobs_and_lines_is_signed_by_its_own_conversation() -> None:
+    ledger, middleware = MemoryLedger(), SignReasoning(SIGNER)
+    publisher = publisher_of(ledger)
+    requests = {"a#1": TURNS[0], f"b#1{LINE_MARK}0": TURNS[0], f"b#1{LINE_MARK}1": TURNS[1]}
+    contexts = {job_id: context(job_id) for job_id in "ab"}
+    for job_id, made in contexts.items():
+        publisher.open_job(job_id, sign=made.sign)
+    for request_id, turns in requests.items():
+        line = request_id.partition(LINE_MARK)[2]
+        middleware.before_request(contexts[request_id[0]], line, ChatJob(model="m", messages=turns))
     tell = publisher.listener("tiny")
-    tell(tuple(Text(request_id, "so", (1,), kind="reasoning_end") for request_id in ids))
+    tell(tuple(Text(request_id, "so", (1,), kind="reasoning_end") for request_id in requests))
     tell((Finished("a#1", COMPLETION),))
     assert publisher.close()
-    told = [event["signature"] for job_id in "ab" for event in ledger.journal(job_id) if "signature" in event]
-    assert told == [SIGNER.after(turns).sign("so") for turns in (TURNS[0], *TURNS)]
-    assert len(set(told)) == 2
+    signatures = [event["signature"] for job_id in "ab" for event in ledger.journal(job_id) if "signature" in event]
+    assert signatures == [SIGNER.after(turns).sign("so") for turns in requests.values()]
+    assert len(set(signatures)) == 2

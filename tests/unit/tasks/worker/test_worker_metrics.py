@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,17 +12,14 @@ from celery.exceptions import Ignore, Reject, SoftTimeLimitExceeded
 
 from cellama.engine import Completion, DecodeFailed, Finished, InvalidRequest, Timings, Usage
 from cellama.tasks.broker.pool import Interruption
-from cellama.tasks.metrics.bounded import Bounded
 from cellama.tasks.metrics.exposition import text_of
 from cellama.tasks.metrics.families import Figures
-from cellama.tasks.metrics.meter import Meter
-from cellama.tasks.worker.metrics.attempts import Attempts
-from cellama.tasks.worker.metrics.engines import Engines
-from cellama.tasks.worker.metrics.requests import Requests
-from cellama.tasks.worker.metrics.worker_metrics import WorkerMetrics
+from cellama.tasks.worker.metrics import Metrics
+from cellama.tasks.worker.telemetry import TelemetryRelay
 
 from ....prometheus_text import sample
 from ...conftest import MakeEngine, request
+from ..attempt_contexts import context, running
 
 PATIENCE_S = 30
 
@@ -31,10 +28,12 @@ def value(figures: Figures, metric: str, /, **labels: str) -> float | None:
     return sample(text_of(figures).decode(), metric, **labels)
 
 
-def of_meter(meter: Meter) -> Figures:
-    figures = Figures()
-    meter.add_to(figures)
-    return figures
+@pytest.fixture
+def metrics() -> Iterator[Metrics]:
+    """Of a worker without models."""
+    made = Metrics("127.0.0.1", 0, TelemetryRelay("w"), dict)
+    yield made
+    made.close()
 
 
 def finished(reason: Any, cached: int = 0, tier: Any = None, slot: int | None = 0) -> Finished:
@@ -43,13 +42,11 @@ def finished(reason: Any, cached: int = 0, tier: Any = None, slot: int | None = 
     return Finished("a#1", Completion("x", (1,), reason, None, usage, timings, slot, 7))
 
 
-def test_requests_are_counted_by_reason_and_in_their_buckets() -> None:
-    meter = Meter()
-    requests = Requests(meter, Bounded())
+def test_requests_are_counted_by_reason_and_in_their_buckets(metrics: Metrics) -> None:
     for event in (finished("stop", 30, "device"), finished("timeout", 10, "ram"), finished("cancelled", slot=None)):
-        requests("m", event)
-    requests("m", Finished("b#1", error=DecodeFailed("no")))
-    figures, m = of_meter(meter), {"model_name": "m"}
+        metrics.after_request("m", event, None)
+    metrics.after_request("m", Finished("b#1", error=DecodeFailed("no")), None)
+    figures, m = metrics.figures(), {"model_name": "m"}
     assert value(figures, "vllm:request_success_total", finished_reason="stop", **m) == 1
     assert value(figures, "vllm:request_success_total", finished_reason="abort", **m) == 2
     assert value(figures, "cellama_requests_total", model="m", finish_reason="error") == 1
@@ -67,28 +64,28 @@ def test_requests_are_counted_by_reason_and_in_their_buckets() -> None:
     assert value(figures, "vllm:e2e_request_latency_seconds_count", **m) == 3
 
 
-def test_request_with_several_completions_lasts_until_the_last_of_them() -> None:
-    meter, event = Meter(), finished("stop")
+def test_request_with_several_completions_lasts_until_the_last_of_them(metrics: Metrics) -> None:
+    event = finished("stop")
     assert event.completion is not None
     later = replace(event.completion, index=1, timings=replace(event.completion.timings, duration_ms=2300.0))
-    Requests(meter, Bounded())("m", replace(event, completion=replace(event.completion, alternatives=(later,))))
-    figures = of_meter(meter)
+    metrics.after_request("m", replace(event, completion=replace(event.completion, alternatives=(later,))), None)
+    figures = metrics.figures()
     assert value(figures, "vllm:e2e_request_latency_seconds_sum", model_name="m") == pytest.approx(2.3)
     assert value(figures, "vllm:request_params_n_sum", model_name="m") == 2
 
 
 def test_engine_counts_a_gap_for_each_token_but_the_first(make_engine: MakeEngine) -> None:
     engine, _ = make_engine()
-    model: Any = SimpleNamespace(memory=SimpleNamespace(total_bytes=5))
-    engines = Engines(lambda: {"m": model}, Bounded())
-    engines.count_steps("m", engine)
+    loaded: dict[str, Any] = {}
+    metrics = Metrics("127.0.0.1", 0, TelemetryRelay("w"), lambda: loaded)
+    metrics.count_steps("m", engine)
     handles = [engine.submit(request(letter, letter, max_tokens=9)) for letter in "abc"]
     usages = [handle.result(PATIENCE_S).usage for handle in handles]
     assert engine.close()
     snapshot = SimpleNamespace(engine=engine.snapshot(), embedder=None, reranker=None, phase="idle")
-    model.snapshot = lambda: snapshot
-    figures = Figures()
-    engines.add_to(figures)
+    loaded["m"] = SimpleNamespace(memory=SimpleNamespace(total_bytes=5), snapshot=lambda: snapshot)
+    figures = metrics.figures()
+    metrics.close()
     generated = sum(usage.completion_tokens for usage in usages)
     assert value(figures, "vllm:generation_tokens_total", model_name="m") == generated
     gaps = generated - len(usages)
@@ -110,30 +107,21 @@ def test_engine_counts_a_gap_for_each_token_but_the_first(make_engine: MakeEngin
         (SoftTimeLimitExceeded(), Interruption.SOFT_LIMIT, "failure"),
     ],
 )
-def test_attempts_are_counted_by_how_they_end(error: Any, interruption: Any, end: str) -> None:
-    meter = Meter()
-    delivery = {"routing_key": "cellama:queue:m", "priority": 9}
-    task: Any = SimpleNamespace(name="cellama.generate", request=SimpleNamespace(delivery_info=delivery))
-    attempt: Any = SimpleNamespace(number=1, waited_s=2.0)
-    control: Any = SimpleNamespace(interruption=interruption)
-    with (
-        contextlib.suppress(Exception),
-        Attempts(meter, Bounded()).watching(task, attempt, control),
-    ):
+def test_attempts_are_counted_by_how_they_end(metrics: Metrics, error: Any, interruption: Any, end: str) -> None:
+    with running(metrics, context(queue="cellama:queue:m", priority=9), interruption):
         if error is not None:
             raise error
-    figures, labels = of_meter(meter), {"model": "m", "class": "bulk"}
+    figures, labels = metrics.figures(), {"model": "m", "class": "bulk"}
     assert value(figures, "cellama_attempts_total", first="true", **labels) == 1
     assert value(figures, "cellama_attempt_ends_total", end=end, **labels) == 1
     assert value(figures, "celery_task_queuetime_seconds_sum", name="cellama.generate") == 2.0
 
 
-def test_port_that_is_taken_is_told_with_its_setting() -> None:
-    relay: Any = SimpleNamespace(num_dropped=3)
-    first = WorkerMetrics("127.0.0.1", 0, relay, dict)
-    try:
-        assert value(first.figures(), "cellama_telemetry_dropped_total") == 3
-        with pytest.raises(InvalidRequest, match=f"metrics_port {first.port} .*a port of its own"):
-            WorkerMetrics("127.0.0.1", first.port, relay, dict)
-    finally:
-        first.close()
+def test_port_that_is_taken_is_told_with_its_setting(metrics: Metrics) -> None:
+    relay = TelemetryRelay("w")
+    relay.num_dropped = 3
+    other = Metrics("127.0.0.1", 0, relay, dict)
+    assert value(other.figures(), "cellama_telemetry_dropped_total") == 3
+    other.close()
+    with pytest.raises(InvalidRequest, match=f"metrics_port {metrics.port} .*a port of its own"):
+        Metrics("127.0.0.1", metrics.port, relay, dict)

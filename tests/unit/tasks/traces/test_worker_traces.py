@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,64 +17,63 @@ from cellama.tasks.contract.errors import JobFailed
 from cellama.tasks.contract.kinds.chunk import TASK_CHUNK
 from cellama.tasks.contract.kinds.embed import TASK_EMBED
 from cellama.tasks.contract.kinds.generate import TASK_GENERATE
+from cellama.tasks.middleware import AttemptContext
+from cellama.tasks.publishing.signing import Signer
 from cellama.tasks.state.history import Earlier
 from cellama.tasks.state.ledger import new_run
 from cellama.tasks.state.records import Attempt
 from cellama.tasks.traces import gate
 from cellama.tasks.traces.provider import run_span_id
 from cellama.tasks.traces.tracing import Tracing
-from cellama.tasks.worker.watched.attempts import AttemptTraces
-from cellama.tasks.worker.watched.watchers import Watchers
+from cellama.tasks.worker.middlewares import start_middlewares
+from cellama.tasks.worker.traces import Traces
 
-from ...traces.conftest import ABOVE, Spans
+from ..attempt_contexts import context, running
+from .conftest import ABOVE, Spans
 
 JOB, ABOVE_ID = "a-job", 0x00F067AA0BA902B7
 TIMINGS = Timings(30.0, 50.0, 90.0, None, None, delivery_ms=20.0)
 COMPLETION = Completion("text", (1, 2), "stop", None, Usage(10, 2, 4), TIMINGS, 1, 7)
 
 
-def task(name: str = TASK_GENERATE, **parameters: Any) -> Any:
-    given = {"model": "m", "prompt": "a secret", **parameters}
-    return SimpleNamespace(
-        name=name, request=SimpleNamespace(delivery_info={"routing_key": "q"}, args=(), kwargs=given, **ABOVE)
+def attempt(number: int = 1, *before: Earlier, task: str = TASK_GENERATE, **parameters: Any) -> AttemptContext:
+    """An attempt whose message has a trace above it."""
+    return context(
+        record=Attempt(JOB, new_run(), number, 1, "run", 2.0, before=before),
+        task=task,
+        headers=ABOVE,
+        parameters={"model": "m", "prompt": "a secret", **parameters},
     )
-
-
-def attempt(number: int = 1, *before: Earlier) -> Attempt:
-    return Attempt(JOB, new_run(), number, 1, "run", 2.0, before=before)
 
 
 def run(
     traces: Tracing,
-    made: Attempt,
-    asked: Any,
+    made: AttemptContext,
     *events: Finished,
     error: BaseException | None = None,
     interruption: Interruption | None = None,
     result: Any = None,
 ) -> None:
     """An attempt in which these requests end, and that ends so."""
-    told = AttemptTraces(traces, "w@here")
-    control: Any = SimpleNamespace(interruption=interruption)
-    with contextlib.suppress(Exception), told.watching(asked, made, control, submitted_at=100.0) as tell:
+    with running(Traces(traces, "w@here"), made, interruption) as middlewares:
         for event in events:
-            told.requests("m", event)
-        tell(result)
+            middlewares.after_request(made.record.run_id, "m", event)
+        made.result = result
         if error is not None:
             raise error
 
 
-def finished(made: Attempt, completion: Completion | None = COMPLETION, line: str = "") -> Finished:
+def finished(made: AttemptContext, completion: Completion | None = COMPLETION, line: str = "") -> Finished:
     error = None if completion is not None else DecodeFailed("no")
-    return Finished(made.run_id + line, completion, error)
+    return Finished(made.record.run_id + line, completion, error)
 
 
 def test_request_has_the_times_that_its_engine_told(spans: Spans, traces: Tracing) -> None:
-    made = attempt()
-    run(traces, made, task(max_tokens=5), finished(made))
+    made = attempt(max_tokens=5)
+    run(traces, made, finished(made))
     process, request = spans.one("process q"), spans.one("text_completion m")
     assert process.parent.span_id == ABOVE_ID
-    assert process.context.span_id == run_span_id(made.run)
+    assert process.context.span_id == run_span_id(made.record.run)
     assert request.parent.span_id == process.context.span_id
     parts = [spans.one(name) for name in ("admission", "prefill", "decode")]
     base = request.start_time - 20_000_000
@@ -97,9 +94,9 @@ def test_contents_are_told_if_a_setting_asks(spans: Spans, settings_environment:
     settings_environment(traces="true", trace_contents="true")
     traces = gate.tracing()
     assert traces is not None
-    made, messages = attempt(), [{"role": "user", "content": [{"type": "text", "text": "a secret"}]}]
-    asked = task("cellama.chat", messages=messages, system="be kind", prompt=None)
-    run(traces, made, asked, finished(made, replace(COMPLETION, reasoning="hm")))
+    messages = [{"role": "user", "content": [{"type": "text", "text": "a secret"}]}]
+    made = attempt(task="cellama.chat", messages=messages, system="be kind", prompt=None)
+    run(traces, made, finished(made, replace(COMPLETION, reasoning="hm")))
     told = spans.one("chat m").attributes
     assert json.loads(told["gen_ai.input.messages"]) == [
         {"role": "user", "parts": [{"type": "text", "content": "a secret"}]}
@@ -115,9 +112,9 @@ def test_attempt_is_linked_to_the_one_before_which_it_tells_if_that_was_lost(
 ) -> None:
     before = Earlier(new_run(), 1.5, 0.5, is_lost, "old@host 12 1.0")
     made = attempt(2, before)
-    run(traces, made, task(), finished(made))
+    run(traces, made, finished(made))
     attempts = {span.context.span_id: span for span in spans.all if span.name == "process q"}
-    own, lost = attempts[run_span_id(made.run)], attempts.get(run_span_id(before.run))
+    own, lost = attempts[run_span_id(made.record.run)], attempts.get(run_span_id(before.run))
     assert [link.context.span_id for link in own.links] == [run_span_id(before.run)]
     waits = sorted((span.end_time - span.start_time) / 1e9 for span in spans.all if span.name == "queue")
     if not is_lost:
@@ -132,7 +129,7 @@ def test_attempt_is_linked_to_the_one_before_which_it_tells_if_that_was_lost(
 
 def test_job_that_killed_several_workers_has_all_its_attempts(spans: Spans, traces: Tracing) -> None:
     before = [Earlier(new_run(), at, at - 0.25, True, f"w{at}@host 12 1.0") for at in (1.75, 1.0, 0.5)]
-    run(traces, attempt(4, *before), task(), error=JobFailed("dead", "no"))
+    run(traces, attempt(4, *before), error=JobFailed("dead", "no"))
     attempts = sorted((s for s in spans.all if s.name == "process q"), key=lambda s: s.start_time)
     assert [span.attributes["cellama.attempt.number"] for span in attempts] == [1, 2, 3, 4]
     assert [span.attributes["cellama.attempt.end"] for span in attempts] == ["lost"] * 3 + ["failure"]
@@ -144,36 +141,36 @@ def test_job_that_killed_several_workers_has_all_its_attempts(spans: Spans, trac
 
 
 def test_superseded_attempt_leaves_its_span_to_the_next_one(spans: Spans, traces: Tracing) -> None:
-    run(traces, attempt(), task(), error=Ignore(), interruption=Interruption.SUPERSEDED)
+    run(traces, attempt(), error=Ignore(), interruption=Interruption.SUPERSEDED)
     assert spans.all == []
 
 
 def test_failure_has_its_code(spans: Spans, traces: Tracing) -> None:
     made = attempt()
-    run(traces, made, task(), finished(made, None), error=JobFailed("decode_failed", "no"))
+    run(traces, made, finished(made, None), error=JobFailed("decode_failed", "no"))
     for name in ("process q", "text_completion m"):
         span = spans.one(name)
         assert (span.attributes["error.type"], span.status.is_ok) == ("decode_failed", False)
 
 
 def test_lines_of_a_slice_have_a_request_each(spans: Spans, traces: Tracing) -> None:
-    made = attempt()
     lines = [{"kind": "generate", "params": {"prompt": "x"}}, {"kind": "chat", "params": {"messages": []}}]
-    run(traces, made, task(TASK_CHUNK, lines=lines), *(finished(made, line=f"\x1f{place}") for place in (0, 1)))
+    made = attempt(task=TASK_CHUNK, lines=lines)
+    run(traces, made, *(finished(made, line=f"\x1f{place}") for place in (0, 1)))
     found = {span.name: span.attributes["cellama.line"] for span in spans.all if "cellama.line" in span.attributes}
     assert found == {"text_completion m": 0, "chat m": 1}
 
 
 def test_work_without_a_slot_is_told_from_its_result(spans: Spans, traces: Tracing) -> None:
-    run(traces, attempt(), task(TASK_EMBED), result={"usage": {"prompt_tokens": 9}, "model": "m"})
+    run(traces, attempt(task=TASK_EMBED), result={"usage": {"prompt_tokens": 9}, "model": "m"})
     assert spans.one("embeddings m").attributes["gen_ai.usage.input_tokens"] == 9
 
 
 def test_job_of_a_producer_without_traces_has_one_trace_in_all_attempts(spans: Spans, traces: Tracing) -> None:
-    asked = task()
-    del asked.request.traceparent
     for number in (1, 2):
-        run(traces, attempt(number), asked)
+        made = attempt(number)
+        made.headers = {}
+        run(traces, made)
     attempts = [span for span in spans.all if span.name == "process q"]
     assert len({span.context.trace_id for span in spans.all}) == 1
     assert [span.parent for span in attempts] == [None, None]
@@ -181,15 +178,15 @@ def test_job_of_a_producer_without_traces_has_one_trace_in_all_attempts(spans: S
 
 
 def test_what_is_not_sampled_is_not_told(spans: Spans, traces: Tracing) -> None:
-    asked, made = task(), attempt()
-    asked.request.traceparent = ABOVE["traceparent"][:-1] + "0"
-    run(traces, made, asked, finished(made))
+    made = attempt()
+    made.headers = {**ABOVE, "traceparent": ABOVE["traceparent"][:-1] + "0"}
+    run(traces, made, finished(made))
     assert spans.all == []
 
 
 def test_request_that_can_not_be_told_costs_a_span_and_no_event(spans: Spans, traces: Tracing) -> None:
-    made, asked = attempt(), task(TASK_CHUNK, lines=[])
-    run(traces, made, asked, finished(made, line="\x1f3"))
+    made = attempt(task=TASK_CHUNK, lines=[])
+    run(traces, made, finished(made, line="\x1f3"))
     assert [span.name for span in spans.all] == ["queue", "process q"]
 
 
@@ -202,4 +199,4 @@ def test_worker_without_the_packages_says_what_to_install(
     gate._tracing.cache_clear()
     nothing: Any = None
     with pytest.raises(InvalidRequest, match=r"pip install 'cellama\[otel\]'"):
-        Watchers(get_settings(), "w", nothing, nothing)
+        start_middlewares(get_settings(), "w", manager=nothing, signer=Signer(None), samples=nothing)

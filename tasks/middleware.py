@@ -1,0 +1,216 @@
+"""Extension points of a worker: hooks around attempts, requests, steps and models (docs/how-to/middleware.md).
+
+Metrics, traces, telemetry, service times and the signing of reasoning are the middlewares that cellama has itself
+(`tasks/worker/`). The setting `middleware` names others by import path. Used in workers only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec
+
+from celery import Task
+from celery.exceptions import Ignore, Reject
+
+from cellama.config.logging import logging_about
+from cellama.engine import InvalidRequest
+from cellama.tasks.broker.pool import Interruption, JobControl
+from cellama.tasks.contract.all_kinds import KINDS
+from cellama.tasks.contract.names import PRIORITY_INTERACTIVE
+
+if TYPE_CHECKING:
+    from cellama.engine import Finished, Model, RequestStats, StepStats
+    from cellama.tasks.contract.kinds.chat import ChatJob
+    from cellama.tasks.contract.kinds.generate import GenerateJob
+    from cellama.tasks.contract.kinds.prefill import PrefillJob
+    from cellama.tasks.state.records import Attempt
+
+log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+# How an attempt ends. Handed back: another attempt continues the job. Superseded: another attempt has the job already.
+AttemptEnd = Literal["success", "failure", "revoked", "handed_back", "superseded"]
+
+
+@dataclass(slots=True)
+class AttemptContext:
+    """One attempt at a job. All hooks of the attempt get the same object."""
+
+    record: Attempt  # as the ledger has it: `job_id`, `run_id`, `number`, and more
+    task: str  # name, such as "cellama.generate"
+    queue: str
+    priority: int
+    parameters: Mapping[str, Any]  # as the caller gave them, not validated
+    headers: Mapping[str, Any]  # of the message
+    submitted_at: float  # `time.monotonic()` of the job's submission, by the clock of Redis
+    began_at: float = field(default_factory=time.monotonic)
+    requests_from: float = 0.0  # `time.monotonic()` from which the timings of its requests count
+    trace_id: str = ""  # for the log lines of the attempt; `before_attempt` may set it
+    sign: dict[str, Callable[[str], str]] = field(default_factory=dict)  # of reasoning, by line of a bulk run, or ""
+    has_token: bool = False
+    data: dict[str, Any] = field(default_factory=dict)  # what one hook leaves for a later one
+    end: AttemptEnd | None = None  # this and the next two are set for `after_attempt`
+    result: Mapping[str, Any] | None = None  # of an attempt that ends with success
+    error: BaseException | None = None
+
+    def __post_init__(self) -> None:
+        self.requests_from = self.requests_from or self.submitted_at
+
+    @property
+    def job_id(self) -> str:
+        return self.record.job_id
+
+    @property
+    def number(self) -> int:
+        """1 for the first attempt at the job."""
+        return self.record.number
+
+
+def context_of(task: Task, attempt: Attempt, submitted_at: float) -> AttemptContext:
+    """The context of an attempt at the job that Celery runs in this task."""
+    request, delivery = task.request, task.request.delivery_info or {}
+    priority, names = delivery.get("priority"), KINDS[task.name].positional
+    return AttemptContext(
+        record=attempt,
+        task=str(task.name),
+        queue=str(delivery.get("routing_key")),
+        priority=PRIORITY_INTERACTIVE if priority is None else priority,
+        parameters={**dict(zip(names, request.args or (), strict=False)), **(request.kwargs or {})},
+        headers=vars(request),  # Celery makes attributes of message headers
+        submitted_at=submitted_at,
+    )
+
+
+class Middleware:
+    """The base of middlewares: hooks that do nothing. Override those that you need.
+
+    An exception in a hook is logged, once for each class and hook, and changes nothing for the job. Time spent in a
+    hook is not free: each hook says which thread waits for it.
+    """
+
+    def before_attempt(self, attempt: AttemptContext) -> None:
+        """Called when an attempt at a job begins, on the job's thread."""
+
+    def before_request(self, attempt: AttemptContext, line: str, job: GenerateJob | ChatJob | PrefillJob) -> None:
+        """Called before the engine receives a request of the attempt, on the job's thread.
+
+        `line` is the number of the line in a bulk run, else empty.
+        """
+
+    def after_first_token(self, attempt: AttemptContext) -> None:
+        """Called once the first token of the attempt is in Redis, on the publisher's thread, for which all streams of
+        the worker wait."""
+
+    def after_request(self, model_id: str, end: Finished, attempt: AttemptContext | None) -> None:
+        """Called with the end of a request to an engine, on the publisher's thread, for which all streams of the
+        worker wait. `attempt` is None if it has ended already."""
+
+    def after_attempt(self, attempt: AttemptContext) -> None:
+        """Called when an attempt has ended and its last event is in Redis, on the job's thread, before Celery gets the
+        end."""
+
+    def on_step(self, stats: StepStats) -> None:
+        """Called with each step of each engine, on the telemetry thread, for which nothing waits: a slow hook loses
+        calls, and delays no token."""
+
+    def on_request(self, stats: RequestStats) -> None:
+        """Called with the figures of each request that has ended, on the telemetry thread."""
+
+    def on_model_loaded(self, model_id: str, model: Model) -> None:
+        """Called when the worker has loaded a model, before the model's first job."""
+
+    def close(self) -> None:
+        """Called when the worker stops, after its last job."""
+
+
+HOOKS = tuple(name for name in vars(Middleware) if not name.startswith("_"))
+
+
+class Middlewares:
+    """Calls the hooks of all middlewares of a worker, in their order. Any thread."""
+
+    def __init__(self, middlewares: Iterable[Middleware] = ()) -> None:
+        self._middlewares = list(middlewares)
+        self._overriding = {
+            hook: [each for each in self._middlewares if getattr(type(each), hook) is not getattr(Middleware, hook)]
+            for hook in HOOKS
+        }
+        self._failures: Counter[tuple[str, str]] = Counter()
+        self._attempts: dict[str, AttemptContext] = {}  # that run, by run id
+
+    def have(self, hook: Callable[..., None]) -> bool:
+        """Whether a middleware has this hook of `Middleware`."""
+        return bool(self._overriding[hook.__name__])
+
+    def call(self, hook: Callable[Concatenate[Any, P], None], /, *args: P.args, **kwargs: P.kwargs) -> None:
+        """Call this hook of `Middleware`. Raises nothing."""
+        for each in self._overriding[hook.__name__]:
+            try:
+                getattr(each, hook.__name__)(*args, **kwargs)
+            except BaseException:  # other people's code, on threads that jobs depend on
+                where = type(each).__name__, hook.__name__
+                self._failures[where] += 1
+                if self._failures[where] == 1:
+                    log.exception("middleware %s: %s failed; it is called again, and not logged again", *where)
+
+    @contextlib.contextmanager
+    def around(self, attempt: AttemptContext, control: JobControl) -> Iterator[None]:
+        """Call the hooks before and after the attempt that runs in here, and log with its ids."""
+        self.call(Middleware.before_attempt, attempt)
+        self._attempts[attempt.record.run_id] = attempt
+        with logging_about(attempt.job_id, attempt.trace_id):
+            try:
+                yield
+            except BaseException as error:
+                attempt.error = error
+                raise
+            finally:
+                del self._attempts[attempt.record.run_id]
+                attempt.end = end_of(attempt.error, control.interruption)
+                self.call(Middleware.after_attempt, attempt)
+
+    def after_request(self, run_id: str, model_id: str, end: Finished) -> None:
+        """Call the hook of that name with the attempt that the request belongs to."""
+        self.call(Middleware.after_request, model_id, end, self._attempts.get(run_id))
+
+    def close(self) -> None:
+        """Close all middlewares, and log how often their hooks failed."""
+        self.call(Middleware.close)
+        for (name, hook), times in self._failures.items():
+            log.warning("middleware %s: %s failed %d times", name, hook, times)
+
+
+def end_of(error: BaseException | None, interruption: Interruption | None) -> AttemptEnd:
+    """How an attempt ended, by what Celery receives: an Ignore says only that Celery has the end already, or that
+    another attempt has the job."""
+    if error is None:
+        return "success"
+    if interruption is Interruption.HANDED_BACK:
+        return "handed_back"
+    if not isinstance(error, Ignore | Reject) or interruption is Interruption.HARD_LIMIT:
+        return "failure"
+    return "revoked" if interruption is Interruption.CANCELLED else "superseded"
+
+
+def load_middleware(path: str) -> Middleware:
+    """An object of the class at the import path `package.module:Class`. Raises InvalidRequest."""
+    made = imported("middleware", path)
+    if not isinstance(made, Middleware):
+        raise InvalidRequest(f"middleware: {path!r} is not a subclass of cellama.tasks.middleware.Middleware")
+    return made
+
+
+def imported(setting: str, path: str) -> Any:
+    """What the import path `package.module:name` names, or an object of it if it is a class. Raises InvalidRequest."""
+    module, _, name = path.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+        return found() if isinstance(found, type) else found
+    except Exception as error:  # of code that is not ours
+        raise InvalidRequest(f"{setting} {path!r} can't be used: {type(error).__name__}: {error}") from None
